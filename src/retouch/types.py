@@ -1,0 +1,272 @@
+"""The nouns of Retouch and the protocols between its parts.
+
+Conventions: ``p`` tasks (one per group), ``g`` samples a group, ``b`` rows on this rank (``p * g`` where groups are whole),
+``t`` actions (a token, or one transition of a denoising chain). Row ``i`` of everything belongs to sample ``i``; the rows of
+a group are contiguous in the global order. Images are ``PIL.Image.Image`` in mode RGB (masks: mode L). Scores are float32
+tensors in which NaN means "could not be judged". Nothing here computes, and nothing that is passed on is changed on the way.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
+
+from jaxtyping import Bool, Float, Int
+from PIL.Image import Image
+from torch import Tensor, nn
+
+Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+Scores: TypeAlias = dict[str, Float[Tensor, " b"]]
+Weights: TypeAlias = Literal["current", "old", "reference"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """One row of data: what is asked for, and what a judge may need to tell whether it was done.
+
+    ``id`` is unique in its data set and is the group's identity: two rows with equal instructions stay two tasks.
+    ``tags`` are what tables are broken down by (``{"complexity": "2"}``); ``meta`` is JSON for a judge that knows the data set.
+
+    Example: ``Task(id="photos/17", instruction="make the sky red", images=(photo,))``
+    """
+
+    id: str
+    instruction: str
+    images: tuple[Image, ...] = ()
+    mask: Image | None = None
+    reference: Image | None = None
+    target: Image | None = None
+    text: str | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)
+    meta: Mapping[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """A task and the image made for it: what a judge sees, and all that it may see. ``image`` None: nothing usable was made."""
+
+    task: Task
+    image: Image | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The rows that this rank acts on in one step.
+
+    ``tasks``: the p tasks that occur here; ``group_ids``: their (p,) numbers in the step's global order; row i acts on
+    ``tasks[group[i]]`` as member ``slot[i]`` of its group. Every random draw for a row is keyed by
+    (seed, step, group_ids[group[i]], slot[i]), so it does not depend on how rows are spread over ranks or chunks.
+    """
+
+    seed: int
+    step: int
+    tasks: tuple[Task, ...]
+    group_ids: tuple[int, ...]
+    group: tuple[int, ...]
+    slot: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+    def take(self, rows: slice) -> "Batch":
+        """The given rows, and of the tasks those that they act on."""
+        group, slot = self.group[rows], self.slot[rows]
+        kept = sorted(set(group))
+        place = {old: new for new, old in enumerate(kept)}
+        return Batch(
+            seed=self.seed,
+            step=self.step,
+            tasks=tuple(self.tasks[k] for k in kept),
+            group_ids=tuple(self.group_ids[k] for k in kept),
+            group=tuple(place[k] for k in group),
+            slot=slot,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A part of a trajectory: these rows, these actions. What one microbatch evaluates."""
+
+    rows: slice
+    actions: slice
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What an objective wants from an evaluation beside the log-probabilities."""
+
+    kl: bool = False
+    entropy: bool = False
+    values: bool = False
+    log_ratio: Literal["plain", "norm"] = "plain"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evaluation:
+    """What the policy under training says of a slice; every column is fp32 and (b, t), with gradient.
+
+    ``log_ratio``: log of new over acting probability (RatioNorm's version where the objective asked for it).
+    """
+
+    log_probs: Float[Tensor, "b t"]
+    log_ratio: Float[Tensor, "b t"]
+    kl: Float[Tensor, "b t"] | None = None
+    entropy: Float[Tensor, "b t"] | None = None
+    values: Float[Tensor, "b t"] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Trajectory:
+    """What a policy did, row by row. A kernel subclasses it with what it needs to evaluate again.
+
+    ``log_probs``: (b, t), fp32, under the policy that acted, computed on exactly the tensors that are stored.
+    ``mask``: (b, t), where the policy had a choice. ``kind``: (t,) or (b, t), see ``Kind``. ``outputs``: what the renderer takes, one per row.
+    """
+
+    log_probs: Float[Tensor, "b t"]
+    mask: Bool[Tensor, "b t"]
+    kind: Int[Tensor, "b t"]
+    outputs: Any
+
+    def __len__(self) -> int:
+        return int(self.mask.shape[0])
+
+    def take(self, rows: slice) -> Self:
+        """The given rows of every column."""
+        raise NotImplementedError
+
+    @classmethod
+    def concat(cls, parts: Sequence[Self]) -> Self:
+        """The rows of the parts, in order."""
+        raise NotImplementedError
+
+
+class Kind:
+    """Values of ``Trajectory.kind``. ``PICTURE``: a whole picture counts as one action without a log-probability (NaN)."""
+
+    TEXT_TOKEN = 0
+    IMAGE_TOKEN = 1
+    TRANSITION = 2
+    PICTURE = 3
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """What gets the gradient. It acts and evaluates; it does not own the optimizer."""
+
+    module: nn.Module  # trainable; a stepper may replace it by its wrapped self, and every forward with gradient goes through it
+
+    def rollout(self, batch: Batch) -> Trajectory:
+        """Act on every row of the batch, without gradient."""
+        ...
+
+    def sample(self, batch: Batch) -> Trajectory:
+        """Act as the end user would: deterministic given the row's key, averaged weights where there are any, no exploration."""
+        ...
+
+    def microbatches(self, trajectory: Trajectory) -> Iterator[Slice]:
+        """Slices that cover every row and action once, each small enough to evaluate at once; equally many on every rank."""
+        ...
+
+    def evaluate(self, trajectory: Trajectory, part: Slice, needs: Needs) -> Evaluation:
+        """Evaluate the slice under the current weights, with gradient."""
+        ...
+
+
+@runtime_checkable
+class VelocityPolicy(Policy, Protocol):
+    """A denoising policy as NFT, AWM, DPO and supervised flow matching see it: a velocity field under three sets of weights."""
+
+    def demonstrate(self, batch: Batch) -> Trajectory:
+        """The tasks' own targets, encoded as outputs: what supervised learning imitates."""
+        ...
+
+    def row_slices(self, trajectory: Trajectory) -> Iterator[slice]:
+        """Slices that cover every row once, each small enough for one forward with gradient."""
+        ...
+
+    def velocity(
+        self, trajectory: Trajectory, rows: slice, x: Float[Tensor, "r ..."], sigma: Float[Tensor, " r"], weights: Weights
+    ) -> Float[Tensor, "r ..."]:
+        """noise - data at ``x`` for these rows under the trajectory's conditioning; with gradient only under current weights."""
+        ...
+
+
+@runtime_checkable
+class Renderer(Protocol):
+    """The frozen way from a policy's outputs to pixels."""
+
+    def __call__(self, tasks: Sequence[Task], outputs: Any) -> list[Image | None]:
+        """One image a row; None where the output cannot be drawn, which is the policy's own fault."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A named score: its range, and whether it may decide anything.
+
+    ``low`` is what a policy's own fault scores. A diagnostic may be NaN where it does not apply, and never makes a sample missing.
+    """
+
+    low: float
+    high: float
+    diagnostic: bool = False
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """Judges samples. ``columns`` declares the scores; calling returns each as (b,), NaN where it could not judge."""
+
+    columns: Mapping[str, Column]
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores: ...
+
+
+@runtime_checkable
+class AsyncReward(Reward, Protocol):
+    """A reward that can judge while sampling goes on."""
+
+    def submit(self, samples: Sequence[Sample]) -> "Future[Scores]": ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loss:
+    """A microbatch's share of the loss, and weighted sums for the step's metrics (they add up over microbatches and ranks)."""
+
+    value: Float[Tensor, ""]
+    sums: Mapping[str, float | Tensor] = field(default_factory=dict)
+    maxima: Mapping[str, float | Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Minibatch:
+    """What one optimizer step learns from: rows of this rank, with advantages and loss weights.
+
+    ``weights`` (b, t) are non-negative and sum to 1 over the minibatch of all ranks; a missing row has weight 0.
+    ``seed``, ``step`` and ``epoch`` key the objective's own draws.
+    """
+
+    batch: Batch
+    trajectory: Trajectory
+    advantages: Float[Tensor, "b t"]
+    weights: Float[Tensor, "b t"]
+    epoch: int = 0
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """Turns (policy, trajectory, advantages) into a loss, microbatch by microbatch."""
+
+    def losses(self, policy: Any, minibatch: Minibatch) -> Iterator[Loss]:
+        """The shares of the loss, one at a time (the caller runs backward before it asks for the next); equally many on every rank."""
+        ...
+
+    def after_step(self, policy: Any, step: int) -> None:
+        """Called after each optimizer step: NFT moves its old policy here. Most objectives do nothing."""
+        ...
+
+
+__all__ = [
+    "AsyncReward", "Batch", "Column", "Evaluation", "Json", "Kind", "Loss", "Minibatch", "Needs", "Objective", "Policy", "Renderer",
+    "Reward", "Sample", "Scores", "Slice", "Task", "Trajectory", "VelocityPolicy", "Weights",
+]  # fmt: skip
