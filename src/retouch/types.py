@@ -11,11 +11,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
+import torch
 from jaxtyping import Bool, Float, Int
 from PIL.Image import Image
 from torch import Tensor, nn
 
-Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 Scores: TypeAlias = dict[str, Float[Tensor, " b"]]
 Weights: TypeAlias = Literal["current", "old", "reference"]
 
@@ -120,7 +121,7 @@ class Trajectory:
     """What a policy did, row by row. A kernel subclasses it with what it needs to evaluate again.
 
     ``log_probs``: (b, t), fp32, under the policy that acted, computed on exactly the tensors that are stored.
-    ``mask``: (b, t), where the policy had a choice. ``kind``: (t,) or (b, t), see ``Kind``. ``outputs``: what the renderer takes, one per row.
+    ``mask``: (b, t), where the policy had a choice. ``kind``: (b, t), see ``Kind``. ``outputs``: what the renderer takes.
     """
 
     log_probs: Float[Tensor, "b t"]
@@ -148,6 +149,93 @@ class Kind:
     IMAGE_TOKEN = 1
     TRANSITION = 2
     PICTURE = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Conditioning:
+    """What a denoiser is told about each row, encoded once per task.
+
+    ``tensors``: name to a tensor whose axis 0 is rows. ``padded``: the names whose axis 1 is a sequence padded on the right with
+    zeros (an embedding and its mask, say); parts with other lengths can then be joined. ``shared``: what all rows have in common
+    (sizes in pixels or latents). ``negative``: the same for the unconditional branch of guidance.
+    """
+
+    tensors: Mapping[str, Tensor]
+    padded: frozenset[str] = frozenset()
+    shared: Mapping[str, Any] = field(default_factory=dict)
+    negative: "Conditioning | None" = None
+
+    def take(self, rows: slice | Int[Tensor, " r"]) -> "Conditioning":
+        """The given rows; an index tensor may repeat them (embeddings, masks and all in the same order)."""
+        return Conditioning(
+            {name: tensor[rows] for name, tensor in self.tensors.items()},
+            self.padded,
+            self.shared,
+            None if self.negative is None else self.negative.take(rows),
+        )
+
+    @classmethod
+    def concat(cls, parts: "Sequence[Conditioning]") -> "Conditioning":
+        """The rows of the parts, in order, padded to the longest. ValueError where their shared sizes differ."""
+        first = parts[0]
+        if any(part.shared != first.shared for part in parts):
+            raise ValueError(f"rows of different sizes in one batch: {[dict(part.shared) for part in parts]}; bucket them by size")
+        joined = {}
+        for name in first.tensors:
+            tensors = [part.tensors[name] for part in parts]
+            if name in first.padded:
+                longest = max(tensor.shape[1] for tensor in tensors)
+                tensors = [
+                    torch.cat([tensor, tensor.new_zeros(tensor.shape[0], longest - tensor.shape[1], *tensor.shape[2:])], dim=1)
+                    for tensor in tensors
+                ]
+            joined[name] = torch.cat(tensors)
+        negatives = [part.negative for part in parts if part.negative is not None]
+        return cls(joined, first.padded, first.shared, cls.concat(negatives) if negatives else None)
+
+
+@runtime_checkable
+class DenoisingModel(Protocol):
+    """A flow-matching model as the denoising kernel sees it. It knows no RL and no loop.
+
+    ``x`` is in the layout the transformer takes (packed tokens for Qwen and Flux, (c, h, w) for SD3), fp32; sigma runs 1 to 0.
+    """
+
+    module: nn.Module  # the transformer, the only trainable part
+
+    def encode(self, tasks: Sequence[Task]) -> Conditioning:
+        """Each task's conditioning: p rows. Without gradient, frozen parts in eval mode."""
+        ...
+
+    def encode_negative(self, tasks: Sequence[Task]) -> Conditioning:
+        """The unconditional branch for each task (empty or negative prompt, same source images): p rows."""
+        ...
+
+    def combine(self, positive: Tensor, negative: Tensor, guidance_scale: float) -> Tensor:
+        """The guided velocity, as the model's diffusers pipeline makes it."""
+        ...
+
+    def initial_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator]) -> Float[Tensor, "r ..."]:
+        """Standard normal x at sigma 1, row i from generator i, drawn in the order in which the diffusers pipeline draws it."""
+        ...
+
+    def sigmas(self, num_steps: int, conditioning: Conditioning) -> Float[Tensor, " num_steps_plus_1"]:
+        """The pipeline's schedule, from its first sigma (about 1) to 0."""
+        ...
+
+    def velocity(
+        self, module: nn.Module, x: Float[Tensor, "r ..."], sigma: Float[Tensor, " r"], conditioning: Conditioning
+    ) -> Float[Tensor, "r ..."]:
+        """noise - data in fp32; ``module`` is the transformer, perhaps wrapped by a stepper."""
+        ...
+
+    def encode_images(self, images: Sequence[Image]) -> Float[Tensor, "r ..."]:
+        """Clean x for pictures (mode of the VAE's posterior, normalised): targets of supervised learning."""
+        ...
+
+    def decode(self, x: Float[Tensor, "r ..."], conditioning: Conditioning) -> list[Image]:
+        """Pictures for clean x."""
+        ...
 
 
 @runtime_checkable
@@ -258,7 +346,7 @@ class Objective(Protocol):
     """Turns (policy, trajectory, advantages) into a loss, microbatch by microbatch."""
 
     def losses(self, policy: Any, minibatch: Minibatch) -> Iterator[Loss]:
-        """The shares of the loss, one at a time (the caller runs backward before it asks for the next); equally many on every rank."""
+        """The shares of the loss, one by one (backward runs before the next is asked for); equally many on every rank."""
         ...
 
     def after_step(self, policy: Any, step: int) -> None:
@@ -267,6 +355,6 @@ class Objective(Protocol):
 
 
 __all__ = [
-    "AsyncReward", "Batch", "Column", "Evaluation", "Json", "Kind", "Loss", "Minibatch", "Needs", "Objective", "Policy", "Renderer",
+    "AsyncReward", "Batch", "Column", "Conditioning", "DenoisingModel", "Evaluation", "Json", "Kind", "Loss", "Minibatch", "Needs", "Objective", "Policy", "Renderer",
     "Reward", "Sample", "Scores", "Slice", "Task", "Trajectory", "VelocityPolicy", "Weights",
 ]  # fmt: skip
