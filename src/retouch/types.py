@@ -352,9 +352,3 @@ class Objective(Protocol):
     def after_step(self, policy: Any, step: int) -> None:
         """Called after each optimizer step: NFT moves its old policy here. Most objectives do nothing."""
         ...
-
-
-__all__ = [
-    "AsyncReward", "Batch", "Column", "Conditioning", "DenoisingModel", "Evaluation", "Json", "Kind", "Loss", "Minibatch", "Needs", "Objective", "Policy", "Renderer",
-    "Reward", "Sample", "Scores", "Slice", "Task", "Trajectory", "VelocityPolicy", "Weights",
-]  # fmt: skip
