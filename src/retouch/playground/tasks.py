@@ -1,0 +1,112 @@
+"""Playground tasks: a source picture, an instruction and the exact target picture, made when they are asked for.
+
+Splits differ in their scenes and in what their instructions ask for (whatever the words): each is hashed to one of ten buckets, of
+which test has the first, validation the second and train the rest, and a draw from another split is drawn again.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias, get_args, overload
+
+from retouch.core.random import generator
+from retouch.playground.draws import Draws
+from retouch.playground.edits import MOST_EDITS, Edit, apply, edits_of_kinds, random_kinds, things_needed
+from retouch.playground.instructions import content, instruction
+from retouch.playground.scenes import Scene, random_scene, render
+from retouch.types import Task
+
+Split: TypeAlias = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+
+# Chosen so that every kind of single edit, also removals with only 18 contents, has several in every split.
+_SALT = "retouch playground 818"
+
+
+def split_of(text: str) -> Split:
+    """The split that a scene's canonical JSON or an instruction's content belongs to: a tenth each for test and validation."""
+    bucket = int.from_bytes(hashlib.sha256(f"{_SALT} {text}".encode()).digest()[:8], "big") % 10
+    return "test" if bucket == 0 else "validation" if bucket == 1 else "train"
+
+
+def canonical(scene: Scene) -> str:
+    """The scene's JSON without spaces, keys sorted: what its split hangs on."""
+    return json.dumps(scene.to_json(), sort_keys=True, separators=(",", ":"))
+
+
+class PlaygroundTasks(Sequence[Task]):
+    """``count`` tasks; task i depends on (seed, split, i) and on ``complexity`` and ``filler`` alone.
+
+    ``complexity``: the numbers of edits in an instruction, 1 to 4: a sequence is cycled through, a mapping gives drawing weights.
+    ``filler``: the share of instructions with words that mean nothing. A task has the source in ``images``, the exact ``target``,
+    the tags ``complexity`` ("2") and ``kinds`` ("add+move"), and in ``meta`` the ``scene`` and the ``edits`` as JSON.
+
+    Example: ``PlaygroundTasks(seed=0, count=1000, complexity=[1], split="train", filler=0.25)[0].instruction``
+    """
+
+    def __init__(
+        self, *, seed: int, count: int, complexity: Sequence[int] | Mapping[int, float], split: Split, filler: float = 0.0
+    ) -> None:
+        if split not in SPLITS:
+            raise ValueError(f"split is one of {', '.join(SPLITS)}, not {split!r}")
+        if count < 0 or not 0.0 <= filler <= 1.0:
+            raise ValueError(f"count must not be negative and filler must lie in 0 to 1, not {count} and {filler}")
+        if not complexity or any(level not in range(1, MOST_EDITS + 1) for level in complexity):
+            raise ValueError(f"complexity needs numbers of edits from 1 to {MOST_EDITS}, not {complexity}")
+        if isinstance(complexity, Mapping) and not (min(complexity.values()) >= 0 and sum(complexity.values()) > 0):
+            raise ValueError(f"weights of complexities must not be negative, and one must be positive: {complexity}")
+        self.seed, self.split, self.filler, self.complexity = seed, split, filler, complexity
+        self._length = count
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Task]: ...
+
+    def __getitem__(self, index: int | slice) -> Task | list[Task]:
+        if isinstance(index, slice):
+            return [self._task(i) for i in range(*index.indices(self._length))]
+        if not -self._length <= index < self._length:
+            raise IndexError(f"task {index} of {self._length}")
+        return self._task(index % self._length)
+
+    def _level(self, index: int, draws: Draws) -> int:
+        if not isinstance(self.complexity, Mapping):
+            return self.complexity[index % len(self.complexity)]
+        point = draws.uniform() * sum(self.complexity.values())
+        for level, weight in self.complexity.items():
+            point -= weight
+            if point < 0:
+                return level
+        return max(level for level, weight in self.complexity.items() if weight > 0)
+
+    def _draw(self, index: int) -> tuple[Scene, tuple[Edit, ...], str]:
+        """A scene, edits and text of this split."""
+        random = generator(self.seed, "playground", self.split, index)
+        draws = Draws(random)
+        filler = draws.uniform() < self.filler
+        kinds = random_kinds(self._level(index, draws), random)
+        while True:
+            scene = random_scene(random, least=things_needed(kinds))
+            if split_of(canonical(scene)) != self.split:
+                continue
+            for _ in range(8):
+                edits = edits_of_kinds(scene, kinds, random)
+                if edits is not None and split_of(content(edits)) == self.split:
+                    return scene, edits, instruction(edits, random, filler=filler)
+
+    def _task(self, index: int) -> Task:
+        scene, edits, text = self._draw(index)
+        digest = hashlib.sha256(f"{canonical(scene)} {text}".encode()).hexdigest()[:8]
+        return Task(
+            id=f"playground/{self.split}/seed{self.seed}/{index:06d}-{digest}",
+            instruction=text,
+            images=(render(scene),),
+            target=render(apply(scene, edits)),
+            tags={"complexity": str(len(edits)), "kinds": "+".join(sorted(edit.kind for edit in edits))},
+            meta={"scene": scene.to_json(), "edits": [edit.to_json() for edit in edits]},
+        )
