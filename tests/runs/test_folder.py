@@ -1,0 +1,249 @@
+"""A run's folder gives back what was put in, to the bit, and survives a kill at any byte."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from retouch.runs import files
+from retouch.runs.folder import Judged, RunFolder
+from retouch.runs.summary import Summary
+from retouch.types import Sample, Task
+
+NAMES = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
+
+
+def picture(colour: tuple[int, int, int]) -> Image.Image:
+    return Image.new("RGB", (8, 8), colour)
+
+
+def judged(group: int, slot: int, *, colour: tuple[int, int, int] = (9, 9, 9), source: tuple[int, int, int] = (1, 2, 3)) -> Judged:
+    task = Task(
+        id=f"a/b/../{group}",
+        instruction="make it <b>red</b>\n",
+        images=(picture(source),),
+        target=picture((7, 7, 7)),
+        tags={"kind": "recolour"},
+    )
+    return Judged(
+        sample=Sample(task, picture(colour)), group=group, slot=slot, scores={"overall": 5.0, "ocr": math.nan}, reward=5.0
+    )
+
+
+def test_metrics_come_back_in_a_fixed_key_order_with_their_bits(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.append_metrics(1, "rl", {"reward/mean": 0.1 + 0.2, "policy/grad_norm": 1e-300, "b": 3})
+    folder.append_metrics(2, "rl", {"b": 3, "policy/grad_norm": math.nan, "reward/mean": math.inf})
+    assert folder.metrics.read_text() == (
+        '{"step": 1, "phase": "rl", "b": 3, "policy/grad_norm": 1e-300, "reward/mean": 0.30000000000000004}\n'
+        '{"step": 2, "phase": "rl", "b": 3, "policy/grad_norm": null, "reward/mean": null}\n'
+    )
+    assert folder.read_metrics()[0]["reward/mean"] == 0.1 + 0.2
+
+
+@given(st.dictionaries(NAMES, st.floats() | st.integers() | st.none()))
+def test_any_line_reads_back_as_written(values: dict[str, float]) -> None:
+    back = json.loads(files.json_line(values), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert back == {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
+    }
+
+
+def test_a_time_among_the_metrics_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="append_timings"):
+        RunFolder(tmp_path).append_metrics(1, "rl", {"time/rollout": 1.0})
+
+
+def test_every_cut_of_a_file_reads_as_its_whole_lines_and_goes_on(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for step in (1, 2, 3):
+        folder.append_metrics(step, "rl", {"reward/mean": step / 3, "word": None})
+    content = folder.metrics.read_bytes()
+    ends = [match.end() for match in re.finditer(rb"\n", content)]
+    for cut in range(len(content) + 1):
+        folder.metrics.write_bytes(content[:cut])
+        whole = sum(end <= cut for end in ends)
+        assert [line["step"] for line in folder.read_metrics()] == [1, 2, 3][:whole]
+        folder.truncate_after(2)
+        for step in range(min(whole, 2) + 1, 4):
+            folder.append_metrics(step, "rl", {"reward/mean": step / 3, "word": None})
+        assert folder.metrics.read_bytes() == content
+
+
+def test_truncate_forgets_later_steps_everywhere_and_leaves_the_rest(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for step in range(5):
+        folder.append_metrics(step, "rl", {"reward/mean": 1.0})
+        folder.append_timings(step, {"time/rollout": 0.5})
+        folder.write_eval(step, "heldout", table={"all": {"overall": 1.0, "n": 3}}, ci95={})
+        folder.write_samples(step, "heldout", [judged(0, 0)])
+    folder.truncate_after(2)
+    assert [line["step"] for line in folder.read_metrics()] == [0, 1, 2]
+    assert [line["step"] for line in folder.read_timings()] == [0, 1, 2]
+    assert [line["step"] for line in folder.read_evals()] == [0, 1, 2]
+    assert folder.sample_steps() == [0, 1, 2]
+    assert not folder.samples(3).exists()
+
+
+def test_truncate_of_a_new_folder_does_nothing(tmp_path: Path) -> None:
+    RunFolder(tmp_path / "none").truncate_after(0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_whole_line_that_is_not_json_is_named(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text('{"step": 1}\n{"step": \n[3]\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
+        folder.read_metrics()
+    folder.metrics.write_text("[3]\n")
+    with pytest.raises(ValueError, match="expected an object, found list"):
+        folder.truncate_after(1)
+
+
+def test_an_evaluation_made_again_replaces_the_first(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for value in (1.0, 2.0):
+        folder.write_eval(0, "heldout", table={"all": {"overall": value, "n": 3}}, ci95={"all": {"overall": (value - 1, math.nan)}})
+    folder.write_eval(0, "train", table={"all": {"overall": 9.0, "n": 3}}, ci95={})
+    assert folder.read_evals() == [
+        {"step": 0, "split": "heldout", "table": {"all": {"overall": 2.0, "n": 3}}, "ci95": {"all": {"overall": [1.0, None]}}},
+        {"step": 0, "split": "train", "table": {"all": {"overall": 9.0, "n": 3}}, "ci95": {}},
+    ]
+
+
+def test_pictures_are_kept_to_the_bit_with_what_was_said_of_them(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_samples(4, "group", [judged(2, 0, colour=(5, 6, 7)), judged(2, 1, colour=(8, 9, 10))])
+    first, second = folder.read_samples(4)
+    assert (first["group"], first["slot"], first["reward"], first["advantage"]) == (2, 0, 5.0, None)
+    assert (first["task"], first["instruction"], first["tags"]) == ("a/b/../2", "make it <b>red</b>\n", {"kind": "recolour"})
+    assert first["scores"] == {"overall": 5.0, "ocr": None}
+    assert first["source"] == second["source"]
+    shown = [Image.open(folder.samples(4) / line["image"]).getpixel((0, 0)) for line in (first, second)]
+    assert shown == [(5, 6, 7), (8, 9, 10)]
+    assert Image.open(folder.samples(4) / first["source"]).getpixel((3, 3)) == (1, 2, 3)
+    assert all(path.parent == folder.samples(4) for path in tmp_path.rglob("*.png"))
+
+
+def test_pictures_made_again_replace_only_their_own_kind(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.write_samples(4, "heldout", [judged(0, 0)])
+    folder.write_samples(4, "group", [judged(0, 1, source=(1, 1, 1)), judged(1, 0)])
+    folder.write_samples(4, "group", [judged(0, 3, source=(50, 50, 50))])
+    lines = folder.read_samples(4)
+    assert [(line["set"], line["slot"]) for line in lines] == [("heldout", 0), ("group", 3)]
+    assert Image.open(folder.samples(4) / lines[1]["source"]).getpixel((0, 0)) == (50, 50, 50)
+    assert Image.open(folder.samples(4) / lines[0]["source"]).getpixel((0, 0)) == (1, 2, 3)
+
+
+def test_a_sample_without_pictures_or_verdict(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    nothing = Judged(
+        sample=Sample(Task(id="t", instruction="a cat"), None), group=0, slot=0, scores={}, reward=math.nan, advantage=0.0
+    )
+    folder.write_samples(1, "group", [nothing])
+    (line,) = folder.read_samples(1)
+    assert (line["image"], line["source"], line["target"], line["reward"], line["advantage"]) == (None, None, None, None, 0.0)
+
+
+def test_the_recipe_is_kept_with_its_versions(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.write_recipe({"name": "run", "seed": 3})
+    kept = folder.read_recipe()
+    assert kept["recipe"] == {"name": "run", "seed": 3}
+    assert {"python", "retouch", "torch", "diffusers", "transformers", "peft", "platform"} <= set(kept["versions"])
+    assert folder.checkpoints.is_dir()
+    with pytest.raises(ValueError, match=r"has no recipe\.json"):
+        RunFolder(tmp_path).read_recipe()
+
+
+def test_the_commit_is_that_of_the_folder_one_works_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder(tmp_path / "runs" / "a")
+    folder.write_recipe({})
+    assert "git" not in folder.read_recipe()["versions"]
+    (tmp_path / "file").write_text("1")
+    for command in (["init", "-q"], ["add", "file"], ["commit", "-qm", "one"]):
+        subprocess.run([*git, *command], check=True, capture_output=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    folder.write_recipe({})
+    assert folder.read_recipe()["versions"]["git"] == head
+    (tmp_path / "file").write_text("2")
+    folder.write_recipe({})
+    assert folder.read_recipe()["versions"]["git"] == head + "+changes"
+
+
+def test_the_summary_says_what_share_of_the_gap_was_closed(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.read_summary() is None
+    summary = Summary(
+        column="overall",
+        on="held-out tasks",
+        before=8.0,
+        after=8.5,
+        steps=9,
+        ceiling=9.0,
+        gain_ci95=(0.4, 0.6),
+        cost={"minutes": 4.5},
+    )
+    folder.write_summary(summary)
+    assert folder.read_summary() == summary
+    kept = json.loads(folder.summary.read_text())
+    assert (kept["gain"], kept["gap_closed"]) == (0.5, 0.5)
+    assert Summary(column="c", on="o", before=9.0, after=9.5, steps=1, ceiling=9.0).gap_closed is None
+    folder.summary.write_text('{"befor": 1}')
+    with pytest.raises(ValueError, match=r"missing \['column', 'on', 'before', 'after', 'steps'\], unknown \['befor'\]"):
+        folder.read_summary()
+
+
+def test_set_aside_never_writes_over_an_earlier_one(tmp_path: Path) -> None:
+    places = []
+    for count in range(3):
+        folder = RunFolder(tmp_path / "run")
+        folder.write_recipe({"count": count})
+        places.append(folder.set_aside())
+        assert not folder.root.exists()
+    assert len(set(places)) == 3
+    assert re.fullmatch(r"run\.old-\d{8}-\d{6}", places[0].name)
+    assert [RunFolder(place).read_recipe()["recipe"]["count"] for place in places] == [0, 1, 2]
+
+
+def test_a_log_for_each_rank(tmp_path: Path) -> None:
+    assert [RunFolder(tmp_path).log(rank).name for rank in (0, 1)] == ["train.log", "train.rank1.log"]
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from retouch.runs import files
+folder, big = Path(sys.argv[1]), ["x" * 1000] * 500
+for count in range(10**9):
+    files.write_json(folder / "whole.json", {"count": count, "big": big, "again": count})
+    files.append_line(folder / "lines.jsonl", {"step": count})
+    print("ready", flush=True) if count == 0 else None
+"""
+
+
+def test_kill_9_leaves_whole_files(tmp_path: Path) -> None:
+    for attempt in range(4):
+        with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE) as writer:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            time.sleep(0.02 + 0.017 * attempt)
+            os.kill(writer.pid, signal.SIGKILL)
+        kept = files.read_json(tmp_path / "whole.json")
+        assert kept["count"] == kept["again"]
+        assert len(kept["big"]) == 500
+        files.truncate(tmp_path / "lines.jsonl", lambda line: True)
+        assert all("step" in line for line in files.read_lines(tmp_path / "lines.jsonl"))

@@ -1,0 +1,119 @@
+"""Trackers show what they are given, and hide what a killed run had shown too far."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from accelerate import PartialState
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from retouch.runs.folder import RunFolder
+from retouch.runs.trackers import Trackers, open_trackers, require_trackers
+
+
+def scalars(folder: RunFolder, name: str) -> list[tuple[int, float]]:
+    events = EventAccumulator(str(folder.tensorboard))
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+def open_tensorboard(folder: RunFolder, first_step: int = 1) -> Trackers:
+    return open_trackers(["tensorboard"], folder, project="retouch", recipe={"seed": 1}, first_step=first_step)
+
+
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    yield
+    PartialState._reset_state()
+
+
+def test_tensorboard_has_every_value(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    tracker = open_tensorboard(folder)
+    for step in range(1, 4):
+        tracker.log({"reward/mean": step / 4, "policy/approx_kl": None}, step)
+    tracker.close()
+    assert scalars(folder, "reward/mean") == [(1, 0.25), (2, 0.5), (3, 0.75)]
+
+
+def test_a_resumed_run_hides_what_the_killed_one_had_shown(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    killed = open_tensorboard(folder)
+    for step in range(1, 6):
+        killed.log({"reward/mean": -1.0}, step)
+    killed.close()
+    resumed = open_tensorboard(folder, first_step=3)
+    for step in range(3, 5):
+        resumed.log({"reward/mean": 1.0}, step)
+    resumed.close()
+    assert scalars(folder, "reward/mean") == [(1, -1.0), (2, -1.0), (3, 1.0), (4, 1.0)]
+
+
+def test_none_is_left_out_rather_than_shown_as_a_number(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    tracker = open_tensorboard(folder)
+    tracker.log({"a": None, "b": 2.0}, 1)
+    tracker.close()
+    events = EventAccumulator(str(folder.tensorboard))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["b"]
+
+
+def test_every_tracker_of_several_gets_everything() -> None:
+    class Kept:
+        def __init__(self) -> None:
+            self.seen: list[object] = []
+
+        def log(self, values: object, step: int) -> None:
+            self.seen.append((values, step))
+
+        def close(self) -> None:
+            self.seen.append("closed")
+
+    one, other = Kept(), Kept()
+    both = Trackers([one, other])
+    both.log({"a": 1.0}, 7)
+    both.close()
+    assert one.seen == other.seen == [({"a": 1.0}, 7), "closed"]
+
+
+def test_an_unknown_tracker_is_refused_with_the_choice(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="choose from tensorboard, wandb, trackio"):
+        open_trackers(["mlflow"], RunFolder(tmp_path), project="p", recipe={}, first_step=1)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_that_is_not_installed_says_what_to_install(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retouch.runs.trackers.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'retouch\[track\]'"):
+        require_trackers(["tensorboard", name])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=name):
+        open_trackers([name], RunFolder(tmp_path), project="p", recipe={}, first_step=1)  # type: ignore[list-item]
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_wandb_continues_the_page_of_the_runs_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    folder = RunFolder(tmp_path / "my-run")
+    folder.create()
+    tracker = open_trackers(["wandb"], folder, project="retouch", recipe={"seed": 1}, first_step=1)
+    tracker.log({"reward/mean": 0.5, "policy/approx_kl": None}, 1)
+    assert (wandb.run.id, wandb.run.name, wandb.run.config["seed"]) == ("my-run", "my-run", 1)
+    tracker.close()
+    monkeypatch.setenv("WANDB_RUN_ID", "another")
+    tracker = open_trackers(["wandb"], folder, project="retouch", recipe={}, first_step=1)
+    assert wandb.run.id == "another"
+    tracker.close()
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_trackio_keeps_the_run_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    trackio = pytest.importorskip("trackio")
+    folder = RunFolder(tmp_path / "my-run")
+    tracker = open_trackers(["trackio"], folder, project="retouch", recipe={"seed": 1}, first_step=1)
+    tracker.log({"reward/mean": 0.5}, 1)
+    tracker.close()
+    assert [run.name for run in trackio.Api().runs("retouch")] == ["my-run"]
