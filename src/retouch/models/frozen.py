@@ -1,0 +1,21 @@
+"""Running a part that is not trained: in eval mode, without gradient, and as it was afterwards."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def evaluating(*modules: nn.Module) -> Iterator[None]:
+    """Eval mode (no dropout) and no gradient inside the block; each module's own mode comes back after it."""
+    training = [module for module in modules if module.training]
+    for module in training:
+        module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.train()

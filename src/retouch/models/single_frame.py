@@ -1,0 +1,28 @@
+"""Qwen-Image's autoencoder is a video model; a picture is one frame after two frames of zeros.
+
+Its causal convolutions meet those zeros with all but their last temporal tap, so for a picture that tap is the whole convolution:
+the same numbers to rounding for a third of the work, or better where the 3-d kernels are slow.
+"""
+
+import torch.nn.functional as F
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
+from torch import Tensor, nn
+
+
+def for_single_frames(vae: nn.Module) -> None:
+    """Let every causal convolution of ``vae`` compute its last temporal tap only. Inputs must be (b, c, 1, h, w) from then on."""
+    for module in vae.modules():
+        if isinstance(module, QwenImageCausalConv3d) and module.stride[0] == 1:
+            module.forward = _LastTap(module)
+
+
+class _LastTap:
+    def __init__(self, convolution: QwenImageCausalConv3d) -> None:
+        self.convolution = convolution
+
+    def __call__(self, x: Tensor, cache_x: Tensor | None = None) -> Tensor:
+        convolution = self.convolution
+        assert x.shape[2] == 1, "made for single frames, and this is a video"
+        width, height = convolution._padding[0], convolution._padding[2]
+        weight = convolution.weight[:, :, -1]
+        return F.conv2d(x.squeeze(2), weight, convolution.bias, stride=convolution.stride[1:], padding=(height, width)).unsqueeze(2)

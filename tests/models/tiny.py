@@ -1,0 +1,149 @@
+"""Tiny random models of the real classes, with tokenizers that hold the real special tokens."""
+
+import itertools
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+from PIL.Image import Image, fromarray
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2Tokenizer,
+    Qwen2VLImageProcessorPil,
+)
+
+from retouch.types import Conditioning, Task
+
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+SCHEDULER = {
+    "base_image_seq_len": 256,
+    "base_shift": 0.5,
+    "max_image_seq_len": 8192,
+    "max_shift": 0.9,
+    "shift_terminal": 0.02,
+    "time_shift_type": "exponential",
+    "use_dynamic_shifting": True,
+}
+VISION = "<|vision_start|><|image_pad|><|vision_end|>"
+TEXT_TEMPLATE = "<|im_start|>system\nedit<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+TEMPLATE = TEXT_TEMPLATE.replace("{}", VISION + "{}")
+
+
+def qwen_tokenizer() -> Qwen2Tokenizer:
+    """Bytes as tokens, and Qwen's special tokens."""
+    vocab = {symbol: k for k, symbol in enumerate(sorted(ByteLevel.alphabet()))}
+    tokenizer = Qwen2Tokenizer(vocab={**vocab, "<|endoftext|>": len(vocab)}, merges=[])
+    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
+    return tokenizer
+
+
+def qwen_image_processor() -> Qwen2VLImageProcessorPil:
+    return Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, min_pixels=16 * 16, max_pixels=64 * 64)
+
+
+def qwen_text_encoder(tokenizer: Qwen2Tokenizer, seed: int = 0) -> Qwen2_5_VLForConditionalGeneration:
+    torch.manual_seed(seed)
+    ids = {
+        name: tokenizer.convert_tokens_to_ids(token)
+        for name, token in zip(
+            ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id"), SPECIAL[2:], strict=True
+        )
+    }
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 512,
+            "bos_token_id": end,
+            "eos_token_id": end,
+            "pad_token_id": tokenizer.pad_token_id,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "patch_size": 8,
+            "spatial_merge_size": 2,
+            "window_size": 32,
+            "out_hidden_size": 32,
+            "fullatt_block_indexes": [1],
+        },
+        **ids,
+    )
+    return Qwen2_5_VLForConditionalGeneration(config).eval()
+
+
+def qwen_vae(seed: int = 0) -> AutoencoderKLQwenImage:
+    """4 x down, 16 channels."""
+    torch.manual_seed(seed)
+    return AutoencoderKLQwenImage(base_dim=8, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[False, True]).eval()
+
+
+def qwen_transformer(seed: int = 0, *, zero_cond_t: bool = False) -> QwenImageTransformer2DModel:
+    torch.manual_seed(seed)
+    return QwenImageTransformer2DModel(
+        num_layers=2,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        axes_dims_rope=(8, 12, 12),
+        zero_cond_t=zero_cond_t,
+    ).eval()
+
+
+class ImageProcessorOnly(Qwen2_5_VLProcessor):
+    """The pipelines' processor less the video processor, which would need torchvision."""
+
+    def check_argument_for_proper_class(self, argument_name, argument):
+        return None if argument_name == "video_processor" else super().check_argument_for_proper_class(argument_name, argument)
+
+
+class TypedTextEncoder(Qwen2_5_VLForConditionalGeneration):
+    """Gives the encoder the token types that diffusers' edit pipelines drop (huggingface/diffusers#14194)."""
+
+    def forward(self, input_ids=None, **inputs):
+        return super().forward(input_ids, mm_token_type_ids=(input_ids == self.config.image_token_id).int(), **inputs)
+
+
+def typed(encoder: Qwen2_5_VLForConditionalGeneration) -> TypedTextEncoder:
+    twin = TypedTextEncoder(encoder.config)
+    twin.load_state_dict(encoder.state_dict())
+    return twin.eval()
+
+
+def picture(seed: int, height: int = 24, width: int = 24) -> Image:
+    return fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+def task(name: str, instruction: str, *images: Image) -> Task:
+    return Task(id=name, instruction=instruction, images=images)
+
+
+def euler(
+    model, conditioning: Conditioning, generators, *, num_steps: int, negative=None, guidance_scale: float = 1.0
+) -> torch.Tensor:
+    """The deterministic sampler, by nothing but the protocol."""
+    x = model.initial_noise(conditioning, generators)
+    sigmas = model.sigmas(num_steps, conditioning)
+    with torch.no_grad():
+        for now, then in itertools.pairwise(sigmas):
+            sigma = now.expand(len(x))
+            velocity = model.velocity(model.module, x, sigma, conditioning)
+            if negative is not None:
+                velocity = model.combine(velocity, model.velocity(model.module, x, sigma, negative), guidance_scale)
+            x = x + (then - now) * velocity
+    return x
+
+
+def generators(count: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(100 + k) for k in range(count)]
