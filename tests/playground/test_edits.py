@@ -1,0 +1,134 @@
+"""Edits: what they do, what they may not do together, and that JSON keeps them."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retouch.core.random import generator
+from retouch.playground.edits import KINDS, Edit, apply, edits_of_kinds, random_edits, random_kinds, things_needed
+from retouch.playground.scenes import Scene, Thing, random_scene
+
+RED, BLUE, GREEN = Thing("red", "circle"), Thing("blue", "circle"), Thing("green", "triangle")
+SCENE = Scene(1, (RED, None, None, None, GREEN, None, None, None, None))
+
+
+def draw(seed: int, complexity: int) -> tuple[Scene, tuple[Edit, ...]]:
+    """A scene with edits that it can have."""
+    random = generator("edits", seed)
+    scene = random_scene(random, least=min(complexity + 1, 4))
+    return scene, random_edits(scene, complexity, random)
+
+
+drawn = st.builds(draw, st.integers(0, 10**6), st.integers(1, 4))
+
+
+@pytest.mark.parametrize(
+    ("edit", "after"),
+    [
+        (Edit("recolour", 0, RED, 0, BLUE), {0: BLUE, 4: GREEN}),
+        (Edit("reshape", 0, RED, 0, Thing("red", "square")), {0: Thing("red", "square"), 4: GREEN}),
+        (Edit("remove", 0, RED, 0, None), {4: GREEN}),
+        (Edit("add", 8, BLUE, 8, BLUE), {0: RED, 4: GREEN, 8: BLUE}),
+        (Edit("move", 0, RED, 7, RED), {4: GREEN, 7: RED}),
+    ],
+)
+def test_what_each_kind_does(edit: Edit, after: dict[int, Thing]) -> None:
+    target = apply(SCENE, [edit])
+    assert target.objects == after
+    assert target.background == SCENE.background
+
+
+@given(drawn)
+def test_edits_change_exactly_the_cells_they_touch(case: tuple[Scene, tuple[Edit, ...]]) -> None:
+    scene, edits = case
+    target = apply(scene, edits)
+    touched = [cell for edit in edits for cell in edit.touches]
+    assert len(set(touched)) == len(touched) < 9
+    assert {cell for cell in range(9) if scene.cells[cell] != target.cells[cell]} == set(touched)
+    assert target.objects
+
+
+@given(drawn)
+def test_what_edits_create_is_new_and_what_they_name_is_there(case: tuple[Scene, tuple[Edit, ...]]) -> None:
+    scene, edits = case
+    created = [edit.creates for edit in edits if edit.creates is not None]
+    assert len(set(created)) == len(created)
+    assert not set(created) & set(scene.objects.values())
+    assert all(scene.cells[edit.cell] == edit.thing for edit in edits if edit.kind != "add")
+
+
+@given(drawn, st.randoms(use_true_random=False))
+def test_order_does_not_matter(case: tuple[Scene, tuple[Edit, ...]], random: object) -> None:
+    scene, edits = case
+    shuffled = list(edits)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert apply(scene, shuffled) == apply(scene, edits)
+
+
+@given(drawn)
+def test_json_round_trip(case: tuple[Scene, tuple[Edit, ...]]) -> None:
+    for edit in case[1]:
+        assert Edit.from_json(json.loads(json.dumps(edit.to_json()))) == edit
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        [Edit("remove", 0, BLUE, 0, None)],
+        [Edit("remove", 1, RED, 1, None)],
+        [Edit("add", 0, BLUE, 0, BLUE)],
+        [Edit("move", 0, RED, 4, RED)],
+        [Edit("add", 1, GREEN, 1, GREEN)],
+        [Edit("recolour", 0, RED, 0, BLUE), Edit("add", 1, BLUE, 1, BLUE)],
+        [Edit("move", 0, RED, 1, RED), Edit("add", 1, BLUE, 1, BLUE)],
+        [Edit("move", 0, RED, 1, RED), Edit("add", 0, BLUE, 0, BLUE)],
+        [Edit("remove", 0, RED, 0, None), Edit("add", 1, RED, 1, RED)],
+        [Edit("remove", 0, RED, 0, None), Edit("remove", 4, GREEN, 4, None)],
+    ],
+)
+def test_edits_that_do_not_fit_are_refused(edits: list[Edit]) -> None:
+    with pytest.raises(ValueError, match=r"fit|touches|second|empty"):
+        apply(SCENE, edits)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("recolour", 0, RED, 0, RED),
+        ("recolour", 0, RED, 0, GREEN),
+        ("reshape", 0, RED, 0, BLUE),
+        ("remove", 0, RED, 0, BLUE),
+        ("add", 0, RED, 1, RED),
+        ("move", 0, RED, 0, RED),
+        ("move", 0, RED, 9, RED),
+        ("explode", 0, RED, 0, None),
+        ("remove", 0, Thing("mauve", "circle"), 0, None),
+    ],
+)
+def test_what_is_no_edit_is_refused(arguments: tuple[object, ...]) -> None:
+    with pytest.raises(ValueError, match="edit of"):
+        Edit(*arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="not an edit"):
+        Edit.from_json({"kind": "remove"})
+
+
+def test_every_combination_of_kinds_that_is_drawn_has_a_scene() -> None:
+    random = generator("kinds")
+    seen = {tuple(sorted(random_kinds(complexity, random))) for complexity in range(1, 5) for _ in range(500)}
+    assert {kind for kinds in seen for kind in kinds} == set(KINDS)
+    for kinds in seen:
+        found = any(edits_of_kinds(random_scene(random, least=things_needed(kinds)), kinds, random) for _ in range(20))  # type: ignore[arg-type]
+        assert found, kinds
+
+
+def test_bad_complexities_are_refused() -> None:
+    for complexity in (0, 5):
+        with pytest.raises(ValueError, match="complexity"):
+            random_edits(SCENE, complexity, generator(0))
+
+
+def test_a_scene_too_poor_for_any_draw_is_refused() -> None:
+    with pytest.raises(ValueError, match="more things"):
+        random_edits(Scene(0, (RED, *[None] * 8)), 4, generator(0))

@@ -1,0 +1,99 @@
+"""Instructions: a reader that knows only the words gets the edits back, so a text means one thing."""
+
+import re
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retouch.core.random import generator
+from retouch.playground.edits import Edit, random_edits
+from retouch.playground.instructions import PHRASES, content, corpus, instruction, phrase, vocabulary
+from retouch.playground.scenes import COLOURS, PLACES, SHAPES, THINGS, Scene, Thing, random_scene
+
+COLOUR, SHAPE, PLACE = (f"({'|'.join(words)})" for words in (COLOURS, SHAPES, PLACES))
+ONE = rf"{COLOUR} {SHAPE}"
+CLAUSES = {
+    "recolour": rf"(?:make|paint|change the colour of|recolour) the {ONE}(?: to| in)? {COLOUR}\b",
+    "reshape": rf"(?:turn|change|make|reshape) the {ONE} (?:into a|a|to a) {SHAPE}\b",
+    "remove": rf"(?:remove|delete|take away|erase) the {ONE}\b",
+    "add": rf"(?:add|put|draw|place) a {ONE} at the {PLACE}\b",
+    "move": rf"(?:move|shift|bring|drag) the {ONE} (?:over )?to the {PLACE}\b",
+}
+
+Meaning = tuple[str, ...]
+
+
+def read(text: str) -> set[Meaning]:
+    """What a text asks for."""
+    return {(kind, *found) for kind, clause in CLAUSES.items() for found in re.findall(clause, text)}
+
+
+def meaning(edit: Edit) -> Meaning:
+    """What an edit asks for, in the reader's form."""
+    last = {"recolour": edit.result and edit.result.colour, "reshape": edit.result and edit.result.shape, "remove": None}
+    end = last.get(edit.kind, PLACES[edit.to_cell])
+    return (edit.kind, *edit.thing, *([] if end is None else [end]))
+
+
+def singles() -> list[Edit]:
+    """Every single edit whose content differs."""
+    edits = []
+    for thing in THINGS:
+        edits += [Edit("recolour", 0, thing, 0, Thing(colour, thing.shape)) for colour in COLOURS if colour != thing.colour]
+        edits += [Edit("reshape", 0, thing, 0, Thing(thing.colour, shape)) for shape in SHAPES if shape != thing.shape]
+        edits += [Edit("remove", 0, thing, 0, None)]
+        edits += [Edit("add", cell, thing, cell, thing) for cell in range(9)]
+        edits += [Edit("move", (cell + 1) % 9, thing, cell, thing) for cell in range(9)]
+    return edits
+
+
+def test_no_two_single_edits_share_a_text() -> None:
+    texts = [phrase(edit, pattern) for edit in singles() for pattern in PHRASES[edit.kind]]
+    assert len(singles()) == 18 * (5 + 2 + 1 + 9 + 9)
+    assert len(set(texts)) == len(texts)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 4), st.booleans())
+def test_a_text_is_read_back_as_its_edits(seed: int, complexity: int, filler: bool) -> None:
+    random = generator("read", seed)
+    edits = random_edits(random_scene(random, least=4), complexity, random)
+    text = instruction(edits, random, filler=filler)
+    assert read(text) == {meaning(edit) for edit in edits}
+
+
+@given(st.integers(0, 10**6), st.integers(1, 4))
+def test_content_knows_neither_order_nor_where_a_thing_was(seed: int, complexity: int) -> None:
+    random = generator("content", seed)
+    edits = random_edits(random_scene(random, least=4), complexity, random)
+    assert content(edits) == content(edits[::-1])
+    assert len(content(edits).split(" + ")) == complexity
+    first, second = Edit("move", 1, THINGS[0], 0, THINGS[0]), Edit("move", 2, THINGS[0], 0, THINGS[0])
+    assert content([first]) == content([second])
+
+
+def test_filler_puts_the_edit_at_other_positions() -> None:
+    scene = Scene(0, (THINGS[0], THINGS[5], *[None] * 7))
+    edit = Edit("remove", 0, THINGS[0], 0, None)
+    texts = [instruction([edit], generator(i), filler=True) for i in range(200)]
+    plain = {instruction([edit], generator(i), filler=False) for i in range(200)}
+    assert plain == {phrase(edit, pattern) for pattern in PHRASES["remove"]}
+    assert not plain & set(texts)
+    starts = {len(text[: re.search("red circle", text).start()].split()) for text in texts}  # type: ignore[union-attr]
+    lengths = {len(text.split()) for text in texts}
+    assert min(starts) <= 3
+    assert max(starts) >= 12
+    assert max(lengths) >= 20
+    assert scene.objects[edit.cell] == edit.thing
+
+
+def test_the_vocabulary_is_closed_small_and_used() -> None:
+    words = {word for text in corpus(generator("corpus"), 4000) for word in text.replace(",", " , ").replace(";", " ; ").split()}
+    assert words == set(vocabulary())
+    assert len(words) < 200
+    assert all(word == word.lower() for word in words)
+
+
+def test_the_corpus_holds_every_complexity_with_and_without_filler() -> None:
+    texts = list(corpus(generator("corpus"), 80))
+    assert [len(read(text)) for text in texts] == [1 + i // 2 % 4 for i in range(80)]
+    assert texts == list(corpus(generator("corpus"), 80))
