@@ -231,6 +231,17 @@ def test_an_edit_half_done_shows_in_the_share_of_its_kind() -> None:
     assert scores["exact"] == 0
 
 
+@given(tasks, st.integers(1, 3))
+def test_the_right_things_on_another_background_are_not_exact(task: Task, shift: int) -> None:
+    scene, edits = parts(task)
+    target = apply(scene, edits)
+    scores = judge(task, render(Scene((scene.background + shift) % 4, target.cells)))
+    assert scores["exact"] == 0
+    assert scores["PQ"] == 10
+    assert scores["IP"] < 10
+    assert all(scores[f"success/{kind}"] == 1 for kind in task.tags["kinds"].split("+"))
+
+
 @pytest.mark.parametrize("size", [None, (SIZE, SIZE + 1), (48, 48), (1, 1)])
 def test_what_cannot_be_used_gets_the_minimum_and_is_not_missing(size: tuple[int, int] | None) -> None:
     task = TASKS[3]
