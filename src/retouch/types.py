@@ -96,7 +96,7 @@ class Slice:
 class Needs:
     """What an objective wants from an evaluation beside the log-probabilities."""
 
-    kl: bool = False
+    kl: Literal["k3", "closed", "velocity"] | None = None
     entropy: bool = False
     values: bool = False
     log_ratio: Literal["plain", "norm"] = "plain"
@@ -106,7 +106,8 @@ class Needs:
 class Evaluation:
     """What the policy under training says of a slice; every column is fp32 and (b, t), with gradient.
 
-    ``log_ratio``: log of new over acting probability (RatioNorm's version where the objective asked for it).
+    ``log_ratio``: log of new over acting probability (RatioNorm's version where the objective asked for it). ``scale``: a factor
+    for the surrogate of each action (RatioNorm's 1 / |dt|), without gradient.
     """
 
     log_probs: Float[Tensor, "b t"]
@@ -114,6 +115,7 @@ class Evaluation:
     kl: Float[Tensor, "b t"] | None = None
     entropy: Float[Tensor, "b t"] | None = None
     values: Float[Tensor, "b t"] | None = None
+    scale: Float[Tensor, "b t"] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -279,12 +281,16 @@ class VelocityPolicy(Policy, Protocol):
         """noise - data at ``x`` for these rows under the trajectory's conditioning; with gradient only under current weights."""
         ...
 
+    def follow_old(self, decay: float) -> None:
+        """Move the old weights towards the current ones: old = decay * old + (1 - decay) * current."""
+        ...
+
 
 @runtime_checkable
 class Renderer(Protocol):
     """The frozen way from a policy's outputs to pixels."""
 
-    def __call__(self, tasks: Sequence[Task], outputs: Any) -> list[Image | None]:
+    def __call__(self, tasks: Sequence[Task], trajectory: Any) -> list[Image | None]:
         """One image a row; None where the output cannot be drawn, which is the policy's own fault."""
         ...
 

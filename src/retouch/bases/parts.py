@@ -1,0 +1,110 @@
+"""The playground's editor, untrained: the classes of Qwen-Image-Edit in small, with the tokenizer's real special tokens."""
+
+import json
+from pathlib import Path
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from retouch.bases.tokenizer import build_tokenizer
+from retouch.core.random import generator
+from retouch.models.qwen_text import VISION
+from retouch.playground.instructions import corpus
+
+SYSTEM = "Edit the picture."
+TEMPLATE = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{VISION}{{}}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def tokenizer(seed: int) -> Qwen2Tokenizer:
+    """Learned from the playground's instructions and the words of the template."""
+    texts = [*corpus(generator(seed, "tokenizer"), 4000), *[f"{SYSTEM}\nuser\nsystem\nassistant\n"] * 50]
+    return build_tokenizer(texts, vocabulary=640)
+
+
+def image_processor() -> Qwen2VLImageProcessorPil:
+    """A 24 px picture becomes 6 x 6 patches of 4 px, merged to 9 tokens: one for each cell."""
+    return Qwen2VLImageProcessorPil(
+        patch_size=4, temporal_patch_size=1, merge_size=2, size={"shortest_edge": 8 * 8, "longest_edge": 256 * 256}
+    )
+
+
+def text_encoder(words: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
+    """Two layers of width 64 that look 8 tokens back: an instruction that is longer than any seen reads the same, part by part."""
+    ids = {name: words.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "video_pad", "vision_start", "vision_end")}
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": len(words),
+            "hidden_size": 64,
+            "intermediate_size": 192,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "max_window_layers": 0,
+            "max_position_embeddings": 2048,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]},
+            "bos_token_id": words.eos_token_id,
+            "eos_token_id": words.eos_token_id,
+            "pad_token_id": words.pad_token_id,
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "patch_size": 4,
+            "temporal_patch_size": 1,
+            "spatial_merge_size": 2,
+            "window_size": 32,
+            "fullatt_block_indexes": [1],
+            "out_hidden_size": 64,
+        },
+        image_token_id=ids["image_pad"],
+        video_token_id=ids["video_pad"],
+        vision_start_token_id=ids["vision_start"],
+        vision_end_token_id=ids["vision_end"],
+        tie_word_embeddings=True,
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def transformer() -> QwenImageTransformer2DModel:
+    """Four joint blocks of width 64: 0.64 M parameters."""
+    return QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=32,
+        out_channels=8,
+        num_layers=4,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        joint_attention_dim=64,
+        axes_dims_rope=(8, 12, 12),
+    )
+
+
+def scheduler() -> FlowMatchEulerDiscreteScheduler:
+    """A static shift of 2: small pictures need little of it."""
+    return FlowMatchEulerDiscreteScheduler(shift=2.0)
+
+
+def write_index(folder: Path) -> None:
+    """diffusers' own index of a pipeline folder, so that `QwenImageEditPipeline.from_pretrained` finds the parts."""
+    index = {
+        "_class_name": "QwenImageEditPipeline",
+        "_diffusers_version": "0.40.0",
+        "processor": ["transformers", "Qwen2VLProcessor"],
+        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+        "text_encoder": ["transformers", "Qwen2_5_VLForConditionalGeneration"],
+        "tokenizer": ["transformers", "Qwen2Tokenizer"],
+        "transformer": ["diffusers", "QwenImageTransformer2DModel"],
+        "vae": ["diffusers", "AutoencoderKLQwenImage"],
+    }
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def seeded(seed: int) -> None:
+    """What the classes' own initialisation draws from."""
+    torch.manual_seed(seed)

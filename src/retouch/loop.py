@@ -1,0 +1,193 @@
+"""The loop: collect, update, accumulate. One loop for every policy and every objective.
+
+    tasks -> rollout -> render -> judge -> advantages -> losses -> step
+
+Rewards are gathered over ranks before advantages are taken, so a group may span ranks. Every rank makes the same calls in the
+same order with equally many rows, and raises the same errors: they are decided on what was gathered.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from PIL.Image import Image
+from torch import Tensor
+
+from retouch.core.advantages import zero_std_groups
+from retouch.core.weights import Normalise, denominator, loss_weights
+from retouch.rewards.judging import Judged
+from retouch.runs.ranks import Ranks
+from retouch.runs.stepper import Stepper
+from retouch.types import Batch, Minibatch, Objective, Renderer, Sample, Trajectory
+
+Metrics = dict[str, float]
+
+
+class TooManyMissing(ValueError):
+    """More samples than allowed could not be judged; nothing was learned from this step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """How to collect and what to learn from it.
+
+    ``batch``: this rank's rows of a step; ``order``: the global row numbers of every rank's rows, rank after rank. ``advantage``:
+    (rewards, group) of all ranks to advantages; None imitates the tasks' targets instead (no rollout, no judge).
+    """
+
+    name: str
+    steps: range
+    objective: Objective
+    batch: Callable[[int], Batch]
+    order: Int[Tensor, " rows"]
+    group: Int[Tensor, " rows"]
+    advantage: Callable[[Float[Tensor, " rows"], Int[Tensor, " rows"]], Float[Tensor, " rows"]] | None
+    normalise: Normalise
+    max_length: int | None
+    epochs: int
+    minibatches: int
+    learning_rate: Callable[[int], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What stays the same from phase to phase. ``chunk``: rows sampled, rendered and sent to the judge at once."""
+
+    policy: Any
+    renderer: Renderer
+    judge: Callable[[Batch, Sequence[Sample]], "Future[Judged]"]
+    stepper: Stepper
+    ranks: Ranks
+    chunk: int
+    max_missing: float
+    average: Callable[[int], None]
+    clock: Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Collected:
+    """One step's rows on this rank, judged; ``rewards`` and ``advantages`` (b,), ``valid`` where the row was judged."""
+
+    batch: Batch
+    trajectory: Trajectory
+    advantages: Float[Tensor, " b"]
+    valid: Bool[Tensor, " b"]
+    metrics: Metrics
+    judged: Judged | None = None
+    images: Sequence[Image | None] = ()
+
+
+def train(run: Run, phase: Phase, *, start: int) -> Iterator[tuple[int, Collected, Metrics]]:
+    """Take the phase's steps from ``start`` on, handing out each one after it was learned from."""
+    for step in range(max(start, phase.steps.start), phase.steps.stop):
+        collected = collect(run, phase, step)
+        metrics = update(run, phase, step, collected)
+        yield step, collected, {**collected.metrics, **metrics}
+
+
+def collect(run: Run, phase: Phase, step: int) -> Collected:
+    """Act, render, judge and compare; or, for imitation, encode the targets."""
+    batch = phase.batch(step)
+    if phase.advantage is None:
+        with run.clock("encode"):
+            trajectory = run.policy.demonstrate(batch)
+        ones = torch.ones(len(batch))
+        return Collected(batch, trajectory, ones, ones.bool(), {})
+    parts, images, waiting = [], [], []
+    for first in range(0, len(batch), run.chunk):
+        chunk = batch.take(slice(first, first + run.chunk))
+        with run.clock("rollout"):
+            parts.append(run.policy.rollout(chunk))
+        tasks = [chunk.tasks[k] for k in chunk.group]
+        with run.clock("render"):
+            drawn = run.renderer(tasks, parts[-1])
+        images += drawn
+        waiting.append(run.judge(chunk, [Sample(task, image) for task, image in zip(tasks, drawn, strict=True)]))
+    with run.clock("judge"):
+        judged = Judged.concat([future.result() for future in waiting])
+    advantages, metrics = compare(run, phase, judged)
+    trajectory = type(parts[0]).concat(parts)
+    return Collected(batch, trajectory, advantages, ~judged.rewards.isnan(), metrics, judged, images)
+
+
+def compare(run: Run, phase: Phase, judged: Judged) -> tuple[Float[Tensor, " b"], Metrics]:
+    """This rank's advantages, from the rewards of all; and what all scores say on average. TooManyMissing above the allowed share."""
+    assert phase.advantage is not None
+    names = list(judged.scores)
+    table = torch.stack([judged.rewards, *(judged.scores[name] for name in names)], dim=1)
+    gathered = torch.empty(len(phase.order), table.shape[1])
+    gathered[phase.order] = run.ranks.gather(table)
+    rewards = gathered[:, 0]
+    missing = rewards.isnan().float().mean().item()
+    if missing > run.max_missing:
+        raise TooManyMissing(
+            f"{missing:.0%} of the samples could not be judged, and the recipe allows {run.max_missing:.0%} (reward.max_missing): "
+            "the judge is failing. Nothing was learned from them; start the run again when it answers"
+        )
+    advantages = phase.advantage(rewards, phase.group)
+    valid = rewards[~rewards.isnan()]
+    metrics = {
+        "reward/mean": valid.mean().item(),
+        "reward/std": valid.std(correction=0).item(),
+        "reward/count": float(len(valid)),
+        "reward/missing_fraction": missing,
+        "reward/fault_fraction": run.ranks.sum(torch.tensor(float(judged.faults))).item() / len(rewards),
+        "group/zero_std_fraction": zero_std_groups(rewards, phase.group),
+    }
+    for name, column in zip(names, gathered[:, 1:].unbind(dim=1), strict=True):
+        metrics[f"reward/{name}"] = column.nanmean().item()
+    mine = phase.order.view(run.ranks.world, -1)[run.ranks.rank]
+    return advantages[mine], metrics
+
+
+def update(run: Run, phase: Phase, step: int, collected: Collected) -> Metrics:
+    """Learn from what was collected: ``epochs`` passes over ``minibatches`` parts, one optimizer step each."""
+    rows = len(collected.batch) // phase.minibatches
+    taken = (step - phase.steps.start) * phase.epochs * phase.minibatches
+    metrics: Metrics = {}
+    for epoch in range(phase.epochs):
+        for part in range(phase.minibatches):
+            minibatch = cut(run, phase, collected, slice(part * rows, (part + 1) * rows), epoch)
+            with run.clock("update"):
+                sums, maxima = accumulate(run, phase.objective, minibatch)
+                sums["policy/grad_norm"] = run.stepper.step(phase.learning_rate(step))
+                taken += 1
+                phase.objective.after_step(run.policy, taken)
+                run.average(taken)
+            if "policy/ratio_max" in maxima and not metrics:
+                metrics["policy/ratio_max_first"] = maxima["policy/ratio_max"]
+            for name, value in maxima.items():
+                metrics[name] = max(value, metrics.get(name, value))
+            for name, value in sums.items():
+                metrics[name] = metrics.get(name, 0.0) + value / (phase.epochs * phase.minibatches)
+    return {**metrics, "policy/learning_rate": phase.learning_rate(step)}
+
+
+def cut(run: Run, phase: Phase, collected: Collected, rows: slice, epoch: int) -> Minibatch:
+    """The rows as a minibatch, weighted so that the loss does not depend on how many ranks share it."""
+    trajectory = collected.trajectory.take(rows)
+    mask, valid = trajectory.mask.cpu(), collected.valid[rows]
+    total = run.ranks.sum(denominator(mask, valid, normalise=phase.normalise, max_length=phase.max_length))
+    weights = loss_weights(mask, valid, normalise=phase.normalise, max_length=phase.max_length, total=total)
+    advantages = collected.advantages[rows, None].expand_as(weights)
+    device = trajectory.mask.device
+    return Minibatch(collected.batch.take(rows), trajectory, advantages.to(device), weights.to(device), epoch)
+
+
+def accumulate(run: Run, objective: Objective, minibatch: Minibatch) -> tuple[Metrics, Metrics]:
+    """Backward through every microbatch; the metrics' sums and maxima over microbatches and ranks."""
+    sums: dict[str, Tensor] = {}
+    maxima: dict[str, Tensor] = {}
+    for loss in objective.losses(run.policy, minibatch):
+        run.stepper.backward(loss.value)
+        for name, value in loss.sums.items():
+            sums[name] = sums.get(name, 0.0) + torch.as_tensor(value)
+        for name, value in loss.maxima.items():
+            maxima[name] = torch.maximum(maxima.get(name, torch.as_tensor(value)), torch.as_tensor(value))
+    totals = run.ranks.sum(torch.stack([value.double() for value in sums.values()])).tolist() if sums else []
+    highest = run.ranks.max(torch.stack([value.double() for value in maxima.values()])).tolist() if maxima else []
+    return dict(zip(sums, totals, strict=True)), dict(zip(maxima, highest, strict=True))

@@ -1,0 +1,30 @@
+"""Supervised flow matching: regress the velocity towards noise - data on the targets."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from retouch.objectives.flow_matching import draw_points
+from retouch.types import Loss, Minibatch, VelocityPolicy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervised:
+    """Mean squared error of the velocity at one drawn point a row (Lipman et al. 2023; Esser et al. 2024 for the sampling of sigma)."""
+
+    sigma_sampling: Literal["uniform", "logit_normal"] = "logit_normal"
+
+    def losses(self, policy: VelocityPolicy, minibatch: Minibatch) -> Iterator[Loss]:
+        trajectory = minibatch.trajectory
+        for rows in policy.row_slices(trajectory):
+            x0 = trajectory.outputs[rows]
+            x, noise, sigma = draw_points(
+                x0, minibatch.batch, rows, purpose="supervised", epoch=minibatch.epoch, draw=0, sigma_sampling=self.sigma_sampling
+            )
+            velocity = policy.velocity(trajectory, rows, x, sigma, "current")
+            error = (velocity - (noise - x0)).square().flatten(1).mean(dim=1)
+            value = (minibatch.weights[rows, 0] * error).sum()
+            yield Loss(value, {"policy/loss": value.detach()})
+
+    def after_step(self, policy: Any, step: int) -> None:
+        """Nothing: there is no second policy."""

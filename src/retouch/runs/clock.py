@@ -1,0 +1,25 @@
+"""How long each stage of a step takes."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Clock:
+    """Adds up wall-clock seconds by stage until they are taken."""
+
+    def __init__(self) -> None:
+        self._spent: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._spent[stage] = self._spent.get(stage, 0.0) + time.perf_counter() - started
+
+    def take(self) -> dict[str, float]:
+        """Seconds by ``time/<stage>`` since the last take."""
+        spent, self._spent = self._spent, {}
+        return {f"time/{stage}": seconds for stage, seconds in spent.items()}

@@ -1,0 +1,96 @@
+"""Who owns backward, clipping and the optimizer's step. The loop and the objectives do not know which one it is."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from retouch.runs.ranks import Ranks
+
+
+class NonFiniteGradient(ValueError):
+    """The gradient is NaN or infinite; no weight was changed."""
+
+
+class Stepper(Protocol):
+    """Accumulates gradients over backward calls and takes optimizer steps. ``module``: what every forward with gradient goes through."""
+
+    module: nn.Module
+
+    def backward(self, loss: Tensor) -> None: ...
+
+    def step(self, learning_rate: float) -> float: ...
+
+    def state(self) -> dict[str, Tensor]: ...
+
+    def load(self, state: Mapping[str, Tensor]) -> None: ...
+
+
+class ReplicatedStepper:
+    """AdamW over weights that every rank holds whole.
+
+    Losses are shares of one global loss, so gradients are summed over ranks, in one flat all-reduce a step. That is what DDP
+    does with all but the last backward outside its synchronisation, without its need to know which parameters take part.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ranks: Ranks,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+    ) -> None:
+        self.module = module
+        self.ranks = ranks
+        self.max_grad_norm = max_grad_norm
+        self.parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of this rank's share."""
+        loss.backward()
+
+    def step(self, learning_rate: float) -> float:
+        """Reduce, clip, step, forget the gradient. Returns the norm before clipping; NonFiniteGradient (nothing stepped) where it is no number."""
+        self._reduce()
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.max_grad_norm)
+        if not torch.isfinite(norm):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NonFiniteGradient(
+                f"the gradient's norm is {norm.item()}: no step was taken. Lower learning_rate, look at the last pictures in samples/, "
+                "or run `retouch doctor` on the recipe"
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return float(norm)
+
+    def _reduce(self) -> None:
+        if self.ranks.world == 1:
+            return
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters.values()]
+        flat = self.ranks.sum(torch.cat([gradient.flatten() for gradient in gradients]))
+        for parameter, part in zip(self.parameters.values(), flat.split([g.numel() for g in gradients]), strict=True):
+            parameter.grad = part.view_as(parameter)
+
+    def state(self) -> dict[str, Tensor]:
+        """The optimizer's tensors, by ``<parameter>/<name>``; empty before the first step."""
+        return {
+            f"{name}/{key}": value
+            for name, parameter in self.parameters.items()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+        }
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what ``state`` gave."""
+        self.optimizer.state.clear()
+        for name, tensor in state.items():
+            parameter_name, key = name.rsplit("/", 1)
+            if parameter_name not in self.parameters:
+                raise ValueError(f"the checkpoint's optimizer knows {parameter_name}, which does not train in this run")
+            self.optimizer.state[self.parameters[parameter_name]][key] = tensor.clone()
