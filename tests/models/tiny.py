@@ -4,15 +4,21 @@ import itertools
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+from diffusers import AutoencoderKL, AutoencoderKLQwenImage, QwenImageTransformer2DModel, SD3Transformer2DModel
 from PIL.Image import Image, fromarray
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
+    CLIPTextConfig,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
     Qwen2Tokenizer,
     Qwen2VLImageProcessorPil,
+    T5Config,
+    T5EncoderModel,
+    T5Tokenizer,
 )
 
 from retouch.types import Conditioning, Task
@@ -98,6 +104,78 @@ def qwen_transformer(seed: int = 0, *, zero_cond_t: bool = False) -> QwenImageTr
         joint_attention_dim=32,
         axes_dims_rope=(8, 12, 12),
         zero_cond_t=zero_cond_t,
+    ).eval()
+
+
+def clip_tokenizer() -> CLIPTokenizer:
+    """Bytes as tokens, 77 at most."""
+    symbols = sorted(ByteLevel.alphabet())
+    vocab = {symbol: k for k, symbol in enumerate([*symbols, *(f"{symbol}</w>" for symbol in symbols)])}
+    vocab |= {"<|startoftext|>": len(vocab), "<|endoftext|>": len(vocab) + 1}
+    return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=77)
+
+
+def clip(width: int, seed: int) -> CLIPTextModelWithProjection:
+    torch.manual_seed(seed)
+    end = len(clip_tokenizer()) - 1
+    config = CLIPTextConfig(
+        vocab_size=end + 1,
+        hidden_size=width,
+        intermediate_size=32,
+        projection_dim=width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        bos_token_id=end - 1,
+        eos_token_id=end,
+        pad_token_id=end,
+    )
+    return CLIPTextModelWithProjection(config).eval()
+
+
+def t5_tokenizer() -> T5Tokenizer:
+    """Letters as tokens."""
+    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
+    letters = [(letter, -3.0) for letter in "abcdefghijklmnopqrstuvwxyz"]
+    return T5Tokenizer(vocab=[*special, *letters], extra_ids=0)
+
+
+def t5(width: int, seed: int) -> T5EncoderModel:
+    torch.manual_seed(seed)
+    vocab = len(t5_tokenizer())
+    return T5EncoderModel(T5Config(vocab_size=vocab, d_model=width, d_kv=8, d_ff=32, num_layers=2, num_heads=2)).eval()
+
+
+def sd3_vae(seed: int = 0) -> AutoencoderKL:
+    """4 x down, 16 channels."""
+    torch.manual_seed(seed)
+    blocks = 3
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * blocks,
+        up_block_types=("UpDecoderBlock2D",) * blocks,
+        block_out_channels=(8,) * blocks,
+        norm_num_groups=4,
+        latent_channels=16,
+        shift_factor=0.0609,
+        scaling_factor=1.5305,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    ).eval()
+
+
+def sd3_transformer(seed: int = 0) -> SD3Transformer2DModel:
+    """An SD3.5-medium in small: normed queries and keys, dual attention in its first block."""
+    torch.manual_seed(seed)
+    return SD3Transformer2DModel(
+        sample_size=8,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=48,
+        caption_projection_dim=32,
+        pooled_projection_dim=40,
+        pos_embed_max_size=12,
+        dual_attention_layers=(0,),
+        qk_norm="rms_norm",
     ).eval()
 
 

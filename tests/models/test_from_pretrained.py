@@ -1,0 +1,81 @@
+"""Folders that diffusers' pipelines save, read back."""
+
+import pytest
+import tiny
+import torch
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    StableDiffusion3Pipeline,
+)
+
+from retouch.models import qwen_text
+from retouch.models.qwen_image import QwenImage
+from retouch.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
+from retouch.models.sd3 import SD3
+
+
+@pytest.fixture(scope="module")
+def qwen_folder(tmp_path_factory):
+    tokenizer = tiny.qwen_tokenizer()
+    pipe = QwenImagePipeline(
+        transformer=tiny.qwen_transformer(),
+        vae=tiny.qwen_vae(),
+        text_encoder=tiny.qwen_text_encoder(tokenizer),
+        tokenizer=tokenizer,
+        scheduler=FlowMatchEulerDiscreteScheduler(**tiny.SCHEDULER),
+    )
+    folder = tmp_path_factory.mktemp("qwen")
+    pipe.save_pretrained(folder)
+    tiny.qwen_image_processor().save_pretrained(folder / "processor")
+    return folder
+
+
+@pytest.mark.parametrize("cls", [QwenImage, QwenImageEdit, QwenImageEditPlus])
+def test_qwen(qwen_folder, monkeypatch, cls):
+    monkeypatch.setattr(qwen_text, "OFFICIAL_PREFIX", {})  # the folder's tokenizer knows bytes only
+    model = cls.from_pretrained(qwen_folder, dtype=torch.bfloat16, device="cpu", size=(32, 48))
+    assert model.module.dtype == model.latents.vae.dtype == model.text.encoder.dtype == torch.bfloat16
+    assert not any(weight.requires_grad for part in (model.latents.vae, model.text.encoder) for weight in part.parameters())
+    assert all(weight.requires_grad for weight in model.module.parameters())
+    assert model.scheduler_config["shift_terminal"] == 0.02
+    if cls is not QwenImage:
+        assert model.text.image_processor.merge_size == 2
+        assert model.text.image_processor.patch_size == 8
+        model.condition_area = model.source_area = 32 * 32
+    conditioning = model.encode([tiny.task("a", "red", tiny.picture(0))])
+    x = model.initial_noise(conditioning, tiny.generators(1))
+    assert (x.shape, x.dtype) == ((1, 24, 64), torch.float32)
+    velocity = model.velocity(model.module, x, torch.tensor([0.5]), conditioning)
+    assert (velocity.shape, velocity.dtype) == (x.shape, torch.float32)
+    assert model.decode(x, conditioning)[0].size == (48, 32)
+    assert model.encode_images([tiny.picture(1)]).dtype == torch.float32
+
+
+@pytest.mark.parametrize("t5", [True, False])
+def test_sd3(tmp_path, t5):
+    StableDiffusion3Pipeline(
+        transformer=tiny.sd3_transformer(),
+        vae=tiny.sd3_vae(),
+        text_encoder=tiny.clip(16, 1),
+        tokenizer=tiny.clip_tokenizer(),
+        text_encoder_2=tiny.clip(24, 2),
+        tokenizer_2=tiny.clip_tokenizer(),
+        text_encoder_3=tiny.t5(48, 3),
+        tokenizer_3=tiny.t5_tokenizer(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+    ).save_pretrained(tmp_path)
+    model = SD3.from_pretrained(tmp_path, dtype=torch.bfloat16, device="cpu", t5=t5)
+    assert (model.text.t5 is not None) == t5
+    assert not any(weight.requires_grad for part in (model.vae, *model.text.encoders) for weight in part.parameters())
+    conditioning = model.encode([tiny.task("a", "red")])
+    x = model.initial_noise(conditioning, tiny.generators(1))
+    assert model.velocity(model.module, x, torch.tensor([0.5]), conditioning).dtype == torch.float32
+    assert model.decode(x, conditioning)[0].size == (32, 32)
+    assert model.sigmas(3, conditioning).tolist()[0] == 1
+
+
+@pytest.mark.parametrize("cls", [QwenImage, QwenImageEdit, SD3])
+def test_a_folder_that_is_none(tmp_path, cls):
+    with pytest.raises(ValueError, match=r"no model_index\.json"):
+        cls.from_pretrained(tmp_path, dtype=torch.float32, device="cpu")
