@@ -1,0 +1,170 @@
+"""The recipe: the typed description of a run. What is not in it does not decide how a run goes.
+
+A recipe is checked as a whole before anything is loaded: its keys, its values, and what they mean together.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, JsonValue, ValidationError, model_validator
+
+from retouch.runs.recipe_checks import problems
+from retouch.runs.recipe_data import Data, Mixture, PlaygroundData
+from retouch.runs.recipe_errors import unknown_keys, wrong_values
+from retouch.runs.recipe_files import find
+from retouch.runs.recipe_jsonnet import evaluate
+from retouch.runs.recipe_learning import Advantage, GroupAdvantage, Objective, Optimizer, Reward
+from retouch.runs.recipe_overrides import apply
+from retouch.runs.recipe_phases import Phase, ResolvedPhase
+from retouch.runs.recipe_policy import DenoisingPolicy
+from retouch.runs.recipe_rollout import Rollout
+from retouch.runs.recipe_section import Cadence, Count, Positive, Section
+
+
+class Evaluation(Section):
+    """Held-out evaluation: always before and after the run, and in between as ``every`` says."""
+
+    every: Cadence = 0
+    """Steps between evaluations; 0 evaluates only before and after."""
+    tasks: Count = 64
+    """Held-out tasks."""
+    seed: int = 0
+    """What held-out tasks are drawn from, and the noise their pictures start from."""
+    split: Literal["validation", "test"] = "test"
+    """Which held-out split of the playground."""
+    complexity: Mixture | None = None
+    """Mixture of the held-out playground tasks; null takes that of the data."""
+    num_steps: Count | None = None
+    """Denoising steps of a picture; null takes the rollout's."""
+    best_of_k: Cadence = 0
+    """Also take the best of so many samples of the untrained policy; 0 does not."""
+    batch: Count = 128
+    """Rows sampled at once."""
+
+
+class Samples(Section):
+    """Pictures of a few held-out tasks, kept as the run goes on."""
+
+    every: Cadence = 25
+    """Steps between them; 0 keeps only those before and after."""
+    tasks: Count = 8
+    """Held-out tasks to picture."""
+
+
+class Checkpoints(Section):
+    """Saved states, from which a run goes on to the same bits."""
+
+    every: Cadence = 25
+    """Steps between them; 0 saves only at the end, or when the run is told to stop."""
+    keep: Count = 2
+    """How many of the newest to keep."""
+
+
+class Recipe(Section):
+    """A run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Name of the run, and of its folder under ``out``."""
+    seed: int = 0
+    """What every random draw of the run is keyed by."""
+    steps: Count | None = None
+    """Training steps of the run; give this, or ``passes``, or ``phases``."""
+    passes: Positive | None = None
+    """Length of the run in passes over the data."""
+    out: str = "runs"
+    """Folder of runs."""
+    tasks_per_step: Count
+    """Tasks that the policy acts on in a step, over all ranks."""
+    group_size: Count
+    """Samples of each task."""
+    learning_rate: Positive
+    """Learning rate of the optimizer, before its schedule."""
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
+    """``auto`` takes CUDA, then MPS, then the CPU, and says which."""
+    epochs: Count = 1
+    """Passes over the samples of a step."""
+    minibatches: Count = 1
+    """Optimizer steps in each of them."""
+    microbatch: Count = 32
+    """Velocities per forward with gradient; changes memory and time only."""
+    policy: DenoisingPolicy
+    """What gets the gradient."""
+    rollout: Rollout
+    """How it samples while it learns."""
+    data: Data
+    """Where the tasks come from."""
+    reward: Reward
+    """What judges the samples."""
+    advantage: Advantage = GroupAdvantage(kind="group")
+    """How rewards become advantages."""
+    objective: Objective
+    """How advantages become a loss."""
+    optimizer: Optimizer = Optimizer()
+    """What makes the optimizer's steps."""
+    eval: Evaluation = Evaluation()
+    """Held-out evaluation."""
+    samples: Samples = Samples()
+    """Pictures to look at."""
+    checkpoints: Checkpoints = Checkpoints()
+    """Saved states."""
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
+    """Where metrics go, beside ``metrics.jsonl``."""
+    phases: tuple[Phase, ...] | None = None
+    """Stages of the run, one after the other; null is one phase made of the keys above."""
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        found = problems(self)
+        if found:
+            raise ValueError("\n".join(found))
+        return self
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.out) / self.name
+
+    def resolved_phases(self) -> tuple[ResolvedPhase, ...]:
+        """The phases with nothing left open; without ``phases`` there is one, ``main``."""
+        if self.phases is None:
+            return (ResolvedPhase.of(self, Phase(name="main", steps=self.steps, passes=self.passes)),)
+        return tuple(ResolvedPhase.of(self, phase) for phase in self.phases)
+
+    def eval_data(self) -> Data:
+        """The data of evaluation: the run's own, with what ``eval`` says about held-out playground tasks."""
+        if not isinstance(self.data, PlaygroundData):
+            return self.data
+        changes = {"count": self.eval.tasks, "seed": self.eval.seed, "split": self.eval.split}
+        return self.data.model_copy(update=changes | ({} if self.eval.complexity is None else {"complexity": self.eval.complexity}))
+
+    def document(self) -> dict[str, JsonValue]:
+        """The resolved recipe as JSON: every key, defaults and all. ``parse`` takes it back."""
+        return self.model_dump(mode="json")
+
+
+def parse(document: object) -> Recipe:
+    """A recipe from a JSON document. ValueError with a line for each mistake: an unknown key (and what was probably meant), a value
+    that is missing or wrong, or values that cannot stand together."""
+    if not isinstance(document, Mapping):
+        raise ValueError(f"a recipe is an object with keys, not a {type(document).__name__}")
+    lines = unknown_keys(document, Recipe)
+    try:
+        recipe = Recipe.model_validate_json(json.dumps(document))
+    except ValidationError as error:
+        raise ValueError("\n".join(lines + wrong_values(error, document, Recipe))) from None
+    assert not lines, lines
+    return recipe
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in a Jsonnet or JSON file, or the packaged one of that name, changed by ``a.b=value`` overrides.
+
+    ValueError: no such file (the packaged ones are listed), Jsonnet that does not evaluate, or mistakes as ``parse`` finds them.
+    """
+    file = find(path)
+    try:
+        return parse(apply(evaluate(file), overrides))
+    except ValueError as error:
+        raise ValueError(f"{file}:\n{error}") from None

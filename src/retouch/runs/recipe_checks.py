@@ -1,0 +1,174 @@
+"""What a recipe's values mean together: checked before anything is loaded, each with what to do about it."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from retouch.core.surrogates import check_clip
+from retouch.data.sampler import check_arithmetic
+from retouch.runs.recipe_data import FolderData, HubData, PlaygroundData, PromptData
+from retouch.runs.recipe_learning import GroupAdvantage, PlaygroundReward, PolicyGradient, Supervised
+from retouch.runs.recipe_phases import ResolvedPhase
+from retouch.runs.recipe_policy import DiffusersModel, ImportedModel, Lora
+from retouch.runs.recipe_rollout import AllSteps, CpsTransition, DrawnWindow, OdeTransition, Rollout, SdeTransition, SlidingWindow
+
+if TYPE_CHECKING:
+    from retouch.runs.recipe import Recipe
+
+
+_LAST = "which never trains"
+
+
+def problems(recipe: "Recipe") -> list[str]:
+    """A line for everything in the recipe that cannot stand together; empty for a good one."""
+    return list(dict.fromkeys([*_length(recipe), *_reward(recipe), *_model(recipe), *_phases(recipe), *_batch(recipe)]))
+
+
+def check_ranks(recipe: "Recipe", world: int) -> None:
+    """ValueError, naming legal numbers, where so many ranks cannot share the steps of some phase equally."""
+    for phase in recipe.resolved_phases():
+        check_arithmetic(
+            tasks_per_step=phase.tasks_per_step, group_size=phase.group_size, minibatches=recipe.minibatches, world=world
+        )
+
+
+def _length(recipe: "Recipe") -> Iterator[str]:
+    if recipe.phases is None:
+        if (recipe.steps is None) == (recipe.passes is None):
+            yield "steps: give either steps or passes (or phases with either), and not both"
+        return
+    if not recipe.phases:
+        yield "phases: an empty list is no run; name a phase, or give null and steps"
+        return
+    if recipe.steps is not None or recipe.passes is not None:
+        yield "steps: with phases each phase has its own length; take steps and passes off the top"
+    names = [phase.name for phase in recipe.phases]
+    for index, phase in enumerate(recipe.phases):
+        if (phase.steps is None) == (phase.passes is None):
+            yield f"phases.{index}.steps: give either steps or passes, and not both"
+        if phase.name in names[:index]:
+            yield f"phases.{index}.name: a second phase of the name {phase.name!r}; name them differently"
+    if recipe.phases[0].keep_optimizer:
+        yield "phases.0.keep_optimizer: there is no phase before the first; leave it out"
+
+
+def _reward(recipe: "Recipe") -> Iterator[str]:
+    weights = recipe.reward.combine
+    if not weights:
+        yield 'reward.combine: empty; name at least one column and its weight, {"overall": 1.0} say'
+    elif not any(weights.values()):
+        yield "reward.combine: all weights are 0, so nothing would be learnt; give one column a weight"
+    if len(set(recipe.trackers)) < len(recipe.trackers):
+        yield "trackers: one of them is named twice; name each once"
+
+
+def _model(recipe: "Recipe") -> Iterator[str]:
+    model = recipe.policy.model
+    if isinstance(model, DiffusersModel) and model.size is None and model.kind in ("qwen-image", "sd3"):
+        yield f"policy.model.size: missing; {model.kind} has no source picture to take it from, so give [height, width]"
+
+
+def _batch(recipe: "Recipe") -> Iterator[str]:
+    """More than one rank is for ``check_ranks`` to say; what even one cannot share out is a mistake already."""
+    try:
+        check_ranks(recipe, 1)
+    except ValueError as error:
+        yield f"minibatches: {error}"
+
+
+def _phases(recipe: "Recipe") -> Iterator[str]:
+    for index, phase in enumerate(recipe.resolved_phases()):
+        own = recipe.phases[index].model_dump(exclude_none=True) if recipe.phases is not None else {}
+        at = {key: f"phases.{index}.{key}" if key in own else key for key in ("objective", "rollout", "data", "group_size")}
+        if isinstance(phase.objective, Supervised):
+            if isinstance(phase.data, PromptData):
+                yield f"{at['data']}: prompts have no target pictures, which supervised learning imitates; take folder or hub data"
+        else:
+            yield from _exploration(recipe, phase, at)
+        if isinstance(phase.objective, PolicyGradient):
+            yield from _policy_gradient(recipe, phase.objective, phase.rollout, at)
+        yield from _data(recipe, phase, at["data"])
+        warmup = recipe.optimizer.warmup_steps
+        if phase.steps is not None and warmup > phase.steps:
+            yield f"optimizer.warmup_steps: {warmup} exceeds the {phase.steps} steps of phase {phase.name!r}; take fewer"
+
+
+def _exploration(recipe: "Recipe", phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
+    """Samples of a group must be able to differ, and an advantage must be able to be other than 0."""
+    if isinstance(recipe.advantage, GroupAdvantage) and phase.group_size < 2:
+        yield f"{at['group_size']}: 1 gives every sample the advantage 0; take 2 or more, or advantage.kind batch"
+    elif phase.rows < 2:
+        yield "tasks_per_step: a step of one sample gives it the advantage 0; take more tasks or a larger group_size"
+    if not isinstance(phase.rollout.transition, OdeTransition):
+        yield from _window(phase.rollout, at["rollout"])
+    elif phase.rollout.shared_noise:
+        yield f"{at['rollout']}.shared_noise: with ode all samples of a group would be equal; leave it out, or take cps"
+
+
+def _data(recipe: "Recipe", phase: ResolvedPhase, at: str) -> Iterator[str]:
+    model = recipe.policy.model
+    if isinstance(recipe.reward, PlaygroundReward) and not isinstance(phase.data, PlaygroundData):
+        yield f"reward.kind: playground judges its own scenes only, and {at}.kind is {phase.data.kind!r}; take photos or import"
+    if isinstance(phase.data, PromptData) and model.kind in ("playground", "qwen-image-edit", "qwen-image-edit-plus"):
+        yield f"{at}.kind: prompts have no source picture, which {model.kind} edits; take folder or hub data"
+    if isinstance(phase.data, FolderData | HubData) and not isinstance(model, ImportedModel):
+        sizes = phase.data.size, model.size
+        if None not in sizes and sizes[0] != sizes[1]:
+            yield f"{at}.size: {list(sizes[0] or ())} and policy.model.size: {list(sizes[1] or ())} differ; give one of them"
+
+
+def _policy_gradient(recipe: "Recipe", objective: PolicyGradient, rollout: Rollout, at: dict[str, str]) -> Iterator[str]:
+    train = recipe.policy.train
+    match rollout.transition:
+        case OdeTransition():
+            yield f"{at['rollout']}.transition.kind: a policy gradient needs log-probabilities, and ode has none; take cps or sde"
+        case SdeTransition(noise_level=level) | CpsTransition(noise_level=level) if level == 0:
+            yield f"{at['rollout']}.transition.noise_level: 0 explores nothing, so nothing would be learnt; 0.7 is usual"
+    if objective.surrogate == "reinforce":
+        yield from _reinforce(recipe, objective, at["objective"])
+    else:
+        yield from _clip(objective, rollout, at["objective"])
+        if isinstance(train, Lora) and train.dropout > 0:
+            yield f"policy.train.dropout: {train.dropout} makes the ratio differ from 1 before anything was learnt; take 0"
+    if objective.dual is not None and objective.surrogate not in ("clip", "gspo"):
+        yield f"{at['objective']}.dual: {objective.surrogate} does not read it; leave it out"
+
+
+def _reinforce(recipe: "Recipe", objective: PolicyGradient, at: str) -> Iterator[str]:
+    if objective.clip_low is not None or objective.clip_high is not None:
+        yield f"{at}.clip_low, {at}.clip_high: reinforce does not clip; leave both out"
+    if objective.ratio_norm:
+        yield f"{at}.ratio_norm: reinforce has no ratio; leave it out"
+    if recipe.epochs * recipe.minibatches > 1:
+        yield "epochs, minibatches: reinforce allows one optimizer step on a rollout; take 1 and 1, or surrogate clip"
+
+
+def _clip(objective: PolicyGradient, rollout: Rollout, at: str) -> Iterator[str]:
+    low, high = objective.clip_low, objective.clip_high
+    if high is None or (low is None and objective.surrogate != "cispo"):
+        yield f"{at}.clip_low, {at}.clip_high: {objective.surrogate} needs both; 1e-5 is usual with reduction mean, 0.2 with sum"
+        return
+    try:
+        check_clip(rollout.reduction, high if low is None else low, high)
+    except ValueError as error:
+        yield f"{at}.clip_low, {at}.clip_high: {error}"
+
+
+def _window(rollout: Rollout, at: str) -> Iterator[str]:
+    trainable = rollout.num_steps - 1
+    if trainable < 1:
+        yield f"{at}.num_steps: {rollout.num_steps} leaves no step to train beside the last, {_LAST}; take 2 or more"
+        return
+    match rollout.window:
+        case AllSteps():
+            return
+        case DrawnWindow(size=size, low=low, high=high):
+            end = trainable if high is None else high
+            if end > trainable:
+                yield f"{at}.window.high: {end} takes in the last of {rollout.num_steps} steps, {_LAST}; take {trainable} or less"
+            elif size > end - low:
+                yield f"{at}.window.size: {size} steps do not fit in [{low}, {end}); take fewer, or widen the range"
+        case SlidingWindow(size=size, stride=stride):
+            if size > trainable:
+                yield f"{at}.window.size: {size} of {rollout.num_steps} steps takes in the last, {_LAST}; take {trainable} or less"
+            if stride > size:
+                yield f"{at}.window.stride: {stride} would jump over steps of a window of {size}; take {size} or less"

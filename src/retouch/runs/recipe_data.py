@@ -1,0 +1,98 @@
+"""Sections of a recipe about the data: where the tasks come from."""
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BeforeValidator, Field
+
+from retouch.runs.recipe_section import Count, NonNegative, Pixels, Section, Share
+
+
+def _equal_weights(value: Any) -> Any:
+    """A list of complexities is short for equal weights."""
+    if isinstance(value, list) and all(isinstance(entry, int) for entry in value) and len(set(value)) == len(value):
+        return {str(entry): 1.0 for entry in value}
+    return value
+
+
+Complexity: TypeAlias = Annotated[int, Field(strict=False, ge=1, le=4)]
+Mixture: TypeAlias = Annotated[dict[Complexity, NonNegative], Field(min_length=1), BeforeValidator(_equal_weights)]
+
+
+class DataSection(Section):
+    """What all data have in common."""
+
+    allow_test_sets: bool = False
+    """Train even on data known to be a test set; the run records it."""
+
+
+class PlaygroundData(DataSection):
+    """Scenes and edits drawn from a seed."""
+
+    kind: Literal["playground"]
+    complexity: Mixture
+    """Numbers of edits in one instruction, 1 to 4: a list, or a map from number to weight."""
+    count: Count
+    """Tasks in the set."""
+    seed: int = 0
+    """What the tasks are drawn from."""
+    filler: Share = 0.0
+    """Share of instructions with words in them that mean nothing."""
+    split: Literal["train", "validation", "test"] = "train"
+    """Which of the three disjoint sets of scenes and instructions to draw from."""
+
+
+class FolderData(DataSection):
+    """A folder of pictures with a ``metadata.jsonl``, as in the Hugging Face imagefolder convention."""
+
+    kind: Literal["folder"]
+    path: str
+    """The folder."""
+    size: Pixels | None = None
+    """Height and width in pixels that every picture is resized to; null takes the model's."""
+    held_out: Share = 0.1
+    """Share of the source pictures kept for evaluation; all rows of a picture go the same way."""
+    on_bad_row: Literal["refuse", "skip"] = "refuse"
+    """What to do about a row that cannot be used: stop before training, or go on without it and say so."""
+    limit: Count | None = None
+    """Use so many rows, drawn by the recipe's seed; null uses all."""
+    columns: dict[str, str] = Field(default={})
+    """Our names (``instruction``, ``target``, ...) to the names in the file, where they differ."""
+
+
+class HubData(DataSection):
+    """A Hugging Face data set by id or path."""
+
+    kind: Literal["hub"]
+    path: str
+    """Id or folder of the data set."""
+    config: str | None = None
+    """Which of its configurations; null where there is one."""
+    revision: str | None = None
+    """Commit or tag; null takes the newest."""
+    split: str = "train"
+    """Which of its splits."""
+    columns: dict[str, str]
+    """Our names (``instruction``, ``image``, ``target``, ...) to the data set's."""
+    size: Pixels | None = None
+    """Height and width in pixels that every picture is resized to; null takes the model's."""
+    held_out: Share = 0.1
+    """Share of the source pictures kept for evaluation; all rows of a picture go the same way."""
+    on_bad_row: Literal["refuse", "skip"] = "refuse"
+    """What to do about a row that cannot be used: stop before training, or go on without it and say so."""
+    limit: Count | None = None
+    """Use so many rows, drawn by the recipe's seed; null uses all."""
+
+
+class PromptData(DataSection):
+    """A text file with one instruction a line and no pictures."""
+
+    kind: Literal["prompts"]
+    path: str
+    """The file."""
+    held_out: Share = 0.1
+    """Share of the prompts kept for evaluation."""
+    limit: Count | None = None
+    """Use so many prompts, drawn by the recipe's seed; null uses all."""
+
+
+Data: TypeAlias = Annotated[PlaygroundData | FolderData | HubData | PromptData, Field(discriminator="kind")]

@@ -1,0 +1,32 @@
+"""Where recipes are: files of the user's, and those that come with the package."""
+
+from pathlib import Path
+
+import retouch
+
+SUFFIXES = (".jsonnet", ".json")
+_FOLDER = "recipes"
+
+
+def packaged_recipes() -> Path:
+    """The folder of recipes that come with the package; in a source tree it is the ``recipes`` folder beside ``src``."""
+    package = Path(retouch.__file__).resolve().parent
+    installed, source = package / _FOLDER, package.parents[1] / _FOLDER
+    return installed if installed.is_dir() else source
+
+
+def available() -> list[str]:
+    """Names of the packaged recipes, as ``find`` takes them: ``recipes/quickstart.jsonnet``."""
+    folder = packaged_recipes()
+    return sorted(f"{_FOLDER}/{file.relative_to(folder).as_posix()}" for file in folder.rglob("*") if file.suffix in SUFFIXES)
+
+
+def find(name: str | Path) -> Path:
+    """The file of that name if there is one, else the packaged recipe. ValueError: neither; lists the packaged ones."""
+    file = Path(name)
+    if file.is_file():
+        return file
+    if file.parts[:1] == (_FOLDER,) and file.as_posix() in available():
+        return packaged_recipes().joinpath(*file.parts[1:])
+    what = "is a folder, not a recipe" if file.is_dir() else "no such file"
+    raise ValueError(f"{name}: {what}; recipes that come with the package:\n  " + "\n  ".join(available()))

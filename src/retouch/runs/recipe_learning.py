@@ -1,0 +1,177 @@
+"""Sections of a recipe about learning: reward, advantage, objective and optimizer."""
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, JsonValue
+
+from retouch.runs.recipe_section import ClassPath, Count, NonNegative, Positive, Section, Share
+
+Colour: TypeAlias = tuple[
+    Annotated[int, Field(ge=0, le=255)], Annotated[int, Field(ge=0, le=255)], Annotated[int, Field(ge=0, le=255)]
+]
+
+
+class RewardSection(Section):
+    """What all rewards have in common."""
+
+    combine: dict[str, float]
+    """Weights of the reward's columns; their weighted sum is what the policy is trained on."""
+    max_missing: Share = 0.2
+    """Share of a step's samples that may come back unjudged before the run stops."""
+
+
+class PlaygroundReward(RewardSection):
+    """The playground's exact judge: instruction following, identity preservation, picture quality."""
+
+    kind: Literal["playground"]
+
+
+class PhotosReward(RewardSection):
+    """How much of the source is still there, times how near the picture comes to a colour."""
+
+    kind: Literal["photos"]
+    colour: Colour
+    """Red, green and blue of the colour to come near to, 0 to 255."""
+    preserve: NonNegative = 1.0
+    """Power to which the preservation is raised: 0 lets the source go, more keeps more of it."""
+
+
+class ShareReward(RewardSection):
+    """The share of one colour channel in all light of the picture."""
+
+    kind: Literal["share"]
+    channel: Literal["red", "green", "blue"] = "red"
+    """Which channel."""
+
+
+class ImportedReward(RewardSection):
+    """A reward of your own (``retouch.types.Reward``)."""
+
+    kind: Literal["import"]
+    class_: ClassPath = Field(alias="class")
+    """The class, as ``package.module:Class``."""
+    args: dict[str, JsonValue] = Field(default={})
+    """Keyword arguments of its constructor."""
+
+
+Reward: TypeAlias = Annotated[PlaygroundReward | PhotosReward | ShareReward | ImportedReward, Field(discriminator="kind")]
+
+
+class GroupAdvantage(Section):
+    """A sample against the other samples of its task."""
+
+    kind: Literal["group"]
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """What is taken off a reward: the mean of its group, or of the others in it."""
+    scale: Literal["group", "batch", "none"] = "group"
+    """What it is then divided by: the deviation within the group, of the whole step, or nothing."""
+    ddof: Literal[0, 1] = 0
+    """Population (0) or sample (1) deviation."""
+    eps: Positive = 1e-4
+    """Added to the deviation."""
+    clip: Positive | None = 5.0
+    """Largest absolute advantage; null leaves them."""
+
+
+class BatchAdvantage(Section):
+    """A sample against all samples of the step."""
+
+    kind: Literal["batch"]
+    ddof: Literal[0, 1] = 0
+    """Population (0) or sample (1) deviation."""
+    eps: Positive = 1e-4
+    """Added to the deviation."""
+    clip: Positive | None = 5.0
+    """Largest absolute advantage; null leaves them."""
+
+
+Advantage: TypeAlias = Annotated[GroupAdvantage | BatchAdvantage, Field(discriminator="kind")]
+
+
+class NoKl(Section):
+    """No pull to the reference."""
+
+    kind: Literal["none"]
+
+
+class Kl(Section):
+    """A pull to the reference: the closed form for two Gaussian steps, or the squared distance of velocities."""
+
+    kind: Literal["closed", "velocity"]
+    weight: Positive
+    """Its weight in the loss."""
+
+
+class PolicyGradient(Section):
+    """Policy gradient on the ratio of new to acting probability: GRPO and its kin."""
+
+    kind: Literal["policy_gradient"]
+    surrogate: Literal["clip", "cispo", "reinforce", "gspo"] = "clip"
+    """PPO's clipped ratio, CISPO's clipped weight, none at all, or PPO's on the whole chain's ratio."""
+    clip_low: Positive | None = None
+    """The ratio counts down to 1 - clip_low; ``clip`` and ``gspo`` need it, ``cispo`` may leave the lower side open."""
+    clip_high: Positive | None = None
+    """The ratio counts up to 1 + clip_high; all but ``reinforce`` need it. 1e-6 to 1e-4 is usual with reduction ``mean``."""
+    dual: Annotated[float, Field(gt=1.0)] | None = None
+    """Dual clip: the loss of a bad action is at most so many times its advantage; null sets no bound."""
+    kl: Annotated[NoKl | Kl, Field(discriminator="kind")] = NoKl(kind="none")
+    """Pull to the reference."""
+    ratio_norm: bool = False
+    """Centre and scale the log-ratios of transitions (GRPO-Guard)."""
+    normalise: Literal["sequence", "token", "dr_grpo"] = "sequence"
+    """How actions share the loss: equal within a sample, equal over all samples, or over the longest possible length."""
+
+
+class OldDecay(Section):
+    """How the old policy follows the new one: it keeps the share min(rate * step, max) of itself after each step."""
+
+    rate: NonNegative = 0.001
+    """Growth of the share kept, per step."""
+    max: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
+    """Largest share kept."""
+
+
+class Nft(Section):
+    """DiffusionNFT: learning on the forward process from pictures and rewards alone."""
+
+    kind: Literal["nft"]
+    beta: Positive = 1.0
+    """How far the good and the bad velocity lie from the old one."""
+    advantage_clip: Positive = 5.0
+    """Advantage at which a picture counts as wholly good (or, negative, wholly bad)."""
+    reference_weight: NonNegative = 0.0
+    """Weight of the squared distance to the reference's velocity."""
+    old_decay: OldDecay = OldDecay()
+    """How the old policy follows."""
+    samples: Count = 1
+    """Noise levels drawn per picture."""
+    sigma_sampling: Literal["logit_normal", "uniform"] = "uniform"
+    """Where on the way from data to noise."""
+
+
+class Supervised(Section):
+    """Flow matching on the tasks' own targets."""
+
+    kind: Literal["supervised"]
+    sigma_sampling: Literal["logit_normal", "uniform"] = "logit_normal"
+    """Where on the way from data to noise."""
+
+
+Objective: TypeAlias = Annotated[PolicyGradient | Nft | Supervised, Field(discriminator="kind")]
+
+
+class Optimizer(Section):
+    """AdamW and its learning rate over time."""
+
+    betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = (0.9, 0.999)
+    """Decay of the running mean and of the running square of the gradient."""
+    eps: Positive = 1e-8
+    """Added to the root of the running square."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: Positive | None = 1.0
+    """Longer gradients are cut to this length; null leaves them."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Course of the learning rate after the warm-up; the last two end at 0."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate rises from 0."""

@@ -1,0 +1,91 @@
+"""Sections of a recipe about the policy: which model, what of it trains, and the average of its weights."""
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, JsonValue
+
+from retouch.runs.recipe_section import ClassPath, Count, Pixels, Positive, Section, Share
+
+Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
+
+
+class PlaygroundModel(Section):
+    """The built-in tiny editor."""
+
+    kind: Literal["playground"]
+    path: str | None = None
+    """Folder of other weights of the same shape; null takes those that ship with the package."""
+    size: Pixels | None = None
+    """Height and width of its pictures in pixels; null takes the playground's own."""
+    dtype: Dtype = "float32"
+    """Type of the frozen weights and of the forward pass; log-probabilities are fp32 in any case."""
+
+
+class DiffusersModel(Section):
+    """A model of one of the families known here, in the layout of its diffusers pipeline."""
+
+    kind: Literal["qwen-image", "qwen-image-edit", "qwen-image-edit-plus", "sd3"]
+    path: str
+    """Folder or Hugging Face id of the pipeline."""
+    size: Pixels | None = None
+    """Height and width of the pictures it makes, in pixels; an editor with null takes its source's."""
+    dtype: Dtype = "bfloat16"
+    """Type of the frozen weights and of the forward pass; log-probabilities are fp32 in any case."""
+
+
+class ImportedModel(Section):
+    """A model adapter of your own (``retouch.types.DenoisingModel``)."""
+
+    kind: Literal["import"]
+    class_: ClassPath = Field(alias="class")
+    """The class, as ``package.module:Class``."""
+    args: dict[str, JsonValue] = Field(default={})
+    """Keyword arguments of its constructor."""
+
+
+Model: TypeAlias = Annotated[PlaygroundModel | DiffusersModel | ImportedModel, Field(discriminator="kind")]
+
+
+class FullWeights(Section):
+    """All weights of the transformer train."""
+
+    kind: Literal["full"]
+
+
+class Lora(Section):
+    """Low-rank adapters train; the model's own weights stay as they are and serve as reference."""
+
+    kind: Literal["lora"]
+    rank: Count
+    """Inner width of each adapter."""
+    alpha: Positive
+    """The adapter's output is scaled by alpha / rank."""
+    targets: tuple[str, ...] | None = None
+    """Names of the linear layers that get an adapter, as endings of their paths; null takes the family's usual ones."""
+    init_from: str | None = None
+    """Folder of an existing LoRA to go on from; null starts at zero."""
+    dropout: Share = 0.0
+    """Share of an adapter's inputs that are dropped; anything above 0 makes the ratio differ from 1 at the first step."""
+
+
+class Ema(Section):
+    """A running average of the trained weights, used for evaluation and for what is exported."""
+
+    decay: Annotated[float, Field(gt=0.0, lt=1.0)]
+    """How much of the average stays at each update."""
+    every: Count = 1
+    """Optimizer steps between updates."""
+
+
+class DenoisingPolicy(Section):
+    """A flow-matching model that acts by denoising."""
+
+    kind: Literal["denoising"]
+    model: Model
+    """The model."""
+    train: Annotated[FullWeights | Lora, Field(discriminator="kind")]
+    """What of it trains."""
+    ema: Ema | None = None
+    """Average of the trained weights; null keeps none."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""

@@ -1,0 +1,140 @@
+"""Recipe files: Jsonnet, its imports and variables, the packaged recipes, and that each of them is sound."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retouch.runs import recipe_files
+from retouch.runs.recipe import Recipe, load
+from retouch.runs.recipe_files import available, find, packaged_recipes
+from retouch.runs.recipe_jsonnet import evaluate
+
+PACKAGED = available()
+
+
+@pytest.mark.parametrize("name", PACKAGED)
+def test_every_packaged_recipe_is_sound(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # so that the name cannot be a file here
+    assert isinstance(load(name), Recipe)
+
+
+def test_packaged_recipes_have_names_of_their_own() -> None:
+    names = [load(packaged_recipes().parent / name).name for name in PACKAGED]
+    assert len(set(names)) == len(names) >= 5
+
+
+def test_the_full_size_recipe_and_its_twin_differ_only_in_world_and_sizes() -> None:
+    full, twin = (
+        _leaves(load(f"recipes/qwen-image-edit/{name}.jsonnet").document()) for name in ("flow-grpo", "flow-grpo-playground")
+    )
+    differing = {key for key in full.keys() | twin.keys() if full.get(key) != twin.get(key)}
+    world = {key for key in differing if key.startswith(("policy.model.", "data.", "reward."))}
+    sizes = {"name", "steps", "tasks_per_step", "group_size", "learning_rate", "microbatch", "policy.gradient_checkpointing"}
+    sizes |= {"policy.train.rank", "policy.train.alpha", "rollout.num_steps", "rollout.chunk", "eval.num_steps", "eval.batch"}
+    assert differing - world - sizes == set()
+    assert (full["policy.train.rank"], full["policy.train.alpha"], full["group_size"], full["tasks_per_step"]) == (64, 128, 16, 32)
+    assert full["tasks_per_step"] * full["group_size"] % (8 * full["minibatches"]) == 0
+
+
+def _leaves(value: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {path: value}
+    return {deep: leaf for key, inner in value.items() for deep, leaf in _leaves(inner, f"{path}.{key}".lstrip(".")).items()}
+
+
+def test_only_variables_with_the_prefix_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.jsonnet"
+    file.write_text("{ path: std.extVar('APP__DATA') }")
+    monkeypatch.setenv("APP__DATA", "pictures")
+    assert evaluate(file) == {"path": "pictures"}
+    file.write_text("{ path: std.extVar('HOME') }")
+    assert "HOME" in os.environ
+    with pytest.raises(ValueError, match=r"(?s)HOME.*begin with APP__"):
+        evaluate(file)
+
+
+def test_imports_are_relative_to_the_file_then_packaged(tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "mine.libsonnet").write_text("{ x: 3 }")
+    file = tmp_path / "a.jsonnet"
+    file.write_text("(import 'lib/mine.libsonnet') + { kind: (import 'lib/playground.libsonnet').model.kind }")
+    assert evaluate(file) == {"x": 3, "kind": "playground"}
+    (tmp_path / "lib" / "playground.libsonnet").write_text("{ model: { kind: 'mine' } }")
+    assert evaluate(file) == {"x": 3, "kind": "mine"}
+
+
+def test_json_is_a_recipe_too(tmp_path: Path) -> None:
+    recipe = load("recipes/quickstart.jsonnet")
+    file = tmp_path / "resolved.json"
+    file.write_text(json.dumps(recipe.document()))
+    assert load(file) == recipe
+
+
+def test_overrides_are_applied_before_the_check(tmp_path: Path) -> None:
+    recipe = load("recipes/photos.jsonnet", ["data.path=my photos", "steps=3", "eval.num_steps=null", "policy.train.rank=4"])
+    assert (recipe.data.path, recipe.steps, recipe.policy.train.rank) == ("my photos", 3, 4)
+    with pytest.raises(ValueError, match=r"photos\.jsonnet:\ndata\.pathh: unknown key; did you mean data\.path\?$"):
+        load("recipes/photos.jsonnet", ["data.pathh=x"])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{ a: ", "syntax error"),
+        ("{ a: error 'no such size' }", "no such size"),
+        ("[1]", "object with keys"),
+        ("{ a: 1, a: 2 }", "duplicate"),
+    ],
+)
+def test_a_file_that_does_not_evaluate_is_named(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "bad.jsonnet"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=says) as caught:
+        load(file)
+    assert "bad.jsonnet" in str(caught.value)
+
+
+def test_an_unknown_recipe_lists_those_that_there_are() -> None:
+    with pytest.raises(ValueError, match=r"(?s)no such file.*recipes/quickstart\.jsonnet"):
+        find("recipes/quick.jsonnet")
+
+
+def test_ones_own_file_goes_before_the_packaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find("recipes/quickstart.jsonnet") == packaged_recipes() / "quickstart.jsonnet"
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "quickstart.jsonnet").write_text("{}")
+    assert find("recipes/quickstart.jsonnet") == Path("recipes/quickstart.jsonnet")
+
+
+@pytest.mark.parametrize("name", ["recipes/../pyproject.toml", "recipes/lib/playground.libsonnet", "recipes"])
+def test_only_recipes_are_found_among_the_packaged_ones(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="no such file"):
+        find(name)
+
+
+def test_an_installed_package_has_its_recipes_inside(tmp_path: Path) -> None:
+    """As the wheel lays it out: ``retouch/recipes`` beside the modules, and no source tree around."""
+    package = tmp_path / "site" / "retouch"
+    (package / "runs").mkdir(parents=True)
+    for module in ("__init__.py", "runs/__init__.py", "runs/recipe_files.py"):
+        (package / module).write_text((Path(recipe_files.__file__).parents[1] / module).read_text())
+    (package / "recipes" / "lib").mkdir(parents=True)
+    (package / "recipes" / "mine.jsonnet").write_text("{}")
+    (package / "recipes" / "lib" / "x.libsonnet").write_text("{}")
+    code = "from retouch.runs.recipe_files import *; print(available(), find('recipes/mine.jsonnet'))"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(package.parent)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == f"['recipes/mine.jsonnet'] {package / 'recipes' / 'mine.jsonnet'}"

@@ -1,0 +1,382 @@
+"""The recipe: what it takes, what it refuses and in which words, and what may differ when a run goes on."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retouch.core.windows import random_window, sliding_window
+from retouch.runs.imports import import_class
+from retouch.runs.recipe import Recipe, parse
+from retouch.runs.recipe_checks import check_ranks
+from retouch.runs.recipe_differences import differences
+from retouch.runs.recipe_errors import nearest
+from retouch.runs.recipe_overrides import apply, value_of
+from retouch.runs.recipe_schema import alternatives, keys_of, places
+from retouch.runs.recipe_section import Section
+
+GRPO = {"kind": "policy_gradient", "clip_low": 1e-5, "clip_high": 1e-5}
+BASE: dict[str, Any] = {
+    "name": "try",
+    "steps": 10,
+    "tasks_per_step": 4,
+    "group_size": 6,
+    "learning_rate": 1e-4,
+    "policy": {"kind": "denoising", "model": {"kind": "playground"}, "train": {"kind": "lora", "rank": 8, "alpha": 16}},
+    "rollout": {"num_steps": 6, "transition": {"kind": "cps", "noise_level": 0.7}, "window": {"mode": "window", "size": 2}},
+    "data": {"kind": "playground", "complexity": [2, 3], "count": 100},
+    "reward": {"kind": "playground", "combine": {"overall": 1}},
+    "objective": GRPO,
+}
+FOLDER = {"data": {"kind": "folder", "path": "photos"}, "reward": {"kind": "photos", "colour": [1, 2, 3], "combine": {"a": 1}}}
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    """The base document with dotted keys (``__`` for the dot) set."""
+    return apply(BASE, [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in changes.items()])
+
+
+def refusal(**changes: Any) -> list[str]:
+    with pytest.raises(ValueError, match=r".") as caught:
+        parse(changed(**changes))
+    return str(caught.value).splitlines()
+
+
+def test_defaults_are_written_out_and_read_back() -> None:
+    recipe = parse(BASE)
+    document = recipe.document()
+    assert document["out"] == "runs"
+    assert document["device"] == "auto"
+    assert document["trackers"] == ["tensorboard"]
+    assert document["policy"]["train"]["targets"] is None
+    assert document["rollout"]["window"] == {"mode": "window", "size": 2, "low": 0, "high": None}
+    assert parse(json.loads(json.dumps(document))) == recipe
+
+
+def test_the_class_of_ones_own_keeps_its_key() -> None:
+    recipe = parse(changed(reward={"kind": "import", "class": "mine.rewards:Red", "args": {"k": [1, None]}, "combine": {"red": 1}}))
+    assert recipe.reward.class_ == "mine.rewards:Red"
+    assert recipe.document()["reward"]["class"] == "mine.rewards:Red"
+    assert parse(recipe.document()) == recipe
+
+
+def test_a_recipe_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        parse(BASE).steps = 3
+
+
+def test_every_key_is_documented() -> None:
+    def undocumented(section: type[Section]) -> Iterator[str]:
+        for key, field in keys_of(section).items():
+            if key not in ("kind", "mode") and not field.description:
+                yield f"{section.__name__}.{key}"
+            for inner in alternatives(field.annotation):
+                yield from undocumented(inner)
+
+    assert list(undocumented(Recipe)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({**FOLDER, "data__pathh": "x"}, "data.pathh: unknown key; did you mean data.path?"),
+        ({"steqs": 3}, "steqs: unknown key; did you mean steps?"),
+        ({"guidance_scale": 3}, "guidance_scale: unknown key; there is rollout.guidance_scale"),
+        ({"advantage": {"kind": "group", "max_missing": 1}}, "advantage.max_missing: unknown key; there is reward.max_missing"),
+        ({"noiselevel": 1}, "noiselevel: unknown key; did you mean rollout.transition.noise_level?"),
+        ({"objective__beta": 2}, "objective.beta: unknown key; only 'nft' has it, and this is 'policy_gradient'"),
+        (
+            {"rollout__window__stride": 2},
+            "rollout.window.stride: unknown key; only 'sliding' has it, and this is 'window' or 'branch'",
+        ),
+        ({"policy__train__rnk": 2}, "policy.train.rnk: unknown key; did you mean policy.train.rank?"),
+        (
+            {"phases": [{"name": "a", "step": 3}], "steps": None},
+            "phases.0.step: unknown key; did you mean phases.0.steps?",
+        ),
+        (
+            {"objective__kind": "nfl"},
+            "objective.kind: 'nfl' is not one of 'policy_gradient', 'nft', 'supervised'; did you mean 'nft'?",
+        ),
+        ({"rollout__window": {"size": 2}}, "rollout.window.mode: missing: one of 'all', 'window', 'branch', 'sliding'"),
+        ({"rollout__reduction": "men"}, "rollout.reduction: 'men' is not 'mean' or 'sum'; did you mean 'mean'?"),
+        ({"policy__train": {"kind": "lora", "alpha": 2}}, "policy.train.rank: missing: Inner width of each adapter."),
+        ({"steps": 2.5}, "steps: should be a valid integer, not 2.5"),
+        ({"steps": "3"}, "steps: should be a valid integer, not '3'"),
+        ({"steps": True}, "steps: should be a valid integer, not True"),
+        ({"steps": 0}, "steps: should be greater than or equal to 1, not 0"),
+        ({"learning_rate": "NaN"}, "learning_rate: should be a valid number, not 'NaN'"),
+        ({"data__complexity": [1, 5]}, "data.complexity.5: should be less than or equal to 4, not '5'"),
+        ({"rollout__transition__noise_level": 1.5}, "rollout.transition.noise_level: should be less than or equal to 1, not 1.5"),
+        ({"phases": {"0": {"steps": 3}}}, "phases: should be a valid array, not {'0': {'steps': 3}}"),
+    ],
+)
+def test_a_mistake_is_named_by_its_full_path(changes: dict[str, Any], line: str) -> None:
+    assert line in refusal(**changes)
+
+
+def test_a_number_too_large_for_a_float_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^reward\.combine\.overall: should be a finite number, not inf$"):
+        parse(apply(BASE, ["reward.combine.overall=1e999"]))
+
+
+def test_mistakes_are_listed_together_without_pydantics_noise() -> None:
+    lines = refusal(steps="many", polcy=1, rollout__num_steps=None)
+    assert {line.split(":")[0] for line in lines} == {"steps", "polcy", "rollout.num_steps"}
+    assert not any("pydantic" in line or "http" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "../up", "", ".hidden", "a b"])
+def test_a_name_is_a_plain_folder_name(name: str) -> None:
+    assert refusal(name=name)[0].startswith("name: ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"passes": 2.0}, "steps"),
+        ({"steps": None}, "steps"),
+        ({"phases": []}, "phases"),
+        ({"phases": [{"name": "a", "steps": 2}]}, "steps"),
+        ({"steps": None, "phases": [{"name": "a"}]}, "phases.0.steps"),
+        ({"steps": None, "phases": [{"name": "a", "steps": 2}, {"name": "a", "steps": 3}]}, "phases.1.name"),
+        ({"steps": None, "phases": [{"name": "a", "steps": 2, "keep_optimizer": True}]}, "phases.0.keep_optimizer"),
+        ({"reward__combine": {}}, "reward.combine"),
+        ({"reward__combine": {"overall": 0}}, "reward.combine"),
+        ({"group_size": 1}, "group_size"),
+        ({"steps": None, "phases": [{"name": "a", "steps": 2, "group_size": 1}]}, "phases.0.group_size"),
+        ({"group_size": 1, "tasks_per_step": 1, "advantage": {"kind": "batch"}}, "tasks_per_step"),
+        ({"rollout__transition": {"kind": "ode"}}, "rollout.transition.kind"),
+        ({"rollout__transition__noise_level": 0}, "rollout.transition.noise_level"),
+        ({"rollout__window__high": 6}, "rollout.window.high"),
+        ({"rollout__window__size": 6}, "rollout.window.size"),
+        ({"rollout__window": {"mode": "window", "size": 2, "low": 2, "high": 3}}, "rollout.window.size"),
+        ({"rollout__window": {"mode": "sliding", "size": 6}}, "rollout.window.size"),
+        ({"rollout__window": {"mode": "sliding", "size": 1, "stride": 2}}, "rollout.window.stride"),
+        ({"rollout__num_steps": 1}, "rollout.num_steps"),
+        ({"objective__clip_low": None}, "objective.clip_low, objective.clip_high"),
+        ({"objective__clip_high": 0.2}, "objective.clip_low, objective.clip_high"),
+        ({"rollout__reduction": "sum"}, "objective.clip_low, objective.clip_high"),
+        ({"objective__surrogate": "reinforce"}, "objective.clip_low, objective.clip_high"),
+        ({"objective": {"kind": "policy_gradient", "surrogate": "reinforce"}, "epochs": 2}, "epochs, minibatches"),
+        ({"objective": {"kind": "policy_gradient", "surrogate": "reinforce", "ratio_norm": True}}, "objective.ratio_norm"),
+        ({"objective__surrogate": "cispo", "objective__dual": 3.0}, "objective.dual"),
+        ({"policy__train__dropout": 0.1}, "policy.train.dropout"),
+        (
+            {"objective": {"kind": "nft"}, "rollout": {"num_steps": 4, "transition": {"kind": "ode"}, "shared_noise": True}},
+            "rollout.shared_noise",
+        ),
+        ({"optimizer": {"warmup_steps": 11}}, "optimizer.warmup_steps"),
+        ({"data": {"kind": "folder", "path": "x"}}, "reward.kind"),
+        ({**FOLDER, "data": {"kind": "prompts", "path": "x"}}, "data.kind"),
+        ({**FOLDER, "objective": {"kind": "supervised"}, "data": {"kind": "prompts", "path": "x"}}, "data"),
+        ({**FOLDER, "data__size": [24, 24], "policy__model__size": [48, 48]}, "data.size"),
+        ({"policy__model": {"kind": "sd3", "path": "x"}}, "policy.model.size"),
+        ({"trackers": ["wandb", "wandb"]}, "trackers"),
+        ({"minibatches": 7}, "minibatches"),
+    ],
+)
+def test_values_that_cannot_stand_together_are_refused_with_advice(changes: dict[str, Any], key: str) -> None:
+    found = [line for line in refusal(**changes) if line.startswith(f"{key}: ")]
+    assert found
+    assert len(found[0].removeprefix(key)) > 30
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"passes": 1.5, "steps": None},
+        {"group_size": 1, "advantage": {"kind": "batch"}},
+        {"group_size": 1, "objective": {"kind": "supervised"}},
+        {"objective": {"kind": "nft"}, "rollout": {"num_steps": 1, "transition": {"kind": "ode"}}},
+        {"objective": {"kind": "policy_gradient", "surrogate": "reinforce"}, "policy__train__dropout": 0.1},
+        {"objective": {"kind": "policy_gradient", "surrogate": "cispo", "clip_high": 1e-5}},
+        {"rollout__reduction": "sum", "objective__clip_low": 0.2, "objective__clip_high": 0.3},
+        {"objective__kl": {"kind": "velocity", "weight": 0.1}},
+        {**FOLDER, "policy__model__size": [48, 48]},
+    ],
+)
+def test_what_is_sound_is_taken(changes: dict[str, Any]) -> None:
+    assert parse(changed(**changes)).name == "try"
+
+
+@given(num_steps=st.integers(1, 8), size=st.integers(1, 8), low=st.integers(0, 8), high=st.integers(1, 8) | st.none())
+def test_a_drawn_window_is_taken_exactly_where_it_can_be_drawn(num_steps: int, size: int, low: int, high: int | None) -> None:
+    def draws() -> bool:
+        try:
+            random_window(num_steps, size, low=low, high=num_steps - 1 if high is None else high, generator=torch.Generator())
+        except ValueError:
+            return False
+        return True
+
+    window = {"mode": "window", "size": size, "low": low, "high": high}
+    assert _taken(rollout__num_steps=num_steps, rollout__window=window) == draws()
+
+
+@given(num_steps=st.integers(1, 8), size=st.integers(1, 8), stride=st.integers(1, 8))
+def test_a_sliding_window_is_taken_exactly_where_it_can_slide(num_steps: int, size: int, stride: int) -> None:
+    def slides() -> bool:
+        try:
+            sliding_window(num_steps, size, step=0, every=1, stride=stride)
+        except ValueError:
+            return False
+        return True
+
+    window = {"mode": "sliding", "size": size, "stride": stride, "every": 1}
+    assert _taken(rollout__num_steps=num_steps, rollout__window=window) == slides()
+
+
+def _taken(**changes: Any) -> bool:
+    try:
+        parse(changed(**changes))
+    except ValueError:
+        return False
+    return True
+
+
+def test_one_phase_is_made_of_the_top() -> None:
+    (phase,) = parse(BASE).resolved_phases()
+    assert (phase.name, phase.steps, phase.rows, phase.total_steps(100)) == ("main", 10, 24, 10)
+
+
+def test_a_phase_overrides_the_top() -> None:
+    warm_up = {
+        "name": "warm-up",
+        "steps": 5,
+        "objective": {"kind": "supervised"},
+        "learning_rate": 1e-3,
+        "group_size": 1,
+        "tasks_per_step": 64,
+    }
+    learn = {"name": "learn", "passes": 0.5, "keep_optimizer": True}
+    first, second = parse(changed(steps=None, phases=[warm_up, learn])).resolved_phases()
+    assert (first.objective.kind, first.learning_rate, first.rows) == ("supervised", 1e-3, 64)
+    assert (second.objective.kind, second.learning_rate, second.rows, second.keep_optimizer) == ("policy_gradient", 1e-4, 24, True)
+    assert second.total_steps(tasks=100) == 13  # half of 100 tasks, 4 a step, rounded up
+
+
+def test_held_out_tasks_are_the_playgrounds_other_split() -> None:
+    data = parse(changed(eval={"tasks": 7, "seed": 5, "complexity": {"3": 1}})).eval_data()
+    assert (data.count, data.seed, data.split, data.complexity, data.kind) == (7, 5, "test", {3: 1.0}, "playground")
+    assert parse(BASE).eval_data().complexity == {2: 1.0, 3: 1.0}
+
+
+def test_ranks_that_cannot_share_a_step_are_told_what_they_could() -> None:
+    warm_up = {"name": "warm-up", "steps": 5, "objective": {"kind": "supervised"}, "tasks_per_step": 64, "group_size": 1}
+    recipe = parse(changed(steps=None, phases=[warm_up, {"name": "learn", "steps": 5}], minibatches=2))
+    check_ranks(recipe, 4)  # 64 rows, then 24
+    with pytest.raises(ValueError, match="24 rows do not divide over 8 ranks in 2 minibatches: use tasks_per_step 8, 16"):
+        check_ranks(recipe, 8)
+
+
+def test_a_run_may_go_on_longer_elsewhere() -> None:
+    old = parse(changed(**FOLDER))
+    new = parse(
+        changed(
+            **FOLDER,
+            steps=99,
+            data__path="elsewhere",
+            out="other",
+            device="cpu",
+            trackers=["wandb"],
+            eval={"every": 3},
+            samples={"every": 1, "tasks": 2},
+            checkpoints={"every": 1, "keep": 9},
+        )
+    )
+    assert differences(old, new) == []
+    assert differences(old, parse(changed(**FOLDER, steps=None, passes=2.0))) == []
+
+
+def test_any_other_difference_is_shown() -> None:
+    new = changed(learning_rate=2e-4, eval={"tasks": 3}, data__complexity=[2], objective={"kind": "nft"})
+    lines = differences(parse(BASE), parse(new))
+    assert "learning_rate: 0.0001 in the run, 0.0002 in the recipe" in lines
+    assert "eval.tasks: 64 in the run, 3 in the recipe" in lines
+    assert "data.complexity.3: 1.0 in the run, (nothing) in the recipe" in lines
+    assert "objective.kind: policy_gradient in the run, nft in the recipe" in lines
+
+
+def test_only_the_last_phase_may_grow() -> None:
+    def phased(first: int, second: int) -> Recipe:
+        return parse(changed(steps=None, phases=[{"name": "a", "steps": first}, {"name": "b", "steps": second}]))
+
+    assert differences(phased(2, 2), phased(2, 9)) == []
+    assert differences(phased(2, 2), phased(3, 2)) == ["phases.0.steps: 2 in the run, 3 in the recipe"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("1e-4", 1e-4),
+        ("true", True),
+        ("null", None),
+        ("[1, 2]", [1, 2]),
+        ('"3"', "3"),
+        ("a b", "a b"),
+        ("", ""),
+        ("NaN", "NaN"),
+    ],
+)
+def test_override_values_are_json_else_text(text: str, value: object) -> None:
+    assert value_of(text) == value
+    assert type(value_of(text)) is type(value)
+
+
+def test_overrides_reach_into_lists_and_make_what_is_missing() -> None:
+    document = {"phases": [{"steps": 1}, {"steps": 2}], "ema": None}
+    made = apply(document, ["phases.1.steps=5", "ema.decay=0.9", "a.b.c=x=y"])
+    assert made == {"phases": [{"steps": 1}, {"steps": 5}], "ema": {"decay": 0.9}, "a": {"b": {"c": "x=y"}}}
+    assert document == {"phases": [{"steps": 1}, {"steps": 2}], "ema": None}
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("steps", "some.key=value"),
+        ("=3", "some.key=value"),
+        ("a..b=3", "some.key=value"),
+        ("phases.2.steps=3", "phases is a list, and '2' is none of its entries .0 to 1."),
+        ("phases.x=3", "phases is a list, and 'x' is none"),
+        ("phases.-1=3", "phases is a list, and '-1' is none"),
+        ("none.0=3", "it is empty"),
+        ("steps.x=3", "steps is 4, which has no keys"),
+    ],
+)
+def test_an_override_that_cannot_be_set_is_refused(override: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        apply({"steps": 4, "phases": [{}, {}], "none": []}, [override])
+
+
+def test_an_unknown_path_in_an_override_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"^polcy: unknown key; did you mean policy\?$"):
+        parse(apply(BASE, ["polcy.train.rank=3"]))
+
+
+def test_places_know_keys_at_any_depth() -> None:
+    assert places(Recipe)["num_steps"] == ("rollout.num_steps", "eval.num_steps")
+    assert nearest("grp_size", keys_of(Recipe)) == "group_size"
+
+
+def test_a_class_is_imported_by_its_name() -> None:
+    assert import_class("json.decoder:JSONDecoder") is json.JSONDecoder
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("no_such_module_here:A", "no module no_such_module_here"),
+        ("json.nothing.more:A", r"no module json\.nothing\.more"),
+        ("json.decoder.deeper:A", r"no module json\.decoder\.deeper"),
+        ("json:JSONDecodr", "did you mean JSONDecoder"),
+        ("json:loads", "has no class loads"),
+    ],
+)
+def test_a_class_that_is_not_there_is_a_plain_mistake(path: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        import_class(path)
