@@ -1,0 +1,207 @@
+"""The command line. Each command is thin, and imports what it needs only when it runs: ``--help`` loads no torch."""
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from retouch import __version__
+
+_USER_ERROR = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code: 0, 1 where something was found wrong, 2 where the user must change something."""
+    arguments = build_parser().parse_args(argv)
+    # The user's own classes (``package.module:Class``) may lie in the working folder.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        code: int = arguments.run(arguments)
+    except ValueError as error:
+        if arguments.debug or not _ours(error):
+            raise
+        print(f"retouch {arguments.command}: {error}", file=sys.stderr)
+        return _USER_ERROR
+    return code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser; what it returns has ``run``, the function of the command."""
+    parser = argparse.ArgumentParser(
+        prog="retouch", description="Reinforcement-learning post-training for image editing and generation."
+    )
+    parser.add_argument("--version", action="version", version=f"retouch {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    debug = argparse.ArgumentParser(add_help=False)
+    debug.add_argument("--debug", action="store_true", help="show the traceback of a mistake that has a plain message")
+    changes = argparse.ArgumentParser(add_help=False)
+    changes.add_argument(
+        "--set", dest="overrides", action="append", default=[], metavar="A.B=C", help="change a key of the recipe; JSON, else text"
+    )
+    _training(commands, debug, changes)
+    _using(commands, debug, changes)
+    _looking(commands, debug, changes)
+    return parser
+
+
+def _training(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", *parents: argparse.ArgumentParser) -> None:
+    train = commands.add_parser("train", parents=parents, help="train; a run of the same name is resumed")
+    train.add_argument("recipe", metavar="RECIPE", help="Jsonnet or JSON file, or the name of a packaged recipe")
+    train.add_argument("--fresh", action="store_true", help="set an existing run of that name aside and start anew")
+    train.set_defaults(run=_train)
+
+    launch = commands.add_parser(
+        "launch", parents=parents[:1], help="run a recipe, or another command, as several ranks on this machine"
+    )
+    launch.add_argument("--nproc", type=int, required=True, metavar="N", help="ranks")
+    launch.add_argument("--gpus", type=_numbers, metavar="1,2,3", help="CUDA devices, one a rank")
+    launch.add_argument(
+        "argv", nargs=argparse.REMAINDER, metavar="RECIPE|COMMAND ...", help="as after `retouch train`, or after `retouch`"
+    )
+    launch.set_defaults(run=_launch)
+
+
+def _using(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", *parents: argparse.ArgumentParser) -> None:
+    evaluate = commands.add_parser("eval", parents=parents, help="judge a run, or a recipe's untrained policy, on held-out tasks")
+    evaluate.add_argument("target", metavar="RECIPE_OR_RUN")
+    evaluate.set_defaults(run=_eval)
+
+    sample = commands.add_parser("sample", parents=parents[:1], help="use the policy as its end user would")
+    sample.add_argument("target", metavar="RECIPE_OR_RUN")
+    sample.add_argument("--instruction", required=True)
+    sample.add_argument("--image", type=Path, metavar="IN.png", help="source picture")
+    sample.add_argument("--mask", type=Path, metavar="MASK.png", help="where to edit")
+    sample.add_argument("--out", type=Path, required=True, metavar="OUT.png")
+    sample.add_argument("--seed", type=int, default=0)
+    sample.set_defaults(run=_sample)
+
+
+def _looking(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", *parents: argparse.ArgumentParser) -> None:
+    doctor = commands.add_parser("doctor", parents=parents, help="check all that can be checked before anything expensive starts")
+    doctor.add_argument("recipe", nargs="?", metavar="RECIPE")
+    doctor.add_argument("--distributed", action="store_true", help="under `retouch launch`: check that the ranks find each other")
+    doctor.add_argument("--device", help="check this device in place of the recipe's")
+    doctor.set_defaults(run=_doctor)
+
+    recipes = commands.add_parser("recipes", parents=parents[:1], help="list the recipes that come with the package")
+    recipes.set_defaults(run=_recipes)
+
+    playground = commands.add_parser("playground", help="the built-in world").add_subparsers(
+        dest="what", required=True, metavar="WHAT"
+    )
+    build = playground.add_parser("build", parents=parents[:1], help="train the base models of the playground again")
+    build.add_argument("--out", type=Path, metavar="DIR", help="folder for the weights; by default that of the package")
+    build.add_argument("--seed", type=int, default=0)
+    build.set_defaults(run=_playground_build)
+
+    data = commands.add_parser("data", help="data sets").add_subparsers(dest="what", required=True, metavar="WHAT")
+    check = data.add_parser("check", parents=parents[:1], help="read a data set as training would, and list what is wrong with it")
+    check.add_argument("path", metavar="PATH")
+    check.set_defaults(run=_data_check)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from retouch.runs.recipe import load
+
+    # A mistake in the recipe is found before the slow imports.
+    recipe = load(arguments.recipe, arguments.overrides)
+    from retouch.runs.session import run
+
+    return run(recipe, fresh=arguments.fresh)
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    from retouch.runs.launching import launch
+    from retouch.runs.recipe import load
+
+    argv = [word for word in arguments.argv if word != "--fresh"]
+    if not argv:
+        raise ValueError("launch what? `retouch launch --nproc 2 recipes/quickstart.jsonnet`")
+    if argv[0] not in _LAUNCHED:
+        argv = ["train", *argv]
+    inner = build_parser().parse_args(argv)
+    folder = Path("runs") / inner.command
+    if (recipe := vars(inner).get("recipe")) is not None:
+        folder = load(recipe, inner.overrides).folder
+    # The ranks' logs lie in the run's folder, so it is set aside before they open.
+    if "--fresh" in arguments.argv and folder.exists():
+        from retouch.runs.folder import RunFolder
+
+        print(f"the old run is now {RunFolder(folder).set_aside()}")
+    return launch(arguments.nproc, arguments.gpus, argv, logs=folder / "logs")
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from retouch.runs.evaluating import evaluate_target
+
+    print(json.dumps(evaluate_target(arguments.target, arguments.overrides), indent=2))
+    return 0
+
+
+def _sample(arguments: argparse.Namespace) -> int:
+    from retouch.runs.sampling import sample_target
+
+    sample_target(
+        arguments.target,
+        instruction=arguments.instruction,
+        image=arguments.image,
+        mask=arguments.mask,
+        out=arguments.out,
+        seed=arguments.seed,
+    )
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from retouch.runs.recipe import load
+
+    recipe = None if arguments.recipe is None else load(arguments.recipe, arguments.overrides)
+    from retouch.runs.doctor import examine
+
+    return examine(recipe, distributed=arguments.distributed, device=arguments.device)
+
+
+def _recipes(arguments: argparse.Namespace) -> int:
+    from retouch.runs.recipe_files import available
+
+    print("\n".join(available()))
+    return 0
+
+
+def _playground_build(arguments: argparse.Namespace) -> int:
+    from retouch.bases.build import build
+
+    build(arguments.out, seed=arguments.seed)
+    return 0
+
+
+def _data_check(arguments: argparse.Namespace) -> int:
+    from retouch.data.check import check
+
+    problems = check(arguments.path)
+    for problem in problems:
+        print(problem)
+    errors = sum(problem.severity == "error" for problem in problems)
+    print(f"{arguments.path}: {errors} errors, {len(problems) - errors} notes")
+    return 1 if errors else 0
+
+
+_LAUNCHED = ("train", "eval", "doctor")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _ours(error: ValueError) -> bool:
+    """Whether the error was raised by this package: a message for the user, and not a fault in what we called."""
+    raised_in = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+    return str(raised_in.f_globals.get("__name__", "")).split(".")[0] == "retouch" or raised_in.f_globals is globals()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,193 @@
+"""Ranks on this machine, with real processes: what each is told, what is logged, and how all of them end."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from retouch.runs.launching import environments, launch, run_ranks
+
+WAIT = "import time; time.sleep(60)"
+
+
+def run(code: str, ranks: int, logs: Path, *, grace: float = 20.0) -> int:
+    return run_ranks([sys.executable, "-c", code], environments(ranks), logs=logs, grace=grace)
+
+
+def test_each_rank_knows_its_place(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    code = f"import os; print(*(os.environ[name] for name in {names}))"
+    assert run(code, 3, tmp_path / "logs") == 0
+    said = [(tmp_path / "logs" / f"rank-{rank}.log").read_text() for rank in range(3)]
+    port = said[0].split()[-1]
+    assert said == [f"{rank} {rank} 3 3 127.0.0.1 {port}\n" for rank in range(3)]
+    assert capfd.readouterr().out == said[0]
+
+
+def test_threads_are_shared_unless_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = len(os.sched_getaffinity(0))
+    assert {one["OMP_NUM_THREADS"] for one in environments(2)} == {str(max(1, cores // 2))}
+    assert {one["OMP_NUM_THREADS"] for one in environments(10 * cores)} == {"1"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert {one["OMP_NUM_THREADS"] for one in environments(2)} == {"7"}
+
+
+def test_devices_are_given_to_all_and_told_apart_by_local_rank() -> None:
+    assert [(one["CUDA_VISIBLE_DEVICES"], one["LOCAL_RANK"]) for one in environments(2, [1, 3])] == [("1,3", "0"), ("1,3", "1")]
+
+
+@pytest.mark.parametrize(
+    ("nproc", "gpus", "says"), [(0, None, "--nproc 0"), (2, [1], "one device for each of the 2 ranks"), (2, [1, 1], "each once")]
+)
+def test_impossible_numbers_are_refused(nproc: int, gpus: list[int] | None, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=says):
+        launch(nproc, gpus, ["recipes"], logs=tmp_path)
+
+
+def test_ranks_do_not_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ValueError, match="already"):
+        launch(2, None, ["recipes"], logs=tmp_path)
+
+
+def test_all_end_if_one_dies_and_its_code_is_kept(tmp_path: Path) -> None:
+    code = f"import os, sys\nif os.environ['RANK'] == '1': sys.exit(7)\n{WAIT}"
+    started = time.monotonic()
+    assert run(code, 3, tmp_path) == 7
+    assert time.monotonic() - started < 30
+
+
+def test_a_rank_killed_by_a_signal_counts_as_128_and_the_signal(tmp_path: Path) -> None:
+    code = f"import os, signal\nif os.environ['RANK'] == '0': os.kill(os.getpid(), signal.SIGKILL)\n{WAIT}"
+    assert run(code, 2, tmp_path) == 128 + signal.SIGKILL
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> None:
+    stubborn = f"""
+import os, signal, sys, time
+from pathlib import Path
+ready = Path({str(tmp_path)!r}, 'ready')
+if os.environ['RANK'] == '0':
+    signal.signal(signal.SIGTERM, lambda *_: print('no', flush=True))
+    ready.touch()
+    {WAIT}
+while not ready.exists(): time.sleep(0.01)
+sys.exit(3)
+"""
+    assert run(stubborn, 2, tmp_path, grace=0.5) == 3
+    assert (tmp_path / "rank-0.log").read_text() == "no\n"
+
+
+def test_nothing_that_a_killed_rank_started_lives_on(tmp_path: Path) -> None:
+    code = f"""
+import os, signal, subprocess, sys, time
+from pathlib import Path
+ready = Path({str(tmp_path)!r}, 'ready')
+if os.environ['RANK'] == '0':
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    print(subprocess.Popen([sys.executable, '-c', {WAIT!r}]).pid, flush=True)
+    ready.touch()
+    {WAIT}
+while not ready.exists(): time.sleep(0.01)
+sys.exit(3)
+"""
+    assert run(code, 2, tmp_path, grace=0.2) == 3
+    child = int((tmp_path / "rank-0.log").read_text())
+    assert not _alive(child)
+
+
+def _alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    for _ in range(200):
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return False
+        time.sleep(0.02)
+    return True
+
+
+SAVER = """
+import os, signal, sys, time
+count = 0
+def stop(number, frame):
+    global count
+    count += 1
+    print(signal.Signals(number).name, flush=True)
+signal.signal(signal.SIGINT, stop)
+signal.signal(signal.SIGTERM, stop)
+print('ready', flush=True)
+while not count: time.sleep(0.01)
+time.sleep(0.3 * int(os.environ['RANK']))  # saving; rank 0 is done first
+print('saved', flush=True)
+sys.exit(130 if os.environ['RANK'] == '0' else 0)
+"""
+LAUNCHER = """
+import sys
+from pathlib import Path
+from retouch.runs.launching import environments, run_ranks
+sys.exit(run_ranks([sys.executable, '-c', sys.argv[1]], environments(2), logs=Path(sys.argv[2]), grace=20.0))
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen([sys.executable, "-c", LAUNCHER, SAVER, str(tmp_path)], stdout=subprocess.DEVNULL)
+
+
+def _wait_for_both(tmp_path: Path, what: str) -> None:
+    logs = [tmp_path / "rank-0.log", tmp_path / "rank-1.log"]
+    for _ in range(1000):
+        if all(log.exists() and what in log.read_text() for log in logs):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"the ranks never said {what!r}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_passed_on_once_and_ranks_may_finish_saving(
+    launcher: "subprocess.Popen[bytes]", tmp_path: Path, number: signal.Signals
+) -> None:
+    _wait_for_both(tmp_path, "ready")
+    launcher.send_signal(number)
+    assert launcher.wait(30) == 130
+    heard = "SIGTERM" if number == signal.SIGHUP else number.name
+    for rank in range(2):
+        assert (tmp_path / f"rank-{rank}.log").read_text() == f"ready\n{heard}\nsaved\n"
+
+
+def test_a_second_signal_kills(tmp_path: Path) -> None:
+    deaf = """
+import signal, time
+for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, lambda *_: print('heard', flush=True))
+print('ready', flush=True)
+while True: time.sleep(0.05)
+"""
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, deaf, str(tmp_path)], stdout=subprocess.DEVNULL)
+    _wait_for_both(tmp_path, "ready")
+    launcher.send_signal(signal.SIGINT)
+    _wait_for_both(tmp_path, "heard")
+    assert launcher.poll() is None
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(30) == 128 + signal.SIGKILL
+    assert (tmp_path / "rank-1.log").read_text() == "ready\nheard\n"
+
+
+def test_a_closed_terminal_does_not_stop_the_run(tmp_path: Path) -> None:
+    talker = "import sys\nfor k in range(20000): print('line', k)\nsys.exit(0)"
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, talker, str(tmp_path)], stdout=subprocess.PIPE)
+    assert launcher.stdout is not None
+    launcher.stdout.close()
+    assert launcher.wait(30) == 0
+    assert (tmp_path / "rank-0.log").read_text().splitlines()[-1] == "line 19999"
+
+
+def test_launch_runs_a_command_of_ours_in_every_rank(tmp_path: Path) -> None:
+    assert launch(2, None, ["recipes"], logs=tmp_path) == 0
+    said = [(tmp_path / f"rank-{rank}.log").read_text() for rank in range(2)]
+    assert said[0] == said[1]
+    assert re.search(r"^recipes/quickstart\.jsonnet$", said[0], re.MULTILINE)

@@ -1,0 +1,123 @@
+"""The command line: quick to answer, plain about mistakes, and faithful in what it hands on."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from retouch import cli
+
+
+def test_help_needs_no_heavy_import() -> None:
+    code = """
+import sys
+from retouch.cli import main
+try:
+    main(['--help'])
+except SystemExit as end:
+    print(end.code, sorted({'torch', 'pydantic', 'transformers', 'diffusers', 'numpy', 'PIL', 'rjsonnet'} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0 []"
+    assert "doctor" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "command", [["train"], ["launch"], ["eval"], ["sample"], ["doctor"], ["recipes"], ["playground", "build"], ["data", "check"]]
+)
+def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main([*command, "--help"])
+    assert end.value.code == 0
+    assert "usage: retouch " + command[0] in capsys.readouterr().out
+
+
+def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["recipes"]) == 0
+    assert "recipes/qwen-image-edit/flow-grpo.jsonnet" in capsys.readouterr().out.splitlines()
+
+
+def test_a_users_mistake_is_one_message_and_exit_code_2() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "retouch.cli", "train", "recipes/quickstart.jsonnet", "--set", "steqs=3"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert lines[-1] == "steqs: unknown key; did you mean steps?"
+    assert "Traceback" not in done.stderr
+
+
+def test_debug_shows_where_a_mistake_was_found() -> None:
+    with pytest.raises(ValueError, match="no such file"):
+        cli.main(["train", "nothing.jsonnet", "--debug"])
+
+
+def test_a_fault_in_what_we_call_is_not_blamed_on_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(path: str, overrides: list[str]) -> None:
+        json.loads("{")
+
+    from retouch.runs import recipe
+
+    monkeypatch.setattr(recipe, "load", broken)
+    with pytest.raises(json.JSONDecodeError):
+        cli.main(["doctor", "recipes/quickstart.jsonnet"])
+
+
+def test_launch_hands_on_recipe_or_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from retouch.runs import launching
+
+    calls = []
+
+    def record(nproc: int, gpus: list[int] | None, argv: list[str], *, logs: Path) -> int:
+        calls.append((nproc, gpus, argv, logs))
+        return 5
+
+    monkeypatch.setattr(launching, "launch", record)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["launch", "--nproc", "2", "recipes/quickstart.jsonnet", "--set", f"out={tmp_path}", "--set", "name=mine"]) == 5
+    assert cli.main(["launch", "--nproc", "3", "--gpus", "1,2,3", "doctor", "--distributed"]) == 5
+    assert calls == [
+        (
+            2,
+            None,
+            ["train", "recipes/quickstart.jsonnet", "--set", f"out={tmp_path}", "--set", "name=mine"],
+            tmp_path / "mine" / "logs",
+        ),
+        (3, [1, 2, 3], ["doctor", "--distributed"], Path("runs/doctor/logs")),
+    ]
+
+
+def test_launching_afresh_sets_the_old_run_aside_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from retouch.runs import launching
+
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "metrics.jsonl").write_text("old")
+    given = []
+    monkeypatch.setattr(launching, "launch", lambda nproc, gpus, argv, *, logs: given.append(argv) or 0)
+    words = ["launch", "--nproc", "2", "recipes/quickstart.jsonnet", "--fresh", "--set", f"out={tmp_path}", "--set", "name=mine"]
+    assert cli.main(words) == 0
+    assert "--fresh" not in given[0]  # the ranks must not each do it again
+    assert not (tmp_path / "mine").exists()
+    (aside,) = tmp_path.glob("mine.old-*")
+    assert (aside / "metrics.jsonl").read_text() == "old"
+
+
+def test_launch_refuses_a_bad_recipe_before_any_rank_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", "--nproc", "2", "recipes/quickstart.jsonnet", "--set", "group_size=1"]) == 2
+    assert "group_size: 1 gives every sample the advantage 0" in capsys.readouterr().err
+
+
+def test_launch_without_anything_to_launch_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", "--nproc", "2"]) == 2
+    assert "launch what?" in capsys.readouterr().err
+
+
+def test_data_check_lists_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "gone.png", "instruction": "make it red"}\n')
+    assert cli.main(["data", "check", str(tmp_path)]) == 1
+    assert "gone.png" in capsys.readouterr().out
