@@ -115,7 +115,7 @@ def collect(run: Run, phase: Phase, step: int) -> Collected:
 
 
 def compare(run: Run, phase: Phase, judged: Judged) -> tuple[Float[Tensor, " b"], Metrics]:
-    """This rank's advantages, from the rewards of all; and what all scores say on average. TooManyMissing above the allowed share."""
+    """This rank's advantages, from the rewards of all, and the scores' averages. TooManyMissing above the allowed share."""
     assert phase.advantage is not None
     names = list(judged.scores)
     table = torch.stack([judged.rewards, *(judged.scores[name] for name in names)], dim=1)

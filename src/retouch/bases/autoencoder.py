@@ -26,6 +26,7 @@ class AutoencoderTraining:
     seed: int = 0
     batch: int = 32
     learning_rate: float = 2e-3
+    decoder_learning_rate: float = 1e-3
     latent_channels: int = 8
     latent_noise: float = 0.1
     decoder_noise: float = 0.03
@@ -62,7 +63,7 @@ def _train_both(vae: AutoencoderKLQwenImage, settings: AutoencoderTraining, log:
 def train_decoder(vae: AutoencoderKLQwenImage, settings: AutoencoderTraining, log: Callable[[str], None]) -> None:
     """Train the decoder alone, so that latents stay what they are; ``vae`` is changed in place."""
     decoder = [*vae.post_quant_conv.parameters(), *vae.decoder.parameters()]
-    advance = _optimizer(decoder, settings.learning_rate, settings.decoder_steps)
+    advance = _optimizer(decoder, settings.decoder_learning_rate, settings.decoder_steps)
     steps = range(settings.steps, settings.steps + settings.decoder_steps)
     for step, pictures in zip(steps, _pictures(settings, steps), strict=True):
         with torch.no_grad():
@@ -98,7 +99,13 @@ def _optimizer(parameters: Iterable[nn.Parameter], learning_rate: float, steps: 
 
 def _build(channels: int, mean: list[float], std: list[float]) -> AutoencoderKLQwenImage:
     return AutoencoderKLQwenImage(
-        base_dim=16, z_dim=channels, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[False, False], latents_mean=mean, latents_std=std
+        base_dim=16,
+        z_dim=channels,
+        dim_mult=[1, 2, 2],
+        num_res_blocks=1,
+        temperal_downsample=[False, False],
+        latents_mean=mean,
+        latents_std=std,
     )
 
 

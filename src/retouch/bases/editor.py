@@ -36,8 +36,10 @@ NO_INSTRUCTION = " "
 
 @dataclass(frozen=True, kw_only=True)
 class EditorTraining:
-    """``unconditional``: the share of tasks whose instruction is blank, which guidance needs. ``filler``: the share of batches whose
-    instructions have words that mean nothing, so that later positions in a text are met."""
+    """``unconditional``: the share of tasks whose instruction is blank, which guidance needs.
+
+    ``filler``: the share of batches whose instructions have words that mean nothing, so that later positions in a text are met.
+    """
 
     steps: int
     seed: int = 0
@@ -131,7 +133,7 @@ def train_editor(vae: AutoencoderKLQwenImage, settings: EditorTraining, log: Cal
     )
     for step, _, metrics in train(run, _phase(settings), start=0):
         if step % 50 == 0 or step == settings.steps - 1:
-            log(f"editor step {step}/{settings.steps}  loss {metrics['policy/loss']:.4f}  gradient {metrics['policy/grad_norm']:.2f}")
+            log(f"editor step {step}/{settings.steps}  loss {metrics['policy/loss']:.4f}")
     with copies.using("average"):
         averaged = {name: parameter.detach().clone() for name, parameter in copies.parameters.items()}
     joint.module.load_state_dict(averaged, strict=False)

@@ -1,5 +1,6 @@
 """The playground's tokenizer: Qwen's own class and special tokens, over a byte-level vocabulary learned from its instructions."""
 
+import json
 from collections.abc import Sequence
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -16,15 +17,10 @@ def build_tokenizer(texts: Sequence[str], *, vocabulary: int) -> Qwen2Tokenizer:
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     learner.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False)
     learner.train_from_iterator(texts, trainer)
-    state = _state(learner)
+    state = json.loads(learner.to_str())["model"]
     tokenizer = Qwen2Tokenizer(vocab=state["vocab"], merges=[tuple(merge) for merge in state["merges"]], pad_token="<|endoftext|>")
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS], special_tokens=True)
     return tokenizer
-
-
-def _state(learner: Tokenizer) -> dict:
-    import json
-
-    return json.loads(learner.to_str())["model"]

@@ -10,7 +10,7 @@ from retouch.types import Loss, Minibatch, VelocityPolicy
 
 @dataclass(frozen=True, kw_only=True)
 class Supervised:
-    """Mean squared error of the velocity at one drawn point a row (Lipman et al. 2023; Esser et al. 2024 for the sampling of sigma)."""
+    """Mean squared error of the velocity at one drawn point a row (Lipman et al. 2023; sampling of sigma: Esser et al. 2024)."""
 
     sigma_sampling: Literal["uniform", "logit_normal"] = "logit_normal"
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from retouch.core.divergences import gaussian_kl, velocity_mse
 from retouch.core.random import generator
 from retouch.core.ratio_norm import gradient_balance, ratio_norm
-from retouch.core.transitions import transition
+from retouch.core.transitions import Transition, transition
 from retouch.policies.weights import WeightCopies
 from retouch.policies.windows import Window
 from retouch.types import Batch, Conditioning, DenoisingModel, Evaluation, Kind, Needs, Slice, Trajectory, Weights
@@ -91,7 +91,14 @@ class DenoisingPolicy:
     """
 
     def __init__(
-        self, model: DenoisingModel, *, sampling: Sampling, eval_steps: int, microbatch: int, copies: WeightCopies, keep_means: bool = False
+        self,
+        model: DenoisingModel,
+        *,
+        sampling: Sampling,
+        eval_steps: int,
+        microbatch: int,
+        copies: WeightCopies,
+        keep_means: bool = False,
     ) -> None:
         self.model = model
         self.module: nn.Module = model.module
@@ -122,7 +129,7 @@ class DenoisingPolicy:
         images = [target for target in targets if target is not None]
         if len(images) < len(targets):
             lacking = next(batch.tasks[k].id for k in batch.group if batch.tasks[k].target is None)
-            raise ValueError(f"task {lacking} has no target picture, which supervised learning imitates; give the data set a `target` column")
+            raise ValueError(f"task {lacking} has no target picture, which supervised learning imitates; give the data a `target`")
         conditioning = self.model.encode(batch.tasks)
         with torch.no_grad():
             x = self.model.encode_images(images)
@@ -203,9 +210,8 @@ class DenoisingPolicy:
     @staticmethod
     def _transition_noise(batch: Batch, x: Tensor, action: int) -> Tensor:
         keys = [(batch.group_ids[k], slot) for k, slot in zip(batch.group, batch.slot, strict=True)]
-        draws = [
-            torch.randn(x.shape[1:], generator=generator(batch.seed, "transition", batch.step, gid, slot, action)) for gid, slot in keys
-        ]
+        seed, step = batch.seed, batch.step
+        draws = [torch.randn(x.shape[1:], generator=generator(seed, "transition", step, gid, slot, action)) for gid, slot in keys]
         return torch.stack(draws).to(x.device)
 
     # Evaluating
@@ -256,7 +262,7 @@ class DenoisingPolicy:
         return Evaluation(log_probs=made.log_prob.view(shape), log_ratio=log_ratio, kl=kl, scale=scale)
 
     def velocity(self, trajectory: DenoisingTrajectory, rows: slice, x: Tensor, sigma: Tensor, weights: Weights) -> Tensor:
-        """The velocity field at ``x`` (r, ...) and ``sigma`` (r,) under the rows' conditioning; gradient under current weights only."""
+        """The velocity field at ``x`` and ``sigma`` under the rows' conditioning; gradient under current weights only."""
         conditioning = trajectory.conditioning.take(trajectory.group[rows])
         if weights == "current":
             return self.model.velocity(self.module, x, sigma, conditioning)
@@ -267,7 +273,17 @@ class DenoisingPolicy:
         """Move the old weights towards the current ones."""
         self.copies.blend("old", decay)
 
-    def _transition(self, x, velocity, sigma, sigma_next, sigmas, *, noise=None, next=None):  # noqa: A002
+    def _transition(
+        self,
+        x: Tensor,
+        velocity: Tensor,
+        sigma: Tensor,
+        sigma_next: Tensor,
+        sigmas: Tensor,
+        *,
+        noise: Tensor | None = None,
+        next: Tensor | None = None,
+    ) -> Transition:
         return transition(
             self.sampling.kind,
             x,

@@ -14,8 +14,8 @@ from retouch.types import Conditioning, DenoisingModel, Task
 class Guided:
     """A model whose velocity is guided at ``guidance_scale`` (above 1); it is itself a ``DenoisingModel``.
 
-    Both branches go through one forward of twice the rows, and both have gradient (Ho & Salimans 2022, arXiv 2207.12598; how they are
-    combined is the model's own).
+    Both branches go through one forward of twice the rows, and both have gradient (Ho & Salimans 2022, arXiv 2207.12598).
+    How they are combined is the model's own.
     """
 
     def __init__(self, model: DenoisingModel, guidance_scale: float) -> None:

@@ -28,7 +28,7 @@ class WeightCopies:
             if "lora_B" in name:
                 tensor.zero_()
             elif "lora_A" not in name:
-                raise ValueError(f"cannot switch off the adapter: {name} trains too and is no LoRA matrix; train LoRA only, or full weights")
+                raise ValueError(f"cannot switch off the adapter: {name} trains too and is no LoRA matrix; train one or the other")
 
     @torch.no_grad()
     def blend(self, copy: str, decay: float) -> None:

@@ -42,9 +42,13 @@ class Judge:
     def __init__(self, reward: Reward, combine: Mapping[str, float]) -> None:
         for name in combine:
             if name not in reward.columns:
-                raise ValueError(f"combine names the column {name!r}, which the reward does not give; it gives {', '.join(reward.columns)}")
+                raise ValueError(
+                    f"combine names the column {name!r}, which the reward does not give; it gives {', '.join(reward.columns)}"
+                )
             if reward.columns[name].diagnostic:
-                raise ValueError(f"combine names {name!r}, which is a diagnostic and may be missing by design; combine other columns")
+                raise ValueError(
+                    f"combine names {name!r}, which is a diagnostic and may be missing by design; combine other columns"
+                )
         self.reward = reward
         self.combine = dict(combine)
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="judge")
@@ -75,12 +79,18 @@ class Judge:
     def _checked(self, name: str, given: Scores, count: int) -> Tensor:
         column = self.reward.columns[name]
         if name not in given:
-            raise ValueError(f"the reward declares the column {name!r} and did not return it; it returned {', '.join(given) or 'nothing'}")
+            raise ValueError(
+                f"the reward declares the column {name!r} and did not return it; it returned {', '.join(given) or 'nothing'}"
+            )
         values = torch.as_tensor(given[name], dtype=torch.float32).cpu()
         if values.shape != (count,):
-            raise ValueError(f"column {name!r} has shape {tuple(values.shape)} for {count} samples; return one number a sample, NaN where missing")
+            raise ValueError(
+                f"column {name!r} has shape {tuple(values.shape)} for {count} samples; return one number a sample, NaN where missing"
+            )
         outside = ~torch.isnan(values) & ~((values >= column.low) & (values <= column.high))
         if outside.any():
             wrong = values[outside][0].item()
-            raise ValueError(f"column {name!r} gave {wrong}, outside its declared range {column.low} to {column.high}; declare the true range")
+            raise ValueError(
+                f"column {name!r} gave {wrong}, outside its declared range {column.low} to {column.high}; declare the true range"
+            )
         return values

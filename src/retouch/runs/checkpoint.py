@@ -25,6 +25,7 @@ from retouch.types import Json
 
 FORMAT = 1
 _ASIDE = ".tmp-"
+_TENSORS = ".safetensors"
 _NAME = re.compile(r"step-(\d{6,})")
 _GROUP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _log = logging.getLogger(__name__)
@@ -54,14 +55,14 @@ def save(folder: Path, state: State) -> Path:
         return place
     for group in state.tensors:
         assert _GROUP.fullmatch(group), f"no file can be named after the group {group!r}"
-    content = _as_json({"step": state.step, "groups": list(state.tensors), "numbers": dict(state.numbers)})
+    content = _as_json({"step": state.step, "numbers": dict(state.numbers)})
     aside = folder / f"{_ASIDE}{place.name}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove(aside)
         aside.mkdir()
         for group, tensors in state.tensors.items():
-            save_file(_separate(tensors), aside / f"{group}.safetensors")
+            save_file(_separate(tensors), aside / f"{group}{_TENSORS}")
         (aside / "state.json").write_bytes(content)
         (aside / "manifest.json").write_bytes(_as_json(_manifest(aside)))
         for path in aside.iterdir():
@@ -90,17 +91,18 @@ def latest(folder: Path) -> Path | None:
 
 def load(path: Path) -> State:
     """Read a checkpoint, tensors on the CPU. ValueError where it is damaged or another version's."""
-    verify(path)
+    groups = [name.removesuffix(_TENSORS) for name in verify(path) if name.endswith(_TENSORS)]
     kept = files.read_json(path / "state.json")
-    tensors = {group: load_file(path / f"{group}.safetensors", device="cpu") for group in kept["groups"]}
+    tensors = {group: load_file(path / f"{group}{_TENSORS}", device="cpu") for group in groups}
     return State(kept["step"], tensors, kept["numbers"])
 
 
-def verify(path: Path) -> None:
-    """ValueError, with the file and what is wrong with it, where the folder is not exactly what ``save`` wrote."""
+def verify(path: Path) -> list[str]:
+    """The names of a checkpoint's files. ValueError, with the file and what is wrong, where one is not what ``save`` wrote."""
     try:
         manifest = files.read_json(path / "manifest.json")
-        for name, kept in _listed(path, manifest).items():
+        listed = _listed(path, manifest)
+        for name, kept in listed.items():
             size = (path / name).stat().st_size
             if size != kept["bytes"]:
                 raise ValueError(
@@ -110,6 +112,7 @@ def verify(path: Path) -> None:
                 raise ValueError(f"{path / name} was changed since it was saved (its SHA-256 differs); use another checkpoint")
     except OSError as error:
         raise ValueError(f"the checkpoint {path} is incomplete: {error}; use another checkpoint") from error
+    return list(listed)
 
 
 def prune(folder: Path, keep: int) -> None:
@@ -201,7 +204,7 @@ def _manifest(folder: Path) -> dict[str, Json]:
 
 def _as_json(value: Json) -> bytes:
     """Strict JSON; ValueError for a number that JSON cannot hold, since dropping it would change the state."""
-    return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode()
 
 
 def _sha256(path: Path) -> str:

@@ -45,7 +45,7 @@ def sync_folder(path: Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write one JSON value, indented, atomically."""
-    write_atomic(path, (json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+    write_atomic(path, _encode(json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)))
 
 
 def read_json(path: Path) -> Any:
@@ -58,7 +58,12 @@ def read_json(path: Path) -> Any:
 
 def json_line(value: Mapping[str, Any]) -> bytes:
     """One line of a JSON-lines file, keys in the order given."""
-    return (json.dumps(plain(value), ensure_ascii=False, allow_nan=False) + "\n").encode()
+    return _encode(json.dumps(plain(value), ensure_ascii=False, allow_nan=False))
+
+
+def _encode(written: str) -> bytes:
+    # Half of a surrogate pair, which text from elsewhere may hold, has no UTF-8; as a backslash escape it is what JSON wants.
+    return (written + "\n").encode("utf-8", "backslashreplace")
 
 
 def append_line(path: Path, value: Mapping[str, Any]) -> None:

@@ -62,7 +62,7 @@ class Journal:
         kept = self._kept(batch)
         known = []
         for row, (key, sample) in enumerate(zip(_keys(batch), samples, strict=True)):
-            signed = (sample.task.id, fingerprint(sample.image))
+            signed = (_text(sample.task.id), fingerprint(sample.image))
             found = [kept.get((*key, name)) for name in names]
             known.append(all(entry is not None and entry[:2] == signed for entry in found))
             for name, entry in zip(names, found, strict=True):
@@ -77,7 +77,7 @@ class Journal:
             picture = fingerprint(sample.image)
             for name, column in scores.items():
                 value = float(column[row])
-                rows.append((batch.step, *key, name, sample.task.id, picture, None if value != value else value))
+                rows.append((batch.step, *key, name, _text(sample.task.id), picture, None if value != value else value))
         with self._lock, self._explained():
             self._database.execute("BEGIN IMMEDIATE")
             try:
@@ -177,3 +177,8 @@ def journal_path(run: Path, rank: int) -> Path:
 def _keys(batch: Batch) -> list[tuple[int, int]]:
     """Each row's group in the step's global order, and its slot."""
     return [(batch.group_ids[group], slot) for group, slot in zip(batch.group, batch.slot, strict=True)]
+
+
+def _text(identity: str) -> str:
+    """Text that SQLite takes: half of a surrogate pair has no UTF-8."""
+    return identity.encode("utf-8", "backslashreplace").decode()

@@ -38,6 +38,8 @@ class Evaluation(Section):
     """Mixture of the held-out playground tasks; null takes that of the data."""
     num_steps: Count | None = None
     """Denoising steps of a picture; null takes the rollout's."""
+    headline: dict[str, tuple[str, ...]] | None = None
+    """Tags of the tasks that the summary speaks of, {"complexity": ["2", "3"]} say; null takes all."""
     best_of_k: Cadence = 0
     """Also take the best of so many samples of the untrained policy; 0 does not."""
     batch: Count = 128
@@ -45,12 +47,14 @@ class Evaluation(Section):
 
 
 class Samples(Section):
-    """Pictures of a few held-out tasks, kept as the run goes on."""
+    """Pictures of a few held-out tasks and training groups, kept as the run goes on."""
 
     every: Cadence = 25
     """Steps between them; 0 keeps only those before and after."""
     tasks: Count = 8
     """Held-out tasks to picture."""
+    groups: Count = 4
+    """Training groups to picture."""
 
 
 class Checkpoints(Section):

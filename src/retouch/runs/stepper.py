@@ -1,5 +1,6 @@
 """Who owns backward, clipping and the optimizer's step. The loop and the objectives do not know which one it is."""
 
+import math
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -14,7 +15,10 @@ class NonFiniteGradient(ValueError):
 
 
 class Stepper(Protocol):
-    """Accumulates gradients over backward calls and takes optimizer steps. ``module``: what every forward with gradient goes through."""
+    """Accumulates gradients over backward calls and takes optimizer steps.
+
+    ``module``: what every forward with gradient goes through.
+    """
 
     module: nn.Module
 
@@ -42,11 +46,11 @@ class ReplicatedStepper:
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        max_grad_norm: float = 1.0,
+        max_grad_norm: float | None = 1.0,
     ) -> None:
         self.module = module
         self.ranks = ranks
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
         self.parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay)
 
@@ -55,14 +59,14 @@ class ReplicatedStepper:
         loss.backward()
 
     def step(self, learning_rate: float) -> float:
-        """Reduce, clip, step, forget the gradient. Returns the norm before clipping; NonFiniteGradient (nothing stepped) where it is no number."""
+        """Reduce, clip, step, forget the gradient. Returns the norm before clipping; NonFiniteGradient where it is no number."""
         self._reduce()
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.max_grad_norm)
         if not torch.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteGradient(
-                f"the gradient's norm is {norm.item()}: no step was taken. Lower learning_rate, look at the last pictures in samples/, "
-                "or run `retouch doctor` on the recipe"
+                f"the gradient's norm is {norm.item()}: no step was taken. Lower learning_rate, and look at the last pictures in "
+                "samples/ for what went wrong before"
             )
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate

@@ -1,0 +1,51 @@
+# Two commands set everything up: `make quickstart` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+JOBS ?= 2
+
+.PHONY: install quickstart test test-all test-floors lint bench results mutants
+
+install: $(STAMP)
+
+# torch first and by its exact version: a range would take a build with a CUDA runtime where a CPU build is wanted.
+$(STAMP): pyproject.toml constraints.txt
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+quickstart: install
+	$(BIN)/retouch train recipes/quickstart.jsonnet
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m "not slow"
+
+test-all: lint
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile
+	$(MAKE) mutants
+
+# The oldest supported versions, in an environment of their own.
+test-floors:
+	test -d .venv-floors || $(PYTHON) -m venv .venv-floors
+	.venv-floors/bin/pip install --quiet --upgrade pip
+	.venv-floors/bin/pip install --quiet --requirement tests/floors.txt
+	.venv-floors/bin/pip install --quiet --no-deps --editable .
+	OMP_NUM_THREADS=1 .venv-floors/bin/pytest -n $(JOBS) --dist loadfile -m "not slow"
+
+bench: install
+	$(BIN)/python benchmarks/run.py
+
+results: install
+	$(BIN)/python benchmarks/results.py
+
+mutants: install
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py

@@ -1,0 +1,94 @@
+"""`retouch playground build`: trains the playground's base models from a seed and writes them where the package finds them."""
+
+import logging
+import math
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from retouch.bases import parts
+from retouch.bases.autoencoder import AutoencoderTraining, train_autoencoder
+from retouch.bases.editor import EditorTraining, train_editor
+from retouch.models.qwen_image_edit import QwenImageEdit
+from retouch.playground.judge import PlaygroundJudge
+from retouch.playground.tasks import PlaygroundTasks
+from retouch.policies.denoising import DenoisingPolicy, Sampling
+from retouch.policies.weights import WeightCopies
+from retouch.policies.windows import Window
+from retouch.renderers.latents import LatentRenderer
+from retouch.rewards.judging import Judge
+from retouch.runs import files
+from retouch.runs.build_model import playground_weights
+from retouch.runs.evaluation import Evaluator, table
+from retouch.runs.ranks import Ranks
+
+log = logging.getLogger("retouch")
+AUTOENCODER = AutoencoderTraining(steps=2500, decoder_steps=3000)
+EDITOR = EditorTraining(steps=3000)
+HELD_OUT = 320
+EVAL_STEPS = 6
+
+
+def build(
+    out: Path | None, *, seed: int, autoencoder: AutoencoderTraining = AUTOENCODER, editor: EditorTraining = EDITOR
+) -> dict[str, float]:
+    """Train autoencoder and editor and write them to ``out`` (None: into the package). Returns held-out means.
+
+    About half an hour on one core of a laptop. One thread, so that the bits do not depend on how many cores there are.
+    """
+    logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s", force=True)
+    folder = playground_weights() if out is None else out
+    threads, began = torch.get_num_threads(), time.perf_counter()
+    torch.set_num_threads(1)
+    try:
+        vae = train_autoencoder(replace(autoencoder, seed=seed), log.info)
+        vae.requires_grad_(False)
+        model = train_editor(vae, replace(editor, seed=seed), log.info)
+    finally:
+        torch.set_num_threads(threads)
+    write(model, folder)
+    scores = measure(model)
+    files.write_json(folder / "build.json", {"seed": seed, "held_out": scores})
+    log.info("built in %.0f s: %s", time.perf_counter() - began, folder)
+    for name, value in scores.items():
+        log.info("  %-28s %.3f", name, value)
+    return scores
+
+
+def write(model: QwenImageEdit, folder: Path) -> None:
+    """The editor in diffusers' own layout, and what its adapter must be told beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.module.save_pretrained(folder / "transformer")  # type: ignore[operator]
+    model.latents.vae.save_pretrained(folder / "vae")
+    model.text.encoder.save_pretrained(folder / "text_encoder")
+    model.text.tokenizer.save_pretrained(folder / "tokenizer")
+    model.text.image_processor.save_pretrained(folder / "processor")
+    parts.scheduler().save_pretrained(folder / "scheduler")
+    parts.write_index(folder)
+    files.write_json(folder / "adapter.json", {"template": parts.TEMPLATE, "condition_area": "as_is", "source_area": "as_is"})
+
+
+def measure(model: QwenImageEdit) -> dict[str, float]:
+    """Held-out means of the editor and of the true targets through its autoencoder, by complexity."""
+    tasks = PlaygroundTasks(seed=1, count=HELD_OUT, complexity=[1, 2, 3, 4], split="test")
+    sampling = Sampling(num_steps=EVAL_STEPS, kind="ode", noise_level=0.0, reduction="mean", window=Window())
+    policy = DenoisingPolicy(
+        model, sampling=sampling, eval_steps=EVAL_STEPS, microbatch=HELD_OUT, copies=WeightCopies(model.module)
+    )
+    evaluate = Evaluator(
+        tasks=tasks,
+        renderer=LatentRenderer(model),
+        judge=Judge(PlaygroundJudge(), {"overall": 1.0}),
+        ranks=Ranks(),
+        seed=1,
+        batch=HELD_OUT,
+    )
+    ceiling = evaluate.ceiling(policy)
+    assert ceiling is not None
+    found = {f"ceiling {name}": value for name, value in table(ceiling)[0]["all"].items() if name in ("overall", "exact")}
+    for row, means in table(evaluate(policy))[0].items():
+        found |= {f"{row} {name}": value for name, value in means.items() if name in ("overall", "IF", "IP", "PQ", "exact")}
+    return {name: value for name, value in found.items() if not math.isnan(value)}

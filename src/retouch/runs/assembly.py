@@ -1,0 +1,141 @@
+"""A run's parts, built from its recipe: everything that the session drives."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from retouch.data.sampler import steps_for_passes
+from retouch.loop import Phase, Run
+from retouch.policies.denoising import DenoisingPolicy
+from retouch.policies.guidance import Guided
+from retouch.policies.weights import WeightCopies
+from retouch.renderers.latents import LatentRenderer
+from retouch.rewards.judging import Judge, Judged
+from retouch.runs import recipe_learning
+from retouch.runs.build_data import Sets, build_sets
+from retouch.runs.build_learning import build_phase, build_reward, build_sampling, copies_needed
+from retouch.runs.build_model import build_model, make_trainable
+from retouch.runs.clock import Clock
+from retouch.runs.evaluation import Evaluator
+from retouch.runs.ranks import Ranks
+from retouch.runs.recipe import Recipe
+from retouch.runs.recipe_checks import check_ranks
+from retouch.runs.recipe_phases import ResolvedPhase
+from retouch.runs.recipe_policy import ImportedModel, Lora
+from retouch.runs.recipe_rollout import Rollout
+from retouch.runs.stepper import ReplicatedStepper, Stepper
+from retouch.types import Batch, DenoisingModel, Sample
+
+JudgeBatch = Callable[[Batch, Sequence[Sample]], "Future[Judged]"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembly:
+    """``plan``: each phase with the steps of the run that it takes. ``copies``: weights kept beside the current ones."""
+
+    recipe: Recipe
+    ranks: Ranks
+    model: DenoisingModel
+    copies: WeightCopies
+    judge: Judge
+    sets: Sequence[Sets]
+    plan: Sequence[tuple[ResolvedPhase, range]]
+    clock: Clock = field(default_factory=Clock)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        return self.plan[-1][1].stop
+
+    def policy(self, rollout: Rollout, *, keep_means: bool = False) -> DenoisingPolicy:
+        """The policy acting as ``rollout`` says; all policies of a run share their weights."""
+        return DenoisingPolicy(
+            Guided(self.model, rollout.guidance_scale) if rollout.guidance_scale > 1 else self.model,
+            sampling=build_sampling(rollout),
+            eval_steps=self.recipe.eval.num_steps or rollout.num_steps,
+            microbatch=self.recipe.microbatch,
+            copies=self.copies,
+            keep_means=keep_means,
+        )
+
+    def stepper(self) -> Stepper:
+        """A new optimizer over what trains."""
+        optimizer = self.recipe.optimizer
+        return ReplicatedStepper(
+            self.model.module,
+            self.ranks,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+            max_grad_norm=optimizer.max_grad_norm,
+        )
+
+    def phase(self, index: int, *, stepper: Stepper, judge: JudgeBatch) -> tuple[Run, Phase]:
+        """What the loop takes for a phase."""
+        resolved, steps = self.plan[index]
+        guarded = isinstance(resolved.objective, recipe_learning.PolicyGradient) and resolved.objective.ratio_norm
+        policy = self.policy(resolved.rollout, keep_means=guarded)
+        policy.module = stepper.module
+        run = Run(
+            policy=policy,
+            renderer=LatentRenderer(self.model),
+            judge=judge,
+            stepper=stepper,
+            ranks=self.ranks,
+            chunk=resolved.rollout.chunk,
+            max_missing=self.recipe.reward.max_missing,
+            average=self._average,
+            clock=self.clock,
+        )
+        phase = build_phase(self.recipe, resolved, steps=steps, tasks=self.sets[index].train, ranks=self.ranks)
+        return run, phase
+
+    def begin(self, index: int) -> None:
+        """At a phase's first step: NFT's old policy starts as the current one."""
+        if isinstance(self.plan[index][0].objective, recipe_learning.Nft):
+            self.copies.keep("old")
+
+    def evaluator(self, judge: Judge) -> Evaluator:
+        """Held-out evaluation of the run."""
+        return Evaluator(
+            tasks=[self.sets[0].heldout[index] for index in range(len(self.sets[0].heldout))],
+            renderer=LatentRenderer(self.model),
+            judge=judge,
+            ranks=self.ranks,
+            seed=self.recipe.eval.seed,
+            batch=self.recipe.eval.batch,
+            pictures=self.recipe.samples.tasks,
+        )
+
+    def _average(self, taken: int) -> None:
+        ema = self.recipe.policy.ema
+        if ema is not None and taken % ema.every == 0:
+            # Warm-up of the average, as in diffusers' EMAModel: an average of few steps must not be mostly the start.
+            self.copies.blend("average", min((1 + taken) / (10 + taken), ema.decay))
+
+
+def assemble(recipe: Recipe, ranks: Ranks) -> Assembly:
+    """Build a run's parts. ValueError, before any weight is loaded, where the ranks cannot share a step or the data are bad."""
+    check_ranks(recipe, ranks.world)
+    judge = Judge(build_reward(recipe.reward), recipe.reward.combine)
+    phases = recipe.resolved_phases()
+    model_section = recipe.policy.model
+    size = None if isinstance(model_section, ImportedModel) else model_section.size
+    sets = [build_sets(recipe, phase.data, size=size) for phase in phases]
+    plan, start = [], 0
+    for phase, data in zip(phases, sets, strict=True):
+        if phase.steps is not None:
+            length = phase.steps
+        else:
+            assert phase.passes is not None
+            length = steps_for_passes(phase.passes, size=len(data.train), count=phase.tasks_per_step)
+        plan.append((phase, range(start, start + length)))
+        start += length
+    model = build_model(model_section, device=ranks.device)
+    copies = make_trainable(model, recipe.policy, seed=recipe.seed)
+    for name in sorted(copies_needed(recipe)):
+        if name == "reference" and isinstance(recipe.policy.train, Lora):
+            copies.keep_without_adapter(name)
+        else:
+            copies.keep(name)
+    return Assembly(recipe=recipe, ranks=ranks, model=model, copies=copies, judge=judge, sets=sets, plan=plan)

@@ -1,0 +1,78 @@
+"""Tasks to train on and tasks to be judged on, from what a recipe says of its data."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from retouch.data.check import accept
+from retouch.data.folder import read_folder
+from retouch.data.guard import refuse_test_sets
+from retouch.data.hub import read_hub
+from retouch.data.images import Exact, Resize
+from retouch.data.prompts import read_prompts
+from retouch.data.rows import Rows, sources
+from retouch.data.split import limit, split_by_source
+from retouch.data.tasks import Subset, Tasks
+from retouch.playground.tasks import PlaygroundTasks
+from retouch.runs.recipe import Recipe
+from retouch.runs.recipe_data import Data, FolderData, HubData, PlaygroundData, PromptData
+from retouch.types import Task
+
+
+@dataclass(frozen=True)
+class Sets:
+    """``train`` and ``heldout`` share no source picture. ``test_sets``: known test sets that the recipe allows training on."""
+
+    train: Sequence[Task]
+    heldout: Sequence[Task]
+    test_sets: tuple[str, ...] = ()
+
+
+def build_sets(recipe: Recipe, data: Data, *, size: tuple[int, int] | None) -> Sets:
+    """The tasks of a phase's data and the held-out ones of the run. ``size``: (height, width) that the model works at, if fixed.
+
+    ValueError where rows cannot be used, where nothing is left, or where a known test set would be trained on.
+    """
+    if isinstance(data, PlaygroundData):
+        train = PlaygroundTasks(seed=data.seed, count=data.count, complexity=data.complexity, split=data.split, filler=data.filler)
+        asked = recipe.eval_data()
+        assert isinstance(asked, PlaygroundData)
+        heldout = PlaygroundTasks(
+            seed=asked.seed, count=asked.count, complexity=_in_turn(asked.complexity), split=asked.split, filler=asked.filler
+        )
+        refused = refuse_test_sets(["playground"], split=data.split, allow_test_sets=data.allow_test_sets)
+        return Sets(train, heldout, tuple(str(test) for test in refused))
+    split_name = data.split if isinstance(data, HubData) else None
+    refused = refuse_test_sets([data.path], split=split_name, allow_test_sets=data.allow_test_sets)
+    rows = _read(data)
+    on_bad_row = "refuse" if isinstance(data, PromptData) else data.on_bad_row
+    good, _ = accept(rows, on_bad_row=on_bad_row)
+    split = split_by_source(sources(rows, good), held_out=data.held_out, seed=recipe.seed)
+    train_rows, heldout_rows = ([good[k] for k in side] for side in (split.train, split.held_out))
+    if data.limit is not None:
+        train_rows = list(limit(train_rows, n=data.limit, seed=recipe.seed))
+    if len(heldout_rows) > recipe.eval.tasks:
+        heldout_rows = list(limit(heldout_rows, n=recipe.eval.tasks, seed=recipe.eval.seed))
+    tasks = Tasks(rows, resize=_resize(data, size))
+    return Sets(Subset(tasks, train_rows), Subset(tasks, heldout_rows), tuple(str(test) for test in refused))
+
+
+def _read(data: FolderData | HubData | PromptData) -> Rows:
+    match data:
+        case FolderData():
+            return read_folder(data.path, columns=data.columns)
+        case HubData():
+            return read_hub(data.path, split=data.split, config=data.config, revision=data.revision, columns=data.columns)
+        case PromptData():
+            return read_prompts(data.path)
+
+
+def _resize(data: FolderData | HubData | PromptData, size: tuple[int, int] | None) -> Resize | None:
+    wanted = size if isinstance(data, PromptData) or data.size is None else data.size
+    return None if wanted is None else Exact(width=wanted[1], height=wanted[0])
+
+
+def _in_turn(mixture: dict[int, float]) -> Sequence[int] | dict[int, float]:
+    """Equal weights are taken in turn, so that a held-out set holds equally many of each."""
+    kept = {level: weight for level, weight in mixture.items() if weight > 0}
+    return sorted(kept) if len({round(weight / math.fsum(kept.values()), 9) for weight in kept.values()}) == 1 else kept

@@ -1,0 +1,148 @@
+"""Reward, objective, advantage and phases, from what a recipe says of learning."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from retouch.core.advantages import batch_relative, group_relative
+from retouch.data.sampler import assign, global_rows, tasks_for_step
+from retouch.data.tasks import Subset
+from retouch.loop import Phase
+from retouch.objectives.nft import NFT
+from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.objectives.supervised import Supervised
+from retouch.playground.judge import PlaygroundJudge
+from retouch.policies.denoising import Sampling
+from retouch.policies.windows import Window
+from retouch.rewards.photos import PhotosReward
+from retouch.rewards.share import ShareReward
+from retouch.runs import recipe_learning, recipe_rollout
+from retouch.runs.imports import import_class
+from retouch.runs.ranks import Ranks
+from retouch.runs.recipe import Recipe
+from retouch.runs.recipe_phases import ResolvedPhase
+from retouch.runs.schedules import learning_rate
+from retouch.types import Batch, Objective, Reward, Task
+
+
+def build_reward(section: recipe_learning.Reward) -> Reward:
+    """What judges. ValueError where a reward of the user's own is not one."""
+    match section:
+        case recipe_learning.PlaygroundReward():
+            return PlaygroundJudge()
+        case recipe_learning.PhotosReward():
+            return PhotosReward(colour=section.colour, preserve=section.preserve)
+        case recipe_learning.ShareReward():
+            return ShareReward(channel=section.channel)
+        case recipe_learning.ImportedReward():
+            made = import_class(section.class_)(**section.args)
+            if not isinstance(made, Reward):
+                raise ValueError(f"{section.class_} is no reward: it needs `columns` and to be callable with samples")
+            return made
+
+
+def build_objective(section: recipe_learning.Objective) -> Objective:
+    match section:
+        case recipe_learning.PolicyGradient():
+            kl = section.kl if isinstance(section.kl, recipe_learning.Kl) else None
+            return PolicyGradient(
+                surrogate=section.surrogate,
+                clip_low=section.clip_low,
+                clip_high=section.clip_high,
+                dual=section.dual,
+                kl=None if kl is None else kl.kind,
+                kl_weight=0.0 if kl is None else kl.weight,
+                ratio_norm=section.ratio_norm,
+            )
+        case recipe_learning.Nft():
+            return NFT(
+                beta=section.beta,
+                advantage_clip=section.advantage_clip,
+                reference_weight=section.reference_weight,
+                old_rate=section.old_decay.rate,
+                old_max=section.old_decay.max,
+                draws=section.samples,
+                sigma_sampling=section.sigma_sampling,
+            )
+        case recipe_learning.Supervised():
+            return Supervised(sigma_sampling=section.sigma_sampling)
+
+
+def copies_needed(recipe: Recipe) -> set[str]:
+    """Which weights must be kept beside the current ones, over all phases."""
+    needed = {"average"} if recipe.policy.ema is not None else set()
+    for phase in recipe.resolved_phases():
+        match phase.objective:
+            case recipe_learning.Nft(reference_weight=weight):
+                needed |= {"old", "reference"} if weight > 0 else {"old"}
+            case recipe_learning.PolicyGradient(kl=recipe_learning.Kl()):
+                needed.add("reference")
+    return needed
+
+
+def build_sampling(rollout: recipe_rollout.Rollout) -> Sampling:
+    transition = rollout.transition
+    noisy = not isinstance(transition, recipe_rollout.OdeTransition)
+    return Sampling(
+        num_steps=rollout.num_steps,
+        kind=transition.kind,
+        noise_level=transition.noise_level if noisy else 0.0,
+        reduction=rollout.reduction,
+        window=Window(**rollout.window.model_dump()),
+        shared_noise=rollout.shared_noise,
+    )
+
+
+def build_advantage(
+    section: recipe_learning.Advantage,
+) -> Callable[[Tensor, Tensor], Tensor]:
+    if isinstance(section, recipe_learning.GroupAdvantage):
+        return lambda rewards, group: group_relative(
+            rewards, group, baseline=section.baseline, scale=section.scale, ddof=section.ddof, eps=section.eps, clip=section.clip
+        )
+    return lambda rewards, group: batch_relative(rewards, ddof=section.ddof, eps=section.eps, clip=section.clip)
+
+
+def build_phase(recipe: Recipe, phase: ResolvedPhase, *, steps: range, tasks: Sequence[Task], ranks: Ranks) -> Phase:
+    """A phase over ``tasks``, taking ``steps`` of the run."""
+    supervised = isinstance(phase.objective, recipe_learning.Supervised)
+    order = [
+        row
+        for rank in range(ranks.world)
+        for row in global_rows(rows=phase.rows, minibatches=recipe.minibatches, rank=rank, world=ranks.world)
+    ]
+
+    def batch(step: int) -> Batch:
+        rows = tasks_for_step(seed=recipe.seed, step=step - steps.start, count=phase.tasks_per_step, size=len(tasks))
+        return assign(
+            seed=recipe.seed,
+            step=step,
+            tasks=Subset(tasks, rows),
+            group_size=phase.group_size,
+            minibatches=recipe.minibatches,
+            rank=ranks.rank,
+            world=ranks.world,
+        )
+
+    return Phase(
+        name=phase.name,
+        steps=steps,
+        objective=build_objective(phase.objective),
+        batch=batch,
+        order=torch.tensor(order),
+        group=torch.arange(phase.rows) // phase.group_size,
+        advantage=None if supervised else build_advantage(recipe.advantage),
+        normalise=phase.objective.normalise if isinstance(phase.objective, recipe_learning.PolicyGradient) else "sequence",
+        max_length=_max_length(phase),
+        epochs=recipe.epochs,
+        minibatches=recipe.minibatches,
+        learning_rate=learning_rate(recipe.optimizer, peak=phase.learning_rate, steps=steps),
+    )
+
+
+def _max_length(phase: ResolvedPhase) -> int | None:
+    """Actions of the longest chain, where the objective's normalisation asks for it."""
+    if isinstance(phase.objective, recipe_learning.PolicyGradient) and phase.objective.normalise == "dr_grpo":
+        return len(build_sampling(phase.rollout).window.actions(num_steps=phase.rollout.num_steps, seed=0, step=0))
+    return None

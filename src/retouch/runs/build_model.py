@@ -1,0 +1,133 @@
+"""The model that a recipe names, with what trains of it made trainable."""
+
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from peft.utils import set_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import nn
+
+from retouch.core.random import generator
+from retouch.models import qwen_load
+from retouch.models.qwen_flow import LORA_TARGETS as QWEN_TARGETS
+from retouch.models.qwen_image import QwenImage
+from retouch.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
+from retouch.models.sd3 import LORA_TARGETS as SD3_TARGETS
+from retouch.models.sd3 import SD3
+from retouch.policies.weights import WeightCopies
+from retouch.runs.files import read_json
+from retouch.runs.imports import import_class
+from retouch.runs.recipe_policy import DenoisingPolicy as PolicySection
+from retouch.runs.recipe_policy import DiffusersModel, ImportedModel, Lora, Model, PlaygroundModel
+from retouch.types import DenoisingModel
+
+_FAMILIES: dict[str, type] = {
+    "qwen-image": QwenImage,
+    "qwen-image-edit": QwenImageEdit,
+    "qwen-image-edit-plus": QwenImageEditPlus,
+    "sd3": SD3,
+}
+_LORA_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors", "weights.safetensors")
+
+
+def playground_weights() -> Path:
+    """The base editor that ships with the package."""
+    return Path(str(files("retouch.playground"))) / "weights" / "editor"
+
+
+def build_model(model: Model, *, device: torch.device) -> DenoisingModel:
+    """Load the model, all of it frozen but for the transformer."""
+    if isinstance(model, ImportedModel):
+        made: DenoisingModel = import_class(model.class_)(**model.args)
+        return made
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[model.dtype]
+    size = None if model.size is None else (model.size[0], model.size[1])
+    if isinstance(model, PlaygroundModel):
+        return _playground(Path(model.path) if model.path else playground_weights(), dtype=dtype, device=device, size=size)
+    loaded: DenoisingModel = _FAMILIES[model.kind].from_pretrained(model.path, dtype=dtype, device=device, size=size)
+    return loaded
+
+
+def _playground(path: Path, *, dtype: torch.dtype, device: torch.device, size: tuple[int, int] | None) -> QwenImageEdit:
+    """Qwen-Image-Edit in small: the same loading, with the template and the sizes that its folder states."""
+    if not (path / "adapter.json").is_file():
+        raise ValueError(f"{path} holds no playground model; `retouch playground build` makes it")
+    stated = read_json(path / "adapter.json")
+    parts = qwen_load.load(path, dtype=dtype, device=device)
+    return QwenImageEdit(
+        transformer=parts.transformer,
+        vae=parts.vae,
+        text_encoder=parts.text_encoder,
+        tokenizer=parts.tokenizer,
+        image_processor=qwen_load.load_image_processor(path),
+        scheduler_config=parts.scheduler_config,
+        size=size,
+        template=stated["template"],
+        condition_area=stated["condition_area"],
+        source_area=stated["source_area"],
+    )
+
+
+def make_trainable(model: DenoisingModel, policy: PolicySection, *, seed: int) -> WeightCopies:
+    """Freeze everything, then let train what the recipe says: all weights of the transformer, or LoRA matrices in fp32."""
+    module = model.module
+    module.requires_grad_(False).eval()
+    if isinstance(policy.train, Lora):
+        _add_lora(module, policy.train, _targets(policy), seed=seed)
+    else:
+        module.requires_grad_(True)
+    if policy.gradient_checkpointing:
+        # A module without it raises its own clear error.
+        module.get_submodule("").enable_gradient_checkpointing()
+    return WeightCopies(module)
+
+
+def _targets(policy: PolicySection) -> Sequence[str]:
+    assert isinstance(policy.train, Lora)
+    if policy.train.targets is not None:
+        return policy.train.targets
+    if isinstance(policy.model, DiffusersModel) and policy.model.kind == "sd3":
+        return SD3_TARGETS
+    if isinstance(policy.model, ImportedModel):
+        raise ValueError(
+            "policy.train.targets: an imported model has no usual LoRA targets; name the linear layers that get an adapter"
+        )
+    return QWEN_TARGETS
+
+
+def _add_lora(module: nn.Module, lora: Lora, targets: Sequence[str], *, seed: int) -> None:
+    """Gaussian A and zero B from the seed (or an existing LoRA), without touching the global generator."""
+    config = LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=lora.dropout, init_lora_weights="gaussian", target_modules=list(targets)
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator(seed, "lora").initial_seed())
+        module.add_adapter(config)  # type: ignore[operator]
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    if lora.init_from is not None:
+        _load_lora(module, Path(lora.init_from))
+
+
+def _load_lora(module: nn.Module, folder: Path) -> None:
+    """Weights of a LoRA that diffusers or PEFT wrote. ValueError where its matrices are not those of the recipe."""
+    found = [folder / name for name in _LORA_FILES if (folder / name).is_file()]
+    if not found:
+        raise ValueError(f"policy.train.init_from: {folder} has none of {', '.join(_LORA_FILES)}")
+    given = {_plain_name(name): tensor for name, tensor in load_file(found[0]).items()}
+    wanted = {_plain_name(name): p.shape for name, p in module.named_parameters() if p.requires_grad}
+    odd = sorted(given.keys() ^ wanted.keys()) or sorted(name for name in wanted if given[name].shape != wanted[name])
+    if odd:
+        raise ValueError(f"policy.train.init_from: {found[0]} does not fit the recipe's rank and targets, at {odd[0]} first")
+    set_peft_model_state_dict(module, given, adapter_name="default")
+
+
+def _plain_name(name: str) -> str:
+    for prefix in ("base_model.model.", "transformer."):
+        name = name.removeprefix(prefix)
+    return name.replace(".default.", ".")

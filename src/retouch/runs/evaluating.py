@@ -1,0 +1,16 @@
+"""`retouch eval`: judge a run, or a recipe's untrained policy, on its held-out tasks."""
+
+from collections.abc import Sequence
+
+from retouch.runs.evaluation import table
+from retouch.runs.opening import open_target
+
+
+def evaluate_target(target: str, overrides: Sequence[str]) -> dict[str, object]:
+    """Column means and 95 % intervals by row of the held-out table, with the step whose weights were judged."""
+    parts, step = open_target(target, overrides)
+    try:
+        means, intervals = table(parts.evaluator(parts.judge)(parts.policy(parts.recipe.rollout)))
+    finally:
+        parts.judge.close()
+    return {"name": parts.recipe.name, "step": step, "table": means, "ci95": intervals}

@@ -1,0 +1,151 @@
+"""Held-out evaluation: deterministic sampling at fixed seeds, judged, broken down by tags, with intervals."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from PIL.Image import Image
+from torch import Tensor
+
+from retouch.rewards.judging import Judge, Judged
+from retouch.runs.ranks import Ranks
+from retouch.types import Batch, Renderer, Sample, Scores, Task
+
+# Training counts its steps from 0, so no training noise is ever keyed like this.
+EVALUATION_STEP = -1
+MOST_TAG_VALUES = 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evaluated:
+    """Scores and rewards (n,) of the held-out tasks, in their order, NaN where missing; and the pictures of the first few."""
+
+    tasks: Sequence[Task]
+    scores: Scores
+    rewards: Tensor
+    images: Sequence[Image | None] = field(default_factory=tuple)
+
+    def to_json(self) -> dict[str, Any]:
+        """Every score by task, as kept in the run's folder."""
+        return {
+            "tasks": [task.id for task in self.tasks],
+            "rewards": self.rewards.tolist(),
+            "scores": {name: column.tolist() for name, column in self.scores.items()},
+        }
+
+    @classmethod
+    def from_json(cls, kept: Mapping[str, Any], tasks: Sequence[Task]) -> "Evaluated":
+        """What ``to_json`` gave, for the same tasks. ValueError where the tasks have changed."""
+        if [task.id for task in tasks] != kept["tasks"]:
+            raise ValueError("the held-out tasks are not those that the run began with; start it anew with --fresh")
+        scores = {name: _column(values) for name, values in kept["scores"].items()}
+        return cls(tasks, scores, _column(kept["rewards"]))
+
+
+def _column(values: Sequence[float | None]) -> Tensor:
+    return torch.tensor([math.nan if value is None else value for value in values], dtype=torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluator:
+    """Judges a policy on ``tasks``, shared out over the ranks. ``seed`` keys the noise that pictures start from."""
+
+    tasks: Sequence[Task]
+    renderer: Renderer
+    judge: Judge
+    ranks: Ranks
+    seed: int
+    batch: int
+    pictures: int = 0
+
+    def __call__(self, policy: Any, *, slot: int = 0) -> Evaluated:
+        """The policy as its end user would see it; another ``slot`` starts from other noise."""
+        return self._evaluate(policy.sample, slot=slot)
+
+    def ceiling(self, policy: Any) -> Evaluated | None:
+        """The tasks' own targets through the renderer, which no policy can pass; None where a task has no target."""
+        if any(task.target is None for task in self.tasks):
+            return None
+        return self._evaluate(policy.demonstrate, slot=0)
+
+    def best_of(self, policy: Any, *, k: int) -> tuple[Tensor, Scores]:
+        """The best of ``k`` samples of each task: rewards and each column's best, (n,)."""
+        tries = [self(policy, slot=slot) for slot in range(k)]
+        best = {name: torch.stack([each.scores[name] for each in tries]).amax(dim=0) for name in tries[0].scores}
+        return torch.stack([each.rewards for each in tries]).amax(dim=0), best
+
+    def _evaluate(self, act: Any, *, slot: int) -> Evaluated:
+        count = len(self.tasks)
+        share = math.ceil(count / self.ranks.world)
+        mine = [min(index, count - 1) for index in range(self.ranks.rank * share, (self.ranks.rank + 1) * share)]
+        parts, images = [], []
+        for first in range(0, share, self.batch):
+            part, drawn = self._judge(act, mine[first : first + self.batch], slot)
+            parts.append(part)
+            images += drawn
+        judged = Judged.concat(parts)
+        table = self.ranks.gather(torch.stack([judged.rewards, *judged.scores.values()], dim=1))[:count]
+        scores = dict(zip(judged.scores, table[:, 1:].unbind(dim=1), strict=True))
+        return Evaluated(self.tasks, scores, table[:, 0], images[: self.pictures])
+
+    def _judge(self, act: Any, indices: Sequence[int], slot: int) -> tuple[Judged, list[Image | None]]:
+        tasks = tuple(self.tasks[index] for index in indices)
+        rows = tuple(range(len(indices)))
+        batch = Batch(
+            seed=self.seed, step=EVALUATION_STEP, tasks=tasks, group_ids=tuple(indices), group=rows, slot=(slot,) * len(rows)
+        )
+        images = self.renderer(tasks, act(batch))
+        return self.judge([Sample(task, image) for task, image in zip(tasks, images, strict=True)]), images
+
+
+Row = dict[str, float | int]
+
+
+def table(evaluated: Evaluated) -> tuple[dict[str, Row], dict[str, dict[str, tuple[float, float]]]]:
+    """Column means by row, and their 95 % intervals: ``all``, and ``tag=value`` for tags with a handful of values."""
+    means: dict[str, Row] = {}
+    intervals: dict[str, dict[str, tuple[float, float]]] = {}
+    columns = {"reward": evaluated.rewards, **evaluated.scores}
+    for name, rows in _groups(evaluated.tasks).items():
+        means[name] = {"n": len(rows)}
+        intervals[name] = {}
+        for column, values in columns.items():
+            known = values[rows][~values[rows].isnan()].double()
+            if len(known):
+                mean, half = known.mean().item(), 1.96 * known.std(correction=min(1, len(known) - 1)).item() / math.sqrt(len(known))
+                means[name][column] = mean
+                intervals[name][column] = (mean - half, mean + half)
+    return means, intervals
+
+
+def chosen(tasks: Sequence[Task], headline: Mapping[str, Sequence[str]] | None) -> Tensor:
+    """Which tasks (n,) bool the summary speaks of: all, or those with one of the given values for every given tag.
+
+    ValueError where no task is left.
+    """
+    wanted = headline or {}
+    kept = torch.tensor([all(task.tags.get(tag) in values for tag, values in wanted.items()) for task in tasks])
+    if not kept.any():
+        raise ValueError(f"eval.headline: no held-out task has {dict(wanted)}")
+    return kept
+
+
+def paired_gain(before: Tensor, after: Tensor) -> tuple[float, tuple[float, float]]:
+    """Mean of after - before over tasks judged both times, and its 95 % interval (normal, paired)."""
+    difference = (after - before).double()
+    difference = difference[~difference.isnan()]
+    mean = difference.mean().item()
+    half = 1.96 * difference.std(correction=min(1, len(difference) - 1)).item() / math.sqrt(len(difference))
+    return mean, (mean - half, mean + half)
+
+
+def _groups(tasks: Sequence[Task]) -> dict[str, list[int]]:
+    groups: dict[str, list[int]] = {"all": list(range(len(tasks)))}
+    for tag in sorted({tag for task in tasks for tag in task.tags}):
+        values = sorted({task.tags[tag] for task in tasks if tag in task.tags})
+        if len(values) <= MOST_TAG_VALUES:
+            for value in values:
+                groups[f"{tag}={value}"] = [row for row, task in enumerate(tasks) if task.tags.get(tag) == value]
+    return groups

@@ -1,0 +1,115 @@
+"""What a run achieved on held-out tasks: evaluations kept by task, what stands beside them, and the summary."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from retouch.runs import files
+from retouch.runs.assembly import Assembly
+from retouch.runs.evaluation import Evaluated, chosen, paired_gain, table
+from retouch.runs.folder import RunFolder
+from retouch.runs.recipe import Recipe
+from retouch.runs.summary import Summary
+
+REWARD = "reward"
+
+
+class Outcome:
+    """Evaluates, and compares with the start. Every rank evaluates; the first writes."""
+
+    def __init__(self, recipe: Recipe, folder: RunFolder, parts: Assembly) -> None:
+        self.recipe = recipe
+        self.folder = folder
+        self.parts = parts
+        self.evaluator = parts.evaluator(parts.judge)
+        self.policy = parts.policy(recipe.rollout)
+        self.kept = chosen(self.evaluator.tasks, recipe.eval.headline)
+
+    def evaluate(self, step: int) -> Evaluated:
+        """Judge the policy as it is after ``step`` steps and keep every score."""
+        evaluated = self.evaluator(self.policy)
+        if self.parts.ranks.first:
+            means, intervals = table(evaluated)
+            self.folder.write_eval(step, "heldout", table=means, ci95=intervals)
+            self._path(step).parent.mkdir(exist_ok=True)
+            files.write_json(self._path(step), evaluated.to_json())
+        return evaluated
+
+    def baselines(self) -> None:
+        """What the start stands beside: the targets through the renderer, and the best of k of its own samples."""
+        if self._baselines.exists():
+            return
+        ceiling = self.evaluator.ceiling(self.policy)
+        k = self.recipe.eval.best_of_k
+        best = self.evaluator.best_of(self.policy, k=k)[0] if k else None
+        if self.parts.ranks.first:
+            found = {
+                "ceiling": None if ceiling is None else self._headline(ceiling.rewards),
+                "best_of_k": None if best is None else self._headline(best),
+                "k": k or None,
+            }
+            files.write_json(self._baselines, found)
+
+    def table(self, step: int) -> Iterator[str]:
+        """The held-out table after ``step`` steps, beside that of the start, as lines of text."""
+        lines = {line["step"]: line["table"] for line in self.folder.read_evals()}
+        now, start = lines[step], lines.get(0, lines[step])
+        columns = [name for name in now["all"] if name != "n" and (name != REWARD or self._column == REWARD)]
+        shown = [name for name in columns if "/" not in name]
+        yield f"held-out tasks after step {step}" + (" (before -> after)" if step else "")
+        yield f"  {'':<18}{'n':>5}  " + "".join(f"{name:>16}" for name in shown)
+        for row, means in now.items():
+            yield f"  {row:<18}{means['n']:>5}  " + "".join(_cell(start[row].get(name), means.get(name), step) for name in shown)
+        for name in columns:
+            if "/" in name:
+                yield f"  {name:<25}" + _cell(start["all"].get(name), now["all"].get(name), step)
+
+    def sum_up(self, step: int) -> None:
+        """Write the summary of a finished run."""
+        if not self.parts.ranks.first:
+            return
+        tasks = self.evaluator.tasks
+        before, after = (Evaluated.from_json(files.read_json(self._path(at)), tasks) for at in (0, step))
+        beside = files.read_json(self._baselines)
+        _, interval = paired_gain(before.rewards[self.kept], after.rewards[self.kept])
+        seconds = math.fsum(line["time/step"] for line in self.folder.read_timings())
+        summary = Summary(
+            column=self._column,
+            on=self._on(),
+            before=self._headline(before.rewards),
+            after=self._headline(after.rewards),
+            steps=step,
+            ceiling=beside["ceiling"],
+            best_of_k=beside["best_of_k"],
+            k=beside["k"],
+            gain_ci95=interval,
+            cost={"training seconds": round(seconds, 1), "device": str(self.parts.ranks.device), "ranks": self.parts.ranks.world},
+        )
+        self.folder.write_summary(summary)
+
+    def _headline(self, rewards: Tensor) -> float:
+        return float(rewards[self.kept].nanmean())
+
+    @property
+    def _column(self) -> str:
+        combine = self.recipe.reward.combine
+        return next(iter(combine)) if list(combine.values()) == [1.0] else REWARD
+
+    def _on(self) -> str:
+        told = " and ".join(f"{tag} {' or '.join(values)}" for tag, values in (self.recipe.eval.headline or {}).items())
+        return f"{int(self.kept.sum())} held-out tasks" + (f" of {told}" if told else "")
+
+    def _path(self, step: int) -> Path:
+        return self.folder.root / "evals" / f"step-{step:06d}.json"
+
+    @property
+    def _baselines(self) -> Path:
+        return self.folder.root / "evals" / "baselines.json"
+
+
+def _cell(before: float | None, after: float | None, step: int) -> str:
+    if after is None or before is None:
+        return f"{'-':>16}"
+    return f"{f'{before:.2f} -> {after:.2f}' if step else f'{after:.2f}':>16}"

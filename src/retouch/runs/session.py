@@ -1,0 +1,210 @@
+"""A run from its recipe to its report: start or resume, train, save, evaluate, sum up."""
+
+import logging
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from retouch.loop import TooManyMissing, train
+from retouch.report.page import write_report
+from retouch.runs import checkpoint
+from retouch.runs.assembly import Assembly, assemble
+from retouch.runs.folder import RunFolder
+from retouch.runs.journal import Journal, JournaledJudge, journal_path
+from retouch.runs.outcome import Outcome
+from retouch.runs.preflight import preflight, require
+from retouch.runs.ranks import Ranks, join
+from retouch.runs.recipe import Recipe, parse
+from retouch.runs.recipe_differences import differences
+from retouch.runs.recording import Recorder
+from retouch.runs.state import capture, restore
+from retouch.runs.stepper import NonFiniteGradient, Stepper
+from retouch.runs.stopping import StopRequest, listening
+from retouch.runs.trackers import Trackers, open_trackers, require_trackers
+
+log = logging.getLogger("retouch")
+PREFLIGHT_ROWS = 8
+
+
+def run(recipe: Recipe, *, fresh: bool) -> int:
+    """Train as the recipe says, or go on with the run of its name. Returns the process's exit code.
+
+    0: done. 128 + a signal's number: stopped on request, with a checkpoint. ValueError: nothing was started, or the run stopped on
+    a fault that its message names, with a checkpoint of the last good step.
+    """
+    require_trackers(recipe.trackers)
+    ranks = join(recipe.device)
+    folder = RunFolder(recipe.folder)
+    _open_folder(folder, recipe, ranks, fresh=fresh)
+    _log_to(folder, ranks)
+    log.info("run %s on %s, %d rank%s; folder %s", recipe.name, ranks.device, ranks.world, "s" * (ranks.world > 1), folder.root)
+    torch.manual_seed(recipe.seed)
+    parts = assemble(recipe, ranks)
+    with listening() as request:
+        return _Session(recipe, folder, parts, request).run()
+
+
+def _open_folder(folder: RunFolder, recipe: Recipe, ranks: Ranks, *, fresh: bool) -> None:
+    """Make the folder, or check that what lies there may go on under this recipe; rank 0 writes."""
+    if folder.recipe.exists() and not fresh:
+        changed = differences(parse(folder.read_recipe()["recipe"]), recipe)
+        if changed:
+            listed = "\n  ".join(changed)
+            raise ValueError(
+                f"{folder.root} holds a run of another recipe:\n  {listed}\n"
+                "Give this one another name, or set the old one aside with --fresh"
+            )
+    ranks.barrier()
+    if ranks.first:
+        if fresh and folder.recipe.exists():
+            log.info("the old run is now %s", folder.set_aside())
+        folder.create()
+        folder.write_recipe(recipe.document())
+        checkpoint.tidy(folder.checkpoints)
+    ranks.barrier()
+
+
+def _log_to(folder: RunFolder, ranks: Ranks) -> None:
+    """Lines with the time to the rank's log file; on rank 0 bare lines to the terminal too."""
+    for handler in [*log.handlers]:
+        log.removeHandler(handler)
+        handler.close()
+    file = logging.FileHandler(folder.log(ranks.rank))
+    file.setFormatter(logging.Formatter("%(asctime)s  %(message)s"))
+    log.addHandler(file)
+    if ranks.first:
+        log.addHandler(logging.StreamHandler(sys.stdout))
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+@dataclass
+class _Session:
+    recipe: Recipe
+    folder: RunFolder
+    parts: Assembly
+    request: StopRequest
+
+    def run(self) -> int:
+        found = checkpoint.latest(self.folder.checkpoints)
+        state = None if found is None else checkpoint.load(found)
+        self.done = 0 if state is None else state.step
+        stepper = self.parts.stepper()
+        if state is not None:
+            restore(self.parts, state, stepper)
+            if self.done >= self.parts.steps and self.folder.summary.exists():
+                log.info("this run is done: %s. More `steps` extend it, --fresh starts it anew", self.folder.report)
+                return 0
+            log.info("resumed after step %d", self.done)
+        if self.parts.ranks.first:
+            self.folder.truncate_after(self.done)
+        self.parts.ranks.barrier()
+        self.trackers = self._trackers()
+        journal = Journal(journal_path(self.folder.root, self.parts.ranks.rank))
+        self.judged = JournaledJudge(self.parts.judge, journal)
+        self.outcome = Outcome(self.recipe, self.folder, self.parts)
+        self.recorder = Recorder(self.folder, self.trackers, total=self.parts.steps, pictured_groups=self.recipe.samples.groups)
+        try:
+            return self._train(stepper)
+        finally:
+            self.trackers.close()
+            self.parts.judge.close()
+            self.judged.close()
+
+    def _train(self, stepper: Stepper) -> int:
+        if self.done < self.parts.steps:
+            self._preflight(stepper)
+        if self.done == 0:
+            self._heldout(baseline=True)
+        for index, (resolved, steps) in enumerate(self.parts.plan):
+            if self.done >= steps.stop:
+                continue
+            if self.done == steps.start:
+                self.parts.begin(index)
+                if index and not resolved.keep_optimizer:
+                    stepper = self.parts.stepper()
+            run, phase = self.parts.phase(index, stepper=stepper, judge=self.judged)
+            log.info("phase %s: steps %d to %d", phase.name, steps.start + 1, steps.stop)
+            try:
+                self.recorder.resume_clock()
+                for step, collected, metrics in train(run, phase, start=self.done):
+                    self.done = step + 1
+                    if self._after(stepper, phase.name, collected, metrics):
+                        return self.request.code
+            except (TooManyMissing, NonFiniteGradient) as fault:
+                # Both are raised on every rank and before any weight changed.
+                self._save(stepper)
+                if isinstance(fault, TooManyMissing):
+                    self.judged.forget_missing(self.done)
+                raise
+        self._save(stepper)
+        self._heldout(baseline=False)
+        self.outcome.sum_up(self.done)
+        if self.parts.ranks.first:
+            self._report()
+        return 0
+
+    def _after(self, stepper: Stepper, phase: str, collected: Any, metrics: dict[str, float]) -> bool:
+        """Record the step, save and evaluate when due; True where the run was asked to stop."""
+        first = self.parts.ranks.first
+        seconds = self.parts.clock.take()
+        if first:
+            self.recorder.step(self.done, phase, metrics, seconds)
+            if _due(self.done, self.recipe.samples.every):
+                self.recorder.groups(self.done, collected)
+        stopping = self.parts.ranks.any(self.request.signal is not None)
+        last = self.done == self.parts.steps
+        if stopping or (not last and _due(self.done, self.recipe.checkpoints.every)):
+            self._save(stepper)
+        if stopping:
+            log.info("stopped after step %d; the same command goes on from there", self.done)
+            return not last
+        if not last and _due(self.done, self.recipe.eval.every):
+            self._heldout(baseline=False)
+        if first and not last and _due(self.done, self.recipe.samples.every):
+            self._report()
+        self.recorder.resume_clock()
+        return False
+
+    def _preflight(self, stepper: Stepper) -> None:
+        index = next(index for index, (_, steps) in enumerate(self.parts.plan) if self.done < steps.stop)
+        run, phase = self.parts.phase(index, stepper=stepper, judge=self.judged)
+        rows = min(PREFLIGHT_ROWS, len(phase.batch(self.done)))
+        checks = preflight(run, phase, step=self.done, rows=rows)
+        if self.parts.ranks.first:
+            self.folder.write_preflight([check.to_json() for check in checks])
+        for check in checks:
+            log.info("preflight  %s  %s", "ok    " if check.ok else "FAILED", check.text)
+        require(checks)
+
+    def _heldout(self, *, baseline: bool) -> None:
+        """Evaluate on the held-out tasks; before training also what stands beside it."""
+        evaluated = self.outcome.evaluate(self.done)
+        if baseline:
+            self.outcome.baselines()
+        if self.parts.ranks.first:
+            self.recorder.heldout(self.done, evaluated)
+            for line in self.outcome.table(self.done):
+                log.info(line)
+
+    def _report(self) -> None:
+        log.info("report: %s", write_report(self.folder.root))
+
+    def _save(self, stepper: Stepper) -> None:
+        if self.parts.ranks.first:
+            checkpoint.save(self.folder.checkpoints, capture(self.parts, stepper, step=self.done))
+            checkpoint.prune(self.folder.checkpoints, self.recipe.checkpoints.keep)
+        self.parts.ranks.barrier()
+
+    def _trackers(self) -> Trackers:
+        if not self.parts.ranks.first:
+            return Trackers([])
+        return open_trackers(
+            self.recipe.trackers, self.folder, project="retouch", recipe=self.recipe.document(), first_step=self.done + 1
+        )
+
+
+def _due(done: int, every: int) -> bool:
+    return every > 0 and done % every == 0
