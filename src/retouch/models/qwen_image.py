@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
@@ -47,7 +47,9 @@ class QwenImage:
         self.max_tokens = max_tokens
 
     @classmethod
-    def from_pretrained(cls, path: Path | str, *, dtype: torch.dtype, device: torch.device | str, size: Size | None = None) -> Self:
+    def from_pretrained(
+        cls, path: Path | str, *, dtype: torch.dtype, device: torch.device | str, size: Size | None = None
+    ) -> "QwenImage":
         """The parts of a local diffusers folder (safetensors, no remote code); all but the transformer frozen."""
         parts = qwen_load.load(path, dtype=dtype, device=device)
         return cls(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
@@ -58,7 +58,9 @@ class QwenImageEdit:
         self.source_area: Area = self.SOURCE_AREA if source_area is None else source_area
 
     @classmethod
-    def from_pretrained(cls, path: Path | str, *, dtype: torch.dtype, device: torch.device | str, size: Size | None = None) -> Self:
+    def from_pretrained(
+        cls, path: Path | str, *, dtype: torch.dtype, device: torch.device | str, size: Size | None = None
+    ) -> "QwenImageEdit":
         """The parts of a local diffusers folder (safetensors, no remote code); all but the transformer frozen."""
         parts = qwen_load.load(path, dtype=dtype, device=device)
         return cls(

@@ -6,7 +6,7 @@ x is (r, 16, height / 8, width / 8) latents in fp32. A conditioning has "embeds"
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
@@ -83,7 +83,7 @@ class SD3:
         device: torch.device | str,
         size: tuple[int, int] | None = None,
         t5: bool = True,
-    ) -> Self:
+    ) -> "SD3":
         """The parts of a local diffusers folder (safetensors, no remote code); all but the transformer frozen; T5 if wanted."""
         root = Path(path)
         if not (root / "model_index.json").is_file():

@@ -1,0 +1,132 @@
+"""What a training run of a published model keeps on each GPU, worked out before anything is loaded.
+
+Weights, gradients and optimizer states follow from counts and are exact. Activations are an estimate, and the CUDA context,
+fragmentation, NCCL's buffers and the autoencoder's decoding are not counted: leave a tenth free.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from retouch.models.sizes import build_meta, lora_count, parameter_count, parts, stored_count
+
+# Bytes that autograd saves for one block of a two-stream transformer, per token and channel, by bytes per number: measured on both
+# families here with torch.autograd.graph.saved_tensors_hooks (norms and rotary positions are kept in fp32 in either case).
+_SAVED_PER_BLOCK = {2: 60, 4: 100}
+_ADAMW_BYTES = 8  # two fp32 moments
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """Low-rank adapters: their rank, and the endings of the names of the linear layers that they sit on."""
+
+    rank: int
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a memory plan. ``bytes`` on each GPU."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What one GPU keeps at the peak of a training step."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(row.bytes for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """How a model is trained.
+
+    ``lora`` None trains every weight of the transformer. ``dtype``: of frozen weights and of the computation; ``trained_dtype``:
+    of trained weights and their gradients. ``copies``: further sets of the trained weights (a weight average, an old policy, the
+    reference of a full fine-tune). ``rows``: samples in one forward with gradient; ``tokens``: of one sample, text and sources
+    included. ``ranks`` GPUs hold everything each ("ddp") or a share of the transformer's state ("fsdp").
+    """
+
+    lora: Lora | None
+    rows: int
+    tokens: int
+    dtype: torch.dtype = torch.bfloat16
+    trained_dtype: torch.dtype = torch.float32
+    copies: int = 0
+    gradient_checkpointing: bool = True
+    ranks: int = 1
+    sharding: Literal["ddp", "fsdp"] = "ddp"
+    without: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if min(self.rows, self.tokens, self.ranks) < 1 or self.copies < 0:
+            raise ValueError("rows, tokens and ranks are at least 1, and copies at least 0")
+        if self.dtype.itemsize not in _SAVED_PER_BLOCK:
+            raise ValueError(f"{self.dtype}: the computation runs in a 16-bit or 32-bit type")
+
+
+def plan(name: str, setup: Setup) -> MemoryPlan:
+    """The memory plan of a published model (see ``sizes.known_models``). ``setup.without`` names parts that live elsewhere.
+
+    ValueError for an unknown model, part or target.
+    """
+    described = parts(name)
+    unknown = [part for part in setup.without if part not in described or part == "transformer"]
+    if unknown:
+        raise ValueError(f"{name} has no part {unknown[0]!r} to leave out; it has {', '.join(described)}")
+    transformer = described["transformer"]
+    share = setup.ranks if setup.sharding == "fsdp" else 1
+    frozen = stored_count(transformer)
+    if setup.lora is None:
+        trained = parameter_count(transformer)
+        frozen -= trained
+    else:
+        trained = lora_count(transformer, rank=setup.lora.rank, targets=setup.lora.targets)
+    trained_bytes = _share(trained * setup.trained_dtype.itemsize, share)
+    rows = [
+        Row("transformer, frozen weights", _share(frozen * setup.dtype.itemsize, share)),
+        Row("transformer, trained weights", trained_bytes),
+        Row("gradients", trained_bytes),
+        Row("AdamW's two moments", _share(trained * _ADAMW_BYTES, share)),
+        Row("copies of the trained weights", setup.copies * trained_bytes),
+    ]
+    if setup.sharding == "fsdp":
+        rows.append(Row("two gathered blocks", 2 * _largest_block(transformer) * setup.dtype.itemsize))
+    elif setup.trained_dtype.itemsize > setup.dtype.itemsize:
+        rows.append(Row("autocast's copy of the trained weights", trained * setup.dtype.itemsize))
+    for part, description in described.items():
+        if part != "transformer" and part not in setup.without:
+            rows.append(Row(part, stored_count(description) * setup.dtype.itemsize))
+    rows.append(Row("activations (estimate)", activation_bytes(transformer, setup)))
+    return MemoryPlan(tuple(row for row in rows if row.bytes))
+
+
+def activation_bytes(transformer: Mapping[str, Any], setup: Setup) -> int:
+    """What autograd keeps of one forward, roughly.
+
+    That is all of every block; with checkpointing, every block's input and all of one block.
+    """
+    config = transformer["config"]
+    blocks, width = config["num_layers"], config["num_attention_heads"] * config["attention_head_dim"]
+    numbers = setup.rows * setup.tokens * width
+    whole = numbers * _SAVED_PER_BLOCK[setup.dtype.itemsize]
+    if setup.gradient_checkpointing:
+        return int(blocks * numbers * setup.dtype.itemsize + whole)
+    return int(blocks * whole)
+
+
+def _largest_block(transformer: Mapping[str, Any]) -> int:
+    blocks = build_meta(transformer).get_submodule("transformer_blocks").children()
+    return max(sum(weight.numel() for weight in block.parameters()) for block in blocks)
+
+
+def _share(total: int, ranks: int) -> int:
+    return -(-total // ranks)

@@ -1,0 +1,95 @@
+"""How large the published models are, counted on the meta device from their configurations: no weight is loaded or made.
+
+``configs/*.json`` hold each model's parts as ``{"class": ..., "config": ...}`` with their source.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, AutoencoderKLQwenImage, QwenImageTransformer2DModel, SD3Transformer2DModel
+from torch import nn
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModelWithProjection,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    T5Config,
+    T5EncoderModel,
+)
+
+_CONFIGS = files("retouch.models") / "configs"
+
+
+def known_models() -> list[str]:
+    """The names that ``parts`` takes."""
+    return sorted(entry.name.removesuffix(".json") for entry in _CONFIGS.iterdir() if entry.name.endswith(".json"))
+
+
+def parts(name: str) -> dict[str, dict[str, Any]]:
+    """The parts of a published model: part name to its class and configuration. ValueError for a name that is not known."""
+    if name not in known_models():
+        raise ValueError(f"no configuration of {name!r}; there are {', '.join(known_models())}")
+    description = json.loads((_CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
+    return dict(description["parts"])
+
+
+def build_meta(part: Mapping[str, Any]) -> nn.Module:
+    """The part on the meta device: shapes without storage. ValueError for a class that is not among those built here."""
+    return _build(json.dumps(part, sort_keys=True))
+
+
+def parameter_count(part: Mapping[str, Any]) -> int:
+    """Trained numbers of a part: shared ones once."""
+    return sum(weight.numel() for weight in build_meta(part).parameters())
+
+
+def stored_count(part: Mapping[str, Any]) -> int:
+    """What its checkpoint holds and a device has to keep: parameters and persistent buffers (SD3's table of positions)."""
+    module = build_meta(part)
+    saved = module.state_dict()
+    return parameter_count(part) + sum(tensor.numel() for name, tensor in module.named_buffers() if name in saved)
+
+
+def lora_count(part: Mapping[str, Any], *, rank: int, targets: Sequence[str]) -> int:
+    """Parameters of PEFT's low-rank adapters on the linear layers whose names end in a target.
+
+    ValueError for a target without a layer.
+    """
+    linear = {name: module for name, module in build_meta(part).named_modules() if isinstance(module, nn.Linear)}
+    unmatched = [target for target in targets if not any(_matches(name, target) for name in linear)]
+    if unmatched:
+        raise ValueError(f"no linear layer is called {unmatched[0]!r} in {part['class']}")
+    hit = [module for name, module in linear.items() if any(_matches(name, target) for target in targets)]
+    return sum(rank * (module.in_features + module.out_features) for module in hit)
+
+
+def _matches(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+@cache
+def _build(part: str) -> nn.Module:
+    described = json.loads(part)
+    config = described["config"]
+    with torch.device("meta"):
+        match described["class"]:
+            case "QwenImageTransformer2DModel":
+                return QwenImageTransformer2DModel(**config)
+            case "SD3Transformer2DModel":
+                return SD3Transformer2DModel(**config)
+            case "AutoencoderKLQwenImage":
+                return AutoencoderKLQwenImage(**config)
+            case "AutoencoderKL":
+                return AutoencoderKL(**config)
+            case "Qwen2_5_VLForConditionalGeneration":
+                return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**config))
+            case "CLIPTextModelWithProjection":
+                return CLIPTextModelWithProjection(CLIPTextConfig(**config))
+            case "T5EncoderModel":
+                return T5EncoderModel(T5Config(**config))
+            case other:
+                raise ValueError(f"a part of class {other!r} cannot be counted")
