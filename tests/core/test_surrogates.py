@@ -1,0 +1,233 @@
+"""Surrogates against the textbook formulas in ratio space, their closed-form gradients, and what masked actions may not do."""
+
+import math
+
+import pytest
+import torch
+from jaxtyping import TypeCheckError
+from torch import Tensor
+
+from retouch.core.surrogates import approx_kl, check_clip, cispo, clip_fraction, clipped, reinforce, sequence_log_ratio
+
+B, T = 6, 40
+REFUSED = (ValueError, TypeCheckError)  # the second where annotations are checked at run time
+
+
+def draw(spread: float = 0.5) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    log_ratio = spread * torch.randn(B, T, generator=generator)
+    advantages = torch.randn(B, T, generator=generator)
+    advantages[0, :5] = 0
+    return log_ratio.requires_grad_(), advantages
+
+
+def gradient(loss: Tensor, of: Tensor) -> Tensor:
+    (grad,) = torch.autograd.grad(loss.sum(), of, retain_graph=True)
+    return grad
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.2, 0.28), (1e-3, 2e-3)])
+@pytest.mark.parametrize("dual", [None, 1.5, 3.0])
+def test_clipped_is_ppo(low, high, dual):
+    log_ratio, advantages = draw(spread=0.5 if high > 0.1 else 2e-3)
+    ratio = log_ratio.exp()
+    expected = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
+    if dual is not None:
+        expected = torch.where(advantages < 0, torch.minimum(expected, -dual * advantages), expected)
+    ours = clipped(log_ratio, advantages, low=low, high=high, dual=dual)
+    torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(gradient(ours, log_ratio), gradient(expected, log_ratio))
+    assert 0.1 < (gradient(ours, log_ratio) == 0).float().mean() < 0.9
+
+
+def test_clipped_gradient_closed_form():
+    log_ratio, advantages = draw()
+    low, high = 0.2, 0.3
+    ratio = log_ratio.detach().exp()
+    cut = ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low))
+    grad = gradient(clipped(log_ratio, advantages, low=low, high=high), log_ratio)
+    torch.testing.assert_close(grad, torch.where(cut, 0.0, -advantages * ratio))
+
+
+def test_clipped_gradient_finite_differences():
+    log_ratio, advantages = draw()
+    options = {"low": 0.2, "high": 0.3, "dual": 2.0}
+    h = 1e-2
+    base = log_ratio.detach()
+    slope = (clipped(base + h, advantages, **options) - clipped(base - h, advantages, **options)) / (2 * h)
+    corners = torch.tensor([0.8, 1.3, 2.0]).log()
+    smooth = ((base[..., None] - corners).abs() > h).all(-1)
+    grad = gradient(clipped(log_ratio, advantages, **options), log_ratio)
+    torch.testing.assert_close(grad[smooth], slope[smooth], atol=1e-3, rtol=1e-3)
+    assert smooth.float().mean() > 0.8
+
+
+def test_a_huge_ratio_that_is_clipped_has_no_nan_gradient():
+    log_ratio = torch.tensor([[200.0, 200.0, -200.0, 200.0]], requires_grad=True)
+    advantages = torch.tensor([[1.0, 0.0, -1.0, -1.0]])
+    loss = clipped(log_ratio, advantages, low=0.2, high=0.25, dual=3.0)
+    torch.testing.assert_close(loss, torch.tensor([[-1.25, 0.0, 0.8, 3.0]]))
+    assert gradient(loss, log_ratio).tolist() == [[0, 0, 0, 0]]
+    single = clipped(log_ratio[:, :3], advantages[:, :3], low=0.2, high=0.25)
+    assert torch.equal(single, loss[:, :3])
+
+
+def test_a_nan_that_counts_is_not_hidden():
+    log_ratio, advantages = torch.tensor([[math.nan, 0.0]]), torch.ones(1, 2)
+    assert clipped(log_ratio, advantages, low=0.2, high=0.2).isnan().tolist() == [[True, False]]
+    assert reinforce(log_ratio, advantages).isnan().tolist() == [[True, False]]
+    assert cispo(log_ratio, log_ratio, advantages, low=None, high=4.0).isnan().tolist() == [[True, False]]
+
+
+@pytest.mark.parametrize("low", [None, 0.2])
+def test_cispo_gradient_is_the_clamped_ratio_times_reinforce(low):
+    log_ratio, advantages = draw()
+    log_probs = (log_ratio.detach() - 1).requires_grad_()
+    ours = cispo(log_ratio, log_probs, advantages, low=low, high=0.3)
+    ratio = log_ratio.detach().exp().clamp(0 if low is None else 1 - low, 1.3)
+    torch.testing.assert_close(ours, -ratio * advantages * log_probs)
+    torch.testing.assert_close(gradient(ours, log_probs), -ratio * advantages)
+    assert not ours.sum().isnan()
+    assert torch.autograd.grad(cispo(log_ratio, log_probs, advantages, low=low, high=0.3).sum(), log_ratio, allow_unused=True) == (
+        None,
+    )
+
+
+def test_reinforce_is_minus_advantage_times_log_prob():
+    log_probs, advantages = draw()
+    ours = reinforce(log_probs, advantages)
+    torch.testing.assert_close(ours, -advantages * log_probs)
+    torch.testing.assert_close(gradient(ours, log_probs), -advantages)
+
+
+def test_at_ratio_one_every_surrogate_has_the_policy_gradient():
+    log_probs, advantages = draw()
+    log_ratio = log_probs - log_probs.detach()
+    for loss in (
+        clipped(log_ratio, advantages, low=0.2, high=0.2, dual=3.0),
+        cispo(log_ratio, log_probs, advantages, low=None, high=0.2),
+        reinforce(log_probs, advantages),
+        clipped(
+            sequence_log_ratio(log_ratio, torch.ones(B, T, dtype=torch.bool), gradient="token"), advantages, low=3e-4, high=4e-4
+        ),
+    ):
+        assert torch.equal(gradient(loss, log_probs), -advantages)
+
+
+SURROGATES = {
+    "clipped": lambda x, a, m: clipped(x, a, low=0.2, high=0.2, mask=m),
+    "cispo": lambda x, a, m: cispo(x, x, a, low=0.2, high=0.2, mask=m),
+    "reinforce": lambda x, a, m: reinforce(x, a, mask=m),
+    "gspo": lambda x, a, m: clipped(sequence_log_ratio(x, m), a, low=0.2, high=0.2, mask=m),
+    "gspo-token": lambda x, a, m: clipped(sequence_log_ratio(x, m, gradient="token"), a, low=0.2, high=0.2, mask=m),
+    "clip_fraction": lambda x, a, m: clip_fraction(x, a, low=0.2, high=0.2, mask=m) + 0 * x.nan_to_num(0, 0, 0),
+    "approx_kl": lambda x, a, m: approx_kl(x, mask=m) + 0 * x.nan_to_num(0, 0, 0),
+}
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+@pytest.mark.parametrize("padding", [math.nan, math.inf, -math.inf, 1e4, 0.0])
+def test_masked_actions_have_no_loss_and_no_gradient(name, padding):
+    clean, advantages = draw()
+    mask = torch.rand(B, T, generator=torch.Generator().manual_seed(0)) > 0.4
+    mask[1] = False
+    padded = clean.detach().masked_fill(~mask, padding).requires_grad_()
+    loss = SURROGATES[name](padded, advantages, mask)
+    assert (loss[~mask] == 0).all()
+    assert (gradient(loss, padded)[~mask] == 0).all()
+    other = clean.detach().masked_fill(~mask, 0.1).requires_grad_()
+    same = SURROGATES[name](other, advantages, mask)
+    assert torch.equal(loss, same)
+    assert torch.equal(gradient(SURROGATES[name](padded, advantages, mask), padded), gradient(same, other))
+
+
+def test_sequence_log_ratio_is_the_mean_over_the_row():
+    log_ratio, _ = draw()
+    mask = torch.zeros(B, T, dtype=torch.bool)
+    for row in range(B):
+        mask[row, : 3 + 5 * row] = True
+    mask[2] = False
+    for gradient_kind in ("sequence", "token"):
+        ours = sequence_log_ratio(log_ratio, mask, gradient=gradient_kind)
+        for row in range(B):
+            own = log_ratio[row][mask[row]]
+            torch.testing.assert_close(ours[row][mask[row]], own.mean().expand_as(own))
+        assert (ours[~mask] == 0).all()
+
+
+def test_gspo_and_gspo_token_agree_for_equal_advantages():
+    log_ratio, _ = draw()
+    mask = torch.arange(T) < torch.tensor([[3], [40], [7], [1], [20], [11]])
+    advantages = torch.tensor([[1.0], [-1.0], [0.5], [2.0], [-0.3], [0.1]]).expand(B, T)
+    weights = mask / mask.sum(1, keepdim=True)
+    options = {"low": 5.0 / 6, "high": 5.0, "mask": mask}
+    sequence, token = (
+        gradient(weights * clipped(sequence_log_ratio(log_ratio, mask, gradient=kind), advantages, **options), log_ratio)
+        for kind in ("sequence", "token")
+    )
+    torch.testing.assert_close(sequence, token)
+    # The closed form: A s times the gradient of the mean log-ratio.
+    mean = (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    torch.testing.assert_close(sequence, (-advantages * mean.exp() * weights).detach())
+    uneven = advantages * torch.linspace(0.5, 2, T)
+    own = gradient(weights * clipped(sequence_log_ratio(log_ratio, mask, gradient="token"), uneven, **options), log_ratio)
+    torch.testing.assert_close(own, (-uneven * mean.exp() * weights).detach())
+
+
+def test_clip_fraction_is_where_the_gradient_is_cut():
+    log_ratio, advantages = draw()
+    grad = gradient(clipped(log_ratio, advantages, low=0.2, high=0.3), log_ratio)
+    cut = clip_fraction(log_ratio, advantages, low=0.2, high=0.3)
+    assert torch.equal(cut.bool(), (grad == 0) & (advantages != 0))
+    assert 0.1 < cut.mean() < 0.6
+    assert not cut.requires_grad
+
+
+def test_approx_kl_is_the_kl_of_close_policies():
+    old, new = torch.distributions.Normal(0.0, 1.0), torch.distributions.Normal(0.05, 1.0)
+    x = torch.randn(400_000, 1, generator=torch.Generator().manual_seed(1))
+    estimate = approx_kl(new.log_prob(x) - old.log_prob(x)).mean()
+    torch.testing.assert_close(estimate, torch.distributions.kl_divergence(old, new), rtol=0.02, atol=0)
+
+
+def test_half_precision_is_computed_in_fp32():
+    log_ratio, advantages = draw()
+    ours = clipped(log_ratio.bfloat16(), advantages.bfloat16(), low=0.2, high=0.2)
+    assert ours.dtype == torch.float32
+    assert torch.equal(ours, clipped(log_ratio.bfloat16().float(), advantages.bfloat16().float(), low=0.2, high=0.2))
+
+
+def test_clip_ranges_that_fit_their_reduction_pass():
+    for reduction, low, high in [
+        ("mean", 1e-4, 1e-4),
+        ("mean", 2e-6, 4e-6),
+        ("sum", 0.2, 0.28),
+        ("token", 0.2, 0.28),
+        ("token", 3e-4, 4e-4),
+    ]:
+        check_clip(reduction, low, high)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "low", "high", "says"),
+    [
+        ("mean", 1e-4, 0.2, "never clip; use .* or reduction 'sum'"),
+        ("sum", 1e-4, 0.2, "clip always; use about 0.2, or reduction 'mean'"),
+        ("token", 1.0, 0.2, "0 <= low < 1"),
+        ("token", 0.2, -0.1, "high >= 0"),
+        ("max", 0.1, 0.1, "'mean', 'sum' or 'token'"),
+    ],
+)
+def test_clip_ranges_that_do_not_fit_say_what_to_do(reduction, low, high, says):
+    with pytest.raises(REFUSED, match=f"{says}|Type-check"):
+        check_clip(reduction, low, high)
+
+
+def test_bad_bounds_are_refused():
+    log_ratio, advantages = draw()
+    with pytest.raises(ValueError, match="dual"):
+        clipped(log_ratio, advantages, low=0.2, high=0.2, dual=1.0)
+    with pytest.raises(ValueError, match="low"):
+        cispo(log_ratio, log_ratio, advantages, low=1.5, high=0.2)
+    with pytest.raises(REFUSED, match=r"'sequence' or 'token'|Type-check"):
+        sequence_log_ratio(log_ratio, torch.ones(B, T, dtype=torch.bool), gradient="row")
