@@ -1,0 +1,79 @@
+"""Windows: always inside the chain, never on its last step, and each way covering what it promises."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retouch.core.random import generator
+from retouch.core.windows import all_steps, random_window, sliding_window
+
+properties = settings(deadline=None, max_examples=100, derandomize=True)
+
+
+def test_all_steps_leaves_out_the_last():
+    assert all_steps(10) == range(9)
+    assert all_steps(2) == range(1)
+    assert all_steps(10, fraction=0.5) == range(5)
+    assert all_steps(10, fraction=0.99) == range(9)
+
+
+def test_random_window_starts_everywhere_it_may_and_nowhere_else():
+    windows = [random_window(10, 3, low=1, high=6, generator=generator(0, "window", k)) for k in range(400)]
+    starts = Counter(window.start for window in windows)
+    assert set(starts) == {1, 2, 3}
+    assert min(starts.values()) > 90
+    assert all(len(window) == 3 and window.stop <= 6 for window in windows)
+    assert random_window(10, 3, low=1, high=6, generator=generator(0, "window", 7)) == windows[7]
+
+
+@properties
+@given(st.data())
+def test_random_window_stays_in_its_range(data):
+    num_steps = data.draw(st.integers(2, 50))
+    low = data.draw(st.integers(0, num_steps - 2))
+    high = data.draw(st.integers(low + 1, num_steps - 1))
+    size = data.draw(st.integers(1, high - low))
+    window = random_window(num_steps, size, low=low, high=high, generator=generator(data.draw(st.integers(0, 99))))
+    assert len(window) == size
+    assert low <= window.start < window.stop <= high < num_steps
+
+
+def test_sliding_window_advances_and_begins_anew():
+    starts = [sliding_window(10, 4, step=step, every=2, stride=2).start for step in range(12)]
+    assert starts == [0, 0, 2, 2, 4, 4, 5, 5, 0, 0, 2, 2]
+    assert [sliding_window(10, 9, step=step, every=1, stride=1) for step in range(3)] == [range(9)] * 3
+
+
+@properties
+@given(st.data())
+def test_sliding_window_trains_every_step_but_the_last(data):
+    num_steps = data.draw(st.integers(2, 40))
+    size = data.draw(st.integers(1, num_steps - 1))
+    every, stride = data.draw(st.integers(1, 4)), data.draw(st.integers(1, size))
+    windows = [sliding_window(num_steps, size, step=step, every=every, stride=stride) for step in range(every * num_steps)]
+    assert {action for window in windows for action in window} == set(range(num_steps - 1))
+    assert all(len(window) == size for window in windows)
+    assert all(windows[i] == windows[i - i % every] for i in range(len(windows)))
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: all_steps(1), "at least 2"),
+        (lambda: all_steps(10, fraction=0.05), "at least 0.1"),
+        (lambda: all_steps(10, fraction=1.5), "at most 1"),
+        (lambda: random_window(10, 3, low=0, high=10, generator=generator(0)), "high <= 9"),
+        (lambda: random_window(10, 3, low=5, high=5, generator=generator(0)), "low < high"),
+        (lambda: random_window(10, 4, low=0, high=3, generator=generator(0)), "give 1 to 3"),
+        (lambda: random_window(10, 0, low=0, high=3, generator=generator(0)), "give 1 to 3"),
+        (lambda: sliding_window(10, 10, step=0, every=1, stride=1), "give 1 to 9"),
+        (lambda: sliding_window(10, 3, step=0, every=1, stride=4), "stride 1 to 3"),
+        (lambda: sliding_window(10, 3, step=0, every=0, stride=1), "every >= 1"),
+        (lambda: sliding_window(10, 3, step=-1, every=1, stride=1), "step >= 0"),
+    ],
+)
+def test_bad_windows_name_the_legal_values(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()
