@@ -1,0 +1,34 @@
+"""Every test that the maths page names exists, and every module of formulas has a section there."""
+
+import ast
+import re
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+ROOT = TESTS.parent
+PAGE = (ROOT / "docs" / "maths.md").read_text()
+FORMULAS = ("advantages", "surrogates", "weights", "transitions", "ratio_norm", "divergences", "sigmas", "windows")
+
+
+def functions(path: Path) -> set[str]:
+    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_named_test_exists():
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", PAGE)
+    assert len(named) > 40
+    assert PAGE.count("::test_") == len(named)
+    missing = [f"{file}::{test}" for file, test in named if test not in functions(TESTS / file)]
+    assert not missing
+
+
+def test_every_line_of_a_table_names_a_proof():
+    lines = [line for line in PAGE.splitlines() if line.startswith("| ") and not line.startswith(("| ---", "| formula", "| rule"))]
+    assert len(lines) > 30
+    assert not [line for line in lines if "::test_" not in line]
+
+
+def test_every_module_of_formulas_has_a_section():
+    for module in FORMULAS:
+        assert (ROOT / "src" / "retouch" / "core" / f"{module}.py").exists()
+        assert re.search(rf"^## .*`core/{module}\.py`", PAGE, re.MULTILINE), module
