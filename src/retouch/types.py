@@ -9,7 +9,7 @@ tensors in which NaN means "could not be judged". Nothing here computes, and not
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -134,12 +134,12 @@ class Trajectory:
     def __len__(self) -> int:
         return int(self.mask.shape[0])
 
-    def take(self, rows: slice) -> Self:
+    def take(self, rows: slice) -> "Trajectory":
         """The given rows of every column."""
         raise NotImplementedError
 
     @classmethod
-    def concat(cls, parts: Sequence[Self]) -> Self:
+    def concat(cls, parts: "Sequence[Trajectory]") -> "Trajectory":
         """The rows of the parts, in order."""
         raise NotImplementedError
 

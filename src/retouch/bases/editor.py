@@ -49,6 +49,7 @@ class EditorTraining:
     average_decay: float = 0.997
     unconditional: float = 0.05
     filler: float = 0.25
+    shift: float = 3.0
 
 
 class JointModel:
@@ -162,7 +163,7 @@ def _phase(settings: EditorTraining) -> Phase:
     return Phase(
         name="supervised",
         steps=range(settings.steps),
-        objective=Supervised(sigma_sampling="logit_normal"),
+        objective=Supervised(sigma_sampling="uniform", shift=settings.shift),
         batch=batch,
         order=torch.arange(settings.batch),
         group=torch.arange(settings.batch),

@@ -33,6 +33,7 @@ class NFT:
     old_max: float = 0.5
     draws: int = 1
     sigma_sampling: Literal["uniform", "logit_normal"] = "uniform"
+    shift: float = 1.0
 
     def losses(self, policy: VelocityPolicy, minibatch: Minibatch) -> Iterator[Loss]:
         trajectory = minibatch.trajectory
@@ -40,7 +41,14 @@ class NFT:
             for rows in policy.row_slices(trajectory):
                 x0 = trajectory.outputs[rows]
                 x, _, sigma = draw_points(
-                    x0, minibatch.batch, rows, purpose="nft", epoch=minibatch.epoch, draw=draw, sigma_sampling=self.sigma_sampling
+                    x0,
+                    minibatch.batch,
+                    rows,
+                    purpose="nft",
+                    epoch=minibatch.epoch,
+                    draw=draw,
+                    sigma_sampling=self.sigma_sampling,
+                    shift=self.shift,
                 )
                 weights = minibatch.weights[rows, 0] / self.draws
                 old = policy.velocity(trajectory, rows, x, sigma, "old")

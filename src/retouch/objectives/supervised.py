@@ -13,13 +13,21 @@ class Supervised:
     """Mean squared error of the velocity at one drawn point a row (Lipman et al. 2023; sampling of sigma: Esser et al. 2024)."""
 
     sigma_sampling: Literal["uniform", "logit_normal"] = "logit_normal"
+    shift: float = 1.0
 
     def losses(self, policy: VelocityPolicy, minibatch: Minibatch) -> Iterator[Loss]:
         trajectory = minibatch.trajectory
         for rows in policy.row_slices(trajectory):
             x0 = trajectory.outputs[rows]
             x, noise, sigma = draw_points(
-                x0, minibatch.batch, rows, purpose="supervised", epoch=minibatch.epoch, draw=0, sigma_sampling=self.sigma_sampling
+                x0,
+                minibatch.batch,
+                rows,
+                purpose="supervised",
+                epoch=minibatch.epoch,
+                draw=0,
+                sigma_sampling=self.sigma_sampling,
+                shift=self.shift,
             )
             velocity = policy.velocity(trajectory, rows, x, sigma, "current")
             error = (velocity - (noise - x0)).square().flatten(1).mean(dim=1)

@@ -7,7 +7,7 @@ steps. Noise is keyed by (seed, step, group, slot) and drawn on the CPU.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -50,7 +50,7 @@ class DenoisingTrajectory(Trajectory):
     conditioning: Conditioning
     group: Int[Tensor, " b"]
 
-    def take(self, rows: slice) -> Self:
+    def take(self, rows: slice) -> "DenoisingTrajectory":
         return replace(
             self,
             log_probs=self.log_probs[rows],
@@ -63,7 +63,7 @@ class DenoisingTrajectory(Trajectory):
         )
 
     @classmethod
-    def concat(cls, parts: Sequence[Self]) -> Self:
+    def concat(cls, parts: "Sequence[DenoisingTrajectory]") -> "DenoisingTrajectory":  # type: ignore[override]
         offsets, total = [], 0
         for part in parts:
             offsets.append(total)

@@ -64,9 +64,10 @@ def build_objective(section: recipe_learning.Objective) -> Objective:
                 old_max=section.old_decay.max,
                 draws=section.samples,
                 sigma_sampling=section.sigma_sampling,
+                shift=section.shift,
             )
         case recipe_learning.Supervised():
-            return Supervised(sigma_sampling=section.sigma_sampling)
+            return Supervised(sigma_sampling=section.sigma_sampling, shift=section.shift)
 
 
 def copies_needed(recipe: Recipe) -> set[str]:

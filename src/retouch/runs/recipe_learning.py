@@ -147,6 +147,8 @@ class Nft(Section):
     """Noise levels drawn per picture."""
     sigma_sampling: Literal["logit_normal", "uniform"] = "uniform"
     """Where on the way from data to noise."""
+    shift: Positive = 1.0
+    """Above 1 goes closer to noise, where small pictures need their text."""
 
 
 class Supervised(Section):
@@ -155,6 +157,8 @@ class Supervised(Section):
     kind: Literal["supervised"]
     sigma_sampling: Literal["logit_normal", "uniform"] = "logit_normal"
     """Where on the way from data to noise."""
+    shift: Positive = 1.0
+    """Above 1 goes closer to noise, where small pictures need their text."""
 
 
 Objective: TypeAlias = Annotated[PolicyGradient | Nft | Supervised, Field(discriminator="kind")]
