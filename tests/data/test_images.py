@@ -1,0 +1,247 @@
+"""Loading and fitting pictures: every mode, every kind of damage, and geometry against closed forms."""
+
+import io
+import struct
+import warnings
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from retouch.data.images import Area, Exact, Picture, fit, fit_mask, load_image, load_mask, read_header
+
+RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
+
+
+def encoded(image: Image.Image, format: str, **options) -> bytes:
+    out = io.BytesIO()
+    image.save(out, format, **options)
+    return out.getvalue()
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(width: int, height: int, *, depth: int, colour: int, raw: bytes, extra: bytes = b"") -> bytes:
+    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + extra + chunk(b"IDAT", zlib.compress(raw)) + chunk(b"IEND", b"")
+
+
+def noise(width: int = 40, height: int = 24) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def pixels(data: bytes) -> list:
+    return np.asarray(load_image(Picture("test", data))).reshape(-1, 3).tolist()
+
+
+@pytest.mark.parametrize("format", ["PNG", "WEBP"])
+def test_lossless_pictures_keep_their_pixels(tmp_path, format):
+    image = noise()
+    path = tmp_path / "a.bin"  # the ending says nothing
+    image.save(path, format, lossless=True)
+    loaded = load_image(path)
+    assert loaded.mode == "RGB"
+    assert np.array_equal(np.asarray(loaded), np.asarray(image))
+
+
+def test_jpeg_is_decoded_as_pillow_decodes_it():
+    data = encoded(noise(), "JPEG", quality=95)
+    assert np.array_equal(np.asarray(load_image(Picture("a", data))), np.asarray(Image.open(io.BytesIO(data))))
+
+
+def test_greyscale_palette_and_bilevel_become_rgb():
+    grey = Image.new("L", (1, 1), 90)
+    palette = Image.new("RGB", (1, 1), BLUE).convert("P")
+    bilevel = Image.new("1", (1, 1), 1)
+    assert [pixels(encoded(image, "PNG")) for image in (grey, palette, bilevel)] == [[[90] * 3], [list(BLUE)], [list(WHITE)]]
+
+
+def test_cmyk_is_converted_by_the_plain_formula():
+    data = encoded(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "JPEG", quality=100)
+    assert np.abs(np.array(pixels(data)) - np.array(RED)).max() <= 2
+
+
+def test_sixteen_bit_greyscale_keeps_its_high_byte_and_is_not_clipped():
+    raw = b"\0" + struct.pack(">4H", 0, 257, 0x80FF, 65535)
+    assert pixels(png(4, 1, depth=16, colour=0, raw=raw)) == [[0] * 3, [1] * 3, [0x80] * 3, [255] * 3]
+    assert pixels(png(4, 1, depth=16, colour=0, raw=raw, extra=chunk(b"tRNS", struct.pack(">H", 257))))[1] == list(WHITE)
+
+
+def test_sixteen_bit_colours_keep_their_high_byte():
+    raw = b"\0" + struct.pack(">6H", 0x1234, 0x5678, 65535, 0, 1, 256)
+    assert pixels(png(2, 1, depth=16, colour=2, raw=raw)) == [[0x12, 0x56, 0xFF], [0, 0, 1]]
+
+
+def test_transparency_is_laid_over_white():
+    half = Image.new("RGBA", (1, 1), (0, 0, 0, 51))  # a fifth of black
+    assert pixels(encoded(half, "PNG")) == [[204] * 3]
+    assert pixels(encoded(Image.new("LA", (1, 1), (7, 0)), "PNG")) == [list(WHITE)]
+    palette = Image.new("P", (1, 1), 0)
+    palette.putpalette([9, 9, 9])
+    assert pixels(encoded(palette, "PNG", transparency=0)) == [list(WHITE)]
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("format", ["PNG", "WEBP", "JPEG"])
+def test_exif_rotation_is_undone(orientation, format):
+    upright = Image.new("RGB", (48, 32))
+    upright.paste(RED, (0, 0, 24, 16))
+    upright.paste(GREEN, (24, 0, 48, 16))
+    upright.paste(BLUE, (0, 16, 24, 32))
+    inverse = {
+        2: 0,
+        3: 3,
+        4: 1,
+        5: 5,
+        6: 2,
+        7: 6,
+        8: 4,
+    }  # Pillow's Transpose that stores a picture so that it has to be turned back
+    stored = upright if orientation == 1 else upright.transpose(Image.Transpose(inverse[orientation]))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(stored, format, exif=exif, **({"quality": 95, "subsampling": 0} if format == "JPEG" else {"lossless": True}))
+    loaded = load_image(Picture("a", data))
+    header = read_header(Picture("a", data))
+    assert (loaded.size, header.size, header.rotated) == ((48, 32), (48, 32), orientation > 1)
+    assert np.abs(np.asarray(loaded, dtype=int) - np.asarray(upright, dtype=int)).max() <= (40 if format == "JPEG" else 0)
+    assert loaded.getexif().get(0x0112) is None
+
+
+def test_nothing_of_the_file_but_its_pixels_is_kept():
+    assert load_image(Picture("a", encoded(noise(), "PNG", icc_profile=b"x" * 200, dpi=(300, 300)))).info == {}
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.5, 0.9])
+def test_truncated_files_are_refused_by_name(tmp_path, format, share):
+    whole = encoded(noise(), format)
+    path = tmp_path / "cut.png"
+    path.write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(ValueError, match=r"cut\.png: (truncated or damaged|not a PNG)"):
+        load_image(path)
+
+
+@given(
+    st.sampled_from(["PNG", "JPEG", "WEBP"]), st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), max_size=6), st.data()
+)
+def test_damaged_bytes_give_a_picture_or_a_value_error(format, changes, data):
+    raw = bytearray(encoded(noise(16, 8), format, exif=Image.Exif()))
+    for place, value in changes:
+        raw[place % len(raw)] = value
+    raw = raw[: data.draw(st.integers(0, len(raw)))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Pillow warns of odd EXIF
+        try:
+            assert load_image(Picture("bad", bytes(raw)), max_pixels=10_000).mode == "RGB"
+            said = "bad: "
+        except ValueError as error:
+            said = str(error)
+    assert said.startswith("bad: ")
+    assert "0x" not in said  # Pillow's words may hold addresses
+
+
+@pytest.mark.parametrize("format", ["GIF", "BMP", "TIFF", "PPM", "ICO"])
+def test_other_formats_are_refused_whatever_their_ending(tmp_path, format):
+    path = tmp_path / "picture.png"
+    noise(16, 16).save(path, format)
+    with pytest.raises(ValueError, match=r"picture\.png: not a PNG, JPEG or WebP"):
+        load_image(path)
+
+
+@pytest.mark.parametrize("format", ["PNG", "WEBP"])
+def test_animations_are_refused(format):
+    frames = [Image.new("RGB", (8, 8), colour) for colour in (RED, GREEN, BLUE)]
+    data = encoded(frames[0], format, save_all=True, append_images=frames[1:])
+    with pytest.raises(ValueError, match="animation of 3 frames"):
+        load_image(Picture("a", data))
+
+
+def test_of_a_phones_several_pictures_the_first_is_read():
+    data = encoded(Image.new("RGB", (8, 8), RED), "MPO", save_all=True, append_images=[Image.new("RGB", (8, 8), BLUE)])
+    assert np.abs(np.array(pixels(data)) - np.array(RED)).max() <= 2
+
+
+def test_too_many_pixels_are_refused_by_the_header_alone():
+    # There are no pixels in these files: whoever tried to decode them would call them damaged.
+    with pytest.raises(ValueError, match="64000000 pixels, more than the 50000000"):
+        load_image(Picture("bomb", png(8000, 8000, depth=8, colour=2, raw=b"")))
+    with pytest.raises(ValueError, match="far more than"):
+        load_image(Picture("bomb", png(60_000, 60_000, depth=8, colour=2, raw=b"")))
+    with pytest.raises(ValueError, match="101 pixels, more than the 100"):
+        load_mask(Picture("bomb", png(101, 1, depth=8, colour=0, raw=b"")), max_pixels=100)
+
+
+def test_a_bomb_of_text_is_refused():
+    bomb = chunk(b"zTXt", b"k\0\0" + zlib.compress(b"a" * 8_000_000))
+    with pytest.raises(ValueError, match="damaged"):
+        load_image(Picture("bomb", png(1, 1, depth=8, colour=0, raw=b"\0\0", extra=bomb)))
+
+
+def test_files_that_cannot_be_opened_are_named(tmp_path):
+    for path in (tmp_path / "none.png", tmp_path):
+        with pytest.raises(ValueError, match="no such file"):
+            load_image(path)
+
+
+def test_masks_are_greyscale(tmp_path):
+    assert load_mask(Picture("m", encoded(Image.new("L", (2, 2), 128), "PNG"))).getcolors() == [(4, 128)]
+    assert load_mask(Picture("m", encoded(Image.new("1", (2, 2), 1), "PNG"))).getcolors() == [(4, 255)]
+    assert load_mask(Picture("m", encoded(Image.new("RGBA", (2, 2), (255, 255, 255, 255)), "PNG"))).getcolors() == [(4, 255)]
+    path = tmp_path / "mask.png"
+    Image.new("RGBA", (2, 2), (255, 255, 255, 0)).save(path)
+    with pytest.raises(ValueError, match=r"mask\.png: a mask with transparent parts"):
+        load_mask(path)
+
+
+def test_fit_covers_then_cuts_at_the_centre():
+    thirds = Image.new("RGB", (90, 30))
+    for place, colour in enumerate((RED, GREEN, BLUE)):
+        thirds.paste(colour, (30 * place, 0, 30 * place + 30, 30))
+    assert fit(thirds, size=(30, 30)).getcolors() == [(900, GREEN)]
+    small = fit(thirds, size=(10, 10)).crop((3, 0, 7, 10))  # away from Lanczos's ringing at the seams
+    assert np.abs(np.asarray(small, dtype=int) - np.array(GREEN)).max() <= 2
+
+
+def test_fit_leaves_a_picture_of_the_right_size_alone():
+    image = noise()
+    assert np.array_equal(np.asarray(fit(image, size=image.size)), np.asarray(image))
+
+
+@given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 60), st.integers(1, 60))
+def test_masks_get_no_new_values_and_the_same_frame(width, height, out_width, out_height):
+    mask = Image.fromarray((np.arange(width * height).reshape(height, width) % 2 * 255).astype(np.uint8))
+    fitted = fit_mask(mask, size=(out_width, out_height))
+    assert fitted.size == fit(mask.convert("RGB"), size=(out_width, out_height)).size == (out_width, out_height)
+    assert {value for _, value in fitted.getcolors()} <= {0, 255}
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 32), st.integers(1, 4_000_000))
+def test_area_sizes(width, height, multiple, max_area):
+    max_area = max(max_area, multiple**2)
+    out = Area(max_area, multiple).size((width, height))
+    assert out[0] % multiple == out[1] % multiple == 0
+    assert min(out) >= multiple
+    assert out[0] * out[1] <= max_area
+    assert out[0] <= max(width, multiple)
+    assert out[1] <= max(height, multiple)
+
+
+def test_area_keeps_the_shape_and_does_not_enlarge():
+    assert Area(1024**2).size((2048, 2048)) == (1024, 1024)
+    assert Area(1024**2).size((4000, 1000)) == (2048, 512)
+    assert Area(1024**2).size((300, 200)) == (288, 192)
+    assert Exact(512, 256).size((3, 7)) == (512, 256)
+    with pytest.raises(ValueError, match="max_area 100 must be at least"):
+        Area(100, 16)
+
+
+def test_paths_are_taken_as_text_too(tmp_path: Path):
+    noise().save(tmp_path / "a.png")
+    assert load_image(str(tmp_path / "a.png")).size == (40, 24)
