@@ -1,0 +1,121 @@
+"""Hugging Face data sets, from the Hub or from disk, with a column map.
+
+No code of a data set is run: the ``datasets`` library refuses those that bring any. Rows stay on disk, and pictures encoded,
+until they are asked for. A picture that is only a path is opened where it lies in the data set's own folder or in the
+library's caches (unpacked archives), so that a table from elsewhere cannot point at other files of this machine.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import datasets
+from datasets.exceptions import DatasetsError
+from huggingface_hub.constants import HF_HUB_CACHE
+
+from retouch.data.images import Picture
+from retouch.data.problems import Problem
+from retouch.data.rows import Layout, Row, find_columns
+
+_COLUMNS = {
+    "id": ("id",),
+    "instruction": ("instruction",),
+    "image": ("image", "images"),
+    "mask": ("mask",),
+    "reference": ("reference",),
+    "target": ("target",),
+    "text": ("text",),
+    "source": ("source",),
+}
+
+
+class HubRows:
+    """The rows of a data set of the ``datasets`` library; ``line`` counts them from 1."""
+
+    def __init__(self, dataset: datasets.Dataset, layout: Layout, *, problems: tuple[Problem, ...]) -> None:
+        self.problems = problems
+        self._dataset = dataset.with_format("arrow")  # raw cells: the library would decode pictures without our limits
+        self._layout = layout
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Row:
+        (fields,) = self._dataset[index].to_pylist()
+        return self._layout.parse(fields, line=index + 1)
+
+
+def read_hub(
+    path: str | Path,
+    *,
+    split: str | None = None,
+    config: str | None = None,
+    revision: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    tag_keys: tuple[str, ...] = (),
+    name: str | None = None,
+    cache_dir: str | Path | None = None,
+) -> HubRows:
+    """The rows of one split of a data set.
+
+    ``path``: what lies on this disk under that name, else an id on the Hub; on disk a folder that ``save_to_disk`` wrote, one
+    that ``load_dataset`` reads (parquet, imagefolder), or a parquet file. ``split`` may be left out where there is one.
+    ``revision``: a commit of the Hub, so that the data cannot change under a run. ``columns``: field to column, where names
+    differ; ``tag_keys`` and ``name`` as in ``read_folder``. ValueError: no such data set, split or column.
+    """
+    local = Path(path).exists()
+    if local and revision is not None:
+        raise ValueError(f"{path} is on this disk and has no revision {revision!r}; leave revision out")
+    try:
+        dataset, file = _one_split(_load(path, split, config, revision, cache_dir), str(path), split)
+    except (DatasetsError, RuntimeError, FileNotFoundError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not len(dataset):
+        raise ValueError(f"{file}: no rows")
+    found, notes = find_columns(dataset.column_names, columns=columns or {}, defaults=_COLUMNS, file=file)
+    if not local and revision is None:
+        notes.append(Problem(file, 0, "no revision is given, so the data may change under the run; pin a commit", "note"))
+    caches = [Path(cache_dir or datasets.config.HF_DATASETS_CACHE), Path(HF_HUB_CACHE)]
+    allowed = tuple(root.resolve() for root in ([Path(path), *caches] if local else caches))
+    layout = Layout(file, name or Path(path).name, found, tag_keys, lambda value: _picture(value, allowed))
+    return HubRows(dataset, layout, problems=tuple(notes))
+
+
+def _load(
+    path: str | Path, split: str | None, config: str | None, revision: str | None, cache_dir: str | Path | None
+) -> datasets.Dataset | datasets.DatasetDict:
+    where = Path(path)
+    if (where / "state.json").is_file() or (where / "dataset_dict.json").is_file():
+        return datasets.load_from_disk(str(where))
+    cache = None if cache_dir is None else str(cache_dir)
+    if where.is_file():
+        return datasets.load_dataset("parquet", data_files=str(where.resolve()), split=split, cache_dir=cache)
+    name = str(where.resolve()) if where.is_dir() else str(path)  # absolute, or a folder called "json" would mean a file format
+    return datasets.load_dataset(name, config, split=split, revision=revision, cache_dir=cache)
+
+
+def _one_split(loaded: datasets.Dataset | datasets.DatasetDict, path: str, split: str | None) -> tuple[datasets.Dataset, str]:
+    if isinstance(loaded, datasets.Dataset):
+        if split is not None and loaded.split is not None and str(loaded.split) != split:
+            raise ValueError(f"{path}: this is the split {str(loaded.split)!r}, not {split!r}")
+        return loaded, f"{path}[{split or loaded.split or 'all'}]"
+    chosen = split or (next(iter(loaded)) if len(loaded) == 1 else None)
+    if chosen not in loaded:
+        raise ValueError(f"{path}: name one of its splits: {', '.join(loaded)}")
+    return loaded[chosen], f"{path}[{chosen}]"
+
+
+def _picture(value: Any, allowed: tuple[Path, ...]) -> Picture:
+    """A picture from a cell: bytes, or the library's struct of bytes and path."""
+    cell = {"bytes": value, "path": None} if isinstance(value, bytes) else value
+    if not isinstance(cell, dict) or not {"bytes", "path"} >= cell.keys():
+        raise ValueError(f"a picture belongs here, not {value!r:.40}; for names of files use a folder with metadata.jsonl")
+    if cell.get("bytes"):
+        return Picture(str(cell.get("path") or "a picture in the table"), cell["bytes"])
+    if not cell.get("path"):
+        raise ValueError("a picture without bytes")
+    path = Path(cell["path"]).resolve()
+    for root in allowed:
+        if path.is_relative_to(root):
+            return Picture(path.relative_to(root).as_posix(), path)
+    raise ValueError(f"{cell['path']!r} lies outside the data set, and is not opened")

@@ -1,0 +1,139 @@
+"""Metadata files, line by line: JSON lines, CSV, and plain text with a prompt a line.
+
+UTF-8. A byte-order mark and CRLF are read and noted. Blank lines are no rows. A line that cannot be read stays in the table as
+an entry that says why, so that one bad line hides no other.
+"""
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from retouch.data.problems import Problem
+from retouch.types import Json
+
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What stands on a line, counted from 1. ``fields`` is None for an unreadable one, and ``what`` then says why."""
+
+    line: int
+    fields: Mapping[str, Json] | None
+    what: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A metadata file. ``notes`` are about the file as a whole."""
+
+    file: str
+    entries: tuple[Entry, ...]
+    notes: tuple[Problem, ...] = ()
+
+
+def read_table(path: Path, *, text_field: str = "text") -> Table:
+    """The entries of a ``.jsonl``, ``.csv`` or ``.txt`` file; a line of text becomes ``{text_field: line}``.
+
+    ValueError: another kind of file, no such file, a CSV header with empty or repeated names, no rows at all.
+    """
+    file = str(path)
+    if path.suffix not in (".jsonl", ".csv", ".txt"):
+        raise ValueError(f"{file}: metadata is read from .jsonl, .csv and .txt files")
+    if not path.is_file():
+        raise ValueError(f"{file}: no such file")
+    data = path.read_bytes()
+    notes = []
+    if data.startswith(_BOM):
+        data = data[len(_BOM) :]
+        notes.append(Problem(file, 1, "begins with a byte-order mark, which is skipped", "note"))
+    before = data.partition(b"\r\n")[0]
+    if len(before) < len(data) and path.suffix != ".csv":  # CSV's own line end is CRLF
+        notes.append(Problem(file, before.count(b"\n") + 1, "lines end in CRLF, which is read as a line end", "note"))
+    if path.suffix == ".csv":
+        entries = tuple(_csv_entries(data, file))
+    else:
+        entries = tuple(_line_entries(data, None if path.suffix == ".jsonl" else text_field))
+    if not entries:
+        raise ValueError(f"{file}: no rows")
+    return Table(file, entries, tuple(notes))
+
+
+def _line_entries(data: bytes, text_field: str | None) -> Iterator[Entry]:
+    # Not str.splitlines: it also cuts at U+2028 and its like, which may stand inside a JSON string.
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        try:
+            text = line.decode("utf-8").strip()
+        except UnicodeDecodeError as error:
+            yield Entry(number, None, f"not UTF-8 at byte {error.start} of the line; save the file as UTF-8")
+            continue
+        if text and text_field is not None:
+            yield Entry(number, {text_field: text})
+        elif text:
+            yield _json_entry(number, text)
+
+
+def _json_entry(number: int, text: str) -> Entry:
+    try:
+        fields = json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_no_repeats)
+        json.dumps(fields, ensure_ascii=False).encode("utf-8")  # an escaped half of a surrogate pair could never be written again
+    except json.JSONDecodeError as error:
+        return Entry(number, None, f"not JSON: {error.msg} at column {error.colno}")
+    except UnicodeEncodeError:
+        return Entry(number, None, "not JSON: half of a surrogate pair in a string")
+    except RecursionError:
+        return Entry(number, None, "not JSON: nested too deep")
+    except ValueError as error:
+        return Entry(number, None, f"not JSON: {error}")
+    if not isinstance(fields, dict):
+        return Entry(number, None, f"a JSON {type(fields).__name__} where an object of fields belongs")
+    return Entry(number, fields)
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits} is too large a number")
+    return value
+
+
+def _no_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
+    return fields
+
+
+def _csv_entries(data: bytes, file: str) -> Iterator[Entry]:
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{file}:{line}: not UTF-8; save the file as UTF-8") from None
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    names = next(reader, [])
+    if not all(names) or len(set(names)) < len(names):
+        raise ValueError(f"{file}:1: the header has empty or repeated names: {names}")
+    while True:
+        number = reader.line_num + 1  # a quoted cell may span lines: a row is named by its first
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield Entry(number, None, f"not CSV: {error}")
+            continue
+        if cells and len(cells) != len(names):
+            yield Entry(number, None, f"{len(cells)} cells under a header of {len(names)}")
+        elif cells:
+            yield Entry(number, {name: cell for name, cell in zip(names, cells, strict=True) if cell})

@@ -1,0 +1,104 @@
+"""Rows made into tasks: pictures are loaded, and fitted to one size, when a task is asked for."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import overload
+
+from PIL import Image
+
+from retouch.data.images import MAX_PIXELS, Picture, Resize, fit, fit_mask, load_image, load_mask
+from retouch.data.rows import Row, Rows
+from retouch.types import Task
+
+
+class Tasks(Sequence[Task]):
+    """The tasks of a data set, loaded one by one; the ``cache`` used last stay in memory.
+
+    ``resize``: None keeps every size. The size is worked out for the first source image (the target, where there is none), and
+    that image, the mask and the target take it; further source images are resized by their own; a reference (a crop of any
+    size) stays as it is. Indexing raises ValueError, with file and line, for a row that cannot be used: ``accept`` finds those
+    before training.
+    """
+
+    def __init__(self, rows: Rows, *, resize: Resize | None, max_pixels: int = MAX_PIXELS, cache: int = 64) -> None:
+        self.rows = rows
+        self._resize = resize
+        self._max_pixels = max_pixels
+        self._cached = lru_cache(maxsize=cache)(self._task)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "Subset": ...
+
+    def __getitem__(self, index: int | slice) -> "Task | Subset":
+        if isinstance(index, slice):
+            return Subset(self, range(len(self))[index])
+        return self._cached(range(len(self))[index])
+
+    def _task(self, index: int) -> Task:
+        row = self.rows[index]
+        try:
+            return self._load(row)
+        except ValueError as error:
+            raise ValueError(f"{row.file}:{row.line}: {error}") from error
+
+    def _load(self, row: Row) -> Task:
+        images = [self._image(picture) for picture in row.images]
+        target = None if row.target is None else self._image(row.target)
+        reference = None if row.reference is None else self._image(row.reference)
+        mask = None if row.mask is None else load_mask(row.mask, max_pixels=self._max_pixels)
+        canvas = images[0] if images else target
+        if mask is not None and canvas is not None:
+            require_same_size(mask.size, canvas.size)
+        if self._resize is not None and canvas is not None:
+            size = self._resize.size(canvas.size)
+            images = [fit(image, size=size if image is canvas else self._resize.size(image.size)) for image in images]
+            target = None if target is None else fit(target, size=size)
+            mask = None if mask is None else fit_mask(mask, size=size)
+        return Task(
+            id=row.id,
+            instruction=row.instruction,
+            images=tuple(images),
+            mask=mask,
+            reference=reference,
+            target=target,
+            text=row.text,
+            tags=row.tags,
+            meta=row.meta,
+        )
+
+    def _image(self, picture: Picture) -> Image.Image:
+        return load_image(picture, max_pixels=self._max_pixels)
+
+
+class Subset(Sequence[Task]):
+    """Some tasks of a sequence, by index, in the order given and perhaps repeated. Loads only what is asked for."""
+
+    def __init__(self, tasks: Sequence[Task], indices: Sequence[int]) -> None:
+        self._tasks = tasks
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "Subset": ...
+
+    def __getitem__(self, index: int | slice) -> "Task | Subset":
+        if isinstance(index, slice):
+            return Subset(self._tasks, self._indices[index])
+        return self._tasks[self._indices[index]]
+
+
+def require_same_size(mask: tuple[int, int], image: tuple[int, int]) -> None:
+    """ValueError where a mask does not lie on its image pixel by pixel."""
+    if mask != image:
+        raise ValueError(f"the mask is {mask[0]}x{mask[1]} but its image {image[0]}x{image[1]}; they must be equal")

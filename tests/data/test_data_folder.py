@@ -1,0 +1,231 @@
+"""Folders of pictures with metadata, read into tasks."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from retouch.data.folder import path_under, read_folder
+from retouch.data.images import Area, Exact
+from retouch.data.rows import JoinedRows, sources
+from retouch.data.tasks import Subset, Tasks
+
+
+def write(folder, rows, name="metadata.jsonl"):
+    folder.mkdir(exist_ok=True, parents=True)
+    (folder / name).write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return folder
+
+
+def picture(path, size=(8, 6), colour="red", mode="RGB"):
+    path.parent.mkdir(exist_ok=True, parents=True)
+    Image.new(mode, size, colour).save(path)
+
+
+@pytest.fixture
+def photos(tmp_path):
+    folder = tmp_path / "photos"
+    picture(folder / "images/a.png", colour="red")
+    picture(folder / "images/b.png", colour="green")
+    picture(folder / "out/a.png", colour="blue")
+    picture(folder / "mask.png", mode="L", colour=255)
+    picture(folder / "ref.png", size=(3, 2), colour="white")
+    return write(
+        folder,
+        [
+            {
+                "file_name": "images/a.png",
+                "instruction": "make it blue",
+                "target": "out/a.png",
+                "mask": "mask.png",
+                "reference": "ref.png",
+                "text": "OPEN",
+                "id": 17,
+                "complexity": 2,
+                "requirement": {"keep": ["sky"]},
+            },
+            {"file_name": "images/b.png", "instruction": "naïve “quotes” \u2028 inside", "complexity": "3"},
+        ],
+    )
+
+
+def test_every_field_reaches_the_task(photos):
+    first, second = Tasks(read_folder(photos, tag_keys=("complexity",)), resize=None)
+    assert (first.id, first.instruction, first.text) == ("17", "make it blue", "OPEN")
+    assert [image.getpixel((0, 0)) for image in (*first.images, first.target, first.reference)] == [
+        (255, 0, 0),
+        (0, 0, 255),
+        (255, 255, 255),
+    ]
+    assert (first.mask.mode, first.mask.size, first.reference.size) == ("L", (8, 6), (3, 2))
+    assert (dict(first.tags), dict(first.meta)) == ({"complexity": "2"}, {"complexity": 2, "requirement": {"keep": ["sky"]}})
+    assert (second.id, second.instruction) == ("photos/2", "naïve “quotes” \u2028 inside")
+    assert (second.mask, second.target, second.reference, second.text) == (None, None, None, None)
+
+
+def test_csv_says_the_same_as_jsonl(photos, tmp_path):
+    rows = Tasks(read_folder(photos), resize=None)
+    (photos / "metadata.csv").write_bytes(
+        b"\xef\xbb\xbffile_name,instruction,target,mask,reference,text,id\r\n"
+        b"images/a.png,make it blue,out/a.png,mask.png,ref.png,OPEN,17\r\n"
+        b'images/b.png,"two\r\nlines",,,,,\r\n'
+    )
+    (photos / "metadata.jsonl").unlink()
+    first, second = Tasks(read_folder(photos), resize=None)
+    assert (first.id, first.instruction, first.text) == (rows[0].id, rows[0].instruction, rows[0].text)
+    assert np.array_equal(np.asarray(first.target), np.asarray(rows[0].target))
+    assert (second.id, second.instruction, second.mask) == ("photos/3", "two\r\nlines", None)
+
+
+def test_pictures_are_loaded_when_asked_for_and_the_last_ones_kept(photos):
+    tasks = Tasks(read_folder(photos), resize=None, cache=1)
+    (photos / "images/b.png").unlink()
+    first = tasks[0]
+    assert tasks[-2] is first
+    with pytest.raises(ValueError, match=r"metadata\.jsonl:2: .*b\.png.*no such file"):
+        tasks[1]
+    assert tasks[0] is first  # a failure is not remembered, nor does it push anything out
+    with pytest.raises(IndexError):
+        tasks[2]
+
+
+def test_all_pictures_of_a_task_take_one_size(photos):
+    picture(photos / "more.png", size=(9, 3))
+    write(photos, [{"file_names": ["images/a.png", "more.png"], "instruction": "x", "mask": "mask.png", "target": "more.png"}])
+    exact = Tasks(read_folder(photos), resize=Exact(4, 4))[0]
+    assert {image.size for image in (*exact.images, exact.mask, exact.target)} == {(4, 4)}
+    area = Tasks(read_folder(photos), resize=Area(12, 1))[0]
+    assert [image.size for image in (*area.images, area.mask, area.target)] == [(4, 3), (6, 2), (4, 3), (4, 3)]
+
+
+def test_a_mask_of_another_size_is_refused(photos):
+    picture(photos / "mask.png", mode="L", colour=255, size=(6, 8))
+    with pytest.raises(ValueError, match=r"metadata\.jsonl:1: the mask is 6x8 but its image 8x6"):
+        Tasks(read_folder(photos), resize=Exact(4, 4))[0]
+
+
+def test_other_names_are_read_by_a_column_map(photos):
+    write(photos, [{"src": "images/a.png", "words": ["first", "second"], "info": {"cut": [{"out": "out/a.png"}]}}])
+    columns = {"image": "src", "instruction": "words", "target": "info.cut.0.out"}
+    task = Tasks(read_folder(photos, columns=columns), resize=None)[0]
+    assert (task.instruction, task.target.getpixel((0, 0)), task.meta) == (
+        "first",
+        (0, 0, 255),
+        {"info": {"cut": [{"out": "out/a.png"}]}},
+    )
+    with pytest.raises(ValueError, match="'instrution' is no field; 'instruction' is"):
+        read_folder(photos, columns={"instrution": "words"})
+    with pytest.raises(ValueError, match=r"'target' is to be read from 'after', but .* has only src, words, info"):
+        read_folder(photos, columns={**columns, "target": "after"})
+
+
+def test_the_conventions_of_others_are_read(tmp_path):
+    picture(tmp_path / "set/images/a.png")
+    write(tmp_path / "set", [{"prompt": "do it", "image": "images/a.png", "requirement": "r"}], "train_metadata.jsonl")
+    task = Tasks(read_folder(tmp_path / "set", metadata="train_metadata.jsonl"), resize=None)[0]
+    assert (task.instruction, len(task.images), task.meta) == ("do it", 1, {"requirement": "r"})
+
+
+def test_what_two_keys_could_mean_has_to_be_said(photos):
+    write(photos, [{"file_name": "images/a.png", "instruction": "x", "prompt": "y"}])
+    with pytest.raises(ValueError, match="both 'instruction' and 'prompt' could be the field 'instruction'; say which in columns"):
+        read_folder(photos)
+    assert read_folder(photos, columns={"instruction": "prompt"})[0].instruction == "y"
+
+
+def test_folders_without_what_is_needed_are_refused(tmp_path, photos):
+    with pytest.raises(ValueError, match="no such folder"):
+        read_folder(tmp_path / "none")
+    with pytest.raises(ValueError, match="no metadata found"):
+        read_folder(tmp_path)
+    (photos / "metadata.csv").write_text("file_name\n")
+    with pytest.raises(ValueError, match=r"metadata\.jsonl and metadata\.csv found; one of"):
+        read_folder(photos)
+    (photos / "metadata.jsonl").unlink()
+    with pytest.raises(ValueError, match="no rows"):
+        read_folder(photos)
+    (photos / "metadata.csv").write_text("file_name,file_name\na,b\n")
+    with pytest.raises(ValueError, match="empty or repeated names"):
+        read_folder(photos)
+    with pytest.raises(ValueError, match="no row has a file_name or a target"):
+        read_folder(write(tmp_path / "words", [{"instruction": "x"}]))
+
+
+def test_rows_to_make_pictures_from_have_targets_alone(photos):
+    write(photos, [{"instruction": "a red square", "target": "images/a.png"}])
+    task = Tasks(read_folder(photos), resize=Exact(4, 4))[0]
+    assert (task.images, task.target.size) == ((), (4, 4))
+
+
+ESCAPES = [
+    "../secret.png",
+    "images/../../secret.png",
+    "images/../images/a.png",
+    "..",
+    "/etc/passwd",
+    "//etc/passwd",
+    "C:\\secret.png",
+    "C:secret.png",
+    "..\\secret.png",
+    "images\\a.png",
+    "\\\\host\\share\\a.png",
+    "link.png",
+    "linked/secret.png",
+    "images/a.png\0.jpg",
+    "file:///etc/passwd",
+    "https://example.com/a.png",
+    "~/secret.png",
+    "images",
+    "images/a.png/b.png",
+    "loop",
+    "x" * 5000,
+    "",
+]
+
+
+@pytest.mark.parametrize("name", ESCAPES, ids=range(len(ESCAPES)))
+def test_no_name_leads_out_of_the_folder(photos, tmp_path, name):
+    picture(tmp_path / "secret.png")
+    (photos / "link.png").symlink_to(tmp_path / "secret.png")
+    (photos / "linked").symlink_to(tmp_path)
+    (photos / "loop").symlink_to(photos / "loop")
+    write(photos, [{"file_name": name, "instruction": "x"}])
+    with pytest.raises(ValueError, match=r"metadata\.jsonl:1: error: 'file_name': "):
+        read_folder(photos)[0]
+    if name:
+        with pytest.raises(ValueError):  # noqa: PT011 (which message depends on the name)
+            path_under(photos, name)
+
+
+def test_an_absolute_name_is_refused_even_inside_the_folder(photos):
+    write(photos, [{"file_name": str(photos / "images/a.png"), "instruction": "x"}])
+    with pytest.raises(ValueError, match="leaves the folder"):
+        read_folder(photos)[0]
+
+
+def test_a_link_inside_the_folder_is_followed_and_counts_as_what_it_leads_to(photos):
+    (photos / "again.png").symlink_to(photos / "images/a.png")
+    write(photos, [{"file_name": "again.png", "instruction": "x"}, {"file_name": "images/a.png", "instruction": "y"}])
+    rows = read_folder(photos)
+    assert sources(rows, [0, 1]) == ["images/a.png", "images/a.png"]
+
+
+def test_the_folder_itself_may_be_a_link(photos, tmp_path):
+    (tmp_path / "short").symlink_to(photos)
+    assert len(Tasks(read_folder(tmp_path / "short"), resize=None)[0].images) == 1
+
+
+def test_sources_do_not_depend_on_where_the_folder_lies(photos, tmp_path):
+    before = sources(read_folder(photos), [0, 1])
+    assert sources(read_folder(photos.rename(tmp_path / "moved")), [0, 1]) == before
+    write(tmp_path / "moved", [{"file_name": "images/a.png", "instruction": "x", "source": "scene 4"}])
+    assert sources(read_folder(tmp_path / "moved"), [0]) == ["scene 4"]
+
+
+def test_subsets_and_joined_rows(photos, tmp_path):
+    tasks = Tasks(read_folder(photos), resize=None)
+    assert [task.id for task in Subset(tasks, [1, 0, 1])] == ["photos/2", "17", "photos/2"]
+    assert [task.id for task in tasks[1:]] == [task.id for task in Subset(tasks, [1, 0, 1])[::2]][:1] == ["photos/2"]
+    both = JoinedRows([read_folder(photos), read_folder(photos, name="again")])
+    assert [both[index].id for index in range(len(both))] == ["17", "photos/2", "17", "again/2"]

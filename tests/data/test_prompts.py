@@ -1,0 +1,81 @@
+"""Prompt lists, plain and with metadata."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from retouch.data.prompts import quoted, read_prompts
+from retouch.data.tasks import Tasks
+
+
+def test_a_plain_list(tmp_path):
+    path = tmp_path / "signs.txt"
+    path.write_bytes(
+        b'\xef\xbb\xbfA shop sign, "OPEN" and "SHUT"\r\n\r\n  a cat \r\nan \xe2\x80\x9codd\xe2\x80\x9d one\x0bwith a tab'
+    )
+    tasks = Tasks(read_prompts(path), resize=None)
+    assert [(task.id, task.instruction, task.text) for task in tasks] == [
+        ("signs/1", 'A shop sign, "OPEN" and "SHUT"', "OPEN"),
+        ("signs/3", "a cat", None),
+        ("signs/4", "an “odd” one\x0bwith a tab", None),
+    ]
+    assert tasks[0].images == ()
+
+
+def test_a_list_with_metadata(tmp_path):
+    path = tmp_path / "geneval.jsonl"
+    path.write_text(
+        '{"tag": "counting", "include": [{"class": "cup", "count": 2}], "prompt": "two cups"}\n'
+        '{"tag": "text", "prompt": "the word \\"no\\"", "text": "yes", "id": "x"}\n'
+    )
+    first, second = Tasks(read_prompts(path, tag_keys=("tag",)), resize=None)
+    assert (first.id, first.instruction, dict(first.tags)) == ("geneval/1", "two cups", {"tag": "counting"})
+    assert first.meta["include"] == [{"class": "cup", "count": 2}]
+    assert (second.id, second.text) == ("x", "yes")
+
+
+def test_rows_of_one_prompt_have_one_source(tmp_path):
+    (tmp_path / "a.txt").write_text("a cat\na dog\na cat\n")
+    rows = read_prompts(tmp_path / "a.txt", name="animals")
+    assert rows[0].source == rows[2].source != rows[1].source
+    assert rows[2].id == "animals/3"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ('say "hi"', "hi"),
+        ('"a" or "b"', "a"),
+        ('an open " quote', None),
+        ('nothing ""', None),
+        ('" "', None),
+        ("'single'", None),
+        ('" x ""', "x"),
+    ],
+)
+def test_the_text_to_draw_stands_between_the_first_pair_of_double_quotes(prompt, text):
+    assert quoted(prompt) == text
+
+
+def test_what_is_no_prompt_list_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"is read from \.jsonl, \.csv and \.txt"):
+        read_prompts(tmp_path / "prompts.yaml")
+    with pytest.raises(ValueError, match="no such file"):
+        read_prompts(tmp_path / "prompts.txt")
+    (tmp_path / "prompts.txt").write_text("\n \n")
+    with pytest.raises(ValueError, match="no rows"):
+        read_prompts(tmp_path / "prompts.txt")
+
+
+def test_flow_grpos_lists():
+    """Real lists, where the folder that holds them is named by RETOUCH_TEST_DATA."""
+    if "RETOUCH_TEST_DATA" not in os.environ:
+        pytest.skip("RETOUCH_TEST_DATA names no folder with prompts/ocr.txt and prompts/geneval.jsonl")
+    folder = Path(os.environ["RETOUCH_TEST_DATA"]) / "prompts"
+    signs = Tasks(read_prompts(folder / "ocr.txt"), resize=None)
+    assert len(signs) == 300
+    assert all(task.text and f'"{task.text}' in task.instruction.replace('" ', '"') for task in signs)
+    objects = Tasks(read_prompts(folder / "geneval.jsonl", tag_keys=("tag",)), resize=None)
+    assert len(objects) == 300
+    assert all(task.meta["include"] and task.tags["tag"] for task in objects)
