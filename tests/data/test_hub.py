@@ -1,0 +1,183 @@
+"""Data sets of the `datasets` library, made here: parquet, saved to disk, imagefolder."""
+
+import datetime
+import io
+import json
+
+import datasets
+import numpy as np
+import pyarrow.parquet
+import pytest
+from PIL import Image
+
+from retouch.data.check import check, read_path
+from retouch.data.hub import read_hub
+from retouch.data.rows import sources
+from retouch.data.tasks import Tasks
+
+
+@pytest.fixture(autouse=True)
+def quiet(tmp_path, monkeypatch):
+    """No progress bars, and a cache of the test's own."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    shown = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    yield
+    if not shown:
+        datasets.enable_progress_bars()
+
+
+def png(colour, size=(8, 6)) -> bytes:
+    out = io.BytesIO()
+    Image.new("RGB", size, colour).save(out, "PNG")
+    return out.getvalue()
+
+
+def table(**more) -> datasets.Dataset:
+    image = datasets.Image()
+    columns = {
+        "source_image": [{"bytes": png("red"), "path": "a.png"}, {"bytes": png("green"), "path": None}],
+        "edited_image": [{"bytes": png("blue"), "path": None}, None],
+        "edit_prompt": ["make it blue", "make it red"],
+        "edited_prompt_list": [["short", "a longer phrasing"], ["only"]],
+        "score": [7.5, float("nan")],
+        "day": [datetime.date(2026, 1, 1)] * 2,
+        **more,
+    }
+    features = datasets.Dataset.from_dict({k: v for k, v in columns.items() if "image" not in k}).features
+    features |= {"source_image": image, "edited_image": image}
+    return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+
+
+COLUMNS = {"instruction": "edit_prompt", "image": "source_image", "target": "edited_image"}
+
+
+def stored(tmp_path, how) -> str:
+    path = tmp_path / "edits"
+    if how == "disk":
+        table().save_to_disk(path)
+    elif how == "dict":
+        datasets.DatasetDict(train=table(), dev=table()).save_to_disk(path)
+    elif how == "folder":
+        path.mkdir()
+        table().to_parquet(path / "train-00000.parquet")
+    else:
+        path = tmp_path / "edits.parquet"
+        table().to_parquet(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("how", ["disk", "dict", "folder", "file"])
+def test_every_kind_of_storage_gives_the_same_tasks(tmp_path, how):
+    rows = read_hub(stored(tmp_path, how), split="train", columns=COLUMNS, name="edits")
+    first, second = Tasks(rows, resize=None)
+    assert (first.id, first.instruction, second.id, second.target) == ("edits/1", "make it blue", "edits/2", None)
+    assert [image.getpixel((0, 0)) for image in (*first.images, first.target, *second.images)] == [
+        (255, 0, 0),
+        (0, 0, 255),
+        (0, 128, 0),
+    ]
+    assert first.meta == {"edited_prompt_list": ["short", "a longer phrasing"], "score": 7.5}  # neither dates nor pictures are JSON
+    assert "score" not in second.meta  # nor is NaN
+    assert check(rows) == []
+
+
+def test_of_several_phrasings_the_first_is_taken(tmp_path):
+    rows = read_hub(stored(tmp_path, "disk"), columns={**COLUMNS, "instruction": "edited_prompt_list"})
+    assert [rows[0].instruction, rows[1].instruction] == ["short", "only"]
+
+
+def test_a_dotted_name_reaches_inside(tmp_path):
+    edit = [{"compound": [{"compound_instruction": f"{row}, {level} changes"} for level in (1, 2)]} for row in range(2)]
+    table(edit=edit).save_to_disk(tmp_path / "edits")
+    rows = read_hub(tmp_path / "edits", columns={**COLUMNS, "instruction": "edit.compound.1.compound_instruction"})
+    assert rows[1].instruction == "1, 2 changes"
+    beyond = read_hub(tmp_path / "edits", columns={**COLUMNS, "instruction": "edit.compound.2.compound_instruction"})
+    with pytest.raises(ValueError, match=r"edits\[all\]:1: error: 'edit\.compound\.2\.compound_instruction': no instruction"):
+        beyond[0]
+
+
+def test_lists_of_pictures_and_raw_bytes(tmp_path):
+    features = datasets.Features(
+        instruction=datasets.Value("string"), images=datasets.List(datasets.Image()), mask=datasets.Value("binary")
+    )
+    rows = {"instruction": ["x"], "images": [[{"bytes": png("red")}, {"bytes": png("blue")}]], "mask": [png("white")]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "set")
+    task = Tasks(read_hub(tmp_path / "set"), resize=None)[0]
+    assert [image.getpixel((0, 0)) for image in task.images] == [(255, 0, 0), (0, 0, 255)]
+    assert (task.mask.mode, task.mask.getpixel((0, 0))) == ("L", 255)
+
+
+def test_an_imagefolder_is_read_from_its_own_files(tmp_path):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    (folder / "a.png").write_bytes(png("red"))
+    (folder / "metadata.jsonl").write_text(json.dumps({"file_name": "a.png", "instruction": "x"}) + "\n")
+    task = Tasks(read_hub(folder, split="train"), resize=None)[0]
+    assert np.asarray(task.images[0]).tolist() == [[[255, 0, 0]] * 8] * 6
+
+
+def test_a_folder_may_be_called_like_a_file_format(tmp_path, monkeypatch):
+    (tmp_path / "json").mkdir()
+    table().to_parquet(tmp_path / "json/train.parquet")
+    monkeypatch.chdir(tmp_path)
+    assert read_hub("json", columns=COLUMNS)[0].instruction == "make it blue"
+
+
+def test_a_table_cannot_point_at_other_files_of_this_machine(tmp_path):
+    (tmp_path / "secret.png").write_bytes(png("red"))
+    for path in (str(tmp_path / "secret.png"), str(tmp_path / "edits/../secret.png"), "zip://a.png::https://example.com/a.zip"):
+        image = datasets.Features(instruction=datasets.Value("string"), image=datasets.Image())
+        rows = datasets.Dataset.from_dict({"instruction": ["x"], "image": [{"path": path, "bytes": None}]}, features=image)
+        (tmp_path / "edits").mkdir(exist_ok=True)
+        # Not to_parquet, which would put the file's own bytes into the table.
+        pyarrow.parquet.write_table(rows.data.table, tmp_path / "edits/train.parquet")
+        problems = check(read_hub(tmp_path / "edits", cache_dir=tmp_path / path.replace("/", "_")[-40:]))
+        assert ["lies outside the data set" in problem.what for problem in problems] == [True]
+
+
+def test_rows_that_come_from_one_picture_have_one_source(tmp_path):
+    table(img_id=["1", "1"]).save_to_disk(tmp_path / "edits")
+    plain = sources(read_hub(tmp_path / "edits", columns=COLUMNS), [0, 1])
+    assert len(set(plain)) == 2
+    assert all(len(source) == 64 for source in plain)
+    assert sources(read_hub(tmp_path / "edits", columns={**COLUMNS, "source": "img_id"}), [0, 1]) == ["1", "1"]
+
+
+def test_what_is_missing_is_said(tmp_path):
+    path = stored(tmp_path, "dict")
+    with pytest.raises(ValueError, match="name one of its splits: train, dev"):
+        read_hub(path, columns=COLUMNS)
+    with pytest.raises(ValueError, match="name one of its splits: train, dev"):
+        read_hub(path, split="test", columns=COLUMNS)
+    with pytest.raises(ValueError, match=r"'image' is to be read from 'src', but .* has only"):
+        read_hub(path, split="dev", columns={"image": "src"})
+    with pytest.raises(ValueError, match="has no revision 'abc'"):
+        read_hub(path, split="dev", revision="abc")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ValueError, match="empty"):
+        read_hub(empty)
+
+
+def test_a_data_set_that_brings_code_is_refused(tmp_path):
+    folder = tmp_path / "edits"
+    folder.mkdir()
+    table().to_parquet(folder / "train.parquet")
+    (folder / "edits.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(ValueError, match="scripts are no longer supported"):
+        read_hub(folder, columns=COLUMNS)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_bad_cells_are_listed_by_row(tmp_path):
+    rows = {
+        "image": [{"bytes": png("red")[:45]}, {"bytes": b""}, None, {"bytes": png("red")}],
+        "instruction": ["cut", "empty", "none", None],
+    }
+    features = datasets.Features(image=datasets.Image(), instruction=datasets.Value("string"))
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "bad")
+    problems = check(read_path(tmp_path / "bad"))
+    assert [(problem.line, problem.severity) for problem in problems] == [(1, "error"), (2, "error"), (3, "error"), (4, "error")]
+    words = ["truncated", "without bytes", "no source picture", "no instruction"]
+    assert all(word in problem.what for word, problem in zip(words, problems, strict=True))
