@@ -1,0 +1,74 @@
+"""Known test sets, by name, so that no run trains on what it or others will be judged by.
+
+A name is what a recipe gives: an id on the Hub, a path, a split. Copies under other names are not recognised.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# Matched anywhere in a lower-case name with / between parts and no - _ or blank in them.
+_NAMES = {
+    "Complex-Edit": r"^(?!.*gpt(image)?edit).*(^|/)complexedit(/|$)",  # GPT-Image-Edit is training data with a part of that name
+    "ComplexBench-Edit": r"complexbenchedit",
+    "Emu Edit test set": r"emuedit(testset|/test)",
+    "GenEval": r"(^|/)geneval(2)?(\.\w+)?$|(^|/)geneval/(test|evaluation|prompts)|evaluationmetadata\.jsonl$",
+    "Flow-GRPO's OCR test list": r"(^|/)ocr(/test\w*)?\.(txt|jsonl)$",
+    "Flow-GRPO's PickScore test list": r"(^|/)pickscore/test",
+    "Calligrapher's bench": r"calligrapherbench|(^|/)(self|cross)bench\.txt$",
+    "MagicBrush test": r"magicbrush(/.*)?(/|\[)test",
+    "GEdit-Bench": r"(^|/)geditbench",
+    "ImgEdit-Bench": r"imgeditbench|(^|/)imgedit/bench",
+    "OmniEdit-Bench": r"omnieditbench",
+    "EditReward-Bench": r"editrewardbench",
+    "I2EBench": r"(^|/)i2ebench",
+    "KontextBench": r"(^|/)kontextbench",
+    "RISEBench": r"(^|/)risebench",
+    "KRIS-Bench": r"(^|/)krisbench",
+    "DrawBench": r"(^|/)drawbench",
+    "PartiPrompts": r"(^|/)partiprompts",
+    "DPG-Bench": r"(^|/)dpgbench",
+    "T2I-CompBench": r"t2icompbench.*val",
+}
+_TRIPLET = re.compile(r"test\d+_(source|mask|ref)\.png")
+
+
+@dataclass(frozen=True, slots=True)
+class KnownTestSet:
+    """A test set that was recognised: which, and by what name."""
+
+    name: str
+    place: str
+
+
+def find_test_sets(places: Sequence[str | Path], *, split: str | None = None) -> tuple[KnownTestSet, ...]:
+    """The known test sets among data-set ids and paths. ``split``: the split that is read; any that begins with "test" is one.
+
+    A path is also judged by where its links lead, and a folder by the files of Calligrapher's bench in it.
+    """
+    found = []
+    for place in places:
+        where = Path(place)
+        names = {str(place), *([str(where.resolve())] if where.exists() else [])}
+        plain = {re.sub(r"[-_ ]", "", name.lower().replace("\\", "/")) + (f"[{split}]" if split else "") for name in names}
+        for title, pattern in _NAMES.items():
+            if any(re.search(pattern, name) for name in plain | {name.partition("[")[0] for name in plain}):
+                found.append(KnownTestSet(title, str(place)))
+        folder = where if where.is_dir() else where.parent
+        if where.exists() and any(_TRIPLET.fullmatch(file.name) for file in folder.iterdir()):
+            found.append(KnownTestSet("Calligrapher's bench", str(place)))
+        if split is not None and split.lower().startswith("test"):
+            found.append(KnownTestSet(f"the split {split!r}", str(place)))
+    return tuple(dict.fromkeys(found))
+
+
+def refuse_test_sets(places: Sequence[str | Path], *, split: str | None = None, allow_test_sets: bool) -> tuple[KnownTestSet, ...]:
+    """The test sets that a run trains on by its recipe's leave: record them. ValueError without that leave."""
+    found = find_test_sets(places, split=split)
+    if found and not allow_test_sets:
+        listed = "; ".join(f"{test.place} is {test.name}" for test in found)
+        raise ValueError(
+            f"these are for testing, not for training: {listed}. Use others, or say data.allow_test_sets: true; the run records it"
+        )
+    return found

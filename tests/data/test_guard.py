@@ -1,0 +1,89 @@
+"""Known test sets are recognised by the names that recipes give them; training sets of similar names are not."""
+
+import pytest
+from PIL import Image
+
+from retouch.data.guard import find_test_sets, refuse_test_sets
+
+TESTS = {
+    "UCSC-VLAA/Complex-Edit": "Complex-Edit",
+    "data/complex_edit/test_real": "Complex-Edit",
+    "facebook/emu_edit_test_set": "Emu Edit test set",
+    "facebook/emu_edit_test_set_generations": "Emu Edit test set",
+    "geneval/prompts/evaluation_metadata.jsonl": "GenEval",
+    "flow_grpo/dataset/geneval/test_metadata.jsonl": "GenEval",
+    "prompts/geneval.jsonl": "GenEval",
+    "djghosh13/geneval": "GenEval",
+    "flow_grpo/dataset/ocr/test.txt": "Flow-GRPO's OCR test list",
+    "prompts/ocr.txt": "Flow-GRPO's OCR test list",
+    "flow_grpo/dataset/pickscore/test.txt": "Flow-GRPO's PickScore test list",
+    "Calligrapher2025/Calligrapher_bench_testing": "Calligrapher's bench",
+    "bench/self_bench.txt": "Calligrapher's bench",
+    "MagicBrush/test": "MagicBrush test",
+    "stepfun-ai/GEdit-Bench": "GEdit-Bench",
+    "sysuyy/ImgEdit-Bench": "ImgEdit-Bench",
+    "TIGER-Lab/OmniEdit-Bench": "OmniEdit-Bench",
+    "EditScore/EditReward-Bench": "EditReward-Bench",
+    "black-forest-labs/kontext-bench": "KontextBench",
+    "nateraw/parti-prompts": "PartiPrompts",
+    "T2I-CompBench/examples/dataset/color_val.txt": "T2I-CompBench",
+}
+TRAINING = [
+    "UCSC-VLAA/GPT-Image-Edit-1.5M",
+    "GPT-Image-Edit-1.5M/gpt-edit/omniedit/complex-edit",
+    "TIGER-Lab/OmniEdit-Filtered-1.2M",
+    "osunlp/MagicBrush",
+    "BleachNick/UltraEdit_500k",
+    "timbrooks/instructpix2pix-clip-filtered",
+    "EditScore/EditScore-RL-Data",
+    "EditScore/EditScore-Reward-Data",
+    "flow_grpo/dataset/geneval/train_metadata.jsonl",
+    "flow_grpo/dataset/ocr/train.txt",
+    "flow_grpo/dataset/pickscore/train.txt",
+    "T2I-CompBench/examples/dataset/color_train.txt",
+    "sysuyy/ImgEdit",
+    "photos/my contest",
+    "workbench.txt",
+]
+
+
+@pytest.mark.parametrize("place", TESTS)
+@pytest.mark.parametrize("change", [str, str.upper, str.lower], ids=["as is", "upper", "lower"])
+def test_test_sets_are_recognised(place, change):
+    assert [known.name for known in find_test_sets([change(place)])] == [TESTS[place]]
+
+
+@pytest.mark.parametrize("place", TRAINING)
+def test_training_sets_are_not(place):
+    assert find_test_sets([place], split="train") == ()
+
+
+def test_splits_for_testing_are_recognised():
+    assert "MagicBrush test" in {known.name for known in find_test_sets(["osunlp/MagicBrush"], split="test")}
+    assert [known.name for known in find_test_sets(["me/mine"], split="test_real")] == ["the split 'test_real'"]
+    assert find_test_sets(["osunlp/MagicBrush"], split="dev") == ()
+
+
+def test_a_link_does_not_hide_a_test_set(tmp_path):
+    (tmp_path / "GEdit-Bench").mkdir()
+    (tmp_path / "mine").symlink_to(tmp_path / "GEdit-Bench")
+    assert [known.name for known in find_test_sets([tmp_path / "mine"])] == ["GEdit-Bench"]
+
+
+def test_calligraphers_bench_is_recognised_by_its_files(tmp_path):
+    folder = tmp_path / "items"
+    folder.mkdir()
+    (folder / "list.txt").write_text("11-Azir\n")
+    assert find_test_sets([folder, folder / "list.txt"]) == ()
+    Image.new("RGB", (4, 4)).save(folder / "test11_source.png")
+    assert [known.place for known in find_test_sets([folder, folder / "list.txt"])] == [str(folder), str(folder / "list.txt")]
+
+
+def test_training_on_a_test_set_needs_leave_and_is_recorded():
+    with pytest.raises(
+        ValueError, match=r"prompts/ocr\.txt is Flow-GRPO's OCR test list; x/GEdit-Bench is .*data\.allow_test_sets: true"
+    ):
+        refuse_test_sets(["prompts/ocr.txt", "photos", "x/GEdit-Bench"], allow_test_sets=False)
+    recorded = refuse_test_sets(["prompts/ocr.txt", "photos"], allow_test_sets=True)
+    assert [(known.name, known.place) for known in recorded] == [("Flow-GRPO's OCR test list", "prompts/ocr.txt")]
+    assert refuse_test_sets(["photos"], split="train", allow_test_sets=False) == ()
