@@ -100,7 +100,7 @@ def load(path: Path) -> State:
 def verify(path: Path) -> list[str]:
     """The names of a checkpoint's files. ValueError, with the file and what is wrong, where one is not what ``save`` wrote."""
     try:
-        manifest = files.read_json(path / "manifest.json")
+        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         listed = _listed(path, manifest)
         for name, kept in listed.items():
             size = (path / name).stat().st_size
@@ -110,8 +110,8 @@ def verify(path: Path) -> list[str]:
                 )
             if _sha256(path / name) != kept["sha256"]:
                 raise ValueError(f"{path / name} was changed since it was saved (its SHA-256 differs); use another checkpoint")
-    except OSError as error:
-        raise ValueError(f"the checkpoint {path} is incomplete: {error}; use another checkpoint") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"the checkpoint {path} is damaged: {error}; use another checkpoint") from error
     return list(listed)
 
 

@@ -1,0 +1,391 @@
+"""The journal of scores: the same bits again, no judge asked twice, and nothing lost to a kill."""
+
+import os
+import sqlite3
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import PIL.Image
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from retouch.rewards.judging import Judge, Judged
+from retouch.runs.journal import Journal, JournaledJudge, fingerprint, journal_path
+from retouch.types import Batch, Column, Sample, Scores, Task
+
+NAN = float("nan")
+COLUMNS = {"quality": Column(-1.0, 1.0), "notes": Column(0.0, 1.0, diagnostic=True)}
+
+
+class Counting:
+    """Gives scores that differ at every call, so that a second answer could not pass for the first; counts what it is asked."""
+
+    def __init__(self, *, broken: bool = False) -> None:
+        self.columns = COLUMNS
+        self.asked: list[Sample] = []
+        self.broken = broken
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        self.asked += samples
+        quality = torch.linspace(-1, 1, len(samples)) / len(self.asked)
+        notes = torch.rand(len(samples))
+        notes[::2] = NAN
+        return {"quality": torch.full_like(quality, NAN) if self.broken else quality, "notes": notes}
+
+
+def batch(step: int = 3, *, groups: int = 2, slots: int = 3, first: int = 0) -> Batch:
+    tasks = tuple(Task(id=f"task/{k}", instruction="make it red") for k in range(first, first + groups))
+    group = tuple(k for k in range(groups) for _ in range(slots))
+    return Batch(1, step, tasks, tuple(range(first, first + groups)), group, tuple(range(slots)) * groups)
+
+
+def pictures(batch: Batch, *, seed: int = 0) -> list[Sample]:
+    drawn = []
+    for row, group in enumerate(batch.group):
+        colour = (seed, batch.group_ids[group], batch.slot[row])
+        drawn.append(Sample(batch.tasks[group], PIL.Image.new("RGB", (5, 4), colour)))
+    return drawn
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+def equal(one: Judged, other: Judged) -> bool:
+    columns = one.scores.keys() == other.scores.keys() and all(same(one.scores[name], other.scores[name]) for name in one.scores)
+    return columns and same(one.rewards, other.rewards) and one.faults == other.faults
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    opened = Journal(journal_path(tmp_path, 0))
+    yield opened
+    opened.close()
+
+
+Start = Callable[[Counting], JournaledJudge]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts a run's judge over the same file again and again."""
+    started: list[JournaledJudge] = []
+
+    def begin(reward: Counting) -> JournaledJudge:
+        for judge in started:
+            judge.close()
+        started[:] = [JournaledJudge(Judge(reward, {"quality": 2.0}), Journal(tmp_path / "ledger.sqlite"))]
+        return started[0]
+
+    yield begin
+    for judge in started:
+        judge.close()
+
+
+def test_a_resumed_run_asks_nothing_twice(start: Start) -> None:
+    rows, reward = batch(), Counting()
+    first = start(reward)(rows, pictures(rows)).result()
+    assert len(reward.asked) == 6
+    assert equal(start(reward)(rows, pictures(rows)).result(), first)
+    assert len(reward.asked) == 6
+
+
+def test_what_the_judge_could_not_say_is_replayed_until_forgotten(start: Start) -> None:
+    rows, mended = batch(), Counting()
+    first = start(Counting(broken=True))(rows, pictures(rows)).result()
+    assert first.rewards.isnan().all()
+    judge = start(mended)
+    assert equal(judge(rows, pictures(rows)).result(), first)
+    assert not mended.asked
+    judge.forget_missing(rows.step + 1)
+    judge(rows, pictures(rows)).result()
+    assert not mended.asked
+    judge.forget_missing(rows.step)
+    assert not judge(rows, pictures(rows)).result().rewards.isnan().any()
+    assert len(mended.asked) == 6
+
+
+def test_a_missing_diagnostic_is_no_reason_to_ask_again(start: Start) -> None:
+    rows, reward = batch(), Counting()
+    judge = start(reward)
+    first = judge(rows, pictures(rows)).result()
+    assert first.scores["notes"].isnan().any()
+    judge.forget_missing(rows.step)
+    assert equal(judge(rows, pictures(rows)).result(), first)
+    assert len(reward.asked) == 6
+
+
+def test_only_new_pictures_are_judged_and_they_replace_the_old(start: Start) -> None:
+    rows, reward = batch(), Counting()
+    judge = start(reward)
+    old = pictures(rows)
+    first = judge(rows, old).result()
+    mixed = [new if row in (1, 4) else before for row, (before, new) in enumerate(zip(old, pictures(rows, seed=9), strict=True))]
+    second = judge(rows, mixed).result()
+    assert [sample.image for sample in reward.asked[6:]] == [mixed[1].image, mixed[4].image]
+    assert [bool(x) for x in first.rewards == second.rewards] == [True, False, True, True, False, True]
+    assert equal(judge(rows, mixed).result(), second)
+    judge(rows, old).result()
+    assert [sample.image for sample in reward.asked[8:]] == [old[1].image, old[4].image]
+
+
+@pytest.mark.parametrize("change", ["step", "group", "slot", "task"])
+def test_the_same_picture_elsewhere_is_another_row(start: Start, change: str) -> None:
+    rows, reward = batch(groups=1, slots=1), Counting()
+    samples = pictures(rows)
+    judge = start(reward)
+    judge(rows, samples).result()
+    other = {
+        "step": Batch(1, 4, rows.tasks, (0,), (0,), (0,)),
+        "group": Batch(1, 3, rows.tasks, (7,), (0,), (0,)),
+        "slot": Batch(1, 3, rows.tasks, (0,), (0,), (1,)),
+        "task": rows,
+    }[change]
+    if change == "task":
+        samples = [Sample(Task(id="task/other", instruction="make it red"), samples[0].image)]
+    judge(other, samples).result()
+    assert len(reward.asked) == 2
+
+
+def test_a_fault_of_the_policy_reaches_no_reward_and_counts_every_time(start: Start) -> None:
+    rows, reward = batch(), Counting()
+    samples = [Sample(sample.task, None if row % 2 else sample.image) for row, sample in enumerate(pictures(rows))]
+    first = start(reward)(rows, samples).result()
+    assert first.faults == 3
+    assert first.scores["quality"][1::2].tolist() == [-1.0] * 3
+    assert equal(start(reward)(rows, samples).result(), first)
+    assert len(reward.asked) == 3
+
+
+def test_chunks_of_a_step_do_not_disturb_each_other(start: Start) -> None:
+    rows, reward = batch(groups=3), Counting()
+    samples = pictures(rows)
+    judge = start(reward)
+    parts = [judge(rows.take(slice(k, k + 2)), samples[k : k + 2]) for k in range(0, 9, 2)]
+    first = Judged.concat([part.result() for part in parts])
+    assert equal(start(reward)(rows, samples).result(), first)
+    assert len(reward.asked) == 9
+
+
+def test_a_column_that_is_new_is_asked_for(tmp_path: Path) -> None:
+    rows = batch()
+    journal = Journal(tmp_path / "ledger.sqlite")
+    journal.record(rows, pictures(rows), {"quality": torch.zeros(6)})
+    assert journal.recall(rows, pictures(rows), ["quality"])[0].all()
+    assert not journal.recall(rows, pictures(rows), ["quality", "notes"])[0].any()
+    journal.close()
+
+
+def test_judging_goes_on_while_the_caller_does(start: Start) -> None:
+    """The reward waits for the caller, who can only go on if asking does not wait for the reward."""
+    may_answer = threading.Event()
+
+    class Waiting(Counting):
+        def __call__(self, samples: Sequence[Sample]) -> Scores:
+            assert may_answer.wait(60)
+            return super().__call__(samples)
+
+    rows = batch()
+    futures: list[Future[Judged]] = [start(Waiting())(rows, pictures(rows))]
+    assert not futures[0].done()
+    may_answer.set()
+    assert len(futures[0].result().rewards) == 6
+
+
+def test_scores_are_in_the_file_before_the_future_gives_them(start: Start, tmp_path: Path) -> None:
+    rows, counts = batch(), []
+    judge = start(Counting())
+    future = judge(rows, pictures(rows))
+    future.result()
+    reader = sqlite3.connect(tmp_path / "ledger.sqlite")
+    counts.append(reader.execute("SELECT count(*) FROM scores").fetchone()[0])
+    reader.close()
+    assert counts == [12]
+
+
+def test_a_reward_that_fails_leaves_no_trace(start: Start) -> None:
+    class Failing(Counting):
+        def __call__(self, samples: Sequence[Sample]) -> Scores:
+            raise ValueError("no answer")
+
+    rows, reward = batch(), Counting()
+    with pytest.raises(ValueError, match="no answer"):
+        start(Failing())(rows, pictures(rows)).result()
+    start(reward)(rows, pictures(rows)).result()
+    assert len(reward.asked) == 6
+
+
+@given(patterns=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=200))
+@settings(max_examples=10)
+def test_every_float_comes_back(tmp_path_factory: pytest.TempPathFactory, patterns: list[int]) -> None:
+    """Zeros of both signs, subnormal numbers, infinities; a NaN comes back as a NaN."""
+    special = [0x0000_0000, 0x8000_0000, 0x0000_0001, 0x7F80_0000, 0xFF80_0000, 0x7FC0_0000]
+    column = torch.tensor([struct.unpack("<f", struct.pack("<I", pattern))[0] for pattern in [*special, *patterns]])
+    rows = batch(groups=1, slots=len(column))
+    journal = Journal(tmp_path_factory.mktemp("floats") / "ledger.sqlite")
+    journal._database.execute("PRAGMA synchronous = OFF")
+    journal.record(rows, pictures(rows), {"any": column})
+    journal.close()
+    again = Journal(journal.path)
+    known, scores = again.recall(rows, pictures(rows), ["any"])
+    again.close()
+    assert known.all()
+    assert same(scores["any"][~column.isnan()], column[~column.isnan()])
+    assert torch.equal(scores["any"].isnan(), column.isnan())
+
+
+def test_names_that_have_no_utf8(journal: Journal) -> None:
+    task = Task(id="half \ud800 pair", instruction="")
+    rows = Batch(1, 1, (task,), (0,), (0,), (0,))
+    samples = [Sample(task, PIL.Image.new("RGB", (2, 2)))]
+    journal.record(rows, samples, {"any": torch.ones(1)})
+    assert journal.recall(rows, samples, ["any"])[0].all()
+
+
+def test_a_fingerprint_knows_size_mode_and_every_pixel() -> None:
+    black = PIL.Image.new("RGB", (4, 6))
+    speck = black.copy()
+    speck.putpixel((3, 5), (0, 0, 1))
+    others = [None, speck, PIL.Image.new("RGB", (6, 4)), PIL.Image.new("L", (4, 18)), PIL.Image.new("RGB", (2, 12))]
+    assert fingerprint(black) == fingerprint(black.copy())
+    assert len({fingerprint(image) for image in [black, *others]}) == 6
+
+
+def test_readers_never_wait_and_see_whole_batches(journal: Journal) -> None:
+    """Another program reads while rows are written: it sees a batch's rows all or not at all."""
+    seen, done = [], threading.Event()
+
+    def read() -> None:
+        reader = sqlite3.connect(journal.path)
+        while not done.is_set():
+            seen.append(reader.execute("SELECT count(*) FROM scores").fetchone()[0])
+        reader.close()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        for step in range(20):
+            rows = batch(step)
+            journal.record(rows, pictures(rows), {"quality": torch.zeros(6), "notes": torch.ones(6)})
+    finally:
+        done.set()
+        thread.join()
+    assert all(count % 12 == 0 for count in seen)
+    assert sorted(seen) == seen
+
+
+def test_threads_may_share_it(journal: Journal) -> None:
+    def write(first: int) -> None:
+        for step in range(5):
+            rows = batch(step, groups=1, first=first)
+            journal.record(rows, pictures(rows), {"quality": torch.full((3,), float(first))})
+
+    threads = [threading.Thread(target=write, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for step in range(5):
+        rows = batch(step, groups=4)
+        known, scores = journal.recall(rows, pictures(rows), ["quality"])
+        assert known.all()
+        assert scores["quality"].tolist() == [float(first) for first in range(4) for _ in range(3)]
+
+
+def test_each_rank_has_its_own(tmp_path: Path) -> None:
+    assert [journal_path(tmp_path, rank).name for rank in range(3)] == [
+        "ledger.sqlite",
+        "ledger.rank1.sqlite",
+        "ledger.rank2.sqlite",
+    ]
+
+
+WRITER = """
+import os, sys
+sys.path.insert(0, sys.argv[2])
+import torch
+from pathlib import Path
+from test_journal import batch, pictures
+from retouch.runs.journal import Journal
+kills = int(sys.argv[3])
+for kill in range(kills):
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        journal = Journal(Path(sys.argv[1]))
+        for step in range(1000 * kill, 1000 * kill + 1000):
+            rows = batch(step)
+            journal.record(rows, pictures(rows), {"quality": torch.full((6,), float(step))})
+            os.write(writing, step.to_bytes(4, "big"))
+        os._exit(3)
+    os.close(writing)
+    told = b""
+    while len(told) < 4 * (kill + 1):
+        told += os.read(reading, 64)
+    os.kill(pid, 9)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -9
+    while part := os.read(reading, 1 << 16):
+        told += part
+    print(int.from_bytes(told[-4:], "big"), flush=True)
+"""
+
+
+def test_a_kill_loses_no_row_that_was_answered(tmp_path: Path) -> None:
+    """Killed among its writes, over and over, each time on what the last one left, log and all."""
+    path = tmp_path / "ledger.sqlite"
+    command = [sys.executable, "-c", WRITER, path, Path(__file__).parent, "6"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert path.with_name("ledger.sqlite-wal").stat().st_size > 0
+    last = [int(line) for line in done.stdout.split()]
+    wal = path.with_name("ledger.sqlite-wal")
+    wal.write_bytes(wal.read_bytes() + os.urandom(5_000))  # a torn write behind what was committed
+    journal = Journal(path)
+    for kill, safe in enumerate(last):
+        for step in range(1000 * kill, safe + 1):
+            rows = batch(step)
+            known, scores = journal.recall(rows, pictures(rows), ["quality"])
+            assert known.all()
+            assert scores["quality"].tolist() == [float(step)] * 6
+    (sound,) = journal._database.execute("PRAGMA integrity_check").fetchone()
+    assert sound == "ok"
+    journal.close()
+
+
+def test_a_damaged_file_is_said_to_be(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    path.write_bytes(b"this is no database, and yet it is long enough to be taken for one" * 50)
+    with pytest.raises(ValueError, match=r"ledger.sqlite cannot be used: .*move it away"):
+        Journal(path)
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    database = sqlite3.connect(path)
+    database.execute("PRAGMA user_version = 2")
+    database.close()
+    with pytest.raises(ValueError, match="format 2; this version of Retouch reads 1"):
+        Journal(path)
+
+
+def test_a_full_disk_keeps_what_was_there(journal: Journal) -> None:
+    rows = batch()
+    journal.record(rows, pictures(rows), {"quality": torch.zeros(6)})
+    pages = journal._database.execute("PRAGMA page_count").fetchone()[0]
+    journal._database.execute(f"PRAGMA max_page_count = {pages}")
+    large = batch(4, slots=200)
+    with pytest.raises(ValueError, match="disk is full"):
+        journal.record(large, pictures(large), {"quality": torch.zeros(400)})
+    assert journal.recall(rows, pictures(rows), ["quality"])[0].all()
+    assert not journal.recall(large, pictures(large), ["quality"])[0].any()
+    journal._database.execute("PRAGMA max_page_count = 100000")
+    journal.record(large, pictures(large), {"quality": torch.zeros(400)})
+    assert journal.recall(large, pictures(large), ["quality"])[0].all()
