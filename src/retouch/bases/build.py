@@ -1,5 +1,6 @@
 """`retouch playground build`: trains the playground's base models from a seed and writes them where the package finds them."""
 
+import copy
 import logging
 import math
 import sys
@@ -27,7 +28,7 @@ from retouch.runs.ranks import Ranks
 
 log = logging.getLogger("retouch")
 AUTOENCODER = AutoencoderTraining(steps=2500, decoder_steps=3000)
-EDITOR = EditorTraining(steps=3000)
+EDITOR = EditorTraining(steps=3500)
 HELD_OUT = 320
 EVAL_STEPS = 6
 
@@ -59,9 +60,10 @@ def build(
 
 
 def write(model: QwenImageEdit, folder: Path) -> None:
-    """The editor in diffusers' own layout, and what its adapter must be told beside it."""
+    """The editor in diffusers' own layout (its transformer in half precision), and what its adapter must be told beside it."""
     folder.mkdir(parents=True, exist_ok=True)
-    model.module.save_pretrained(folder / "transformer")  # type: ignore[operator]
+    halved = copy.deepcopy(model.module).half()
+    halved.save_pretrained(folder / "transformer")
     model.latents.vae.save_pretrained(folder / "vae")
     model.text.encoder.save_pretrained(folder / "text_encoder")
     model.text.tokenizer.save_pretrained(folder / "tokenizer")
