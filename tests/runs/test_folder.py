@@ -59,6 +59,15 @@ def test_any_line_reads_back_as_written(values: dict[str, float]) -> None:
     }
 
 
+def test_text_from_elsewhere_reads_back_as_it_was(tmp_path: Path) -> None:
+    text = "天 half \ud83d, \u2028 \x00 \x1b \\ud83d"
+    files.append_line(tmp_path / "lines", {"text": text})
+    files.write_json(tmp_path / "whole", {"text": text})
+    assert [line["text"] for line in files.read_lines(tmp_path / "lines")] == [text]
+    assert files.read_json(tmp_path / "whole") == {"text": text}
+    assert "天".encode() in (tmp_path / "lines").read_bytes()
+
+
 def test_a_time_among_the_metrics_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="append_timings"):
         RunFolder(tmp_path).append_metrics(1, "rl", {"time/rollout": 1.0})

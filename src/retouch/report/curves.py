@@ -1,0 +1,195 @@
+"""Which curves the page shows: the reward with its held-out points, the signals that tell whether to believe it, and all others."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from retouch.report.charts import Chart, Level, Line, bars, draw
+from retouch.report.markup import Html, tag
+from retouch.report.numbers import duration, percent, short
+from retouch.report.series import Point, averaged, enveloped, running_mean
+from retouch.report.tables import columns_of, interval
+from retouch.runs.summary import Summary
+
+# The signals that everyone looks at first, and what each one says.
+SIGNALS = {
+    "policy/ratio_max_first": "largest |ratio − 1| before the first optimizer step; 0 but for rounding",
+    "policy/clip_fraction": "share of actions whose ratio was clipped",
+    "policy/approx_kl": "how far each step moves the policy",
+    "policy/grad_norm": "before clipping",
+    "group/zero_std_fraction": "share of groups whose rewards are all equal: they teach nothing",
+    "reward/missing_fraction": "share of samples that could not be judged",
+}
+HEADLINE_ROW = "headline"  # of the held-out table: the tasks that the summary speaks of, where these are not all
+AGGREGATES = ("reward/mean", "reward/std", "reward/count", "reward/missing_fraction")
+NOT_METRICS = ("step", "phase")
+
+
+def number(value: Any) -> float:
+    """A logged value as a float; what is null or no number is NaN."""
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def metric_names(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Every metric of the run, in the order of first occurrence."""
+    return list(dict.fromkeys(name for line in metrics for name in line if name not in NOT_METRICS))
+
+
+def headline_column(evals: Sequence[Mapping[str, Any]], summary: Summary | None) -> str | None:
+    """The held-out column that stands for the run: the summary's, else the reward, else the first."""
+    columns = [column for line in evals for column in columns_of(line)]
+    wanted = ([summary.column] if summary else []) + ["reward", "overall", *columns]
+    return next((column for column in wanted if column in columns), None)
+
+
+def heldout_points(evals: Sequence[Mapping[str, Any]], *, column: str) -> list[Point]:
+    """The first split's mean at each evaluation, with its interval: of the headline's tasks where they have a row, else of all."""
+    points = []
+    for line in sorted(evals, key=lambda line: int(line["step"])):
+        if line["split"] == evals[0]["split"]:
+            row = HEADLINE_ROW if HEADLINE_ROW in line["table"] else "all"
+            low, high = interval(line, row=row, column=column) or (math.nan, math.nan)
+            points.append(Point(line["step"], number(line["table"].get(row, {}).get(column)), low, high))
+    return points
+
+
+def reward_points(metrics: Sequence[Mapping[str, Any]]) -> list[Point]:
+    """The mean reward of each step's samples, with mean +- 1.96 std / sqrt(n)."""
+    points = []
+    for line in metrics:
+        mean, std, count = (number(line.get(f"reward/{name}")) for name in ("mean", "std", "count"))
+        half = 1.96 * std / math.sqrt(count) if count > 0 else math.nan
+        points.append(Point(line["step"], mean, mean - half, mean + half))
+    return points
+
+
+def boundaries(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
+    """(step before it, name) of each phase, where there is more than one."""
+    starts = [
+        (int(line["step"]) - 1, str(line["phase"]))
+        for earlier, line in zip([None, *metrics], metrics, strict=False)
+        if earlier is None or earlier["phase"] != line["phase"]
+    ]
+    return starts if len(starts) > 1 else []
+
+
+def reward_section(
+    metrics: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]], summary: Summary | None
+) -> Html | None:
+    """Training reward and held-out points in one chart where their scales agree, else in two; None where there is neither."""
+    raw = reward_points(metrics)
+    column = headline_column(evals, summary)
+    heldout = heldout_points(evals, column=column) if column else []
+    has_reward = any(math.isfinite(point.y) for point in raw)
+    if not has_reward and not heldout:
+        return None
+    last_step = max([int(line["step"]) for line in metrics] + [int(line["step"]) for line in evals])
+    training = _training_lines(raw) if has_reward else []
+    marks = [Line(f"held-out {column}", "held", heldout)] if heldout else []
+    levels = _levels(summary, heldout) if summary and column == summary.column else []
+    phases = boundaries(metrics)
+    together = not training or not marks or _same_scale(raw, heldout)
+    charts = [(training, marks, levels)] if together else [(training, [], []), ([], marks, levels)]
+    drawn = [
+        draw(Chart("Reward over steps", lines, last_step, marks=dots, levels=rules, boundaries=phases, tall=True, tick_count=5))
+        for lines, dots, rules in charts
+    ]
+    return tag("div", _legend(training, marks, width=_width(raw)), drawn)
+
+
+def _training_lines(raw: Sequence[Point]) -> list[Line]:
+    thin = averaged(raw)
+    return [
+        Line("training reward", "train", thin),
+        Line("running mean", "train smooth", running_mean(thin, _width(thin)), read=False),
+    ]
+
+
+def _width(points: Sequence[Point]) -> int:
+    """How many points the smooth line averages: a twentieth of the run, at least 5."""
+    return max(5, len(points) // 20)
+
+
+def _legend(training: Sequence[Line], marks: Sequence[Line], *, width: int) -> Html:
+    entries = []
+    if training:
+        entries.append(("train", "training reward: mean of each step's samples, band 95 % over them"))
+        entries.append(("train smooth", f"its mean over the last {width} steps"))
+    entries += [("held", f"{line.name}: no exploration noise, bars 95 %") for line in marks]
+    return tag("ul", [tag("li", tag("span", class_=f"swatch {style}"), words) for style, words in entries], class_="legend")
+
+
+def _levels(summary: Summary, heldout: Sequence[Point]) -> list[Level]:
+    """What the points stand beside; nothing where the summary speaks of other tasks than they do."""
+    if not heldout or not math.isclose(heldout[0].y, summary.before, rel_tol=1e-4):
+        return []
+    levels = [] if summary.ceiling is None else [Level("ceiling", summary.ceiling)]
+    if summary.best_of_k is not None:
+        levels.append(Level(f"best of {summary.k or 'k'}, base", summary.best_of_k, below=True))
+    return levels
+
+
+def _same_scale(one: Sequence[Point], other: Sequence[Point]) -> bool:
+    """Whether both can share an axis without either being squashed flat: neither lies further away than both are tall."""
+    (low, high), (least, most) = (
+        (min(values), max(values)) for values in ([v for p in points for v in p.span] or [0.0] for points in (one, other))
+    )
+    away = max(low - most, least - high, 0.0)
+    return away <= (high - low) + (most - least)
+
+
+def signal_charts(metrics: Sequence[Mapping[str, Any]]) -> tuple[list[Html], list[Html]]:
+    """Small charts of the signals and reward columns, and of everything else that was logged."""
+    names = metric_names(metrics)
+    first = [name for name in SIGNALS if name in names]
+    first += [name for name in names if name.startswith("reward/") and name not in AGGREGATES]
+    rest = [name for name in names if name not in first and name not in AGGREGATES]
+    return [_small(metrics, name) for name in first], [_small(metrics, name) for name in rest]
+
+
+def _small(metrics: Sequence[Mapping[str, Any]], name: str) -> Html:
+    points = [Point(line["step"], number(line.get(name))) for line in metrics]
+    known = [point for point in points if math.isfinite(point.y)]
+    chart = Chart(name, [Line(name.rpartition("/")[2], "plain", enveloped(points, 160))], int(metrics[-1]["step"]))
+    latest = short(known[-1].y) if known else "no value yet"
+    note = SIGNALS.get(name)
+    return tag(
+        "figure",
+        tag(
+            "figcaption",
+            tag("span", name, class_="name"),
+            tag("span", latest, class_="latest"),
+            tag("span", note, class_="note") if note else None,
+        ),
+        draw(chart),
+        class_="small",
+    )
+
+
+def time_bars(timings: Sequence[Mapping[str, Any]]) -> Html | None:
+    """The share of each stage; ``time/step``, where it is kept, is the whole, and what no stage accounts for is shown as other."""
+    spent: dict[str, float] = {}
+    for line in timings:
+        for name, seconds in line.items():
+            if name.startswith("time/") and math.isfinite(number(seconds)):
+                spent[name] = spent.get(name, 0.0) + float(seconds)
+    whole = spent.pop("time/step", 0.0)
+    stages = math.fsum(spent.values())
+    total = max(whole, stages)
+    if total <= 0:
+        return None
+    rows = sorted(((name.removeprefix("time/"), seconds) for name, seconds in spent.items()), key=lambda row: -row[1])
+    if whole > stages * 1.001:
+        rows.append(("other", whole - stages))
+    steps = len(timings)
+    return bars((name, s / total, f"{percent(s / total)} · {duration(s)} · {duration(s / steps)} a step") for name, s in rows)
+
+
+def seconds_spent(timings: Sequence[Mapping[str, Any]]) -> float:
+    """All the time in the timings: the whole steps where they were timed, else the sum of the stages."""
+    total = 0.0
+    for line in timings:
+        stages = math.fsum(number(value) for name, value in line.items() if name.startswith("time/") and name != "time/step")
+        whole = number(line.get("time/step"))
+        total += whole if math.isfinite(whole) else stages
+    return total

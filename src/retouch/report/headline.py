@@ -1,0 +1,117 @@
+"""The top of the page: what the run achieved, in a sentence, a bar from the base to the ceiling, and a few facts."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from retouch.report.markup import Html, tag
+from retouch.report.numbers import duration, percent, score, signed
+from retouch.runs.summary import Summary
+
+
+def verdict(summary: Summary | None, *, last_step: int, steps: int | None) -> Html:
+    """One sentence on the outcome, and one on what it stands beside."""
+    if summary is None:
+        if last_step == 0:
+            return tag("p", "This run has only just started: nothing has been learned yet.", class_="verdict")
+        of = f" of {steps}" if steps else ""
+        return tag("p", f"This run is under way: step {last_step}{of}. The verdict comes when it ends.", class_="verdict")
+    return tag("div", tag("p", _outcome(summary), class_="verdict"), tag("p", _context(summary), class_="context"))
+
+
+def _outcome(summary: Summary) -> list[str | Html]:
+    moved = f"from {score(summary.before)} to {score(summary.after)}"
+    where = f"On {summary.on}, {summary.column}"
+    if summary.gain_ci95 is None:
+        return [f"{where} went ", tag("strong", moved), "."]
+    direction = _direction(summary)
+    if direction == "flat":
+        return [f"{where} went ", tag("strong", moved), ": no change that can be told from chance."]
+    verb = {"good": "rose", "bad": "fell"}[direction]
+    return [f"{where} {verb} ", tag("strong", moved, class_=direction), "."]
+
+
+def _context(summary: Summary) -> str:
+    said = f"A change of {signed(summary.gain)}"
+    if summary.gain_ci95 is not None:
+        low, high = summary.gain_ci95
+        said += f" (95 % interval {signed(low)} to {signed(high)})"
+    if summary.gap_closed is not None and summary.gain > 0:
+        said += f", {percent(summary.gap_closed)} of the gap to the ceiling of {score(summary.ceiling)}"
+    said += "."
+    if summary.best_of_k is not None:
+        many = "several" if summary.k is None else str(summary.k)
+        said += f" For comparison, the best of {many} samples of the base scores {score(summary.best_of_k)}."
+    return said
+
+
+def gap_bar(summary: Summary) -> Html | None:
+    """From the base to the ceiling, with what was gained; nothing where no ceiling was measured."""
+    if summary.ceiling is None or summary.ceiling <= min(summary.before, summary.after):
+        return None
+    low = min(summary.before, summary.after)
+    high = max(summary.ceiling, summary.after, summary.best_of_k or low)
+
+    def place(value: float) -> float:
+        return 100 * min(1.0, max(0.0, (value - low) / (high - low)))
+
+    start, end = sorted((place(summary.before), place(summary.after)))
+    pieces = [tag("span", class_=f"gained {_direction(summary)}", style=f"left:{start:.2f}%;width:{end - start:.2f}%")]
+    if summary.gain_ci95 is not None:
+        left, right = (place(summary.before + change) for change in summary.gain_ci95)
+        pieces.append(tag("span", class_="whisker", style=f"left:{left:.2f}%;width:{right - left:.2f}%"))
+    if summary.best_of_k is not None:
+        pieces.append(tag("span", class_="tick", style=f"left:{place(summary.best_of_k):.2f}%"))
+    above = [_label("after", summary.after, place(summary.after))]
+    below = [_label("before", summary.before, place(summary.before)), _label("ceiling", summary.ceiling, place(summary.ceiling))]
+    middle = (
+        [] if summary.best_of_k is None else [_label(f"best of {summary.k or 'k'}", summary.best_of_k, place(summary.best_of_k))]
+    )
+    row = "labels"
+    return tag(
+        "div",
+        tag("div", above, class_=row),
+        tag("div", pieces, class_="rail"),
+        tag("div", below, class_=row),
+        tag("div", middle, class_=f"{row} minor") if middle else None,
+        class_="gap",
+        role="img",
+        aria_label=f"before {score(summary.before)}, after {score(summary.after)}, ceiling {score(summary.ceiling)}",
+    )
+
+
+def _direction(summary: Summary) -> str:
+    """Good, bad, or flat where the interval of the gain holds 0."""
+    low, high = summary.gain_ci95 or (summary.gain, summary.gain)
+    return "good" if low > 0 else "bad" if high < 0 else "flat"
+
+
+def _label(name: str, value: float, place: float) -> Html:
+    # Shifted by its own share of its width, a label never leaves the bar's ends.
+    return tag("span", f"{name} ", tag("b", score(value)), style=f"left:{place:.2f}%;transform:translateX(-{place:.2f}%)")
+
+
+def facts(recipe: Mapping[str, Any], *, last_step: int, seconds: float, cost: Mapping[str, Any]) -> Html:
+    """What kind of run this was, from the recipe's first lines and what it took."""
+    rows: list[tuple[str, str]] = []
+    steps = recipe.get("steps")
+    rows.append(("steps", f"{last_step} of {steps}" if isinstance(steps, int) and steps != last_step else str(last_step)))
+    for name in ("tasks_per_step", "group_size", "learning_rate", "seed", "device"):
+        value = recipe.get(name)
+        if isinstance(value, str | int | float):
+            rows.append((name.replace("_", " "), value if isinstance(value, str) else _plain_number(value)))
+    if seconds > 0:
+        rows.append(("time in steps", duration(seconds)))
+    rows += [(name, _plain_number(value) if isinstance(value, int | float) else str(value)) for name, value in cost.items()]
+    return tag("dl", [tag("div", tag("dt", name), tag("dd", value)) for name, value in rows], class_="facts")
+
+
+def _plain_number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def losses_note(falls: Sequence[str]) -> Html | None:
+    """A warning of held-out figures that fell beyond both intervals."""
+    if not falls:
+        return None
+    shown = "; ".join(falls[:6]) + (f"; and {len(falls) - 6} more" if len(falls) > 6 else "")
+    return tag("p", tag("strong", "What got worse: "), shown, ".", class_="warning")

@@ -1,0 +1,59 @@
+"""HTML that is safe by construction: text is escaped unless it is ``Html`` already, and only ``tag`` and ``join`` make ``Html``."""
+
+from collections.abc import Iterable
+from html import escape
+from typing import TypeAlias
+
+VOID = frozenset({"br", "img", "meta", "line", "path", "rect"})
+
+
+class Html(str):
+    """A piece of HTML, escaped where it had to be."""
+
+    __slots__ = ()
+
+
+Child: TypeAlias = "str | Iterable[str] | None"
+Attribute: TypeAlias = "str | int | float | bool | None"
+
+# Control characters that HTML forbids (tab and line ends stay) become the replacement character.
+_FORBIDDEN = dict.fromkeys((*range(9), 11, 12, *range(14, 32), *range(127, 160)), "\ufffd")
+
+
+def text(value: str) -> Html:
+    """The text as HTML. What no page may hold (control characters, halves of surrogate pairs) is shown as a question mark sign."""
+    whole = value.encode("utf-8", "replace").decode("utf-8")
+    return Html(escape(whole.translate(_FORBIDDEN), quote=True))
+
+
+def join(children: Iterable[Child], between: str = "") -> Html:
+    """Pieces one after the other, with text escaped and None left out."""
+    return Html(text(between).join(_flat(children)))
+
+
+def tag(name: str, /, *children: Child, **attributes: Attribute) -> Html:
+    """An element. ``class_`` means class and ``data_x`` means data-x; True is a bare attribute, None and False leave it out."""
+    written = "".join(_attribute(key, value) for key, value in attributes.items())
+    if name in VOID:
+        assert not children, f"<{name}> holds nothing"
+        return Html(f"<{name}{written}>") if name in ("br", "img", "meta") else Html(f"<{name}{written}/>")
+    return Html(f"<{name}{written}>{join(children)}</{name}>")
+
+
+def _attribute(key: str, value: Attribute) -> str:
+    name = key.rstrip("_").replace("_", "-")
+    if value is None or value is False:
+        return ""
+    return f" {name}" if value is True else f' {name}="{text(str(value))}"'
+
+
+def _flat(children: Iterable[Child]) -> Iterable[str]:
+    for child in children:
+        if child is None:
+            continue
+        if isinstance(child, Html):
+            yield child
+        elif isinstance(child, str):
+            yield text(child)
+        else:
+            yield join(child)

@@ -1,0 +1,194 @@
+"""The tables: held-out scores before and after, the checks before the first step, versions."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from retouch.report.markup import Html, join, tag
+from retouch.report.numbers import MISSING, score, short, signed
+
+MOST_ROWS = 12  # of one tag; more are folded away
+FEWEST_TASKS = 20  # that a row must have for a fall to be worth a warning
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One cell: a mean before and after, with their intervals where they were measured."""
+
+    before: float | None
+    after: float | None
+    before_ci: tuple[float, float] | None
+    after_ci: tuple[float, float] | None
+
+    @property
+    def apart(self) -> bool:
+        """Whether the two intervals leave room between them."""
+        if self.before_ci is None or self.after_ci is None:
+            return False
+        return self.after_ci[0] > self.before_ci[1] or self.after_ci[1] < self.before_ci[0]
+
+    @property
+    def change(self) -> float | None:
+        return None if self.before is None or self.after is None else self.after - self.before
+
+
+def compare(before: Mapping[str, Any], after: Mapping[str, Any], *, row: str, column: str) -> Compared:
+    """A cell of two evaluations."""
+    return Compared(
+        before["table"].get(row, {}).get(column),
+        after["table"].get(row, {}).get(column),
+        interval(before, row=row, column=column),
+        interval(after, row=row, column=column),
+    )
+
+
+def interval(line: Mapping[str, Any], *, row: str, column: str) -> tuple[float, float] | None:
+    """The 95 % interval of a mean, where the evaluation has one."""
+    ends = line["ci95"].get(row, {}).get(column)
+    return None if ends is None or None in ends else (ends[0], ends[1])
+
+
+def columns_of(line: Mapping[str, Any]) -> list[str]:
+    """The columns of an evaluation in the order in which they occur, without the count.
+
+    A combined reward that is one of the scores says nothing new, and is left out.
+    """
+    rows = line["table"].values()
+    columns = list(dict.fromkeys(column for row in rows for column in row if column != "n"))
+    others = [column for column in columns if column != "reward"]
+    twin = any(all(row.get(column) == row.get("reward") for row in rows) for column in others)
+    return others if twin else columns
+
+
+def falls(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Every figure whose interval after lies wholly below its interval before, in words; rows of few tasks are left out."""
+    found = []
+    for row, cells in after["table"].items():
+        if (cells.get("n") or 0) < FEWEST_TASKS:
+            continue
+        for column in columns_of(after):
+            cell = compare(before, after, row=row, column=column)
+            if cell.apart and cell.change is not None and cell.change < 0:
+                where = "" if row == "all" else f" ({_row_name(row)})"
+                found.append(f"{column}{where} {score(cell.before)} to {score(cell.after)}")
+    return found
+
+
+def heldout_tables(evals: Sequence[Mapping[str, Any]], *, first: str | None) -> list[Html]:
+    """For each split, its first evaluation beside its last, the column ``first`` in front.
+
+    Scores whose names share a prefix ("success/") get their own table.
+    """
+    made = []
+    for split in dict.fromkeys(line["split"] for line in evals):
+        lines = sorted((line for line in evals if line["split"] == split), key=lambda line: int(line["step"]))
+        before, after = lines[0], lines[-1]
+        families: dict[str, list[str]] = {}
+        for column in sorted(columns_of(after), key=lambda column: column != first):
+            families.setdefault(column.rpartition("/")[0], []).append(column)
+        steps = f"step {before['step']}" + ("" if before is after else f" → step {after['step']}")
+        for family, columns in families.items():
+            title = f"{split}, {family}" if family else str(split)
+            made.append(_heldout(title, steps, before, after, columns))
+    return made
+
+
+def _heldout(title: str, steps: str, before: Mapping[str, Any], after: Mapping[str, Any], columns: Sequence[str]) -> Html:
+    groups: dict[str, list[str]] = {}
+    for row, cells in after["table"].items():
+        if any(cells.get(column) is not None for column in columns):
+            groups.setdefault(row.partition("=")[0] if "=" in row else "", []).append(row)
+    head = tag(
+        "tr",
+        tag("th", "", scope="col"),
+        tag("th", "tasks", scope="col"),
+        [tag("th", column.rpartition("/")[2], scope="col") for column in columns],
+    )
+
+    def lines(rows: Sequence[str]) -> list[Html]:
+        return [_heldout_row(row, before, after, columns) for row in rows]
+
+    width = str(len(columns) + 2)
+    body: list[Html] = []
+    folded: list[Html] = []
+    for name, rows in groups.items():
+        if len(rows) > MOST_ROWS:
+            table = tag("table", tag("thead", head), tag("tbody", lines(rows)), class_="scores")
+            folded.append(tag("details", tag("summary", f"{name}: {len(rows)} rows"), tag("div", table, class_="scroll")))
+        else:
+            if name:
+                body.append(tag("tr", tag("th", name, colspan=width, scope="colgroup"), class_="group"))
+            body += lines(rows)
+    caption = tag("p", tag("b", title), f" · {steps}", class_="caption")
+    return join(
+        [caption, tag("div", tag("table", tag("thead", head), tag("tbody", body), class_="scores"), class_="scroll"), *folded]
+    )
+
+
+def _row_name(row: str) -> str:
+    return " ".join(row.split("=", 1)) if "=" in row else row
+
+
+def _heldout_row(row: str, before: Mapping[str, Any], after: Mapping[str, Any], columns: Sequence[str]) -> Html:
+    name = row.split("=", 1)[1] if "=" in row else row
+    count = after["table"][row].get("n")
+    cells = [_cell(compare(before, after, row=row, column=column), single=before is after) for column in columns]
+    return tag("tr", tag("th", name, scope="row"), tag("td", MISSING if count is None else str(count), class_="count"), cells)
+
+
+def _cell(cell: Compared, *, single: bool) -> Html:
+    ends = [("before", cell.before_ci), ("after", cell.after_ci)][1 if single else 0 :]
+    title = "; ".join(f"{name} 95 %: {score(ci[0])} to {score(ci[1])}" for name, ci in ends if ci is not None) or None
+    if single:
+        return tag("td", score(cell.after), title=title)
+    change = cell.change
+    direction = "flat" if change is None or abs(change) < 0.005 else "good" if change > 0 else "bad"
+    return tag(
+        "td",
+        tag("span", tag("span", f"{score(cell.before)} → ", class_="quiet"), score(cell.after), class_="pair"),
+        tag("span", signed(change), class_=f"change {direction}{' sure' if cell.apart else ''}"),
+        title=title,
+    )
+
+
+def preflight_table(checks: Sequence[Mapping[str, Any]]) -> Html:
+    """Each check with its outcome, what was measured and what is allowed."""
+    rows = [
+        tag(
+            "tr",
+            tag(
+                "td",
+                tag("span", "✓ passed" if check["ok"] else "✗ failed", class_="good" if check["ok"] else "bad"),
+                class_="outcome",
+            ),
+            tag("th", str(check["name"]), scope="row"),
+            tag("td", _amount(check.get("value")), class_="number"),
+            tag("td", _amount(check.get("limit")), class_="number"),
+            tag("td", str(check.get("text") or ""), class_="words"),
+        )
+        for check in checks
+    ]
+    head = tag("tr", [tag("th", name, scope="col") for name in ("", "check", "measured", "limit", "what it says")])
+    return tag("div", tag("table", tag("thead", head), tag("tbody", rows), class_="checks"), class_="scroll")
+
+
+def _amount(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: MISSING}[value]
+    return short(value) if isinstance(value, int | float) else str(value)
+
+
+def recipe_text(recipe: Mapping[str, Any]) -> Html:
+    """The resolved recipe, folded."""
+    return tag(
+        "details",
+        tag("summary", "The resolved recipe, every default included"),
+        tag("pre", json.dumps(recipe, indent=2, ensure_ascii=False)),
+    )
+
+
+def versions_list(versions: Mapping[str, Any]) -> Html:
+    return tag(
+        "dl", [tag("div", tag("dt", name), tag("dd", str(value))) for name, value in versions.items()], class_="facts versions"
+    )

@@ -1,0 +1,155 @@
+"""The report's arithmetic: thinning, ticks, ranges, and how numbers are written."""
+
+import itertools
+import math
+import random
+import statistics
+
+import pytest
+from html_check import read
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retouch.report import curves, numbers
+from retouch.report.charts import Chart, Line, draw
+from retouch.report.markup import join, tag, text
+from retouch.report.series import Point, averaged, enveloped, padded_range, running_mean, ticks, whole_ticks
+
+FINITE = st.floats(-1e6, 1e6)
+
+
+def test_the_band_of_a_mean_covers_as_often_as_it_says() -> None:
+    """Bands of single steps that cover their truth in 95 of 100 cases give bands of means that do so too."""
+    draw_one, covered, cases = random.Random(3), 0, 2000
+    for _ in range(cases):
+        points = [Point(x, y := draw_one.gauss(1.0, 0.5), y - 1.96 * 0.5, y + 1.96 * 0.5) for x in range(7)]
+        (mean,) = averaged(points, most=1)
+        covered += mean.low <= 1.0 <= mean.high
+    assert abs(covered / cases - 0.95) < 0.015
+
+
+@given(st.lists(FINITE | st.just(math.nan), min_size=1, max_size=60), st.integers(1, 20))
+def test_thinning_keeps_mean_and_spikes(values: list[float], most: int) -> None:
+    points = [Point(float(x), y) for x, y in enumerate(values)]
+    known = [y for y in values if math.isfinite(y)]
+    thin = enveloped(points, most)
+    assert len(thin) <= most
+    assert [point.x for point in thin] == sorted(point.x for point in thin)
+    span = [value for point in thin for value in point.span]
+    if known:
+        assert (min(span), max(span)) == pytest.approx((min(known), max(known)))
+        assert averaged(points, 1)[0].y == pytest.approx(statistics.fmean(known), abs=1e-6)
+    else:
+        assert span == []
+
+
+def test_a_running_mean_starts_where_it_has_enough() -> None:
+    points = [Point(x, y) for x, y in enumerate([1.0, 2.0, 3.0, math.nan, 5.0])]
+    smooth = [point.y for point in running_mean(points, 3)]
+    assert math.isnan(smooth[0])
+    assert math.isnan(smooth[1])
+    assert smooth[2:] == [2.0, 2.5, 4.0]
+
+
+@given(FINITE, st.floats(1e-3, 1e6), st.integers(2, 8))
+def test_ticks_are_round_even_and_inside(low: float, width: float, about: int) -> None:
+    found = ticks(low, low + width, about)
+    assert 1 <= len(found) <= 2 * about
+    slack = 1e-6 * (abs(low) + width)
+    assert low - slack <= found[0]
+    assert found[-1] <= low + width + slack
+    gaps = [after - before for before, after in itertools.pairwise(found)]
+    assert all(gap == pytest.approx(gaps[0], rel=1e-3) for gap in gaps)
+
+
+def test_ticks_of_known_ranges() -> None:
+    assert ticks(0.0, 10.0, 5) == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+    assert ticks(6.2, 9.7, 4) == [7.0, 8.0, 9.0]
+    assert ticks(2e-5, 1.9e-4, 3) == [5e-5, 1e-4, 1.5e-4]
+    assert whole_ticks(3) == [0.0, 1.0, 2.0, 3.0]
+    assert whole_ticks(1) == [0.0, 1.0]
+
+
+@given(st.lists(FINITE, max_size=9))
+def test_a_range_holds_its_values_and_has_a_height(values: list[float]) -> None:
+    low, high = padded_range(values)
+    assert low < high
+    assert all(low <= value <= high for value in values)
+    if values and min(values) >= 0:
+        assert low >= 0
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [(0.0, "0"), (8.5e-5, "8.5e−5"), (1e-6, "1e−6"), (-0.5, "−0.50"), (0.0123, "0.012"), (3.14159, "3.14"), (12345, "12345"),
+     (1234.5, "1234"), (2.5e7, "2.5e7"), (math.nan, "–"), (None, "–")],
+)  # fmt: skip
+def test_numbers_are_short(value: float | None, written: str) -> None:
+    assert numbers.short(value) == written
+
+
+def test_signs_times_and_ticks() -> None:
+    assert [numbers.signed(value) for value in (0.724, -0.004, -1.5, None)] == ["+0.72", "0.00", "−1.50", "–"]
+    assert [numbers.duration(s) for s in (0.05, 2.0, 263.0, 660.0, 7300.0)] == [
+        "50 ms",
+        "2.0 s",
+        "4 min 23 s",
+        "11 min",
+        "2 h 02 min",
+    ]
+    assert [numbers.tick_label(value, 0.05) for value in (0.0, 0.25, 1.0)] == ["0", "0.25", "1.00"]
+    assert [numbers.tick_label(value, 2.0) for value in (8.0, 10.0)] == ["8", "10"]
+    assert numbers.percent(-0.034) == "−3 %"
+
+
+def test_the_reward_has_the_interval_of_its_mean() -> None:
+    (point,) = curves.reward_points([{"step": 3, "reward/mean": 2.0, "reward/std": 0.5, "reward/count": 100}])
+    assert point == (3, 2.0, pytest.approx(1.902), pytest.approx(2.098))
+    (bare,) = curves.reward_points([{"step": 3, "reward/mean": 2.0}])
+    assert bare.span == [2.0]
+
+
+def test_phases_begin_where_the_name_changes() -> None:
+    lines = [{"step": step, "phase": "supervised" if step < 4 else "rl"} for step in range(1, 9)]
+    assert curves.boundaries(lines) == [(0, "supervised"), (3, "rl")]
+    assert curves.boundaries(lines[:3]) == []
+
+
+def test_shares_of_time_add_up_with_what_no_stage_accounts_for() -> None:
+    bars = curves.time_bars(
+        [{"step": 1, "time/step": 10.0, "time/a": 6.0, "time/b": 3.0}, {"step": 2, "time/step": 10.0, "time/a": 6.0}]
+    )
+    assert bars is not None
+    page = read(bars)
+    assert [style["style"] for style in page.all("span") if "style" in style] == ["width:60.00%", "width:15.00%", "width:25.00%"]
+    assert "other" in page.words
+    assert curves.time_bars([{"step": 1, "time/a": None}]) is None
+    assert curves.seconds_spent([{"step": 1, "time/step": 10.0, "time/a": 6.0}, {"step": 2, "time/a": 5.0}]) == 15.0
+
+
+@pytest.mark.parametrize("values", [[], [math.nan], [1.0], [1.0, math.nan, 2.0], [0.0] * 5, [-1e-9, 1e9]])
+def test_any_values_make_a_chart_with_finite_places(values: list[float]) -> None:
+    chart = Chart("c", [Line("l", "plain", [Point(x, y) for x, y in enumerate(values, start=1)])], len(values))
+    page = read(draw(chart))
+    assert all("nan" not in (path["d"] or "") and "inf" not in (path["d"] or "") for path in page.all("path"))
+
+
+@given(st.text(st.characters()))
+def test_any_text_is_escaped_once_and_reads_back(value: str) -> None:
+    """``characters()`` includes halves of surrogate pairs and control characters, which alone may change."""
+    page = read(tag("p", value, title=value, data_x=value))
+    (attributes,) = page.all("p")
+    shown = "".join(page.text.get("p", []))
+    forbidden = {*range(9), 11, 12, *range(14, 32), *range(127, 160), *range(0xD800, 0xE000)}
+    expected = "".join(
+        "�" if ord(c) in forbidden - set(range(0xD800, 0xE000)) else "?" if ord(c) in forbidden else c for c in value
+    )
+    assert attributes["title"] == attributes["data-x"] == expected
+    assert shown == (expected if expected.strip() else "")
+
+
+def test_markup_composes_without_escaping_twice() -> None:
+    inner = tag("b", "<&>")
+    assert join(["a<", inner, None, [inner, "b"]], " ") == f"a&lt; {inner} {inner}b"
+    assert tag("p", text("<")) == "<p>&lt;</p>"
+    assert tag("td", hidden=True, colspan=2, title=None, class_="x") == '<td hidden colspan="2" class="x"></td>'

@@ -1,0 +1,244 @@
+"""The report of a whole run, of one just started, and of hostile ones."""
+
+import base64
+import hashlib
+import io
+import math
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from fake_run import write_run, write_start
+from html_check import Page, assert_needs_nothing, read
+from PIL import Image
+
+from retouch.report.page import write_report
+from retouch.runs.folder import Judged, RunFolder
+from retouch.runs.summary import Summary
+from retouch.types import Sample, Task
+
+HOSTILE = [
+    "</title><script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "\"'><script src=https://evil.example/x.js></script>",
+    "</style></pre><!-- ]]> <svg/onload=alert(1)>",
+    "&lt;already&gt; &amp; &#60;",
+    "half \ud83d, nul \x00, escape \x1b[31m, \u202e turned, \u2028 line",
+    "天空 العربية " + "a" * 500,
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return write_run(tmp_path_factory.mktemp("runs") / "whole", steps=12, tasks=15, every=6)
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> RunFolder:
+    return write_start(tmp_path / "started")
+
+
+def page_of(folder: RunFolder) -> str:
+    return write_report(folder.root).read_text(encoding="utf-8")
+
+
+def test_a_whole_report_is_one_file_that_needs_nothing(run: RunFolder) -> None:
+    path = write_report(run.root)
+    assert path == run.root / "report.html"
+    page = read(path.read_text(encoding="utf-8"))
+    assert_needs_nothing(page)
+    titles = [title for title in page.text["h2"] if title]
+    assert titles == [
+        "Reward",
+        "Held-out scores",
+        "Before and after",
+        "Training groups",
+        "Signals",
+        "Time",
+        "Checks before the first step",
+        "Recipe",
+        "Versions",
+    ]
+
+
+def test_the_pictures_are_the_runs_own_to_the_pixel(run: RunFolder) -> None:
+    page = read(page_of(run))
+    shown = [base64.b64decode((image["src"] or "").partition(",")[2]) for image in page.all("img")]
+    for step in run.sample_steps():
+        if step in (0, 1, 12):
+            for line in run.read_samples(step):
+                assert (run.samples(step) / line["image"]).read_bytes() in shown
+    assert all(image["class"] == "pixelated" for image in page.all("img"))
+    assert all(Image.open(io.BytesIO(content)).size == (24, 24) for content in shown)
+    assert len(page.all("article", "card")) == 15
+    assert len(page.all("article", "strip")) == 2 * 4
+
+
+def test_the_script_is_the_one_that_the_policy_allows(run: RunFolder) -> None:
+    content = page_of(run)
+    (policy,) = (meta["content"] for meta in read(content).all("meta") if meta.get("http-equiv") == "Content-Security-Policy")
+    script = content.rpartition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert policy == f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+
+
+def test_the_same_folder_gives_the_same_bytes(run: RunFolder, tmp_path: Path) -> None:
+    shutil.copytree(run.root, tmp_path / "copy")
+    assert page_of(RunFolder(tmp_path / "copy")) == page_of(run)
+
+
+def test_the_verdict_and_the_table_say_what_the_files_say(run: RunFolder) -> None:
+    summary = run.read_summary()
+    assert summary is not None
+    words = read(page_of(run)).words
+    assert f"from {summary.before:.2f} to {summary.after:.2f}" in words
+    assert summary.gap_closed is not None
+    assert f"{100 * summary.gap_closed:.0f} % of the gap to the ceiling of 9.70" in words
+    first, *_, last = run.read_evals()
+    for row in ("all", "complexity=3"):
+        for column in ("overall", "exact"):
+            before, after = first["table"][row][column], last["table"][row][column]
+            assert f"{before:.2f} →" in words
+            assert f"{after:.2f}" in words
+    assert "4 of 5 passed" in words
+    assert "KL has a gradient" in words
+
+
+def test_members_stand_from_best_to_worst_and_missing_ones_last(run: RunFolder) -> None:
+    content = page_of(run)
+    latest = content[content.index("<h2>Training groups") : content.index("<details><summary>The same at step 1")]
+    for strip in latest.split('<article class="strip">')[1:]:
+        figures = re.findall(r'<figcaption><b(?: class="quiet")?>(.*?)</b>', strip)
+        rewards = [float(figure) for figure in figures if figure != "not judged"]
+        assert len(figures) == 10
+        assert rewards == sorted(rewards, reverse=True)
+        assert figures[len(rewards) :] == ["not judged"] * (10 - len(rewards))
+    assert latest.count("not judged</b>") == 1
+    assert latest.count("all equal: this group teaches nothing") >= 1
+
+
+def test_a_run_just_started_says_so(started: RunFolder) -> None:
+    page = read(page_of(started))
+    assert_needs_nothing(page)
+    assert "only just started" in page.words
+    assert page.all("img") == page.all("svg") == []
+    assert page.words.count("yet") >= 5
+
+
+def test_a_run_under_way_is_shown_as_far_as_it_got(started: RunFolder) -> None:
+    started.append_metrics(1, "rl", {"reward/mean": 0.5, "policy/approx_kl": math.nan})
+    started.write_eval(0, "heldout", table={"all": {"overall": 5.0, "n": 10}}, ci95={})
+    page = read(page_of(started))
+    assert "step 1 of 120" in page.words
+    assert "no value yet" in page.words
+    assert len(page.all("svg")) == 3
+
+
+@pytest.mark.parametrize("part", ["metrics", "timings", "evals", "summary", "preflight", "samples"])
+def test_any_part_may_be_missing(run: RunFolder, part: str, tmp_path: Path) -> None:
+    copy = RunFolder(tmp_path / "copy")
+    shutil.copytree(run.root, copy.root)
+    where = copy.root / "samples" if part == "samples" else getattr(copy, part)
+    shutil.rmtree(where) if where.is_dir() else where.unlink()
+    assert_needs_nothing(read(page_of(copy)))
+
+
+def test_pictures_that_are_gone_broken_or_elsewhere_are_not_a_crash(run: RunFolder, tmp_path: Path) -> None:
+    copy = RunFolder(tmp_path / "copy")
+    shutil.copytree(run.root, copy.root)
+    (tmp_path / "secret.png").write_bytes((copy.samples(0) / "heldout-0000-000.png").read_bytes())
+    (copy.samples(0) / "heldout-0000-000.png").unlink()
+    (copy.samples(0) / "heldout-0001-000.png").write_bytes(b"not a picture")
+    (copy.samples(0) / "heldout-0002-000.png").write_bytes((copy.samples(0) / "heldout-0003-000.png").read_bytes()[:60])
+    lines = copy.samples(0) / "samples.jsonl"
+    lines.write_text(lines.read_text().replace("heldout-0004-000.png", "../../../secret.png"))
+    words = read(page_of(copy)).words
+    assert (words.count("file is gone"), words.count("not readable"), words.count("no picture")) == (1, 2, 1)
+
+
+def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no recipe\.json"):
+        write_report(tmp_path)
+
+
+def hostile_run(root: Path, word: str) -> RunFolder:
+    """A run in which every text that comes from elsewhere is ``word``."""
+    folder = write_start(root, name=word)
+    big = Image.linear_gradient("L").resize((500, 300)).convert("RGB")
+    for step in (0, 1):
+        task = Task(id=word, instruction=word, images=(big,), tags={word: word})
+        item = Judged(sample=Sample(task, big), group=0, slot=0, scores={word: 1.0}, reward=1.0, advantage=0.5)
+        folder.write_samples(step, "heldout", [item])
+        folder.write_samples(step, "group", [item])
+        folder.write_eval(step, word, table={"all": {word: 1.0, "n": 30}, f"{word}={word}": {word: 1.0}}, ci95={})
+    folder.append_metrics(1, word, {f"reward/{word}": 1.0, "reward/mean": 1.0})
+    folder.append_metrics(2, "other", {word: 1.0})
+    folder.append_timings(1, {f"time/{word}": 1.0})
+    folder.write_preflight([{"name": word, "ok": False, "value": word, "limit": word, "text": word}])
+    folder.write_summary(Summary(column=word, on=word, before=1.0, after=2.0, steps=1, cost={word: word}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def harmless(tmp_path_factory: pytest.TempPathFactory) -> Page:
+    return read(page_of(hostile_run(tmp_path_factory.mktemp("harmless"), "plain")))
+
+
+@pytest.mark.parametrize("word", HOSTILE)
+def test_no_text_from_elsewhere_becomes_part_of_the_page(word: str, harmless: Page, tmp_path: Path) -> None:
+    page = read(page_of(hostile_run(tmp_path / "hostile", word)))
+    assert_needs_nothing(page)
+    assert [name for name, _ in page.elements] == [name for name, _ in harmless.elements]
+    printable = re.sub(r"[\x00-\x1f\ud83d]", "", word).split(",")[0]
+    if printable:
+        assert any(printable.strip() in text for text in page.text["p"])
+
+
+def test_large_pictures_are_reduced(harmless: Page) -> None:
+    page = harmless
+    sizes = {Image.open(io.BytesIO(base64.b64decode((image["src"] or "").partition(",")[2]))).size for image in page.all("img")}
+    assert sizes == {(384, 230), (208, 125)}
+    assert {(image["width"], image["height"]) for image in page.all("img")} == {("500", "300")}
+
+
+@pytest.mark.parametrize(
+    ("interval", "said"), [((0.5, 1.5), "rose"), ((-1.5, -0.5), "fell"), ((-0.5, 1.5), "told from chance"), (None, "went")]
+)
+def test_the_verdict_claims_no_more_than_the_interval(interval: tuple[float, float] | None, said: str, started: RunFolder) -> None:
+    gain = 0.0 if interval is None else sum(interval) / 2
+    started.write_summary(Summary(column="overall", on="tasks", before=5.0, after=5.0 + gain, steps=1, gain_ci95=interval))
+    page = read(page_of(started))
+    assert said in page.words
+    assert len(page.all("strong", "good")) == (said == "rose")
+    assert len(page.all("strong", "bad")) == (said == "fell")
+
+
+def test_the_chart_compares_only_what_was_measured_on_the_same_tasks(started: RunFolder) -> None:
+    summary = Summary(column="overall", on="compound tasks", before=5.0, after=6.0, steps=1, ceiling=9.7, best_of_k=7.0)
+    started.write_summary(summary)
+    for step, value in ((0, 5.0), (1, 6.0)):
+        started.write_eval(step, "heldout", table={"all": {"overall": value + 2}, "headline": {"overall": value}}, ci95={})
+    page = read(page_of(started))
+    assert len(page.all("path", "level")) == 2
+    assert "held-out overall from 5.00 at step 0 to 6.00 at step 1" in (page.all("svg")[0]["aria-label"] or "")
+    for step, value in ((0, 5.0), (1, 6.0)):
+        started.write_eval(step, "heldout", table={"all": {"overall": value + 2}}, ci95={})
+    assert read(page_of(started)).all("path", "level") == []
+
+
+def test_a_reward_that_is_one_of_the_scores_is_shown_once(started: RunFolder) -> None:
+    started.write_eval(0, "heldout", table={"all": {"reward": 5.0, "overall": 5.0, "IF": 3.0}}, ci95={})
+    assert read(page_of(started)).text["th"][:3] == ["tasks", "overall", "IF"]
+    started.write_eval(0, "heldout", table={"all": {"reward": 5.5, "overall": 5.0, "IF": 3.0}}, ci95={})
+    assert read(page_of(started)).text["th"][:4] == ["tasks", "reward", "overall", "IF"]
+
+
+def test_a_fall_beyond_both_intervals_is_named_at_the_top(started: RunFolder) -> None:
+    for step, value in ((0, 9.0), (1, 8.0)):
+        table = {"all": {"overall": value, "n": 99}, "complexity=1": {"IP": value, "n": 50}, "kind=rare": {"IP": value, "n": 3}}
+        ci95 = {row: {"IP": (value - 0.2, value + 0.2)} for row in ("complexity=1", "kind=rare")}
+        started.write_eval(step, "heldout", table=table, ci95={**ci95, "all": {"overall": (value - 0.6, value + 0.6)}})
+    page = read(page_of(started))
+    assert len(page.all("p", "warning")) == 1
+    assert "IP (complexity 1) 9.00 to 8.00." in page.text["p"]
