@@ -20,6 +20,7 @@ import hashlib
 import json
 import math
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from string import ascii_lowercase as letters
@@ -218,14 +219,13 @@ def first_gradient(pipeline: StableDiffusion3Pipeline, prompts: list[str], noise
     return gradients
 
 
-def train(steps: int, seed: int) -> list[dict[str, float]]:
-    """The whole story. Returns a record a step."""
+def train(steps: int, seed: int) -> Iterator[dict[str, float]]:
+    """The whole story. Yields a record a step."""
     pipeline = build_models(seed)
     add_lora(pipeline.transformer, seed)
     trained = [weight for weight in pipeline.transformer.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=1e-4)
     text = encode(pipeline, PROMPTS)
-    history = []
     for step in range(steps):
         began = time.perf_counter()
         prompts = torch.randperm(len(PROMPTS), generator=generator(seed, "prompts", step))[:PROMPTS_PER_STEP]
@@ -233,10 +233,7 @@ def train(steps: int, seed: int) -> list[dict[str, float]]:
         grad_norm = torch.nn.utils.clip_grad_norm_(trained, GRAD_NORM_MAX).item()
         optimizer.step()
         optimizer.zero_grad()
-        seconds = time.perf_counter() - began
-        history.append({"reward": reward, "ratio_max_first": ratio_off, "grad_norm": grad_norm, "seconds": seconds})
-        print(f"step {step + 1:3d}  reward {reward:.4f}  {seconds:.2f} s", flush=True)
-    return history
+        yield {"reward": reward, "ratio_max_first": ratio_off, "grad_norm": grad_norm, "seconds": time.perf_counter() - began}
 
 
 if __name__ == "__main__":
@@ -245,6 +242,9 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write each step's numbers here")
     args = parser.parse_args()
-    history = train(args.steps, args.seed)
+    history = []
+    for row in train(args.steps, args.seed):
+        history.append(row)
+        print(f"step {len(history):3d}  reward {row['reward']:.4f}  {row['seconds']:.2f} s", flush=True)
     if args.json:
         args.json.write_text(json.dumps(history, indent=1))

@@ -20,7 +20,7 @@ local sampling = import 'lib/sampling.libsonnet';
     train: { kind: 'lora', rank: 32, alpha: 64 },
   },
   rollout: sampling.window(num_steps=6, size=2, high=4, transition=sampling.cps(0.7)),
-  data: photos.tasks('photos', held_out=0.5),
+  data: photos.tasks('photos', held_out=1),
   reward: photos.judge(colour=[200, 60, 40]),
   objective: objectives.grpo(1e-4),
   eval: { tasks: 8 },

@@ -13,6 +13,7 @@ local sampling = import 'lib/sampling.libsonnet';
     tasks_per_step: sizes.tasks_per_step,
     group_size: sizes.group_size,
     learning_rate: sizes.learning_rate,
+    ranks: sizes.ranks,
     minibatches: 2,
     microbatch: sizes.microbatch,
     policy: {

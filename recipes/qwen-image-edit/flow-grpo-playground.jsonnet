@@ -16,6 +16,7 @@ qwen.flow_grpo(
     tasks_per_step: 8,
     group_size: 12,
     learning_rate: 1e-3,
+    ranks: 1,
     rank: 32,
     num_steps: 6,
     chunk: 96,

@@ -19,6 +19,7 @@ qwen.flow_grpo(
     tasks_per_step: 32,
     group_size: 16,
     learning_rate: 1e-4,
+    ranks: 8,
     rank: 64,
     num_steps: 10,
     chunk: 4,

@@ -84,7 +84,7 @@ def _looking(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", *p
     doctor = commands.add_parser("doctor", parents=parents, help="check all that can be checked before anything expensive starts")
     doctor.add_argument("recipe", nargs="?", metavar="RECIPE")
     doctor.add_argument("--distributed", action="store_true", help="under `retouch launch`: check that the ranks find each other")
-    doctor.add_argument("--device", help="check this device in place of the recipe's")
+    doctor.add_argument("--device", help="check this device, or plan for this GPU (h200, h100, ...)")
     doctor.set_defaults(run=_doctor)
 
     recipes = commands.add_parser("recipes", parents=parents[:1], help="list the recipes that come with the package")
@@ -162,7 +162,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
     recipe = None if arguments.recipe is None else load(arguments.recipe, arguments.overrides)
     from retouch.runs.doctor import examine
 
-    return examine(recipe, distributed=arguments.distributed, device=arguments.device)
+    changes = [word for override in arguments.overrides for word in ("--set", override)]
+    named = [] if arguments.recipe is None else [arguments.recipe, *changes]
+    return examine(recipe, distributed=arguments.distributed, device=arguments.device, named=named)
 
 
 def _recipes(arguments: argparse.Namespace) -> int:

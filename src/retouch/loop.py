@@ -122,7 +122,7 @@ def compare(run: Run, phase: Phase, judged: Judged) -> tuple[Float[Tensor, " b"]
     gathered = torch.empty(len(phase.order), table.shape[1])
     gathered[phase.order] = run.ranks.gather(table)
     rewards = gathered[:, 0]
-    missing = rewards.isnan().float().mean().item()
+    missing = rewards.isnan().double().mean().item()  # in fp32 exactly the allowed share would be above it
     if missing > run.max_missing:
         raise TooManyMissing(
             f"{missing:.0%} of the samples could not be judged, and the recipe allows {run.max_missing:.0%} (reward.max_missing): "

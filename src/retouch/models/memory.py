@@ -78,10 +78,14 @@ def plan(name: str, setup: Setup) -> MemoryPlan:
 
     ValueError for an unknown model, part or target.
     """
-    described = parts(name)
+    return plan_parts(parts(name), setup)
+
+
+def plan_parts(described: Mapping[str, Mapping[str, Any]], setup: Setup) -> MemoryPlan:
+    """As ``plan``, for a model that is described part by part, as ``sizes.parts`` does."""
     unknown = [part for part in setup.without if part not in described or part == "transformer"]
     if unknown:
-        raise ValueError(f"{name} has no part {unknown[0]!r} to leave out; it has {', '.join(described)}")
+        raise ValueError(f"the model has no part {unknown[0]!r} to leave out; it has {', '.join(described)}")
     transformer = described["transformer"]
     share = setup.ranks if setup.sharding == "fsdp" else 1
     frozen = stored_count(transformer)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +36,20 @@ def parts(name: str) -> dict[str, dict[str, Any]]:
         raise ValueError(f"no configuration of {name!r}; there are {', '.join(known_models())}")
     description = json.loads((_CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
     return dict(description["parts"])
+
+
+def parts_in(folder: Path) -> dict[str, dict[str, Any]]:
+    """The parts of a model in a local diffusers folder, described in the same way. ValueError where it has no transformer."""
+    described = {}
+    for place in sorted(folder.glob("*/config.json")):
+        config = json.loads(place.read_text(encoding="utf-8"))
+        name = config.get("_class_name") or next(iter(config.get("architectures") or ()), None)
+        if name is not None:
+            kept = {key: value for key, value in config.items() if not key.startswith("_")}
+            described[place.parent.name] = {"class": name, "config": kept}
+    if "transformer" not in described:
+        raise ValueError(f"{folder} is no diffusers folder: it has no transformer/config.json")
+    return described
 
 
 def build_meta(part: Mapping[str, Any]) -> nn.Module:
@@ -75,16 +90,17 @@ def _matches(name: str, target: str) -> bool:
 def _build(part: str) -> nn.Module:
     described = json.loads(part)
     config = described["config"]
+    # diffusers' from_config passes over keys of other versions, as its from_pretrained does.
     with torch.device("meta"):
         match described["class"]:
             case "QwenImageTransformer2DModel":
-                return QwenImageTransformer2DModel(**config)
+                return QwenImageTransformer2DModel.from_config(config)
             case "SD3Transformer2DModel":
-                return SD3Transformer2DModel(**config)
+                return SD3Transformer2DModel.from_config(config)
             case "AutoencoderKLQwenImage":
-                return AutoencoderKLQwenImage(**config)
+                return AutoencoderKLQwenImage.from_config(config)
             case "AutoencoderKL":
-                return AutoencoderKL(**config)
+                return AutoencoderKL.from_config(config)
             case "Qwen2_5_VLForConditionalGeneration":
                 return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**config))
             case "CLIPTextModelWithProjection":

@@ -50,7 +50,7 @@ class NFT:
                     sigma_sampling=self.sigma_sampling,
                     shift=self.shift,
                 )
-                weights = minibatch.weights[rows, 0] / self.draws
+                weights = minibatch.weights[rows].sum(dim=1) / self.draws  # a row counts whole, however many actions made it
                 old = policy.velocity(trajectory, rows, x, sigma, "old")
                 velocity = policy.velocity(trajectory, rows, x, sigma, "current")
                 goodness = (minibatch.advantages[rows, 0] / (2 * self.advantage_clip) + 0.5).clamp(0.0, 1.0)

@@ -1,5 +1,6 @@
 """Clipped policy gradient on the ratio of new to acting probability, for tokens and denoising transitions alike."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,24 +15,33 @@ from retouch.types import Evaluation, Loss, Minibatch, Needs, Policy
 class PolicyGradient:
     """GRPO and its kin: the surrogate of each action, weighted, plus the KL to the reference.
 
-    ``surrogate``: ``clip`` (PPO; ``dual`` bounds the loss of bad actions), ``gspo`` (the same on the sequence's ratio), ``cispo``,
-    ``reinforce`` (no ratio). ``clip_low``, ``clip_high``: the ratio stays within [1 - low, 1 + high]. ``kl``: None, ``k3`` for
-    tokens, ``closed`` or ``velocity`` for transitions. ``ratio_norm``: GRPO-Guard's ratio, for transitions.
+    ``surrogate``: ``clip`` (PPO; ``dual`` bounds the loss of bad actions), ``gspo`` (the same on the sequence's ratio, for which a
+    microbatch must hold whole rows), ``cispo``, ``reinforce`` (no ratio). ``clip_low``, ``clip_high``: the ratio stays within
+    [1 - low, 1 + high]; ``cispo`` may leave low None, ``reinforce`` reads neither. ``kl``: None, ``k3`` for tokens, ``closed`` or
+    ``velocity`` for transitions. ``ratio_norm``: GRPO-Guard's ratio, for transitions. ValueError: a bound is missing.
     """
 
     surrogate: Literal["clip", "gspo", "cispo", "reinforce"] = "clip"
-    clip_low: float
-    clip_high: float
+    clip_low: float | None = None
+    clip_high: float | None = None
     dual: float | None = None
     kl: Literal["k3", "closed", "velocity"] | None = None
     kl_weight: float = 0.0
     ratio_norm: bool = False
+
+    def __post_init__(self) -> None:
+        low = self.clip_low is not None or self.surrogate in ("cispo", "reinforce")
+        if not low or (self.clip_high is None and self.surrogate != "reinforce"):
+            raise ValueError(
+                f"surrogate {self.surrogate!r} with clip_low {self.clip_low}, clip_high {self.clip_high}: give the missing one"
+            )
 
     def losses(self, policy: Policy, minibatch: Minibatch) -> Iterator[Loss]:
         needs = Needs(kl=self.kl, log_ratio="norm" if self.ratio_norm else "plain")
         for part in policy.microbatches(minibatch.trajectory):
             mask = minibatch.trajectory.mask[part.rows, part.actions]
             weights = minibatch.weights[part.rows, part.actions]
+            self._check_whole_rows(mask.shape[1], minibatch.trajectory.mask.shape[1])
             evaluation = policy.evaluate(minibatch.trajectory, part, needs)
             loss = self._surrogate(evaluation, minibatch.advantages[part.rows, part.actions], mask)
             if evaluation.scale is not None:
@@ -44,28 +54,33 @@ class PolicyGradient:
     def after_step(self, policy: Any, step: int) -> None:
         """Nothing: the acting policy is the policy."""
 
-    def _surrogate(self, evaluation: Evaluation, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        log_ratio = evaluation.log_ratio
-        match self.surrogate:
-            case "clip":
-                return clipped(log_ratio, advantages, mask=mask, low=self.clip_low, high=self.clip_high, dual=self.dual)
-            case "gspo":
-                sequence = sequence_log_ratio(log_ratio, mask)
-                return clipped(sequence, advantages, mask=mask, low=self.clip_low, high=self.clip_high, dual=self.dual)
-            case "cispo":
-                return cispo(log_ratio, evaluation.log_probs, advantages, mask=mask, low=self.clip_low, high=self.clip_high)
-            case "reinforce":
-                return reinforce(evaluation.log_probs, advantages, mask=mask)
+    def _check_whole_rows(self, actions: int, of: int) -> None:
+        if self.surrogate == "gspo" and actions < of:
+            raise ValueError(f"gspo needs the ratio of all {of} actions of a row at once; raise microbatch to at least {of}")
 
-    def _metrics(self, evaluation: Evaluation, mask: torch.Tensor, weights: torch.Tensor, value: torch.Tensor) -> tuple[dict, dict]:
+    def _surrogate(self, evaluation: Evaluation, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        low, high = self.clip_low, self.clip_high
+        if self.surrogate == "reinforce":
+            return reinforce(evaluation.log_probs, advantages, mask=mask)
+        assert high is not None
+        if self.surrogate == "cispo":
+            return cispo(evaluation.log_ratio, evaluation.log_probs, advantages, mask=mask, low=low, high=high)
+        assert low is not None
+        log_ratio = sequence_log_ratio(evaluation.log_ratio, mask) if self.surrogate == "gspo" else evaluation.log_ratio
+        return clipped(log_ratio, advantages, mask=mask, low=low, high=high, dual=self.dual)
+
+    def _metrics(
+        self, evaluation: Evaluation, mask: torch.Tensor, weights: torch.Tensor, value: torch.Tensor
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         log_ratio = torch.where(mask, evaluation.log_ratio.detach(), 0.0)
         ratio = log_ratio.exp()
-        outside = (ratio < 1 - self.clip_low) | (ratio > 1 + self.clip_high)
-        sums = {
-            "policy/loss": value.detach(),
-            "policy/clip_fraction": (weights * outside).sum(),
-            "policy/approx_kl": (weights * 0.5 * log_ratio.square()).sum(),
-        }
+        sums = {"policy/loss": value.detach(), "policy/approx_kl": (weights * 0.5 * log_ratio.square()).sum()}
+        if self.clip_high is not None:
+            clipped_ratio = sequence_log_ratio(log_ratio, mask).exp() if self.surrogate == "gspo" else ratio
+            outside = (clipped_ratio > 1 + self.clip_high) | (
+                clipped_ratio < 1 - (math.inf if self.clip_low is None else self.clip_low)
+            )
+            sums["policy/clip_fraction"] = (weights * outside).sum()
         if evaluation.kl is not None:
-            sums["policy/kl"] = (weights * evaluation.kl.detach()).sum()
+            sums["policy/kl"] = (weights * torch.where(mask, evaluation.kl.detach(), 0.0)).sum()
         return sums, {"policy/ratio_max": (ratio - 1).abs().max()}

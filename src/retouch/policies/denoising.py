@@ -6,6 +6,7 @@ steps. Noise is keyed by (seed, step, group, slot) and drawn on the CPU.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -28,7 +29,8 @@ class Sampling:
 
     ``kind`` and ``noise_level``: the transition of the trained steps (``ode``: no exploration, no log-probabilities, for
     objectives that need only pictures). ``reduction``: of the Gaussian log-probability over a latent's elements; clip ranges
-    depend on it. ``shared_noise``: the samples of a group start from the same noise.
+    depend on it. ``shared_noise``: the samples of a group start from the same noise. ``weights``: those that act; NFT compares to
+    its old policy, so that one makes its pictures.
     """
 
     num_steps: int
@@ -37,6 +39,7 @@ class Sampling:
     reduction: Literal["mean", "sum"]
     window: Window
     shared_noise: bool = False
+    weights: Literal["current", "old"] = "current"
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -114,7 +117,8 @@ class DenoisingPolicy:
         """Act with exploration in this step's window of the chain. ``outputs``: clean latents (b, ...), fp32."""
         window = self.sampling.window.actions(num_steps=self.sampling.num_steps, seed=batch.seed, step=batch.step)
         actions = range(0) if self.sampling.kind == "ode" else window
-        return self._denoise(batch, num_steps=self.sampling.num_steps, actions=actions, shared_noise=self.sampling.shared_noise)
+        with self.copies.using("old") if self.sampling.weights == "old" else nullcontext():
+            return self._denoise(batch, num_steps=self.sampling.num_steps, actions=actions, shared_noise=self.sampling.shared_noise)
 
     def sample(self, batch: Batch) -> DenoisingTrajectory:
         """Denoise deterministically, under the averaged weights where there are any."""
@@ -139,7 +143,7 @@ class DenoisingPolicy:
     def _denoise(self, batch: Batch, *, num_steps: int, actions: range, shared_noise: bool) -> DenoisingTrajectory:
         conditioning = self.model.encode(batch.tasks)
         group = self._group(batch)
-        sigmas = self.model.sigmas(num_steps, conditioning)
+        sigmas = self.model.sigmas(num_steps, conditioning).to(group.device)
         branch = self.sampling.window.mode == "branch" and len(actions) > 0
         rows = conditioning if branch else conditioning.take(group)
         x = self._initial_noise(batch, rows, per_group=branch, shared=shared_noise)

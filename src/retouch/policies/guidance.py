@@ -22,11 +22,8 @@ class Guided:
         if guidance_scale <= 1.0:
             raise ValueError(f"guidance_scale {guidance_scale}: guidance begins above 1; take the model without it")
         self.model = model
+        self.module: nn.Module = model.module
         self.guidance_scale = guidance_scale
-
-    @property
-    def module(self) -> nn.Module:
-        return self.model.module
 
     def encode(self, tasks: Sequence[Task]) -> Conditioning:
         return replace(self.model.encode(tasks), negative=self.encode_negative(tasks))

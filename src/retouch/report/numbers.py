@@ -1,6 +1,7 @@
 """How the report writes numbers."""
 
 import math
+from collections.abc import Iterable
 
 MINUS = "\u2212"
 MISSING = "\u2013"
@@ -37,17 +38,22 @@ def brief(value: float) -> str:
     return _minus(f"{value:.3g}")
 
 
-def score(value: float | None) -> str:
-    """Two decimals, as tables of scores have it."""
-    return MISSING if value is None or not math.isfinite(value) else _minus(f"{value:.2f}")
+def decimals_for(values: Iterable[float | None]) -> int:
+    """How many decimals tell these scores apart: three where none is larger than 1, else two."""
+    return 3 if all(value is None or not abs(value) > 1 for value in values) else 2
 
 
-def signed(value: float | None) -> str:
-    """Two decimals with a sign; an exact zero, or what rounds to it, has none."""
+def score(value: float | None, decimals: int = 2) -> str:
+    """A fixed number of decimals, as tables of scores have it."""
+    return MISSING if value is None or not math.isfinite(value) else _minus(f"{value:.{decimals}f}")
+
+
+def signed(value: float | None, decimals: int = 2) -> str:
+    """The same with a sign; an exact zero, or what rounds to it, has none."""
     if value is None or not math.isfinite(value):
         return MISSING
-    rounded = f"{value:+.2f}"
-    return "0.00" if float(rounded) == 0 else _minus(rounded)
+    rounded = f"{value:+.{decimals}f}"
+    return rounded.lstrip("+-") if float(rounded) == 0 else _minus(rounded)
 
 
 def percent(share: float) -> str:

@@ -16,7 +16,10 @@ from retouch.types import Reward, Sample, Scores
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Judged:
-    """``scores``: every column (b,). ``rewards``: the combined number (b,), NaN where the sample is missing. ``faults``: rows without a picture."""
+    """``scores``: every column (b,). ``rewards``: the combined number (b,), NaN where the sample is missing.
+
+    ``faults``: how many rows had no picture.
+    """
 
     scores: Scores
     rewards: Float[Tensor, " b"]
@@ -36,10 +39,12 @@ class Judge:
     """A reward and how its columns combine: reward = sum of weight * column.
 
     ``combine`` names the columns that train and their weights; every other column is logged and decides nothing. ValueError where
-    it names a column that the reward does not have, or a diagnostic.
+    it names none, one that the reward does not have, or a diagnostic.
     """
 
     def __init__(self, reward: Reward, combine: Mapping[str, float]) -> None:
+        if not combine:
+            raise ValueError(f"combine names no column, so there is no reward; the judge gives {', '.join(reward.columns)}")
         for name in combine:
             if name not in reward.columns:
                 raise ValueError(
@@ -85,7 +90,7 @@ class Judge:
         values = torch.as_tensor(given[name], dtype=torch.float32).cpu()
         if values.shape != (count,):
             raise ValueError(
-                f"column {name!r} has shape {tuple(values.shape)} for {count} samples; return one number a sample, NaN where missing"
+                f"column {name!r} has shape {tuple(values.shape)} for {count} samples; return one a sample, NaN where missing"
             )
         outside = ~torch.isnan(values) & ~((values >= column.low) & (values <= column.high))
         if outside.any():

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from retouch.data.sampler import steps_for_passes
 from retouch.loop import Phase, Run
@@ -47,11 +48,13 @@ class Assembly:
         """Steps of the whole run."""
         return self.plan[-1][1].stop
 
-    def policy(self, rollout: Rollout, *, keep_means: bool = False) -> DenoisingPolicy:
-        """The policy acting as ``rollout`` says; all policies of a run share their weights."""
+    def policy(
+        self, rollout: Rollout, *, acting: Literal["current", "old"] = "current", keep_means: bool = False
+    ) -> DenoisingPolicy:
+        """The policy acting as ``rollout`` says under the given weights; all policies of a run share their weights."""
         return DenoisingPolicy(
             Guided(self.model, rollout.guidance_scale) if rollout.guidance_scale > 1 else self.model,
-            sampling=build_sampling(rollout),
+            sampling=replace(build_sampling(rollout), weights=acting),
             eval_steps=self.recipe.eval.num_steps or rollout.num_steps,
             microbatch=self.recipe.microbatch,
             copies=self.copies,
@@ -74,7 +77,8 @@ class Assembly:
         """What the loop takes for a phase."""
         resolved, steps = self.plan[index]
         guarded = isinstance(resolved.objective, recipe_learning.PolicyGradient) and resolved.objective.ratio_norm
-        policy = self.policy(resolved.rollout, keep_means=guarded)
+        acting: Literal["current", "old"] = "old" if isinstance(resolved.objective, recipe_learning.Nft) else "current"
+        policy = self.policy(resolved.rollout, acting=acting, keep_means=guarded)
         policy.module = stepper.module
         run = Run(
             policy=policy,

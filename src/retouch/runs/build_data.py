@@ -9,6 +9,7 @@ from retouch.data.folder import read_folder
 from retouch.data.guard import refuse_test_sets
 from retouch.data.hub import read_hub
 from retouch.data.images import Exact, Resize
+from retouch.data.problems import Problem
 from retouch.data.prompts import read_prompts
 from retouch.data.rows import Rows, sources
 from retouch.data.split import limit, split_by_source
@@ -21,11 +22,15 @@ from retouch.types import Task
 
 @dataclass(frozen=True)
 class Sets:
-    """``train`` and ``heldout`` share no source picture. ``test_sets``: known test sets that the recipe allows training on."""
+    """``train`` and ``heldout`` share no source picture. ``test_sets``: known test sets that the recipe allows training on.
+
+    ``problems``: what was found while reading, of rows that were left out too.
+    """
 
     train: Sequence[Task]
     heldout: Sequence[Task]
     test_sets: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
 
 
 def build_sets(recipe: Recipe, data: Data, *, size: tuple[int, int] | None) -> Sets:
@@ -46,7 +51,7 @@ def build_sets(recipe: Recipe, data: Data, *, size: tuple[int, int] | None) -> S
     refused = refuse_test_sets([data.path], split=split_name, allow_test_sets=data.allow_test_sets)
     rows = _read(data)
     on_bad_row = "refuse" if isinstance(data, PromptData) else data.on_bad_row
-    good, _ = accept(rows, on_bad_row=on_bad_row)
+    good, found = accept(rows, on_bad_row=on_bad_row)
     split = split_by_source(sources(rows, good), held_out=data.held_out, seed=recipe.seed)
     train_rows, heldout_rows = ([good[k] for k in side] for side in (split.train, split.held_out))
     if data.limit is not None:
@@ -54,7 +59,8 @@ def build_sets(recipe: Recipe, data: Data, *, size: tuple[int, int] | None) -> S
     if len(heldout_rows) > recipe.eval.tasks:
         heldout_rows = list(limit(heldout_rows, n=recipe.eval.tasks, seed=recipe.eval.seed))
     tasks = Tasks(rows, resize=_resize(data, size))
-    return Sets(Subset(tasks, train_rows), Subset(tasks, heldout_rows), tuple(str(test) for test in refused))
+    allowed = tuple(str(test) for test in refused)
+    return Sets(Subset(tasks, train_rows), Subset(tasks, heldout_rows), allowed, tuple(found))
 
 
 def _read(data: FolderData | HubData | PromptData) -> Rows:

@@ -84,11 +84,10 @@ def copies_needed(recipe: Recipe) -> set[str]:
 
 def build_sampling(rollout: recipe_rollout.Rollout) -> Sampling:
     transition = rollout.transition
-    noisy = not isinstance(transition, recipe_rollout.OdeTransition)
     return Sampling(
         num_steps=rollout.num_steps,
         kind=transition.kind,
-        noise_level=transition.noise_level if noisy else 0.0,
+        noise_level=0.0 if isinstance(transition, recipe_rollout.OdeTransition) else transition.noise_level,
         reduction=rollout.reduction,
         window=Window(**rollout.window.model_dump()),
         shared_noise=rollout.shared_noise,

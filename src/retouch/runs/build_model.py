@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig
@@ -20,16 +21,18 @@ from retouch.models.sd3 import SD3
 from retouch.policies.weights import WeightCopies
 from retouch.runs.files import read_json
 from retouch.runs.imports import import_class
+from retouch.runs.pretrained import fetch_weights
 from retouch.runs.recipe_policy import DenoisingPolicy as PolicySection
 from retouch.runs.recipe_policy import DiffusersModel, ImportedModel, Lora, Model, PlaygroundModel
 from retouch.types import DenoisingModel
 
-_FAMILIES: dict[str, type] = {
+_FAMILIES: dict[str, Any] = {
     "qwen-image": QwenImage,
     "qwen-image-edit": QwenImageEdit,
     "qwen-image-edit-plus": QwenImageEditPlus,
     "sd3": SD3,
 }
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LORA_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors", "weights.safetensors")
 
 
@@ -43,11 +46,11 @@ def build_model(model: Model, *, device: torch.device) -> DenoisingModel:
     if isinstance(model, ImportedModel):
         made: DenoisingModel = import_class(model.class_)(**model.args)
         return made
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[model.dtype]
+    dtype = DTYPES[model.dtype]
     size = None if model.size is None else (model.size[0], model.size[1])
     if isinstance(model, PlaygroundModel):
         return _playground(Path(model.path) if model.path else playground_weights(), dtype=dtype, device=device, size=size)
-    loaded: DenoisingModel = _FAMILIES[model.kind].from_pretrained(model.path, dtype=dtype, device=device, size=size)
+    loaded: DenoisingModel = _FAMILIES[model.kind].from_pretrained(fetch_weights(model.path), dtype=dtype, device=device, size=size)
     return loaded
 
 
@@ -76,16 +79,17 @@ def make_trainable(model: DenoisingModel, policy: PolicySection, *, seed: int) -
     module = model.module
     module.requires_grad_(False).eval()
     if isinstance(policy.train, Lora):
-        _add_lora(module, policy.train, _targets(policy), seed=seed)
+        _add_lora(module, policy.train, lora_targets(policy), seed=seed)
     else:
         module.requires_grad_(True)
     if policy.gradient_checkpointing:
         # A module without it raises its own clear error.
-        module.get_submodule("").enable_gradient_checkpointing()
+        module.enable_gradient_checkpointing()  # type: ignore[operator]
     return WeightCopies(module)
 
 
-def _targets(policy: PolicySection) -> Sequence[str]:
+def lora_targets(policy: PolicySection) -> Sequence[str]:
+    """The linear layers that get an adapter: those that the recipe names, else the family's. ValueError for an imported model's."""
     assert isinstance(policy.train, Lora)
     if policy.train.targets is not None:
         return policy.train.targets

@@ -4,6 +4,7 @@ The ratio must be 1 before the step and not 1 after it; gradients finite and not
 ones did not; a KL has a gradient once the policy has left the reference.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
@@ -141,7 +142,7 @@ def _kl_gradient(run: Run, objective: PolicyGradient, minibatch: Minibatch) -> f
     assert evaluation.kl is not None
     parameters = [p for p in run.policy.module.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(evaluation.kl.mean(), parameters, allow_unused=True)
-    return sum(float(gradient.square().sum()) for gradient in gradients if gradient is not None) ** 0.5
+    return math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients if gradient is not None))
 
 
 def _fingerprints(run: Run) -> list[Tensor]:

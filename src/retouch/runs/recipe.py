@@ -87,6 +87,8 @@ class Recipe(Section):
     """Learning rate of the optimizer, before its schedule."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
     """``auto`` takes CUDA, then MPS, then the CPU, and says which."""
+    ranks: Count | None = None
+    """Ranks that the recipe is meant for; another number is said and not refused, null means any."""
     epochs: Count = 1
     """Passes over the samples of a step."""
     minibatches: Count = 1

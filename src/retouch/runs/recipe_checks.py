@@ -31,6 +31,14 @@ def check_ranks(recipe: "Recipe", world: int) -> None:
         )
 
 
+def unmeant_ranks(recipe: "Recipe", world: int) -> str | None:
+    """What to say where a run has another number of ranks than its recipe is meant for; None where there is nothing to say."""
+    if recipe.ranks is None or recipe.ranks == world:
+        return None
+    there = "is 1" if world == 1 else f"are {world}"
+    return f"the recipe is meant for {recipe.ranks} rank{'s' * (recipe.ranks > 1)}, and there {there}"
+
+
 def _length(recipe: "Recipe") -> Iterator[str]:
     if recipe.phases is None:
         if (recipe.steps is None) == (recipe.passes is None):

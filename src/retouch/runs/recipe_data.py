@@ -49,8 +49,8 @@ class FolderData(DataSection):
     """The folder."""
     size: Pixels | None = None
     """Height and width in pixels that every picture is resized to; null takes the model's."""
-    held_out: Share = 0.1
-    """Share of the source pictures kept for evaluation; all rows of a picture go the same way."""
+    held_out: Share | Count = 0.1
+    """Kept for evaluation: a share of the source pictures, or (a whole number) at least so many rows, whole pictures either way."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
     """What to do about a row that cannot be used: stop before training, or go on without it and say so."""
     limit: Count | None = None
@@ -75,8 +75,8 @@ class HubData(DataSection):
     """Our names (``instruction``, ``image``, ``target``, ...) to the data set's."""
     size: Pixels | None = None
     """Height and width in pixels that every picture is resized to; null takes the model's."""
-    held_out: Share = 0.1
-    """Share of the source pictures kept for evaluation; all rows of a picture go the same way."""
+    held_out: Share | Count = 0.1
+    """Kept for evaluation: a share of the source pictures, or (a whole number) at least so many rows, whole pictures either way."""
     on_bad_row: Literal["refuse", "skip"] = "refuse"
     """What to do about a row that cannot be used: stop before training, or go on without it and say so."""
     limit: Count | None = None
@@ -89,8 +89,8 @@ class PromptData(DataSection):
     kind: Literal["prompts"]
     path: str
     """The file."""
-    held_out: Share = 0.1
-    """Share of the prompts kept for evaluation."""
+    held_out: Share | Count = 0.1
+    """Share of the prompts kept for evaluation, or (a whole number) how many."""
     limit: Count | None = None
     """Use so many prompts, drawn by the recipe's seed; null uses all."""
 

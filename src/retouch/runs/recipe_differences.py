@@ -6,13 +6,16 @@ from typing import Any
 
 from retouch.runs.recipe import Recipe
 
-_FREE = re.compile(r"steps|passes|eval\.every|(samples|checkpoints)\..*|trackers(\.\d+)?|device|out|(phases\.\d+\.)?data\.path")
+_FREE = re.compile(
+    r"steps|passes|eval\.every|(samples|checkpoints)\..*|trackers(\.\d+)?|device|ranks|out|(phases\.\d+\.)?data\.path"
+)
 
 
 def differences(old: Recipe, new: Recipe) -> list[str]:
     """A line for each key that differs and may not, old value first; empty where the old run can go on as the new recipe says.
 
-    Length (of the last phase, where there are phases), cadences, trackers, device, and the folders of data and runs may differ.
+    Length (of the last phase, where there are phases), cadences, trackers, device, ranks, and the folders of data and runs may
+    differ.
     """
     before, after = dict(_leaves(old.document(), "")), dict(_leaves(new.document(), ""))
     lines = []

@@ -5,7 +5,9 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import accelerate.utils
+import diffusers.utils.logging
+import transformers.utils.logging
 
 from retouch.loop import TooManyMissing, train
 from retouch.report.page import write_report
@@ -17,10 +19,11 @@ from retouch.runs.outcome import Outcome
 from retouch.runs.preflight import preflight, require
 from retouch.runs.ranks import Ranks, join
 from retouch.runs.recipe import Recipe, parse
+from retouch.runs.recipe_checks import unmeant_ranks
 from retouch.runs.recipe_differences import differences
 from retouch.runs.recording import Recorder
 from retouch.runs.state import capture, restore
-from retouch.runs.stepper import NonFiniteGradient, Stepper
+from retouch.runs.stepper import Stepper
 from retouch.runs.stopping import StopRequest, listening
 from retouch.runs.trackers import Trackers, open_trackers, require_trackers
 
@@ -40,7 +43,9 @@ def run(recipe: Recipe, *, fresh: bool) -> int:
     _open_folder(folder, recipe, ranks, fresh=fresh)
     _log_to(folder, ranks)
     log.info("run %s on %s, %d rank%s; folder %s", recipe.name, ranks.device, ranks.world, "s" * (ranks.world > 1), folder.root)
-    torch.manual_seed(recipe.seed)
+    if (unmeant := unmeant_ranks(recipe, ranks.world)) is not None:
+        log.warning("%s; `retouch doctor` says what fits", unmeant)
+    accelerate.utils.set_seed(recipe.seed)  # nothing of ours draws from the global generators; a user's reward may
     parts = assemble(recipe, ranks)
     with listening() as request:
         return _Session(recipe, folder, parts, request).run()
@@ -78,6 +83,10 @@ def _log_to(folder: RunFolder, ranks: Ranks) -> None:
         log.addHandler(logging.StreamHandler(sys.stdout))
     log.setLevel(logging.INFO)
     log.propagate = False
+    transformers.utils.logging.disable_progress_bar()
+    diffusers.utils.logging.disable_progress_bar()
+    # It warns that sliding windows are not for this attention, whose mask has them all the same.
+    transformers.utils.logging.set_verbosity_error()
 
 
 @dataclass
@@ -89,6 +98,10 @@ class _Session:
 
     def run(self) -> int:
         found = checkpoint.latest(self.folder.checkpoints)
+        if found is None and any(self.folder.checkpoints.glob("step-*")):
+            raise ValueError(
+                f"no checkpoint in {self.folder.checkpoints} is whole; restore one from elsewhere, or start anew with --fresh"
+            )
         state = None if found is None else checkpoint.load(found)
         self.done = 0 if state is None else state.step
         stepper = self.parts.stepper()
@@ -133,11 +146,10 @@ class _Session:
                     self.done = step + 1
                     if self._after(stepper, phase.name, collected, metrics):
                         return self.request.code
-            except (TooManyMissing, NonFiniteGradient) as fault:
-                # Both are raised on every rank and before any weight changed.
+            except TooManyMissing:
+                # Raised on every rank, before any weight changed; the next start asks the judge again.
                 self._save(stepper)
-                if isinstance(fault, TooManyMissing):
-                    self.judged.forget_missing(self.done)
+                self.judged.forget_missing(self.done)
                 raise
         self._save(stepper)
         self._heldout(baseline=False)
@@ -154,17 +166,18 @@ class _Session:
             self.recorder.step(self.done, phase, metrics, seconds)
             if _due(self.done, self.recipe.samples.every):
                 self.recorder.groups(self.done, collected)
-        stopping = self.parts.ranks.any(self.request.signal is not None)
         last = self.done == self.parts.steps
-        if stopping or (not last and _due(self.done, self.recipe.checkpoints.every)):
-            self._save(stepper)
-        if stopping:
-            log.info("stopped after step %d; the same command goes on from there", self.done)
-            return not last
+        # Evaluated before saved: a run killed in between goes back to an older checkpoint and loses nothing of either.
         if not last and _due(self.done, self.recipe.eval.every):
             self._heldout(baseline=False)
         if first and not last and _due(self.done, self.recipe.samples.every):
             self._report()
+        stopping = self.parts.ranks.any(self.request.signal is not None) and not last
+        if stopping or (not last and _due(self.done, self.recipe.checkpoints.every)):
+            self._save(stepper)
+        if stopping:
+            log.info("stopped after step %d; the same command goes on from there", self.done)
+            return True
         self.recorder.resume_clock()
         return False
 

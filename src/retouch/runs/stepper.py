@@ -56,7 +56,7 @@ class ReplicatedStepper:
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this rank's share."""
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self, learning_rate: float) -> float:
         """Reduce, clip, step, forget the gradient. Returns the norm before clipping; NonFiniteGradient where it is no number."""
@@ -79,7 +79,8 @@ class ReplicatedStepper:
             return
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters.values()]
         flat = self.ranks.sum(torch.cat([gradient.flatten() for gradient in gradients]))
-        for parameter, part in zip(self.parameters.values(), flat.split([g.numel() for g in gradients]), strict=True):
+        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+        for parameter, part in zip(self.parameters.values(), parts, strict=True):
             parameter.grad = part.view_as(parameter)
 
     def state(self) -> dict[str, Tensor]:

@@ -1,0 +1,141 @@
+"""The calls of neural networks that a training step makes: recorded with their inputs, and made again in a plain loop.
+
+Recorded are the transformer, the text encoders, the autoencoder's two ways, every backward and every optimizer step. What is
+left out is all that a library adds: tokens, noise, transitions, losses, pictures, scores, advantages, bookkeeping.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from retouch.loop import Run
+from retouch.models.qwen_image_edit import QwenImageEdit
+from retouch.models.sd3 import SD3
+from retouch.runs.stepper import ReplicatedStepper
+from retouch.types import DenoisingModel
+
+
+@dataclass(eq=False)
+class Call:
+    """A forward; ``gradient`` is what came back to its output where a backward followed."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    stage: str
+    gradient: Tensor | None = None
+
+    def make(self) -> None:
+        if self.gradient is None:
+            with torch.no_grad():
+                self.function(*self.args, **self.kwargs)
+        else:
+            torch.autograd.backward(self.function(*self.args, **self.kwargs)[0], self.gradient)
+
+
+@dataclass(eq=False)
+class Step:
+    """An optimizer step."""
+
+    optimizer: torch.optim.Optimizer
+    parameters: Sequence[nn.Parameter]
+    max_norm: float
+    stage: str = "update"
+
+    def make(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+@dataclass(eq=False)
+class ModelCalls:
+    """What one training step asks of the networks, in order."""
+
+    calls: list[Call | Step] = field(default_factory=list)
+
+    def make(self) -> tuple[float, dict[str, float]]:
+        """Make them all again. Returns the seconds of the whole loop, and of each stage."""
+        stages: dict[str, float] = {}
+        began = last = time.perf_counter()
+        for call in self.calls:
+            call.make()
+            now = time.perf_counter()
+            stages[call.stage] = stages.get(call.stage, 0.0) + now - last
+            last = now
+        return last - began, stages
+
+
+class Recorder:
+    """Records what a run's networks are asked. Its optimizer steps have learning rate 0, so playing them changes no weight."""
+
+    def __init__(self, model: DenoisingModel, run: Run) -> None:
+        assert isinstance(run.stepper, ReplicatedStepper)
+        self.networks = _networks(model)
+        self.run = run
+        parameters = list(run.stepper.parameters.values())
+        optimizer = torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0)
+        self.step = Step(optimizer, parameters, run.stepper.max_grad_norm)
+        self.stage = ""
+
+    @contextmanager
+    def recording(self) -> Iterator[tuple[Run, ModelCalls]]:
+        """The run to drive inside the block, and the calls that it will have made."""
+        made = ModelCalls()
+        with ExitStack() as patches:
+            for owner, method, encodes in self.networks:
+                patches.enter_context(_replaced(owner, method, self._recorded(getattr(owner, method), encodes, made)))
+            taken = self.run.stepper.step
+
+            def step(learning_rate: float) -> float:
+                made.calls.append(self.step)
+                return taken(learning_rate)
+
+            patches.enter_context(_replaced(self.run.stepper, "step", step))
+            yield replace(self.run, clock=self._clock), made
+
+    @contextmanager
+    def _clock(self, stage: str) -> Iterator[None]:
+        self.stage = stage
+        yield
+
+    def _recorded(self, function: Callable[..., Any], encodes: bool, made: ModelCalls) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            entry = Call(function, args, kwargs, "encode" if encodes else self.stage)
+            made.calls.append(entry)
+            output = function(*args, **kwargs)
+            if torch.is_grad_enabled() and not encodes:
+                output[0].register_hook(lambda gradient: setattr(entry, "gradient", gradient.detach().clone()))
+            return output
+
+        return call
+
+
+def _networks(model: DenoisingModel) -> list[tuple[nn.Module, str, bool]]:
+    """Each network of an adapter, how it is called, and whether that belongs to encoding the task."""
+    if isinstance(model, SD3):
+        vae, encoders = model.vae, model.text.encoders
+    else:
+        assert isinstance(model, QwenImageEdit)
+        vae, encoders = model.latents.vae, [model.text.encoder.model]
+    return [
+        (model.module, "forward", False),
+        *((encoder, "forward", True) for encoder in encoders),
+        (vae, "encode", True),
+        (vae, "decode", False),
+    ]
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """An attribute of this object only, which hides its class's until the block ends."""
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        delattr(owner, name)

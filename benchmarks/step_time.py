@@ -1,0 +1,95 @@
+"""The step of the library against the bare sum of its model calls, in turn in one run.
+
+A round: a step through the real loop (tasks, rollout, pictures, judge, journal, update) whose calls are recorded; the next step,
+timed; and the recorded calls made again in a plain loop, timed. Ratio: median over median.
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from model_calls import Recorder
+from opened import Opened, opened
+
+from retouch.loop import collect, update
+
+STAGES = ("rollout", "render", "judge", "update")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Medians over the rounds, in seconds. ``stages``: of the library; what they leave of ``library`` is the loop itself.
+    ``spread``: lower and upper quartile of the rounds' own ratios. ``encode`` of ``calls`` is in the library's rollout.
+    """
+
+    name: str
+    rounds: int
+    library: float
+    bare: float
+    ratio: float
+    spread: tuple[float, float]
+    samples_per_second: float
+    stages: dict[str, float]
+    calls: dict[str, float]
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def measure(name: str, recipe: str, *, rounds: int, overrides: Sequence[str] = ()) -> StepTime:
+    """The step time of a recipe."""
+    with opened(recipe, overrides) as ready:
+        recorder = Recorder(ready.parts.model, ready.run)
+        library, bare, stages, calls = [], [], [], []
+        for turn in range(-1, rounds):  # the first only warms up
+            with recorder.recording() as (watched, made):
+                update(watched, ready.phase, 2 * turn + 2, collect(watched, ready.phase, 2 * turn + 2))
+            seconds, by_stage = _timed(ready, 2 * turn + 3)
+            again, by_call = made.make()
+            if turn >= 0:
+                library.append(seconds)
+                bare.append(again)
+                stages.append(by_stage)
+                calls.append(by_call)
+        rows = len(ready.phase.batch(0))
+    quartiles = statistics.quantiles([a / b for a, b in zip(library, bare, strict=True)], n=4)
+    middle = statistics.median(library)
+    return StepTime(
+        name=name,
+        rounds=rounds,
+        library=middle,
+        bare=statistics.median(bare),
+        ratio=middle / statistics.median(bare),
+        spread=(quartiles[0], quartiles[2]),
+        samples_per_second=rows / middle,
+        stages={stage: statistics.median(each.get(f"time/{stage}", 0.0) for each in stages) for stage in STAGES},
+        calls={stage: statistics.median(each.get(stage, 0.0) for each in calls) for stage in ("encode", *STAGES)},
+    )
+
+
+def _timed(ready: Opened, step: int) -> tuple[float, dict[str, float]]:
+    ready.parts.clock.take()
+    began = time.perf_counter()
+    update(ready.run, ready.phase, step, collect(ready.run, ready.phase, step))
+    return time.perf_counter() - began, ready.parts.clock.take()
+
+
+def table(results: Sequence[StepTime]) -> list[str]:
+    """Rows for the terminal or a page."""
+    lines = [
+        "| step of | seconds | bare calls | ratio (quartiles) | samples/s | rollout | render | judge | update | loop |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for each in results:
+        shares = [each.stages[stage] / each.library for stage in STAGES]
+        shares.append(max(0.0, 1 - sum(shares)))
+        lines.append(
+            f"| {each.name} | {each.library:.3f} | {each.bare:.3f} | {each.ratio:.3f} ({each.spread[0]:.3f} to {each.spread[1]:.3f}) | "
+            f"{each.samples_per_second:.1f} | " + " | ".join(f"{share:.1%}" for share in shares) + " |"
+        )
+    lines += ["", "| bare calls of | encode | rollout | render | update |", "| --- | --- | --- | --- | --- |"]
+    for each in results:
+        cells = [f"{each.calls[stage]:.3f}" for stage in ("encode", "rollout", "render", "update")]
+        lines.append(f"| {each.name} | " + " | ".join(cells) + " |")
+    return lines

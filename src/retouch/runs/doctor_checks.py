@@ -1,0 +1,142 @@
+"""What can be checked of a recipe without loading its model: arithmetic, trackers, run folder, data, judge and disk space."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from PIL import Image
+
+from retouch.rewards.judging import Judge
+from retouch.runs import checkpoint
+from retouch.runs.build_data import Sets, build_sets
+from retouch.runs.build_learning import build_reward
+from retouch.runs.doctor_findings import Finding, failed, gigabytes, note, ok
+from retouch.runs.evaluation import chosen
+from retouch.runs.folder import RunFolder
+from retouch.runs.recipe import Recipe, parse
+from retouch.runs.recipe_checks import check_ranks, unmeant_ranks
+from retouch.runs.recipe_data import Data, HubData, PlaygroundData
+from retouch.runs.recipe_differences import differences
+from retouch.runs.recipe_policy import ImportedModel
+from retouch.runs.trackers import require_trackers
+from retouch.types import Sample
+
+_SHOWN = 5
+
+
+def check_batch(recipe: Recipe, *, world: int) -> Iterator[Finding]:
+    """Whether ``world`` ranks can share the steps of each phase, and what each then has."""
+    try:
+        check_ranks(recipe, world)
+    except ValueError as error:
+        yield failed("batch", str(error), mend="choose one of the numbers above in the recipe, or with --set")
+        return
+    for phase in recipe.resolved_phases():
+        share = phase.rows // world
+        ranks = f"; {share} on each of {world} ranks" if world > 1 else ""
+        parts = f", {share // recipe.minibatches} for each optimizer step" if recipe.minibatches > 1 else ""
+        text = f"{phase.tasks_per_step} tasks x {phase.group_size} samples = {phase.rows} a step{ranks}{parts}"
+        yield ok("batch", text if recipe.phases is None else f"phase {phase.name}: {text}")
+    if (unmeant := unmeant_ranks(recipe, world)) is not None:
+        yield note("batch", unmeant)
+
+
+def check_trackers(recipe: Recipe) -> Finding:
+    """Whether what the recipe wants its curves shown by is installed."""
+    try:
+        require_trackers(recipe.trackers)
+    except ValueError as error:
+        return failed("trackers", str(error), mend="pip install 'retouch[track]'")
+    return ok("trackers", ", ".join(recipe.trackers) or "none")
+
+
+def check_folder(recipe: Recipe) -> Finding:
+    """Whether the run's folder is free, or holds a run that this recipe may go on with."""
+    folder = RunFolder(recipe.folder)
+    if not folder.recipe.exists():
+        return ok("run folder", f"{folder.root}, a new run")
+    try:
+        changed = differences(parse(folder.read_recipe()["recipe"]), recipe)
+    except ValueError as error:
+        return failed("run folder", f"{folder.root} holds a run that cannot be read: {error}", mend="--set name=ANOTHER")
+    if changed:
+        listed = "\n".join(f"  {line}" for line in changed)
+        return failed("run folder", f"{folder.root} holds a run of another recipe:\n{listed}", mend="--set name=ANOTHER")
+    found = checkpoint.latest(folder.checkpoints)
+    where = "from its start: it has no checkpoint" if found is None else f"from {found}"
+    return note("run folder", f"{folder.root} holds this run already; it goes on {where}")
+
+
+def check_data(recipe: Recipe) -> Iterator[tuple[Finding, Sets | None]]:
+    """Each data set of the recipe, read as training would."""
+    model = recipe.policy.model
+    size = None if isinstance(model, ImportedModel) else model.size
+    done: list[Data] = []
+    for phase in recipe.resolved_phases():
+        if phase.data not in done:
+            done.append(phase.data)
+            yield _read(recipe, phase.data, size)
+
+
+def _read(recipe: Recipe, data: Data, size: tuple[int, int] | None) -> tuple[Finding, Sets | None]:
+    path = "the playground" if isinstance(data, PlaygroundData) else data.path
+    there = isinstance(data, PlaygroundData) or Path(path).exists()
+    if isinstance(data, HubData) and not there:
+        return note("data", f"{path} is not in a folder here: it is read from the Hugging Face hub when training starts"), None
+    try:
+        sets = build_sets(recipe, data, size=size)
+    except ValueError as error:
+        return failed("data", str(error), mend=f"retouch data check {path}" if there else "--set data.path=DIR"), None
+    return _described(recipe, path, sets), sets
+
+
+def _described(recipe: Recipe, path: str, sets: Sets) -> Finding:
+    text = f"{path}: {len(sets.train)} tasks to train on, {len(sets.heldout)} held out"
+    if not len(sets.heldout):
+        return failed("data", f"{text}: nothing to judge the run by", mend="--set data.held_out=0.1")
+    if recipe.eval.headline:
+        try:
+            chosen([sets.heldout[index] for index in range(len(sets.heldout))], recipe.eval.headline)
+        except ValueError as error:
+            return failed("data", str(error), mend="--set eval.headline=null")
+    if not sets.problems:
+        return ok("data", text)
+    lines = [f"{text}; found while reading:", *(f"  {problem}" for problem in sets.problems[:_SHOWN])]
+    if len(sets.problems) > _SHOWN:
+        lines.append(f"  and {len(sets.problems) - _SHOWN} more: retouch data check {path}")
+    return note("data", "\n".join(lines))
+
+
+def check_judge(recipe: Recipe, sets: Sets | None) -> Finding:
+    """Whether the judge is built, has the columns that are combined, and judges an untouched source picture."""
+    wrong = "mend the recipe's reward section"
+    try:
+        judge = Judge(build_reward(recipe.reward), recipe.reward.combine)
+        try:
+            combined = " + ".join(f"{weight:g} x {name}" for name, weight in recipe.reward.combine.items())
+            if sets is None or not len(sets.train):
+                return ok("judge", f"{recipe.reward.kind}, {combined}; not tried, for want of a picture")
+            task = sets.train[0]
+            image = task.images[0] if task.images else Image.new("RGB", (64, 64), "gray")
+            value = judge([Sample(task, image)]).rewards.item()
+        finally:
+            judge.close()
+    except ValueError as error:
+        return failed("judge", str(error), mend=wrong)
+    if value != value:
+        return failed("judge", f"{recipe.reward.kind} could not judge a picture of {task.id}: its score is missing", mend=wrong)
+    what = "an untouched source picture" if task.images else "a grey picture"
+    return ok("judge", f"{recipe.reward.kind}, {combined}: {value:.3f} for {what}")
+
+
+def check_disk(recipe: Recipe, bytes_each: int) -> Finding:
+    """Whether the disk holds the checkpoints that are kept, and one more while it is written."""
+    folder = recipe.folder.absolute()
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(there).free
+    needed = (recipe.checkpoints.keep + 1) * bytes_each
+    each = gigabytes(bytes_each) if bytes_each >= 10**7 else f"{bytes_each / 1e6:.2f} MB"
+    text = f"{recipe.checkpoints.keep} checkpoints of {each}, and one being written; {gigabytes(free)} are free under {there}"
+    if needed > free:
+        return failed("disk", text, mend="--set out=FOLDER_ON_A_LARGER_DISK")
+    return ok("disk", text)

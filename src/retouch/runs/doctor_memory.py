@@ -1,0 +1,164 @@
+"""What a recipe's run keeps on each device and in each checkpoint, planned from the model's configuration: its folder's, or for
+weights that are not here the published one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from retouch.models import memory
+from retouch.models.memory import MemoryPlan, Setup, plan_parts
+from retouch.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
+from retouch.models.sizes import parts, parts_in, stored_count
+from retouch.playground.scenes import SIZE
+from retouch.runs.build_learning import copies_needed
+from retouch.runs.build_model import DTYPES, lora_targets
+from retouch.runs.doctor_device import CARDS, Place
+from retouch.runs.doctor_findings import Finding, failed, gigabytes, note, ok
+from retouch.runs.recipe import Recipe
+from retouch.runs.recipe_policy import DiffusersModel, ImportedModel, Lora, PlaygroundModel
+
+Described = Mapping[str, Mapping[str, Any]]
+
+_EDITORS = {"qwen-image-edit": QwenImageEdit, "qwen-image-edit-plus": QwenImageEditPlus}
+_INSTRUCTION_TOKENS = 256
+_SD3_TEXT_TOKENS = 77 + 256
+_LEFT_FREE = 0.1
+_SHOWN_FROM = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """``checkpoint``: bytes of one. ``counts``: a line about how large the model's parts are."""
+
+    plan: MemoryPlan
+    tokens: int
+    checkpoint: int
+    counts: str
+
+
+def describe(recipe: Recipe, folder: Path | None) -> Described | None:
+    """The recipe's model part by part; None where its size is not known before it is loaded.
+
+    ``folder``: where its weights lie; None, not on this machine. ValueError for a folder that holds no such model.
+    """
+    model = recipe.policy.model
+    if isinstance(model, ImportedModel):
+        return None
+    if folder is not None:
+        return parts_in(folder)
+    assert isinstance(model, DiffusersModel), "the playground's model has a folder"
+    published = _published(model)
+    return None if published is None else parts(published)
+
+
+def _published(model: DiffusersModel) -> str | None:
+    """The configuration of the published model. All of Qwen's image models have one size; SD3's are told apart by their names."""
+    name = Path(model.path).name.lower()
+    if model.kind != "sd3":
+        return "qwen-image-edit-2511" if "2511" in name else "qwen-image"
+    return next((known for known in ("sd3.5-large", "sd3.5-medium") if known.removeprefix("sd") in name), None)
+
+
+def footprint(recipe: Recipe, described: Described) -> Footprint:
+    """What the recipe's run keeps. ValueError where it cannot be planned (LoRA targets that match nothing, say)."""
+    model, train = recipe.policy.model, recipe.policy.train
+    assert not isinstance(model, ImportedModel)
+    copies, dtype = len(copies_needed(recipe)), DTYPES[model.dtype]
+    # Both branches of guidance go through one forward.
+    branches = max(2 if phase.rollout.guidance_scale > 1 else 1 for phase in recipe.resolved_phases())
+    tokens = _tokens(model, described)
+    setup = Setup(
+        lora=memory.Lora(train.rank, tuple(lora_targets(recipe.policy))) if isinstance(train, Lora) else None,
+        rows=recipe.microbatch * branches,
+        tokens=tokens,
+        dtype=dtype,
+        trained_dtype=torch.float32 if isinstance(train, Lora) else dtype,
+        copies=copies,
+        gradient_checkpointing=recipe.policy.gradient_checkpointing,
+        ranks=recipe.ranks or 1,
+    )
+    planned = plan_parts(described, setup)
+    rows = {row.name: row.bytes for row in planned.rows}
+    checkpoint = (1 + copies) * rows["transformer, trained weights"] + rows["AdamW's two moments"]
+    counts = ", ".join(f"{name} {stored_count(part) / 1e9:.2f} B" for name, part in described.items())
+    return Footprint(planned, tokens, checkpoint, counts)
+
+
+def _tokens(model: PlaygroundModel | DiffusersModel, described: Described) -> int:
+    """Tokens of one row: its text, its output and one source picture where it has any."""
+    transformer, vae = described["transformer"]["config"], described["vae"]["config"]
+    if model.kind == "sd3":
+        assert model.size is not None, "the recipe's checks see to it"
+        side = 2 ** (len(vae["block_out_channels"]) - 1) * transformer["patch_size"]
+        return _squares(model.size, side) + _SD3_TEXT_TOKENS
+    side = 2 * 2 ** len(vae["temperal_downsample"])
+    if model.kind == "qwen-image":
+        assert model.size is not None, "the recipe's checks see to it"
+        return _squares(model.size, side) + _INSTRUCTION_TOKENS
+    vision = described["text_encoder"]["config"]["vision_config"]
+    seen: int = vision["patch_size"] * vision["spatial_merge_size"]
+    if isinstance(model, PlaygroundModel):
+        size = model.size or (SIZE, SIZE)
+        return 2 * _squares(size, side) + _squares(size, seen) + _INSTRUCTION_TOKENS
+    editor = _EDITORS[model.kind]
+    source: int = editor.SOURCE_AREA // side**2
+    output = source if model.size is None else _squares(model.size, side)
+    read: int = editor.CONDITION_AREA // seen**2
+    return output + source + read + _INSTRUCTION_TOKENS
+
+
+def _squares(size: tuple[int, int], side: int) -> int:
+    return (size[0] // side) * (size[1] // side)
+
+
+def check_memory(recipe: Recipe, folder: Path | None, place: Place | None) -> tuple[Finding, int | None]:
+    """Whether the plan fits on the place, with the plan line by line where it is of any size; and the bytes of a checkpoint.
+
+    ``folder``: where the weights lie; None, not on this machine.
+    """
+    model = recipe.policy.model
+    subject = model.class_ if isinstance(model, ImportedModel) else model.path or "the built-in model"
+    try:
+        described = describe(recipe, folder)
+        found = None if described is None else footprint(recipe, described)
+    except ValueError as error:
+        return failed("memory", f"{subject}: {error}", mend="mend what policy.model and policy.train name"), None
+    if found is None:
+        return note("memory", f"no configuration of {subject} is known here, so its memory is not planned"), None
+    return _fits(recipe, subject, found, place), found.checkpoint
+
+
+def _fits(recipe: Recipe, subject: str, found: Footprint, place: Place | None) -> Finding:
+    total = found.plan.total
+    table = "\n".join(["", *_table(found, place)]) if total >= _SHOWN_FROM else ""
+    on_each = f" on each of {recipe.ranks} devices" if recipe.ranks is not None and recipe.ranks > 1 else ""
+    if place is None:
+        return note("memory", f"{subject} needs {gigabytes(total)}{on_each}{table}")
+    needed = f"{gigabytes(total)} of the {gigabytes(place.bytes)} of {place.name}{on_each}"
+    if total > place.bytes:
+        return failed("memory", f"{subject} does not fit: it needs {needed}{table}", mend=_mend(recipe))
+    if total > (1 - _LEFT_FREE) * place.bytes:
+        return note("memory", f"{subject} fits narrowly: it needs {needed}, and a tenth should be free{table}")
+    return ok("memory", f"{subject} needs {needed}{table}")
+
+
+def _mend(recipe: Recipe) -> str:
+    """What saves most activations, as long as there is something to save; then a larger device."""
+    if recipe.microbatch > 1:
+        return "--set microbatch=1"
+    if not recipe.policy.gradient_checkpointing:
+        return "--set policy.gradient_checkpointing=true"
+    return f"--device {next(iter(CARDS))}"
+
+
+def _table(found: Footprint, place: Place | None) -> list[str]:
+    """The plan's rows, their sum and what is left over."""
+    rows = [(row.name, row.bytes) for row in found.plan.rows] + [("total", found.plan.total)]
+    if place is not None:
+        rows.append((f"headroom on {place.name}", place.bytes - found.plan.total))
+    width = max(len(name) for name, _ in rows)
+    lines = [f"  {name:<{width}}  {count / 1e9:8.2f} GB" for name, count in rows]
+    return [f"parameters: {found.counts}; {found.tokens} tokens a row", *lines]

@@ -1,0 +1,45 @@
+"""Where the weights of a published model lie: in a folder, or in the cache of the Hugging Face hub, which is filled when training
+starts. Safetensors and JSON only."""
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+_PARTS = (
+    *("transformer", "vae", "scheduler", "processor"),
+    *("text_encoder", "text_encoder_2", "text_encoder_3"),
+    *("tokenizer", "tokenizer_2", "tokenizer_3"),
+)
+_WANTED = ["model_index.json", *(f"{part}/*" for part in _PARTS)]
+_UNWANTED = ["*.bin", "*.fp16.*", "*.msgpack", "*.py"]
+
+
+def find_weights(path: str) -> Path | None:
+    """The folder of that name, or the hub's cached copy of that id; None where the weights are not on this machine.
+
+    Asks no network. ValueError for what is neither a folder nor an id.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        return Path(snapshot_download(path, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, local_files_only=True))
+    except HFValidationError:
+        raise ValueError(f'policy.model.path: no folder {path}, and no Hugging Face id ("owner/name") either') from None
+    except LocalEntryNotFoundError:
+        return None
+
+
+def fetch_weights(path: str) -> Path:
+    """As ``find_weights``, and what is not there is downloaded. ValueError where that does not work."""
+    found = find_weights(path)
+    if found is not None:
+        return found
+    try:
+        return Path(snapshot_download(path, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"policy.model.path: the weights of {path} could not be downloaded: {reason}. Log in with `hf auth login` where they "
+            "are gated, or download them elsewhere and give the folder"
+        ) from error

@@ -1,0 +1,16 @@
+"""The contract of a policy, a model, a renderer and a reward, as functions to call in your own tests.
+
+Each raises AssertionError, with figures, at the first promise that is broken. Use tiny models: the checks evaluate often.
+
+Example::
+
+    def test_my_reward():
+        retouch.testing.check_reward(MyReward(), samples)
+"""
+
+from retouch.testing.models import check_model
+from retouch.testing.policies import check_policy
+from retouch.testing.renderers import check_renderer
+from retouch.testing.rewards import check_reward
+
+__all__ = ["check_model", "check_policy", "check_renderer", "check_reward"]

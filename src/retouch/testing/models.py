@@ -1,0 +1,118 @@
+"""The contract of a flow-matching model's adapter: rows are rows, padding is nothing, and the numbers are a velocity."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from retouch.core.random import generator
+from retouch.testing.figures import own_random_only, require, require_close
+from retouch.types import Conditioning, DenoisingModel, Task
+
+ROUNDING = 1e-4
+
+
+def check_model(model: DenoisingModel, tasks: Sequence[Task], *, num_steps: int = 4) -> None:
+    """AssertionError where ``model`` breaks a promise on ``tasks``: two or more of one size, best with texts of unequal lengths.
+
+    - A conditioning has one row a task, without gradient, also for the negative branch. Tasks encoded one by one and put
+      together, rows repeated by an index, and longer padding all give the same velocity (1e-4 of the largest value).
+    - Velocity: of x's shape, fp32, finite; each row at its own sigma and independent of the others; with gradient to ``module``.
+    - Noise: row i from generator i alone, standard normal. Sigmas: num_steps + 1 of them, falling, from about 1 to 0.
+    - Guidance at scale 1 is the positive velocity. Pictures are decoded one a row and encoded to x's shape.
+    """
+    require(len(tasks) >= 2, "give at least two tasks")
+    with own_random_only("encode"):
+        conditioning, negative = model.encode(tasks), model.encode_negative(tasks)
+    for name, each in (("encode", conditioning), ("encode_negative", negative)):
+        for key, tensor in each.tensors.items():
+            require(len(tensor) == len(tasks), f"{name}: {key!r} has {len(tensor)} rows for {len(tasks)} tasks")
+            require(not tensor.requires_grad, f"{name}: {key!r} carries a gradient")
+    x = _check_noise(model, conditioning)
+    _check_sigmas(model, conditioning, num_steps)
+    both = Conditioning.concat([replace(conditioning, negative=None), replace(negative, negative=None)])
+    rows = len(next(iter(both.tensors.values())))
+    require(rows == 2 * len(tasks), f"both branches of guidance together have {rows} rows for {len(tasks)} tasks")
+    _check_velocity(model, tasks, conditioning, x)
+    _check_pictures(model, conditioning, x)
+
+
+def _check_noise(model: DenoisingModel, conditioning: Conditioning) -> Tensor:
+    rows = len(next(iter(conditioning.tensors.values())))
+    with own_random_only("initial_noise"):
+        x = model.initial_noise(conditioning, [_generator(row) for row in range(rows)])
+    require(len(x) == rows and x.dtype == torch.float32, f"initial_noise gives {tuple(x.shape)} in {x.dtype} for {rows} rows")
+    last = model.initial_noise(conditioning.take(slice(rows - 1, rows)), [_generator(rows - 1)])
+    require(torch.equal(last, x[-1:]), "the noise of a row depends on other rows' generators")
+    count = x.numel()
+    mean, variance = x.mean().item(), x.var().item()
+    ok = abs(mean) < 6 / count**0.5 and abs(variance - 1) < 6 * (2 / count) ** 0.5
+    require(ok, f"initial noise has mean {mean:.3f} and variance {variance:.3f} over {count} values, not 0 and 1")
+    return x
+
+
+def _generator(row: int) -> torch.Generator:
+    return generator("retouch.testing", "noise", row)
+
+
+def _check_sigmas(model: DenoisingModel, conditioning: Conditioning, num_steps: int) -> None:
+    sigmas = model.sigmas(num_steps, conditioning)
+    require(tuple(sigmas.shape) == (num_steps + 1,), f"{tuple(sigmas.shape)} sigmas for {num_steps} steps, not {num_steps + 1}")
+    falling = bool((sigmas.diff() < 0).all())
+    require(falling and 0.9 <= sigmas[0] <= 1 and sigmas[-1] == 0, f"sigmas {sigmas.tolist()} do not fall from about 1 to 0")
+
+
+def _check_velocity(model: DenoisingModel, tasks: Sequence[Task], conditioning: Conditioning, x: Tensor) -> None:
+    rows = len(tasks)
+    sigma = torch.linspace(0.9, 0.3, rows, device=x.device)
+
+    def velocity(rows: slice | Tensor, conditioning: Conditioning) -> Tensor:
+        with torch.no_grad():
+            return model.velocity(model.module, x[rows], sigma[rows], conditioning)
+
+    everything = slice(0, rows)
+    whole = velocity(everything, conditioning)
+    require(whole.shape == x.shape and whole.dtype == torch.float32, f"velocity gives {tuple(whole.shape)} in {whole.dtype}")
+    require(bool(whole.isfinite().all()), f"{int((~whole.isfinite()).sum())} of {whole.numel()} velocities are not finite")
+    joined = Conditioning.concat([model.encode([task]) for task in tasks])
+    require_close(velocity(everything, joined), whole, limit=ROUNDING, what="velocity of tasks encoded one by one")
+    order = torch.tensor([*reversed(range(rows)), 0], device=x.device)
+    require_close(
+        velocity(order, conditioning.take(order)), whole[order], limit=ROUNDING, what=f"velocity of rows {order.tolist()}"
+    )
+    for row in range(rows):
+        alone = slice(row, row + 1)
+        require_close(velocity(alone, conditioning.take(alone)), whole[alone], limit=ROUNDING, what=f"velocity of row {row} alone")
+    padded = velocity(everything, _padded(conditioning))
+    require_close(padded, whole, limit=ROUNDING, what="velocity with three more places of padding")
+    guided = model.combine(whole, whole.flip(0), 1.0)
+    require_close(guided, whole, limit=ROUNDING, what="guidance at scale 1 and the positive velocity")
+    trained = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
+    if trained:
+        loss = model.velocity(model.module, x, sigma, conditioning).square().mean()
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        finite = all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None)
+        require(finite and any(gradient is not None for gradient in gradients), "velocity has no finite gradient to the module")
+
+
+def _padded(conditioning: Conditioning) -> Conditioning:
+    """Three places longer than it need be."""
+    tensors = dict(conditioning.tensors)
+    for name in conditioning.padded:
+        tensor = tensors[name]
+        tensors[name] = torch.cat([tensor, tensor.new_zeros(tensor.shape[0], 3, *tensor.shape[2:])], dim=1)
+    return replace(conditioning, tensors=tensors)
+
+
+def _check_pictures(model: DenoisingModel, conditioning: Conditioning, x: Tensor) -> None:
+    with own_random_only("decode"):
+        images = model.decode(x, conditioning)
+    require(len(images) == len(x), f"decode gives {len(images)} pictures for {len(x)} rows")
+    kinds = {(image.mode, image.size) for image in images}
+    require(len(kinds) == 1 and next(iter(kinds))[0] == "RGB", f"decode gives pictures of {sorted(kinds)}, not of one RGB kind")
+    with own_random_only("encode_images"):
+        clean = model.encode_images(images)
+    require(clean.shape == x.shape and clean.dtype == torch.float32, f"encode_images gives {tuple(clean.shape)} in {clean.dtype}")
+    require(bool(clean.isfinite().all()), "encode_images gives values that are not finite")
+    require(not clean.requires_grad, "encode_images carries a gradient")

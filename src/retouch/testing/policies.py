@@ -1,0 +1,242 @@
+"""The contract of a policy: what it says of its own actions is what it did, however the rows are cut."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from retouch.core.random import generator
+from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.testing.figures import relative_distance, require, require_close, twice
+from retouch.types import Batch, Kind, Minibatch, Needs, Policy, Slice, Trajectory, VelocityPolicy
+
+ROUNDING = 1e-4
+CUT_LIMIT = 1e-5
+
+
+def check_policy(policy: Policy, batch: Batch, *, needs: Needs | None = None, ratio_limit: float | None = None) -> None:
+    """AssertionError where ``policy`` breaks a promise on ``batch``, which should have a few rows of at least two tasks.
+
+    - A rollout is keyed by its rows: the same bits again, the same rows to rounding in a smaller batch, no draw from the global
+      generator, no weight touched.
+    - ``evaluate`` reproduces it: |ratio - 1| is at most ``ratio_limit`` before a step (None: 1e-6 for transitions, which holds for
+      means over their elements, and 1e-5 for tokens), and not 0 once the weights have moved.
+    - Slices cover every row and action once, and the gradient does not depend on how they are cut (1e-5 of its length).
+    - Actions that are masked out get no gradient, and nothing that is stored for them matters.
+    - ``needs.kl``: that KL is 0, the policy being at its reference, and has a gradient once the weights have moved.
+      ``needs.log_ratio`` "norm": RatioNorm's ratio is held to the same limit.
+    - A ``VelocityPolicy``: row slices cover every row once, and a row's velocity does not depend on the others.
+
+    Where a rollout makes whole pictures, without log-probabilities, only what does not ask for them is checked. Weights are
+    restored to the bit.
+    """
+    needs = Needs() if needs is None else needs
+    trained = [parameter for parameter in policy.module.parameters() if parameter.requires_grad]
+    require(len(trained) > 0, "no parameter of policy.module requires a gradient")
+    trajectory = _check_rollout(policy, batch)
+    _check_rows(trajectory)
+    if isinstance(policy, VelocityPolicy):
+        _check_velocity(policy, trajectory, trained)
+    if (trajectory.kind == Kind.PICTURE).all():
+        return
+    limit = ratio_limit or (1e-6 if (trajectory.kind == Kind.TRANSITION).all() else 1e-5)
+    _check_slices(trajectory, list(policy.microbatches(trajectory)))
+    _check_ratio(policy, trajectory, needs, limit)
+    _check_cut(policy, trajectory, trained)
+    _check_mask(policy, trajectory, batch, trained)
+    _check_moved(policy, trajectory, trained, needs)
+
+
+def _check_rollout(policy: Policy, batch: Batch) -> Trajectory:
+    before = {name: (p.detach().clone(), p.requires_grad) for name, p in policy.module.named_parameters()}
+    trajectory, again = twice(lambda: policy.rollout(batch), "rollout")
+    for name, parameter in policy.module.named_parameters():
+        value, trains = before[name]
+        require(torch.equal(parameter, value), f"rollout changed {name}")
+        require(parameter.requires_grad == trains, f"rollout changed requires_grad of {name}")
+    shape = tuple(trajectory.mask.shape)
+    require(len(trajectory) == len(batch) == shape[0], f"{len(trajectory)} rows for a batch of {len(batch)}")
+    require(tuple(trajectory.log_probs.shape) == tuple(trajectory.kind.shape) == shape, "log_probs, mask and kind differ in shape")
+    require(trajectory.log_probs.dtype == torch.float32, f"log_probs are {trajectory.log_probs.dtype}, not float32")
+    require(not trajectory.log_probs.requires_grad, "a rollout's log_probs carry a gradient")
+    require_close(trajectory.log_probs, again.log_probs, limit=0.0, what="log_probs of a rollout and the same rollout again")
+    _check_outputs(trajectory.outputs, again.outputs, limit=0.0, what="outputs of a rollout and the same rollout again")
+    for rows in (slice(0, 1), slice(len(batch) // 2, len(batch))):
+        alone, where = policy.rollout(batch.take(rows)), f"rows {rows.start} to {rows.stop} rolled out alone"
+        require_close(alone.log_probs, trajectory.log_probs[rows], limit=ROUNDING, what=f"log_probs of {where}")
+        _check_outputs(alone.outputs, trajectory.take(rows).outputs, limit=ROUNDING, what=f"outputs of {where}")
+    return trajectory
+
+
+def _check_outputs(a: Any, b: Any, *, limit: float, what: str) -> None:
+    if isinstance(a, Tensor):
+        require_close(a, b, limit=limit, what=what)
+    else:
+        require(a == b, f"{what}: {a} and {b} differ")
+
+
+def _check_rows(trajectory: Trajectory) -> None:
+    """Taking apart and putting together changes nothing."""
+    middle = (len(trajectory) + 1) // 2
+    joined = type(trajectory).concat([trajectory.take(slice(0, middle)), trajectory.take(slice(middle, len(trajectory)))])
+    for name in ("log_probs", "mask", "kind"):
+        a, b = getattr(joined, name), getattr(trajectory, name)
+        require(torch.equal(a.nan_to_num(), b.nan_to_num()), f"{name} changes when rows are taken apart and put together")
+    _check_outputs(joined.outputs, trajectory.outputs, limit=0.0, what="outputs taken apart and put together")
+
+
+def _check_slices(trajectory: Trajectory, parts: Sequence[Slice]) -> None:
+    covered = torch.zeros(trajectory.mask.shape, dtype=torch.long)
+    for part in parts:
+        covered[part.rows, part.actions] += 1
+    wrong = [tuple(place) for place in (covered != 1).nonzero().tolist()]
+    require(
+        not wrong, f"microbatches cover (row, action) {wrong[:4]} {[int(covered[place]) for place in wrong[:4]]} times, not once"
+    )
+
+
+def _check_ratio(policy: Policy, trajectory: Trajectory, needs: Needs, limit: float) -> None:
+    for log_ratio in dict.fromkeys(("plain", needs.log_ratio)):
+        off = _ratio_off(policy, trajectory, Needs(log_ratio=log_ratio))
+        require(
+            off <= limit,
+            f"evaluate does not reproduce the rollout: |ratio - 1| is {off:.2e} ({log_ratio}), and {limit:.0e} is allowed",
+        )
+
+
+@torch.no_grad()
+def _ratio_off(policy: Policy, trajectory: Trajectory, needs: Needs) -> float:
+    worst = 0.0
+    for part in policy.microbatches(trajectory):
+        evaluation, mask = policy.evaluate(trajectory, part, needs), trajectory.mask[part.rows, part.actions]
+        require(
+            evaluation.log_probs.shape == mask.shape, f"evaluate gives {tuple(evaluation.log_probs.shape)} for {tuple(mask.shape)}"
+        )
+        off = (evaluation.log_ratio[mask].exp() - 1).abs()
+        require(bool(off.isfinite().all()), f"{int((~off.isfinite()).sum())} ratios of {part} are not finite")
+        worst = max(worst, float(off.max()) if off.numel() else 0.0)
+    return worst
+
+
+def _check_cut(policy: Policy, trajectory: Trajectory, trained: Sequence[Tensor]) -> None:
+    rows, actions = trajectory.mask.shape
+    coefficients = _coefficients(trajectory)
+    whole = _gradient(policy, trajectory, [Slice(slice(0, rows), slice(0, actions))], coefficients, trained)
+    require(any(bool(part.any()) for part in whole), "the gradient of the log-probabilities is exactly 0")
+    cuts = {
+        "the policy's own microbatches": policy.microbatches(trajectory),
+        "a row at a time": (Slice(slice(row, row + 1), slice(0, actions)) for row in range(rows)),
+        "an action at a time": (Slice(slice(0, rows), slice(action, action + 1)) for action in range(actions)),
+    }
+    for name, parts in cuts.items():
+        apart = relative_distance(_gradient(policy, trajectory, parts, coefficients, trained), whole)
+        require(
+            apart <= CUT_LIMIT,
+            f"the gradient depends on the cut: {name} gives one that is {apart:.2e} away, {CUT_LIMIT:.0e} is allowed",
+        )
+
+
+def _gradient(
+    policy: Policy, trajectory: Trajectory, parts: Iterable[Slice], coefficients: Tensor, trained: Sequence[Tensor]
+) -> list[Tensor]:
+    total = [torch.zeros_like(parameter) for parameter in trained]
+    for part in parts:
+        log_probs = policy.evaluate(trajectory, part, Needs()).log_probs
+        counts = coefficients[part.rows, part.actions]
+        loss = (counts * log_probs.masked_fill(counts == 0, 0.0)).sum()
+        total = [a + b for a, b in zip(total, _grad(loss, trained), strict=True)]
+    return total
+
+
+def _grad(loss: Tensor, trained: Sequence[Tensor]) -> list[Tensor]:
+    found = torch.autograd.grad(loss, list(trained), allow_unused=True)
+    return [torch.zeros_like(p) if gradient is None else gradient for p, gradient in zip(trained, found, strict=True)]
+
+
+def _coefficients(trajectory: Trajectory) -> Float[Tensor, "b t"]:
+    """A weight of either sign for every action that had a choice, so that no mistake cancels out."""
+    drawn = torch.randn(trajectory.mask.shape, generator=generator("retouch.testing", "coefficients"))
+    return drawn.to(trajectory.mask.device) * trajectory.mask
+
+
+def _check_mask(policy: Policy, trajectory: Trajectory, batch: Batch, trained: Sequence[Tensor]) -> None:
+    """The objective's gradient with half of the actions masked out is that of the other half alone."""
+    rows, actions = trajectory.mask.shape
+    checkers = (torch.arange(rows)[:, None] + torch.arange(actions)) % 2 == 0
+    mask = trajectory.mask & checkers.to(trajectory.mask.device)
+    coefficients = _coefficients(trajectory) * mask
+    halved = replace(trajectory, mask=mask, log_probs=trajectory.log_probs.masked_fill(~mask, torch.nan))
+    minibatch = Minibatch(batch, halved, advantages=coefficients.masked_fill(~mask, 1e6), weights=mask.float())
+    losses = [loss.value for loss in PolicyGradient(clip_low=0.5, clip_high=0.5).losses(policy, minibatch)]
+    found = _grad(-torch.stack(losses).sum(), trained)
+    wanted = _gradient(policy, trajectory, policy.microbatches(trajectory), coefficients, trained)
+    apart = relative_distance(found, wanted)
+    require(apart <= ROUNDING, f"masked actions change the gradient by {apart:.2e} of its length")
+
+
+def _check_moved(policy: Policy, trajectory: Trajectory, trained: Sequence[Tensor], needs: Needs) -> None:
+    if needs.kl is not None:
+        off, _ = _kl(policy, trajectory, needs, trained)
+        require(off <= 1e-6, f"the {needs.kl} KL is {off:.2e} at the reference, not 0")
+    with _moved(trained):
+        off = _ratio_off(policy, trajectory, Needs())
+        require(off > 0, "the ratio is still exactly 1 after the weights have moved")
+        if needs.kl is not None:
+            off, gradient = _kl(policy, trajectory, needs, trained)
+            require(off > 0, f"the {needs.kl} KL is still 0 after the weights have moved: the reference moves along")
+            finite = all(bool(part.isfinite().all()) for part in gradient)
+            require(finite and any(bool(part.any()) for part in gradient), f"the {needs.kl} KL has no usable gradient")
+
+
+def _kl(policy: Policy, trajectory: Trajectory, needs: Needs, trained: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
+    """The largest KL of an action, and the gradient of their sum."""
+    columns = []
+    for part in policy.microbatches(trajectory):
+        kl = policy.evaluate(trajectory, part, needs).kl
+        require(kl is not None, f"evaluate gives no KL where {needs} asks for one")
+        assert kl is not None
+        columns.append(kl[trajectory.mask[part.rows, part.actions]])
+    values = torch.cat(columns)
+    return float(values.detach().abs().max()), _grad(values.sum(), trained)
+
+
+@contextmanager
+def _moved(trained: Sequence[Tensor]) -> Iterator[None]:
+    """The weights a little elsewhere, and back to the bit afterwards."""
+    before = [parameter.detach().clone() for parameter in trained]
+    random = generator("retouch.testing", "moved")
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=random).to(parameter))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, kept in zip(trained, before, strict=True):
+                parameter.copy_(kept)
+
+
+def _check_velocity(policy: VelocityPolicy, trajectory: Trajectory, trained: Sequence[Tensor]) -> None:
+    covered = torch.zeros(len(trajectory), dtype=torch.long)
+    parts = list(policy.row_slices(trajectory))
+    for rows in parts:
+        covered[rows] += 1
+    require(bool((covered == 1).all()), f"row_slices cover the rows {covered.tolist()} times, not once each")
+    x = trajectory.outputs
+    sigma = torch.linspace(0.2, 0.9, len(x), device=x.device)
+    everything = slice(0, len(x))
+    whole = policy.velocity(trajectory, everything, x, sigma, "current")
+    require(whole.shape == x.shape and whole.dtype == torch.float32, f"velocity gives {tuple(whole.shape)} in {whole.dtype}")
+    require(whole.requires_grad, "the current velocity carries no gradient")
+    direction = torch.randn(whole.shape, generator=generator("retouch.testing", "direction")).to(whole)
+    wanted, found = _grad((direction * whole).sum(), trained), [torch.zeros_like(parameter) for parameter in trained]
+    for rows in parts:
+        velocity = policy.velocity(trajectory, rows, x[rows], sigma[rows], "current")
+        require_close(velocity, whole[rows], limit=ROUNDING, what=f"velocity of rows {rows.start} to {rows.stop} alone")
+        found = [a + b for a, b in zip(found, _grad((direction[rows] * velocity).sum(), trained), strict=True)]
+    apart = relative_distance(found, wanted)
+    require(apart <= CUT_LIMIT, f"the velocity's gradient depends on the cut: {apart:.2e} away, {CUT_LIMIT:.0e} is allowed")

@@ -1,0 +1,75 @@
+"""The library's first step, built from recipes/tiny-sd3.jsonnet and driven by the real loop, is the one-file example's."""
+
+import math
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from retouch.loop import accumulate, collect, cut
+from retouch.runs.assembly import assemble
+from retouch.runs.ranks import Ranks
+from retouch.runs.recipe import load
+
+ROOT = Path(__file__).parents[2]
+SEED = 0
+
+
+@pytest.fixture(scope="module")
+def first_step():
+    """The recipe's parts on the example's first batch: (example, what was collected, gradient by name, metrics)."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from tiny_sd3 import one_file, one_file_batch
+
+        recipe = load(ROOT / "recipes" / "tiny-sd3.jsonnet", [f"data.path={ROOT / 'benchmarks' / 'prompts.txt'}"])
+        parts = assemble(recipe, Ranks())
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+    run, phase = parts.phase(0, stepper=parts.stepper(), judge=lambda batch, samples: parts.judge.submit(samples))
+    phase = replace(phase, batch=partial(one_file_batch, SEED))
+    collected = collect(run, phase, 0)
+    _, maxima = accumulate(run, phase.objective, cut(run, phase, collected, slice(0, len(collected.batch)), 0))
+    parts.judge.close()
+    gradient = {name: weight.grad for name, weight in parts.model.module.named_parameters() if weight.requires_grad}
+    return one_file, collected, gradient, maxima
+
+
+def pixels(images):
+    return torch.stack([torch.from_numpy(np.array(image)) for image in images]).permute(0, 3, 1, 2)
+
+
+def test_first_gradient_is_the_one_file_s(first_step, monkeypatch):
+    one_file, collected, gradient, maxima = first_step
+    assert maxima["policy/ratio_max"] <= 1e-6
+
+    pipeline = one_file.build_models(SEED)
+    one_file.add_lora(pipeline.transformer, SEED)
+    decode, shown = one_file.decode, pixels(collected.images)
+
+    def same_pictures(pipeline, latents):
+        # Latents equal to rounding may still fall on two sides of an 8-bit colour: then both are to judge the same picture.
+        assert (latents - collected.trajectory.outputs).abs().max() < 1e-5
+        apart = (decode(pipeline, latents).int() - shown.int()).abs()
+        assert apart.max() <= 1
+        assert (apart > 0).float().mean() < 1e-3
+        return shown
+
+    monkeypatch.setattr(one_file, "decode", same_pictures)
+    prompts = [task.instruction for task in collected.batch.tasks]
+    theirs = one_file.first_gradient(pipeline, prompts, one_file.draw_noise(SEED, 0))
+
+    assert gradient.keys() == theirs.keys()
+    size = math.sqrt(sum(each.square().sum().item() for each in theirs.values()))
+    apart = math.sqrt(sum((gradient[name] - theirs[name]).square().sum().item() for name in theirs))
+    assert size > 0
+    assert apart / size <= 1e-5
+
+
+def test_rewards_are_the_one_file_s(first_step):
+    one_file, collected, _, _ = first_step
+    assert collected.judged.rewards == pytest.approx(one_file.share_of_red(pixels(collected.images)), abs=1e-6)

@@ -1,0 +1,179 @@
+"""DiffusionNFT: its loss and gradient by hand, which way it pulls, and how its old policy follows."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tiny_policies as tiny
+from retouch.objectives.flow_matching import draw_points
+from retouch.objectives.nft import NFT
+from retouch.types import Objective
+
+ADVANTAGES = [1.0, -0.5, 0.0, 7.0]
+
+
+def pictures(moved=0.0, **options):
+    """A policy with its old self, pictures of the old one, and the same points that the objective draws."""
+    policy = tiny.policy(kind="ode", train="full", copies=("old", "reference"), weights="old", **options)
+    batch = tiny.batch()
+    trajectory = policy.rollout(batch)
+    if moved:
+        tiny.move(policy, moved)
+    return policy, batch, trajectory
+
+
+def points(batch, trajectory, draw=0, epoch=0):
+    return draw_points(
+        trajectory.outputs, batch, slice(0, len(batch)), purpose="nft", epoch=epoch, draw=draw, sigma_sampling="uniform", shift=1.0
+    )
+
+
+def by_hand(velocity, old, x, x0, sigma, goodness, beta, widths=None):
+    """One row's loss in float64, and the two widths, which may be given so that they stand still."""
+    clean = [x - sigma * (beta * velocity + (1 - beta) * old), x - sigma * ((1 + beta) * old - beta * velocity)]
+    if widths is None:
+        widths = [max((each - x0).abs().mean().item(), 1e-5) for each in clean]
+    good, bad = (((each - x0) ** 2).mean() / width for each, width in zip(clean, widths, strict=True))
+    return (goodness * good + (1 - goodness) * bad) / beta, widths
+
+
+def rows(policy, batch, trajectory, epoch=0):
+    """Each row's (velocity, old, x, x0, sigma) in float64."""
+    x, _, sigma = points(batch, trajectory, epoch=epoch)
+    with torch.no_grad():
+        current, old = (policy.velocity(trajectory, slice(0, 4), x, sigma, weights) for weights in ("current", "old"))
+    return [tuple(part.double() for part in row) for row in zip(current, old, x, trajectory.outputs, sigma, strict=True)]
+
+
+@pytest.mark.parametrize("beta", [0.1, 1.0])
+def test_the_loss_is_the_formula(beta):
+    policy, batch, trajectory = pictures(moved=0.05)
+    _, losses = tiny.gradient(policy, NFT(beta=beta, advantage_clip=5.0), tiny.minibatch(batch, trajectory, ADVANTAGES))
+    goodness = [0.6, 0.45, 0.5, 1.0]
+    wanted = sum(by_hand(*row, r, beta)[0] for row, r in zip(rows(policy, batch, trajectory), goodness, strict=True)) / 4
+    torch.testing.assert_close(sum(loss.value for loss in losses).double(), wanted, rtol=1e-4, atol=0)
+    assert isinstance(NFT(), Objective)
+
+
+@pytest.mark.parametrize("moved", [0.0, 0.05])
+@pytest.mark.parametrize("beta", [0.1, 1.0])
+def test_the_gradient_is_the_formula_and_its_finite_differences(moved, beta):
+    """dL/dv of a row by hand, widths standing still, carried to the weights through the velocity."""
+    policy, batch, trajectory = pictures(moved=moved)
+    found, _ = tiny.gradient(policy, NFT(beta=beta, advantage_clip=5.0), tiny.minibatch(batch, trajectory, ADVANTAGES))
+    slopes = []
+    for (velocity, old, x, x0, sigma), r in zip(rows(policy, batch, trajectory), [0.6, 0.45, 0.5, 1.0], strict=True):
+        _, (good, bad) = by_hand(velocity, old, x, x0, sigma, r, beta)
+        plus = x - sigma * (beta * velocity + (1 - beta) * old) - x0
+        minus = x - sigma * ((1 + beta) * old - beta * velocity) - x0
+        slope = 2 * sigma * ((1 - r) * minus / bad - r * plus / good) / x.numel()
+        direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        ends = [by_hand(velocity + s * direction, old, x, x0, sigma, r, beta, (good, bad))[0] for s in (1e-4, -1e-4)]
+        torch.testing.assert_close((ends[0] - ends[1]) / 2e-4, (slope * direction).sum(), rtol=1e-6, atol=1e-9)
+        slopes.append(slope.float() / 4)
+    x, _, sigma = points(batch, trajectory)
+    velocity = policy.velocity(trajectory, slice(0, 4), x, sigma, "current")
+    carried = torch.autograd.grad(velocity, list(tiny.trained(policy).values()), torch.stack(slopes), allow_unused=True)
+    wanted = {
+        name: torch.zeros_like(parameter) if part is None else part
+        for (name, parameter), part in zip(tiny.trained(policy).items(), carried, strict=True)
+    }
+    assert tiny.distance(found, wanted) < 1e-4
+
+
+def test_an_average_picture_teaches_nothing_where_the_policy_is_the_old_one():
+    """v+ = v- = v_old, and the two halves pull apart with equal force."""
+    policy, batch, trajectory = pictures()
+    found, losses = tiny.gradient(policy, NFT(), tiny.minibatch(batch, trajectory, [0.0] * 4))
+    good, _ = tiny.gradient(policy, NFT(), tiny.minibatch(batch, trajectory, [5.0] * 4))
+    assert tiny.distance(found, good) == pytest.approx(1.0, abs=1e-4)  # |0 - good| / |good|
+    assert sum(loss.value for loss in losses) > 0
+
+
+def step(policy, objective, minibatch, size):
+    found, _ = tiny.gradient(policy, objective, minibatch)
+    with torch.no_grad():
+        for name, parameter in tiny.trained(policy).items():
+            parameter.sub_(size * found[name])
+
+
+def test_an_average_picture_pulls_back_to_the_old_policy():
+    policy, batch, trajectory = pictures(moved=0.05)
+    minibatch = tiny.minibatch(batch, trajectory, [0.0] * 4)
+
+    def apart():
+        return sum((velocity - old).square().mean() for velocity, old, *_ in rows(policy, batch, trajectory))
+
+    before = apart()
+    step(policy, NFT(), minibatch, 1e-2)
+    assert apart() < before
+
+
+@pytest.mark.parametrize(("advantage", "nearer"), [(3.0, True), (-3.0, False)])
+def test_a_good_picture_is_approached_and_a_bad_one_left(advantage, nearer):
+    policy, batch, trajectory = pictures()
+
+    def misses():
+        return [(x - sigma * velocity - x0).square().mean() for velocity, _, x, x0, sigma in rows(policy, batch, trajectory)]
+
+    before = sum(misses())
+    step(policy, NFT(), tiny.minibatch(batch, trajectory, [advantage] * 4), 1e-2)
+    assert (sum(misses()) < before) == nearer
+
+
+def test_the_reference_pulls_with_its_weight():
+    policy, batch, trajectory = pictures(moved=0.05)
+    minibatch = tiny.minibatch(batch, trajectory, ADVANTAGES)
+    plain, _ = tiny.gradient(policy, NFT(), minibatch)
+    pulled, losses = tiny.gradient(policy, NFT(reference_weight=0.5), minibatch)
+    x, _, sigma = points(batch, trajectory)
+    apart = policy.velocity(trajectory, slice(0, 4), x, sigma, "current") - policy.velocity(
+        trajectory, slice(0, 4), x, sigma, "reference"
+    )
+    kl = apart.square().mean()
+    slopes = torch.autograd.grad(0.5 * kl, list(tiny.trained(policy).values()), allow_unused=True)
+    wanted = {name: plain[name] + (0 if slope is None else slope) for (name, _), slope in zip(plain.items(), slopes, strict=True)}
+    assert tiny.distance(pulled, wanted) < 1e-4
+    torch.testing.assert_close(sum(loss.sums["policy/kl"] for loss in losses), kl.detach(), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("microbatch", [1, 3, 100])
+def test_neither_cut_nor_number_of_actions_changes_the_gradient(microbatch):
+    """Pictures that came of several random steps are still one picture each."""
+    batch = tiny.batch()
+    gradients = []
+    for kind, size in (("ode", 4), ("ode", microbatch), ("sde", microbatch)):
+        policy = tiny.policy(kind=kind, mode="window", train="full", copies=("old",), microbatch=size)
+        trajectory = policy.rollout(batch)
+        trajectory = replace(trajectory, outputs=tiny.policy(kind="ode", train="full").rollout(batch).outputs)
+        tiny.move(policy, 0.05)
+        gradients.append(tiny.gradient(policy, NFT(), tiny.minibatch(batch, trajectory, ADVANTAGES))[0])
+    assert tiny.distance(gradients[1], gradients[0]) < 1e-5
+    assert tiny.distance(gradients[2], gradients[0]) < 1e-5
+
+
+def test_draws_are_averaged_and_new_in_every_epoch():
+    policy, batch, trajectory = pictures(moved=0.05)
+    minibatch = tiny.minibatch(batch, trajectory, ADVANTAGES)
+    one, (first,) = tiny.gradient(policy, NFT(), minibatch)
+    two, losses = tiny.gradient(policy, NFT(draws=2), minibatch)
+    assert len(losses) == 2
+    torch.testing.assert_close(losses[0].value, first.value / 2)
+    assert tiny.distance(two, one) > 0.05
+    again, _ = tiny.gradient(policy, NFT(), replace(minibatch, epoch=1))
+    assert tiny.distance(again, one) > 0.05
+
+
+def test_the_old_policy_follows_at_the_decay_of_its_step():
+    policy, _, _ = pictures(moved=0.05)
+    name, parameter = next(iter(tiny.trained(policy).items()))
+    objective = NFT(old_rate=0.1, old_max=0.25)
+    old = policy.copies.copies["old"][name].clone()
+    for taken, decay in [(1, 0.1), (2, 0.2), (3, 0.25), (50, 0.25)]:
+        tiny.move(policy, 0.05, key=taken)
+        now = parameter.detach().clone()
+        objective.after_step(policy, taken)
+        old = decay * old + (1 - decay) * now
+        torch.testing.assert_close(policy.copies.copies["old"][name], old)
+        assert torch.equal(parameter, now)

@@ -1,0 +1,231 @@
+"""The policy gradient on tokens and transitions: its loss by hand, its metrics, and that cuts and masks change nothing."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tiny_policies as tiny
+from retouch.core.ratio_norm import gradient_balance, ratio_norm
+from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.types import Needs, Objective, Slice
+from token_policy import STOP, TokenPolicy
+
+ADVANTAGES = [1.0, -0.5, 0.25, -2.0]
+CLIP = {"clip_low": 0.2, "clip_high": 0.3}
+SURROGATES = ["clip", "gspo", "cispo", "reinforce"]
+
+
+def objective(surrogate="clip", **options):
+    bounds = {} if surrogate == "reinforce" else CLIP
+    return PolicyGradient(**{"surrogate": surrogate, **bounds, **options})
+
+
+def words(key=0, moved=0.5):
+    """A token policy that has moved since it acted, what it did, and its minibatch."""
+    policy, batch = TokenPolicy(), tiny.batch()
+    trajectory = policy.rollout(batch)
+    tiny.move(policy, moved, key)
+    return policy, trajectory, tiny.minibatch(batch, trajectory, ADVANTAGES)
+
+
+def by_hand(surrogate, trajectory, log_probs, dual=None):
+    """The loss of each row, token by token, with weights 1 / (rows * tokens of the row)."""
+    rows = []
+    for row, advantage in enumerate(ADVANTAGES):
+        places = trajectory.mask[row].nonzero().flatten().tolist()
+        ratios = [(log_probs[row, place] - trajectory.log_probs[row, place]).exp() for place in places]
+        if surrogate == "gspo":
+            ratios = [torch.stack(ratios).log().mean().exp()] * len(places)
+        losses = []
+        for place, ratio in zip(places, ratios, strict=True):
+            if surrogate == "reinforce":
+                losses.append(-advantage * log_probs[row, place])
+            elif surrogate == "cispo":
+                losses.append(-ratio.detach().clamp(0.8, 1.3) * advantage * log_probs[row, place])
+            else:
+                loss = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.3))
+                losses.append(loss if dual is None or advantage > 0 else torch.minimum(loss, torch.tensor(-advantage * dual)))
+        rows.append(torch.stack(losses).mean())
+    return torch.stack(rows).mean()
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+@pytest.mark.parametrize("key", range(3))
+def test_the_loss_and_its_gradient_are_those_by_hand(surrogate, key):
+    policy, trajectory, minibatch = words(key)
+    log_probs = policy._log_probs(trajectory.outputs)
+    wanted = by_hand(surrogate, trajectory, log_probs)
+    (slope,) = torch.autograd.grad(wanted, policy.module.table)
+    found, losses = tiny.gradient(policy, objective(surrogate), minibatch)
+    torch.testing.assert_close(sum(loss.value for loss in losses), wanted)
+    torch.testing.assert_close(found["table"], slope, rtol=1e-5, atol=1e-7)
+    assert isinstance(objective(surrogate), Objective)
+
+
+def test_the_dual_clip_bounds_the_loss_of_bad_actions():
+    policy, trajectory, minibatch = words(moved=1.5)
+    log_probs = policy._log_probs(trajectory.outputs)
+    _, losses = tiny.gradient(policy, objective(dual=1.5), minibatch)
+    wanted = by_hand("clip", trajectory, log_probs, dual=1.5)
+    torch.testing.assert_close(sum(loss.value for loss in losses), wanted)
+    assert by_hand("clip", trajectory, log_probs) > wanted
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+@pytest.mark.parametrize("microbatch", [1, 3])
+def test_neither_loss_nor_gradient_depends_on_the_cut(surrogate, microbatch):
+    policy, _, minibatch = words()
+    policy.microbatch = 4
+    whole, (loss,) = tiny.gradient(policy, objective(surrogate, kl="k3", kl_weight=0.3), minibatch)
+    policy.microbatch = microbatch
+    cut, losses = tiny.gradient(policy, objective(surrogate, kl="k3", kl_weight=0.3), minibatch)
+    assert len(losses) == -(-4 // microbatch)
+    assert tiny.distance(cut, whole) < 1e-6
+    for name, value in loss.sums.items():
+        torch.testing.assert_close(sum(each.sums[name] for each in losses), value)
+    assert max(each.maxima["policy/ratio_max"] for each in losses) == loss.maxima["policy/ratio_max"]
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_nothing_of_a_masked_action_matters(surrogate):
+    policy, trajectory, minibatch = words()
+    assert not trajectory.mask.all()
+    told = objective(surrogate, kl="k3", kl_weight=0.3)
+    clean, _ = tiny.gradient(policy, told, minibatch)
+    dirty = replace(trajectory, log_probs=trajectory.log_probs.masked_fill(~trajectory.mask, torch.nan))
+    found, losses = tiny.gradient(policy, told, replace(minibatch, trajectory=dirty))
+    assert tiny.distance(found, clean) == 0
+    assert all(torch.isfinite(torch.as_tensor(value)) for loss in losses for value in {**loss.sums, **loss.maxima}.values())
+
+
+def test_the_forced_token_and_what_follows_the_end_are_not_learned():
+    policy, _, minibatch = words()
+    found, _ = tiny.gradient(policy, objective(), minibatch)
+    assert found["table"][0].abs().max() == 0
+    assert found["table"][1:, STOP].abs().max() == 0
+    assert found["table"].abs().max() > 0
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.7])
+def test_the_kl_is_added_with_its_weight(weight):
+    policy, trajectory, minibatch = words()
+    plain, _ = tiny.gradient(policy, objective(), minibatch)
+    found, losses = tiny.gradient(policy, objective(kl="k3", kl_weight=weight), minibatch)
+    evaluation = policy.evaluate(trajectory, Slice(slice(0, 4), slice(0, 5)), Needs(kl="k3"))
+    kl = (minibatch.weights * torch.where(trajectory.mask, evaluation.kl, 0)).sum()
+    (slope,) = torch.autograd.grad(kl, policy.module.table)
+    torch.testing.assert_close(found["table"], plain["table"] + weight * slope)
+    torch.testing.assert_close(sum(loss.sums["policy/kl"] for loss in losses), kl.detach())
+
+
+def test_metrics_say_what_happened():
+    policy, trajectory, minibatch = words()
+    _, losses = tiny.gradient(policy, objective(), minibatch)
+    ratio = (policy._log_probs(trajectory.outputs) - trajectory.log_probs).detach().exp()[trajectory.mask]
+    weights = minibatch.weights[trajectory.mask]
+    told = {name: sum(float(loss.sums[name]) for loss in losses) for name in losses[0].sums}
+    outside = (ratio < 0.8) | (ratio > 1.3)
+    assert 0 < outside.sum() < len(ratio)
+    assert told["policy/clip_fraction"] == pytest.approx((weights * outside).sum().item())
+    assert told["policy/approx_kl"] == pytest.approx((weights * ratio.log().square() / 2).sum().item(), rel=1e-5)
+    assert told["policy/loss"] == pytest.approx(sum(loss.value for loss in losses).item())
+    assert max(float(loss.maxima["policy/ratio_max"]) for loss in losses) == pytest.approx((ratio - 1).abs().max().item())
+
+
+def test_what_does_not_clip_has_no_clip_fraction():
+    policy, _, minibatch = words()
+    for told in (objective("reinforce"), PolicyGradient(surrogate="cispo", clip_high=0.3)):
+        _, losses = tiny.gradient(policy, told, minibatch)
+        assert ("policy/clip_fraction" in losses[0].sums) == (told.surrogate == "cispo")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"clip_low": 0.2}, {"surrogate": "cispo", "clip_low": 0.2}, {"surrogate": "gspo", "clip_high": 1.0}]
+)
+def test_a_missing_bound_is_refused(options):
+    with pytest.raises(ValueError, match="give the missing one"):
+        PolicyGradient(**options)
+
+
+def test_gspo_refuses_a_cut_row():
+    policy, batch = tiny.policy(mode="all", microbatch=2), tiny.batch()
+    minibatch = tiny.minibatch(batch, policy.rollout(batch), ADVANTAGES)
+    with pytest.raises(ValueError, match="raise microbatch to at least 3"):
+        tiny.gradient(policy, objective("gspo"), minibatch)
+
+
+# Transitions
+
+
+@pytest.mark.parametrize("ratio_normed", [False, True])
+def test_the_first_gradient_of_transitions_is_that_of_weighted_log_probabilities(ratio_normed):
+    """Before the first step the ratio is 1, so its gradient is that of log p; RatioNorm's is step_std / |dt| times that."""
+    policy, batch = tiny.policy(mode="all", keep_means=True), tiny.batch()
+    trajectory = policy.rollout(batch)
+    found, _ = tiny.gradient(policy, objective(ratio_norm=ratio_normed), tiny.minibatch(batch, trajectory, ADVANTAGES))
+    wanted = {name: torch.zeros_like(parameter) for name, parameter in tiny.trained(policy).items()}
+    for action in range(3):
+        part = Slice(slice(0, 4), slice(action, action + 1))
+        log_probs = policy.evaluate(trajectory, part, Needs()).log_probs[:, 0]
+        scale = 1.0
+        if ratio_normed:
+            sigma, to = trajectory.sigmas[action], trajectory.sigmas[action + 1]
+            top = trajectory.sigmas[1] if sigma == 1 else sigma
+            step_std = 0.7 * (sigma / (1 - top) * (sigma - to)).sqrt()
+            scale = step_std / (sigma - to)
+        loss = -(torch.tensor(ADVANTAGES) * log_probs * scale).sum() / 12
+        slopes = torch.autograd.grad(loss, list(tiny.trained(policy).values()))
+        wanted = {name: total + slope for (name, total), slope in zip(wanted.items(), slopes, strict=True)}
+    assert tiny.distance(found, wanted) < 1e-4
+
+
+def test_ratio_norm_takes_its_ratio_and_scale_from_the_stored_means():
+    policy, batch = tiny.policy(mode="window", keep_means=True), tiny.batch()
+    trajectory = policy.rollout(batch)
+    tiny.move(policy)
+    part = Slice(slice(1, 3), slice(1, 2))
+    with torch.no_grad():
+        evaluation = policy.evaluate(trajectory, part, Needs(log_ratio="norm"))
+    k = trajectory.first + 1
+    sigma, to = trajectory.sigmas[k].expand(2), trajectory.sigmas[k + 1].expand(2)
+    with torch.no_grad():
+        made = policy._transition(
+            trajectory.latents[1:3, 1],
+            policy.velocity(trajectory, slice(1, 3), trajectory.latents[1:3, 1], sigma, "current"),
+            sigma,
+            to,
+            trajectory.sigmas,
+            next=trajectory.latents[1:3, 2],
+        )
+    wanted = ratio_norm(trajectory.latents[1:3, 2], made.mean, trajectory.means[1:3, 1], step_std=made.step_std, reduction="mean")
+    torch.testing.assert_close(evaluation.log_ratio[:, 0], wanted, rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(evaluation.scale[:, 0], gradient_balance(sigma, to))
+    assert wanted.abs().min() > 0
+
+
+@pytest.mark.parametrize("mode", ["all", "window", "branch"])
+@pytest.mark.parametrize(
+    "options", [{}, {"kl": "closed", "kl_weight": 0.1}, {"kl": "velocity", "kl_weight": 5.0, "ratio_norm": True}]
+)
+def test_the_gradient_of_transitions_does_not_depend_on_the_cut(mode, options):
+    batch = tiny.batch()
+    gradients = []
+    for microbatch in (1, 3, 100):
+        policy = tiny.policy(mode=mode, microbatch=microbatch, keep_means=True)
+        trajectory = policy.rollout(batch)
+        tiny.move(policy, 0.02)
+        gradients.append(tiny.gradient(policy, objective(**options), tiny.minibatch(batch, trajectory, ADVANTAGES))[0])
+    for cut in gradients[:2]:
+        assert tiny.distance(cut, gradients[2]) < 1e-5
+
+
+def test_a_step_makes_good_actions_more_probable_and_bad_ones_less():
+    policy, batch = tiny.policy(mode="window", microbatch=100), tiny.batch()
+    trajectory = policy.rollout(batch)
+    found, _ = tiny.gradient(policy, objective(), tiny.minibatch(batch, trajectory, ADVANTAGES))
+    with torch.no_grad():
+        for name, parameter in tiny.trained(policy).items():
+            parameter.sub_(0.1 * found[name])
+        moved = policy.evaluate(trajectory, Slice(slice(0, 4), slice(0, 2)), Needs()).log_ratio
+    assert (torch.tensor(ADVANTAGES) @ moved).sum() > 0

@@ -1,0 +1,266 @@
+"""The denoising kernel: its contract on tiny real models, its KL against what it means, and its ways of exploring."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tiny_policies as tiny
+from retouch.core.random import generator
+from retouch.policies.denoising import DenoisingPolicy
+from retouch.renderers.latents import LatentRenderer
+from retouch.testing import check_model, check_policy, check_renderer
+from retouch.types import Batch, Kind, Needs, Slice, VelocityPolicy
+
+COMBINATIONS = list(itertools.product(["sde", "cps", "dance"], tiny.WINDOWS, [1.0, 3.0]))
+
+
+@pytest.mark.parametrize("number", range(len(COMBINATIONS)), ids=["-".join(map(str, each)) for each in COMBINATIONS])
+def test_keeps_the_contract(number):
+    kind, mode, guidance = COMBINATIONS[number]
+    # Every kind and window meets both models, and LoRA and full weights meet everything else.
+    family = ("sd3", "edit")[(number // 2 + number) % 2]
+    train = ("lora", "full")[(number // 4 + number) % 2]
+    policy = tiny.policy(family, kind=kind, mode=mode, guidance=guidance, train=train, microbatch=(3, 4, 1)[number % 3])
+    assert isinstance(policy, VelocityPolicy)
+    check_policy(policy, tiny.batch(), needs=Needs(kl=("closed", "velocity")[number % 2]))
+
+
+@pytest.mark.parametrize("kind", ["sde", "cps", "dance"])
+def test_keeps_the_contract_with_ratio_norm(kind):
+    check_policy(tiny.policy(kind=kind, mode="window", keep_means=True), tiny.batch(), needs=Needs(kl="closed", log_ratio="norm"))
+
+
+@pytest.mark.parametrize("family", ["sd3", "edit"])
+def test_keeps_the_contract_without_exploration(family):
+    check_policy(tiny.policy(family, kind="ode"), tiny.batch())
+
+
+@pytest.mark.parametrize("family", ["sd3", "edit"])
+@pytest.mark.parametrize("guidance", [1.0, 2.5])
+def test_models_and_their_renderer_keep_the_contract(family, guidance):
+    policy = tiny.policy(family, guidance=guidance)
+    check_model(policy.model, tiny.tasks(3))
+    batch = tiny.batch()
+    check_renderer(LatentRenderer(policy.model), [batch.tasks[k] for k in batch.group], policy.rollout(batch))
+
+
+def test_summed_log_probabilities_are_means_times_the_elements():
+    mean, total = (tiny.policy(reduction=reduction) for reduction in ("mean", "sum"))
+    a, b = mean.rollout(tiny.batch()), total.rollout(tiny.batch())
+    torch.testing.assert_close(b.log_probs, a.log_probs * a.outputs[0].numel(), rtol=1e-5, atol=1e-4)
+    check_policy(total, tiny.batch(), ratio_limit=1e-4)
+
+
+# What a rollout is
+
+
+@pytest.mark.parametrize("kind", ["sde", "cps", "dance"])
+@pytest.mark.parametrize("mode", ["all", "window", "branch"])
+def test_states_lead_from_one_to_the_next(kind, mode):
+    """Each stored state is the mean plus the spread times its own keyed noise, and Euler's steps are between the others."""
+    policy = tiny.policy(kind=kind, mode=mode, keep_means=True)
+    batch = tiny.batch()
+    trajectory = policy.rollout(batch)
+    actions = policy.sampling.window.actions(num_steps=tiny.NUM_STEPS, seed=batch.seed, step=batch.step)
+    assert trajectory.first == actions.start
+    assert trajectory.mask.shape == (4, len(actions))
+    assert (trajectory.kind == Kind.TRANSITION).all()
+    conditioning = trajectory.conditioning.take(trajectory.group)
+    x = trajectory.latents[:, -1]
+    for k in range(actions.stop, tiny.NUM_STEPS):
+        sigma = trajectory.sigmas[k].expand(4)
+        with torch.no_grad():
+            x = x + (trajectory.sigmas[k + 1] - trajectory.sigmas[k]) * policy.model.velocity(policy.module, x, sigma, conditioning)
+    torch.testing.assert_close(x, trajectory.outputs, atol=1e-5, rtol=0)
+    for action in range(len(actions)):
+        spread = (trajectory.latents[:, action + 1] - trajectory.means[:, action]).flatten(1)
+        noise = torch.stack(
+            [
+                torch.randn(
+                    trajectory.outputs.shape[1:], generator=generator(batch.seed, "transition", batch.step, g, slot, action)
+                )
+                for g, slot in zip(batch.group, batch.slot, strict=True)
+            ]
+        ).flatten(1)
+        ratio = (spread * noise).sum(1) / noise.square().sum(1)
+        torch.testing.assert_close(spread, ratio[0] * noise, atol=1e-5, rtol=0)
+        assert ratio[0] > 1e-3
+
+
+def test_the_samples_of_a_group_start_apart_unless_they_share_their_noise():
+    own, shared = (tiny.policy(mode="all", shared_noise=shared).rollout(tiny.batch()) for shared in (False, True))
+    assert not torch.equal(own.latents[0, 0], own.latents[1, 0])
+    assert torch.equal(shared.latents[0, 0], shared.latents[1, 0])
+    assert not torch.equal(shared.latents[0, 0], shared.latents[2, 0])
+    assert not torch.equal(shared.outputs[0], shared.outputs[1])
+
+
+def test_a_branch_shares_all_that_comes_before_it():
+    trajectory = tiny.policy(mode="branch").rollout(tiny.batch())
+    assert trajectory.first == 1
+    assert torch.equal(trajectory.latents[0, 0], trajectory.latents[1, 0])
+    assert not torch.equal(trajectory.latents[0, 0], trajectory.latents[2, 0])
+    assert not torch.equal(trajectory.latents[0, 1], trajectory.latents[1, 1])
+
+
+def test_tasks_with_the_same_words_stay_two_tasks():
+    """A group is a row of the data, never a prompt: each is shown its own picture, and has noise of its own."""
+    first, second = (replace(task, instruction="make it red") for task in tiny.tasks(2))
+    policy = tiny.policy("edit")
+    apart = [Batch(3, 5, (task,), (k,), (0,), (0,)) for k, task in enumerate((first, second))]
+    together = policy.rollout(Batch(3, 5, (first, second), (0, 1), (0, 1), (0, 0)))
+    torch.testing.assert_close(together.outputs, torch.cat([policy.rollout(each).outputs for each in apart]), atol=1e-4, rtol=0)
+    swapped = policy.rollout(Batch(3, 5, (second, first), (0, 1), (0, 1), (0, 0)))
+    assert (swapped.outputs - together.outputs).abs().max() > 1e-3
+
+
+def test_rows_depend_on_seed_step_group_and_slot():
+    policy, batch = tiny.policy(), tiny.batch()
+    outputs = policy.rollout(batch).outputs
+    for other in (
+        replace(batch, seed=4),
+        replace(batch, step=6),
+        replace(batch, group_ids=(2, 3)),
+        replace(batch, slot=(2, 3, 2, 3)),
+    ):
+        assert (policy.rollout(other).outputs - outputs).flatten(1).abs().amax(1).min() > 1e-3
+
+
+def test_sampling_is_deterministic_and_does_not_explore():
+    policy, batch = tiny.policy(kind="sde"), tiny.batch()
+    sampled = policy.sample(batch)
+    assert torch.equal(sampled.outputs, policy.sample(batch).outputs)
+    assert (sampled.kind == Kind.PICTURE).all()
+    assert sampled.log_probs.isnan().all()
+    ode = tiny.policy(kind="ode")
+    assert torch.equal(sampled.outputs, ode.rollout(batch).outputs)
+
+
+def test_the_end_user_gets_the_averaged_weights():
+    policy, batch = tiny.policy(copies=("average",)), tiny.batch()
+    before = policy.sample(batch).outputs
+    tiny.move(policy)
+    assert torch.equal(policy.sample(batch).outputs, before)
+    policy.copies.keep("average")
+    assert not torch.equal(policy.sample(batch).outputs, before)
+
+
+def test_an_old_policy_can_act():
+    policy, batch = tiny.policy(kind="ode", copies=("old",), weights="old"), tiny.batch()
+    before = policy.rollout(batch).outputs
+    tiny.move(policy)
+    assert torch.equal(policy.rollout(batch).outputs, before)
+    policy.follow_old(0.0)
+    current = tiny.policy(kind="ode")
+    tiny.move(current)
+    assert torch.equal(policy.rollout(batch).outputs, current.rollout(batch).outputs)
+
+
+def test_demonstrations_are_the_targets():
+    policy, batch = tiny.policy("edit"), tiny.batch()
+    shown = policy.demonstrate(batch)
+    expected = policy.model.encode_images([batch.tasks[k].target for k in batch.group])
+    assert torch.equal(shown.outputs, expected)
+    assert (shown.kind == Kind.PICTURE).all()
+    lacking = replace(batch, tasks=(batch.tasks[0], replace(batch.tasks[1], target=None)))
+    with pytest.raises(ValueError, match="t1 has no target"):
+        policy.demonstrate(lacking)
+
+
+# What evaluation says
+
+
+def test_the_closed_kl_is_the_mean_log_ratio_of_what_the_policy_does():
+    """Many rows act once from the same state under weights that have moved: the mean of log p - log q is their KL."""
+    policy = tiny.policy(kind="sde", mode="window", reduction="sum", shared_noise=True, microbatch=1000)
+    tiny.move(policy, 0.4)
+    rows = 200
+    trajectory = policy.rollout(tiny.batch(1, rows))
+    part = Slice(slice(0, rows), slice(0, 1))
+    with torch.no_grad():
+        kl = policy.evaluate(trajectory, part, Needs(kl="closed")).kl
+        with policy.copies.using("reference"):
+            reference = policy.evaluate(trajectory, part, Needs()).log_probs
+    torch.testing.assert_close(kl, kl[:1].expand_as(kl), rtol=1e-3, atol=0)
+    drawn = trajectory.log_probs[:, :1] - reference
+    error = drawn.std() / rows**0.5
+    assert kl[0].item() > 8 * error.item()
+    assert abs(drawn.mean() - kl[0]) < 4 * error
+
+
+@pytest.mark.parametrize("kind", ["sde", "cps", "dance"])
+@pytest.mark.parametrize("kl", ["closed", "velocity"])
+def test_kl_is_its_formula(kind, kl):
+    policy = tiny.policy(kind=kind, mode="window", train="full")
+    trajectory = policy.rollout(tiny.batch())
+    tiny.move(policy, 0.02)
+    part = Slice(slice(1, 3), slice(0, 2))
+    found = policy.evaluate(trajectory, part, Needs(kl=kl)).kl
+    for row, action in itertools.product(range(2), range(2)):
+        index = trajectory.first + action
+        x, sigma, to = trajectory.latents[1 + row, action][None], trajectory.sigmas[index], trajectory.sigmas[index + 1]
+        rows = slice(1 + row, 2 + row)
+        current, reference = (policy.velocity(trajectory, rows, x, sigma[None], weights) for weights in ("current", "reference"))
+        squared = (current - reference).square().mean()
+        if kl == "closed":
+            level = tiny.NOISE_LEVELS[kind]
+            if kind == "cps":  # the mean is linear in velocity: its coefficient and the spread, as published
+                s = to * torch.sin(torch.tensor(level * torch.pi / 2))
+                coefficient = -(1 - to) * sigma + (to**2 - s**2).sqrt() * (1 - sigma)
+                variance = s**2
+            else:
+                top = trajectory.sigmas[1] if kind == "sde" and sigma == 1 else sigma
+                s2 = level**2 * (sigma / (1 - top) if kind == "sde" else 1)
+                coefficient = (to - sigma) * (1 + s2 * (1 - sigma) / (2 * sigma))
+                variance = s2 * (sigma - to)
+            squared = coefficient**2 * squared / (2 * variance)
+        torch.testing.assert_close(found[row, action], squared, rtol=1e-3, atol=1e-9)
+
+
+def test_gradients_of_log_ratio_and_kl_are_their_finite_differences():
+    policy = tiny.policy(kind="sde", mode="window", train="full", keep_means=True, microbatch=100)
+    trajectory = policy.rollout(tiny.batch())
+    tiny.move(policy, 0.02)
+    part = Slice(slice(0, 4), slice(0, 2))
+    parameters = tiny.trained(policy)
+    direction = {name: torch.randn(p.shape, generator=generator("direction", name)) for name, p in parameters.items()}
+
+    def columns(needs):
+        evaluation = policy.evaluate(trajectory, part, needs)
+        kl = evaluation.log_ratio if needs.kl is None else evaluation.kl
+        return kl.double().sum()
+
+    for needs in (Needs(), Needs(log_ratio="norm"), Needs(kl="closed"), Needs(kl="velocity")):
+        gradients = torch.autograd.grad(columns(needs), list(parameters.values()), allow_unused=True)
+        slope = sum((g * d).sum() for g, d in zip(gradients, direction.values(), strict=True) if g is not None)
+        step, ends = 1e-3, []
+        for sign in (1, -1):
+            with torch.no_grad():
+                for name, parameter in parameters.items():
+                    parameter.add_(sign * step * direction[name])
+                ends.append(columns(needs))
+                for name, parameter in parameters.items():
+                    parameter.sub_(sign * step * direction[name])
+        torch.testing.assert_close(slope.double(), (ends[0] - ends[1]) / (2 * step), rtol=2e-2, atol=1e-6)
+
+
+def test_ratio_norm_needs_the_acting_means():
+    policy = tiny.policy(mode="window")
+    with pytest.raises(AssertionError, match="keep_means"):
+        policy.evaluate(policy.rollout(tiny.batch()), Slice(slice(0, 1), slice(0, 1)), Needs(log_ratio="norm"))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("microbatch", [1, 2, 3, 4, 7, 100])
+def test_slices_are_no_larger_than_a_microbatch(rows, microbatch):
+    policy = DenoisingPolicy.__new__(DenoisingPolicy)
+    policy.microbatch = microbatch
+    trajectory = tiny.policy(mode="all").rollout(tiny.batch(1, 1))
+    trajectory = type(trajectory).concat([trajectory] * rows)
+    parts = list(policy.microbatches(trajectory))
+    sizes = [(part.rows.stop - part.rows.start) * (part.actions.stop - part.actions.start) for part in parts]
+    assert sum(sizes) == trajectory.mask.numel()
+    assert max(sizes) <= microbatch
+    assert max(rows.stop - rows.start for rows in policy.row_slices(trajectory)) <= microbatch

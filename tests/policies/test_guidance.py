@@ -1,0 +1,44 @@
+"""Guidance around a model: both branches in one forward, combined as the model's own pipeline does it."""
+
+import pytest
+import torch
+
+import tiny_policies as tiny
+from retouch.policies.guidance import Guided
+from retouch.types import DenoisingModel
+
+
+@pytest.mark.parametrize("family", ["sd3", "edit"])
+def test_the_velocity_is_the_combination_of_both_branches(family):
+    model = tiny.MODELS[family]()
+    guided = Guided(model, 3.5)
+    assert isinstance(guided, DenoisingModel)
+    tasks = tiny.tasks(3)
+    conditioning = guided.encode(tasks).take(torch.tensor([2, 0, 1, 2]))
+    x = guided.initial_noise(conditioning, [torch.Generator().manual_seed(k) for k in range(4)])
+    sigma = torch.tensor([0.9, 0.6, 0.5, 0.1])
+    order = torch.tensor([2, 0, 1, 2])
+    positive = model.velocity(model.module, x, sigma, model.encode(tasks).take(order))
+    negative = model.velocity(model.module, x, sigma, model.encode_negative(tasks).take(order))
+    found = guided.velocity(guided.module, x, sigma, conditioning)
+    torch.testing.assert_close(found, model.combine(positive, negative, 3.5), atol=1e-5, rtol=1e-4)
+    assert (found - positive).abs().max() > 1e-3
+
+
+def test_both_branches_have_gradient():
+    policy = tiny.policy("sd3", guidance=3.0, train="full")
+    conditioning = policy.model.encode(tiny.tasks())
+    x, sigma = policy.model.initial_noise(conditioning, [torch.Generator().manual_seed(k) for k in range(2)]), torch.full((2,), 0.5)
+    weight = policy.module.proj_out.bias
+    (whole,) = torch.autograd.grad(policy.model.velocity(policy.module, x, sigma, conditioning).sum(), weight)
+    inner = policy.model.model
+    (positive,) = torch.autograd.grad(inner.velocity(policy.module, x, sigma, inner.encode(tiny.tasks())).sum(), weight)
+    # The output's bias is in both branches alike: 3 of the positive less 2 of the negative.
+    torch.testing.assert_close(whole, positive, rtol=1e-4, atol=1e-5)
+    assert whole.abs().min() > 0
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0, -2.0])
+def test_guidance_begins_above_one(scale):
+    with pytest.raises(ValueError, match="guidance begins above 1"):
+        Guided(tiny.sd3_model(), scale)

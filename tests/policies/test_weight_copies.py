@@ -1,0 +1,119 @@
+"""Copies of weights: swapped in and out to the bit, blended, and the adapter switched off as PEFT does it."""
+
+import pytest
+import torch
+from torch import nn
+
+import tiny_policies as tiny
+from retouch.policies.weights import WeightCopies
+
+
+def linear():
+    module = nn.Linear(3, 2)
+    module.bias.requires_grad_(False)
+    return module
+
+
+def test_a_swap_restores_every_bit_and_the_graph():
+    policy, batch = tiny.policy(train="full"), tiny.batch()
+    before = {name: parameter.detach().clone() for name, parameter in policy.module.named_parameters()}
+    storage = {name: parameter.data_ptr() for name, parameter in policy.module.named_parameters()}
+    tiny.move(policy)
+    moved = {name: parameter.detach().clone() for name, parameter in policy.module.named_parameters()}
+    trajectory = policy.rollout(batch)
+    x, sigma, rows = trajectory.outputs, torch.full((4,), 0.5), slice(0, 4)
+    parameters = list(tiny.trained(policy).values())
+    alone = torch.autograd.grad(
+        policy.velocity(trajectory, rows, x, sigma, "current").square().sum(), parameters, allow_unused=True
+    )
+    current = policy.velocity(trajectory, rows, x, sigma, "current")
+    with policy.copies.using("reference"):
+        for name, parameter in policy.module.named_parameters():
+            assert torch.equal(parameter, before[name])
+    for name, parameter in policy.module.named_parameters():
+        assert torch.equal(parameter, moved[name])
+        assert parameter.data_ptr() == storage[name]
+    # A graph that was built before a swap still goes to the current weights.
+    after = torch.autograd.grad(current.square().sum(), parameters, allow_unused=True)
+    for a, b in zip(alone, after, strict=True):
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+def test_a_swap_ends_where_the_block_raises():
+    module = linear()
+    copies = WeightCopies(module)
+    copies.keep("reference")
+    with torch.no_grad():
+        module.weight.add_(1)
+    now = module.weight.detach().clone()
+
+    def fail():
+        with copies.using("reference"):
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert torch.equal(module.weight, now)
+
+
+def test_a_copy_holds_what_trains_and_stays_where_it_is():
+    module = linear()
+    copies = WeightCopies(module)
+    copies.keep("old")
+    assert list(copies.copies["old"]) == ["weight"]
+    kept = module.weight.detach().clone()
+    with torch.no_grad():
+        module.weight.mul_(3)
+    assert torch.equal(copies.copies["old"]["weight"], kept)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.25, 0.999, 1.0])
+def test_blend_keeps_the_share_decay_of_the_copy(decay):
+    module = linear()
+    copies = WeightCopies(module)
+    copies.keep("average")
+    old = module.weight.detach().clone()
+    with torch.no_grad():
+        module.weight.copy_(torch.randn(2, 3, generator=torch.Generator().manual_seed(0)))
+    now = module.weight.detach().clone()
+    copies.blend("average", decay)
+    torch.testing.assert_close(copies.copies["average"]["weight"], decay * old + (1 - decay) * now)
+    assert torch.equal(module.weight, now)
+
+
+@pytest.mark.parametrize("family", ["sd3", "edit"])
+def test_the_reference_of_a_lora_is_the_model_without_it(family):
+    policy, batch = tiny.policy(family), tiny.batch()
+    tiny.move(policy)
+    trajectory = policy.rollout(batch)
+    x, sigma, rows = trajectory.outputs, torch.full((4,), 0.5), slice(0, 4)
+    with torch.no_grad():
+        current = policy.velocity(trajectory, rows, x, sigma, "current")
+        reference = policy.velocity(trajectory, rows, x, sigma, "reference")
+        policy.module.disable_adapters()
+        plain = policy.model.velocity(policy.module, x, sigma, trajectory.conditioning.take(trajectory.group))
+    assert torch.equal(reference, plain)
+    assert (current - plain).abs().max() > 1e-3
+
+
+def test_an_adapter_cannot_be_switched_off_where_other_weights_train():
+    policy = tiny.policy(copies=())
+    policy.module.proj_out.weight.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"proj_out.weight trains too and is no LoRA matrix"):
+        WeightCopies(policy.module).keep_without_adapter("reference")
+
+
+def test_state_goes_there_and_back():
+    module = linear()
+    copies = WeightCopies(module)
+    for name in ("old", "average"):
+        copies.keep(name)
+        with torch.no_grad():
+            module.weight.add_(1)
+    state = {name: tensor.clone() for name, tensor in copies.state().items()}
+    copies.blend("old", 0.5)
+    copies.load(state)
+    assert state.keys() == {"old/weight", "average/weight"}
+    assert all(torch.equal(tensor, state[name]) for name, tensor in copies.state().items())
+    with pytest.raises(ValueError, match="differ from this run's"):
+        copies.load({"old/weight": state["old/weight"]})

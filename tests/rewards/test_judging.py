@@ -1,0 +1,121 @@
+"""The judge: three outcomes, and every way in which a reward can be wrong."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from retouch.rewards.judging import Judge, Judged
+from retouch.types import Column, Sample, Task
+
+COLUMNS = {"a": Column(0.0, 10.0), "b": Column(-1.0, 1.0), "note": Column(0.0, 1.0, diagnostic=True)}
+PICTURE = Image.new("RGB", (2, 2))
+NAN = math.nan
+
+
+class Told:
+    """A reward whose scores stand in each task's meta."""
+
+    def __init__(self, columns=COLUMNS):
+        self.columns = columns
+        self.seen = []
+
+    def __call__(self, samples):
+        self.seen += [sample.task.id for sample in samples]
+        return {name: torch.tensor([float(sample.task.meta[name]) for sample in samples]) for name in self.columns}
+
+
+def sample(name, a, b, note=0.0, image=PICTURE):
+    return Sample(Task(name, "", meta={"a": a, "b": b, "note": note}), image)
+
+
+@pytest.fixture
+def judge():
+    judge = Judge(Told(), {"a": 0.1, "b": 2.0})
+    yield judge
+    judge.close()
+
+
+def test_three_outcomes(judge):
+    judged = judge([sample("value", 5.0, 0.5), sample("fault", 5.0, 0.5, image=None), sample("missing", NAN, 0.5)])
+    torch.testing.assert_close(judged.scores["a"], torch.tensor([5.0, 0.0, NAN]), equal_nan=True)
+    torch.testing.assert_close(judged.scores["b"], torch.tensor([0.5, -1.0, 0.5]))
+    torch.testing.assert_close(judged.rewards, torch.tensor([1.5, -2.0, NAN]), equal_nan=True)
+    assert judged.faults == 1
+
+
+def test_what_was_not_drawn_is_not_shown_to_the_reward(judge):
+    judge([sample("x", 1, 1, image=None), sample("y", 1, 1)])
+    assert judge.reward.seen == ["y"]
+    judged = judge([sample("z", 1, 1, image=None)])
+    assert judge.reward.seen == ["y"]
+    assert judged.rewards.item() == -2.0
+
+
+def test_a_diagnostic_never_makes_a_sample_missing(judge):
+    judged = judge([sample("x", 10.0, 1.0, note=NAN)])
+    assert judged.scores["note"].isnan().all()
+    assert judged.rewards.item() == 3.0
+    with pytest.raises(ValueError, match="'note', which is a diagnostic"):
+        Judge(Told(), {"a": 1.0, "note": 0.5})
+
+
+@given(st.lists(st.tuples(*[st.sampled_from([0.0, 0.25, 1.0, NAN])] * 2, st.booleans()), min_size=1, max_size=6))
+def test_a_sample_is_missing_where_any_combined_column_is_and_nowhere_else(rows):
+    judge = Judge(Told(), {"a": 1.0, "b": 1.0})
+    judged = judge([sample(str(k), a, b, image=PICTURE if drawn else None) for k, (a, b, drawn) in enumerate(rows)])
+    judge.close()
+    expected = [(a + b) if drawn else -1.0 for a, b, drawn in rows]
+    torch.testing.assert_close(judged.rewards, torch.tensor(expected), equal_nan=True)
+    for k, (a, b, drawn) in enumerate(rows):  # NaN stays in its own column
+        assert judged.scores["a"][k].isnan() == (drawn and math.isnan(a))
+        assert judged.scores["b"][k].isnan() == (drawn and math.isnan(b))
+
+
+@pytest.mark.parametrize("wrong", [10.001, -0.5, math.inf, -math.inf])
+def test_a_value_outside_the_declared_range_stops_the_run(judge, wrong):
+    with pytest.raises(ValueError, match=r"'a' gave .*outside its declared range 0.0 to 10.0"):
+        judge([sample("x", 1.0, 0.0), sample("y", wrong, 0.0)])
+
+
+def test_a_column_that_does_not_come_or_has_another_shape_stops_the_run():
+    class Short(Told):
+        def __call__(self, samples):
+            return {"a": torch.zeros(len(samples))}
+
+    class Long(Told):
+        def __call__(self, samples):
+            return {name: torch.zeros(len(samples) + 1) for name in self.columns}
+
+    with pytest.raises(ValueError, match="declares the column 'b' and did not return it; it returned a"):
+        Judge(Short(), {"a": 1.0})([sample("x", 1, 1)])
+    with pytest.raises(ValueError, match=r"shape \(3,\) for 2 samples"):
+        Judge(Long(), {"a": 1.0})([sample("x", 1, 1)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("combine", "says"), [({"c": 1.0}, "'c', which the reward does not give; it gives a, b, note"), ({}, "no column")]
+)
+def test_combine_is_checked_when_the_judge_is_made(combine, says):
+    with pytest.raises(ValueError, match=says):
+        Judge(Told(), combine)
+
+
+def test_columns_outside_combine_decide_nothing():
+    judge = Judge(Told(), {"a": 1.0})
+    judged = judge([sample("x", 4.0, NAN)])
+    assert judged.rewards.item() == 4.0
+    assert judged.scores["b"].isnan().all()
+
+
+def test_submitted_batches_come_back_in_order_and_with_their_errors(judge):
+    futures = [judge.submit([sample(str(k), float(k), 0.0)]) for k in range(5)]
+    parts = [future.result() for future in futures]
+    together = Judged.concat(parts)
+    torch.testing.assert_close(together.rewards, torch.arange(5) * 0.1)
+    assert judge.reward.seen == list("01234")
+    with pytest.raises(ValueError, match="outside its declared range"):
+        judge.submit([sample("x", 11.0, 0.0)]).result()

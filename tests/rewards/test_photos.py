@@ -1,0 +1,130 @@
+"""The photos judge: what costs preservation and what does not, and the colour's distance."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from retouch.rewards.photos import PhotosReward
+from retouch.testing import check_reward
+from retouch.types import Reward, Sample, Task
+
+RED = (200, 60, 40)
+
+
+def from_array(values):
+    return Image.fromarray(np.asarray(values).clip(0, 255).round().astype(np.uint8))
+
+
+def photo(seed, height=48, width=48):
+    """Grey shapes and grain, a little tinted: channels go together, as they do in photographs."""
+    random = np.random.default_rng(seed)
+    shapes = Image.fromarray(random.integers(0, 255, (6, 6), dtype=np.uint8)).resize((width, height), Image.Resampling.BICUBIC)
+    grey = np.asarray(shapes).astype(float) + random.normal(0, 8, (height, width))
+    return from_array(grey[..., None] * [1.0, 0.9, 0.8])
+
+
+def score(source, image, **options):
+    reward = PhotosReward(**{"colour": RED, **options})
+    return {name: column.item() for name, column in reward([Sample(Task("t", "", (source,)), image)]).items()}
+
+
+def test_keeps_the_contract():
+    sources = [photo(0), photo(1, 40, 56), Image.new("RGB", (16, 16), (9, 9, 9))]
+    images = [photo(0), photo(2, 48, 40), photo(3, 16, 16)]
+    samples = [Sample(Task(str(k), "", (source,)), image) for k, (source, image) in enumerate(zip(sources, images, strict=True))]
+    reward = PhotosReward(colour=RED, preserve=2.0)
+    assert isinstance(reward, Reward)
+    check_reward(reward, samples)
+
+
+@given(seed=st.integers(0, 99), height=st.integers(1, 40), width=st.integers(1, 40))
+@settings(max_examples=25, derandomize=True)
+def test_an_unchanged_picture_is_preserved_exactly(seed, height, width):
+    assert score(photo(seed, height, width), photo(seed, height, width))["preservation"] == 1.0
+
+
+def test_a_change_of_all_colours_costs_little_and_a_loss_of_structure_much():
+    source = np.asarray(photo(0)).astype(float)
+    noise = np.random.default_rng(5).normal(size=source.shape)
+    kept = {
+        name: score(from_array(source), from_array(image))["preservation"]
+        for name, image in {
+            "redder": source * [0.9, 0.4, 0.3] + [20, 0, 0],
+            "dark": source * 0.4,
+            "little noise": source + 5 * noise,
+            "much noise": source + 60 * noise,
+            "flat": np.full_like(source, RED),
+            "unrelated": np.asarray(photo(1)),
+            "negative": 255 - source,
+        }.items()
+    }
+    assert kept["redder"] > 0.85
+    assert kept["dark"] > 0.85
+    assert kept["redder"] > kept["little noise"] > kept["much noise"] > kept["flat"]
+    assert kept["flat"] < 0.2
+    assert kept["unrelated"] < 0.2
+    assert kept["negative"] < 0.1
+
+
+def test_a_flat_source_leaves_nothing_to_preserve():
+    wall = Image.new("RGB", (32, 32), (90, 90, 90))
+    assert score(wall, Image.new("RGB", (32, 32), RED))["preservation"] == pytest.approx(1.0)
+
+
+@given(colour=st.tuples(*[st.integers(0, 255)] * 3), shown=st.tuples(*[st.integers(0, 255)] * 3))
+@settings(max_examples=40, derandomize=True)
+def test_colour_is_the_distance_of_the_mean_over_the_largest_there_is(colour, shown):
+    image = Image.new("RGB", (8, 8), shown)
+    farthest = max(math.dist(colour, corner) for corner in [(r, g, b) for r in (0, 255) for g in (0, 255) for b in (0, 255)])
+    expected = 1 - math.dist(colour, shown) / farthest
+    assert score(image, image, colour=colour)["colour"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_colour_looks_at_the_mean():
+    pixels = np.zeros((4, 4, 3))
+    pixels[:2] = 200
+    assert score(from_array(pixels), from_array(pixels), colour=(100, 100, 100))["colour"] == 1.0
+
+
+@pytest.mark.parametrize("preserve", [0.0, 1.0, 2.5])
+def test_the_reward_is_the_product(preserve):
+    given = score(photo(0), photo(1), preserve=preserve)
+    assert given["reward"] == pytest.approx(given["preservation"] ** preserve * given["colour"], rel=1e-6)
+
+
+def test_a_power_of_zero_lets_the_source_go():
+    source = np.asarray(photo(0))
+    given = score(from_array(source), from_array(255 - source.astype(float)), preserve=0.0)
+    assert given["preservation"] < 0.1
+    assert given["reward"] == given["colour"]
+
+
+def test_a_source_of_another_size_is_fitted():
+    image = photo(0, 64, 64)
+    small = image.resize((32, 32), Image.Resampling.LANCZOS)
+    assert score(image, small)["preservation"] == 1.0
+    assert score(image.resize((128, 96)), image)["preservation"] > 0.8
+
+
+def test_scores_do_not_depend_on_the_batch():
+    reward = PhotosReward(colour=RED)
+    samples = [Sample(Task(str(k), "", (photo(k),)), photo(k + 7, 32, 40)) for k in range(4)]
+    together = reward(samples)
+    for name, column in together.items():
+        assert torch.equal(column, torch.cat([reward([sample])[name] for sample in samples]))
+
+
+def test_refuses_what_it_cannot_judge():
+    with pytest.raises(ValueError, match="'t' has no source picture"):
+        PhotosReward(colour=RED)([Sample(Task("t", ""), photo(0))])
+    for colour in [(1, 2), (0, 0, 256)]:
+        with pytest.raises(ValueError, match="red, green and blue"):
+            PhotosReward(colour=colour)
+    for preserve in [-1.0, math.nan, math.inf]:
+        with pytest.raises(ValueError, match="preserve"):
+            PhotosReward(colour=RED, preserve=preserve)

@@ -1,0 +1,142 @@
+"""Runs a tiny recipe, kills it with SIGKILL at one place after another, resumes it, and says whether any bit differs.
+
+A program of its own, so that it can fork before any thread runs: `python tests/runs/kill_places.py OUT COUNT` prints a JSON line
+a place. A place is a function and how often it was called before the kill; the kill comes before or after that call.
+"""
+
+import hashlib
+import importlib
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from retouch.runs.recipe import Recipe, parse
+from retouch.runs.recipe_files import find
+from retouch.runs.recipe_jsonnet import evaluate
+
+STEPS = 4
+PLACES = (
+    ("retouch.runs.checkpoint:save_file", 1, "before"),
+    ("retouch.runs.checkpoint:save_file", 3, "after"),
+    ("retouch.runs.checkpoint:save_file", 6, "before"),
+    ("retouch.runs.checkpoint:save", 1, "after"),
+    ("retouch.runs.checkpoint:prune", 2, "before"),
+    ("retouch.policies.denoising:DenoisingPolicy.rollout", 2, "after"),
+    ("retouch.policies.denoising:DenoisingPolicy.rollout", 5, "before"),
+    ("retouch.policies.denoising:DenoisingPolicy.evaluate", 4, "after"),
+    ("retouch.rewards.judging:Judge.__call__", 3, "before"),
+    ("retouch.rewards.judging:Judge.__call__", 4, "after"),
+    ("retouch.runs.journal:Journal.record", 1, "after"),
+    ("retouch.runs.journal:Journal.record", 4, "before"),
+    ("retouch.runs.stepper:ReplicatedStepper.backward", 5, "after"),
+    ("retouch.runs.stepper:ReplicatedStepper.step", 3, "before"),
+    ("retouch.runs.stepper:ReplicatedStepper.step", 4, "after"),
+    ("retouch.runs.files:append_line", 2, "after"),
+    ("retouch.runs.files:append_line", 5, "before"),
+    ("retouch.runs.files:append_line", 6, "after"),
+    ("retouch.runs.files:write_atomic", 7, "before"),
+    ("retouch.runs.recording:Recorder.step", 3, "after"),
+    ("retouch.runs.outcome:Outcome.sum_up", 1, "before"),
+    ("retouch.runs.folder:RunFolder.write_samples", 2, "before"),
+)
+
+
+def recipe(out: Path, name: str) -> Recipe:
+    """Four steps of GRPO with an average, checkpoints every other step, on a handful of rows."""
+    document: Any = evaluate(find("recipes/playground/grpo.jsonnet"))
+    document |= {
+        "name": name,
+        "out": str(out),
+        "steps": STEPS,
+        "tasks_per_step": 2,
+        "group_size": 2,
+        "microbatch": 4,
+        "device": "cpu",
+        "trackers": [],
+        "checkpoints": {"every": 2, "keep": 1},
+        "samples": {"every": 2, "tasks": 2, "groups": 1},
+        "eval": {"tasks": 6, "complexity": [1, 2]},
+    }
+    document["rollout"]["window"]["high"] = 3
+    document["rollout"]["num_steps"] = 4
+    document["policy"]["ema"] = {"decay": 0.9}
+    return parse(document)
+
+
+def train(out: Path, name: str) -> None:
+    from retouch.runs.session import run
+
+    assert run(recipe(out, name), fresh=False) == 0
+
+
+def kill_at(place: str, call: int, when: str) -> None:
+    """Replace the function by itself, with a SIGKILL to this process before or after its n-th call."""
+    module_name, _, path = place.partition(":")
+    owner: Any = importlib.import_module(module_name)
+    *outer, name = path.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    whole: Callable[..., Any] = vars(owner)[name]
+    calls = 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = whole(*args, **kwargs)
+        if calls == call and when == "after":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, counted)
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Do the work in a fork, silently; its exit code, or minus the signal that ended it."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    code = 1
+    try:
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    os._exit(code)
+
+
+def bits(folder: Path) -> dict[str, str]:
+    """SHA-256 of what must not differ: the last checkpoint's tensors, the metrics, every held-out score."""
+    names = [f"checkpoints/step-{STEPS:06d}/{group}.safetensors" for group in ("weights", "optimizer", "copies", "random")]
+    names += ["metrics.jsonl", f"evals/step-{STEPS:06d}.json", "evals.jsonl"]
+    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+
+
+def main(out: Path, count: int) -> None:
+    import retouch.runs.session  # noqa: F401  (loaded once, before the forks)
+
+    assert in_child(lambda: train(out, "whole")) == 0
+    expected = bits(out / "whole")
+    for number, (place, call, when) in enumerate(PLACES[:: max(1, len(PLACES) // count)][:count]):
+        name = f"killed-{number}"
+
+        def killed(place: str = place, call: int = call, when: str = when, name: str = name) -> None:
+            kill_at(place, call, when)
+            train(out, name)
+
+        ended = in_child(killed)
+        resumed = in_child(lambda name=name: train(out, name))
+        found = bits(out / name) if resumed == 0 else {}
+        differing = sorted(key for key in expected if found.get(key) != expected[key])
+        print(json.dumps({"place": f"{when} call {call} of {place}", "ended": ended, "resumed": resumed, "differing": differing}), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,495 @@
+"""The doctor: what it finds in good and bad recipes, what it plans, how ranks agree, and which command it says to type next."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from packaging.requirements import Requirement
+from PIL import Image
+
+from retouch import cli
+from retouch.models.memory import Lora, Setup, plan
+from retouch.models.qwen_flow import LORA_TARGETS
+from retouch.models.sizes import parts_in, stored_count
+from retouch.runs import trackers
+from retouch.runs.assembly import assemble
+from retouch.runs.build_data import build_sets
+from retouch.runs.build_model import playground_weights
+from retouch.runs.doctor_checks import check_batch, check_data, check_disk, check_folder, check_judge, check_trackers
+from retouch.runs.doctor_device import CARDS, Place, check_device
+from retouch.runs.doctor_findings import Finding, failed, note, ok
+from retouch.runs.doctor_install import check_install, check_playground, check_versions
+from retouch.runs.doctor_memory import check_memory, describe, footprint
+from retouch.runs.doctor_ranks import Meeting, check_all_reduce, check_devices, check_same
+from retouch.runs.folder import RunFolder
+from retouch.runs.launching import environments, run_ranks
+from retouch.runs.pretrained import fetch_weights, find_weights
+from retouch.runs.ranks import Ranks
+from retouch.runs.recipe import Recipe, load, parse
+from retouch.runs.recipe_overrides import apply
+from retouch.runs.state import capture
+from retouch.types import Column
+
+FULL = "recipes/qwen-image-edit/flow-grpo.jsonnet"
+SMALL: dict[str, Any] = {
+    "name": "small",
+    "steps": 2,
+    "tasks_per_step": 2,
+    "group_size": 2,
+    "learning_rate": 1e-3,
+    "policy": {
+        "kind": "denoising",
+        "model": {"kind": "playground"},
+        "train": {"kind": "lora", "rank": 4, "alpha": 8},
+        "ema": {"decay": 0.9},
+    },
+    "rollout": {"num_steps": 3, "transition": {"kind": "cps", "noise_level": 0.7}, "window": {"mode": "window", "size": 1}},
+    "data": {"kind": "playground", "complexity": [1], "count": 8},
+    "reward": {"kind": "playground", "combine": {"overall": 1}},
+    "objective": {"kind": "policy_gradient", "clip_low": 1e-4, "clip_high": 1e-4},
+    "eval": {"tasks": 4},
+}
+
+
+def small(*changes: str) -> Recipe:
+    return parse(apply(SMALL, list(changes)))
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """A folder of twelve small pictures."""
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    lines = []
+    for number in range(12):
+        Image.new("RGB", (48, 32), (20 * number, 90, 200)).save(folder / f"{number}.png")
+        lines.append(json.dumps({"file_name": f"{number}.png", "instruction": "make it warmer"}))
+    (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[str]]:
+    code = cli.main(["doctor", *words])
+    return code, capsys.readouterr().out.splitlines()
+
+
+def written(tmp_path: Path, *changes: str) -> str:
+    """A small recipe as a file."""
+    file = tmp_path / "small.json"
+    file.write_text(json.dumps(apply(SMALL, [f"out={tmp_path / 'runs'}", *changes])))
+    return str(file)
+
+
+def test_findings_are_aligned() -> None:
+    lines = [str(each) for each in (ok("torch", "2.13"), note("data", "one\ntwo"), failed("run folder", "full", mend="rm"))]
+    assert lines == [
+        "ok      torch         2.13",
+        "note    data          one\n                      two",
+        "FAILED  run folder    full",
+    ]
+
+
+# The installation
+
+
+def test_this_installation_is_good() -> None:
+    found = list(check_install())
+    assert [finding.subject for finding in found] == ["python", "torch", "diffusers", "transformers", "peft", "libraries"]
+    assert {finding.status for finding in found} == {"ok"}
+
+
+def test_versions_outside_what_is_supported_are_named_with_what_mends_them() -> None:
+    needs = ["safetensors>=0.1", "peft>=99", "no-such-library>=2", "numpy<1", "torch>=2.11"]
+    found = list(check_versions([Requirement(need) for need in needs]))
+    assert [(finding.subject, finding.status) for finding in found] == [
+        ("torch", "ok"),
+        ("peft", "FAILED"),
+        ("no-such-library", "FAILED"),
+        ("numpy", "FAILED"),
+        ("libraries", "ok"),
+    ]
+    assert found[1].mend == "pip install --upgrade 'peft>=99'"
+    assert found[2].text == "not installed; >=2 is supported"
+    assert found[4].text.startswith("1 other")
+
+
+def test_without_a_recipe_the_installation_and_the_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = doctor(capsys)
+    assert code == 0
+    assert any(line.startswith("ok      playground    the built-in model loads and acts") for line in lines)
+    assert lines[-3:] == ["", "ready", "next: retouch train recipes/quickstart.jsonnet"]
+
+
+def test_a_missing_or_damaged_built_in_model_is_a_failure(tmp_path: Path) -> None:
+    missing = check_playground(tmp_path)
+    assert (missing.status, missing.mend) == ("FAILED", "retouch playground build")
+    for file in playground_weights().rglob("*.*"):
+        if file.is_file():
+            copy = tmp_path / file.relative_to(playground_weights())
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(file.read_bytes()[: 200 if file.parent.name == "vae" and file.suffix == ".safetensors" else None])
+    assert check_playground(tmp_path).status == "FAILED"
+
+
+# The full-size recipe, whose weights are not here
+
+
+def test_the_full_size_recipe_is_ready_up_to_the_download(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    words = [FULL, "--set", f"data.path={photos}", "--set", f"out={tmp_path / 'my runs'}", "--device", "h100"]
+    code, lines = doctor(capsys, *words)
+    said = "\n".join(lines)
+    assert code == 0, said
+    assert "ok      batch         32 tasks x 16 samples = 512 a step; 64 on each of 8 ranks, 32 for each optimizer step" in lines
+    assert f"ok      data          {photos}: " in said
+    assert "transformer 20.43 B" in said
+    rows = dict(line.strip().rsplit("  ", 1) for line in lines if line.endswith(" GB") and line.startswith(" " * 24))
+    sizes = {name.strip(): float(size.removesuffix(" GB")) for name, size in rows.items()}
+    assert sizes["transformer, frozen weights"] == pytest.approx(41, rel=0.02)
+    assert sizes["text_encoder"] == pytest.approx(16.6, rel=0.02)
+    parts = [size for name, size in sizes.items() if name not in ("total", "headroom on h100")]
+    assert sizes["total"] == pytest.approx(sum(parts), abs=0.05)
+    assert sizes["total"] + sizes["headroom on h100"] == pytest.approx(CARDS["h100"] / 1e9, abs=0.02)
+    there = "the weights of Qwen/Qwen-Image-Edit are not on this machine: they would be downloaded when training starts"
+    assert lines[-4] == f"note    weights       {there}"
+    next_words = f"{FULL} --set data.path={photos} --set 'out={tmp_path / 'my runs'}'"
+    assert lines[-2:] == ["ready", f"next: retouch launch --nproc 8 {next_words}"]
+    assert not (tmp_path / "my runs").exists()
+
+
+def test_a_gpu_that_is_too_small_is_refused_and_the_rest_still_said(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    code, lines = doctor(capsys, FULL, "--set", "data.path=nowhere", "--device", "4090")
+    assert code == 1
+    assert any(line.startswith("FAILED  memory        Qwen/Qwen-Image-Edit does not fit: it needs 76.") for line in lines)
+    assert any(line.startswith("note    weights ") for line in lines)
+    assert "FAILED  data          nowhere: no such folder" in lines
+    assert lines[-2:] == [
+        "not ready: data, memory",
+        f"next: retouch doctor {FULL} --set data.path=nowhere --set data.path=DIR",
+    ]
+
+
+def test_without_cuda_a_usual_gpu_is_planned_for_and_said_so() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device, so that is planned for")
+    place, finding = check_device("auto", device=None, weights_here=False)
+    assert place == Place("h100", CARDS["h100"], None)
+    assert finding.status == "note"
+    assert "no CUDA device is here" in finding.text
+    here, _ = check_device("auto", device=None, weights_here=True)
+    assert here is not None
+    assert here.device is not None
+    assert check_device("cuda", device=None, weights_here=True)[1].status == "FAILED"
+
+
+def test_an_unknown_device_is_the_users_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="4090"):
+        cli.main(["doctor", "--device", "h20O", "--debug"])
+
+
+def test_the_plan_of_the_full_size_recipe_is_that_of_its_settings() -> None:
+    recipe = load(FULL)
+    described = describe(recipe, None)
+    assert described is not None
+    found = footprint(recipe, described)
+    image, seen = (1024 // 16) ** 2, 1024 * 1024 // 28**2
+    assert found.tokens == 2 * image + seen + 256
+    setup = Setup(lora=Lora(64, LORA_TARGETS), rows=2, tokens=found.tokens, ranks=8)  # both branches of guidance at once
+    assert found.plan == plan("qwen-image", setup)
+
+
+def test_what_fits_narrowly_is_said() -> None:
+    recipe = load(FULL)
+    described = describe(recipe, None)
+    assert described is not None
+    total = footprint(recipe, described).plan.total
+    for bytes_there, status in ((total - 1, "FAILED"), (total + 1, "note"), (int(total / 0.89), "ok")):
+        assert check_memory(recipe, None, Place("card", bytes_there, None))[0].status == status
+    assert check_memory(recipe, None, Place("card", 1, None))[0].mend == "--device h200"
+    assert check_memory(parse({**recipe.document(), "microbatch": 2}), None, Place("card", 1, None))[0].mend == "--set microbatch=1"
+
+
+def test_models_without_a_known_configuration_are_not_planned(tmp_path: Path) -> None:
+    unknown = small("policy.model.kind=sd3", "policy.model.path=some/one", "policy.model.size=[512,512]", *_PHOTO_TASKS)
+    assert check_memory(unknown, None, None)[0].status == "note"
+    large = small("policy.model.kind=sd3", "policy.model.path=x/sd-3.5-large", "policy.model.size=[512,512]", *_PHOTO_TASKS)
+    described = describe(large, None)
+    assert described is not None
+    assert stored_count(described["transformer"]) == pytest.approx(8.1e9, rel=0.02)
+    assert check_memory(large, tmp_path, None)[0].status == "FAILED"  # a folder that holds no model
+
+
+_PHOTO_TASKS = ('data={"kind":"folder","path":"x"}', 'reward={"kind":"share","combine":{"share":1}}')
+
+
+# The model that is here
+
+
+def test_the_footprint_is_what_a_run_keeps() -> None:
+    recipe = small()
+    parts = assemble(recipe, Ranks())
+    described = describe(recipe, playground_weights())
+    assert described is not None
+    found = footprint(recipe, described)
+    assert stored_count(described["text_encoder"]) == parts.model.text.encoder.num_parameters()
+    stepper = parts.stepper()
+    for parameter in parts.copies.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    stepper.step(1e-3)
+    state = capture(parts, stepper, step=1)
+    kept = [tensor for group in ("weights", "optimizer", "copies") for tensor in state.tensors[group].values() if tensor.dim()]
+    assert found.checkpoint == sum(tensor.nbytes for tensor in kept)
+    conditioning = parts.model.encode([parts.sets[0].train[0]])
+    image = parts.model.initial_noise(conditioning, [torch.Generator()]).shape[1]
+    text = conditioning.tensors["embeds"].shape[1]
+    pictures = image + conditioning.tensors["source"].shape[1]
+    assert pictures + (24 // 8) ** 2 == found.tokens - 256
+    assert pictures < pictures + text <= found.tokens
+    parts.judge.close()
+
+
+def test_a_small_recipe_is_tried_and_nothing_is_left_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path)
+    code, lines = doctor(capsys, file, "--device", "cpu")
+    assert code == 0, "\n".join(lines)
+    assert "ok      data          the playground: 8 tasks to train on, 4 held out" in lines
+    assert sum(line.startswith("ok      trial step    ") for line in lines) == 5
+    assert lines[-2:] == ["ready", f"next: retouch train {file}"]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_trial_step_that_could_not_learn_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = doctor(capsys, written(tmp_path, 'policy.train.targets=["no.such.layer"]'), "--device", "cpu")
+    assert code == 1
+    assert lines[-2] == "not ready: memory"
+    code, lines = doctor(capsys, written(tmp_path, "policy.train.init_from=nowhere"), "--device", "cpu")
+    assert code == 1
+    assert lines[-2] == "not ready: model"
+    assert any("nowhere has none of" in line for line in lines)
+
+
+# Recipes
+
+
+def test_ranks_that_cannot_share_a_step_are_named() -> None:
+    (good, unmeant) = check_batch(small("ranks=4"), world=2)
+    assert good.text == "2 tasks x 2 samples = 4 a step; 2 on each of 2 ranks"
+    assert (unmeant.status, unmeant.text) == ("note", "the recipe is meant for 4 ranks, and there are 2")
+    (bad,) = check_batch(small(), world=3)
+    assert bad.status == "FAILED"
+    assert "tasks_per_step 3, 6 or 9" in bad.text
+    phased = small("steps=null", 'phases=[{"name":"a","steps":1},{"name":"b","steps":1,"group_size":4}]')
+    assert [finding.text.split(":")[0] for finding in check_batch(phased, world=1)] == ["phase a", "phase b"]
+
+
+def test_problems_of_the_data_are_shown(photos: Path) -> None:
+    recipe = small(f'data={{"kind":"folder","path":"{photos}","held_out":0.5}}', 'reward={"kind":"share","combine":{"share":1}}')
+    ((finding, sets),) = check_data(recipe)
+    assert sets is not None
+    assert (finding.status, len(sets.train) + min(len(sets.heldout), 4)) == ("ok", len(sets.train) + len(sets.heldout))
+    Image.new("L", (48, 32), 9).save(photos / "3.png")
+    ((finding, sets),) = check_data(recipe)
+    assert finding.status == "note"
+    assert "3.png: mode L, read as RGB" in finding.text
+    (photos / "5.png").write_bytes(b"no picture")
+    ((finding, _),) = check_data(recipe)
+    assert finding.status == "FAILED"
+    assert "metadata.jsonl:6" in finding.text
+    assert finding.mend == f"retouch data check {photos}"
+
+
+def test_held_out_tasks_must_be_there_and_have_the_headlines_tags(photos: Path) -> None:
+    nothing = small(f'data={{"kind":"folder","path":"{photos}","held_out":0.0}}', 'reward={"kind":"share","combine":{"share":1}}')
+    ((finding, _),) = check_data(nothing)
+    assert (finding.status, finding.mend) == ("FAILED", "--set data.held_out=0.1")
+    ((finding, _),) = check_data(small('eval.headline={"complexity":["3"]}'))
+    assert finding.status == "FAILED"
+    ((finding, _),) = check_data(small('eval.headline={"complexity":["1"]}'))
+    assert finding.status == "ok"
+
+
+class Unsure:
+    """A judge that cannot judge."""
+
+    columns = {"overall": Column(0.0, 1.0)}  # noqa: RUF012
+
+    def __call__(self, samples: list[Any]) -> dict[str, torch.Tensor]:
+        return {"overall": torch.full((len(samples),), math.nan)}
+
+
+def test_the_judge_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = small()
+    sets = build_sets(recipe, recipe.data, size=None)
+    good = check_judge(recipe, sets)
+    assert good.status == "ok"
+    assert good.text.endswith("for an untouched source picture")
+    assert "not tried" in check_judge(recipe, None).text
+    wrong = check_judge(small('reward.combine={"overal":1}'), sets)
+    assert wrong.status == "FAILED"
+    assert "'overal'" in wrong.text
+    monkeypatch.setitem(
+        sys.modules, "judges", SimpleNamespace(Unsure=Unsure, __spec__=SimpleNamespace(submodule_search_locations=None))
+    )
+    unsure = check_judge(small('reward={"kind":"import","class":"judges:Unsure","combine":{"overall":1}}'), sets)
+    assert unsure.status == "FAILED"
+    assert "its score is missing" in unsure.text
+
+
+def test_trackers_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    assert check_trackers(small()).status == "ok"
+    missing = check_trackers(small('trackers=["wandb"]'))
+    assert (missing.status, missing.mend) == ("FAILED", "pip install 'retouch[track]'")
+
+
+def test_what_lies_in_the_runs_folder(tmp_path: Path) -> None:
+    recipe = small(f"out={tmp_path}")
+    assert check_folder(recipe).status == "ok"
+    folder = RunFolder(recipe.folder)
+    folder.create()
+    folder.write_recipe(recipe.document())
+    assert check_folder(recipe).status == "note"
+    assert check_folder(small(f"out={tmp_path}", "ranks=2", "steps=9")).status == "note"
+    other = check_folder(small(f"out={tmp_path}", "learning_rate=2e-3"))
+    assert other.status == "FAILED"
+    assert "learning_rate: 0.001 in the run, 0.002 in the recipe" in other.text
+    folder.recipe.write_text("{")
+    assert check_folder(recipe).status == "FAILED"
+
+
+def test_checkpoints_must_fit_on_the_disk(tmp_path: Path) -> None:
+    recipe = small(f"out={tmp_path / 'not' / 'there' / 'yet'}")
+    assert check_disk(recipe, 1000).status == "ok"
+    full = check_disk(recipe, 10**18)
+    assert full.status == "FAILED"
+    assert full.text.endswith(f"free under {tmp_path}")
+
+
+# Where weights lie
+
+
+def test_weights_are_found_in_a_folder_or_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert find_weights(str(tmp_path)) == tmp_path
+    assert find_weights("some/model") is None
+    cached = tmp_path / "models--some--model"
+    (cached / "snapshots" / "abc").mkdir(parents=True)
+    (cached / "snapshots" / "abc" / "model_index.json").write_text("{}")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc")
+    assert find_weights("some/model") == cached / "snapshots" / "abc"
+    assert fetch_weights("some/model") == cached / "snapshots" / "abc"
+    for wrong in ("/no/such/folder", "not an id", "a/b/c"):
+        with pytest.raises(ValueError, match="no folder"):
+            find_weights(wrong)
+
+
+def test_weights_that_cannot_be_downloaded_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="the weights of some/model could not be downloaded"):
+        fetch_weights("some/model")
+
+
+def test_a_folder_is_described_as_the_published_models_are(tmp_path: Path) -> None:
+    described = parts_in(playground_weights())
+    assert sorted(described) == ["text_encoder", "transformer", "vae"]
+    assert described["transformer"]["class"] == "QwenImageTransformer2DModel"
+    with pytest.raises(ValueError, match="no transformer"):
+        parts_in(tmp_path)
+
+
+# Ranks
+
+
+def test_two_ranks_on_one_gpu_are_a_failure() -> None:
+    assert check_devices(["a cpu", "a cpu"]).status == "ok"
+    assert check_devices(["a cuda:0 GPU-1", "a cuda:0 GPU-2", "b cuda:0 GPU-3"]).status == "ok"
+    shared = check_devices(["a cuda:0 GPU-1", "a cuda:1 GPU-2", "a cuda:0 GPU-1"])
+    assert shared.status == "FAILED"
+    assert shared.text.splitlines()[1:] == ["a cuda:0 GPU-1: ranks 0, 2"]
+
+
+def test_what_differs_between_ranks_is_named() -> None:
+    same = json.dumps({"torch": "2.13", "git": "abc"})
+    assert check_same("versions", [same, same]).status == "ok"
+    other = check_same("versions", [same, json.dumps({"torch": "2.11"}), same])
+    assert other.status == "FAILED"
+    assert other.text.splitlines()[1:] == ["git: abc on ranks 0, 2; none on rank 1", "torch: 2.13 on ranks 0, 2; 2.11 on rank 1"]
+
+
+def test_a_sum_that_comes_back_wrong_is_a_failure() -> None:
+    class Deaf(Ranks):
+        def sum(self, values: torch.Tensor) -> torch.Tensor:
+            return values
+
+        def max(self, values: torch.Tensor) -> torch.Tensor:
+            return values
+
+        def gather(self, values: torch.Tensor) -> torch.Tensor:
+            return values
+
+    assert check_all_reduce(Deaf(rank=0, world=1)).status == "ok"
+    assert check_all_reduce(Deaf(rank=0, world=2)).status == "FAILED"
+
+
+def test_one_rank_alone_hears_itself() -> None:
+    meeting = Meeting(Ranks())
+    bad = failed("data", "gone", mend="look")
+    assert meeting.texts("é") == ["é"]
+    assert meeting.failures([ok("a", "b"), bad]) == {bad: [0]}
+    assert isinstance(bad, Finding)
+
+
+def test_distributed_without_a_launcher(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    code, lines = doctor(capsys, "--distributed")
+    assert code == 1
+    assert lines[-2:] == ["not ready: ranks", "next: retouch launch --nproc 2 doctor --distributed"]
+
+
+TOGETHER = """
+import os, sys
+from retouch.cli import main
+recipe, there, elsewhere = sys.argv[1:]
+rank = os.environ["RANK"]
+same = ["doctor", "--distributed", recipe, "--device", "cpu"]
+codes = [main(same), main([*same, "--set", f"seed={rank}"])]
+# The photographs lie on the first rank's machine only.
+os.chdir(there if rank == "0" else elsewhere)
+data = ["--set", 'data={"kind":"folder","path":"photos","held_out":0.5}']
+codes.append(main([*same, *data, "--set", 'reward={"kind":"share","combine":{"share":1}}']))
+print("codes", *codes)
+"""
+
+
+def test_ranks_agree_through_the_launcher(tmp_path: Path, photos: Path) -> None:
+    recipe = written(tmp_path, "ranks=2")
+    (tmp_path / "elsewhere").mkdir()
+    command = [sys.executable, "-c", TOGETHER, recipe, str(photos.parent), str(tmp_path / "elsewhere")]
+    assert run_ranks(command, environments(2), logs=tmp_path / "logs", grace=20.0) == 0
+    first, second = ((tmp_path / "logs" / f"rank-{rank}.log").read_text() for rank in range(2))
+    assert "codes 0 1 1" in first
+    assert "codes 0 1 1" in second
+    assert "ready" not in second
+    agreed, differing, lacking = first.split("ok      rendezvous    2 ranks found each other\n")[1:]
+    assert "ok      all-reduce" in agreed
+    assert "ok      batch         2 tasks x 2 samples = 4 a step; 2 on each of 2 ranks" in agreed
+    assert agreed.count("ok      trial step") == 5
+    assert f"ready\nnext: retouch launch --nproc 2 {recipe}\n" in agreed
+    assert "FAILED  recipe        the ranks differ:" in differing
+    assert "not ready: recipe" in differing
+    assert "FAILED  data          rank 1: photos: no such folder" in lacking
+    assert "trial step" not in lacking
+    assert "not ready: data" in lacking

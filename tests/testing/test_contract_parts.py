@@ -1,0 +1,176 @@
+"""The contracts of rewards, renderers and models: good ones pass, and each broken promise is found and named."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+
+import tiny_policies as tiny
+from retouch.playground.judge import PlaygroundJudge
+from retouch.playground.tasks import PlaygroundTasks
+from retouch.renderers.latents import LatentRenderer
+from retouch.rewards.share import ShareReward
+from retouch.testing import check_model, check_renderer, check_reward
+from retouch.types import Column, Sample
+
+# Rewards
+
+UNIT = {"a": Column(0.0, 1.0)}
+
+
+def samples(count=4):
+    return [Sample(task, task.target) for task in tiny.tasks(count)]
+
+
+def test_the_playgrounds_judge_keeps_it():
+    tasks = PlaygroundTasks(seed=0, count=5, complexity=[1, 2, 3], split="train")
+    check_reward(PlaygroundJudge(), [Sample(task, task.target if k % 2 else task.images[0]) for k, task in enumerate(tasks)])
+
+
+def judging(judge, columns=UNIT):
+    """A reward that gives one column, from the samples."""
+
+    class Reward:
+        def __init__(self):
+            self.columns = columns
+
+        def __call__(self, samples):
+            return {"a": judge(samples)}
+
+    return Reward()
+
+
+def brightness(samples):
+    return torch.tensor([sample.image.convert("L").resize((1, 1)).getpixel((0, 0)) / 255 for sample in samples])
+
+
+def above_the_darkest(samples):
+    return brightness(samples) - brightness(samples).min()
+
+
+@pytest.mark.parametrize(
+    ("judge", "columns", "says"),
+    [
+        (brightness, {**UNIT, "b": Column(0.0, 1.0)}, r"declares the columns \['a', 'b'\] and returns \['a'\]"),
+        (brightness, {"a": Column(0.0, 0.1)}, "outside its range 0.0 to 0.1"),
+        (lambda samples: brightness(samples)[:-1], UNIT, r"shape \(3,\) for 4 samples"),
+        (lambda samples: brightness(samples).round().long(), UNIT, "in which there is no NaN"),
+        (lambda samples: torch.arange(len(samples)) / 10, UNIT, "column 'a' in the order"),
+        (lambda samples: brightness(samples) * torch.rand(1), UNIT, "draws from torch's global generator"),
+        (above_the_darkest, UNIT, "of a sample beside a picture of one pixel"),
+        (
+            lambda samples: torch.tensor([sample.image.getpixel((8, 8))[0] / 255 for sample in samples]),
+            UNIT,
+            "raised on a picture of one pixel",
+        ),
+        (
+            lambda samples: torch.tensor([1 / len(sample.image.getcolors(9999)) for sample in samples]) * torch.inf,
+            UNIT,
+            "outside its range",
+        ),
+    ],
+)
+def test_a_broken_reward_is_found(judge, columns, says):
+    with pytest.raises(AssertionError, match=says):
+        check_reward(judging(judge, columns), samples())
+
+
+def test_missing_scores_keep_it():
+    check_reward(judging(lambda samples: brightness(samples).where(brightness(samples) > 0.49, torch.nan)), samples())
+    check_reward(ShareReward(), samples())
+
+
+# Renderers
+
+
+def acted():
+    policy, batch = tiny.policy("sd3"), tiny.batch()
+    return policy, [batch.tasks[k] for k in batch.group], policy.rollout(batch)
+
+
+def brighter(images):
+    return [None if image is None else image.point(lambda level: min(255, level + len(images))) for image in images]
+
+
+def test_a_broken_renderer_is_found():
+    policy, tasks, trajectory = acted()
+    good = LatentRenderer(policy.model)
+
+    def spoils(tasks, trajectory):
+        images = good(tasks, trajectory)
+        trajectory.outputs.add_(1e-3)
+        return images
+
+    broken = {
+        "3 pictures for 4 rows": lambda tasks, trajectory: good(tasks, trajectory)[:3],
+        "row 0 rendered alone": lambda tasks, trajectory: brighter(good(tasks, trajectory)),
+        "mode L, not RGB": lambda tasks, trajectory: [image.convert("L") for image in good(tasks, trajectory)],
+        "is not finite was drawn": lambda tasks, trajectory: policy.model.decode(
+            trajectory.outputs.nan_to_num(), trajectory.conditioning
+        ),
+        "changed the trajectory's outputs": spoils,
+        "rendered again": lambda tasks, trajectory: [Image.effect_noise((8, 8), 60).convert("RGB") for _ in range(len(trajectory))],
+    }
+    check_renderer(good, tasks, trajectory)
+    for says, renderer in broken.items():
+        with pytest.raises(AssertionError, match=says):
+            check_renderer(renderer, tasks, replace(trajectory, outputs=trajectory.outputs.clone()))
+
+
+# Models
+
+PARTS = ("module", "encode", "encode_negative", "combine", "initial_noise", "sigmas", "velocity", "encode_images", "decode")
+
+
+def changed(model, **parts):
+    """The model with some of its methods replaced."""
+    return SimpleNamespace(**{name: getattr(model, name) for name in PARTS} | parts)
+
+
+def masked(conditioning, mask):
+    return replace(conditioning, tensors={**conditioning.tensors, "mask": mask})
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.edit_model()
+
+
+def test_a_broken_model_is_found(model):
+    velocity, tasks = model.velocity, tiny.tasks(3)
+    swapped = changed(
+        model,
+        velocity=lambda module, x, sigma, given: velocity(module, x, sigma, masked(given, given.tensors["mask"].flip(0))),
+    )
+    blind = changed(
+        model,
+        velocity=lambda module, x, sigma, given: velocity(module, x, sigma, masked(given, torch.ones_like(given.tensors["mask"]))),
+    )
+    broken = [
+        (swapped, "velocity of "),
+        (blind, "velocity of tasks encoded one by one|velocity of row . alone|places of padding"),
+        (
+            changed(model, velocity=lambda module, x, sigma, given: velocity(module, x, sigma.mean().expand_as(sigma), given)),
+            "velocity of ",
+        ),
+        (changed(model, velocity=lambda module, x, sigma, given: velocity(module, x, sigma, given).double()), "in torch.float64"),
+        (changed(model, velocity=lambda module, x, sigma, given: velocity(module, x, sigma, given) / 0), "not finite"),
+        (
+            changed(model, initial_noise=lambda given, keys: model.initial_noise(given, keys[:1] * len(keys))),
+            "other rows' generators",
+        ),
+        (changed(model, initial_noise=lambda given, keys: 2 * model.initial_noise(given, keys)), "variance"),
+        (changed(model, initial_noise=lambda given, keys: torch.randn(len(keys), 4, 64)), "draws from torch's global generator"),
+        (changed(model, sigmas=lambda steps, given: model.sigmas(steps, given)[:-1]), r"\(4,\) sigmas for 4 steps, not 5"),
+        (changed(model, sigmas=lambda steps, given: model.sigmas(steps, given).flip(0)), "do not fall from about 1 to 0"),
+        (changed(model, combine=lambda positive, negative, scale: positive + scale * (positive - negative)), "guidance at scale 1"),
+        (changed(model, encode_negative=lambda tasks: model.encode_negative(tasks[:1])), "has 1 rows for 3 tasks"),
+        (changed(model, decode=lambda x, given: model.decode(x[:1], given)), "1 pictures for 3 rows"),
+        (changed(model, encode_images=lambda images: model.encode_images(images)[:, :2]), "encode_images gives"),
+    ]
+    check_model(model, tasks)
+    for each, says in broken:
+        with pytest.raises(AssertionError, match=says):
+            check_model(each, tasks)

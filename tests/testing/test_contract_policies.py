@@ -1,0 +1,170 @@
+"""The contract of a policy: a good one passes, and each broken promise is found and named."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tiny_policies as tiny
+from retouch.testing import check_policy
+from retouch.types import Evaluation, Needs, Policy, Slice
+from token_policy import LENGTH, TokenPolicy
+
+K3 = Needs(kl="k3")
+
+
+def test_a_token_policy_keeps_it():
+    policy = TokenPolicy()
+    assert isinstance(policy, Policy)
+    before = policy.module.table.detach().clone()
+    check_policy(policy, tiny.batch(), needs=K3)
+    assert torch.equal(policy.module.table, before)
+    assert policy.module.table.grad is None
+
+
+class DrawsFromEverywhere(TokenPolicy):
+    def rollout(self, batch):
+        torch.rand(1)
+        return super().rollout(batch)
+
+
+class KeyedByPosition(TokenPolicy):
+    def rollout(self, batch):
+        return super().rollout(replace(batch, slot=tuple(range(len(batch)))))
+
+
+class Forgetful(TokenPolicy):
+    calls = 0
+
+    def rollout(self, batch):
+        self.calls += 1
+        return super().rollout(replace(batch, seed=self.calls))
+
+
+class MovesWhileActing(TokenPolicy):
+    def rollout(self, batch):
+        with torch.no_grad():
+            self.module.table.add_(1e-3)
+        return super().rollout(batch)
+
+
+class Unlocks(TokenPolicy):
+    def rollout(self, batch):
+        self.module.table.requires_grad_(False)
+        return super().rollout(batch)
+
+
+class Warm(TokenPolicy):
+    """Acts at another temperature than it is scored at."""
+
+    def evaluate(self, trajectory, part, needs):
+        evaluation = super().evaluate(trajectory, part, needs)
+        return replace(evaluation, log_ratio=1.1 * evaluation.log_probs - trajectory.log_probs[part.rows, part.actions])
+
+
+class ForgetsTheLastRow(TokenPolicy):
+    def microbatches(self, trajectory):
+        return list(super().microbatches(trajectory))[:-1]
+
+
+class ScoresARowTwice(TokenPolicy):
+    def microbatches(self, trajectory):
+        return [*super().microbatches(trajectory), Slice(slice(0, 1), slice(2, 3))]
+
+
+class DependsOnTheCut(TokenPolicy):
+    """Right in value, but its gradient is that of a mean over the rows of a microbatch."""
+
+    def evaluate(self, trajectory, part, needs):
+        given = super().evaluate(trajectory, part, needs)
+        log_probs = given.log_probs.detach() + (given.log_probs - given.log_probs.detach()) / len(given.log_probs)
+        return replace(given, log_probs=log_probs)
+
+
+class NeverMoves(TokenPolicy):
+    def evaluate(self, trajectory, part, needs):
+        given = super().evaluate(trajectory, part, needs)
+        return Evaluation(log_probs=given.log_probs, log_ratio=given.log_ratio * 0, kl=given.kl)
+
+
+class OneRatioForAll(TokenPolicy):
+    """What is stored for masked actions reaches the others."""
+
+    def evaluate(self, trajectory, part, needs):
+        given = super().evaluate(trajectory, part, needs)
+        return replace(given, log_ratio=given.log_ratio + 0 * given.log_ratio.sum())
+
+
+class ReferenceMovesAlong(TokenPolicy):
+    def __init__(self):
+        super().__init__()
+        self.copies.copies["reference"] = {"table": self.module.table.data}
+
+
+class OtherReference(TokenPolicy):
+    def __init__(self):
+        super().__init__()
+        self.copies.copies["reference"]["table"] += torch.linspace(0, 1, 6)
+
+
+class NoKl(TokenPolicy):
+    def evaluate(self, trajectory, part, needs):
+        return super().evaluate(trajectory, part, Needs())
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"),
+    [
+        (DrawsFromEverywhere, "draws from torch's global generator"),
+        (KeyedByPosition, r"rows 2 to 4 rolled out alone"),
+        (Forgetful, "the same rollout again: they differ by"),
+        (MovesWhileActing, "rollout changed table"),
+        (Unlocks, "rollout changed requires_grad of table"),
+        (Warm, r"\|ratio - 1\| is \d\.\d\de"),
+        (ForgetsTheLastRow, r"do not cover each|cover \(row, action\)"),
+        (ScoresARowTwice, r"\[(\(0, 2\)|\[0, 2\])\]"),
+        (DependsOnTheCut, "the gradient depends on the cut"),
+        (NeverMoves, r"masked actions change the gradient|still exactly 1"),
+        (OneRatioForAll, "masked actions change the gradient by"),
+        (ReferenceMovesAlong, "the reference moves along"),
+        (OtherReference, r"the k3 KL is \d.\d\de-\d\d at the reference"),
+        (NoKl, "gives no KL"),
+    ],
+)
+def test_a_broken_promise_is_found(broken, says):
+    with pytest.raises(AssertionError, match=says):
+        check_policy(broken(), tiny.batch(), needs=K3)
+
+
+def test_weights_come_back_where_a_check_fails():
+    policy = ReferenceMovesAlong()
+    before = policy.module.table.detach().clone()
+    with pytest.raises(AssertionError):
+        check_policy(policy, tiny.batch(), needs=K3)
+    assert torch.equal(policy.module.table, before)
+
+
+def test_a_policy_without_anything_to_train_is_no_policy():
+    policy = TokenPolicy()
+    policy.module.table.requires_grad_(False)
+    with pytest.raises(AssertionError, match="requires a gradient"):
+        check_policy(policy, tiny.batch())
+
+
+def test_a_velocity_that_mixes_rows_is_found():
+    policy = tiny.policy(kind="ode")
+    whole = policy.velocity
+    policy.velocity = lambda *arguments: whole(*arguments) - whole(*arguments).mean(0)
+    with pytest.raises(AssertionError, match="velocity of rows"):
+        check_policy(policy, tiny.batch(3, 2))
+
+
+def test_tokens_and_their_limits():
+    policy, batch = TokenPolicy(), tiny.batch()
+    trajectory = policy.rollout(batch)
+    assert trajectory.mask.shape == (4, LENGTH)
+    off = replace(trajectory, log_probs=trajectory.log_probs + 5e-6)
+    policy.rollout = lambda batch: off.take(slice(4 - len(batch), 4)) if len(batch) != 1 else off.take(slice(0, 1))
+    check_policy(policy, batch)
+    with pytest.raises(AssertionError, match="1e-06 is allowed"):
+        check_policy(policy, batch, ratio_limit=1e-6)

@@ -1,0 +1,137 @@
+"""A run of the loop around a tiny policy, as a recipe would assemble it, and the gradient that a step left behind."""
+
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+import torch
+
+import tiny_policies as tiny
+from retouch.core.advantages import group_relative
+from retouch.data.sampler import assign, global_rows
+from retouch.loop import Phase, Run
+from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.renderers.latents import LatentRenderer
+from retouch.rewards.judging import Judge
+from retouch.rewards.share import ShareReward
+from retouch.runs.clock import Clock
+from retouch.runs.ranks import Ranks
+from retouch.runs.stepper import ReplicatedStepper
+
+ALONE = Ranks()
+GRPO = PolicyGradient(clip_low=1e-4, clip_high=1e-4, kl="closed", kl_weight=0.01)
+
+
+class Share:
+    """How red a picture is, missing for the rows (group, slot) that are named."""
+
+    def __init__(self, missing=()):
+        self.judge = Judge(ShareReward("red"), {"share": 1.0})
+        self.missing = set(missing)
+        self.asked = []
+
+    def __call__(self, batch, samples):
+        self.asked.append(len(samples))
+        judged = self.judge(samples)
+        lost = torch.tensor([(batch.group_ids[g], slot) in self.missing for g, slot in zip(batch.group, batch.slot, strict=True)])
+        future = Future()
+        scores = {"share": judged.scores["share"].masked_fill(lost, torch.nan)}
+        future.set_result(replace(judged, scores=scores, rewards=judged.rewards.masked_fill(lost, torch.nan)))
+        return future
+
+
+def run(policy, *, judge=None, ranks=ALONE, chunk=4, max_missing=0.5, average=lambda taken: None):
+    stepper = ReplicatedStepper(policy.model.module, ranks, max_grad_norm=None)
+    policy.module = stepper.module
+    return Run(
+        policy=policy,
+        renderer=LatentRenderer(policy.model),
+        judge=judge or Share(),
+        stepper=stepper,
+        ranks=ranks,
+        chunk=chunk,
+        max_missing=max_missing,
+        average=average,
+        clock=Clock(),
+    )
+
+
+def phase(objective=GRPO, *, count=2, group_size=3, ranks=ALONE, minibatches=1, **options):
+    """Steps of ``count`` tasks in groups of ``group_size``, cut and shared out as a recipe's are."""
+    rows = count * group_size
+
+    def batch(step):
+        return assign(
+            seed=3,
+            step=step,
+            tasks=tiny.tasks(count),
+            group_size=group_size,
+            minibatches=minibatches,
+            rank=ranks.rank,
+            world=ranks.world,
+        )
+
+    shares = [global_rows(rows=rows, minibatches=minibatches, rank=rank, world=ranks.world) for rank in range(ranks.world)]
+    options = {
+        "advantage": group_relative,
+        "batch": batch,
+        "order": torch.tensor([row for share in shares for row in share]),
+        "group": torch.arange(rows) // group_size,
+        "steps": range(4),
+        "epochs": 1,
+        "learning_rate": lambda step: 1e-3,
+        **options,
+    }
+    return Phase(name="rl", objective=objective, normalise="sequence", max_length=None, minibatches=minibatches, **options)
+
+
+def gradient(run):
+    """The gradient of the first optimizer step, of all ranks together: AdamW's first moment holds a tenth of it."""
+    state = run.stepper.state()
+    return {name: 10 * tensor for key, tensor in state.items() for name, end in [key.rsplit("/", 1)] if end == "exp_avg"}
+
+
+@dataclass(frozen=True)
+class ThreadRanks(Ranks):
+    """Ranks that are threads of this process."""
+
+    meeting: threading.Barrier = field(default_factory=lambda: threading.Barrier(1))
+    table: list = field(default_factory=list)
+
+    def gather(self, values):
+        return torch.cat(self._told(values))
+
+    def sum(self, values):
+        return torch.stack(self._told(values)).sum(0)
+
+    def max(self, values):
+        return torch.stack(self._told(values)).amax(0)
+
+    def _told(self, values):
+        self.table[self.rank] = values.detach().clone()
+        self.meeting.wait(timeout=300)
+        told = list(self.table)
+        self.meeting.wait(timeout=300)
+        return told
+
+
+def together(world, act):
+    """What ``act(ranks)`` gives on each of ``world`` threads, in the order of ranks."""
+    meeting, table, results = threading.Barrier(world), [None] * world, [None] * world
+
+    def one(rank):
+        try:
+            results[rank] = act(ThreadRanks(rank=rank, world=world, meeting=meeting, table=table))
+        except BaseException as error:
+            results[rank] = error
+            raise
+        finally:
+            if isinstance(results[rank], BaseException):
+                meeting.abort()
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results

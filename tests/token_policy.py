@@ -1,0 +1,77 @@
+"""A tiny autoregressive policy: a table of logits by place and last token. Words end early, and the first token is forced."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from retouch.core.divergences import k3
+from retouch.core.random import generator
+from retouch.policies.weights import WeightCopies
+from retouch.types import Evaluation, Kind, Slice, Trajectory
+
+LENGTH, WORDS, STOP = 5, 6, 0
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Words(Trajectory):
+    """``outputs``: (b, t) tokens, ``STOP`` from the end on."""
+
+    def take(self, rows):
+        parts = {name: getattr(self, name)[rows] for name in ("log_probs", "mask", "kind", "outputs")}
+        return replace(self, **parts)
+
+    @classmethod
+    def concat(cls, parts):
+        names = ("log_probs", "mask", "kind", "outputs")
+        return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+
+
+class TokenPolicy:
+    """Implements ``retouch.types.Policy``, with the k3 KL."""
+
+    def __init__(self, microbatch=2, key=0):
+        self.module = nn.Module()
+        self.module.table = nn.Parameter(torch.randn(LENGTH, WORDS, WORDS, generator=generator("table", key)))
+        self.copies = WeightCopies(self.module)
+        self.copies.keep("reference")
+        self.microbatch = microbatch
+
+    def _log_probs(self, tokens):
+        """(b, t) of the tokens, each after the one before it."""
+        before = torch.cat([torch.full_like(tokens[:, :1], STOP), tokens[:, :-1]], dim=1)
+        logits = self.module.table[torch.arange(LENGTH), before]
+        return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+
+    @torch.no_grad()
+    def rollout(self, batch):
+        tokens = torch.full((len(batch), LENGTH), STOP)
+        mask = torch.zeros(len(batch), LENGTH, dtype=torch.bool)
+        for row, (group, slot) in enumerate(zip(batch.group, batch.slot, strict=True)):
+            random = generator(batch.seed, "token", batch.step, batch.group_ids[group], slot)
+            tokens[row, 0] = 1 + batch.group_ids[group] % (WORDS - 1)
+            for place in range(1, LENGTH):
+                chances = self.module.table[place, tokens[row, place - 1]].softmax(-1)
+                tokens[row, place] = torch.multinomial(chances, 1, generator=random).item()
+                mask[row, place] = True
+                if tokens[row, place] == STOP:
+                    break
+        kind = torch.full_like(tokens, Kind.TEXT_TOKEN)
+        return Words(log_probs=self._log_probs(tokens), mask=mask, kind=kind, outputs=tokens)
+
+    sample = rollout
+
+    def microbatches(self, trajectory) -> Iterator[Slice]:
+        for row in range(0, len(trajectory), self.microbatch):
+            yield Slice(slice(row, min(row + self.microbatch, len(trajectory))), slice(0, LENGTH))
+
+    def evaluate(self, trajectory, part, needs):
+        tokens = trajectory.outputs[part.rows]
+        log_probs = self._log_probs(tokens)[:, part.actions]
+        kl = None
+        if needs.kl is not None:
+            with torch.no_grad(), self.copies.using("reference"):
+                reference = self._log_probs(tokens)[:, part.actions]
+            kl = k3(log_probs, reference)
+        return Evaluation(log_probs=log_probs, log_ratio=log_probs - trajectory.log_probs[part.rows, part.actions], kl=kl)
