@@ -33,6 +33,7 @@ from retouch.runs.pretrained import fetch_weights, find_weights
 from retouch.runs.ranks import Ranks
 from retouch.runs.recipe import Recipe, load, parse
 from retouch.runs.recipe_overrides import apply
+from retouch.runs.session import run
 from retouch.runs.state import capture
 from retouch.types import Column
 
@@ -291,6 +292,12 @@ def test_ranks_that_cannot_share_a_step_are_named() -> None:
     assert "tasks_per_step 3, 6 or 9" in bad.text
     phased = small("steps=null", 'phases=[{"name":"a","steps":1},{"name":"b","steps":1,"group_size":4}]')
     assert [finding.text.split(":")[0] for finding in check_batch(phased, world=1)] == ["phase a", "phase b"]
+
+
+def test_a_run_on_other_ranks_than_meant_says_so_and_goes_on(tmp_path: Path) -> None:
+    changes = ("ranks=4", "steps=1", f"out={tmp_path}", "device=cpu", "trackers=[]", "policy.ema=null")
+    assert run(small(*changes), fresh=False) == 0
+    assert "the recipe is meant for 4 ranks, and there is 1" in (tmp_path / "small" / "train.log").read_text()
 
 
 def test_problems_of_the_data_are_shown(photos: Path) -> None:

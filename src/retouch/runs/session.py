@@ -44,7 +44,7 @@ def run(recipe: Recipe, *, fresh: bool) -> int:
     _log_to(folder, ranks)
     log.info("run %s on %s, %d rank%s; folder %s", recipe.name, ranks.device, ranks.world, "s" * (ranks.world > 1), folder.root)
     if (unmeant := unmeant_ranks(recipe, ranks.world)) is not None:
-        log.warning("%s; `retouch doctor` says what fits", unmeant)
+        log.warning("%s", unmeant)
     accelerate.utils.set_seed(recipe.seed)  # nothing of ours draws from the global generators; a user's reward may
     parts = assemble(recipe, ranks)
     with listening() as request:
