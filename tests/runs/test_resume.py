@@ -1,0 +1,36 @@
+"""A run that is killed anywhere and started again ends with the bits of one that was left alone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("kill_places.py")
+
+
+def killed_and_resumed(out: Path, count: int) -> list[dict[str, object]]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(PROGRAM), str(out), str(count)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=PROGRAM.parents[2], check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(found: list[dict[str, object]], count: int) -> None:
+    assert len(found) == count
+    assert [place for place in found if place["ended"] != -signal.SIGKILL] == [], "a place that was never reached proves nothing"
+    assert [place for place in found if place["resumed"] != 0] == []
+    assert [place for place in found if place["differing"]] == []
+
+
+def test_killed_at_four_places(tmp_path: Path) -> None:
+    check(killed_and_resumed(tmp_path, 4), 4)
+
+
+@pytest.mark.slow
+def test_killed_at_twenty_two_places(tmp_path: Path) -> None:
+    check(killed_and_resumed(tmp_path, 22), 22)
