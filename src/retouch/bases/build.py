@@ -28,7 +28,7 @@ from retouch.runs.ranks import Ranks
 
 log = logging.getLogger("retouch")
 AUTOENCODER = AutoencoderTraining(steps=2500, decoder_steps=3000)
-EDITOR = EditorTraining(steps=3500)
+EDITOR = EditorTraining(cycles=((3500, 2e-3), (2600, 1.5e-3)))
 HELD_OUT = 320
 EVAL_STEPS = 6
 
@@ -38,7 +38,7 @@ def build(
 ) -> dict[str, float]:
     """Train autoencoder and editor and write them to ``out`` (None: into the package). Returns held-out means.
 
-    About half an hour on one core of a laptop. One thread, so that the bits do not depend on how many cores there are.
+    About an hour on one core of a laptop. One thread, so that the bits do not depend on how many cores there are.
     """
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s", force=True)
     folder = playground_weights() if out is None else out

@@ -36,15 +36,15 @@ NO_INSTRUCTION = " "
 
 @dataclass(frozen=True, kw_only=True)
 class EditorTraining:
-    """``unconditional``: the share of tasks whose instruction is blank, which guidance needs.
+    """``cycles``: (steps, learning rate) of each round of training; every round falls to a rate of 0 and keeps its running average.
 
+    ``unconditional``: the share of tasks whose instruction is blank, which guidance needs.
     ``filler``: the share of batches whose instructions have words that mean nothing, so that later positions in a text are met.
     """
 
-    steps: int
+    cycles: tuple[tuple[int, float], ...]
     seed: int = 0
     batch: int = 64
-    learning_rate: float = 2e-3
     warmup: int = 100
     average_decay: float = 0.997
     unconditional: float = 0.05
@@ -113,9 +113,18 @@ def untrained(vae: AutoencoderKLQwenImage, seed: int) -> QwenImageEdit:
 
 
 def train_editor(vae: AutoencoderKLQwenImage, settings: EditorTraining, log: Callable[[str], None]) -> QwenImageEdit:
-    """Train from the seed; returns the editor with its averaged weights."""
+    """Train from the seed; returns the editor with the averaged weights of the last cycle."""
     model = untrained(vae, settings.seed)
     joint = JointModel(model)
+    for number, (steps, peak) in enumerate(settings.cycles):
+        _train_cycle(joint, settings, number=number, steps=steps, peak=peak, log=log)
+    joint.module.requires_grad_(False).eval()
+    return model
+
+
+def _train_cycle(
+    joint: JointModel, settings: EditorTraining, *, number: int, steps: int, peak: float, log: Callable[[str], None]
+) -> None:
     copies = WeightCopies(joint.module)
     copies.keep("average")
     sampling = Sampling(num_steps=1, kind="ode", noise_level=0.0, reduction="mean", window=Window())
@@ -132,37 +141,36 @@ def train_editor(vae: AutoencoderKLQwenImage, settings: EditorTraining, log: Cal
         average=lambda taken: copies.blend("average", min((1 + taken) / (10 + taken), settings.average_decay)),
         clock=clock,
     )
-    for step, _, metrics in train(run, _phase(settings), start=0):
-        if step % 50 == 0 or step == settings.steps - 1:
-            log(f"editor step {step}/{settings.steps}  loss {metrics['policy/loss']:.4f}")
-    with copies.using("average"):
-        averaged = {name: parameter.detach().clone() for name, parameter in copies.parameters.items()}
-    joint.module.load_state_dict(averaged, strict=False)
-    joint.module.requires_grad_(False).eval()
-    return model
+    for step, _, metrics in train(run, _phase(settings, number=number, steps=steps, peak=peak), start=0):
+        if step % 50 == 0 or step == steps - 1:
+            log(f"editor cycle {number + 1}  step {step}/{steps}  loss {metrics['policy/loss']:.4f}")
+    with torch.no_grad():
+        for name, parameter in copies.parameters.items():
+            parameter.copy_(copies.copies["average"][name])
 
 
-def _phase(settings: EditorTraining) -> Phase:
+def _phase(settings: EditorTraining, *, number: int, steps: int, peak: float) -> Phase:
+    seed = settings.seed + number
     plain, filled = (
-        PlaygroundTasks(seed=settings.seed, count=settings.batch * settings.steps, complexity=[1], split="train", filler=filler)
+        PlaygroundTasks(seed=seed, count=settings.batch * steps, complexity=[1], split="train", filler=filler)
         for filler in (0.0, 1.0)
     )
 
     def batch(step: int) -> Batch:
-        tasks = filled if torch.rand((), generator=generator(settings.seed, "filler", step)) < settings.filler else plain
+        tasks = filled if torch.rand((), generator=generator(seed, "filler", step)) < settings.filler else plain
         rows = [tasks[index] for index in range(step * settings.batch, (step + 1) * settings.batch)]
-        blank = torch.rand(len(rows), generator=generator(settings.seed, "unconditional", step)) < settings.unconditional
+        blank = torch.rand(len(rows), generator=generator(seed, "unconditional", step)) < settings.unconditional
         rows = [replace(row, instruction=NO_INSTRUCTION) if empty else row for row, empty in zip(rows, blank, strict=True)]
         ids = tuple(range(settings.batch))
-        return Batch(seed=settings.seed, step=step, tasks=tuple(rows), group_ids=ids, group=ids, slot=(0,) * settings.batch)
+        return Batch(seed=seed, step=step, tasks=tuple(rows), group_ids=ids, group=ids, slot=(0,) * settings.batch)
 
     def learning_rate(step: int) -> float:
         rising = min(1.0, (step + 1) / settings.warmup)
-        return settings.learning_rate * rising * 0.5 * (1 + math.cos(math.pi * step / settings.steps))
+        return peak * rising * 0.5 * (1 + math.cos(math.pi * step / steps))
 
     return Phase(
         name="supervised",
-        steps=range(settings.steps),
+        steps=range(steps),
         objective=Supervised(sigma_sampling="uniform", shift=settings.shift),
         batch=batch,
         order=torch.arange(settings.batch),

@@ -1,0 +1,48 @@
+"""The README's picture: held-out edits of a finished run, before and after. `python benchmarks/picture.py runs/quickstart OUT.png`."""
+
+import sys
+import textwrap
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+
+from retouch.runs.folder import RunFolder
+
+SIDE, GAP, TEXT, LEFT = 120, 10, 34, 10
+COLUMNS = ("source", "before", "after", "target")
+
+
+def main(run: Path, out: Path) -> None:
+    folder = RunFolder(run)
+    first, last = folder.sample_steps()[0], folder.sample_steps()[-1]
+    before = {line["task"]: line for line in folder.read_samples(first) if line["set"] == "heldout"}
+    after = [line for line in folder.read_samples(last) if line["set"] == "heldout"]
+    width = LEFT + 2 * (len(COLUMNS) * (SIDE + GAP) + 3 * GAP)
+    rows = (len(after) + 1) // 2
+    sheet = Image.new("RGB", (width, 28 + rows * (SIDE + TEXT + GAP)), "white")
+    draw = ImageDraw.Draw(sheet)
+    font = ImageFont.load_default(13)
+    for half in range(2):
+        for column, name in enumerate(COLUMNS):
+            draw.text((LEFT + half * width // 2 + column * (SIDE + GAP), 6), name, fill="#555", font=font)
+    for index, line in enumerate(after):
+        x, y = LEFT + (index % 2) * width // 2, 28 + (index // 2) * (SIDE + TEXT + GAP)
+        start = before[line["task"]]
+        shown = (
+            (folder.samples(last) / line["source"], ""),
+            (folder.samples(first) / start["image"], f"{start['reward']:.1f}"),
+            (folder.samples(last) / line["image"], f"{line['reward']:.1f}"),
+            (folder.samples(last) / line["target"], ""),
+        )
+        for column, (path, score) in enumerate(shown):
+            with Image.open(path) as image:
+                sheet.paste(image.resize((SIDE, SIDE), Image.Resampling.NEAREST), (x + column * (SIDE + GAP), y))
+            draw.text((x + column * (SIDE + GAP) + 4, y + SIDE - 18), score, fill="black", font=font)
+        for number, words in enumerate(textwrap.wrap(line["instruction"], 78)[:2]):
+            draw.text((x, y + SIDE + 2 + 15 * number), words, fill="#222", font=font)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    sheet.save(out, optimize=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,64 @@
+"""Building the playground's base models: the same bits from the same seed, in the layout that loading expects."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from retouch.bases import parts
+from retouch.bases.autoencoder import AutoencoderTraining
+from retouch.bases.build import build, measure
+from retouch.bases.editor import EditorTraining
+from retouch.bases.tokenizer import SPECIAL_TOKENS
+from retouch.runs.build_model import build_model, playground_weights
+from retouch.runs.files import read_json
+from retouch.runs.recipe_policy import PlaygroundModel
+
+TINY = {
+    "autoencoder": AutoencoderTraining(steps=3, decoder_steps=2, batch=8),
+    "editor": EditorTraining(cycles=((2, 2e-3), (1, 1e-3)), batch=8, warmup=1),
+}
+
+
+def load(path: Path):
+    return build_model(PlaygroundModel(kind="playground", path=str(path)), device=torch.device("cpu"))
+
+
+def test_the_same_seed_gives_the_same_bits_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retouch.bases.build.HELD_OUT", 8)
+    for name in ("one", "two"):
+        build(tmp_path / name, seed=3, **TINY)
+    files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.safetensors"))
+    assert len(files) == 3
+    for file in files:
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+    assert load(tmp_path / "one").module.config.num_layers == 4
+
+
+def test_another_seed_gives_other_weights() -> None:
+    weights = []
+    for seed in (0, 1):
+        parts.seeded(seed)
+        weights.append(parts.transformer().img_in.weight)
+    assert not torch.equal(*weights)
+
+
+def test_the_tokenizer_has_the_real_special_tokens_and_reads_any_text() -> None:
+    words = parts.tokenizer(0)
+    for token in SPECIAL_TOKENS:
+        assert words.tokenize(f"a{token}b").count(token) == 1
+    strange = "żółw 龟 <|im_start|>user\n🐢"
+    assert words.decode(words(strange)["input_ids"]) == strange
+    assert words.tokenize("make the red circle blue") == ["make", "Ġthe", "Ġred", "Ġcircle", "Ġblue"]
+
+
+def test_the_shipped_weights_score_what_their_build_measured() -> None:
+    kept = read_json(playground_weights() / "build.json")["held_out"]
+    found = measure(load(playground_weights()))
+    assert found.keys() == kept.keys()
+    assert max(abs(found[name] - kept[name]) for name in kept) <= 0.1
+
+
+def test_what_ships_is_small() -> None:
+    size = sum(file.stat().st_size for file in playground_weights().rglob("*") if file.is_file())
+    assert size <= 12_000_000
