@@ -1,4 +1,7 @@
-"""The README's picture: held-out edits of a finished run, before and after. `python benchmarks/picture.py runs/quickstart OUT.png`."""
+"""The README's picture: held-out edits of a finished run, before and after.
+
+`python benchmarks/picture.py runs/quickstart docs/pictures/quickstart.png`
+"""
 
 import sys
 import textwrap

@@ -104,11 +104,11 @@ def page(found: dict[str, list[dict]]) -> str:
     lines = [
         "# Results",
         "",
-        "Held-out tasks of the playground: scenes, instructions and seeds that no training saw. Compound edits (two or three in one "
-        "instruction) are what RL trains on; the base saw single edits only. Every figure here is made by `make results`.",
+        "Held-out tasks of the playground: scenes, instructions and seeds that no training saw. Compound edits (two or three in "
+        "one instruction) were never in the supervised phase of the base. Every figure here is made by `make results`.",
         "",
-        "Share of gap: (after - before) / (ceiling - before) of the overall score on compound edits, where the ceiling is the exact "
-        "target through the autoencoder. Best of k: the best of k samples of the base, picked by the judge.",
+        "Share of gap: (after - before) / (ceiling - before) of the overall score on compound edits, where the ceiling is the "
+        "exact target through the autoencoder. Best of k: the best of k samples of the base, picked by the judge.",
         "",
     ]
     lines += [*headline(found), "", *detail(found)]
@@ -125,10 +125,11 @@ def headline(found: dict[str, list[dict]]) -> list[str]:
             s = result["summary"]
             singles = result["after"]["complexity=1"]["overall"] - result["before"]["complexity=1"]["overall"]
             low, high = s["gain_ci95"]
+            gain = f"{s['gain']:+.2f} ({low:+.2f} to {high:+.2f})"
+            beside = f"{s['best_of_k']:.2f} (k={s['k']}) | {s['ceiling']:.2f}"
             lines.append(
-                f"| {name} | {result['seed']} | {s['before']:.2f} | {s['after']:.2f} | {s['gain']:+.2f} ({low:+.2f} to {high:+.2f}) | "
-                f"{s['gap_closed']:.2f} | {s['best_of_k']:.2f} (k={s['k']}) | {s['ceiling']:.2f} | {singles:+.2f} | "
-                f"{s['cost']['training seconds']:.0f} |"
+                f"| {name} | {result['seed']} | {s['before']:.2f} | {s['after']:.2f} | {gain} | {s['gap_closed']:.2f} | {beside} | "
+                f"{singles:+.2f} | {s['cost']['training seconds']:.0f} |"
             )
         shares = [result["summary"]["gap_closed"] for result in results]
         lines.append(f"| **{name}** | mean of {len(shares)} |  |  |  | **{statistics.mean(shares):.2f}** |  |  |  |  |")

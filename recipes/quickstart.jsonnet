@@ -23,7 +23,7 @@ local sampling = import 'lib/sampling.libsonnet';
   reward: playground.judge,
   advantage: { kind: 'group' },
   objective: objectives.nft,
-  eval: { tasks: 320, complexity: [1, 2, 3], best_of_k: 4 },
+  eval: { tasks: 330, complexity: [1, 2, 3], column: 'overall', headline: { complexity: ['2', '3'] }, best_of_k: 6, batch: 330 },
   samples: { every: 40, tasks: 8 },
   checkpoints: { every: 40, keep: 2 },
 }

@@ -16,6 +16,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from retouch.models.frozen import evaluating
+from retouch.models.single_frame import for_single_frames
 
 Size: TypeAlias = tuple[int, int]
 Area: TypeAlias = int | Literal["as_is"]
@@ -48,9 +49,10 @@ def fit(image: Image, area: Area) -> Size:
 
 
 class QwenLatents:
-    """Pictures to packed latents and back, through a frozen autoencoder."""
+    """Pictures to packed latents and back, through a frozen autoencoder, which is from then on one for single frames."""
 
     def __init__(self, vae: AutoencoderKLQwenImage) -> None:
+        for_single_frames(vae)
         self.vae = vae
         self.channels: int = vae.config.z_dim
         self.token_pixels: int = 2 * 2 ** len(vae.temperal_downsample)

@@ -16,9 +16,12 @@ SIGNALS = {
     "policy/ratio_max_first": "largest |ratio − 1| before the first optimizer step; 0 but for rounding",
     "policy/clip_fraction": "share of actions whose ratio was clipped",
     "policy/approx_kl": "how far each step moves the policy",
+    "policy/kl": "distance to the reference",
+    "policy/loss": "what is minimised; in policy gradient its sign and size say little",
     "policy/grad_norm": "before clipping",
     "group/zero_std_fraction": "share of groups whose rewards are all equal: they teach nothing",
     "reward/missing_fraction": "share of samples that could not be judged",
+    "reward/fault_fraction": "share of samples that could not be used: the policy's own fault",
 }
 HEADLINE_ROW = "headline"  # of the held-out table: the tasks that the summary speaks of, where these are not all
 AGGREGATES = ("reward/mean", "reward/std", "reward/count", "reward/missing_fraction")

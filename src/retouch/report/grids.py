@@ -2,18 +2,34 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from retouch.report.curves import number
 from retouch.report.markup import Html, tag
-from retouch.report.numbers import brief, score, signed
+from retouch.report.numbers import brief, decimals_for, score, signed
 from retouch.report.pictures import LARGE, SMALL, picture
 from retouch.runs.folder import RunFolder
 
 MOST_TASKS = 24
 MOST_GROUPS = 8
 MOST_MEMBERS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A held-out task's line before and after; ``moved``: there are later pictures than the first."""
+
+    before: dict[str, Any]
+    after: dict[str, Any]
+    moved: bool
+    column: str | None
+
+    @property
+    def values(self) -> tuple[float, float]:
+        """What both pictures are shown with: the reward, else the headline's column."""
+        return _value(self.before, self.column), _value(self.after, self.column)
 
 
 def before_after(folder: RunFolder, *, column: str | None) -> Html | None:
@@ -24,10 +40,9 @@ def before_after(folder: RunFolder, *, column: str | None) -> Html | None:
     first, last = steps[0], steps[-1]
     after = {line["task"]: line for line in _of(folder, last, "heldout")}
     lines = [line for line in _of(folder, first, "heldout") if line["task"] in after]
-    cards = [
-        _card(folder, line, after[line["task"]], moved=first != last, column=column, place=place)
-        for place, line in enumerate(lines[:MOST_TASKS])
-    ]
+    pairs = [_Pair(line, after[line["task"]], first != last, column) for line in lines[:MOST_TASKS]]
+    decimals = decimals_for(value for pair in pairs for value in pair.values)
+    cards = [_card(folder, pair, place=place, decimals=decimals) for place, pair in enumerate(pairs)]
     when = f"Before is step {first}, after is step {last}" if first != last else f"Both are step {first}: no later pictures yet"
     words = f"The same tasks with the same seeds at every evaluation. {when}."
     if len(cards) < len(lines):
@@ -51,16 +66,17 @@ def _value(line: Mapping[str, Any], column: str | None) -> float:
     return reward if math.isfinite(reward) or column is None else number(line["scores"].get(column))
 
 
-def _card(folder: RunFolder, before: dict[str, Any], after: dict[str, Any], *, moved: bool, column: str | None, place: int) -> Html:
-    gain = _value(after, column) - _value(before, column)
+def _card(folder: RunFolder, pair: _Pair, *, place: int, decimals: int) -> Html:
+    before, after, moved = pair.before, pair.after, pair.moved
+    gain = pair.values[1] - pair.values[0]
     pictures = [_shown("source", _path(folder, before, "source"), None)] if before["source"] else []
-    pictures.append(_shown("before", _path(folder, before, "image"), _scores(before, column)))
+    pictures.append(_shown("before", _path(folder, before, "image"), _scores(before, pair.column, decimals)))
     if moved:
-        pictures.append(_shown("after", _path(folder, after, "image"), _scores(after, column), style="after"))
+        pictures.append(_shown("after", _path(folder, after, "image"), _scores(after, pair.column, decimals), style="after"))
     if before["target"]:
         pictures.append(_shown("target", _path(folder, before, "target"), None))
     tags = [tag("span", f"{name} {value}", class_="tag") for name, value in before["tags"].items()]
-    change = tag("span", signed(gain), class_=f"change {_direction(gain)}") if moved and math.isfinite(gain) else None
+    change = tag("span", signed(gain, decimals), class_=f"change {_direction(gain)}") if moved and math.isfinite(gain) else None
     return tag(
         "article",
         _instruction(before),
@@ -78,13 +94,13 @@ def _instruction(line: Mapping[str, Any]) -> Html:
 
 
 def _direction(change: float) -> str:
-    return "flat" if not abs(change) >= 0.005 else "good" if change > 0 else "bad"
+    return "flat" if not abs(change) >= 0.0005 else "good" if change > 0 else "bad"
 
 
-def _scores(line: Mapping[str, Any], column: str | None) -> Html:
+def _scores(line: Mapping[str, Any], column: str | None, decimals: int) -> Html:
     """The sample's reward, and its other scores small beneath."""
     value = _value(line, column)
-    main = "not judged" if not math.isfinite(value) else score(value)
+    main = "not judged" if not math.isfinite(value) else score(value, decimals)
     named = [(name, number(shown)) for name, shown in line["scores"].items() if name != column and "/" not in name]
     small = [tag("span", f"{name} {brief(shown)}") for name, shown in named if math.isfinite(shown)]
     return tag("span", tag("b", main), tag("span", small, class_="scores-small") if small else None, class_="verdicts")
@@ -138,8 +154,10 @@ def _strip(folder: RunFolder, group: list[dict[str, Any]]) -> Html:
     given = [_shown(name, _path(folder, head, name), None, edge=SMALL) for name in ("source", "target") if head[name]]
     rewards = [number(line["reward"]) for line in judged]
     notes = []
+    decimals = decimals_for(rewards)
     if rewards:
-        notes.append(f"mean {score(_mean_reward(group))}, from {score(min(rewards))} to {score(max(rewards))}")
+        ends = f"from {score(min(rewards), decimals)} to {score(max(rewards), decimals)}"
+        notes.append(f"mean {score(_mean_reward(group), decimals)}, {ends}")
         if len(rewards) > 1 and min(rewards) == max(rewards):
             notes.append("all equal: this group teaches nothing")
     if missing:
@@ -154,21 +172,21 @@ def _strip(folder: RunFolder, group: list[dict[str, Any]]) -> Html:
         tag(
             "div",
             tag("div", given, class_="given") if given else None,
-            tag("div", [_member(folder, line) for line in ranked], class_="members"),
+            tag("div", [_member(folder, line, decimals) for line in ranked], class_="members"),
         ),
         class_="strip",
     )
 
 
-def _member(folder: RunFolder, line: Mapping[str, Any]) -> Html:
+def _member(folder: RunFolder, line: Mapping[str, Any], decimals: int) -> Html:
     reward, advantage = number(line["reward"]), number(line["advantage"])
-    told = "; ".join(f"{name} {score(number(value))}" for name, value in line["scores"].items() if math.isfinite(number(value)))
+    told = "; ".join(f"{name} {brief(number(value))}" for name, value in line["scores"].items() if math.isfinite(number(value)))
     return tag(
         "figure",
         picture(_path(folder, line, "image"), words=f"sample {line['slot']}", edge=SMALL),
         tag(
             "figcaption",
-            tag("b", score(reward)) if math.isfinite(reward) else tag("b", "not judged", class_="quiet"),
+            tag("b", score(reward, decimals)) if math.isfinite(reward) else tag("b", "not judged", class_="quiet"),
             tag("span", signed(advantage), class_=f"advantage {_direction(advantage)}")
             if math.isfinite(reward + advantage)
             else None,

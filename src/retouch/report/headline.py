@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from retouch.report.markup import Html, tag
-from retouch.report.numbers import duration, percent, score, signed
+from retouch.report.numbers import decimals_for, duration, percent, score, signed
 from retouch.runs.summary import Summary
 
 
@@ -18,12 +18,28 @@ def verdict(summary: Summary | None, *, last_step: int, steps: int | None) -> Ht
     return tag("div", tag("p", _outcome(summary), class_="verdict"), tag("p", _context(summary), class_="context"))
 
 
+def _decimals(summary: Summary) -> int:
+    return decimals_for((summary.before, summary.after, summary.ceiling))
+
+
+def _interval(summary: Summary) -> tuple[float, float] | None:
+    """The interval of the gain; one without width (that of a single task, say) tells nothing of chance and counts as none."""
+    ends = summary.gain_ci95
+    return ends if ends is not None and ends[0] < ends[1] else None
+
+
+def _direction(summary: Summary) -> str:
+    """Good, bad, or flat where the interval of the gain holds 0."""
+    low, high = _interval(summary) or (summary.gain, summary.gain)
+    return "good" if low > 0 else "bad" if high < 0 else "flat"
+
+
 def _outcome(summary: Summary) -> list[str | Html]:
-    moved = f"from {score(summary.before)} to {score(summary.after)}"
+    decimals, direction = _decimals(summary), _direction(summary)
+    moved = f"from {score(summary.before, decimals)} to {score(summary.after, decimals)}"
     where = f"On {summary.on}, {summary.column}"
-    if summary.gain_ci95 is None:
+    if _interval(summary) is None:
         return [f"{where} went ", tag("strong", moved), "."]
-    direction = _direction(summary)
     if direction == "flat":
         return [f"{where} went ", tag("strong", moved), ": no change that can be told from chance."]
     verb = {"good": "rose", "bad": "fell"}[direction]
@@ -31,16 +47,16 @@ def _outcome(summary: Summary) -> list[str | Html]:
 
 
 def _context(summary: Summary) -> str:
-    said = f"A change of {signed(summary.gain)}"
-    if summary.gain_ci95 is not None:
-        low, high = summary.gain_ci95
-        said += f" (95 % interval {signed(low)} to {signed(high)})"
+    decimals, interval = _decimals(summary), _interval(summary)
+    said = f"A change of {signed(summary.gain, decimals)}"
+    if interval is not None:
+        said += f" (95 % interval {signed(interval[0], decimals)} to {signed(interval[1], decimals)})"
     if summary.gap_closed is not None and summary.gain > 0:
-        said += f", {percent(summary.gap_closed)} of the gap to the ceiling of {score(summary.ceiling)}"
+        said += f", {percent(summary.gap_closed)} of the gap to the ceiling of {score(summary.ceiling, decimals)}"
     said += "."
     if summary.best_of_k is not None:
         many = "several" if summary.k is None else str(summary.k)
-        said += f" For comparison, the best of {many} samples of the base scores {score(summary.best_of_k)}."
+        said += f" For comparison, the best of {many} samples of the base scores {score(summary.best_of_k, decimals)}."
     return said
 
 
@@ -54,40 +70,24 @@ def gap_bar(summary: Summary) -> Html | None:
     def place(value: float) -> float:
         return 100 * min(1.0, max(0.0, (value - low) / (high - low)))
 
-    start, end = sorted((place(summary.before), place(summary.after)))
-    pieces = [tag("span", class_=f"gained {_direction(summary)}", style=f"left:{start:.2f}%;width:{end - start:.2f}%")]
-    if summary.gain_ci95 is not None:
-        left, right = (place(summary.before + change) for change in summary.gain_ci95)
-        pieces.append(tag("span", class_="whisker", style=f"left:{left:.2f}%;width:{right - left:.2f}%"))
+    def label(name: str, value: float) -> Html:
+        # Shifted by its own share of its width, a label never leaves the bar's ends.
+        style = f"left:{place(value):.2f}%;transform:translateX(-{place(value):.2f}%)"
+        return tag("span", f"{name} ", tag("b", score(value, _decimals(summary))), style=style)
+
+    def stretch(ends: tuple[float, float], style: str) -> Html:
+        left, right = sorted(place(end) for end in ends)
+        return tag("span", class_=style, style=f"left:{left:.2f}%;width:{right - left:.2f}%")
+
+    rail = [stretch((summary.before, summary.after), f"gained {_direction(summary)}")]
+    if (interval := _interval(summary)) is not None:
+        rail.append(stretch((summary.before + interval[0], summary.before + interval[1]), "whisker"))
+    rows = [tag("div", label("before", summary.before), label("ceiling", summary.ceiling), class_="labels")]
     if summary.best_of_k is not None:
-        pieces.append(tag("span", class_="tick", style=f"left:{place(summary.best_of_k):.2f}%"))
-    above = [_label("after", summary.after, place(summary.after))]
-    below = [_label("before", summary.before, place(summary.before)), _label("ceiling", summary.ceiling, place(summary.ceiling))]
-    middle = (
-        [] if summary.best_of_k is None else [_label(f"best of {summary.k or 'k'}", summary.best_of_k, place(summary.best_of_k))]
-    )
-    row = "labels"
-    return tag(
-        "div",
-        tag("div", above, class_=row),
-        tag("div", pieces, class_="rail"),
-        tag("div", below, class_=row),
-        tag("div", middle, class_=f"{row} minor") if middle else None,
-        class_="gap",
-        role="img",
-        aria_label=f"before {score(summary.before)}, after {score(summary.after)}, ceiling {score(summary.ceiling)}",
-    )
-
-
-def _direction(summary: Summary) -> str:
-    """Good, bad, or flat where the interval of the gain holds 0."""
-    low, high = summary.gain_ci95 or (summary.gain, summary.gain)
-    return "good" if low > 0 else "bad" if high < 0 else "flat"
-
-
-def _label(name: str, value: float, place: float) -> Html:
-    # Shifted by its own share of its width, a label never leaves the bar's ends.
-    return tag("span", f"{name} ", tag("b", score(value)), style=f"left:{place:.2f}%;transform:translateX(-{place:.2f}%)")
+        rail.append(tag("span", class_="tick", style=f"left:{place(summary.best_of_k):.2f}%"))
+        rows.append(tag("div", label(f"best of {summary.k or 'k'}", summary.best_of_k), class_="labels minor"))
+    top = tag("div", label("after", summary.after), class_="labels")
+    return tag("div", top, tag("div", rail, class_="rail"), rows, class_="gap")
 
 
 def facts(recipe: Mapping[str, Any], *, last_step: int, seconds: float, cost: Mapping[str, Any]) -> Html:

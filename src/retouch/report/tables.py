@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from retouch.report.markup import Html, join, tag
-from retouch.report.numbers import MISSING, score, short, signed
+from retouch.report.numbers import MISSING, decimals_for, score, short, signed
 
 MOST_ROWS = 12  # of one tag; more are folded away
 FEWEST_TASKS = 20  # that a row must have for a fall to be worth a warning
@@ -20,6 +20,7 @@ class Compared:
     after: float | None
     before_ci: tuple[float, float] | None
     after_ci: tuple[float, float] | None
+    decimals: int
 
     @property
     def apart(self) -> bool:
@@ -34,19 +35,21 @@ class Compared:
 
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any], *, row: str, column: str) -> Compared:
-    """A cell of two evaluations."""
+    """A cell of two evaluations, with as many decimals as its column needs."""
     return Compared(
         before["table"].get(row, {}).get(column),
         after["table"].get(row, {}).get(column),
         interval(before, row=row, column=column),
         interval(after, row=row, column=column),
+        decimals_for(cells.get(column) for line in (before, after) for cells in line["table"].values()),
     )
 
 
 def interval(line: Mapping[str, Any], *, row: str, column: str) -> tuple[float, float] | None:
-    """The 95 % interval of a mean, where the evaluation has one."""
+    """The 95 % interval of a mean, where the evaluation has one; that of a single task tells nothing and counts as none."""
     ends = line["ci95"].get(row, {}).get(column)
-    return None if ends is None or None in ends else (ends[0], ends[1])
+    alone = line["table"].get(row, {}).get("n") == 1
+    return None if alone or ends is None or None in ends else (ends[0], ends[1])
 
 
 def columns_of(line: Mapping[str, Any]) -> list[str]:
@@ -71,7 +74,7 @@ def falls(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
             cell = compare(before, after, row=row, column=column)
             if cell.apart and cell.change is not None and cell.change < 0:
                 where = "" if row == "all" else f" ({_row_name(row)})"
-                found.append(f"{column}{where} {score(cell.before)} to {score(cell.after)}")
+                found.append(f"{column}{where} {score(cell.before, cell.decimals)} to {score(cell.after, cell.decimals)}")
     return found
 
 
@@ -139,15 +142,25 @@ def _heldout_row(row: str, before: Mapping[str, Any], after: Mapping[str, Any], 
 
 def _cell(cell: Compared, *, single: bool) -> Html:
     ends = [("before", cell.before_ci), ("after", cell.after_ci)][1 if single else 0 :]
-    title = "; ".join(f"{name} 95 %: {score(ci[0])} to {score(ci[1])}" for name, ci in ends if ci is not None) or None
+    title = (
+        "; ".join(
+            f"{name} 95 %: {score(ci[0], cell.decimals)} to {score(ci[1], cell.decimals)}" for name, ci in ends if ci is not None
+        )
+        or None
+    )
     if single:
-        return tag("td", score(cell.after), title=title)
+        return tag("td", score(cell.after, cell.decimals), title=title)
     change = cell.change
-    direction = "flat" if change is None or abs(change) < 0.005 else "good" if change > 0 else "bad"
+    direction = "flat" if change is None or abs(change) < 0.5 * 10**-cell.decimals else "good" if change > 0 else "bad"
     return tag(
         "td",
-        tag("span", tag("span", f"{score(cell.before)} → ", class_="quiet"), score(cell.after), class_="pair"),
-        tag("span", signed(change), class_=f"change {direction}{' sure' if cell.apart else ''}"),
+        tag(
+            "span",
+            tag("span", f"{score(cell.before, cell.decimals)} → ", class_="quiet"),
+            score(cell.after, cell.decimals),
+            class_="pair",
+        ),
+        tag("span", signed(change, cell.decimals), class_=f"change {direction}{' sure' if cell.apart else ''}"),
         title=title,
     )
 

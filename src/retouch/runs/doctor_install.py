@@ -23,6 +23,7 @@ from retouch.types import Batch, Sample
 
 _NAMED = ("torch", "diffusers", "transformers", "peft")
 _STEPS = 6
+_PICTURES = 16
 _BUILD = "retouch playground build"
 
 
@@ -64,18 +65,20 @@ def _compared(name: str, found: str, asked: SpecifierSet, *, mend: str) -> Findi
 
 
 def check_playground(folder: Path) -> Finding:
-    """The built-in model in ``folder`` loads, acts, and makes a picture that is judged, on the CPU."""
+    """The built-in model in ``folder`` loads, acts, and makes a few pictures that are judged, on the CPU."""
     try:
         model = build_model(PlaygroundModel(kind="playground", path=str(folder)), device=torch.device("cpu"))
         sampling = Sampling(num_steps=_STEPS, kind="cps", noise_level=0.7, reduction="mean", window=Window())
         policy = DenoisingPolicy(model, sampling=sampling, eval_steps=_STEPS, microbatch=1, copies=WeightCopies(model.module))
-        (task,) = PlaygroundTasks(seed=0, count=1, complexity=[1], split="train")[:]
-        batch = Batch(seed=0, step=0, tasks=(task,), group_ids=(0,), group=(0,), slot=(0,))
+        tasks = tuple(PlaygroundTasks(seed=0, count=_PICTURES, complexity=[1], split="train")[:])
+        rows = tuple(range(_PICTURES))
+        batch = Batch(seed=0, step=0, tasks=tasks, group_ids=rows, group=rows, slot=(0,) * _PICTURES)
         acted = policy.rollout(batch)
-        (image,) = LatentRenderer(model)([task], policy.sample(batch))
-        scores = PlaygroundJudge()([Sample(task, image)])
+        images = LatentRenderer(model)(tasks, policy.sample(batch))
+        scores = PlaygroundJudge()([Sample(task, image) for task, image in zip(tasks, images, strict=True)])
     except (ValueError, OSError, SafetensorError) as error:
         return failed("playground", str(error), mend=_BUILD)
-    if image is None or not acted.log_probs.isfinite().all():
+    if None in images or not acted.log_probs.isfinite().all():
         return failed("playground", f"the model in {folder} makes numbers that are not finite", mend=_BUILD)
-    return ok("playground", f"the built-in model loads and acts; its first picture scores {scores['overall'].item():.1f} of 10")
+    mean = scores["overall"].mean().item()
+    return ok("playground", f"the built-in model loads and acts; {_PICTURES} simple edits score {mean:.1f} of 10")

@@ -70,11 +70,11 @@ class Evaluator:
             return None
         return self._evaluate(policy.demonstrate, slot=0)
 
-    def best_of(self, policy: Any, *, k: int) -> tuple[Tensor, Scores]:
-        """The best of ``k`` samples of each task: rewards and each column's best, (n,)."""
+    def best_of(self, policy: Any, *, k: int) -> Evaluated:
+        """The best of ``k`` samples of each task, column by column; a sample that could not be judged is never the best."""
         tries = [self(policy, slot=slot) for slot in range(k)]
-        best = {name: torch.stack([each.scores[name] for each in tries]).amax(dim=0) for name in tries[0].scores}
-        return torch.stack([each.rewards for each in tries]).amax(dim=0), best
+        scores = {name: _best([each.scores[name] for each in tries]) for name in tries[0].scores}
+        return Evaluated(self.tasks, scores, _best([each.rewards for each in tries]))
 
     def _evaluate(self, act: Any, *, slot: int) -> Evaluated:
         count = len(self.tasks)
@@ -98,6 +98,11 @@ class Evaluator:
         )
         images = self.renderer(tasks, act(batch))
         return self.judge([Sample(task, image) for task, image in zip(tasks, images, strict=True)]), images
+
+
+def _best(tries: Sequence[Tensor]) -> Tensor:
+    best = torch.stack(list(tries)).nan_to_num(nan=-math.inf).amax(dim=0)
+    return torch.where(best.isinf(), torch.nan, best)
 
 
 Row = dict[str, float | int]

@@ -26,6 +26,10 @@ class Outcome:
         self.evaluator = parts.evaluator(parts.judge)
         self.policy = parts.policy(recipe.rollout)
         self.kept = chosen(self.evaluator.tasks, recipe.eval.headline)
+        if recipe.eval.column is not None and recipe.eval.column not in parts.judge.reward.columns:
+            raise ValueError(
+                f"eval.column: the reward gives {', '.join(parts.judge.reward.columns)}, and no {recipe.eval.column!r}"
+            )
 
     def evaluate(self, step: int) -> Evaluated:
         """Judge the policy as it is after ``step`` steps and keep every score."""
@@ -43,11 +47,11 @@ class Outcome:
             return
         ceiling = self.evaluator.ceiling(self.policy)
         k = self.recipe.eval.best_of_k
-        best = self.evaluator.best_of(self.policy, k=k)[0] if k else None
+        best = self.evaluator.best_of(self.policy, k=k) if k else None
         if self.parts.ranks.first:
             found = {
-                "ceiling": None if ceiling is None else self._headline(ceiling.rewards),
-                "best_of_k": None if best is None else self._headline(best),
+                "ceiling": None if ceiling is None else self._headline(self._values(ceiling)),
+                "best_of_k": None if best is None else self._headline(self._values(best)),
                 "k": k or None,
             }
             files.write_json(self._baselines, found)
@@ -73,13 +77,14 @@ class Outcome:
         tasks = self.evaluator.tasks
         before, after = (Evaluated.from_json(files.read_json(self._path(at)), tasks) for at in (0, step))
         beside = files.read_json(self._baselines)
-        _, interval = paired_gain(before.rewards[self.kept], after.rewards[self.kept])
+        start, end = self._values(before), self._values(after)
+        _, interval = paired_gain(start[self.kept], end[self.kept])
         seconds = math.fsum(line["time/step"] for line in self.folder.read_timings())
         summary = Summary(
             column=self._column,
             on=self._on(),
-            before=self._headline(before.rewards),
-            after=self._headline(after.rewards),
+            before=self._headline(start),
+            after=self._headline(end),
             steps=step,
             ceiling=beside["ceiling"],
             best_of_k=beside["best_of_k"],
@@ -89,13 +94,18 @@ class Outcome:
         )
         self.folder.write_summary(summary)
 
-    def _headline(self, rewards: Tensor) -> float:
-        return float(rewards[self.kept].nanmean())
+    def _headline(self, values: Tensor) -> float:
+        return float(values[self.kept].nanmean())
 
     @property
     def _column(self) -> str:
         combine = self.recipe.reward.combine
+        if self.recipe.eval.column is not None:
+            return self.recipe.eval.column
         return next(iter(combine)) if list(combine.values()) == [1.0] else REWARD
+
+    def _values(self, evaluated: Evaluated) -> Tensor:
+        return evaluated.scores.get(self._column, evaluated.rewards)
 
     def _on(self) -> str:
         told = " and ".join(f"{tag} {' or '.join(values)}" for tag, values in (self.recipe.eval.headline or {}).items())

@@ -38,6 +38,8 @@ class Evaluation(Section):
     """Mixture of the held-out playground tasks; null takes that of the data."""
     num_steps: Count | None = None
     """Denoising steps of a picture; null takes the rollout's."""
+    column: str | None = None
+    """What the summary speaks of: a column of the reward; null takes the combined reward."""
     headline: dict[str, tuple[str, ...]] | None = None
     """Tags of the tasks that the summary speaks of, {"complexity": ["2", "3"]} say; null takes all."""
     best_of_k: Cadence = 0

@@ -108,15 +108,15 @@ def _check_ratio(policy: Policy, trajectory: Trajectory, needs: Needs, limit: fl
         )
 
 
-@torch.no_grad()
 def _ratio_off(policy: Policy, trajectory: Trajectory, needs: Needs) -> float:
+    """The largest |ratio - 1|, evaluated with gradient, as training does it."""
     worst = 0.0
     for part in policy.microbatches(trajectory):
         evaluation, mask = policy.evaluate(trajectory, part, needs), trajectory.mask[part.rows, part.actions]
         require(
             evaluation.log_probs.shape == mask.shape, f"evaluate gives {tuple(evaluation.log_probs.shape)} for {tuple(mask.shape)}"
         )
-        off = (evaluation.log_ratio[mask].exp() - 1).abs()
+        off = (evaluation.log_ratio.detach()[mask].exp() - 1).abs()
         require(bool(off.isfinite().all()), f"{int((~off.isfinite()).sum())} ratios of {part} are not finite")
         worst = max(worst, float(off.max()) if off.numel() else 0.0)
     return worst
