@@ -90,6 +90,10 @@ def test_numbers_are_short(value: float | None, written: str) -> None:
 
 def test_signs_times_and_ticks() -> None:
     assert [numbers.signed(value) for value in (0.724, -0.004, -1.5, None)] == ["+0.72", "0.00", "−1.50", "–"]
+    assert [numbers.signed(-0.0099, numbers.decimals_for(values)) for values in ([0.5, None, math.nan], [0.5, -3.0])] == [
+        "−0.010",
+        "−0.01",
+    ]
     assert [numbers.duration(s) for s in (0.05, 2.0, 263.0, 660.0, 7300.0)] == [
         "50 ms",
         "2.0 s",

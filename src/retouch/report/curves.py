@@ -117,7 +117,8 @@ def _legend(training: Sequence[Line], marks: Sequence[Line], *, width: int) -> H
     entries = []
     if training:
         entries.append(("train", "training reward: mean of each step's samples, band 95 % over them"))
-        entries.append(("train smooth", f"its mean over the last {width} steps"))
+        if any(math.isfinite(point.y) for point in training[1].points):
+            entries.append(("train smooth", f"its mean over the last {width} steps"))
     entries += [("held", f"{line.name}: no exploration noise, bars 95 %") for line in marks]
     return tag("ul", [tag("li", tag("span", class_=f"swatch {style}"), words) for style, words in entries], class_="legend")
 

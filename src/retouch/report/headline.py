@@ -97,7 +97,7 @@ def facts(recipe: Mapping[str, Any], *, last_step: int, seconds: float, cost: Ma
     rows.append(("steps", f"{last_step} of {steps}" if isinstance(steps, int) and steps != last_step else str(last_step)))
     for name in ("tasks_per_step", "group_size", "learning_rate", "seed", "device"):
         value = recipe.get(name)
-        if isinstance(value, str | int | float):
+        if name not in cost and isinstance(value, str | int | float):
             rows.append((name.replace("_", " "), value if isinstance(value, str) else _plain_number(value)))
     if seconds > 0:
         rows.append(("time in steps", duration(seconds)))

@@ -113,7 +113,7 @@ class RunFolder:
 
     def append_timings(self, step: int, seconds: Mapping[str, float]) -> None:
         """Add a step's wall-clock seconds: ``time/<stage>`` for stages that do not overlap, ``time/step`` for the whole step."""
-        files.append_line(self.timings, {"step": step, **dict(sorted(seconds.items()))})
+        files.append_line(self.timings, {"step": step, **dict(sorted(seconds.items()))}, durable=False)
 
     def write_eval(self, step: int, split: str, *, table: Table, ci95: Intervals) -> None:
         """Keep an evaluation; one of the same step and split is replaced.
