@@ -1,0 +1,116 @@
+"""Writes docs/recipes.md, the keys of a recipe, from the schema that checks it: `python docs/generate_recipes.py`."""
+
+import json
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+from retouch.runs.recipe import Recipe
+from retouch.runs.recipe_schema import alternatives, is_list, keys_of, kinds_of
+from retouch.runs.recipe_section import Section
+
+PAGE = Path(__file__).parent / "recipes.md"
+_INTRODUCTION = """# The keys of a recipe
+
+This page is made from the schema by `python docs/generate_recipes.py`; a test holds the two together. A recipe is
+[Jsonnet](https://jsonnet.org) (so JSON too). It is checked as a whole before anything is loaded: an unknown key, a value of the
+wrong type and values that cannot stand together are refused by name, with what to write instead. `--set a.b=value` changes one key
+from the command line; the value is JSON, else text. The recipes that ship are listed by `retouch recipes`.
+
+A key without a default must be given. Where a section has several forms, its `kind` (or `mode`) says which, and only the keys of
+that form are known.
+"""
+_NAMES = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+_BOUNDS = {Ge: ("ge", "at least"), Gt: ("gt", "above"), Le: ("le", "at most"), Lt: ("lt", "below")}
+
+
+def page() -> str:
+    """The whole page."""
+    lines = [_INTRODUCTION, "## The top", "", *_table(Recipe, "")]
+    done: dict[type[Section], str] = {}
+    for path, section in _sections(Recipe, "", done):
+        tagged = kinds_of(section)
+        form = "" if tagged is None else f", {tagged[0]} {' or '.join(f'`{kind}`' for kind in tagged[1])}"
+        lines += ["", f"## `{path}`{form}", "", _plain(section.__doc__ or ""), "", *_table(section, path)]
+    return "\n".join(lines) + "\n"
+
+
+def _sections(section: type[Section], path: str, done: dict[type[Section], str]) -> Iterator[tuple[str, type[Section]]]:
+    """Every section with the place at which it is met first."""
+    for key, field in keys_of(section).items():
+        place = f"{path}{key}" + (".0" if is_list(field.annotation) else "")
+        for inner in alternatives(field.annotation):
+            if inner not in done:
+                done[inner] = place
+                yield place, inner
+                yield from _sections(inner, f"{place}.", done)
+
+
+def _table(section: type[Section], path: str) -> Iterator[str]:
+    tagged = kinds_of(section)
+    keys = {key: field for key, field in keys_of(section).items() if tagged is None or key != tagged[0]}
+    if not keys:
+        yield "No keys of its own."
+        return
+    yield "| key | value | default | |"
+    yield "| --- | --- | --- | --- |"
+    for key, field in keys.items():
+        value = _described(Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation)
+        yield f"| `{key}` | {value} | {_default(field)} | {_plain(field.description or '')} |"
+
+
+def _described(annotation: Any) -> str:
+    """What a value may be, in words."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        bounds = [_bound(part) for part in _constraints(arguments[1:]) if isinstance(part, Ge | Gt | Le | Lt)]
+        return " ".join([_described(arguments[0]), " and ".join(bounds)]).strip()
+    if origin in (Union, types.UnionType):
+        if types.NoneType in arguments:
+            return _described(Union[tuple(part for part in arguments if part is not types.NoneType)]) + " or null"  # noqa: UP007
+        if not alternatives(annotation):
+            return " or ".join(_described(argument) for argument in arguments)
+    if origin is Literal:
+        return ", ".join(f"`{json.dumps(argument)}`" for argument in arguments)
+    if origin is tuple:
+        repeated = arguments[-1] is Ellipsis
+        return f"a list of: {_described(arguments[0])}" if repeated else f"[{', '.join(map(_described, arguments))}]"
+    if origin is dict:
+        return f"a map from {_described(arguments[0])} to {_described(arguments[1])}"
+    if sections := alternatives(annotation):
+        forms = [f"`{form}`" for section in sections for form in (kinds_of(section) or ("", ()))[1]]
+        return f"section {', '.join(forms)}".strip()
+    return _NAMES.get(annotation, "any JSON")
+
+
+def _constraints(metadata: Iterable[Any]) -> Iterator[Any]:
+    """pydantic keeps some of them in a FieldInfo of their own."""
+    for part in metadata:
+        yield from part.metadata if isinstance(part, FieldInfo) else [part]
+
+
+def _bound(part: Ge | Gt | Le | Lt) -> str:
+    name, words = _BOUNDS[type(part)]
+    return f"{words} {getattr(part, name):g}"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return ""
+    value = field.default
+    if isinstance(value, Section):
+        value = value.model_dump(mode="json", exclude_unset=True)
+    return "as below" if value == {} and not isinstance(field.default, Mapping) else f"`{json.dumps(value)}`"
+
+
+def _plain(text: str) -> str:
+    """A docstring as Markdown on one line."""
+    return " ".join(text.split()).replace("``", "`").replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
