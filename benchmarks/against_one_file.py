@@ -75,7 +75,7 @@ def table(results: Sequence[AgainstOneFile]) -> list[str]:
     """Rows for the terminal or a page."""
     images = one_file.PROMPTS_PER_STEP * one_file.GROUP_SIZE
     lines = [
-        f"| tiny SD3, {results[0].steps} steps of {images} images | seed | s/step | images/s | first reward | last rewards | gain |",
+        f"| {results[0].steps} steps of {images} images | seed | s/step | images/s | first reward | last rewards | gain |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for each in results:

@@ -84,8 +84,9 @@ def table(results: Sequence[StepTime]) -> list[str]:
     for each in results:
         shares = [each.stages[stage] / each.library for stage in STAGES]
         shares.append(max(0.0, 1 - sum(shares)))
+        low, high = each.spread
         lines.append(
-            f"| {each.name} | {each.library:.3f} | {each.bare:.3f} | {each.ratio:.3f} ({each.spread[0]:.3f} to {each.spread[1]:.3f}) | "
+            f"| {each.name} | {each.library:.3f} | {each.bare:.3f} | {each.ratio:.3f} ({low:.3f} to {high:.3f}) | "
             f"{each.samples_per_second:.1f} | " + " | ".join(f"{share:.1%}" for share in shares) + " |"
         )
     lines += ["", "| bare calls of | encode | rollout | render | update |", "| --- | --- | --- | --- | --- |"]

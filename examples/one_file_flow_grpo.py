@@ -178,16 +178,16 @@ def decode(pipeline: StableDiffusion3Pipeline, latents: Tensor) -> Tensor:
 
 
 def share_of_red(pictures: Tensor) -> Tensor:
-    """(b,): r / (r + g + b), averaged over the pixels; 1/3 for grey, 1 for red, and 0 for black, which has none."""
-    colours = pictures.float()
-    return (colours[:, 0] / colours.sum(dim=1).clamp(min=1)).mean(dim=(1, 2))
+    """(b,): r / (r + g + b), averaged over the pixels; 1 for red, 1/3 for grey, and for black as well."""
+    red, light = pictures[:, 0].double(), pictures.double().sum(dim=1)
+    return torch.where(light > 0, red / light, 1 / 3).mean(dim=(1, 2)).float()
 
 
 def group_advantages(rewards: Tensor) -> Tensor:
     """(b,): rewards in standard deviations from the mean of their group. No critic is needed: the group is the baseline."""
-    groups = rewards.view(-1, GROUP_SIZE)
+    groups = rewards.view(-1, GROUP_SIZE).double()  # they differ so little that their mean in fp32 would be too coarse
     advantages = (groups - groups.mean(dim=1, keepdim=True)) / (groups.std(dim=1, correction=0, keepdim=True) + 1e-4)
-    return advantages.clamp(-ADVANTAGE_MAX, ADVANTAGE_MAX).flatten()
+    return advantages.clamp(-ADVANTAGE_MAX, ADVANTAGE_MAX).flatten().float()
 
 
 def backward(pipeline: StableDiffusion3Pipeline, text: Text, actions: list[Action], advantages: Tensor) -> float:

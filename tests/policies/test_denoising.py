@@ -147,6 +147,13 @@ def test_the_end_user_gets_the_averaged_weights():
     assert not torch.equal(policy.sample(batch).outputs, before)
 
 
+def test_training_acts_and_learns_under_the_current_weights():
+    """Averaged, old and reference weights stand elsewhere, and none of them gets into a rollout or its evaluation."""
+    policy = tiny.policy(mode="window", copies=("average", "old", "reference"))
+    tiny.move(policy)
+    check_policy(policy, tiny.batch())
+
+
 def test_an_old_policy_can_act():
     policy, batch = tiny.policy(kind="ode", copies=("old",), weights="old"), tiny.batch()
     before = policy.rollout(batch).outputs

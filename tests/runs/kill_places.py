@@ -107,7 +107,7 @@ def in_child(work: Callable[[], None]) -> int:
     try:
         work()
         code = 0
-    except BaseException:
+    except BaseException:  # noqa: BLE001  (a fork must not run its parent's code)
         traceback.print_exc()
     os._exit(code)
 
@@ -135,7 +135,9 @@ def main(out: Path, count: int) -> None:
         resumed = in_child(lambda name=name: train(out, name))
         found = bits(out / name) if resumed == 0 else {}
         differing = sorted(key for key in expected if found.get(key) != expected[key])
-        print(json.dumps({"place": f"{when} call {call} of {place}", "ended": ended, "resumed": resumed, "differing": differing}), flush=True)
+        result = {"place": f"{when} call {call} of {place}", "ended": ended, "resumed": resumed, "differing": differing}
+        sys.stdout.write(json.dumps(result) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

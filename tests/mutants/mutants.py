@@ -1,0 +1,242 @@
+"""Deliberate bugs: each is a small change to the source that its test must notice."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``old`` occurs once in ``file`` (under src/retouch) and becomes ``new``; then ``test`` must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+CONTRACT = "tests/policies/test_denoising.py::test_keeps_the_contract"
+
+MUTANTS = (
+    # Acting
+    Mutant(
+        "noise from the global generator",
+        "policies/denoising.py",
+        'torch.randn(x.shape[1:], generator=generator(seed, "transition", step, gid, slot, action)) for gid, slot in keys',
+        "torch.randn(x.shape[1:]) for gid, slot in keys",
+        f"{CONTRACT}[sde-all-1.0]",
+    ),
+    Mutant(
+        "noise keyed by place in the batch",
+        "policies/denoising.py",
+        '[generator(seed, "noise", step, gid, slot) for gid, slot in keys]',
+        '[generator(seed, "noise", step, place) for place, _ in enumerate(keys)]',
+        f"{CONTRACT}[cps-window-1.0]",
+    ),
+    Mutant(
+        "std proportional to dt",
+        "core/transitions.py",
+        "(drift * sigma * -2).sqrt()",
+        "(drift * sigma * -2).sqrt() * (sigma - sigma_next).sqrt()",
+        "tests/core/test_transitions.py::test_golden_vectors",
+    ),
+    Mutant(
+        "groups known by their prompt",
+        "policies/denoising.py",
+        "return torch.tensor(batch.group, device",
+        "words = [task.instruction for task in batch.tasks]\n"
+        "        return torch.tensor([words.index(words[k]) for k in batch.group], device",
+        "tests/policies/test_denoising.py::test_tasks_with_the_same_words_stay_two_tasks",
+    ),
+    Mutant(
+        "averaged weights act in training",
+        "policies/denoising.py",
+        'self.copies.using("old") if self.sampling.weights == "old" else nullcontext()',
+        'self.copies.using("average") if "average" in self.copies.copies else nullcontext()',
+        "tests/policies/test_denoising.py::test_training_acts_and_learns_under_the_current_weights",
+    ),
+    Mutant(
+        "averaged weights stay after sampling",
+        "policies/weights.py",
+        "parameter.data = current[name]",
+        "parameter.data = parameter.data",
+        "tests/policies/test_weight_copies.py::test_a_swap_restores_every_bit_and_the_graph",
+    ),
+    Mutant(
+        "the last step is trained",
+        "core/windows.py",
+        "return num_steps - 1",
+        "return num_steps",
+        "tests/core/test_windows.py::test_all_steps_leaves_out_the_last",
+    ),
+    # Evaluating
+    Mutant(
+        "wrong sigma when steps are cut",
+        "policies/denoising.py",
+        "torch.arange(part.actions.start, part.actions.stop, device",
+        "torch.arange(part.actions.stop - part.actions.start, device",
+        f"{CONTRACT}[sde-all-1.0]",
+    ),
+    Mutant(
+        "state off by one",
+        "policies/denoising.py",
+        "x = trajectory.latents[part.rows, part.actions].flatten(0, 1)",
+        "x = trajectory.latents[part.rows, part.actions.start + 1 : part.actions.stop + 1].flatten(0, 1)",
+        f"{CONTRACT}[dance-window-1.0]",
+    ),
+    Mutant(
+        "guidance in the rollout only",
+        "policies/guidance.py",
+        "return self.combine(positive, negative, self.guidance_scale)",
+        "return positive if torch.is_grad_enabled() else self.combine(positive, negative, self.guidance_scale)",
+        f"{CONTRACT}[sde-all-3.0]",
+    ),
+    Mutant(
+        "no gradient through the negative branch",
+        "policies/guidance.py",
+        "return self.combine(positive, negative, self.guidance_scale)",
+        "return self.combine(positive, negative.detach(), self.guidance_scale)",
+        "tests/policies/test_guidance.py::test_both_branches_have_gradient",
+    ),
+    Mutant(
+        "mask rows swapped against their texts",
+        "types.py",
+        "{name: tensor[rows] for name, tensor in self.tensors.items()}",
+        '{name: tensor[rows].flip(0) if name == "mask" else tensor[rows] for name, tensor in self.tensors.items()}',
+        "tests/policies/test_denoising.py::test_models_and_their_renderer_keep_the_contract[1.0-edit]",
+    ),
+    Mutant(
+        "chunks share the first one's conditioning",
+        "policies/denoising.py",
+        "[part.group + offset for part, offset in zip(parts, offsets, strict=True)]",
+        "[part.group for part in parts]",
+        "tests/test_loop.py::test_chunks_change_nothing_but_rounding[4]",
+    ),
+    Mutant(
+        "the reference moves with the policy",
+        "policies/weights.py",
+        "name: parameter.detach().clone()",
+        "name: parameter.detach()",
+        f"{CONTRACT}[sde-all-1.0]",
+    ),
+    Mutant(
+        "the KL compares the policy to itself",
+        "policies/denoising.py",
+        'with torch.no_grad(), self.copies.using("reference"):',
+        "with torch.no_grad():",
+        "tests/policies/test_denoising.py::test_kl_is_its_formula[closed-sde]",
+    ),
+    Mutant(
+        "KL over the spread instead of the variance",
+        "core/divergences.py",
+        "variance = step_std.float().square()",
+        "variance = step_std.float()",
+        "tests/policies/test_denoising.py::test_the_closed_kl_is_the_mean_log_ratio_of_what_the_policy_does",
+    ),
+    # Judging and comparing
+    Mutant(
+        "a missing score counts as zero",
+        "loop.py",
+        "rewards = gathered[:, 0]\n",
+        "rewards = gathered[:, 0].nan_to_num(0.0)\n",
+        "tests/test_loop.py::test_a_missing_score_is_as_if_the_row_were_not_there",
+    ),
+    Mutant(
+        "a missing row keeps its weight",
+        "core/weights.py",
+        "counts = (mask & valid[:, None]).float()",
+        "counts = mask.float()",
+        "tests/test_loop.py::test_a_missing_score_is_as_if_the_row_were_not_there",
+    ),
+    Mutant(
+        "a fault of the policy goes missing",
+        "rewards/judging.py",
+        "torch.full((len(samples),), column.low, dtype=torch.float32)",
+        "torch.full((len(samples),), torch.nan, dtype=torch.float32)",
+        "tests/rewards/test_judging.py::test_three_outcomes",
+    ),
+    Mutant(
+        "eps added after the division",
+        "core/advantages.py",
+        "advantages = advantages / (_std(centred, count, index, ddof)[index] + eps)",
+        "advantages = advantages / _std(centred, count, index, ddof)[index].clamp(min=1e-12) + eps",
+        "tests/core/test_advantages.py::test_equal_rewards_give_exactly_zero",
+    ),
+    Mutant(
+        "advantages of rank 0 for every rank",
+        "loop.py",
+        "phase.order.view(run.ranks.world, -1)[run.ranks.rank]",
+        "phase.order.view(run.ranks.world, -1)[0]",
+        "tests/test_loop.py::test_ranks_share_one_gradient[grpo-3]",
+    ),
+    # Learning
+    Mutant(
+        "normaliser per microbatch",
+        "objectives/policy_gradient.py",
+        "value = (weights * loss).sum()",
+        "value = (weights * loss).sum() / weights.sum()",
+        "tests/test_loop.py::test_microbatches_do_not_change_the_gradient[1]",
+    ),
+    Mutant(
+        "normaliser per rank",
+        "loop.py",
+        "total = run.ranks.sum(denominator(mask, valid, normalise=phase.normalise, max_length=phase.max_length))",
+        "total = denominator(mask, valid, normalise=phase.normalise, max_length=phase.max_length) * run.ranks.world",
+        "tests/test_loop.py::test_ranks_share_one_gradient[grpo-3]",
+    ),
+    Mutant(
+        "gradients averaged over ranks",
+        "runs/stepper.py",
+        "self.ranks.sum(torch.cat([gradient.flatten() for gradient in gradients]))",
+        "self.ranks.sum(torch.cat([gradient.flatten() for gradient in gradients])) / self.ranks.world",
+        "tests/test_loop.py::test_ranks_share_one_gradient[nft-2]",
+    ),
+    Mutant(
+        "clip sides swapped",
+        "core/surrogates.py",
+        ".clamp(torch.where(worse, below, -math.inf), torch.where(worse, ceiling, above))",
+        ".clamp(torch.where(worse, -math.inf, below), torch.where(worse, above, ceiling))",
+        "tests/objectives/test_policy_gradient.py::test_the_loss_and_its_gradient_are_those_by_hand[0-clip]",
+    ),
+    Mutant(
+        "action mask of other rows",
+        "objectives/policy_gradient.py",
+        "mask = minibatch.trajectory.mask[part.rows, part.actions]",
+        "mask = minibatch.trajectory.mask[part.rows, part.actions].flip(0)",
+        "tests/objectives/test_policy_gradient.py::test_nothing_of_a_masked_action_matters[clip]",
+    ),
+    Mutant(
+        "RatioNorm around the new mean",
+        "policies/denoising.py",
+        "ratio_norm(after, made.mean, means, step_std",
+        "ratio_norm(after, made.mean, made.mean, step_std",
+        "tests/objectives/test_policy_gradient.py::test_ratio_norm_takes_its_ratio_and_scale_from_the_stored_means",
+    ),
+    Mutant(
+        "NFT pushes good pictures away",
+        "objectives/nft.py",
+        "goodness = (minibatch.advantages[rows, 0] / (2 * self.advantage_clip) + 0.5)",
+        "goodness = (0.5 - minibatch.advantages[rows, 0] / (2 * self.advantage_clip))",
+        "tests/objectives/test_nft.py::test_a_good_picture_is_approached_and_a_bad_one_left",
+    ),
+    Mutant(
+        "the old policy follows backwards",
+        "policies/weights.py",
+        "[p.detach() for p in self.parameters.values()], 1.0 - decay)",
+        "[p.detach() for p in self.parameters.values()], decay)",
+        "tests/objectives/test_nft.py::test_the_old_policy_follows_at_the_decay_of_its_step",
+    ),
+    Mutant(
+        "the same points in every epoch",
+        "objectives/flow_matching.py",
+        "batch.group_ids[group], slot, epoch, draw)",
+        "batch.group_ids[group], slot, draw)",
+        "tests/objectives/test_nft.py::test_draws_are_averaged_and_new_in_every_epoch",
+    ),
+    Mutant(
+        "sigma not shifted where it is drawn",
+        "objectives/flow_matching.py",
+        "sigma = (shift * sigma / (1 + (shift - 1) * sigma)).clamp(1e-4, 1.0)",
+        "sigma = sigma.clamp(1e-4, 1.0)",
+        "tests/objectives/test_supervised.py::test_sigma_is_drawn_as_named",
+    ),
+)

@@ -1,0 +1,114 @@
+"""Puts each deliberate bug into a copy of the source and runs the test that must notice it; exit status 1 where one does not.
+
+python tests/mutants/run.py [WORDS OF A NAME]...
+
+Each test runs in a fork of this process, which has the heavy libraries loaded already and the project not.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from mutants import MUTANTS, Mutant
+
+ROOT = Path(__file__).parents[2]
+HEAVY = {
+    "diffusers": ("AutoencoderKL", "AutoencoderKLQwenImage", "QwenImageTransformer2DModel", "SD3Transformer2DModel"),
+    "transformers": (
+        "CLIPTextModelWithProjection",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen2VLImageProcessorPil",
+        "T5EncoderModel",
+    ),
+    "peft": ("LoraConfig",),
+}
+DIED = 70
+
+
+def main(names: Sequence[str]) -> int:
+    chosen = [mutant for mutant in MUTANTS if not names or any(name in mutant.name for name in names)]
+    if not chosen:
+        tell(f"no mutant is called like {' or '.join(names)}")
+        return 1
+    os.chdir(ROOT)
+    for module, attributes in HEAVY.items():
+        for attribute in attributes:
+            getattr(import_module(module), attribute)
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder).resolve() / "src"
+        shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__"))
+        run = runner(copy)
+        if run(list(dict.fromkeys(mutant.test for mutant in chosen))) != 0:
+            tell("the tests fail already without a mutant; run them and look there first")
+            return 1
+        width = max(len(mutant.name) for mutant in chosen)
+        outcomes = []
+        for mutant in chosen:
+            began = time.monotonic()
+            outcomes.append(outcome(mutant, copy, run))
+            tell(f"{mutant.name:{width}}  {outcomes[-1]:8}  {time.monotonic() - began:4.0f} s  {mutant.test}")
+    noticed = outcomes.count("noticed")
+    tell(f"{noticed} of {len(outcomes)} deliberate bugs were noticed")
+    return 0 if noticed == len(outcomes) else 1
+
+
+def runner(copy: Path) -> Callable[[Sequence[str]], int]:
+    """Runs tests on the copied source in a fork, and gives pytest's exit status."""
+
+    def run(tests: Sequence[str]) -> int:
+        assert "retouch" not in sys.modules, "the fork must load the copy"
+        fork = os.fork()
+        if fork == 0:
+            status = DIED
+            try:
+                status = tested(copy, tests)
+            finally:
+                os._exit(status)
+        return os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
+
+    return run
+
+
+def tested(copy: Path, tests: Sequence[str]) -> int:
+    """In the fork: silent, and without byte code, since a change within the clock's second would not be seen."""
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, str(copy))
+    found = import_module("retouch").__file__
+    assert found is not None
+    assert Path(found).is_relative_to(copy), f"the tests would import {found}"
+    loaded_before = "ignore::pytest.PytestAssertRewriteWarning"
+    return int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-W", loaded_before, *tests]))
+
+
+def outcome(mutant: Mutant, copy: Path, run: Callable[[Sequence[str]], int]) -> str:
+    """``noticed``, ``SURVIVED``, ``STALE`` (its old text is gone), or ``BROKEN``: the test could not be run at all."""
+    file = copy / "retouch" / mutant.file
+    text = file.read_text()
+    if text.count(mutant.old) != 1:
+        return "STALE"
+    changed = text.replace(mutant.old, mutant.new)
+    compile(changed, str(file), "exec")
+    file.write_text(changed)
+    try:
+        # pytest's statuses: 0 all passed, 1 some failed; any other, and it did not come to that.
+        return {0: "SURVIVED", 1: "noticed"}.get(run([mutant.test]), "BROKEN")
+    finally:
+        file.write_text(text)
+
+
+def tell(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,25 @@
+"""Every deliberate bug still fits the source, and the test that must notice it exists. (`make mutants` runs them.)"""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from mutants import MUTANTS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_applies_and_names_a_test(mutant):
+    text = (ROOT / "src" / "retouch" / mutant.file).read_text()
+    assert text.count(mutant.old) == 1
+    compile(text.replace(mutant.old, mutant.new), mutant.file, "exec")
+    file, _, function = mutant.test.partition("::")
+    tree = ast.parse((ROOT / file).read_text())
+    assert function.partition("[")[0] in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_names_are_names():
+    names = [mutant.name for mutant in MUTANTS]
+    assert len(set(names)) == len(names)
