@@ -62,3 +62,15 @@ def test_the_shipped_weights_score_what_their_build_measured() -> None:
 def test_what_ships_is_small() -> None:
     size = sum(file.stat().st_size for file in playground_weights().rglob("*") if file.is_file())
     assert size <= 12_000_000
+
+
+def test_the_text_encoder_looks_only_so_far_back() -> None:
+    """Two layers with a window of 8 tokens reach 14 back, whatever the library warns of."""
+    encoder = parts.text_encoder(parts.tokenizer(0)).eval()
+    tokens = torch.arange(100, 140)[None]
+    changed = tokens.clone()
+    changed[0, 5] = 300
+    with torch.no_grad():
+        one, other = (encoder.model(input_ids=ids, use_cache=False).last_hidden_state for ids in (tokens, changed))
+    differing = (one - other).abs().amax(dim=-1)[0].gt(1e-6).nonzero().flatten().tolist()
+    assert differing == list(range(5, 20))

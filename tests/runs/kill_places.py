@@ -48,7 +48,7 @@ PLACES = (
 
 def recipe(out: Path, name: str) -> Recipe:
     """Four steps of GRPO with an average, checkpoints every other step, on a handful of rows."""
-    document: Any = evaluate(find("recipes/playground/grpo.jsonnet"))
+    document: Any = evaluate(find("recipes/quickstart.jsonnet"))
     document |= {
         "name": name,
         "out": str(out),

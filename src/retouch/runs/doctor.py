@@ -23,6 +23,7 @@ from retouch.runs.doctor_memory import check_memory
 from retouch.runs.doctor_ranks import Meeting, check_ranks_together, meet, ranks_named
 from retouch.runs.doctor_trial import check_trial
 from retouch.runs.pretrained import find_weights
+from retouch.runs.quiet import quiet
 from retouch.runs.ranks import Ranks
 from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_policy import ImportedModel, PlaygroundModel
@@ -37,6 +38,7 @@ def examine(recipe: Recipe | None, *, distributed: bool, device: str | None, nam
     machine, or a GPU by name ("h200") to plan for, in place of the recipe's. ``named``: the recipe as the user typed it, file and
     overrides, for the command to type next. ValueError for a device that is not known.
     """
+    quiet()
     wanted = device or ("auto" if recipe is None else recipe.device)
     require_known(wanted)
     world = int(os.environ.get("WORLD_SIZE", "1"))

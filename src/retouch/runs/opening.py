@@ -6,6 +6,7 @@ from pathlib import Path
 from retouch.runs import checkpoint
 from retouch.runs.assembly import Assembly, assemble
 from retouch.runs.folder import RunFolder
+from retouch.runs.quiet import quiet
 from retouch.runs.ranks import join
 from retouch.runs.recipe import Recipe, load, parse
 from retouch.runs.recipe_overrides import apply
@@ -14,6 +15,7 @@ from retouch.runs.state import restore_weights
 
 def open_target(target: str, overrides: Sequence[str] = ()) -> tuple[Assembly, int]:
     """The parts of a recipe or run, and the step whose weights they have (0: untrained)."""
+    quiet()
     recipe, folder = _recipe(target, overrides)
     parts = assemble(recipe, join(recipe.device))
     found = None if folder is None else checkpoint.latest(folder.checkpoints)

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import accelerate.utils
-import diffusers.utils.logging
-import transformers.utils.logging
 
 from retouch.loop import TooManyMissing, train
 from retouch.report.page import write_report
@@ -17,6 +15,7 @@ from retouch.runs.folder import RunFolder
 from retouch.runs.journal import Journal, JournaledJudge, journal_path
 from retouch.runs.outcome import Outcome
 from retouch.runs.preflight import preflight, require
+from retouch.runs.quiet import quiet
 from retouch.runs.ranks import Ranks, join
 from retouch.runs.recipe import Recipe, parse
 from retouch.runs.recipe_checks import unmeant_ranks
@@ -47,6 +46,9 @@ def run(recipe: Recipe, *, fresh: bool) -> int:
         log.warning("%s", unmeant)
     accelerate.utils.set_seed(recipe.seed)  # nothing of ours draws from the global generators; a user's reward may
     parts = assemble(recipe, ranks)
+    for sets in parts.sets:
+        for test_set in sets.test_sets:
+            log.warning("trains on a known test set, as the recipe allows: %s", test_set)
     with listening() as request:
         return _Session(recipe, folder, parts, request).run()
 
@@ -83,10 +85,7 @@ def _log_to(folder: RunFolder, ranks: Ranks) -> None:
         log.addHandler(logging.StreamHandler(sys.stdout))
     log.setLevel(logging.INFO)
     log.propagate = False
-    transformers.utils.logging.disable_progress_bar()
-    diffusers.utils.logging.disable_progress_bar()
-    # It warns that sliding windows are not for this attention, whose mask has them all the same.
-    transformers.utils.logging.set_verbosity_error()
+    quiet()
 
 
 @dataclass

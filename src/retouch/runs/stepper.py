@@ -77,10 +77,12 @@ class ReplicatedStepper:
     def _reduce(self) -> None:
         if self.ranks.world == 1:
             return
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters.values()]
+        # A parameter that took no part has no gradient on any rank, and must keep none: AdamW would decay it.
+        touched = [parameter for parameter in self.parameters.values() if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in touched if parameter.grad is not None]
         flat = self.ranks.sum(torch.cat([gradient.flatten() for gradient in gradients]))
         parts = torch.split(flat, [gradient.numel() for gradient in gradients])
-        for parameter, part in zip(self.parameters.values(), parts, strict=True):
+        for parameter, part in zip(touched, parts, strict=True):
             parameter.grad = part.view_as(parameter)
 
     def state(self) -> dict[str, Tensor]:
