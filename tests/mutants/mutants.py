@@ -55,6 +55,13 @@ MUTANTS = (
         "tests/policies/test_denoising.py::test_training_acts_and_learns_under_the_current_weights",
     ),
     Mutant(
+        "NFT's pictures are not its old policy's",
+        "policies/denoising.py",
+        'self.copies.using("old") if self.sampling.weights == "old" else nullcontext()',
+        "nullcontext()",
+        "tests/test_loop.py::test_nft_learns_from_pictures_of_the_old_policy_which_then_follows",
+    ),
+    Mutant(
         "averaged weights stay after sampling",
         "policies/weights.py",
         "parameter.data = current[name]",
@@ -202,7 +209,7 @@ MUTANTS = (
         "objectives/policy_gradient.py",
         "mask = minibatch.trajectory.mask[part.rows, part.actions]",
         "mask = minibatch.trajectory.mask[part.rows, part.actions].flip(0)",
-        "tests/objectives/test_policy_gradient.py::test_nothing_of_a_masked_action_matters[clip]",
+        "tests/objectives/test_policy_gradient.py::test_the_loss_and_its_gradient_are_those_by_hand[0-clip]",
     ),
     Mutant(
         "RatioNorm around the new mean",
@@ -224,6 +231,13 @@ MUTANTS = (
         "[p.detach() for p in self.parameters.values()], 1.0 - decay)",
         "[p.detach() for p in self.parameters.values()], decay)",
         "tests/objectives/test_nft.py::test_the_old_policy_follows_at_the_decay_of_its_step",
+    ),
+    Mutant(
+        "optimizer steps counted from 0 in every step",
+        "loop.py",
+        "taken = (step - phase.steps.start) * phase.epochs * phase.minibatches",
+        "taken = 0",
+        "tests/test_loop.py::test_a_phase_goes_on_where_it_stopped",
     ),
     Mutant(
         "the same points in every epoch",

@@ -11,13 +11,14 @@ from retouch.types import Evaluation, Needs, Policy, Slice
 from token_policy import LENGTH, TokenPolicy
 
 K3 = Needs(kl="k3")
+BATCH = tiny.batch(seed=12)  # words of unequal lengths
 
 
 def test_a_token_policy_keeps_it():
     policy = TokenPolicy()
     assert isinstance(policy, Policy)
     before = policy.module.table.detach().clone()
-    check_policy(policy, tiny.batch(), needs=K3)
+    check_policy(policy, BATCH, needs=K3)
     assert torch.equal(policy.module.table, before)
     assert policy.module.table.grad is None
 
@@ -133,14 +134,14 @@ class NoKl(TokenPolicy):
 )
 def test_a_broken_promise_is_found(broken, says):
     with pytest.raises(AssertionError, match=says):
-        check_policy(broken(), tiny.batch(), needs=K3)
+        check_policy(broken(), BATCH, needs=K3)
 
 
 def test_weights_come_back_where_a_check_fails():
     policy = ReferenceMovesAlong()
     before = policy.module.table.detach().clone()
     with pytest.raises(AssertionError):
-        check_policy(policy, tiny.batch(), needs=K3)
+        check_policy(policy, BATCH, needs=K3)
     assert torch.equal(policy.module.table, before)
 
 
@@ -148,7 +149,7 @@ def test_a_policy_without_anything_to_train_is_no_policy():
     policy = TokenPolicy()
     policy.module.table.requires_grad_(False)
     with pytest.raises(AssertionError, match="requires a gradient"):
-        check_policy(policy, tiny.batch())
+        check_policy(policy, BATCH)
 
 
 def test_a_velocity_that_mixes_rows_is_found():
@@ -160,7 +161,7 @@ def test_a_velocity_that_mixes_rows_is_found():
 
 
 def test_tokens_and_their_limits():
-    policy, batch = TokenPolicy(), tiny.batch()
+    policy, batch = TokenPolicy(), BATCH
     trajectory = policy.rollout(batch)
     assert trajectory.mask.shape == (4, LENGTH)
     off = replace(trajectory, log_probs=trajectory.log_probs + 5e-6)
