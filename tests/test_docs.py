@@ -131,7 +131,7 @@ def test_the_pages_commands_do_what_they_say(workplace: Path, command: str) -> N
 
 def test_the_page_has_a_command_for_each_of_its_parts() -> None:
     kinds = {load_words[1] for command in COMMANDS if (load_words := words_of(command))[0] in ("train", "doctor")}
-    assert kinds >= {"recipes/photos.jsonnet", "recipes/playground/grpo.jsonnet", "my_table.jsonnet", "my_recipe.jsonnet"}
+    assert kinds >= {"recipes/photos.jsonnet", "recipes/quickstart.jsonnet", "my_table.jsonnet", "my_recipe.jsonnet"}
     assert any("my_reward:Keeps" in command for command in COMMANDS)
 
 

@@ -34,7 +34,16 @@ def test_the_full_size_recipe_and_its_twin_differ_only_in_world_and_sizes() -> N
     )
     differing = {key for key in full.keys() | twin.keys() if full.get(key) != twin.get(key)}
     world = {key for key in differing if key.startswith(("policy.model.", "data.", "reward."))}
-    sizes = {"name", "steps", "tasks_per_step", "group_size", "learning_rate", "microbatch", "policy.gradient_checkpointing"}
+    sizes = {
+        "name",
+        "ranks",
+        "steps",
+        "tasks_per_step",
+        "group_size",
+        "learning_rate",
+        "microbatch",
+        "policy.gradient_checkpointing",
+    }
     sizes |= {"policy.train.rank", "policy.train.alpha", "rollout.num_steps", "rollout.chunk", "eval.num_steps", "eval.batch"}
     assert differing - world - sizes == set()
     assert (full["policy.train.rank"], full["policy.train.alpha"], full["group_size"], full["tasks_per_step"]) == (64, 128, 16, 32)
