@@ -20,7 +20,9 @@ def samples(pictures):
 
 
 def pictures(seed, count=5):
-    return np.random.default_rng(seed).integers(1, 256, (count, 6, 9, 3), dtype=np.uint8)
+    drawn = np.random.default_rng(seed).integers(0, 256, (count, 6, 9, 3), dtype=np.uint8)
+    drawn[:, 0, 0] = 0
+    return drawn
 
 
 @pytest.fixture(scope="module")
