@@ -11,7 +11,7 @@ from retouch.runs.ranks import Ranks
 
 
 class NonFiniteGradient(ValueError):
-    """The gradient is NaN or infinite; no weight was changed."""
+    """The loss or its gradient is NaN or infinite; the step was not taken."""
 
 
 class Stepper(Protocol):
@@ -52,14 +52,23 @@ class ReplicatedStepper:
         self.ranks = ranks
         self.max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
         self.parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self._strayed = False
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this rank's share."""
+        # A clamp lets a NaN through in the value and stops it in the gradient, so the gradient alone would not tell.
+        self._strayed = self._strayed or not bool(torch.isfinite(loss))
         loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self, learning_rate: float) -> float:
         """Reduce, clip, step, forget the gradient. Returns the norm before clipping; NonFiniteGradient where it is no number."""
+        if self.ranks.any(self._strayed):
+            self._strayed = False
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NonFiniteGradient(
+                "the loss is not finite: no step was taken. Lower learning_rate, and look at the last pictures in samples/"
+            )
         self._reduce()
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.max_grad_norm)
         if not torch.isfinite(norm):
