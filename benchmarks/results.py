@@ -5,6 +5,7 @@ its summary is kept under benchmarks/cache/, by hash. `--only NAME` runs some, `
 """
 
 import argparse
+import ast
 import hashlib
 import json
 import shutil
@@ -74,15 +75,30 @@ def outcome(entry: Entry, seed: int, *, may_run: bool) -> dict | None:
 
 
 def digest(recipe: Recipe) -> str:
-    """SHA-256 of the resolved recipe, the shipped weights and the code that trains."""
+    """SHA-256 of the resolved recipe, the shipped weights and the code that trains (what it does, not its words and types)."""
     whole = hashlib.sha256(json.dumps(recipe.document(), sort_keys=True).encode())
     source = ROOT / "src" / "retouch"
     weights = sorted((source / "playground" / "weights").rglob("*.safetensors"))
     deciding = ("core", "policies", "objectives", "models", "playground", "data")
     code = sorted(file for folder in deciding for file in (source / folder).glob("*.py"))
-    for file in [*weights, *code, source / "loop.py"]:
+    for file in weights:
         whole.update(file.relative_to(source).as_posix().encode() + hashlib.sha256(file.read_bytes()).digest())
+    for file in [*code, source / "loop.py"]:
+        whole.update(file.relative_to(source).as_posix().encode() + deeds(file.read_text()).encode())
     return whole.hexdigest()[:32]
+
+
+def deeds(code: str) -> str:
+    """The code without docstrings and annotations of arguments, which change no number."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        if isinstance(node, ast.FunctionDef):
+            node.returns = None
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.dump(tree)
 
 
 def measured(folder: Path) -> dict:

@@ -42,7 +42,7 @@ def transition(
     sigma_next: Float[Tensor, " b"],
     *,
     noise_level: float,
-    sigma_max: float | Float[Tensor, " b"],
+    sigma_max: float | Float[Tensor, ""] | Float[Tensor, " b"],
     reduction: Reduction,
     noise: Float[Tensor, "b ..."] | None = None,
     next: Float[Tensor, "b ..."] | None = None,
