@@ -19,13 +19,16 @@ EDGE = 6  # steps at each end of a run whose rewards are averaged
 
 @dataclass(frozen=True)
 class AgainstOneFile:
-    """One seed. Seconds are medians over the steps; ``*_rewards`` one a step; ``gain``: mean of the last steps less the first."""
+    """One seed. Seconds are medians over the steps, and ``ratio`` is theirs; ``spread``: lower and upper quartile of the steps' own
+    ratios. ``*_rewards`` are one a step; ``gain``: mean of the last steps less that of the first.
+    """
 
     seed: int
     steps: int
     one_file_seconds: float
     library_seconds: float
     ratio: float
+    spread: tuple[float, float]
     one_file_gain: float
     library_gain: float
     one_file_rewards: list[float]
@@ -51,6 +54,7 @@ def measure(*, seed: int, steps: int) -> AgainstOneFile:
             rewards.append(collected.metrics["reward/mean"])
             off = max(off, metrics["policy/ratio_max_first"])
     their_rewards = [row["reward"] for row in theirs]
+    quartiles = statistics.quantiles([mine / row["seconds"] for mine, row in zip(ours, theirs, strict=True)], n=4)
     one, library = statistics.median(row["seconds"] for row in theirs), statistics.median(ours)
     return AgainstOneFile(
         seed=seed,
@@ -58,6 +62,7 @@ def measure(*, seed: int, steps: int) -> AgainstOneFile:
         one_file_seconds=one,
         library_seconds=library,
         ratio=library / one,
+        spread=(quartiles[0], quartiles[2]),
         one_file_gain=_gain(their_rewards),
         library_gain=_gain(rewards),
         one_file_rewards=their_rewards,
@@ -87,4 +92,7 @@ def table(results: Sequence[AgainstOneFile]) -> list[str]:
             lines.append(
                 f"| {name} | {each.seed} | {seconds:.3f} | {images / seconds:.1f} | {rewards[0]:.4f} | {last:.4f} | {gain:+.4f} |"
             )
+    for each in results:
+        low, high = each.spread
+        lines += ["", f"Library over one file, seconds a step, seed {each.seed}: {each.ratio:.3f} ({low:.3f} to {high:.3f})."]
     return lines
