@@ -1,5 +1,6 @@
 """What the ranks of a run say to each other. One rank alone needs no process group."""
 
+import atexit
 import os
 from dataclasses import dataclass, field
 
@@ -66,7 +67,15 @@ def join(device: str) -> Ranks:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Ranks(device=chosen)
     state = PartialState(cpu=chosen.type == "cpu")
+    atexit.unregister(leave)
+    atexit.register(leave)
     return Ranks(rank=state.process_index, world=state.num_processes, device=state.device)
+
+
+def leave() -> None:
+    """End the process group. At the interpreter's own end gloo's threads would still hold tensors, and abort the process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _device(device: str) -> torch.device:
