@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from retouch.core.random import generator
 from retouch.models.single_frame import for_single_frames
+from retouch.playground.scenes import CELLS, GRID
 from retouch.playground.tasks import PlaygroundTasks
 
 
@@ -38,6 +39,7 @@ def train_autoencoder(settings: AutoencoderTraining, log: Callable[[str], None])
     torch.manual_seed(settings.seed)
     channels = settings.latent_channels
     vae = _build(channels, [0.0] * channels, [1.0] * channels)
+    _with_unit_gain(vae)
     for_single_frames(vae)
     _train_both(vae, settings, log)
     mean, std = _latent_statistics(vae, settings)
@@ -47,14 +49,32 @@ def train_autoencoder(settings: AutoencoderTraining, log: Callable[[str], None])
     return measured.eval()
 
 
+def _with_unit_gain(vae: AutoencoderKLQwenImage) -> None:
+    """Draw the convolutions so that each keeps the size of its input.
+
+    The class's own draw counts all three temporal taps, of which a picture meets the last: everything shrinks on its way, and
+    learning starts many times slower.
+    """
+    for module in vae.modules():
+        if isinstance(module, (nn.Conv2d, nn.Conv3d)):
+            assert module.bias is not None
+            nn.init.zeros_(module.bias)
+            if isinstance(module, nn.Conv3d):
+                nn.init.zeros_(module.weight)
+            met = module.weight[:, :, -1] if isinstance(module, nn.Conv3d) else module.weight
+            nn.init.kaiming_normal_(met, nonlinearity="linear")
+
+
 def _train_both(vae: AutoencoderKLQwenImage, settings: AutoencoderTraining, log: Callable[[str], None]) -> None:
     advance = _optimizer(vae.parameters(), settings.learning_rate, settings.steps)
     for step, pictures in enumerate(_pictures(settings, range(settings.steps))):
         posterior = vae.encode(pictures).latent_dist
         latents = posterior.mode()
         noise = torch.randn(latents.shape, generator=generator(settings.seed, "latent noise", step))
-        repeated = vae.decode(latents + settings.latent_noise * latents.detach().std() * noise).sample
-        loss = _miss(repeated, pictures) + settings.kl_weight * posterior.kl().mean()
+        noisy = latents + settings.latent_noise * latents.detach().std() * noise
+        order = torch.rand(len(pictures), CELLS, generator=generator(settings.seed, "cells", step)).argsort(1)
+        repeated = vae.decode(rearranged(noisy, order)).sample
+        loss = _miss(repeated, rearranged(pictures, order)) + settings.kl_weight * posterior.kl().mean()
         advance(loss)
         if step % 100 == 0:
             log(f"autoencoder step {step}/{settings.steps}  loss {loss.item():.4f}")
@@ -74,6 +94,13 @@ def train_decoder(vae: AutoencoderKLQwenImage, settings: AutoencoderTraining, lo
         advance(loss)
         if step % 100 == 0:
             log(f"decoder step {step - settings.steps}/{settings.decoder_steps}  loss {loss.item():.4f}")
+
+
+def rearranged(pictures: Tensor, order: Tensor) -> Tensor:
+    """Pictures or latents (b, c, 1, h, w) with their cells in another order: cell i of the result is cell ``order[b, i]``."""
+    cells = pictures.unflatten(4, (GRID, -1)).unflatten(3, (GRID, -1)).permute(0, 3, 5, 1, 2, 4, 6).flatten(1, 2)
+    moved = cells[torch.arange(len(cells))[:, None], order]
+    return moved.unflatten(1, (GRID, GRID)).permute(0, 3, 4, 1, 5, 2, 6).flatten(5, 6).flatten(3, 4)
 
 
 def _miss(repeated: Tensor, pictures: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ from retouch.runs.evaluation import Evaluator, table
 from retouch.runs.ranks import Ranks
 
 log = logging.getLogger("retouch")
-AUTOENCODER = AutoencoderTraining(steps=2500, decoder_steps=3000)
-EDITOR = EditorTraining(cycles=((3500, 2e-3), (2600, 1.5e-3)))
+AUTOENCODER = AutoencoderTraining(steps=2000, decoder_steps=2000)
+EDITOR = EditorTraining(steps=4500)
 HELD_OUT = 320
 EVAL_STEPS = 6
 

@@ -36,19 +36,21 @@ NO_INSTRUCTION = " "
 
 @dataclass(frozen=True, kw_only=True)
 class EditorTraining:
-    """``cycles``: (steps, learning rate) of each round of training; every round falls to a rate of 0 and keeps its running average.
+    """``learning_rate``: the peak, after ``warmup`` steps; from there it falls to 0 as a cosine.
 
     ``unconditional``: the share of tasks whose instruction is blank, which guidance needs.
-    ``filler``: the share of batches whose instructions have words that mean nothing, so that later positions in a text are met.
+    ``filler``: the share of batches whose instructions hold more than the edit, so that later positions in a text are met, and
+    clauses that must be told apart.
     """
 
-    cycles: tuple[tuple[int, float], ...]
+    steps: int
     seed: int = 0
     batch: int = 64
+    learning_rate: float = 2e-3
     warmup: int = 100
     average_decay: float = 0.997
     unconditional: float = 0.05
-    filler: float = 0.25
+    filler: float = 0.5
     shift: float = 3.0
 
 
@@ -113,18 +115,15 @@ def untrained(vae: AutoencoderKLQwenImage, seed: int) -> QwenImageEdit:
 
 
 def train_editor(vae: AutoencoderKLQwenImage, settings: EditorTraining, log: Callable[[str], None]) -> QwenImageEdit:
-    """Train from the seed; returns the editor with the averaged weights of the last cycle."""
+    """Train from the seed; the editor comes back with its averaged weights."""
     model = untrained(vae, settings.seed)
     joint = JointModel(model)
-    for number, (steps, peak) in enumerate(settings.cycles):
-        _train_cycle(joint, settings, number=number, steps=steps, peak=peak, log=log)
+    _train(joint, settings, log)
     joint.module.requires_grad_(False).eval()
     return model
 
 
-def _train_cycle(
-    joint: JointModel, settings: EditorTraining, *, number: int, steps: int, peak: float, log: Callable[[str], None]
-) -> None:
+def _train(joint: JointModel, settings: EditorTraining, log: Callable[[str], None]) -> None:
     copies = WeightCopies(joint.module)
     copies.keep("average")
     sampling = Sampling(num_steps=1, kind="ode", noise_level=0.0, reduction="mean", window=Window())
@@ -141,18 +140,18 @@ def _train_cycle(
         average=lambda taken: copies.blend("average", min((1 + taken) / (10 + taken), settings.average_decay)),
         clock=clock,
     )
-    for step, _, metrics in train(run, _phase(settings, number=number, steps=steps, peak=peak), start=0):
-        if step % 50 == 0 or step == steps - 1:
-            log(f"editor cycle {number + 1}  step {step}/{steps}  loss {metrics['policy/loss']:.4f}")
+    for step, _, metrics in train(run, _phase(settings), start=0):
+        if step % 50 == 0 or step == settings.steps - 1:
+            log(f"editor step {step}/{settings.steps}  loss {metrics['policy/loss']:.4f}")
     with torch.no_grad():
         for name, parameter in copies.parameters.items():
             parameter.copy_(copies.copies["average"][name])
 
 
-def _phase(settings: EditorTraining, *, number: int, steps: int, peak: float) -> Phase:
-    seed = settings.seed + number
+def _phase(settings: EditorTraining) -> Phase:
+    seed = settings.seed
     plain, filled = (
-        PlaygroundTasks(seed=seed, count=settings.batch * steps, complexity=[1], split="train", filler=filler)
+        PlaygroundTasks(seed=seed, count=settings.batch * settings.steps, complexity=[1], split="train", filler=filler)
         for filler in (0.0, 1.0)
     )
 
@@ -166,11 +165,11 @@ def _phase(settings: EditorTraining, *, number: int, steps: int, peak: float) ->
 
     def learning_rate(step: int) -> float:
         rising = min(1.0, (step + 1) / settings.warmup)
-        return peak * rising * 0.5 * (1 + math.cos(math.pi * step / steps))
+        return settings.learning_rate * rising * 0.5 * (1 + math.cos(math.pi * step / settings.steps))
 
     return Phase(
         name="supervised",
-        steps=range(steps),
+        steps=range(settings.steps),
         objective=Supervised(sigma_sampling="uniform", shift=settings.shift),
         batch=batch,
         order=torch.arange(settings.batch),

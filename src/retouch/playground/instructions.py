@@ -1,4 +1,7 @@
-"""How an instruction says edits: several phrasings each, connectors for compounds, and filler that means nothing.
+"""How an instruction says edits: several phrasings each, connectors for compounds, and filler that asks for nothing.
+
+Filler is words that mean nothing, and clauses that name things to be left as they are: with those, who reads a text must tell
+whose clause a word belongs to.
 
 Lower-case words, commas and semicolons from a small closed vocabulary. Every text names its edits completely, so it can be read in
 one way only.
@@ -10,7 +13,7 @@ import torch
 
 from retouch.playground.draws import Draws
 from retouch.playground.edits import KINDS, MOST_EDITS, Edit, Kind, edits_of_kinds, random_kinds, things_needed
-from retouch.playground.scenes import COLOURS, PLACES, SHAPES, random_scene
+from retouch.playground.scenes import COLOURS, PLACES, SHAPES, Scene, Thing, random_scene
 
 PHRASES: dict[Kind, tuple[str, ...]] = {
     "recolour": (
@@ -39,12 +42,19 @@ PHRASES: dict[Kind, tuple[str, ...]] = {
         "drag the {thing} over to the {place}",
     ),
 }
+_MOST_KEPT = 2
 JOINS: dict[int, tuple[str, ...]] = {
     1: ("{}",),
     2: ("{}, then {}", "{} and {}", "{}; {}", "first {}, then {}", "{} and also {}"),
     3: ("{}, {} and {}", "first {}, then {} and {}", "{}, then {}, then {}", "{}; {}; {}", "{} and {}, then {}"),
     4: ("{}, {}, {} and {}", "first {}, then {}, then {} and {}", "{}; {}; {}; {}", "{} and {}, then {} and {}"),
 }
+KEEPS = (
+    "leave the {thing} alone",
+    "keep the {thing} as it is",
+    "do not touch the {thing}",
+    "the {thing} stays where it is",
+)
 OPENERS = (
     "please",
     "now",
@@ -81,10 +91,18 @@ def content(edits: Sequence[Edit]) -> str:
     return " + ".join(sorted(phrase(edit, PHRASES[edit.kind][0]) for edit in edits))
 
 
-def instruction(edits: Sequence[Edit], generator: torch.Generator, *, filler: bool) -> str:
-    """The edits as one text, in their order, in a random phrasing; with filler, words that mean nothing before, after or both."""
+def instruction(edits: Sequence[Edit], others: Sequence[Thing], generator: torch.Generator, *, filler: bool) -> str:
+    """The edits as one text, in their order, in a random phrasing.
+
+    With filler, words that mean nothing stand before, after or both, and between the edits up to two of ``others`` (things that no
+    edit touches) are named as things to be left alone, as far as ``MOST_EDITS`` clauses allow.
+    """
     draws = Draws(generator)
     parts = [phrase(edit, draws.choose(PHRASES[edit.kind])) for edit in edits]
+    if filler:
+        most = min(_MOST_KEPT, len(others), MOST_EDITS - len(edits))
+        for kept in draws.sample(list(others), draws.below(most + 1)):
+            parts.insert(draws.below(len(parts) + 1), draws.choose(KEEPS).format(thing=" ".join(kept)))
     text = draws.choose(JOINS[len(parts)]).format(*parts)
     if filler:
         where = draws.below(3)
@@ -94,20 +112,26 @@ def instruction(edits: Sequence[Edit], generator: torch.Generator, *, filler: bo
     return text
 
 
+def untouched(scene: Scene, edits: Sequence[Edit]) -> list[Thing]:
+    """The things of the scene that stay as they are, in the order of their cells."""
+    return [thing for cell, thing in scene.objects.items() if all(cell not in edit.touches for edit in edits)]
+
+
 def corpus(generator: torch.Generator, count: int) -> Iterator[str]:
     """Instructions of every complexity, half of them with filler: what a tokenizer is trained on."""
     for i in range(count):
         kinds = random_kinds(1 + i // 2 % MOST_EDITS, generator)
         edits = None
         while edits is None:
-            edits = edits_of_kinds(random_scene(generator, least=things_needed(kinds)), kinds, generator)
-        yield instruction(edits, generator, filler=i % 2 == 1)
+            scene = random_scene(generator, least=things_needed(kinds))
+            edits = edits_of_kinds(scene, kinds, generator)
+        yield instruction(edits, untouched(scene, edits), generator, filler=i % 2 == 1)
 
 
 def vocabulary() -> list[str]:
     """Every word and sign that an instruction may hold, sorted; a comma and a semicolon count as words."""
     sentences = [pattern for kind in KINDS for pattern in PHRASES[kind]]
     sentences += [pattern for patterns in JOINS.values() for pattern in patterns]
-    sentences += [*OPENERS, *CLOSERS, *COLOURS, *SHAPES, *PLACES]
+    sentences += [*KEEPS, *OPENERS, *CLOSERS, *COLOURS, *SHAPES, *PLACES]
     words = {word for sentence in sentences for word in sentence.replace(",", " , ").replace(";", " ; ").split()}
     return sorted(word for word in words if "{" not in word)

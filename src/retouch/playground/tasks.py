@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias, get_args, overload
 from retouch.core.random import generator
 from retouch.playground.draws import Draws
 from retouch.playground.edits import MOST_EDITS, Edit, apply, edits_of_kinds, random_kinds, things_needed
-from retouch.playground.instructions import content, instruction
+from retouch.playground.instructions import content, instruction, untouched
 from retouch.playground.scenes import Scene, random_scene, render
 from retouch.types import Task
 
@@ -38,7 +38,7 @@ class PlaygroundTasks(Sequence[Task]):
     """``count`` tasks; task i depends on (seed, split, i) and on ``complexity`` and ``filler`` alone.
 
     ``complexity``: the numbers of edits in an instruction, 1 to 4: a sequence is cycled through, a mapping gives drawing weights.
-    ``filler``: the share of instructions with words that mean nothing. A task has the source in ``images``, the exact ``target``,
+    ``filler``: the share of instructions with words that ask for nothing. A task has the source in ``images``, the ``target``,
     the tags ``complexity`` ("2") and ``kinds`` ("add+move"), and in ``meta`` the ``scene`` and the ``edits`` as JSON.
 
     Example: ``PlaygroundTasks(seed=0, count=1000, complexity=[1], split="train", filler=0.25)[0].instruction``
@@ -97,7 +97,7 @@ class PlaygroundTasks(Sequence[Task]):
             for _ in range(8):
                 edits = edits_of_kinds(scene, kinds, random)
                 if edits is not None and split_of(content(edits)) == self.split:
-                    return scene, edits, instruction(edits, random, filler=filler)
+                    return scene, edits, instruction(edits, untouched(scene, edits), random, filler=filler)
 
     def _task(self, index: int) -> Task:
         scene, edits, text = self._draw(index)
