@@ -46,10 +46,9 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any], *, row: str, co
 
 
 def interval(line: Mapping[str, Any], *, row: str, column: str) -> tuple[float, float] | None:
-    """The 95 % interval of a mean, where the evaluation has one; that of a single task tells nothing and counts as none."""
+    """The 95 % interval of a mean, where the evaluation has one."""
     ends = line["ci95"].get(row, {}).get(column)
-    alone = line["table"].get(row, {}).get("n") == 1
-    return None if alone or ends is None or None in ends else (ends[0], ends[1])
+    return None if ends is None or None in ends else (ends[0], ends[1])
 
 
 def columns_of(line: Mapping[str, Any]) -> list[str]:

@@ -108,20 +108,26 @@ def _best(tries: Sequence[Tensor]) -> Tensor:
 Row = dict[str, float | int]
 
 
-def table(evaluated: Evaluated) -> tuple[dict[str, Row], dict[str, dict[str, tuple[float, float]]]]:
-    """Column means by row, and their 95 % intervals: ``all``, and ``tag=value`` for tags with a handful of values."""
+def table(evaluated: Evaluated, kept: Tensor | None = None) -> tuple[dict[str, Row], dict[str, dict[str, tuple[float, float]]]]:
+    """Column means by row, and their 95 % intervals, which one value does not have.
+
+    Rows: ``all``; ``headline``, the ``kept`` tasks (n,) bool, where these are not all; ``tag=value`` for tags of few values.
+    """
     means: dict[str, Row] = {}
     intervals: dict[str, dict[str, tuple[float, float]]] = {}
     columns = {"reward": evaluated.rewards, **evaluated.scores}
-    for name, rows in _groups(evaluated.tasks).items():
+    groups = _groups(evaluated.tasks)
+    if kept is not None and not kept.all():
+        groups = {"all": groups.pop("all"), "headline": kept.nonzero().flatten().tolist(), **groups}
+    for name, rows in groups.items():
         means[name] = {"n": len(rows)}
         intervals[name] = {}
         for column, values in columns.items():
             known = values[rows][~values[rows].isnan()].double()
             if len(known):
-                mean, half = known.mean().item(), 1.96 * known.std(correction=min(1, len(known) - 1)).item() / math.sqrt(len(known))
-                means[name][column] = mean
-                intervals[name][column] = (mean - half, mean + half)
+                means[name][column] = known.mean().item()
+            if len(known) > 1:
+                intervals[name][column] = _interval(known)
     return means, intervals
 
 
@@ -137,13 +143,17 @@ def chosen(tasks: Sequence[Task], headline: Mapping[str, Sequence[str]] | None) 
     return kept
 
 
-def paired_gain(before: Tensor, after: Tensor) -> tuple[float, tuple[float, float]]:
-    """Mean of after - before over tasks judged both times, and its 95 % interval (normal, paired)."""
+def paired_gain(before: Tensor, after: Tensor) -> tuple[float, tuple[float, float] | None]:
+    """Mean of after - before over tasks judged both times, and its 95 % interval (normal, paired); None for a single task."""
     difference = (after - before).double()
     difference = difference[~difference.isnan()]
-    mean = difference.mean().item()
-    half = 1.96 * difference.std(correction=min(1, len(difference) - 1)).item() / math.sqrt(len(difference))
-    return mean, (mean - half, mean + half)
+    return difference.mean().item(), _interval(difference) if len(difference) > 1 else None
+
+
+def _interval(values: Tensor) -> tuple[float, float]:
+    """The 95 % interval of the mean of (n,) values, n > 1, by the normal distribution."""
+    mean, half = values.mean().item(), 1.96 * values.std().item() / math.sqrt(len(values))
+    return mean - half, mean + half
 
 
 def _groups(tasks: Sequence[Task]) -> dict[str, list[int]]:

@@ -35,7 +35,7 @@ class Outcome:
         """Judge the policy as it is after ``step`` steps and keep every score."""
         evaluated = self.evaluator(self.policy)
         if self.parts.ranks.first:
-            means, intervals = table(evaluated)
+            means, intervals = table(evaluated, self.kept)
             self.folder.write_eval(step, "heldout", table=means, ci95=intervals)
             self._path(step).parent.mkdir(exist_ok=True)
             files.write_json(self._path(step), evaluated.to_json())
@@ -109,7 +109,8 @@ class Outcome:
 
     def _on(self) -> str:
         told = " and ".join(f"{tag} {' or '.join(values)}" for tag, values in (self.recipe.eval.headline or {}).items())
-        return f"{int(self.kept.sum())} held-out tasks" + (f" of {told}" if told else "")
+        count = int(self.kept.sum())
+        return f"{count} held-out task{'s' * (count != 1)}" + (f" of {told}" if told else "")
 
     def _path(self, step: int) -> Path:
         return self.folder.root / "evals" / f"step-{step:06d}.json"

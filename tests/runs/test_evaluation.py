@@ -1,0 +1,45 @@
+"""The held-out table: means, intervals, the headline's row; the gain between two evaluations of the same tasks."""
+
+import math
+
+import pytest
+import torch
+
+from retouch.runs.evaluation import Evaluated, chosen, paired_gain, table
+from retouch.types import Task
+
+
+def evaluated() -> Evaluated:
+    tasks = [Task(id=str(i), instruction="x", tags={"complexity": "1" if i < 1 else "2"}) for i in range(4)]
+    overall = torch.tensor([8.0, 1.0, 3.0, float("nan")])
+    return Evaluated(tasks, {"overall": overall}, overall)
+
+
+def test_rows_and_intervals() -> None:
+    means, intervals = table(evaluated())
+    assert list(means) == ["all", "complexity=1", "complexity=2"]
+    assert means["all"] == {"n": 4, "reward": 4.0, "overall": 4.0}
+    half = 1.96 * math.sqrt(13.0) / math.sqrt(3)  # the variance of 8, 1 and 3
+    assert intervals["all"]["overall"] == pytest.approx((4.0 - half, 4.0 + half))
+
+
+def test_one_value_has_a_mean_and_no_interval() -> None:
+    means, intervals = table(evaluated())
+    assert means["complexity=1"]["overall"] == 8.0
+    assert intervals["complexity=1"] == {}
+
+
+def test_the_headline_has_a_row_unless_it_is_all() -> None:
+    some = evaluated()
+    means, _ = table(some, chosen(some.tasks, {"complexity": ["2"]}))
+    assert list(means) == ["all", "headline", "complexity=1", "complexity=2"]
+    assert means["headline"] == means["complexity=2"]
+    assert "headline" not in table(some, chosen(some.tasks, None))[0]
+
+
+def test_the_gain_is_paired() -> None:
+    before, after = torch.tensor([1.0, 5.0, 9.0, float("nan")]), torch.tensor([2.0, 6.0, 10.0, 3.0])
+    gain, interval = paired_gain(before, after)
+    assert gain == 1.0
+    assert interval == (1.0, 1.0)
+    assert paired_gain(before[:1], after[:1]) == (1.0, None)
