@@ -240,6 +240,130 @@ class DenoisingModel(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompts:
+    """What a writer reads before it writes: one row a task, padded on the left, so that every row's last column is a real token.
+
+    ``positions``: on each axis of the rotary embedding, one for text, (time, height, width) for Qwen's vision-language models.
+    ``pictures``: a mapping for each row, empty where it has no picture; tensors of one name are joined along axis 0.
+    """
+
+    ids: Int[Tensor, "p l"]
+    mask: Bool[Tensor, "p l"]
+    positions: Int[Tensor, "p l axes"]
+    pictures: tuple[Mapping[str, Tensor], ...]
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def next_positions(self) -> Int[Tensor, " p"]:
+        """The position, equal on all axes, of the first token that is written."""
+        return self.positions.masked_fill(~self.mask[..., None], 0).amax((1, 2)) + 1
+
+    def take(self, index: Int[Tensor, " r"]) -> "Prompts":
+        """The given rows, which may repeat, without the columns that none of them uses."""
+        mask = self.mask[index]
+        first = int(mask.any(0).int().argmax())
+        pictures = tuple(self.pictures[row] for row in index.tolist())
+        return Prompts(self.ids[index, first:], mask[:, first:], self.positions[index, first:], pictures)
+
+    @classmethod
+    def concat(cls, parts: "Sequence[Prompts]") -> "Prompts":
+        """The rows of the parts, in order, padded to the longest."""
+        longest = max(part.ids.shape[1] for part in parts)
+
+        def padded(tensor: Tensor) -> Tensor:
+            missing = longest - tensor.shape[1]
+            return torch.cat([tensor.new_zeros(tensor.shape[0], missing, *tensor.shape[2:]), tensor], dim=1)
+
+        return cls(
+            torch.cat([padded(part.ids) for part in parts]),
+            torch.cat([padded(part.mask) for part in parts]),
+            torch.cat([padded(part.positions) for part in parts]),
+            tuple(row for part in parts for row in part.pictures),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """One completion, as a renderer takes it: the sampled ids without the token that ended it, and their text.
+
+    ``cut_off``: it reached the longest length and had not ended.
+    """
+
+    ids: tuple[int, ...]
+    text: str
+    cut_off: bool
+
+
+@runtime_checkable
+class Grammar(Protocol):
+    """Which tokens may follow which: part of the distribution, in sampling and in evaluation alike.
+
+    ``vocabularies``: a few sets of ids, True where an id may be drawn. ``kinds``: the ``Kind`` of each set's tokens.
+    """
+
+    vocabularies: Bool[Tensor, "s v"]
+    kinds: tuple[int, ...]
+
+    def parse(self, prompts: Prompts, ids: Int[Tensor, "r k"]) -> tuple[Int[Tensor, "r k_plus_1"], Int[Tensor, "r k_plus_1"]]:
+        """For each place of rows that have written ``ids``, and for the next place: the number of the set that its token is drawn
+        from, and the id that is forced there (-1: none, the token is drawn). A place depends on what stands before it alone."""
+        ...
+
+
+@runtime_checkable
+class AutoregressiveModel(Protocol):
+    """A causal language model, perhaps with eyes, as the autoregressive kernel sees it. It knows no RL and no loop.
+
+    A state is the last hidden state after the final norm; the state *before* a token is the one whose logits it is drawn from.
+    ``stop``: ids that end a completion; ``pad``: what stands after the end. ``module`` may be wrapped by a stepper.
+    """
+
+    module: nn.Module
+    grammar: Grammar
+    stop: tuple[int, ...]
+    pad: int
+
+    def encode(self, tasks: Sequence[Task]) -> Prompts:
+        """Each task's prompt: p rows. Without gradient, frozen parts in eval mode."""
+        ...
+
+    def prefill(self, module: nn.Module, prompts: Prompts) -> tuple[Float[Tensor, "p d"], Any]:
+        """The state before each row's first token, and a cache of the prompts; with gradient where it is not turned off."""
+        ...
+
+    def extend(
+        self,
+        module: nn.Module,
+        ids: Int[Tensor, "r k"],
+        *,
+        mask: Bool[Tensor, "r l_plus_k"],
+        positions: Int[Tensor, "r k"],
+        cache: Any,
+    ) -> Float[Tensor, "r k d"]:
+        """The states after k more tokens, which are added to the cache; ``mask`` covers what the cache has and them."""
+        ...
+
+    def select(self, cache: Any, rows: Int[Tensor, " r"]) -> Any:
+        """The cache of the given rows, which may repeat; the one that was handed in is used up."""
+        ...
+
+    def states(
+        self, module: nn.Module, prompts: Prompts, ids: Int[Tensor, "r k"], mask: Bool[Tensor, "r k"]
+    ) -> Float[Tensor, "r k d"]:
+        """The states before each of k tokens, in one forward without a cache (so with gradient checkpointing, where it is on)."""
+        ...
+
+    def logits(self, module: nn.Module, states: Float[Tensor, "n d"]) -> Float[Tensor, "n v"]:
+        """The head alone, in fp32, so that the kernel decides how many places have their logits at once."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+        ...
+
+
 @runtime_checkable
 class Policy(Protocol):
     """What gets the gradient. It acts and evaluates; it does not own the optimizer."""
