@@ -162,6 +162,7 @@ def test_a_name_is_a_plain_folder_name(name: str) -> None:
         ({"objective__clip_high": 0.2}, "objective.clip_low, objective.clip_high"),
         ({"rollout__reduction": "sum"}, "objective.clip_low, objective.clip_high"),
         ({"objective__surrogate": "reinforce"}, "objective.clip_low, objective.clip_high"),
+        ({"objective__surrogate": "gspo", "microbatch": 1}, "microbatch"),
         ({"objective": {"kind": "policy_gradient", "surrogate": "reinforce"}, "epochs": 2}, "epochs, minibatches"),
         ({"objective": {"kind": "policy_gradient", "surrogate": "reinforce", "ratio_norm": True}}, "objective.ratio_norm"),
         ({"objective__surrogate": "cispo", "objective__dual": 3.0}, "objective.dual"),

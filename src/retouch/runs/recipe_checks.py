@@ -137,6 +137,11 @@ def _policy_gradient(recipe: "Recipe", objective: PolicyGradient, rollout: Rollo
         yield from _clip(objective, rollout, at["objective"])
         if isinstance(train, Lora) and train.dropout > 0:
             yield f"policy.train.dropout: {train.dropout} makes the ratio differ from 1 before anything was learnt; take 0"
+    if objective.surrogate == "gspo":
+        window = rollout.window
+        actions = rollout.num_steps - 1 if isinstance(window, AllSteps) else window.size
+        if recipe.microbatch < actions:
+            yield f"microbatch: {recipe.microbatch} cuts a row's {actions} actions, whose ratio gspo needs at once; take {actions}"
     if objective.dual is not None and objective.surrogate not in ("clip", "gspo"):
         yield f"{at['objective']}.dual: {objective.surrogate} does not read it; leave it out"
 
