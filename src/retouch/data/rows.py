@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from retouch.data.images import Picture
 from retouch.data.problems import BadRow, Problem
@@ -41,6 +41,7 @@ class Row:
     meta: Mapping[str, Json]
 
 
+@runtime_checkable
 class Rows(Protocol):
     """A data set row by row. ``problems``: what is to be said of it as a whole. Indexing raises BadRow for an unusable row."""
 

@@ -1,7 +1,7 @@
 """From clean latents to pictures, through the model's own decoder."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from PIL.Image import Image
@@ -10,6 +10,7 @@ from torch import Tensor
 from retouch.types import Conditioning, DenoisingModel, Task
 
 
+@runtime_checkable
 class Denoised(Protocol):
     """What this renderer reads of a trajectory."""
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ class NonFiniteGradient(ValueError):
     """The loss or its gradient is NaN or infinite; the step was not taken."""
 
 
+@runtime_checkable
 class Stepper(Protocol):
     """Accumulates gradients over backward calls and takes optimizer steps.
 

@@ -6,7 +6,7 @@ A tracker shows; it does not keep. What the run itself needs stands in its folde
 import os
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from accelerate import PartialState
 from accelerate.tracking import TrackioTracker, WandBTracker
@@ -17,6 +17,7 @@ from retouch.runs.folder import RunFolder
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
+@runtime_checkable
 class Tracker(Protocol):
     """Takes each step's metrics."""
 
