@@ -1,0 +1,231 @@
+"""The autoregressive kernel: a causal language model acts by writing tokens, and is evaluated on the same ids.
+
+Conventions: action ``j`` of a row is its j-th new token, and t is ``max_new_tokens`` for every row, so that rows of different
+batches line up. The mask is True where a token was drawn: not where the grammar forced it, not from the end of a row on. Ids are
+stored and never made from text again.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from retouch.core.divergences import k3
+from retouch.policies.decoding import CachedDecoding, Completion, Decoding, Engine, wider
+from retouch.policies.measuring import measure, spread
+from retouch.policies.weights import WeightCopies
+from retouch.types import AutoregressiveModel, Batch, Evaluation, Needs, Prompts, Slice, Trajectory, Written
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class AutoregressiveTrajectory(Trajectory):
+    """``ids``: what was written. ``lengths``: tokens of each row, with the one that ended it. ``vocabulary``: the grammar's set at
+    each place. ``support``: what top-k and top-p kept there. ``group``: each row's row of ``prompts``. ``outputs``: (b,) of
+    ``Written``. ``behaviour_log_probs``: by the engine's account, where ``log_probs`` had to be measured anew.
+    """
+
+    ids: Int[Tensor, "b t"]
+    lengths: Int[Tensor, " b"]
+    vocabulary: Int[Tensor, "b t"]
+    support: Int[Tensor, "b t w"] | None
+    prompts: Prompts
+    group: Int[Tensor, " b"]
+    behaviour_log_probs: Float[Tensor, "b t"] | None
+
+    def take(self, rows: slice) -> "AutoregressiveTrajectory":
+        return replace(
+            self,
+            log_probs=self.log_probs[rows],
+            mask=self.mask[rows],
+            kind=self.kind[rows],
+            outputs=self.outputs[rows],
+            ids=self.ids[rows],
+            lengths=self.lengths[rows],
+            vocabulary=self.vocabulary[rows],
+            support=None if self.support is None else self.support[rows],
+            group=self.group[rows],
+            behaviour_log_probs=None if self.behaviour_log_probs is None else self.behaviour_log_probs[rows],
+        )
+
+    @classmethod
+    def concat(cls, parts: "Sequence[AutoregressiveTrajectory]") -> "AutoregressiveTrajectory":  # type: ignore[override]
+        offsets, total = [], 0
+        for part in parts:
+            offsets.append(total)
+            total += len(part.prompts)
+        supports = [part.support for part in parts if part.support is not None]
+        width = max((support.shape[2] for support in supports), default=0)
+        behaviour = [part.behaviour_log_probs for part in parts if part.behaviour_log_probs is not None]
+        return cls(
+            log_probs=torch.cat([part.log_probs for part in parts]),
+            mask=torch.cat([part.mask for part in parts]),
+            kind=torch.cat([part.kind for part in parts]),
+            outputs=tuple(written for part in parts for written in part.outputs),
+            ids=torch.cat([part.ids for part in parts]),
+            lengths=torch.cat([part.lengths for part in parts]),
+            vocabulary=torch.cat([part.vocabulary for part in parts]),
+            support=torch.cat([wider(support, width) for support in supports]) if supports else None,
+            prompts=Prompts.concat([part.prompts for part in parts]),
+            group=torch.cat([part.group + offset for part, offset in zip(parts, offsets, strict=True)]),
+            behaviour_log_probs=torch.cat(behaviour) if behaviour else None,
+        )
+
+
+class AutoregressivePolicy:
+    """A language model as policy (implements ``retouch.types.Policy``).
+
+    ``microbatch``: rows per forward with gradient. ``chunk``: places whose logits exist at once. ``mask_truncated``: completions
+    that were cut off at ``max_new_tokens`` teach nothing. ``share_prompt``: an evaluation reads each task's prompt once and not
+    once a row; gradient checkpointing needs it off. ``copies`` may hold ``reference`` and ``average`` weights. ``engine``: who
+    writes in a rollout, ``CachedDecoding`` unless another is given.
+    """
+
+    def __init__(
+        self,
+        model: AutoregressiveModel,
+        *,
+        decoding: Decoding,
+        microbatch: int,
+        copies: WeightCopies,
+        chunk: int = 256,
+        mask_truncated: bool = False,
+        share_prompt: bool = True,
+        engine: Engine | None = None,
+    ) -> None:
+        if decoding.temperature == 0:
+            raise ValueError("a rollout at temperature 0 does not explore and has no log-probabilities; give a temperature above 0")
+        self.model = model
+        self.module: nn.Module = model.module
+        self.decoding = decoding
+        self.microbatch = microbatch
+        self.copies = copies
+        self.chunk = chunk
+        self.mask_truncated = mask_truncated
+        self.share_prompt = share_prompt
+        self.engine: Engine = CachedDecoding(model) if engine is None else engine
+
+    # Acting
+
+    @torch.no_grad()
+    def rollout(self, batch: Batch) -> AutoregressiveTrajectory:
+        """Write a completion for each row. ``outputs``: (b,) of ``Written``."""
+        prompts = self.model.encode(batch.tasks)
+        completion = self.engine(batch, prompts, self.decoding)
+        if self.decoding.truncates and completion.support is None:
+            raise ValueError("this engine does not say which ids top_k and top_p left; sample with top_k None and top_p 1.0")
+        trajectory = self._trajectory(batch, prompts, completion)
+        if self.engine.exact:
+            return trajectory
+        parts = [self._measure(self.model.module, trajectory, part)[0] for part in self.microbatches(trajectory)]
+        return replace(trajectory, log_probs=torch.cat(parts), behaviour_log_probs=trajectory.log_probs)
+
+    @torch.no_grad()
+    def sample(self, batch: Batch) -> AutoregressiveTrajectory:
+        """Write the likeliest token each time, by the averaged weights where there are any; ``log_probs`` are NaN."""
+        greedy = replace(self.decoding, temperature=0.0)
+        if "average" in self.copies.copies:
+            with self.copies.using("average"):
+                prompts = self.model.encode(batch.tasks)
+                return self._trajectory(batch, prompts, CachedDecoding(self.model)(batch, prompts, greedy))
+        prompts = self.model.encode(batch.tasks)
+        return self._trajectory(batch, prompts, CachedDecoding(self.model)(batch, prompts, greedy))
+
+    def _trajectory(self, batch: Batch, prompts: Prompts, completion: Completion) -> AutoregressiveTrajectory:
+        grammar, ids = self.model.grammar, completion.ids
+        group = torch.tensor(batch.group, device=ids.device)
+        vocabulary, forced = (column[:, :-1] for column in grammar.parse(prompts.take(group), ids))
+        written = torch.arange(ids.shape[1], device=ids.device) < completion.lengths[:, None]
+        cut_off = ~torch.isin(
+            ids.gather(1, completion.lengths[:, None] - 1)[:, 0], torch.tensor(self.model.stop, device=ids.device)
+        )
+        mask = written & (forced < 0)
+        if self.mask_truncated:
+            mask = mask & ~cut_off[:, None]
+        return AutoregressiveTrajectory(
+            log_probs=completion.log_probs,
+            mask=mask,
+            kind=torch.tensor(grammar.kinds, device=ids.device)[vocabulary],
+            outputs=self._outputs(ids, completion.lengths, cut_off),
+            ids=ids,
+            lengths=completion.lengths,
+            vocabulary=vocabulary,
+            support=completion.support,
+            prompts=prompts,
+            group=group,
+            behaviour_log_probs=None,
+        )
+
+    def _outputs(self, ids: Tensor, lengths: Tensor, cut_off: Tensor) -> tuple[Written, ...]:
+        outputs = []
+        for row, length, cut in zip(ids.tolist(), lengths.tolist(), cut_off.tolist(), strict=True):
+            said = tuple(row[: length if cut else length - 1])
+            outputs.append(Written(said, self.model.decode(said), cut))
+        return tuple(outputs)
+
+    # Evaluating
+
+    def microbatches(self, trajectory: AutoregressiveTrajectory) -> Iterator[Slice]:
+        """All actions of a few rows: as many slices on every rank as there are equally many rows."""
+        rows, actions = trajectory.mask.shape
+        for row in range(0, rows, self.microbatch):
+            yield Slice(slice(row, min(row + self.microbatch, rows)), slice(0, actions))
+
+    def evaluate(self, trajectory: AutoregressiveTrajectory, part: Slice, needs: Needs) -> Evaluation:
+        """Log-probabilities of the stored ids under the current weights; entropy, and k3 KL to the reference where asked for."""
+        if needs.kl not in (None, "k3") or needs.log_ratio != "plain" or needs.values:
+            raise ValueError(f"{needs}: tokens have the k3 KL and the plain ratio, and this policy no value head")
+        mask = trajectory.mask[part.rows, part.actions]
+        log_probs, entropy = self._measure(self.module, trajectory, part, with_entropy=needs.entropy)
+        # What is stored for a masked action may be anything.
+        log_ratio = log_probs - trajectory.log_probs[part.rows, part.actions].masked_fill(~mask, 0.0)
+        kl = None
+        if needs.kl is not None:
+            with torch.no_grad(), self.copies.using("reference"):
+                reference, _ = self._measure(self.model.module, trajectory, part)
+            kl = k3(log_probs, reference, mask=mask)
+        return Evaluation(log_probs=log_probs, log_ratio=log_ratio, kl=kl, entropy=entropy)
+
+    def _measure(
+        self, module: nn.Module, trajectory: AutoregressiveTrajectory, part: Slice, *, with_entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """(r, t) log-probabilities and entropies, 0 where there was no choice."""
+        mask = trajectory.mask[part.rows, part.actions]
+        end = min(part.actions.stop, int(trajectory.lengths[part.rows].max()))
+        columns = slice(part.actions.start, max(part.actions.start, end))
+        choice = trajectory.mask[part.rows, columns]
+        states = self._states(module, trajectory, part.rows, end)[:, columns][choice]
+        support = None if trajectory.support is None else trajectory.support[part.rows, columns][choice]
+        log_probs, entropy = measure(
+            self.model,
+            module,
+            states,
+            trajectory.ids[part.rows, columns][choice],
+            vocabulary=trajectory.vocabulary[part.rows, columns][choice],
+            support=support,
+            temperature=self.decoding.temperature,
+            chunk=self.chunk,
+            with_entropy=with_entropy,
+        )
+        return spread(log_probs, mask), None if entropy is None else spread(entropy, mask)
+
+    def _states(self, module: nn.Module, trajectory: AutoregressiveTrajectory, rows: slice, end: int) -> Float[Tensor, "r end d"]:
+        """The states before the first ``end`` tokens of each row."""
+        ids, group = trajectory.ids[rows, :end], trajectory.group[rows]
+        written = torch.arange(end, device=ids.device) < trajectory.lengths[rows, None]
+        if not self.share_prompt:
+            return self.model.states(module, trajectory.prompts.take(group), ids, written)
+        tasks, index = group.unique(return_inverse=True)
+        prompts = trajectory.prompts.take(tasks)
+        first, cache = self.model.prefill(module, prompts)
+        # All but the last token; the first also where it is the last, so that ranks make equal numbers of forwards.
+        before = max(end - 1, 1)
+        rest = self.model.extend(
+            module,
+            ids[:, :before],
+            mask=torch.cat([prompts.mask[index], written[:, :before]], dim=1),
+            positions=prompts.next_positions()[index, None] + torch.arange(before, device=ids.device),
+            cache=self.model.select(cache, index),
+        )
+        return torch.cat([first[index, None], rest], dim=1)[:, :end]
