@@ -45,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     _training(commands, debug, changes)
     _using(commands, debug, changes)
     _looking(commands, debug, changes)
+    _serving(commands, debug)
     return parser
 
 
@@ -79,6 +80,12 @@ def _using(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", *par
     sample.add_argument("--seed", type=int, default=0)
     sample.set_defaults(run=_sample)
 
+    export = commands.add_parser("export", parents=parents[:1], help="write a run's weights as diffusers and PEFT load them")
+    export.add_argument("target", metavar="RUN")
+    export.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new folder")
+    export.add_argument("--weights", choices=("average", "current"), help="average by default, where the run keeps one")
+    export.set_defaults(run=_export)
+
 
 def _looking(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", *parents: argparse.ArgumentParser) -> None:
     doctor = commands.add_parser("doctor", parents=parents, help="check all that can be checked before anything expensive starts")
@@ -102,6 +109,35 @@ def _looking(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", *p
     check = data.add_parser("check", parents=parents[:1], help="read a data set as training would, and list what is wrong with it")
     check.add_argument("path", metavar="PATH")
     check.set_defaults(run=_data_check)
+
+
+def _serving(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", *parents: argparse.ArgumentParser) -> None:
+    serve = commands.add_parser("serve", parents=parents, help="serve rewards over HTTP, as several replicas")
+    serve.add_argument(
+        "rewards",
+        nargs="+",
+        metavar="REWARD",
+        help="[NAME=]playground, photos:red, share:blue, package.module:Class, the JSON of a recipe's reward, or a recipe's file",
+    )
+    serve.add_argument("--host", default="127.0.0.1", help="any but this machine's own needs a token")
+    serve.add_argument("--port", type=int, default=8700, help="of the first replica, the others follow; 0 takes free ones")
+    serve.add_argument("--replicas", type=int, default=1, metavar="N")
+    serve.add_argument("--gpus", type=_numbers, metavar="1,2,3", help="CUDA devices, given to the replicas in turn")
+    serve.add_argument("--logs", type=Path, default=Path("runs/serve/logs"), metavar="DIR", help="one log a replica")
+    serve.add_argument("--token-file", type=Path, metavar="FILE", help="holds the token; else the variable RETOUCH_TOKEN")
+    serve.add_argument("--vlm", metavar="COLUMN", help="what POST /score answers as vlm_score")
+    serve.add_argument("--ocr", metavar="COLUMN", help="what it answers as ocr_confidence")
+    serve.add_argument("--vlm-weight", type=float, default=1.0, metavar="W", help="of vlm_score in combined_score")
+    serve.add_argument("--ocr-weight", type=float, default=0.0, metavar="W", help="of ocr_confidence in combined_score")
+    serve.add_argument(
+        "--limit",
+        dest="limits",
+        action="append",
+        default=[],
+        metavar="NAME=N",
+        help="max_batch=64, window=0.01, max_queue=2048, ...",
+    )
+    serve.set_defaults(run=_serve)
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -156,6 +192,14 @@ def _sample(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _export(arguments: argparse.Namespace) -> int:
+    from retouch.runs.exporting import export_target
+
+    for path in export_target(arguments.target, to=arguments.to, which=arguments.weights):
+        print(path)
+    return 0
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     from retouch.runs.recipe import load
 
@@ -190,6 +234,12 @@ def _data_check(arguments: argparse.Namespace) -> int:
     errors = sum(problem.severity == "error" for problem in problems)
     print(f"{arguments.path}: {errors} errors, {len(problems) - errors} notes")
     return 1 if errors else 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from retouch.serving.command import serve_command
+
+    return serve_command(arguments)
 
 
 _LAUNCHED = ("train", "eval", "doctor")

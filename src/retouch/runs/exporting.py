@@ -1,0 +1,75 @@
+"""`retouch export`: what a run trained, as weights that diffusers and PEFT load.
+
+A LoRA becomes ``pytorch_lora_weights.safetensors`` (for a pipeline's ``load_lora_weights``) and ``adapter_model.safetensors``
+with ``adapter_config.json`` (``PeftModel.from_pretrained``); full weights become a folder ``transformer`` (``from_pretrained``).
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import diffusers
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import save_file
+
+from retouch.runs import files
+from retouch.runs.assembly import Assembly
+from retouch.runs.opening import open_target
+from retouch.runs.recipe_policy import ImportedModel, Lora
+from retouch.runs.versions import versions
+
+Which = Literal["average", "current"]
+
+_PIPELINES = {
+    "playground": "QwenImageEditPipeline",
+    "qwen-image": "QwenImagePipeline",
+    "qwen-image-edit": "QwenImageEditPipeline",
+    "qwen-image-edit-plus": "QwenImageEditPlusPipeline",
+    "sd3": "StableDiffusion3Pipeline",
+}
+
+
+def export_target(target: str, *, to: Path, which: Which | None = None, overrides: Sequence[str] = ()) -> list[Path]:
+    """Write the weights of a run's newest checkpoint to the folder ``to``, and return the files.
+
+    ``which``: ``average`` (what evaluation and `retouch sample` use, and the default where the run keeps one) or ``current``.
+    ``export.json`` beside them has the recipe and the step. ValueError where ``to`` is not empty, the target was never trained, or
+    there is no average.
+    """
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise ValueError(f"--to {to}: there is something already; name a new folder")
+    parts, step = open_target(target, overrides)
+    parts.judge.close()
+    if step == 0:
+        raise ValueError(f"{target} was never trained; name the folder of a run")
+    chosen = which or ("average" if "average" in parts.copies.copies else "current")
+    if chosen == "average" and "average" not in parts.copies.copies:
+        raise ValueError("--weights average: this run kept no average (policy.ema); take current")
+    to.mkdir(parents=True, exist_ok=True)
+    with parts.copies.using("average") if chosen == "average" else nullcontext():
+        write_weights(parts, to)
+    about = {"recipe": parts.recipe.document(), "step": step, "weights": chosen, "versions": versions(to)}
+    files.write_json(to / "export.json", about)
+    return sorted(path for path in to.rglob("*") if path.is_file())
+
+
+def write_weights(parts: Assembly, to: Path) -> None:
+    """The weights as they are now: an adapter in both formats, or the whole transformer."""
+    module: Any = parts.model.module
+    if not isinstance(parts.recipe.policy.train, Lora):
+        module.save_pretrained(to / "transformer")
+        return
+    model = parts.recipe.policy.model
+    write_lora(module, to, pipeline=None if isinstance(model, ImportedModel) else _PIPELINES[model.kind])
+
+
+def write_lora(module: Any, to: Path, *, pipeline: str | None) -> None:
+    """The transformer's adapter for PEFT and, where the name of its class in diffusers is given, for that pipeline."""
+    config = module.peft_config["default"]
+    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in get_peft_model_state_dict(module).items()}
+    config.save_pretrained(to)
+    save_file({f"base_model.model.{name}": tensor for name, tensor in tensors.items()}, to / "adapter_model.safetensors")
+    if pipeline is not None:
+        writer: Any = getattr(diffusers, pipeline)
+        writer.save_lora_weights(to, transformer_lora_layers=tensors, transformer_lora_adapter_metadata=config.to_dict())
