@@ -12,6 +12,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,21 @@ ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / "benchmarks" / "cache"
 PAGE = ROOT / "docs" / "results.md"
 RUNS = ROOT / "runs" / "results"
+SOURCE = ROOT / "src"
+# What a run of the playground computes with; how it is assembled and kept decides no number.
+DECIDING = (
+    "retouch.loop",
+    "retouch.data.sampler",
+    "retouch.models.qwen_image_edit",
+    "retouch.objectives.nft",
+    "retouch.objectives.policy_gradient",
+    "retouch.objectives.supervised",
+    "retouch.playground.judge",
+    "retouch.playground.tasks",
+    "retouch.policies.denoising",
+    "retouch.policies.guidance",
+    "retouch.renderers.latents",
+)
 
 
 @dataclass(frozen=True)
@@ -77,15 +93,29 @@ def outcome(entry: Entry, seed: int, *, may_run: bool) -> dict | None:
 def digest(recipe: Recipe) -> str:
     """SHA-256 of the resolved recipe, the shipped weights and the code that trains (what it does, not its words and types)."""
     whole = hashlib.sha256(json.dumps(recipe.document(), sort_keys=True).encode())
-    source = ROOT / "src" / "retouch"
-    weights = sorted((source / "playground" / "weights").rglob("*.safetensors"))
-    deciding = ("core", "policies", "objectives", "models", "playground", "data")
-    code = sorted(file for folder in deciding for file in (source / folder).glob("*.py"))
+    weights = sorted((SOURCE / "retouch" / "playground" / "weights").rglob("*.safetensors"))
     for file in weights:
-        whole.update(file.relative_to(source).as_posix().encode() + hashlib.sha256(file.read_bytes()).digest())
-    for file in [*code, source / "loop.py"]:
-        whole.update(file.relative_to(source).as_posix().encode() + deeds(file.read_text()).encode())
+        whole.update(file.relative_to(SOURCE).as_posix().encode() + hashlib.sha256(file.read_bytes()).digest())
+    for file in with_imports(DECIDING):
+        if file.name == "types.py":  # declares, and computes nothing
+            continue
+        whole.update(file.relative_to(SOURCE).as_posix().encode() + deeds(file.read_text()).encode())
     return whole.hexdigest()[:32]
+
+
+def with_imports(modules: Sequence[str]) -> list[Path]:
+    """The files of the package's modules, and of all that these import from it, sorted."""
+    found: set[Path] = set()
+    open_ends = list(modules)
+    while open_ends:
+        file = SOURCE / (open_ends.pop().replace(".", "/") + ".py")
+        if not file.is_file() or file in found:
+            continue
+        found.add(file)
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("retouch"):
+                open_ends += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return sorted(found)
 
 
 def deeds(code: str) -> str:
