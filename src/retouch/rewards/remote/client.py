@@ -1,0 +1,129 @@
+"""A reward that reward servers judge: many endpoints behind one callable, which never turns a fault into a number."""
+
+import asyncio
+import importlib.util
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from retouch.rewards import event_loop
+from retouch.rewards.remote.settings import Settings
+from retouch.types import Column, Sample, Scores
+
+if TYPE_CHECKING:
+    from retouch.rewards.remote.session import Session
+
+TOKEN = "RETOUCH_TOKEN"
+_LOG = logging.getLogger("retouch.rewards")
+
+
+class RemoteReward:
+    """Samples go out in requests of ``batch``, at most ``concurrency`` at once for each endpoint, to the one with least in hand.
+
+    A request that fails is tried again on another endpoint, up to ``attempts`` times (refused connections and "busy" do not count),
+    with growing random pauses and for at most ``retry_share`` of all requests (and ten a second). One attempt takes at most
+    ``timeout`` seconds, a whole call at most ``deadline``. What has no believable score by then is NaN. A reply is believed only
+    with exactly the ids that were asked, every column within its range, and the judge's fingerprint of the start. ``hedge``: ask a
+    second endpoint when the first takes longer than 95 % of the latest requests, for at most ``hedge_share`` of them.
+    ``samples_per_minute``: never more, for all processes that name the same ``rate_file`` together.
+
+    The token, where the servers want one, is in the environment as RETOUCH_TOKEN. ``columns`` are the servers' own.
+    ``wait``: seconds to wait for the first server to answer. ValueError: none does, they differ, or they refuse.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        *,
+        rewards: Sequence[str] | None = None,
+        batch: int = 8,
+        concurrency: int = 4,
+        deadline: float = 120.0,
+        timeout: float = 60.0,
+        attempts: int = 5,
+        retry_share: float = 0.1,
+        hedge: bool = False,
+        hedge_share: float = 0.05,
+        samples_per_minute: float | None = None,
+        rate_file: str | None = None,
+        wait: float = 60.0,
+    ) -> None:
+        if importlib.util.find_spec("httpx") is None:
+            raise ValueError("asking reward servers needs httpx: pip install 'retouch[serve]'")
+        from retouch.rewards.remote.discovery import discover
+
+        self._settings = Settings(
+            endpoints=tuple(url.rstrip("/") for url in endpoints),
+            token=os.environ.get(TOKEN),
+            rewards=None if rewards is None else tuple(rewards),
+            batch=batch,
+            concurrency=concurrency,
+            deadline=deadline,
+            timeout=timeout,
+            attempts=attempts,
+            retry_share=retry_share,
+            hedge=hedge,
+            hedge_share=hedge_share,
+            samples_per_minute=samples_per_minute,
+            rate_file=None if rate_file is None else Path(rate_file),
+        )
+        self._expected, most = event_loop.submit(discover(self._settings, wait=wait)).result()
+        self.columns: Mapping[str, Column] = self._expected.columns
+        self._batch = min(batch, most)
+        self._sessions: "dict[int, Session]" = {}
+
+    @property
+    def fingerprint(self) -> str:
+        """What the servers judge by; a resumed run compares it with the one that it began with."""
+        return ",".join(f"{name}={digest}" for name, digest in sorted(self._expected.judges.items()))
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """Each column as (b,), float32; NaN where a sample could not be judged. Returns within the deadline."""
+        return self.submit(samples).result()
+
+    def submit(self, samples: Sequence[Sample]) -> "Future[Scores]":
+        """Send the samples off and go on; any number of calls may be under way, from any thread."""
+        return event_loop.submit(self._score(samples, time.monotonic() + self._settings.deadline))
+
+    def close(self) -> None:
+        """End the connections; a later call makes new ones."""
+        event_loop.submit(self._close()).result()
+
+    def stats(self) -> dict[str, float]:
+        """How it went so far: ``calls``, ``hedges``, and failed attempts as ``faults/<kind>``."""
+        session = self._sessions.get(os.getpid())
+        if session is None:
+            return {"calls": 0.0, "hedges": 0.0}
+        faults = {f"faults/{kind}": float(count) for kind, count in sorted(session.faults.items())}
+        return {"calls": float(session.calls), "hedges": float(session.hedges), **faults}
+
+    async def _score(self, samples: Sequence[Sample], expires: float) -> Scores:
+        from retouch.rewards.remote.session import Chunk, Session
+
+        # A fork has its parent's session, but neither its loop nor its connections.
+        session = self._sessions.get(os.getpid())
+        if session is None:
+            session = self._sessions[os.getpid()] = Session(self._settings, self._expected)
+        chunks = [Chunk.of(samples[first : first + self._batch], expires) for first in range(0, len(samples), self._batch)]
+        await asyncio.gather(*(session.score(chunk) for chunk in chunks))
+        answers = [chunk.answers.get(name) for chunk in chunks for name in chunk.samples]
+        open_ = sum(len(chunk.open) for chunk in chunks)
+        if open_:
+            faults = ", ".join(f"{kind} {count}" for kind, count in session.faults.most_common())
+            _LOG.warning("%d of %d samples could not be judged; failed attempts of the run so far: %s", open_, len(samples), faults)
+        nan = float("nan")
+        return {
+            name: torch.tensor([nan if answer is None else answer.scores[name] for answer in answers], dtype=torch.float32)
+            for name in self.columns
+        }
+
+    async def _close(self) -> None:
+        session = self._sessions.pop(os.getpid(), None)
+        if session is not None:
+            await session.close()

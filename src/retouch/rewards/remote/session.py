@@ -1,0 +1,213 @@
+"""What a client keeps on the event loop: connections, the pool, budgets; and how one chunk of samples gets its answers."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from retouch.core.random import generator
+from retouch.rewards.remote.budget import Budget
+from retouch.rewards.remote.discovery import judges_of, read_info
+from retouch.rewards.remote.faults import Fault
+from retouch.rewards.remote.pool import Endpoint, Pool
+from retouch.rewards.remote.rate import RateLimit
+from retouch.rewards.remote.settings import Settings
+from retouch.rewards.remote.transport import Transport
+from retouch.rewards.wire.bodies import put_together
+from retouch.rewards.wire.packing import pack
+from retouch.rewards.wire.pictures import Encoding
+from retouch.rewards.wire.replies import Answer, BadReply, Expected, read_reply
+from retouch.types import Sample
+
+_LOG = logging.getLogger("retouch.rewards")
+_PROBE_SECONDS = 2.0
+_POLL = 0.02
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 2.0
+_KNOWN_TIMES, _ENOUGH_TIMES = 200, 20
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """Samples that are sent together, by id, and what is known of them. ``expires``: a time of ``time.monotonic``."""
+
+    samples: dict[str, Sample]
+    expires: float
+    answers: dict[str, Answer] = field(default_factory=dict)
+    bodies: dict[Encoding, tuple[frozenset[str], bytes, str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], expires: float) -> "Chunk":
+        name = secrets.token_hex(6)
+        return cls({f"{name}-{number}": sample for number, sample in enumerate(samples)}, expires)
+
+    @property
+    def open(self) -> list[str]:
+        """Ids without an answer, or of which a reward failed."""
+        return [name for name in self.samples if name not in self.answers or self.answers[name].failed]
+
+    def body(self, encoding: Encoding, rewards: Sequence[str] | None) -> tuple[bytes, str]:
+        """The request for what is open, made once for each encoding."""
+        wanted = frozenset(self.open)
+        known = self.bodies.get(encoding)
+        if known is None or known[0] != wanted:
+            ids = self.open
+            document, blobs = pack([self.samples[name] for name in ids], ids, encoding=encoding, rewards=rewards)
+            known = wanted, *put_together(document, blobs, "multipart")
+            self.bodies[encoding] = known
+        return known[1], known[2]
+
+
+class Session:
+    """Made and used on one event loop. ``faults`` counts failed attempts by kind, ``calls`` all of them."""
+
+    def __init__(self, settings: Settings, expected: Expected) -> None:
+        self.faults: Counter[str] = Counter()
+        self.calls = self.hedges = 0
+        self._settings, self._expected = settings, expected
+        self._pool = Pool(settings.endpoints)
+        self._transport = Transport(token=settings.token, connections=settings.concurrency * len(settings.endpoints))
+        self._places = asyncio.Semaphore(settings.concurrency * len(settings.endpoints))
+        self._retries = Budget(share=settings.retry_share, floor=10.0, most=20.0)
+        self._hedging = Budget(share=settings.hedge_share, floor=0.0, most=5.0)
+        self._times: deque[float] = deque(maxlen=_KNOWN_TIMES)
+        per_minute = settings.samples_per_minute
+        self._rate = None if per_minute is None else RateLimit(per_minute, file=settings.rate_file)
+        self._probing: dict[Endpoint, asyncio.Task[None]] = {}
+
+    async def score(self, chunk: Chunk) -> None:
+        """Fill in the chunk's answers; what is open when its time is over stays open."""
+        try:
+            async with asyncio.timeout_at(asyncio.get_running_loop().time() + chunk.expires - time.monotonic()):
+                async with self._places:
+                    await self._until_done(chunk)
+        except TimeoutError:
+            self.faults["out_of_time"] += 1
+
+    async def close(self) -> None:
+        """End the probes and the connections."""
+        for probe in self._probing.values():
+            probe.cancel()
+        await asyncio.gather(*self._probing.values(), return_exceptions=True)
+        await self._transport.close()
+
+    async def _until_done(self, chunk: Chunk) -> None:
+        if not await self._slot(chunk):
+            return
+        self._retries.first()
+        self._hedging.first()
+        failed: list[Endpoint] = []
+        attempts = rounds = 0
+        while chunk.open and attempts < self._settings.attempts:
+            self._probe()
+            endpoint = self._pool.choose(failed)
+            if endpoint is None or (rounds and not self._retries.take(time.monotonic())):
+                await asyncio.sleep(_POLL)
+                continue
+            rounds += 1
+            try:
+                chunk.answers |= await self._ask(endpoint, chunk)
+                if not chunk.open:
+                    return
+                attempts += 1
+            except Fault as fault:
+                if fault.final:
+                    return
+                attempts += fault.tried
+            failed = [*failed, endpoint][-(len(self._settings.endpoints) - 1) :] if len(self._settings.endpoints) > 1 else []
+            await asyncio.sleep(_pause(next(iter(chunk.samples)), rounds))
+
+    async def _ask(self, endpoint: Endpoint, chunk: Chunk) -> dict[str, Answer]:
+        """The endpoint's answers, or those of another one that is asked as well when this one takes unusually long."""
+        first = asyncio.create_task(self._exchange(endpoint, chunk))
+        running = {first}
+        try:
+            patience = self._patience()
+            if patience is not None:
+                await asyncio.wait(running, timeout=patience)
+                other = None if first.done() else self._pool.choose([endpoint])
+                if other is not None and other is not endpoint and self._hedging.take(time.monotonic()):
+                    self.hedges += 1
+                    running.add(asyncio.create_task(self._exchange(other, chunk)))
+            while True:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                good = [task for task in done if task.exception() is None]
+                if good or not running:
+                    return (good or list(done))[0].result()
+        finally:
+            for task in running:
+                task.cancel()
+
+    async def _exchange(self, endpoint: Endpoint, chunk: Chunk) -> dict[str, Answer]:
+        ids, settings = chunk.open, self._settings
+        endpoint.in_hand += len(ids)
+        self.calls += 1
+        try:
+            encoding: Encoding = "raw" if endpoint.local else "webp"
+            body, kind = await asyncio.to_thread(chunk.body, encoding, settings.rewards)
+            started = time.monotonic()
+            seconds = max(0.001, min(settings.timeout, chunk.expires - started))
+            reply = await self._transport.post(f"{endpoint.url}/v1/score", body, kind, seconds=seconds)
+            answers = _believed(reply, ids, self._expected)
+            self._times.append(time.monotonic() - started)
+        except Fault as fault:
+            self.faults[fault.kind] += 1
+            self._pool.failed(endpoint, fault)
+            raise
+        finally:
+            endpoint.in_hand -= len(ids)
+        if any(answer.failed for answer in answers.values()):
+            self.faults["reward_failed"] += 1
+        self._pool.succeeded(endpoint)
+        return answers
+
+    async def _slot(self, chunk: Chunk) -> bool:
+        """Wait for the chunk's turn under the rate limit; False where that comes too late."""
+        if self._rate is None:
+            return True
+        wait = await asyncio.to_thread(self._rate.reserve, len(chunk.samples), latest=chunk.expires)
+        if wait is None:
+            self.faults["rate_limit"] += 1
+            return False
+        await asyncio.sleep(wait)
+        return True
+
+    def _patience(self) -> float | None:
+        """Seconds after which to ask another endpoint too: the 95th percentile of late; None where that is not wanted or known."""
+        if not self._settings.hedge or len(self._times) < _ENOUGH_TIMES:
+            return None
+        return sorted(self._times)[int(0.95 * len(self._times))]
+
+    def _probe(self) -> None:
+        """Try endpoints that were left alone for long enough, beside the requests."""
+        for endpoint in self._pool.due():
+            if endpoint not in self._probing:
+                self._probing[endpoint] = asyncio.create_task(self._probe_one(endpoint))
+
+    async def _probe_one(self, endpoint: Endpoint) -> None:
+        try:
+            info = await read_info(self._transport, endpoint.url, seconds=_PROBE_SECONDS)
+            well = judges_of(info, self._settings.rewards) == self._expected.judges
+            if not well:
+                _LOG.warning("%s judges by something else than when this run began; it is not asked", endpoint.url)
+        except Fault:
+            well = False
+        self._pool.probed(endpoint, well=well)
+        del self._probing[endpoint]
+
+
+def _believed(reply: bytes, ids: Sequence[str], expected: Expected) -> dict[str, Answer]:
+    try:
+        return read_reply(reply, ids, expected)
+    except BadReply as bad:
+        raise Fault(str(bad)) from None
+
+
+def _pause(key: str, rounds: int) -> float:
+    """Uniform between 0 and twice as much each time (full jitter)."""
+    draw = torch.rand((), generator=generator("remote", "pause", key, rounds)).item()
+    return draw * min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** min(rounds, 16))

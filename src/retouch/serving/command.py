@@ -1,0 +1,76 @@
+"""``retouch serve``: from its arguments to the supervisor's settings."""
+
+import argparse
+import dataclasses
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from retouch.runs.recipe_errors import nearest
+
+TOKEN = "RETOUCH_TOKEN"
+
+
+def serve_command(arguments: argparse.Namespace) -> int:
+    """Serve until told to stop; the exit code. ValueError: arguments that are wrong, or the extra ``serve`` not installed."""
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f"serving needs {package}: pip install 'retouch[serve]'")
+    from retouch.serving.compat import Compat
+    from retouch.serving.limits import Limits
+    from retouch.serving.replica import Settings
+    from retouch.serving.supervisor import serve
+
+    compat = None
+    if arguments.vlm is not None:
+        weights = {"vlm_weight": arguments.vlm_weight, "ocr_weight": arguments.ocr_weight}
+        compat = Compat(vlm=arguments.vlm, ocr=arguments.ocr, **weights)
+    elif arguments.ocr is not None:
+        raise ValueError("--ocr needs --vlm COLUMN beside it: POST /score always answers a vlm_score")
+    kinds = {each.name: each.type for each in dataclasses.fields(Limits)}
+    limits = dataclasses.replace(Limits(), **read_limits(arguments.limits, kinds))
+    settings = Settings(rewards=tuple(arguments.rewards), host=arguments.host, port=arguments.port, limits=limits, compat=compat)
+    return serve(
+        settings,
+        replicas=arguments.replicas,
+        gpus=arguments.gpus,
+        logs=arguments.logs,
+        token=read_token(arguments.token_file),
+        say=print_line,
+    )
+
+
+def read_limits(words: Sequence[str], kinds: dict[str, object]) -> dict[str, Any]:
+    """``NAME=N`` words as arguments. ValueError: an unknown name, or no number."""
+    limits: dict[str, Any] = {}
+    for word in words:
+        name, _, text = word.partition("=")
+        if name not in kinds:
+            near = nearest(name, list(kinds))
+            raise ValueError(f"--limit {word}: there is no limit {name!r}{f'; did you mean {near}?' if near else ''}")
+        try:
+            limits[name] = int(text) if kinds[name] is int else float(text)
+        except ValueError:
+            raise ValueError(f"--limit {word}: {name} is a {'whole ' if kinds[name] is int else ''}number") from None
+    return limits
+
+
+def read_token(file: Path | None) -> str | None:
+    """The token, from the file or the environment, whose variable is then taken away. ValueError: empty, or no such file."""
+    given = os.environ.pop(TOKEN, None)
+    if file is not None:
+        if not file.is_file():
+            raise ValueError(f"--token-file {file}: no such file")
+        given = file.read_text(encoding="utf-8").strip()
+    if given is not None and (len(given) < 16 or not given.isascii() or not given.isprintable() or " " in given):
+        raise ValueError("the token must have at least 16 characters, without spaces: `openssl rand -hex 32` makes a good one")
+    return given
+
+
+def print_line(line: str) -> None:
+    """To standard output, at once."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

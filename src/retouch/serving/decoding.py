@@ -1,0 +1,126 @@
+"""From a request's body to samples: the schema, the sizes, and the pictures, whose headers are read before anything is decoded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from PIL import Image
+from pydantic import ValidationError
+
+from retouch.data.images import Picture, load_image, read_header
+from retouch.rewards.wire.bodies import Blob, take_apart
+from retouch.rewards.wire.refusals import Code, Refused
+from retouch.rewards.wire.schema import Batch, Item, PictureHead, TaskHead
+from retouch.serving.limits import Limits
+from retouch.types import Sample, Task
+
+_CHANNELS = {"RGB": 3, "L": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """A request's items in order: each is a sample, or the code of what is wrong with it."""
+
+    ids: tuple[str, ...]
+    samples: tuple[Sample | Code, ...]
+    rewards: tuple[str, ...] | None
+
+
+def decode(body: bytes, content_type: str, limits: Limits) -> Decoded:
+    """The samples of a request. Refused where the request as a whole cannot be used; a bad picture spoils only its own items."""
+    document, blobs = take_apart(body, content_type)
+    try:
+        batch = Batch.model_validate(document)
+    except ValidationError:
+        raise Refused("bad_batch") from None
+    if len(batch.items) > limits.info().max_items or len(batch.tasks) > len(batch.items):
+        raise Refused("too_many")
+    _check_numbers(batch, len(blobs))
+    pictures = decode_pictures(batch.pictures, blobs, limits)
+    tasks = [_task(head, pictures) for head in batch.tasks]
+    samples = tuple(_sample(item, tasks, pictures) for item in batch.items)
+    return Decoded(tuple(item.id for item in batch.items), samples, None if batch.rewards is None else tuple(batch.rewards))
+
+
+def decode_pictures(heads: Sequence[PictureHead], blobs: Sequence[Blob], limits: Limits) -> list[Image.Image | Code]:
+    """Each picture, or what is wrong with it. Refused where all together have too many pixels."""
+    sizes = [_size(head, blob, limits) for head, blob in zip(heads, blobs, strict=True)]
+    if sum(size[0] * size[1] for size in sizes if isinstance(size, tuple)) > limits.max_total_pixels:
+        raise Refused("too_large")
+    return [
+        _pixels(head, blob, size, limits) if isinstance(size, tuple) else size
+        for head, blob, size in zip(heads, blobs, sizes, strict=True)
+    ]
+
+
+def _check_numbers(batch: Batch, blobs: int) -> None:
+    """Numbers that point nowhere, ids that occur twice, pictures and tasks that nobody asked about."""
+    used = [number for item in batch.items if (number := item.picture) is not None]
+    for task in batch.tasks:
+        used += [*task.images, *(number for number in (task.mask, task.reference, task.target) if number is not None)]
+    asked = {item.task for item in batch.items}
+    if (
+        len(batch.pictures) != blobs
+        or set(used) != set(range(blobs))
+        or asked != set(range(len(batch.tasks)))
+        or len({item.id for item in batch.items}) != len(batch.items)
+    ):
+        raise Refused("bad_batch")
+
+
+def _size(head: PictureHead, blob: Blob, limits: Limits) -> tuple[int, int] | Code:
+    """(width, height), from the head or the file's own header."""
+    if head.form == "raw":
+        if head.width is None or head.height is None or len(blob) != head.width * head.height * _CHANNELS[head.mode]:
+            return "bad_picture"
+        size = head.width, head.height
+    elif head.width is not None or head.height is not None:
+        return "bad_picture"
+    else:
+        try:
+            size = read_header(Picture("picture", bytes(blob)), max_pixels=limits.max_pixels).size
+        except ValueError:
+            return "bad_picture"
+    return size if size[0] * size[1] <= limits.max_pixels else "bad_picture"
+
+
+def _pixels(head: PictureHead, blob: Blob, size: tuple[int, int], limits: Limits) -> Image.Image | Code:
+    if head.form == "raw":
+        return Image.frombytes(head.mode, size, bytes(blob))
+    try:
+        image = load_image(Picture("picture", bytes(blob)), max_pixels=limits.max_pixels)
+    except ValueError:
+        return "bad_picture"
+    # A grey picture comes back as RGB with equal channels, whose luma is the grey again.
+    return image if head.mode == "RGB" else image.convert("L")
+
+
+def _task(head: TaskHead, pictures: Sequence[Image.Image | Code]) -> Task | Code:
+    def picture(number: int | None) -> Image.Image | None:
+        if number is None:
+            return None
+        found = pictures[number]
+        if isinstance(found, str):
+            raise Refused(found)
+        return found
+
+    try:
+        return Task(
+            id=head.id,
+            instruction=head.instruction,
+            images=tuple(image for number in head.images if (image := picture(number)) is not None),
+            mask=picture(head.mask),
+            reference=picture(head.reference),
+            target=picture(head.target),
+            text=head.text,
+            tags=dict(head.tags),
+            meta=dict(head.meta),
+        )
+    except Refused as refused:
+        return refused.code
+
+
+def _sample(item: Item, tasks: Sequence[Task | Code], pictures: Sequence[Image.Image | Code]) -> Sample | Code:
+    task, image = tasks[item.task], None if item.picture is None else pictures[item.picture]
+    if isinstance(task, str):
+        return task
+    return image if isinstance(image, str) else Sample(task, image)

@@ -1,0 +1,52 @@
+"""One call of a reward on a batch, with whatever goes wrong in it kept to the samples that it went wrong for."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TypeAlias
+
+import torch
+
+from retouch.rewards.wire.refusals import Code
+from retouch.rewards.wire.replies import within
+from retouch.serving.hosted import Hosted
+from retouch.types import Sample, Scores
+
+Verdict: TypeAlias = Mapping[str, float | None] | Code
+Call: TypeAlias = Callable[[Sequence[Sample]], "Future[Scores]"]
+
+_LOG = logging.getLogger("retouch.serving")
+
+
+def judge(hosted: Hosted, samples: Sequence[Sample], *, call: Call) -> list[Verdict]:
+    """Each sample's columns under their public names (None: could not be judged), or the code of what went wrong.
+
+    Where the reward raises, the batch is halved until the samples at fault stand alone. ``call`` runs the reward.
+    """
+    future = call(samples)
+    error = future.exception()
+    if error is None:
+        return _checked(hosted, future.result(), len(samples))
+    if len(samples) == 1:
+        _LOG.error("reward %s failed on task %r", hosted.name, samples[0].task.id[:200], exc_info=error)
+        return ["reward_failed"]
+    half = len(samples) // 2
+    return judge(hosted, samples[:half], call=call) + judge(hosted, samples[half:], call=call)
+
+
+def _checked(hosted: Hosted, scores: Scores, count: int) -> list[Verdict]:
+    """The scores by sample; a whole batch is refused for a wrong shape, a sample for a value outside its range."""
+    rows: list[dict[str, float | None]] = [{} for _ in range(count)]
+    wrong: set[int] = set()
+    for name, column in hosted.reward.columns.items():
+        given = scores.get(name) if isinstance(scores, dict) else None
+        if not isinstance(given, torch.Tensor) or tuple(given.shape) != (count,):
+            _LOG.error("reward %s: column %r is not a tensor of %d scores", hosted.name, name, count)
+            return ["reward_disagrees"] * count
+        for row, value in enumerate(given.detach().float().cpu().tolist()):
+            missing = value != value
+            rows[row][hosted.public[name]] = None if missing else value
+            if not missing and not within(value, column):
+                _LOG.error("reward %s: column %r gave %r, outside %r to %r", hosted.name, name, value, column.low, column.high)
+                wrong.add(row)
+    return ["reward_disagrees" if row in wrong else verdict for row, verdict in enumerate(rows)]

@@ -1,0 +1,56 @@
+"""Reading a request: whether there is room, its headers, and its body, which is never larger in memory than is allowed."""
+
+import asyncio
+import math
+import re
+import secrets
+
+from starlette.requests import ClientDisconnect, Request
+
+from retouch.rewards.wire.refusals import Refused
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+async def read_body(request: Request, *, max_bytes: int, seconds: float) -> bytes:
+    """The body. Refused: compressed, longer than allowed (by its header, or as it comes), or too slow."""
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise Refused("unsupported")
+    stated = request.headers.get("content-length", "0")
+    if not stated.isascii() or not stated.isdigit() or len(stated) > 18:
+        raise Refused("bad_body")
+    if int(stated) > max_bytes:
+        raise Refused("too_large")
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in request.stream():
+                size += len(part)
+                if size > max_bytes:
+                    raise Refused("too_large")
+                parts.append(part)
+    except TimeoutError:
+        raise Refused("too_slow") from None
+    except ClientDisconnect:
+        raise Refused("bad_body") from None
+    return b"".join(parts)
+
+
+def read_deadline(request: Request, *, longest: float) -> float:
+    """Seconds from now by ``X-Deadline-Seconds``, at most ``longest``, which also stands where there is none."""
+    stated = request.headers.get("x-deadline-seconds")
+    if stated is None:
+        return longest
+    try:
+        seconds = float(stated)
+    except ValueError:
+        raise Refused("bad_deadline") from None
+    if not math.isfinite(seconds) or seconds <= 0:
+        raise Refused("bad_deadline")
+    return min(seconds, longest)
+
+
+def request_id(stated: str | None) -> str:
+    """The caller's own id where it has a harmless form, or a new one."""
+    return stated if stated is not None and _REQUEST_ID.fullmatch(stated) else secrets.token_hex(8)

@@ -1,0 +1,85 @@
+"""A real reward server on loopback, on a thread of the test's process."""
+
+import io
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import uvicorn
+from PIL import Image
+
+from retouch.core.random import generator
+from retouch.rewards.wire.bodies import BodyForm, put_together
+from retouch.rewards.wire.packing import pack
+from retouch.rewards.wire.pictures import Encoding
+from retouch.serving.app import build_app
+from retouch.serving.compat import Compat
+from retouch.serving.hosted import Hosted, build, read_orders
+from retouch.serving.limits import Limits
+from retouch.serving.metrics import Metrics
+from retouch.serving.service import Service
+from retouch.types import Sample, Task
+
+LIMITS = Limits(window=0.001)
+
+
+@dataclass(frozen=True)
+class Live:
+    url: str
+    service: Service
+    server: uvicorn.Server
+
+
+@contextmanager
+def live(*rewards: str | Hosted, limits: Limits = LIMITS, token: str | None = None, compat: Compat | None = None) -> Iterator[Live]:
+    words = [each for each in rewards if isinstance(each, str)]
+    orders = read_orders(words)
+    hosted = [*(build(order, sole=len(rewards) == 1) for order in orders), *(each for each in rewards if isinstance(each, Hosted))]
+    service = Service(hosted, limits, Metrics())
+    config = uvicorn.Config(build_app(service, token=token, compat=compat), port=0, log_config=None, access_log=False, ws="none")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield Live(f"http://127.0.0.1:{port}", service, server)
+    finally:
+        server.should_exit = True
+        thread.join(timeout=30)
+        assert not thread.is_alive()
+
+
+def host(reward: object, name: str = "digest") -> Hosted:
+    """An object as a server hosts it."""
+    return Hosted(name, reward, {column: column for column in reward.columns}, f"fingerprint-{name}")
+
+
+def picture(number: int, *, size: tuple[int, int] = (24, 24), mode: str = "RGB") -> Image.Image:
+    """Noise, another one for each number."""
+    pixels = torch.randint(256, (size[1], size[0], 3), generator=generator("test picture", number), dtype=torch.uint8)
+    return Image.fromarray(pixels.numpy()).convert(mode)
+
+
+def samples_of(count: int, *, group: int = 4, **task: object) -> list[Sample]:
+    """Samples in groups that share a task with a source picture."""
+    tasks = [Task(id=f"task/{k}" + "x" * (k % 2), instruction="make it red", images=(picture(1000 + k),)) for k in range(count)]
+    return [Sample(replace(tasks[row // group], **task), picture(row)) for row in range(count)]
+
+
+def body_of(samples: Sequence[Sample], *, form: BodyForm = "multipart", encoding: Encoding = "raw") -> tuple[bytes, dict[str, str]]:
+    """A request's body and headers; ids are "0", "1", ..."""
+    document, blobs = pack(samples, [str(row) for row in range(len(samples))], encoding=encoding)
+    body, kind = put_together(document, blobs, form)
+    return body, {"Content-Type": kind}
+
+
+def png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()

@@ -1,0 +1,53 @@
+"""Rewards to be served in tests: one whose scores prove which picture they belong to, and some with faults."""
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from retouch.types import Column, Sample, Scores
+
+
+def digest_score(sample: Sample) -> float:
+    """Between 0 and 1, another one for every picture and task."""
+    assert sample.image is not None
+    what = f"{sample.task.id} {sample.image.mode} {sample.image.size}".encode() + sample.image.tobytes()
+    value = int.from_bytes(hashlib.sha256(what).digest()[:3], "big") / 2**24
+    return float(torch.tensor(value, dtype=torch.float32))
+
+
+class Digest:
+    """Scores that prove what was judged. ``base`` and ``each``: seconds that a call costs, and each sample in it."""
+
+    columns: Mapping[str, Column] = {"digest": Column(0.0, 1.0), "odd": Column(0.0, 1.0, diagnostic=True)}
+
+    def __init__(self, base: float = 0.0, each: float = 0.0) -> None:
+        self.base, self.each = base, each
+        self.sizes: list[int] = []
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        self.sizes.append(len(samples))
+        if self.base or self.each:
+            time.sleep(self.base + self.each * len(samples))
+        scores = [digest_score(sample) for sample in samples]
+        odd = [1.0 if len(sample.task.id) % 2 else float("nan") for sample in samples]
+        return {"digest": torch.tensor(scores), "odd": torch.tensor(odd)}
+
+
+class FailsOnText(Digest):
+    """Raises, lies or cannot tell where the task's text says so."""
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        scores = super().__call__(samples)
+        for row, sample in enumerate(samples):
+            match sample.task.text:
+                case "raise":
+                    raise RuntimeError(f"secret-of-the-server {sample.task.id}")
+                case "lie":
+                    scores["digest"][row] = 7.0
+                case "unknown":
+                    scores["digest"][row] = float("nan")
+        if any(sample.task.text == "short" for sample in samples):
+            return {"digest": scores["digest"][:-1], "odd": scores["odd"]}
+        return scores

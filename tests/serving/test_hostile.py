@@ -1,0 +1,327 @@
+"""Payloads of strangers: each is refused with a 4xx and a fixed text, costs little memory, and the server goes on."""
+
+import base64
+import gzip
+import io
+import json
+import re
+import resource
+import socket
+import struct
+import sys
+import zlib
+from collections.abc import Callable, Iterator
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from PIL import Image
+
+from live_server import Live, body_of, host, live, picture, png, samples_of
+from retouch.rewards.wire.bodies import put_together
+from retouch.rewards.wire.refusals import TEXTS
+from retouch.serving.compat import Compat
+from retouch.serving.limits import Limits
+from served_rewards import Digest
+
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
+LIMITS = Limits(window=0.0, max_items=64, max_pixels=2**20, max_total_pixels=2**22, max_body_bytes=8 * 2**20, body_seconds=1.0)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live(host(Digest()), limits=LIMITS, compat=Compat(vlm="digest")) as live_server:
+        yield live_server
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def bomb(side: int, *, depth: int = 8, colour: int = 2) -> bytes:
+    """A PNG of side x side black pixels."""
+    rows = zlib.compressobj(9)
+    channels = {0: 1, 2: 3}[colour]
+    data = b"".join(rows.compress(bytes(1 + side * channels * depth // 8)) for _ in range(min(side, 64))) + rows.flush()
+    header = struct.pack(">IIBBBBB", side, side, depth, colour, 0, 0, 0)
+    return SIGNATURE + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+
+def with_text_bomb() -> bytes:
+    whole = png(picture(0))
+    text = chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(64 * 2**20), 9))
+    return whole[:33] + text + whole[33:]
+
+
+def animated(format: str) -> bytes:
+    buffer = io.BytesIO()
+    picture(0).save(buffer, format, save_all=True, append_images=[picture(1), picture(2)])
+    return buffer.getvalue()
+
+
+def saved(format: str) -> bytes:
+    buffer = io.BytesIO()
+    picture(0).save(buffer, format)
+    return buffer.getvalue()
+
+
+PICTURES: dict[str, bytes] = {
+    "PNG bomb of 13000 x 13000": bomb(13000),
+    "PNG bomb of 65535 x 65535": bomb(65535),
+    "PNG that states 2^31 - 1 pixels a side": b"\x89PNG\r\n\x1a\n"
+    + chunk(b"IHDR", struct.pack(">IIBBBBB", 2**31 - 1, 2**31 - 1, 8, 2, 0, 0, 0)),
+    "PNG of no width": SIGNATURE + chunk(b"IHDR", struct.pack(">IIBBBBB", 0, 9, 8, 2, 0, 0, 0)),
+    "PNG a little too large": png(Image.new("RGB", (1025, 1024))),
+    "PNG with a text bomb": with_text_bomb(),
+    "PNG cut off": png(picture(0))[:200],
+    "PNG with a flipped byte": png(picture(0))[:60] + b"\xff" + png(picture(0))[61:],
+    "PNG that is only its signature": b"\x89PNG\r\n\x1a\n",
+    "animated PNG": animated("PNG"),
+    "animated WebP": animated("WEBP"),
+    "WebP header alone": b"RIFF\x10\x00\x00\x00WEBPVP8L",
+    "WebP that states a huge size": b"RIFF\x1a\0\0\0WEBPVP8L\x0d\0\0\0\x2f\xff\xff\xff\x0f" + bytes(8),
+    "JPEG cut off": saved("JPEG")[:300],
+    "GIF": saved("GIF"),
+    "BMP": saved("BMP"),
+    "TIFF": saved("TIFF"),
+    "ICO": saved("ICO"),
+    "PPM": saved("PPM"),
+    "SVG": b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>',
+    "PostScript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(/etc/passwd) run\n",
+    "PDF": b"%PDF-1.7\n1 0 obj <</Type /Catalog>> endobj",
+    "HTML": b"<html><body>hello</body></html>",
+    "pickle": b"\x80\x04\x95\x1e" + bytes(7) + b"\x8c\x05posix\x94\x8c\x06system\x94\x93\x94\x8c\x04true\x94\x85\x94R\x94.",
+    "ZIP": b"PK\x03\x04" + bytes(60),
+    "ELF": b"\x7fELF" + bytes(60),
+    "nothing": b"",
+    "zeros": bytes(1000),
+    "a path": b"/etc/passwd",
+    "an address": b"http://169.254.169.254/latest/meta-data/",
+}
+
+
+def refused(response: httpx.Response) -> None:
+    """A 4xx in our own words: an error of the request, or of every item."""
+    assert 400 <= response.status_code < 500, (response.status_code, response.text[:300])
+    assert not re.search(r"Traceback|File \"|0x[0-9a-f]{6,}|site-packages|\.py\b", response.text)
+    answer = response.json()
+    if "items" in answer:
+        assert {code for item in answer["items"] for code in item["errors"].values()} == {"bad_picture"}
+        assert all(item["scores"] == {} for item in answer["items"])
+    else:
+        assert answer == {"error": {"code": answer["error"]["code"], "message": TEXTS[answer["error"]["code"]][1]}}
+
+
+def post(server: Live, body: bytes | Iterator[bytes], **headers: str) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/score", content=body, headers=headers, timeout=30)
+
+
+def still_scores(server: Live) -> bool:
+    body, kind = body_of(samples_of(1))
+    return post(server, body, **kind).status_code == 200
+
+
+def batch(**changes: object) -> dict[str, object]:
+    """A batch of one item whose picture is an encoded file."""
+    whole = {
+        "version": 1,
+        "tasks": [{"id": "a", "instruction": "b"}],
+        "items": [{"id": "x", "task": 0, "picture": 0}],
+        "pictures": [{"form": "encoded"}],
+    }
+    return {**whole, **changes}
+
+
+def send(server: Live, document: object, *blobs: bytes) -> httpx.Response:
+    text = document if isinstance(document, bytes) else json.dumps(document).encode()
+    body, kind = put_together(text, blobs, "multipart")
+    return post(server, body, **{"Content-Type": kind})
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures(server: Live, name: str) -> None:
+    refused(send(server, batch(), PICTURES[name]))
+    text = base64.b64encode(PICTURES[name]).decode()
+    refused(httpx.post(f"{server.url}/score", json={"image": text, "prompt": "x"}, timeout=30))
+
+
+GOOD = png(picture(0))
+RAW = {"form": "raw", "mode": "RGB", "width": 4, "height": 4}
+ITEM = {"id": "x", "task": 0, "picture": 0}
+TASK = {"id": "a", "instruction": "b"}
+DOCUMENTS: dict[str, object] = {
+    "raw pixels of another size": batch(pictures=[RAW]),
+    "raw pixels of a negative size": batch(pictures=[{**RAW, "width": -4}]),
+    "raw pixels without a size": batch(pictures=[{"form": "raw"}]),
+    "raw pixels of a huge size": batch(pictures=[{**RAW, "width": 65535, "height": 65535}]),
+    "an unknown mode": batch(pictures=[{**RAW, "mode": "I;16"}]),
+    "an unknown form": batch(pictures=[{"form": "url"}]),
+    "a picture by address": batch(pictures=[{"form": "encoded", "url": "http://127.0.0.1/"}]),
+    "a picture by path": batch(pictures=[{"form": "encoded", "path": "/etc/passwd"}]),
+    "a picture number beyond the end": batch(items=[{**ITEM, "picture": 1}]),
+    "a negative picture number": batch(items=[{**ITEM, "picture": -1}]),
+    "a picture number that is a text": batch(items=[{**ITEM, "picture": "0"}]),
+    "a task number beyond the end": batch(items=[{**ITEM, "task": 9}]),
+    "a task that nobody asks about": batch(tasks=[TASK, TASK]),
+    "more pictures stated than sent": batch(pictures=[{"form": "encoded"}] * 2),
+    "an id twice": batch(items=[ITEM, ITEM]),
+    "an id of strange letters": batch(items=[{**ITEM, "id": "ü\u202e"}]),
+    "an id with a line break": batch(items=[{**ITEM, "id": "a\nb"}]),
+    "an id of great length": batch(items=[{**ITEM, "id": "a" * 129}]),
+    "an id that is empty": batch(items=[{**ITEM, "id": ""}]),
+    "an id that is a number": batch(items=[{**ITEM, "id": 7}]),
+    "no items": batch(items=[]),
+    "too many items": batch(items=[{**ITEM, "id": str(k)} for k in range(65)]),
+    "an unknown key": batch(extra=1),
+    "an unknown key in a task": batch(tasks=[{**TASK, "__class__": "os.system"}]),
+    "an unknown reward": batch(rewards=["nobody"]),
+    "a reward's name that is a path": batch(rewards=["../../etc/passwd"]),
+    "another version": batch(version=2),
+    "an instruction that is a list": batch(tasks=[{**TASK, "instruction": ["b"]}]),
+    "tags that are numbers": batch(tasks=[{**TASK, "tags": {"a": 1}}]),
+    "a list": [],
+    "null": None,
+    "NaN": b'{"version": NaN}',
+    "Infinity": json.dumps(batch()).encode().replace(b'"instruction": "b"', b'"instruction": "b", "meta": {"a": Infinity}'),
+    "a number of 5000 digits": b'{"version": ' + b"9" * 5000 + b"}",
+    "lists 100000 deep": b"[" * 100_000,
+    "objects 50000 deep": b'{"a":' * 50_000,
+    "a meta 5000 deep": json.dumps(batch()).encode().replace(b'"b"', b'"b", "meta": {"a": ' + b"[" * 5000 + b"]" * 5000 + b"}"),
+    "a million small objects": b"[" + b"{}," * 1_000_000 + b"{}]",
+    "text that is no UTF-8": b'{"version": "\xff\xfe"}',
+    "UTF-16": json.dumps(batch()).encode("utf-16"),
+    "JSON cut off": json.dumps(batch()).encode()[:-9],
+    "two documents": json.dumps(batch()).encode() * 2,
+    "nothing": b"",
+    "pickle": PICTURES["pickle"],
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_documents(server: Live, name: str) -> None:
+    refused(send(server, DOCUMENTS[name], GOOD))
+
+
+def forever() -> Iterator[bytes]:
+    for _ in range(1000):
+        yield bytes(2**20)
+
+
+M = "multipart/form-data; boundary=b"
+BODIES: dict[str, tuple[Callable[[], bytes | Iterator[bytes]], dict[str, str]]] = {
+    "no content type": (lambda: b"x", {}),
+    "pickle by type": (lambda: PICTURES["pickle"], {"Content-Type": "application/octet-stream"}),
+    "python by type": (lambda: PICTURES["pickle"], {"Content-Type": "application/x-python-pickle"}),
+    "a gzip bomb": (lambda: gzip.compress(bytes(2**26)), {"Content-Type": "application/json", "Content-Encoding": "gzip"}),
+    "an unknown encoding": (lambda: b"{}", {"Content-Type": "application/json", "Content-Encoding": "br"}),
+    "a body that says it is too long": (lambda: bytes(9 * 2**20), {"Content-Type": M}),
+    "a body that is too long without saying": (forever, {"Content-Type": M}),
+    "no boundary": (lambda: b"--b\r\n", {"Content-Type": "multipart/form-data"}),
+    "an empty boundary": (lambda: b"--\r\n", {"Content-Type": "multipart/form-data; boundary="}),
+    "another boundary": (lambda: b"--c\r\n\r\n--c--", {"Content-Type": M}),
+    "a part without an end": (lambda: b'--b\r\nContent-Disposition: form-data; name="batch"\r\n\r\n{}', {"Content-Type": M}),
+    "a part without a name": (lambda: b"--b\r\nContent-Disposition: form-data\r\n\r\n{}\r\n--b--", {"Content-Type": M}),
+    "a part of another name": (
+        lambda: b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\n{}\r\n--b--',
+        {"Content-Type": M},
+    ),
+    "a part with a long head": (lambda: b"--b\r\n" + b"X: y\r\n" * 9999 + b"\r\n\r\n{}\r\n--b--", {"Content-Type": M}),
+    "the batch twice": (
+        lambda: b'--b\r\nContent-Disposition: form-data; name="batch"\r\n\r\n{}\r\n' * 2 + b"--b--",
+        {"Content-Type": M},
+    ),
+    "the picture 9999": (
+        lambda: put_together(b"{}", [b"a"], "multipart")[0].replace(b"picture-0", b"picture-9999"),
+        {"Content-Type": M},
+    ),
+    "a million boundaries": (lambda: b"--b\r\n" * 1_000_000, {"Content-Type": M}),
+    "msgpack of nested lists": (lambda: b"\x91" * 100_000, {"Content-Type": "application/msgpack"}),
+    "msgpack of a huge length": (lambda: b"\x82\xa5batch\xc6\xff\xff\xff\xff", {"Content-Type": "application/msgpack"}),
+    "msgpack of a huge map": (lambda: b"\xdf\xff\xff\xff\xff", {"Content-Type": "application/msgpack"}),
+    "msgpack with an extension": (lambda: b"\x82\xa5batch\xc7\x10\x00", {"Content-Type": "application/msgpack"}),
+    "msgpack with more behind": (lambda: put_together(b"{}", [], "msgpack")[0] + b"x", {"Content-Type": "application/msgpack"}),
+    "msgpack cut off": (lambda: put_together(b"{}", [b"abc"], "msgpack")[0][:-1], {"Content-Type": "application/msgpack"}),
+    "JSON without pictures": (lambda: b'{"batch": {}}', {"Content-Type": "application/json"}),
+    "JSON with base64 that is none": (lambda: b'{"batch": {}, "pictures": ["&&&"]}', {"Content-Type": "application/json"}),
+    "JSON with numbers as pictures": (lambda: b'{"batch": {}, "pictures": [1]}', {"Content-Type": "application/json"}),
+    "JSON of a million lists": (lambda: b"[" + b"[]," * 1_000_000 + b"1]", {"Content-Type": "application/json"}),
+    "a deadline in the past": (lambda: b"{}", {"Content-Type": "application/json", "X-Deadline-Seconds": "-1"}),
+    "a deadline that is no number": (lambda: b"{}", {"Content-Type": "application/json", "X-Deadline-Seconds": "soon"}),
+    "a deadline that is NaN": (lambda: b"{}", {"Content-Type": "application/json", "X-Deadline-Seconds": "nan"}),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies(server: Live, name: str) -> None:
+    make, headers = BODIES[name]
+    refused(post(server, make(), **headers))
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"image": 7, "prompt": "x"}',
+        b'{"image": "%%%", "prompt": "x"}',
+        b'{"image": "", "prompt": "x", "y": 1}',
+    ],
+)
+def test_the_seeds_page(server: Live, document: bytes) -> None:
+    refused(httpx.post(f"{server.url}/score", content=document))
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/v1/score"), ("GET", "/../../etc/passwd"), ("POST", "/v1/reload"), ("PUT", "/score")]
+)
+def test_other_pages(server: Live, method: str, path: str) -> None:
+    refused(httpx.request(method, server.url + path))
+
+
+def exchange(server: Live, data: bytes) -> bytes:
+    """What comes back for these bytes on a connection of their own."""
+    address = urlsplit(server.url)
+    with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
+        connection.sendall(data)
+        came = b""
+        while part := connection.recv(65536):
+            came += part
+            if b"\r\n\r\n" in came:
+                break
+    return came
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"POST /v1/score HTTP/1.1\r\nHost: a\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/score HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
+        b"POST /v1/score HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"POST /v1/score HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{",
+    ],
+    ids=["TLS", "negative length", "two lengths", "bad chunk", "HTTP/9.9", "long path", "slow body"],
+)
+def test_broken_requests(server: Live, data: bytes) -> None:
+    answer = exchange(server, data)
+    assert answer.startswith(b"HTTP/1.1 4"), answer[:200]
+    assert b"Traceback" not in answer
+
+
+def test_after_all_of_it_the_server_scores_and_is_no_larger(server: Live) -> None:
+    assert still_scores(server)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for name in PICTURES:
+        send(server, batch(), PICTURES[name])
+    for document in DOCUMENTS.values():
+        send(server, document, GOOD)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown * (1 if sys.platform == "darwin" else 1024) < 100e6
+    assert still_scores(server)
+
+
+def test_there_are_sixty_and_more() -> None:
+    assert len(PICTURES) + len(DOCUMENTS) + len(BODIES) >= 60

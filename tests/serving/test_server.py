@@ -1,0 +1,339 @@
+"""The reward server: what it answers, whom it lets in, how it batches, refuses, drains and reloads."""
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from starlette.routing import Route
+
+from live_server import LIMITS, Live, body_of, host, live, picture, png, samples_of
+from retouch.playground.judge import PlaygroundJudge
+from retouch.playground.tasks import PlaygroundTasks
+from retouch.rewards.wire.bodies import BodyForm
+from retouch.rewards.wire.info import Info
+from retouch.rewards.wire.replies import Expected, read_reply
+from retouch.serving.compat import Compat
+from retouch.serving.hosted import build, fingerprint, read_orders
+from retouch.serving.limits import Limits
+from retouch.types import Sample
+from served_rewards import Digest, FailsOnText, digest_score
+
+TOKEN = "a-token-of-enough-characters"
+
+
+@pytest.fixture(scope="module")
+def digest() -> Iterator[Live]:
+    with live(host(FailsOnText()), compat=Compat(vlm="digest", ocr="odd", vlm_weight=0.5, ocr_weight=2.0)) as server:
+        yield server
+
+
+def ask(server: Live, samples: list[Sample], *, form: BodyForm = "multipart", **headers: str) -> httpx.Response:
+    body, kind = body_of(samples, form=form)
+    return httpx.post(f"{server.url}/v1/score", content=body, headers={**kind, **headers}, timeout=30)
+
+
+def scores_of(response: httpx.Response, column: str = "digest") -> list[float | None]:
+    assert response.status_code == 200, response.text
+    return [item["scores"].get(column) for item in response.json()["items"]]
+
+
+@pytest.mark.parametrize("form", ["multipart", "msgpack", "json"])
+def test_every_form_is_scored_by_item(digest: Live, form: BodyForm) -> None:
+    samples = samples_of(9)
+    response = ask(digest, samples, form=form)
+    assert scores_of(response) == [digest_score(sample) for sample in samples]
+    assert scores_of(response, "odd") == [1.0 if len(sample.task.id) % 2 else None for sample in samples]
+    assert [item["id"] for item in response.json()["items"]] == [str(row) for row in range(9)]
+
+
+def test_a_recipes_reward_gives_the_same_numbers_through_the_wire() -> None:
+    tasks = PlaygroundTasks(seed=0, count=6, complexity=[1, 2, 3], split="train")
+    samples = [Sample(task, task.images[0] if row % 2 else task.target) for row, task in enumerate(tasks)]
+    judge = PlaygroundJudge()
+    with live("playground") as server:
+        body, kind = body_of(samples, encoding="webp")
+        reply = httpx.post(f"{server.url}/v1/score", content=body, headers=kind).content
+        info = Info.model_validate_json(httpx.get(f"{server.url}/v1/info").content)
+    judges = {"playground": info.rewards[0].fingerprint}
+    expected = Expected(judge.columns, dict.fromkeys(judge.columns, "playground"), judges)
+    answers = read_reply(reply, [str(row) for row in range(6)], expected)
+    for name, column in judge(samples).items():
+        given = torch.tensor([answers[str(row)].scores[name] for row in range(6)])
+        torch.testing.assert_close(given, column, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_bad_picture_spoils_its_own_item_only(digest: Live) -> None:
+    samples = samples_of(3)
+    body, kind = body_of(samples, encoding="webp")
+    response = httpx.post(f"{digest.url}/v1/score", content=spoiled(body), headers=kind)
+    items = response.json()["items"]
+    assert [item["errors"] for item in items] == [{"digest": "bad_picture"}, {}, {}]
+    assert [item["scores"].get("digest") for item in items] == [None, *map(digest_score, samples[1:])]
+
+
+def spoiled(body: bytes) -> bytes:
+    """With the first sample's picture (number 1, after the source) damaged."""
+    start = body.index(b'name="picture-1"')
+    place = body.index(b"WEBP", start)
+    return body[:place] + b"WEBQ" + body[place + 4 :]
+
+
+@pytest.mark.parametrize(
+    ("text", "scores", "errors"),
+    [("raise", {}, {"digest": "reward_failed"}), ("lie", {}, {"digest": "reward_disagrees"}), ("unknown", {"digest": None}, {})],
+)
+def test_a_reward_that_fails_on_one_sample_scores_the_others(
+    digest: Live, text: str, scores: dict[str, None], errors: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    samples = [*samples_of(5), *samples_of(1, text=text), *samples_of(2)]
+    response = ask(digest, samples)
+    items = response.json()["items"]
+    assert [items[row]["scores"]["digest"] for row in (0, 1, 2, 3, 4, 6, 7)] == [
+        digest_score(samples[row]) for row in (0, 1, 2, 3, 4, 6, 7)
+    ]
+    assert items[5]["errors"] == errors
+    assert items[5]["scores"].items() >= scores.items()
+    assert "secret-of-the-server" not in response.text
+
+
+def test_a_reward_of_the_wrong_shape_gives_no_number(digest: Live) -> None:
+    response = ask(digest, samples_of(2, text="short"))
+    assert [item["scores"] for item in response.json()["items"]] == [{}, {}]
+    assert {code for item in response.json()["items"] for code in item["errors"].values()} == {"reward_disagrees"}
+
+
+def test_info_says_what_judges_and_how_much_is_taken(digest: Live) -> None:
+    info = httpx.get(f"{digest.url}/v1/info").json()
+    assert info["rewards"][0]["columns"]["odd"] == {"low": 0.0, "high": 1.0, "diagnostic": True}
+    assert info["limits"]["max_items"] == LIMITS.max_items
+
+
+def test_several_rewards_answer_under_their_names_and_one_alone_when_asked() -> None:
+    with live(host(Digest()), "a=share:red", "b=share:blue") as server:
+        body, kind = body_of(samples_of(2))
+        both = httpx.post(f"{server.url}/v1/score", content=body, headers=kind).json()
+        assert set(both["items"][0]["scores"]) == {"digest", "odd", "a/share", "b/share"}
+        one = httpx.post(f"{server.url}/v1/score", content=body.replace(b'{"tasks"', b'{"rewards": ["b"], "tasks"'), headers=kind)
+        assert set(one.json()["items"][0]["scores"]) == {"b/share"}
+        assert set(one.json()["judges"]) == {"b"}
+        none = httpx.post(f"{server.url}/v1/score", content=body.replace(b'{"tasks"', b'{"rewards": ["c"], "tasks"'), headers=kind)
+        assert (none.status_code, none.json()["error"]["code"]) == (422, "bad_batch")
+
+
+def test_the_seeds_page_answers_three_numbers_or_a_true_error(digest: Live) -> None:
+    import base64
+
+    image = base64.b64encode(png(picture(0))).decode()
+    good = httpx.post(f"{digest.url}/score", json={"image": image, "prompt": "make it red", "source_image": image})
+    vlm = good.json()["vlm_score"]
+    assert good.status_code == 200
+    assert good.json() == {"vlm_score": vlm, "ocr_confidence": 1.0, "combined_score": 0.5 * vlm + 2.0}
+    bad = httpx.post(f"{digest.url}/score", json={"image": image[:40], "prompt": "x"})
+    assert (bad.status_code, bad.json()["error"]["code"]) == (422, "bad_picture")
+    failed = httpx.post(f"{digest.url}/score", json={"image": image, "prompt": "x", "text": "raise"})
+    assert (failed.status_code, failed.json()["error"]["code"]) == (500, "reward_failed")
+    unknown = httpx.post(f"{digest.url}/score", json={"image": image, "prompt": "x", "text": "unknown"})
+    assert unknown.status_code == 500
+
+
+def test_the_seeds_page_without_columns_is_not_there() -> None:
+    with live("share:red") as server:
+        answer = httpx.post(f"{server.url}/score", json={"image": "", "prompt": ""})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_configured")
+
+
+def test_without_its_token_only_the_health_pages_answer() -> None:
+    with live("share:red", token=TOKEN) as server:
+        pages = {route.path for route in server.server.config.app._app.routes if isinstance(route, Route)}
+        assert len(pages) >= 8
+        for page in pages:
+            for headers in ({}, {"Authorization": f"Bearer {TOKEN}x"}, {"Authorization": f"Basic {TOKEN}"}, {"Authorization": "ü"}):
+                raw = {name: value.encode("latin-1") for name, value in headers.items()}
+                for method in ("GET", "POST"):
+                    status = httpx.request(method, server.url + page, headers=raw).status_code
+                    assert (status == 401) is (page not in ("/livez", "/readyz")), page
+        assert httpx.get(f"{server.url}/v1/info", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
+
+
+def test_openapi_names_the_pages_and_the_schema(digest: Live) -> None:
+    document = httpx.get(f"{digest.url}/openapi.json").json()
+    assert {"/v1/score", "/v1/info", "/score", "/livez", "/readyz", "/metrics"} <= set(document["paths"])
+    forms = document["paths"]["/v1/score"]["post"]["requestBody"]["content"]
+    assert set(forms) == {"multipart/form-data", "application/msgpack", "application/json"}
+
+
+def test_a_request_keeps_its_id_and_gets_one_where_it_has_none(digest: Live) -> None:
+    given = httpx.get(f"{digest.url}/livez", headers={"X-Request-Id": "run-7"})
+    assert given.headers["x-request-id"] == "run-7"
+    made = [httpx.get(f"{digest.url}/livez", headers={"X-Request-Id": "a b"}).headers["x-request-id"] for _ in range(2)]
+    assert "a b" not in made
+    assert made[0] != made[1]
+
+
+def test_metrics_count_what_was_done() -> None:
+    with live(host(Digest())) as server:
+        ask(server, samples_of(5))
+        text = httpx.get(f"{server.url}/metrics").text
+    assert 'retouch_items_total{outcome="scored",reward="digest"} 5.0' in text
+    assert 'retouch_requests_total{page="/v1/score",status="200"} 1.0' in text
+    assert "retouch_batch_items_bucket" in text
+
+
+def test_requests_of_many_callers_share_batches() -> None:
+    reward = Digest(base=0.05)
+    with live(host(reward), limits=Limits(window=0.02, max_batch=16)) as server:
+        groups = [samples_of(4, instruction=f"caller {k}") for k in range(12)]
+        with ThreadPoolExecutor(12) as callers:
+            responses = list(callers.map(lambda samples: ask(server, samples), groups))
+    for samples, response in zip(groups, responses, strict=True):
+        assert scores_of(response) == [digest_score(sample) for sample in samples]
+    assert sum(reward.sizes) == 48
+    assert 8 < max(reward.sizes) <= 16
+    assert len(reward.sizes) <= 8
+
+
+class Held(Digest):
+    """Judges when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, samples: list[Sample]) -> dict[str, torch.Tensor]:
+        self.begun.set()
+        assert self.go.wait(timeout=30)
+        return super().__call__(samples)
+
+
+def test_a_full_queue_says_when_to_come_again_and_the_pages_answer_meanwhile() -> None:
+    reward = Held()
+    with live(host(reward), limits=Limits(window=0.0, max_batch=4, max_queue=4)) as server, ThreadPoolExecutor(1) as other:
+        first = other.submit(ask, server, samples_of(4))
+        assert reward.begun.wait(timeout=30)
+        full = ask(server, samples_of(1))
+        assert (full.status_code, full.json()["error"]["code"]) == (429, "busy")
+        assert int(full.headers["retry-after"]) >= 1
+        assert httpx.get(f"{server.url}/readyz").status_code == 503
+        assert httpx.get(f"{server.url}/livez").status_code == 200
+        reward.go.set()
+        assert None not in scores_of(first.result())
+        assert httpx.get(f"{server.url}/readyz").status_code == 200
+
+
+def test_a_deadline_that_passed_is_an_error_and_its_samples_are_not_judged() -> None:
+    reward = Held()
+    with live(host(reward), limits=Limits(window=0.0, max_batch=4)) as server, ThreadPoolExecutor(1) as other:
+        first = other.submit(ask, server, samples_of(4))
+        assert reward.begun.wait(timeout=30)
+        late = ask(server, samples_of(3), **{"X-Deadline-Seconds": "0.05"})
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline")
+        reward.go.set()
+        first.result()
+        ask(server, samples_of(2))
+    assert reward.sizes == [4, 2]
+
+
+def test_what_is_in_hand_is_answered_while_draining_and_what_is_new_is_refused() -> None:
+    reward = Held()
+    with live(host(reward)) as server, ThreadPoolExecutor(32) as callers:
+        waiting = [callers.submit(ask, server, samples_of(1)) for _ in range(32)]
+        assert reward.begun.wait(timeout=30)
+        while server.service._requests < 32:
+            time.sleep(0.01)
+        server.service.draining = True
+        refused = ask(server, samples_of(1))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert httpx.get(f"{server.url}/readyz").status_code == 503
+        server.server.should_exit = True
+        reward.go.set()
+        assert [len(scores_of(future.result())) for future in waiting] == [1] * 32
+
+
+def test_a_reload_takes_the_new_code_and_loses_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = (
+        "import torch\nfrom retouch.types import Column\n\n\nclass Fixed:\n"
+        "    columns = {'fixed': Column(0.0, 1.0)}\n\n"
+        "    def __call__(self, samples):\n        return {'fixed': torch.full((len(samples),), VALUE)}\n"
+    )
+    file = tmp_path / "fixed_reward.py"
+    file.write_text(source.replace("VALUE", "0.25"))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    orders = read_orders(["fixed_reward:Fixed"])
+    with live("fixed_reward:Fixed") as server, ThreadPoolExecutor(4) as callers:
+        loop = asyncio.new_event_loop()
+        stop = threading.Event()
+        seen: list[tuple[float | None, str]] = []
+
+        def keep_asking() -> None:
+            while not stop.is_set():
+                response = ask(server, samples_of(2))
+                for score in scores_of(response, "fixed"):
+                    seen.append((score, response.json()["judges"]["fixed"][-1]))
+
+        asking = [callers.submit(keep_asking) for _ in range(3)]
+        old = server.service.hosted[0].fingerprint
+        file.write_text(source.replace("VALUE", "0.75"))
+        loop.run_until_complete(server.service.reload(orders))
+        new = server.service.hosted[0].fingerprint
+        while (0.75, new) not in seen:
+            time.sleep(0.01)
+        file.write_text("broken")
+        loop.run_until_complete(server.service.reload(orders))
+        assert scores_of(ask(server, samples_of(1)), "fixed") == [0.75]
+        file.write_text(source.replace("VALUE", "0.5").replace("1.0)", "2.0)"))
+        loop.run_until_complete(server.service.reload(orders))
+        assert scores_of(ask(server, samples_of(1)), "fixed") == [0.75]
+        stop.set()
+        for each in asking:
+            each.result()
+        loop.close()
+    sys.modules.pop("fixed_reward")
+    assert new != old
+    assert {score for score, _ in seen} <= {0.25, 0.75}
+    assert all(score == 0.75 for score, judge in seen if judge == new)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["plaground"], "plaground"),
+        (["photos:mauve"], "name a colour"),
+        (["share:ultraviolet"], "channel"),
+        (["share:red", "share:blue"], "two rewards are called share"),
+        (['{"kind": "photos"'], "not JSON"),
+        (['{"kind": "photos", "coluor": [1, 2, 3]}'], "coluor|colour"),
+        (["a b=share:red"], "cannot be a reward's name|kind"),
+        (["nothing.jsonnet"], "no such file"),
+    ],
+)
+def test_a_reward_that_is_named_wrongly_is_refused(words: list[str], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        read_orders(words)
+
+
+def test_a_recipes_file_names_its_reward() -> None:
+    (order,) = read_orders(["recipes/quickstart.jsonnet"])
+    assert build(order, sole=True).columns.keys() == PlaygroundJudge.columns.keys()
+
+
+def test_the_fingerprint_knows_arguments_and_is_the_same_again() -> None:
+    red, red_again, blue = (
+        build(order, sole=True).fingerprint for order in read_orders(["a=photos:red", "b=photos:#ff0000", "c=photos:blue"])
+    )
+    assert red == red_again != blue
+    assert fingerprint({}, Digest()) != fingerprint({}, FailsOnText())
+
+
+def test_limits_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_pixels 0"):
+        Limits(max_pixels=0)
+    with pytest.raises(ValueError, match="no batch would ever fill"):
+        Limits(max_batch=64, max_queue=32)

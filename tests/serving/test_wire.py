@@ -1,0 +1,161 @@
+"""The wire: what arrives is what was sent, to the bit, in every form; what cannot be read is refused."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from live_server import body_of, picture
+from retouch.rewards.wire.bodies import BodyForm, put_together, take_apart
+from retouch.rewards.wire.packing import pack
+from retouch.rewards.wire.pictures import Encoding
+from retouch.rewards.wire.refusals import Refused
+from retouch.serving.decoding import Decoded, decode
+from retouch.serving.limits import Limits
+from retouch.types import Sample, Task
+
+FORMS: list[BodyForm] = ["multipart", "msgpack", "json"]
+ENCODINGS: list[Encoding] = ["webp", "raw"]
+
+
+def full_task() -> Task:
+    return Task(
+        id="photos/ü 17",
+        instruction='make "it" 😀 red\n',
+        images=(picture(0), picture(1, size=(9, 31))),
+        mask=picture(2, mode="L"),
+        reference=picture(3),
+        target=picture(4),
+        text="open",
+        tags={"complexity": "2"},
+        meta={"scene": [1, 2.5, None, {"a": True}], "name": "é"},
+    )
+
+
+def arrived(samples: list[Sample], form: BodyForm, encoding: Encoding) -> Decoded:
+    body, headers = body_of(samples, form=form, encoding=encoding)
+    return decode(body, headers["Content-Type"], Limits())
+
+
+def same(a: Image.Image | None, b: Image.Image | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.mode == b.mode and a.size == b.size and bool((np.asarray(a) == np.asarray(b)).all())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_everything_of_a_task_arrives_to_the_bit(form: BodyForm, encoding: Encoding) -> None:
+    task = full_task()
+    sent = [
+        Sample(task, picture(5)),
+        Sample(task, None),
+        Sample(Task(id="bare", instruction=""), picture(6, mode="L")),
+    ]
+    decoded = arrived(sent, form, encoding)
+    assert decoded.ids == ("0", "1", "2")
+    for before, after in zip(sent, decoded.samples, strict=True):
+        assert isinstance(after, Sample)
+        assert same(before.image, after.image)
+        for name in ("id", "instruction", "text", "tags", "meta"):
+            assert getattr(before.task, name) == getattr(after.task, name), name
+        for name in ("mask", "reference", "target"):
+            assert same(getattr(before.task, name), getattr(after.task, name)), name
+        assert len(before.task.images) == len(after.task.images)
+        assert all(map(same, before.task.images, after.task.images))
+    first, second, _ = decoded.samples
+    assert first.task is second.task  # sent and decoded once
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("mode", ["RGBA", "P", "1", "LA", "CMYK"])
+def test_other_modes_arrive_as_a_judge_would_convert_them(mode: str, encoding: Encoding) -> None:
+    image = picture(0).convert(mode)
+    (sample,) = arrived([Sample(Task(id="a", instruction="b"), image)], "multipart", encoding).samples
+    assert isinstance(sample, Sample)
+    assert same(sample.image, image.convert("RGB"))
+
+
+def test_profiles_and_rotations_are_left_behind() -> None:
+    image = picture(0, size=(8, 4))
+    image.info["exif"] = b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06" + bytes(6)
+    image.info["icc_profile"] = b"profile"
+    (sample,) = arrived([Sample(Task(id="a", instruction="b"), image)], "multipart", "webp").samples
+    assert isinstance(sample, Sample)
+    assert same(sample.image, image)
+
+
+def test_a_picture_too_long_for_webp_still_arrives() -> None:
+    image = picture(0, size=(16400, 1))
+    (sample,) = arrived([Sample(Task(id="a", instruction="b"), image)], "multipart", "webp").samples
+    assert isinstance(sample, Sample)
+    assert same(sample.image, image)
+
+
+def test_a_group_sends_its_source_once() -> None:
+    task = replace(full_task(), mask=None, reference=None, target=None)
+    _, blobs = pack([Sample(task, picture(k)) for k in range(8)], [str(k) for k in range(8)], encoding="raw")
+    assert len(blobs) == 8 + 2
+
+
+@pytest.mark.parametrize(
+    ("meta", "says"), [({"x": float("nan")}, "NaN or an infinite number"), ({"x": (1, 2)}, r"meta\.x: .*plain JSON")]
+)
+def test_a_meta_that_is_not_json_is_the_callers_mistake(meta: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        pack([Sample(Task(id="a", instruction="b", meta=meta), None)], ["0"], encoding="raw")
+
+
+@settings(max_examples=60)
+@given(document=st.dictionaries(st.text(), st.integers()), blobs=st.lists(st.binary(max_size=70000), max_size=20))
+def test_any_bytes_come_through_every_form(document: dict[str, int], blobs: list[bytes]) -> None:
+    for form in FORMS:
+        body, kind = put_together(json.dumps(document).encode(), blobs, form)
+        parsed, pictures = take_apart(body, kind)
+        assert parsed == document
+        assert [bytes(blob) for blob in pictures] == blobs
+
+
+@settings(max_examples=300)
+@given(kind=st.sampled_from(["multipart/form-data; boundary=b", "application/msgpack", "application/json"]), data=st.data())
+def test_whatever_comes_is_read_or_refused(kind: str, data: st.DataObject) -> None:
+    body, true_kind = put_together(
+        b'{"a": 1}', [b"12", b"3" * 300], {"mu": "multipart", "ms": "msgpack", "js": "json"}[_short(kind)]
+    )
+    body = body.replace(true_kind.partition("boundary=")[2].encode() or b"\xff\xff", b"b")
+    place = data.draw(st.integers(0, len(body)))
+    changed = body[:place] + data.draw(st.binary(max_size=6)) + body[data.draw(st.integers(place, len(body))) :]
+    try:
+        document, blobs = take_apart(changed, kind)
+    except Refused:
+        return
+    assert isinstance(blobs, list)
+    json.dumps(document)
+
+
+def _short(kind: str) -> str:
+    return {"multipart": "mu", "application/msgpack": "ms", "application/json": "js"}.get(kind.partition("/form")[0], "mu")
+
+
+def test_a_general_msgpack_reader_reads_ours_and_ours_reads_its_writing() -> None:
+    msgpack = pytest.importorskip("msgpack")
+    blobs = [b"", b"a" * 200, b"b" * 70000]
+    body, kind = put_together(b'{"x":1}', blobs, "msgpack")
+    assert msgpack.unpackb(body) == {"batch": b'{"x":1}', "pictures": blobs}
+    document, pictures = take_apart(msgpack.packb({"pictures": blobs, "batch": b'{"x":1}'}), kind)
+    assert document == {"x": 1}
+    assert [bytes(blob) for blob in pictures] == blobs
+
+
+def test_httpx_writes_a_multipart_that_we_read() -> None:
+    import httpx
+
+    files = {"batch": (None, b'{"x":1}', "application/json"), "picture-0": ("a.png", b"\r\n--\x00", "image/png")}
+    request = httpx.Request("POST", "http://localhost/", files=files)
+    document, pictures = take_apart(request.read(), request.headers["content-type"])
+    assert document == {"x": 1}
+    assert [bytes(blob) for blob in pictures] == [b"\r\n--\x00"]
