@@ -25,31 +25,14 @@ from retouch.models.causal import Sight
 from retouch.models.qwen_layout import Area, fit
 from retouch.models.qwen_template import VISION, QwenTemplate
 from retouch.models.recompute import recomputing
-from retouch.types import Kind, Prompts, Task
+from retouch.models.text_grammar import WithoutVision
+from retouch.types import Prompts, Task
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")  # of the language model alone: the vision towers name theirs otherwise
 LORA_RANK, LORA_ALPHA = 32, 64
 STOP = ("<|im_end|>", "<|endoftext|>")
 Reader: TypeAlias = Qwen2VLForConditionalGeneration | Qwen2_5_VLForConditionalGeneration | Qwen3VLForConditionalGeneration
 Speaker: TypeAlias = Qwen2ForCausalLM | Qwen3ForCausalLM
-
-
-class WithoutVision:
-    """Any text: every token of the tokenizer but those that stand for pictures (a ``Grammar``; nothing is forced).
-
-    The weights have more rows than the tokenizer has tokens; those have no text and are left out too.
-    """
-
-    kinds = (Kind.TEXT_TOKEN,)
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, device: torch.device) -> None:
-        self.vocabularies = torch.arange(vocabulary, device=device)[None] < len(tokenizer)
-        named = [token for token in tokenizer.get_added_vocab() if "vision" in token or "image" in token or "video" in token]
-        self.vocabularies[:, [tokenizer.convert_tokens_to_ids(token) for token in named]] = False
-
-    def parse(self, prompts: Prompts, ids: Int[Tensor, "r k"]) -> tuple[Int[Tensor, "r k1"], Int[Tensor, "r k1"]]:
-        places = ids.new_zeros(ids.shape[0], ids.shape[1] + 1)
-        return places, places - 1
 
 
 class QwenWriter:

@@ -6,6 +6,7 @@ stored and never made from text again.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -125,12 +126,9 @@ class AutoregressivePolicy:
     def sample(self, batch: Batch) -> AutoregressiveTrajectory:
         """Write the likeliest token each time, by the averaged weights where there are any; ``log_probs`` are NaN."""
         greedy = replace(self.decoding, temperature=0.0)
-        if "average" in self.copies.copies:
-            with self.copies.using("average"):
-                prompts = self.model.encode(batch.tasks)
-                return self._trajectory(batch, prompts, CachedDecoding(self.model)(batch, prompts, greedy))
-        prompts = self.model.encode(batch.tasks)
-        return self._trajectory(batch, prompts, CachedDecoding(self.model)(batch, prompts, greedy))
+        with self.copies.using("average") if "average" in self.copies.copies else nullcontext():
+            prompts = self.model.encode(batch.tasks)
+            return self._trajectory(batch, prompts, CachedDecoding(self.model)(batch, prompts, greedy))
 
     def _trajectory(self, batch: Batch, prompts: Prompts, completion: Completion) -> AutoregressiveTrajectory:
         grammar, ids = self.model.grammar, completion.ids

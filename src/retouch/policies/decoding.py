@@ -61,7 +61,6 @@ class Completion:
 
 
 @runtime_checkable
-@runtime_checkable
 class Engine(Protocol):
     """Writes a completion for each row of a batch under the model's weights as they are now.
 
@@ -110,7 +109,7 @@ class CachedDecoding:
         uniform = uniforms(batch, longest) if decoding.temperature > 0 else None
         ids = torch.full((len(batch), longest), self.model.pad, device=group.device)
         lengths, log_probs = torch.zeros_like(group), torch.zeros(ids.shape, device=group.device)
-        rows = self._read(prompts, group)
+        rows, stop = self._read(prompts, group), torch.tensor(self.model.stop, device=group.device)
         for place in range(longest):
             numbers = rows.numbers
             chosen, logged = self._choose(rows, ids[numbers, :place], uniform, decoding)
@@ -118,7 +117,7 @@ class CachedDecoding:
             log_probs[numbers, place] = torch.where(rows.writing, logged, 0.0)
             lengths[numbers] += rows.writing
             grown = torch.cat([rows.mask, rows.writing[:, None]], dim=1)
-            rows.writing = rows.writing & ~torch.isin(chosen, torch.tensor(self.model.stop, device=group.device))
+            rows.writing = rows.writing & ~torch.isin(chosen, stop)
             left = int(rows.writing.sum())
             if left == 0 or place + 1 == longest:
                 break

@@ -1,0 +1,100 @@
+"""The loop around a writer: it learns to write what pays, and cuts, chunks and ranks change nothing."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from PIL.Image import new
+
+import tiny_loop
+import tiny_policies
+import tiny_writing
+from models import tiny_writers
+from retouch.data.sampler import assign
+from retouch.loop import Run, collect, train
+from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.runs.clock import Clock
+from retouch.runs.stepper import ReplicatedStepper
+from retouch.types import Needs
+
+GRPO = PolicyGradient(clip_low=0.2, clip_high=0.2, kl="k3", kl_weight=0.01)
+TASKS = tiny_writers.tasks(2)
+
+
+def redness(tasks, trajectory):
+    """A picture for each completion, as red as its ids are even; none for one that was cut off."""
+    return [
+        None
+        if written.cut_off
+        else new("RGB", (1, 1), (int(255 * sum(k % 2 == 0 for k in written.ids) / max(len(written.ids), 1)), 255, 0))
+        for written in trajectory.outputs
+    ]
+
+
+def run(policy, *, ranks=tiny_loop.ALONE, chunk):
+    stepper = ReplicatedStepper(policy.module, ranks, max_grad_norm=None)
+    return Run(
+        policy=policy,
+        renderer=redness,
+        judge=tiny_loop.Share(),
+        stepper=stepper,
+        ranks=ranks,
+        chunk=chunk,
+        max_missing=0.5,
+        average=lambda taken: None,
+        clock=Clock(),
+    )
+
+
+def phase(*, ranks=tiny_loop.ALONE, group_size=4, minibatches=1, **options):
+    made = tiny_loop.phase(GRPO, group_size=group_size, ranks=ranks, minibatches=minibatches, **options)
+
+    def batch(step):
+        shares = {"minibatches": minibatches, "rank": ranks.rank, "world": ranks.world}
+        return assign(seed=3, step=step, tasks=TASKS, group_size=group_size, **shares)
+
+    return replace(made, batch=batch)
+
+
+def first_gradient(policy, ranks=tiny_loop.ALONE, *, chunk=4):
+    made = run(policy, ranks=ranks, chunk=chunk)
+    ((_, _, metrics),) = train(made, phase(ranks=ranks, steps=range(1)), start=0)
+    return tiny_loop.gradient(made), metrics
+
+
+def test_it_learns_to_write_what_pays():
+    policy = tiny_writing.policy(decoding={"max_new_tokens": 4}, microbatch=32)
+    made = run(policy, chunk=32)
+    learning = phase(group_size=16, steps=range(25), learning_rate=lambda step: 0.02)
+    means = [metrics["reward/mean"] for _, _, metrics in train(made, learning, start=0)]
+    assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.1
+    collected = collect(made, learning, 99)
+    for part in policy.microbatches(collected.trajectory):
+        ratio = policy.evaluate(collected.trajectory, part, Needs()).log_ratio.exp()
+        assert (ratio - 1).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "other", [{"chunk": 3}, {"chunk": 100}, {"microbatch": 1}, {"microbatch": 8}, {"share_prompt": False}], ids=str
+)
+def test_cuts_do_not_change_the_gradient(other):
+    wanted, metrics = first_gradient(tiny_writing.policy())
+    chunk = other.get("chunk", 4)
+    found, same = first_gradient(tiny_writing.policy(**{key: value for key, value in other.items() if key != "chunk"}), chunk=chunk)
+    assert tiny_policies.distance(found, wanted) < 1e-5
+    assert same["reward/mean"] == pytest.approx(metrics["reward/mean"])
+
+
+def test_two_ranks_share_one_gradient():
+    wanted, metrics = first_gradient(tiny_writing.policy())
+    policies = [tiny_writing.policy() for _ in range(2)]
+    for found, same in tiny_loop.together(2, lambda ranks: first_gradient(policies[ranks.rank], ranks)):
+        assert tiny_policies.distance(found, wanted) < 1e-5
+        assert same == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+
+
+def test_ranks_make_equally_many_slices_whatever_they_wrote():
+    policy = tiny_writing.policy(microbatch=2)
+    long, short = (policy.rollout(tiny_writing.batch(seed=seed)) for seed in (3, 4))
+    assert not torch.equal(long.lengths, short.lengths)
+    assert list(policy.microbatches(long)) == list(policy.microbatches(short))
