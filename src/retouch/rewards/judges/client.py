@@ -1,0 +1,172 @@
+"""A client of one OpenAI-compatible endpoint (OpenAI, vLLM, SGLang, llama.cpp), through the official package.
+
+A question ends as an answer with scores or as one without: time-outs, server errors, cut and unusable replies are asked again
+until the attempts or the deadline are spent, and what is refused for good (400, 401, 404 and so on) is not. No fault becomes a
+number.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from retouch.rewards.judges import credentials, event_loop, wire
+from retouch.rewards.judges.asking import Answer, Question
+from retouch.rewards.judges.backoff import Backoff, retry_after
+
+_TRANSIENT = frozenset({408, 409, 425, 429})  # and every 5xx
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long is waited for, in seconds: ``timeout`` one attempt, ``deadline`` all questions of one call together.
+
+    ``attempts``: how often one question is asked; an attempt that the server put off with Retry-After does not count.
+    """
+
+    timeout: float = 60.0
+    deadline: float = 120.0
+    attempts: int = 5
+    backoff: Backoff = field(default_factory=Backoff)
+
+    def __post_init__(self) -> None:
+        if not (self.timeout > 0 and self.deadline > 0 and self.attempts >= 1):
+            raise ValueError(f"{self}: the time-out and the deadline must be above 0 seconds, the attempts at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """An attempt that gave nothing. ``wait``: what the server asked for. ``final``: asking again is no use."""
+
+    reason: str
+    wait: float | None = None
+    final: bool = False
+    text: str = ""
+
+
+class ChatClient:
+    """Asks ``model`` at ``base_url``, with at most ``concurrency`` requests in flight over all calls and threads.
+
+    The key is read from the environment (OPENAI_API_KEY) and from nowhere else. ``typed``: answers are constrained to the form's
+    JSON schema; turn it off for servers that cannot, and the reader must find the scores in free text.
+    ValueError: no key, no ``openai`` package (extra ``judge``), or settings out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        base_url: str = "https://api.openai.com/v1",
+        concurrency: int = 32,
+        patience: Patience | None = None,
+        typed: bool = True,
+    ) -> None:
+        if concurrency < 1:
+            raise ValueError(f"concurrency {concurrency}: at least one request must be in flight")
+        self._openai = _package()
+        self._key = credentials.api_key()
+        self.model = model
+        self.identity = f"{model} at {base_url}{', typed' if typed else ''}"
+        self.patience = patience or Patience()
+        self._typed = typed
+        self._client, self._slots = event_loop.run(self._open(base_url, concurrency))
+
+    def ask(self, questions: Sequence[Question]) -> list[Answer]:
+        """An answer each, in order, at the latest when the deadline has passed. May be called from several threads."""
+        began = time.monotonic()
+        urls = wire.encoded(questions)
+        requests = [wire.request(question, typed=self._typed, urls=urls) for question in questions]
+        answers = event_loop.run(self._ask_all(questions, requests, began))
+        faults = Counter(answer.fault for answer in answers if answer.fault)
+        if faults:
+            says = ", ".join(f"{count} {reason}" for reason, count in faults.most_common())
+            _log.warning("%s: %d of %d answers are missing (%s)", self.model, faults.total(), len(answers), says)
+        return answers
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        event_loop.run(self._client.close())
+
+    async def _open(self, base_url: str, concurrency: int) -> tuple[Any, asyncio.Semaphore]:
+        client = self._openai.AsyncOpenAI(api_key=self._key, base_url=base_url, max_retries=0, timeout=self.patience.timeout)
+        return client, asyncio.Semaphore(concurrency)
+
+    async def _ask_all(self, questions: Sequence[Question], requests: Sequence[dict[str, Any]], began: float) -> list[Answer]:
+        end = began + self.patience.deadline
+        pairs = zip(questions, requests, strict=True)
+        tasks = [asyncio.create_task(self._ask_one(question, fields, began, end)) for question, fields in pairs]
+        if not tasks:
+            return []
+        _, late = await asyncio.wait(tasks, timeout=max(0.0, end - time.monotonic()))
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late, timeout=1.0)
+        return [
+            Answer(fault="deadline", seconds=time.monotonic() - began, seed=question.seed, temperature=question.temperature)
+            if task.cancelled() or not task.done()
+            else task.result()
+            for task, question in zip(tasks, questions, strict=True)
+        ]
+
+    async def _ask_one(self, question: Question, fields: dict[str, Any], began: float, end: float) -> Answer:
+        asked = counted = 0
+        key = wire.digest(fields)
+        while True:
+            seed = (question.seed + 1_000_003 * asked) % 2**31  # the same seed might give the same unusable answer
+            async with self._slots:
+                outcome = await self._attempt(question, {**fields, "seed": seed})
+            asked += 1
+            if isinstance(outcome, _Fault):
+                counted += outcome.wait is None
+                pause = self.patience.backoff.pause(asked - 1 if outcome.wait is None else 0, key) + (outcome.wait or 0.0)
+                if not (outcome.final or counted >= self.patience.attempts or time.monotonic() + pause >= end):
+                    await asyncio.sleep(pause)
+                    continue
+            answer = Answer(fault=outcome.reason, text=outcome.text) if isinstance(outcome, _Fault) else outcome
+            seconds = time.monotonic() - began
+            return replace(answer, attempts=asked, seed=seed, temperature=question.temperature, seconds=seconds)
+
+    async def _attempt(self, question: Question, fields: dict[str, Any]) -> Answer | _Fault:
+        openai = self._openai
+        try:
+            async with asyncio.timeout(self.patience.timeout):
+                raw = await self._client.chat.completions.with_raw_response.create(model=self.model, **fields)
+                body = raw.http_response.text
+        except (openai.APITimeoutError, TimeoutError):
+            return _Fault("time-out")
+        except openai.APIStatusError as error:
+            return self._refused(error.status_code, error.message, error.response.headers.get("retry-after"))
+        except openai.APIConnectionError:
+            return _Fault("connection")
+        except openai.OpenAIError as error:
+            return _Fault(type(error).__name__)
+        return self._read(question, body)
+
+    def _refused(self, status: int, message: str, later: str | None) -> _Fault:
+        """A status that is no success. The server's words are kept only where asking again is no use: they say what to change."""
+        if status in _TRANSIENT or status >= 500:
+            return _Fault(f"HTTP {status}", wait=retry_after(later))
+        return _Fault(f"HTTP {status}: {credentials.redacted(message, self._key)[:200]}", final=True)
+
+    def _read(self, question: Question, body: str) -> Answer | _Fault:
+        received = wire.received(body)
+        if received is None:
+            return _Fault("unreadable reply")
+        text = credentials.redacted(received.reply.text, self._key)
+        scores = question.form.read(received.reply)
+        if scores is None:
+            return _Fault("refusal" if received.reply.refused else "unusable answer", text=text)
+        return Answer(scores=scores, text=text, input_tokens=received.input_tokens, output_tokens=received.output_tokens)
+
+
+def _package() -> Any:
+    try:
+        import openai
+    except ImportError:
+        raise ValueError("asking a judge needs the openai package: pip install 'retouch[judge]'") from None
+    return openai

@@ -1,0 +1,69 @@
+"""The engine that all judges share: every prompt is asked ``repeats`` times, and a score that any repeat misses is missing."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from retouch.rewards.judges.asking import Answer, Asker, Part, Question
+from retouch.rewards.judges.forms import Form
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """What is asked of one sample: a rubric, what is shown after it (the judged picture last), and the form of an answer."""
+
+    rubric: str
+    parts: tuple[Part, ...]
+    form: Form
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verdict:
+    """What the judge said of one prompt. ``scores``: each name's values over the repeats, (n,), NaN where a repeat is missing."""
+
+    scores: Mapping[str, Float[Tensor, " n"]]
+    answers: tuple[Answer, ...]
+
+    def mean(self, name: str) -> Float[Tensor, ""]:
+        """The mean over the repeats; NaN where one is missing."""
+        return self.scores[name].mean() if name in self.scores else torch.tensor(NAN)
+
+
+class Panel:
+    """``repeats`` answers to each prompt, at ``temperature``, with the seeds ``seed``, ``seed + 1`` and so on.
+
+    The seeds do not depend on the sample or its place, so the order of samples changes no score. ValueError: settings out of range.
+    """
+
+    def __init__(self, asker: Asker, *, repeats: int = 1, temperature: float = 0.0, seed: int = 0) -> None:
+        if repeats < 1 or not 0 <= temperature <= 2 or not 0 <= seed < 2**30:
+            raise ValueError(
+                f"repeats {repeats}, temperature {temperature}, seed {seed}: give at least one repeat, a temperature from 0 to 2, "
+                "and a seed from 0 to 2^30"
+            )
+        self.asker = asker
+        self.repeats = repeats
+        self.temperature = temperature
+        self.seed = seed
+
+    def judge(self, prompts: Sequence[Prompt]) -> list[Verdict]:
+        """A verdict each, in order; all questions are asked at once."""
+        questions = [
+            Question(prompt.rubric, prompt.parts, prompt.form, seed=self.seed + repeat, temperature=self.temperature)
+            for prompt in prompts
+            for repeat in range(self.repeats)
+        ]
+        answers = self.asker.ask(questions)
+        assert len(answers) == len(questions)
+        return [_verdict(answers[k : k + self.repeats]) for k in range(0, len(answers), self.repeats)]
+
+
+def _verdict(answers: Sequence[Answer]) -> Verdict:
+    names = {name for answer in answers for name in answer.scores}
+    scores = {name: torch.tensor([answer.scores.get(name, NAN) for answer in answers], dtype=torch.float64) for name in names}
+    return Verdict(scores, tuple(answers))

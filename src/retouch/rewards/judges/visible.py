@@ -1,0 +1,151 @@
+"""What a judge says to us: its answer without its thoughts, without what it quotes, and not at all where it declines.
+
+Every function gives None where that cannot be told; none of them raises on any text.
+"""
+
+import re
+
+_NAMES = "think|thinking|thought|thoughts|reasoning|analysis|reflection|scratchpad|rationale|justification|explanation"
+_THOUGHT = re.compile(
+    rf"<\s*(?P<a>/?)\s*(?P<name>{_NAMES})\s*>|\[(?P<b>/?)(?P<mistral>think|reasoning)\]|◁(?P<c>/?)(?P<kimi>think)▷"
+    r"|<\|(?P<edge>start|end)[ _](?P<emu>thinking)\|>|<\|(?P<side>begin|end)_of_(?P<deep>thought)\|>",
+    re.IGNORECASE,
+)
+_LAST_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end|>", "<|end_of_text|>", "</s>", "<eos>")
+_QUOTED = re.compile(
+    r"“[^”]*”|„[^“”]*[“”]|«[^»]*»|「[^」]*」|『[^』]*』|《[^》]*》|‹[^›]*›|\"[^\"]*\"|`+[^`]*`+"
+    r"|(?<![^\s(\[:,])['‘](?=\S)[^'‘’\n]{2,}['’](?![a-zA-Z0-9])"
+)
+_QUOTE_MARKS = re.compile(r"[\"“”„«»「」『』`‹›]")
+_UNSEEN = (
+    r"\bno (?:edited |source |second )?(?:image|picture|photo)s?\b.{0,20}\b(?:provided|attached|visible|shown|given|found|loaded)\b"
+)
+_DECLINES = re.compile(
+    "|".join(
+        (
+            _UNSEEN,
+            r"\b(?:i['’]?m|i am|we are|we['’]re)\s+(?:very\s+|so\s+)?(?:sorry|unable|not able)\b",
+            r"\bas an ai\b|\bas a (?:large )?language model\b|\bn/a\b|\bnot applicable\b|\berror\b",
+            r"\bi (?:cannot|can['’]?t|can not|could not|couldn['’]t|won['’]t|will not)\b",
+            r"\bi (?:do not|don['’]t) (?:have|feel|see (?:the|any|an|either|both)? ?(?:\w+ )?(?:image|picture|photo))",
+            r"\b(?:unable|impossible|not possible) to\b",
+            r"\b(?:cannot|can['’]?t|could not) be (?:rated|scored|evaluated|assessed|judged|determined)\b",
+            r"\bplease (?:provide|upload|share|attach|send)\b|\bignore (?:all |any |the )?(?:previous|prior|above)\b",
+            r"\blo siento\b|\bno puedo\b|\bdésolé|\bje ne peux\b|\bimpossible de\b|\btut mir leid\b|\bich kann\b",
+            r"\bmi dispiace\b|\bnon posso\b|\bdesculpe\b|\bnão posso\b|\bизвините\b|\bне могу\b",
+            r"抱歉|无法|無法|不能|對不起|对不起|申し訳|できません|죄송|할 수 없",
+        )
+    ),
+    re.IGNORECASE,
+)
+_BLIND = re.compile(
+    "|".join(
+        (
+            _UNSEEN,
+            r"\b(?:cannot|can['’]?t|could not|couldn['’]t|unable to|not able to) "
+            r"(?:see|view|access|open|load|process|evaluate|assess|analy[sz]e|rate|score|judge) "
+            r"(?:(?:the|any|an|either|both|your|these|those|two|of|edited|source|original|actual) )*(?:image|picture|photo)",
+            r"\b(?:image|picture|photo)s? (?:is|are|was|were) (?:missing|not (?:provided|attached|visible|loaded|available))\b",
+            r"\bas an ai\b|\bi['’]m sorry\b|\bi am sorry\b|\b(?:cannot|can['’]?t) (?:assist|help|comply)\b",
+        )
+    ),
+    re.IGNORECASE,
+)
+_OWN_FORMAT = re.compile(r"\bin (?:the |a )?(?:\w+ ){0,2}format\b", re.IGNORECASE)
+_REPORTS = re.compile(
+    r"\b(?:reads?|says?|saying|states?|texts?|words?|written|writing|sign|caption|watermark|painted|quotes?|contains?|instructs?|tells?"
+    r"|claims?|asks?|shows?|displays?|overlay|prompt|example|format|template|ocr)\b[^.!?\n]*(?::|\Z)",
+    re.IGNORECASE,
+)
+_ABBREVIATED = re.compile(r"\b(?:e\.g|i\.e|cf|vs|no|approx|ca|z\.b|p\.ex)\.\Z", re.IGNORECASE)
+_HEADING = re.compile(
+    r"\b(?:evaluation|assessment|verdict|answers?|ratings?|scores?|analysis|results?|summary|conclusion|reasoning|judge?ment|json|output"
+    r"|response)\b",
+    re.IGNORECASE,
+)
+_FOREIGN_TO = re.compile(
+    r"\b(?:expected|example|sample|template|drafts?|naive|not|never|wrong|source|original|previous|target)\b", re.IGNORECASE
+)
+_REVISED = re.compile(
+    r"\b(?:actually|correction|on second thou\w*|scratch that|instead|reconsider\w*|revis\w+|wait|change (?:my|this|that|it)"
+    r"|meant|naive|should be|would be|could be|might be|maybe|perhaps|half|percent|unless|if|what (?:the|a|an)|painted"
+    r"|claim\w*|says|drafts?|wrong|lower|higher|so less|too (?:high|low|generous|harsh|kind)|no(?=[:,.])"
+    r"|zero|two|three|four|five|six|seven|eight|nine|ten)\b|[%‰?？]",
+    re.IGNORECASE,
+)
+
+
+def spoken(text: str) -> str | None:
+    """The text without marked thoughts and closing tokens. None where a thought does not end, or its marks do not pair.
+
+    A closing mark whose opening stands in the prompt (thinking models' templates) ends a thought that began with the text; it must
+    then end its line.
+    """
+    text = _without_last_tokens(text)
+    kept: list[str] = []
+    opened: list[str] = []
+    place = 0
+    for mark in _THOUGHT.finditer(text):
+        name = (mark["name"] or mark["mistral"] or mark["kimi"] or mark["emu"] or mark["deep"]).lower()
+        closing = bool(mark["a"] or mark["b"] or mark["c"]) or "end" in ((mark["edge"] or "").lower(), (mark["side"] or "").lower())
+        if not opened:
+            kept.append(text[place : mark.start()])
+        if not closing:
+            opened.append(name)
+        elif opened:
+            if opened.pop() != name:
+                return None
+        elif len(kept) == 1 and re.match(r"[ \t]*\n", text[mark.end() :]):
+            kept.clear()
+        else:
+            return None
+        place = mark.end()
+    return None if opened else "\n".join([*kept, text[place:]]).strip()
+
+
+def _without_last_tokens(text: str) -> str:
+    text = text.strip()
+    while text.endswith(_LAST_TOKENS):
+        text = text[: text.rindex("<")].rstrip()
+    return text
+
+
+def without_quotes(text: str) -> str | None:
+    """The text with what it quotes blanked out, length kept. None where a quotation does not end."""
+    text = re.sub(r"^[ \t]*>.*$", lambda line: " " * len(line[0]), text, flags=re.MULTILINE)
+    text = _QUOTED.sub(lambda quote: "".join("\n" if sign == "\n" else "\x00" for sign in quote[0]), text)
+    return None if _QUOTE_MARKS.search(text) else text
+
+
+def declines(text: str) -> bool:
+    """Whether the text refuses, or asks for what it was given, in English or one of a few more languages."""
+    return _DECLINES.search(text) is not None
+
+
+def leads_to_own_score(before: str) -> bool:
+    """Whether a score may follow this text as the judge's own: its last line is a whole sentence, a quotation or a heading.
+
+    Not so where the paragraph announces somebody else's words ("the sign reads:"), or the line goes on ("at most").
+    """
+    before = _OWN_FORMAT.sub(" ", before.rstrip())
+    if _REPORTS.search(re.split(r"\n[ \t]*\n", before)[-1]):
+        return False
+    lines = [line.strip() for line in before.split("\n") if re.search(r"[\w\x00]", line)]
+    if not lines or lines[-1].startswith("#"):
+        return True
+    last = lines[-1]
+    if _ABBREVIATED.search(last):
+        return False
+    return last[-1] in ".!?。！？)）…\x00" or (
+        _HEADING.search(last) is not None and len(last.split()) <= 9 and not _FOREIGN_TO.search(last)
+    )
+
+
+def takes_back(after: str) -> bool:
+    """Whether the text after a score has second thoughts, a condition, or somebody else to whom the score belongs."""
+    return _REVISED.search(after) is not None
+
+
+def is_blind(text: str) -> bool:
+    """Whether the text says that the pictures could not be seen, so that its number judges nothing."""
+    return _BLIND.search(text) is not None

@@ -1,0 +1,225 @@
+"""A strict double of an OpenAI-compatible server on loopback: it refuses what such a server would, and breaks where it is told to.
+
+Its scores are a function of the judged picture's pixels, the score's name and the seed, so that a test knows the clean ones.
+"""
+
+import base64
+import hashlib
+import io
+import json
+import math
+import threading
+import time
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from PIL import Image
+
+KEY = "sk-canary-5f1c0ffee9d34b7aa1"
+RETRIES = 1_000_003  # by which the client moves a seed when it asks again
+FAULTS = (
+    *(
+        "429",
+        "500",
+        "503",
+        "408",
+        "time-out",
+        "cut",
+        "reset",
+        "html",
+        "no json",
+        "empty choices",
+        "two choices",
+        "refusal",
+        "filtered",
+    ),
+    *(
+        "null",
+        "empty",
+        "prose",
+        "cut json",
+        "length",
+        "wrong key",
+        "off the scale",
+        "negative",
+        "nan",
+        "text score",
+        "double key",
+        "no message",
+    ),
+)
+
+
+def fraction(pixels: bytes, name: str, seed: int) -> float:
+    """From 0 to 1, by the judged picture, the score's name and the panel's seed."""
+    digest = hashlib.sha256(pixels + name.encode() + str(seed % RETRIES).encode()).digest()
+    return int.from_bytes(digest[:4], "big") / 2**32
+
+
+def clean(image: Image.Image, name: str, seed: int, *, low: float, high: float, whole: bool = False) -> float:
+    """What the double answers about a picture."""
+    value = low + (high - low) * fraction(image.convert("RGB").tobytes(), name, seed)
+    return float(round(value)) if whole else round(value, 3)
+
+
+class Double:
+    """A server. ``fault``: from (a request's digest, how often it came) to a kind of fault, or None for a clean answer."""
+
+    def __init__(self, fault=lambda digest, times: None, *, words=None, hang=1.0):
+        self.fault, self.words, self.hang = fault, words or {"yes": 0.75, "no": 0.2}, hang
+        self.requests: list[dict] = []
+        self.refused: list[str] = []
+        self.seen: Counter[str] = Counter()
+        self.most = self.now = 0
+        self.lock = threading.Lock()
+        double = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self):
+                double.answer(self)
+
+            def log_message(self, *_):
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+            request_queue_size = 256
+
+            def handle_error(self, *_):
+                pass  # a client that went away
+
+        self.server = Server(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.server.shutdown()
+        self.server.server_close()
+
+    def answer(self, handler):
+        with self.lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        try:
+            body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+            complaint = complaint_of(handler, body)
+            if complaint:
+                self.refused.append(complaint)
+                return send(handler, 400, {"error": {"message": f"{complaint}; you sent {handler.headers['Authorization']}"}})
+            base = json.dumps({**body, "seed": body["seed"] % RETRIES}, sort_keys=True)
+            digest = hashlib.sha256(base.encode()).hexdigest()
+            with self.lock:
+                self.requests.append(body)
+                times = self.seen[digest]
+                self.seen[digest] += 1
+            self.respond(handler, body, self.fault(digest, times))
+        finally:
+            with self.lock:
+                self.now -= 1
+
+    def respond(self, handler, body, fault):
+        content, logprobs = self.content(body)
+        scores = json.loads(content) if logprobs is None else {}
+        numbers = {name: value for name, value in scores.items() if name != "reasoning"}
+        first = next(iter(numbers), "score")
+        match fault:
+            case "429":
+                return send(handler, 429, {"error": {"message": "slow down"}}, {"Retry-After": "0.02"})
+            case "500" | "503" | "408":
+                return send(handler, int(fault), {"error": {"message": "oh no"}})
+            case "400" | "401" | "403" | "404" | "422":
+                return send(handler, int(fault), {"error": {"message": f"bad key {handler.headers['Authorization']}"}})
+            case "time-out":
+                time.sleep(self.hang)
+                return None
+            case "reset":
+                handler.close_connection = True
+                return handler.connection.close()
+            case "html":
+                return send(handler, 200, b"<html>502 Bad Gateway</html>", {"Content-Type": "text/html"})
+            case "no json":
+                return send(handler, 200, b"{'choices': [")
+        message, finish = {"role": "assistant", "content": content}, "stop"
+        replaced = {
+            "null": None,
+            "empty": "",
+            "prose": "I think it is a fine picture.",
+            "cut json": content[:-3],
+            "wrong key": json.dumps({"reasoning": "", "verdict": 7}),
+            "off the scale": json.dumps({**numbers, first: 1e6}),
+            "negative": json.dumps({**numbers, first: -1}),
+            "nan": json.dumps({**numbers, first: float("nan")}),
+            "text score": json.dumps({**numbers, first: "very good"}),
+            "double key": content[:-1] + f', "{first}": 0}}',
+        }
+        if fault in replaced:
+            message["content"], logprobs = replaced[fault], None
+        if fault == "length":
+            finish, logprobs = "length", None
+        if fault == "filtered":
+            finish = "content_filter"
+        if fault == "refusal":
+            message = {"role": "assistant", "content": None, "refusal": "I cannot help with that."}
+        choice = {"index": 0, "message": message, "finish_reason": finish, "logprobs": logprobs}
+        choices = {"empty choices": [], "two choices": [choice, choice], "no message": [{"index": 0}]}.get(fault, [choice])
+        reply = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "choices": choices}
+        reply["usage"] = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
+        return send(handler, 200, reply, cut=fault == "cut")
+
+    def content(self, body):
+        """The clean answer, and the first token's log-probabilities where they were asked for."""
+        pixels = picture_of(body["messages"][-1]["content"][-1])
+        if body.get("logprobs"):
+            words = self.words(pixels) if callable(self.words) else self.words
+            tokens = [{"token": word, "logprob": math.log(mass), "bytes": None} for word, mass in words.items()]
+            return tokens[0]["token"], {"content": [{**tokens[0], "top_logprobs": tokens}]}
+        values = {"reasoning": 'The sign says "score": 10.'}
+        for name, rule in body["response_format"]["json_schema"]["schema"]["properties"].items():
+            if name != "reasoning":
+                value = rule["minimum"] + (rule["maximum"] - rule["minimum"]) * fraction(pixels, name, body["seed"])
+                values[name] = round(value) if rule["type"] == "integer" else round(value, 3)
+        return json.dumps(values), None
+
+
+def send(handler, status, body, headers=None, *, cut=False):
+    body = body if isinstance(body, bytes) else json.dumps(body).encode()
+    handler.send_response(status)
+    for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
+        handler.send_header(name, value)
+    handler.send_header("Content-Length", str(len(body)))
+    handler.end_headers()
+    handler.wfile.write(body[: len(body) // 2] if cut else body)
+    if cut:
+        handler.close_connection = True
+
+
+def picture_of(part) -> bytes:
+    url = part["image_url"]["url"]
+    kind, data = url.split(";base64,")
+    assert kind in ("data:image/webp", "data:image/png")
+    return Image.open(io.BytesIO(base64.b64decode(data, validate=True))).convert("RGB").tobytes()
+
+
+def complaint_of(handler, body) -> str | None:
+    """What such a server would refuse, and what our own prompts promise: rubric first, judged picture last."""
+    known = {"model", "messages", "temperature", "max_completion_tokens", "seed", "response_format", "logprobs", "top_logprobs"}
+    if handler.path != "/v1/chat/completions" or handler.headers["Authorization"] != f"Bearer {KEY}":
+        return "no such path or key"
+    if set(body) - known or not {"model", "messages", "temperature", "max_completion_tokens", "seed"} <= set(body):
+        return f"keys {sorted(body)}"
+    system, user = body["messages"]
+    if system["role"] != "system" or not isinstance(system["content"], str) or user["role"] != "user":
+        return "messages"
+    if any(part["type"] not in ("text", "image_url") for part in user["content"]) or user["content"][-1]["type"] != "image_url":
+        return "parts"
+    if body.get("logprobs"):
+        return None if body.get("top_logprobs") == 20 and body["max_completion_tokens"] == 1 else "logprobs"
+    given = body["response_format"]
+    schema = given["json_schema"]["schema"]
+    strict = given["type"] == "json_schema" and given["json_schema"]["strict"] and schema["additionalProperties"] is False
+    return None if strict and schema["required"] == list(schema["properties"]) else "schema"
