@@ -158,7 +158,7 @@ def move(module, size=0.1, key=0):
 def tasks(count=3, *, pictures=True):
     """Instructions and numbers of pictures that differ; the second task has no picture, the third has two."""
     texts = ["red", "make it blue and put it left of that", "a"]
-    shapes = [((16, 16),), (), ((32, 16), (16, 32))]
+    shapes = [((32, 32),), (), ((48, 32), (16, 32))]  # more tokens than their longer side: positions fall behind
     return tuple(
         Task(
             id=f"t{k}",

@@ -1,18 +1,7 @@
 """Deliberate bugs: each is a small change to the source that its test must notice."""
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """``old`` occurs once in ``file`` (under src/retouch) and becomes ``new``; then ``test`` must fail."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    test: str
-
+from mutant import Mutant
+from writing_mutants import WRITING
 
 CONTRACT = "tests/policies/test_denoising.py::test_keeps_the_contract"
 
@@ -253,4 +242,5 @@ MUTANTS = (
         "sigma = sigma.clamp(1e-4, 1.0)",
         "tests/objectives/test_supervised.py::test_sigma_is_drawn_as_named",
     ),
+    *WRITING,
 )

@@ -1,0 +1,14 @@
+"""A deliberate bug."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``old`` occurs once in ``file`` (under src/retouch) and becomes ``new``; then ``test`` must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str

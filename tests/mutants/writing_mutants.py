@@ -1,0 +1,132 @@
+"""Deliberate bugs of the policies that write."""
+
+from mutant import Mutant
+
+CONTRACT = "tests/policies/test_autoregressive.py::test_keeps_the_contract"
+DECODING = "tests/policies/test_decoding.py"
+WRITER = "tests/models/test_qwen_writer.py"
+
+WRITING = (
+    # Acting
+    Mutant(
+        "tokens keyed by place in the batch",
+        "policies/decoding.py",
+        '[generator(batch.seed, "token", batch.step, group, slot) for group, slot in keys]',
+        '[generator(batch.seed, "token", batch.step, place) for place, _ in enumerate(keys)]',
+        f"{DECODING}::test_a_row_is_its_key_wherever_it_is_written",
+    ),
+    Mutant(
+        "rows that have ended are dropped without their numbers",
+        "policies/decoding.py",
+        "rows.numbers, rows.mask, rows.states = rows.numbers[stay], rows.mask[stay], rows.states[stay]",
+        "rows.numbers, rows.mask, rows.states = rows.numbers[: len(stay)], rows.mask[stay], rows.states[stay]",
+        f"{DECODING}::test_a_row_is_its_key_wherever_it_is_written",
+    ),
+    Mutant(
+        "new tokens stand a place too far",
+        "policies/decoding.py",
+        "starts[numbers, None] + place",
+        "starts[numbers, None] + place + 1",
+        f"{DECODING}::test_greedy_is_generate[qwen3-vl]",
+    ),
+    Mutant(
+        "rotary positions go on from the number of tokens",
+        "types.py",
+        "return self.positions.masked_fill(~self.mask[..., None], 0).amax((1, 2)) + 1",
+        "return self.mask.sum(1)",
+        f"{DECODING}::test_greedy_is_generate[qwen2.5-vl]",
+    ),
+    Mutant(
+        "an id of probability 0 can be drawn",
+        "core/tokens.py",
+        "right=True)",
+        "right=False)",
+        "tests/core/test_tokens.py::test_what_cannot_be_drawn_is_never_drawn",
+    ),
+    Mutant(
+        "vision tokens may be written",
+        "models/text_grammar.py",
+        '"vision" in token or ',
+        "",
+        f"{WRITER}::test_what_stands_for_pictures_is_never_written",
+    ),
+    # Evaluating
+    Mutant(
+        "the temperature is left out of the evaluation",
+        "policies/autoregressive.py",
+        "temperature=self.decoding.temperature,\n",
+        "temperature=1.0,\n",
+        "tests/policies/test_autoregressive.py::test_the_ratio_is_one_before_a_step",
+    ),
+    Mutant(
+        "what top-p kept is forgotten",
+        "policies/autoregressive.py",
+        "support = None if trajectory.support is None else trajectory.support[part.rows, columns][choice]",
+        "support = None",
+        "tests/policies/test_autoregressive.py::test_the_ratio_is_one_before_a_step",
+    ),
+    Mutant(
+        "forced tokens count as choices",
+        "policies/autoregressive.py",
+        "mask = written & (forced < 0)",
+        "mask = written",
+        "tests/policies/test_autoregressive.py::test_keeps_the_contract_with_forced_tokens_and_two_vocabularies",
+    ),
+    Mutant(
+        "one vocabulary for every place",
+        "policies/measuring.py",
+        "grammar.vocabularies if len(grammar.vocabularies) == 1 else grammar.vocabularies[vocabulary]",
+        "grammar.vocabularies[:1]",
+        f"{DECODING}::test_a_grammar_forces_and_restricts",
+    ),
+    Mutant(
+        "completions without end always teach",
+        "policies/autoregressive.py",
+        "mask = mask & ~cut_off[:, None]",
+        "mask = mask & (mask | ~cut_off[:, None])",
+        "tests/policies/test_autoregressive.py::test_what_was_cut_off_teaches_nothing_where_that_is_wanted",
+    ),
+    Mutant(
+        "the prompt is shared without its gradient",
+        "policies/autoregressive.py",
+        "return torch.cat([first[index, None], rest], dim=1)[:, :end]",
+        "return torch.cat([first[index, None].detach(), rest], dim=1)[:, :end]",
+        "tests/policies/test_autoregressive.py::test_a_shared_prompt_gives_the_same_gradient",
+    ),
+    Mutant(
+        "the KL follows the policy",
+        "policies/autoregressive.py",
+        'with torch.no_grad(), self.copies.using("reference"):',
+        "with torch.no_grad():",
+        f"{CONTRACT}[qwen2.5]",
+    ),
+    Mutant(
+        "all logits at once",
+        "policies/measuring.py",
+        "for start in range(0, len(ids), chunk):\n        part = slice(start, start + chunk)",
+        "for start in range(0, len(ids), len(ids)):\n        part = slice(None)",
+        "tests/policies/test_measuring.py::test_the_update_never_holds_all_logits",
+    ),
+    Mutant(
+        "16 bits as they come from the cache",
+        "policies/decoding.py",
+        "return next(self.model.module.parameters()).dtype == torch.float32",
+        "return True",
+        "tests/policies/test_autoregressive.py::test_sixteen_bits_are_measured_in_the_shape_of_the_update",
+    ),
+    # Reading
+    Mutant(
+        "the second layer's features go to the first",
+        "models/qwen_sight.py",
+        'tuple(tensor for name, tensor in joined.items() if name.startswith("deep_"))',
+        'tuple(joined[name] for name in reversed(joined) if name.startswith("deep_"))',
+        f"{WRITER}::test_a_tower_that_does_not_train_is_asked_once_a_task",
+    ),
+    Mutant(
+        "checkpointing switches on dropout",
+        "models/recompute.py",
+        "layer.gradient_checkpointing = layer.training = True",
+        "layer.train().gradient_checkpointing = True",
+        "tests/policies/test_autoregressive.py::test_gradient_checkpointing_changes_memory_alone",
+    ),
+)
