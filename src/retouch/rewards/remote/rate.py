@@ -28,28 +28,28 @@ class RateLimit:
             file.parent.mkdir(parents=True, exist_ok=True)
 
     def reserve(self, count: int, *, latest: float) -> float | None:
-        """Seconds to wait for ``count`` slots in a row, now taken. None, and nothing taken, where they begin after ``latest``.
+        """When to begin: ``count`` slots in a row are taken from then on. None, and nothing taken, where that is after ``latest``.
 
-        ``latest`` is a time of ``time.monotonic``, which all processes of a machine share.
+        Both are times of ``time.monotonic``, which all processes of a machine share.
         """
         if self._file is None:
-            wait, self._next = self._slot(self._next, count, latest)
-            return wait
+            begin, self._next = self._slot(self._next, count, latest)
+            return begin
         descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             stored = os.pread(descriptor, _TIME.size, 0)
             start: float = _TIME.unpack(stored)[0] if len(stored) == _TIME.size else 0.0
-            wait, following = self._slot(start if math.isfinite(start) else 0.0, count, latest)
+            begin, following = self._slot(start if math.isfinite(start) else 0.0, count, latest)
             os.pwrite(descriptor, _TIME.pack(following), 0)
         finally:
             os.close(descriptor)
-        return wait
+        return begin
 
     def _slot(self, free: float, count: int, latest: float) -> tuple[float | None, float]:
-        """The wait, and when the slot after these is free."""
+        """When these begin, and when the slot after them is free."""
         now = time.monotonic()
         start = now if free > now + _FAR else max(now, free)
         if start > latest:
             return None, free
-        return start - now, start + count * self._seconds
+        return start, start + count * self._seconds

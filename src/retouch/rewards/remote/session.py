@@ -123,7 +123,7 @@ class Session:
 
     async def _ask(self, endpoint: Endpoint, chunk: Chunk) -> dict[str, Answer]:
         """The endpoint's answers, or those of another one that is asked as well when this one takes unusually long."""
-        first = asyncio.create_task(self._exchange(endpoint, chunk))
+        first = self._begin(endpoint, chunk)
         running = {first}
         try:
             patience = self._patience()
@@ -132,7 +132,7 @@ class Session:
                 other = None if first.done() else self._pool.choose([endpoint])
                 if other is not None and other is not endpoint and self._hedging.take(time.monotonic()):
                     self.hedges += 1
-                    running.add(asyncio.create_task(self._exchange(other, chunk)))
+                    running.add(self._begin(other, chunk))
             while True:
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                 good = [task for task in done if task.exception() is None]
@@ -142,10 +142,21 @@ class Session:
             for task in running:
                 task.cancel()
 
+    def _begin(self, endpoint: Endpoint, chunk: Chunk) -> "asyncio.Task[dict[str, Answer]]":
+        """Ask, and count it at once, so that the next request sees it."""
+        count = len(chunk.open)
+        endpoint.in_hand += count
+        self.calls += 1
+
+        def ended(task: "asyncio.Task[dict[str, Answer]]") -> None:
+            endpoint.in_hand -= count
+
+        task = asyncio.create_task(self._exchange(endpoint, chunk))
+        task.add_done_callback(ended)
+        return task
+
     async def _exchange(self, endpoint: Endpoint, chunk: Chunk) -> dict[str, Answer]:
         ids, settings = chunk.open, self._settings
-        endpoint.in_hand += len(ids)
-        self.calls += 1
         try:
             encoding: Encoding = "raw" if endpoint.local else "webp"
             body, kind = await asyncio.to_thread(chunk.body, encoding, settings.rewards)
@@ -158,8 +169,6 @@ class Session:
             self.faults[fault.kind] += 1
             self._pool.failed(endpoint, fault)
             raise
-        finally:
-            endpoint.in_hand -= len(ids)
         if any(answer.failed for answer in answers.values()):
             self.faults["reward_failed"] += 1
         self._pool.succeeded(endpoint)
@@ -169,11 +178,11 @@ class Session:
         """Wait for the chunk's turn under the rate limit; False where that comes too late."""
         if self._rate is None:
             return True
-        wait = await asyncio.to_thread(self._rate.reserve, len(chunk.samples), latest=chunk.expires)
-        if wait is None:
+        begin = await asyncio.to_thread(self._rate.reserve, len(chunk.samples), latest=chunk.expires)
+        if begin is None:
             self.faults["rate_limit"] += 1
             return False
-        await asyncio.sleep(wait)
+        await asyncio.sleep(max(0.0, begin - time.monotonic()))
         return True
 
     def _patience(self) -> float | None:

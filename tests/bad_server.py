@@ -1,0 +1,211 @@
+"""A reward server that goes wrong in a chosen way: the scores are true, and then something is done to the reply."""
+
+import json
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from live_server import host
+from retouch.rewards.wire.info import Info
+from retouch.serving.decoding import decode
+from retouch.serving.limits import Limits
+from retouch.types import Sample
+from served_rewards import Digest, digest_score
+
+Reply = dict[str, Any]
+INFO = Info(service="retouch", version="0", rewards=[host(Digest()).info()], limits=Limits().info())
+
+
+def true_reply(body: bytes, kind: str) -> Reply:
+    decoded = decode(body, kind, Limits())
+    samples = [sample for sample in decoded.samples if isinstance(sample, Sample)]
+    items = [
+        {"id": name, "scores": {"digest": digest_score(sample), "odd": None}, "errors": {}}
+        for name, sample in zip(decoded.ids, samples, strict=True)
+    ]
+    return {"judges": {"digest": ["fingerprint-digest"]}, "items": items}
+
+
+def put(reply: Reply, value: object) -> Reply:
+    reply["items"][0]["scores"]["digest"] = value
+    return reply
+
+
+def item(reply: Reply, **changes: object) -> Reply:
+    reply["items"][-1] |= changes
+    return reply
+
+
+def swapped_ids(reply: Reply) -> Reply:
+    first, last = reply["items"][0], reply["items"][-1]
+    first["id"] = last["id"] + "-x"
+    return reply
+
+
+# What is done to a reply that is otherwise true.
+CHANGES: dict[str, Callable[[Reply], object]] = {
+    "no items": lambda reply: {"judges": reply["judges"]},
+    "a missing item": lambda reply: {**reply, "items": reply["items"][1:]},
+    "an item too many": lambda reply: {**reply, "items": [*reply["items"], {**reply["items"][0], "id": "stranger"}]},
+    "an item twice": lambda reply: {**reply, "items": [reply["items"][0], *reply["items"][:-1]]},
+    "an unknown id": swapped_ids,
+    "an id that is a number": lambda reply: item(reply, id=7),
+    "NaN": lambda reply: put(reply, float("nan")),
+    "infinity": lambda reply: put(reply, float("inf")),
+    "a number above the range": lambda reply: put(reply, 1.5),
+    "a number below the range": lambda reply: put(reply, -1e-3),
+    "a huge whole number": lambda reply: put(reply, 10**400),
+    "a text for a number": lambda reply: put(reply, "0.5"),
+    "true for a number": lambda reply: put(reply, True),
+    "a list for a number": lambda reply: put(reply, [0.5]),
+    "a missing column": lambda reply: item(reply, scores={"odd": None}),
+    "another column": lambda reply: item(reply, scores={"digest": 0.5, "odd": None, "even": 1.0}),
+    "renamed columns": lambda reply: item(reply, scores={"Digest": 0.5, "odd": None}),
+    "scores that are a list": lambda reply: item(reply, scores=[0.5, None]),
+    "errors of an unknown reward": lambda reply: item(reply, errors={"nobody": "reward_failed"}),
+    "scores and an error": lambda reply: item(reply, errors={"digest": "reward_failed"}),
+    "an error of the reward": lambda reply: item(reply, scores={}, errors={"digest": "reward_failed"}),
+    "another judge": lambda reply: {**reply, "judges": {"digest": ["other"]}},
+    "two judges in one reply": lambda reply: {**reply, "judges": {"digest": ["fingerprint-digest", "other"]}},
+    "a list of items alone": lambda reply: reply["items"],
+    "null": lambda reply: None,
+}
+# What is done instead of, or to the bytes of, a reply.
+STATUSES = {"500": 500, "502": 502, "503": 503, "429": 429, "204": 204, "302": 302, "404": 404, "400": 400, "401": 401}
+WAYS = (
+    "hang",
+    "slow drip",
+    "reset",
+    "close at once",
+    "close mid-body",
+    "truncated JSON",
+    "HTML",
+    "JSON by another type",
+    "gzip",
+    "huge body",
+    "no UTF-8",
+    "deep JSON",
+    "not HTTP",
+    "empty body",
+    "pickle",
+)
+KINDS = (*CHANGES, *STATUSES, *WAYS)
+HARMLESS = ("another order",)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: "_Server"
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._answer(200, INFO.model_dump_json().encode())
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        kind = self.server.kind()
+        self.server.asked += 1
+        reply = true_reply(body, self.headers["Content-Type"])
+        if kind in CHANGES:
+            self._answer(200, json.dumps(CHANGES[kind](reply)).encode())
+        elif kind in STATUSES:
+            self._answer(STATUSES[kind], b'{"error": {"code": "x", "message": "y"}}' if kind != "204" else b"")
+        elif kind == "another order":
+            self._answer(200, json.dumps({**reply, "items": reply["items"][::-1]}).encode())
+        elif kind == "none":
+            self._answer(200, json.dumps(reply).encode())
+        else:
+            self._misbehave(kind, json.dumps(reply).encode())
+
+    def _misbehave(self, kind: str, text: bytes) -> None:
+        self.close_connection = True
+        match kind:
+            case "hang":
+                self.server.ended.wait(timeout=30)
+            case "slow drip":
+                self._head(len(text))
+                for place in range(len(text)):
+                    if self.server.ended.wait(timeout=0.2):
+                        return
+                    self.wfile.write(text[place : place + 1])
+                    self.wfile.flush()
+            case "reset":
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.connection.close()
+            case "close at once":
+                pass
+            case "close mid-body":
+                self._head(len(text))
+                self.wfile.write(text[: len(text) // 2])
+            case "truncated JSON":
+                self._answer(200, text[: len(text) // 2])
+            case "HTML":
+                self._answer(200, b"<html><body>Bad gateway</body></html>", kind="text/html")
+            case "JSON by another type":
+                self._answer(200, text, kind="text/plain")
+            case "gzip":
+                self._head(len(text), "Content-Encoding: gzip\r\n")
+                self.wfile.write(text)
+            case "huge body":
+                self._answer(200, b'{"items": "' + b"a" * (17 * 2**20) + b'"}')
+            case "no UTF-8":
+                self._answer(200, text.replace(b"digest", b"dig\xff\xfe"))
+            case "deep JSON":
+                self._answer(200, b"[" * 100_000)
+            case "not HTTP":
+                self.wfile.write(b"SSH-2.0-OpenSSH_9.6\r\n")
+            case "empty body":
+                self._answer(200, b"")
+            case "pickle":
+                self._answer(200, b"\x80\x04K\x01.", kind="application/octet-stream")
+            case _:
+                raise AssertionError(kind)
+
+    def _head(self, length: int, more: str = "") -> None:
+        self.wfile.write(f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n{more}Content-Length: {length}\r\n\r\n".encode())
+
+    def _answer(self, status: int, body: bytes, *, kind: str = "application/json") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        if status == 302:
+            self.send_header("Location", "http://127.0.0.1:9/")
+        self.end_headers()
+        self.wfile.write(body)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, kind: Callable[[], str]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.kind, self.asked, self.ended = kind, 0, threading.Event()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass  # the client hung up
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+@contextmanager
+def bad_server(kind: str | Callable[[], str]) -> Iterator[_Server]:
+    """A server that misbehaves in one way, or in the way that ``kind()`` names each time; "none" is a good one."""
+    server = _Server((lambda: kind) if isinstance(kind, str) else kind)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.ended.set()
+        server.shutdown()
+        server.server_close()
+        thread.join(timeout=30)

@@ -1,0 +1,82 @@
+"""Replies that go wrong, of many kinds: each is made good by another server, or the samples are missing; never a wrong number."""
+
+import itertools
+import time
+
+import pytest
+import torch
+
+from bad_server import HARMLESS, KINDS, STATUSES, bad_server
+from live_server import samples_of
+from retouch.rewards.remote.client import RemoteReward
+from served_rewards import digest_score
+
+FINAL = {"404", "400", "401"}
+DEADLINE = 20.0
+
+
+def expected(samples: list[object]) -> torch.Tensor:
+    return torch.tensor([digest_score(sample) for sample in samples])
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *HARMLESS])
+def test_another_server_makes_it_good(kind: str) -> None:
+    samples = samples_of(16)
+    timeout = 1.0 if kind in ("hang", "slow drip") else 10.0
+    with bad_server(kind) as bad, bad_server("none") as good:
+        reward = RemoteReward([bad.url, good.url], batch=4, timeout=timeout, deadline=DEADLINE)
+        scores = reward(samples)["digest"]
+        reward.close()
+        assert bad.asked > 0
+        if kind in FINAL:  # not asked again by design: the request itself is said to be wrong
+            assert torch.equal(scores[~scores.isnan()], expected(samples)[~scores.isnan()])
+        else:
+            torch.testing.assert_close(scores, expected(samples), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_another_server_the_samples_are_missing(kind: str) -> None:
+    samples = samples_of(6)
+    deadline = 2.0 if kind in ("429", "503") else DEADLINE
+    with bad_server(kind) as bad:
+        timeout = 0.3 if kind in ("hang", "slow drip") else 10.0
+        reward = RemoteReward([bad.url], batch=3, attempts=2, timeout=timeout, deadline=deadline)
+        begun = time.monotonic()
+        scores = reward(samples)
+        assert time.monotonic() - begun < deadline + 5
+        reward.close()
+    missing = scores["digest"].isnan()
+    torch.testing.assert_close(scores["digest"][~missing], expected(samples)[~missing], rtol=0, atol=0)
+    assert missing.tolist() == [False, False, True] * 2 if kind == "an error of the reward" else missing.all()
+    if kind in FINAL:
+        assert bad.asked == 2  # one for each request
+
+
+def test_an_order_of_its_own_is_no_fault() -> None:
+    samples = samples_of(7)
+    with bad_server("another order") as server:
+        reward = RemoteReward([server.url], batch=4)
+        torch.testing.assert_close(reward(samples)["digest"], expected(samples), rtol=0, atol=0)
+        assert reward.stats() == {"calls": 2.0, "hedges": 0.0}
+        reward.close()
+
+
+def test_a_server_that_goes_wrong_now_and_then_loses_nothing() -> None:
+    quick = [kind for kind in KINDS if kind not in ("hang", "slow drip", "huge body") and kind not in STATUSES]
+    faults = itertools.cycle([None, None, None, *quick])
+    turn = itertools.count()
+
+    def kind() -> str:
+        return (next(faults) or "none") if next(turn) % 3 == 0 else "none"
+
+    with bad_server(kind) as one, bad_server(kind) as two:
+        reward = RemoteReward([one.url, two.url], batch=2, deadline=60.0, retry_share=1.0)
+        for start in range(3):
+            samples = samples_of(100 + start)
+            torch.testing.assert_close(reward(samples)["digest"], expected(samples), rtol=0, atol=0)
+        assert sum(value for name, value in reward.stats().items() if name.startswith("faults/")) > 10
+        reward.close()
+
+
+def test_there_are_twenty_kinds_and_more() -> None:
+    assert len(KINDS) >= 20
