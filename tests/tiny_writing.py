@@ -12,9 +12,12 @@ STOPS = tuple("abcdefghijklmnopqrstuvwxyz")  # so many that random rows end at d
 LONGEST = 7
 
 
-def policy(kind="qwen2.5-vl", *, writer=None, train="lora", copies=("reference",), decoding=None, microbatch=4, **options):
+def policy(
+    kind="qwen2.5-vl", *, writer=None, train="lora", copies=("reference",), decoding=None, microbatch=4, share=True, **options
+):
     """A new policy at its reference, ``writer`` unless one is given."""
     model = tiny_writers.writer(kind, train=train, stop=STOPS) if writer is None else writer
+    model.shares_prompts = model.shares_prompts and share
     kept = WeightCopies(model.module)
     for name in copies:
         if name == "reference" and train == "lora":

@@ -317,11 +317,14 @@ class AutoregressiveModel(Protocol):
     """A causal language model, perhaps with eyes, as the autoregressive kernel sees it. It knows no RL and no loop.
 
     A state is the last hidden state after the final norm; the state *before* a token is the one whose logits it is drawn from.
-    ``stop``: ids that end a completion; ``pad``: what stands after the end. ``module`` may be wrapped by a stepper.
+    ``stop``: ids that end a completion; ``pad``: what stands after the end. ``shares_prompts``: caches carry a gradient, so that an
+    evaluation can read a prompt once for all its rows; where they do not (gradient checkpointing), rows are read whole.
+    ``module`` may be wrapped by a stepper.
     """
 
     module: nn.Module
     grammar: Grammar
+    shares_prompts: bool
     stop: tuple[int, ...]
     pad: int
 
@@ -330,7 +333,7 @@ class AutoregressiveModel(Protocol):
         ...
 
     def prefill(self, module: nn.Module, prompts: Prompts) -> tuple[Float[Tensor, "p d"], Any]:
-        """The state before each row's first token, and a cache of the prompts; with gradient where it is not turned off."""
+        """The state before each row's first token, and a cache of the prompts."""
         ...
 
     def extend(

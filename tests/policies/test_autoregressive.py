@@ -42,7 +42,7 @@ def test_keeps_the_contract(kind):
     [
         ("lora", {"decoding": TRUNCATED}),
         ("full", {}),
-        ("full", {"share_prompt": False, "decoding": TRUNCATED}),
+        ("full", {"share": False, "decoding": TRUNCATED}),
         ("lora", {"mask_truncated": True, "microbatch": 1}),
     ],
     ids=str,
@@ -98,7 +98,7 @@ def test_log_probs_are_those_of_transformers_own_forward(kind):
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("kind", ["qwen2.5-vl", "qwen3-vl", "qwen2.5"])
 def test_a_row_is_evaluated_alike_alone_and_in_a_batch(kind, share):
-    policy = tiny_writing.policy(kind, share_prompt=share)
+    policy = tiny_writing.policy(kind, share=share)
     tiny_writers.move(policy.module)
     trajectory = policy.rollout(tiny_writing.batch(tasks_for(kind)))
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_a_row_is_evaluated_alike_alone_and_in_a_batch(kind, share):
 def test_a_shared_prompt_gives_the_same_gradient():
     gradients = []
     for share in (True, False):
-        policy = tiny_writing.policy(share_prompt=share)
+        policy = tiny_writing.policy(share=share)
         tiny_writers.move(policy.module)
         batch = tiny_writing.batch(group_size=4)
         trajectory = policy.rollout(batch)
@@ -126,7 +126,7 @@ def test_gradient_checkpointing_changes_memory_alone(kind):
     gradients, saved = [], []
     for checkpointing in (False, True):
         writer = tiny_writers.writer(kind, stop=tiny_writing.STOPS, checkpointing=checkpointing, train="full")
-        policy = tiny_writing.policy(writer=writer, train="full", share_prompt=False)
+        policy = tiny_writing.policy(writer=writer, train="full", share=False)
         batch = tiny_writing.batch(tasks_for(kind))
         trajectory = policy.rollout(batch)
         numbers = []
@@ -138,13 +138,6 @@ def test_gradient_checkpointing_changes_memory_alone(kind):
         assert not any(part.training for part in writer.module.modules())
     assert tiny_policies.distance(*gradients) < 1e-5
     assert saved[1] < 0.5 * saved[0]
-
-
-def test_gradient_checkpointing_and_a_shared_prompt_are_refused():
-    policy = tiny_writing.policy(writer=tiny_writers.writer(checkpointing=True))
-    trajectory = policy.rollout(tiny_writing.batch())
-    with pytest.raises(ValueError, match="share_prompt=False"):
-        policy.evaluate(trajectory, everything(trajectory), Needs())
 
 
 def test_entropy_and_kl_are_those_of_the_distributions():

@@ -74,9 +74,7 @@ def test_it_learns_to_write_what_pays():
         assert (ratio - 1).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize(
-    "other", [{"chunk": 3}, {"chunk": 100}, {"microbatch": 1}, {"microbatch": 8}, {"share_prompt": False}], ids=str
-)
+@pytest.mark.parametrize("other", [{"chunk": 3}, {"chunk": 100}, {"microbatch": 1}, {"microbatch": 8}, {"share": False}], ids=str)
 def test_cuts_do_not_change_the_gradient(other):
     wanted, metrics = first_gradient(tiny_writing.policy())
     chunk = other.get("chunk", 4)

@@ -1,7 +1,8 @@
 """A transformers decoder, run in one forward or step by step. It takes embeddings and explicit positions.
 
 The decoder is the part below the head: ``model`` of a text model, ``model.language_model`` of a vision-language model. It and the
-head are called by their own forwards, so a stepper that shards weights must wrap each of the two.
+head are called by their own forwards, so a stepper that shards weights must wrap each of the two; and it must keep the head whole
+during an evaluation, in which ranks call it more or less often.
 """
 
 from dataclasses import dataclass

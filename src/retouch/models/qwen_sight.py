@@ -54,4 +54,6 @@ def _look(module: nn.Module, pixels: Tensor, grids: Tensor) -> tuple[Tensor, tup
     """Features of all merged patches, and those for the first layers."""
     made = module.model.get_image_features(pixels, grids, return_dict=True)
     deep = made.deepstack_features if isinstance(module, Qwen3VLForConditionalGeneration) else ()
-    return torch.cat(list(made.pooler_output)), tuple(torch.cat(list(layer)) for layer in deep)
+    features = torch.cat(list(made.pooler_output))
+    # A layer's are whole (transformers 5.17) or one part a picture (5.23).
+    return features, tuple(torch.cat([part.view(-1, features.shape[-1]) for part in layer]) for layer in deep)

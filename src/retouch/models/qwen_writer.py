@@ -40,8 +40,8 @@ class QwenWriter:
 
     ``template``: ``TURNS.format(system=..., user="{}")``, say. ``picture``: what stands for each picture before the instruction,
     with ``{}`` for its number from 1; "" where the template has the vision block. ``area``: px of a picture as the model sees it
-    (see ``qwen_layout.fit``). ``stop``: the tokens that end a completion. ``gradient_checkpointing``: for policies that do not
-    share prompts.
+    (see ``qwen_layout.fit``). ``stop``: the tokens that end a completion. ``gradient_checkpointing``: an update keeps each layer's
+    input alone, and reads a prompt for every row.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class QwenWriter:
         self.picture = picture
         self.area: Area = area
         self.gradient_checkpointing = gradient_checkpointing
+        self.shares_prompts = not gradient_checkpointing
         self.grammar = WithoutVision(tokenizer, module.get_output_embeddings().weight.shape[0], module.device)
         self.stop = tuple(known[token] for token in stop)
         self.pad = known["<|endoftext|>"]
@@ -95,9 +96,7 @@ class QwenWriter:
         return Prompts(ids, mask, positions.permute(1, 2, 0), pictures)
 
     def prefill(self, module: nn.Module, prompts: Prompts) -> tuple[Float[Tensor, "p d"], Cache]:
-        """As the protocol says. ValueError: with gradient, and gradient checkpointing is on."""
-        if self.gradient_checkpointing and torch.is_grad_enabled():
-            raise ValueError("gradient checkpointing keeps no cache that a group could share: give the policy share_prompt=False")
+        assert not (self.gradient_checkpointing and torch.is_grad_enabled())  # its layers would not fill the cache
         embeds, sight = qwen_sight.embed(module, prompts, self.image_token)
         decoder = _decoder(module)
         cache = causal.new_cache(decoder)

@@ -78,9 +78,8 @@ class AutoregressivePolicy:
     """A language model as policy (implements ``retouch.types.Policy``).
 
     ``microbatch``: rows per forward with gradient. ``chunk``: places whose logits exist at once. ``mask_truncated``: completions
-    that were cut off at ``max_new_tokens`` teach nothing. ``share_prompt``: an evaluation reads each task's prompt once and not
-    once a row; gradient checkpointing needs it off. ``copies`` may hold ``reference`` and ``average`` weights. ``engine``: who
-    writes in a rollout, ``CachedDecoding`` unless another is given.
+    that were cut off at ``max_new_tokens`` teach nothing. ``copies`` may hold ``reference`` and ``average`` weights. ``engine``
+    writes in a rollout: ``CachedDecoding`` unless another is given. ValueError at temperature 0.
     """
 
     def __init__(
@@ -92,7 +91,6 @@ class AutoregressivePolicy:
         copies: WeightCopies,
         chunk: int = 256,
         mask_truncated: bool = False,
-        share_prompt: bool = True,
         engine: Engine | None = None,
     ) -> None:
         if decoding.temperature == 0:
@@ -104,7 +102,6 @@ class AutoregressivePolicy:
         self.copies = copies
         self.chunk = chunk
         self.mask_truncated = mask_truncated
-        self.share_prompt = share_prompt
         self.engine: Engine = CachedDecoding(model) if engine is None else engine
 
     # Acting
@@ -212,7 +209,7 @@ class AutoregressivePolicy:
         """The states before the first ``end`` tokens of each row."""
         ids, group = trajectory.ids[rows, :end], trajectory.group[rows]
         written = torch.arange(end, device=ids.device) < trajectory.lengths[rows, None]
-        if not self.share_prompt:
+        if not self.model.shares_prompts:
             return self.model.states(module, trajectory.prompts.take(group), ids, written)
         tasks, index = group.unique(return_inverse=True)
         prompts = trajectory.prompts.take(tasks)
