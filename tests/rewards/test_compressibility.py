@@ -1,0 +1,46 @@
+"""JPEG compressibility: its bounds, and what it prefers."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from retouch.rewards.compressibility import CompressibilityReward
+from retouch.testing import check_reward
+from retouch.types import Sample, Task
+
+
+def noise(seed, size=64):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8))
+
+
+def scores(*images, quality=95):
+    return CompressibilityReward(quality=quality)([Sample(Task("t", ""), image) for image in images])["compressibility"].tolist()
+
+
+def test_keeps_the_contract():
+    check_reward(CompressibilityReward(), [Sample(Task(str(seed), ""), noise(seed)) for seed in range(3)])
+
+
+def test_a_flat_picture_is_worth_more_than_noise():
+    flat, noisy, none = scores(Image.new("RGB", (64, 64), (3, 200, 90)), noise(1), None)
+    assert flat > 0.9 > 0.7 > noisy
+    assert none == 0
+
+
+def test_it_is_the_share_of_bytes_saved():
+    image = noise(2)
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=30)
+    assert scores(image, quality=30) == [pytest.approx(1 - len(buffer.getvalue()) / (3 * 64 * 64))]
+
+
+def test_a_tiny_picture_whose_file_is_all_header_is_worth_nothing():
+    assert scores(Image.new("RGB", (2, 2))) == [0]
+
+
+@pytest.mark.parametrize("quality", [0, 96])
+def test_refuses_a_quality_that_is_none(quality):
+    with pytest.raises(ValueError, match="1 to 95"):
+        CompressibilityReward(quality=quality)

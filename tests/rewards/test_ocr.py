@@ -1,0 +1,117 @@
+"""Reading text in pictures: the score's arithmetic, and RapidOCR itself on rendered words and on real pictures."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image, ImageDraw, ImageFont
+
+from retouch.rewards.edit_distance import comparable, edit_distance, similarity
+from retouch.rewards.ocr import Line, OcrReward, RapidReader
+from retouch.testing import check_reward
+from retouch.types import Reward, Sample, Task
+
+PHOTOS = os.environ.get("RETOUCH_TRIPLETS", "")
+
+
+def written(text: str, size: int = 40) -> Image.Image:
+    image = Image.new("RGB", (60 + size * len(text) * 2 // 3, 2 * size), (240, 240, 230))
+    ImageDraw.Draw(image).text((20, size // 2), text, fill=(20, 30, 90), font=ImageFont.load_default(size))
+    return image
+
+
+def reads(*lines: Line):
+    return OcrReward(lambda image: list(lines))
+
+
+def score(reward: OcrReward, text: str) -> tuple[float, float]:
+    scores = reward([Sample(Task("t", "", text=text), Image.new("RGB", (8, 8)))])
+    return scores["correctness"].item(), scores["confidence"].item()
+
+
+@pytest.fixture(scope="module")
+def reader():
+    return RapidReader()
+
+
+def by_definition(a: str, b: str) -> int:
+    if not a or not b:
+        return len(a) + len(b)
+    same = by_definition(a[1:], b[1:]) + (a[0] != b[0])
+    return min(same, by_definition(a[1:], b) + 1, by_definition(a, b[1:]) + 1)
+
+
+@given(st.text("abc", max_size=5), st.text("abc", max_size=5))
+def test_the_distance_is_levenshteins(a, b):
+    assert edit_distance(a, b) == by_definition(a, b)
+
+
+@given(st.text(max_size=12), st.text(max_size=12), st.text(max_size=12))
+def test_the_distance_is_a_metric(a, b, c):
+    assert (edit_distance(a, b) == 0) == (a == b)
+    assert edit_distance(a, b) == edit_distance(b, a)
+    assert edit_distance(a, c) <= edit_distance(a, b) + edit_distance(b, c)
+    assert 0 <= similarity(a, b) <= 1
+
+
+def test_what_is_compared():
+    assert comparable(" Straße\n ＡＢＣ ﬁne") == "strasseabcfine"
+    assert similarity("", " ") == 1
+
+
+def test_correctness_is_of_all_that_was_read():
+    sure = 0.9
+    assert score(reads(Line("Hello", sure), Line("World", 0.7)), "hello world") == pytest.approx((1, 0.8))
+    assert score(reads(Line("Hallo", sure)), "hello")[0] == pytest.approx(0.8)
+    assert score(reads(Line("hello hello hello", sure)), "hello")[0] == pytest.approx(1 / 3)  # spraying text does not pay
+    correctness, confidence = score(reads(), "hello")
+    assert correctness == 0
+    assert np.isnan(confidence)
+
+
+def test_confidence_is_no_correctness():
+    correctness, confidence = score(reads(Line("wrong", 1.0)), "qqq")
+    assert (correctness, confidence) == (0, 1)
+
+
+def test_no_picture_is_the_policys_fault_and_no_text_the_users():
+    reward = reads(Line("a", 1.0))
+    assert reward([Sample(Task("t", "", text="a"), None)])["correctness"].tolist() == [0]
+    for text in (None, "", " \n"):
+        with pytest.raises(ValueError, match=r"task\.text"):
+            reward([Sample(Task("t", "", text=text), None)])
+
+
+def test_keeps_the_contract():
+    reward = OcrReward(lambda image: [Line(f"{np.asarray(image).mean():.1f}", 0.5)])
+    assert isinstance(reward, Reward)
+    check_reward(reward, [Sample(Task(word, "", text="184.7"), written(word, 12)) for word in ("open", "Retouch", "17")])
+
+
+@pytest.mark.parametrize("size", [(1, 1), (160, 2), (24, 24)])
+def test_rapidocr_finds_nothing_in_pictures_of_nothing(reader, size):
+    assert reader(Image.new("L", size, 77)) == []
+
+
+@pytest.mark.parametrize("word", ["Retouch", "HELLO", "open 24"])
+def test_rapidocr_reads_a_rendered_word(reader, word):
+    right, wrong = Task("r", "", text=word), Task("w", "", text="zzz")
+    scores = OcrReward(reader)([Sample(right, written(word)), Sample(wrong, written(word))])
+    assert scores["correctness"][0] == 1
+    assert scores["correctness"][1] < 0.2
+    assert (scores["confidence"] > 0.8).all()
+
+
+@pytest.mark.skipif(not PHOTOS, reason="RETOUCH_TRIPLETS names no folder of triplets")
+def test_rapidocr_reads_real_pictures(reader):
+    lines = (Path(PHOTOS) / "self_bench.txt").read_text().splitlines()
+    asked = dict(line.split("-", 1) for line in lines if line)
+    samples = [
+        Sample(Task(number, "", text=text), Image.open(Path(PHOTOS) / f"test{number}_source.png").convert("RGB"))
+        for number, text in asked.items()
+    ]
+    assert samples
+    assert OcrReward(reader)(samples)["correctness"].tolist() == [1.0] * len(samples)
