@@ -1,0 +1,227 @@
+"""``retouch serve`` as a process: replicas that come back, drain, reload, and end with their supervisor."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from live_server import body_of, samples_of
+from retouch import cli
+from retouch.rewards.remote.client import RemoteReward
+from retouch.serving.supervisor import is_loopback
+from served_rewards import digest_score
+
+TESTS = Path(__file__).parents[1]
+SLOW = '{"kind": "import", "class": "served_rewards:Digest", "args": {"base": 2.0}}'
+STARTED = re.compile(r"^replica (\d+): (http://\S+), pid (\d+)(?:, GPU (\d+))?, log (\S+)$")
+
+
+def until(true: Callable[[], object]) -> None:
+    """Wait for something that is going to happen; a minute at most."""
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@dataclass
+class Serving:
+    process: "subprocess.Popen[str]"
+    lines: list[str] = field(default_factory=list)
+
+    def starts(self) -> list[re.Match[str]]:
+        return [found for line in [*self.lines] if (found := STARTED.match(line))]
+
+    def ready(self, count: int) -> bool:
+        return sum(line.endswith("is ready") for line in self.lines) >= count or self.process.poll() is not None
+
+    def read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+
+
+@contextmanager
+def serving(folder: Path, *words: str, ready: int = 1, **environment: str) -> Iterator[Serving]:
+    path = os.pathsep.join([str(TESTS), str(folder)])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "retouch.cli", "serve", *words, "--port", "0", "--logs", str(folder / "logs")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **environment},
+    )
+    serve = Serving(process)
+    reader = threading.Thread(target=serve.read)
+    reader.start()
+    try:
+        until(lambda: serve.ready(ready))
+        yield serve
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        try:
+            process.wait(timeout=60)
+        finally:
+            process.kill()
+            process.wait()
+            reader.join()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_replicas_have_ports_logs_and_devices_and_one_that_dies_comes_back(tmp_path: Path) -> None:
+    with serving(tmp_path, "share:red", "--replicas", "2", "--gpus", "3,5", ready=2) as serve:
+        starts = serve.starts()
+        assert [(found[1], found[4]) for found in starts] == [("0", "3"), ("1", "5")]
+        assert len({found[2] for found in starts}) == 2
+        assert all(Path(found[5]).is_file() for found in starts)
+        reward = RemoteReward([found[2] for found in starts], batch=2)
+        samples = samples_of(12)
+        before = reward(samples)["share"]
+        os.kill(int(starts[1][3]), signal.SIGKILL)
+        torch.testing.assert_close(reward(samples)["share"], before, rtol=0, atol=0)
+        until(lambda: serve.ready(3))
+        again = serve.starts()[-1]
+        assert again[1] == "1"
+        assert again[2] == starts[1][2]
+        assert again[3] != starts[1][3]
+        assert httpx.get(f"{again[2]}/readyz").status_code == 200
+        reward.close()
+    assert serve.process.returncode == 0
+    assert not any(alive(int(found[3])) for found in serve.starts())
+
+
+def test_sigterm_answers_all_that_is_in_hand(tmp_path: Path) -> None:
+    with serving(tmp_path, SLOW) as serve, httpx.Client(timeout=60) as client:
+        (start,) = serve.starts()
+        samples = samples_of(32)
+
+        def ask(row: int) -> float:
+            body, kind = body_of([samples[row]])
+            reply = client.post(f"{start[2]}/v1/score", content=body, headers=kind)
+            assert reply.status_code == 200
+            return float(reply.json()["items"][0]["scores"]["digest"])
+
+        def taken() -> bool:
+            text = client.get(f"{start[2]}/metrics").text
+            found = re.search(r"^retouch_requests_in_flight (\d+)", text, re.MULTILINE)
+            return found is not None and int(found[1]) >= 33  # with this one
+
+        with ThreadPoolExecutor(32) as callers:
+            asked = [callers.submit(ask, row) for row in range(32)]
+            until(taken)
+            serve.process.terminate()
+            assert [future.result() for future in asked] == [digest_score(sample) for sample in samples]
+        until(lambda: serve.process.poll() is not None)
+    assert serve.process.returncode == 0
+
+
+def test_rolling_restarts_lose_no_sample_and_a_reload_changes_the_judge(tmp_path: Path) -> None:
+    source = (TESTS / "served_rewards.py").read_text()
+    (tmp_path / "my_judge.py").write_text(source)
+    with serving(tmp_path, "my_judge:Digest", "--replicas", "2", ready=2) as serve:
+        urls = [found[2] for found in serve.starts()]
+        reward = RemoteReward(urls, batch=1, deadline=60.0)
+        samples = samples_of(40)
+        wanted = torch.tensor([digest_score(sample) for sample in samples])
+        for turn in range(4):
+            future = reward.submit(samples)
+            pid = [found[3] for found in serve.starts() if found[1] == str(turn % 2)][-1]
+            os.kill(int(pid), signal.SIGTERM)
+            torch.testing.assert_close(future.result()["digest"], wanted, rtol=0, atol=0)
+            until(lambda turn=turn: serve.ready(3 + turn))
+        reward.close()
+        old = {httpx.get(f"{url}/v1/info").json()["rewards"][0]["fingerprint"] for url in urls}
+        (tmp_path / "my_judge.py").write_text(source + "\n# another rubric\n")
+        serve.process.send_signal(signal.SIGHUP)
+        until(lambda: all(httpx.get(f"{url}/v1/info").json()["rewards"][0]["fingerprint"] not in old for url in urls))
+    assert len(old) == 1
+
+
+def test_replicas_end_when_their_supervisor_is_killed(tmp_path: Path) -> None:
+    with serving(tmp_path, "share:red") as serve:
+        (start,) = serve.starts()
+        serve.process.kill()
+        serve.process.wait()
+        until(lambda: not alive(int(start[3])))
+
+
+def test_a_reward_that_cannot_be_built_ends_it_with_the_reason(tmp_path: Path) -> None:
+    with serving(tmp_path, "no_such_module:Judge") as serve:
+        until(lambda: serve.process.poll() is not None)
+    assert serve.process.returncode == 2
+    assert "there is no module no_such_module" in serve.lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["plaground"], "plaground"),
+        (["share:red", "--host", "0.0.0.0"], "can be reached from other machines: set RETOUCH_TOKEN"),
+        (["share:red", "--replicas", "0"], "at least one"),
+        (["share:red", "--limit", "max_bach=3"], "did you mean max_batch"),
+        (["share:red", "--limit", "max_batch=x"], "max_batch is a whole number"),
+        (["share:red", "--limit", "window=-1"], "window"),
+        (["share:red", "--ocr", "share"], "--ocr needs --vlm"),
+        (["share:red", "--token-file", "nothing"], "no such file"),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_port_in_use_and_a_short_token_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert cli.main(["serve", "share:red", "--port", str(port), "--logs", str(tmp_path)]) == 2
+        assert f"port {port} is in use" in capsys.readouterr().err
+    monkeypatch.setenv("RETOUCH_TOKEN", "short")
+    assert cli.main(["serve", "share:red"]) == 2
+    assert "at least 16 characters" in capsys.readouterr().err
+
+
+def test_a_token_is_in_no_log_and_no_command_line(tmp_path: Path) -> None:
+    token = "canary-7f3a9d2e51b84c06"
+    with serving(tmp_path, "share:red", "--host", "0.0.0.0", RETOUCH_TOKEN=token) as serve:
+        (start,) = serve.starts()
+        url = start[2].replace("0.0.0.0", "127.0.0.1")
+        assert httpx.get(f"{url}/v1/info").status_code == 401
+        assert httpx.get(f"{url}/v1/info", headers={"Authorization": f"Bearer {token}"}).status_code == 200
+        httpx.post(f"{url}/v1/score", content=b"x", headers={"Authorization": f"Bearer {token}"})
+        command = Path(f"/proc/{start[3]}/cmdline")
+        assert token not in (command.read_text() if command.exists() else "")
+    assert token not in "".join(serve.lines) + "".join(log.read_text() for log in (tmp_path / "logs").iterdir())
+
+
+def test_what_is_this_machine_alone() -> None:
+    assert [is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost")] == [True] * 4
+    assert [is_loopback(host) for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", "")] == [False] * 5
