@@ -1,6 +1,5 @@
 """The client of judges against a strict double of their server: faults, deadlines, loops and keys."""
 
-import asyncio
 import hashlib
 import logging
 import threading
@@ -13,7 +12,7 @@ import torch
 from double import FAULTS, KEY, Double, clean
 from PIL import Image
 
-from retouch.rewards.judges import Asker, AspectsReward, Backoff, ChatClient, Panel, Patience, Question, credentials, event_loop
+from retouch.rewards.judges import Asker, AspectsReward, Backoff, ChatClient, Panel, Patience, Question, credentials
 from retouch.rewards.judges.backoff import retry_after
 from retouch.rewards.judges.forms import ScoresForm
 from retouch.rewards.judges.scales import Scale
@@ -200,14 +199,6 @@ def test_a_client_is_used_again_and_again_from_four_threads(open_client):
         for thread in threads:
             thread.join()
     assert found == [True] * 40
-
-
-def test_one_loop_for_the_process():
-    async def which():
-        return asyncio.get_running_loop(), threading.current_thread().name
-
-    assert event_loop.run(which()) == event_loop.run(which())
-    assert event_loop.run(which())[1] == "judge-loop"
 
 
 def test_the_key_is_in_no_log_error_or_answer(open_client, caplog):

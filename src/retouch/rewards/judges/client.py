@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from retouch.rewards.judges import credentials, event_loop, wire
+from retouch.rewards import event_loop
+from retouch.rewards.judges import credentials, wire
 from retouch.rewards.judges.asking import Answer, Question
 from retouch.rewards.judges.backoff import Backoff, retry_after
 
@@ -73,14 +74,14 @@ class ChatClient:
         self.identity = f"{model} at {base_url}{', typed' if typed else ''}"
         self.patience = patience or Patience()
         self._typed = typed
-        self._client, self._slots = event_loop.run(self._open(base_url, concurrency))
+        self._client, self._slots = event_loop.submit(self._open(base_url, concurrency)).result()
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
         """An answer each, in order, at the latest when the deadline has passed. May be called from several threads."""
         began = time.monotonic()
         urls = wire.encoded(questions)
         requests = [wire.request(question, typed=self._typed, urls=urls) for question in questions]
-        answers = event_loop.run(self._ask_all(questions, requests, began))
+        answers = event_loop.submit(self._ask_all(questions, requests, began)).result()
         faults = Counter(answer.fault for answer in answers if answer.fault)
         if faults:
             says = ", ".join(f"{count} {reason}" for reason, count in faults.most_common())
@@ -89,7 +90,7 @@ class ChatClient:
 
     def close(self) -> None:
         """Let go of the connections."""
-        event_loop.run(self._client.close())
+        event_loop.submit(self._client.close()).result()
 
     async def _open(self, base_url: str, concurrency: int) -> tuple[Any, asyncio.Semaphore]:
         client = self._openai.AsyncOpenAI(api_key=self._key, base_url=base_url, max_retries=0, timeout=self.patience.timeout)
