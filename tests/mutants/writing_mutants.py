@@ -25,8 +25,8 @@ WRITING = (
     Mutant(
         "new tokens stand a place too far",
         "policies/decoding.py",
-        "starts[numbers, None] + place",
-        "starts[numbers, None] + place + 1",
+        "positions=rows.starts[:, None] + places",
+        "positions=rows.starts[:, None] + places + 1",
         f"{DECODING}::test_greedy_is_generate[qwen3-vl]",
     ),
     Mutant(
@@ -110,8 +110,8 @@ WRITING = (
     Mutant(
         "16 bits as they come from the cache",
         "policies/decoding.py",
-        "return next(self.model.module.parameters()).dtype == torch.float32",
-        "return True",
+        "self.model.module.parameters()).dtype == torch.float32 if",
+        "self.model.module.parameters()).is_floating_point() if",
         "tests/policies/test_autoregressive.py::test_sixteen_bits_are_measured_in_the_shape_of_the_update",
     ),
     # Reading

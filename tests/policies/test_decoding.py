@@ -146,6 +146,17 @@ def test_a_grammar_forces_and_restricts():
     assert set(greedy.ids[:, 2].tolist()) <= set(digits)
 
 
+def test_forced_tokens_are_read_with_the_next_that_is_not():
+    writer = tiny_writers.writer()
+    writer.grammar = tiny_writing.Form(writer)
+    read = []
+    extend = writer.extend
+    writer.extend = lambda module, ids, **given: read.append(ids.shape[1]) or extend(module, ids, **given)
+    made = write(writer, tiny_writing.batch())
+    assert made.lengths.tolist() == [7] * 6
+    assert read == [2, 1, 2, 1]  # places 0 and 1, 2, 3 and 4, 5; nothing is drawn after the last
+
+
 def test_a_forced_token_can_end_a_row():
     writer = tiny_writers.writer()
     writer.grammar = tiny_writing.Form(writer, forced=(65, writer.stop[0]))
