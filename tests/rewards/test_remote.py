@@ -125,6 +125,7 @@ def test_servers_that_cannot_be_used_are_refused_at_the_start(monkeypatch: pytes
         ({"endpoints": ["http://a"], "batch": 0}, "batch 0"),
         ({"endpoints": ["http://a"], "deadline": 0.0}, "deadline"),
         ({"endpoints": ["http://a"], "retry_share": 2.0}, "retry_share"),
+        ({"endpoints": ["http://a"], "encoding": "jpeg"}, "choose auto, webp or raw"),
         ({"endpoints": ["http://a"], "rate_file": "x"}, "samples_per_minute"),
     ],
 )

@@ -18,6 +18,9 @@ from retouch.serving.limits import Limits
 from retouch.serving.metrics import Metrics
 from retouch.types import Sample, Scores
 
+_PATIENCE = 0.1
+_LONGEST_PATIENCE = 0.05
+
 
 @dataclass(frozen=True, slots=True)
 class Verdicts:
@@ -53,6 +56,7 @@ class Batcher:
         self._limits, self._metrics = limits, metrics
         self._queue: deque[tuple[_Ticket, int, Sample]] = deque()
         self._working = 0
+        self._patience = 0.0
         self._arrived = asyncio.Event()
         # The first runs the reward and nothing else; the second waits for it and takes its answer apart.
         self._reward = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"reward-{hosted.name}")
@@ -85,7 +89,7 @@ class Batcher:
         while True:
             await self._arrived.wait()
             if len(self._queue) < self._limits.max_batch:
-                await asyncio.sleep(self._limits.window)
+                await asyncio.sleep(max(self._limits.window, self._patience))
             batch = self._take()
             if batch:
                 await self._work(batch)
@@ -123,7 +127,11 @@ class Batcher:
             return self._reward.submit(hosted.reward, given)
 
         verdicts = await loop.run_in_executor(self._judge, partial(judge, hosted, samples, call=call))
-        self._metrics.judging.labels(hosted.name).observe(time.monotonic() - started)
+        seconds = time.monotonic() - started
+        self._metrics.judging.labels(hosted.name).observe(seconds)
+        # Callers who were answered just now are back in a moment: without them half of all callers would share each call in turn.
+        several = len({id(ticket) for ticket, _, _ in [*batch, *self._queue]}) > 1
+        self._patience = min(_LONGEST_PATIENCE, _PATIENCE * seconds) if several else 0.0
         for (ticket, row, _), verdict in zip(batch, verdicts, strict=True):
             self._metrics.items.labels(hosted.name, verdict if isinstance(verdict, str) else "scored").inc()
             ticket.put(row, verdict, hosted.fingerprint)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -24,7 +24,8 @@ _LOG = logging.getLogger("retouch.rewards")
 
 
 class RemoteReward:
-    """Samples go out in requests of ``batch``, at most ``concurrency`` at once for each endpoint, to the one with least in hand.
+    """Samples go out in requests of ``batch``, at most ``concurrency`` at once for each endpoint, to the one with least in hand;
+    ``encoding`` auto sends raw pixels to this machine and lossless WebP to others.
 
     A request that fails is tried again on another endpoint, up to ``attempts`` times (refused connections and "busy" do not count),
     with growing random pauses and for at most ``retry_share`` of all requests (and ten a second). One attempt takes at most
@@ -42,6 +43,7 @@ class RemoteReward:
         endpoints: Sequence[str],
         *,
         rewards: Sequence[str] | None = None,
+        encoding: Literal["auto", "webp", "raw"] = "auto",
         batch: int = 8,
         concurrency: int = 4,
         deadline: float = 120.0,
@@ -62,6 +64,7 @@ class RemoteReward:
             endpoints=tuple(url.rstrip("/") for url in endpoints),
             token=os.environ.get(TOKEN),
             rewards=None if rewards is None else tuple(rewards),
+            encoding=encoding,
             batch=batch,
             concurrency=concurrency,
             deadline=deadline,

@@ -158,7 +158,7 @@ class Session:
     async def _exchange(self, endpoint: Endpoint, chunk: Chunk) -> dict[str, Answer]:
         ids, settings = chunk.open, self._settings
         try:
-            encoding: Encoding = "raw" if endpoint.local else "webp"
+            encoding: Encoding = ("raw" if endpoint.local else "webp") if settings.encoding == "auto" else settings.encoding
             body, kind = await asyncio.to_thread(chunk.body, encoding, settings.rewards)
             started = time.monotonic()
             seconds = max(0.001, min(settings.timeout, chunk.expires - started))

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 
@@ -14,6 +15,7 @@ class Settings:
     endpoints: Sequence[str]
     token: str | None
     rewards: Sequence[str] | None
+    encoding: Literal["auto", "webp", "raw"]
     batch: int
     concurrency: int
     deadline: float
@@ -32,6 +34,8 @@ class Settings:
                 raise ValueError(f"endpoint {url!r}: give http://host:port")
         if not self.endpoints or len(set(self.endpoints)) < len(self.endpoints):
             raise ValueError(f"endpoints {list(self.endpoints)}: name at least one, and each once")
+        if self.encoding not in ("auto", "webp", "raw"):
+            raise ValueError(f"encoding {self.encoding!r}: choose auto, webp or raw")
         for name in ("batch", "concurrency", "attempts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)}: at least 1")

@@ -1,0 +1,85 @@
+"""Servers as processes of their own, for `serving.py`: ours by its command, the plain one by its file."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import httpx
+
+HERE = Path(__file__).parent
+_STARTED = re.compile(r"^replica (\d+): (http://\S+), pid (\d+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Ours:
+    """``output``: the supervisor's lines, which name each replica's latest process."""
+
+    urls: tuple[str, ...]
+    output: Path
+
+    def pids(self) -> dict[int, int]:
+        return {int(number): int(pid) for number, _, pid in _STARTED.findall(self.output.read_text())}
+
+
+@contextmanager
+def ours(scorer: str, arguments: dict[str, float], *, replicas: int = 1, limits: Sequence[str] = ()) -> Iterator[Ours]:
+    """`retouch serve` of a class in scorers.py."""
+    section = json.dumps({"kind": "import", "class": f"scorers:{scorer}", "args": arguments})
+    with TemporaryDirectory() as folder, open(Path(folder) / "output", "w") as output:
+        words = ["serve", section, "--port", "0", "--replicas", str(replicas), "--logs", folder]
+        words += [word for limit in limits for word in ("--limit", limit)]
+        with _process([sys.executable, "-m", "retouch.cli", *words], output):
+            path = Path(folder) / "output"
+            _wait(lambda: path.read_text().count("is ready") == replicas)
+            yield Ours(tuple(url for _, url, _ in _STARTED.findall(path.read_text())), path)
+
+
+@contextmanager
+def plain(base: float, each: float) -> Iterator[tuple[str, int]]:
+    """The plain server's address and process."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with _process([sys.executable, str(HERE / "plain_server.py"), str(port), str(base), str(each)], subprocess.DEVNULL) as pid:
+        url = f"http://127.0.0.1:{port}"
+        _wait(lambda: _healthy(url))
+        yield url, pid
+
+
+@contextmanager
+def _process(command: list[str], output: object) -> Iterator[int]:
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=HERE)  # type: ignore[call-overload]
+    try:
+        yield process.pid
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=60)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _wait(true: object) -> None:
+    end = time.monotonic() + 120
+    while not true():  # type: ignore[operator]
+        if time.monotonic() > end:
+            raise SystemExit("the server did not start")
+        time.sleep(0.05)
