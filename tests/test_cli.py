@@ -25,7 +25,8 @@ except SystemExit as end:
 
 
 @pytest.mark.parametrize(
-    "command", [["train"], ["launch"], ["eval"], ["sample"], ["doctor"], ["recipes"], ["playground", "build"], ["data", "check"]]
+    "command",
+    [["train"], ["launch"], ["eval"], ["sample"], ["doctor"], ["recipes"], ["playground", "build"], ["data", "check"], ["serve"]],
 )
 def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:

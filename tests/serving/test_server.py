@@ -177,6 +177,18 @@ def test_a_request_keeps_its_id_and_gets_one_where_it_has_none(digest: Live) -> 
     assert made[0] != made[1]
 
 
+def test_a_fault_of_the_server_itself_is_told_by_its_id_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with live("share:red") as server:
+        server.service.info = lambda: {}["secret-of-the-server"]  # type: ignore[method-assign]
+        answer = httpx.get(f"{server.url}/v1/info", headers={"X-Request-Id": "run-8"})
+        assert httpx.get(f"{server.url}/livez").status_code == 200
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "internal"
+    assert "secret-of-the-server" not in answer.text
+    assert answer.headers["x-request-id"] == "run-8"
+    assert "request run-8 to /v1/info failed: KeyError" in caplog.text
+
+
 def test_metrics_count_what_was_done() -> None:
     with live(host(Digest())) as server:
         ask(server, samples_of(5))
@@ -330,6 +342,15 @@ def test_the_fingerprint_knows_arguments_and_is_the_same_again() -> None:
     )
     assert red == red_again != blue
     assert fingerprint({}, Digest()) != fingerprint({}, FailsOnText())
+
+
+def test_the_fingerprint_knows_what_the_reward_says_of_itself() -> None:
+    class WithRubric(Digest):
+        fingerprint = "rubric 1"
+
+    first = fingerprint({}, WithRubric())
+    WithRubric.fingerprint = "rubric 2"
+    assert fingerprint({}, WithRubric()) != first
 
 
 def test_limits_that_make_no_sense_are_refused() -> None:

@@ -1,6 +1,7 @@
 """The pages of a reward server."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -19,6 +20,7 @@ from retouch.serving.gate import Gate, refusal
 from retouch.serving.reception import read_body, read_deadline
 from retouch.serving.service import Service
 
+_LOG = logging.getLogger("retouch.serving")
 _RETRY_SECONDS = 1
 _BINARY = {"type": "string", "format": "binary"}
 
@@ -110,9 +112,10 @@ def _errors(app: FastAPI) -> None:
     async def http(request: Request, error: HTTPException) -> Response:
         return refusal({404: "not_found", 405: "bad_method"}.get(error.status_code, "bad_body"))  # type: ignore[arg-type]
 
-    # The error itself goes to the log, with its traceback.
+    # The error goes on to uvicorn, which logs its traceback.
     @app.exception_handler(Exception)
     async def internal(request: Request, error: Exception) -> Response:
+        _LOG.error("request %s to %s failed: %s", request.state.request_id, request.url.path, type(error).__name__)
         return refusal("internal")
 
 

@@ -52,7 +52,7 @@ class Gate:
             if not self._may(scope["path"], headers):
                 await refusal("unauthorized")(scope, receive, answer)
             else:
-                await self._app(scope, receive, answer)
+                await self._app({**scope, "state": {**scope.get("state", {}), "request_id": name}}, receive, answer)
         finally:
             self._metrics.in_flight.dec()
             self._metrics.requests.labels(page, str(status)).inc()

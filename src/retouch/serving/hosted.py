@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter, ValidationError
 
+from retouch.rewards.identity import Fingerprinted
 from retouch.rewards.wire.info import ColumnInfo, RewardInfo
 from retouch.rewards.wire.schema import NAME
 from retouch.runs import recipe_learning
@@ -92,9 +93,10 @@ def rebuild(order: Order, old: Hosted) -> Hosted:
 
 
 def fingerprint(section: Mapping[str, object], reward: Reward) -> str:
-    """16 hexadecimal digits over the arguments, the class, its module's source and the columns."""
+    """16 hexadecimal digits over the arguments, the class, its module's source, the columns, and what the reward says of itself."""
     columns = {name: [c.low, c.high, c.diagnostic] for name, c in reward.columns.items()}
-    what = [dict(section), _path(type(reward)), inspect.getsource(sys.modules[type(reward).__module__]), columns]
+    own = reward.fingerprint if isinstance(reward, Fingerprinted) else None
+    what = [dict(section), _path(type(reward)), inspect.getsource(sys.modules[type(reward).__module__]), columns, own]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
 
 
