@@ -14,7 +14,7 @@ from retouch.rewards.judges.visible import declines, leads_to_own_score, spoken,
 from retouch.types import Json
 
 LONGEST = 20_000  # characters; a judge that writes more has lost its thread
-_FENCE = re.compile(r"^[ \t]*```[a-zA-Z0-9_+-]*[ \t]*$", re.MULTILINE)
+_FENCE = re.compile(r"^[ \t]*```(?:json|text|plaintext)?[ \t]*$", re.MULTILINE | re.IGNORECASE)
 
 
 def read_score(text: str, scale: Scale) -> float | None:
@@ -38,7 +38,7 @@ def read_scores(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | No
     whole = _typed_whole(text, scales)
     if whole is not None:
         return whole[0]
-    said = spoken(text)
+    said = spoken(text.replace("\r\n", "\n"))
     if said is None or not said:
         return None
     whole = _typed_whole(said, scales)
@@ -87,7 +87,7 @@ def _blocks(text: str) -> tuple[list[Json], str] | None:
     None where one is broken, where a fence does not end, or where the values neither begin nor end the text, or are announced as
     somebody else's words or taken back.
     """
-    if text.count("```") % 2 or text.count("```") != len(_FENCE.findall(text)):
+    if not _fences_hold_answers(text):
         return None
     text = _FENCE.sub(lambda fence: " " * len(fence[0]), text)
     values: list[Json] = []
@@ -109,3 +109,13 @@ def _blocks(text: str) -> tuple[list[Json], str] | None:
     if values and ((rest[0].strip() and rest[-1].strip()) or not leads_to_own_score(rest[0]) or takes_back(rest[-1])):
         return None
     return values, "\n".join(rest)
+
+
+def _fences_hold_answers(text: str) -> bool:
+    """Whether every fence ends, and holds JSON or the whole answer; else it holds code or a quotation."""
+    fences = list(_FENCE.finditer(text))
+    if len(fences) % 2 or text.count("```") != len(fences):
+        return False
+    insides = [text[one.end() : other.start()].lstrip() for one, other in zip(fences[::2], fences[1::2], strict=True)]
+    whole = len(fences) == 2 and not text[: fences[0].start()].strip() and not text[fences[1].end() :].strip()
+    return whole or all(inside.startswith(("{", "[")) for inside in insides)

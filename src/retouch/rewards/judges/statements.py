@@ -12,9 +12,11 @@ from retouch.rewards.judges.scales import Scale
 from retouch.rewards.judges.visible import leads_to_own_score, takes_back
 
 _ENGLISH = (
-    r"(?:(?:my|the|your|final|overall|total|combined|assigned)[\s_]+){0,3}(?:scores?|rating|grade|answer)"
+    r"(?:(?:my|the|final|overall|total|combined|assigned)[\s_]+){0,3}(?:scores?|rating|grade)"
     r"(?:\s+for\s+(?:this|the)\s+edit(?:ed\s+(?:image|picture))?)?"
 )
+_FINAL = rf"{_ENGLISH}|final\s+answer"
+_TAGS = rf"{_ENGLISH}|(?:final[\s_]+)?answer"
 _FOREIGN = (
     r"(?:endgültige\s+|finale\s+)?(?:gesamt)?(?:bewertung|punktzahl|punkte|endnote|wertung)|note(?:\s+(?:finale|globale))?"
     r"|(?:puntuación|puntaje|calificación|nota|pontuação|avaliação|punteggio|valutazione|voto)(?:\s+(?:final|finale|total))?"
@@ -43,17 +45,17 @@ class Statement:
 
 def stated(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
     """A score for every name that the statements agree on, or None. ``text`` is bare of thoughts, quotations, JSON and marks."""
-    mentions = list(_mentions(text, scales))
-    if not 0 < len(mentions) <= _MOST or None in mentions:
+    listed = list(_mentions(text, scales))
+    mentions = sorted((one for one in listed if one is not None), key=lambda one: one.start)
+    if not 0 < len(listed) <= _MOST or len(mentions) < len(listed):
         return None
     found: dict[str, float] = {}
     end = 0
     for one in mentions:
-        assert one is not None
         if not _opens(text, one.start, end) or found.setdefault(one.name, one.value) != one.value:
             return None
         end = one.end
-    return found if set(found) == set(scales) and _stands(text, [one for one in mentions if one is not None]) else None
+    return found if set(found) == set(scales) and _stands(text, mentions) else None
 
 
 def unmarked(text: str) -> str:
@@ -68,27 +70,32 @@ def bare(text: str, scale: Scale) -> float | None:
 
 
 def _mentions(text: str, scales: Mapping[str, Scale]) -> Iterator[Statement | None]:
-    """Everything that looks like a score of one of the names, in order; None for what looks like one and cannot be read."""
+    """Everything that looks like a score of one of the names; None for what looks like one and cannot be read."""
     for name, scale in scales.items():
         if len(scales) > 1:
+            yield from _of_tag(text, name, scale, _own(name))
             yield from _of_label(text, name, scale, _own(name), decimal_comma=False)
             continue
-        english = _ENGLISH if name == "score" else rf"{_own(name)}|{_ENGLISH}"
-        yield from _of_label(text, name, scale, english, decimal_comma=False)
+        yield from _of_tag(text, name, scale, rf"{_own(name)}|{_TAGS}")
+        yield from _of_label(text, name, scale, rf"{_own(name)}|{_FINAL}", decimal_comma=False)
         yield from _of_label(text, name, scale, _FOREIGN, decimal_comma=True)
 
 
-def _of_label(text: str, name: str, scale: Scale, label: str, *, decimal_comma: bool) -> Iterator[Statement | None]:
-    tag = rf"<\s*(?P<tag>{label})\s*>\s*{_FIGURE}\s*<\s*/\s*(?P=tag)\s*>"
-    line = rf"(?<!\w)(?:{label}){_BOUNDS}(?P<sign>\s*(?:[:：=]|\b(?:is|of)\b)?\s*){_FIGURE}{_UNIT}"
-    for match in re.finditer(rf"<\s*(?:{label})\s*>", text, re.IGNORECASE):
-        whole = re.compile(tag, re.IGNORECASE).match(text, match.start())
-        value = None if whole is None else _value(whole, scale, decimal_comma=decimal_comma)
+def _of_tag(text: str, name: str, scale: Scale, label: str) -> Iterator[Statement | None]:
+    tag = re.compile(rf"<\s*(?P<tag>{label})\s*>\s*{_FIGURE}\s*<\s*/\s*(?P=tag)\s*>", re.IGNORECASE)
+    for opening in re.finditer(rf"<\s*(?:{label})\s*>", text, re.IGNORECASE):
+        whole = tag.match(text, opening.start())
+        value = None if whole is None else _value(whole, scale, decimal_comma=False)
         yield None if whole is None or value is None else Statement(name, value, whole.start(), whole.end())
+
+
+def _of_label(text: str, name: str, scale: Scale, label: str, *, decimal_comma: bool) -> Iterator[Statement | None]:
+    line = rf"(?<!\w)(?:{label}){_BOUNDS}(?P<sign>\s*(?:[:：=]|\b(?:is|of)\b)?\s*){_FIGURE}{_UNIT}"
     for match in re.finditer(line, text, re.IGNORECASE):
         value = _value(match, scale, decimal_comma=decimal_comma)
         ends = _TAIL.match(text, _figure_end(match)) is not None
-        if value is None or not ends or not match["sign"].strip() or not _fits(match["bounds"], scale):
+        signed = match["sign"].strip().lower() in (":", "：", "=", "is")
+        if value is None or not ends or not signed or not _fits(match["bounds"], scale):
             yield None
         else:
             yield Statement(name, value, match.start(), _figure_end(match))

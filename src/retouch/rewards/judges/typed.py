@@ -11,6 +11,8 @@ from retouch.types import Json
 
 GENERIC = ("score", "scores", "rating", "grade", "final_score", "overall_score", "overall_rating", "final_rating", "total_score")
 _MOST_BRACKETS = 200  # far from what the parser's recursion allows
+_TOPS = ("max", "max_score", "maximum", "out_of", "scale_max", "scale", "range", "score_range")
+_FIGURES = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})?")
 _FRACTION = re.compile(r"\s*([0-9][0-9.]*)\s*(?:/\s*([0-9][0-9.]*))?\s*")
 
 
@@ -42,7 +44,8 @@ def _declined(value: dict[str, Json]) -> bool:
 
 def _other_scale(value: dict[str, Json], scales: Mapping[str, Scale]) -> bool:
     """Whether the object names a top that is not the scale's: {"score": 4, "max_score": 5} on a scale to 10."""
-    tops = [part for key, part in value.items() if _plain(key) in ("max", "max_score", "maximum", "out_of", "scale_max")]
+    named = [part for key, part in value.items() if _plain(key) in _TOPS]
+    tops = [float((_FIGURES.findall(str(part)) or ["nan"])[-1]) for part in named]
     return any(top != scale.high for top in tops for scale in scales.values())
 
 

@@ -57,6 +57,11 @@ _REPORTS = re.compile(
     r"|claims?|asks?|shows?|displays?|overlay|prompt|example|format|template|ocr)\b[^.!?\n]*(?::|\Z)",
     re.IGNORECASE,
 )
+_TELLS = re.compile(
+    r"\b(?:says?|said|saying|reads?|writes?|wrote|written|tells?|told|claims?|instructs?|states?|stating|demands?|orders?|asks?|commands?)\b"
+    r"|\bas follows\b|\bthe following\b",
+    re.IGNORECASE,
+)
 _ABBREVIATED = re.compile(r"\b(?:e\.g|i\.e|cf|vs|no|approx|ca|z\.b|p\.ex)\.\Z", re.IGNORECASE)
 _HEADING = re.compile(
     r"\b(?:evaluation|assessment|verdict|answers?|ratings?|scores?|analysis|results?|summary|conclusion|reasoning|judge?ment|json|output"
@@ -125,10 +130,13 @@ def declines(text: str) -> bool:
 def leads_to_own_score(before: str) -> bool:
     """Whether a score may follow this text as the judge's own: its last line is a whole sentence, a quotation or a heading.
 
-    Not so where the paragraph announces somebody else's words ("the sign reads:"), or the line goes on ("at most").
+    Not so where its paragraph gives somebody else's words without quoting them ("the sign reads: well done!"), or the line goes on
+    ("at most").
     """
     before = _OWN_FORMAT.sub(" ", before.rstrip())
-    if _REPORTS.search(re.split(r"\n[ \t]*\n", before)[-1]):
+    paragraph = re.split(r"\n[ \t]*\n", before)[-1]
+    told = any(_TELLS.search(sentence) and "\x00" not in sentence for sentence in re.split(r"[.!?。\n](?=\s|\Z)", paragraph))
+    if told or _REPORTS.search(paragraph):
         return False
     lines = [line.strip() for line in before.split("\n") if re.search(r"[\w\x00]", line)]
     if not lines or lines[-1].startswith("#"):
