@@ -1,0 +1,110 @@
+"""LPIPS with random weights of AlexNet's shapes: against the definition in plain loops, and what a mask does."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import nn
+
+from retouch.rewards.lpips import LpipsPreservation
+from retouch.testing import check_reward
+from retouch.types import Sample, Task
+
+
+def picture(seed, size=64):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8))
+
+
+@pytest.fixture(scope="module")
+def network():
+    """AlexNet's features as torchvision lays them out."""
+    torch.manual_seed(3)
+    return nn.Sequential(
+        *(
+            nn.Conv2d(3, 64, 11, 4, 2),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2),
+            nn.Conv2d(64, 192, 5, padding=2),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2),
+        ),
+        *(
+            nn.Conv2d(192, 384, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(384, 256, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(256, 256, 3, padding=1),
+        ),
+        nn.ReLU(),
+    )
+
+
+@pytest.fixture(scope="module")
+def linear():
+    torch.manual_seed(4)
+    return [torch.rand(width) for width in (64, 192, 384, 256, 256)]
+
+
+@pytest.fixture(scope="module")
+def weights(network, linear, tmp_path_factory):
+    path = tmp_path_factory.mktemp("lpips") / "alex.safetensors"
+    tensors = {f"features.{name}": tensor.contiguous() for name, tensor in network.state_dict().items()}
+    save_file(tensors | {f"lin{k}.model.1.weight": row.view(1, -1, 1, 1) for k, row in enumerate(linear)}, path)
+    return path
+
+
+def test_it_is_the_published_distance(weights, network, linear):
+    a, b = picture(1), picture(2)
+
+    def maps(image):
+        x = torch.from_numpy(np.array(image)).permute(2, 0, 1).float()[None] / 255 * 2 - 1
+        x = (x - torch.tensor([-0.030, -0.088, -0.188]).view(1, 3, 1, 1)) / torch.tensor([0.458, 0.448, 0.450]).view(1, 3, 1, 1)
+        found = []
+        for place, layer in enumerate(network):
+            x = layer(x)
+            if place in (1, 4, 7, 9, 11):  # relu1 to relu5
+                found.append(nn.functional.normalize(x, dim=1))
+        return found
+
+    with torch.no_grad():
+        expected = sum(
+            ((left - right).square() * row.view(1, -1, 1, 1)).sum(dim=1).mean()
+            for left, right, row in zip(maps(a), maps(b), linear, strict=True)
+        )
+    assert LpipsPreservation(weights, size=64).distance(a, b) == pytest.approx(float(expected), rel=1e-4)
+    assert expected > 0
+
+
+def test_keeps_the_contract_and_is_one_for_the_same_picture(weights):
+    reward = LpipsPreservation(weights, size=64)
+    check_reward(reward, [Sample(Task(str(k), "", images=(picture(10 + k),)), picture(k)) for k in range(3)])
+    same = Sample(Task("t", "", images=(picture(1),)), picture(1))
+    assert reward([same, Sample(same.task, None)])["preservation"].tolist() == [1, 0]
+
+
+def test_what_changes_under_the_mask_weighs_less(weights):
+    source = picture(5, 128)
+    edited = source.copy()
+    edited.paste(picture(6, 64), (0, 0))
+    corner = Image.new("L", (128, 128), 0)
+    corner.paste(255, (0, 0, 64, 64))
+    reward = LpipsPreservation(weights, size=128)
+    outside, inside = (
+        reward.distance(source, edited, corner),
+        reward.distance(source, edited, Image.eval(corner, lambda value: 255 - value)),
+    )
+    assert outside < reward.distance(source, edited) < inside
+    assert reward.distance(source, edited, Image.new("L", (128, 128), 255)) == 0
+
+
+def test_other_weights_are_refused(weights, tmp_path):
+    save_file({"features.0.weight": torch.zeros(2)}, tmp_path / "other")
+    with pytest.raises(ValueError, match="lacks"):
+        LpipsPreservation(tmp_path / "other")
+    with pytest.raises(ValueError, match="no safetensors"):
+        LpipsPreservation(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="64 pixels"):
+        LpipsPreservation(weights, size=32)
+    with pytest.raises(ValueError, match="no source"):
+        LpipsPreservation(weights)([Sample(Task("t", ""), picture(1))])
