@@ -288,12 +288,14 @@ class Prompts:
 class Written:
     """One completion, as a renderer takes it: the sampled ids without the token that ended it, and their text.
 
-    ``cut_off``: it reached the longest length and had not ended.
+    ``cut_off``: it reached the longest length and had not ended. ``key``: the row's (seed, step, group, slot), by which a renderer
+    keys its own draws; None where it was made without a batch, and then it can be read and not drawn.
     """
 
     ids: tuple[int, ...]
     text: str
     cut_off: bool
+    key: tuple[int, int, int, int] | None = None
 
 
 @runtime_checkable

@@ -15,6 +15,7 @@ from retouch.models import qwen_flow, qwen_load
 from retouch.models.frozen import evaluating
 from retouch.models.qwen_flow import Prepared
 from retouch.models.qwen_layout import Area, QwenLatents, Size, fit
+from retouch.models.qwen_template import Tokens
 from retouch.models.qwen_text import EDIT, EDIT_PLUS, VISION, QwenText
 from retouch.types import Conditioning, Task
 
@@ -78,20 +79,26 @@ class QwenImageEdit:
 
         ValueError where a task has too many pictures or none, or where sizes differ between tasks.
         """
-        texts = [task.instruction for task in tasks] if instructions is None else list(instructions)
-        for task, text in zip(tasks, texts, strict=True):
-            self.text.check(text, task.id)
+        for task in tasks:
             if not 1 <= len(task.images) <= self.MOST_SOURCES:
                 raise ValueError(
                     f"task {task.id!r} has {len(task.images)} source pictures; {type(self).__name__} takes 1 to {self.MOST_SOURCES}"
                 )
         sizes = _common([tuple(fit(image, self.source_area) for image in task.images) for task in tasks])
-        seen = [[self.latents.resize(image, fit(image, self.condition_area)) for image in task.images] for task in tasks]
-        bodies = [self._body(text, len(task.images)) for task, text in zip(tasks, texts, strict=True)]
+        tokens = self.tokenise(tasks, instructions=instructions)
         source = [self.latents.encode([task.images[k] for task in tasks], size) for k, size in enumerate(sizes)]
         size = sizes[-1] if self.size is None else self.size
         grids = tuple(self.latents.grid(each) for each in (size, *sizes))
-        return Prepared(self.text.tokenise(bodies, seen), torch.cat(source, dim=1), {"grids": grids, "size": size})
+        return Prepared(tokens, torch.cat(source, dim=1), {"grids": grids, "size": size})
+
+    def tokenise(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> Tokens:
+        """What the text encoder reads; ``instructions`` replace the tasks' own. Sizes may differ."""
+        texts = [task.instruction for task in tasks] if instructions is None else list(instructions)
+        for task, text in zip(tasks, texts, strict=True):
+            self.text.check(text, task.id)
+        seen = [[self.latents.resize(image, fit(image, self.condition_area)) for image in task.images] for task in tasks]
+        bodies = [self._body(text, len(task.images)) for task, text in zip(tasks, texts, strict=True)]
+        return self.text.tokenise(bodies, seen)
 
     def embed(self, prepared: Prepared) -> Conditioning:
         """The conditioning with gradient to the text encoder, in the mode the encoder is in: for training it as well."""

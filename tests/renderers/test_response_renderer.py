@@ -1,0 +1,220 @@
+"""Responses as edited pictures: diffusers' own pictures for the same embeddings and noise, and nothing that is frozen moves."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from diffusers import QwenImageEditPipeline
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit_module
+
+import tiny_editing
+from models import tiny
+from retouch.models.encoder import Encoder
+from retouch.models.qwen_responses import QwenResponses
+from retouch.policies.keyed import keyed
+from retouch.renderers.responses import ResponseRenderer
+from retouch.renderers.sampling import noise
+from retouch.testing import check_renderer
+from retouch.types import Renderer, Written
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def made():
+    return tiny_editing.parts()
+
+
+@pytest.fixture(scope="module")
+def editor(made):
+    return tiny_editing.editor(made)
+
+
+@pytest.fixture(scope="module")
+def policy(editor):
+    return tiny_editing.policy(editor)
+
+
+@pytest.fixture(scope="module")
+def acted(policy):
+    return tiny_editing.acted(policy, tiny_editing.batch(tiny_editing.tasks()))
+
+
+def renderer(editor, encoder, **options):
+    made = QwenResponses(editor, encoder)
+    return ResponseRenderer(made, **{"num_steps": STEPS, "cut_off": "draw", "guidance_scale": 4.0, **options})
+
+
+def frozen(editor):
+    return Encoder.frozen(editor.text.encoder)
+
+
+def outputs(*ids, cut_off=False, groups=None):
+    """Completions of the first group, or of those given, in step 5."""
+    groups = [0] * len(ids) if groups is None else groups
+    written = [Written(said, "", cut_off, (3, 5, group, slot)) for slot, (said, group) in enumerate(zip(ids, groups, strict=True))]
+    return SimpleNamespace(outputs=tuple(written))
+
+
+def pixels(image):
+    return np.asarray(image).astype(int)
+
+
+def apart(a, b):
+    return np.abs(pixels(a) - pixels(b)).max()
+
+
+@pytest.mark.parametrize("whose", ["frozen", "policy"])
+@pytest.mark.parametrize("options", [{}, {"guidance_scale": 1.0}, {"sharded": True}, {"encoder_rows": 2, "rows": 1}], ids=str)
+def test_it_keeps_the_contract(editor, policy, acted, whose, options):
+    tasks, trajectory = acted
+    assert any(output.cut_off for output in trajectory.outputs)
+    assert len({len(output.ids) for output in trajectory.outputs}) > 1
+    emptied = (replace(trajectory.outputs[0], ids=(), text="", cut_off=False), *trajectory.outputs[1:])
+    broken = (*emptied[:-1], replace(emptied[-1], ids=(policy.model.image_token,)))
+    draws = renderer(editor, frozen(editor) if whose == "frozen" else tiny_editing.policys_own(policy), **options)
+    assert isinstance(draws, Renderer)
+    check_renderer(draws, tasks, replace(trajectory, outputs=broken))
+    images = draws(tasks, replace(trajectory, outputs=broken))
+    assert [image is None for image in images] == [False] * 5 + [True]
+    assert [image.size for image in images[:5]] == [(48, 48)] * 4 + [(48, 32)]
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
+@pytest.mark.parametrize("said", [(), (3, 200, 255)], ids=["empty", "said"])
+def test_the_pictures_are_the_pipelines(made, monkeypatch, guidance_scale, said):
+    area = 64 * 64
+    real = edit_module.calculate_dimensions
+    monkeypatch.setattr(edit_module, "calculate_dimensions", lambda given, ratio: real(area, ratio))
+    editor = tiny_editing.editor(made, condition_area=area, source_area=area)
+    draws = renderer(editor, frozen(editor), guidance_scale=guidance_scale)
+    trajectory, task = outputs(said), tiny.task("a", "make it red", tiny.picture(0, 40, 56))
+    (ours,) = draws([task], trajectory)
+
+    questions = [draws.editor.prepare(task)]
+    embeds = draws.editor.condition(questions, draws.editor.read(questions, [said])).tensors
+    told = {"prompt": task.instruction} if not said else {"prompt_embeds": embeds["embeds"], "prompt_embeds_mask": embeds["mask"]}
+    pipe = tiny_editing.pipeline(QwenImageEditPipeline, made, tiny.TEMPLATE)
+    theirs = pipe(
+        task.images[0],
+        **told,
+        negative_prompt=" " if guidance_scale > 1 else None,
+        true_cfg_scale=guidance_scale,
+        num_inference_steps=STEPS,
+        generator=noise(trajectory.outputs, shared=True),
+    ).images[0]
+    assert theirs.size == ours.size == (64, 64)
+    assert apart(ours, theirs) <= 1  # a last bit, where a value sits on the edge between two levels
+    assert pixels(ours).std() > 5
+
+
+def test_a_group_starts_alike_and_steps_do_not(editor):
+    task = tiny_editing.tasks()[0]
+    drawn = outputs((65,), (65,), (66,))
+    shared = renderer(editor, frozen(editor))([task] * 3, drawn)
+    assert apart(shared[0], shared[1]) == 0
+    assert apart(shared[0], shared[2]) > 0
+    own = renderer(editor, frozen(editor), shared_noise=False)([task] * 3, drawn)
+    assert apart(own[0], own[1]) > 5
+    later = SimpleNamespace(outputs=tuple(replace(each, key=(3, 6, 0, 0)) for each in drawn.outputs))
+    assert apart(shared[0], renderer(editor, frozen(editor))([task] * 3, later)[0]) > 5
+    others = renderer(editor, frozen(editor))([task] * 3, outputs((65,), (65,), (66,), groups=(0, 1, 1)))
+    assert apart(others[0], shared[0]) == 0
+    assert apart(others[1], shared[1]) > 5
+
+
+def test_keys_are_the_batchs(policy):
+    batch = tiny_editing.batch(tiny_editing.tasks())
+    trajectory = policy.rollout(batch)
+    with pytest.raises(ValueError, match="output 0 has no key"):
+        noise(trajectory.outputs, shared=True)
+    keys = [output.key for output in keyed(trajectory, batch).outputs]
+    assert keys == [(3, 5, 7, 0), (3, 5, 7, 1), (3, 5, 8, 0), (3, 5, 8, 1), (3, 5, 9, 0), (3, 5, 9, 1)]
+    rows = slice(3, 6)
+    chunk = batch.take(rows)
+    assert [output.key for output in keyed(policy.rollout(chunk), chunk).outputs] == keys[rows]
+
+
+def test_cut_off_is_a_fault_where_the_recipe_says_so(editor):
+    task, cut = tiny_editing.tasks()[0], outputs((65, 66), cut_off=True)
+    assert renderer(editor, frozen(editor), cut_off="draw")([task], cut)[0] is not None
+    assert renderer(editor, frozen(editor), cut_off="fault")([task], cut) == [None]
+
+
+def calls(module, act):
+    """Forwards of ``module`` while it acts."""
+    count = []
+    handle = module.register_forward_pre_hook(lambda *_: count.append(1))
+    act()
+    handle.remove()
+    return len(count)
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
+def test_ranks_call_the_encoder_equally_often(editor, guidance_scale):
+    encoder, tasks = frozen(editor), tiny_editing.tasks()
+    draws = renderer(editor, encoder, guidance_scale=guidance_scale, cut_off="fault", sharded=True, encoder_rows=2)
+    ranks = [
+        ([tasks[0]] * 5, outputs((), (), (), (), ())),
+        ([tasks[0], tasks[1], tasks[2], tasks[2], tasks[2]], outputs((1,), (2, 3), (4,) * 9, (5,), ())),
+        ([tasks[2]] * 5, outputs((1,), (2,), (3,), (4,), (5,), cut_off=True)),
+    ]
+    counted = [calls(encoder.module.model, lambda rank=rank: draws(*rank)) for rank in ranks * 2]
+    assert counted == [3 if guidance_scale == 1.0 else 6] * 6
+
+
+def test_the_negative_is_read_once(editor):
+    encoder, tasks = frozen(editor), tiny_editing.tasks()[:2]
+    draws = renderer(editor, encoder, remembered=1)
+    said = outputs((1,), (2,), (3,), (4,))
+    both, one = [tasks[0], tasks[0], tasks[1], tasks[1]], [tasks[1]] * 4
+    assert [calls(encoder.module.model, lambda rows=rows: draws(rows, said)) for rows in (both, one, both)] == [1 + 2, 1, 1 + 2]
+
+
+def test_nothing_frozen_moves_and_the_policy_is_as_it_was(made, editor, policy, acted):
+    module = policy.model.module
+    held = {"editor": made["transformer"], "vae": made["vae"], "frozen": made["text_encoder"], "policy": module}
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    draws = [renderer(editor, frozen(editor)), renderer(editor, tiny_editing.policys_own(policy))]
+    before = {name: {key: tensor.clone() for key, tensor in each.state_dict().items()} for name, each in held.items()}
+    module.train()
+    wanted = [each(*acted) for each in draws]
+    assert all(each.training for each in module.modules())
+    module.eval()
+    for first, second in zip(wanted, [each(*acted) for each in draws], strict=True):
+        assert [image.tobytes() for image in first] == [image.tobytes() for image in second]
+    for name, each in held.items():
+        assert all(torch.equal(tensor, before[name][key]) for key, tensor in each.state_dict().items())
+        assert all(parameter.grad is None for parameter in each.parameters())
+    assert {name for name, parameter in module.named_parameters() if parameter.requires_grad} == trained != set()
+    for name in ("editor", "vae", "frozen"):
+        assert not any(parameter.requires_grad for parameter in held[name].parameters())
+
+
+def test_dropout_is_off_while_the_policy_reads(editor, acted):
+    policy = tiny_editing.policy(editor)
+    adapters = [part for name, part in policy.model.module.named_modules() if name.endswith("lora_dropout")]
+    for part in adapters:
+        part["default"] = torch.nn.Dropout(0.5)
+    draws = renderer(editor, tiny_editing.policys_own(policy))
+    policy.model.module.eval()
+    quiet = draws(*acted)
+    policy.model.module.train()
+    assert [image.tobytes() for image in draws(*acted)] == [image.tobytes() for image in quiet]
+    assert adapters
+
+
+def test_a_policy_that_is_no_number_draws_nothing(editor, acted):
+    policy = tiny_editing.policy(editor)
+    draws = renderer(editor, tiny_editing.policys_own(policy))
+    with torch.no_grad():
+        next(parameter for parameter in policy.model.module.parameters() if parameter.requires_grad).fill_(torch.nan)
+    assert draws(*acted) == [None] * 6
+
+
+def test_settings_that_are_none(editor):
+    for wrong in ({"num_steps": 0}, {"guidance_scale": 0.5}, {"rows": 0}, {"encoder_rows": 0}):
+        with pytest.raises(ValueError, match="give at least 1"):
+            renderer(editor, frozen(editor), **wrong)
