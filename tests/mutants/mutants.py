@@ -1,6 +1,7 @@
 """Deliberate bugs: each is a small change to the source that its test must notice."""
 
 from mutant import Mutant
+from serving_mutants import SERVING
 from writing_mutants import WRITING
 
 CONTRACT = "tests/policies/test_denoising.py::test_keeps_the_contract"
@@ -243,4 +244,5 @@ MUTANTS = (
         "tests/objectives/test_supervised.py::test_sigma_is_drawn_as_named",
     ),
     *WRITING,
+    *SERVING,
 )

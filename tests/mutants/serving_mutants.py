@@ -1,0 +1,114 @@
+"""Deliberate bugs of the reward server and its client."""
+
+from mutant import Mutant
+
+FAULTS = "tests/rewards/test_remote_faults.py"
+ALONE = f"{FAULTS}::test_without_another_server_the_samples_are_missing"
+HOSTILE = "tests/serving/test_hostile.py"
+SERVER = "tests/serving/test_server.py"
+CLIENT = "tests/rewards/test_remote.py"
+
+SERVING = (
+    # What is believed
+    Mutant(
+        "scores joined by place and not by id",
+        "rewards/wire/replies.py",
+        'answers[item["id"]] = _answer(item, expected)',
+        "answers[list(ids)[len(answers)]] = _answer(item, expected)",
+        f"{FAULTS}::test_an_order_of_its_own_is_no_fault",
+    ),
+    Mutant(
+        "numbers out of their range are believed",
+        "rewards/wire/replies.py",
+        "if not within(value, column):",
+        "if False:",
+        f"{ALONE}[a number above the range]",
+    ),
+    Mutant(
+        "true counts as 1",
+        "rewards/wire/replies.py",
+        "isinstance(value, bool) or not isinstance(value, int | float)",
+        "not isinstance(value, int | float)",
+        f"{ALONE}[true for a number]",
+    ),
+    Mutant(
+        "another judge's numbers are believed",
+        "rewards/wire/replies.py",
+        "if judges != {name: [fingerprint] for name, fingerprint in expected.judges.items()}:",
+        "if not isinstance(judges, dict):",
+        f"{ALONE}[another judge]",
+    ),
+    Mutant(
+        "a fault is a zero",
+        "rewards/remote/client.py",
+        'nan = float("nan")',
+        "nan = 0.0",
+        f"{ALONE}[500]",
+    ),
+    # Whom to ask
+    Mutant(
+        "the last endpoint is given up",
+        "rewards/remote/pool.py",
+        "endpoint.breaker.failed(now, last=not others)",
+        "endpoint.breaker.failed(now, last=False)",
+        f"{CLIENT}::test_the_last_endpoint_stays_closed_until_another_is_back",
+    ),
+    Mutant(
+        "an endpoint that recovers is never asked again",
+        "rewards/remote/session.py",
+        "well = judges_of(info, self._settings.rewards) == self._expected.judges",
+        "well = False",
+        f"{CLIENT}::test_a_server_that_comes_back_is_asked_again",
+    ),
+    Mutant(
+        "a rate that each process has to itself",
+        "rewards/remote/rate.py",
+        "os.pwrite(descriptor, _TIME.pack(following), 0)",
+        "os.pwrite(descriptor, _TIME.pack(start), 0)",
+        f"{CLIENT}::test_processes_share_a_rate_and_never_go_above_it",
+    ),
+    # What is let in
+    Mutant(
+        "a body is as long as it says",
+        "serving/reception.py",
+        "if size > max_bytes:",
+        "if False:",
+        f"{HOSTILE}::test_bodies[a body that is too long without saying]",
+    ),
+    Mutant(
+        "an id may stand twice",
+        "serving/decoding.py",
+        "or len({item.id for item in batch.items}) != len(batch.items)",
+        "or not batch.items",
+        f"{HOSTILE}::test_documents[an id twice]",
+    ),
+    Mutant(
+        "any token will do",
+        "serving/gate.py",
+        'hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), self._token)',
+        "bool(given)",
+        f"{SERVER}::test_without_its_token_only_the_health_pages_answer",
+    ),
+    # Judging
+    Mutant(
+        "one bad sample fails its whole batch",
+        "serving/judging.py",
+        "if len(samples) == 1:",
+        "if samples:",
+        f"{SERVER}::test_a_reward_that_fails_on_one_sample_scores_the_others[raise-scores0-errors0]",
+    ),
+    Mutant(
+        "what nobody waits for is judged",
+        "serving/batching.py",
+        "if ticket.done.done():\n                continue",
+        "if False:\n                continue",
+        f"{SERVER}::test_a_deadline_that_passed_is_an_error_and_its_samples_are_not_judged",
+    ),
+    Mutant(
+        "a server that stops takes new requests",
+        "serving/service.py",
+        "if self.draining:",
+        "if False:",
+        f"{SERVER}::test_what_is_in_hand_is_answered_while_draining_and_what_is_new_is_refused",
+    ),
+)
