@@ -1,5 +1,6 @@
 """Deliberate bugs: each is a small change to the source that its test must notice."""
 
+from judging_mutants import JUDGING
 from mutant import Mutant
 from serving_mutants import SERVING
 from writing_mutants import WRITING
@@ -245,4 +246,5 @@ MUTANTS = (
     ),
     *WRITING,
     *SERVING,
+    *JUDGING,
 )

@@ -1,0 +1,102 @@
+"""Deliberate bugs in judges and in the rewards that need none."""
+
+from mutant import Mutant
+
+_READS = "tests/rewards/judges/test_reading.py"
+_ASKS = "tests/rewards/judges/test_client.py"
+_JUDGES = "tests/rewards/judges/test_judges.py"
+_FORMS = "tests/rewards/judges/test_forms.py"
+
+JUDGING = (
+    Mutant(
+        "a score off its scale is clamped",
+        "rewards/judges/scales.py",
+        "            return None\n        return None if self.whole",
+        "            value = min(max(value, self.low), self.high)\n        return None if self.whole",
+        f"{_READS}::test_the_corpus",
+    ),
+    Mutant(
+        "what a judge quotes is its own",
+        "rewards/judges/visible.py",
+        'lambda quote: "".join("\\n" if sign == "\\n" else "\\x00" for sign in quote[0])',
+        'lambda quote: _QUOTE_MARKS.sub(" ", quote[0])',
+        f"{_READS}::test_the_corpus",
+    ),
+    Mutant(
+        "a thought that does not end is an answer",
+        "rewards/judges/visible.py",
+        "return None if opened else",
+        "return",
+        f"{_READS}::test_the_corpus",
+    ),
+    Mutant(
+        "an answer that was cut off is read",
+        "rewards/judges/forms.py",
+        'if reply.refused or reply.finished != "stop":',
+        "if reply.refused:",
+        f"{_FORMS}::test_a_refusal_is_no_score",
+    ),
+    Mutant(
+        "a word counts whatever else was likely",
+        "rewards/judges/forms.py",
+        "if everything > 1.01 or mass < self.min_mass:",
+        "if everything > 1.01 or mass == 0:",
+        f"{_FORMS}::test_no_distribution_over_legal_words_is_no_score",
+    ),
+    Mutant(
+        "missing repeats are left out of the mean",
+        "rewards/judges/panel.py",
+        "self.scores[name].mean()",
+        "self.scores[name].nanmean()",
+        f"{_ASKS}::test_one_lost_repeat_of_one_aspect_misses_that_sample_alone",
+    ),
+    Mutant(
+        "an unusable answer is kept as it is",
+        "rewards/judges/client.py",
+        'return _Fault("refusal" if received.reply.refused else "unusable answer", text=text)',
+        "return Answer(text=text)",
+        f"{_ASKS}::test_ten_in_a_hundred_faults_end_with_the_clean_values",
+    ),
+    Mutant(
+        "the judge's words are kept with the key in them",
+        "rewards/judges/client.py",
+        "text = credentials.redacted(received.reply.text, self._key)",
+        "text = received.reply.text",
+        f"{_ASKS}::test_a_judge_that_repeats_the_key_is_not_quoted",
+    ),
+    Mutant(
+        "the judged picture comes before the source",
+        "rewards/judges/rubrics.py",
+        '(*facts, "Source picture:", source_of(sample.task), "Edited picture:", made(sample))',
+        '("Edited picture:", made(sample), *facts, "Source picture:", source_of(sample.task))',
+        f"{_JUDGES}::test_a_group_shares_all_of_a_prompt_but_its_last_picture",
+    ),
+    Mutant(
+        "VIEScore takes the mean of its two numbers",
+        "rewards/judges/viescore.py",
+        "torch.stack(given).amin(dim=0)",
+        "torch.stack(given).mean(dim=0)",
+        f"{_JUDGES}::test_viescore_is_the_root_of_the_product_of_the_least",
+    ),
+    Mutant(
+        "a pair is asked one way round",
+        "rewards/judges/pairwise.py",
+        'return (1 - float(forth.mean("second")) + float(back.mean("second"))) / 2',
+        'return 1 - float(forth.mean("second"))',
+        f"{_JUDGES}::test_win_rate_compares_within_a_task_and_forgets_the_place",
+    ),
+    Mutant(
+        "superfluous text is free",
+        "rewards/edit_distance.py",
+        "    longest = max(len(wanted), len(found))",
+        "    found = wanted if wanted in found else found\n    longest = max(len(wanted), len(found))",
+        "tests/rewards/test_ocr.py::test_correctness_is_of_all_that_was_read",
+    ),
+    Mutant(
+        "the mask says what to keep",
+        "rewards/preservation.py",
+        "return 1 - torch.from_numpy(np.asarray(small).astype(np.float64)).flatten() / 255",
+        "return torch.from_numpy(np.asarray(small).astype(np.float64)).flatten() / 255",
+        "tests/rewards/test_towers.py::test_preservation_looks_only_where_nothing_was_to_change",
+    ),
+)
