@@ -176,6 +176,23 @@ def test_a_slow_server_is_hedged() -> None:
         reward.close()
 
 
+def test_a_rate_is_kept_at_every_attempt_and_what_comes_too_late_is_missing() -> None:
+    turns = iter(["500", "none", "500", "none"])
+    samples = samples_of(4)
+    with bad_server(lambda: next(turns, "none")) as server:
+        reward = RemoteReward([server.url], batch=2, concurrency=1, samples_per_minute=600.0)
+        begun = time.monotonic()
+        equal(reward(samples)["digest"], expected(samples))
+        assert time.monotonic() - begun > 0.59  # the fourth request begins after six samples
+        reward.close()
+        late = RemoteReward([server.url], batch=2, concurrency=1, samples_per_minute=6.0, deadline=3.0)
+        scores = late(samples)["digest"]
+        equal(scores[:2], expected(samples)[:2])
+        assert scores[2:].isnan().all()
+        assert late.stats()["faults/rate_limit"] == 1
+        late.close()
+
+
 def test_a_fork_asks_over_connections_of_its_own() -> None:
     samples = samples_of(4)
     code = f"""

@@ -96,18 +96,17 @@ class Session:
         await self._transport.close()
 
     async def _until_done(self, chunk: Chunk) -> None:
-        if not await self._slot(chunk):
-            return
         self._retries.first()
         self._hedging.first()
         failed: list[Endpoint] = []
         attempts = rounds = 0
         while chunk.open and attempts < self._settings.attempts:
-            self._probe()
-            endpoint = self._pool.choose(failed)
-            if endpoint is None or (rounds and not self._retries.take(time.monotonic())):
+            if rounds and not self._retries.take(time.monotonic()):
                 await asyncio.sleep(_POLL)
                 continue
+            if not await self._slot(chunk, latest=chunk.expires):
+                return
+            endpoint = await self._endpoint(failed)
             rounds += 1
             try:
                 chunk.answers |= await self._ask(endpoint, chunk)
@@ -121,6 +120,15 @@ class Session:
             failed = [*failed, endpoint][-(len(self._settings.endpoints) - 1) :] if len(self._settings.endpoints) > 1 else []
             await asyncio.sleep(_pause(next(iter(chunk.samples)), rounds))
 
+    async def _endpoint(self, avoid: Sequence[Endpoint]) -> Endpoint:
+        """Whom to ask, as soon as there is one."""
+        while True:
+            self._probe()
+            endpoint = self._pool.choose(avoid)
+            if endpoint is not None:
+                return endpoint
+            await asyncio.sleep(_POLL)
+
     async def _ask(self, endpoint: Endpoint, chunk: Chunk) -> dict[str, Answer]:
         """The endpoint's answers, or those of another one that is asked as well when this one takes unusually long."""
         first = self._begin(endpoint, chunk)
@@ -130,7 +138,8 @@ class Session:
             if patience is not None:
                 await asyncio.wait(running, timeout=patience)
                 other = None if first.done() else self._pool.choose([endpoint])
-                if other is not None and other is not endpoint and self._hedging.take(time.monotonic()):
+                now = time.monotonic()
+                if other is not None and other is not endpoint and self._hedging.take(now) and await self._slot(chunk, latest=now):
                     self.hedges += 1
                     running.add(self._begin(other, chunk))
             while True:
@@ -174,11 +183,11 @@ class Session:
         self._pool.succeeded(endpoint)
         return answers
 
-    async def _slot(self, chunk: Chunk) -> bool:
-        """Wait for the chunk's turn under the rate limit; False where that comes too late."""
+    async def _slot(self, chunk: Chunk, *, latest: float) -> bool:
+        """Wait for the turn of what is open under the rate limit, at each attempt anew; False where it comes after ``latest``."""
         if self._rate is None:
             return True
-        begin = await asyncio.to_thread(self._rate.reserve, len(chunk.samples), latest=chunk.expires)
+        begin = await asyncio.to_thread(self._rate.reserve, len(chunk.open), latest=latest)
         if begin is None:
             self.faults["rate_limit"] += 1
             return False
