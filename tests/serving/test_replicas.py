@@ -160,14 +160,6 @@ def test_rolling_restarts_lose_no_sample_and_a_reload_changes_the_judge(tmp_path
     assert len(old) == 1
 
 
-def test_replicas_end_when_their_supervisor_is_killed(tmp_path: Path) -> None:
-    with serving(tmp_path, "share:red") as serve:
-        (start,) = serve.starts()
-        serve.process.kill()
-        serve.process.wait()
-        until(lambda: not alive(int(start[3])))
-
-
 def test_a_reward_that_cannot_be_built_ends_it_with_the_reason(tmp_path: Path) -> None:
     with serving(tmp_path, "no_such_module:Judge") as serve:
         until(lambda: serve.process.poll() is not None)
@@ -209,7 +201,7 @@ def test_a_port_in_use_and_a_short_token_are_refused(
     assert "at least 16 characters" in capsys.readouterr().err
 
 
-def test_a_token_is_in_no_log_and_no_command_line(tmp_path: Path) -> None:
+def test_a_token_is_in_no_log_and_replicas_end_when_their_supervisor_is_killed(tmp_path: Path) -> None:
     token = "canary-7f3a9d2e51b84c06"
     with serving(tmp_path, "share:red", "--host", "0.0.0.0", RETOUCH_TOKEN=token) as serve:
         (start,) = serve.starts()
@@ -219,6 +211,9 @@ def test_a_token_is_in_no_log_and_no_command_line(tmp_path: Path) -> None:
         httpx.post(f"{url}/v1/score", content=b"x", headers={"Authorization": f"Bearer {token}"})
         command = Path(f"/proc/{start[3]}/cmdline")
         assert token not in (command.read_text() if command.exists() else "")
+        serve.process.kill()
+        serve.process.wait()
+        until(lambda: not alive(int(start[3])))
     assert token not in "".join(serve.lines) + "".join(log.read_text() for log in (tmp_path / "logs").iterdir())
 
 
