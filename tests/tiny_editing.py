@@ -11,7 +11,6 @@ from retouch.models.qwen_image_edit import QwenImageEdit
 from retouch.models.qwen_responses import QwenResponses, writer_for
 from retouch.policies.autoregressive import AutoregressivePolicy
 from retouch.policies.decoding import Decoding
-from retouch.policies.keyed import keyed
 from retouch.policies.weights import WeightCopies
 from retouch.types import Batch
 
@@ -85,7 +84,7 @@ def batch(tasks, group_size=2, *, seed=3, step=5):
 
 def acted(policy, made):
     """A rollout as the renderer takes it, with each row's task."""
-    return [made.tasks[k] for k in made.group], keyed(policy.rollout(made), made)
+    return [made.tasks[k] for k in made.group], policy.rollout(made)
 
 
 def responses(made, encoder=None):

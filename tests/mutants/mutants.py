@@ -2,6 +2,7 @@
 
 from judging_mutants import JUDGING
 from mutant import Mutant
+from rendering_mutants import RENDERING
 from serving_mutants import SERVING
 from writing_mutants import WRITING
 
@@ -247,4 +248,5 @@ MUTANTS = (
     *WRITING,
     *SERVING,
     *JUDGING,
+    *RENDERING,
 )

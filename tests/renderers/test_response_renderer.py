@@ -6,14 +6,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from diffusers import QwenImageEditPipeline
+from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit_module
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus_module
 
 import tiny_editing
 from models import tiny
 from retouch.models.encoder import Encoder
+from retouch.models.qwen_image_edit import QwenImageEditPlus
 from retouch.models.qwen_responses import QwenResponses
-from retouch.policies.keyed import keyed
 from retouch.renderers.responses import ResponseRenderer
 from retouch.renderers.sampling import noise
 from retouch.testing import check_renderer
@@ -110,6 +111,30 @@ def test_the_pictures_are_the_pipelines(made, monkeypatch, guidance_scale, said)
     assert pixels(ours).std() > 5
 
 
+def test_several_sources_are_the_pipelines_too(made, monkeypatch):
+    monkeypatch.setattr(plus_module, "CONDITION_IMAGE_SIZE", 32 * 32)
+    monkeypatch.setattr(plus_module, "VAE_IMAGE_SIZE", 64 * 64)
+    editor = tiny_editing.editor(made, QwenImageEditPlus, condition_area=32 * 32, source_area=64 * 64, size=(32, 48))
+    task, trajectory = tiny.task("a", "one on the other", tiny.picture(0, 40, 56), tiny.picture(1, 64, 32)), outputs((3, 200))
+    draws = renderer(editor, frozen(editor))
+    (ours,) = draws([task], trajectory)
+    questions = [draws.editor.prepare(task)]
+    embeds = draws.editor.condition(questions, draws.editor.read(questions, [(3, 200)])).tensors
+    theirs = tiny_editing.pipeline(QwenImageEditPlusPipeline, made, tiny.TEXT_TEMPLATE)(
+        list(task.images),
+        prompt_embeds=embeds["embeds"],
+        prompt_embeds_mask=embeds["mask"],
+        negative_prompt=" ",
+        true_cfg_scale=4.0,
+        height=32,
+        width=48,
+        num_inference_steps=STEPS,
+        generator=noise(trajectory.outputs, shared=True),
+    ).images[0]
+    assert theirs.size == ours.size == (48, 32)
+    assert apart(ours, theirs) <= 1
+
+
 def test_a_group_starts_alike_and_steps_do_not(editor):
     task = tiny_editing.tasks()[0]
     drawn = outputs((65,), (65,), (66,))
@@ -127,14 +152,12 @@ def test_a_group_starts_alike_and_steps_do_not(editor):
 
 def test_keys_are_the_batchs(policy):
     batch = tiny_editing.batch(tiny_editing.tasks())
-    trajectory = policy.rollout(batch)
-    with pytest.raises(ValueError, match="output 0 has no key"):
-        noise(trajectory.outputs, shared=True)
-    keys = [output.key for output in keyed(trajectory, batch).outputs]
+    keys = [output.key for output in policy.rollout(batch).outputs]
     assert keys == [(3, 5, 7, 0), (3, 5, 7, 1), (3, 5, 8, 0), (3, 5, 8, 1), (3, 5, 9, 0), (3, 5, 9, 1)]
-    rows = slice(3, 6)
-    chunk = batch.take(rows)
-    assert [output.key for output in keyed(policy.rollout(chunk), chunk).outputs] == keys[rows]
+    chunk = batch.take(slice(3, 6))
+    assert [output.key for output in policy.rollout(chunk).outputs] == keys[3:6]
+    with pytest.raises(ValueError, match="output 0 has no key"):
+        noise([Written((1,), "", False)], shared=True)
 
 
 def test_cut_off_is_a_fault_where_the_recipe_says_so(editor):

@@ -1,0 +1,49 @@
+"""Any diffusers text-to-image pipeline as a painter of prompts, for models that have no adapter here."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from PIL.Image import Image
+from torch import nn
+
+from retouch.types import Task
+
+_OURS = ("prompt", "num_inference_steps", "generator", "output_type", "return_dict", "num_images_per_prompt", "latents")
+
+
+class PipelinePainter:
+    """A pipeline called with a list of prompts and a generator for each (implements ``retouch.renderers.prompts.Painter``).
+
+    ``options``: the pipeline's own arguments (``guidance_scale``, ``height``), the same for every prompt. Prompts that are too long
+    are cut off as the pipeline does. The pipeline's models are frozen and set to eval mode by this. ValueError: ``options`` names
+    what is given here.
+    """
+
+    def __init__(self, pipeline: DiffusionPipeline, *, num_steps: int, options: Mapping[str, Any]) -> None:
+        taken = [name for name in options if name in _OURS]
+        if taken:
+            raise ValueError(f"options {taken}: these are given to the pipeline row by row; leave them out")
+        for part in pipeline.components.values():
+            if isinstance(part, nn.Module):
+                part.requires_grad_(False).eval()
+        pipeline.set_progress_bar_config(disable=True)
+        self.pipeline = pipeline
+        self.num_steps = num_steps
+        self.options = dict(options)
+
+    def reads(self, prompt: str) -> bool:
+        return True
+
+    def paint(self, tasks: Sequence[Task], generators: Sequence[torch.Generator]) -> list[Image | None]:
+        drawn = self.pipeline(
+            prompt=[task.instruction for task in tasks],
+            num_inference_steps=self.num_steps,
+            generator=list(generators),
+            output_type="pt",
+            **self.options,
+        ).images
+        pictures = self.pipeline.image_processor.numpy_to_pil(self.pipeline.image_processor.pt_to_numpy(drawn.float().nan_to_num()))
+        finite = drawn.flatten(1).isfinite().all(dim=1).tolist()
+        return [picture if usable else None for picture, usable in zip(pictures, finite, strict=True)]

@@ -1,0 +1,121 @@
+"""The prompt in an enhancer's completion, whatever stands around it."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retouch.renderers.answers import answer_in, enhancer_prompt
+
+PROMPT = "a red cat's hat, 35mm: soft light"
+THOUGHTS = [
+    "{}",
+    '<think>first "x"\nEnhanced prompt: no</think>\n{}',
+    "so <answer>no</answer></think>{}",
+    "<THINKING>a</THINKING>{}",
+]
+TAGS = [
+    "{}",
+    "<answer>{}</answer>",
+    "Well.\n<answer>\n{}\n</answer> Done.",
+    "<answer>no</answer> <Answer>{}</Answer>",
+    "<answer>{}",
+]
+LABELS = [
+    "{}",
+    "Enhanced prompt: {}",
+    "**Enhanced Prompt:** {}",
+    "Sure! Here is it.\n\n### Improved image prompt:\n{}",
+    "Original prompt: a cat\nRewritten prompt: {}",
+    "Sure! Here's the enhanced prompt for you: {}",
+    "Here you go:\n{}",
+    "Certainly! {}",
+    "Answer: {}",
+    "Final version：{}",
+    "```\n{}\n```",
+    "```text\nno\n```\n```text\n{}\n```",
+]
+QUOTES = ["{}", '"{}"', " “{}” ", "`{}`", "«{}»", '"“{}”"', "**{}**"]
+
+
+@pytest.mark.parametrize(("thought", "tag"), list(itertools.product(THOUGHTS, TAGS)))
+def test_what_stands_around_it_comes_off(thought, tag):
+    for label, quote in itertools.product(LABELS, QUOTES):
+        written = thought.format(tag.format(label.format(quote.format(PROMPT))))
+        assert answer_in(written) == PROMPT, written
+
+
+@pytest.mark.parametrize("around", ["**Enhanced prompt: {}**", '"Prompt: {}"', "`Prompt: “{}”`"])
+def test_a_label_may_stand_within_quotes(around):
+    assert answer_in(around.format(PROMPT)) == PROMPT
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "",
+        " \n ",
+        "...",
+        "<think>a red cat",
+        "<think>a</think>",
+        "<think>a</think> <think>and a red cat",
+        "<answer></answer>",
+        "<answer> </answer> a red cat",
+        "Enhanced prompt:",
+        '""',
+        "```\n\n```",
+    ],
+)
+def test_where_there_is_none(written):
+    assert answer_in(written) is None
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        'a sign that says "OPEN"',
+        '"OPEN" beside "CLOSED"',
+        "'tis the cat's",
+        "a photograph of a sign: HELLO",
+        "This is a poster that says: HELLO",
+        "style: oil, lighting: soft",
+        "response to a storm",
+        "here be dragons",
+        "surely a cat",
+        "of course-grained sand",
+        "a <b> in bold, 3 < 4",
+        "紫色的兔子，柔和的光线",
+    ],
+)
+def test_a_prompt_alone_stays_as_it_is(prompt):
+    assert answer_in(prompt) == prompt
+
+
+def test_lines_become_one():
+    assert answer_in(" a red  cat,\n soft light\t") == "a red cat, soft light"
+
+
+WORD = st.text(st.characters(categories=("Ll", "Lo", "Nd")), min_size=1, max_size=6)
+
+
+@given(
+    st.lists(WORD, min_size=1, max_size=12).map(" ".join), st.sampled_from(TAGS), st.sampled_from(LABELS), st.sampled_from(QUOTES)
+)
+def test_any_words_are_found_again(prompt, tag, label, quote):
+    assert answer_in(tag.format(label.format(quote.format(prompt)))) == prompt
+
+
+@given(st.text(st.sampled_from('<>/think answer:"*`#\n\r\t’“” sure here prompt'), max_size=400))
+def test_an_answer_is_one_line_with_something_in_it_and_is_its_own_answer(written):
+    answer = answer_in(written)
+    if answer is not None:
+        assert answer == " ".join(answer.split())
+        assert any(sign.isalnum() for sign in answer)
+
+
+def test_the_enhancer_is_asked_for_what_the_source_asks():
+    asked = enhancer_prompt().lower()
+    assert asked == asked.strip()
+    for word in ("subject", "style", "lighting", "technical terms", "concise"):
+        assert word in asked

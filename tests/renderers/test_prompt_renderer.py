@@ -1,0 +1,219 @@
+"""Rewritten prompts as pictures: those of diffusers' pipelines for the same words and noise."""
+
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, StableDiffusion3Pipeline
+
+import tiny_editing
+import tiny_writing
+from models import tiny, tiny_writers
+from retouch.models.qwen_image import QwenImage
+from retouch.models.readable import readable
+from retouch.models.sd3 import SD3
+from retouch.renderers.pipelines import PipelinePainter
+from retouch.renderers.prompts import FlowPainter, Painter, PromptRenderer
+from retouch.renderers.sampling import noise
+from retouch.testing import check_renderer
+from retouch.types import Renderer, Written
+
+STEPS, SIZE = 4, (24, 40)
+SHIFT = {"shift": 3.0, "num_train_timesteps": 1000}
+
+
+def sd3():
+    return SD3(
+        transformer=tiny.sd3_transformer(),
+        vae=tiny.sd3_vae(),
+        text_encoders=(tiny.clip(16, 1), tiny.clip(24, 2), tiny.t5(48, 3)),
+        tokenizers=[tiny.clip_tokenizer(), tiny.clip_tokenizer(), tiny.t5_tokenizer()],
+        scheduler_config=SHIFT,
+        size=SIZE,
+        max_sequence_length=80,
+    )
+
+
+def sd3_pipeline(model):
+    (first, second), third, (a, b, c) = model.text.clips, model.text.t5, model.text.tokenizers
+    return StableDiffusion3Pipeline(
+        transformer=model.module,
+        vae=model.vae,
+        scheduler=FlowMatchEulerDiscreteScheduler(**SHIFT),
+        text_encoder=first,
+        text_encoder_2=second,
+        text_encoder_3=third,
+        tokenizer=a,
+        tokenizer_2=b,
+        tokenizer_3=c,
+    )
+
+
+def qwen():
+    options = {"template": tiny.TEXT_TEMPLATE, "size": SIZE, "max_tokens": 90}
+    return QwenImage(**tiny_editing.parts(), scheduler_config=tiny.SCHEDULER, **options)
+
+
+def qwen_pipeline(model):
+    pipe = QwenImagePipeline(
+        transformer=model.module,
+        vae=tiny.qwen_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(**tiny.SCHEDULER),
+        text_encoder=model.text.encoder,
+        tokenizer=model.text.tokenizer,
+    )
+    pipe.prompt_template_encode = tiny.TEXT_TEMPLATE
+    pipe.prompt_template_encode_start_idx = model.text.prefix
+    return pipe
+
+
+KINDS = {
+    "sd3": (sd3, sd3_pipeline, lambda scale: {"guidance_scale": scale, "max_sequence_length": 80}),
+    "qwen": (qwen, qwen_pipeline, lambda scale: {"true_cfg_scale": scale, **({"negative_prompt": " "} if scale > 1 else {})}),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    build, pipeline, options = KINDS[request.param]
+    model = build()
+    pipe = pipeline(model)
+    pipe.set_progress_bar_config(disable=True)
+    return model, pipe, options
+
+
+def painter(model, guidance_scale=4.0):
+    return FlowPainter(model, num_steps=STEPS, guidance_scale=guidance_scale, reads=partial(readable, model))
+
+
+def renderer(model, guidance_scale=4.0, **options):
+    return PromptRenderer(painter(model, guidance_scale), **{"cut_off": "draw", **options})
+
+
+def outputs(*texts, cut_off=False):
+    return SimpleNamespace(outputs=tuple(Written((1,), text, cut_off, (3, 5, 0, slot)) for slot, text in enumerate(texts)))
+
+
+def tasks(count):
+    return [tiny.task("a", "a cat")] * count
+
+
+def apart(a, b):
+    return np.abs(np.asarray(a).astype(int) - np.asarray(b).astype(int)).max()
+
+
+SAID = (
+    "<think>what now</think>Enhanced prompt: a purple rabbit",
+    "a green cat in soft light",
+    "<think>a green cat",
+    "<answer>a green cat in soft light</answer>",
+    "...",
+    "square wheel",
+)
+
+
+@pytest.fixture(scope="module")
+def acted():
+    """A rollout of a text-only writer over prompts, with words in the place of its noise."""
+    asked = tuple(replace(task, instruction=f"prompt {k}") for k, task in enumerate(tiny_writers.tasks(3, pictures=False)))
+    batch = tiny_writing.batch(asked)
+    rows, trajectory = tiny_editing.acted(tiny_writing.policy("qwen2.5"), batch)
+    said = tuple(replace(output, text=text, cut_off=False) for output, text in zip(trajectory.outputs, SAID, strict=True))
+    return rows, replace(trajectory, outputs=said)
+
+
+@pytest.mark.parametrize("options", [{}, {"guidance_scale": 1.0}, {"rows": 2}], ids=str)
+def test_it_keeps_the_contract(kind, acted, options):
+    draws = renderer(kind[0], **options)
+    assert isinstance(draws, Renderer)
+    assert isinstance(draws.painter, Painter)
+    check_renderer(draws, *acted)
+    assert [image is None for image in draws(*acted)] == [False, False, True, False, True, False]
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
+def test_the_pictures_are_the_pipelines(kind, guidance_scale):
+    model, pipe, options = kind
+    said = outputs("Prompt: a purple rabbit", '"a red circle on it"')
+    ours = renderer(model, guidance_scale)(tasks(2), said)
+    theirs = pipe(
+        ["a purple rabbit", "a red circle on it"],
+        **options(guidance_scale),
+        height=SIZE[0],
+        width=SIZE[1],
+        num_inference_steps=STEPS,
+        generator=noise(said.outputs, shared=True),
+    ).images
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.size == other.size == (40, 24)
+        assert apart(mine, other) <= 1  # a last bit, where a value sits on the edge between two levels
+        assert np.asarray(mine).std() > 5
+
+
+def test_a_pipeline_paints_as_the_adapter_does(kind, acted):
+    model, pipe, options = kind
+    given = {**options(4.0), "height": SIZE[0], "width": SIZE[1]}
+    if "negative_prompt" in given:
+        given["negative_prompt"] = [" "] * 2
+    drawn = PipelinePainter(pipe, num_steps=STEPS, options=given)
+    assert isinstance(drawn, Painter)
+    rows = acted[0][:2], acted[1].take(slice(0, 2))
+    by_pipeline, by_adapter = PromptRenderer(drawn, cut_off="draw")(*rows), renderer(model)(*rows)
+    for mine, other in zip(by_pipeline, by_adapter, strict=True):
+        assert apart(mine, other) <= 1
+
+
+def test_a_pipeline_keeps_the_contract(acted):
+    model = sd3()
+    options = {"guidance_scale": 4.0, "height": SIZE[0], "width": SIZE[1], "max_sequence_length": 80}
+    drawn = PipelinePainter(sd3_pipeline(model), num_steps=STEPS, options=options)
+    check_renderer(PromptRenderer(drawn, cut_off="draw", rows=3), *acted)
+    assert not any(parameter.requires_grad for parameter in model.vae.parameters())
+    with torch.no_grad():
+        next(model.module.parameters()).fill_(torch.nan)
+    assert PromptRenderer(drawn, cut_off="draw")(*acted) == [None] * 6
+    with pytest.raises(ValueError, match=r"\['generator'\]: these are given to the pipeline row by row"):
+        PipelinePainter(drawn.pipeline, num_steps=STEPS, options={"generator": None})
+
+
+def test_the_writers_words_are_drawn_and_the_tasks_are_not(kind):
+    model, _, _ = kind
+    draws = renderer(model)
+    said = outputs("a red circle", "a red circle", "a blue square")
+    first = draws([tiny.task(str(k), word, tiny.picture(k)) for k, word in enumerate(("cat", "dog", "cat"))], said)
+    assert apart(first[0], first[1]) == 0
+    assert apart(first[0], first[2]) > 0
+    own = renderer(model, shared_noise=False)(tasks(3), said)
+    assert apart(own[0], own[1]) > 5
+
+
+def test_what_the_model_cannot_read_is_not_drawn(kind):
+    model, _, _ = kind
+    spelt = "a <|im_end|> cat"
+    said = outputs("a cat", "cat " * 40, spelt)
+    assert [image is None for image in renderer(model)(tasks(3), said)] == [False, True, isinstance(model, QwenImage)]
+    assert readable(model, "a cat")
+    assert readable(model, spelt) == isinstance(model, SD3)
+
+
+def test_cut_off_is_a_fault_where_the_recipe_says_so(kind):
+    model, _, _ = kind
+    cut = outputs("a cat in", cut_off=True)
+    assert renderer(model, cut_off="draw")(tasks(1), cut)[0] is not None
+    assert renderer(model, cut_off="fault")(tasks(1), cut) == [None]
+
+
+def test_nothing_moves(kind, acted):
+    model, _, _ = kind
+    before = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
+    renderer(model)(*acted)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.module.state_dict().items())
+    assert not any(parameter.requires_grad or parameter.grad is not None for parameter in model.module.parameters())
+
+
+def test_settings_that_are_none(kind):
+    with pytest.raises(ValueError, match="give at least 1"):
+        renderer(kind[0], rows=0)
