@@ -92,6 +92,14 @@ def test_a_prompt_alone_stays_as_it_is(prompt):
     assert answer_in(prompt) == prompt
 
 
+@pytest.mark.parametrize(
+    "sign", ["<think>", "</think>", "<answer>", "</answer>", "```\n", "\n", "  ", "**", '"', "“", "new ", "here "]
+)
+def test_much_of_the_same_is_read_at_once(sign):
+    """A pattern that backtracks would not come to an end here."""
+    assert answer_in(sign * 100_000 + "x") in {None, "x", " ".join((sign * 100_000 + "x").split())}
+
+
 def test_lines_become_one():
     assert answer_in(" a red  cat,\n soft light\t") == "a red cat, soft light"
 

@@ -194,6 +194,9 @@ def test_the_negative_is_read_once(editor):
     said = outputs((1,), (2,), (3,), (4,))
     both, one = [tasks[0], tasks[0], tasks[1], tasks[1]], [tasks[1]] * 4
     assert [calls(encoder.module.model, lambda rows=rows: draws(rows, said)) for rows in (both, one, both)] == [1 + 2, 1, 1 + 2]
+    # A run that was resumed remembers nothing, and draws the same.
+    fresh = renderer(editor, encoder)(one, said)
+    assert [image.tobytes() for image in draws(one, said)] == [image.tobytes() for image in fresh]
 
 
 def test_nothing_frozen_moves_and_the_policy_is_as_it_was(made, editor, policy, acted):

@@ -3,12 +3,10 @@
 import re
 from importlib.resources import files
 
-_THOUGHT = re.compile(r"<think(?:ing)?>.*?</think(?:ing)?>", re.DOTALL | re.IGNORECASE)
 _THINKS = re.compile(r"<think(?:ing)?>", re.IGNORECASE)
-_THOUGHT_END = re.compile(r"</think(?:ing)?>", re.IGNORECASE)
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_THOUGHT = re.compile(r"</think(?:ing)?>", re.IGNORECASE)
 _ANSWERS = re.compile(r"<answer>", re.IGNORECASE)
-_ANSWER_END = re.compile(r"</answer>", re.IGNORECASE)
+_ANSWERED = re.compile(r"</answer>", re.IGNORECASE)
 _FENCE = re.compile(r"```[^\S\n]*\w*[^\S\n]*\n(.*?)```", re.DOTALL)
 _ADJECTIVE = r"(?:enhanced|improved|refined|rewritten|revised|expanded|detailed|optimi[sz]ed|final|new|better)"
 _LABEL = re.compile(
@@ -34,12 +32,11 @@ def enhancer_prompt() -> str:
 def answer_in(text: str) -> str | None:
     """The prompt in a completion, on one line; None where there is none.
 
-    What it was thinking is left out, and a thought without an end is no answer. Of several ``<answer>`` tags or code fences the
-    last one counts; where one tag of a pair is missing, all on its side. Then come off: a label ("Enhanced prompt:", at the
-    beginning of any line), what leads up to it ("Sure! Here is ...:"), and quotation marks around the whole.
+    The answer stands after the last thought, and a thought without an end is none. Of several ``<answer>`` tags or code fences
+    the last one that ends counts; where one tag of a pair is missing, all on its side. Then come off: a label ("Enhanced
+    prompt:", at the beginning of any line), what leads up to it ("Sure! Here is ...:"), and quotation marks around the whole.
     """
-    text = _THOUGHT.sub(" ", text)
-    text = _THOUGHT_END.split(text)[-1]
+    text = _THOUGHT.split(text)[-1]
     if _THINKS.search(text):
         return None
     text = _tagged(text)
@@ -50,12 +47,8 @@ def answer_in(text: str) -> str | None:
 
 
 def _tagged(text: str) -> str:
-    pairs = _ANSWER.findall(text)
-    if pairs:
-        return str(pairs[-1])
-    if _ANSWERS.search(text):
-        return _ANSWERS.split(text)[-1]
-    return _ANSWER_END.split(text)[0]
+    ended = _ANSWERED.split(text)
+    return _ANSWERS.split(ended[-2] if len(ended) > 1 else text)[-1]
 
 
 def _unlabelled(text: str) -> str:
