@@ -8,7 +8,7 @@ import torch
 from retouch.bases import parts
 from retouch.bases.autoencoder import AutoencoderTraining
 from retouch.bases.build import build, measure
-from retouch.bases.editor import EditorTraining
+from retouch.bases.editor import EditorTraining, Round
 from retouch.bases.tokenizer import SPECIAL_TOKENS
 from retouch.runs.build_model import build_model, playground_weights
 from retouch.runs.files import read_json
@@ -16,7 +16,9 @@ from retouch.runs.recipe_policy import PlaygroundModel
 
 TINY = {
     "autoencoder": AutoencoderTraining(steps=3, decoder_steps=2, batch=8),
-    "editor": EditorTraining(steps=3, batch=8, warmup=1),
+    "editor": EditorTraining(
+        rounds=(Round(steps=2, learning_rate=2e-3), Round(steps=1, learning_rate=1e-3, vain=0.5)), batch=8, warmup=1
+    ),
 }
 
 

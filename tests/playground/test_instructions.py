@@ -5,46 +5,11 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
+from playground.reader import meaning, read, singles
 from retouch.core.random import generator
 from retouch.playground.edits import Edit, random_edits
 from retouch.playground.instructions import KEEPS, PHRASES, content, corpus, instruction, phrase, untouched, vocabulary
-from retouch.playground.scenes import COLOURS, PLACES, SHAPES, THINGS, Scene, Thing, random_scene
-
-COLOUR, SHAPE, PLACE = (f"({'|'.join(words)})" for words in (COLOURS, SHAPES, PLACES))
-ONE = rf"{COLOUR} {SHAPE}"
-CLAUSES = {
-    "recolour": rf"(?:make|paint|change the colour of|recolour) the {ONE}(?: to| in)? {COLOUR}\b",
-    "reshape": rf"(?:turn|change|make|reshape) the {ONE} (?:into a|a|to a) {SHAPE}\b",
-    "remove": rf"(?:remove|delete|take away|erase) the {ONE}\b",
-    "add": rf"(?:add|put|draw|place) a {ONE} at the {PLACE}\b",
-    "move": rf"(?:move|shift|bring|drag) the {ONE} (?:over )?to the {PLACE}\b",
-}
-
-Meaning = tuple[str, ...]
-
-
-def read(text: str) -> set[Meaning]:
-    """What a text asks for."""
-    return {(kind, *found) for kind, clause in CLAUSES.items() for found in re.findall(clause, text)}
-
-
-def meaning(edit: Edit) -> Meaning:
-    """What an edit asks for, in the reader's form."""
-    last = {"recolour": edit.result and edit.result.colour, "reshape": edit.result and edit.result.shape, "remove": None}
-    end = last.get(edit.kind, PLACES[edit.to_cell])
-    return (edit.kind, *edit.thing, *([] if end is None else [end]))
-
-
-def singles() -> list[Edit]:
-    """Every single edit whose content differs."""
-    edits = []
-    for thing in THINGS:
-        edits += [Edit("recolour", 0, thing, 0, Thing(colour, thing.shape)) for colour in COLOURS if colour != thing.colour]
-        edits += [Edit("reshape", 0, thing, 0, Thing(thing.colour, shape)) for shape in SHAPES if shape != thing.shape]
-        edits += [Edit("remove", 0, thing, 0, None)]
-        edits += [Edit("add", cell, thing, cell, thing) for cell in range(9)]
-        edits += [Edit("move", (cell + 1) % 9, thing, cell, thing) for cell in range(9)]
-    return edits
+from retouch.playground.scenes import THINGS, Scene, Thing, random_scene
 
 
 def test_no_two_single_edits_share_a_text() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from retouch.bases import parts
 from retouch.bases.autoencoder import AutoencoderTraining, train_autoencoder
-from retouch.bases.editor import EditorTraining, train_editor
+from retouch.bases.editor import EditorTraining, Round, train_editor
 from retouch.models.qwen_image_edit import QwenImageEdit
 from retouch.playground.judge import PlaygroundJudge
 from retouch.playground.tasks import PlaygroundTasks
@@ -28,7 +28,7 @@ from retouch.runs.ranks import Ranks
 
 log = logging.getLogger("retouch")
 AUTOENCODER = AutoencoderTraining(steps=2000, decoder_steps=2000)
-EDITOR = EditorTraining(steps=4500)
+EDITOR = EditorTraining(rounds=(Round(steps=4500, learning_rate=2e-3), Round(steps=900, learning_rate=1e-3, vain=0.6)))
 HELD_OUT = 320
 EVAL_STEPS = 6
 

@@ -35,18 +35,26 @@ NO_INSTRUCTION = " "
 
 
 @dataclass(frozen=True, kw_only=True)
+class Round:
+    """``learning_rate``: the peak, after the warm-up; from there it falls to 0 as a cosine. ``vain``: see ``PlaygroundTasks``."""
+
+    steps: int
+    learning_rate: float
+    vain: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class EditorTraining:
-    """``learning_rate``: the peak, after ``warmup`` steps; from there it falls to 0 as a cosine.
+    """``rounds``, one after the other, each with tasks and an average of its own.
 
     ``unconditional``: the share of tasks whose instruction is blank, which guidance needs.
     ``filler``: the share of batches whose instructions hold more than the edit, so that later positions in a text are met, and
     clauses that must be told apart.
     """
 
-    steps: int
+    rounds: tuple[Round, ...]
     seed: int = 0
     batch: int = 64
-    learning_rate: float = 2e-3
     warmup: int = 100
     average_decay: float = 0.997
     unconditional: float = 0.05
@@ -115,15 +123,18 @@ def untrained(vae: AutoencoderKLQwenImage, seed: int) -> QwenImageEdit:
 
 
 def train_editor(vae: AutoencoderKLQwenImage, settings: EditorTraining, log: Callable[[str], None]) -> QwenImageEdit:
-    """Train from the seed; the editor comes back with its averaged weights."""
+    """Train from the seed; the editor comes back with its averaged weights, the transformer's as exact as half precision is."""
     model = untrained(vae, settings.seed)
-    joint = JointModel(model)
-    _train(joint, settings, log)
-    joint.module.requires_grad_(False).eval()
+    for number in range(len(settings.rounds)):
+        train_round(model, settings, number, log)
     return model
 
 
-def _train(joint: JointModel, settings: EditorTraining, log: Callable[[str], None]) -> None:
+def train_round(model: QwenImageEdit, settings: EditorTraining, number: int, log: Callable[[str], None]) -> None:
+    """Train one of the rounds; what it leaves is what a folder holds, so a round can go on from there."""
+    joint = JointModel(model)
+    joint.module.requires_grad_(True)
+    steps = settings.rounds[number].steps
     copies = WeightCopies(joint.module)
     copies.keep("average")
     sampling = Sampling(num_steps=1, kind="ode", noise_level=0.0, reduction="mean", window=Window())
@@ -140,18 +151,20 @@ def _train(joint: JointModel, settings: EditorTraining, log: Callable[[str], Non
         average=lambda taken: copies.blend("average", min((1 + taken) / (10 + taken), settings.average_decay)),
         clock=clock,
     )
-    for step, _, metrics in train(run, _phase(settings), start=0):
-        if step % 50 == 0 or step == settings.steps - 1:
-            log(f"editor step {step}/{settings.steps}  loss {metrics['policy/loss']:.4f}")
+    for step, _, metrics in train(run, _phase(settings, number), start=0):
+        if step % 50 == 0 or step == steps - 1:
+            log(f"editor round {number + 1}  step {step}/{steps}  loss {metrics['policy/loss']:.4f}")
     with torch.no_grad():
         for name, parameter in copies.parameters.items():
-            parameter.copy_(copies.copies["average"][name])
+            average = copies.copies["average"][name]
+            parameter.copy_(average.half() if name.startswith("transformer.") else average)
+    joint.module.requires_grad_(False).eval()
 
 
-def _phase(settings: EditorTraining) -> Phase:
-    seed = settings.seed
+def _phase(settings: EditorTraining, number: int) -> Phase:
+    seed, this = settings.seed + number, settings.rounds[number]
     plain, filled = (
-        PlaygroundTasks(seed=seed, count=settings.batch * settings.steps, complexity=[1], split="train", filler=filler)
+        PlaygroundTasks(seed=seed, count=settings.batch * this.steps, complexity=[1], split="train", filler=filler, vain=this.vain)
         for filler in (0.0, 1.0)
     )
 
@@ -165,11 +178,11 @@ def _phase(settings: EditorTraining) -> Phase:
 
     def learning_rate(step: int) -> float:
         rising = min(1.0, (step + 1) / settings.warmup)
-        return settings.learning_rate * rising * 0.5 * (1 + math.cos(math.pi * step / settings.steps))
+        return this.learning_rate * rising * 0.5 * (1 + math.cos(math.pi * step / this.steps))
 
     return Phase(
         name="supervised",
-        steps=range(settings.steps),
+        steps=range(this.steps),
         objective=Supervised(sigma_sampling="uniform", shift=settings.shift),
         batch=batch,
         order=torch.arange(settings.batch),

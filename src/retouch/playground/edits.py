@@ -157,6 +157,17 @@ def _results(kind: Kind, thing: Thing, known: set[Thing]) -> Sequence[Thing | No
     return [None] if kind == "remove" else [thing]
 
 
+def vain_edit(scene: Scene, edits: Sequence[Edit], generator: torch.Generator) -> Edit:
+    """A random edit of a thing that the scene does not hold and that ``edits`` do not make: nothing comes of it."""
+    draws = Draws(generator)
+    known = {*scene.objects.values(), *(edit.creates for edit in edits)}
+    thing = draws.choose([thing for thing in THINGS if thing not in known])
+    kind = draws.choose([kind for kind in KINDS if kind != "add"])
+    cell, to_cell = draws.sample(range(CELLS), 2)
+    result = draws.choose(_results(kind, thing, {thing}))
+    return Edit(kind, cell, thing, to_cell if kind == "move" else cell, result)
+
+
 def random_edits(scene: Scene, complexity: int, generator: torch.Generator) -> tuple[Edit, ...]:
     """So many random edits that the scene can have. ValueError where no draw of many fits."""
     for _ in range(1000):

@@ -91,16 +91,20 @@ def content(edits: Sequence[Edit]) -> str:
     return " + ".join(sorted(phrase(edit, PHRASES[edit.kind][0]) for edit in edits))
 
 
-def instruction(edits: Sequence[Edit], others: Sequence[Thing], generator: torch.Generator, *, filler: bool) -> str:
-    """The edits as one text, in their order, in a random phrasing.
+def instruction(
+    edits: Sequence[Edit], others: Sequence[Thing], generator: torch.Generator, *, filler: bool, vain: Sequence[Edit] = ()
+) -> str:
+    """The edits as one text, in their order, in a random phrasing; ``vain`` edits, of things that are not there, stand among them.
 
     With filler, words that mean nothing stand before, after or both, and between the edits up to two of ``others`` (things that no
     edit touches) are named as things to be left alone, as far as ``MOST_EDITS`` clauses allow.
     """
     draws = Draws(generator)
     parts = [phrase(edit, draws.choose(PHRASES[edit.kind])) for edit in edits]
+    for edit in vain:
+        parts.insert(draws.below(len(parts) + 1), phrase(edit, draws.choose(PHRASES[edit.kind])))
     if filler:
-        most = min(_MOST_KEPT, len(others), MOST_EDITS - len(edits))
+        most = min(_MOST_KEPT, len(others), MOST_EDITS - len(parts))
         for kept in draws.sample(list(others), draws.below(most + 1)):
             parts.insert(draws.below(len(parts) + 1), draws.choose(KEEPS).format(thing=" ".join(kept)))
     text = draws.choose(JOINS[len(parts)]).format(*parts)

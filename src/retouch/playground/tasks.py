@@ -9,9 +9,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias, get_args, overload
 
+import torch
+
 from retouch.core.random import generator
 from retouch.playground.draws import Draws
-from retouch.playground.edits import MOST_EDITS, Edit, apply, edits_of_kinds, random_kinds, things_needed
+from retouch.playground.edits import MOST_EDITS, Edit, apply, edits_of_kinds, random_kinds, things_needed, vain_edit
 from retouch.playground.instructions import content, instruction, untouched
 from retouch.playground.scenes import Scene, random_scene, render
 from retouch.types import Task
@@ -38,24 +40,32 @@ class PlaygroundTasks(Sequence[Task]):
     """``count`` tasks; task i depends on (seed, split, i) and on ``complexity`` and ``filler`` alone.
 
     ``complexity``: the numbers of edits in an instruction, 1 to 4: a sequence is cycled through, a mapping gives drawing weights.
-    ``filler``: the share of instructions with words that ask for nothing. A task has the source in ``images``, the ``target``,
-    the tags ``complexity`` ("2") and ``kinds`` ("add+move"), and in ``meta`` the ``scene`` and the ``edits`` as JSON.
+    ``filler``: the share of instructions with words that ask for nothing; ``vain``: of those that also ask for one or two edits of
+    things that are not there. A task has the source in ``images``, the exact ``target``, the tags ``complexity`` ("2") and
+    ``kinds`` ("add+move"), and in ``meta`` the ``scene`` and the ``edits`` as JSON.
 
     Example: ``PlaygroundTasks(seed=0, count=1000, complexity=[1], split="train", filler=0.25)[0].instruction``
     """
 
     def __init__(
-        self, *, seed: int, count: int, complexity: Sequence[int] | Mapping[int, float], split: Split, filler: float = 0.0
+        self,
+        *,
+        seed: int,
+        count: int,
+        complexity: Sequence[int] | Mapping[int, float],
+        split: Split,
+        filler: float = 0.0,
+        vain: float = 0.0,
     ) -> None:
         if split not in SPLITS:
             raise ValueError(f"split is one of {', '.join(SPLITS)}, not {split!r}")
-        if count < 0 or not 0.0 <= filler <= 1.0:
-            raise ValueError(f"count must not be negative and filler must lie in 0 to 1, not {count} and {filler}")
+        if count < 0 or not 0.0 <= filler <= 1.0 or not 0.0 <= vain <= 1.0:
+            raise ValueError(f"count must not be negative, filler and vain lie in 0 to 1, not {count}, {filler} and {vain}")
         if not complexity or any(level not in range(1, MOST_EDITS + 1) for level in complexity):
             raise ValueError(f"complexity needs numbers of edits from 1 to {MOST_EDITS}, not {complexity}")
         if isinstance(complexity, Mapping) and not (min(complexity.values()) >= 0 and sum(complexity.values()) > 0):
             raise ValueError(f"weights of complexities must not be negative, and one must be positive: {complexity}")
-        self.seed, self.split, self.filler, self.complexity = seed, split, filler, complexity
+        self.seed, self.split, self.filler, self.vain, self.complexity = seed, split, filler, vain, complexity
         self._length = count
 
     def __len__(self) -> int:
@@ -97,7 +107,23 @@ class PlaygroundTasks(Sequence[Task]):
             for _ in range(8):
                 edits = edits_of_kinds(scene, kinds, random)
                 if edits is not None and split_of(content(edits)) == self.split:
-                    return scene, edits, instruction(edits, untouched(scene, edits), random, filler=filler)
+                    vain = self._vain(scene, edits, random)
+                    return scene, edits, instruction(edits, untouched(scene, edits), random, filler=filler, vain=vain)
+
+    def _vain(self, scene: Scene, edits: Sequence[Edit], random: torch.Generator) -> list[Edit]:
+        """One or two edits of things that are not there, as far as ``MOST_EDITS`` clauses allow, for some instructions."""
+        if self.vain == 0.0:
+            return []
+        draws = Draws(random)
+        if draws.uniform() >= self.vain:
+            return []
+        made: list[Edit] = []
+        wanted = min(1 + draws.below(2), MOST_EDITS - len(edits))
+        while len(made) < wanted:
+            edit = vain_edit(scene, edits, random)
+            if split_of(content([edit])) == self.split and edit.thing not in [other.thing for other in made]:
+                made.append(edit)
+        return made
 
     def _task(self, index: int) -> Task:
         scene, edits, text = self._draw(index)
