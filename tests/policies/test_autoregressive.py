@@ -227,8 +227,9 @@ def test_the_end_user_sees_the_likeliest_words_of_the_average():
     policy = tiny_writing.policy(copies=("reference", "average"))
     batch = tiny_writing.batch(group_size=1)
     before = policy.sample(batch)
+    words = [written.ids for written in before.outputs]
     assert before.log_probs[before.mask].isnan().all()
-    assert policy.sample(tiny_writing.batch(group_size=1, seed=9)).outputs == before.outputs
+    assert [written.ids for written in policy.sample(tiny_writing.batch(group_size=1, seed=9)).outputs] == words
     tiny_writers.move(policy.module, size=0.5)
     assert policy.sample(batch).outputs == before.outputs
     policy.copies.keep("average")
@@ -306,3 +307,45 @@ def test_what_tokens_do_not_have_is_refused():
 
 def test_written_is_a_value():
     assert Written((1, 2), "a", False) == Written((1, 2), "a", False) != Written((1, 2), "a", True)
+
+
+def test_completions_know_their_rows():
+    batch = tiny_writing.batch()
+    keys = [(batch.seed, batch.step, batch.group_ids[k], slot) for k, slot in zip(batch.group, batch.slot, strict=True)]
+    for acted in (tiny_writing.policy().rollout(batch), tiny_writing.policy().sample(batch)):
+        assert [written.key for written in acted.outputs] == keys
+
+
+def test_a_completion_that_a_task_brings_is_as_if_it_had_been_written():
+    policy = tiny_writing.policy(decoding={"max_new_tokens": 9})
+    stop = policy.model.template.tokenizer.decode([policy.model.stop[0]])
+    told = ["RED 1", "", "2 3 4"]
+    tasks = tuple(replace(task, meta={"completion": text}) for task, text in zip(tiny_writers.tasks(), told, strict=True))
+    acted = policy.demonstrate(tiny_writing.batch(tasks))
+    assert [written.text for written in acted.outputs] == [text for text in told for _ in range(2)]
+    assert not any(written.cut_off for written in acted.outputs)
+    assert acted.lengths.tolist() == [len(written.ids) + 1 for written in acted.outputs]
+    assert acted.mask.sum(1).tolist() == acted.lengths.tolist()
+    measured = policy.evaluate(acted, everything(acted), Needs()).log_probs
+    for row, text in enumerate(text for text in told for _ in range(2)):
+        prompt = acted.prompts.take(acted.group[row : row + 1])
+        ids = torch.tensor([policy.model.template.tokenizer(text + stop).input_ids])
+        with torch.no_grad():
+            states = policy.model.states(policy.module, prompt, ids, torch.ones_like(ids, dtype=torch.bool))
+            logits = policy.model.logits(policy.module, states[0]).masked_fill(~policy.model.grammar.vocabularies, -torch.inf)
+        wanted = logits.log_softmax(-1).gather(1, ids[0, :, None])[:, 0]
+        torch.testing.assert_close(measured[row, : ids.shape[1]], wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("meta", "says"),
+    [
+        ({}, "no text in meta"),
+        ({"completion": 3}, "no text in meta"),
+        ({"completion": "A B C D E"}, "raise max_new_tokens above 7"),
+    ],
+)
+def test_a_completion_that_cannot_be_imitated_is_refused(meta, says):
+    tasks = tuple(replace(task, meta=meta) for task in tiny_writers.tasks())
+    with pytest.raises(ValueError, match=says):
+        tiny_writing.policy().demonstrate(tiny_writing.batch(tasks))

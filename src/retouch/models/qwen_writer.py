@@ -131,6 +131,12 @@ class QwenWriter:
         logits: Tensor = module.get_output_embeddings()(states)
         return logits.float()
 
+    def spell(self, text: str) -> list[int]:
+        """The ids of a text. ValueError where it spells a special token."""
+        self.template.check(text, text)
+        ids: list[int] = self.template.tokenizer(text).input_ids
+        return ids
+
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self.template.tokenizer.decode(list(ids), skip_special_tokens=True)
         return text

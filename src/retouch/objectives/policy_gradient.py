@@ -18,7 +18,8 @@ class PolicyGradient:
     ``surrogate``: ``clip`` (PPO; ``dual`` bounds the loss of bad actions), ``gspo`` (the same on the sequence's ratio, for which a
     microbatch must hold whole rows), ``cispo``, ``reinforce`` (no ratio). ``clip_low``, ``clip_high``: the ratio stays within
     [1 - low, 1 + high]; ``cispo`` may leave low None, ``reinforce`` reads neither. ``kl``: None, ``k3`` for tokens, ``closed`` or
-    ``velocity`` for transitions. ``ratio_norm``: GRPO-Guard's ratio, for transitions. ValueError: a bound is missing.
+    ``velocity`` for transitions. ``ratio_norm``: GRPO-Guard's ratio, for transitions. ``entropy``: measure that of tokens too.
+    ValueError: a bound is missing.
     """
 
     surrogate: Literal["clip", "gspo", "cispo", "reinforce"] = "clip"
@@ -28,6 +29,7 @@ class PolicyGradient:
     kl: Literal["k3", "closed", "velocity"] | None = None
     kl_weight: float = 0.0
     ratio_norm: bool = False
+    entropy: bool = False
 
     def __post_init__(self) -> None:
         low = self.clip_low is not None or self.surrogate in ("cispo", "reinforce")
@@ -37,7 +39,7 @@ class PolicyGradient:
             )
 
     def losses(self, policy: Policy, minibatch: Minibatch) -> Iterator[Loss]:
-        needs = Needs(kl=self.kl, log_ratio="norm" if self.ratio_norm else "plain")
+        needs = Needs(kl=self.kl, entropy=self.entropy, log_ratio="norm" if self.ratio_norm else "plain")
         for part in policy.microbatches(minibatch.trajectory):
             mask = minibatch.trajectory.mask[part.rows, part.actions]
             weights = minibatch.weights[part.rows, part.actions]
@@ -83,4 +85,6 @@ class PolicyGradient:
             sums["policy/clip_fraction"] = (weights * outside).sum()
         if evaluation.kl is not None:
             sums["policy/kl"] = (weights * torch.where(mask, evaluation.kl.detach(), 0.0)).sum()
+        if evaluation.entropy is not None:
+            sums["policy/entropy"] = (weights * evaluation.entropy.detach()).sum()
         return sums, {"policy/ratio_max": (ratio - 1).abs().max()}

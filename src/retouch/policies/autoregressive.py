@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from retouch.core.divergences import k3
 from retouch.policies.decoding import CachedDecoding, Completion, Decoding, Engine, wider
+from retouch.policies.demonstrating import demonstrated
 from retouch.policies.measuring import measure, spread
 from retouch.policies.weights import WeightCopies
 from retouch.types import AutoregressiveModel, Batch, Evaluation, Needs, Prompts, Slice, Trajectory, Written
@@ -127,6 +128,13 @@ class AutoregressivePolicy:
             prompts = self.model.encode(batch.tasks)
             return self._trajectory(batch, prompts, CachedDecoding(self.model)(batch, prompts, greedy))
 
+    @torch.no_grad()
+    def demonstrate(self, batch: Batch) -> AutoregressiveTrajectory:
+        """The tasks' own completions (``completion`` in their meta), as if they had been written; ``log_probs`` are NaN."""
+        prompts = self.model.encode(batch.tasks)
+        told = demonstrated(self.model, batch, longest=self.decoding.max_new_tokens, device=prompts.ids.device)
+        return self._trajectory(batch, prompts, told)
+
     def _trajectory(self, batch: Batch, prompts: Prompts, completion: Completion) -> AutoregressiveTrajectory:
         grammar, ids = self.model.grammar, completion.ids
         group = torch.tensor(batch.group, device=ids.device)
@@ -142,7 +150,7 @@ class AutoregressivePolicy:
             log_probs=completion.log_probs,
             mask=mask,
             kind=torch.tensor(grammar.kinds, device=ids.device)[vocabulary],
-            outputs=self._outputs(ids, completion.lengths, cut_off),
+            outputs=self._outputs(batch, ids, completion.lengths, cut_off),
             ids=ids,
             lengths=completion.lengths,
             vocabulary=vocabulary,
@@ -152,11 +160,12 @@ class AutoregressivePolicy:
             behaviour_log_probs=None,
         )
 
-    def _outputs(self, ids: Tensor, lengths: Tensor, cut_off: Tensor) -> tuple[Written, ...]:
+    def _outputs(self, batch: Batch, ids: Tensor, lengths: Tensor, cut_off: Tensor) -> tuple[Written, ...]:
         outputs = []
-        for row, length, cut in zip(ids.tolist(), lengths.tolist(), cut_off.tolist(), strict=True):
+        keys = [(batch.seed, batch.step, batch.group_ids[k], slot) for k, slot in zip(batch.group, batch.slot, strict=True)]
+        for row, length, cut, key in zip(ids.tolist(), lengths.tolist(), cut_off.tolist(), keys, strict=True):
             said = tuple(row[: length if cut else length - 1])
-            outputs.append(Written(said, self.model.decode(said), cut))
+            outputs.append(Written(said, self.model.decode(said), cut, key))
         return tuple(outputs)
 
     # Evaluating
