@@ -81,6 +81,8 @@ def _card(folder: RunFolder, pair: _Pair, *, place: int, decimals: int) -> Html:
         "article",
         _instruction(before),
         tag("div", pictures, class_="row"),
+        _written("before", before),
+        _written("after", after) if moved else None,
         tag("p", change, tags, class_="tags"),
         class_="card",
         data_place=place,
@@ -91,6 +93,14 @@ def _card(folder: RunFolder, pair: _Pair, *, place: int, decimals: int) -> Html:
 def _instruction(line: Mapping[str, Any]) -> Html:
     # dir="auto" keeps text that runs from right to left, and signs that turn text around, inside its own box.
     return tag("p", str(line["instruction"]) or "(no instruction)", class_="instruction", dir="auto")
+
+
+def _written(label: str, line: Mapping[str, Any]) -> Html | None:
+    """What the policy wrote for the picture, where it writes."""
+    if line.get("text") is None:
+        return None
+    head = tag("span", f"{label} ", class_="quiet") if label else None
+    return tag("p", head, str(line["text"]) or "(nothing)", class_="written", dir="auto")
 
 
 def _direction(change: float) -> str:
@@ -190,6 +200,7 @@ def _member(folder: RunFolder, line: Mapping[str, Any], decimals: int) -> Html:
             tag("span", signed(advantage), class_=f"advantage {_direction(advantage)}")
             if math.isfinite(reward + advantage)
             else None,
+            _written("", line),
         ),
         class_="shown member",
         title=f"sample {line['slot']}" + (f": {told}" if told else ""),

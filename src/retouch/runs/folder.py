@@ -31,7 +31,8 @@ class Judged:
     """A sample as it is kept for people to look at.
 
     ``group`` and ``slot`` say which sample of which group it is (held-out tasks: the task's place, slot 0). NaN in ``scores`` or
-    ``reward`` means "could not be judged". ``advantage``: None where there is none (held-out tasks).
+    ``reward`` means "could not be judged". ``advantage``: None where there is none (held-out tasks). ``text``: what the policy
+    wrote for the picture, where it writes.
     """
 
     sample: Sample
@@ -40,6 +41,7 @@ class Judged:
     scores: Mapping[str, float]
     reward: float
     advantage: float | None = None
+    text: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +218,7 @@ def _keep(folder: Path, head: dict[str, Any], item: Judged, *, written: set[str]
         "reward": item.reward,
         "advantage": item.advantage,
         "tags": dict(task.tags),
+        **({} if item.text is None else {"text": item.text}),
     }
 
 
