@@ -181,7 +181,7 @@ def _eval(arguments: argparse.Namespace) -> int:
 def _sample(arguments: argparse.Namespace) -> int:
     from retouch.runs.sampling import sample_target
 
-    sample_target(
+    written = sample_target(
         arguments.target,
         instruction=arguments.instruction,
         image=arguments.image,
@@ -189,6 +189,8 @@ def _sample(arguments: argparse.Namespace) -> int:
         out=arguments.out,
         seed=arguments.seed,
     )
+    if written is not None:
+        print(written)
     return 0
 
 

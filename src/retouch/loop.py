@@ -55,7 +55,10 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What stays the same from phase to phase. ``chunk``: rows sampled, rendered and sent to the judge at once."""
+    """What stays the same from phase to phase.
+
+    ``chunk``: rows sampled, rendered and sent to the judge at once. ``describe``: metrics, over all ranks, of what was done.
+    """
 
     policy: Any
     renderer: Renderer
@@ -66,6 +69,7 @@ class Run:
     max_missing: float
     average: Callable[[int], None]
     clock: Callable[[str], AbstractContextManager[None]]
+    describe: Callable[[Trajectory], Metrics] = lambda trajectory: {}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,6 +115,7 @@ def collect(run: Run, phase: Phase, step: int) -> Collected:
         judged = Judged.concat([future.result() for future in waiting])
     advantages, metrics = compare(run, phase, judged)
     trajectory = type(parts[0]).concat(parts)
+    metrics |= run.describe(trajectory)
     return Collected(batch, trajectory, advantages, ~judged.rewards.isnan(), metrics, judged, images)
 
 

@@ -1,7 +1,8 @@
 """Runs a tiny recipe, kills it with SIGKILL at one place after another, resumes it, and says whether any bit differs.
 
-A program of its own, so that it can fork before any thread runs: `python tests/runs/kill_places.py OUT COUNT` prints a JSON line
-a place. A place is a function and how often it was called before the kill; the kill comes before or after that call.
+A program of its own, so that it can fork before any thread runs: `python tests/runs/kill_places.py OUT COUNT [WRITER]` prints a
+JSON line a place; with the folder of a writer the policy writes. A place is a function and how often it was called before the kill;
+the kill comes before or after that call.
 """
 
 import hashlib
@@ -46,9 +47,9 @@ PLACES = (
 )
 
 
-def recipe(out: Path, name: str) -> Recipe:
+def recipe(out: Path, name: str, writer: str | None) -> Recipe:
     """Four steps of GRPO with an average, checkpoints every other step, on a handful of rows."""
-    document: Any = evaluate(find("recipes/quickstart.jsonnet"))
+    document: Any = evaluate(find("recipes/playground/grpo.jsonnet"))
     document |= {
         "name": name,
         "out": str(out),
@@ -62,16 +63,23 @@ def recipe(out: Path, name: str) -> Recipe:
         "samples": {"every": 2, "tasks": 2, "groups": 1},
         "eval": {"tasks": 6, "complexity": [1, 2]},
     }
-    document["rollout"]["window"]["high"] = 3
-    document["rollout"]["num_steps"] = 4
+    window = {"mode": "window", "size": 2, "high": 3}
+    document["rollout"] = {"num_steps": 4, "transition": {"kind": "cps", "noise_level": 0.7}, "window": window}
+    document["objective"] = {"kind": "policy_gradient", "clip_low": 1e-4, "clip_high": 1e-4}
     document["policy"]["ema"] = {"decay": 0.9}
+    if writer is not None:
+        document["policy"] |= {"kind": "autoregressive", "model": {"kind": "playground-writer", "path": writer}}
+        document["rollout"] = {"kind": "tokens", "max_new_tokens": 5, "top_k": 20}
+        model = {"kind": "playground"}
+        document["renderer"] = {"kind": "response", "model": model, "encoder": "frozen", "num_steps": 2, "cut_off": "draw"}
+        document["objective"] |= {"clip_low": 0.2, "clip_high": 0.2, "kl": {"kind": "k3", "weight": 0.1}}
     return parse(document)
 
 
-def train(out: Path, name: str) -> None:
+def train(out: Path, name: str, writer: str | None) -> None:
     from retouch.runs.session import run
 
-    assert run(recipe(out, name), fresh=False) == 0
+    assert run(recipe(out, name, writer), fresh=False) == 0
 
 
 def kill_at(place: str, call: int, when: str) -> None:
@@ -119,20 +127,26 @@ def bits(folder: Path) -> dict[str, str]:
     return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
 
 
-def main(out: Path, count: int) -> None:
+def places(writer: str | None) -> list[tuple[str, int, str]]:
+    acting = "retouch.policies.autoregressive:AutoregressivePolicy"
+    denoising = "retouch.policies.denoising:DenoisingPolicy"
+    return [(place if writer is None else place.replace(denoising, acting), call, when) for place, call, when in PLACES]
+
+
+def main(out: Path, count: int, writer: str | None = None) -> None:
     import retouch.runs.session  # noqa: F401  (loaded once, before the forks)
 
-    assert in_child(lambda: train(out, "whole")) == 0
+    assert in_child(lambda: train(out, "whole", writer)) == 0
     expected = bits(out / "whole")
-    for number, (place, call, when) in enumerate(PLACES[:: max(1, len(PLACES) // count)][:count]):
+    for number, (place, call, when) in enumerate(places(writer)[:: max(1, len(PLACES) // count)][:count]):
         name = f"killed-{number}"
 
         def killed(place: str = place, call: int = call, when: str = when, name: str = name) -> None:
             kill_at(place, call, when)
-            train(out, name)
+            train(out, name, writer)
 
         ended = in_child(killed)
-        resumed = in_child(lambda name=name: train(out, name))
+        resumed = in_child(lambda name=name: train(out, name, writer))
         found = bits(out / name) if resumed == 0 else {}
         differing = sorted(key for key in expected if found.get(key) != expected[key])
         result = {"place": f"{when} call {call} of {place}", "ended": ended, "resumed": resumed, "differing": differing}
@@ -141,4 +155,4 @@ def main(out: Path, count: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

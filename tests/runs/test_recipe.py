@@ -85,7 +85,7 @@ def test_every_key_is_documented() -> None:
     [
         ({**FOLDER, "data__pathh": "x"}, "data.pathh: unknown key; did you mean data.path?"),
         ({"steqs": 3}, "steqs: unknown key; did you mean steps?"),
-        ({"guidance_scale": 3}, "guidance_scale: unknown key; there is rollout.guidance_scale"),
+        ({"guidance_scale": 3}, "guidance_scale: unknown key; there is rollout.guidance_scale or renderer.guidance_scale"),
         ({"advantage": {"kind": "group", "max_missing": 1}}, "advantage.max_missing: unknown key; there is reward.max_missing"),
         ({"noiselevel": 1}, "noiselevel: unknown key; did you mean rollout.transition.noise_level?"),
         ({"objective__beta": 2}, "objective.beta: unknown key; only 'nft' has it, and this is 'policy_gradient'"),
@@ -100,7 +100,7 @@ def test_every_key_is_documented() -> None:
         ),
         (
             {"objective__kind": "nfl"},
-            "objective.kind: 'nfl' is not one of 'policy_gradient', 'nft', 'supervised'; did you mean 'nft'?",
+            "objective.kind: 'nfl' is not one of 'policy_gradient', 'nft', 'supervised', 'sft'; did you mean 'nft'?",
         ),
         ({"rollout__window": {"size": 2}}, "rollout.window.mode: missing: one of 'all', 'window', 'branch', 'sliding'"),
         ({"rollout__reduction": "men"}, "rollout.reduction: 'men' is not 'mean' or 'sum'; did you mean 'mean'?"),
@@ -360,7 +360,7 @@ def test_an_unknown_path_in_an_override_names_the_nearest() -> None:
 
 
 def test_places_know_keys_at_any_depth() -> None:
-    assert places(Recipe)["num_steps"] == ("rollout.num_steps", "eval.num_steps")
+    assert places(Recipe)["num_steps"] == ("rollout.num_steps", "renderer.num_steps", "eval.num_steps")
     assert nearest("grp_size", keys_of(Recipe)) == "group_size"
 
 

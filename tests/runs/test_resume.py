@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+import tiny_writer_runs
+
 PROGRAM = Path(__file__).with_name("kill_places.py")
 
 
-def killed_and_resumed(out: Path, count: int) -> list[dict[str, object]]:
+def killed_and_resumed(out: Path, count: int, *more: str) -> list[dict[str, object]]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(PROGRAM), str(out), str(count)]
+    command = [sys.executable, "-W", "ignore", str(PROGRAM), str(out), str(count), *more]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=PROGRAM.parents[2], check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -29,6 +31,17 @@ def check(found: list[dict[str, object]], count: int) -> None:
 
 def test_killed_at_four_places(tmp_path: Path) -> None:
     check(killed_and_resumed(tmp_path, 4), 4)
+
+
+def test_a_writer_killed_at_three_places(tmp_path: Path) -> None:
+    tiny_writer_runs.save_writer(tmp_path / "writer")
+    check(killed_and_resumed(tmp_path, 3, str(tmp_path / "writer")), 3)
+
+
+@pytest.mark.slow
+def test_a_writer_killed_at_twenty_two_places(tmp_path: Path) -> None:
+    tiny_writer_runs.save_writer(tmp_path / "writer")
+    check(killed_and_resumed(tmp_path, 22, str(tmp_path / "writer")), 22)
 
 
 @pytest.mark.slow

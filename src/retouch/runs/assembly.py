@@ -2,21 +2,24 @@
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from retouch.data.sampler import steps_for_passes
 from retouch.loop import Phase, Run
-from retouch.policies.denoising import DenoisingPolicy
-from retouch.policies.guidance import Guided
+from retouch.policies.demonstrating import demonstrates
 from retouch.policies.weights import WeightCopies
 from retouch.renderers.latents import LatentRenderer
 from retouch.rewards.judging import Judge, Judged
 from retouch.runs import recipe_learning
 from retouch.runs.build_data import Sets, build_sets
-from retouch.runs.build_learning import build_phase, build_reward, build_sampling, copies_needed
-from retouch.runs.build_model import build_model, make_trainable
+from retouch.runs.build_learning import build_phase, build_reward, copies_needed
+from retouch.runs.build_model import make_trainable
+from retouch.runs.build_policy import TrainedPolicy, build_models, build_policy
+from retouch.runs.build_writer import build_renderer
 from retouch.runs.clock import Clock
+from retouch.runs.completions import describe
 from retouch.runs.evaluation import Evaluator
 from retouch.runs.ranks import Ranks
 from retouch.runs.recipe import Recipe
@@ -25,18 +28,21 @@ from retouch.runs.recipe_phases import ResolvedPhase
 from retouch.runs.recipe_policy import ImportedModel, Lora
 from retouch.runs.recipe_rollout import Rollout
 from retouch.runs.stepper import ReplicatedStepper, Stepper
-from retouch.types import Batch, DenoisingModel, Sample
+from retouch.types import AutoregressiveModel, Batch, DenoisingModel, Renderer, Sample, Task
 
 JudgeBatch = Callable[[Batch, Sequence[Sample]], "Future[Judged]"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """``plan``: each phase with the steps of the run that it takes. ``copies``: weights kept beside the current ones."""
+    """``model``: what trains. ``image_model``: what makes pictures, the same for a denoising policy. ``plan``: each phase with the
+    steps of the run that it takes. ``copies``: weights kept beside the current ones.
+    """
 
     recipe: Recipe
     ranks: Ranks
-    model: DenoisingModel
+    model: DenoisingModel | AutoregressiveModel
+    image_model: DenoisingModel
     copies: WeightCopies
     judge: Judge
     sets: Sequence[Sets]
@@ -48,18 +54,16 @@ class Assembly:
         """Steps of the whole run."""
         return self.plan[-1][1].stop
 
-    def policy(
-        self, rollout: Rollout, *, acting: Literal["current", "old"] = "current", keep_means: bool = False
-    ) -> DenoisingPolicy:
+    def policy(self, rollout: Rollout, *, acting: Literal["current", "old"] = "current", keep_means: bool = False) -> TrainedPolicy:
         """The policy acting as ``rollout`` says under the given weights; all policies of a run share their weights."""
-        return DenoisingPolicy(
-            Guided(self.model, rollout.guidance_scale) if rollout.guidance_scale > 1 else self.model,
-            sampling=replace(build_sampling(rollout), weights=acting),
-            eval_steps=self.recipe.eval.num_steps or rollout.num_steps,
-            microbatch=self.recipe.microbatch,
-            copies=self.copies,
-            keep_means=keep_means,
-        )
+        return build_policy(self.recipe, rollout, model=self.model, copies=self.copies, acting=acting, keep_means=keep_means)
+
+    def renderer(self, *, num_steps: int | None = None) -> Renderer:
+        """What makes pictures of what the policy did; a writer's in ``num_steps`` denoising steps, None: as the recipe says."""
+        if isinstance(self.model, DenoisingModel):
+            return LatentRenderer(self.model)
+        assert self.recipe.renderer is not None, "the recipe's checks see to it"
+        return build_renderer(self.recipe.renderer, self.image_model, writer=self.model, copies=self.copies, num_steps=num_steps)
 
     def stepper(self) -> Stepper:
         """A new optimizer over what trains."""
@@ -82,7 +86,7 @@ class Assembly:
         policy.module = stepper.module
         run = Run(
             policy=policy,
-            renderer=LatentRenderer(self.model),
+            renderer=self.renderer(),
             judge=judge,
             stepper=stepper,
             ranks=self.ranks,
@@ -90,6 +94,7 @@ class Assembly:
             max_missing=self.recipe.reward.max_missing,
             average=self._average,
             clock=self.clock,
+            describe=partial(describe, ranks=self.ranks),
         )
         phase = build_phase(self.recipe, resolved, steps=steps, tasks=self.sets[index].train, ranks=self.ranks)
         return run, phase
@@ -103,12 +108,13 @@ class Assembly:
         """Held-out evaluation of the run."""
         return Evaluator(
             tasks=[self.sets[0].heldout[index] for index in range(len(self.sets[0].heldout))],
-            renderer=LatentRenderer(self.model),
+            renderer=self.renderer(num_steps=self.recipe.eval.num_steps),
             judge=judge,
             ranks=self.ranks,
             seed=self.recipe.eval.seed,
             batch=self.recipe.eval.batch,
             pictures=self.recipe.samples.tasks,
+            demonstrates=_has_target if isinstance(self.model, DenoisingModel) else demonstrates,
         )
 
     def _average(self, taken: int) -> None:
@@ -123,8 +129,8 @@ def assemble(recipe: Recipe, ranks: Ranks) -> Assembly:
     check_ranks(recipe, ranks.world)
     judge = Judge(build_reward(recipe.reward), recipe.reward.combine)
     phases = recipe.resolved_phases()
-    model_section = recipe.policy.model
-    size = None if isinstance(model_section, ImportedModel) else model_section.size
+    section = recipe.image_model
+    size = None if isinstance(section, ImportedModel) else section.size
     sets = [build_sets(recipe, phase.data, size=size) for phase in phases]
     plan, start = [], 0
     for phase, data in zip(phases, sets, strict=True):
@@ -135,11 +141,17 @@ def assemble(recipe: Recipe, ranks: Ranks) -> Assembly:
             length = steps_for_passes(phase.passes, size=len(data.train), count=phase.tasks_per_step)
         plan.append((phase, range(start, start + length)))
         start += length
-    model = build_model(model_section, device=ranks.device)
-    copies = make_trainable(model, recipe.policy, seed=recipe.seed)
+    model, image_model = build_models(recipe, device=ranks.device)
+    copies = make_trainable(model.module, recipe.policy, seed=recipe.seed)
     for name in sorted(copies_needed(recipe)):
         if name == "reference" and isinstance(recipe.policy.train, Lora):
             copies.keep_without_adapter(name)
         else:
             copies.keep(name)
-    return Assembly(recipe=recipe, ranks=ranks, model=model, copies=copies, judge=judge, sets=sets, plan=plan)
+    return Assembly(
+        recipe=recipe, ranks=ranks, model=model, image_model=image_model, copies=copies, judge=judge, sets=sets, plan=plan
+    )
+
+
+def _has_target(task: Task) -> bool:
+    return task.target is not None

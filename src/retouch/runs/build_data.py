@@ -14,9 +14,10 @@ from retouch.data.prompts import read_prompts
 from retouch.data.rows import Rows, sources
 from retouch.data.split import limit, split_by_source
 from retouch.data.tasks import Subset, Tasks
+from retouch.playground.indirect import IndirectTasks
 from retouch.playground.tasks import PlaygroundTasks
 from retouch.runs.recipe import Recipe
-from retouch.runs.recipe_data import Data, FolderData, HubData, PlaygroundData, PromptData
+from retouch.runs.recipe_data import Data, FolderData, HubData, IndirectPlaygroundData, PlaygroundData, PromptData
 from retouch.types import Task
 
 
@@ -39,12 +40,10 @@ def build_sets(recipe: Recipe, data: Data, *, size: tuple[int, int] | None) -> S
     ValueError where rows cannot be used, where nothing is left, or where a known test set would be trained on.
     """
     if isinstance(data, PlaygroundData):
-        train = PlaygroundTasks(seed=data.seed, count=data.count, complexity=data.complexity, split=data.split, filler=data.filler)
         asked = recipe.eval_data()
         assert isinstance(asked, PlaygroundData)
-        heldout = PlaygroundTasks(
-            seed=asked.seed, count=asked.count, complexity=_in_turn(asked.complexity), split=asked.split, filler=asked.filler
-        )
+        train = _playground(data, complexity=data.complexity)
+        heldout = _playground(asked, complexity=_in_turn(asked.complexity))
         refused = refuse_test_sets(["playground"], split=data.split, allow_test_sets=data.allow_test_sets)
         return Sets(train, heldout, tuple(str(test) for test in refused))
     split_name = data.split if isinstance(data, HubData) else None
@@ -61,6 +60,11 @@ def build_sets(recipe: Recipe, data: Data, *, size: tuple[int, int] | None) -> S
     tasks = Tasks(rows, resize=_resize(data, size))
     allowed = tuple(str(test) for test in refused)
     return Sets(Subset(tasks, train_rows), Subset(tasks, heldout_rows), allowed, tuple(found))
+
+
+def _playground(data: PlaygroundData, *, complexity: Sequence[int] | dict[int, float]) -> Sequence[Task]:
+    tasks = PlaygroundTasks(seed=data.seed, count=data.count, complexity=complexity, split=data.split, filler=data.filler)
+    return IndirectTasks(tasks) if isinstance(data, IndirectPlaygroundData) else tasks
 
 
 def _read(data: FolderData | HubData | PromptData) -> Rows:

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from retouch.core.advantages import batch_relative, group_relative
+from retouch.core.weights import Normalise
 from retouch.data.sampler import assign, global_rows, tasks_for_step
 from retouch.data.tasks import Subset
 from retouch.loop import Phase
+from retouch.objectives.cross_entropy import CrossEntropy
 from retouch.objectives.nft import NFT
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.objectives.supervised import Supervised
@@ -17,11 +19,12 @@ from retouch.policies.denoising import Sampling
 from retouch.policies.windows import Window
 from retouch.rewards.photos import PhotosReward
 from retouch.rewards.share import ShareReward
-from retouch.runs import recipe_learning, recipe_rollout
+from retouch.runs import recipe_learning, recipe_renderer, recipe_rollout
 from retouch.runs.imports import import_class
 from retouch.runs.ranks import Ranks
 from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_phases import ResolvedPhase
+from retouch.runs.recipe_writer import AutoregressivePolicy
 from retouch.runs.schedules import learning_rate
 from retouch.types import Batch, Objective, Reward, Task
 
@@ -42,7 +45,8 @@ def build_reward(section: recipe_learning.Reward) -> Reward:
             return made
 
 
-def build_objective(section: recipe_learning.Objective) -> Objective:
+def build_objective(section: recipe_learning.Objective, *, entropy: bool = False) -> Objective:
+    """What turns advantages into a loss; ``entropy``: a policy gradient also measures that of the policy's tokens."""
     match section:
         case recipe_learning.PolicyGradient():
             kl = section.kl if isinstance(section.kl, recipe_learning.Kl) else None
@@ -54,6 +58,7 @@ def build_objective(section: recipe_learning.Objective) -> Objective:
                 kl=None if kl is None else kl.kind,
                 kl_weight=0.0 if kl is None else kl.weight,
                 ratio_norm=section.ratio_norm,
+                entropy=entropy,
             )
         case recipe_learning.Nft():
             return NFT(
@@ -68,11 +73,16 @@ def build_objective(section: recipe_learning.Objective) -> Objective:
             )
         case recipe_learning.Supervised():
             return Supervised(sigma_sampling=section.sigma_sampling, shift=section.shift)
+        case recipe_learning.Sft():
+            return CrossEntropy()
 
 
 def copies_needed(recipe: Recipe) -> set[str]:
     """Which weights must be kept beside the current ones, over all phases."""
     needed = {"average"} if recipe.policy.ema is not None else set()
+    match recipe.renderer:
+        case recipe_renderer.ResponseRenderer(encoder="policy", guidance_scale=scale) if scale > 1:
+            needed.add("reference")
     for phase in recipe.resolved_phases():
         match phase.objective:
             case recipe_learning.Nft(reference_weight=weight):
@@ -82,7 +92,7 @@ def copies_needed(recipe: Recipe) -> set[str]:
     return needed
 
 
-def build_sampling(rollout: recipe_rollout.Rollout) -> Sampling:
+def build_sampling(rollout: recipe_rollout.DenoisingRollout) -> Sampling:
     transition = rollout.transition
     return Sampling(
         num_steps=rollout.num_steps,
@@ -106,7 +116,7 @@ def build_advantage(
 
 def build_phase(recipe: Recipe, phase: ResolvedPhase, *, steps: range, tasks: Sequence[Task], ranks: Ranks) -> Phase:
     """A phase over ``tasks``, taking ``steps`` of the run."""
-    supervised = isinstance(phase.objective, recipe_learning.Supervised)
+    supervised = isinstance(phase.objective, recipe_learning.Supervised | recipe_learning.Sft)
     order = [
         row
         for rank in range(ranks.world)
@@ -128,12 +138,14 @@ def build_phase(recipe: Recipe, phase: ResolvedPhase, *, steps: range, tasks: Se
     return Phase(
         name=phase.name,
         steps=steps,
-        objective=build_objective(phase.objective),
+        objective=build_objective(
+            phase.objective, entropy=isinstance(recipe.policy, AutoregressivePolicy) and recipe.policy.entropy
+        ),
         batch=batch,
         order=torch.tensor(order),
         group=torch.arange(phase.rows) // phase.group_size,
         advantage=None if supervised else build_advantage(recipe.advantage),
-        normalise=phase.objective.normalise if isinstance(phase.objective, recipe_learning.PolicyGradient) else "sequence",
+        normalise=_normalise(phase),
         max_length=_max_length(phase),
         epochs=recipe.epochs,
         minibatches=recipe.minibatches,
@@ -141,8 +153,16 @@ def build_phase(recipe: Recipe, phase: ResolvedPhase, *, steps: range, tasks: Se
     )
 
 
+def _normalise(phase: ResolvedPhase) -> Normalise:
+    if isinstance(phase.objective, recipe_learning.PolicyGradient | recipe_learning.Sft):
+        return phase.objective.normalise
+    return "sequence"
+
+
 def _max_length(phase: ResolvedPhase) -> int | None:
-    """Actions of the longest chain, where the objective's normalisation asks for it."""
+    """Actions of the longest chain or completion, where the objective's normalisation asks for it."""
     if isinstance(phase.objective, recipe_learning.PolicyGradient) and phase.objective.normalise == "dr_grpo":
+        if isinstance(phase.rollout, recipe_rollout.TokenRollout):
+            return phase.rollout.max_new_tokens
         return len(build_sampling(phase.rollout).window.actions(num_steps=phase.rollout.num_steps, seed=0, step=0))
     return None

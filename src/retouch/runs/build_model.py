@@ -16,14 +16,15 @@ from retouch.models import qwen_load
 from retouch.models.qwen_flow import LORA_TARGETS as QWEN_TARGETS
 from retouch.models.qwen_image import QwenImage
 from retouch.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
+from retouch.models.qwen_writer import LORA_TARGETS as WRITER_TARGETS
 from retouch.models.sd3 import LORA_TARGETS as SD3_TARGETS
 from retouch.models.sd3 import SD3
 from retouch.policies.weights import WeightCopies
 from retouch.runs.files import read_json
 from retouch.runs.imports import import_class
 from retouch.runs.pretrained import fetch_weights
-from retouch.runs.recipe_policy import DenoisingPolicy as PolicySection
-from retouch.runs.recipe_policy import DiffusersModel, ImportedModel, Lora, Model, PlaygroundModel
+from retouch.runs.recipe_policy import DenoisingPolicy, DiffusersModel, ImportedModel, Lora, Model, PlaygroundModel
+from retouch.runs.recipe_writer import AutoregressivePolicy
 from retouch.types import DenoisingModel
 
 _FAMILIES: dict[str, Any] = {
@@ -74,21 +75,20 @@ def _playground(path: Path, *, dtype: torch.dtype, device: torch.device, size: t
     )
 
 
-def make_trainable(model: DenoisingModel, policy: PolicySection, *, seed: int) -> WeightCopies:
-    """Freeze everything, then let train what the recipe says: all weights of the transformer, or LoRA matrices in fp32."""
-    module = model.module
+def make_trainable(module: nn.Module, policy: DenoisingPolicy | AutoregressivePolicy, *, seed: int) -> WeightCopies:
+    """Freeze everything, then let train what the recipe says: all weights of the module, or LoRA matrices in fp32."""
     module.requires_grad_(False).eval()
     if isinstance(policy.train, Lora):
         _add_lora(module, policy.train, lora_targets(policy), seed=seed)
     else:
         module.requires_grad_(True)
-    if policy.gradient_checkpointing:
+    if policy.gradient_checkpointing and isinstance(policy, DenoisingPolicy):
         # A module without it raises its own clear error.
         module.enable_gradient_checkpointing()  # type: ignore[operator]
     return WeightCopies(module)
 
 
-def lora_targets(policy: PolicySection) -> Sequence[str]:
+def lora_targets(policy: DenoisingPolicy | AutoregressivePolicy) -> Sequence[str]:
     """The linear layers that get an adapter: those that the recipe names, else the family's. ValueError for an imported model's."""
     assert isinstance(policy.train, Lora)
     if policy.train.targets is not None:
@@ -99,7 +99,7 @@ def lora_targets(policy: PolicySection) -> Sequence[str]:
         raise ValueError(
             "policy.train.targets: an imported model has no usual LoRA targets; name the linear layers that get an adapter"
         )
-    return QWEN_TARGETS
+    return QWEN_TARGETS if isinstance(policy, DenoisingPolicy) else WRITER_TARGETS
 
 
 def _add_lora(module: nn.Module, lora: Lora, targets: Sequence[str], *, seed: int) -> None:

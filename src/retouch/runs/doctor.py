@@ -22,11 +22,12 @@ from retouch.runs.doctor_install import check_install, check_playground
 from retouch.runs.doctor_memory import check_memory
 from retouch.runs.doctor_ranks import Meeting, check_ranks_together, meet, ranks_named
 from retouch.runs.doctor_trial import check_trial
-from retouch.runs.pretrained import find_weights
+from retouch.runs.pretrained import find_weights, find_writer
 from retouch.runs.quiet import quiet
 from retouch.runs.ranks import Ranks
 from retouch.runs.recipe import Recipe
-from retouch.runs.recipe_policy import ImportedModel, PlaygroundModel
+from retouch.runs.recipe_policy import ImportedModel, Model, PlaygroundModel
+from retouch.runs.recipe_writer import QwenWriter, WriterModel
 
 _QUICKSTART = ("recipes/quickstart.jsonnet",)
 
@@ -153,18 +154,22 @@ def _examine_recipe(report: _Report, meeting: Meeting, recipe: Recipe, wanted: s
 
 
 def _weights(recipe: Recipe) -> tuple[Path | None, bool]:
-    """The folder of the model's weights if it has one, and whether they are on this machine. ValueError: there can be none."""
-    model = recipe.policy.model
+    """The folder of the image model's weights if it has one, and whether all weights are here. ValueError: there can be none."""
+    writer = recipe.policy.model
+    written = not isinstance(writer, QwenWriter) or find_writer(writer.path) is not None
+    model = recipe.image_model
     if isinstance(model, ImportedModel):
-        return None, True
+        return None, written
     if isinstance(model, PlaygroundModel):
-        return Path(model.path) if model.path else playground_weights(), True
+        return Path(model.path) if model.path else playground_weights(), written
     folder = find_weights(model.path)
-    return folder, folder is not None
+    return folder, folder is not None and written
 
 
 def _where(recipe: Recipe, folder: Path | None, weights_here: bool) -> Finding:
-    model = recipe.policy.model
+    model: Model | WriterModel = recipe.image_model
+    if not weights_here and isinstance(recipe.policy.model, QwenWriter) and find_writer(recipe.policy.model.path) is None:
+        model = recipe.policy.model
     if isinstance(model, ImportedModel):
         return ok("weights", f"loaded by {model.class_}")
     if not weights_here:

@@ -69,7 +69,7 @@ def check_folder(recipe: Recipe) -> Finding:
 
 def check_data(recipe: Recipe) -> Iterator[tuple[Finding, Sets | None]]:
     """Each data set of the recipe, read as training would."""
-    model = recipe.policy.model
+    model = recipe.image_model
     size = None if isinstance(model, ImportedModel) else model.size
     done: list[Data] = []
     for phase in recipe.resolved_phases():

@@ -18,7 +18,8 @@ from retouch.runs.build_model import DTYPES, lora_targets
 from retouch.runs.doctor_device import CARDS, Place
 from retouch.runs.doctor_findings import Finding, failed, gigabytes, note, ok
 from retouch.runs.recipe import Recipe
-from retouch.runs.recipe_policy import DiffusersModel, ImportedModel, Lora, PlaygroundModel
+from retouch.runs.recipe_policy import DenoisingPolicy, DiffusersModel, ImportedModel, Lora, PlaygroundModel
+from retouch.runs.recipe_rollout import DenoisingRollout
 
 Described = Mapping[str, Mapping[str, Any]]
 
@@ -44,7 +45,7 @@ def describe(recipe: Recipe, folder: Path | None) -> Described | None:
 
     ``folder``: where its weights lie; None, not on this machine. ValueError for a folder that holds no such model.
     """
-    model = recipe.policy.model
+    model = recipe.image_model
     if isinstance(model, ImportedModel):
         return None
     if folder is not None:
@@ -64,11 +65,13 @@ def _published(model: DiffusersModel) -> str | None:
 
 def footprint(recipe: Recipe, described: Described) -> Footprint:
     """What the recipe's run keeps. ValueError where it cannot be planned (LoRA targets that match nothing, say)."""
+    assert isinstance(recipe.policy, DenoisingPolicy), "a writer's memory is not planned"
     model, train = recipe.policy.model, recipe.policy.train
     assert not isinstance(model, ImportedModel)
     copies, dtype = len(copies_needed(recipe)), DTYPES[model.dtype]
     # Both branches of guidance go through one forward.
-    branches = max(2 if phase.rollout.guidance_scale > 1 else 1 for phase in recipe.resolved_phases())
+    rollouts = [phase.rollout for phase in recipe.resolved_phases()]
+    branches = max(2 if isinstance(each, DenoisingRollout) and each.guidance_scale > 1 else 1 for each in rollouts)
     tokens = _tokens(model, described)
     setup = Setup(
         lora=memory.Lora(train.rank, tuple(lora_targets(recipe.policy))) if isinstance(train, Lora) else None,
@@ -119,6 +122,8 @@ def check_memory(recipe: Recipe, folder: Path | None, place: Place | None) -> tu
 
     ``folder``: where the weights lie; None, not on this machine.
     """
+    if not isinstance(recipe.policy, DenoisingPolicy):
+        return note("memory", "not planned for a policy that writes: the trial step shows what it takes"), None
     model = recipe.policy.model
     subject = model.class_ if isinstance(model, ImportedModel) else model.path or "the built-in model"
     try:

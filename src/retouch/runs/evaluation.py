@@ -1,7 +1,7 @@
 """Held-out evaluation: deterministic sampling at fixed seeds, judged, broken down by tags, with intervals."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from retouch.rewards.judging import Judge, Judged
+from retouch.runs.completions import texts
 from retouch.runs.ranks import Ranks
 from retouch.types import Batch, Renderer, Sample, Scores, Task
 
@@ -20,12 +21,15 @@ MOST_TAG_VALUES = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluated:
-    """Scores and rewards (n,) of the held-out tasks, in their order, NaN where missing; and the pictures of the first few."""
+    """Scores and rewards (n,) of the held-out tasks, in their order, NaN where missing; of the first few the pictures, and what was
+    written for them (None: nothing is).
+    """
 
     tasks: Sequence[Task]
     scores: Scores
     rewards: Tensor
     images: Sequence[Image | None] = field(default_factory=tuple)
+    texts: Sequence[str | None] = field(default_factory=tuple)
 
     def to_json(self) -> dict[str, Any]:
         """Every score by task, as kept in the run's folder."""
@@ -50,7 +54,9 @@ def _column(values: Sequence[float | None]) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """Judges a policy on ``tasks``, shared out over the ranks. ``seed`` keys the noise that pictures start from."""
+    """Judges a policy on ``tasks``, shared out over the ranks. ``seed`` keys the noise that pictures start from. ``demonstrates``:
+    whether the policy can be shown what a task wants.
+    """
 
     tasks: Sequence[Task]
     renderer: Renderer
@@ -59,14 +65,18 @@ class Evaluator:
     seed: int
     batch: int
     pictures: int = 0
+    demonstrates: Callable[[Task], bool] = lambda task: task.target is not None
 
     def __call__(self, policy: Any, *, slot: int = 0) -> Evaluated:
         """The policy as its end user would see it; another ``slot`` starts from other noise."""
         return self._evaluate(policy.sample, slot=slot)
 
     def ceiling(self, policy: Any) -> Evaluated | None:
-        """The tasks' own targets through the renderer, which no policy can pass; None where a task has no target."""
-        if any(task.target is None for task in self.tasks):
+        """The tasks' own targets or completions through the renderer; None where a task has none.
+
+        No denoising policy can pass its targets; a writer may find better words than a task's.
+        """
+        if not all(self.demonstrates(task) for task in self.tasks):
             return None
         return self._evaluate(policy.demonstrate, slot=0)
 
@@ -81,23 +91,27 @@ class Evaluator:
         share = math.ceil(count / self.ranks.world)
         mine = [min(index, count - 1) for index in range(self.ranks.rank * share, (self.ranks.rank + 1) * share)]
         parts, images = [], []
+        written: list[str | None] = []
         for first in range(0, share, self.batch):
-            part, drawn = self._judge(act, mine[first : first + self.batch], slot)
+            part, drawn, said = self._judge(act, mine[first : first + self.batch], slot)
             parts.append(part)
             images += drawn
+            written += said
         judged = Judged.concat(parts)
         table = self.ranks.gather(torch.stack([judged.rewards, *judged.scores.values()], dim=1))[:count]
         scores = dict(zip(judged.scores, table[:, 1:].unbind(dim=1), strict=True))
-        return Evaluated(self.tasks, scores, table[:, 0], images[: self.pictures])
+        return Evaluated(self.tasks, scores, table[:, 0], images[: self.pictures], written[: self.pictures])
 
-    def _judge(self, act: Any, indices: Sequence[int], slot: int) -> tuple[Judged, list[Image | None]]:
+    def _judge(self, act: Any, indices: Sequence[int], slot: int) -> tuple[Judged, list[Image | None], Sequence[str | None]]:
         tasks = tuple(self.tasks[index] for index in indices)
         rows = tuple(range(len(indices)))
         batch = Batch(
             seed=self.seed, step=EVALUATION_STEP, tasks=tasks, group_ids=tuple(indices), group=rows, slot=(slot,) * len(rows)
         )
-        images = self.renderer(tasks, act(batch))
-        return self.judge([Sample(task, image) for task, image in zip(tasks, images, strict=True)]), images
+        trajectory = act(batch)
+        images = self.renderer(tasks, trajectory)
+        judged = self.judge([Sample(task, image) for task, image in zip(tasks, images, strict=True)])
+        return judged, images, texts(trajectory)
 
 
 def _best(tries: Sequence[Tensor]) -> Tensor:

@@ -1,7 +1,8 @@
 """`retouch export`: what a run trained, as weights that diffusers and PEFT load.
 
 A LoRA becomes ``pytorch_lora_weights.safetensors`` (for a pipeline's ``load_lora_weights``) and ``adapter_model.safetensors``
-with ``adapter_config.json`` (``PeftModel.from_pretrained``); full weights become a folder ``transformer`` (``from_pretrained``).
+with ``adapter_config.json`` (``PeftModel.from_pretrained``); full weights become a folder ``transformer``, a writer's
+``writer`` (``from_pretrained``).
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from retouch.runs import files
 from retouch.runs.assembly import Assembly
 from retouch.runs.opening import open_target
 from retouch.runs.recipe_policy import ImportedModel, Lora
+from retouch.runs.recipe_writer import AutoregressivePolicy
 from retouch.runs.versions import versions
 
 Which = Literal["average", "current"]
@@ -57,11 +59,12 @@ def export_target(target: str, *, to: Path, which: Which | None = None, override
 def write_weights(parts: Assembly, to: Path) -> None:
     """The weights as they are now: an adapter in both formats, or the whole transformer."""
     module: Any = parts.model.module
+    writes = isinstance(parts.recipe.policy, AutoregressivePolicy)
     if not isinstance(parts.recipe.policy.train, Lora):
-        module.save_pretrained(to / "transformer")
+        module.save_pretrained(to / ("writer" if writes else "transformer"))
         return
     model = parts.recipe.policy.model
-    write_lora(module, to, pipeline=None if isinstance(model, ImportedModel) else _PIPELINES[model.kind])
+    write_lora(module, to, pipeline=None if writes or isinstance(model, ImportedModel) else _PIPELINES[model.kind])
 
 
 def write_lora(module: Any, to: Path, *, pipeline: str | None) -> None:

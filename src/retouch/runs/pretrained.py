@@ -12,6 +12,7 @@ _PARTS = (
     *("tokenizer", "tokenizer_2", "tokenizer_3"),
 )
 _WANTED = ["model_index.json", *(f"{part}/*" for part in _PARTS)]
+_WANTED_OF_WRITERS = ["*.safetensors", "*.json", "*.txt", "*.jinja"]
 _UNWANTED = ["*.bin", "*.fp16.*", "*.msgpack", "*.py"]
 
 
@@ -20,23 +21,41 @@ def find_weights(path: str) -> Path | None:
 
     Asks no network. ValueError for what is neither a folder nor an id.
     """
+    return _find(path, _WANTED)
+
+
+def fetch_weights(path: str) -> Path:
+    """As ``find_weights``, and what is not there is downloaded. ValueError where that does not work."""
+    return _fetch(path, _WANTED)
+
+
+def find_writer(path: str) -> Path | None:
+    """As ``find_weights``, for a language model in transformers' layout."""
+    return _find(path, _WANTED_OF_WRITERS)
+
+
+def fetch_writer(path: str) -> Path:
+    """As ``fetch_weights``, for a language model in transformers' layout."""
+    return _fetch(path, _WANTED_OF_WRITERS)
+
+
+def _find(path: str, wanted: list[str]) -> Path | None:
     if Path(path).is_dir():
         return Path(path)
     try:
-        return Path(snapshot_download(path, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, local_files_only=True))
+        return Path(snapshot_download(path, allow_patterns=wanted, ignore_patterns=_UNWANTED, local_files_only=True))
     except HFValidationError:
         raise ValueError(f'policy.model.path: no folder {path}, and no Hugging Face id ("owner/name") either') from None
     except LocalEntryNotFoundError:
         return None
 
 
-def fetch_weights(path: str) -> Path:
-    """As ``find_weights``, and what is not there is downloaded. ValueError where that does not work."""
-    found = find_weights(path)
+def _fetch(path: str, wanted: list[str]) -> Path:
+    found = _find(path, wanted)
     if found is not None:
         return found
     try:
-        return Path(snapshot_download(path, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+        return Path(snapshot_download(path, allow_patterns=wanted, ignore_patterns=_UNWANTED))
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(

@@ -18,9 +18,11 @@ from retouch.runs.recipe_jsonnet import evaluate
 from retouch.runs.recipe_learning import Advantage, GroupAdvantage, Objective, Optimizer, Reward
 from retouch.runs.recipe_overrides import apply
 from retouch.runs.recipe_phases import Phase, ResolvedPhase
-from retouch.runs.recipe_policy import DenoisingPolicy
+from retouch.runs.recipe_policy import DenoisingPolicy, Model
+from retouch.runs.recipe_renderer import Renderer
 from retouch.runs.recipe_rollout import Rollout
 from retouch.runs.recipe_section import Cadence, Count, Positive, Section
+from retouch.runs.recipe_writer import AutoregressivePolicy
 
 
 class Evaluation(Section):
@@ -37,7 +39,7 @@ class Evaluation(Section):
     complexity: Mixture | None = None
     """Mixture of the held-out playground tasks; null takes that of the data."""
     num_steps: Count | None = None
-    """Denoising steps of a picture; null takes the rollout's."""
+    """Denoising steps of a picture; null takes the rollout's, or the renderer's."""
     column: str | None = None
     """What the summary speaks of: a column of the reward; null takes the combined reward."""
     headline: dict[str, tuple[str, ...]] | None = None
@@ -96,11 +98,13 @@ class Recipe(Section):
     minibatches: Count = 1
     """Optimizer steps in each of them."""
     microbatch: Count = 32
-    """Velocities per forward with gradient; changes memory and time only."""
-    policy: DenoisingPolicy
+    """Velocities, or a writer's completions, per forward with gradient; changes memory and time only."""
+    policy: Annotated[DenoisingPolicy | AutoregressivePolicy, Field(discriminator="kind")]
     """What gets the gradient."""
     rollout: Rollout
     """How it samples while it learns."""
+    renderer: Renderer | None = None
+    """What makes pictures of what a writer wrote; a denoising policy makes its own and has none."""
     data: Data
     """Where the tasks come from."""
     reward: Reward
@@ -147,9 +151,17 @@ class Recipe(Section):
         changes = {"count": self.eval.tasks, "seed": self.eval.seed, "split": self.eval.split}
         return self.data.model_copy(update=changes | ({} if self.eval.complexity is None else {"complexity": self.eval.complexity}))
 
+    @property
+    def image_model(self) -> Model:
+        """The image model that the tasks' pictures are for: the policy's own, or the one behind a writer."""
+        if self.policy.kind == "denoising":
+            return self.policy.model
+        assert self.renderer is not None, "the recipe's checks see to it"
+        return self.renderer.model
+
     def document(self) -> dict[str, JsonValue]:
-        """The resolved recipe as JSON: every key, defaults and all. ``parse`` takes it back."""
-        return self.model_dump(mode="json")
+        """The resolved recipe as JSON: every key, defaults and all; ``renderer`` where there is one. ``parse`` takes it back."""
+        return self.model_dump(mode="json", exclude=None if self.renderer else {"renderer"})
 
 
 def parse(document: object) -> Recipe:

@@ -6,10 +6,20 @@ from typing import TYPE_CHECKING
 from retouch.core.surrogates import check_clip
 from retouch.data.sampler import check_arithmetic
 from retouch.runs.recipe_data import FolderData, HubData, PlaygroundData, PromptData
-from retouch.runs.recipe_learning import GroupAdvantage, PlaygroundReward, PolicyGradient, Supervised
+from retouch.runs.recipe_learning import GroupAdvantage, PlaygroundReward, PolicyGradient, Sft, Supervised
 from retouch.runs.recipe_phases import ResolvedPhase
 from retouch.runs.recipe_policy import DiffusersModel, ImportedModel, Lora
-from retouch.runs.recipe_rollout import AllSteps, CpsTransition, DrawnWindow, OdeTransition, Rollout, SdeTransition, SlidingWindow
+from retouch.runs.recipe_rollout import (
+    AllSteps,
+    CpsTransition,
+    DenoisingRollout,
+    DrawnWindow,
+    OdeTransition,
+    Rollout,
+    SdeTransition,
+    SlidingWindow,
+)
+from retouch.runs.recipe_writing_checks import EDITORS, parts_problems, phase_problems, renderer_problems
 
 if TYPE_CHECKING:
     from retouch.runs.recipe import Recipe
@@ -20,7 +30,11 @@ _LAST = "which never trains"
 
 def problems(recipe: "Recipe") -> list[str]:
     """A line for everything in the recipe that cannot stand together; empty for a good one."""
-    return list(dict.fromkeys([*_length(recipe), *_reward(recipe), *_model(recipe), *_phases(recipe), *_batch(recipe)]))
+    found = [*_length(recipe), *_reward(recipe)]
+    if unlike := list(parts_problems(recipe)):
+        return [*found, *unlike]
+    found += [*_model(recipe), *renderer_problems(recipe), *_phases(recipe), *_batch(recipe)]
+    return list(dict.fromkeys(found))
 
 
 def check_ranks(recipe: "Recipe", world: int) -> None:
@@ -70,9 +84,13 @@ def _reward(recipe: "Recipe") -> Iterator[str]:
 
 
 def _model(recipe: "Recipe") -> Iterator[str]:
-    model = recipe.policy.model
+    model = recipe.image_model
     if isinstance(model, DiffusersModel) and model.size is None and model.kind in ("qwen-image", "sd3"):
-        yield f"policy.model.size: missing; {model.kind} has no source picture to take it from, so give [height, width]"
+        yield f"{_image_model_at(recipe)}.size: missing; {model.kind} has no source picture to take it from; give [height, width]"
+
+
+def _image_model_at(recipe: "Recipe") -> str:
+    return "policy.model" if recipe.renderer is None else "renderer.model"
 
 
 def _batch(recipe: "Recipe") -> Iterator[str]:
@@ -87,9 +105,10 @@ def _phases(recipe: "Recipe") -> Iterator[str]:
     for index, phase in enumerate(recipe.resolved_phases()):
         own = recipe.phases[index].model_dump(exclude_none=True) if recipe.phases is not None else {}
         at = {key: f"phases.{index}.{key}" if key in own else key for key in ("objective", "rollout", "data", "group_size")}
-        if isinstance(phase.objective, Supervised):
+        yield from phase_problems(phase, at)
+        if isinstance(phase.objective, Supervised | Sft):
             if isinstance(phase.data, PromptData):
-                yield f"{at['data']}: prompts have no target pictures, which supervised learning imitates; take folder or hub data"
+                yield f"{at['data']}: prompts have no targets, which {phase.objective.kind} imitates; take folder or hub data"
         else:
             yield from _exploration(recipe, phase, at)
         if isinstance(phase.objective, PolicyGradient):
@@ -106,6 +125,8 @@ def _exploration(recipe: "Recipe", phase: ResolvedPhase, at: dict[str, str]) -> 
         yield f"{at['group_size']}: 1 gives every sample the advantage 0; take 2 or more, or advantage.kind batch"
     elif phase.rows < 2:
         yield "tasks_per_step: a step of one sample gives it the advantage 0; take more tasks or a larger group_size"
+    if not isinstance(phase.rollout, DenoisingRollout):
+        return
     if not isinstance(phase.rollout.transition, OdeTransition):
         yield from _window(phase.rollout, at["rollout"])
     elif phase.rollout.shared_noise:
@@ -113,31 +134,34 @@ def _exploration(recipe: "Recipe", phase: ResolvedPhase, at: dict[str, str]) -> 
 
 
 def _data(recipe: "Recipe", phase: ResolvedPhase, at: str) -> Iterator[str]:
-    model = recipe.policy.model
+    model = recipe.image_model
     if isinstance(recipe.reward, PlaygroundReward) and not isinstance(phase.data, PlaygroundData):
         yield f"reward.kind: playground judges its own scenes only, and {at}.kind is {phase.data.kind!r}; take photos or import"
-    if isinstance(phase.data, PromptData) and model.kind in ("playground", "qwen-image-edit", "qwen-image-edit-plus"):
+    if isinstance(phase.data, PromptData) and model.kind in EDITORS:
         yield f"{at}.kind: prompts have no source picture, which {model.kind} edits; take folder or hub data"
     if isinstance(phase.data, FolderData | HubData) and not isinstance(model, ImportedModel):
         sizes = phase.data.size, model.size
         if None not in sizes and sizes[0] != sizes[1]:
-            yield f"{at}.size: {list(sizes[0] or ())} and policy.model.size: {list(sizes[1] or ())} differ; give one of them"
+            other = f"{_image_model_at(recipe)}.size: {list(sizes[1] or ())}"
+            yield f"{at}.size: {list(sizes[0] or ())} and {other} differ; give one of them"
 
 
 def _policy_gradient(recipe: "Recipe", objective: PolicyGradient, rollout: Rollout, at: dict[str, str]) -> Iterator[str]:
     train = recipe.policy.train
-    match rollout.transition:
-        case OdeTransition():
-            yield f"{at['rollout']}.transition.kind: a policy gradient needs log-probabilities, and ode has none; take cps or sde"
-        case SdeTransition(noise_level=level) | CpsTransition(noise_level=level) if level == 0:
-            yield f"{at['rollout']}.transition.noise_level: 0 explores nothing, so nothing would be learnt; 0.7 is usual"
+    if isinstance(rollout, DenoisingRollout):
+        match rollout.transition:
+            case OdeTransition():
+                here = f"{at['rollout']}.transition.kind"
+                yield f"{here}: ode has no log-probabilities, which a policy gradient needs; take cps or sde"
+            case SdeTransition(noise_level=level) | CpsTransition(noise_level=level) if level == 0:
+                yield f"{at['rollout']}.transition.noise_level: 0 explores nothing, so nothing would be learnt; 0.7 is usual"
     if objective.surrogate == "reinforce":
         yield from _reinforce(recipe, objective, at["objective"])
     else:
         yield from _clip(objective, rollout, at["objective"])
         if isinstance(train, Lora) and train.dropout > 0:
             yield f"policy.train.dropout: {train.dropout} makes the ratio differ from 1 before anything was learnt; take 0"
-    if objective.surrogate == "gspo":
+    if objective.surrogate == "gspo" and isinstance(rollout, DenoisingRollout):
         window = rollout.window
         actions = rollout.num_steps - 1 if isinstance(window, AllSteps) else window.size
         if recipe.microbatch < actions:
@@ -158,15 +182,16 @@ def _reinforce(recipe: "Recipe", objective: PolicyGradient, at: str) -> Iterator
 def _clip(objective: PolicyGradient, rollout: Rollout, at: str) -> Iterator[str]:
     low, high = objective.clip_low, objective.clip_high
     if high is None or (low is None and objective.surrogate != "cispo"):
-        yield f"{at}.clip_low, {at}.clip_high: {objective.surrogate} needs both; 1e-5 is usual with reduction mean, 0.2 with sum"
+        usual = "1e-5 is usual with reduction mean, 0.2 with sum" if isinstance(rollout, DenoisingRollout) else "0.2 is usual"
+        yield f"{at}.clip_low, {at}.clip_high: {objective.surrogate} needs both; {usual}"
         return
     try:
-        check_clip(rollout.reduction, high if low is None else low, high)
+        check_clip(rollout.reduction if isinstance(rollout, DenoisingRollout) else "token", high if low is None else low, high)
     except ValueError as error:
         yield f"{at}.clip_low, {at}.clip_high: {error}"
 
 
-def _window(rollout: Rollout, at: str) -> Iterator[str]:
+def _window(rollout: DenoisingRollout, at: str) -> Iterator[str]:
     trainable = rollout.num_steps - 1
     if trainable < 1:
         yield f"{at}.num_steps: {rollout.num_steps} leaves no step to train beside the last, {_LAST}; take 2 or more"

@@ -41,6 +41,15 @@ class PlaygroundData(DataSection):
     """Which of the three disjoint sets of scenes and instructions to draw from."""
 
 
+class IndirectPlaygroundData(PlaygroundData):
+    """The playground's scenes and edits in words that its editor does not know, things named by where they stand: for a writer that
+    sees the picture and says it in the editor's words. Each task has such a ``completion``."""
+
+    kind: Literal["playground-indirect"]  # type: ignore[assignment]
+    filler: Literal[0] = 0
+    """There is none in these instructions."""
+
+
 class FolderData(DataSection):
     """A folder of pictures with a ``metadata.jsonl``, as in the Hugging Face imagefolder convention."""
 
@@ -95,4 +104,6 @@ class PromptData(DataSection):
     """Use so many prompts, drawn by the recipe's seed; null uses all."""
 
 
-Data: TypeAlias = Annotated[PlaygroundData | FolderData | HubData | PromptData, Field(discriminator="kind")]
+Data: TypeAlias = Annotated[
+    PlaygroundData | IndirectPlaygroundData | FolderData | HubData | PromptData, Field(discriminator="kind")
+]

@@ -7,7 +7,7 @@ from typing import Any
 from retouch.runs.recipe import Recipe
 
 _FREE = re.compile(
-    r"steps|passes|eval\.every|(samples|checkpoints)\..*|trackers(\.\d+)?|device|ranks|out|(phases\.\d+\.)?data\.path"
+    r"steps|passes|eval\.every|(samples|checkpoints)\..*|trackers(\.\d+)?|(renderer\.)?device|ranks|out|(phases\.\d+\.)?data\.path"
 )
 
 

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from retouch.runs.recipe_schema import alternatives, field_at, is_list, keys_of, kinds_of, places, section_for
-from retouch.runs.recipe_section import Section
+from retouch.runs.recipe_section import UNTAGGED, Section
 
 Path = tuple[str | int, ...]
 
@@ -42,7 +42,8 @@ def _unknown(
 def _hint(key: str, section: type[Section], root: type[Section], siblings: tuple[type[Section], ...], path: Path) -> str:
     """The nearest key of the section, the kinds that have the key, and where else the key is known; else what is known here."""
     if others := [kind for sibling in siblings if key in keys_of(sibling) for kind in _kinds(sibling)]:
-        return f"; only {' or '.join(map(repr, others))} has it, and this is {' or '.join(map(repr, _kinds(section)))}"
+        own = f"this is {' or '.join(map(repr, _kinds(section)))}" if _kinds(section) else "this has no kind"
+        return f"; only {' or '.join(map(repr, others))} has it, and {own}"
     hints = []
     if near := nearest(key, keys_of(section)):
         hints.append(f"did you mean {dotted((*path, near))}?")
@@ -93,7 +94,8 @@ def _line(error: dict[str, Any], document: Mapping[str, Any], root: type[Section
 
 
 def _tag_path(path: Path, context: Mapping[str, Any]) -> str:
-    return dotted((*path, context["discriminator"].strip("'")))
+    given = context["discriminator"].strip("'")
+    return dotted((*path, "kind" if given.endswith("()") else given))
 
 
 def _tags(field: FieldInfo | None) -> str:
@@ -113,7 +115,7 @@ def document_path(location: tuple[int | str, ...], document: Any) -> Path:
     path: list[str | int] = []
     node = document
     for part in location:
-        if part == "[key]":
+        if part in ("[key]", UNTAGGED):
             continue
         if isinstance(node, dict) and part not in node and part in (node.get("kind"), node.get("mode")):
             continue

@@ -95,9 +95,10 @@ class NoKl(Section):
 
 
 class Kl(Section):
-    """A pull to the reference: the closed form for two Gaussian steps, or the squared distance of velocities."""
+    """A pull to the reference: for transitions the closed form for two Gaussian steps or the squared distance of velocities, for
+    tokens the estimate k3."""
 
-    kind: Literal["closed", "velocity"]
+    kind: Literal["closed", "velocity", "k3"]
     weight: Positive
     """Its weight in the loss."""
 
@@ -161,7 +162,15 @@ class Supervised(Section):
     """Above 1 goes closer to noise, where small pictures need their text."""
 
 
-Objective: TypeAlias = Annotated[PolicyGradient | Nft | Supervised, Field(discriminator="kind")]
+class Sft(Section):
+    """Cross-entropy of the tokens of the tasks' own completions (``completion`` in their meta), for policies that write."""
+
+    kind: Literal["sft"]
+    normalise: Literal["sequence", "token"] = "token"
+    """How tokens share the loss: equal within a completion, or equal over all completions."""
+
+
+Objective: TypeAlias = Annotated[PolicyGradient | Nft | Supervised | Sft, Field(discriminator="kind")]
 
 
 class Optimizer(Section):

@@ -1,10 +1,10 @@
-"""Sections of a recipe about sampling while the policy learns: the denoising chain and which of its steps train."""
+"""Sections of a recipe about sampling while the policy learns: the denoising chain and which of its steps train, or the tokens."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
-from retouch.runs.recipe_section import Count, NonNegative, Section, Share
+from retouch.runs.recipe_section import UNTAGGED, Count, NonNegative, Positive, Section, Share
 
 
 class SdeTransition(Section):
@@ -62,8 +62,8 @@ class SlidingWindow(Section):
     """Steps of a move, at most ``size``."""
 
 
-class Rollout(Section):
-    """How the policy samples while it learns."""
+class DenoisingRollout(Section):
+    """How a denoising policy samples while it learns."""
 
     num_steps: Annotated[int, Field(ge=1)]
     """Denoising steps of a picture."""
@@ -79,3 +79,30 @@ class Rollout(Section):
     """All samples of a group start from the same noise."""
     chunk: Count = 128
     """Rows per forward when sampling."""
+
+
+class TokenRollout(Section):
+    """How a writer writes while it learns."""
+
+    kind: Literal["tokens"]
+    max_new_tokens: Count
+    """Longest completion; what has not ended by then is cut off."""
+    temperature: Positive = 1.0
+    """Logits are divided by it, in sampling and training alike."""
+    top_k: Count | None = None
+    """Only the so many likeliest tokens are drawn from; null leaves all."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Only the likeliest tokens that together have this probability are drawn from; null leaves all."""
+    chunk: Count = 128
+    """Rows written at once."""
+
+
+def _which(value: Any) -> str:
+    """A rollout without a kind is a denoising chain's."""
+    kind = value.get("kind", UNTAGGED) if isinstance(value, dict) else getattr(value, "kind", UNTAGGED)
+    return kind if isinstance(kind, str) else UNTAGGED
+
+
+Rollout: TypeAlias = Annotated[
+    Annotated[DenoisingRollout, Tag(UNTAGGED)] | Annotated[TokenRollout, Tag("tokens")], Discriminator(_which)
+]

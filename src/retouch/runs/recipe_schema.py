@@ -43,7 +43,8 @@ def section_for(annotation: Any, value: Mapping[str, Any]) -> type[Section] | No
         match kinds_of(section):
             case (tag, kinds) if value.get(tag) in kinds:
                 return section
-    return None
+    untagged = [section for section in sections if kinds_of(section) is None]
+    return untagged[0] if len(untagged) == 1 and not any(tag in value for tag in _TAGS) else None
 
 
 def field_at(root: type[Section], document: Any, path: tuple[str | int, ...]) -> FieldInfo | None:

@@ -4,6 +4,9 @@ from typing import Annotated, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
+UNTAGGED = "(no kind)"
+"""How a section that has no kind is told from its alternatives that have one."""
+
 
 class Section(BaseModel):
     """Types are strict (``"3"`` is no number, 3.5 no count), numbers finite, unknown keys refused.

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 
 from retouch.loop import Collected, Metrics
+from retouch.runs.completions import texts
 from retouch.runs.evaluation import Evaluated
 from retouch.runs.folder import Judged as Kept
 from retouch.runs.folder import RunFolder
@@ -45,7 +46,7 @@ class Recorder:
         """Keep the pictures of the step's first groups."""
         if collected.judged is None:
             return
-        batch, kept = collected.batch, []
+        batch, kept, written = collected.batch, [], texts(collected.trajectory)
         for row, group in enumerate(batch.group):
             if group < self.pictured_groups:
                 kept.append(
@@ -56,6 +57,7 @@ class Recorder:
                         scores=_row(collected.judged.scores, row),
                         reward=collected.judged.rewards[row].item(),
                         advantage=collected.advantages[row].item(),
+                        text=written[row],
                     )
                 )
         self.folder.write_samples(done, "group", kept)
@@ -69,8 +71,9 @@ class Recorder:
                 slot=0,
                 scores=_row(evaluated.scores, row),
                 reward=evaluated.rewards[row].item(),
+                text=written,
             )
-            for row, image in enumerate(evaluated.images)
+            for row, (image, written) in enumerate(zip(evaluated.images, evaluated.texts, strict=True))
         ]
         self.folder.write_samples(done, "heldout", kept)
 

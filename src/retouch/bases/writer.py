@@ -1,0 +1,168 @@
+"""The playground's base writer: Qwen2.5-VL's own classes in small, over the editor's tokenizer, in front of the editor.
+
+It learns by the project's own supervised objective to say indirect instructions in the editor's words, from imperfect completions:
+when a thing is to be recoloured most of them do not say which colour it has, and the editor needs to know.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+
+from retouch.bases.parts import INITIALIZER_RANGE, seeded
+from retouch.core.random import generator
+from retouch.loop import Phase, Run, train
+from retouch.models.qwen_image_edit import QwenImageEdit
+from retouch.models.qwen_responses import writer_for
+from retouch.objectives.cross_entropy import CrossEntropy
+from retouch.playground.edits import Edit, Kind
+from retouch.playground.indirect import completion, indirect
+from retouch.playground.tasks import PlaygroundTasks
+from retouch.policies.autoregressive import AutoregressivePolicy
+from retouch.policies.decoding import Decoding
+from retouch.policies.weights import WeightCopies
+from retouch.runs.clock import Clock
+from retouch.runs.ranks import Ranks
+from retouch.runs.stepper import ReplicatedStepper
+from retouch.types import Batch, Task
+
+LONGEST = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriterTraining:
+    """``learning_rate``: the peak, after ``warmup`` steps; from there it falls to 0 as a cosine.
+
+    ``vague``: the share of clauses of ``vague_kinds`` that name their thing without its colour.
+    """
+
+    steps: int
+    seed: int = 0
+    batch: int = 32
+    learning_rate: float = 2e-3
+    warmup: int = 50
+    vague: float = 0.6
+    vague_kinds: tuple[Kind, ...] = ("recolour",)
+
+
+def untrained_writer(words: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
+    """Four layers that see the whole text. As wide as the editor's text encoder, so that the editor can be shown its states."""
+    ids = {name: words.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "video_pad", "vision_start", "vision_end")}
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": len(words),
+            "hidden_size": 64,
+            "intermediate_size": 256,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 2048,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]},
+            "bos_token_id": words.eos_token_id,
+            "eos_token_id": words.eos_token_id,
+            "pad_token_id": words.pad_token_id,
+            "initializer_range": INITIALIZER_RANGE,
+        },
+        vision_config={
+            "depth": 2,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_heads": 2,
+            "patch_size": 4,
+            "temporal_patch_size": 1,
+            "spatial_merge_size": 2,
+            "window_size": 32,
+            "fullatt_block_indexes": [1],
+            "out_hidden_size": 64,
+            "initializer_range": INITIALIZER_RANGE,
+        },
+        image_token_id=ids["image_pad"],
+        video_token_id=ids["video_pad"],
+        vision_start_token_id=ids["vision_start"],
+        vision_end_token_id=ids["vision_end"],
+        tie_word_embeddings=False,
+        initializer_range=INITIALIZER_RANGE,
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def train_writer(editor: QwenImageEdit, settings: WriterTraining, log: Callable[[str], None]) -> Qwen2_5_VLForConditionalGeneration:
+    """Train a writer in front of the editor from the seed."""
+    seeded(settings.seed)
+    module = untrained_writer(editor.text.tokenizer)
+    policy = AutoregressivePolicy(
+        writer_for(editor, module),
+        decoding=Decoding(max_new_tokens=LONGEST),
+        microbatch=settings.batch,
+        copies=WeightCopies(module),
+    )
+    run = Run(
+        policy=policy,
+        renderer=_no_renderer,
+        judge=_no_judge,
+        stepper=ReplicatedStepper(module, Ranks(), betas=(0.9, 0.98), weight_decay=0.01),
+        ranks=Ranks(),
+        chunk=settings.batch,
+        max_missing=0.0,
+        average=lambda taken: None,
+        clock=Clock(),
+    )
+    for step, _, metrics in train(run, _phase(settings), start=0):
+        if step % 50 == 0 or step == settings.steps - 1:
+            log(f"writer step {step}/{settings.steps}  loss {metrics['policy/loss']:.4f}")
+    module.requires_grad_(False).eval()
+    return module
+
+
+def imperfect(task: Task, random: torch.Generator, settings: WriterTraining) -> Task:
+    """The task, indirectly, with a completion that is vague here and there."""
+    task = indirect(task)
+    told = task.meta["edits"]
+    assert isinstance(told, list)
+    clauses = []
+    for edit in map(Edit.from_json, told):
+        vague = torch.rand((), generator=random) < settings.vague and edit.kind in settings.vague_kinds
+        said = completion([edit])
+        clauses.append(said.replace(" ".join(edit.thing), edit.thing.shape) if vague else said)
+    return replace(task, meta={**task.meta, "completion": "; ".join(clauses)})
+
+
+def _phase(settings: WriterTraining) -> Phase:
+    count, seed = settings.batch, settings.seed
+    tasks = PlaygroundTasks(seed=seed + 100, count=count * settings.steps, complexity=[1, 1, 2], split="train")
+
+    def batch(step: int) -> Batch:
+        random = generator(seed, "imperfect", step)
+        rows = [imperfect(tasks[index], random, settings) for index in range(step * count, (step + 1) * count)]
+        ids = tuple(range(count))
+        return Batch(seed=seed, step=step, tasks=tuple(rows), group_ids=ids, group=ids, slot=(0,) * count)
+
+    def learning_rate(step: int) -> float:
+        rising = min(1.0, (step + 1) / settings.warmup)
+        return settings.learning_rate * rising * 0.5 * (1 + math.cos(math.pi * step / settings.steps))
+
+    return Phase(
+        name="supervised",
+        steps=range(settings.steps),
+        objective=CrossEntropy(),
+        batch=batch,
+        order=torch.arange(count),
+        group=torch.arange(count),
+        advantage=None,
+        normalise="token",
+        max_length=None,
+        epochs=1,
+        minibatches=1,
+        learning_rate=learning_rate,
+    )
+
+
+def _no_judge(batch: Batch, samples: Sequence[Any]) -> Any:
+    raise AssertionError("imitation asks no judge")
+
+
+def _no_renderer(tasks: Sequence[Task], trajectory: Any) -> Any:
+    raise AssertionError("imitation makes no pictures")

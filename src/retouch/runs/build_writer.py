@@ -1,0 +1,134 @@
+"""A writer and the renderer behind it, from what a recipe says of them."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from retouch.models.encoder import Encoder
+from retouch.models.qwen_image import QwenImage
+from retouch.models.qwen_image_edit import QwenImageEdit
+from retouch.models.qwen_responses import QwenResponses, writer_for
+from retouch.models.qwen_template import TURNS
+from retouch.models.qwen_writer import QwenWriter
+from retouch.models.qwen_writer_load import load_writer
+from retouch.models.readable import readable
+from retouch.models.sd3 import SD3
+from retouch.policies.weights import WeightCopies
+from retouch.renderers.answers import enhancer_prompt
+from retouch.renderers.prompts import FlowPainter, PromptRenderer
+from retouch.renderers.responses import ResponseRenderer
+from retouch.runs import recipe_renderer
+from retouch.runs.build_model import DTYPES
+from retouch.runs.imports import import_class
+from retouch.runs.pretrained import fetch_writer
+from retouch.runs.recipe_policy import ImportedModel
+from retouch.runs.recipe_writer import AutoregressivePolicy, PlaygroundWriter
+from retouch.types import AutoregressiveModel, DenoisingModel, Renderer
+
+
+def playground_writer_weights() -> Path:
+    """The base writer that ships with the package."""
+    return Path(str(files("retouch.playground"))) / "weights" / "writer"
+
+
+def build_writer(policy: AutoregressivePolicy, *, before: DenoisingModel | None, device: torch.device) -> AutoregressiveModel:
+    """Load the writer, all of it frozen. ``before``: the editor that reads its responses, whose template and pictures it takes.
+
+    ValueError where the editor has other tokens.
+    """
+    section = policy.model
+    if isinstance(section, ImportedModel):
+        made: AutoregressiveModel = import_class(section.class_)(**section.args)
+        return made
+    system = area = None
+    if isinstance(section, PlaygroundWriter):
+        path = Path(section.path) if section.path else playground_writer_weights()
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{path} holds no playground writer; `retouch playground build --writer` makes it")
+    else:
+        path, system, area = fetch_writer(section.path), section.system, section.area
+    writer: Any = load_writer(
+        path,
+        template=TURNS.format(system=enhancer_prompt() if system is None else system, user="{}"),
+        dtype=DTYPES[section.dtype],
+        device=device,
+        attention=section.attention,
+        area="as_is" if area is None else area,
+        gradient_checkpointing=policy.gradient_checkpointing,
+    )
+    if before is not None:
+        writer = _in_front_of(before, writer)
+    checked: AutoregressiveModel = writer
+    return checked
+
+
+def _in_front_of(editor: DenoisingModel, writer: QwenWriter) -> QwenWriter:
+    assert isinstance(editor, QwenImageEdit), "the recipe's checks see to it"
+    if writer.template.tokenizer.get_vocab() != editor.text.tokenizer.get_vocab():
+        raise ValueError("policy.model: its tokenizer is another than that of the editor, which could not read its ids")
+    module: Any = writer.module
+    return writer_for(editor, module, gradient_checkpointing=writer.gradient_checkpointing)
+
+
+def build_renderer(
+    section: recipe_renderer.Renderer,
+    image_model: DenoisingModel,
+    *,
+    writer: AutoregressiveModel,
+    copies: WeightCopies,
+    num_steps: int | None = None,
+) -> Renderer:
+    """What makes pictures of what ``writer`` wrote, in ``num_steps`` steps (None: as the section says). The image model is frozen.
+
+    ValueError where the writer's states are not those that the editor reads.
+    """
+    steps = section.num_steps if num_steps is None else num_steps
+    if isinstance(section, recipe_renderer.ResponseRenderer):
+        assert isinstance(image_model, QwenImageEdit), "the recipe's checks see to it"
+        editor: Any = QwenResponses(image_model, _encoder(section, image_model, writer=writer, copies=copies))
+        return ResponseRenderer(
+            editor,
+            num_steps=steps,
+            cut_off=section.cut_off,
+            guidance_scale=section.guidance_scale,
+            shared_noise=section.shared_noise,
+            encoder_rows=section.encoder_batch,
+            rows=section.batch,
+        )
+    reads = partial(readable, image_model) if isinstance(image_model, SD3 | QwenImage) else _anything
+    return PromptRenderer(
+        FlowPainter(image_model, num_steps=steps, guidance_scale=section.guidance_scale, reads=reads),
+        cut_off=section.cut_off,
+        shared_noise=section.shared_noise,
+        rows=section.batch,
+    )
+
+
+def _anything(prompt: str) -> bool:
+    """What an imported model reads only it knows."""
+    return True
+
+
+def _encoder(
+    section: recipe_renderer.ResponseRenderer, editor: QwenImageEdit, *, writer: AutoregressiveModel, copies: WeightCopies
+) -> Encoder:
+    if section.encoder == "frozen":
+        return Encoder.frozen(editor.text.encoder)
+    module = writer.module
+    width = editor.text.encoder.get_input_embeddings().weight.shape[1]
+    if not isinstance(module, Qwen2_5_VLForConditionalGeneration):
+        raise ValueError(f"renderer.encoder: the editor reads states of a Qwen2.5-VL, not of {type(module).__name__}; take frozen")
+    if module.get_input_embeddings().weight.shape[1] != width:
+        raise ValueError(f"renderer.encoder: the editor reads states of width {width}, and the writer has others; take frozen")
+    published: Callable[[], AbstractContextManager[None]] = nullcontext
+    if "reference" in copies.copies:
+        published = partial(copies.using, "reference")
+    # The same weights once: the editor's own encoder has nothing more to read.
+    editor.text.encoder = module
+    return Encoder.policy(module, published=published)

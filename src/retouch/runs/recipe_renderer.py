@@ -1,0 +1,47 @@
+"""Sections of a recipe about the renderer: the frozen way from what a writer wrote to a picture."""
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field
+
+from retouch.runs.recipe_policy import Model
+from retouch.runs.recipe_section import Count, Section
+
+
+class RendererSection(Section):
+    """What all renderers have in common."""
+
+    model: Model
+    """The image model, which does not train."""
+    num_steps: Count
+    """Denoising steps of a picture; there is no noise on the way."""
+    guidance_scale: Annotated[float, Field(ge=1.0)] = 1.0
+    """Classifier-free guidance; 1 is none, anything more doubles the forwards."""
+    shared_noise: bool = True
+    """All samples of a group start from the same noise, so that their pictures differ by what was written alone."""
+    cut_off: Literal["draw", "fault"] = "fault"
+    """A completion that reached ``rollout.max_new_tokens`` is drawn, or is the policy's own fault: the reward's minimum."""
+    batch: Count = 8
+    """Pictures drawn at once."""
+    device: Annotated[str, Field(pattern=r"^(cpu|mps|cuda(:\d+)?)$")] | None = None
+    """Where the image model lies; null is where the policy is."""
+
+
+class ResponseRenderer(RendererSection):
+    """An editor that reads the task and the writer's response to it as one dialogue (hidden states to image model)."""
+
+    kind: Literal["response"]
+    encoder: Literal["policy", "frozen"]
+    """Who reads them for the editor: the policy itself, with what it has learnt, or the editor's own text encoder, which stands
+    still."""
+    encoder_batch: Count = 8
+    """Responses read at once."""
+
+
+class PromptRenderer(RendererSection):
+    """A text-to-image model that draws the prompt that the writer wrote."""
+
+    kind: Literal["prompt"]
+
+
+Renderer: TypeAlias = Annotated[ResponseRenderer | PromptRenderer, Field(discriminator="kind")]

@@ -1,0 +1,74 @@
+"""What a recipe's values mean together where the policy writes, each with what to do about it."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from retouch.runs.recipe_learning import Kl, Nft, PolicyGradient, Sft, Supervised
+from retouch.runs.recipe_phases import ResolvedPhase
+from retouch.runs.recipe_policy import DenoisingPolicy, ImportedModel
+from retouch.runs.recipe_renderer import PromptRenderer, ResponseRenderer
+from retouch.runs.recipe_rollout import TokenRollout
+from retouch.runs.recipe_writer import AutoregressivePolicy, QwenWriter
+
+if TYPE_CHECKING:
+    from retouch.runs.recipe import Recipe
+
+EDITORS = ("playground", "qwen-image-edit", "qwen-image-edit-plus")
+
+
+def parts_problems(recipe: "Recipe") -> Iterator[str]:
+    """Whether policy, rollouts and renderer are of one kind; with any of these nothing else can be said."""
+    writes = isinstance(recipe.policy, AutoregressivePolicy)
+    if writes and recipe.renderer is None:
+        yield 'renderer: missing; a policy that writes needs one: {"kind": "response"} before an editor, else {"kind": "prompt"}'
+    if not writes and recipe.renderer is not None:
+        yield "renderer: a denoising policy makes its own pictures; leave it out, or take policy.kind autoregressive"
+    for index, rollout in enumerate([recipe.rollout, *(phase.rollout for phase in recipe.phases or ())]):
+        at = f"phases.{index - 1}.rollout" if index else "rollout"
+        if writes and rollout is not None and not isinstance(rollout, TokenRollout):
+            yield f'{at}.kind: missing; a policy that writes takes {{"kind": "tokens", "max_new_tokens": 100}}, no denoising'
+        if not writes and isinstance(rollout, TokenRollout):
+            yield f"{at}.kind: 'tokens' is for policies that write; take it out and give num_steps and transition"
+
+
+def renderer_problems(recipe: "Recipe") -> Iterator[str]:
+    """Whether writer and image model understand each other."""
+    policy, renderer = recipe.policy, recipe.renderer
+    if isinstance(policy, DenoisingPolicy):
+        return
+    writer = policy.model
+    if isinstance(renderer, ResponseRenderer):
+        if renderer.model.kind not in EDITORS:
+            yield f"renderer.model.kind: {renderer.model.kind} reads no responses; take one of {', '.join(EDITORS)}, or kind prompt"
+        if isinstance(writer, ImportedModel) or writer.kind == "qwen":
+            yield (
+                f"policy.model.kind: an editor reads a writer's ids in its own tokens and pictures, so {writer.kind} cannot stand "
+                "before one; take qwen-vl, or renderer.kind prompt"
+            )
+        if isinstance(writer, QwenWriter) and (writer.system is not None or writer.area is not None):
+            yield "policy.model.system, policy.model.area: the editor's template and sizes hold for its writer too; leave both out"
+    if isinstance(renderer, PromptRenderer):
+        if renderer.model.kind in EDITORS:
+            yield (
+                f"renderer.model.kind: {renderer.model.kind} edits a source picture, and a prompt has none; take qwen-image or "
+                "sd3, or renderer.kind response"
+            )
+        if writer.kind == "playground-writer":
+            yield "policy.model.kind: playground-writer writes for an editor; take renderer.kind response"
+
+
+def phase_problems(phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
+    """Whether what a phase learns is about what the policy does: tokens, or pictures. ``at``: the paths of its keys."""
+    objective, tokens = phase.objective, isinstance(phase.rollout, TokenRollout)
+    if isinstance(objective, Nft | Supervised) and tokens:
+        other = "sft" if isinstance(objective, Supervised) else "policy_gradient"
+        yield f"{at['objective']}.kind: {objective.kind} learns velocities, which a writer has not; take {other}"
+    if isinstance(objective, Sft) and not tokens:
+        yield f"{at['objective']}.kind: sft imitates written completions; supervised imitates target pictures"
+    if not isinstance(objective, PolicyGradient):
+        return
+    if isinstance(objective.kl, Kl) and (objective.kl.kind == "k3") != tokens:
+        right = "k3 for tokens" if tokens else "closed or velocity for transitions"
+        yield f"{at['objective']}.kl.kind: {objective.kl.kind} is none of this policy's; take {right}"
+    if objective.ratio_norm and tokens:
+        yield f"{at['objective']}.ratio_norm: it centres the ratios of transitions, and tokens have none; leave it out"

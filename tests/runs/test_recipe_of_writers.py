@@ -1,0 +1,144 @@
+"""Recipes of policies that write: what they take, what they refuse and in which words."""
+
+import json
+from typing import Any
+
+import pytest
+
+from retouch.runs.recipe import parse
+from retouch.runs.recipe_differences import differences
+from retouch.runs.recipe_files import find
+from retouch.runs.recipe_jsonnet import evaluate
+from retouch.runs.recipe_overrides import apply
+
+BASE: dict[str, Any] = {
+    "name": "try",
+    "steps": 10,
+    "tasks_per_step": 4,
+    "group_size": 6,
+    "learning_rate": 1e-4,
+    "policy": {"kind": "autoregressive", "model": {"kind": "playground-writer"}},
+    "rollout": {"kind": "tokens", "max_new_tokens": 20},
+    "renderer": {"kind": "response", "model": {"kind": "playground"}, "encoder": "frozen", "num_steps": 6},
+    "data": {"kind": "playground", "complexity": [2, 3], "count": 100},
+    "reward": {"kind": "playground", "combine": {"overall": 1}},
+    "objective": {"kind": "policy_gradient", "clip_low": 0.2, "clip_high": 0.2, "kl": {"kind": "k3", "weight": 0.01}},
+}
+PROMPT = {
+    "policy__model": {"kind": "qwen", "path": "qwen"},
+    "renderer": {"kind": "prompt", "model": {"kind": "sd3", "path": "sd3", "size": [64, 64]}, "num_steps": 6},
+    "data": {"kind": "prompts", "path": "prompts.txt"},
+    "reward": {"kind": "share", "combine": {"red": 1}},
+}
+DENOISING = {"kind": "denoising", "model": {"kind": "playground"}, "train": {"kind": "full"}}
+CHAIN = {"num_steps": 6, "transition": {"kind": "cps", "noise_level": 0.7}, "window": {"mode": "window", "size": 2}}
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    return apply(BASE, [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in changes.items()])
+
+
+def refusal(**changes: Any) -> list[str]:
+    with pytest.raises(ValueError, match=r".") as caught:
+        parse(changed(**changes))
+    return str(caught.value).splitlines()
+
+
+def test_defaults_are_written_out_and_read_back() -> None:
+    recipe = parse(BASE)
+    document = recipe.document()
+    lora = {"kind": "lora", "rank": 32, "alpha": 64.0, "targets": None, "init_from": None, "dropout": 0.0}
+    assert document["policy"]["train"] == lora
+    assert document["rollout"] == {
+        **{"kind": "tokens", "max_new_tokens": 20, "temperature": 1.0, "top_k": None, "top_p": None, "chunk": 128}
+    }
+    assert document["renderer"]["shared_noise"] is True
+    assert parse(json.loads(json.dumps(document))) == recipe
+
+
+@pytest.mark.parametrize("name", ["quickstart", "photos", "tiny-sd3", "playground/grpo", "playground/supervised"])
+def test_recipes_without_a_writer_say_nothing_of_renderers(name: str) -> None:
+    recipe = parse(evaluate(find(f"recipes/{name}.jsonnet")))
+    document = recipe.document()
+    assert "renderer" not in document
+    assert "kind" not in document["rollout"]
+    assert parse(document) == recipe
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"renderer": {**BASE["renderer"], "encoder": None}}, "renderer.encoder: None is not 'policy' or 'frozen'"),
+        ({"rollout__kind": "token"}, "rollout.kind: 'token' is not one of '(no kind)', 'tokens'; did you mean 'tokens'?"),
+        ({"rollout__num_steps": 3}, "rollout.num_steps: unknown key; there is renderer.num_steps or eval.num_steps"),
+        ({"rollout__top_p": 1.5}, "rollout.top_p: should be less than or equal to 1, not 1.5"),
+        ({"rollout__max_new_token": 3}, "rollout.max_new_token: unknown key; did you mean rollout.max_new_tokens?"),
+        ({"policy__model__attention": "flash"}, "policy.model.attention: 'flash' is not 'sdpa', 'flash_attention_2' or 'eager'"),
+        (
+            {"rollout": {**CHAIN, "temperature": 0.7}},
+            "rollout.temperature: unknown key; only 'tokens' has it, and this has no kind",
+        ),
+    ],
+)
+def test_a_mistake_is_named_by_its_full_path(changes: dict[str, Any], line: str) -> None:
+    assert any(found.startswith(line) for found in refusal(**changes)), refusal(**changes)
+
+
+def test_the_encoder_has_no_default() -> None:
+    without = {key: value for key, value in BASE["renderer"].items() if key != "encoder"}
+    assert [line for line in refusal(renderer=without) if line.startswith("renderer.encoder: missing: Who reads")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"renderer": None}, "renderer"),
+        ({"rollout": CHAIN}, "rollout.kind"),
+        ({"steps": None, "phases": [{"name": "a", "steps": 2, "rollout": CHAIN}]}, "phases.0.rollout.kind"),
+        ({"policy": DENOISING}, "renderer"),
+        ({"policy": DENOISING, "renderer": None}, "rollout.kind"),
+        ({"objective__kl__kind": "velocity"}, "objective.kl.kind"),
+        ({"objective__kl__kind": "closed"}, "objective.kl.kind"),
+        ({"objective__ratio_norm": True}, "objective.ratio_norm"),
+        ({"objective": {"kind": "nft"}}, "objective.kind"),
+        ({"objective": {"kind": "supervised"}}, "objective.kind"),
+        ({"objective__clip_low": None}, "objective.clip_low, objective.clip_high"),
+        ({"policy": DENOISING, "renderer": None, "rollout": CHAIN}, "objective.kl.kind"),
+        ({"policy": DENOISING, "renderer": None, "rollout": CHAIN, "objective": {"kind": "sft"}}, "objective.kind"),
+        ({"renderer__model": {"kind": "sd3", "path": "x", "size": [64, 64]}}, "renderer.model.kind"),
+        ({"policy__model": {"kind": "qwen", "path": "x"}}, "policy.model.kind"),
+        ({"policy__model": {"kind": "qwen-vl", "path": "x", "system": "write"}}, "policy.model.system, policy.model.area"),
+        ({**PROMPT, "policy__model": {"kind": "playground-writer"}}, "policy.model.kind"),
+        ({**PROMPT, "renderer__model": {"kind": "playground"}}, "renderer.model.kind"),
+        ({**PROMPT, "renderer__model": {"kind": "sd3", "path": "x"}}, "renderer.model.size"),
+        ({**PROMPT, "objective": {"kind": "sft"}}, "data"),
+        ({"data": {"kind": "prompts", "path": "x"}, "reward": PROMPT["reward"]}, "data.kind"),
+        ({"group_size": 1}, "group_size"),
+        ({"policy__train": {"kind": "lora", "dropout": 0.1}}, "policy.train.dropout"),
+    ],
+)
+def test_values_that_cannot_stand_together_are_refused_with_advice(changes: dict[str, Any], key: str) -> None:
+    found = [line for line in refusal(**changes) if line.startswith(f"{key}: ")]
+    assert found, refusal(**changes)
+    assert len(found[0].removeprefix(key)) > 30
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        PROMPT,
+        {"objective": {"kind": "sft"}, "group_size": 1},
+        {"objective": {"kind": "policy_gradient", "surrogate": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}, "microbatch": 1},
+        {"policy__model": {"kind": "qwen-vl", "path": "x"}, "renderer__model": {"kind": "qwen-image-edit", "path": "y"}},
+        {"renderer__encoder": "policy", "renderer__guidance_scale": 4.0, "policy__train": {"kind": "full"}},
+    ],
+)
+def test_what_is_sound_is_taken(changes: dict[str, Any]) -> None:
+    assert parse(changed(**changes)).name == "try"
+
+
+def test_a_run_goes_on_elsewhere_and_not_with_another_encoder() -> None:
+    old = parse(BASE)
+    assert differences(old, parse(changed(renderer__device="cpu"))) == []
+    assert differences(old, parse(changed(renderer__encoder="policy"))) != []

@@ -1,0 +1,177 @@
+"""Whole runs of policies that write: before an editor and before a text-to-image model, on one rank and on two."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny_writer_runs
+from retouch import cli
+from retouch.playground.tasks import PlaygroundTasks
+from retouch.runs.assembly import assemble
+from retouch.runs.evaluating import evaluate_target
+from retouch.runs.folder import RunFolder
+from retouch.runs.launching import environments, run_ranks
+from retouch.runs.ranks import Ranks
+from retouch.runs.recipe import parse
+from retouch.runs.session import run
+
+Make = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("writer")
+    tiny_writer_runs.save_writer(folder)
+    return folder
+
+
+@pytest.fixture
+def make(tmp_path: Path, writer: Path) -> Make:
+    return lambda **changes: tiny_writer_runs.recipe(tmp_path, writer, **changes)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, writer: Path) -> RunFolder:
+    recipe = parse(tiny_writer_runs.recipe(tmp_path_factory.mktemp("runs"), writer))
+    assert run(recipe, fresh=False) == 0
+    return RunFolder(recipe.folder)
+
+
+def test_the_trial_step_holds_tokens_to_their_limit(trained: RunFolder) -> None:
+    checks = {check["name"]: check for check in trained.read_preflight()}
+    assert all(check["ok"] for check in checks.values())
+    assert checks["ratio_before"]["limit"] == 1e-5
+    assert checks["kl_gradient"]["value"] > 0
+
+
+def test_metrics_tell_of_completions(trained: RunFolder) -> None:
+    for line in trained.read_metrics():
+        assert 1 <= line["completion/length"] <= 5
+        assert 0 <= line["completion/cut_off_fraction"] <= 1
+        assert 0 < line["policy/entropy"] < 7
+        assert line["policy/ratio_max_first"] <= 1e-5
+
+
+def test_what_was_written_stands_beside_the_picture(trained: RunFolder) -> None:
+    for step in (0, 1, 2):
+        lines = trained.read_samples(step)
+        assert lines
+        assert all(isinstance(line["text"], str) for line in lines)
+    page = trained.report.read_text(encoding="utf-8")
+    assert page.count('class="written"') >= 4
+
+
+def test_a_run_is_judged_and_used_as_its_user_would(trained: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    judged = evaluate_target(str(trained.root), [])
+    assert judged["step"] == 2
+    table = trained.read_evals()[-1]["table"]
+    assert json.loads(json.dumps(judged["table"])) == json.loads(json.dumps(table))
+    task = PlaygroundTasks(seed=3, count=1, complexity=[1], split="test")[0]
+    task.images[0].save(tmp_path / "in.png")
+    arguments = ["--instruction", task.instruction, "--image", str(tmp_path / "in.png"), "--out", str(tmp_path / "out.png")]
+    assert cli.main(["sample", str(trained.root), *arguments]) == 0
+    assert (tmp_path / "out.png").is_file()
+    first = capsys.readouterr().out
+    assert cli.main(["sample", str(trained.root), *arguments]) == 0
+    assert capsys.readouterr().out == first != "\n"
+
+
+def test_two_ranks_learn_what_one_does(make: Make, tmp_path: Path) -> None:
+    whole = parse(make(name="one", steps=1, policy__entropy=False))
+    assert run(whole, fresh=False) == 0
+    shared = make(name="two", steps=1, policy__entropy=False)
+    (tmp_path / "two.json").write_text(json.dumps(shared))
+    command = [sys.executable, "-W", "ignore", "-m", "retouch.cli", "train", str(tmp_path / "two.json")]
+    assert run_ranks(command, environments(2), logs=tmp_path / "logs", grace=20.0) == 0
+    (wanted,), (found,) = (RunFolder(tmp_path / name).read_metrics() for name in ("one", "two"))
+    for name in ("policy/grad_norm", "reward/mean", "completion/length", "completion/cut_off_fraction", "policy/kl"):
+        assert found[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-6), name
+
+
+def test_the_policy_itself_is_the_encoder_and_held_once(make: Make) -> None:
+    parts = assemble(parse(make(renderer__encoder="policy", renderer__guidance_scale=2.0)), Ranks())
+    assert "reference" in parts.copies.copies
+    parts.renderer()
+    assert parts.image_model.text.encoder is parts.model.module  # type: ignore[attr-defined]
+    run_, phase = parts.phase(0, stepper=parts.stepper(), judge=parts.judge)  # type: ignore[arg-type]
+    batch = phase.batch(0).take(slice(0, 2))
+    trajectory = run_.policy.rollout(batch)
+    tasks = [batch.tasks[k] for k in batch.group]
+    before = [image.tobytes() for image in run_.renderer(tasks, trajectory) if image is not None]
+    with torch.no_grad():
+        for parameter in parts.copies.parameters.values():
+            parameter.add_(0.3)
+    after = [image.tobytes() for image in run_.renderer(tasks, trajectory) if image is not None]
+    assert len(before) == len(after) == 2
+    assert before != after
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
+def test_a_prompt_is_drawn_by_a_text_to_image_model(make: Make, tmp_path: Path, guidance_scale: float) -> None:
+    tiny_writer_runs.save_speaker(tmp_path / "speaker")
+    (tmp_path / "prompts.txt").write_text("\n".join(f"a red cat number {k}" for k in range(8)))
+    document = make(
+        steps=1,
+        policy__model={"kind": "qwen", "path": str(tmp_path / "speaker"), "dtype": "float32", "system": "Write a prompt."},
+        renderer={
+            **{"kind": "prompt", "model": {"kind": "import", "class": "tiny_writer_runs:TinySD3"}, "num_steps": 2},
+            **{"cut_off": "draw", "guidance_scale": guidance_scale},
+        },
+        data={"kind": "prompts", "path": str(tmp_path / "prompts.txt"), "held_out": 2},
+        reward={"kind": "share", "combine": {"share": 1}, "max_missing": 0.9},
+        eval={"tasks": 2},
+    )
+    assert run(parse(document), fresh=False) == 0
+    folder = RunFolder(tmp_path / "written")
+    (line,) = folder.read_metrics()
+    assert line["reward/std"] > 0
+    assert any(sample["image"] is not None for sample in folder.read_samples(1))
+
+
+def test_completions_are_imitated(make: Make, tmp_path: Path, writer: Path) -> None:
+    tasks = PlaygroundTasks(seed=0, count=8, complexity=[1], split="train")
+    (tmp_path / "photos").mkdir()
+    lines = []
+    for number, task in enumerate(tasks):
+        task.images[0].save(tmp_path / "photos" / f"{number}.png")
+        row = {"file_name": f"{number}.png", "instruction": task.instruction, "completion": "make it red"}
+        lines.append(json.dumps(row))
+    (tmp_path / "photos" / "metadata.jsonl").write_text("\n".join(lines))
+    document = make(
+        steps=24,
+        group_size=1,
+        learning_rate=0.01,
+        policy__train={"kind": "full"},
+        policy__entropy=False,
+        rollout__max_new_tokens=12,
+        objective={"kind": "sft"},
+        data={"kind": "folder", "path": str(tmp_path / "photos"), "held_out": 2},
+        reward={"kind": "share", "combine": {"share": 1}},
+        samples={"every": 0, "tasks": 2},
+    )
+    assert run(parse(document), fresh=False) == 0
+    folder = RunFolder(tmp_path / "written")
+    losses = [line["policy/loss"] for line in folder.read_metrics()]
+    assert losses[-1] < 0.2 * losses[0]
+    assert all(line["text"].startswith("make it red") for line in folder.read_samples(24))
+
+
+def test_a_writer_with_other_tokens_is_refused(make: Make, tmp_path: Path) -> None:
+    tiny_writer_runs.save_writer(tmp_path / "other")
+    words = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
+    ids = words["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(words))
+    with pytest.raises(ValueError, match="another than that of the editor"):
+        assemble(parse(make(policy__model__path=str(tmp_path / "other"))), Ranks())
+
+
+def test_full_weights_train_too(make: Make) -> None:
+    parts = assemble(parse(make(policy__train={"kind": "full"})), Ranks())
+    assert all(parameter.requires_grad for parameter in parts.model.module.parameters())
+    assert "reference" in parts.copies.copies

@@ -1,0 +1,76 @@
+"""Folders and recipes of tiny writers, for tests of whole runs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2Tokenizer
+
+from models import tiny, tiny_writers
+from retouch.bases import parts
+from retouch.bases.writer import untrained_writer
+from retouch.models.sd3 import SD3
+from retouch.runs.build_model import playground_weights
+from retouch.runs.recipe_overrides import apply
+
+
+def save_writer(folder: Path) -> None:
+    """A random writer over the tokens of the playground's editor."""
+    words = Qwen2Tokenizer.from_pretrained(playground_weights() / "tokenizer", local_files_only=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        untrained_writer(words).save_pretrained(folder)
+    words.save_pretrained(folder)
+    parts.image_processor().save_pretrained(folder)
+
+
+def save_speaker(folder: Path) -> None:
+    """A random Qwen2.5 that sees nothing."""
+    tiny_writers.module("qwen2.5").save_pretrained(folder)
+    tiny_writers.tokenizer().save_pretrained(folder)
+
+
+class TinySD3(SD3):
+    """A random text-to-image model that a recipe can name."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            transformer=tiny.sd3_transformer(),
+            vae=tiny.sd3_vae(),
+            text_encoders=(tiny.clip(16, 1), tiny.clip(24, 2), None),
+            tokenizers=[tiny.clip_tokenizer(), tiny.clip_tokenizer(), None],
+            scheduler_config={"shift": 3.0},
+            size=(32, 32),
+        )
+
+
+def recipe(out: Path, writer: Path, **changes: Any) -> dict[str, Any]:
+    """Two steps of GRPO on completions in front of the playground's editor; dotted keys (``__`` for the dot) may be changed."""
+    document: dict[str, Any] = {
+        "name": "written",
+        "out": str(out),
+        "steps": 2,
+        "tasks_per_step": 2,
+        "group_size": 4,
+        "learning_rate": 0.01,
+        "microbatch": 4,
+        "device": "cpu",
+        "trackers": [],
+        "policy": {
+            "kind": "autoregressive",
+            "model": {"kind": "playground-writer", "path": str(writer)},
+            "train": {"kind": "lora", "rank": 4, "alpha": 8},
+            "entropy": True,
+        },
+        "rollout": {"kind": "tokens", "max_new_tokens": 5},
+        "renderer": {
+            **{"kind": "response", "model": {"kind": "playground"}, "encoder": "frozen", "num_steps": 2, "cut_off": "draw"},
+        },
+        "data": {"kind": "playground", "complexity": [1, 2], "count": 32},
+        "reward": {"kind": "playground", "combine": {"overall": 1}},
+        "objective": {"kind": "policy_gradient", "clip_low": 0.2, "clip_high": 0.2, "kl": {"kind": "k3", "weight": 0.01}},
+        "samples": {"every": 1, "tasks": 2, "groups": 1},
+        "eval": {"tasks": 4, "complexity": [1, 2]},
+    }
+    return apply(document, [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in changes.items()])
