@@ -103,6 +103,7 @@ def _looking(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", *p
     build = playground.add_parser("build", parents=parents[:1], help="train the base models of the playground again")
     build.add_argument("--out", type=Path, metavar="DIR", help="folder for the weights; by default that of the package")
     build.add_argument("--seed", type=int, default=0)
+    build.add_argument("--writer", action="store_true", help="the writer in front of the editor that is there, and not the editor")
     build.set_defaults(run=_playground_build)
 
     data = commands.add_parser("data", help="data sets").add_subparsers(dest="what", required=True, metavar="WHAT")
@@ -222,8 +223,9 @@ def _recipes(arguments: argparse.Namespace) -> int:
 
 def _playground_build(arguments: argparse.Namespace) -> int:
     from retouch.bases.build import build
+    from retouch.bases.build_writer import build_writer
 
-    build(arguments.out, seed=arguments.seed)
+    (build_writer if arguments.writer else build)(arguments.out, seed=arguments.seed)
     return 0
 
 
