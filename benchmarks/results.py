@@ -49,8 +49,8 @@ class Entry:
 
 
 ENTRIES = (
-    Entry("DiffusionNFT (headline)", "recipes/quickstart.jsonnet", "forward process, no log-probabilities"),
-    Entry("GRPO", "recipes/playground/grpo.jsonnet", "clipped policy gradient, CPS, window of two steps"),
+    Entry("GRPO (headline)", "recipes/quickstart.jsonnet", "clipped policy gradient, CPS, window of two steps"),
+    Entry("DiffusionNFT", "recipes/playground/nft.jsonnet", "forward process, no log-probabilities"),
     Entry("supervised control", "recipes/playground/supervised.jsonnet", "the base's own data and objective, as many samples"),
 )
 

@@ -16,8 +16,8 @@ from opened import ROOT
 PROMPTS = f"data.path={ROOT / 'benchmarks' / 'prompts.txt'}"
 STEPS = {
     "tiny SD3, GRPO": ("tiny-sd3.jsonnet", [PROMPTS]),
-    "playground, GRPO": ("playground/grpo.jsonnet", []),
-    "playground, NFT": ("quickstart.jsonnet", []),
+    "playground, GRPO": ("quickstart.jsonnet", []),
+    "playground, NFT": ("playground/nft.jsonnet", []),
 }
 
 

@@ -7,10 +7,10 @@ local sampling = import 'lib/sampling.libsonnet';
 
 {
   name: 'quickstart',
-  steps: 100,
+  steps: 120,
   tasks_per_step: 8,
   group_size: 12,
-  learning_rate: 2e-4,
+  learning_rate: 3e-4,
   microbatch: 96,
   policy: {
     kind: 'denoising',
@@ -18,14 +18,14 @@ local sampling = import 'lib/sampling.libsonnet';
     train: { kind: 'full' },
     ema: { decay: 0.95, every: 1 },
   },
-  rollout: sampling.pictures(6),
+  rollout: sampling.window(num_steps=6, size=2, high=4, transition=sampling.cps(0.7)),
   // A quarter of single edits, so that what the base knows is not lost while it learns the rest.
   data: playground.tasks(complexity={ '1': 1, '2': 2, '3': 1 }),
   reward: playground.judge,
   advantage: { kind: 'group' },
-  objective: objectives.nft { shift: 3 },
+  objective: objectives.grpo(1e-4),
   optimizer: { schedule: 'cosine' },
   eval: { tasks: 330, complexity: [1, 2, 3], column: 'overall', headline: { complexity: ['2', '3'] }, best_of_k: 6, batch: 110 },
-  samples: { every: 50, tasks: 8 },
+  samples: { every: 60, tasks: 8 },
   checkpoints: { every: 40, keep: 2 },
 }

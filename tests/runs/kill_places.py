@@ -49,7 +49,7 @@ PLACES = (
 
 def recipe(out: Path, name: str, writer: str | None) -> Recipe:
     """Four steps of GRPO with an average, checkpoints every other step, on a handful of rows."""
-    document: Any = evaluate(find("recipes/playground/grpo.jsonnet"))
+    document: Any = evaluate(find("recipes/quickstart.jsonnet"))
     document |= {
         "name": name,
         "out": str(out),

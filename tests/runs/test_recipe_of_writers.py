@@ -56,7 +56,7 @@ def test_defaults_are_written_out_and_read_back() -> None:
     assert parse(json.loads(json.dumps(document))) == recipe
 
 
-@pytest.mark.parametrize("name", ["quickstart", "photos", "tiny-sd3", "playground/grpo", "playground/supervised"])
+@pytest.mark.parametrize("name", ["quickstart", "photos", "tiny-sd3", "playground/nft", "playground/supervised"])
 def test_recipes_without_a_writer_say_nothing_of_renderers(name: str) -> None:
     recipe = parse(evaluate(find(f"recipes/{name}.jsonnet")))
     document = recipe.document()
