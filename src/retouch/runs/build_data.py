@@ -63,7 +63,9 @@ def build_sets(recipe: Recipe, data: Data, *, size: tuple[int, int] | None) -> S
 
 
 def _playground(data: PlaygroundData, *, complexity: Sequence[int] | dict[int, float]) -> Sequence[Task]:
-    tasks = PlaygroundTasks(seed=data.seed, count=data.count, complexity=complexity, split=data.split, filler=data.filler)
+    tasks = PlaygroundTasks(
+        seed=data.seed, count=data.count, complexity=complexity, split=data.split, filler=data.filler, vain=data.vain
+    )
     return IndirectTasks(tasks) if isinstance(data, IndirectPlaygroundData) else tasks
 
 

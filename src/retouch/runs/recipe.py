@@ -148,7 +148,7 @@ class Recipe(Section):
         """The data of evaluation: the run's own, with what ``eval`` says about held-out playground tasks."""
         if not isinstance(self.data, PlaygroundData):
             return self.data
-        changes = {"count": self.eval.tasks, "seed": self.eval.seed, "split": self.eval.split}
+        changes = {"count": self.eval.tasks, "seed": self.eval.seed, "split": self.eval.split, "vain": 0}
         return self.data.model_copy(update=changes | ({} if self.eval.complexity is None else {"complexity": self.eval.complexity}))
 
     @property

@@ -36,7 +36,9 @@ class PlaygroundData(DataSection):
     seed: int = 0
     """What the tasks are drawn from."""
     filler: Share = 0.0
-    """Share of instructions with words in them that mean nothing."""
+    """Share of instructions with words in them that ask for nothing."""
+    vain: Share = 0.0
+    """Share of instructions that also ask for edits of things that are not there; held-out tasks have none."""
     split: Literal["train", "validation", "test"] = "train"
     """Which of the three disjoint sets of scenes and instructions to draw from."""
 
@@ -48,6 +50,8 @@ class IndirectPlaygroundData(PlaygroundData):
     kind: Literal["playground-indirect"]  # type: ignore[assignment]
     filler: Literal[0] = 0
     """There is none in these instructions."""
+    vain: Literal[0] = 0
+    """Nor are there any of these."""
 
 
 class FolderData(DataSection):
