@@ -29,6 +29,7 @@ from retouch.runs.doctor_memory import check_memory, describe, footprint
 from retouch.runs.doctor_ranks import Meeting, check_all_reduce, check_devices, check_same
 from retouch.runs.folder import RunFolder
 from retouch.runs.launching import environments, run_ranks
+from retouch.runs.preflight import preflight
 from retouch.runs.pretrained import fetch_weights, find_weights
 from retouch.runs.ranks import Ranks
 from retouch.runs.recipe import Recipe, load, parse
@@ -268,6 +269,18 @@ def test_a_small_recipe_is_tried_and_nothing_is_left_behind(tmp_path: Path, caps
     assert sum(line.startswith("ok      trial step    ") for line in lines) == 5
     assert lines[-2:] == ["ready", f"next: retouch train {file}"]
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_trial_step_samples_no_more_rows_at_once_than_the_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = assemble(small("rollout.chunk=3", "tasks_per_step=4"), Ranks())
+    run, phase = parts.phase(0, stepper=parts.stepper(), judge=lambda batch, samples: pytest.fail("a trial asks no judge"))
+    seen: list[int] = []
+    rollout = run.policy.rollout
+    monkeypatch.setattr(run.policy, "rollout", lambda batch: seen.append(len(batch)) or rollout(batch))
+    checks = preflight(run, phase, step=0, rows=8)
+    parts.judge.close()
+    assert seen == [3, 3, 2]
+    assert [check.name for check in checks if check.ok] == ["ratio_before", "gradient", "moved", "ratio_after", "frozen"]
 
 
 def test_a_trial_step_that_could_not_learn_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

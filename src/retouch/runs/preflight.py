@@ -69,7 +69,9 @@ def require(checks: list[Check]) -> None:
 def _trial(run: Run, phase: Phase, step: int, rows: int) -> Minibatch:
     """A few rows with advantages of both signs."""
     batch = phase.batch(step).take(slice(0, rows))
-    trajectory = run.policy.demonstrate(batch) if phase.advantage is None else run.policy.rollout(batch)
+    act = run.policy.demonstrate if phase.advantage is None else run.policy.rollout
+    parts = [act(batch.take(slice(first, first + run.chunk))) for first in range(0, len(batch), run.chunk)]
+    trajectory = type(parts[0]).concat(parts)
     signs = torch.ones(len(batch))
     signs[1::2] = -1.0
     collected = Collected(batch, trajectory, signs, torch.ones(len(batch), dtype=torch.bool), {})
