@@ -111,6 +111,20 @@ def test_the_policy_itself_is_the_encoder_and_held_once(make: Make) -> None:
     assert before != after
 
 
+def test_the_average_reads_what_the_average_wrote(make: Make) -> None:
+    parts = assemble(parse(make(renderer__encoder="policy", policy__ema={"decay": 0.9})), Ranks())
+    batch = parts.phase(0, stepper=parts.stepper(), judge=parts.judge)[1].batch(0).take(slice(0, 1))  # type: ignore[arg-type]
+    acted, tasks = parts.policy(parts.recipe.rollout).sample(batch), [batch.tasks[0]]
+    renderers = (parts.users_renderer(), parts.renderer())
+    shown = [renderer(tasks, acted)[0] for renderer in renderers]
+    with torch.no_grad():
+        for parameter in parts.copies.parameters.values():
+            parameter.add_(0.3)
+    moved = [renderer(tasks, acted)[0] for renderer in renderers]
+    assert None not in (*shown, *moved)
+    assert [before.tobytes() == after.tobytes() for before, after in zip(shown, moved, strict=True)] == [True, False]  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
 def test_a_prompt_is_drawn_by_a_text_to_image_model(make: Make, tmp_path: Path, guidance_scale: float) -> None:
     tiny_writer_runs.save_speaker(tmp_path / "speaker")

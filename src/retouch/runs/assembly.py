@@ -17,7 +17,7 @@ from retouch.runs.build_data import Sets, build_sets
 from retouch.runs.build_learning import build_phase, build_reward, copies_needed
 from retouch.runs.build_model import make_trainable
 from retouch.runs.build_policy import TrainedPolicy, build_models, build_policy
-from retouch.runs.build_writer import build_renderer
+from retouch.runs.build_writer import Averaged, build_renderer
 from retouch.runs.clock import Clock
 from retouch.runs.completions import describe
 from retouch.runs.evaluation import Evaluator
@@ -26,6 +26,7 @@ from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_checks import check_ranks
 from retouch.runs.recipe_phases import ResolvedPhase
 from retouch.runs.recipe_policy import ImportedModel, Lora
+from retouch.runs.recipe_renderer import ResponseRenderer
 from retouch.runs.recipe_rollout import Rollout
 from retouch.runs.stepper import ReplicatedStepper, Stepper
 from retouch.types import AutoregressiveModel, Batch, DenoisingModel, Renderer, Sample, Task
@@ -64,6 +65,14 @@ class Assembly:
             return LatentRenderer(self.model)
         assert self.recipe.renderer is not None, "the recipe's checks see to it"
         return build_renderer(self.recipe.renderer, self.image_model, writer=self.model, copies=self.copies, num_steps=num_steps)
+
+    def users_renderer(self) -> Renderer:
+        """The same for what the policy's ``sample`` did: where the policy reads for the editor, it too is its average."""
+        renderer = self.renderer(num_steps=self.recipe.eval.num_steps)
+        match self.recipe.renderer:
+            case ResponseRenderer(encoder="policy") if "average" in self.copies.copies:
+                return Averaged(renderer, self.copies)
+        return renderer
 
     def stepper(self) -> Stepper:
         """A new optimizer over what trains."""
@@ -108,7 +117,7 @@ class Assembly:
         """Held-out evaluation of the run."""
         return Evaluator(
             tasks=[self.sets[0].heldout[index] for index in range(len(self.sets[0].heldout))],
-            renderer=self.renderer(num_steps=self.recipe.eval.num_steps),
+            renderer=self.users_renderer(),
             judge=judge,
             ranks=self.ranks,
             seed=self.recipe.eval.seed,

@@ -1,6 +1,6 @@
 """A writer and the renderer behind it, from what a recipe says of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.resources import files
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL.Image import Image
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from retouch.models.encoder import Encoder
@@ -29,7 +30,7 @@ from retouch.runs.imports import import_class
 from retouch.runs.pretrained import fetch_writer
 from retouch.runs.recipe_policy import ImportedModel
 from retouch.runs.recipe_writer import AutoregressivePolicy, PlaygroundWriter
-from retouch.types import AutoregressiveModel, DenoisingModel, Renderer
+from retouch.types import AutoregressiveModel, DenoisingModel, Renderer, Task
 
 
 def playground_writer_weights() -> Path:
@@ -132,3 +133,15 @@ def _encoder(
     # The same weights once: the editor's own encoder has nothing more to read.
     editor.text.encoder = module
     return Encoder.policy(module, published=published)
+
+
+class Averaged:
+    """A renderer that computes with the averaged weights of the policy that it reads with."""
+
+    def __init__(self, renderer: Renderer, copies: WeightCopies) -> None:
+        self.renderer = renderer
+        self.copies = copies
+
+    def __call__(self, tasks: Sequence[Task], trajectory: Any) -> list[Image | None]:
+        with self.copies.using("average"):
+            return self.renderer(tasks, trajectory)

@@ -21,7 +21,7 @@ def sample_target(target: str, *, instruction: str, image: Path | None, mask: Pa
     policy = parts.policy(parts.recipe.rollout)
     batch = Batch(seed=seed, step=0, tasks=(task,), group_ids=(0,), group=(0,), slot=(0,))
     acted = policy.sample(batch)
-    (made,), (written,) = parts.renderer()([task], acted), texts(acted)
+    (made,), (written,) = parts.users_renderer()([task], acted), texts(acted)
     parts.judge.close()
     if made is None and written is None:
         raise ValueError("the policy made latents that are not finite; train it less far, or take an earlier checkpoint")
