@@ -31,6 +31,7 @@ _NAMES = {
     "DPG-Bench": r"(^|/)dpgbench",
     "T2I-CompBench": r"t2icompbench.*val",
 }
+_INSTEAD = {"Complex-Edit": "UCSC-VLAA/GPT-Image-Edit-1.5M has complex instructions of its kind to train on"}
 _TRIPLET = re.compile(r"test\d+_(source|mask|ref)\.png")
 
 
@@ -68,7 +69,9 @@ def refuse_test_sets(places: Sequence[str | Path], *, split: str | None = None, 
     found = find_test_sets(places, split=split)
     if found and not allow_test_sets:
         listed = "; ".join(f"{test.place} is {test.name}" for test in found)
+        others = "".join(f" ({_INSTEAD[test.name]})" for test in found if test.name in _INSTEAD)
         raise ValueError(
-            f"these are for testing, not for training: {listed}. Use others, or say data.allow_test_sets: true; the run records it"
+            f"these are for testing, not for training: {listed}. Use others{others}, or say data.allow_test_sets: true; "
+            "the run records it"
         )
     return found

@@ -3,8 +3,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from retouch.data.check import accept
+from retouch.data.complex_edit import read_complex_edit
 from retouch.data.folder import read_folder
 from retouch.data.guard import refuse_test_sets
 from retouch.data.hub import read_hub
@@ -17,8 +19,18 @@ from retouch.data.tasks import Subset, Tasks
 from retouch.playground.indirect import IndirectTasks
 from retouch.playground.tasks import PlaygroundTasks
 from retouch.runs.recipe import Recipe
-from retouch.runs.recipe_data import Data, FolderData, HubData, IndirectPlaygroundData, PlaygroundData, PromptData
+from retouch.runs.recipe_data import (
+    ComplexEditData,
+    Data,
+    FolderData,
+    HubData,
+    IndirectPlaygroundData,
+    PlaygroundData,
+    PromptData,
+)
 from retouch.types import Task
+
+Stored: TypeAlias = FolderData | HubData | ComplexEditData | PromptData
 
 
 @dataclass(frozen=True)
@@ -46,7 +58,7 @@ def build_sets(recipe: Recipe, data: Data, *, size: tuple[int, int] | None) -> S
         heldout = _playground(asked, complexity=_in_turn(asked.complexity))
         refused = refuse_test_sets(["playground"], split=data.split, allow_test_sets=data.allow_test_sets)
         return Sets(train, heldout, tuple(str(test) for test in refused))
-    split_name = data.split if isinstance(data, HubData) else None
+    split_name = data.split if isinstance(data, HubData | ComplexEditData) else None
     refused = refuse_test_sets([data.path], split=split_name, allow_test_sets=data.allow_test_sets)
     rows = _read(data)
     on_bad_row = "refuse" if isinstance(data, PromptData) else data.on_bad_row
@@ -69,17 +81,19 @@ def _playground(data: PlaygroundData, *, complexity: Sequence[int] | dict[int, f
     return IndirectTasks(tasks) if isinstance(data, IndirectPlaygroundData) else tasks
 
 
-def _read(data: FolderData | HubData | PromptData) -> Rows:
+def _read(data: Stored) -> Rows:
     match data:
         case FolderData():
             return read_folder(data.path, columns=data.columns)
         case HubData():
             return read_hub(data.path, split=data.split, config=data.config, revision=data.revision, columns=data.columns)
+        case ComplexEditData():
+            return read_complex_edit(data.path, complexity=data.complexity, split=data.split, revision=data.revision)
         case PromptData():
             return read_prompts(data.path)
 
 
-def _resize(data: FolderData | HubData | PromptData, size: tuple[int, int] | None) -> Resize | None:
+def _resize(data: Stored, size: tuple[int, int] | None) -> Resize | None:
     wanted = size if isinstance(data, PromptData) or data.size is None else data.size
     return None if wanted is None else Exact(width=wanted[1], height=wanted[0])
 

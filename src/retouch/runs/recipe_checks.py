@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from retouch.core.surrogates import check_clip
 from retouch.data.sampler import check_arithmetic
-from retouch.runs.recipe_data import FolderData, HubData, PlaygroundData, PromptData
+from retouch.runs.recipe_data import PicturedData, PlaygroundData, PromptData
 from retouch.runs.recipe_learning import GroupAdvantage, PlaygroundReward, PolicyGradient, Sft, Supervised
 from retouch.runs.recipe_phases import ResolvedPhase
 from retouch.runs.recipe_policy import DiffusersModel, ImportedModel, Lora
@@ -139,7 +139,7 @@ def _data(recipe: "Recipe", phase: ResolvedPhase, at: str) -> Iterator[str]:
         yield f"reward.kind: playground judges its own scenes only, and {at}.kind is {phase.data.kind!r}; take photos or import"
     if isinstance(phase.data, PromptData) and model.kind in EDITORS:
         yield f"{at}.kind: prompts have no source picture, which {model.kind} edits; take folder or hub data"
-    if isinstance(phase.data, FolderData | HubData) and not isinstance(model, ImportedModel):
+    if isinstance(phase.data, PicturedData) and not isinstance(model, ImportedModel):
         sizes = phase.data.size, model.size
         if None not in sizes and sizes[0] != sizes[1]:
             other = f"{_image_model_at(recipe)}.size: {list(sizes[1] or ())}"

@@ -2,8 +2,9 @@
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
+from retouch.data.complex_edit import ID, levels
 from retouch.runs.recipe_section import Count, NonNegative, Pixels, Section, Share
 
 
@@ -14,8 +15,14 @@ def _equal_weights(value: Any) -> Any:
     return value
 
 
+def _levels(text: str) -> str:
+    levels(text)
+    return text
+
+
 Complexity: TypeAlias = Annotated[int, Field(strict=False, ge=1, le=4)]
 Mixture: TypeAlias = Annotated[dict[Complexity, NonNegative], Field(min_length=1), BeforeValidator(_equal_weights)]
+Levels: TypeAlias = Annotated[str, AfterValidator(_levels)]
 
 
 class DataSection(Section):
@@ -54,12 +61,9 @@ class IndirectPlaygroundData(PlaygroundData):
     """Nor are there any of these."""
 
 
-class FolderData(DataSection):
-    """A folder of pictures with a ``metadata.jsonl``, as in the Hugging Face imagefolder convention."""
+class PicturedData(DataSection):
+    """What all data with pictures in files have in common."""
 
-    kind: Literal["folder"]
-    path: str
-    """The folder."""
     size: Pixels | None = None
     """Height and width in pixels that every picture is resized to; null takes the model's."""
     held_out: Share | Count = 0.1
@@ -68,11 +72,19 @@ class FolderData(DataSection):
     """What to do about a row that cannot be used: stop before training, or go on without it and say so."""
     limit: Count | None = None
     """Use so many rows, drawn by the recipe's seed; null uses all."""
+
+
+class FolderData(PicturedData):
+    """A folder of pictures with a ``metadata.jsonl``, as in the Hugging Face imagefolder convention."""
+
+    kind: Literal["folder"]
+    path: str
+    """The folder."""
     columns: dict[str, str] = Field(default={})
     """Our names (``instruction``, ``target``, ...) to the names in the file, where they differ."""
 
 
-class HubData(DataSection):
+class HubData(PicturedData):
     """A Hugging Face data set by id or path."""
 
     kind: Literal["hub"]
@@ -86,14 +98,20 @@ class HubData(DataSection):
     """Which of its splits."""
     columns: dict[str, str]
     """Our names (``instruction``, ``image``, ``target``, ...) to the data set's."""
-    size: Pixels | None = None
-    """Height and width in pixels that every picture is resized to; null takes the model's."""
-    held_out: Share | Count = 0.1
-    """Kept for evaluation: a share of the source pictures, or (a whole number) at least so many rows, whole pictures either way."""
-    on_bad_row: Literal["refuse", "skip"] = "refuse"
-    """What to do about a row that cannot be used: stop before training, or go on without it and say so."""
-    limit: Count | None = None
-    """Use so many rows, drawn by the recipe's seed; null uses all."""
+
+
+class ComplexEditData(PicturedData):
+    """Complex-Edit: instructions of 1 to 8 edits each. It is a benchmark, so training on it needs ``allow_test_sets``."""
+
+    kind: Literal["complex-edit"]
+    path: str = ID
+    """Id or folder of the data set."""
+    revision: str | None = None
+    """Commit or tag; null takes the newest."""
+    split: Literal["test_real", "test_syn"] = "test_real"
+    """Photographs, or pictures that a model made."""
+    complexity: Levels
+    """Edits in one instruction, 1 to 8: "8", "1-8" or "1,3,5". Pictures are split before they are taken at several levels."""
 
 
 class PromptData(DataSection):
@@ -109,5 +127,5 @@ class PromptData(DataSection):
 
 
 Data: TypeAlias = Annotated[
-    PlaygroundData | IndirectPlaygroundData | FolderData | HubData | PromptData, Field(discriminator="kind")
+    PlaygroundData | IndirectPlaygroundData | FolderData | HubData | ComplexEditData | PromptData, Field(discriminator="kind")
 ]
