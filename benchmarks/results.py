@@ -23,8 +23,9 @@ CACHE = ROOT / "benchmarks" / "cache"
 PAGE = ROOT / "docs" / "results.md"
 RUNS = ROOT / "runs" / "results"
 SOURCE = ROOT / "src"
-# What a run of the playground computes with; how it is assembled and kept decides no number.
-DECIDING = (
+WEIGHTS = SOURCE / "retouch" / "playground" / "weights"
+# What runs of the playground compute with; how they are assembled and kept decides no number.
+DENOISING = (
     "retouch.loop",
     "retouch.data.sampler",
     "retouch.models.qwen_image_edit",
@@ -37,6 +38,7 @@ DECIDING = (
     "retouch.policies.guidance",
     "retouch.renderers.latents",
 )
+SHIPPED = {"playground": "editor", "playground-writer": "writer"}
 
 
 @dataclass(frozen=True)
@@ -91,16 +93,20 @@ def outcome(entry: Entry, seed: int, *, may_run: bool) -> dict | None:
 
 
 def digest(recipe: Recipe) -> str:
-    """SHA-256 of the resolved recipe, the shipped weights and the code that trains (what it does, not its words and types)."""
+    """SHA-256 of the resolved recipe, the shipped weights that it uses and the code that trains (what it does, not its words)."""
     whole = hashlib.sha256(json.dumps(recipe.document(), sort_keys=True).encode())
-    weights = sorted((SOURCE / "retouch" / "playground" / "weights").rglob("*.safetensors"))
-    for file in weights:
+    for file in sorted(file for name in used_weights(recipe) for file in (WEIGHTS / name).rglob("*.safetensors")):
         whole.update(file.relative_to(SOURCE).as_posix().encode() + hashlib.sha256(file.read_bytes()).digest())
-    for file in with_imports(DECIDING):
+    for file in with_imports(DENOISING):
         if file.name == "types.py":  # declares, and computes nothing
             continue
         whole.update(file.relative_to(SOURCE).as_posix().encode() + deeds(file.read_text()).encode())
     return whole.hexdigest()[:32]
+
+
+def used_weights(recipe: Recipe) -> set[str]:
+    """Folders of the shipped weights that the recipe's models are read from."""
+    return {SHIPPED[model.kind] for model in (recipe.policy.model, recipe.image_model) if model.kind in SHIPPED}
 
 
 def with_imports(modules: Sequence[str]) -> list[Path]:
