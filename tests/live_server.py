@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import httpx
 import torch
 import uvicorn
 from PIL import Image
@@ -28,9 +29,12 @@ LIMITS = Limits(window=0.001)
 
 @dataclass(frozen=True)
 class Live:
+    """``client`` asks it over connections that are kept; making one for each request would cost more than the request."""
+
     url: str
     service: Service
     server: uvicorn.Server
+    client: httpx.Client
 
 
 @contextmanager
@@ -46,12 +50,13 @@ def live(*rewards: str | Hosted, limits: Limits = LIMITS, token: str | None = No
     while not server.started:
         assert thread.is_alive()
         time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
+    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     try:
-        yield Live(f"http://127.0.0.1:{port}", service, server)
+        with httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
+            yield Live(url, service, server, client)
     finally:
         server.should_exit = True
-        thread.join(timeout=30)
+        thread.join(timeout=120)
         assert not thread.is_alive()
 
 

@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -33,6 +34,19 @@ class Digest:
         scores = [digest_score(sample) for sample in samples]
         odd = [1.0 if len(sample.task.id) % 2 else float("nan") for sample in samples]
         return {"digest": torch.tensor(scores), "odd": torch.tensor(odd)}
+
+
+class Gated(Digest):
+    """Judges once a file is there."""
+
+    def __init__(self, gate: str) -> None:
+        super().__init__()
+        self.gate = Path(gate)
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        while not self.gate.exists():
+            time.sleep(0.01)
+        return super().__call__(samples)
 
 
 class FailsOnText(Digest):

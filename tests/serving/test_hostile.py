@@ -113,7 +113,7 @@ def refused(response: httpx.Response) -> None:
 
 
 def post(server: Live, body: bytes | Iterator[bytes], **headers: str) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/score", content=body, headers=headers, timeout=30)
+    return server.client.post("/v1/score", content=body, headers=headers)
 
 
 def still_scores(server: Live) -> bool:
@@ -142,7 +142,7 @@ def send(server: Live, document: object, *blobs: bytes) -> httpx.Response:
 def test_pictures(server: Live, name: str) -> None:
     refused(send(server, batch(), PICTURES[name]))
     text = base64.b64encode(PICTURES[name]).decode()
-    refused(httpx.post(f"{server.url}/score", json={"image": text, "prompt": "x"}, timeout=30))
+    refused(server.client.post("/score", json={"image": text, "prompt": "x"}))
 
 
 GOOD = png(picture(0))
@@ -269,14 +269,14 @@ def test_bodies(server: Live, name: str) -> None:
     ],
 )
 def test_the_seeds_page(server: Live, document: bytes) -> None:
-    refused(httpx.post(f"{server.url}/score", content=document))
+    refused(server.client.post("/score", content=document))
 
 
 @pytest.mark.parametrize(
     ("method", "path"), [("GET", "/v1/score"), ("GET", "/../../etc/passwd"), ("POST", "/v1/reload"), ("PUT", "/score")]
 )
 def test_other_pages(server: Live, method: str, path: str) -> None:
-    refused(httpx.request(method, server.url + path))
+    refused(server.client.request(method, path))
 
 
 def exchange(server: Live, data: bytes) -> bytes:

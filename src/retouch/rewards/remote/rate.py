@@ -8,6 +8,7 @@ import math
 import os
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 _TIME = struct.Struct("<d")
@@ -18,11 +19,12 @@ _FAR = 86400.0
 class RateLimit:
     """``per_minute`` samples. ``file``: shared with all who name it on this machine. ValueError: a limit of 0 or less."""
 
-    def __init__(self, per_minute: float, *, file: Path | None = None) -> None:
+    def __init__(self, per_minute: float, *, file: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         if not 0 < per_minute < math.inf:
             raise ValueError(f"a rate of {per_minute} samples a minute: give one above 0")
         self._seconds = 60.0 / per_minute
         self._file = file
+        self._clock = clock
         self._next = 0.0
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -30,7 +32,7 @@ class RateLimit:
     def reserve(self, count: int, *, latest: float) -> float | None:
         """When to begin: ``count`` slots in a row are taken from then on. None, and nothing taken, where that is after ``latest``.
 
-        Both are times of ``time.monotonic``, which all processes of a machine share.
+        Both are times of the ``clock``; all processes of a machine share ``time.monotonic``.
         """
         if self._file is None:
             begin, self._next = self._slot(self._next, count, latest)
@@ -48,7 +50,7 @@ class RateLimit:
 
     def _slot(self, free: float, count: int, latest: float) -> tuple[float | None, float]:
         """When these begin, and when the slot after them is free."""
-        now = time.monotonic()
+        now = self._clock()
         start = now if free > now + _FAR else max(now, free)
         if start > latest:
             return None, free

@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+import ssl
+from functools import cache
 
 import httpx
 
@@ -21,6 +23,7 @@ class Transport:
         # No proxies from the environment: a judge stands at the address that was named.
         self._client = httpx.AsyncClient(
             headers=headers,
+            verify=_certificates(),
             timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=connections, keepalive_expiry=4.0),
             trust_env=False,
@@ -54,6 +57,12 @@ class Transport:
             raise Fault("unreachable", tried=False) from None
         except (httpx.HTTPError, httpx.StreamError):
             raise Fault("broken") from None
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """Read once for all clients: it takes longer than a request does."""
+    return httpx.create_ssl_context(trust_env=False)
 
 
 async def _read(response: httpx.Response) -> bytes:
