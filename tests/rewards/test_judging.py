@@ -1,6 +1,8 @@
 """The judge: three outcomes, and every way in which a reward can be wrong."""
 
 import math
+from concurrent.futures import Future
+from contextlib import closing
 
 import pytest
 import torch
@@ -119,3 +121,51 @@ def test_submitted_batches_come_back_in_order_and_with_their_errors(judge):
     assert judge.reward.seen == list("01234")
     with pytest.raises(ValueError, match="outside its declared range"):
         judge.submit([sample("x", 11.0, 0.0)]).result()
+
+
+class Posted(Told):
+    """Answers a batch when told to; ``posted`` are the batches that wait for their answer."""
+
+    def __init__(self, columns=COLUMNS):
+        super().__init__(columns)
+        self.posted = []
+
+    def submit(self, samples):
+        self.posted.append((samples, Future()))
+        return self.posted[-1][1]
+
+    def answer(self, number):
+        samples, future = self.posted[number]
+        future.set_result(self(samples))
+
+
+def test_a_reward_that_judges_by_itself_has_every_batch_at_once_and_they_come_back_in_order():
+    with closing(Judge(Posted(), {"a": 0.1})) as judge:
+        futures = [judge.submit([sample(str(k), float(k), 0.0), sample("fault", 9.0, 0.0, image=None)]) for k in range(4)]
+        assert [[each.task.id for each in samples] for samples, _ in judge.reward.posted] == [["0"], ["1"], ["2"], ["3"]]
+        for number in (3, 1, 2):  # the last first
+            judge.reward.answer(number)
+        assert not any(future.done() for future in futures)
+        judge.reward.answer(0)
+        judged = Judged.concat([future.result() for future in futures])
+    torch.testing.assert_close(judged.rewards, torch.tensor([0.0, 0.0, 0.1, 0.0, 0.2, 0.0, 0.3, 0.0]))
+    assert judged.faults == 4
+
+
+def test_what_such_a_reward_raises_or_gets_wrong_is_raised_where_it_is_awaited():
+    with closing(Judge(Posted(), {"a": 0.1})) as judge:
+        futures = [judge.submit([sample("x", value, 0.0)]) for value in (11.0, 5.0, 6.0)]
+        judge.reward.posted[1][1].set_exception(ValueError("gone"))
+        judge.reward.answer(2)
+        judge.reward.answer(0)
+        with pytest.raises(ValueError, match="outside its declared range"):
+            futures[0].result()
+        with pytest.raises(ValueError, match="gone"):
+            futures[1].result()
+        assert futures[2].result().scores["a"].tolist() == [6.0]
+
+
+def test_such_a_reward_is_not_asked_about_nothing():
+    with closing(Judge(Posted(), {"a": 0.1})) as judge:
+        assert judge.submit([sample("x", 1.0, 1.0, image=None)]).result().rewards.tolist() == [0.0]
+        assert judge.reward.posted == []

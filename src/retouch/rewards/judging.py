@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from retouch.types import Reward, Sample, Scores
+from retouch.types import AsyncReward, Reward, Sample, Scores
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,18 +60,20 @@ class Judge:
 
     def __call__(self, samples: Sequence[Sample]) -> Judged:
         """Judge now."""
-        drawn = [index for index, sample in enumerate(samples) if sample.image is not None]
-        given = self.reward([samples[index] for index in drawn]) if drawn else {}
-        scores: Scores = {}
-        for name, column in self.reward.columns.items():
-            scores[name] = torch.full((len(samples),), column.low, dtype=torch.float32)
-            if drawn:
-                scores[name][drawn] = self._checked(name, given, len(drawn))
-        return Judged(scores, self.combined(scores), len(samples) - len(drawn))
+        drawn = _drawn(samples)
+        return self._judged(samples, self.reward(drawn) if drawn else {})
 
     def submit(self, samples: Sequence[Sample]) -> "Future[Judged]":
-        """Judge while the caller goes on; batches are judged in the order in which they came."""
-        return self._pool.submit(self, samples)
+        """Judge while the caller goes on. Batches come back in the order in which they came here.
+
+        A reward that can judge by itself (``AsyncReward``) gets each batch at once, however many are under way; any other one
+        gets the next batch when it is done with the last.
+        """
+        drawn = _drawn(samples)
+        if not (drawn and isinstance(self.reward, AsyncReward)):
+            return self._pool.submit(self, samples)
+        given = self.reward.submit(drawn)
+        return self._pool.submit(lambda: self._judged(samples, given.result()))
 
     def combined(self, scores: Scores) -> Float[Tensor, " b"]:
         """The reward of each sample: NaN where any column that it is made of is."""
@@ -80,6 +82,17 @@ class Judge:
     def close(self) -> None:
         """End the judging thread."""
         self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _judged(self, samples: Sequence[Sample], given: Scores) -> Judged:
+        """What was given for the samples with a picture; those without have every column's minimum."""
+        drawn = torch.tensor([sample.image is not None for sample in samples], dtype=torch.bool)
+        count = int(drawn.sum())
+        scores: Scores = {}
+        for name, column in self.reward.columns.items():
+            scores[name] = torch.full((len(samples),), column.low, dtype=torch.float32)
+            if count:
+                scores[name][drawn] = self._checked(name, given, count)
+        return Judged(scores, self.combined(scores), len(samples) - count)
 
     def _checked(self, name: str, given: Scores, count: int) -> Tensor:
         column = self.reward.columns[name]
@@ -99,3 +112,8 @@ class Judge:
                 f"column {name!r} gave {wrong}, outside its declared range {column.low} to {column.high}; declare the true range"
             )
         return values
+
+
+def _drawn(samples: Sequence[Sample]) -> list[Sample]:
+    """Those that a reward is shown."""
+    return [sample for sample in samples if sample.image is not None]
