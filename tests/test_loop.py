@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from retouch.core.advantages import group_relative
 from retouch.loop import Collected, TooManyMissing, collect, train
 from retouch.objectives.nft import NFT
 from retouch.objectives.supervised import Supervised
+from retouch.rewards.quota.quota import BudgetSpent
 from retouch.runs.stepper import NonFiniteGradient
 from retouch.types import Batch, Loss
 
@@ -228,6 +230,32 @@ def test_too_many_missing_is_decided_by_all_ranks_together():
         return ranks.rank
 
     assert tiny_loop.together(2, act) == [0, 1]
+
+
+def test_a_spent_budget_stops_all_ranks_once_what_is_under_way_is_there():
+    """Rank 1's second chunk has no calls left; both ranks stop, and rank 1 has awaited its third."""
+    awaited = []
+
+    class Spent(tiny_loop.Share):
+        def __call__(self, batch, samples):
+            future = super().__call__(batch, samples)
+            if len(self.asked) == 2:
+                future = Future()
+                future.set_exception(BudgetSpent("10 of 10"))
+            awaited.append(future)
+            return future
+
+    policies = [tiny.policy(mode="window") for _ in range(2)]
+
+    def act(ranks):
+        judge = tiny_loop.Share() if ranks.first else Spent()
+        run = tiny_loop.run(policies[ranks.rank], judge=judge, ranks=ranks, chunk=1)
+        with pytest.raises(BudgetSpent, match="as another rank's log says" if ranks.first else "10 of 10"):
+            collect(run, tiny_loop.phase(count=2, group_size=3, ranks=ranks), 0)
+        return ranks.rank
+
+    assert tiny_loop.together(2, act) == [0, 1]
+    assert len(awaited) == 3
 
 
 # Steps, epochs and minibatches

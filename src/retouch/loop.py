@@ -20,6 +20,7 @@ from torch import Tensor
 from retouch.core.advantages import zero_std_groups
 from retouch.core.weights import Normalise, denominator, loss_weights
 from retouch.rewards.judging import Judged
+from retouch.rewards.quota.quota import BudgetSpent
 from retouch.runs.ranks import Ranks
 from retouch.runs.stepper import Stepper
 from retouch.types import Batch, Minibatch, Objective, Renderer, Sample, Trajectory
@@ -112,11 +113,24 @@ def collect(run: Run, phase: Phase, step: int) -> Collected:
         images += drawn
         waiting.append(run.judge(chunk, [Sample(task, image) for task, image in zip(tasks, drawn, strict=True)]))
     with run.clock("judge"):
-        judged = Judged.concat([future.result() for future in waiting])
+        judged = awaited(run.ranks, waiting)
     advantages, metrics = compare(run, phase, judged)
     trajectory = type(parts[0]).concat(parts)
     metrics |= run.describe(trajectory)
     return Collected(batch, trajectory, advantages, ~judged.rewards.isnan(), metrics, judged, images)
+
+
+def awaited(ranks: Ranks, waiting: Sequence["Future[Judged]"]) -> Judged:
+    """What the judge said of all chunks. BudgetSpent on every rank where it is on one."""
+    parts, spent = [], None
+    for future in waiting:
+        try:
+            parts.append(future.result())
+        except BudgetSpent as error:
+            spent = error
+    if ranks.any(spent is not None):
+        raise spent or BudgetSpent("the judge's budget is spent, as another rank's log says")
+    return Judged.concat(parts)
 
 
 def compare(run: Run, phase: Phase, judged: Judged) -> tuple[Float[Tensor, " b"], Metrics]:

@@ -53,7 +53,7 @@ JUDGING = (
     Mutant(
         "an unusable answer is kept as it is",
         "rewards/judges/client.py",
-        'return _Fault("refusal" if received.reply.refused else "unusable answer", text=text)',
+        'return _Fault("refusal" if received.reply.refused else "unusable answer", text=text, **tokens)',
         "return Answer(text=text)",
         f"{_ASKS}::test_ten_in_a_hundred_faults_end_with_the_clean_values",
     ),

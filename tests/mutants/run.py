@@ -82,6 +82,7 @@ def tested(copy: Path, tests: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     sys.dont_write_bytecode = True
     sys.path.insert(0, str(copy))
+    os.environ["PYTHONPATH"] = str(copy)  # for the processes that a test starts
     found = import_module("retouch").__file__
     assert found is not None
     assert Path(found).is_relative_to(copy), f"the tests would import {found}"

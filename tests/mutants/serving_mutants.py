@@ -7,6 +7,7 @@ ALONE = f"{FAULTS}::test_without_another_server_the_samples_are_missing"
 HOSTILE = "tests/serving/test_hostile.py"
 SERVER = "tests/serving/test_server.py"
 CLIENT = "tests/rewards/test_remote.py"
+QUOTA = "tests/rewards/test_quota.py"
 
 SERVING = (
     # What is believed
@@ -60,12 +61,41 @@ SERVING = (
         "well = False",
         f"{CLIENT}::test_a_server_that_comes_back_is_asked_again",
     ),
+    # How much is asked
     Mutant(
-        "a rate that each process has to itself",
-        "rewards/remote/rate.py",
-        "os.pwrite(descriptor, _TIME.pack(following), 0)",
-        "os.pwrite(descriptor, _TIME.pack(start), 0)",
-        f"{CLIENT}::test_processes_share_a_rate_and_never_go_above_it",
+        "a quota that each process has to itself",
+        "rewards/quota/shared.py",
+        "os.pwrite(descriptor, self._form.pack(*numbers), 0)",
+        "self._form.pack(*numbers)",
+        f"{QUOTA}::test_processes_that_name_one_file_have_one_quota",
+    ),
+    Mutant(
+        "what was begun in the last minute does not count",
+        "rewards/quota/pace.py",
+        "if inside + most <= self.per_minute:",
+        "if True:",
+        f"{QUOTA}::test_no_minute_has_more_however_requests_come_and_whatever_they_took",
+    ),
+    Mutant(
+        "what a request did not take is never given back",
+        "rewards/quota/pace.py",
+        "numbers[place + 1] += used - most",
+        "pass",
+        f"{QUOTA}::test_where_there_is_work_at_least_nine_tenths_are_used[90000-3000-1000]",
+    ),
+    Mutant(
+        "asking again costs no call of the budget",
+        "rewards/remote/session.py",
+        "if again and not await asyncio.to_thread(self._quota.claim_another):",
+        "if False:",
+        f"{CLIENT}::test_an_attempt_too_many_for_the_budget_is_not_made",
+    ),
+    Mutant(
+        "a spent budget is one rank's own affair",
+        "loop.py",
+        "if ranks.any(spent is not None):",
+        "if ranks.any(False):",
+        "tests/test_loop.py::test_a_spent_budget_stops_all_ranks_once_what_is_under_way_is_there",
     ),
     # What is let in
     Mutant(

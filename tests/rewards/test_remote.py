@@ -1,10 +1,8 @@
 """The client of reward servers: the numbers are those of the reward itself, in order, whatever happens to the servers."""
 
-import itertools
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -17,13 +15,13 @@ from live_server import host, live, samples_of
 from retouch.playground.judge import PlaygroundJudge
 from retouch.playground.tasks import PlaygroundTasks
 from retouch.rewards.judging import Judge
+from retouch.rewards.quota.quota import BudgetSpent
 from retouch.rewards.remote import discovery
 from retouch.rewards.remote.breaker import Breaker
 from retouch.rewards.remote.budget import Budget
 from retouch.rewards.remote.client import RemoteReward
 from retouch.rewards.remote.faults import Fault, of_status
 from retouch.rewards.remote.pool import Pool
-from retouch.rewards.remote.rate import RateLimit
 from retouch.testing import check_reward
 from retouch.types import AsyncReward, Sample
 from served_rewards import Digest, digest_score
@@ -173,19 +171,41 @@ def test_a_slow_server_is_hedged() -> None:
         assert "faults/timeout" not in reward.stats()
 
 
-def test_a_rate_is_kept_at_every_attempt_and_what_comes_too_late_is_missing() -> None:
-    turns = iter(["500", "none", "500", "none"])
+def test_a_rate_is_kept_and_what_comes_too_late_is_missing() -> None:
     samples = samples_of(4)
-    with bad_server(lambda: next(turns, "none")) as server:
-        with closing(RemoteReward([server.url], batch=2, concurrency=1, samples_per_minute=600.0)) as reward:
-            begun = time.monotonic()
-            equal(reward(samples)["digest"], expected(samples))
-            assert time.monotonic() - begun > 0.59  # the fourth request begins after six samples
-        with closing(RemoteReward([server.url], batch=2, concurrency=1, samples_per_minute=2.0, deadline=50.0)) as late:
-            scores = late(samples)["digest"]  # the second slot is a minute after the first
-            equal(scores[:2], expected(samples)[:2])
-            assert scores[2:].isnan().all()
-            assert late.stats()["faults/rate_limit"] == 1
+    with (
+        bad_server("none") as server,
+        closing(RemoteReward([server.url], batch=2, concurrency=1, samples_per_minute=2.0, deadline=60.0)) as reward,
+    ):
+        scores = reward(samples)["digest"]  # the second turn would come a minute after the first
+        equal(scores[:2], expected(samples)[:2])
+        assert scores[2:].isnan().all()
+        assert reward.stats()["faults/rate_limit"] == 1
+        assert server.asked == 1
+
+
+def test_every_attempt_is_a_call_of_the_budget_and_samples_that_it_has_no_calls_for_are_not_begun(tmp_path: Path) -> None:
+    turns = iter(["500", "none", "500"])
+    samples = samples_of(4)
+    with (
+        bad_server(lambda: next(turns, "none")) as server,
+        closing(RemoteReward([server.url], batch=2, concurrency=1, calls=5, rate_file=str(tmp_path / "quota"))) as reward,
+    ):
+        equal(reward(samples)["digest"], expected(samples))
+        assert server.asked == 4
+        with pytest.raises(BudgetSpent, match=r"5 calls .* 4 are made, 2 more are needed"):
+            reward(samples)
+        equal(reward(samples[:2])["digest"], expected(samples)[:2])
+        with pytest.raises(BudgetSpent):
+            reward.submit(samples[:1]).result()
+        assert server.asked == 5
+
+
+def test_an_attempt_too_many_for_the_budget_is_not_made() -> None:
+    with bad_server("500") as server, closing(RemoteReward([server.url], calls=2)) as reward:
+        assert reward(samples_of(1))["digest"].isnan().all()
+        assert server.asked == 2
+        assert reward.stats()["faults/budget"] == 1
 
 
 def test_a_fork_asks_over_connections_of_its_own() -> None:
@@ -280,35 +300,6 @@ def test_a_budget_allows_a_share_and_a_floor() -> None:
     assert [budget.take(0.0) for _ in range(4)] == [True, True, True, False]
     slow = Budget(share=0.0, floor=2.0, most=1.0)
     assert [slow.take(now) for now in (0.0, 0.1, 0.5, 0.7, 1.1)] == [True, False, True, False, True]
-
-
-def test_a_rate_gives_out_slots_one_after_another() -> None:
-    clock = [100.0]
-    rate = RateLimit(600.0, clock=lambda: clock[0])
-    assert [rate.reserve(count, latest=1000.0) for count in (1, 50, 1)] == pytest.approx([100.0, 100.1, 105.1])
-    assert rate.reserve(1, latest=105.0) is None
-    assert rate.reserve(1, latest=1000.0) == pytest.approx(105.2)  # what was not taken was not paid for
-    clock[0] = 200.0
-    assert rate.reserve(1, latest=1000.0) == 200.0  # and time that went by unused is not saved up
-
-
-TAKE = """
-import sys, time
-from pathlib import Path
-from retouch.rewards.remote.rate import RateLimit
-rate = RateLimit(6000.0, file=Path(sys.argv[1]))
-for _ in range(50):
-    print(rate.reserve(1, latest=time.monotonic() + 1000))
-"""
-
-
-def test_processes_share_a_rate_and_never_go_above_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", TAKE, str(tmp_path / "rate")]
-    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    slots = sorted(float(line) for rank in ranks for line in rank.communicate()[0].splitlines())
-    assert len(slots) == 200
-    gaps = [after - before for before, after in itertools.pairwise(slots)]
-    assert min(gaps) > 0.01 - 1e-6
 
 
 def test_what_a_status_means() -> None:

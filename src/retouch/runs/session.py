@@ -9,6 +9,7 @@ import accelerate.utils
 
 from retouch.loop import TooManyMissing, train
 from retouch.report.page import write_report
+from retouch.rewards.quota.quota import BudgetSpent
 from retouch.runs import checkpoint
 from retouch.runs.assembly import Assembly, assemble
 from retouch.runs.folder import RunFolder
@@ -145,7 +146,7 @@ class _Session:
                     self.done = step + 1
                     if self._after(stepper, phase.name, collected, metrics):
                         return self.request.code
-            except TooManyMissing:
+            except (TooManyMissing, BudgetSpent):
                 # Raised on every rank, before any weight changed; the next start asks the judge again.
                 self._save(stepper)
                 self.judged.forget_missing(self.done)

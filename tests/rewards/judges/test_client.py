@@ -15,7 +15,9 @@ from PIL import Image
 from retouch.rewards.judges import Asker, AspectsReward, Backoff, ChatClient, Panel, Patience, Question, credentials
 from retouch.rewards.judges.backoff import retry_after
 from retouch.rewards.judges.forms import ScoresForm
+from retouch.rewards.judges.prices import Prices
 from retouch.rewards.judges.scales import Scale
+from retouch.rewards.quota.quota import BudgetSpent, Quota
 from retouch.testing import check_reward
 from retouch.types import Reward, Sample, Task
 
@@ -199,6 +201,50 @@ def test_a_client_is_used_again_and_again_from_four_threads(open_client):
         for thread in threads:
             thread.join()
     assert found == [True] * 40
+
+
+def test_every_attempt_is_a_call_of_the_budget_and_questions_that_it_has_no_calls_for_are_not_asked(open_client):
+    quota = Quota(calls=5)
+    with Double(once("500")) as double:
+        client = open_client(double, quota=quota)
+        assert all(answer.attempts == 2 for answer in client.ask([question(k) for k in range(2)]))
+        assert quota.spent() == (4, 0.0)
+        with pytest.raises(BudgetSpent, match="4 are made, 2 more are needed"):
+            client.ask([question(2), question(3)])
+        (answer,) = client.ask([question(2)])  # which fails once, and there is no call left to ask again
+        assert (answer.scores, answer.fault, answer.attempts) == ({}, "budget", 1)
+        assert len(double.requests) == 5
+
+
+def test_a_budget_of_money_counts_what_every_reply_cost(open_client):
+    """A reply of the double reads 100 tokens and writes 10; unusable ones cost as much."""
+    quota = Quota(cost=0.001)
+    with Double(once("prose")) as double:
+        client = open_client(double, quota=quota, prices=Prices(2.0, 20.0))
+        client.ask([question(k) for k in range(2)])
+        assert quota.spent() == (4, pytest.approx(4 * 400e-6))
+        with pytest.raises(BudgetSpent, match="raise its `cost`"):
+            client.ask([question(2)])
+        with pytest.raises(ValueError, match="needs prices"):
+            open_client(double, quota=quota)
+
+
+def test_a_rate_of_tokens_gives_back_what_was_not_taken(open_client):
+    """A question may take more than half of a minute's tokens, so two have room only if the first one's are given back."""
+    quota = Quota(units_per_minute=1e6, largest=6e5)
+    with Double() as double:
+        answers = open_client(double, replace(QUICK, deadline=30.0), quota=quota, concurrency=1).ask(
+            [question(k) for k in range(3)]
+        )
+        assert all(answer.scores for answer in answers)
+
+
+def test_what_an_attempt_without_a_reply_took_is_not_known_and_so_not_given_back(open_client):
+    quota = Quota(units_per_minute=1e6, largest=6e5)
+    with Double(always("500")) as double:
+        (answer,) = open_client(double, replace(QUICK, deadline=30.0), quota=quota).ask([question()])
+        assert (answer.fault, answer.attempts) == ("rate limit", 1)
+        assert len(double.requests) == 1
 
 
 def test_the_key_is_in_no_log_error_or_answer(open_client, caplog):

@@ -17,6 +17,8 @@ from retouch.rewards import event_loop
 from retouch.rewards.judges import credentials, wire
 from retouch.rewards.judges.asking import Answer, Question
 from retouch.rewards.judges.backoff import Backoff, retry_after
+from retouch.rewards.judges.prices import Prices
+from retouch.rewards.quota.quota import Quota, Turn, Turns
 
 _TRANSIENT = frozenset({408, 409, 425, 429})  # and every 5xx
 _log = logging.getLogger(__name__)
@@ -47,6 +49,8 @@ class _Fault:
     wait: float | None = None
     final: bool = False
     text: str = ""
+    input_tokens: int = 0
+    output_tokens: int = 0
 
 
 class ChatClient:
@@ -54,6 +58,7 @@ class ChatClient:
 
     The key is read from the environment (OPENAI_API_KEY) and from nowhere else. ``typed``: answers are constrained to the form's
     JSON schema; turn it off for servers that cannot, and the reader must find the scores in free text.
+    ``quota``: how much is asked at most, in requests and in tokens, which ``prices`` turn into money.
     ValueError: no key, no ``openai`` package (extra ``judge``), or settings out of range.
     """
 
@@ -65,19 +70,30 @@ class ChatClient:
         concurrency: int = 32,
         patience: Patience | None = None,
         typed: bool = True,
+        quota: Quota | None = None,
+        prices: Prices | None = None,
     ) -> None:
         if concurrency < 1:
             raise ValueError(f"concurrency {concurrency}: at least one request must be in flight")
+        if quota is not None and quota.counts_money and prices is None:
+            raise ValueError("a quota of money needs prices: give what a million tokens cost")
         self._openai = _package()
         self._key = credentials.api_key()
         self.model = model
         self.identity = f"{model} at {base_url}{', typed' if typed else ''}"
         self.patience = patience or Patience()
         self._typed = typed
-        self._client, self._slots = event_loop.submit(self._open(base_url, concurrency)).result()
+        self._quota = quota
+        self._prices = prices or Prices(0.0, 0.0)
+        self._client, self._slots, self._turns = event_loop.submit(self._open(base_url, concurrency)).result()
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
-        """An answer each, in order, at the latest when the deadline has passed. May be called from several threads."""
+        """An answer each, in order, at the latest when the deadline has passed. May be called from several threads.
+
+        BudgetSpent: the quota does not have enough for all questions, and none was asked.
+        """
+        if self._quota is not None:
+            self._quota.claim(len(questions))
         began = time.monotonic()
         urls = wire.encoded(questions)
         requests = [wire.request(question, typed=self._typed, urls=urls) for question in questions]
@@ -92,9 +108,9 @@ class ChatClient:
         """Let go of the connections."""
         event_loop.submit(self._client.close()).result()
 
-    async def _open(self, base_url: str, concurrency: int) -> tuple[Any, asyncio.Semaphore]:
+    async def _open(self, base_url: str, concurrency: int) -> tuple[Any, asyncio.Semaphore, Turns | None]:
         client = self._openai.AsyncOpenAI(api_key=self._key, base_url=base_url, max_retries=0, timeout=self.patience.timeout)
-        return client, asyncio.Semaphore(concurrency)
+        return client, asyncio.Semaphore(concurrency), None if self._quota is None else Turns(self._quota)
 
     async def _ask_all(self, questions: Sequence[Question], requests: Sequence[dict[str, Any]], began: float) -> list[Answer]:
         end = began + self.patience.deadline
@@ -120,8 +136,13 @@ class ChatClient:
         while True:
             seed = (question.seed + 1_000_003 * asked) % 2**31  # the same seed might give the same unusable answer
             async with self._slots:
-                outcome = await self._attempt(question, {**fields, "seed": seed})
-            asked += 1
+                turn = await self._turn(end, again=asked > 0)
+                if isinstance(turn, _Fault):
+                    outcome: Answer | _Fault = turn
+                else:
+                    outcome = await self._attempt(question, {**fields, "seed": seed})
+                    asked += 1
+                    await self._settle(turn, outcome)
             if isinstance(outcome, _Fault):
                 counted += outcome.wait is None
                 pause = self.patience.backoff.pause(asked - 1 if outcome.wait is None else 0, key) + (outcome.wait or 0.0)
@@ -131,6 +152,22 @@ class ChatClient:
             answer = Answer(fault=outcome.reason, text=outcome.text) if isinstance(outcome, _Fault) else outcome
             seconds = time.monotonic() - began
             return replace(answer, attempts=asked, seed=seed, temperature=question.temperature, seconds=seconds)
+
+    async def _turn(self, end: float, *, again: bool) -> Turn | _Fault | None:
+        """When the quota lets a question be asked; None where there is no quota, a fault where it does not."""
+        if self._quota is None or self._turns is None:
+            return None
+        if again and not await asyncio.to_thread(self._quota.claim_another):
+            return _Fault("budget", final=True)
+        turn = await self._turns.next(self._quota.largest, latest=end)
+        return _Fault("rate limit", final=True) if turn is None else turn
+
+    async def _settle(self, turn: Turn | None, outcome: Answer | _Fault) -> None:
+        """Tell the quota what was taken. Without a reply that is not known, and stays at the most that it may have been."""
+        used = outcome.input_tokens + outcome.output_tokens
+        if self._quota is not None and turn is not None and used:
+            cost = self._prices.of(input_tokens=outcome.input_tokens, output_tokens=outcome.output_tokens)
+            await asyncio.to_thread(self._quota.settle, turn, used=used, cost=cost)
 
     async def _attempt(self, question: Question, fields: dict[str, Any]) -> Answer | _Fault:
         openai = self._openai
@@ -160,9 +197,10 @@ class ChatClient:
             return _Fault("unreadable reply")
         text = credentials.redacted(received.reply.text, self._key)
         scores = question.form.read(received.reply)
+        tokens = {"input_tokens": received.input_tokens, "output_tokens": received.output_tokens}
         if scores is None:
-            return _Fault("refusal" if received.reply.refused else "unusable answer", text=text)
-        return Answer(scores=scores, text=text, input_tokens=received.input_tokens, output_tokens=received.output_tokens)
+            return _Fault("refusal" if received.reply.refused else "unusable answer", text=text, **tokens)
+        return Answer(scores=scores, text=text, **tokens)
 
 
 def _package() -> Any:

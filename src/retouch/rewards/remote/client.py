@@ -32,7 +32,8 @@ class RemoteReward:
     ``timeout`` seconds, a whole call at most ``deadline``. What has no believable score by then is NaN. A reply is believed only
     with exactly the ids that were asked, every column within its range, and the judge's fingerprint of the start. ``hedge``: ask a
     second endpoint when the first takes longer than 95 % of the latest requests, for at most ``hedge_share`` of them.
-    ``samples_per_minute``: never more, for all processes that name the same ``rate_file`` together.
+    ``samples_per_minute``, ``requests_per_minute``, and ``calls`` in all (BudgetSpent): never more, for all processes that name the
+    same ``rate_file`` together (``rewards/quota/quota.py::Quota``).
 
     The token, where the servers want one, is in the environment as RETOUCH_TOKEN. ``columns`` are the servers' own.
     ``wait``: seconds to wait for the first server to answer. ValueError: none does, they differ, or they refuse.
@@ -53,6 +54,8 @@ class RemoteReward:
         hedge: bool = False,
         hedge_share: float = 0.05,
         samples_per_minute: float | None = None,
+        requests_per_minute: float | None = None,
+        calls: int | None = None,
         rate_file: str | None = None,
         wait: float = 60.0,
     ) -> None:
@@ -74,8 +77,11 @@ class RemoteReward:
             hedge=hedge,
             hedge_share=hedge_share,
             samples_per_minute=samples_per_minute,
+            requests_per_minute=requests_per_minute,
+            calls=calls,
             rate_file=None if rate_file is None else Path(rate_file),
         )
+        self._quota = self._settings.quota()
         self._expected, most = event_loop.submit(discover(self._settings, wait=wait)).result()
         self.columns: Mapping[str, Column] = self._expected.columns
         self._batch = min(batch, most)
@@ -87,7 +93,10 @@ class RemoteReward:
         return ",".join(f"{name}={digest}" for name, digest in sorted(self._expected.judges.items()))
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column as (b,), float32; NaN where a sample could not be judged. Returns within the deadline."""
+        """Each column as (b,), float32; NaN where a sample could not be judged. Returns within the deadline.
+
+        BudgetSpent: ``calls`` does not have enough for these samples, and none was asked about.
+        """
         return self.submit(samples).result()
 
     def submit(self, samples: Sequence[Sample]) -> "Future[Scores]":
@@ -112,8 +121,10 @@ class RemoteReward:
         # A fork has its parent's session, but neither its loop nor its connections.
         session = self._sessions.get(os.getpid())
         if session is None:
-            session = self._sessions[os.getpid()] = Session(self._settings, self._expected)
+            session = self._sessions[os.getpid()] = Session(self._settings, self._expected, self._quota)
         chunks = [Chunk.of(samples[first : first + self._batch], expires) for first in range(0, len(samples), self._batch)]
+        if self._quota is not None:
+            await asyncio.to_thread(self._quota.claim, len(chunks))
         await asyncio.gather(*(session.score(chunk) for chunk in chunks))
         answers = [chunk.answers.get(name) for chunk in chunks for name in chunk.samples]
         open_ = sum(len(chunk.open) for chunk in chunks)

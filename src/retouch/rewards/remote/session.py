@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import torch
 
 from retouch.core.random import generator
+from retouch.rewards.quota.quota import Quota, Turns
 from retouch.rewards.remote.budget import Budget
 from retouch.rewards.remote.discovery import judges_of, read_info
 from retouch.rewards.remote.faults import Fault
 from retouch.rewards.remote.pool import Endpoint, Pool
-from retouch.rewards.remote.rate import RateLimit
 from retouch.rewards.remote.settings import Settings
 from retouch.rewards.remote.transport import Transport
 from retouch.rewards.wire.bodies import put_together
@@ -65,7 +65,7 @@ class Chunk:
 class Session:
     """Made and used on one event loop. ``faults`` counts failed attempts by kind, ``calls`` all of them."""
 
-    def __init__(self, settings: Settings, expected: Expected) -> None:
+    def __init__(self, settings: Settings, expected: Expected, quota: Quota | None) -> None:
         self.faults: Counter[str] = Counter()
         self.calls = self.hedges = 0
         self._settings, self._expected = settings, expected
@@ -75,8 +75,8 @@ class Session:
         self._retries = Budget(share=settings.retry_share, floor=10.0, most=20.0)
         self._hedging = Budget(share=settings.hedge_share, floor=0.0, most=5.0)
         self._times: deque[float] = deque(maxlen=_KNOWN_TIMES)
-        per_minute = settings.samples_per_minute
-        self._rate = None if per_minute is None else RateLimit(per_minute, file=settings.rate_file)
+        self._quota = quota
+        self._turns = None if quota is None else Turns(quota)
         self._probing: dict[Endpoint, asyncio.Task[None]] = {}
 
     async def score(self, chunk: Chunk) -> None:
@@ -104,7 +104,7 @@ class Session:
             if rounds and not self._retries.take(time.monotonic()):
                 await asyncio.sleep(_POLL)
                 continue
-            if not await self._slot(chunk, latest=chunk.expires):
+            if not await self._may_ask(chunk, again=rounds > 0):
                 return
             endpoint = await self._endpoint(failed)
             rounds += 1
@@ -138,8 +138,7 @@ class Session:
             if patience is not None:
                 await asyncio.wait(running, timeout=patience)
                 other = None if first.done() else self._pool.choose([endpoint])
-                now = time.monotonic()
-                if other is not None and other is not endpoint and self._hedging.take(now) and await self._slot(chunk, latest=now):
+                if other is not None and other is not endpoint and self._may_hedge(chunk):
                     self.hedges += 1
                     running.add(self._begin(other, chunk))
             while True:
@@ -183,16 +182,23 @@ class Session:
         self._pool.succeeded(endpoint)
         return answers
 
-    async def _slot(self, chunk: Chunk, *, latest: float) -> bool:
-        """Wait for the turn of what is open under the rate limit, at each attempt anew; False where it comes after ``latest``."""
-        if self._rate is None:
+    async def _may_ask(self, chunk: Chunk, *, again: bool) -> bool:
+        """Wait for the turn of what is open under the quota, at each attempt anew; False where it will not come in time."""
+        if self._quota is None or self._turns is None:
             return True
-        begin = await asyncio.to_thread(self._rate.reserve, len(chunk.open), latest=latest)
-        if begin is None:
+        if again and not await asyncio.to_thread(self._quota.claim_another):
+            self.faults["budget"] += 1
+            return False
+        if await self._turns.next(len(chunk.open), latest=chunk.expires) is None:
             self.faults["rate_limit"] += 1
             return False
-        await asyncio.sleep(max(0.0, begin - time.monotonic()))
         return True
+
+    def _may_hedge(self, chunk: Chunk) -> bool:
+        """Whether a second endpoint may be asked at once."""
+        if not self._hedging.take(time.monotonic()):
+            return False
+        return self._quota is None or (self._quota.turn(len(chunk.open)).wait == 0 and self._quota.claim_another())
 
     def _patience(self) -> float | None:
         """Seconds after which to ask another endpoint too: the 95th percentile of late; None where that is not wanted or known."""

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
+from retouch.rewards.quota.quota import Quota
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -25,6 +27,8 @@ class Settings:
     hedge: bool
     hedge_share: float
     samples_per_minute: float | None
+    requests_per_minute: float | None
+    calls: int | None
     rate_file: Path | None
 
     def __post_init__(self) -> None:
@@ -45,5 +49,21 @@ class Settings:
         for name in ("retry_share", "hedge_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} {getattr(self, name)}: a share, 0 to 1")
-        if self.rate_file is not None and self.samples_per_minute is None:
-            raise ValueError("rate_file needs samples_per_minute beside it")
+        if self.rate_file is not None and not self._limited:
+            raise ValueError("rate_file needs samples_per_minute, requests_per_minute or calls beside it")
+
+    @property
+    def _limited(self) -> bool:
+        return (self.samples_per_minute, self.requests_per_minute, self.calls) != (None, None, None)
+
+    def quota(self) -> Quota | None:
+        """What may be asked; None where nothing limits it. ValueError: a request is more than a minute's samples."""
+        if not self._limited:
+            return None
+        return Quota(
+            requests_per_minute=self.requests_per_minute,
+            units_per_minute=self.samples_per_minute,
+            largest=self.batch,
+            calls=self.calls,
+            file=self.rate_file,
+        )

@@ -1,0 +1,202 @@
+"""Quotas: never more in any minute, hardly less where there is work, one count for all processes, and budgets that end."""
+
+import asyncio
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from retouch.rewards.quota.quota import BudgetSpent, Quota, Turns
+
+
+class Clock:
+    """Time that goes by when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def most_in_a_minute(begun: list[tuple[float, float]]) -> float:
+    """The largest sum of units in any 60 seconds."""
+    return max(sum(units for time, units in begun if start <= time < start + 60) for start, _ in begun)
+
+
+units = st.floats(0.5, 40.0)
+steps = st.lists(st.tuples(st.floats(0.0, 30.0), units, st.floats(0.0, 1.0), st.floats(0.0, 90.0)), min_size=1, max_size=120)
+
+
+@given(steps=steps)
+@example(steps=[(0.0, 40.0, 0.1, 20.0)] * 60 + [(0.5, 40.0, 1.0, 0.0)] * 60)  # slow replies that took little, then quick large ones
+def test_no_minute_has_more_however_requests_come_and_whatever_they_took(steps: list[tuple[float, float, float, float]]) -> None:
+    """Each step: seconds that pass, units wanted, the share of the largest that it took, and when that is known."""
+    clock = Clock()
+    quota = Quota(requests_per_minute=10, units_per_minute=100, largest=40, clock=clock)
+    requests: list[tuple[float, float]] = []
+    taken: list[tuple[float, float]] = []
+    open_: list[tuple[float, object, float]] = []
+    for passed, _, share, reply in steps:
+        clock.now += passed
+        while (turn := quota.turn(40.0)).wait:
+            due = [each for each in open_ if each[0] <= clock.now + turn.wait]
+            for each in due:
+                clock.now = max(clock.now, each[0])
+                quota.settle(each[1], used=each[2], cost=0.0)
+                open_.remove(each)
+            clock.now += 0.0 if due else turn.wait
+        requests.append((turn.now, 1.0))
+        taken.append((turn.now, 40.0 * share))
+        open_.append((clock.now + reply, turn, 40.0 * share))
+    assert most_in_a_minute(requests) <= 10
+    assert most_in_a_minute(taken) <= 100 + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("per_minute", "largest", "used"), [(600, 1, 1), (7, 1, 1), (6000, 8, 8), (90_000, 3000, 1000), (200_000, 3000, 2999)]
+)
+def test_where_there_is_work_at_least_nine_tenths_are_used(per_minute: float, largest: float, used: float) -> None:
+    """Requests wait in line, replies take two seconds, and whoever is told to come again does a little late."""
+    clock, begun, open_ = Clock(), [], []
+    quota = Quota(units_per_minute=per_minute, largest=largest, clock=clock)
+    while clock.now < 1000 + 600:
+        turn = quota.turn(largest)
+        if turn.wait:
+            clock.now += min(turn.wait + 0.02, open_[0][0] - clock.now + 1e-6 if open_ else math.inf)
+        else:
+            begun.append((turn.now, used))
+            open_.append((turn.now + 2, turn))
+        while open_ and open_[0][0] <= clock.now:
+            quota.settle(open_.pop(0)[1], used=used, cost=0.0)
+    assert most_in_a_minute(begun) <= per_minute
+    assert sum(units for _, units in begun) >= 0.9 * 10 * per_minute
+
+
+def test_a_pause_is_not_saved_up() -> None:
+    clock = Clock()
+    quota = Quota(requests_per_minute=60, clock=clock)
+    clock.now += 3600
+    at_once = 0
+    while not quota.turn(1.0).wait:
+        at_once += 1
+    assert at_once <= 2  # one, and one for being a second late
+
+
+def test_times_from_before_the_machine_was_started_anew_mean_nothing(tmp_path: Path) -> None:
+    clock = Clock()
+    clock.now = 1e6
+    assert not Quota(requests_per_minute=1, file=tmp_path / "quota", clock=clock).turn(1.0).wait
+    clock.now = 10.0
+    again = Quota(requests_per_minute=1, file=tmp_path / "quota", clock=clock)
+    assert not again.turn(1.0).wait
+    assert again.turn(1.0).wait == pytest.approx(62.5 - 1)
+
+
+def test_who_cannot_be_asked_in_time_is_told_at_once() -> None:
+    clock = Clock()
+
+    async def ask() -> list[bool]:
+        turns = Turns(Quota(requests_per_minute=1, clock=clock))
+        return [await turns.next(1.0, latest=1030.0) is not None for _ in range(3)]
+
+    assert asyncio.run(ask()) == [True, False, False]
+
+
+def test_turns_are_taken_in_the_order_of_asking() -> None:
+    order: list[int] = []
+
+    async def ask() -> None:
+        turns = Turns(Quota(requests_per_minute=60_000))
+
+        async def one(number: int) -> None:
+            assert await turns.next(1.0, latest=math.inf) is not None
+            order.append(number)
+
+        await asyncio.gather(*(one(number) for number in range(30)))
+
+    asyncio.run(ask())
+    assert order == list(range(30))
+
+
+def test_calls_are_claimed_all_or_none() -> None:
+    quota = Quota(calls=10)
+    quota.claim(7)
+    with pytest.raises(BudgetSpent, match=r"10 calls .* 7 are made, 4 more are needed; raise its `calls`"):
+        quota.claim(4)
+    quota.claim(2)
+    assert quota.claim_another()
+    assert not quota.claim_another()
+    assert quota.spent() == (10, 0.0)
+
+
+def test_money_is_counted_when_it_is_known() -> None:
+    quota = Quota(cost=1.0)
+    for _ in range(2):
+        quota.claim(100)
+        quota.settle(quota.turn(1.0), used=1.0, cost=0.6)
+    with pytest.raises(BudgetSpent, match=r"the budget of 1 .* is spent \(1\.20\); raise its `cost`"):
+        quota.claim(1)
+
+
+def test_what_is_spent_stays_spent_and_a_larger_budget_goes_on(tmp_path: Path) -> None:
+    file = tmp_path / "folder" / "quota"
+    Quota(calls=5, file=file).claim(5)
+    with pytest.raises(BudgetSpent):
+        Quota(calls=5, file=file).claim(1)
+    Quota(calls=6, file=file).claim(1)
+
+
+WORK = """
+import sys
+from pathlib import Path
+from retouch.rewards.quota.quota import Quota
+quota = Quota(requests_per_minute=6000, calls=1000, file=Path(sys.argv[1]), clock=lambda: 100.0)
+print(sum(quota.claim_another() for _ in range(400)), sum(not quota.turn(1.0).wait for _ in range(200)))
+"""
+
+
+def test_processes_that_name_one_file_have_one_quota(tmp_path: Path) -> None:
+    """1000 calls, and at one moment as many turns as one process alone would have: those that catch up with a second."""
+    command = [sys.executable, "-c", WORK, str(tmp_path / "quota")]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    told = [process.communicate()[0].split() for process in processes]
+    assert sum(int(calls) for calls, _ in told) == 1000
+    alone = Quota(requests_per_minute=6000, clock=lambda: 100.0)
+    assert sum(int(turns) for _, turns in told) == sum(not alone.turn(1.0).wait for _ in range(200)) < 100
+
+
+def test_ranks_on_several_machines_have_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    together, alone = Quota(calls=160, file=tmp_path / "quota"), Quota(calls=160)
+    together.claim(80)
+    assert not together.claim_another()
+    alone.claim(10)
+    assert not alone.claim_another()
+
+
+@pytest.mark.parametrize(
+    ("limits", "says"),
+    [
+        ({"requests_per_minute": 0.0}, "requests_per_minute 0.0"),
+        ({"units_per_minute": math.inf}, "units_per_minute inf"),
+        ({"calls": 0}, "calls 0"),
+        ({"cost": -1.0}, "cost -1.0"),
+        ({"units_per_minute": 100.0, "largest": 200.0}, "takes 200, and 100 are"),
+        ({"requests_per_minute": 4.0, "share": 0.125}, "takes 1, and 0.5 are"),
+    ],
+)
+def test_limits_that_make_no_sense_are_refused(limits: dict[str, float], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Quota(**limits)
+
+
+def test_a_file_that_is_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("not a quota")
+    with pytest.raises(ValueError, match="notes is no file of a quota"):
+        Quota(calls=1, file=tmp_path / "notes")
