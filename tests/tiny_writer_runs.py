@@ -5,23 +5,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen2Tokenizer
 
 from models import tiny, tiny_writers
 from retouch.bases import parts
 from retouch.bases.writer import untrained_writer
+from retouch.models.qwen_image_edit import QwenImageEdit
 from retouch.models.sd3 import SD3
-from retouch.runs.build_model import playground_weights
+from retouch.runs.build_model import build_model
 from retouch.runs.recipe_overrides import apply
+from retouch.runs.recipe_policy import PlaygroundModel
 
 
 def save_writer(folder: Path) -> None:
-    """A random writer over the tokens of the playground's editor."""
-    words = Qwen2Tokenizer.from_pretrained(playground_weights() / "tokenizer", local_files_only=True)
+    """A writer that has learnt nothing, in front of the playground's editor."""
+    editor = build_model(PlaygroundModel(kind="playground"), device=torch.device("cpu"))
+    assert isinstance(editor, QwenImageEdit)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        untrained_writer(words).save_pretrained(folder)
-    words.save_pretrained(folder)
+        untrained_writer(editor.text.tokenizer).save_pretrained(folder)
+    editor.text.tokenizer.save_pretrained(folder)
     parts.image_processor().save_pretrained(folder)
 
 

@@ -1,25 +1,24 @@
 """The playground's base writer: Qwen2.5-VL's own classes in small, over the editor's tokenizer, in front of the editor.
 
-It learns by the project's own supervised objective to say indirect instructions in the editor's words, from imperfect completions:
-when a thing is to be recoloured most of them do not say which colour it has, and the editor needs to know.
+It learns by the project's own supervised objective to look at the picture and name things in full, from imperfect completions:
+where several edits are asked for, most of them say nothing.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
+from retouch.bases.legible import Legible
 from retouch.bases.parts import INITIALIZER_RANGE, seeded
-from retouch.core.random import generator
 from retouch.loop import Phase, Run, train
 from retouch.models.qwen_image_edit import QwenImageEdit
 from retouch.models.qwen_responses import writer_for
 from retouch.objectives.cross_entropy import CrossEntropy
-from retouch.playground.edits import Edit, Kind
-from retouch.playground.indirect import completion, indirect
+from retouch.playground.indirect import IndirectTasks
 from retouch.playground.tasks import PlaygroundTasks
 from retouch.policies.autoregressive import AutoregressivePolicy
 from retouch.policies.decoding import Decoding
@@ -27,25 +26,37 @@ from retouch.policies.weights import WeightCopies
 from retouch.runs.clock import Clock
 from retouch.runs.ranks import Ranks
 from retouch.runs.stepper import ReplicatedStepper
-from retouch.types import Batch, Task
+from retouch.types import Batch, Objective, Task
 
 LONGEST = 40
 
 
-@dataclass(frozen=True, kw_only=True)
-class WriterTraining:
-    """``learning_rate``: the peak, after ``warmup`` steps; from there it falls to 0 as a cosine.
+@dataclass(frozen=True)
+class Round:
+    """``learning_rate``: the peak, after the warm-up; from there it falls to 0 as a cosine.
 
-    ``vague``: the share of clauses of ``vague_kinds`` that name their thing without its colour.
+    ``complexity``: numbers of edits in an instruction, cycled through. ``legible``: weight of the distance of states (``Legible``).
     """
 
     steps: int
+    learning_rate: float
+    complexity: tuple[int, ...]
+    legible: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriterTraining:
+    """``rounds``, one after the other, each with tasks of its own.
+
+    What stands where is learned suddenly, or not at all in the time, so first it is all there is to learn: single edits, and states
+    of any kind. ``lazy``: see ``indirect``.
+    """
+
+    rounds: tuple[Round, ...]
     seed: int = 0
     batch: int = 32
-    learning_rate: float = 2e-3
     warmup: int = 50
-    vague: float = 0.6
-    vague_kinds: tuple[Kind, ...] = ("recolour",)
+    lazy: float = 0.75
 
 
 def untrained_writer(words: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
@@ -93,6 +104,22 @@ def train_writer(editor: QwenImageEdit, settings: WriterTraining, log: Callable[
     """Train a writer in front of the editor from the seed."""
     seeded(settings.seed)
     module = untrained_writer(editor.text.tokenizer)
+    for number in range(len(settings.rounds)):
+        train_round(editor, module, settings, number, log)
+    module.requires_grad_(False).eval()
+    return module
+
+
+def train_round(
+    editor: QwenImageEdit,
+    module: Qwen2_5_VLForConditionalGeneration,
+    settings: WriterTraining,
+    number: int,
+    log: Callable[[str], None],
+) -> None:
+    """Train one of the rounds, with an optimizer of its own."""
+    module.requires_grad_(True)
+    this = settings.rounds[number]
     policy = AutoregressivePolicy(
         writer_for(editor, module),
         decoding=Decoding(max_new_tokens=LONGEST),
@@ -110,44 +137,32 @@ def train_writer(editor: QwenImageEdit, settings: WriterTraining, log: Callable[
         average=lambda taken: None,
         clock=Clock(),
     )
-    for step, _, metrics in train(run, _phase(settings), start=0):
-        if step % 50 == 0 or step == settings.steps - 1:
-            log(f"writer step {step}/{settings.steps}  loss {metrics['policy/loss']:.4f}")
-    module.requires_grad_(False).eval()
-    return module
+    objective = Legible(editor, module, weight=this.legible) if this.legible > 0 else CrossEntropy()
+    for step, _, metrics in train(run, _phase(settings, number, objective), start=0):
+        if step % 50 == 0 or step == this.steps - 1:
+            distance = f"  distance {metrics['policy/distance']:.4f}" if this.legible > 0 else ""
+            log(f"writer round {number + 1}  step {step}/{this.steps}  loss {metrics['policy/loss']:.4f}{distance}")
 
 
-def imperfect(task: Task, random: torch.Generator, settings: WriterTraining) -> Task:
-    """The task, indirectly, with a completion that is vague here and there."""
-    task = indirect(task)
-    told = task.meta["edits"]
-    assert isinstance(told, list)
-    clauses = []
-    for edit in map(Edit.from_json, told):
-        vague = torch.rand((), generator=random) < settings.vague and edit.kind in settings.vague_kinds
-        said = completion([edit])
-        clauses.append(said.replace(" ".join(edit.thing), edit.thing.shape) if vague else said)
-    return replace(task, meta={**task.meta, "completion": "; ".join(clauses)})
-
-
-def _phase(settings: WriterTraining) -> Phase:
-    count, seed = settings.batch, settings.seed
-    tasks = PlaygroundTasks(seed=seed + 100, count=count * settings.steps, complexity=[1, 1, 2], split="train")
+def _phase(settings: WriterTraining, number: int, objective: Objective) -> Phase:
+    count, seed, this = settings.batch, settings.seed + number, settings.rounds[number]
+    tasks = IndirectTasks(
+        PlaygroundTasks(seed=seed + 100, count=count * this.steps, complexity=this.complexity, split="train"), lazy=settings.lazy
+    )
 
     def batch(step: int) -> Batch:
-        random = generator(seed, "imperfect", step)
-        rows = [imperfect(tasks[index], random, settings) for index in range(step * count, (step + 1) * count)]
+        rows = tasks[step * count : (step + 1) * count]
         ids = tuple(range(count))
         return Batch(seed=seed, step=step, tasks=tuple(rows), group_ids=ids, group=ids, slot=(0,) * count)
 
     def learning_rate(step: int) -> float:
         rising = min(1.0, (step + 1) / settings.warmup)
-        return settings.learning_rate * rising * 0.5 * (1 + math.cos(math.pi * step / settings.steps))
+        return this.learning_rate * rising * 0.5 * (1 + math.cos(math.pi * step / this.steps))
 
     return Phase(
         name="supervised",
-        steps=range(settings.steps),
-        objective=CrossEntropy(),
+        steps=range(this.steps),
+        objective=objective,
         batch=batch,
         order=torch.arange(count),
         group=torch.arange(count),

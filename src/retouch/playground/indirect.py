@@ -1,9 +1,8 @@
-"""The playground's tasks asked for indirectly: in words that its editor never met, with things named by where they stand.
+"""The playground's tasks asked for as people do who see the picture: a thing is named only as far as it must be.
 
-Who reads only the instruction cannot say in the editor's words what is meant: the picture shows what stands there. What should be
-written is each task's ``completion`` in its meta, in the editor's own words.
-
-"let the north west one be scarlet" over a picture with a green square at the top left: "make the green square red".
+"make the circle red" over a picture with one circle: who does not see the picture cannot know which colour the circle has, and the
+editor was never taught to look for it. What should be written is each task's ``completion`` in its meta, with things named in full:
+"make the green circle red". A lazy completion says nothing at all where several edits are asked for.
 """
 
 from collections.abc import Sequence
@@ -12,57 +11,57 @@ from typing import overload
 
 from retouch.core.random import generator
 from retouch.playground.draws import Draws
-from retouch.playground.edits import Edit, Kind
-from retouch.playground.instructions import PHRASES, phrase
-from retouch.playground.scenes import COLOURS, PLACES, SHAPES
+from retouch.playground.edits import Edit
+from retouch.playground.instructions import JOINS, PHRASES, phrase
+from retouch.playground.scenes import Scene, Thing
 from retouch.types import Task
-
-COLOUR_WORDS = dict(zip(COLOURS, ("scarlet", "emerald", "navy", "amber", "rose", "teal"), strict=True))
-SHAPE_WORDS = dict(zip(SHAPES, ("disc", "box", "wedge"), strict=True))
-PLACE_WORDS = ("north west", "north", "north east", "west", "core", "east", "south west", "south", "south east")
-INDIRECT: dict[Kind, tuple[str, ...]] = {
-    "recolour": ("let the {at} one be {colour}", "{colour} suits the {at} one"),
-    "reshape": ("let the {at} one be a {shape}", "a {shape} suits the {at} one"),
-    "remove": ("no {at} one", "let the {at} one go"),
-    "add": ("let there be a {colour} {shape} {to}", "{to}: a new {colour} {shape}"),
-    "move": ("let the {at} one go {to}", "{to} suits the {at} one"),
-}
-JOIN = " | "
-assert len(PLACE_WORDS) == len(PLACES)
 
 
 def completion(edits: Sequence[Edit]) -> str:
-    """The edits in the editor's own words, the first phrasing of each, in their order."""
+    """The edits with everything said, the first phrasing of each, in their order."""
     return "; ".join(phrase(edit, PHRASES[edit.kind][0]) for edit in edits)
 
 
-def indirect(task: Task) -> Task:
-    """The task of ``PlaygroundTasks`` in other words, drawn by its id, with its completion."""
+def names(thing: Thing, scene: Scene) -> tuple[str, ...]:
+    """The shortest names of a thing that no other thing of the scene has: by colour, by shape, or by both where it must be."""
+    others = [other for other in scene.objects.values() if other != thing]
+    short = []
+    if all(other.colour != thing.colour for other in others):
+        short.append(f"{thing.colour} one")
+    if all(other.shape != thing.shape for other in others):
+        short.append(thing.shape)
+    return tuple(short) or (" ".join(thing),)
+
+
+def indirect(task: Task, *, lazy: float = 0.0) -> Task:
+    """The task of ``PlaygroundTasks`` in other words, drawn by its id, with its completion, which is lazy at that probability."""
     told = task.meta["edits"]
     assert isinstance(told, list)
-    edits = [Edit.from_json(edit) for edit in told]
+    edits, scene = [Edit.from_json(edit) for edit in told], Scene.from_json(task.meta["scene"])
     draws = Draws(generator(0, "indirect", task.id))
-    clauses = [_clause(edit, draws.choose(INDIRECT[edit.kind])) for edit in edits]
+    said = [] if draws.uniform() < lazy and len(edits) > 1 else edits
+    clauses = [_clause(edit, scene, draws) for edit in edits]
     return replace(
         task,
         id=f"{task.id}/indirect",
-        instruction=JOIN.join(clauses),
-        meta={**task.meta, "completion": completion(edits)},
+        instruction=draws.choose(JOINS[len(clauses)]).format(*clauses),
+        meta={**task.meta, "completion": completion(said)},
     )
 
 
-def _clause(edit: Edit, pattern: str) -> str:
-    result = edit.result or edit.thing
-    return pattern.format(
-        at=PLACE_WORDS[edit.cell], to=PLACE_WORDS[edit.to_cell], colour=COLOUR_WORDS[result.colour], shape=SHAPE_WORDS[result.shape]
-    )
+def _clause(edit: Edit, scene: Scene, draws: Draws) -> str:
+    """The edit in a random phrasing; what is to be added stands nowhere yet, so it is named in full."""
+    pattern = draws.choose(PHRASES[edit.kind])
+    name = " ".join(edit.thing) if edit.kind == "add" else draws.choose(names(edit.thing, scene))
+    return phrase(edit, pattern.replace("{thing}", name))
 
 
 class IndirectTasks(Sequence[Task]):
-    """The given tasks, indirectly."""
+    """The given tasks, indirectly; the share ``lazy`` of them has a lazy completion."""
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
+    def __init__(self, tasks: Sequence[Task], *, lazy: float = 0.0) -> None:
         self.tasks = tasks
+        self.lazy = lazy
 
     def __len__(self) -> int:
         return len(self.tasks)
@@ -75,5 +74,5 @@ class IndirectTasks(Sequence[Task]):
 
     def __getitem__(self, index: int | slice) -> Task | list[Task]:
         if isinstance(index, slice):
-            return [indirect(task) for task in self.tasks[index]]
-        return indirect(self.tasks[index])
+            return [indirect(task, lazy=self.lazy) for task in self.tasks[index]]
+        return indirect(self.tasks[index], lazy=self.lazy)

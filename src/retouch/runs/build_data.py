@@ -78,7 +78,7 @@ def _playground(data: PlaygroundData, *, complexity: Sequence[int] | dict[int, f
     tasks = PlaygroundTasks(
         seed=data.seed, count=data.count, complexity=complexity, split=data.split, filler=data.filler, vain=data.vain
     )
-    return IndirectTasks(tasks) if isinstance(data, IndirectPlaygroundData) else tasks
+    return IndirectTasks(tasks, lazy=data.lazy) if isinstance(data, IndirectPlaygroundData) else tasks
 
 
 def _read(data: Stored) -> Rows:

@@ -22,6 +22,7 @@ from retouch.models.readable import readable
 from retouch.models.sd3 import SD3
 from retouch.policies.weights import WeightCopies
 from retouch.renderers.answers import enhancer_prompt
+from retouch.renderers.blind import Blind
 from retouch.renderers.prompts import FlowPainter, PromptRenderer
 from retouch.renderers.responses import ResponseRenderer
 from retouch.runs import recipe_renderer
@@ -93,7 +94,7 @@ def build_renderer(
     if isinstance(section, recipe_renderer.ResponseRenderer):
         assert isinstance(image_model, QwenImageEdit), "the recipe's checks see to it"
         editor: Any = QwenResponses(image_model, _encoder(section, image_model, writer=writer, copies=copies))
-        return ResponseRenderer(
+        responses = ResponseRenderer(
             editor,
             num_steps=steps,
             cut_off=section.cut_off,
@@ -102,6 +103,7 @@ def build_renderer(
             encoder_rows=section.encoder_batch,
             rows=section.batch,
         )
+        return Blind(responses) if section.blind else responses
     reads = partial(readable, image_model) if isinstance(image_model, SD3 | QwenImage) else _anything
     return PromptRenderer(
         FlowPainter(image_model, num_steps=steps, guidance_scale=section.guidance_scale, reads=reads),
@@ -128,7 +130,8 @@ def _encoder(
     if module.get_input_embeddings().weight.shape[1] != width:
         raise ValueError(f"renderer.encoder: the editor reads states of width {width}, and the writer has others; take frozen")
     published: Callable[[], AbstractContextManager[None]] = nullcontext
-    if "reference" in copies.copies:
+    if section.guidance_scale > 1:
+        assert "reference" in copies.copies, "the negative branch is read under weights that do not train"
         published = partial(copies.using, "reference")
     # The same weights once: the editor's own encoder has nothing more to read.
     editor.text.encoder = module

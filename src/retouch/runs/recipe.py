@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from retouch.runs.recipe_checks import problems
-from retouch.runs.recipe_data import Data, Mixture, PlaygroundData
+from retouch.runs.recipe_data import Data, IndirectPlaygroundData, Mixture, PlaygroundData
 from retouch.runs.recipe_errors import unknown_keys, wrong_values
 from retouch.runs.recipe_files import find
 from retouch.runs.recipe_jsonnet import evaluate
@@ -149,6 +149,8 @@ class Recipe(Section):
         if not isinstance(self.data, PlaygroundData):
             return self.data
         changes = {"count": self.eval.tasks, "seed": self.eval.seed, "split": self.eval.split, "vain": 0}
+        if isinstance(self.data, IndirectPlaygroundData):
+            changes["lazy"] = 0
         return self.data.model_copy(update=changes | ({} if self.eval.complexity is None else {"complexity": self.eval.complexity}))
 
     @property

@@ -51,14 +51,16 @@ class PlaygroundData(DataSection):
 
 
 class IndirectPlaygroundData(PlaygroundData):
-    """The playground's scenes and edits in words that its editor does not know, things named by where they stand: for a writer that
-    sees the picture and says it in the editor's words. Each task has such a ``completion``."""
+    """The playground's scenes and edits, with things named only as far as they must be for who sees the picture: for a writer that
+    does, and says to the editor which they are. Each task has such a ``completion``."""
 
     kind: Literal["playground-indirect"]  # type: ignore[assignment]
     filler: Literal[0] = 0
     """There is none in these instructions."""
     vain: Literal[0] = 0
     """Nor are there any of these."""
+    lazy: Share = 0.0
+    """Share of the tasks with several edits whose completion says nothing; held-out tasks have none."""
 
 
 class PicturedData(DataSection):

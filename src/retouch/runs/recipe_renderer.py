@@ -36,6 +36,8 @@ class ResponseRenderer(RendererSection):
     still."""
     encoder_batch: Count = 8
     """Responses read at once."""
+    blind: bool = False
+    """A control: draw as if nothing had been written, so that nothing can be learnt from the reward."""
 
 
 class PromptRenderer(RendererSection):

@@ -1,0 +1,53 @@
+"""A writer's states, beside those that the editor reads."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor
+
+from retouch.bases.legible import Legible
+from retouch.bases.writer import untrained_writer
+from retouch.models.encoder import Encoder
+from retouch.models.qwen_image_edit import QwenImageEdit
+from retouch.models.qwen_responses import QwenResponses
+from retouch.playground.indirect import IndirectTasks
+from retouch.playground.tasks import PlaygroundTasks
+from retouch.runs.build_model import build_model
+from retouch.runs.recipe_policy import PlaygroundModel
+
+TASKS = tuple(IndirectTasks(PlaygroundTasks(seed=0, count=6, complexity=[1, 2, 3], split="train"))[:])
+
+
+@pytest.fixture(scope="module")
+def editor() -> QwenImageEdit:
+    made = build_model(PlaygroundModel(kind="playground"), device=torch.device("cpu"))
+    assert isinstance(made, QwenImageEdit)
+    return made
+
+
+def states(editor: QwenImageEdit, encoder: Encoder) -> list[Tensor]:
+    reads = QwenResponses(editor, encoder)
+    responses = [editor.text.tokenizer(str(task.meta["completion"]))["input_ids"] for task in TASKS]
+    with torch.no_grad():
+        return reads.read([reads.prepare(task) for task in TASKS], responses)
+
+
+def test_the_editors_own_encoder_is_at_no_distance(editor: QwenImageEdit) -> None:
+    assert Legible(editor, deepcopy(editor.text.encoder), weight=1.0).distance(TASKS) == 0
+
+
+def test_the_distance_is_that_of_what_the_editor_takes_in(editor: QwenImageEdit) -> None:
+    torch.manual_seed(0)
+    module = untrained_writer(editor.text.tokenizer)
+    takes = torch.nn.Sequential(editor.module.get_submodule("txt_norm"), editor.module.get_submodule("txt_in"))
+    with torch.no_grad():
+        ours = takes(torch.cat(states(editor, Encoder.frozen(module))))
+        theirs = takes(torch.cat(states(editor, Encoder.frozen(editor.text.encoder))))
+    expected = (ours - theirs).square().sum() / (theirs - theirs.mean(dim=0)).square().sum()
+    assert expected > 0.1
+    found = Legible(editor, module.requires_grad_(True), weight=1.0).distance(TASKS)
+    torch.testing.assert_close(found.detach(), expected, rtol=1e-4, atol=0)
+    found.backward()
+    assert all(p.grad is None for p in editor.text.encoder.parameters())
+    assert sum(float(p.grad.abs().sum()) for p in module.parameters() if p.grad is not None) > 0
