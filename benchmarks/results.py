@@ -1,20 +1,23 @@
 """`make results`: the claims of docs/results.md, measured. Runs each recipe over seeds and writes the page.
 
-A run whose resolved recipe and code version (the base weights and the package's sources) have been run before is not run again:
-its summary is kept under benchmarks/cache/, by hash. `--only NAME` runs some, `--seeds 0 1 2` chooses the seeds.
+A run is kept under benchmarks/cache/ by its resolved recipe and the shipped weights that it uses, with its first steps and with the
+code that made it. Code that has changed since must make the same first steps again; where it does not, all is run again.
+`--only RECIPE` runs some, `--seeds 0 1 2` chooses the seeds.
 """
 
 import argparse
 import ast
 import hashlib
 import json
+import math
 import shutil
-import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from results_page import SECTIONS, Entry, page
 
 from retouch.runs.recipe import Recipe, load
 
@@ -24,7 +27,8 @@ PAGE = ROOT / "docs" / "results.md"
 RUNS = ROOT / "runs" / "results"
 SOURCE = ROOT / "src"
 WEIGHTS = SOURCE / "retouch" / "playground" / "weights"
-# What runs of the playground compute with; how they are assembled and kept decides no number.
+SHIPPED = {"playground": "editor", "playground-writer": "writer"}
+# What runs of the playground compute with, by the kind of policy; how they are assembled and kept decides no number.
 DENOISING = (
     "retouch.loop",
     "retouch.data.sampler",
@@ -38,75 +42,137 @@ DENOISING = (
     "retouch.policies.guidance",
     "retouch.renderers.latents",
 )
-SHIPPED = {"playground": "editor", "playground-writer": "writer"}
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A row of the page: a recipe, and what it is there for."""
-
-    name: str
-    recipe: str
-    about: str
-
-
-ENTRIES = (
-    Entry("GRPO (headline)", "recipes/quickstart.jsonnet", "clipped policy gradient, CPS, window of two steps"),
-    Entry("DiffusionNFT", "recipes/playground/nft.jsonnet", "forward process, no log-probabilities"),
-    Entry("supervised control", "recipes/playground/supervised.jsonnet", "the base's own data and objective, as many samples"),
+WRITING = (
+    "retouch.loop",
+    "retouch.data.sampler",
+    "retouch.models.qwen_image_edit",
+    "retouch.models.qwen_responses",
+    "retouch.models.qwen_writer",
+    "retouch.objectives.cross_entropy",
+    "retouch.objectives.policy_gradient",
+    "retouch.playground.indirect",
+    "retouch.playground.judge",
+    "retouch.playground.tasks",
+    "retouch.policies.autoregressive",
+    "retouch.renderers.blind",
+    "retouch.renderers.responses",
 )
+DECIDING = {"denoising": DENOISING, "autoregressive": WRITING}
+TRACED = 3
+TRACE = ("reward/mean", "policy/loss", "policy/grad_norm")
+# What costs time before and beside the first steps, and does not change them.
+BRIEFLY = ("eval.tasks=3", "eval.best_of_k=0", "samples.tasks=1", "samples.every=0", "checkpoints.every=0", "trackers=[]")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="*", help="names of rows to run; the page is written from what is cached")
+    parser.add_argument("--only", nargs="*", help="recipes to run; the page is written from what is cached")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     arguments = parser.parse_args()
-    found: dict[str, list[dict]] = {}
-    for entry in ENTRIES:
-        for seed in arguments.seeds:
-            wanted = not arguments.only or entry.name in arguments.only
-            result = outcome(entry, seed, may_run=wanted)
-            if result is not None:
-                found.setdefault(entry.name, []).append(result)
+    found: dict[Entry, list[dict]] = {}
+    for entry in (entry for section in SECTIONS for entry in section.entries):
+        kept = {seed: recall(entry, seed) for seed in arguments.seeds}
+        may_run = not arguments.only or entry.recipe in arguments.only
+        for seed, known in kept.items():
+            if not (known and holds(entry, known, list(kept.values()))):
+                kept[seed] = run(entry, seed) if may_run else None
+        results = [known["result"] for known in kept.values() if known]
+        if results:
+            found[entry] = results
     PAGE.write_text(page(found))
     print(f"wrote {PAGE.relative_to(ROOT)}")
 
 
-def outcome(entry: Entry, seed: int, *, may_run: bool) -> dict | None:
-    """The numbers of one run, from the cache or from running it; None where it is not cached and may not run."""
-    key = digest(load(ROOT / entry.recipe, [f"seed={seed}", "name=any", "out=any"]))
-    kept = CACHE / f"{key}.json"
-    if kept.exists():
-        return json.loads(kept.read_text())
-    if not may_run:
-        return None
-    name = f"{Path(entry.recipe).stem}-{seed}-{key[:8]}"
-    folder = RUNS / name
+def recall(entry: Entry, seed: int) -> dict | None:
+    """What is kept of a run."""
+    kept = place(entry, seed)
+    return json.loads(kept.read_text()) if kept.exists() else None
+
+
+def holds(entry: Entry, known: dict, all_seeds: Sequence[dict | None]) -> bool:
+    """Whether the code as it is makes these numbers: it made them, or it makes the first steps of one of the seeds again."""
+    code = code_digest(load(ROOT / entry.recipe))
+    if code not in known["code"]:
+        traced = next((other for other in all_seeds if other and other["trace"]), None)
+        if traced is None or not same(first_steps(entry, traced["result"]["seed"]), traced["trace"]):
+            return False
+        for other in filter(None, all_seeds):
+            other["code"] = sorted({*other["code"], code})
+            keep(entry, other)
+    return True
+
+
+def run(entry: Entry, seed: int) -> dict:
+    """Run it whole, and keep what came of it."""
+    folder = RUNS / f"{Path(entry.recipe).stem}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
-    command = [sys.executable, "-m", "retouch.cli", "train", entry.recipe, "--set", f"seed={seed}", "--set", f"name={name}"]
-    subprocess.run([*command, "--set", f"out={RUNS}"], cwd=ROOT, check=True)
-    result = {"seed": seed, **measured(folder)}
-    CACHE.mkdir(exist_ok=True)
-    kept.write_text(json.dumps(result, indent=2) + "\n")
-    return result
+    subprocess.run(command(entry, seed, folder), cwd=ROOT, check=True)
+    code = code_digest(load(ROOT / entry.recipe))
+    known = {"result": {"seed": seed, **measured(folder)}, "trace": trace(folder), "code": [code]}
+    keep(entry, known)
+    return known
 
 
-def digest(recipe: Recipe) -> str:
-    """SHA-256 of the resolved recipe, the shipped weights that it uses and the code that trains (what it does, not its words)."""
+def first_steps(entry: Entry, seed: int) -> list[dict]:
+    """What the first steps of a run tell, of one that is ended after them."""
+    folder = RUNS / f"{Path(entry.recipe).stem}-{seed}-first-steps"
+    shutil.rmtree(folder, ignore_errors=True)
+    process = subprocess.Popen([*command(entry, seed, folder), *(part for key in BRIEFLY for part in ("--set", key))], cwd=ROOT)
+    while process.poll() is None and len(trace(folder)) < TRACED:
+        time.sleep(0.5)
+    process.terminate()
+    process.wait()
+    return trace(folder)
+
+
+def command(entry: Entry, seed: int, folder: Path) -> list[str]:
+    settings = (f"seed={seed}", f"name={folder.name}", f"out={folder.parent}")
+    train = [sys.executable, "-m", "retouch.cli", "train", entry.recipe]
+    return [*train, *(part for setting in settings for part in ("--set", setting))]
+
+
+def trace(folder: Path) -> list[dict]:
+    """The first steps of a run's metrics, as far as they are there."""
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    told = [json.loads(line) for line in lines[:TRACED] if line.endswith("\n")]
+    return [{name: line[name] for name in TRACE if name in line} for line in told]
+
+
+def same(found: Sequence[dict], wanted: Sequence[dict]) -> bool:
+    """Whether two traces are equal but for rounding, which may differ between machines."""
+    if [sorted(step) for step in found] != [sorted(step) for step in wanted]:
+        return False
+    pairs = [(step[name], other[name]) for step, other in zip(found, wanted, strict=True) for name in step]
+    return all(math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-6) for a, b in pairs)
+
+
+def place(entry: Entry, seed: int) -> Path:
+    """Where a run is kept: named by the hash of its resolved recipe and of the shipped weights that it uses."""
+    recipe = load(ROOT / entry.recipe, [f"seed={seed}", "name=any", "out=any"])
     whole = hashlib.sha256(json.dumps(recipe.document(), sort_keys=True).encode())
     for file in sorted(file for name in used_weights(recipe) for file in (WEIGHTS / name).rglob("*.safetensors")):
         whole.update(file.relative_to(SOURCE).as_posix().encode() + hashlib.sha256(file.read_bytes()).digest())
-    for file in with_imports(DENOISING):
-        if file.name == "types.py":  # declares, and computes nothing
-            continue
-        whole.update(file.relative_to(SOURCE).as_posix().encode() + deeds(file.read_text()).encode())
-    return whole.hexdigest()[:32]
+    return CACHE / f"{whole.hexdigest()[:32]}.json"
+
+
+def keep(entry: Entry, known: dict) -> None:
+    CACHE.mkdir(exist_ok=True)
+    place(entry, known["result"]["seed"]).write_text(json.dumps(known, indent=2) + "\n")
 
 
 def used_weights(recipe: Recipe) -> set[str]:
     """Folders of the shipped weights that the recipe's models are read from."""
     return {SHIPPED[model.kind] for model in (recipe.policy.model, recipe.image_model) if model.kind in SHIPPED}
+
+
+def code_digest(recipe: Recipe) -> str:
+    """SHA-256 of the code that such a run trains with: what it does, not its words."""
+    whole = hashlib.sha256()
+    for file in with_imports(DECIDING[recipe.policy.kind]):
+        if file.name != "types.py":  # declares, and computes nothing
+            whole.update(file.relative_to(SOURCE).as_posix().encode() + deeds(file.read_text()).encode())
+    return whole.hexdigest()[:16]
 
 
 def with_imports(modules: Sequence[str]) -> list[Path]:
@@ -149,93 +215,6 @@ def measured(folder: Path) -> dict:
         "after": evals[-1]["table"],
         "ratio_max_first": max(ratios) if ratios else None,
     }
-
-
-def page(found: dict[str, list[dict]]) -> str:
-    """docs/results.md."""
-    lines = [
-        "# Results",
-        "",
-        "Held-out tasks of the playground: scenes, instructions and seeds that no training saw. Compound edits (two or three in "
-        "one instruction) were never in the supervised phase of the base. Every figure here is made by `make results`.",
-        "",
-        "Share of gap: (after - before) / (ceiling - before) of the overall score on compound edits, where the ceiling is the "
-        "exact target through the autoencoder. Best of k: the best of k samples of the base, picked by the judge.",
-        "",
-    ]
-    lines += [*headline(found), "", *detail(found)]
-    return "\n".join(lines) + "\n"
-
-
-def headline(found: dict[str, list[dict]]) -> list[str]:
-    lines = [
-        "| recipe | seed | before | after | gain (95 %) | share of gap | best of k | ceiling | singles | seconds |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for name, results in found.items():
-        for result in results:
-            s = result["summary"]
-            singles = result["after"]["complexity=1"]["overall"] - result["before"]["complexity=1"]["overall"]
-            low, high = s["gain_ci95"]
-            gain = f"{s['gain']:+.2f} ({low:+.2f} to {high:+.2f})"
-            beside = f"{s['best_of_k']:.2f} (k={s['k']}) | {s['ceiling']:.2f}"
-            lines.append(
-                f"| {name} | {result['seed']} | {s['before']:.2f} | {s['after']:.2f} | {gain} | {s['gap_closed']:.2f} | {beside} | "
-                f"{singles:+.2f} | {s['cost']['training seconds']:.0f} |"
-            )
-        shares = [result["summary"]["gap_closed"] for result in results]
-        lines.append(f"| **{name}** | mean of {len(shares)} |  |  |  | **{statistics.mean(shares):.2f}** |  |  |  |  |")
-    return lines
-
-
-def detail(found: dict[str, list[dict]]) -> list[str]:
-    lines = [
-        "## What changed, column by column",
-        "",
-        "Means over the seeds, before -> after.",
-        "",
-        "| recipe | tasks | overall | IF | IP | PQ | exact |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for name, results in found.items():
-        for row in ("complexity=1", "complexity=2", "complexity=3"):
-            cells = []
-            for column in ("overall", "IF", "IP", "PQ", "exact"):
-                before, after = (statistics.mean(result[when][row][column] for result in results) for when in ("before", "after"))
-                cells.append(f"{before:.2f} -> {after:.2f}")
-            lines.append(f"| {name} | {row.replace('=', ' ')} | " + " | ".join(cells) + " |")
-    lines += ["", "Share of edits that are done, by kind, over all held-out tasks:", ""]
-    kinds = ("recolour", "reshape", "remove", "add", "move")
-    lines += ["| recipe | " + " | ".join(kinds) + " |", "| --- |" + " --- |" * len(kinds)]
-    for name, results in found.items():
-        cells = []
-        for kind in kinds:
-            before, after = (
-                statistics.mean(result[when]["all"][f"success/{kind}"] for result in results) for when in ("before", "after")
-            )
-            cells.append(f"{before:.2f} -> {after:.2f}")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    lines += [
-        "",
-        "A gain that one kind of edit carries, or that costs more than 0.3 of IP, is a shortcut, whatever the mean says.",
-        "",
-    ]
-    return lines + [f"- {name}: {shortcut(results, kinds)}" for name, results in found.items()]
-
-
-def shortcut(results: list[dict], kinds: tuple[str, ...]) -> str:
-    """What the change in IP and in each kind of edit says of a gain."""
-
-    def change(row: str, column: str) -> float:
-        return statistics.mean(result["after"][row][column] - result["before"][row][column] for result in results)
-
-    preserved = change("all", "IP")
-    rises = {kind: change("all", f"success/{kind}") for kind in kinds}
-    told = ", ".join(f"{kind} {rise:+.2f}" for kind, rise in sorted(rises.items(), key=lambda item: -item[1]))
-    most, second = sorted(rises.values(), reverse=True)[:2]
-    carried = most > 0.05 and most > 3 * max(second, 0.0)
-    verdict = "a shortcut" if carried or preserved < -0.3 else "no shortcut by this rule"
-    return f"IP {preserved:+.2f}; done edits {told}: {verdict}."
 
 
 if __name__ == "__main__":

@@ -19,5 +19,5 @@ local playground = import 'playground.libsonnet';
   tasks(complexity, lazy=0):: { kind: 'playground-indirect', complexity: complexity, count: 100000, lazy: lazy },
   reward: playground.judge,
   // Several edits in one instruction: those that the base writer mostly says one of.
-  eval: { tasks: 330, complexity: [1, 2, 3], headline: { complexity: ['2', '3'] }, column: 'overall', batch: 110 },
+  eval: { tasks: 330, complexity: [1, 2, 3], headline: { complexity: ['2', '3'] }, column: 'overall', best_of_k: 4, batch: 110 },
 }

@@ -32,7 +32,12 @@ from retouch.runs.recipe_policy import PlaygroundModel
 
 log = logging.getLogger("retouch")
 WRITER = WriterTraining(
-    rounds=(Round(800, 2e-3, (1,)), Round(1500, 2e-3, (1, 2, 3)), Round(1200, 1e-3, (1, 2, 3), legible=1.0)),
+    rounds=(
+        Round(800, 2e-3, (1,)),
+        Round(1500, 2e-3, (1, 2, 3)),
+        Round(1200, 1e-3, (1, 2, 3), legible=1.0),
+        Round(2000, 1e-3, (1, 2, 3), legible=3.0),
+    ),
 )
 HELD_OUT = 330
 EVAL_STEPS = 6
@@ -41,7 +46,7 @@ EVAL_STEPS = 6
 def build_writer(out: Path | None, *, seed: int, writer: WriterTraining = WRITER) -> dict[str, float]:
     """Train the writer in front of the package's editor and write it to ``out`` (None: into the package). Returns held-out means.
 
-    About a quarter of an hour on one core of a laptop. One thread, so that the bits do not depend on how many cores there are.
+    About 25 minutes on one core of a laptop. One thread, so that the bits do not depend on how many cores there are.
     """
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s", force=True)
     folder = playground_writer_weights() if out is None else out

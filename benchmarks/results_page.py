@@ -1,0 +1,138 @@
+"""docs/results.md: what it compares, and how it says it."""
+
+import statistics
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of a table: a recipe, and its name there."""
+
+    name: str
+    recipe: str
+
+
+@dataclass(frozen=True)
+class Section:
+    """What is compared: its rows, and what a reader must know of the tasks and the ceiling."""
+
+    title: str
+    about: str
+    entries: tuple[Entry, ...]
+
+
+SECTIONS = (
+    Section(
+        "The editor",
+        "A flow-matching editor on instructions with one to three edits. Those with two or three were never in the supervised "
+        "phase of the base. The ceiling is the exact target through the autoencoder.",
+        (
+            Entry("GRPO (headline)", "recipes/quickstart.jsonnet"),
+            Entry("DiffusionNFT", "recipes/playground/nft.jsonnet"),
+            Entry("supervised control", "recipes/playground/supervised.jsonnet"),
+        ),
+    ),
+    Section(
+        "A writer in front of the editor",
+        "A vision-language model that sees the picture writes for the frozen editor. Instructions name things only as far as they "
+        'must be for who sees the picture ("make the circle red"); the base names single things in full, and mostly says nothing '
+        "where several edits are asked for. The ceiling is what the editor makes of the right words. Encoder `frozen`: the "
+        "editor's own text encoder reads what was written; `policy`: the writer itself does, with what it has learnt. Blind: a "
+        "renderer that is not told what was written. Supervised: as many sample passes of the base's own data.",
+        (
+            Entry("GRPO, encoder frozen", "recipes/qwen-image-edit/writer-grpo-frozen-playground.jsonnet"),
+            Entry("GRPO, encoder policy", "recipes/qwen-image-edit/writer-grpo-playground.jsonnet"),
+            Entry("blind control", "recipes/playground/writer-blind.jsonnet"),
+            Entry("supervised control", "recipes/playground/writer-supervised.jsonnet"),
+        ),
+    ),
+)
+
+
+def page(found: dict[Entry, list[dict]]) -> str:
+    """docs/results.md, of what has been run."""
+    lines = [
+        "# Results",
+        "",
+        "Held-out tasks of the playground: scenes, instructions and seeds that no training saw. Every figure here is made by "
+        "`make results`.",
+        "",
+        "Share of gap: (after - before) / (ceiling - before) of the overall score on compound edits, those with two or three in "
+        "one instruction. Best of k: the best of k samples of the base, picked by the judge.",
+        "",
+    ]
+    for section in SECTIONS:
+        rows = {entry.name: found[entry] for entry in section.entries if entry in found}
+        if rows:
+            lines += [f"## {section.title}", "", section.about, "", *headline(rows), "", *detail(rows), ""]
+    return "\n".join(lines[:-1]) + "\n"
+
+
+def headline(found: dict[str, list[dict]]) -> list[str]:
+    lines = [
+        "| recipe | seed | before | after | gain (95 %) | share of gap | best of k | ceiling | singles | seconds |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, results in found.items():
+        for result in results:
+            s = result["summary"]
+            singles = result["after"]["complexity=1"]["overall"] - result["before"]["complexity=1"]["overall"]
+            low, high = s["gain_ci95"]
+            gain = f"{s['gain']:+.2f} ({low:+.2f} to {high:+.2f})"
+            best = f"{s['best_of_k']:.2f} (k={s['k']})" if "best_of_k" in s else ""
+            beside = f"{best} | {s['ceiling']:.2f}"
+            lines.append(
+                f"| {name} | {result['seed']} | {s['before']:.2f} | {s['after']:.2f} | {gain} | {s['gap_closed']:.2f} | {beside} | "
+                f"{singles:+.2f} | {s['cost']['training seconds']:.0f} |"
+            )
+        shares = [result["summary"]["gap_closed"] for result in results]
+        lines.append(f"| **{name}** | mean of {len(shares)} |  |  |  | **{statistics.mean(shares):.2f}** |  |  |  |  |")
+    return lines
+
+
+def detail(found: dict[str, list[dict]]) -> list[str]:
+    lines = [
+        "What changed, column by column: means over the seeds, before -> after.",
+        "",
+        "| recipe | tasks | overall | IF | IP | PQ | exact |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, results in found.items():
+        for row in ("complexity=1", "complexity=2", "complexity=3"):
+            cells = []
+            for column in ("overall", "IF", "IP", "PQ", "exact"):
+                before, after = (statistics.mean(result[when][row][column] for result in results) for when in ("before", "after"))
+                cells.append(f"{before:.2f} -> {after:.2f}")
+            lines.append(f"| {name} | {row.replace('=', ' ')} | " + " | ".join(cells) + " |")
+    lines += ["", "Share of edits that are done, by kind, over all held-out tasks:", ""]
+    kinds = ("recolour", "reshape", "remove", "add", "move")
+    lines += ["| recipe | " + " | ".join(kinds) + " |", "| --- |" + " --- |" * len(kinds)]
+    for name, results in found.items():
+        cells = []
+        for kind in kinds:
+            before, after = (
+                statistics.mean(result[when]["all"][f"success/{kind}"] for result in results) for when in ("before", "after")
+            )
+            cells.append(f"{before:.2f} -> {after:.2f}")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        "A gain that one kind of edit carries, or that costs more than 0.3 of IP, is a shortcut, whatever the mean says.",
+        "",
+    ]
+    return lines + [f"- {name}: {shortcut(results, kinds)}" for name, results in found.items()]
+
+
+def shortcut(results: list[dict], kinds: tuple[str, ...]) -> str:
+    """What the change in IP and in each kind of edit says of a gain."""
+
+    def change(row: str, column: str) -> float:
+        return statistics.mean(result["after"][row][column] - result["before"][row][column] for result in results)
+
+    preserved = change("all", "IP")
+    rises = {kind: change("all", f"success/{kind}") for kind in kinds}
+    told = ", ".join(f"{kind} {rise:+.2f}" for kind, rise in sorted(rises.items(), key=lambda item: -item[1]))
+    most, second = sorted(rises.values(), reverse=True)[:2]
+    carried = most > 0.05 and most > 3 * max(second, 0.0)
+    verdict = "a shortcut" if carried or preserved < -0.3 else "no shortcut by this rule"
+    return f"IP {preserved:+.2f}; done edits {told}: {verdict}."
