@@ -1,0 +1,34 @@
+"""A control that must not gain: what was written does not reach the renderer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from PIL import Image
+
+from retouch.renderers.blind import Blind
+from retouch.types import Task, Written
+
+
+class Seen:
+    """Keeps what it was shown, and draws one grey picture a row."""
+
+    def __init__(self) -> None:
+        self.outputs: list[Written] = []
+
+    def __call__(self, tasks: Sequence[Task], trajectory: Any) -> list[Image.Image | None]:
+        self.outputs = list(trajectory.outputs)
+        return [Image.new("RGB", (8, 8), (127, 127, 127)) for _ in tasks]
+
+
+class Answers:
+    outputs = (
+        Written(ids=(4, 5), text="make it red", cut_off=False, key=(0, 1, 2, 3)),
+        Written(ids=(4, 5, 6), text="make it red and", cut_off=True, key=(0, 1, 2, 4)),
+    )
+
+
+def test_only_the_keys_of_the_noise_come_through() -> None:
+    seen = Seen()
+    tasks = [Task(id=name, instruction="make it red") for name in ("one", "two")]
+    assert len(Blind(seen)(tasks, Answers())) == 2
+    assert seen.outputs == [Written(ids=(), text="", cut_off=False, key=written.key) for written in Answers.outputs]
