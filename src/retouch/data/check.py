@@ -17,6 +17,7 @@ from retouch.data.problems import BadRow, Problem
 from retouch.data.prompts import read_prompts
 from retouch.data.rows import Row, Rows
 from retouch.data.tasks import require_same_size
+from retouch.data.triplets import LIST, TripletRows
 
 OnBadRow: TypeAlias = Literal["refuse", "skip"]
 SHOWN = 5
@@ -43,12 +44,14 @@ def check(source: str | Path | Rows, *, max_pixels: int = MAX_PIXELS) -> list[Pr
 
 
 def read_path(path: str | Path) -> Rows:
-    """Rows by what lies there: a folder with metadata, a prompt list (.txt, .jsonl), else a data set that ``datasets`` reads."""
+    """Rows by what lies there: a folder with metadata or triplets, a prompt list (.txt, .jsonl), else what ``datasets`` reads."""
     where = Path(path)
     if not where.exists():
         raise ValueError(f"{path}: no such file or folder")
     if any((where / name).is_file() for name in METADATA):
         return read_folder(where)
+    if (where / LIST).is_file():
+        return TripletRows(where, reference="own")
     if where.suffix in (".txt", ".jsonl"):
         return read_prompts(where)
     from retouch.data.hub import read_hub  # slow to import

@@ -16,6 +16,7 @@ from retouch.data.prompts import read_prompts
 from retouch.data.rows import Rows, sources
 from retouch.data.split import limit, split_by_source
 from retouch.data.tasks import Subset, Tasks
+from retouch.data.triplets import TripletRows
 from retouch.playground.indirect import IndirectTasks
 from retouch.playground.tasks import PlaygroundTasks
 from retouch.runs.recipe import Recipe
@@ -27,10 +28,11 @@ from retouch.runs.recipe_data import (
     IndirectPlaygroundData,
     PlaygroundData,
     PromptData,
+    TripletData,
 )
 from retouch.types import Task
 
-Stored: TypeAlias = FolderData | HubData | ComplexEditData | PromptData
+Stored: TypeAlias = FolderData | HubData | ComplexEditData | TripletData | PromptData
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def build_sets(recipe: Recipe, data: Data, *, size: tuple[int, int] | None) -> S
         return Sets(train, heldout, tuple(str(test) for test in refused))
     split_name = data.split if isinstance(data, HubData | ComplexEditData) else None
     refused = refuse_test_sets([data.path], split=split_name, allow_test_sets=data.allow_test_sets)
-    rows = _read(data)
+    rows = _read(data, seed=recipe.seed)
     on_bad_row = "refuse" if isinstance(data, PromptData) else data.on_bad_row
     good, found = accept(rows, on_bad_row=on_bad_row)
     split = split_by_source(sources(rows, good), held_out=data.held_out, seed=recipe.seed)
@@ -81,7 +83,7 @@ def _playground(data: PlaygroundData, *, complexity: Sequence[int] | dict[int, f
     return IndirectTasks(tasks, lazy=data.lazy) if isinstance(data, IndirectPlaygroundData) else tasks
 
 
-def _read(data: Stored) -> Rows:
+def _read(data: Stored, *, seed: int) -> Rows:
     match data:
         case FolderData():
             return read_folder(data.path, columns=data.columns)
@@ -89,6 +91,8 @@ def _read(data: Stored) -> Rows:
             return read_hub(data.path, split=data.split, config=data.config, revision=data.revision, columns=data.columns)
         case ComplexEditData():
             return read_complex_edit(data.path, complexity=data.complexity, split=data.split, revision=data.revision)
+        case TripletData():
+            return TripletRows(data.path, reference=data.reference, seed=seed)
         case PromptData():
             return read_prompts(data.path)
 

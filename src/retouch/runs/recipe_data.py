@@ -116,6 +116,17 @@ class ComplexEditData(PicturedData):
     """Edits in one instruction, 1 to 8: "8", "1-8" or "1,3,5". Pictures are split before they are taken at several levels."""
 
 
+class TripletData(PicturedData):
+    """Words to paint into a masked part of a picture, in the style of a reference (``self_bench.txt`` and its pictures). The known
+    set of this layout is a benchmark, so training on it needs ``allow_test_sets``."""
+
+    kind: Literal["triplets"]
+    path: str
+    """The folder."""
+    reference: Literal["own", "other"] = "other"
+    """Whose style crop an item is shown: its own shows the letters that are to be painted."""
+
+
 class PromptData(DataSection):
     """A text file with one instruction a line and no pictures."""
 
@@ -129,5 +140,6 @@ class PromptData(DataSection):
 
 
 Data: TypeAlias = Annotated[
-    PlaygroundData | IndirectPlaygroundData | FolderData | HubData | ComplexEditData | PromptData, Field(discriminator="kind")
+    PlaygroundData | IndirectPlaygroundData | FolderData | HubData | ComplexEditData | TripletData | PromptData,
+    Field(discriminator="kind"),
 ]
