@@ -272,14 +272,15 @@ def test_a_small_recipe_is_tried_and_nothing_is_left_behind(tmp_path: Path, caps
 
 
 def test_the_trial_step_samples_no_more_rows_at_once_than_the_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = assemble(small("rollout.chunk=3", "tasks_per_step=4"), Ranks())
+    parts = assemble(small("rollout.chunk=3", "tasks_per_step=8"), Ranks())
     run, phase = parts.phase(0, stepper=parts.stepper(), judge=lambda batch, samples: pytest.fail("a trial asks no judge"))
-    seen: list[int] = []
+    seen: list[tuple[int, ...]] = []
     rollout = run.policy.rollout
-    monkeypatch.setattr(run.policy, "rollout", lambda batch: seen.append(len(batch)) or rollout(batch))
+    monkeypatch.setattr(run.policy, "rollout", lambda batch: seen.append(batch.group_ids) or rollout(batch))
     checks = preflight(run, phase, step=0, rows=8)
     parts.judge.close()
-    assert seen == [3, 3, 2]
+    assert [len(groups) for groups in seen] == [3, 3, 2]
+    assert len({group for groups in seen for group in groups}) == 8  # each of another task
     assert [check.name for check in checks if check.ok] == ["ratio_before", "gradient", "moved", "ratio_after", "frozen"]
 
 

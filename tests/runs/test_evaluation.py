@@ -1,12 +1,18 @@
 """The held-out table: means, intervals, the headline's row; the gain between two evaluations of the same tasks."""
 
 import math
+from collections.abc import Mapping
 
 import pytest
 import torch
+from PIL import Image
 
-from retouch.runs.evaluation import Evaluated, chosen, paired_gain, table
-from retouch.types import Task
+import tiny_writing
+from models import tiny_writers
+from retouch.rewards.judging import Judge
+from retouch.runs.evaluation import Evaluated, Evaluator, chosen, paired_gain, table
+from retouch.runs.ranks import Ranks
+from retouch.types import Column, Task
 
 
 def evaluated() -> Evaluated:
@@ -43,3 +49,30 @@ def test_the_gain_is_paired() -> None:
     assert gain == 1.0
     assert interval == (1.0, 1.0)
     assert paired_gain(before[:1], after[:1]) == (1.0, None)
+
+
+class Said:
+    """Paints a grey that hangs on every id that was written."""
+
+    def __call__(self, tasks, trajectory):
+        return [Image.new("L", (1, 1), sum(written.ids) % 251) for written in trajectory.outputs]
+
+
+class Grey:
+    columns: Mapping[str, Column] = {"grey": Column(0.0, 255.0)}
+
+    def __call__(self, samples):
+        return {"grey": torch.tensor([float(sample.image.getpixel((0, 0))) for sample in samples])}
+
+
+def test_the_best_of_a_writers_samples_is_of_words_that_differ() -> None:
+    tasks = tiny_writers.tasks()
+    judge = Judge(Grey(), {"grey": 1.0})
+    evaluate = Evaluator(tasks=tasks, renderer=Said(), judge=judge, ranks=Ranks(), seed=0, batch=len(tasks))
+    policy = tiny_writing.policy()
+    likeliest = evaluate(policy).rewards
+    assert torch.equal(likeliest, evaluate(policy).rewards)
+    three, eight = (evaluate.best_of(policy, k=k).rewards for k in (3, 8))
+    assert (eight >= three).all()
+    assert (eight > three).any()
+    judge.close()

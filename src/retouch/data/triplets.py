@@ -1,6 +1,6 @@
 """Triplets to paint words in the style of a reference (Calligrapher's layout): ``self_bench.txt``, a ``<number>-<text>`` a line.
 
-Beside it lie ``test<number>_source.png``, what the masked part looked like; ``test<number>_mask.png``, of the same size, white where
+Beside it lie ``test<number>_source.png``, what the masked part looked like; ``test<number>_mask.png``, as large, white where
 to paint; and ``test<number>_ref.png``, a style crop of any size. The source is both the picture to fill in and the target.
 """
 

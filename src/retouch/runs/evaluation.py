@@ -9,6 +9,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
+from retouch.policies.autoregressive import AutoregressivePolicy
 from retouch.rewards.judging import Judge, Judged
 from retouch.runs.completions import texts
 from retouch.runs.ranks import Ranks
@@ -67,9 +68,9 @@ class Evaluator:
     pictures: int = 0
     demonstrates: Callable[[Task], bool] = lambda task: task.target is not None
 
-    def __call__(self, policy: Any, *, slot: int = 0) -> Evaluated:
-        """The policy as its end user would see it; another ``slot`` starts from other noise."""
-        return self._evaluate(policy.sample, slot=slot)
+    def __call__(self, policy: Any) -> Evaluated:
+        """The policy as its end user would see it."""
+        return self._evaluate(policy.sample, slot=0)
 
     def ceiling(self, policy: Any) -> Evaluated | None:
         """The tasks' own targets or completions through the renderer; None where a task has none.
@@ -81,8 +82,12 @@ class Evaluator:
         return self._evaluate(policy.demonstrate, slot=0)
 
     def best_of(self, policy: Any, *, k: int) -> Evaluated:
-        """The best of ``k`` samples of each task, column by column; a sample that could not be judged is never the best."""
-        tries = [self(policy, slot=slot) for slot in range(k)]
+        """The best of ``k`` samples of each task, column by column; a sample that could not be judged is never the best.
+
+        A denoising policy starts from other noise each time; a writer draws its words, of which the likeliest are always the same.
+        """
+        act = policy.rollout if isinstance(policy, AutoregressivePolicy) else policy.sample
+        tries = [self._evaluate(act, slot=slot) for slot in range(k)]
         scores = {name: _best([each.scores[name] for each in tries]) for name in tries[0].scores}
         return Evaluated(self.tasks, scores, _best([each.rewards for each in tries]))
 

@@ -40,7 +40,7 @@ class PreflightFailed(ValueError):
 
 
 def preflight(run: Run, phase: Phase, *, step: int, rows: int) -> list[Check]:
-    """Try one step on ``rows`` rows of ``step`` and restore everything. Every rank takes part."""
+    """Try one step on ``rows`` rows of ``step``, of those that it has, and restore everything. Every rank takes part."""
     trained = {name: p for name, p in run.policy.module.named_parameters() if p.requires_grad}
     before = {name: p.detach().clone() for name, p in trained.items()}
     frozen = _fingerprints(run)
@@ -67,8 +67,10 @@ def require(checks: list[Check]) -> None:
 
 
 def _trial(run: Run, phase: Phase, step: int, rows: int) -> Minibatch:
-    """A few rows with advantages of both signs."""
-    batch = phase.batch(step).take(slice(0, rows))
+    """A few rows with advantages of both signs, of as many tasks as can be: a policy may be quite sure of one."""
+    batch = phase.batch(step)
+    apart = len(batch) // rows
+    batch = batch.take(slice(0, apart * rows, apart))
     act = run.policy.demonstrate if phase.advantage is None else run.policy.rollout
     parts = [act(batch.take(slice(first, first + run.chunk))) for first in range(0, len(batch), run.chunk)]
     trajectory = type(parts[0]).concat(parts)
