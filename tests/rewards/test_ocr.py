@@ -115,3 +115,65 @@ def test_rapidocr_reads_real_pictures(reader):
     ]
     assert samples
     assert OcrReward(reader)(samples)["correctness"].tolist() == [1.0] * len(samples)
+
+
+def placed(*lines: tuple[str, tuple[int, int]], size=(400, 200)) -> Image.Image:
+    image = Image.new("RGB", size, (240, 240, 230))
+    for text, at in lines:
+        ImageDraw.Draw(image).text(at, text, fill=(20, 30, 90), font=ImageFont.load_default(36))
+    return image
+
+
+def marking(*boxes: tuple[int, int, int, int], size=(400, 200)) -> Image.Image:
+    mask = Image.new("L", size)
+    for box in boxes:
+        ImageDraw.Draw(mask).rectangle(box, fill=255)
+    return mask
+
+
+def square(left: int, top: int, side: int = 10) -> tuple[tuple[float, float], ...]:
+    right, bottom = left + side - 1, top + side - 1
+    return (left, top), (right, top), (right, bottom), (left, bottom)
+
+
+@pytest.mark.parametrize(("left", "counts"), [(0, True), (14, True), (15, True), (16, False), (30, False)])
+def test_a_line_counts_where_half_of_it_lies_in_the_mask(left, counts):
+    mask = marking((0, 0, 19, 99), size=(100, 100))
+    task = Task("t", "", text="yes", mask=mask)
+    reward = OcrReward(lambda image: [Line("yes", 1.0, square(left, 40))], where="mask")
+    assert reward([Sample(task, Image.new("RGB", (100, 100)))])["correctness"].item() == float(counts)
+
+
+def test_text_outside_of_the_mask_is_not_read_and_within_it_costs(reader):
+    image = placed(("harbour", (20, 20)), ("Azir", (220, 130)))
+    task = Task("t", "", text="Azir", mask=marking((200, 120, 390, 190)))
+    everything, masked = (
+        OcrReward(reader, where=where)([Sample(task, image)])["correctness"].item() for where in ("picture", "mask")
+    )
+    assert masked == 1.0
+    assert everything < 0.5
+    both = Task("t", "", text="Azir", mask=marking((0, 0, 399, 199)))
+    assert OcrReward(reader, where="mask")([Sample(both, image)])["correctness"].item() == pytest.approx(everything)
+
+
+def test_a_known_box_is_read_without_looking_for_it(reader):
+    texts = ("Azir", "rock", "7-Up")
+    box = (200, 120, 330, 185)
+    samples = [
+        Sample(Task(text, "", text=text, mask=marking(box)), placed(("harbour", (20, 20)), (text, (214, 128)))) for text in texts
+    ]
+    samples.insert(1, Sample(samples[0].task, None))
+    scores = OcrReward(reader, where="box")(samples)
+    assert scores["correctness"].tolist() == [1.0, 0.0, 1.0, 1.0]
+    assert scores["confidence"].isnan().tolist() == [False, True, False, False]
+
+
+def test_where_needs_a_mask_and_a_reader_of_lines():
+    image = Image.new("RGB", (100, 100))
+    for mask in (None, Image.new("L", (100, 100))):
+        with pytest.raises(ValueError, match="'t' has no mask"):
+            OcrReward(lambda image: [], where="mask")([Sample(Task("t", "", text="a", mask=mask), image)])
+    with pytest.raises(ValueError, match="no read_lines"):
+        OcrReward(lambda image: [], where="box")
+    with pytest.raises(ValueError, match="where is one of"):
+        OcrReward(lambda image: [], where="masks")
