@@ -103,7 +103,9 @@ def _looking(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", *p
     build = playground.add_parser("build", parents=parents[:1], help="train the base models of the playground again")
     build.add_argument("--out", type=Path, metavar="DIR", help="folder for the weights; by default that of the package")
     build.add_argument("--seed", type=int, default=0)
-    build.add_argument("--writer", action="store_true", help="the writer in front of the editor that is there, and not the editor")
+    which = build.add_mutually_exclusive_group()
+    which.add_argument("--writer", action="store_true", help="the writer in front of the editor that is there, and not the editor")
+    which.add_argument("--painter", action="store_true", help="the painter, which goes on from the editor, and its enhancer")
     build.set_defaults(run=_playground_build)
 
     data = commands.add_parser("data", help="data sets").add_subparsers(dest="what", required=True, metavar="WHAT")
@@ -223,9 +225,11 @@ def _recipes(arguments: argparse.Namespace) -> int:
 
 def _playground_build(arguments: argparse.Namespace) -> int:
     from retouch.bases.build import build
+    from retouch.bases.build_painter import build_painter
     from retouch.bases.build_writer import build_writer
 
-    (build_writer if arguments.writer else build)(arguments.out, seed=arguments.seed)
+    building = build_writer if arguments.writer else build_painter if arguments.painter else build
+    building(arguments.out, seed=arguments.seed)
     return 0
 
 

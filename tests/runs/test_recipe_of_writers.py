@@ -30,6 +30,12 @@ PROMPT = {
     "data": {"kind": "prompts", "path": "prompts.txt"},
     "reward": {"kind": "share", "combine": {"red": 1}},
 }
+PAINTED = {
+    "policy__model": {"kind": "playground-enhancer"},
+    "renderer": {"kind": "prompt", "model": {"kind": "playground-painter"}, "num_steps": 6},
+    "data": {"kind": "playground-paintings", "complexity": [1, 2], "count": 100},
+    "reward": {"kind": "playground-paintings", "combine": {"overall": 1}},
+}
 DENOISING = {"kind": "denoising", "model": {"kind": "playground"}, "train": {"kind": "full"}}
 CHAIN = {"num_steps": 6, "transition": {"kind": "cps", "noise_level": 0.7}, "window": {"mode": "window", "size": 2}}
 
@@ -113,6 +119,11 @@ def test_the_encoder_has_no_default() -> None:
         ({**PROMPT, "renderer__model": {"kind": "sd3", "path": "x"}}, "renderer.model.size"),
         ({**PROMPT, "objective": {"kind": "sft"}}, "data"),
         ({"data": {"kind": "prompts", "path": "x"}, "reward": PROMPT["reward"]}, "data.kind"),
+        ({"data": PAINTED["data"], "reward": PAINTED["reward"]}, "data.kind"),
+        ({**PAINTED, "reward": BASE["reward"]}, "reward.kind"),
+        ({**PAINTED, "data": BASE["data"]}, "reward.kind"),
+        ({**PAINTED, "renderer__kind": "response", "renderer__encoder": "frozen"}, "renderer.model.kind"),
+        ({"policy__model": PAINTED["policy__model"]}, "policy.model.kind"),
         ({"group_size": 1}, "group_size"),
         ({"policy__train": {"kind": "lora", "dropout": 0.1}}, "policy.train.dropout"),
     ],
@@ -128,6 +139,8 @@ def test_values_that_cannot_stand_together_are_refused_with_advice(changes: dict
     [
         {},
         PROMPT,
+        PAINTED,
+        {**PAINTED, "data__lazy": 0.8, "objective": {"kind": "sft"}, "group_size": 1},
         {"objective": {"kind": "sft"}, "group_size": 1},
         {"objective": {"kind": "policy_gradient", "surrogate": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}, "microbatch": 1},
         {"policy__model": {"kind": "qwen-vl", "path": "x"}, "renderer__model": {"kind": "qwen-image-edit", "path": "y"}},
@@ -142,3 +155,11 @@ def test_a_run_goes_on_elsewhere_and_not_with_another_encoder() -> None:
     old = parse(BASE)
     assert differences(old, parse(changed(renderer__device="cpu"))) == []
     assert differences(old, parse(changed(renderer__encoder="policy"))) != []
+
+
+def test_held_out_paintings_bring_whole_completions() -> None:
+    recipe = parse(changed(**PAINTED, data__lazy=0.8, eval__tasks=7, eval__complexity=[3], eval__seed=5))
+    held_out = recipe.eval_data()
+    assert (held_out.kind, held_out.count, held_out.seed, held_out.split) == ("playground-paintings", 7, 5, "test")
+    assert (held_out.complexity, held_out.lazy) == ({3: 1.0}, 0)
+    assert parse(recipe.document()) == recipe

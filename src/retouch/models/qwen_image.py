@@ -48,7 +48,13 @@ class QwenImage:
 
     @classmethod
     def from_pretrained(
-        cls, path: Path | str, *, dtype: torch.dtype, device: torch.device | str, size: Size | None = None
+        cls,
+        path: Path | str,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        size: Size | None = None,
+        template: str | None = None,
     ) -> "QwenImage":
         """The parts of a local diffusers folder (safetensors, no remote code); all but the transformer frozen."""
         parts = qwen_load.load(path, dtype=dtype, device=device)
@@ -59,6 +65,7 @@ class QwenImage:
             tokenizer=parts.tokenizer,
             scheduler_config=parts.scheduler_config,
             size=size,
+            template=template,
         )
 
     def prepare(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> Prepared:

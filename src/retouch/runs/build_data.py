@@ -18,6 +18,7 @@ from retouch.data.split import limit, split_by_source
 from retouch.data.tasks import Subset, Tasks
 from retouch.data.triplets import TripletRows
 from retouch.playground.indirect import IndirectTasks
+from retouch.playground.paintings import PaintingTasks
 from retouch.playground.tasks import PlaygroundTasks
 from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_data import (
@@ -26,6 +27,7 @@ from retouch.runs.recipe_data import (
     FolderData,
     HubData,
     IndirectPlaygroundData,
+    PaintingData,
     PlaygroundData,
     PromptData,
     TripletData,
@@ -53,9 +55,9 @@ def build_sets(recipe: Recipe, data: Data, *, size: tuple[int, int] | None) -> S
 
     ValueError where rows cannot be used, where nothing is left, or where a known test set would be trained on.
     """
-    if isinstance(data, PlaygroundData):
+    if isinstance(data, PlaygroundData | PaintingData):
         asked = recipe.eval_data()
-        assert isinstance(asked, PlaygroundData)
+        assert isinstance(asked, PlaygroundData | PaintingData)
         train = _playground(data, complexity=data.complexity)
         heldout = _playground(asked, complexity=_in_turn(asked.complexity))
         refused = refuse_test_sets(["playground"], split=data.split, allow_test_sets=data.allow_test_sets)
@@ -76,7 +78,9 @@ def build_sets(recipe: Recipe, data: Data, *, size: tuple[int, int] | None) -> S
     return Sets(Subset(tasks, train_rows), Subset(tasks, heldout_rows), allowed, tuple(found))
 
 
-def _playground(data: PlaygroundData, *, complexity: Sequence[int] | dict[int, float]) -> Sequence[Task]:
+def _playground(data: PlaygroundData | PaintingData, *, complexity: Sequence[int] | dict[int, float]) -> Sequence[Task]:
+    if isinstance(data, PaintingData):
+        return PaintingTasks(seed=data.seed, count=data.count, complexity=complexity, split=data.split, lazy=data.lazy)
     tasks = PlaygroundTasks(
         seed=data.seed, count=data.count, complexity=complexity, split=data.split, filler=data.filler, vain=data.vain
     )

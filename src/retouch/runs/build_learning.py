@@ -15,6 +15,7 @@ from retouch.objectives.nft import NFT
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.objectives.supervised import Supervised
 from retouch.playground.judge import PlaygroundJudge
+from retouch.playground.painting_judge import PaintingJudge
 from retouch.policies.denoising import Sampling
 from retouch.policies.windows import Window
 from retouch.rewards.photos import PhotosReward
@@ -34,6 +35,8 @@ def build_reward(section: recipe_learning.Reward) -> Reward:
     match section:
         case recipe_learning.PlaygroundReward():
             return PlaygroundJudge()
+        case recipe_learning.PaintingReward():
+            return PaintingJudge()
         case recipe_learning.PhotosReward():
             return PhotosReward(colour=section.colour, preserve=section.preserve)
         case recipe_learning.ShareReward():

@@ -23,7 +23,15 @@ from retouch.policies.weights import WeightCopies
 from retouch.runs.files import read_json
 from retouch.runs.imports import import_class
 from retouch.runs.pretrained import fetch_weights
-from retouch.runs.recipe_policy import DenoisingPolicy, DiffusersModel, ImportedModel, Lora, Model, PlaygroundModel
+from retouch.runs.recipe_policy import (
+    DenoisingPolicy,
+    DiffusersModel,
+    ImportedModel,
+    Lora,
+    Model,
+    PlaygroundModel,
+    PlaygroundPainter,
+)
 from retouch.runs.recipe_writer import AutoregressivePolicy
 from retouch.types import DenoisingModel
 
@@ -37,9 +45,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _LORA_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors", "weights.safetensors")
 
 
-def playground_weights() -> Path:
-    """The base editor that ships with the package."""
-    return Path(str(files("retouch.playground"))) / "weights" / "editor"
+def playground_weights(name: str = "editor") -> Path:
+    """The base ``editor`` that ships with the package, or its ``painter``."""
+    return Path(str(files("retouch.playground"))) / "weights" / name
 
 
 def build_model(model: Model, *, device: torch.device) -> DenoisingModel:
@@ -49,6 +57,8 @@ def build_model(model: Model, *, device: torch.device) -> DenoisingModel:
         return made
     dtype = DTYPES[model.dtype]
     size = None if model.size is None else (model.size[0], model.size[1])
+    if isinstance(model, PlaygroundPainter):
+        return _painter(Path(model.path) if model.path else playground_weights("painter"), dtype=dtype, device=device, size=size)
     if isinstance(model, PlaygroundModel):
         return _playground(Path(model.path) if model.path else playground_weights(), dtype=dtype, device=device, size=size)
     loaded: DenoisingModel = _FAMILIES[model.kind].from_pretrained(fetch_weights(model.path), dtype=dtype, device=device, size=size)
@@ -73,6 +83,15 @@ def _playground(path: Path, *, dtype: torch.dtype, device: torch.device, size: t
         condition_area=stated["condition_area"],
         source_area=stated["source_area"],
     )
+
+
+def _painter(path: Path, *, dtype: torch.dtype, device: torch.device, size: tuple[int, int] | None) -> QwenImage:
+    """Qwen-Image in small: the same loading, with the template and the size that its folder states."""
+    if not (path / "adapter.json").is_file():
+        raise ValueError(f"{path} holds no playground painter; `retouch playground build --painter` makes it")
+    stated = read_json(path / "adapter.json")
+    size = (stated["size"][0], stated["size"][1]) if size is None else size
+    return QwenImage.from_pretrained(path, dtype=dtype, device=device, size=size, template=stated["template"])
 
 
 def make_trainable(module: nn.Module, policy: DenoisingPolicy | AutoregressivePolicy, *, seed: int) -> WeightCopies:

@@ -26,11 +26,12 @@ from retouch.renderers.blind import Blind
 from retouch.renderers.prompts import FlowPainter, PromptRenderer
 from retouch.renderers.responses import ResponseRenderer
 from retouch.runs import recipe_renderer
-from retouch.runs.build_model import DTYPES
+from retouch.runs.build_model import DTYPES, playground_weights
+from retouch.runs.files import read_json
 from retouch.runs.imports import import_class
 from retouch.runs.pretrained import fetch_writer
 from retouch.runs.recipe_policy import ImportedModel
-from retouch.runs.recipe_writer import AutoregressivePolicy, PlaygroundWriter
+from retouch.runs.recipe_writer import AutoregressivePolicy, PlaygroundEnhancer, PlaygroundWriter
 from retouch.types import AutoregressiveModel, DenoisingModel, Renderer, Task
 
 
@@ -49,6 +50,9 @@ def build_writer(policy: AutoregressivePolicy, *, before: DenoisingModel | None,
         made: AutoregressiveModel = import_class(section.class_)(**section.args)
         return made
     system = area = None
+    if isinstance(section, PlaygroundEnhancer):
+        enhancer: AutoregressiveModel = _enhancer(section, device=device, gradient_checkpointing=policy.gradient_checkpointing)
+        return enhancer
     if isinstance(section, PlaygroundWriter):
         path = Path(section.path) if section.path else playground_writer_weights()
         if not (path / "config.json").is_file():
@@ -68,6 +72,21 @@ def build_writer(policy: AutoregressivePolicy, *, before: DenoisingModel | None,
         writer = _in_front_of(before, writer)
     checked: AutoregressiveModel = writer
     return checked
+
+
+def _enhancer(section: PlaygroundEnhancer, *, device: torch.device, gradient_checkpointing: bool) -> Any:
+    """The base enhancer with the template that its folder states."""
+    path = Path(section.path) if section.path else playground_weights("enhancer")
+    if not (path / "adapter.json").is_file():
+        raise ValueError(f"{path} holds no playground enhancer; `retouch playground build --painter` makes it")
+    return load_writer(
+        path,
+        template=read_json(path / "adapter.json")["template"],
+        dtype=DTYPES[section.dtype],
+        device=device,
+        attention=section.attention,
+        gradient_checkpointing=gradient_checkpointing,
+    )
 
 
 def _in_front_of(editor: DenoisingModel, writer: QwenWriter) -> QwenWriter:

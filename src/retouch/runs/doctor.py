@@ -26,7 +26,7 @@ from retouch.runs.pretrained import find_weights, find_writer
 from retouch.runs.quiet import quiet
 from retouch.runs.ranks import Ranks
 from retouch.runs.recipe import Recipe
-from retouch.runs.recipe_policy import ImportedModel, Model, PlaygroundModel
+from retouch.runs.recipe_policy import ImportedModel, Model, PlaygroundModel, PlaygroundPainter
 from retouch.runs.recipe_writer import QwenWriter, WriterModel
 
 _QUICKSTART = ("recipes/quickstart.jsonnet",)
@@ -161,7 +161,8 @@ def _weights(recipe: Recipe) -> tuple[Path | None, bool]:
     if isinstance(model, ImportedModel):
         return None, written
     if isinstance(model, PlaygroundModel):
-        return Path(model.path) if model.path else playground_weights(), written
+        shipped = playground_weights("painter" if isinstance(model, PlaygroundPainter) else "editor")
+        return Path(model.path) if model.path else shipped, written
     folder = find_weights(model.path)
     return folder, folder is not None and written
 

@@ -15,7 +15,7 @@ from retouch.runs.evaluation import chosen
 from retouch.runs.folder import RunFolder
 from retouch.runs.recipe import Recipe, parse
 from retouch.runs.recipe_checks import check_ranks, unmeant_ranks
-from retouch.runs.recipe_data import ComplexEditData, Data, HubData, PlaygroundData
+from retouch.runs.recipe_data import ComplexEditData, Data, HubData, PaintingData, PlaygroundData
 from retouch.runs.recipe_differences import differences
 from retouch.runs.recipe_policy import ImportedModel
 from retouch.runs.trackers import require_trackers
@@ -79,8 +79,8 @@ def check_data(recipe: Recipe) -> Iterator[tuple[Finding, Sets | None]]:
 
 
 def _read(recipe: Recipe, data: Data, size: tuple[int, int] | None) -> tuple[Finding, Sets | None]:
-    path = "the playground" if isinstance(data, PlaygroundData) else data.path
-    there = isinstance(data, PlaygroundData) or Path(path).exists()
+    path = "the playground" if isinstance(data, PlaygroundData | PaintingData) else data.path
+    there = isinstance(data, PlaygroundData | PaintingData) or Path(path).exists()
     if isinstance(data, ComplexEditData | HubData) and not there:
         return note("data", f"{path} is not in a folder here: it is read from the Hugging Face hub when training starts"), None
     try:

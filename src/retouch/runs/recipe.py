@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from retouch.runs.recipe_checks import problems
-from retouch.runs.recipe_data import Data, IndirectPlaygroundData, Mixture, PlaygroundData
+from retouch.runs.recipe_data import Data, IndirectPlaygroundData, Mixture, PaintingData, PlaygroundData
 from retouch.runs.recipe_errors import unknown_keys, wrong_values
 from retouch.runs.recipe_files import find
 from retouch.runs.recipe_jsonnet import evaluate
@@ -146,10 +146,12 @@ class Recipe(Section):
 
     def eval_data(self) -> Data:
         """The data of evaluation: the run's own, with what ``eval`` says about held-out playground tasks."""
-        if not isinstance(self.data, PlaygroundData):
+        if not isinstance(self.data, PlaygroundData | PaintingData):
             return self.data
-        changes = {"count": self.eval.tasks, "seed": self.eval.seed, "split": self.eval.split, "vain": 0}
-        if isinstance(self.data, IndirectPlaygroundData):
+        changes: dict[str, object] = {"count": self.eval.tasks, "seed": self.eval.seed, "split": self.eval.split}
+        if isinstance(self.data, PlaygroundData):
+            changes["vain"] = 0
+        if isinstance(self.data, IndirectPlaygroundData | PaintingData):
             changes["lazy"] = 0
         return self.data.model_copy(update=changes | ({} if self.eval.complexity is None else {"complexity": self.eval.complexity}))
 

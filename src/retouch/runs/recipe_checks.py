@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 
 from retouch.core.surrogates import check_clip
 from retouch.data.sampler import check_arithmetic
-from retouch.runs.recipe_data import PicturedData, PlaygroundData, PromptData
-from retouch.runs.recipe_learning import GroupAdvantage, PlaygroundReward, PolicyGradient, Sft, Supervised
+from retouch.runs.recipe_data import PaintingData, PicturedData, PlaygroundData, PromptData
+from retouch.runs.recipe_learning import GroupAdvantage, PaintingReward, PlaygroundReward, PolicyGradient, Sft, Supervised
 from retouch.runs.recipe_phases import ResolvedPhase
 from retouch.runs.recipe_policy import DiffusersModel, ImportedModel, Lora
 from retouch.runs.recipe_rollout import (
@@ -136,9 +136,14 @@ def _exploration(recipe: "Recipe", phase: ResolvedPhase, at: dict[str, str]) -> 
 def _data(recipe: "Recipe", phase: ResolvedPhase, at: str) -> Iterator[str]:
     model = recipe.image_model
     if isinstance(recipe.reward, PlaygroundReward) and not isinstance(phase.data, PlaygroundData):
-        yield f"reward.kind: playground judges its own scenes only, and {at}.kind is {phase.data.kind!r}; take photos or import"
-    if isinstance(phase.data, PromptData) and model.kind in EDITORS:
-        yield f"{at}.kind: prompts have no source picture, which {model.kind} edits; take folder or hub data"
+        yield f"reward.kind: playground judges its own edits only, and {at}.kind is {phase.data.kind!r}; take photos or import"
+    if isinstance(recipe.reward, PaintingReward) and not isinstance(phase.data, PaintingData):
+        yield (
+            f"reward.kind: playground-paintings judges its own scenes only, and {at}.kind is {phase.data.kind!r}; take photos or "
+            "import"
+        )
+    if isinstance(phase.data, PromptData | PaintingData) and model.kind in EDITORS:
+        yield f"{at}.kind: {phase.data.kind} have no source picture, which {model.kind} edits; take folder or hub data"
     if isinstance(phase.data, PicturedData) and not isinstance(model, ImportedModel):
         sizes = phase.data.size, model.size
         if None not in sizes and sizes[0] != sizes[1]:

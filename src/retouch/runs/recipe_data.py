@@ -63,6 +63,23 @@ class IndirectPlaygroundData(PlaygroundData):
     """Share of the tasks with several edits whose completion says nothing; held-out tasks have none."""
 
 
+class PaintingData(DataSection):
+    """Scenes of the playground, asked for in words that its painter does not know: for a writer of prompts. Each task has such a
+    prompt as its ``completion``."""
+
+    kind: Literal["playground-paintings"]
+    complexity: Mixture
+    """Numbers of things in a scene, 1 to 4: a list, or a map from number to weight."""
+    count: Count
+    """Tasks in the set."""
+    seed: int = 0
+    """What the tasks are drawn from."""
+    split: Literal["train", "validation", "test"] = "train"
+    """Which of the three disjoint sets of scenes to draw from."""
+    lazy: Share = 0.0
+    """Share of tasks of several things whose completion stops after the first or the second; held-out tasks have none."""
+
+
 class PicturedData(DataSection):
     """What all data with pictures in files have in common."""
 
@@ -140,6 +157,6 @@ class PromptData(DataSection):
 
 
 Data: TypeAlias = Annotated[
-    PlaygroundData | IndirectPlaygroundData | FolderData | HubData | ComplexEditData | TripletData | PromptData,
+    PlaygroundData | IndirectPlaygroundData | PaintingData | FolderData | HubData | ComplexEditData | TripletData | PromptData,
     Field(discriminator="kind"),
 ]

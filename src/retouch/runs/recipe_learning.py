@@ -26,6 +26,12 @@ class PlaygroundReward(RewardSection):
     kind: Literal["playground"]
 
 
+class PaintingReward(RewardSection):
+    """The playground's exact judge of paintings: alignment with what was asked for, and picture quality."""
+
+    kind: Literal["playground-paintings"]
+
+
 class PhotosReward(RewardSection):
     """How much of the source is still there, times how near the picture comes to a colour."""
 
@@ -54,7 +60,9 @@ class ImportedReward(RewardSection):
     """Keyword arguments of its constructor."""
 
 
-Reward: TypeAlias = Annotated[PlaygroundReward | PhotosReward | ShareReward | ImportedReward, Field(discriminator="kind")]
+Reward: TypeAlias = Annotated[
+    PlaygroundReward | PaintingReward | PhotosReward | ShareReward | ImportedReward, Field(discriminator="kind")
+]
 
 
 class GroupAdvantage(Section):

@@ -21,6 +21,12 @@ class PlaygroundModel(Section):
     """Type of the frozen weights and of the forward pass; log-probabilities are fp32 in any case."""
 
 
+class PlaygroundPainter(PlaygroundModel):
+    """The built-in tiny text-to-image model, for renderers of prompts."""
+
+    kind: Literal["playground-painter"]  # type: ignore[assignment]
+
+
 class DiffusersModel(Section):
     """A model of one of the families known here, in the layout of its diffusers pipeline."""
 
@@ -43,7 +49,7 @@ class ImportedModel(Section):
     """Keyword arguments of its constructor."""
 
 
-Model: TypeAlias = Annotated[PlaygroundModel | DiffusersModel | ImportedModel, Field(discriminator="kind")]
+Model: TypeAlias = Annotated[PlaygroundModel | PlaygroundPainter | DiffusersModel | ImportedModel, Field(discriminator="kind")]
 
 
 class FullWeights(Section):

@@ -27,7 +27,7 @@ class QwenWriter(Section):
 
 
 class PlaygroundWriter(Section):
-    """The built-in tiny Qwen2.5-VL."""
+    """The built-in tiny Qwen2.5-VL, which writes for the playground's editor."""
 
     kind: Literal["playground-writer"]
     path: str | None = None
@@ -38,7 +38,13 @@ class PlaygroundWriter(Section):
     """How attention is computed."""
 
 
-WriterModel: TypeAlias = Annotated[QwenWriter | PlaygroundWriter | ImportedModel, Field(discriminator="kind")]
+class PlaygroundEnhancer(PlaygroundWriter):
+    """The built-in tiny Qwen2-VL, which says people's requests in the words of the playground's painter; it sees no pictures."""
+
+    kind: Literal["playground-enhancer"]  # type: ignore[assignment]
+
+
+WriterModel: TypeAlias = Annotated[QwenWriter | PlaygroundWriter | PlaygroundEnhancer | ImportedModel, Field(discriminator="kind")]
 
 
 class WriterLora(Lora):

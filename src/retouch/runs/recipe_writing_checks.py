@@ -40,7 +40,7 @@ def renderer_problems(recipe: "Recipe") -> Iterator[str]:
     if isinstance(renderer, ResponseRenderer):
         if renderer.model.kind not in EDITORS:
             yield f"renderer.model.kind: {renderer.model.kind} reads no responses; take one of {', '.join(EDITORS)}, or kind prompt"
-        if isinstance(writer, ImportedModel) or writer.kind == "qwen":
+        if isinstance(writer, ImportedModel) or writer.kind in ("qwen", "playground-enhancer"):
             yield (
                 f"policy.model.kind: an editor reads a writer's ids in its own tokens and pictures, so {writer.kind} cannot stand "
                 "before one; take qwen-vl, or renderer.kind prompt"
@@ -54,7 +54,7 @@ def renderer_problems(recipe: "Recipe") -> Iterator[str]:
                 "sd3, or renderer.kind response"
             )
         if writer.kind == "playground-writer":
-            yield "policy.model.kind: playground-writer writes for an editor; take renderer.kind response"
+            yield "policy.model.kind: playground-writer writes for an editor; take playground-enhancer, or renderer.kind response"
 
 
 def phase_problems(phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:

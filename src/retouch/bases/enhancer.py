@@ -1,0 +1,109 @@
+"""The playground's base enhancer: Qwen2-VL's own classes in small, which says people's requests in the painter's words.
+
+It learns from imperfect completions: where several things are asked for, most of them stop after the first or the second.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+from retouch.bases.imitating import imitate
+from retouch.bases.parts import INITIALIZER_RANGE, seeded
+from retouch.bases.tokenizer import build_tokenizer
+from retouch.models.qwen_template import TURNS
+from retouch.models.qwen_writer import QwenWriter
+from retouch.playground.paintings import PaintingTasks
+
+SYSTEM = "Say it for the painter."
+TEMPLATE = TURNS.format(system=SYSTEM, user="{}")
+LONGEST = 26
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnhancerTraining:
+    """``learning_rate``: the peak, after ``warmup`` steps; from there it falls to 0 as a cosine.
+
+    ``complexity``: numbers of things in a request, cycled through. ``lazy``: see ``PaintingTasks``.
+    """
+
+    steps: int
+    seed: int = 0
+    batch: int = 32
+    learning_rate: float = 2e-3
+    warmup: int = 50
+    complexity: tuple[int, ...] = (1, 2, 3, 4)
+    lazy: float = 0.8
+
+
+def tokenizer(seed: int) -> Qwen2Tokenizer:
+    """Learned from requests and from what should be written for them, so that each word of both has a token."""
+    tasks = PaintingTasks(seed=seed, count=2000, complexity=[1, 2, 3, 4], split="train")
+    texts = [text for task in tasks for text in (task.instruction, str(task.meta["completion"]))]
+    return build_tokenizer([*texts, *[f"{SYSTEM}\nuser\nsystem\nassistant\n"] * 50], vocabulary=480)
+
+
+def untrained_enhancer(words: Qwen2Tokenizer) -> Qwen2VLForConditionalGeneration:
+    """Four layers of width 64; the vision tower sees nothing."""
+    ids = {name: words.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "video_pad", "vision_start", "vision_end")}
+    config = Qwen2VLConfig(
+        text_config={
+            "vocab_size": len(words),
+            "hidden_size": 64,
+            "intermediate_size": 192,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 2048,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]},
+            "bos_token_id": words.eos_token_id,
+            "eos_token_id": words.eos_token_id,
+            "pad_token_id": words.pad_token_id,
+            "initializer_range": INITIALIZER_RANGE,
+        },
+        vision_config={
+            "depth": 1,
+            "embed_dim": 16,
+            "hidden_size": 64,
+            "num_heads": 1,
+            "mlp_ratio": 1,
+            "patch_size": 4,
+            "temporal_patch_size": 1,
+            "spatial_merge_size": 2,
+            "initializer_range": INITIALIZER_RANGE,
+        },
+        image_token_id=ids["image_pad"],
+        video_token_id=ids["video_pad"],
+        vision_start_token_id=ids["vision_start"],
+        vision_end_token_id=ids["vision_end"],
+        tie_word_embeddings=False,
+        initializer_range=INITIALIZER_RANGE,
+    )
+    return Qwen2VLForConditionalGeneration(config)
+
+
+def train_enhancer(settings: EnhancerTraining, log: Callable[[str], None]) -> QwenWriter:
+    """Train from the seed; the weights come back as exact as half precision is."""
+    seeded(settings.seed)
+    words = tokenizer(settings.seed)
+    writer = QwenWriter(untrained_enhancer(words), words, template=TEMPLATE)
+    tasks = PaintingTasks(
+        seed=settings.seed + 100,
+        count=settings.batch * settings.steps,
+        complexity=settings.complexity,
+        split="train",
+        lazy=settings.lazy,
+    )
+    imitate(
+        writer,
+        tasks,
+        rows=settings.batch,
+        steps=settings.steps,
+        learning_rate=settings.learning_rate,
+        warmup=settings.warmup,
+        longest=LONGEST,
+        seed=settings.seed,
+        log=lambda line: log(f"enhancer {line}"),
+    )
+    writer.module.half().float()
+    return writer

@@ -1,0 +1,85 @@
+"""Building the playground's painter and its enhancer: the same bits from the same seed, in the layout that others load."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+
+from retouch.bases import build_painter as building
+from retouch.bases.build_painter import build_painter
+from retouch.bases.enhancer import EnhancerTraining
+from retouch.bases.painter import PainterTraining, described
+from retouch.playground.paintings import PaintingTasks
+from retouch.runs.build_model import build_model
+from retouch.runs.recipe_policy import PlaygroundPainter
+
+TINY = {
+    "painter": PainterTraining(steps=2, batch=4, warmup=1),
+    "enhancer": EnhancerTraining(steps=2, batch=4, warmup=1),
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two builds of one seed, and one of another."""
+    folder = tmp_path_factory.mktemp("built")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(building, "HELD_OUT", 4)
+        patch.setattr(building, "EVAL_STEPS", 1)
+        before = torch.get_num_threads()
+        for name, seed in (("one", 3), ("two", 3), ("other", 4)):
+            scores = build_painter(folder / name, seed=seed, **TINY)
+            assert 0 <= scores["right words, all overall"] <= 10
+        assert torch.get_num_threads() == before
+    return folder
+
+
+def test_the_same_seed_gives_the_same_bits(built: Path) -> None:
+    parts = sorted(path.relative_to(built / "one") for path in (built / "one").rglob("*.safetensors"))
+    assert len(parts) == 4
+    trained = [part for part in parts if "vae" not in part.parts]
+    for part in parts:
+        assert (built / "one" / part).read_bytes() == (built / "two" / part).read_bytes()
+    for part in trained:
+        assert (built / "one" / part).read_bytes() != (built / "other" / part).read_bytes()
+
+
+def test_nothing_that_is_written_says_where(built: Path) -> None:
+    for file in (built / "one").rglob("*.json"):
+        assert "/weights/" not in file.read_text()
+        assert str(built) not in file.read_text()
+
+
+@torch.no_grad()
+def test_diffusers_paints_the_same_picture(built: Path) -> None:
+    folder = built / "one" / "painter"
+    model = build_model(PlaygroundPainter(kind="playground-painter", path=str(folder)), device=torch.device("cpu"))
+    pipeline = QwenImagePipeline.from_pretrained(folder, local_files_only=True).to(torch.float32)
+    task = described(PaintingTasks(seed=0, count=1, complexity=[3], split="test")[0])
+    ours = model.encode([task])
+    pipeline.prompt_template_encode = model.text.template.head + "{}" + model.text.template.tail
+    pipeline.prompt_template_encode_start_idx = model.text.prefix
+    embeds, mask = pipeline.encode_prompt(task.instruction)
+    assert torch.equal(embeds, ours.tensors["embeds"])
+    assert mask is None or torch.equal(mask.bool(), ours.tensors["mask"])
+    x = model.initial_noise(ours, [torch.Generator().manual_seed(0)])
+    sigmas = model.sigmas(4, ours)
+    for k in range(4):
+        x = x + (sigmas[k + 1] - sigmas[k]) * model.velocity(model.module, x, sigmas[k][None], ours)
+    drawn = pipeline(
+        prompt_embeds=embeds,
+        prompt_embeds_mask=ours.tensors["mask"].long(),
+        height=24,
+        width=24,
+        num_inference_steps=4,
+        true_cfg_scale=1.0,
+        generator=torch.Generator().manual_seed(0),
+        output_type="latent",
+    ).images
+    torch.testing.assert_close(drawn, x, atol=1e-4, rtol=1e-4)
+
+
+def test_a_folder_without_a_painter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="playground build --painter"):
+        build_model(PlaygroundPainter(kind="playground-painter", path=str(tmp_path)), device=torch.device("cpu"))
