@@ -4,11 +4,18 @@ import itertools
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLQwenImage, QwenImageTransformer2DModel, SD3Transformer2DModel
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLQwenImage,
+    FluxTransformer2DModel,
+    QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
+)
 from PIL.Image import Image, fromarray
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     CLIPTextConfig,
+    CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
     Qwen2_5_VLConfig,
@@ -176,6 +183,29 @@ def sd3_transformer(seed: int = 0) -> SD3Transformer2DModel:
         pos_embed_max_size=12,
         dual_attention_layers=(0,),
         qk_norm="rms_norm",
+    ).eval()
+
+
+def clip_text(width: int, seed: int) -> CLIPTextModel:
+    """CLIP without its projection, as Flux reads it."""
+    torch.manual_seed(seed)
+    return CLIPTextModel(clip(width, seed).config).eval()
+
+
+def flux_transformer(seed: int = 0, *, channels: int = 64, distilled: bool = True) -> FluxTransformer2DModel:
+    """One double and two single blocks; ``channels`` of its input, of which 64 are the noise."""
+    torch.manual_seed(seed)
+    return FluxTransformer2DModel(
+        in_channels=channels,
+        out_channels=64,
+        num_layers=1,
+        num_single_layers=2,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        joint_attention_dim=48,
+        pooled_projection_dim=16,
+        guidance_embeds=distilled,
+        axes_dims_rope=(8, 12, 12),
     ).eval()
 
 

@@ -1,0 +1,58 @@
+"""What Flux knows of a prompt: T5's last hidden states, padded to one length, and CLIP's pooled summary.
+
+embeds (r, max_sequence_length, 4096), without a mask: the padding is read too, as in the pipelines. pooled (r, 768).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import CLIPTextModel, PreTrainedTokenizerBase, T5EncoderModel
+
+
+class FluxText:
+    """CLIP and T5 with their tokenizers. ``max_sequence_length``: T5's, up to 512."""
+
+    def __init__(
+        self,
+        clip: CLIPTextModel,
+        t5: T5EncoderModel,
+        *,
+        clip_tokenizer: PreTrainedTokenizerBase,
+        t5_tokenizer: PreTrainedTokenizerBase,
+        max_sequence_length: int = 512,
+    ) -> None:
+        if not 1 <= max_sequence_length <= 512:
+            raise ValueError(f"max_sequence_length is {max_sequence_length}; T5 takes 1 to 512 tokens here")
+        self.clip = clip
+        self.t5 = t5
+        self.clip_tokenizer = clip_tokenizer
+        self.t5_tokenizer = t5_tokenizer
+        self.max_sequence_length = max_sequence_length
+
+    @property
+    def encoders(self) -> list[nn.Module]:
+        return [self.clip, self.t5]
+
+    def check(self, prompt: str, task: str) -> None:
+        """ValueError where T5 does not read the prompt to its end. (CLIP may cut it off, as in the pipelines.)"""
+        tokens = len(self.t5_tokenizer(prompt, verbose=False)["input_ids"])
+        if tokens > self.max_sequence_length:
+            raise ValueError(
+                f"the prompt of task {task!r} has {tokens} tokens, and T5 reads {self.max_sequence_length}; shorten it"
+            )
+
+    def embed(self, prompts: Sequence[str]) -> tuple[Float[Tensor, "r l d"], Float[Tensor, "r e"]]:
+        """embeds and pooled, fp32, with gradient where the caller has not turned it off; each on its encoder's device."""
+        clip_ids = _ids(self.clip_tokenizer, prompts, self.clip_tokenizer.model_max_length)
+        t5_ids = _ids(self.t5_tokenizer, prompts, self.max_sequence_length)
+        pooled: Tensor = self.clip(clip_ids.to(self.clip.device)).pooler_output.float()
+        embeds: Tensor = self.t5(t5_ids.to(self.t5.device)).last_hidden_state.float()
+        return embeds, pooled
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], length: int) -> torch.Tensor:
+    tokens = tokenizer(list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+    ids: Tensor = tokens["input_ids"]
+    return ids
