@@ -29,8 +29,8 @@ STARTED = re.compile(r"^replica (\d+): (http://\S+), pid (\d+)(?:, GPU (\d+))?, 
 
 
 def until(true: Callable[[], object]) -> None:
-    """Wait for something that is going to happen; two minutes at most."""
-    end = time.monotonic() + 120
+    """Wait for something that is going to happen; ten minutes at most."""
+    end = time.monotonic() + 600
     while not true():
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -74,7 +74,7 @@ def serving(folder: Path, *words: str, ready: int = 1, **environment: str) -> It
         if process.poll() is None:
             process.terminate()
         try:
-            process.wait(timeout=60)
+            process.wait(timeout=600)
         finally:
             process.kill()
             process.wait()

@@ -19,9 +19,11 @@ from retouch.playground.tasks import PlaygroundTasks
 from retouch.rewards.wire.bodies import BodyForm
 from retouch.rewards.wire.info import Info
 from retouch.rewards.wire.replies import Expected, read_reply
+from retouch.serving.batching import Batcher, Verdicts
 from retouch.serving.compat import Compat
 from retouch.serving.hosted import build, fingerprint, read_orders
 from retouch.serving.limits import Limits
+from retouch.serving.metrics import Metrics
 from retouch.types import Sample
 from served_rewards import Digest, FailsOnText, digest_score
 
@@ -229,6 +231,36 @@ def test_requests_of_many_callers_share_batches() -> None:
 def waiting(server: Live) -> int:
     """Samples that wait or are being judged."""
     return sum(batcher.load for batcher in server.service._batchers.values())
+
+
+def test_what_is_at_the_door_and_who_was_answered_before_is_waited_for() -> None:
+    coming = 1
+    reward = Digest()
+
+    async def judge() -> list[int]:
+        nonlocal coming
+        batcher = Batcher(host(reward), Limits(window=0.0), Metrics(), coming=lambda: coming)
+        batcher._patience = 120.0
+        working = asyncio.create_task(batcher.run())
+
+        def ask(count: int) -> asyncio.Future[Verdicts]:
+            return batcher.submit(samples_of(count), expires=time.monotonic() + 120)
+
+        first = ask(3)
+        await asyncio.sleep(0.01)
+        second = ask(2)
+        coming = 0
+        await asyncio.gather(first, second)
+        batcher._patience = 120.0
+        third = ask(1)
+        await asyncio.sleep(0.01)
+        fourth = ask(4)
+        await asyncio.gather(third, fourth)
+        working.cancel()
+        batcher.close()
+        return reward.sizes
+
+    assert asyncio.run(judge()) == [5, 5]
 
 
 def test_a_full_queue_says_when_to_come_again_and_the_pages_answer_meanwhile() -> None:

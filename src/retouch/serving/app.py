@@ -59,10 +59,10 @@ def build_app(service: Service, *, token: str | None, compat: Compat | None) -> 
 def _score_pages(app: FastAPI, service: Service, compat: Compat | None) -> None:
     @app.post("/v1/score", response_model=ScoreReply, openapi_extra=_batch_schema())
     async def score(request: Request) -> Response:
-        with service.admit():
+        with service.admit() as admission:
             seconds = read_deadline(request, longest=service.limits.deadline_seconds)
             body = await _body(request, service)
-            results = await service.score(body, request.headers.get("content-type", ""), seconds=seconds)
+            results = await service.score(body, request.headers.get("content-type", ""), seconds=seconds, admission=admission)
             failed = [set(item.errors.values()) for item in results.items]
             # A request of which nothing at all could be read is the caller's mistake as a whole.
             status = 422 if all(codes == {"bad_picture"} for codes in failed) else 200
@@ -72,11 +72,12 @@ def _score_pages(app: FastAPI, service: Service, compat: Compat | None) -> None:
     async def single(request: Request) -> Response:
         if compat is None:
             raise Refused("not_configured")
-        with service.admit():
+        with service.admit() as admission:
             seconds = read_deadline(request, longest=service.limits.deadline_seconds)
             body = await _body(request, service)
             sample = await asyncio.to_thread(decode_single, body, service.limits)
-            verdicts = await service.judge([sample], [each.name for each in service.hosted], seconds=seconds)
+            names = [each.name for each in service.hosted]
+            verdicts = await service.judge([sample], names, seconds=seconds, admission=admission)
             scores: dict[str, float | None] = {}
             for given in verdicts.values():
                 (verdict,) = given.rows

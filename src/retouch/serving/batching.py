@@ -6,7 +6,7 @@ While the reward works, the next batch gathers. All state is touched from the ev
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,8 +18,9 @@ from retouch.serving.limits import Limits
 from retouch.serving.metrics import Metrics
 from retouch.types import Sample, Scores
 
-_PATIENCE = 0.1
-_LONGEST_PATIENCE = 0.05
+_PATIENCE = 0.2
+_FIRST_PATIENCE, _LONGEST_PATIENCE = 0.02, 0.1
+_POLL = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +50,19 @@ class _Ticket:
 
 
 class Batcher:
-    """One reward's queue and thread. ``hosted`` may be replaced at any time: a batch is judged by what was there at its start."""
+    """One reward's queue and thread. ``hosted`` may be replaced at any time: a batch is judged by what was there at its start.
 
-    def __init__(self, hosted: Hosted, limits: Limits, metrics: Metrics) -> None:
+    ``coming``: how many requests are being received or decoded.
+    """
+
+    def __init__(self, hosted: Hosted, limits: Limits, metrics: Metrics, *, coming: Callable[[], int]) -> None:
         self.hosted = hosted
+        self._coming = coming
         self._limits, self._metrics = limits, metrics
         self._queue: deque[tuple[_Ticket, int, Sample]] = deque()
         self._working = 0
-        self._patience = 0.0
+        self._patience = _FIRST_PATIENCE
+        self._callers = 0
         self._arrived = asyncio.Event()
         # The first runs the reward and nothing else; the second waits for it and takes its answer apart.
         self._reward = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"reward-{hosted.name}")
@@ -71,25 +77,25 @@ class Batcher:
         """Whether so many samples more may come."""
         return self.load + count <= self._limits.max_queue
 
-    async def submit(self, samples: Sequence[Sample], *, expires: float) -> Verdicts:
+    def submit(self, samples: Sequence[Sample], *, expires: float) -> "asyncio.Future[Verdicts]":
         """Judge, with whatever else is there. Refused ("busy") without room; what would start after ``expires`` is dropped."""
         if not self.room(len(samples)):
             raise Refused("busy")
+        done: asyncio.Future[Verdicts] = asyncio.get_running_loop().create_future()
         if not samples:
-            return Verdicts((), (self.hosted.fingerprint,))
-        done = asyncio.get_running_loop().create_future()
+            done.set_result(Verdicts((), (self.hosted.fingerprint,)))
+            return done
         ticket = _Ticket([None] * len(samples), expires, done, len(samples))
         self._queue.extend((ticket, row, sample) for row, sample in enumerate(samples))
         self._count()
         self._arrived.set()
-        return await ticket.done
+        return done
 
     async def run(self) -> None:
         """Work until cancelled."""
         while True:
             await self._arrived.wait()
-            if len(self._queue) < self._limits.max_batch:
-                await asyncio.sleep(max(self._limits.window, self._patience))
+            await self._gather()
             batch = self._take()
             if batch:
                 await self._work(batch)
@@ -98,6 +104,19 @@ class Batcher:
         """Let go of the threads; a call that is under way ends by itself."""
         self._judge.shutdown(wait=False, cancel_futures=True)
         self._reward.shutdown(wait=False, cancel_futures=True)
+
+    async def _gather(self) -> None:
+        """Wait for more: a little in any case, and a fifth of the last call while others are at the door or are expected back.
+
+        Callers who were answered together come back together; a call without some of them would make these wait for the next.
+        """
+        begun = time.monotonic()
+        while len(self._queue) < self._limits.max_batch:
+            waited = time.monotonic() - begun
+            more = self._coming() or len({id(ticket) for ticket, _, _ in self._queue}) < self._callers
+            if waited >= self._limits.window and not (more and waited < self._patience):
+                return
+            await asyncio.sleep(_POLL)
 
     def _take(self) -> list[tuple[_Ticket, int, Sample]]:
         """The next batch: what nobody waits for any more is left out."""
@@ -129,9 +148,8 @@ class Batcher:
         verdicts = await loop.run_in_executor(self._judge, partial(judge, hosted, samples, call=call))
         seconds = time.monotonic() - started
         self._metrics.judging.labels(hosted.name).observe(seconds)
-        # Callers who were answered just now are back in a moment: without them half of all callers would share each call in turn.
-        several = len({id(ticket) for ticket, _, _ in [*batch, *self._queue]}) > 1
-        self._patience = min(_LONGEST_PATIENCE, _PATIENCE * seconds) if several else 0.0
+        self._patience = min(_LONGEST_PATIENCE, _PATIENCE * seconds)
+        self._callers = len({id(ticket) for ticket, _, _ in [*batch, *self._queue]})
         for (ticket, row, _), verdict in zip(batch, verdicts, strict=True):
             self._metrics.items.labels(hosted.name, verdict if isinstance(verdict, str) else "scored").inc()
             ticket.put(row, verdict, hosted.fingerprint)

@@ -9,9 +9,9 @@ from retouch.rewards.wire.info import LimitsInfo
 class Limits:
     """Sizes in bytes and pixels, times in seconds.
 
-    ``max_batch``: samples that a reward is called with at once. It waits ``window`` for so many, and a tenth of its last call
-    (50 ms at most) where there are several callers. ``max_queue``: samples of all callers that wait or are being judged.
-    ``max_requests``: requests in hand.
+    ``max_batch``: samples that a reward is called with at once. It waits ``window`` for so many, and a fifth of its last call
+    (100 ms at most) while further requests come in or are expected back. ``max_queue``: samples of all callers that wait or are
+    being judged. ``max_requests``: requests in hand.
     """
 
     max_body_bytes: int = 64 * 2**20

@@ -44,10 +44,10 @@ class Service:
     def __init__(self, hosted: Sequence[Hosted], limits: Limits, metrics: Metrics) -> None:
         self.limits, self.metrics = limits, metrics
         self.draining = False
-        self._batchers = {each.name: Batcher(each, limits, metrics) for each in hosted}
+        self._requests = self._coming = 0
+        self._batchers = {each.name: Batcher(each, limits, metrics, coming=lambda: self._coming) for each in hosted}
         self._working: list[asyncio.Task[None]] = []
         self._decoders = ThreadPoolExecutor(max_workers=_DECODERS, thread_name_prefix="decode")
-        self._requests = 0
 
     def start(self) -> None:
         """Begin to judge."""
@@ -85,7 +85,7 @@ class Service:
             raise Refused("busy")
         return Admission(self)
 
-    async def score(self, body: bytes, content_type: str, *, seconds: float) -> Results:
+    async def score(self, body: bytes, content_type: str, *, seconds: float, admission: "Admission") -> Results:
         """Decode and judge a batch. Refused where it cannot be used, is too much at once, or takes longer than ``seconds``."""
         loop = asyncio.get_running_loop()
         decoded = await loop.run_in_executor(self._decoders, decode, body, content_type, self.limits)
@@ -93,24 +93,27 @@ class Service:
         if not set(asked) <= self._batchers.keys():
             raise Refused("bad_batch")
         samples = [sample for sample in decoded.samples if isinstance(sample, Sample)]
-        verdicts = await self.judge(samples, asked, seconds=seconds)
+        verdicts = await self.judge(samples, asked, seconds=seconds, admission=admission)
         return _joined(decoded, verdicts)
 
-    async def judge(self, samples: Sequence[Sample], asked: Sequence[str], *, seconds: float) -> dict[str, Verdicts]:
+    async def judge(
+        self, samples: Sequence[Sample], asked: Sequence[str], *, seconds: float, admission: "Admission"
+    ) -> dict[str, Verdicts]:
         """Each reward's verdicts on the samples. Refused: no room, or longer than ``seconds``."""
         batchers = [self._batchers[name] for name in asked]
         if not all(batcher.room(len(samples)) for batcher in batchers):
             raise Refused("busy")
         expires = time.monotonic() + seconds
-        waiting = [asyncio.create_task(batcher.submit(samples, expires=expires)) for batcher in batchers]
+        waiting = [batcher.submit(samples, expires=expires) for batcher in batchers]
+        admission.queued()
         try:
             async with asyncio.timeout(seconds):
                 verdicts = await asyncio.gather(*waiting)
         except TimeoutError:
             raise Refused("deadline") from None
         finally:
-            for task in waiting:
-                task.cancel()
+            for verdict in waiting:
+                verdict.cancel()
         return dict(zip(asked, verdicts, strict=True))
 
     async def reload(self, orders: Sequence[Order]) -> None:
@@ -138,16 +141,26 @@ class Service:
 
 
 class Admission:
-    """A request in hand, for the length of a ``with`` block."""
+    """A request in hand, for the length of a ``with`` block; it is coming until it is ``queued``."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._coming = False
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "Admission":
         self._service._requests += 1
+        self._service._coming += 1
+        self._coming = True
+        return self
 
     def __exit__(self, *error: object) -> None:
+        self.queued()
         self._service._requests -= 1
+
+    def queued(self) -> None:
+        """Its samples wait for their rewards."""
+        self._service._coming -= self._coming
+        self._coming = False
 
 
 def _joined(decoded: Decoded, verdicts: Mapping[str, Verdicts]) -> Results:
