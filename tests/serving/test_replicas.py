@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +22,8 @@ import torch
 from live_server import body_of, samples_of
 from retouch import cli
 from retouch.rewards.remote.client import RemoteReward
-from retouch.serving.supervisor import is_loopback
+from retouch.serving.replica import bound
+from retouch.serving.supervisor import _kept_ports, is_loopback
 from served_rewards import digest_score
 
 TESTS = Path(__file__).parents[1]
@@ -191,8 +193,6 @@ def test_mistakes_are_told_before_anything_starts(words: list[str], says: str, c
 def test_a_port_in_use_and_a_short_token_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import socket
-
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -202,6 +202,17 @@ def test_a_port_in_use_and_a_short_token_are_refused(
     monkeypatch.setenv("RETOUCH_TOKEN", "short")
     assert cli.main(["serve", "share:red"]) == 2
     assert "at least 16 characters" in capsys.readouterr().err
+
+
+def test_a_port_is_kept_while_no_replica_listens_there() -> None:
+    with _kept_ports("127.0.0.1", 0, 2) as ports:
+        for port in ports:
+            with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+                stranger.bind(("127.0.0.1", port))
+            with bound("127.0.0.1", port) as replica:
+                replica.listen()
+                with pytest.raises(ValueError, match=f"port {port} is in use"), _kept_ports("127.0.0.1", port, 1):
+                    pass
 
 
 def test_a_token_is_in_no_log_and_replicas_end_when_their_supervisor_is_killed(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -43,6 +44,19 @@ class Settings:
     compat: Compat | None = None
 
 
+def bound(host: str, port: int) -> socket.socket:
+    """A socket at the address. Others of this user may be bound there too, so that the supervisor can keep it for a replica."""
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        made.bind((host, port))
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
 def load(settings: Settings) -> tuple[list[Order], list[Hosted]]:
     """The rewards, with their weights. ValueError where the settings are wrong."""
     orders = read_orders(settings.rewards)
@@ -58,8 +72,6 @@ async def serve(settings: Settings, orders: Sequence[Order], hosted: Sequence[Ho
     app = build_app(service, token=token, compat=settings.compat)
     config = uvicorn.Config(
         app,
-        host=settings.host,
-        port=settings.port,
         log_config=None,
         access_log=False,
         server_header=False,
@@ -68,7 +80,7 @@ async def serve(settings: Settings, orders: Sequence[Order], hosted: Sequence[Ho
         timeout_graceful_shutdown=int(settings.limits.drain_seconds) + 1,
     )
     server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve())
+    serving = asyncio.create_task(server.serve(sockets=[bound(settings.host, settings.port)]))
     while not server.started and not serving.done():
         await asyncio.sleep(_POLL)
     stop = asyncio.Event()

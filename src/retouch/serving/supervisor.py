@@ -12,14 +12,15 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import FrameType
 
 from retouch.serving.hosted import read_orders
-from retouch.serving.replica import USER_ERROR, Settings, run
+from retouch.serving.replica import USER_ERROR, Settings, bound, run
 
 _POLL = 0.05
 _HEALTH_SECONDS = 2.0
@@ -66,13 +67,14 @@ def serve(
             f"--host {settings.host} can be reached from other machines: set RETOUCH_TOKEN or --token-file, or stay at 127.0.0.1"
         )
     logs.mkdir(parents=True, exist_ok=True)
-    ports = _ports(settings.host, settings.port, replicas)
-    family = [
-        _Replica(number, replace(settings, port=port), logs / f"replica-{number}.log", gpus[number % len(gpus)] if gpus else None)
-        for number, port in enumerate(ports)
-    ]
-    supervisor = _Supervisor(family, token=token, say=say)
-    return supervisor.run()
+    with _kept_ports(settings.host, settings.port, replicas) as ports:
+        family = [
+            _Replica(
+                number, replace(settings, port=port), logs / f"replica-{number}.log", gpus[number % len(gpus)] if gpus else None
+            )
+            for number, port in enumerate(ports)
+        ]
+        return _Supervisor(family, token=token, say=say).run()
 
 
 def is_loopback(host: str) -> bool:
@@ -199,22 +201,25 @@ def _last_line(log: Path) -> str:
     return lines[-1].partition("retouch.serving: ")[2] or lines[-1] if lines else "see its log"
 
 
-def _ports(host: str, first: int, count: int) -> list[int]:
-    """So many free ports, from ``first`` on, or any where that is 0."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    probes = []
-    try:
-        for number in range(count):
-            probe = socket.socket(family)
-            probes.append(probe)
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+@contextmanager
+def _kept_ports(host: str, first: int, count: int) -> Iterator[list[int]]:
+    """So many ports, from ``first`` on, or any that are free where that is 0; kept while no replica listens there."""
+    with ExitStack() as stack:
+        kept = []
+        for port in range(first, first + count) if first else [0] * count:
             try:
-                probe.bind((host, first + number if first else 0))
+                if port:
+                    _refuse_taken(host, port)
+                kept.append(stack.enter_context(bound(host, port)))
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
-                    raise ValueError(f"port {first + number} is in use; choose others with --port") from None
-                raise ValueError(f"--host {host} --port {first + number}: {os.strerror(error.errno or 0)}") from None
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
+                    raise ValueError(f"port {port} is in use; choose others with --port") from None
+                raise ValueError(f"--host {host} --port {port}: {os.strerror(error.errno or 0)}") from None
+        yield [each.getsockname()[1] for each in kept]
+
+
+def _refuse_taken(host: str, port: int) -> None:
+    """OSError where anybody is bound there; another supervisor of this user would share its port with us."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
