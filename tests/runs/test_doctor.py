@@ -284,6 +284,17 @@ def test_the_trial_step_samples_no_more_rows_at_once_than_the_run_does(monkeypat
     assert [check.name for check in checks if check.ok] == ["ratio_before", "gradient", "moved", "ratio_after", "frozen"]
 
 
+@pytest.mark.parametrize("objective", ['{"kind":"nft"}', '{"kind":"awm","reference_weight":0.1}', '{"kind":"dpo"}'])
+def test_objectives_without_probabilities_move_the_weights_in_a_trial(objective: str) -> None:
+    parts = assemble(small(f"objective={objective}", 'rollout.transition={"kind":"ode"}', "group_size=4"), Ranks())
+    stepper = parts.stepper()
+    parts.begin(0)
+    run, phase = parts.phase(0, stepper=stepper, judge=lambda batch, samples: pytest.fail("a trial asks no judge"))
+    checks = preflight(run, phase, step=0, rows=8)
+    parts.judge.close()
+    assert [(check.name, check.ok) for check in checks] == [("gradient", True), ("moved", True), ("frozen", True)]
+
+
 def test_a_trial_step_that_could_not_learn_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = doctor(capsys, written(tmp_path, 'policy.train.targets=["no.such.layer"]'), "--device", "cpu")
     assert code == 1

@@ -88,7 +88,7 @@ def test_every_key_is_documented() -> None:
         ({"guidance_scale": 3}, "guidance_scale: unknown key; there is rollout.guidance_scale or renderer.guidance_scale"),
         ({"advantage": {"kind": "group", "max_missing": 1}}, "advantage.max_missing: unknown key; there is reward.max_missing"),
         ({"noiselevel": 1}, "noiselevel: unknown key; did you mean rollout.transition.noise_level?"),
-        ({"objective__beta": 2}, "objective.beta: unknown key; only 'nft' has it, and this is 'policy_gradient'"),
+        ({"objective__beta": 2}, "objective.beta: unknown key; only 'nft' or 'dpo' has it, and this is 'policy_gradient'"),
         (
             {"rollout__window__stride": 2},
             "rollout.window.stride: unknown key; only 'sliding' has it, and this is 'window' or 'branch'",
@@ -100,7 +100,7 @@ def test_every_key_is_documented() -> None:
         ),
         (
             {"objective__kind": "nfl"},
-            "objective.kind: 'nfl' is not one of 'policy_gradient', 'nft', 'supervised', 'sft'; did you mean 'nft'?",
+            "objective.kind: 'nfl' is not one of 'policy_gradient', 'nft', 'awm', 'dpo', 'supervised', 'sft'; did you mean 'nft'?",
         ),
         ({"rollout__window": {"size": 2}}, "rollout.window.mode: missing: one of 'all', 'window', 'branch', 'sliding'"),
         ({"rollout__reduction": "men"}, "rollout.reduction: 'men' is not 'mean' or 'sum'; did you mean 'mean'?"),

@@ -38,3 +38,8 @@ def draw_points(
     sigma = (shift * sigma / (1 + (shift - 1) * sigma)).clamp(1e-4, 1.0)
     spread = sigma.view(-1, *[1] * (x0.dim() - 1))
     return (1 - spread) * x0 + spread * noise, noise, sigma
+
+
+def mismatch(velocity: Float[Tensor, "r ..."], wanted: Float[Tensor, "r ..."]) -> Float[Tensor, " r"]:
+    """Mean squared difference of two velocities over a latent's elements."""
+    return (velocity - wanted).square().flatten(1).mean(dim=1)

@@ -10,7 +10,9 @@ from retouch.core.weights import Normalise
 from retouch.data.sampler import assign, global_rows, tasks_for_step
 from retouch.data.tasks import Subset
 from retouch.loop import Phase
+from retouch.objectives.awm import AWM
 from retouch.objectives.cross_entropy import CrossEntropy
+from retouch.objectives.dpo import DPO
 from retouch.objectives.nft import NFT
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.objectives.supervised import Supervised
@@ -74,6 +76,15 @@ def build_objective(section: recipe_learning.Objective, *, entropy: bool = False
                 sigma_sampling=section.sigma_sampling,
                 shift=section.shift,
             )
+        case recipe_learning.Awm():
+            return AWM(
+                reference_weight=section.reference_weight,
+                draws=section.samples,
+                sigma_sampling=section.sigma_sampling,
+                shift=section.shift,
+            )
+        case recipe_learning.Dpo():
+            return DPO(beta=section.beta, draws=section.samples, sigma_sampling=section.sigma_sampling, shift=section.shift)
         case recipe_learning.Supervised():
             return Supervised(sigma_sampling=section.sigma_sampling, shift=section.shift)
         case recipe_learning.Sft():
@@ -90,7 +101,9 @@ def copies_needed(recipe: Recipe) -> set[str]:
         match phase.objective:
             case recipe_learning.Nft(reference_weight=weight):
                 needed |= {"old", "reference"} if weight > 0 else {"old"}
-            case recipe_learning.PolicyGradient(kl=recipe_learning.Kl()):
+            case recipe_learning.PolicyGradient(kl=recipe_learning.Kl()) | recipe_learning.Dpo():
+                needed.add("reference")
+            case recipe_learning.Awm(reference_weight=weight) if weight > 0:
                 needed.add("reference")
     return needed
 

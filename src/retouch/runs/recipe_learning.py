@@ -160,6 +160,34 @@ class Nft(Section):
     """Above 1 goes closer to noise, where small pictures need their text."""
 
 
+class Awm(Section):
+    """Advantage-weighted matching: the supervised loss on the policy's own pictures, times their advantage."""
+
+    kind: Literal["awm"]
+    reference_weight: NonNegative = 0.0
+    """Weight of the squared distance to the reference's velocity."""
+    samples: Count = 1
+    """Noise levels drawn per picture."""
+    sigma_sampling: Literal["logit_normal", "uniform"] = "uniform"
+    """Where on the way from data to noise."""
+    shift: Positive = 1.0
+    """Above 1 goes closer to noise, where small pictures need their text."""
+
+
+class Dpo(Section):
+    """Diffusion DPO: the best picture of each group is preferred to the worst."""
+
+    kind: Literal["dpo"]
+    beta: Positive = 2000.0
+    """How sharply a pair is told apart; more stays closer to the reference."""
+    samples: Count = 1
+    """Noise levels drawn per pair."""
+    sigma_sampling: Literal["logit_normal", "uniform"] = "uniform"
+    """Where on the way from data to noise."""
+    shift: Positive = 1.0
+    """Above 1 goes closer to noise, where small pictures need their text."""
+
+
 class Supervised(Section):
     """Flow matching on the tasks' own targets."""
 
@@ -178,7 +206,7 @@ class Sft(Section):
     """How tokens share the loss: equal within a completion, or equal over all completions."""
 
 
-Objective: TypeAlias = Annotated[PolicyGradient | Nft | Supervised | Sft, Field(discriminator="kind")]
+Objective: TypeAlias = Annotated[PolicyGradient | Nft | Awm | Dpo | Supervised | Sft, Field(discriminator="kind")]
 
 
 class Optimizer(Section):

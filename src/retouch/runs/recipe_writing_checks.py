@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from retouch.runs.recipe_learning import Kl, Nft, PolicyGradient, Sft, Supervised
+from retouch.runs.recipe_learning import Awm, Dpo, Kl, Nft, PolicyGradient, Sft, Supervised
 from retouch.runs.recipe_phases import ResolvedPhase
 from retouch.runs.recipe_policy import DenoisingPolicy, ImportedModel
 from retouch.runs.recipe_renderer import PromptRenderer, ResponseRenderer
@@ -60,7 +60,7 @@ def renderer_problems(recipe: "Recipe") -> Iterator[str]:
 def phase_problems(phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
     """Whether what a phase learns is about what the policy does: tokens, or pictures. ``at``: the paths of its keys."""
     objective, tokens = phase.objective, isinstance(phase.rollout, TokenRollout)
-    if isinstance(objective, Nft | Supervised) and tokens:
+    if isinstance(objective, Nft | Awm | Dpo | Supervised) and tokens:
         other = "sft" if isinstance(objective, Supervised) else "policy_gradient"
         yield f"{at['objective']}.kind: {objective.kind} learns velocities, which a writer has not; take {other}"
     if isinstance(objective, Sft) and not tokens:

@@ -1,0 +1,92 @@
+"""Diffusion DPO on pairs of a group: by hand, and what makes no pair."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tiny_policies as tiny
+from retouch.core.random import generator
+from retouch.objectives.dpo import DPO
+from retouch.types import Objective
+
+ADVANTAGES = torch.tensor([0.2, 1.5, -0.7, -0.5])
+
+
+def minibatch(policy, advantages=ADVANTAGES, batch=None):
+    batch = tiny.batch() if batch is None else batch
+    return tiny.minibatch(batch, policy.rollout(batch), advantages)
+
+
+def moved(**options):
+    policy = tiny.policy(**options)
+    tiny.move(policy)
+    return policy
+
+
+def test_the_loss_is_that_of_hand_made_pairs():
+    policy = moved()
+    some = minibatch(policy)
+    objective = DPO(beta=3.0, shift=2.0)
+    found, losses = tiny.gradient(policy, objective, some)
+    assert isinstance(objective, Objective)
+    total = torch.zeros(())
+    for best, worst, group in ((1, 0, 0), (3, 2, 1)):
+        x0 = some.trajectory.outputs
+        key = generator(some.batch.seed, "dpo", some.batch.step, some.batch.group_ids[group], 0, some.epoch, 0)
+        s = torch.rand((), generator=key)
+        sigma = 2 * s / (1 + s)
+        noise = torch.randn(x0.shape[1:], generator=key)
+
+        def gained(row, sigma=sigma, noise=noise, x0=x0):
+            x = ((1 - sigma) * x0[row] + sigma * noise)[None]
+            rows = slice(row, row + 1)
+            now, then = (policy.velocity(some.trajectory, rows, x, sigma[None], which)[0] for which in ("current", "reference"))
+            wanted = noise - x0[row]
+            return (now - wanted).square().mean() - (then - wanted).square().mean()
+
+        total = total - torch.log(torch.sigmoid(-3.0 * (gained(best) - gained(worst)))) / 2
+    slopes = torch.autograd.grad(total, list(tiny.trained(policy).values()), allow_unused=True)
+    torch.testing.assert_close(sum(loss.value for loss in losses), total, rtol=1e-4, atol=1e-6)
+    by_hand = {
+        name: torch.zeros_like(parameter) if slope is None else slope
+        for (name, parameter), slope in zip(tiny.trained(policy).items(), slopes, strict=True)
+    }
+    assert tiny.distance(found, by_hand) < 1e-3
+
+
+def test_at_the_reference_a_pair_costs_log_two():
+    policy = tiny.policy()
+    _, losses = tiny.gradient(policy, DPO(), minibatch(policy))
+    torch.testing.assert_close(sum(loss.value for loss in losses), torch.tensor(2.0).log(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("advantages", [(1.0, 1.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0)])
+def test_groups_of_equal_advantages_teach_nothing(advantages):
+    policy = moved()
+    found, losses = tiny.gradient(policy, DPO(), minibatch(policy, torch.tensor(advantages)))
+    assert len(losses) == 2
+    assert all(not slope.any() for slope in found.values())
+
+
+def test_a_missing_row_is_in_no_pair():
+    policy = moved()
+    whole = minibatch(policy)
+    weights = whole.weights.clone()
+    weights[1] = 0  # the best of the first group
+    found, _ = tiny.gradient(policy, DPO(beta=3.0), replace(whole, weights=weights))
+    weights[0] = 0
+    both, _ = tiny.gradient(policy, DPO(beta=3.0), replace(whole, weights=weights))
+    assert tiny.distance(found, both) < 1e-6
+
+
+def test_the_gradient_prefers_the_best():
+    policy = moved()
+    some = minibatch(policy)
+    before = torch.stack([loss.sums["policy/loss"] for loss in tiny.gradient(policy, DPO(beta=50.0), some)[1]]).sum()
+    found, _ = tiny.gradient(policy, DPO(beta=50.0), some)
+    with torch.no_grad():
+        for name, parameter in tiny.trained(policy).items():
+            parameter -= 1e-3 * found[name] / max(1e-12, float(found[name].norm()))
+    after = torch.stack([loss.sums["policy/loss"] for loss in tiny.gradient(policy, DPO(beta=50.0), some)[1]]).sum()
+    assert after < before
