@@ -11,7 +11,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from retouch.runs.folder import RunFolder
 
-SIDE, GAP, TEXT, LEFT = 120, 10, 34, 10
+SIDE, GAP, LINE, LEFT = 120, 10, 15, 10
+ACROSS = 78  # letters of a line
 COLUMNS = ("source", "before", "after", "target")
 
 
@@ -22,14 +23,16 @@ def main(run: Path, out: Path) -> None:
     after = [line for line in folder.read_samples(last) if line["set"] == "heldout"]
     width = LEFT + 2 * (len(COLUMNS) * (SIDE + GAP) + 3 * GAP)
     rows = (len(after) + 1) // 2
-    sheet = Image.new("RGB", (width, 28 + rows * (SIDE + TEXT + GAP)), "white")
+    captions = [caption(before[line["task"]], line) for line in after]
+    text = 4 + LINE * max(len(lines) for lines in captions)
+    sheet = Image.new("RGB", (width, 28 + rows * (SIDE + text + GAP)), "white")
     draw = ImageDraw.Draw(sheet)
     font = ImageFont.load_default(13)
     for half in range(2):
         for column, name in enumerate(COLUMNS):
             draw.text((LEFT + half * width // 2 + column * (SIDE + GAP), 6), name, fill="#555", font=font)
     for index, line in enumerate(after):
-        x, y = LEFT + (index % 2) * width // 2, 28 + (index // 2) * (SIDE + TEXT + GAP)
+        x, y = LEFT + (index % 2) * width // 2, 28 + (index // 2) * (SIDE + text + GAP)
         start = before[line["task"]]
         shown = (
             (folder.samples(last) / line["source"], ""),
@@ -41,10 +44,20 @@ def main(run: Path, out: Path) -> None:
             with Image.open(path) as image:
                 sheet.paste(image.resize((SIDE, SIDE), Image.Resampling.NEAREST), (x + column * (SIDE + GAP), y))
             draw.text((x + column * (SIDE + GAP) + 4, y + SIDE - 18), score, fill="black", font=font)
-        for number, words in enumerate(textwrap.wrap(line["instruction"], 78)[:2]):
-            draw.text((x, y + SIDE + 2 + 15 * number), words, fill="#222", font=font)
+        for number, (words, colour) in enumerate(captions[index]):
+            draw.text((x, y + SIDE + 2 + LINE * number), words, fill=colour, font=font)
     out.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(out, optimize=True)
+
+
+def caption(before: dict, after: dict) -> list[tuple[str, str]]:
+    """The instruction and, of a writer, what it wrote for it before and after: lines and their colours."""
+    lines = [(words, "#222") for words in textwrap.wrap(after["instruction"], ACROSS)[:2]]
+    for when, line in (("before", before), ("after", after)):
+        if line.get("text") is not None:
+            said = f"{when}: {line['text'] or '(nothing)'}"
+            lines += [(words, "#06c") for words in textwrap.wrap(said, ACROSS)[:2]]
+    return lines
 
 
 if __name__ == "__main__":

@@ -1,0 +1,75 @@
+"""Emu3 in small: the real classes, a tokenizer of bytes with Emu3's own special tokens, and an autoencoder of 32 codes."""
+
+import functools
+
+import torch
+from peft import LoraConfig
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import Emu3Config, Emu3ForConditionalGeneration, Qwen2Tokenizer
+
+from retouch.models.emu3 import DRAW, LORA_TARGETS, Emu3Editor
+from retouch.models.emu3_words import BOI, BOS, EOF, EOI, EOL, EOS, IMG
+
+CODES = 32
+SIZE = (16, 24)
+SPREAD = 0.12
+
+
+@functools.cache
+def tokenizer() -> Qwen2Tokenizer:
+    vocab = {symbol: k for k, symbol in enumerate(sorted(ByteLevel.alphabet()))}
+    made = Qwen2Tokenizer(vocab={**vocab, "<|endoftext|>": len(vocab)}, merges=[])
+    thoughts = ["<|start thinking|>", "<|end thinking|>"]
+    visual = [f"<|visual token {code:06d}|>" for code in range(CODES)]
+    made.add_special_tokens({"additional_special_tokens": [BOS, EOS, BOI, IMG, EOL, EOF, EOI, *thoughts, *visual]})
+    return made
+
+
+def module(seed: int = 0) -> Emu3ForConditionalGeneration:
+    words = tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = Emu3Config(
+            vq_config={
+                "codebook_size": CODES,
+                "embed_dim": 4,
+                "latent_channels": 4,
+                "base_channels": 32,
+                "channel_multiplier": [1, 1],
+                "num_res_blocks": 1,
+                "attn_resolutions": [],
+                "hidden_size": 32,
+                "temporal_downsample_factor": 1,
+            },
+            text_config={
+                "vocab_size": len(words) + 5,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "max_position_embeddings": 512,
+                "attention_dropout": 0.0,
+                "initializer_range": SPREAD,
+                "bos_token_id": words.convert_tokens_to_ids(BOS),
+                "eos_token_id": words.convert_tokens_to_ids(EOS),
+                "pad_token_id": words.pad_token_id,
+            },
+            vocabulary_map={**words.get_vocab(), "<image>": words.convert_tokens_to_ids(IMG)},
+        )
+        return Emu3ForConditionalGeneration(config).eval()
+
+
+def editor(*, prefill: str = DRAW, train: str = "lora", seed: int = 0, **options) -> Emu3Editor:
+    """Trainable as a recipe would have it."""
+    made = module(seed).requires_grad_(False)
+    if train == "lora":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed + 1)
+            made.add_adapter(LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian", target_modules=list(LORA_TARGETS)))
+        for name, parameter in made.named_parameters():
+            parameter.requires_grad_("lora_" in name)
+    else:
+        made.model.text_model.requires_grad_(True)
+        made.lm_head.requires_grad_(True)
+    return Emu3Editor(made, tokenizer(), size=SIZE, prefill=prefill, **options)
