@@ -73,10 +73,12 @@ def _using(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", *par
 
     sample = commands.add_parser("sample", parents=parents[:1], help="use the policy as its end user would")
     sample.add_argument("target", metavar="RECIPE_OR_RUN")
-    sample.add_argument("--instruction", required=True)
-    sample.add_argument("--image", type=Path, metavar="IN.png", help="source picture")
-    sample.add_argument("--mask", type=Path, metavar="MASK.png", help="where to edit")
-    sample.add_argument("--out", type=Path, required=True, metavar="OUT.png")
+    asked = sample.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--instruction", help="what to make or to change")
+    asked.add_argument("--instructions", type=Path, metavar="FILE", help=".txt with one a line, or .jsonl with pictures too")
+    sample.add_argument("--image", type=Path, metavar="IN.png", help="source picture, with --instruction")
+    sample.add_argument("--mask", type=Path, metavar="MASK.png", help="where to edit, with --instruction")
+    sample.add_argument("--out", type=Path, required=True, metavar="OUT", help="the picture; with --instructions a new folder")
     sample.add_argument("--seed", type=int, default=0)
     sample.set_defaults(run=_sample)
 
@@ -182,18 +184,28 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 
 def _sample(arguments: argparse.Namespace) -> int:
-    from retouch.runs.sampling import sample_target
+    if arguments.instructions is not None and (arguments.image or arguments.mask):
+        raise ValueError("--image and --mask go with --instruction; a .jsonl list names its own pictures")
+    from retouch.runs.sampling import sample_list, sample_target
 
-    written = sample_target(
-        arguments.target,
-        instruction=arguments.instruction,
-        image=arguments.image,
-        mask=arguments.mask,
-        out=arguments.out,
-        seed=arguments.seed,
-    )
-    if written is not None:
-        print(written)
+    if arguments.instructions is not None:
+        made = sample_list(arguments.target, instructions=arguments.instructions, out=arguments.out, seed=arguments.seed)
+        print(f"{len(made)} pictures in {arguments.out}")
+    else:
+        one = sample_target(
+            arguments.target,
+            instruction=arguments.instruction,
+            image=arguments.image,
+            mask=arguments.mask,
+            out=arguments.out,
+            seed=arguments.seed,
+        )
+        made = [one]
+        if one.text is not None:
+            print(one.text)
+    if fallen := sum(each.fell_back for each in made):
+        told = "of the instruction itself: nothing can be drawn of what was written"
+        print(f"{fallen} of {len(made)} are {told}", file=sys.stderr)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""A control: a renderer that is not told what was written. A writer that still gains has not gained by its words."""
+"""A renderer that is not told what was written. As a control: a writer that still gains has not gained by its words."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,11 +17,14 @@ class Unread:
 
 
 class Blind:
-    """Draws each row as if its completion were empty and whole (implements ``retouch.types.Renderer``)."""
+    """Draws each row from its task alone: as an empty response, or as the prompt that was asked for (implements
+    ``retouch.types.Renderer``).
+    """
 
     def __init__(self, renderer: Renderer) -> None:
         self.renderer = renderer
 
     def __call__(self, tasks: Sequence[Task], trajectory: Completed) -> list[Image | None]:
-        unread = Unread([replace(output, ids=(), text="", cut_off=False) for output in trajectory.outputs])
-        return self.renderer(tasks, unread)
+        outputs = zip(tasks, trajectory.outputs, strict=True)
+        unread = [replace(output, ids=(), text=task.instruction, cut_off=False) for task, output in outputs]
+        return self.renderer(tasks, Unread(unread))

@@ -10,6 +10,7 @@ from retouch.report.curves import number
 from retouch.report.markup import Html, tag
 from retouch.report.numbers import brief, decimals_for, score, signed
 from retouch.report.pictures import LARGE, SMALL, picture
+from retouch.report.writing import rewrites_prompts, written
 from retouch.runs.folder import RunFolder
 
 MOST_TASKS = 24
@@ -42,7 +43,8 @@ def before_after(folder: RunFolder, *, column: str | None) -> Html | None:
     lines = [line for line in _of(folder, first, "heldout") if line["task"] in after]
     pairs = [_Pair(line, after[line["task"]], first != last, column) for line in lines[:MOST_TASKS]]
     decimals = decimals_for(value for pair in pairs for value in pair.values)
-    cards = [_card(folder, pair, place=place, decimals=decimals) for place, pair in enumerate(pairs)]
+    rewrites = rewrites_prompts(folder)
+    cards = [_card(folder, pair, place=place, decimals=decimals, rewrites=rewrites) for place, pair in enumerate(pairs)]
     when = f"Before is step {first}, after is step {last}" if first != last else f"Both are step {first}: no later pictures yet"
     words = f"The same tasks with the same seeds at every evaluation. {when}."
     if len(cards) < len(lines):
@@ -66,7 +68,7 @@ def _value(line: Mapping[str, Any], column: str | None) -> float:
     return reward if math.isfinite(reward) or column is None else number(line["scores"].get(column))
 
 
-def _card(folder: RunFolder, pair: _Pair, *, place: int, decimals: int) -> Html:
+def _card(folder: RunFolder, pair: _Pair, *, place: int, decimals: int, rewrites: bool) -> Html:
     before, after, moved = pair.before, pair.after, pair.moved
     gain = pair.values[1] - pair.values[0]
     pictures = [_shown("source", _path(folder, before, "source"), None)] if before["source"] else []
@@ -81,8 +83,8 @@ def _card(folder: RunFolder, pair: _Pair, *, place: int, decimals: int) -> Html:
         "article",
         _instruction(before),
         tag("div", pictures, class_="row"),
-        _written("before", before),
-        _written("after", after) if moved else None,
+        written(before, label="before", rewrites=rewrites),
+        written(after, label="after", rewrites=rewrites) if moved else None,
         tag("p", change, tags, class_="tags"),
         class_="card",
         data_place=place,
@@ -93,14 +95,6 @@ def _card(folder: RunFolder, pair: _Pair, *, place: int, decimals: int) -> Html:
 def _instruction(line: Mapping[str, Any]) -> Html:
     # dir="auto" keeps text that runs from right to left, and signs that turn text around, inside its own box.
     return tag("p", str(line["instruction"]) or "(no instruction)", class_="instruction", dir="auto")
-
-
-def _written(label: str, line: Mapping[str, Any]) -> Html | None:
-    """What the policy wrote for the picture, where it writes."""
-    if line.get("text") is None:
-        return None
-    head = tag("span", f"{label} ", class_="quiet") if label else None
-    return tag("p", head, str(line["text"]) or "(nothing)", class_="written", dir="auto")
 
 
 def _direction(change: float) -> str:
@@ -141,7 +135,8 @@ def _groups(folder: RunFolder, step: int) -> Html:
     caption = (
         f"Step {step}: groups from the highest mean reward to the lowest; within each, from the best sample to the worst.{note}"
     )
-    return tag("div", tag("p", caption, class_="quiet"), [_strip(folder, group) for group in shown])
+    rewrites = rewrites_prompts(folder)
+    return tag("div", tag("p", caption, class_="quiet"), [_strip(folder, group, rewrites=rewrites) for group in shown])
 
 
 def _spread(items: Sequence[list[dict[str, Any]]], most: int) -> list[list[dict[str, Any]]]:
@@ -156,7 +151,7 @@ def _mean_reward(group: Sequence[Mapping[str, Any]]) -> float:
     return math.fsum(known) / len(known) if known else -math.inf
 
 
-def _strip(folder: RunFolder, group: list[dict[str, Any]]) -> Html:
+def _strip(folder: RunFolder, group: list[dict[str, Any]], *, rewrites: bool) -> Html:
     judged = [line for line in group if math.isfinite(number(line["reward"]))]
     missing = [line for line in group if not math.isfinite(number(line["reward"]))]
     ranked = sorted(judged, key=lambda line: (-number(line["reward"]), line["slot"])) + missing
@@ -182,13 +177,13 @@ def _strip(folder: RunFolder, group: list[dict[str, Any]]) -> Html:
         tag(
             "div",
             tag("div", given, class_="given") if given else None,
-            tag("div", [_member(folder, line, decimals) for line in ranked], class_="members"),
+            tag("div", [_member(folder, line, decimals, rewrites=rewrites) for line in ranked], class_="members"),
         ),
         class_="strip",
     )
 
 
-def _member(folder: RunFolder, line: Mapping[str, Any], decimals: int) -> Html:
+def _member(folder: RunFolder, line: Mapping[str, Any], decimals: int, *, rewrites: bool) -> Html:
     reward, advantage = number(line["reward"]), number(line["advantage"])
     told = "; ".join(f"{name} {brief(number(value))}" for name, value in line["scores"].items() if math.isfinite(number(value)))
     return tag(
@@ -200,7 +195,7 @@ def _member(folder: RunFolder, line: Mapping[str, Any], decimals: int) -> Html:
             tag("span", signed(advantage), class_=f"advantage {_direction(advantage)}")
             if math.isfinite(reward + advantage)
             else None,
-            _written("", line),
+            written(line, label="", rewrites=rewrites),
         ),
         class_="shown member",
         title=f"sample {line['slot']}" + (f": {told}" if told else ""),

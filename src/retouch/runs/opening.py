@@ -3,14 +3,24 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from retouch.runs import checkpoint
+import torch
+
+from retouch.policies.autoregressive import AutoregressivePolicy
+from retouch.runs import checkpoint, recipe_writer
 from retouch.runs.assembly import Assembly, assemble
+from retouch.runs.build_model import build_model, make_trainable
+from retouch.runs.build_policy import build_policy
+from retouch.runs.build_writer import build_writer
+from retouch.runs.checkpoint import State
 from retouch.runs.folder import RunFolder
 from retouch.runs.quiet import quiet
 from retouch.runs.ranks import join
 from retouch.runs.recipe import Recipe, load, parse
 from retouch.runs.recipe_overrides import apply
+from retouch.runs.recipe_renderer import ResponseRenderer
+from retouch.runs.recipe_rollout import TokenRollout
 from retouch.runs.state import restore_weights
+from retouch.runs.writers import OpenWriter
 
 
 def open_target(target: str, overrides: Sequence[str] = ()) -> tuple[Assembly, int]:
@@ -18,14 +28,45 @@ def open_target(target: str, overrides: Sequence[str] = ()) -> tuple[Assembly, i
     quiet()
     recipe, folder = _recipe(target, overrides)
     parts = assemble(recipe, join(recipe.device))
-    found = None if folder is None else checkpoint.latest(folder.checkpoints)
-    if folder is not None and found is None:
-        raise ValueError(f"{folder.root} has no checkpoint yet; name its recipe to use the untrained policy")
-    if found is None:
+    state = _newest(folder)
+    if state is None:
         return parts, 0
-    state = checkpoint.load(found)
-    restore_weights(parts, state)
+    restore_weights(parts.copies, state)
     return parts, state.step
+
+
+def open_writer(target: str, overrides: Sequence[str] = ()) -> OpenWriter:
+    """The writer of a recipe or run, alone: no data, no judge, and the image model only where it gives the writer its template.
+
+    ValueError for a policy that does not write.
+    """
+    quiet()
+    recipe, folder = _recipe(target, overrides)
+    policy, renderer, rollout = recipe.policy, recipe.renderer, recipe.rollout
+    if not isinstance(policy, recipe_writer.AutoregressivePolicy) or not isinstance(rollout, TokenRollout):
+        raise ValueError(f"{target}: its policy makes pictures and writes nothing; `retouch sample` uses it")
+    device = join(recipe.device).device
+    before = build_model(renderer.model, device=torch.device("cpu")) if isinstance(renderer, ResponseRenderer) else None
+    model = build_writer(policy, before=before, device=device)
+    copies = make_trainable(model.module, policy, seed=recipe.seed)
+    state = _newest(folder)
+    if state is not None:
+        for name in {key.partition("/")[0] for key in state.tensors["copies"]}:
+            copies.keep(name)
+        restore_weights(copies, state)
+    built = build_policy(recipe, rollout, model=model, copies=copies, acting="current", keep_means=False)
+    assert isinstance(built, AutoregressivePolicy)
+    return OpenWriter(built, rows=recipe.eval.batch)
+
+
+def _newest(folder: RunFolder | None) -> State | None:
+    """What the newest checkpoint of a run holds; None for a recipe. ValueError where a run has none."""
+    if folder is None:
+        return None
+    found = checkpoint.latest(folder.checkpoints)
+    if found is None:
+        raise ValueError(f"{folder.root} has no checkpoint yet; name its recipe to use the untrained policy")
+    return checkpoint.load(found)
 
 
 def _recipe(target: str, overrides: Sequence[str]) -> tuple[Recipe, RunFolder | None]:

@@ -2,6 +2,7 @@
 
 import torch
 
+from retouch.policies.weights import WeightCopies
 from retouch.runs import checkpoint
 from retouch.runs.assembly import Assembly
 from retouch.runs.checkpoint import State
@@ -22,19 +23,19 @@ def capture(parts: Assembly, stepper: Stepper, *, step: int) -> State:
     return State(step=step, tensors=tensors, numbers={"world": parts.ranks.world})
 
 
-def restore_weights(parts: Assembly, state: State) -> None:
+def restore_weights(copies: WeightCopies, state: State) -> None:
     """The trained weights and their copies. ValueError where the checkpoint is of other weights."""
-    trained = parts.copies.parameters
+    trained = copies.parameters
     if trained.keys() != state.tensors["weights"].keys():
         raise ValueError(f"the checkpoint of step {state.step} holds other weights than the recipe trains")
     with torch.no_grad():
         for name, parameter in trained.items():
             parameter.copy_(state.tensors["weights"][name])
-    parts.copies.load(state.tensors["copies"])
+    copies.load(state.tensors["copies"])
 
 
 def restore(parts: Assembly, state: State, stepper: Stepper) -> None:
     """All that ``capture`` took."""
-    restore_weights(parts, state)
+    restore_weights(parts.copies, state)
     stepper.load(state.tensors["optimizer"])
     checkpoint.restore_rng(state.tensors["random"])

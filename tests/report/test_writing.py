@@ -1,0 +1,70 @@
+"""What a policy wrote, beside its pictures: of prompts also how long and how good they are."""
+
+import json
+from pathlib import Path
+
+import pytest
+from fake_run import write_start
+from html_check import Page, read
+from PIL import Image
+
+from retouch.report.page import write_report
+from retouch.rewards.prompt_quality import prompt_quality
+from retouch.runs.folder import Judged, RunFolder
+from retouch.types import Sample, Task
+
+ASKED = "a scarlet disc at twelve"
+BEFORE = "<answer>red circle</answer>"
+AFTER = "Sure! Here is the prompt: red circle top middle, high quality"
+
+
+def run_of(root: Path, *, renderer: str | None) -> RunFolder:
+    """A run with one held-out task before and after, and one training group."""
+    folder = write_start(root)
+    kept = json.loads(folder.recipe.read_text())
+    kept["recipe"] |= {} if renderer is None else {"renderer": {"kind": renderer}}
+    folder.recipe.write_text(json.dumps(kept))
+    sample = Sample(Task(id="t", instruction=ASKED), Image.new("RGB", (24, 24)))
+    for step, text in ((0, BEFORE), (9, AFTER)):
+        shown = Judged(sample=sample, group=0, slot=0, scores={"overall": 4.0}, reward=4.0, text=text)
+        folder.write_samples(step, "heldout", [shown])
+    members = [
+        Judged(sample=sample, group=0, slot=slot, scores={}, reward=float(slot), advantage=0.0, text=text)
+        for slot, text in enumerate(["red circle", "<think>it never ends"])
+    ]
+    folder.write_samples(9, "group", members)
+    return folder
+
+
+def page_of(folder: RunFolder) -> Page:
+    return read(write_report(folder.root).read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Page:
+    return page_of(run_of(tmp_path / "run", renderer="prompt"))
+
+
+def test_original_and_enhanced_text_stand_together_with_length_quality_and_reward(prompts: Page) -> None:
+    words = prompts.words
+    assert words.count(ASKED) == 2
+    assert BEFORE in words
+    assert AFTER in words
+    assert "4.00" in words or "4.0" in words
+    first, last = (
+        f"5 → {count} words, prompt quality {prompt_quality(ASKED, prompt).total:.1f} of 5"
+        for count, prompt in ((2, "red circle"), (6, "red circle top middle, high quality"))
+    )
+    assert words.count(first) == 2  # before, and the group's first sample
+    assert words.count(last) == 1
+
+
+def test_what_holds_no_prompt_is_said_to(prompts: Page) -> None:
+    assert prompts.words.count("no prompt in it") == 1
+
+
+@pytest.mark.parametrize("renderer", ["response", None])
+def test_what_is_no_prompt_is_shown_as_it_is(renderer: str | None, tmp_path: Path) -> None:
+    words = page_of(run_of(tmp_path / "run", renderer=renderer)).words
+    assert AFTER in words
+    assert not any("prompt quality" in told or "no prompt" in told for told in words)
