@@ -27,8 +27,11 @@ class Answers:
     )
 
 
-def test_only_the_keys_of_the_noise_come_through() -> None:
+def test_only_the_keys_of_the_noise_and_the_tasks_own_words_come_through() -> None:
     seen = Seen()
-    tasks = [Task(id=name, instruction="make it red") for name in ("one", "two")]
+    tasks = [Task(id=name, instruction=f"paint {name}") for name in ("one", "two")]
     assert len(Blind(seen)(tasks, Answers())) == 2
-    assert seen.outputs == [Written(ids=(), text="", cut_off=False, key=written.key) for written in Answers.outputs]
+    assert seen.outputs == [
+        Written(ids=(), text=task.instruction, cut_off=False, key=written.key)
+        for task, written in zip(tasks, Answers.outputs, strict=True)
+    ]

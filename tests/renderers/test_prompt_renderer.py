@@ -15,6 +15,7 @@ from models import tiny, tiny_writers
 from retouch.models.qwen_image import QwenImage
 from retouch.models.readable import readable
 from retouch.models.sd3 import SD3
+from retouch.renderers.blind import Blind
 from retouch.renderers.pipelines import PipelinePainter
 from retouch.renderers.prompts import FlowPainter, Painter, PromptRenderer
 from retouch.renderers.sampling import noise
@@ -217,3 +218,12 @@ def test_nothing_moves(kind, acted):
 def test_settings_that_are_none(kind):
     with pytest.raises(ValueError, match="give at least 1"):
         renderer(kind[0], rows=0)
+
+
+def test_a_blind_renderer_draws_the_prompt_that_was_asked_for(kind, acted):
+    rows, trajectory = acted
+    draws = renderer(kind[0])
+    asked = [replace(output, text=task.instruction) for task, output in zip(rows, trajectory.outputs, strict=True)]
+    wanted = draws(rows, replace(trajectory, outputs=tuple(asked)))
+    for ours, theirs in zip(Blind(draws)(rows, trajectory), wanted, strict=True):
+        assert ours.tobytes() == theirs.tobytes()

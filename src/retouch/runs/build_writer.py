@@ -124,12 +124,13 @@ def build_renderer(
         )
         return Blind(responses) if section.blind else responses
     reads = partial(readable, image_model) if isinstance(image_model, SD3 | QwenImage) else _anything
-    return PromptRenderer(
+    prompts = PromptRenderer(
         FlowPainter(image_model, num_steps=steps, guidance_scale=section.guidance_scale, reads=reads),
         cut_off=section.cut_off,
         shared_noise=section.shared_noise,
         rows=section.batch,
     )
+    return Blind(prompts) if section.blind else prompts
 
 
 def _anything(prompt: str) -> bool:

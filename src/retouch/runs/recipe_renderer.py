@@ -44,6 +44,8 @@ class PromptRenderer(RendererSection):
     """A text-to-image model that draws the prompt that the writer wrote."""
 
     kind: Literal["prompt"]
+    blind: bool = False
+    """A control: draw the prompt that was asked for whatever was written, so that nothing can be learnt from the reward."""
 
 
 Renderer: TypeAlias = Annotated[ResponseRenderer | PromptRenderer, Field(discriminator="kind")]
