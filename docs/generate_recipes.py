@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from retouch.runs.recipe import Recipe
-from retouch.runs.recipe_schema import alternatives, is_list, keys_of, kinds_of
+from retouch.runs.recipe_schema import alternatives, is_list, is_map, keys_of, kinds_of
 from retouch.runs.recipe_section import Section
 
 PAGE = Path(__file__).parent / "recipes.md"
@@ -30,19 +30,40 @@ _BOUNDS = {Ge: ("ge", "at least"), Gt: ("gt", "above"), Le: ("le", "at most"), L
 
 def page() -> str:
     """The whole page."""
-    lines = [_INTRODUCTION, "## The top", "", *_table(Recipe, "")]
+    lines = [_INTRODUCTION, "## The top", "", *_table(Recipe)]
     done: dict[type[Section], str] = {}
-    for path, section in _sections(Recipe, "", done):
+    found, told = list(_sections(Recipe, "", done)), set[type[Section]]()
+    for path, section in found:
+        for base in _bases(section):
+            if base not in told:
+                told.add(base)
+                lines += ["", f"## `{path}`, common to {_sharers(base, path, found)}", "", _plain(base.__doc__ or ""), ""]
+                lines += _table(base)
         tagged = kinds_of(section)
         form = "" if tagged is None else f", {tagged[0]} {' or '.join(f'`{kind}`' for kind in tagged[1])}"
-        lines += ["", f"## `{path}`{form}", "", _plain(section.__doc__ or ""), "", *_table(section, path)]
+        lines += ["", f"## `{path}`{form}", "", _plain(section.__doc__ or ""), "", *_table(section)]
     return "\n".join(lines) + "\n"
+
+
+def _bases(section: type[Section]) -> list[type[Section]]:
+    """What the section has in common with others, outermost first: sections with keys that are of no kind themselves."""
+    above = [base for base in section.__mro__[:0:-1] if issubclass(base, Section) and base is not Section]
+    return [base for base in above if base.model_fields and kinds_of(base) is None]
+
+
+def _sharers(base: type[Section], path: str, found: list[tuple[str, type[Section]]]) -> str:
+    """The kinds at this place that have what the base has."""
+    here = [section for place, section in found if place == path]
+    sharers = [section for section in here if base in _bases(section)]
+    return (
+        "all" if sharers == here else ", ".join(f"`{kind}`" for section in sharers for kind in (kinds_of(section) or ("", ()))[1])
+    )
 
 
 def _sections(section: type[Section], path: str, done: dict[type[Section], str]) -> Iterator[tuple[str, type[Section]]]:
     """Every section with the place at which it is met first."""
     for key, field in keys_of(section).items():
-        place = f"{path}{key}" + (".0" if is_list(field.annotation) else "")
+        place = f"{path}{key}" + (".0" if is_list(field.annotation) else ".NAME" if is_map(field.annotation) else "")
         for inner in alternatives(field.annotation):
             if inner not in done:
                 done[inner] = place
@@ -50,9 +71,11 @@ def _sections(section: type[Section], path: str, done: dict[type[Section], str])
                 yield from _sections(inner, f"{place}.", done)
 
 
-def _table(section: type[Section], path: str) -> Iterator[str]:
+def _table(section: type[Section]) -> Iterator[str]:
+    """The section's own keys; what it shares with others stands once, above them."""
     tagged = kinds_of(section)
-    keys = {key: field for key, field in keys_of(section).items() if tagged is None or key != tagged[0]}
+    shared = {name for base in _bases(section) for name in base.model_fields} - set(vars(section).get("__annotations__", {}))
+    keys = {key: field for key, field in keys_of(section).items() if key not in shared and (tagged is None or key != tagged[0])}
     if not keys:
         yield "No keys of its own."
         return

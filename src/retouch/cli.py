@@ -82,6 +82,24 @@ def _using(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", *par
     sample.add_argument("--seed", type=int, default=0)
     sample.set_defaults(run=_sample)
 
+    score = commands.add_parser("score", parents=parents[:1], help="judge a picture by one reward")
+    score.add_argument(
+        "reward",
+        metavar="REWARD",
+        help="ocr, clip:FOLDER, photos:red, package.module:Class, ...; a reward section (JSON or its file), a recipe, or a run",
+    )
+    score.add_argument("--image", type=Path, required=True, metavar="OUT.png", help="the picture to judge")
+    score.add_argument("--source", type=Path, action="append", default=[], metavar="IN.png", help="what it was made from")
+    score.add_argument("--mask", type=Path, metavar="MASK.png", help="white where to change")
+    score.add_argument("--reference", type=Path, metavar="REF.png", help="a second picture that the task brings")
+    score.add_argument("--target", type=Path, metavar="TARGET.png", help="the picture wanted")
+    score.add_argument("--instruction", default="", help="what was asked for")
+    score.add_argument("--text", help="what should be written in the picture")
+    score.add_argument("--written", metavar="TEXT", help="what a policy wrote for it")
+    score.add_argument("--meta", metavar="JSON", help="what else a judge knows of the task")
+    score.add_argument("--json", action="store_true", help="one line of JSON")
+    score.set_defaults(run=_score)
+
     export = commands.add_parser("export", parents=parents[:1], help="write a run's weights as diffusers and PEFT load them")
     export.add_argument("target", metavar="RUN")
     export.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new folder")
@@ -122,7 +140,7 @@ def _serving(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", *p
         "rewards",
         nargs="+",
         metavar="REWARD",
-        help="[NAME=]playground, photos:red, share:blue, package.module:Class, the JSON of a recipe's reward, or a recipe's file",
+        help="[NAME=]playground, ocr, clip:FOLDER, package.module:Class, a reward section (JSON or its file), or a recipe",
     )
     serve.add_argument("--host", default="127.0.0.1", help="any but this machine's own needs a token")
     serve.add_argument("--port", type=int, default=8700, help="of the first replica, the others follow; 0 takes free ones")
@@ -207,6 +225,25 @@ def _sample(arguments: argparse.Namespace) -> int:
         told = "of the instruction itself: nothing can be drawn of what was written"
         print(f"{fallen} of {len(made)} are {told}", file=sys.stderr)
     return 0
+
+
+def _score(arguments: argparse.Namespace) -> int:
+    from retouch.runs.scoring import score_files
+
+    scored = score_files(
+        arguments.reward,
+        image=arguments.image,
+        sources=arguments.source,
+        mask=arguments.mask,
+        reference=arguments.reference,
+        target=arguments.target,
+        instruction=arguments.instruction,
+        text=arguments.text,
+        written=arguments.written,
+        meta=arguments.meta,
+    )
+    print(scored.to_json() if arguments.json else scored)
+    return 1 if scored.missing else 0
 
 
 def _export(arguments: argparse.Namespace) -> int:

@@ -59,6 +59,7 @@ class Run:
     """What stays the same from phase to phase.
 
     ``chunk``: rows sampled, rendered and sent to the judge at once. ``describe``: metrics, over all ranks, of what was done.
+    ``written``: each row's text, where the policy writes. ``counted``: columns of whose scores the missing share is a metric.
     """
 
     policy: Any
@@ -71,6 +72,8 @@ class Run:
     average: Callable[[int], None]
     clock: Callable[[str], AbstractContextManager[None]]
     describe: Callable[[Trajectory], Metrics] = lambda trajectory: {}
+    written: Callable[[Trajectory], Sequence[str | None]] = lambda trajectory: [None] * len(trajectory)
+    counted: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +114,7 @@ def collect(run: Run, phase: Phase, step: int) -> Collected:
         with run.clock("render"):
             drawn = run.renderer(tasks, parts[-1])
         images += drawn
-        waiting.append(run.judge(chunk, [Sample(task, image) for task, image in zip(tasks, drawn, strict=True)]))
+        waiting.append(run.judge(chunk, [Sample(*made) for made in zip(tasks, drawn, run.written(parts[-1]), strict=True)]))
     with run.clock("judge"):
         judged = awaited(run.ranks, waiting)
     advantages, metrics = compare(run, phase, judged)
@@ -159,6 +162,8 @@ def compare(run: Run, phase: Phase, judged: Judged) -> tuple[Float[Tensor, " b"]
     }
     for name, column in zip(names, gathered[:, 1:].unbind(dim=1), strict=True):
         metrics[f"reward/{name}"] = column.nanmean().item()
+        if name in run.counted:
+            metrics[f"missing/{name}"] = column.isnan().double().mean().item()
     mine = phase.order.view(run.ranks.world, -1)[run.ranks.rank]
     return advantages[mine], metrics
 

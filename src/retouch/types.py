@@ -44,10 +44,14 @@ class Task:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """A task and the image made for it: what a judge sees, and all that it may see. ``image`` None: nothing usable was made."""
+    """A task and the image made for it: what a judge sees, and all that it may see. ``image`` None: nothing usable was made.
+
+    ``written``: what the policy wrote for it, where it writes. It is for rewards of the text itself; nobody else is shown it.
+    """
 
     task: Task
     image: Image | None
+    written: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -426,14 +430,21 @@ class Renderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A named score: its range, and whether it may decide anything.
+    """A named score: its range, whether it may decide anything, and which end of it is the better one.
 
-    ``low`` is what a policy's own fault scores. A diagnostic may be NaN where it does not apply, and never makes a sample missing.
+    The worse end is what a policy's own fault scores. A diagnostic may be NaN where it does not apply, never makes a sample
+    missing, and is NaN for a policy's own fault.
     """
 
     low: float
     high: float
     diagnostic: bool = False
+    higher_is_better: bool = True
+
+    @property
+    def worst(self) -> float:
+        """The worse end of the range."""
+        return self.low if self.higher_is_better else self.high
 
 
 @runtime_checkable

@@ -84,7 +84,12 @@ def test_a_text_that_is_cut_is_reported_and_its_end_counts_for_nothing(folder):
 def test_without_a_picture_it_is_the_minimum(folder):
     given = [samples(1)[0], Sample(Task("t", "a cat"), None)]
     scores = ClipReward(folder / "clip")(given)
-    assert [column[1].item() for column in scores.values()] == [-1, 0, 0, 0]
+    assert {name: column[1].item() for name, column in scores.items() if name != "truncated"} == {
+        "cosine": -1,
+        "clip_score": 0,
+        "similarity": 0,
+    }
+    assert scores["truncated"].isnan().tolist() == [False, True]  # a diagnostic does not apply
     assert PickScoreReward(folder / "clip")(given)["pickscore"][1] == 0
     assert PickScoreReward(folder / "clip")(given[1:])["pickscore"].tolist() == [0]
 

@@ -21,10 +21,11 @@ from retouch.runs import trackers
 from retouch.runs.assembly import assemble
 from retouch.runs.build_data import build_sets
 from retouch.runs.build_model import playground_weights
-from retouch.runs.doctor_checks import check_batch, check_data, check_disk, check_folder, check_judge, check_trackers
+from retouch.runs.doctor_checks import check_batch, check_data, check_disk, check_folder, check_trackers
 from retouch.runs.doctor_device import CARDS, Place, check_device
 from retouch.runs.doctor_findings import Finding, failed, note, ok
 from retouch.runs.doctor_install import check_install, check_playground, check_versions
+from retouch.runs.doctor_judge import check_judge
 from retouch.runs.doctor_memory import check_memory, describe, footprint
 from retouch.runs.doctor_ranks import Meeting, check_all_reduce, check_devices, check_same
 from retouch.runs.folder import RunFolder
@@ -367,15 +368,15 @@ def test_the_judge_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert good.status == "ok"
     assert good.text.endswith("for an untouched source picture")
     assert "not tried" in check_judge(recipe, None).text
-    wrong = check_judge(small('reward.combine={"overal":1}'), sets)
-    assert wrong.status == "FAILED"
-    assert "'overal'" in wrong.text
     monkeypatch.setitem(
         sys.modules, "judges", SimpleNamespace(Unsure=Unsure, __spec__=SimpleNamespace(submodule_search_locations=None))
     )
+    wrong = check_judge(small('reward={"kind":"import","class":"judges:Unsure","combine":{"overal":1}}'), sets)
+    assert wrong.status == "FAILED"
+    assert "'overal'" in wrong.text
     unsure = check_judge(small('reward={"kind":"import","class":"judges:Unsure","combine":{"overall":1}}'), sets)
     assert unsure.status == "FAILED"
-    assert "its score is missing" in unsure.text
+    assert "overall missing" in unsure.text
 
 
 def test_trackers_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ BASE: dict[str, Any] = {
     "reward": {"kind": "playground", "combine": {"overall": 1}},
     "objective": GRPO,
 }
-FOLDER = {"data": {"kind": "folder", "path": "photos"}, "reward": {"kind": "photos", "colour": [1, 2, 3], "combine": {"a": 1}}}
+FOLDER = {"data": {"kind": "folder", "path": "photos"}, "reward": {"kind": "photos", "colour": [1, 2, 3], "combine": {"colour": 1}}}
 
 
 def changed(**changes: Any) -> dict[str, Any]:

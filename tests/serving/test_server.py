@@ -113,7 +113,7 @@ def test_a_reward_of_the_wrong_shape_gives_no_number(digest: Live) -> None:
 
 def test_info_says_what_judges_and_how_much_is_taken(digest: Live) -> None:
     info = digest.client.get("/v1/info").json()
-    assert info["rewards"][0]["columns"]["odd"] == {"low": 0.0, "high": 1.0, "diagnostic": True}
+    assert info["rewards"][0]["columns"]["odd"] == {"low": 0.0, "high": 1.0, "diagnostic": True, "higher_is_better": True}
     assert info["limits"]["max_items"] == LIMITS.max_items
 
 
@@ -361,7 +361,7 @@ def test_a_reload_takes_the_new_code_and_loses_no_request(tmp_path: Path, monkey
         (["share:red", "share:blue"], "two rewards are called share"),
         (['{"kind": "photos"'], "not JSON"),
         (['{"kind": "photos", "coluor": [1, 2, 3]}'], "coluor|colour"),
-        (["a b=share:red"], "cannot be a reward's name|kind"),
+        (["a b=share:red"], "cannot be a reward's name|does not match"),
         (["nothing.jsonnet"], "no such file"),
     ],
 )

@@ -34,7 +34,8 @@ class ClipReward:
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Each column as (b,), float32. A sample without a picture is the policy's own fault: the column's minimum."""
         drawn = [row for row, sample in enumerate(samples) if sample.image is not None]
-        scores = {name: torch.full((len(samples),), column.low) for name, column in self.columns.items()}
+        nan = float("nan")
+        scores = {name: torch.full((len(samples),), nan if c.diagnostic else c.low) for name, c in self.columns.items()}
         if drawn:
             images = [image for sample in samples if (image := sample.image) is not None]
             cosine, truncated = self._towers.cosines([samples[row].task.instruction for row in drawn], images)

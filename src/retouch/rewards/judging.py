@@ -3,7 +3,7 @@
 Three outcomes for each sample: a value, the policy's own fault (the declared minimum), or missing (NaN).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -11,7 +11,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from retouch.types import AsyncReward, Reward, Sample, Scores
+from retouch.rewards.closing import close
+from retouch.rewards.combining import Combine, combination
+from retouch.rewards.written import shown
+from retouch.types import AsyncReward, Column, Reward, Sample, Scores
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,32 +39,21 @@ class Judged:
 
 
 class Judge:
-    """A reward and how its columns combine: reward = sum of weight * column.
+    """A reward and how its columns combine, a weighted sum or a formula (``rewards/combining.py::combination``).
 
-    ``combine`` names the columns that train and their weights; every other column is logged and decides nothing. ValueError where
-    it names none, one that the reward does not have, or a diagnostic.
+    ``combine`` names the columns that train; every other one is logged and decides nothing. Samples without a picture are never
+    shown to the reward: the policy's own fault is each column's worst (NaN for a diagnostic), and the combination's lowest.
+    ValueError where ``combine`` does not go with the reward's columns.
     """
 
-    def __init__(self, reward: Reward, combine: Mapping[str, float]) -> None:
-        if not combine:
-            raise ValueError(f"combine names no column, so there is no reward; the judge gives {', '.join(reward.columns)}")
-        for name in combine:
-            if name not in reward.columns:
-                raise ValueError(
-                    f"combine names the column {name!r}, which the reward does not give; it gives {', '.join(reward.columns)}"
-                )
-            if reward.columns[name].diagnostic:
-                raise ValueError(
-                    f"combine names {name!r}, which is a diagnostic and may be missing by design; combine other columns"
-                )
+    def __init__(self, reward: Reward, combine: Combine) -> None:
         self.reward = reward
-        self.combine = dict(combine)
+        self.combination = combination(combine, reward.columns)
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="judge")
 
     def __call__(self, samples: Sequence[Sample]) -> Judged:
         """Judge now."""
-        drawn = _drawn(samples)
-        return self._judged(samples, self.reward(drawn) if drawn else {})
+        return self.judged(samples, scores_of(self.reward, samples))
 
     def submit(self, samples: Sequence[Sample]) -> "Future[Judged]":
         """Judge while the caller goes on. Batches come back in the order in which they came here.
@@ -69,51 +61,64 @@ class Judge:
         A reward that can judge by itself (``AsyncReward``) gets each batch at once, however many are under way; any other one
         gets the next batch when it is done with the last.
         """
-        drawn = _drawn(samples)
+        drawn = _drawn(self.reward, samples)
         if not (drawn and isinstance(self.reward, AsyncReward)):
             return self._pool.submit(self, samples)
         given = self.reward.submit(drawn)
-        return self._pool.submit(lambda: self._judged(samples, given.result()))
+        return self._pool.submit(lambda: self.judged(samples, _columns(self.reward, samples, given.result())))
 
-    def combined(self, scores: Scores) -> Float[Tensor, " b"]:
-        """The reward of each sample: NaN where any column that it is made of is."""
-        return torch.stack([weight * scores[name] for name, weight in self.combine.items()]).sum(dim=0)
+    def judged(self, samples: Sequence[Sample], scores: Scores) -> Judged:
+        """These scores of these samples, combined: NaN where any column that the reward is made of is."""
+        faults = torch.tensor([sample.image is None for sample in samples], dtype=torch.bool)
+        rewards = self.combination(scores).masked_fill(faults, self.combination.low)
+        return Judged(scores, rewards, int(faults.sum()))
 
     def close(self) -> None:
-        """End the judging thread."""
+        """End the judging thread, and what the reward holds open."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def _judged(self, samples: Sequence[Sample], given: Scores) -> Judged:
-        """What was given for the samples with a picture; those without have every column's minimum."""
-        drawn = torch.tensor([sample.image is not None for sample in samples], dtype=torch.bool)
-        count = int(drawn.sum())
-        scores: Scores = {}
-        for name, column in self.reward.columns.items():
-            scores[name] = torch.full((len(samples),), column.low, dtype=torch.float32)
-            if count:
-                scores[name][drawn] = self._checked(name, given, count)
-        return Judged(scores, self.combined(scores), len(samples) - count)
-
-    def _checked(self, name: str, given: Scores, count: int) -> Tensor:
-        column = self.reward.columns[name]
-        if name not in given:
-            raise ValueError(
-                f"the reward declares the column {name!r} and did not return it; it returned {', '.join(given) or 'nothing'}"
-            )
-        values = torch.as_tensor(given[name], dtype=torch.float32).cpu()
-        if values.shape != (count,):
-            raise ValueError(
-                f"column {name!r} has shape {tuple(values.shape)} for {count} samples; return one a sample, NaN where missing"
-            )
-        outside = ~torch.isnan(values) & ~((values >= column.low) & (values <= column.high))
-        if outside.any():
-            wrong = values[outside][0].item()
-            raise ValueError(
-                f"column {name!r} gave {wrong}, outside its declared range {column.low} to {column.high}; declare the true range"
-            )
-        return values
+        close(self.reward)
 
 
-def _drawn(samples: Sequence[Sample]) -> list[Sample]:
-    """Those that a reward is shown."""
-    return [sample for sample in samples if sample.image is not None]
+def scores_of(reward: Reward, samples: Sequence[Sample]) -> Scores:
+    """Every column that the reward declares, (b,), float32: what it gave, or its worst where there is no picture to show.
+
+    ValueError: a column that did not come, of another shape, or outside its declared range.
+    """
+    drawn = _drawn(reward, samples)
+    return _columns(reward, samples, reward(drawn) if drawn else {})
+
+
+def _drawn(reward: Reward, samples: Sequence[Sample]) -> list[Sample]:
+    """What the reward is shown."""
+    return shown([sample for sample in samples if sample.image is not None], reward)
+
+
+def _columns(reward: Reward, samples: Sequence[Sample], given: Scores) -> Scores:
+    drawn = torch.tensor([sample.image is not None for sample in samples], dtype=torch.bool)
+    count = int(drawn.sum())
+    scores: Scores = {}
+    for name, column in reward.columns.items():
+        fault = float("nan") if column.diagnostic else column.worst
+        scores[name] = torch.full((len(samples),), fault, dtype=torch.float32)
+        if count:
+            scores[name][drawn] = _checked(name, column, given, count)
+    return scores
+
+
+def _checked(name: str, column: Column, given: Scores, count: int) -> Float[Tensor, " b"]:
+    if name not in given:
+        raise ValueError(
+            f"the reward declares the column {name!r} and did not return it; it returned {', '.join(given) or 'nothing'}"
+        )
+    values = torch.as_tensor(given[name], dtype=torch.float32).cpu()
+    if values.shape != (count,):
+        raise ValueError(
+            f"column {name!r} has shape {tuple(values.shape)} for {count} samples; return one a sample, NaN where missing"
+        )
+    outside = ~torch.isnan(values) & ~((values >= column.low) & (values <= column.high))
+    if outside.any():
+        wrong = values[outside][0].item()
+        raise ValueError(
+            f"column {name!r} gave {wrong}, outside its declared range {column.low} to {column.high}; declare the true range"
+        )
+    return values

@@ -75,15 +75,16 @@ class OcrReward:
       wrong word has a high one.
 
     ``where``: all of the ``picture``; the lines of which at least half lies in the task's ``mask``; or the mask's bounding ``box``,
-    read as one line without looking for it, which costs a fraction. ValueError: a task without a text to write, or the mask.
+    read as one line without looking for it, which costs a fraction. ``reader``: None takes RapidOCR on ``threads`` threads.
+    ValueError: a task without a text to write, or the mask.
     """
 
     columns: Mapping[str, Column] = {"correctness": Column(0.0, 1.0), "confidence": Column(0.0, 1.0, diagnostic=True)}
 
-    def __init__(self, reader: TextReader | None = None, *, where: Where = "picture") -> None:
+    def __init__(self, reader: TextReader | None = None, *, where: Where = "picture", threads: int = 1) -> None:
         if where not in get_args(Where):
             raise ValueError(f"where is one of {', '.join(get_args(Where))}, not {where!r}")
-        self.reader = reader or RapidReader()
+        self.reader = reader or RapidReader(threads=threads)
         if where == "box" and not isinstance(self.reader, LineReader):
             raise ValueError(f"{type(self.reader).__name__} has no read_lines(images); with where='box' it must read single lines")
         self.where = where

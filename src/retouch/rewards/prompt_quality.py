@@ -2,7 +2,14 @@
 long and to say "4k"."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from typing import Literal
+
+import torch
+
+from retouch.rewards.written import written
+from retouch.types import Column, Sample, Scores
 
 _WORD = re.compile(r"\w+(?:['’]\w+)?")
 _FILLERS = frozenset(
@@ -53,6 +60,36 @@ def prompt_quality(original: str, enhanced: str) -> PromptQuality:
         quality_words=float(praise),
         sentence=float(len(after) >= _SENTENCE),
     )
+
+
+class PromptQualityReward:
+    """``prompt_quality`` of the task's instruction and what the policy wrote: ``length``, ``keywords``, ``details``,
+    ``quality_words``, ``sentence``, each 0 to 1, and ``total``, 0 to 5.
+
+    ``answer``: finds the prompt in what was written (thoughts and tags come off); where it finds none, that is the policy's own
+    fault: 0. ValueError: a sample for which nothing was written.
+    """
+
+    columns: Mapping[str, Column] = {
+        **dict.fromkeys(("length", "keywords", "details", "quality_words", "sentence"), Column(0.0, 1.0)),
+        "total": Column(0.0, 5.0),
+    }
+    reads_written: Literal[True] = True
+
+    def __init__(self, *, answer: Callable[[str], str | None] = str) -> None:
+        self._answer = answer
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """Each column as (b,), float32."""
+        rows = [self._points(sample.task.instruction, self._answer(written(sample))) for sample in samples]
+        table = torch.tensor(rows, dtype=torch.float32).view(len(samples), len(self.columns))
+        return dict(zip(self.columns, table.unbind(dim=1), strict=True))
+
+    def _points(self, original: str, enhanced: str | None) -> list[float]:
+        if enhanced is None:
+            return [0.0] * len(self.columns)
+        points = prompt_quality(original, enhanced)
+        return [*astuple(points), points.total]
 
 
 def _words(text: str) -> list[str]:

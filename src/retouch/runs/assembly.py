@@ -14,12 +14,13 @@ from retouch.renderers.latents import LatentRenderer
 from retouch.rewards.judging import Judge, Judged
 from retouch.runs import recipe_learning
 from retouch.runs.build_data import Sets, build_sets
-from retouch.runs.build_learning import build_phase, build_reward, copies_needed
+from retouch.runs.build_learning import build_phase, copies_needed
 from retouch.runs.build_model import make_trainable
 from retouch.runs.build_policy import TrainedPolicy, build_models, build_policy
+from retouch.runs.build_reward import build_reward
 from retouch.runs.build_writer import Averaged, build_renderer
 from retouch.runs.clock import Clock
-from retouch.runs.completions import describe
+from retouch.runs.completions import describe, texts
 from retouch.runs.evaluation import Evaluator
 from retouch.runs.ranks import Ranks
 from retouch.runs.recipe import Recipe
@@ -104,6 +105,8 @@ class Assembly:
             average=self._average,
             clock=self.clock,
             describe=partial(describe, ranks=self.ranks),
+            written=texts,
+            counted=[name for name, column in self.judge.reward.columns.items() if not column.diagnostic],
         )
         phase = build_phase(self.recipe, resolved, steps=steps, tasks=self.sets[index].train, ranks=self.ranks)
         return run, phase
@@ -136,7 +139,7 @@ class Assembly:
 def assemble(recipe: Recipe, ranks: Ranks) -> Assembly:
     """Build a run's parts. ValueError, before any weight is loaded, where the ranks cannot share a step or the data are bad."""
     check_ranks(recipe, ranks.world)
-    judge = Judge(build_reward(recipe.reward), recipe.reward.combine)
+    judge = Judge(build_reward(recipe.reward, device=ranks.device), recipe.reward.combine)
     phases = recipe.resolved_phases()
     section = recipe.image_model
     size = None if isinstance(section, ImportedModel) else section.size

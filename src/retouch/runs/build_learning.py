@@ -1,4 +1,4 @@
-"""Reward, objective, advantage and phases, from what a recipe says of learning."""
+"""Objective, advantage and phases, from what a recipe says of learning."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,38 +16,15 @@ from retouch.objectives.dpo import DPO
 from retouch.objectives.nft import NFT
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.objectives.supervised import Supervised
-from retouch.playground.judge import PlaygroundJudge
-from retouch.playground.painting_judge import PaintingJudge
 from retouch.policies.denoising import Sampling
 from retouch.policies.windows import Window
-from retouch.rewards.photos import PhotosReward
-from retouch.rewards.share import ShareReward
 from retouch.runs import recipe_learning, recipe_renderer, recipe_rollout
-from retouch.runs.imports import import_class
 from retouch.runs.ranks import Ranks
 from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_phases import ResolvedPhase
 from retouch.runs.recipe_writer import AutoregressivePolicy
 from retouch.runs.schedules import learning_rate
-from retouch.types import Batch, Objective, Reward, Task
-
-
-def build_reward(section: recipe_learning.Reward) -> Reward:
-    """What judges. ValueError where a reward of the user's own is not one."""
-    match section:
-        case recipe_learning.PlaygroundReward():
-            return PlaygroundJudge()
-        case recipe_learning.PaintingReward():
-            return PaintingJudge()
-        case recipe_learning.PhotosReward():
-            return PhotosReward(colour=section.colour, preserve=section.preserve)
-        case recipe_learning.ShareReward():
-            return ShareReward(channel=section.channel)
-        case recipe_learning.ImportedReward():
-            made = import_class(section.class_)(**section.args)
-            if not isinstance(made, Reward):
-                raise ValueError(f"{section.class_} is no reward: it needs `columns` and to be callable with samples")
-            return made
+from retouch.types import Batch, Objective, Task
 
 
 def build_objective(section: recipe_learning.Objective, *, entropy: bool = False) -> Objective:

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 from retouch.runs.build_model import playground_weights
-from retouch.runs.doctor_checks import check_batch, check_data, check_disk, check_folder, check_judge, check_trackers
+from retouch.runs.doctor_checks import check_batch, check_data, check_disk, check_folder, check_trackers
 from retouch.runs.doctor_device import check_device, local_name, require_known
 from retouch.runs.doctor_findings import Finding, failed, note, ok
 from retouch.runs.doctor_install import check_install, check_playground
+from retouch.runs.doctor_judge import check_reward
 from retouch.runs.doctor_memory import check_memory
 from retouch.runs.doctor_ranks import Meeting, check_ranks_together, meet, ranks_named
 from retouch.runs.doctor_trial import check_trial
@@ -136,7 +137,7 @@ def _examine_recipe(report: _Report, meeting: Meeting, recipe: Recipe, wanted: s
     for finding, read in check_data(recipe):
         report.add([finding])
         sets = sets or read
-    report.add([check_judge(recipe, sets)])
+    report.add(check_reward(recipe, sets))
     try:
         folder, weights_here = _weights(recipe)
     except ValueError as error:

@@ -1,15 +1,11 @@
-"""What can be checked of a recipe without loading its model: arithmetic, trackers, run folder, data, judge and disk space."""
+"""What can be checked of a recipe without loading its model: arithmetic, trackers, run folder, data and disk space."""
 
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from PIL import Image
-
-from retouch.rewards.judging import Judge
 from retouch.runs import checkpoint
 from retouch.runs.build_data import Sets, build_sets
-from retouch.runs.build_learning import build_reward
 from retouch.runs.doctor_findings import Finding, failed, gigabytes, note, ok
 from retouch.runs.evaluation import chosen
 from retouch.runs.folder import RunFolder
@@ -19,7 +15,6 @@ from retouch.runs.recipe_data import ComplexEditData, Data, HubData, PaintingDat
 from retouch.runs.recipe_differences import differences
 from retouch.runs.recipe_policy import ImportedModel
 from retouch.runs.trackers import require_trackers
-from retouch.types import Sample
 
 _SHOWN = 5
 
@@ -105,28 +100,6 @@ def _described(recipe: Recipe, path: str, sets: Sets) -> Finding:
     if len(sets.problems) > _SHOWN:
         lines.append(f"  and {len(sets.problems) - _SHOWN} more: retouch data check {path}")
     return note("data", "\n".join(lines))
-
-
-def check_judge(recipe: Recipe, sets: Sets | None) -> Finding:
-    """Whether the judge is built, has the columns that are combined, and judges an untouched source picture."""
-    wrong = "mend the recipe's reward section"
-    try:
-        judge = Judge(build_reward(recipe.reward), recipe.reward.combine)
-        try:
-            combined = " + ".join(f"{weight:g} x {name}" for name, weight in recipe.reward.combine.items())
-            if sets is None or not len(sets.train):
-                return ok("judge", f"{recipe.reward.kind}, {combined}; not tried, for want of a picture")
-            task = sets.train[0]
-            image = task.images[0] if task.images else Image.new("RGB", (64, 64), "gray")
-            value = judge([Sample(task, image)]).rewards.item()
-        finally:
-            judge.close()
-    except ValueError as error:
-        return failed("judge", str(error), mend=wrong)
-    if value != value:
-        return failed("judge", f"{recipe.reward.kind} could not judge a picture of {task.id}: its score is missing", mend=wrong)
-    what = "an untouched source picture" if task.images else "a grey picture"
-    return ok("judge", f"{recipe.reward.kind}, {combined}: {value:.3f} for {what}")
 
 
 def check_disk(recipe: Recipe, bytes_each: int) -> Finding:

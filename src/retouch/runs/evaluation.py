@@ -115,8 +115,9 @@ class Evaluator:
         )
         trajectory = act(batch)
         images = self.renderer(tasks, trajectory)
-        judged = self.judge([Sample(task, image) for task, image in zip(tasks, images, strict=True)])
-        return judged, images, texts(trajectory)
+        written = texts(trajectory)
+        judged = self.judge([Sample(*made) for made in zip(tasks, images, written, strict=True)])
+        return judged, images, written
 
 
 def _best(tries: Sequence[Tensor]) -> Tensor:

@@ -142,7 +142,7 @@ class JournaledJudge:
 
     def forget_missing(self, step: int) -> None:
         """Ask again, the next time, for what could not be judged in this step."""
-        self.journal.forget_missing(step, self.judge.combine)
+        self.journal.forget_missing(step, self.judge.combination.columns)
 
     def close(self) -> None:
         """End the judging thread and close the journal."""
@@ -156,8 +156,7 @@ class JournaledJudge:
             for name, column in fresh.scores.items():
                 scores[name][~known] = column
             self.journal.record(batch, samples, scores)
-        faults = sum(sample.image is None for sample in samples)
-        return Judged(scores, self.judge.combined(scores), faults)
+        return self.judge.judged(samples, scores)
 
 
 def fingerprint(image: Image | None) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from retouch.rewards.combining import WeightedSum
 from retouch.runs import files
 from retouch.runs.assembly import Assembly
 from retouch.runs.evaluation import Evaluated, chosen, paired_gain, table
@@ -99,10 +100,12 @@ class Outcome:
 
     @property
     def _column(self) -> str:
-        combine = self.recipe.reward.combine
         if self.recipe.eval.column is not None:
             return self.recipe.eval.column
-        return next(iter(combine)) if list(combine.values()) == [1.0] else REWARD
+        match self.parts.judge.combination:
+            case WeightedSum(weights=weights) if list(weights.values()) == [1.0]:
+                return next(iter(weights))
+        return REWARD
 
     def _values(self, evaluated: Evaluated) -> Tensor:
         return evaluated.scores.get(self._column, evaluated.rewards)

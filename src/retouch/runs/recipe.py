@@ -4,6 +4,7 @@ A recipe is checked as a whole before anything is loaded: its keys, its values, 
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -15,12 +16,14 @@ from retouch.runs.recipe_data import Data, IndirectPlaygroundData, Mixture, Pain
 from retouch.runs.recipe_errors import unknown_keys, wrong_values
 from retouch.runs.recipe_files import find
 from retouch.runs.recipe_jsonnet import evaluate
-from retouch.runs.recipe_learning import Advantage, GroupAdvantage, Objective, Optimizer, Reward
+from retouch.runs.recipe_learning import Advantage, GroupAdvantage, Objective, Optimizer
 from retouch.runs.recipe_overrides import apply
 from retouch.runs.recipe_phases import Phase, ResolvedPhase
 from retouch.runs.recipe_policy import DenoisingPolicy, Model
 from retouch.runs.recipe_renderer import Renderer
+from retouch.runs.recipe_reward import Reward
 from retouch.runs.recipe_rollout import Rollout
+from retouch.runs.recipe_secrets import refuse_secrets
 from retouch.runs.recipe_section import Cadence, Count, Positive, Section
 from retouch.runs.recipe_writer import AutoregressivePolicy
 
@@ -185,10 +188,13 @@ def parse(document: object) -> Recipe:
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe in a Jsonnet or JSON file, or the packaged one of that name, changed by ``a.b=value`` overrides.
 
-    ValueError: no such file (the packaged ones are listed), Jsonnet that does not evaluate, or mistakes as ``parse`` finds them.
+    ValueError: no such file (the packaged ones are listed), Jsonnet that does not evaluate, a secret of the environment in it, or
+    mistakes as ``parse`` finds them.
     """
     file = find(path)
     try:
-        return parse(apply(evaluate(file), overrides))
+        document = apply(evaluate(file), overrides)
+        refuse_secrets(document, os.environ)
+        return parse(document)
     except ValueError as error:
         raise ValueError(f"{file}:\n{error}") from None

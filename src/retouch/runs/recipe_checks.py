@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING
 
 from retouch.core.surrogates import check_clip
 from retouch.data.sampler import check_arithmetic
-from retouch.runs.recipe_data import PaintingData, PicturedData, PlaygroundData, PromptData
-from retouch.runs.recipe_learning import GroupAdvantage, PaintingReward, PlaygroundReward, PolicyGradient, Sft, Supervised
+from retouch.runs.recipe_data import PaintingData, PicturedData, PromptData
+from retouch.runs.recipe_learning import GroupAdvantage, PolicyGradient, Sft, Supervised
 from retouch.runs.recipe_phases import ResolvedPhase
 from retouch.runs.recipe_policy import DiffusersModel, ImportedModel, Lora
+from retouch.runs.recipe_reward_checks import reward_data_problems, reward_problems
 from retouch.runs.recipe_rollout import (
     AllSteps,
     CpsTransition,
@@ -30,10 +31,10 @@ _LAST = "which never trains"
 
 def problems(recipe: "Recipe") -> list[str]:
     """A line for everything in the recipe that cannot stand together; empty for a good one."""
-    found = [*_length(recipe), *_reward(recipe)]
+    found = [*_length(recipe), *_trackers(recipe)]
     if unlike := list(parts_problems(recipe)):
         return [*found, *unlike]
-    found += [*_model(recipe), *renderer_problems(recipe), *_phases(recipe), *_batch(recipe)]
+    found += [*reward_problems(recipe), *_model(recipe), *renderer_problems(recipe), *_phases(recipe), *_batch(recipe)]
     return list(dict.fromkeys(found))
 
 
@@ -73,12 +74,7 @@ def _length(recipe: "Recipe") -> Iterator[str]:
         yield "phases.0.keep_optimizer: there is no phase before the first; leave it out"
 
 
-def _reward(recipe: "Recipe") -> Iterator[str]:
-    weights = recipe.reward.combine
-    if not weights:
-        yield 'reward.combine: empty; name at least one column and its weight, {"overall": 1.0} say'
-    elif not any(weights.values()):
-        yield "reward.combine: all weights are 0, so nothing would be learnt; give one column a weight"
+def _trackers(recipe: "Recipe") -> Iterator[str]:
     if len(set(recipe.trackers)) < len(recipe.trackers):
         yield "trackers: one of them is named twice; name each once"
 
@@ -135,13 +131,7 @@ def _exploration(recipe: "Recipe", phase: ResolvedPhase, at: dict[str, str]) -> 
 
 def _data(recipe: "Recipe", phase: ResolvedPhase, at: str) -> Iterator[str]:
     model = recipe.image_model
-    if isinstance(recipe.reward, PlaygroundReward) and not isinstance(phase.data, PlaygroundData):
-        yield f"reward.kind: playground judges its own edits only, and {at}.kind is {phase.data.kind!r}; take photos or import"
-    if isinstance(recipe.reward, PaintingReward) and not isinstance(phase.data, PaintingData):
-        yield (
-            f"reward.kind: playground-paintings judges its own scenes only, and {at}.kind is {phase.data.kind!r}; take photos or "
-            "import"
-        )
+    yield from reward_data_problems(recipe, phase, at)
     if isinstance(phase.data, PromptData | PaintingData) and model.kind in EDITORS:
         yield f"{at}.kind: {phase.data.kind} have no source picture, which {model.kind} edits; take folder or hub data"
     if isinstance(phase.data, PicturedData) and not isinstance(model, ImportedModel):

@@ -8,14 +8,17 @@ from retouch.runs.recipe import Recipe
 
 _FREE = re.compile(
     r"steps|passes|eval\.every|(samples|checkpoints)\..*|trackers(\.\d+)?|(renderer\.)?device|ranks|out|(phases\.\d+\.)?data\.path"
+    # How a judge is reached, and how long it is waited for.
+    r"|reward\.(rewards\.\w+\.)?((judge\.)?(device|base_url|key|concurrency|timeout|deadline|attempts|pause|longest_pause|prices.*|quota.*)"
+    r"|endpoints.*|encoding|batch|retry_share|hedge(_share)?|(samples|requests)_per_minute|calls|rate_file|wait|threads)"
 )
 
 
 def differences(old: Recipe, new: Recipe) -> list[str]:
     """A line for each key that differs and may not, old value first; empty where the old run can go on as the new recipe says.
 
-    Length (of the last phase, where there are phases), cadences, trackers, device, ranks, and the folders of data and runs may
-    differ.
+    Length (of the last phase, where there are phases), cadences, trackers, devices, ranks, the folders of data and runs, and how
+    judges are reached may differ.
     """
     before, after = dict(_leaves(old.document(), "")), dict(_leaves(new.document(), ""))
     lines = []

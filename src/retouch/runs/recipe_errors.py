@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from retouch.runs.recipe_schema import alternatives, field_at, is_list, keys_of, kinds_of, places, section_for
+from retouch.runs.recipe_schema import alternatives, field_at, is_list, is_map, keys_of, kinds_of, places, section_for
 from retouch.runs.recipe_section import UNTAGGED, Section
 
 Path = tuple[str | int, ...]
@@ -32,6 +32,8 @@ def _unknown(
         annotation = known[key].annotation
         if is_list(annotation):
             entries = [((*here, k), entry) for k, entry in enumerate(inner)] if isinstance(inner, list) else []
+        elif is_map(annotation):
+            entries = [((*here, name), entry) for name, entry in inner.items()] if isinstance(inner, dict) else []
         else:
             entries = [(here, inner)]
         for place, entry in entries:
@@ -115,7 +117,7 @@ def document_path(location: tuple[int | str, ...], document: Any) -> Path:
     path: list[str | int] = []
     node = document
     for part in location:
-        if part in ("[key]", UNTAGGED):
+        if part in ("[key]", UNTAGGED, "formula") and not (isinstance(node, dict) and part in node):
             continue
         if isinstance(node, dict) and part not in node and part in (node.get("kind"), node.get("mode")):
             continue

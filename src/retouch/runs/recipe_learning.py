@@ -1,68 +1,10 @@
-"""Sections of a recipe about learning: reward, advantage, objective and optimizer."""
+"""Sections of a recipe about learning: advantage, objective and optimizer."""
 
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, JsonValue
+from pydantic import Field
 
-from retouch.runs.recipe_section import ClassPath, Count, NonNegative, Positive, Section, Share
-
-Colour: TypeAlias = tuple[
-    Annotated[int, Field(ge=0, le=255)], Annotated[int, Field(ge=0, le=255)], Annotated[int, Field(ge=0, le=255)]
-]
-
-
-class RewardSection(Section):
-    """What all rewards have in common."""
-
-    combine: dict[str, float]
-    """Weights of the reward's columns; their weighted sum is what the policy is trained on."""
-    max_missing: Share = 0.2
-    """Share of a step's samples that may come back unjudged before the run stops."""
-
-
-class PlaygroundReward(RewardSection):
-    """The playground's exact judge: instruction following, identity preservation, picture quality."""
-
-    kind: Literal["playground"]
-
-
-class PaintingReward(RewardSection):
-    """The playground's exact judge of paintings: alignment with what was asked for, and picture quality."""
-
-    kind: Literal["playground-paintings"]
-
-
-class PhotosReward(RewardSection):
-    """How much of the source is still there, times how near the picture comes to a colour."""
-
-    kind: Literal["photos"]
-    colour: Colour
-    """Red, green and blue of the colour to come near to, 0 to 255."""
-    preserve: NonNegative = 1.0
-    """Power to which the preservation is raised: 0 lets the source go, more keeps more of it."""
-
-
-class ShareReward(RewardSection):
-    """The share of one colour channel in all light of the picture."""
-
-    kind: Literal["share"]
-    channel: Literal["red", "green", "blue"] = "red"
-    """Which channel."""
-
-
-class ImportedReward(RewardSection):
-    """A reward of your own (``retouch.types.Reward``)."""
-
-    kind: Literal["import"]
-    class_: ClassPath = Field(alias="class")
-    """The class, as ``package.module:Class``."""
-    args: dict[str, JsonValue] = Field(default={})
-    """Keyword arguments of its constructor."""
-
-
-Reward: TypeAlias = Annotated[
-    PlaygroundReward | PaintingReward | PhotosReward | ShareReward | ImportedReward, Field(discriminator="kind")
-]
+from retouch.runs.recipe_section import Count, NonNegative, Positive, Section
 
 
 class GroupAdvantage(Section):

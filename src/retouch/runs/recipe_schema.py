@@ -48,22 +48,26 @@ def section_for(annotation: Any, value: Mapping[str, Any]) -> type[Section] | No
 
 
 def field_at(root: type[Section], document: Any, path: tuple[str | int, ...]) -> FieldInfo | None:
-    """The field at ``path``, following the kinds that the document chose; the last part need not be in the document."""
+    """The field at ``path``, following the kinds that the document chose; the last part need not be in the document.
+
+    An entry of a list or map has the field that holds them all.
+    """
     section: type[Section] | None = root
-    node, field = document, None
+    node, field, named = document, None, False
     for part in path:
-        if isinstance(part, str):
+        if isinstance(part, str) and not named:
             field = keys_of(section).get(part) if section is not None else None
         if field is None:
             return None
         node = node.get(part) if isinstance(node, dict) else node[part]
-        section = section_for(field.annotation, node) if isinstance(node, dict) else None
+        named = not named and is_map(field.annotation)
+        section = section_for(field.annotation, node) if isinstance(node, dict) and not named else None
     return field
 
 
 @cache
 def places(root: type[Section]) -> dict[str, tuple[str, ...]]:
-    """Every key of the schema, and the dotted paths at which it is known (entries of lists are left out: they repeat others)."""
+    """Every key of the schema, and the dotted paths at which it is known (entries of lists and maps repeat others; left out)."""
     found: dict[str, list[str]] = {}
     for path in _paths(root, ""):
         known = found.setdefault(path.rpartition(".")[2], [])
@@ -75,10 +79,17 @@ def places(root: type[Section]) -> dict[str, tuple[str, ...]]:
 def _paths(section: type[Section], prefix: str) -> Iterator[str]:
     for key, field in keys_of(section).items():
         yield prefix + key
-        for inner in () if is_list(field.annotation) else alternatives(field.annotation):
+        for inner in () if is_list(field.annotation) or is_map(field.annotation) else alternatives(field.annotation):
             yield from _paths(inner, f"{prefix}{key}.")
 
 
 def is_list(annotation: Any) -> bool:
     """Whether a field's sections stand in a list."""
     return get_origin(annotation) is tuple or any(is_list(argument) for argument in get_args(annotation))
+
+
+def is_map(annotation: Any) -> bool:
+    """Whether a field's sections stand in a map, under names of the user's choice."""
+    if get_origin(annotation) is Annotated:
+        return is_map(get_args(annotation)[0])
+    return get_origin(annotation) is dict and bool(alternatives(annotation))

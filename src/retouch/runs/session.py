@@ -14,6 +14,7 @@ from retouch.runs import checkpoint
 from retouch.runs.assembly import Assembly, assemble
 from retouch.runs.folder import RunFolder
 from retouch.runs.journal import Journal, JournaledJudge, journal_path
+from retouch.runs.judge_calls import judge_calls
 from retouch.runs.outcome import Outcome
 from retouch.runs.preflight import preflight, require
 from retouch.runs.quiet import quiet
@@ -50,6 +51,8 @@ def run(recipe: Recipe, *, fresh: bool) -> int:
     for sets in parts.sets:
         for test_set in sets.test_sets:
             log.warning("trains on a known test set, as the recipe allows: %s", test_set)
+    for calls in judge_calls(recipe, steps=[len(steps) for _, steps in parts.plan], heldout=len(parts.sets[0].heldout)):
+        log.info("%s", calls)
     with listening() as request:
         return _Session(recipe, folder, parts, request).run()
 

@@ -1,7 +1,6 @@
 """Rewards that a server hosts: named on the command line, built as a recipe builds them, with a fingerprint of what they judge by.
 
-A reward is named as ``playground``, ``photos:red`` (or ``photos:#c81e1e``), ``share:blue``, ``package.module:Class``, the JSON of
-a recipe's ``reward`` section, or the file of a recipe, whose reward it then is. ``NAME=`` before it names it in the server.
+A reward is named as ``runs/reward_words.py::read_reward`` reads it. ``NAME=`` before it names it in the server.
 """
 
 import hashlib
@@ -12,20 +11,17 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 
-from pydantic import TypeAdapter, ValidationError
+import torch
 
 from retouch.rewards.identity import Fingerprinted
 from retouch.rewards.wire.info import ColumnInfo, RewardInfo
 from retouch.rewards.wire.schema import NAME
-from retouch.runs import recipe_learning
-from retouch.runs.build_learning import build_reward
-from retouch.runs.recipe import load
+from retouch.runs.build_reward import build_reward
+from retouch.runs.reward_words import parse_reward, read_reward
 from retouch.types import Column, Reward
 
-_COLOURS = {"red": [255, 0, 0], "green": [0, 255, 0], "blue": [0, 0, 255], "white": [255, 255, 255], "black": [0, 0, 0]}
-_SECTION: TypeAdapter[recipe_learning.Reward] = TypeAdapter(recipe_learning.Reward)
 _NAMED = re.compile(r"^([A-Za-z0-9_.-]{1,64})=(.+)$", re.DOTALL)
 
 
@@ -53,7 +49,7 @@ class Hosted:
 
     def info(self) -> RewardInfo:
         """What callers are told."""
-        columns = {name: ColumnInfo(low=c.low, high=c.high, diagnostic=c.diagnostic) for name, c in self.columns.items()}
+        columns = {name: ColumnInfo(**asdict(column)) for name, column in self.columns.items()}
         return RewardInfo(name=self.name, kind=_path(type(self.reward)), fingerprint=self.fingerprint, columns=columns)
 
 
@@ -72,7 +68,7 @@ def build(order: Order, *, sole: bool) -> Hosted:
 
     ValueError where it cannot be built, or declares a range that is not finite (a fault would then score an infinite number).
     """
-    reward = build_reward(_section(order))
+    reward = build_reward(parse_reward(order.section), device=_device())
     for name, column in reward.columns.items():
         if not (math.isfinite(column.low) and math.isfinite(column.high) and column.low <= column.high):
             raise ValueError(f"{order.name}: column {name!r} has the range {column.low} to {column.high}; declare a finite one")
@@ -94,10 +90,15 @@ def rebuild(order: Order, old: Hosted) -> Hosted:
 
 def fingerprint(section: Mapping[str, object], reward: Reward) -> str:
     """16 hexadecimal digits over the arguments, the class, its module's source, the columns, and what the reward says of itself."""
-    columns = {name: [c.low, c.high, c.diagnostic] for name, c in reward.columns.items()}
+    columns = {name: astuple(c) for name, c in reward.columns.items()}
     own = reward.fingerprint if isinstance(reward, Fingerprinted) else None
     what = [dict(section), _path(type(reward)), inspect.getsource(sys.modules[type(reward).__module__]), columns, own]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _device() -> str:
+    """Where models lie whose section does not say: the first GPU that the replica is given, or the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _path(kind: type) -> str:
@@ -107,50 +108,9 @@ def _path(kind: type) -> str:
 def _read(word: str) -> Order:
     found = None if word.lstrip().startswith("{") else _NAMED.match(word)
     name, rest = (found[1], found[2]) if found else (None, word)
-    section = _parse(rest)
+    section = read_reward(rest)
     called = name or str(section.get("class", section["kind"])).rpartition(":")[2].lower()
     if not re.match(NAME, called):
         raise ValueError(f"{called!r} cannot be a reward's name: letters, digits, dots, dashes, at most 64")
-    order = Order(called, section, named=name is not None)
-    _section(order)
-    return order
-
-
-def _parse(text: str) -> dict[str, object]:
-    if text.lstrip().startswith("{"):
-        try:
-            section = json.loads(text)
-        except ValueError:
-            raise ValueError(f"{text!r} is not JSON; give a reward section as in a recipe, or a name") from None
-        if "kind" not in section:
-            raise ValueError(f"{text!r} has no kind; give a reward section as in a recipe")
-        return {key: value for key, value in section.items() if key not in ("combine", "max_missing")}
-    if text.endswith((".jsonnet", ".json")):
-        recipe = load(text, [])
-        return recipe.reward.model_dump(mode="json", by_alias=True, exclude={"combine", "max_missing"})
-    kind, _, argument = text.partition(":")
-    match kind:
-        case "photos":
-            return {"kind": "photos", "colour": _colour(argument)}
-        case "share":
-            return {"kind": "share", "channel": argument or "red"}
-        case _ if argument:
-            return {"kind": "import", "class": text}
-    return {"kind": kind}
-
-
-def _colour(text: str) -> list[int]:
-    if re.fullmatch(r"#[0-9a-fA-F]{6}", text):
-        return list(bytes.fromhex(text[1:]))
-    if text not in _COLOURS:
-        raise ValueError(f"photos:{text}: name a colour: {', '.join(_COLOURS)}, or #rrggbb")
-    return _COLOURS[text]
-
-
-def _section(order: Order) -> recipe_learning.Reward:
-    try:
-        return _SECTION.validate_json(json.dumps({"combine": {}, **order.section}))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{json.dumps(dict(order.section))}: {place + ': ' if place else ''}{first['msg']}") from None
+    parse_reward(section)
+    return Order(called, section, named=name is not None)

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from retouch.rewards.judges.forms import ScoresForm
-from retouch.rewards.judges.panel import Panel, Prompt
+from retouch.rewards.judges.panel import OfPanel, Panel, Prompt
 from retouch.rewards.judges.rubrics import edit_parts, picture_parts, quoted, rubric
 from retouch.rewards.judges.scales import Scale
 from retouch.types import Column, Sample, Scores
@@ -14,7 +14,7 @@ from retouch.types import Column, Sample, Scores
 Aspect: TypeAlias = Literal["alignment", "quality", "identity"]
 
 
-class AspectsReward:
+class AspectsReward(OfPanel):
     """A column, 0 to 1, for each of ``aspects``; the mean of the panel's repeats (system A's n_evals, 3), or NaN.
 
     ``alignment``: the instruction is followed. ``quality``: of the picture alone. ``identity``: what was not asked to change is as
@@ -25,7 +25,7 @@ class AspectsReward:
     def __init__(self, panel: Panel, *, aspects: Sequence[Aspect] = ("alignment", "quality", "identity")) -> None:
         if not aspects or len(set(aspects)) != len(aspects) or not set(aspects) <= set(get_args(Aspect)):
             raise ValueError(f"aspects {list(aspects)}: choose among {', '.join(get_args(Aspect))}, each at most once")
-        self.panel = panel
+        super().__init__(panel)
         self.aspects = tuple(aspects)
         self.columns: Mapping[str, Column] = {aspect: Column(0.0, 1.0) for aspect in aspects}
 

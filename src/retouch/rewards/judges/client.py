@@ -56,9 +56,9 @@ class _Fault:
 class ChatClient:
     """Asks ``model`` at ``base_url``, with at most ``concurrency`` requests in flight over all calls and threads.
 
-    The key is read from the environment (OPENAI_API_KEY) and from nowhere else. ``typed``: answers are constrained to the form's
-    JSON schema; turn it off for servers that cannot, and the reader must find the scores in free text.
-    ``quota``: how much is asked at most, in requests and in tokens, which ``prices`` turn into money.
+    The key is read from the environment variable ``key`` and from nowhere else; None is for servers that ask for none. ``typed``:
+    answers are constrained to the form's JSON schema; turn it off for servers that cannot, and the reader must find the scores in
+    free text. ``quota``: how much is asked at most, in requests and in tokens, which ``prices`` turn into money.
     ValueError: no key, no ``openai`` package (extra ``judge``), or settings out of range.
     """
 
@@ -67,6 +67,7 @@ class ChatClient:
         *,
         model: str,
         base_url: str = "https://api.openai.com/v1",
+        key: str | None = credentials.VARIABLE,
         concurrency: int = 32,
         patience: Patience | None = None,
         typed: bool = True,
@@ -78,7 +79,7 @@ class ChatClient:
         if quota is not None and quota.counts_money and prices is None:
             raise ValueError("a quota of money needs prices: give what a million tokens cost")
         self._openai = _package()
-        self._key = credentials.api_key()
+        self._key = credentials.api_key(key)
         self.model = model
         self.identity = f"{model} at {base_url}{', typed' if typed else ''}"
         self.patience = patience or Patience()

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from retouch.rewards.judges.forms import ScoresForm
-from retouch.rewards.judges.panel import NAN, Panel, Prompt, Verdict
+from retouch.rewards.judges.panel import NAN, OfPanel, Prompt, Verdict
 from retouch.rewards.judges.rubrics import edit_parts, picture_parts, quoted, rubric
 from retouch.rewards.judges.scales import Scale
 from retouch.types import Column, Sample, Scores, Task
@@ -13,7 +13,7 @@ from retouch.types import Column, Sample, Scores, Task
 _BANDS = Scale(0, 10, whole=True)
 
 
-class ComplexEditReward:
+class ComplexEditReward(OfPanel):
     """Columns, each 0 to 10, the mean of the panel's repeats (the paper takes 20 of each picture), or NaN:
 
     - ``instruction_following``: how far it was done. Where ``task.meta["operations"]`` lists the atomic operations of a compound
@@ -27,9 +27,6 @@ class ComplexEditReward:
     columns: Mapping[str, Column] = {
         name: Column(0.0, 10.0) for name in ("instruction_following", "identity_preservation", "perceptual_quality", "overall")
     }
-
-    def __init__(self, panel: Panel) -> None:
-        self.panel = panel
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Each column as (b,), float32."""

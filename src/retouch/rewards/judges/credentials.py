@@ -1,17 +1,30 @@
-"""The key of a judge: from the environment alone, and never in a text that we write."""
+"""The key of a judge: from the environment, or a file that it names, and never in a text that we write."""
 
 import os
 import re
+from pathlib import Path
 
 VARIABLE = "OPENAI_API_KEY"
 _LOOKS_LIKE_ONE = re.compile(r"\b(?:sk|sess)-[A-Za-z0-9_\-]{6,}|(?i:\bbearer\s+)[^\s'\",]+")
 
 
-def api_key() -> str:
-    """The key. ValueError where the environment has none."""
-    key = os.environ.get(VARIABLE, "").strip()
+def api_key(variable: str | None = VARIABLE) -> str:
+    """The key in the environment variable, or in the file that the variable with ``_FILE`` after its name names; None: no key.
+
+    ValueError where there is none of the two, or no such file.
+    """
+    if variable is None:
+        return "none"
+    file = os.environ.get(f"{variable}_FILE")
+    if file is not None and variable not in os.environ:
+        try:
+            key = Path(file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError):
+            raise ValueError(f"{variable}_FILE names {file}, which cannot be read") from None
+    else:
+        key = os.environ.get(variable, "").strip()
     if not key:
-        raise ValueError(f"{VARIABLE} is not set; export the judge's key, or any word for a server that asks for none")
+        raise ValueError(f"{variable} is not set; export the judge's key there, or say key: null for a server that asks for none")
     return key
 
 

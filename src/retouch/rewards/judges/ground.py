@@ -5,19 +5,16 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from retouch.rewards.judges.forms import ScoresForm
-from retouch.rewards.judges.panel import Panel, Prompt
+from retouch.rewards.judges.panel import OfPanel, Prompt
 from retouch.rewards.judges.rubrics import made, rubric
 from retouch.rewards.judges.scales import Scale
 from retouch.types import Column, Sample, Scores
 
 
-class GroundReward:
+class GroundReward(OfPanel):
     """Column ``ground``, 0 to 10: the mean of the panel's repeats, or NaN. ValueError: a task without a target picture."""
 
     columns: Mapping[str, Column] = {"ground": Column(0.0, 10.0)}
-
-    def __init__(self, panel: Panel) -> None:
-        self.panel = panel
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """The column as (b,), float32."""

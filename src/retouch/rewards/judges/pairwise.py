@@ -6,14 +6,14 @@ from itertools import combinations
 import torch
 
 from retouch.rewards.judges.forms import WordForm
-from retouch.rewards.judges.panel import NAN, Panel, Prompt, Verdict
+from retouch.rewards.judges.panel import NAN, OfPanel, Prompt, Verdict
 from retouch.rewards.judges.rubrics import made, quoted, rubric
 from retouch.types import Column, Sample, Scores
 
 _FORM = WordForm("second", {"first": 0.0, "second": 1.0})
 
 
-class WinRateReward:
+class WinRateReward(OfPanel):
     """Column ``win_rate``, 0 to 1: the mean probability of a picture to be better than each of the others made for its task.
 
     Every pair is asked both ways round, and its probability is the mean of the two, which takes out a judge's liking for a place.
@@ -22,9 +22,6 @@ class WinRateReward:
     """
 
     columns: Mapping[str, Column] = {"win_rate": Column(0.0, 1.0)}
-
-    def __init__(self, panel: Panel) -> None:
-        self.panel = panel
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """The column as (b,), float32. k samples of a task cost k (k - 1) questions and their repeats."""

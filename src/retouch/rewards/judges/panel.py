@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from retouch.rewards.closing import close
 from retouch.rewards.judges.asking import Answer, Asker, Part, Question
 from retouch.rewards.judges.forms import Form
 
@@ -61,6 +62,21 @@ class Panel:
         answers = self.asker.ask(questions)
         assert len(answers) == len(questions)
         return [_verdict(answers[k : k + self.repeats]) for k in range(0, len(answers), self.repeats)]
+
+    def close(self) -> None:
+        """Let go of the asker's connections."""
+        close(self.asker)
+
+
+class OfPanel:
+    """What all judges have: the panel that they ask."""
+
+    def __init__(self, panel: Panel) -> None:
+        self.panel = panel
+
+    def close(self) -> None:
+        """Let go of the panel's connections."""
+        self.panel.close()
 
 
 def _verdict(answers: Sequence[Answer]) -> Verdict:

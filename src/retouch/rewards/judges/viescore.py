@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from retouch.rewards.judges.forms import ScoresForm
-from retouch.rewards.judges.panel import NAN, Panel, Prompt, Verdict
+from retouch.rewards.judges.panel import NAN, OfPanel, Panel, Prompt, Verdict
 from retouch.rewards.judges.rubrics import edit_parts, picture_parts, quoted, rubric
 from retouch.rewards.judges.scales import Scale
 from retouch.types import Column, Sample, Scores
@@ -18,7 +18,7 @@ _LOOKS = ("naturalness", "cleanness")
 _COLUMNS: Mapping[str, Column] = {name: Column(0.0, 10.0) for name in ("sc", "pq", "overall")}
 
 
-class VieScore:
+class VieScore(OfPanel):
     """Columns, each 0 to 10: ``sc`` = min(success, restraint), ``pq`` = min(naturalness, cleanness), ``overall`` = sqrt(sc pq).
 
     Of every repeat, and then the mean over them (VIEScore, arXiv 2312.14867). A task without a source picture is a prompt for a
@@ -26,9 +26,6 @@ class VieScore:
     """
 
     columns = _COLUMNS
-
-    def __init__(self, panel: Panel) -> None:
-        self.panel = panel
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Each column as (b,), float32; NaN where an answer is missing that the column needs."""
@@ -39,7 +36,7 @@ class VieScore:
         return _columns(sc, pq, (sc * pq).sqrt().mean(dim=1))
 
 
-class EditScore:
+class EditScore(OfPanel):
     """The same columns from scores out of 25, divided by 2.5 (EditScore, arXiv 2509.23909), for judges that were tuned on it.
 
     ``average``: "last" takes the mean of the repeats' overall scores, "first" the overall of the mean scores. ValueError: another.
@@ -50,7 +47,7 @@ class EditScore:
     def __init__(self, panel: Panel, *, average: Literal["last", "first"] = "last") -> None:
         if average not in ("last", "first"):
             raise ValueError(f'average {average!r}: "last" or "first"')
-        self.panel = panel
+        super().__init__(panel)
         self.average = average
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from retouch.rewards.judges.forms import Form, WordForm
-from retouch.rewards.judges.panel import Panel, Prompt
+from retouch.rewards.judges.panel import OfPanel, Panel, Prompt
 from retouch.rewards.judges.rubrics import edit_parts, picture_parts, quoted, rubric
 from retouch.types import Column, Sample, Scores
 
 
-class YesReward:
+class YesReward(OfPanel):
     """Column ``yes``, 0 to 1: p(yes) / (p(yes) + p(no)) as the answer to whether the task was done.
 
     NaN where the two words hold less than ``min_mass`` of the probability. Tasks with and without a source have their own rubric.
@@ -19,7 +19,7 @@ class YesReward:
     columns: Mapping[str, Column] = {"yes": Column(0.0, 1.0)}
 
     def __init__(self, panel: Panel, *, min_mass: float = 0.5) -> None:
-        self.panel = panel
+        super().__init__(panel)
         self._form = WordForm("yes", {"no": 0.0, "yes": 1.0}, min_mass)
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
@@ -28,7 +28,7 @@ class YesReward:
         return {"yes": torch.tensor([float(verdict.mean("yes")) for verdict in verdicts])}
 
 
-class DigitReward:
+class DigitReward(OfPanel):
     """Column ``digit``, 0 to 1: the expected digit from 0 to 5, over 5 (Edit-R1, arXiv 2510.16888); one forward, no parser.
 
     ``task.meta["requirement"]``, where there is one, is what the data set says a good edit must look like. NaN where the six digits
@@ -38,7 +38,7 @@ class DigitReward:
     columns: Mapping[str, Column] = {"digit": Column(0.0, 1.0)}
 
     def __init__(self, panel: Panel, *, min_mass: float = 0.5) -> None:
-        self.panel = panel
+        super().__init__(panel)
         self._form = WordForm("digit", {str(digit): digit / 5 for digit in range(6)}, min_mass)
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:

@@ -77,6 +77,6 @@ def _expected(info: Info, rewards: Collection[str] | None) -> Expected:
     owner: dict[str, str] = {}
     for each in info.rewards:
         if rewards is None or each.name in rewards:
-            columns |= {name: Column(c.low, c.high, c.diagnostic) for name, c in each.columns.items()}
+            columns |= {name: Column(**column.model_dump()) for name, column in each.columns.items()}
             owner |= dict.fromkeys(each.columns, each.name)
     return Expected(columns, owner, judges_of(info, rewards))

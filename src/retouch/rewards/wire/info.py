@@ -10,11 +10,12 @@ class _Part(BaseModel):
 
 
 class ColumnInfo(_Part):
-    """A column's declared range; a diagnostic decides nothing and may be null where it does not apply."""
+    """A column's declared range and its better end; a diagnostic decides nothing and may be null where it does not apply."""
 
     low: float
     high: float
     diagnostic: bool = False
+    higher_is_better: bool = True
 
 
 class RewardInfo(_Part):

@@ -1,0 +1,111 @@
+"""How often a run asks its judges, and what that costs: known before it begins, from the recipe alone.
+
+An upper bound but for repeats after faults: answers that a ledger already holds are not asked for again. Tokens are estimates: a
+word of English is a token and a third, a picture a token for every 28 x 28 pixels (as Qwen2.5-VL counts), a reasoned answer 150.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from retouch.rewards.judges.rubrics import rubric
+from retouch.runs.recipe import Recipe
+from retouch.runs.recipe_judges import AspectsReward, Endpoint, Judge, JudgeReward, WinRateReward
+from retouch.runs.recipe_learning import Sft, Supervised
+from retouch.runs.recipe_policy import ImportedModel
+from retouch.runs.reward_classes import parts_of
+
+_TOKENS_PER_WORD = 4 / 3
+_PIXELS_PER_TOKEN = 28 * 28
+_USUAL_SIDE = 1024
+_INSTRUCTION = 40
+_REASONED = 150
+
+# Of each question: its rubric, and how many pictures stand below it.
+_QUESTIONS: dict[str, tuple[tuple[str, int], ...]] = {
+    "viescore": (("vie-edit", 2), ("vie-picture", 1)),
+    "editscore": (("editscore-edit", 2), ("editscore-picture", 1)),
+    "complex_edit": (("complex-following", 2), ("complex-preservation", 2), ("complex-quality", 1)),
+    "ground": (("ground", 2),),
+    "yes": (("yes", 2),),
+    "digit": (("digit", 2),),
+    "win_rate": (("pair", 3),),
+}
+_ASPECTS = {"alignment": ("alignment", 2), "quality": ("quality", 1), "identity": ("identity", 2)}
+_WORDS = ("yes", "digit", "win_rate")  # answered by one token
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """What one judge is asked. ``training`` and ``evaluation``: questions; tokens in all; ``dollars``: None without prices."""
+
+    path: str
+    who: str
+    training: int
+    evaluation: int
+    input_tokens: int
+    output_tokens: int
+    dollars: float | None
+
+    def __str__(self) -> str:
+        asked = f"{self.path} asks {self.who} {self.training:,} questions in training and {self.evaluation:,} in evaluations"
+        tokens = f"some {_short(self.input_tokens)} tokens read and {_short(self.output_tokens)} written"
+        return f"{asked}; {tokens}" + ("" if self.dollars is None else f", about ${self.dollars:,.2f}")
+
+
+def judge_calls(recipe: Recipe, *, steps: Sequence[int], heldout: int) -> list[Calls]:
+    """What each judge of the recipe is asked in a run whose phases take so many steps; ``heldout``: tasks of an evaluation.
+
+    Evaluations are those before, after and in between, that of the tasks' own targets, and the best of k.
+    """
+    every = recipe.eval.every
+    rounds = 3 + ((sum(steps) - 1) // every if every else 0) + recipe.eval.best_of_k
+    return [
+        _calls(recipe, path, part, trained=_trained(recipe, part, steps), evaluated=rounds * heldout)
+        for path, _, part in parts_of(recipe.reward)
+        if isinstance(part, JudgeReward)
+    ]
+
+
+def _trained(recipe: Recipe, part: Judge, steps: Sequence[int]) -> int:
+    """Samples judged in training, each counted as often as it meets another where pairs are judged."""
+    samples = 0
+    for phase, count in zip(recipe.resolved_phases(), steps, strict=True):
+        if not isinstance(phase.objective, Supervised | Sft):
+            samples += count * phase.rows * (phase.group_size - 1 if isinstance(part, WinRateReward) else 1)
+    return samples
+
+
+def _calls(recipe: Recipe, path: str, part: Judge, *, trained: int, evaluated: int) -> Calls:
+    if isinstance(part, WinRateReward):
+        evaluated = 0  # a held-out task has one picture
+    questions = [_ASPECTS[name] for name in part.aspects] if isinstance(part, AspectsReward) else _QUESTIONS[part.kind]
+    asked = len(questions) * part.n_evals
+    count = (trained + evaluated) * asked
+    read = count * sum(_read(recipe, name, pictures) for name, pictures in questions) / len(questions)
+    written = count * (1 if part.kind in _WORDS else _REASONED)
+    prices = part.judge.prices if isinstance(part.judge, Endpoint) else None
+    return Calls(
+        path=path,
+        who=f"{part.judge.model} at {part.judge.base_url}" if isinstance(part.judge, Endpoint) else part.judge.path,
+        training=trained * asked,
+        evaluation=evaluated * asked,
+        input_tokens=round(read),
+        output_tokens=written,
+        dollars=None if prices is None else (prices.input * read + prices.output * written) / 1e6,
+    )
+
+
+def _read(recipe: Recipe, name: str, pictures: int) -> float:
+    """Tokens of one question."""
+    model = recipe.image_model
+    height, width = (None if isinstance(model, ImportedModel) else model.size) or (_USUAL_SIDE, _USUAL_SIDE)
+    text = len(rubric(name).split()) * _TOKENS_PER_WORD + _INSTRUCTION
+    return text + pictures * max(1.0, height * width / _PIXELS_PER_TOKEN)
+
+
+def _short(count: int) -> str:
+    """12345678 as 12.3 M."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return str(count)

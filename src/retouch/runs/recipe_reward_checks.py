@@ -1,0 +1,75 @@
+"""What a recipe's reward and the rest of it mean together, each with what to do about it."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from retouch.rewards.combining import Combination, combination
+from retouch.runs import recipe_judges as judges
+from retouch.runs import recipe_reward_local as local
+from retouch.runs.recipe_data import PaintingData, PlaygroundData, PromptData
+from retouch.runs.recipe_errors import nearest
+from retouch.runs.recipe_phases import ResolvedPhase
+from retouch.runs.recipe_reward import Several
+from retouch.runs.recipe_writer import AutoregressivePolicy
+from retouch.runs.reward_classes import columns_of, parts_of
+
+if TYPE_CHECKING:
+    from retouch.runs.recipe import Recipe
+
+_COMPARE = (local.PhotosReward, local.DinoReward, local.LpipsReward, judges.EditScore, judges.ComplexEditReward, judges.DigitReward)
+
+
+def reward_problems(recipe: "Recipe") -> Iterator[str]:
+    """What is wrong with the reward, and with what evaluation makes of it."""
+    combined = None
+    if isinstance(recipe.reward.combine, dict) and not recipe.reward.combine:
+        yield 'reward.combine: empty; name at least one column and its weight, {"overall": 1.0} say'
+    elif isinstance(recipe.reward.combine, dict) and not any(recipe.reward.combine.values()):
+        yield "reward.combine: all weights are 0, so nothing would be learnt; give one column a weight"
+    elif (columns := columns_of(recipe.reward)) is not None:
+        try:
+            combined = combination(recipe.reward.combine, columns)
+        except ValueError as error:
+            yield f"reward.combine: {str(error).removeprefix('combine ')}"
+        if recipe.eval.column is not None and recipe.eval.column not in columns:
+            near = nearest(recipe.eval.column, columns)
+            meant = f"; did you mean {near!r}?" if near else f"; it gives {', '.join(columns)}"
+            yield f"eval.column: the reward gives no {recipe.eval.column!r}{meant}"
+    for path, prefix, part in parts_of(recipe.reward):
+        if isinstance(recipe.reward, Several) and part.model_fields_set & {"combine", "max_missing"}:
+            yield f"{path}: combine and max_missing stand above several rewards, for all of them together; move them there"
+        if isinstance(part, local.ThinkReward | local.PromptQualityReward) and not isinstance(recipe.policy, AutoregressivePolicy):
+            yield f"{path}.kind: {part.kind} judges what a policy wrote, and this one makes pictures; take another reward"
+        if isinstance(part, judges.JudgeReward):
+            yield from _judge(recipe, path, prefix, part, combined)
+
+
+def _judge(recipe: "Recipe", path: str, prefix: str, part: judges.JudgeReward, combined: Combination | None) -> Iterator[str]:
+    if part.n_evals > 1 and part.temperature == 0:
+        yield f"{path}.n_evals: {part.n_evals} answers at temperature 0 are one answer; give a temperature, 0.7 say, or n_evals 1"
+    match part.judge:
+        case judges.Endpoint(prices=None, quota=judges.Quota(cost=float())):
+            yield f"{path}.judge.quota.cost: counted by prices, and there are none; give judge.prices"
+    if isinstance(part, judges.WinRateReward):
+        if combined is not None and f"{prefix}win_rate" in combined.columns and recipe.eval.column is None:
+            yield "eval.column: win_rate compares pictures of one task, of which evaluation has one; name another column"
+        for phase in recipe.resolved_phases():
+            if phase.rollout.chunk < phase.rows and phase.rollout.chunk % phase.group_size:
+                cut = f"{phase.rollout.chunk} cuts groups of {phase.group_size}"
+                yield f"rollout.chunk: {cut}, which win_rate compares whole; take a multiple"
+
+
+def reward_data_problems(recipe: "Recipe", phase: ResolvedPhase, at: str) -> Iterator[str]:
+    """Whether a phase's tasks, whose section is at ``at``, have what the rewards look at."""
+    for path, _, part in parts_of(recipe.reward):
+        other = f"{at}.kind is {phase.data.kind!r}; take photos or import"
+        if isinstance(part, local.PlaygroundReward) and not isinstance(phase.data, PlaygroundData):
+            yield f"{path}.kind: playground judges its own edits only, and {other}"
+        if isinstance(part, local.PaintingReward) and not isinstance(phase.data, PaintingData):
+            yield f"{path}.kind: playground-paintings judges its own scenes only, and {other}"
+        compares = isinstance(part, _COMPARE) or (isinstance(part, judges.AspectsReward) and "identity" in part.aspects)
+        if compares and isinstance(phase.data, PromptData | PaintingData):
+            what = "aspects: identity" if isinstance(part, judges.AspectsReward) else f"kind: {part.kind}"
+            yield f"{path}.{what} compares with a source picture, and {at}.kind {phase.data.kind!r} has none; leave it out"
+        if isinstance(part, judges.GroundReward) and isinstance(phase.data, PromptData):
+            yield f"{path}.kind: ground compares with a target picture, and {at}.kind 'prompts' has none; take folder or hub data"

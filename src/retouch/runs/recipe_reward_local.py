@@ -1,0 +1,160 @@
+"""Sections of rewards that judge in the run's own process."""
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, JsonValue
+
+from retouch.runs.recipe_reward_section import RewardDevice, RewardSection
+from retouch.runs.recipe_section import ClassPath, Count, NonNegative
+
+Colour: TypeAlias = tuple[
+    Annotated[int, Field(ge=0, le=255)], Annotated[int, Field(ge=0, le=255)], Annotated[int, Field(ge=0, le=255)]
+]
+
+
+class PlaygroundReward(RewardSection):
+    """The playground's exact judge: instruction following, identity preservation, picture quality."""
+
+    kind: Literal["playground"]
+
+
+class PaintingReward(RewardSection):
+    """The playground's exact judge of paintings: alignment with what was asked for, and picture quality."""
+
+    kind: Literal["playground-paintings"]
+
+
+class PhotosReward(RewardSection):
+    """How much of the source is still there, times how near the picture comes to a colour."""
+
+    kind: Literal["photos"]
+    colour: Colour
+    """Red, green and blue of the colour to come near to, 0 to 255."""
+    preserve: NonNegative = 1.0
+    """Power to which the preservation is raised: 0 lets the source go, more keeps more of it."""
+
+
+class ShareReward(RewardSection):
+    """The share of one colour channel in all light of the picture."""
+
+    kind: Literal["share"]
+    channel: Literal["red", "green", "blue"] = "red"
+    """Which channel."""
+
+
+class CompressibilityReward(RewardSection):
+    """How little space the picture takes as a JPEG."""
+
+    kind: Literal["compressibility"]
+    quality: Annotated[int, Field(ge=1, le=95)] = 95
+    """The JPEG's."""
+
+
+class ClipReward(RewardSection):
+    """How far the picture shows what the task's own words say, by CLIP or SigLIP: ``cosine``, ``clip_score``, ``similarity``."""
+
+    kind: Literal["clip"]
+    path: str = "openai/clip-vit-base-patch32"
+    """Folder of the weights, or their id in the Hugging Face cache; nothing is downloaded."""
+    device: RewardDevice = None
+    """Where the model lies; null takes the run's device."""
+
+
+class PickScoreReward(RewardSection):
+    """What people would pick, by a CLIP that was tuned on their choices."""
+
+    kind: Literal["pickscore"]
+    path: str = "yuvalkirstain/PickScore_v1"
+    """Folder of the weights with tokenizer and image processor, or their id in the Hugging Face cache."""
+    device: RewardDevice = None
+    """Where the model lies; null takes the run's device."""
+
+
+class AestheticReward(RewardSection):
+    """LAION's aesthetic predictor, 0 to 10."""
+
+    kind: Literal["aesthetic"]
+    head: str
+    """The predictor's layers, a safetensors file."""
+    path: str = "openai/clip-vit-large-patch14"
+    """The CLIP that the head was made for: a folder, or its id in the Hugging Face cache."""
+    device: RewardDevice = None
+    """Where the model lies; null takes the run's device."""
+
+
+class DinoReward(RewardSection):
+    """How much of the source is still there where nothing was to change, in the features of DINOv2."""
+
+    kind: Literal["dino"]
+    path: str = "facebook/dinov2-base"
+    """Folder of the weights, or their id in the Hugging Face cache."""
+    size: Count = 224
+    """Pixels a side to which pictures are brought; a multiple of the model's patch."""
+    device: RewardDevice = None
+    """Where the model lies; null takes the run's device."""
+
+
+class LpipsReward(RewardSection):
+    """How much of the source is still there where nothing was to change: 1 less the LPIPS distance."""
+
+    kind: Literal["lpips"]
+    weights: str
+    """AlexNet's features and LPIPS's own layers, a safetensors file."""
+    size: Annotated[int, Field(ge=64)] = 256
+    """Pixels a side to which pictures are brought."""
+    device: RewardDevice = None
+    """Where the model lies; null takes the run's device."""
+
+
+class OcrReward(RewardSection):
+    """Whether the text that was asked for stands in the picture, and no other."""
+
+    kind: Literal["ocr"]
+    where: Literal["picture", "mask", "box"] = "picture"
+    """Where the text is looked for: in all of the picture, in the task's mask, or in the mask's box, read as one line."""
+    threads: Count = 1
+    """CPU threads of the reader."""
+
+
+class ThinkReward(RewardSection):
+    """Whether what a writer wrote is a thought and then an answer."""
+
+    kind: Literal["thinking"]
+    opening: str = "<think>"
+    """Mark before the thought."""
+    closing: str = "</think>"
+    """Mark after it."""
+
+
+class PromptQualityReward(RewardSection):
+    """System C's five points for the prompt that a writer wrote: to watch, since who is paid for them learns to say "4k"."""
+
+    kind: Literal["prompt_quality"]
+
+
+class ImportedReward(RewardSection):
+    """A reward of your own (``retouch.types.Reward``)."""
+
+    kind: Literal["import"]
+    class_: ClassPath = Field(alias="class")
+    """The class, as ``package.module:Class``."""
+    args: dict[str, JsonValue] = Field(default={})
+    """Keyword arguments of its constructor."""
+
+
+LocalReward: TypeAlias = (
+    PlaygroundReward
+    | PaintingReward
+    | PhotosReward
+    | ShareReward
+    | CompressibilityReward
+    | ClipReward
+    | PickScoreReward
+    | AestheticReward
+    | DinoReward
+    | LpipsReward
+    | OcrReward
+    | ThinkReward
+    | PromptQualityReward
+    | ImportedReward
+)

@@ -1,0 +1,74 @@
+"""Which class a reward's section is of, and the columns that it will have; known without loading a weight."""
+
+from collections.abc import Iterator, Mapping
+
+from retouch.runs import recipe_judges as judges
+from retouch.runs import recipe_reward_local as local
+from retouch.runs.imports import import_class
+from retouch.runs.recipe_reward import Part, RemoteReward, Reward, Several
+from retouch.runs.recipe_reward_section import RewardSection
+from retouch.types import Column
+
+# By name, since some of them import transformers. A section's own keys are its class's arguments.
+_CLASSES: Mapping[type[RewardSection], str] = {
+    local.PlaygroundReward: "retouch.playground.judge:PlaygroundJudge",
+    local.PaintingReward: "retouch.playground.painting_judge:PaintingJudge",
+    local.PhotosReward: "retouch.rewards.photos:PhotosReward",
+    local.ShareReward: "retouch.rewards.share:ShareReward",
+    local.CompressibilityReward: "retouch.rewards.compressibility:CompressibilityReward",
+    local.ClipReward: "retouch.rewards.clip:ClipReward",
+    local.PickScoreReward: "retouch.rewards.pickscore:PickScoreReward",
+    local.AestheticReward: "retouch.rewards.aesthetic:AestheticReward",
+    local.DinoReward: "retouch.rewards.preservation:DinoPreservation",
+    local.LpipsReward: "retouch.rewards.lpips:LpipsPreservation",
+    local.OcrReward: "retouch.rewards.ocr:OcrReward",
+    local.ThinkReward: "retouch.rewards.thinking:ThinkReward",
+    local.PromptQualityReward: "retouch.rewards.prompt_quality:PromptQualityReward",
+    judges.AspectsReward: "retouch.rewards.judges:AspectsReward",
+    judges.VieScore: "retouch.rewards.judges:VieScore",
+    judges.EditScore: "retouch.rewards.judges:EditScore",
+    judges.ComplexEditReward: "retouch.rewards.judges:ComplexEditReward",
+    judges.GroundReward: "retouch.rewards.judges:GroundReward",
+    judges.YesReward: "retouch.rewards.judges:YesReward",
+    judges.DigitReward: "retouch.rewards.judges:DigitReward",
+    judges.WinRateReward: "retouch.rewards.judges:WinRateReward",
+    RemoteReward: "retouch.rewards.remote.client:RemoteReward",
+}
+
+
+def reward_class(section: Part) -> type:
+    """The class of a reward. ValueError: one of the user's own that is not there."""
+    return import_class(section.class_ if isinstance(section, local.ImportedReward) else _CLASSES[type(section)])
+
+
+def parts_of(section: Reward) -> Iterator[tuple[str, str, Part]]:
+    """Each reward of the section: its path in the recipe, what its columns' names begin with, and its own section."""
+    if isinstance(section, Several):
+        for name, part in section.rewards.items():
+            yield f"reward.rewards.{name}", f"{name}/", part
+    else:
+        yield "reward", "", section
+
+
+def columns_of(section: Reward) -> dict[str, Column] | None:
+    """The columns that the reward will have; None where only it can say: one of the user's own, or a server's."""
+    columns: dict[str, Column] = {}
+    for _, prefix, part in parts_of(section):
+        own = _columns(part)
+        if own is None:
+            return None
+        columns |= {f"{prefix}{name}": column for name, column in own.items()}
+    return columns
+
+
+def _columns(part: Part) -> Mapping[str, Column] | None:
+    match part:
+        case local.ImportedReward() | RemoteReward(columns=None):
+            return None
+        case RemoteReward(columns=declared):
+            assert declared is not None
+            return {name: Column(low, high) for name, (low, high) in declared.items()}
+        case judges.AspectsReward(aspects=aspects):
+            return {aspect: Column(0.0, 1.0) for aspect in aspects}
+    columns: Mapping[str, Column] = vars(reward_class(part))["columns"]
+    return columns

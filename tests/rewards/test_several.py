@@ -1,0 +1,169 @@
+"""Several rewards as one: names, concurrency, what each is shown, and what each can make missing."""
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+
+import pytest
+import torch
+from PIL import Image
+
+from retouch.rewards.judging import Judge
+from retouch.rewards.prompt_quality import PromptQualityReward, prompt_quality
+from retouch.rewards.several import Several
+from retouch.rewards.share import ShareReward
+from retouch.rewards.thinking import ThinkReward
+from retouch.testing import check_reward
+from retouch.types import AsyncReward, Column, Reward, Sample, Task
+
+NAN = float("nan")
+RED = Image.new("RGB", (4, 4), (255, 0, 0))
+
+
+class Told:
+    """Column ``x``, as the task's meta has it."""
+
+    columns: Mapping[str, Column] = {"x": Column(0.0, 1.0), "note": Column(0.0, 1.0, diagnostic=True)}
+
+    def __init__(self, key="x"):
+        self.key = key
+        self.seen = []
+        self.closed = False
+
+    def __call__(self, samples):
+        self.seen += samples
+        values = torch.tensor([float(sample.task.meta[self.key]) for sample in samples])
+        return {"x": values, "note": torch.full((len(samples),), NAN)}
+
+    def close(self):
+        self.closed = True
+
+
+class Later(Told):
+    """Judges by itself while others do."""
+
+    def submit(self, samples):
+        future = Future()
+        future.set_result(self(samples))
+        return future
+
+
+def sample(number, x, y, image=RED, written=None):
+    return Sample(Task(str(number), "a cat", meta={"x": x, "y": y}), image, written)
+
+
+@pytest.fixture
+def opened():
+    made = []
+
+    def make(**rewards):
+        made.append(Several(rewards))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_columns_stand_under_their_rewards_names(opened):
+    one, other = Told("x"), Later("y")
+    several = opened(one=one, other=other, red=ShareReward("red"))
+    assert isinstance(several, Reward)
+    assert isinstance(several, AsyncReward)
+    assert list(several.columns) == ["one/x", "one/note", "other/x", "other/note", "red/share"]
+    scores = several([sample(1, 0.25, 0.75), sample(2, 0.5, 1.0)])
+    assert scores["one/x"].tolist() == [0.25, 0.5]
+    assert scores["other/x"].tolist() == [0.75, 1.0]
+    assert scores["red/share"].tolist() == [1.0, 1.0]
+    check_reward(opened(red=ShareReward("red"), blue=ShareReward("blue")), [sample(k, 0, 0) for k in range(3)])
+    with pytest.raises(ValueError, match="none is named"):
+        Several({})
+
+
+def test_only_columns_of_the_combination_make_a_sample_missing(opened):
+    judge = Judge(opened(one=Told("x"), other=Told("y")), "0.5 * one/x + 0.5 * one/x")
+    judged = judge([sample(1, 1.0, NAN), sample(2, NAN, 1.0), sample(3, 1.0, 1.0, image=None)])
+    assert judged.rewards.isnan().tolist() == [False, True, False]
+    assert judged.scores["other/x"].isnan().tolist() == [True, False, False]
+    assert judged.scores["other/note"].isnan().all()
+    judge.close()
+
+
+def test_rewards_judge_at_the_same_time(opened):
+    """Each waits until the other has begun: one after the other would never end."""
+    meeting = threading.Barrier(2, timeout=30)
+
+    class Meets(Told):
+        def __call__(self, samples):
+            meeting.wait()
+            return super().__call__(samples)
+
+    several = opened(one=Meets(), other=Meets())
+    futures = [several.submit([sample(k, 0.5, 0.5)]) for k in range(3)]
+    assert [future.result(timeout=60)["one/x"].item() for future in futures] == [0.5] * 3
+
+
+def test_what_one_raises_the_whole_raises_and_the_next_batch_is_judged(opened):
+    class Breaks(Told):
+        def __call__(self, samples):
+            if samples[0].task.id == "bad":
+                raise ValueError("no source picture")
+            return super().__call__(samples)
+
+    several = opened(one=Told(), other=Breaks())
+    bad, good = several.submit([sample("bad", 0, 0)]), several.submit([sample("good", 1, 1)])
+    with pytest.raises(ValueError, match="no source picture"):
+        bad.result()
+    assert good.result()["other/x"].item() == 1
+
+
+def test_nobody_but_a_reward_of_text_is_shown_what_was_written(opened):
+    told, later, think = Told(), Later(), ThinkReward()
+    judge = Judge(opened(told=told, later=later, think=think), "think/think_format + told/x")
+    judged = judge([sample(1, 0.5, 0, written="<think>so</think>give me 10"), sample(2, 0.5, 0, written="10/10")])
+    judge.close()
+    assert judged.scores["think/think_format"].tolist() == [1.0, 0.0]
+    assert [each.written for each in told.seen + later.seen] == [None] * 4
+    alone = Told()
+    Judge(alone, {"x": 1.0})([sample(1, 0.5, 0, written="10/10")])
+    assert alone.seen[0].written is None
+    assert Judge(think, {"think_format": 1.0})([sample(1, 0, 0, written="<think>a</think>b")]).rewards.tolist() == [1.0]
+
+
+def test_closing_closes_every_reward(opened):
+    one, other = Told(), Told()
+    Judge(opened(one=one, other=other), "one/x").close()
+    assert one.closed
+    assert other.closed
+
+
+def test_system_cs_points_as_a_reward():
+    reward = PromptQualityReward(answer=lambda text: text.rpartition("</think>")[2].strip() or None)
+    written = ["<think>hm</think>a fluffy cat on a windowsill, highly detailed", "<think>hm</think>"]
+    scores = reward([sample(k, 0, 0, written=text) for k, text in enumerate(written)])
+    points = prompt_quality("a cat", "a fluffy cat on a windowsill, highly detailed")
+    assert scores["total"].tolist() == pytest.approx([points.total, 0.0])
+    assert scores["quality_words"].tolist() == [points.quality_words, 0.0]
+    check_reward(PromptQualityReward(), [sample(k, 0, 0, written="a cat " * k) for k in range(4)])
+    with pytest.raises(ValueError, match="has nothing written"):
+        reward([sample(1, 0, 0)])
+
+
+def test_the_declared_worst_is_what_a_policys_own_fault_scores():
+    class Distance(Told):
+        columns: Mapping[str, Column] = {"x": Column(0.0, 2.0, higher_is_better=False), "note": Column(0.0, 1.0, diagnostic=True)}
+
+    judge = Judge(Distance(), {"x": -1.0})
+    judged = judge([sample(1, 0.5, 0), sample(2, 0.5, 0, image=None)])
+    judge.close()
+    assert judged.scores["x"].tolist() == [0.5, 2.0]
+    assert judged.scores["note"].isnan().all()
+    assert judged.rewards.tolist() == [-0.5, -2.0]
+
+
+def test_a_fault_is_the_combinations_lowest_also_where_a_weight_is_negative():
+    """The share's worst is 0, which at weight -1 would be the best reward of all."""
+    judge = Judge(ShareReward("red"), {"share": -1.0})
+    judged = judge([sample(1, 0, 0), sample(2, 0, 0, image=None)])
+    judge.close()
+    assert judged.rewards.tolist() == [-1.0, -1.0]

@@ -1,0 +1,228 @@
+"""The reward's section: every kind reads back and builds its class, and what cannot be is said when the recipe is read."""
+
+import inspect
+import json
+from typing import Any, get_args
+
+import pytest
+from test_recipe import BASE
+
+from retouch.runs import recipe_judges, recipe_reward_local
+from retouch.runs.recipe import parse
+from retouch.runs.recipe_differences import differences
+from retouch.runs.recipe_overrides import apply
+from retouch.runs.recipe_reward import Part, RemoteReward
+from retouch.runs.recipe_schema import kinds_of
+from retouch.runs.reward_classes import columns_of, reward_class
+from retouch.runs.reward_words import parse_reward, read_combined, read_reward
+
+JUDGE = {"kind": "endpoint", "model": "m", "base_url": "http://127.0.0.1:9/v1"}
+KINDS = get_args(get_args(Part)[0])
+FOLDER = {"kind": "folder", "path": "photos"}
+ASPECTS = {"kind": "aspects", "judge": JUDGE, "combine": {"alignment": 0.6, "quality": 0.4, "identity": 0}}
+
+
+def least(kind: type) -> dict[str, Any]:
+    """The section with what it must have."""
+    given = {"colour": [1, 2, 3], "judge": JUDGE, "head": "head.safetensors", "weights": "lpips.safetensors", "class": "mine:Red"}
+    given |= {"endpoints": ["http://127.0.0.1:8700"]}
+    keys = {field.alias or name: field for name, field in kind.model_fields.items()}
+    tag, (name, *_) = kinds_of(kind)
+    return {tag: name} | {key: given[key] for key, field in keys.items() if field.is_required() and key != tag}
+
+
+def document(reward: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    made = {**BASE, "data": FOLDER, "reward": reward}
+    return apply(made, [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in changes.items()])
+
+
+def refusal(reward: dict[str, Any], **changes: Any) -> list[str]:
+    with pytest.raises(ValueError, match=r".") as caught:
+        parse(document(reward, **changes))
+    return str(caught.value).splitlines()
+
+
+def several(**rewards: Any) -> dict[str, Any]:
+    return {"kind": "several", "rewards": rewards, "combine": "0.5 * judge/alignment + 0.5 * clip/similarity"}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_a_sections_keys_are_its_classs_arguments(kind):
+    section = parse_reward(least(kind))
+    assert parse_reward(section.model_dump(mode="json", by_alias=True)) == section
+    if isinstance(section, recipe_reward_local.ImportedReward):
+        return
+    made = reward_class(section)
+    own = set(kind.model_fields) - {"kind", "combine", "max_missing", "judge", "n_evals", "temperature", "seed", "columns"}
+    arguments = inspect.signature(made.__init__).parameters
+    assert own <= set(arguments)
+    for name in own & {name for name, field in kind.model_fields.items() if not field.is_required()} - {"device"}:
+        assert getattr(section, name) == arguments[name].default, name
+    if not isinstance(section, RemoteReward):
+        assert columns_of(section)
+
+
+def test_every_reward_that_there_is_has_a_section():
+    """Classes under rewards/ that are rewards; several and a judge's base are for the recipe to make."""
+    kinds = {reward_class(parse_reward(least(kind))).__name__ for kind in KINDS if kind is not recipe_reward_local.ImportedReward}
+    listed = {"PlaygroundJudge", "PhotosReward", "ShareReward", "CompressibilityReward", "ClipReward", "PickScoreReward"}
+    listed |= {"AestheticReward", "DinoPreservation", "LpipsPreservation", "OcrReward", "ThinkReward", "PromptQualityReward"}
+    listed |= {"AspectsReward", "VieScore", "EditScore", "ComplexEditReward", "GroundReward", "YesReward", "DigitReward"}
+    assert kinds >= listed | {"WinRateReward", "RemoteReward"}
+
+
+def test_several_are_read_written_and_read_again():
+    recipe = parse(document(several(clip={"kind": "clip"}, judge={k: v for k, v in ASPECTS.items() if k != "combine"})))
+    written = recipe.document()["reward"]
+    assert written["rewards"]["clip"] == {"kind": "clip", "path": "openai/clip-vit-base-patch32", "device": None}
+    assert written["rewards"]["judge"]["n_evals"] == 3
+    assert "combine" not in written["rewards"]["judge"]
+    assert parse(json.loads(json.dumps(recipe.document()))) == recipe
+    assert list(columns_of(recipe.reward)) == [
+        *("clip/cosine", "clip/clip_score", "clip/similarity", "clip/truncated"),
+        *("judge/alignment", "judge/quality", "judge/identity"),
+    ]
+
+
+def test_combine_stays_as_it_was_written():
+    assert parse(document(ASPECTS)).document()["reward"]["combine"] == {"alignment": 0.6, "quality": 0.4, "identity": 0.0}
+    formula = {**ASPECTS, "combine": "0.6*alignment + 0.4*quality"}
+    assert parse(document(formula)).document()["reward"]["combine"] == "0.6*alignment + 0.4*quality"
+    assert parse(apply(document(ASPECTS), ["reward.combine=min(alignment, quality)"])).reward.combine == "min(alignment, quality)"
+
+
+TWO = {"clip": {"kind": "clip"}, "judge": {"kind": "aspects", "judge": JUDGE}}
+
+
+@pytest.mark.parametrize(
+    ("reward", "changes", "line"),
+    [
+        (
+            ASPECTS,
+            {"reward__combine": {"alignmnt": 1}},
+            "reward.combine: names the column 'alignmnt', which the reward does not give; it gives alignment, quality, identity; "
+            "did you mean 'alignment'?",
+        ),
+        (
+            ASPECTS,
+            {"reward__combine": "sqrt(alignment - quality)"},
+            r"reward.combine: sqrt of (alignment - quality), which may be as low as -1",
+        ),
+        (ASPECTS, {"reward__combine": "0.6 alignment"}, "reward.combine: '0.6 alignment': 'alignment' stands at character 5"),
+        (ASPECTS, {"reward__combine": 3}, "reward.combine: should be an object, not 3"),
+        (ASPECTS, {"reward__combine": {"alignment": "x"}}, "reward.combine.alignment: should be a valid number, not 'x'"),
+        ({"kind": "clip", "combine": {"truncated": 1}}, {}, "reward.combine: names 'truncated', which is a diagnostic"),
+        ({"kind": "aspects", "judge": JUDGE}, {}, "reward.combine: empty; name at least one column"),
+        (several(**TWO), {"reward__combine": "alignment + similarit"}, "reward.combine: names the column 'similarit'"),
+        (
+            several(**TWO),
+            {"reward__rewards__clip__pth": "x"},
+            "reward.rewards.clip.pth: unknown key; did you mean reward.rewards.clip.path?",
+        ),
+        (
+            several(**TWO),
+            {"reward__rewards__judge__judge__modle": "x"},
+            "reward.rewards.judge.judge.modle: unknown key; did you mean reward.rewards.judge.judge.model?",
+        ),
+        (several(**TWO), {"reward__rewards__clip__kind": "clp"}, "reward.rewards.clip.kind: 'clp' is not one of"),
+        (
+            several(**TWO),
+            {"reward__rewards__clip__combine": {"similarity": 1}},
+            "reward.rewards.clip: combine and max_missing stand above",
+        ),
+        (several(**TWO), {"reward__rewards__clip__path": 3}, "reward.rewards.clip.path: should be a valid string, not 3"),
+        (several(lone={"kind": "lpips"}), {}, "reward.rewards.lone.weights: missing: AlexNet's features"),
+        (several(**{"a/b": {"kind": "ocr"}}), {}, "reward.rewards.a/b"),
+        ({"kind": "several", "rewards": {}, "combine": "a"}, {}, "reward.rewards: should have at least 1 item"),
+        (ASPECTS, {"reward__temperature": 0}, "reward.n_evals: 3 answers at temperature 0 are one answer"),
+        (
+            ASPECTS,
+            {"data": {"kind": "prompts", "path": "p.txt"}, "policy__model": {"kind": "sd3", "path": "x", "size": [64, 64]}},
+            "reward.aspects: identity compares with a source picture, and data.kind 'prompts' has none",
+        ),
+        (
+            {"kind": "thinking", "combine": {"think_format": 1}},
+            {},
+            "reward.kind: thinking judges what a policy wrote, and this one makes pictures",
+        ),
+        (
+            {"kind": "win_rate", "judge": JUDGE, "combine": {"win_rate": 1}},
+            {},
+            "eval.column: win_rate compares pictures of one task",
+        ),
+        (
+            {"kind": "win_rate", "judge": JUDGE, "combine": {"win_rate": 1}},
+            {"rollout__chunk": 8},
+            "rollout.chunk: 8 cuts groups of 6, which win_rate compares whole",
+        ),
+        (ASPECTS, {"reward__judge__quota": {"cost": 5.0}}, "reward.judge.quota.cost: counted by prices, and there are none"),
+        (ASPECTS, {"eval__column": "qality"}, "eval.column: the reward gives no 'qality'; did you mean 'quality'?"),
+        (
+            ASPECTS,
+            {"reward__judge__kind": "endpont"},
+            "reward.judge.kind: 'endpont' is not one of 'endpoint', 'in_process'; did you mean 'endpoint'?",
+        ),
+        ({"kind": "remote", "endpoints": [], "combine": {"a": 1}}, {}, "reward.endpoints: should have at least 1 item"),
+        (
+            {"kind": "remote", "endpoints": ["http://h:1"], "columns": {"a": [0, 1]}, "combine": {"b": 1}},
+            {},
+            "reward.combine: names the column 'b'",
+        ),
+    ],
+)
+def test_a_mistake_in_a_reward_is_named_when_the_recipe_is_read(reward, changes, line):
+    assert any(found.startswith(line) for found in refusal(reward, **changes))
+
+
+@pytest.mark.parametrize("key", ["sk-canary-5f1c0ffee9d34b7aa1", "my key", "lower_case"])
+def test_a_key_in_place_of_its_variables_name_is_refused_and_not_repeated(key):
+    (line,) = refusal(ASPECTS, reward__judge__key=key)
+    assert line.startswith("reward.judge.key: give the name of an environment variable, OPENAI_API_KEY say")
+    assert key not in line
+
+
+@pytest.mark.parametrize(
+    "url", ["http://me:sk-canary-1@host/v1", "https://host/v1?key=sk-canary-1", "host:8000/v1", "file:///etc/passwd"]
+)
+def test_an_address_holds_no_key(url):
+    (line,) = refusal(ASPECTS, reward__judge__base_url=url)
+    assert line.startswith("reward.judge.base_url: give ")
+    assert "canary" not in line
+
+
+def test_how_a_judge_is_reached_may_differ_when_a_run_goes_on_and_what_it_is_asked_may_not():
+    old = parse(document(several(**TWO)))
+    reached = {"base_url": "http://127.0.0.1:10/v1", "concurrency": 4, "deadline": 5.0, "key": None, "attempts": 9}
+    changes = {f"reward__rewards__judge__judge__{key}": value for key, value in reached.items()}
+    assert differences(old, parse(document(several(**TWO), reward__rewards__clip__device="cpu", **changes))) == []
+    other = parse(document(several(**TWO), reward__rewards__judge__judge__model="another", reward__rewards__judge__n_evals=5))
+    assert [line.split(":")[0] for line in differences(old, other)] == [
+        "reward.rewards.judge.judge.model",
+        "reward.rewards.judge.n_evals",
+    ]
+    remote = {"kind": "remote", "endpoints": ["http://h:1"], "combine": {"a": 1.0}}
+    moved = {**remote, "endpoints": ["http://h:2", "http://h:3"], "wait": 3.0}
+    assert differences(parse(document(remote)), parse(document(moved))) == []
+
+
+def test_rewards_as_words(tmp_path):
+    assert read_reward("ocr") == {"kind": "ocr"}
+    assert read_reward("clip:models/clip") == read_reward("clip=models/clip") == {"kind": "clip", "path": "models/clip"}
+    assert read_reward("lpips:w.safetensors") == {"kind": "lpips", "weights": "w.safetensors"}
+    assert read_reward("remote:http://h:1") == {"kind": "remote", "endpoints": ["http://h:1"]}
+    assert read_reward("mine.rewards:Red") == {"kind": "import", "class": "mine.rewards:Red"}
+    (tmp_path / "judge.jsonnet").write_text(f"{json.dumps(ASPECTS)} + {{ n_evals: 5 }}")
+    assert read_combined(str(tmp_path / "judge.jsonnet")) == {**ASPECTS, "n_evals": 5}
+    assert "combine" not in read_reward(str(tmp_path / "judge.jsonnet"))
+    assert read_combined("recipes/quickstart.jsonnet")["combine"] == {"overall": 1.0}
+    for word, says in [
+        ("clp", "reward.kind: 'clp' is not one of .*; did you mean 'clip'"),
+        ("lpips", "reward.weights: missing"),
+        ('{"kind": "ocr", "thread": 2}', "reward.thread: unknown key; did you mean reward.threads"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            parse_reward(read_reward(word))
+
+
+def test_sections_of_judges_are_the_judges_of_the_package():
+    assert {kind.__name__ for kind in get_args(recipe_judges.Judge)} <= {kind.__name__ for kind in KINDS}
