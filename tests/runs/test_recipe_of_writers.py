@@ -28,7 +28,7 @@ PROMPT = {
     "policy__model": {"kind": "qwen", "path": "qwen"},
     "renderer": {"kind": "prompt", "model": {"kind": "sd3", "path": "sd3", "size": [64, 64]}, "num_steps": 6},
     "data": {"kind": "prompts", "path": "prompts.txt"},
-    "reward": {"kind": "share", "combine": {"red": 1}},
+    "reward": {"kind": "share", "combine": {"share": 1}},
 }
 PAINTED = {
     "policy__model": {"kind": "playground-enhancer"},
