@@ -1,5 +1,6 @@
 """Deliberate bugs: each is a small change to the source that its test must notice."""
 
+from combining_mutants import COMBINING
 from judging_mutants import JUDGING
 from mutant import Mutant
 from rendering_mutants import RENDERING
@@ -149,7 +150,7 @@ MUTANTS = (
     Mutant(
         "a fault of the policy goes missing",
         "rewards/judging.py",
-        "torch.full((len(samples),), column.low, dtype=torch.float32)",
+        "torch.full((len(samples),), fault, dtype=torch.float32)",
         "torch.full((len(samples),), torch.nan, dtype=torch.float32)",
         "tests/rewards/test_judging.py::test_three_outcomes",
     ),
@@ -247,6 +248,7 @@ MUTANTS = (
     ),
     *WRITING,
     *SERVING,
+    *COMBINING,
     *JUDGING,
     *RENDERING,
 )

@@ -189,3 +189,18 @@ def test_full_weights_train_too(make: Make) -> None:
     parts = assemble(parse(make(policy__train={"kind": "full"})), Ranks())
     assert all(parameter.requires_grad for parameter in parts.model.module.parameters())
     assert "reference" in parts.copies.copies
+
+
+def test_rewards_of_text_are_shown_what_was_written(make: Make) -> None:
+    """Beside a judge of pictures, whose scores are what they are without them."""
+    rewards = {"think": {"kind": "thinking"}, "prompt": {"kind": "prompt_quality"}, "exact": {"kind": "playground"}}
+    several = {"kind": "several", "rewards": rewards, "combine": "exact/overall + think/think_format"}
+    recipe = parse(make(reward=several, name="texts"))
+    assert run(recipe, fresh=False) == 0
+    alone = parse(make(name="alone"))
+    assert run(alone, fresh=False) == 0
+    (first, *_), (same, *_) = (RunFolder(each.folder).read_metrics() for each in (recipe, alone))
+    assert first["reward/think/think_format"] == 0
+    assert 0 <= first["reward/prompt/total"] <= 5
+    assert first["missing/prompt/total"] == 0
+    assert first["reward/exact/overall"] == same["reward/overall"]

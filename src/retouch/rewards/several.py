@@ -45,9 +45,8 @@ class Several:
 
     def submit(self, samples: Sequence[Sample]) -> "Future[Scores]":
         """Judge while the caller goes on."""
-        return self._gathering.submit(
-            _gathered, {name: self._begin(name, reward, samples) for name, reward in self.rewards.items()}
-        )
+        parts = {name: self._begin(name, reward, samples) for name, reward in self.rewards.items()}
+        return self._gathering.submit(_gathered, parts)
 
     def close(self) -> None:
         """End the threads, and what the rewards hold open."""
