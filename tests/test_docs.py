@@ -34,7 +34,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 YOUR_OWN = (ROOT / "docs" / "your-own.md").read_text()
 BLOCK = re.compile(r"(?:^`(?P<file>[\w./]+)`:\n\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 FILES = {block["file"]: block["text"] for block in BLOCK.finditer(YOUR_OWN) if block["file"]}
-MADE = ("docs/results.md", "docs/pictures/quickstart.png")  # by commands that the pages name
+MADE = ("docs/results.md", "docs/pictures/quickstart.png", "docs/pictures/writer.png")  # by commands that the pages name
 COMMANDS = [line for block in BLOCK.finditer(YOUR_OWN) if block["language"] == "sh" for line in block["text"].splitlines()]
 
 
