@@ -191,3 +191,17 @@ def test_a_recipe_with_a_key_in_it_is_refused(tmp_path: Path, capsys: pytest.Cap
     said = capsys.readouterr()
     assert "reward.args.k: holds the value of OPENAI_API_KEY" in said.err
     assert KEY not in said.err + said.out
+
+
+def test_a_judge_that_is_down_ends_the_run_before_its_first_step_and_nothing_is_kept(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, document("http://127.0.0.1:9/v1", tmp_path / "runs", reward__rewards__judge__judge__attempts=1))
+    assert cli.main(["train", file]) == 2
+    assert "100% of the held-out pictures have no judge/alignment" in capfd.readouterr().err
+    folder = tmp_path / "runs" / "judged"
+    assert not (folder / "evals.jsonl").exists()
+    assert not (folder / "metrics.jsonl").exists()
+    with Double() as double:
+        assert cli.main(["train", write(tmp_path, document(double.url, tmp_path / "runs")), "--debug"]) == 0
+    assert json.loads((folder / "summary.json").read_text())["before"] is not None

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from retouch.loop import TooManyMissing
 from retouch.rewards.combining import WeightedSum
 from retouch.runs import files
 from retouch.runs.assembly import Assembly
@@ -33,14 +34,27 @@ class Outcome:
             )
 
     def evaluate(self, step: int) -> Evaluated:
-        """Judge the policy as it is after ``step`` steps and keep every score."""
+        """Judge the policy as it is after ``step`` steps and keep every score.
+
+        TooManyMissing, on every rank and with nothing kept: the judge fails at more of them than the recipe allows.
+        """
         evaluated = self.evaluator(self.policy)
+        self._require_judged(evaluated)
         if self.parts.ranks.first:
             means, intervals = table(evaluated, self.kept)
             self.folder.write_eval(step, "heldout", table=means, ci95=intervals)
             self._path(step).parent.mkdir(exist_ok=True)
             files.write_json(self._path(step), evaluated.to_json())
         return evaluated
+
+    def _require_judged(self, evaluated: Evaluated) -> None:
+        column = self.parts.judge.reward.columns.get(self._column)
+        missing, allowed = self._values(evaluated).isnan().double().mean().item(), self.recipe.reward.max_missing
+        if missing > allowed and not (column is not None and column.diagnostic):
+            raise TooManyMissing(
+                f"{missing:.0%} of the held-out pictures have no {self._column}, and the recipe allows {allowed:.0%} "
+                "(reward.max_missing): the judge is failing. Start the run again when it answers"
+            )
 
     def baselines(self) -> None:
         """What the start stands beside: the targets through the renderer, and the best of k of its own samples."""
@@ -62,14 +76,16 @@ class Outcome:
         lines = {line["step"]: line["table"] for line in self.folder.read_evals()}
         now, start = lines[step], lines.get(0, lines[step])
         columns = [name for name in now["all"] if name != "n" and (name != REWARD or self._column == REWARD)]
-        shown = [name for name in columns if "/" not in name]
+        told = (self._column, *self.parts.judge.combination.columns)
+        shown = {name: max(16, len(name) + 2) for name in columns if "/" not in name or name in told}
         yield f"held-out tasks after step {step}" + (" (before -> after)" if step else "")
-        yield f"  {'':<18}{'n':>5}  " + "".join(f"{name:>16}" for name in shown)
+        yield f"  {'':<18}{'n':>5}  " + "".join(f"{name:>{width}}" for name, width in shown.items())
         for row, means in now.items():
-            yield f"  {row:<18}{means['n']:>5}  " + "".join(_cell(start[row].get(name), means.get(name), step) for name in shown)
+            cells = (f"{_cell(start[row].get(name), means.get(name), step):>{width}}" for name, width in shown.items())
+            yield f"  {row:<18}{means['n']:>5}  " + "".join(cells)
         for name in columns:
-            if "/" in name:
-                yield f"  {name:<25}" + _cell(start["all"].get(name), now["all"].get(name), step)
+            if name not in shown:
+                yield f"  {name:<25}" + f"{_cell(start['all'].get(name), now['all'].get(name), step):>16}"
 
     def sum_up(self, step: int) -> None:
         """Write the summary of a finished run."""
@@ -125,5 +141,5 @@ class Outcome:
 
 def _cell(before: float | None, after: float | None, step: int) -> str:
     if after is None or before is None:
-        return f"{'-':>16}"
-    return f"{f'{before:.2f} -> {after:.2f}' if step else f'{after:.2f}':>16}"
+        return "-"
+    return f"{before:.2f} -> {after:.2f}" if step else f"{after:.2f}"

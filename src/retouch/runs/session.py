@@ -126,8 +126,8 @@ class _Session:
             return self._train(stepper)
         finally:
             self.trackers.close()
-            self.parts.judge.close()
             self.judged.close()
+            self.parts.judge.close()
 
     def _train(self, stepper: Stepper) -> int:
         if self.done < self.parts.steps:
