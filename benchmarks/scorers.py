@@ -1,4 +1,4 @@
-"""Rewards for `serving.py`: one that only reads the pixels, one of a fixed cost, and one whose scores prove what was judged."""
+"""Rewards for `serving.py` and `serving_chaos.py`: of a fixed cost, of work, and with scores that prove what was judged."""
 
 import hashlib
 import time
@@ -33,6 +33,16 @@ class Fixed:
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         if self.base or self.each:
             time.sleep(self.base + self.each * len(samples))
+        return {"score": torch.tensor([corner_score(sample) for sample in samples])}
+
+
+class Busy(Fixed):
+    """The same, and computes all that time without letting go of the interpreter by itself."""
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        end = time.thread_time() + self.base + self.each * len(samples)
+        while time.thread_time() < end:
+            pass
         return {"score": torch.tensor([corner_score(sample) for sample in samples])}
 
 

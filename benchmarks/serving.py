@@ -1,6 +1,6 @@
-"""The reward server and its client beside a plain FastAPI server with base64 PNGs in JSON, and under kills and bad replies.
+"""The reward server and its client beside a plain FastAPI server with base64 PNGs in JSON.
 
-    python benchmarks/serving.py [--only sending batching chaos] [--samples 10000]
+    python benchmarks/serving.py [--only sending batching busy]
 
 Both sides of a comparison run in turn on this machine, the client's encoding included; only ratios mean anything elsewhere.
 """
@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import TypeAlias
 
@@ -22,7 +23,6 @@ import psutil
 from PIL import Image
 from scorers import corner_score
 from servers import ours, plain
-from serving_chaos import chaos
 
 from retouch.rewards.remote.client import RemoteReward
 from retouch.types import Sample, Task
@@ -134,15 +134,26 @@ def batching(rounds: int) -> dict[str, object]:
     return measured
 
 
+def busy(rounds: int) -> dict[str, object]:
+    """The health page while a scorer in plain Python computes without a pause."""
+    batches = [photos(BATCH, 64)] * (2 * rounds)
+    with (
+        ours("Busy", {"each": 0.02}) as server,
+        closing(RemoteReward(server.urls, batch=BATCH)) as reward,
+        Health(f"{server.urls[0]}/livez") as livez,
+    ):
+        figures = timed(_scores(reward), batches, CLIENTS, server=server.pids()[0])
+    return {"ours": figures, "livez": dict(zip(("p50", "p99"), map(float, np.percentile(livez.times, [50, 99])), strict=True))}
+
+
 def _scores(reward: RemoteReward) -> Ask:
     return lambda samples: reward(samples)["score"].tolist()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", choices=["sending", "batching", "chaos"], default=["sending", "batching", "chaos"])
+    parser.add_argument("--only", nargs="*", choices=["sending", "batching", "busy"], default=["sending", "batching", "busy"])
     parser.add_argument("--rounds", type=int, default=24, help="batches of the first comparison; a third as many of the second")
-    parser.add_argument("--samples", type=int, default=10_000, help="of each run under faults")
     parser.add_argument("--json", type=Path, help="write all numbers here")
     arguments = parser.parse_args()
     measured: dict[str, object] = {}
@@ -150,8 +161,8 @@ def main() -> None:
         measured["sending"] = show("sending", sending(arguments.rounds))
     if "batching" in arguments.only:
         measured["batching"] = show("batching", batching(max(1, arguments.rounds // 3)))
-    if "chaos" in arguments.only:
-        measured["chaos"] = show("chaos", chaos(arguments.samples))
+    if "busy" in arguments.only:
+        measured["busy"] = show("busy", busy(arguments.rounds))
     if arguments.json:
         arguments.json.write_text(json.dumps(measured, indent=2) + "\n")
 
