@@ -38,12 +38,14 @@ class Live:
 
 
 @contextmanager
-def live(*rewards: str | Hosted, limits: Limits = LIMITS, token: str | None = None, compat: Compat | None = None) -> Iterator[Live]:
+def live(
+    *rewards: str | Hosted, limits: Limits = LIMITS, token: str | None = None, compat: Compat | None = None, port: int = 0
+) -> Iterator[Live]:
     words = [each for each in rewards if isinstance(each, str)]
     orders = read_orders(words)
     hosted = [*(build(order, sole=len(rewards) == 1) for order in orders), *(each for each in rewards if isinstance(each, Hosted))]
     service = Service(hosted, limits, Metrics())
-    config = uvicorn.Config(build_app(service, token=token, compat=compat), port=0, log_config=None, access_log=False, ws="none")
+    config = uvicorn.Config(build_app(service, token=token, compat=compat), port=port, log_config=None, access_log=False, ws="none")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -29,11 +29,12 @@ class RemoteReward:
 
     A request that fails is tried again on another endpoint, up to ``attempts`` times (refused connections and "busy" do not count),
     with growing random pauses and for at most ``retry_share`` of all requests (and ten a second). One attempt takes at most
-    ``timeout`` seconds, a whole call at most ``deadline``. What has no believable score by then is NaN. A reply is believed only
-    with exactly the ids that were asked, every column within its range, and the judge's fingerprint of the start. ``hedge``: ask a
-    second endpoint when the first takes longer than 95 % of the latest requests, for at most ``hedge_share`` of them.
-    ``samples_per_minute``, ``requests_per_minute``, and ``calls`` in all (BudgetSpent): never more, for all processes that name the
-    same ``rate_file`` together (``rewards/quota/quota.py::Quota``).
+    ``timeout`` seconds, all of a request's at most ``deadline``; those that wait in line give up when nothing at all was answered
+    for so long. What has no believable score by then is NaN. A reply is believed only with exactly the ids that were asked, every
+    column within its range, and the judge's fingerprint of the start. ``hedge``: ask a second endpoint when the first takes longer
+    than 95 % of the latest requests, for at most ``hedge_share`` of them. ``samples_per_minute``, ``requests_per_minute``, and
+    ``calls`` in all (BudgetSpent): never more, for all processes that name the same ``rate_file`` together
+    (``rewards/quota/quota.py::Quota``).
 
     The token, where the servers want one, is in the environment as RETOUCH_TOKEN. ``columns`` are the servers' own.
     ``wait``: seconds to wait for the first server to answer. ValueError: none does, they differ, or they refuse.
@@ -93,7 +94,7 @@ class RemoteReward:
         return ",".join(f"{name}={digest}" for name, digest in sorted(self._expected.judges.items()))
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column as (b,), float32; NaN where a sample could not be judged. Returns within the deadline.
+        """Each column as (b,), float32; NaN where a sample could not be judged.
 
         BudgetSpent: ``calls`` does not have enough for these samples, and none was asked about.
         """
@@ -101,7 +102,7 @@ class RemoteReward:
 
     def submit(self, samples: Sequence[Sample]) -> "Future[Scores]":
         """Send the samples off and go on; any number of calls may be under way, from any thread."""
-        return event_loop.submit(self._score(samples, time.monotonic() + self._settings.deadline))
+        return event_loop.submit(self._score(samples, time.monotonic()))
 
     def close(self) -> None:
         """End the connections; a later call makes new ones."""
@@ -115,14 +116,14 @@ class RemoteReward:
         faults = {f"faults/{kind}": float(count) for kind, count in sorted(session.faults.items())}
         return {"calls": float(session.calls), "hedges": float(session.hedges), **faults}
 
-    async def _score(self, samples: Sequence[Sample], expires: float) -> Scores:
+    async def _score(self, samples: Sequence[Sample], begun: float) -> Scores:
         from retouch.rewards.remote.session import Chunk, Session
 
         # A fork has its parent's session, but neither its loop nor its connections.
         session = self._sessions.get(os.getpid())
         if session is None:
             session = self._sessions[os.getpid()] = Session(self._settings, self._expected, self._quota)
-        chunks = [Chunk.of(samples[first : first + self._batch], expires) for first in range(0, len(samples), self._batch)]
+        chunks = [Chunk.of(samples[first : first + self._batch], begun) for first in range(0, len(samples), self._batch)]
         if self._quota is not None:
             await asyncio.to_thread(self._quota.claim, len(chunks))
         await asyncio.gather(*(session.score(chunk) for chunk in chunks))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from retouch.core.random import generator
+from retouch.rewards.line import Line
 from retouch.rewards.quota.quota import Quota, Turns
 from retouch.rewards.remote.budget import Budget
 from retouch.rewards.remote.discovery import judges_of, read_info
@@ -33,17 +34,18 @@ _KNOWN_TIMES, _ENOUGH_TIMES = 200, 20
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """Samples that are sent together, by id, and what is known of them. ``expires``: a time of ``time.monotonic``."""
+    """Samples that are sent together, by id, and what is known of them. ``begun`` and ``expires``: times of ``time.monotonic``."""
 
     samples: dict[str, Sample]
-    expires: float
+    begun: float
+    expires: float = 0.0
     answers: dict[str, Answer] = field(default_factory=dict)
     bodies: dict[Encoding, tuple[frozenset[str], bytes, str]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], expires: float) -> "Chunk":
+    def of(cls, samples: Sequence[Sample], begun: float) -> "Chunk":
         name = secrets.token_hex(6)
-        return cls({f"{name}-{number}": sample for number, sample in enumerate(samples)}, expires)
+        return cls({f"{name}-{number}": sample for number, sample in enumerate(samples)}, begun)
 
     @property
     def open(self) -> list[str]:
@@ -71,7 +73,7 @@ class Session:
         self._settings, self._expected = settings, expected
         self._pool = Pool(settings.endpoints)
         self._transport = Transport(token=settings.token, connections=settings.concurrency * len(settings.endpoints))
-        self._places = asyncio.Semaphore(settings.concurrency * len(settings.endpoints))
+        self._line = Line(settings.concurrency * len(settings.endpoints), patience=settings.deadline)
         self._retries = Budget(share=settings.retry_share, floor=10.0, most=20.0)
         self._hedging = Budget(share=settings.hedge_share, floor=0.0, most=5.0)
         self._times: deque[float] = deque(maxlen=_KNOWN_TIMES)
@@ -82,11 +84,17 @@ class Session:
     async def score(self, chunk: Chunk) -> None:
         """Fill in the chunk's answers; what is open when its time is over stays open."""
         try:
-            async with asyncio.timeout_at(asyncio.get_running_loop().time() + chunk.expires - time.monotonic()):
-                async with self._places:
-                    await self._until_done(chunk)
+            chunk.expires = await self._line.enter(since=chunk.begun)
         except TimeoutError:
             self.faults["out_of_time"] += 1
+            return
+        try:
+            async with asyncio.timeout(chunk.expires - time.monotonic()):
+                await self._until_done(chunk)
+        except TimeoutError:
+            self.faults["out_of_time"] += 1
+        finally:
+            self._line.leave()
 
     async def close(self) -> None:
         """End the probes and the connections."""
@@ -173,6 +181,7 @@ class Session:
             reply = await self._transport.post(f"{endpoint.url}/v1/score", body, kind, seconds=seconds)
             answers = _believed(reply, ids, self._expected)
             self._times.append(time.monotonic() - started)
+            self._line.answered()
         except Fault as fault:
             self.faults[fault.kind] += 1
             self._pool.failed(endpoint, fault)

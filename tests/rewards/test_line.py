@@ -1,0 +1,87 @@
+"""The line before a judge: first come, first served, and its end when nobody is answered any more."""
+
+import asyncio
+
+import pytest
+
+from retouch.rewards.line import Line
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_places_are_given_in_turn() -> None:
+    inside: list[int] = []
+
+    async def one(line: Line, number: int) -> None:
+        assert await line.enter(since=100.0) == 105.0
+        inside.append(number)
+
+    async def act() -> None:
+        line = Line(2, patience=5.0, clock=Clock())
+        waiting = [asyncio.create_task(one(line, number)) for number in range(5)]
+        for seen in (2, 3, 4, 5):
+            while len(inside) < seen:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
+            assert inside == list(range(seen))
+            line.leave()
+        await asyncio.gather(*waiting)
+
+    asyncio.run(act())
+
+
+def test_who_waits_gives_up_when_nobody_was_answered_for_too_long() -> None:
+    """Answers keep the line waiting, however long; without any it ends at once, and so does whoever comes to it."""
+    clock = Clock()
+
+    async def act() -> None:
+        line = Line(1, patience=0.02, clock=clock)
+        await line.enter(since=clock())
+        waiting = [asyncio.create_task(line.enter(since=clock())) for _ in range(3)]
+        for _ in range(10):
+            clock.now += 0.015
+            line.answered()
+            await asyncio.sleep(0.03)  # longer than the patience, were it this clock that counts
+        assert not any(task.done() for task in waiting)
+        clock.now += 0.021
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [TimeoutError] * 3
+        line.leave()
+        assert await line.enter(since=clock()) == pytest.approx(clock.now + 0.02)  # no place was lost
+
+    asyncio.run(act())
+
+
+def test_a_place_got_late_ends_with_the_patience() -> None:
+    clock = Clock()
+
+    async def act() -> float:
+        line = Line(1, patience=10.0, clock=clock)
+        await line.enter(since=100.0)
+        waiting = asyncio.create_task(line.enter(since=100.0))
+        await asyncio.sleep(0.01)
+        clock.now = 109.0
+        line.leave()
+        return await waiting
+
+    assert asyncio.run(act()) == 110.0
+
+
+def test_who_goes_away_takes_no_place_along() -> None:
+    async def act() -> None:
+        line = Line(1, patience=100.0, clock=Clock())
+        await line.enter(since=100.0)
+        gone = asyncio.create_task(line.enter(since=100.0))
+        await asyncio.sleep(0.01)
+        line.leave()  # it is let in
+        gone.cancel()  # and goes at the same moment
+        await asyncio.gather(gone, return_exceptions=True)
+        await asyncio.wait_for(line.enter(since=100.0), timeout=60)
+
+    asyncio.run(act())
