@@ -1,4 +1,4 @@
-"""`make bench`: what a step costs beside its model calls, and the library beside a plain one-file Flow-GRPO.
+"""`make bench`: what a step costs beside its model calls, and the library beside a plain one-file Flow-GRPO and TRL's trainer.
 
 Figures are medians of one run on this machine; both sides of every comparison are measured in turn.
 """
@@ -9,11 +9,13 @@ import platform
 from pathlib import Path
 
 import against_one_file
+import against_trl
 import step_time
 import torch
 from opened import ROOT
 
 PROMPTS = f"data.path={ROOT / 'benchmarks' / 'prompts.txt'}"
+PARTS = ["step", "one-file", "trl"]
 STEPS = {
     "tiny SD3, GRPO": ("tiny-sd3.jsonnet", [PROMPTS]),
     "playground, GRPO": ("quickstart.jsonnet", []),
@@ -23,9 +25,10 @@ STEPS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="*", choices=["step", "one-file"], default=["step", "one-file"])
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--rounds", type=int, default=9, help="of each step that is timed")
     parser.add_argument("--steps", type=int, default=60, help="of the two runs on the tiny SD3")
+    parser.add_argument("--trl-steps", type=int, default=40, help="of each run beside TRL")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write all numbers here")
@@ -46,6 +49,14 @@ def main() -> None:
             runs.append(against_one_file.measure(seed=seed, steps=arguments.steps))
         show(against_one_file.table(runs))
         measured["against_one_file"] = [each.to_json() for each in runs]
+    if "trl" in arguments.only:
+        beside = []
+        for setting in against_trl.SETTINGS:
+            for seed in arguments.seeds:
+                print(f"TRL, {setting.name}, seed {seed}: {arguments.trl_steps} steps of each in turn", flush=True)
+                beside.append(against_trl.measure(setting, seed=seed, steps=arguments.trl_steps))
+        show(against_trl.table(beside))
+        measured["against_trl"] = [each.to_json() for each in beside]
     if arguments.json:
         arguments.json.write_text(json.dumps(measured, indent=2) + "\n")
 

@@ -17,7 +17,7 @@ from retouch.runs.files import read_json
 from retouch.runs.opening import open_target
 from retouch.runs.recipe import parse
 from retouch.runs.session import run
-from runs.test_doctor import SMALL
+from tiny_recipes import SMALL
 
 FULL = {"train": {"kind": "full"}, "ema": {"decay": 0.9}}
 NO_AVERAGE = {"ema": None}

@@ -12,6 +12,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
+from retouch.models.roomy_cache import roomy
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sight:
@@ -23,7 +25,7 @@ class Sight:
 
 def new_cache(decoder: nn.Module) -> Cache:
     """An empty cache; layers with a sliding window keep no more than it."""
-    return DynamicCache(config=decoder.config)
+    return roomy(DynamicCache(config=decoder.config))
 
 
 def run(

@@ -6,18 +6,20 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """Adds up wall-clock seconds by stage until they are taken."""
+    """Adds up wall-clock seconds by stage until they are taken. ``stage``: the one that goes on, or that last ended in an error."""
 
     def __init__(self) -> None:
+        self.stage: str | None = None
         self._spent: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        started = time.perf_counter()
+        self.stage, started = stage, time.perf_counter()
         try:
             yield
         finally:
             self._spent[stage] = self._spent.get(stage, 0.0) + time.perf_counter() - started
+        self.stage = None
 
     def take(self) -> dict[str, float]:
         """Seconds by ``time/<stage>`` since the last take."""

@@ -1,0 +1,208 @@
+"""What both sides of the comparison with TRL train: two writers of equal weights, and a reward of what they write.
+
+The writer is the playground's, untrained. A completion is as good as the share of its tokens that belong to a small part of the
+vocabulary: exact, cheap, and easy to learn. TRL gets its rewards through ``retouch.integrations.trl``, so both judge alike.
+"""
+
+import copy
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from PIL import Image
+from trl import GRPOConfig, GRPOTrainer
+
+from retouch.bases.writer import untrained_writer
+from retouch.core.advantages import group_relative
+from retouch.integrations.trl import PictureReward
+from retouch.integrations.trl_prompts import dataset_of, processor_for
+from retouch.loop import Phase, Run, collect, update
+from retouch.models.qwen_responses import writer_for
+from retouch.models.qwen_writer import LORA_ALPHA, LORA_RANK, LORA_TARGETS, QwenWriter
+from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.playground.tasks import PlaygroundTasks
+from retouch.policies.autoregressive import AutoregressivePolicy
+from retouch.policies.decoding import Decoding
+from retouch.policies.weights import WeightCopies
+from retouch.rewards.judging import Judge
+from retouch.runs.build_model import build_model
+from retouch.runs.clock import Clock
+from retouch.runs.ranks import Ranks
+from retouch.runs.recipe_policy import PlaygroundModel
+from retouch.runs.stepper import ReplicatedStepper
+from retouch.types import Batch, Column, Sample, Scores, Task
+
+TASKS_PER_STEP, GROUP_SIZE = 4, 8
+ROWS = TASKS_PER_STEP * GROUP_SIZE
+LEARNING_RATE = 1e-2
+WANTED = range(100, 132)  # of the tokenizer's ids
+
+
+@dataclass(frozen=True)
+class Setting:
+    """``side``: px of the square picture that the writer sees; each 8 x 8 of them are a token. ``longest``: of a completion."""
+
+    name: str
+    side: int
+    longest: int
+
+
+class Strips:
+    """Draws a light pixel for each wanted token and a dark one for each other; an empty completion cannot be drawn."""
+
+    def __call__(self, tasks: Sequence[Task], trajectory: Any) -> list[Image.Image | None]:
+        return [_strip(output.ids) if output.ids else None for output in trajectory.outputs]
+
+
+class Light:
+    """How light a strip is, 0 to 1."""
+
+    columns = {"wanted": Column(0.0, 1.0)}  # noqa: RUF012
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        strips = [sample.image for sample in samples]
+        return {"wanted": torch.tensor([sum(strip.getdata()) / 255 / strip.width for strip in strips if strip is not None])}
+
+
+def _strip(ids: Sequence[int]) -> Image.Image:
+    strip = Image.new("L", (len(ids), 1))
+    strip.putdata([255 * (k in WANTED) for k in ids])
+    return strip
+
+
+@dataclass(frozen=True, eq=False)
+class Twins:
+    """Two writers of equal weights, with equal adapters; ``theirs`` is wrapped by peft as TRL wants it."""
+
+    ours: QwenWriter
+    theirs: QwenWriter
+    wrapped: Any
+    tasks: Sequence[Task]
+
+
+def twins(setting: Setting, *, seed: int, steps: int) -> Twins:
+    """The writers, and as many tasks as the steps take."""
+    editor: Any = build_model(PlaygroundModel(kind="playground"), device=torch.device("cpu"))
+    config = LoraConfig(
+        r=LORA_RANK, lora_alpha=LORA_ALPHA, lora_dropout=0.0, init_lora_weights="gaussian", target_modules=list(LORA_TARGETS)
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = untrained_writer(editor.text.tokenizer).requires_grad_(False).eval()
+        other = copy.deepcopy(module)
+        module.add_adapter(config)
+        wrapped = get_peft_model(other, config)
+    for name, weight in module.named_parameters():
+        weight.requires_grad_("lora_" in name)
+        if weight.requires_grad:
+            other.get_parameter(name).data.copy_(weight.data)
+    tasks = PlaygroundTasks(seed=seed, count=TASKS_PER_STEP * steps, complexity=[1, 2], split="train")
+    seen = [replace(task, images=(task.images[0].resize((setting.side, setting.side)),)) for task in tasks]
+    return Twins(writer_for(editor, module), writer_for(editor, other), wrapped, seen)
+
+
+def library(pair: Twins, setting: Setting, *, seed: int) -> Callable[[int], float]:
+    """Makes a step of the library and returns its mean reward."""
+    module = pair.ours.module
+    policy = AutoregressivePolicy(
+        pair.ours, decoding=Decoding(max_new_tokens=setting.longest), microbatch=ROWS, copies=WeightCopies(module)
+    )
+    judge = Judge(Light(), {"wanted": 1.0})
+    run = Run(
+        policy=policy,
+        renderer=Strips(),
+        judge=lambda batch, samples: judge.submit(samples),
+        stepper=ReplicatedStepper(module, Ranks(), weight_decay=0.0),
+        ranks=Ranks(),
+        chunk=ROWS,
+        max_missing=0.0,
+        average=lambda taken: None,
+        clock=Clock(),
+    )
+
+    def batch(step: int) -> Batch:
+        rows = range(ROWS)
+        return Batch(
+            seed=seed,
+            step=step,
+            tasks=tuple(pair.tasks[TASKS_PER_STEP * step + k] for k in range(TASKS_PER_STEP)),
+            group_ids=tuple(range(TASKS_PER_STEP)),
+            group=tuple(row // GROUP_SIZE for row in rows),
+            slot=tuple(row % GROUP_SIZE for row in rows),
+        )
+
+    phase = Phase(
+        name="main",
+        steps=range(len(pair.tasks) // TASKS_PER_STEP),
+        objective=PolicyGradient(clip_low=0.2, clip_high=0.2, entropy=True),  # TRL measures it always
+        batch=batch,
+        order=torch.arange(ROWS),
+        group=torch.arange(ROWS) // GROUP_SIZE,
+        advantage=lambda rewards, group: group_relative(rewards, group, ddof=1, clip=None),
+        normalise="token",
+        max_length=None,
+        epochs=1,
+        minibatches=1,
+        learning_rate=lambda step: LEARNING_RATE,
+    )
+
+    def step(number: int) -> float:
+        collected = collect(run, phase, number)
+        update(run, phase, number, collected)
+        return collected.metrics["reward/mean"]
+
+    return step
+
+
+class Kept:
+    """A reward function of TRL's that keeps what it gave."""
+
+    def __init__(self, reward: PictureReward) -> None:
+        self.reward = reward
+        self.calls: list[list[float | None]] = []
+
+    def __call__(self, **given: Any) -> list[float | None]:
+        self.calls.append(self.reward(**given))
+        return self.calls[-1]
+
+    def means(self) -> list[float]:
+        """Of each call."""
+        return [statistics.mean(each for each in call if each is not None) for call in self.calls]
+
+
+def trainer(pair: Twins, setting: Setting, *, seed: int, folder: str) -> tuple[GRPOTrainer, Kept]:
+    """TRL's, with the library's settings; what TRL has by default is left where the library can do the same."""
+    steps = len(pair.tasks) // TASKS_PER_STEP
+    judged = PictureReward(pair.theirs, Strips(), Light(), combine={"wanted": 1.0}, task=lambda row: pair.tasks[row["task"]])
+    kept = Kept(judged)
+    config = GRPOConfig(
+        folder,
+        max_steps=steps,
+        per_device_train_batch_size=ROWS,
+        num_generations=GROUP_SIZE,
+        max_completion_length=setting.longest,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        shuffle_dataset=False,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        seed=seed,
+        report_to="none",
+        logging_strategy="no",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    made = GRPOTrainer(
+        model=pair.wrapped,
+        reward_funcs=kept,
+        args=config,
+        train_dataset=dataset_of(pair.tasks, pair.theirs),
+        processing_class=processor_for(pair.theirs),
+    )
+    return made, kept

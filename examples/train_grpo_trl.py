@@ -1,0 +1,124 @@
+r"""TRL's GRPOTrainer in front of a frozen Qwen-Image-Edit: it trains the writer, Retouch draws what was written and judges it.
+
+On the playground, with its own writer, editor and exact judge, on a CPU:
+
+    python examples/train_grpo_trl.py --output_dir runs/trl --max_steps 20 --learning_rate 1e-3 --num_generations 8 \
+        --per_device_train_batch_size 32 --max_completion_length 32 --use_peft --lora_r 32 --lora_alpha 64 --bf16 false
+
+At full size, on 8 GPUs under accelerate's DDP or ZeRO-2, with a judge behind an OpenAI-compatible address:
+
+    accelerate launch --num_processes 8 examples/train_grpo_trl.py --output_dir runs/trl --bf16 --dtype bfloat16 \
+        --model_name_or_path Qwen/Qwen2.5-VL-7B-Instruct --editor Qwen/Qwen-Image-Edit --photos DIR --judge gpt-4o --num_steps 20 \
+        --per_device_train_batch_size 1 --gradient_accumulation_steps 2 --num_generations 8 --num_train_epochs 3 \
+        --learning_rate 1e-5 --use_peft --lora_r 32 --lora_alpha 64 --save_steps 500
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from peft import get_peft_model
+from transformers.integrations import is_deepspeed_zero3_enabled
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
+
+from retouch.data.folder import read_folder
+from retouch.data.tasks import Tasks
+from retouch.integrations.trl import PictureReward
+from retouch.integrations.trl_prompts import dataset_of, processor_for
+from retouch.models.encoder import Encoder
+from retouch.models.qwen_responses import QwenResponses
+from retouch.models.qwen_writer import LORA_TARGETS
+from retouch.playground.indirect import IndirectTasks
+from retouch.playground.judge import PlaygroundJudge
+from retouch.playground.tasks import PlaygroundTasks
+from retouch.renderers.responses import ResponseRenderer
+from retouch.rewards.judges.aspects import AspectsReward
+from retouch.rewards.judges.client import ChatClient
+from retouch.rewards.judges.panel import Panel
+from retouch.runs.build_model import build_model
+from retouch.runs.build_writer import build_writer
+from retouch.runs.recipe_policy import DiffusersModel, PlaygroundModel
+from retouch.runs.recipe_writer import AutoregressivePolicy, PlaygroundWriter, QwenWriter
+from retouch.types import Reward, Task
+
+
+@dataclass
+class ScriptArguments:
+    """What is drawn and judged; how the writer learns is in TRL's own arguments."""
+
+    editor: str | None = field(default=None, metadata={"help": "Folder or id of the editor; the playground's own by default."})
+    editor_kind: Literal["qwen-image-edit", "qwen-image-edit-plus"] = "qwen-image-edit"
+    photos: str | None = field(default=None, metadata={"help": "Folder with metadata.jsonl; playground tasks by default."})
+    encoder: Literal["policy", "frozen"] = field(default="policy", metadata={"help": "Who reads responses for the editor."})
+    num_steps: int = field(default=6, metadata={"help": "Denoising steps of a picture."})
+    guidance_scale: float = field(default=1.0, metadata={"help": "Classifier-free guidance; 1 is none."})
+    judge: str | None = field(default=None, metadata={"help": "Model that judges; the playground's exact judge by default."})
+    judge_url: str = "https://api.openai.com/v1"
+    n_evals: int = field(default=3, metadata={"help": "Answers of the judge whose mean is a score."})
+    judge_weights: str = field(default="alignment=0.6,quality=0.4", metadata={"help": "What it is asked, and what each counts."})
+
+
+def main(arguments: Sequence[str] | None = None) -> GRPOTrainer:
+    """Train, save the adapter, and hand out the trainer."""
+    parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))
+    script, training, model = parser.parse_args_and_config(args=arguments)
+    if script.encoder == "policy" and is_deepspeed_zero3_enabled():
+        raise ValueError("ZeRO-3 shards the weights that read responses, which a reward function cannot gather; take ZeRO-2")
+    dtype = model.dtype if model.dtype in ("bfloat16", "float16") else "float32"
+    if script.editor is None:
+        image_model = PlaygroundModel(kind="playground")
+    else:
+        image_model = DiffusersModel(kind=script.editor_kind, path=script.editor, dtype=dtype)
+    editor = build_model(image_model, device=training.device)
+    if model.model_name_or_path is None or script.editor is None:
+        section = PlaygroundWriter(kind="playground-writer", path=model.model_name_or_path)
+    else:
+        attention = model.attn_implementation or "sdpa"
+        section = QwenWriter(kind="qwen-vl", path=model.model_name_or_path, dtype=dtype, attention=attention)
+    writer = build_writer(AutoregressivePolicy(kind="autoregressive", model=section), before=editor, device=training.device)
+    model.lora_target_modules = model.lora_target_modules or list(LORA_TARGETS)
+    policy = get_peft_model(writer.module, get_peft_config(model))
+
+    if script.encoder == "policy":
+        encoder = Encoder.policy(writer.module, published=policy.disable_adapter)
+        editor.text.encoder = writer.module  # the same weights once: the editor's own has nothing left to read
+    else:
+        encoder = Encoder.frozen(editor.text.encoder)
+    renderer = ResponseRenderer(
+        QwenResponses(editor, encoder), num_steps=script.num_steps, cut_off="fault", guidance_scale=script.guidance_scale
+    )
+    tasks = tasks_of(script, seed=training.seed)
+    reward, combine = reward_of(script)
+    trainer = GRPOTrainer(
+        model=policy,
+        reward_funcs=PictureReward(
+            writer, renderer, reward, combine=combine, task=lambda row: tasks[row["task"]], seed=training.seed
+        ),
+        args=training,
+        train_dataset=dataset_of(tasks, writer),
+        processing_class=processor_for(writer),
+    )
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    trainer.save_model(training.output_dir)
+    return trainer
+
+
+def tasks_of(script: ScriptArguments, *, seed: int) -> Sequence[Task]:
+    """What the writer is asked."""
+    if script.photos is not None:
+        return Tasks(read_folder(script.photos), resize=None)
+    return IndirectTasks(PlaygroundTasks(seed=seed, count=10_000, complexity=[1, 2, 3], split="train"))
+
+
+def reward_of(script: ScriptArguments) -> tuple[Reward, Mapping[str, float]]:
+    """What judges its pictures, and the weights of the columns that train."""
+    if script.judge is None:
+        return PlaygroundJudge(), {"overall": 1.0}
+    pairs = (part.split("=") for part in script.judge_weights.split(","))
+    combine = {aspect: float(weight) for aspect, weight in pairs}
+    panel = Panel(ChatClient(model=script.judge, base_url=script.judge_url), repeats=script.n_evals)
+    return AspectsReward(panel, aspects=tuple(combine)), combine
+
+
+if __name__ == "__main__":
+    main()

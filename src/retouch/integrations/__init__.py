@@ -1,0 +1,1 @@
+"""Retouch's parts inside other trainers."""

@@ -1,0 +1,93 @@
+"""What TRL's trainer lets a writer read, so that it writes in the context in which the renderer reads what it wrote.
+
+Left to themselves TRL and transformers take the model's own chat template and pictures at their native size; an editor's pipeline
+has another template, and brings pictures to sizes of its own.
+"""
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from datasets import Dataset
+from PIL.Image import Resampling
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from retouch.models.qwen_layout import Area, fit
+from retouch.models.qwen_template import PAD
+from retouch.models.qwen_writer import QwenWriter
+from retouch.types import Task
+
+
+class WriterProcessor(ProcessorMixin):
+    """Qwen's tokenizer and image processor together, without videos, for which transformers would need torchvision."""
+
+    return_mm_token_type_ids = True
+
+    def __init__(
+        self, image_processor: Any = None, tokenizer: PreTrainedTokenizerBase | None = None, chat_template: str | None = None
+    ) -> None:
+        assert tokenizer is not None
+        self.image_token = PAD
+        self.image_token_id = tokenizer.convert_tokens_to_ids(PAD)
+        super().__init__(image_processor, tokenizer, chat_template=chat_template)
+
+    def replace_image_token(self, image_inputs: Mapping[str, Any], image_idx: int, **kwargs: Any) -> str:
+        patches = int(image_inputs["image_grid_thw"][image_idx].prod())
+        return self.image_token * (patches // self.image_processor.merge_size**2)
+
+    @property
+    def model_input_names(self) -> list[str]:
+        return [*super().model_input_names, "mm_token_type_ids"]
+
+
+def processor_for(writer: QwenWriter) -> WriterProcessor:
+    """The trainer's ``processing_class``: prompts of ``dataset_of`` become the ids that ``writer.encode`` gives.
+
+    The writer's model ends a completion where the writer does from then on. ValueError where the writer sees no pictures.
+    """
+    template = writer.template
+    if template.image_processor is None:
+        raise ValueError(f"{type(writer.module).__name__} sees no pictures; give TRL its tokenizer as processing_class")
+    writer.module.generation_config.eos_token_id = list(writer.stop)
+    block = "".join(
+        [
+            '{% set seen = namespace(number=0) %}{% for part in messages[0].content %}{% if part.type == "image" %}',
+            "{% set seen.number = seen.number + 1 %}",
+            f"{{{{ {_literal(writer.picture)}.replace('{{}}', seen.number | string) }}}}",
+            "{% else %}{{ part.text }}{% endif %}{% endfor %}",
+        ]
+    )
+    chat = f"{{{{ {_literal(template.head)} }}}}{block}{{{{ {_literal(template.tail)} }}}}"
+    tokenizer = copy.deepcopy(template.tokenizer)
+    # TRL pads ids on the left by itself, and takes the types of tokens as they are padded here.
+    tokenizer.padding_side = "left"
+    return WriterProcessor(template.image_processor, tokenizer, chat_template=chat)
+
+
+def dataset_of(tasks: Sequence[Task], writer: QwenWriter) -> Dataset:
+    """The trainer's ``train_dataset``: each task's ``prompt`` and its ``images`` as the writer sees them, made when they are asked
+    for, and its number in ``task``, by which a reward finds it: ``task=lambda row: tasks[row["task"]]``.
+    """
+    return Dataset.from_dict({"task": list(range(len(tasks)))}).with_transform(_Prompts(tasks, writer.area))
+
+
+class _Prompts:
+    """Rows from numbers of tasks. It holds no model: the library pickles what it is given, to name the data set by it."""
+
+    def __init__(self, tasks: Sequence[Task], area: Area) -> None:
+        self.tasks = tasks
+        self.area = area
+
+    def __call__(self, batch: Mapping[str, list[int]]) -> dict[str, list[Any]]:
+        tasks = [self.tasks[number] for number in batch["task"]]
+        return {
+            "task": batch["task"],
+            "prompt": [[{"role": "user", "content": task.instruction}] for task in tasks],
+            "images": [[image.resize(fit(image, self.area)[::-1], Resampling.LANCZOS) for image in task.images] for task in tasks],
+        }
+
+
+def _literal(text: str) -> str:
+    """The text as a string of Jinja."""
+    return json.dumps(text, ensure_ascii=False)

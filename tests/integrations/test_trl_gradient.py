@@ -1,0 +1,89 @@
+"""What `make bench` compares with TRL is the same learning: one batch of TRL's gives one gradient in both."""
+
+import importlib.util
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from retouch.core.advantages import group_relative
+from retouch.core.weights import loss_weights
+from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.policies.autoregressive import AutoregressivePolicy
+from retouch.policies.decoding import Completion, Decoding
+from retouch.policies.weights import WeightCopies
+from retouch.types import Batch, Minibatch, Slice
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def twins():
+    if importlib.util.find_spec("trl") is None:
+        pytest.skip("trl is not installed (extra `trl`)")
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import twin_writers
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return twin_writers
+
+
+def trls(twins, pair, setting, folder):
+    """A batch as TRL generated and scored it, and the gradient of its loss."""
+    trainer, kept = twins.trainer(pair, setting, seed=0, folder=str(folder))
+    trainer.model.train()
+    rows = next(iter(trainer.get_train_dataloader()))
+    batch = trainer._generate_and_score_completions(rows)
+    trainer.current_gradient_accumulation_steps = 1
+    trainer._compute_loss(trainer.model, batch).backward()
+    module = pair.theirs.module
+    return batch, kept.calls[0], {name: weight.grad for name, weight in module.named_parameters() if weight.requires_grad}
+
+
+def ours(twins, pair, batch):
+    """The library's gradient on the same ids and advantages."""
+    writer, ids, mask = pair.ours, batch["completion_ids"], batch["completion_mask"].bool()
+    writer.grammar.vocabularies = torch.ones_like(writer.grammar.vocabularies)  # TRL evaluates on the whole vocabulary
+    decoding = Decoding(max_new_tokens=ids.shape[1])
+    policy = AutoregressivePolicy(writer, decoding=decoding, microbatch=8, copies=WeightCopies(writer.module))
+    tasks = tuple(pair.tasks[: twins.TASKS_PER_STEP])
+    rows = range(twins.ROWS)
+    asked = Batch(
+        seed=0,
+        step=0,
+        tasks=tasks,
+        group_ids=tuple(range(len(tasks))),
+        group=tuple(row // twins.GROUP_SIZE for row in rows),
+        slot=tuple(row % twins.GROUP_SIZE for row in rows),
+    )
+    written = Completion(ids=ids, lengths=mask.sum(-1), log_probs=torch.zeros(ids.shape))
+    trajectory = policy._trajectory(asked, writer.encode(tasks), written)
+    everything = Slice(slice(0, twins.ROWS), slice(0, ids.shape[1]))
+    with torch.no_grad():
+        trajectory = replace(trajectory, log_probs=policy._measure(writer.module, trajectory, everything)[0])
+    assert torch.equal(trajectory.mask, mask)
+    weights = loss_weights(mask, torch.ones(len(ids), dtype=torch.bool), normalise="token")
+    minibatch = Minibatch(asked, trajectory, batch["advantages"][:, None].expand_as(weights), weights)
+    for loss in PolicyGradient(clip_low=0.2, clip_high=0.2).losses(policy, minibatch):
+        loss.value.backward()
+    return {name: weight.grad for name, weight in writer.module.named_parameters() if weight.requires_grad}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+def test_one_batch_has_one_gradient(twins, tmp_path):
+    setting = twins.Setting("test", side=24, longest=12)
+    pair = twins.twins(setting, seed=0, steps=1)
+    batch, rewards, theirs = trls(twins, pair, setting, tmp_path)
+    advantages = group_relative(torch.tensor(rewards), torch.arange(twins.ROWS) // twins.GROUP_SIZE, ddof=1, clip=None)
+    assert torch.allclose(advantages, batch["advantages"], atol=1e-5)
+    assert advantages.abs().max() > 1
+    mine = ours(twins, pair, batch)
+    assert mine.keys() == theirs.keys()
+    size = math.sqrt(sum(each.square().sum().item() for each in theirs.values()))
+    apart = math.sqrt(sum((mine[name] - theirs[name]).square().sum().item() for name in theirs))
+    assert size > 0
+    assert apart / size < 1e-4

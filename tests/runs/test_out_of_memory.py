@@ -1,0 +1,134 @@
+"""A full device: the error says which keys help in that stage, and the run goes on with them."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny_writer_runs
+from retouch import cli, loop
+from retouch.policies.denoising import DenoisingPolicy
+from retouch.renderers.latents import LatentRenderer
+from retouch.rewards.judging import Judge
+from retouch.runs.clock import Clock
+from retouch.runs.folder import RunFolder
+from retouch.runs.out_of_memory import LESS_AT_ONCE, OutOfMemory, named, suggestions
+from retouch.runs.recipe import Recipe, load, parse
+from retouch.runs.recipe_differences import differences
+from retouch.runs.recipe_files import available
+from retouch.runs.recipe_overrides import apply
+from retouch.runs.recipe_schema import places
+from retouch.runs.session import run
+from tiny_recipes import SMALL
+
+CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB.\nMore about fragments"
+
+
+def full_within(monkeypatch: pytest.MonkeyPatch, caller: str, owner: type, method: str) -> None:
+    """Whatever ``caller`` has the method do finds no memory."""
+    real = getattr(owner, method)
+
+    def scarce(*args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe()
+        while frame := frame.f_back:
+            if frame.f_code.co_name == caller:
+                raise torch.OutOfMemoryError(CUDA)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, method, scarce)
+
+
+@pytest.mark.parametrize(
+    ("stage", "caller", "owner", "method", "keys"),
+    [
+        ("loading", "assemble", Judge, "__init__", ["retouch doctor"]),
+        ("trial step", "preflight", DenoisingPolicy, "evaluate", ["rollout.chunk=64", "microbatch=16"]),
+        ("evaluation", "_heldout", LatentRenderer, "__call__", ["eval.batch=64"]),
+        ("rollout", "collect", DenoisingPolicy, "rollout", ["rollout.chunk=64"]),
+        ("render", "collect", LatentRenderer, "__call__", ["rollout.chunk=64"]),
+        ("update", "update", DenoisingPolicy, "evaluate", ["microbatch=16", "policy.gradient_checkpointing=true"]),
+    ],
+)
+def test_the_error_names_the_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, caller: str, owner: type, method: str, keys: list[str]
+) -> None:
+    full_within(monkeypatch, caller, owner, method)
+    with pytest.raises(
+        OutOfMemory, match=f"^the {stage} does not fit: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+    ) as raised:
+        run(parse({**SMALL, "out": str(tmp_path)}), fresh=False)
+    assert all(key in str(raised.value) for key in keys)
+    assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
+
+
+def test_the_run_goes_on_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It ends at step 2 for want of memory, and with what it says at the end."""
+    recipe = tmp_path / "small.json"
+    recipe.write_text(json.dumps({**SMALL, "out": str(tmp_path), "checkpoints": {"every": 1}}))
+    with monkeypatch.context() as scarce:
+        steps = 0
+
+        def taken(*args: Any, **kwargs: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps == 2:
+                raise torch.OutOfMemoryError(CUDA)
+            return update(*args, **kwargs)
+
+        update = loop.accumulate
+        scarce.setattr(loop, "accumulate", taken)
+        assert cli.main(["train", str(recipe)]) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    changes = said.split("time alone: ")[1].split()
+    assert changes == ["--set", "microbatch=16", "--set", "policy.gradient_checkpointing=true"]
+    folder = RunFolder(tmp_path / "small")
+    assert len(folder.read_metrics()) == 1
+    assert cli.main(["train", str(recipe), *changes]) == 0
+    assert len(folder.read_metrics()) == 2
+
+
+def test_every_key_exists_and_may_be_lowered(tmp_path: Path) -> None:
+    assert {path for paths in places(Recipe).values() for path in paths} >= LESS_AT_ONCE
+    writer = parse(tiny_writer_runs.recipe(tmp_path, tmp_path, rollout__chunk=64, microbatch=8))
+    phased = parse(apply(SMALL, ["steps=null", 'phases=[{"name": "a", "steps": 2}]']))
+    for recipe in [writer, phased, *map(load, available())]:
+        for stage in ("trial step", "evaluation", "rollout", "render", "update", "encode"):
+            lower = parse(apply(recipe.document(), suggestions(recipe, stage)))
+            assert differences(recipe, lower) == []
+    assert set(suggestions(writer, "update")) == {"microbatch=4", "policy.logits_at_once=128", "policy.gradient_checkpointing=true"}
+    assert set(suggestions(writer, "render")) == {"renderer.batch=4", "renderer.encoder_batch=4", "rollout.chunk=32"}
+
+
+def test_a_phases_own_chunk_may_be_lowered() -> None:
+    def chunks(of: int) -> Recipe:
+        rollout = {**SMALL["rollout"], "chunk": of}
+        return parse(apply(SMALL, ["steps=null", f"phases={json.dumps([{'name': 'a', 'steps': 2, 'rollout': rollout}])}"]))
+
+    assert differences(chunks(4), chunks(2)) == []
+
+
+def test_where_nothing_can_be_lowered_that_is_said() -> None:
+    recipe = parse(apply(SMALL, ["microbatch=1", "policy.gradient_checkpointing=true"]))
+    for stage, says in (("update", "Nothing is left to lower"), ("judge", "retouch serve"), ("watch", "Nothing is left to lower")):
+        with pytest.raises(OutOfMemory, match=says), named(recipe, lambda stage=stage: stage):
+            raise torch.OutOfMemoryError("")
+
+
+def test_other_errors_pass() -> None:
+    with pytest.raises(RuntimeError, match="other"), named(parse(SMALL), lambda: "update"):
+        raise RuntimeError("other")
+
+
+def test_a_stage_that_ended_in_an_error_is_known() -> None:
+    clock = Clock()
+    with clock("rollout"):
+        assert clock.stage == "rollout"
+    assert clock.stage is None
+    with pytest.raises(ValueError, match="x"), clock("update"):
+        raise ValueError("x")
+    assert clock.stage == "update"
+    assert set(clock.take()) == {"time/rollout", "time/update"}
