@@ -1,4 +1,4 @@
-// The built-in world: its model, its tasks and its exact judge.
+// The built-in world: its editor and its painter, their tasks and their exact judges.
 {
   model: { kind: 'playground' },
   tasks(complexity, count=20000, seed=0, filler=0.5, vain=0):: {
@@ -10,4 +10,12 @@
     vain: vain,
   },
   judge: { kind: 'playground', combine: { overall: 1 } },
+  painter: { kind: 'playground-painter' },
+  paintings(complexity, count=100000, lazy=0):: {
+    kind: 'playground-paintings',
+    complexity: complexity,
+    count: count,
+    lazy: lazy,
+  },
+  painting_judge: { kind: 'playground-paintings', combine: { overall: 1 } },
 }

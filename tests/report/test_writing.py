@@ -50,7 +50,7 @@ def test_original_and_enhanced_text_stand_together_with_length_quality_and_rewar
     assert words.count(ASKED) == 2
     assert BEFORE in words
     assert AFTER in words
-    assert "4.00" in words or "4.0" in words
+    assert words.count("4") >= 2
     first, last = (
         f"5 → {count} words, prompt quality {prompt_quality(ASKED, prompt).total:.1f} of 5"
         for count, prompt in ((2, "red circle"), (6, "red circle top middle, high quality"))

@@ -117,6 +117,14 @@ def test_a_list_of_prompts(enhancer: Path, tmp_path: Path, capsys: pytest.Captur
     assert "already" in capsys.readouterr().err
 
 
+def test_lines_of_a_list_start_from_noise_of_their_own(enhancer: Path, tmp_path: Path) -> None:
+    (tmp_path / "list.txt").write_text("a red cat\na red cat\n", encoding="utf-8")
+    assert cli.main(["sample", str(enhancer), "--instructions", str(tmp_path / "list.txt"), "--out", str(tmp_path / "out")]) == 0
+    first, second = lines_of(tmp_path / "out")
+    assert first["text"] == second["text"]
+    assert (tmp_path / "out" / first["image"]).read_bytes() != (tmp_path / "out" / second["image"]).read_bytes()
+
+
 def test_what_cannot_be_drawn_falls_back_to_the_instruction_and_is_counted(
     enhancer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,37 @@
+// A vision-language model rewrites prompts for a frozen text-to-image model, and is judged by the prompt that was asked for. A
+// full-size run and its twin give their world (writer, painter, tasks, judge) and sizes; everything else is the same.
+{
+  grpo(world, sizes):: {
+    name: sizes.name,
+    steps: sizes.steps,
+    tasks_per_step: sizes.tasks_per_step,
+    group_size: sizes.group_size,
+    learning_rate: sizes.learning_rate,
+    microbatch: sizes.microbatch,
+    policy: {
+      kind: 'autoregressive',
+      model: world.writer,
+      train: { kind: 'lora', rank: 32, alpha: 64 },
+      gradient_checkpointing: sizes.gradient_checkpointing,
+      entropy: true,
+    },
+    rollout: {
+      kind: 'tokens',
+      max_new_tokens: sizes.max_new_tokens,
+      temperature: sizes.temperature,
+      chunk: sizes.chunk,
+    },
+    renderer: {
+      kind: 'prompt',
+      model: world.painter,
+      num_steps: sizes.num_steps,
+      guidance_scale: sizes.guidance_scale,
+      batch: sizes.batch,
+    },
+    data: world.tasks,
+    reward: world.judge,
+    advantage: { kind: 'group' },
+    // Every token counts the same whatever the length of its completion: shares within a completion reward short ones.
+    objective: { kind: 'policy_gradient', clip_low: 0.2, clip_high: 0.2, normalise: 'dr_grpo' },
+  },
+}

@@ -1,0 +1,12 @@
+// A control of prompt-enhancer-playground: as many sample passes of more supervised learning on what the base learned from.
+//
+//   retouch train recipes/playground/enhancer-supervised.jsonnet
+local playground = import '../lib/playground.libsonnet';
+
+(import '../sd3/prompt-enhancer-playground.jsonnet') {
+  name: 'enhancer-supervised',
+  tasks_per_step: 64,
+  group_size: 1,
+  data: playground.paintings([1, 2, 3, 4], lazy=0.8),
+  objective: { kind: 'sft' },
+}

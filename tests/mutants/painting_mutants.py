@@ -1,0 +1,66 @@
+"""Deliberate bugs of paintings: their tasks, their judge, and how they are used."""
+
+from mutant import Mutant
+
+JUDGE = "tests/playground/test_painting_judge.py"
+TASKS = "tests/playground/test_paintings.py"
+USING = "tests/runs/test_using_writers.py"
+
+PAINTING = (
+    Mutant(
+        "things too many cost nothing",
+        "playground/painting_judge.py",
+        "(wanted.sum(-1) + extra)",
+        "wanted.sum(-1)",
+        f"{JUDGE}::test_what_is_missing_wrong_or_too_much_costs_what_it_should",
+    ),
+    Mutant(
+        "a thing is looked for on the background that was asked for",
+        "playground/painting_judge.py",
+        "_TEMPLATES[seen.backgrounds[:, None], asked]",
+        "_TEMPLATES[background[:, None], asked]",
+        f"{JUDGE}::test_what_is_missing_wrong_or_too_much_costs_what_it_should",
+    ),
+    Mutant(
+        "lazy completions are drawn in the request's stead",
+        "playground/paintings.py",
+        "text = request(scene.background, things, random)",
+        "text = request(scene.background, written, random)",
+        f"{TASKS}::test_lazy_completions_stop_early_and_change_nothing_else",
+    ),
+    Mutant(
+        "held-out completions are lazy",
+        "runs/recipe.py",
+        "if isinstance(self.data, IndirectPlaygroundData | PaintingData):",
+        "if isinstance(self.data, IndirectPlaygroundData):",
+        "tests/runs/test_recipe_of_writers.py::test_held_out_paintings_bring_whole_completions",
+    ),
+    Mutant(
+        "a blind renderer hears what was written",
+        "renderers/blind.py",
+        "ids=(), text=task.instruction, cut_off=False",
+        "ids=(), cut_off=False",
+        "tests/renderers/test_blind.py::test_only_the_keys_of_the_noise_and_the_tasks_own_words_come_through",
+    ),
+    Mutant(
+        "falling back is not told",
+        "runs/sampling.py",
+        "acted.outputs[row].text, row in failed)",
+        "acted.outputs[row].text, False)",
+        f"{USING}::test_what_cannot_be_drawn_falls_back_to_the_instruction_and_is_counted",
+    ),
+    Mutant(
+        "a writer opens without its average",
+        "runs/opening.py",
+        "copies.keep(name)",
+        "copies.keep('reference')",
+        f"{USING}::test_a_trained_writer_is_opened_with_what_it_has_learnt",
+    ),
+    Mutant(
+        "all lines of a list start from one noise",
+        "runs/sampling.py",
+        "group_ids=tuple(rows)",
+        "group_ids=(0,) * len(rows)",
+        f"{USING}::test_lines_of_a_list_start_from_noise_of_their_own",
+    ),
+)
