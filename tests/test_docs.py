@@ -19,10 +19,12 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 from PIL import Image
 
 from retouch import cli
 from retouch.runs.build_data import build_sets
+from retouch.runs.out_of_memory import OutOfMemory, named
 from retouch.runs.recipe import Recipe, load
 from retouch.runs.recipe_policy import DiffusersModel
 from retouch.runs.recipe_schema import places
@@ -266,3 +268,31 @@ def test_the_page_of_keys_has_every_key() -> None:
     text = (ROOT / "docs" / "recipes.md").read_text()
     for key in places(Recipe):
         assert key in ("kind", "mode") or f"| `{key}` |" in text, key
+
+
+TROUBLE = (ROOT / "docs" / "troubleshooting.md").read_text()
+CODE = re.findall(r"`([^`\n]+)`", BLOCK.sub("", TROUBLE))
+
+
+def test_every_key_that_troubleshooting_names_exists() -> None:
+    known = {path for paths in places(Recipe).values() for path in paths}
+    said = {span for span in CODE if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", span)} - {"metrics.jsonl", "timings.jsonl", "report.html"}
+    assert len(said) > 20
+    assert {key for key in said if key not in known and not key.startswith("retouch.")} == set()
+
+
+def test_every_metric_that_troubleshooting_names_is_written() -> None:
+    source = "".join(file.read_text() for file in (ROOT / "src" / "retouch").rglob("*.py"))
+    said = {span for span in CODE if re.fullmatch(r"[a-z]+/[a-z_]+", span)}
+    assert len(said) > 8
+    stages = set(re.findall(r'clock\("(\w+)"\)', source))
+    assert {name for name in said if f'"{name}"' not in source and name.removeprefix("time/") not in stages} == set()
+
+
+def test_the_error_that_troubleshooting_shows_is_the_one_that_is_raised() -> None:
+    shown = next(block["text"] for block in BLOCK.finditer(TROUBLE) if "does not fit" in block["text"])
+    first, advice = shown.splitlines()
+    recipe = load("recipes/quickstart.jsonnet", ["microbatch=32"])
+    with pytest.raises(OutOfMemory) as raised, named(recipe, lambda: "update"):
+        raise torch.OutOfMemoryError(first.partition("fit: ")[2])
+    assert str(raised.value).splitlines() == [first, advice]

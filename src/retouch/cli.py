@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from retouch import __version__
+from retouch.runs.audit.arguments import add_ledger
 
 _USER_ERROR = 2
 
@@ -45,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     _training(commands, debug, changes)
     _using(commands, debug, changes)
     _looking(commands, debug, changes)
+    add_ledger(commands, debug, run=_ledger)
     _serving(commands, debug)
     return parser
 
@@ -53,6 +55,7 @@ def _training(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", *
     train = commands.add_parser("train", parents=parents, help="train; a run of the same name is resumed")
     train.add_argument("recipe", metavar="RECIPE", help="Jsonnet or JSON file, or the name of a packaged recipe")
     train.add_argument("--fresh", action="store_true", help="set an existing run of that name aside and start anew")
+    train.add_argument("--new-judge", action="store_true", help="the run may go on with another judge than it had")
     train.set_defaults(run=_train)
 
     launch = commands.add_parser(
@@ -170,7 +173,7 @@ def _train(arguments: argparse.Namespace) -> int:
     recipe = load(arguments.recipe, arguments.overrides)
     from retouch.runs.session import run
 
-    return run(recipe, fresh=arguments.fresh)
+    return run(recipe, fresh=arguments.fresh, new_judge=arguments.new_judge)
 
 
 def _launch(arguments: argparse.Namespace) -> int:
@@ -291,6 +294,13 @@ def _data_check(arguments: argparse.Namespace) -> int:
     errors = sum(problem.severity == "error" for problem in problems)
     print(f"{arguments.path}: {errors} errors, {len(problems) - errors} notes")
     return 1 if errors else 0
+
+
+def _ledger(arguments: argparse.Namespace) -> int:
+    from retouch.runs.audit.command import ledger_command
+
+    print(ledger_command(arguments))
+    return 0
 
 
 def _serve(arguments: argparse.Namespace) -> int:

@@ -1,8 +1,10 @@
 """Deliberate bugs: each is a small change to the source that its test must notice."""
 
+from bridging_mutants import BRIDGING
 from combining_mutants import COMBINING
 from judging_mutants import JUDGING
 from mutant import Mutant
+from painting_mutants import PAINTING
 from rendering_mutants import RENDERING
 from serving_mutants import SERVING
 from writing_mutants import WRITING
@@ -247,8 +249,10 @@ MUTANTS = (
         "tests/objectives/test_supervised.py::test_sigma_is_drawn_as_named",
     ),
     *WRITING,
+    *BRIDGING,
     *SERVING,
     *COMBINING,
     *JUDGING,
     *RENDERING,
+    *PAINTING,
 )

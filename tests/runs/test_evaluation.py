@@ -11,6 +11,7 @@ import tiny_writing
 from models import tiny_writers
 from retouch.rewards.judging import Judge
 from retouch.runs.evaluation import Evaluated, Evaluator, chosen, paired_gain, table
+from retouch.runs.journal import unkept
 from retouch.runs.ranks import Ranks
 from retouch.types import Column, Task
 
@@ -68,7 +69,7 @@ class Grey:
 def test_the_best_of_a_writers_samples_is_of_words_that_differ() -> None:
     tasks = tiny_writers.tasks()
     judge = Judge(Grey(), {"grey": 1.0})
-    evaluate = Evaluator(tasks=tasks, renderer=Said(), judge=judge, ranks=Ranks(), seed=0, batch=len(tasks))
+    evaluate = Evaluator(tasks=tasks, renderer=Said(), judge=unkept(judge), ranks=Ranks(), seed=0, batch=len(tasks))
     policy = tiny_writing.policy()
     likeliest = evaluate(policy).rewards
     assert torch.equal(likeliest, evaluate(policy).rewards)

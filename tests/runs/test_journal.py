@@ -18,7 +18,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from retouch.rewards.judging import Judge, Judged
-from retouch.runs.journal import Journal, JournaledJudge, fingerprint, journal_path
+from retouch.rewards.ledger.content import of_picture
+from retouch.rewards.ledger.database import Database
+from retouch.runs.journal import Journal, JournaledJudge, Page, Seen
+from retouch.runs.kept_pictures import KeptPictures
+from retouch.runs.ledger import ledger_path
 from retouch.types import Batch, Column, Sample, Scores, Task
 
 NAN = float("nan")
@@ -55,6 +59,14 @@ def pictures(batch: Batch, *, seed: int = 0) -> list[Sample]:
     return drawn
 
 
+def seen(batch: Batch) -> list[Seen]:
+    return Seen.of(pictures(batch))
+
+
+def page(batch: Batch) -> Page:
+    return Page("train", batch.step)
+
+
 def same(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one.view(torch.int32), other.view(torch.int32))
 
@@ -66,12 +78,12 @@ def equal(one: Judged, other: Judged) -> bool:
 
 @pytest.fixture
 def journal(tmp_path: Path) -> Iterator[Journal]:
-    opened = Journal(journal_path(tmp_path, 0))
-    yield opened
+    opened = Database(ledger_path(tmp_path, 0))
+    yield Journal(opened)
     opened.close()
 
 
-Start = Callable[[Counting], JournaledJudge]
+Start = Callable[..., JournaledJudge]
 
 
 @pytest.fixture
@@ -79,15 +91,20 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a run's judge over the same file again and again."""
     started: list[JournaledJudge] = []
 
-    def begin(reward: Counting) -> JournaledJudge:
+    def end() -> None:
         for judge in started:
+            judge.judge.close()
             judge.close()
-        started[:] = [JournaledJudge(Judge(reward, {"quality": 2.0}), Journal(tmp_path / "ledger.sqlite"))]
+            judge.journal.database.close()
+
+    def begin(reward: Counting, fingerprint: str = "one") -> JournaledJudge:
+        end()
+        journal = Journal(Database(tmp_path / "ledger.sqlite"), judge=fingerprint)
+        started[:] = [JournaledJudge(Judge(reward, {"quality": 2.0}), journal)]
         return started[0]
 
     yield begin
-    for judge in started:
-        judge.close()
+    end()
 
 
 def test_a_resumed_run_asks_nothing_twice(start: Start) -> None:
@@ -155,6 +172,64 @@ def test_the_same_picture_elsewhere_is_another_row(start: Start, change: str) ->
     assert len(reward.asked) == 2
 
 
+def test_another_judge_is_asked_anew(start: Start) -> None:
+    rows, reward = batch(), Counting()
+    start(reward)(rows, pictures(rows)).result()
+    second = start(reward, "two")(rows, pictures(rows)).result()
+    assert len(reward.asked) == 12
+    assert equal(start(reward, "two")(rows, pictures(rows)).result(), second)
+    assert len(reward.asked) == 12
+
+
+def test_evaluations_have_pages_of_their_own(start: Start) -> None:
+    """Held-out batches have the same groups and slots at each evaluation, and the targets' pictures have them too."""
+    rows, reward = batch(-1), Counting()
+    judge = start(reward)
+    pages = [("train", -1), ("heldout", 0), ("heldout", 25), ("ceiling", 0)]
+    first = [judge.on(*page)(rows, pictures(rows, seed=seed)).result() for seed, page in enumerate(pages)]
+    assert len(reward.asked) == 24
+    judge = start(reward)
+    again = [judge.on(*page)(rows, pictures(rows, seed=seed)).result() for seed, page in enumerate(pages)]
+    assert all(equal(one, other) for one, other in zip(first, again, strict=True))
+    assert len(reward.asked) == 24
+
+
+def test_of_a_place_that_is_filled_twice_the_first_counts(start: Start) -> None:
+    """The last rank of an evaluation repeats the last task, of which the first score is taken."""
+    task = Task(id="last", instruction="")
+    rows = Batch(0, -1, (task,), (4,), (0, 0), (0, 0))
+    samples = [Sample(task, PIL.Image.new("RGB", (2, 2)))] * 2
+    reward = Counting()
+    first = start(reward).on("heldout", 0)(rows, samples).result()
+    assert first.rewards[0] != first.rewards[1]
+    again = start(reward).on("heldout", 0)(rows, samples).result()
+    assert again.rewards.tolist() == [first.rewards[0].item()] * 2
+    assert len(reward.asked) == 2
+
+
+def test_pictures_are_kept_by_what_they_are(tmp_path: Path) -> None:
+    rows, kept = batch(), KeptPictures(tmp_path)
+    samples = pictures(rows)
+    samples[1] = Sample(samples[1].task, None)
+    judge = Judge(Counting(), {"quality": 1.0})
+    database = Database(tmp_path / "ledger.sqlite")
+    journaled = JournaledJudge(judge, Journal(database), pictures=kept)
+    journaled(rows, samples).result()
+    query = "SELECT picture FROM samples WHERE picture != '' ORDER BY group_id, slot"
+    names = [name for (name,) in database._connection.execute(query)]
+    for name, sample in zip(names, [samples[0], *samples[2:]], strict=True):
+        found = kept.read(name)
+        assert found is not None
+        assert of_picture(found) == of_picture(sample.image)
+    kept.path(names[0]).write_bytes(kept.path(names[1]).read_bytes())
+    assert kept.read(names[0]) is None
+    kept.path(names[1]).write_bytes(b"cut")
+    assert kept.read(names[1]) is None
+    judge.close()
+    journaled.close()
+    database.close()
+
+
 def test_a_fault_of_the_policy_reaches_no_reward_and_counts_every_time(start: Start) -> None:
     rows, reward = batch(), Counting()
     samples = [Sample(sample.task, None if row % 2 else sample.image) for row, sample in enumerate(pictures(rows))]
@@ -175,13 +250,11 @@ def test_chunks_of_a_step_do_not_disturb_each_other(start: Start) -> None:
     assert len(reward.asked) == 9
 
 
-def test_a_column_that_is_new_is_asked_for(tmp_path: Path) -> None:
+def test_a_column_that_is_new_is_asked_for(journal: Journal) -> None:
     rows = batch()
-    journal = Journal(tmp_path / "ledger.sqlite")
-    journal.record(rows, pictures(rows), {"quality": torch.zeros(6)})
-    assert journal.recall(rows, pictures(rows), ["quality"])[0].all()
-    assert not journal.recall(rows, pictures(rows), ["quality", "notes"])[0].any()
-    journal.close()
+    journal.record(page(rows), rows, seen(rows), {"quality": torch.zeros(6)})
+    assert journal.recall(page(rows), rows, seen(rows), ["quality"])[0].all()
+    assert not journal.recall(page(rows), rows, seen(rows), ["quality", "notes"])[0].any()
 
 
 def test_judging_goes_on_while_the_caller_does(start: Start) -> None:
@@ -230,13 +303,14 @@ def test_every_float_comes_back(tmp_path_factory: pytest.TempPathFactory, patter
     special = [0x0000_0000, 0x8000_0000, 0x0000_0001, 0x7F80_0000, 0xFF80_0000, 0x7FC0_0000]
     column = torch.tensor([struct.unpack("<f", struct.pack("<I", pattern))[0] for pattern in [*special, *patterns]])
     rows = batch(groups=1, slots=len(column))
-    journal = Journal(tmp_path_factory.mktemp("floats") / "ledger.sqlite")
-    journal._database.execute("PRAGMA synchronous = OFF")
-    journal.record(rows, pictures(rows), {"any": column})
-    journal.close()
-    again = Journal(journal.path)
-    known, scores = again.recall(rows, pictures(rows), ["any"])
-    again.close()
+    path = tmp_path_factory.mktemp("floats") / "ledger.sqlite"
+    journal = Journal(Database(path))
+    journal.database._connection.execute("PRAGMA synchronous = OFF")
+    journal.record(page(rows), rows, seen(rows), {"any": column})
+    journal.database.close()
+    again = Journal(Database(path))
+    known, scores = again.recall(page(rows), rows, seen(rows), ["any"])
+    again.database.close()
     assert known.all()
     assert same(scores["any"][~column.isnan()], column[~column.isnan()])
     assert torch.equal(scores["any"].isnan(), column.isnan())
@@ -246,27 +320,27 @@ def test_names_that_have_no_utf8(journal: Journal) -> None:
     task = Task(id="half \ud800 pair", instruction="")
     rows = Batch(1, 1, (task,), (0,), (0,), (0,))
     samples = [Sample(task, PIL.Image.new("RGB", (2, 2)))]
-    journal.record(rows, samples, {"any": torch.ones(1)})
-    assert journal.recall(rows, samples, ["any"])[0].all()
+    journal.record(page(rows), rows, Seen.of(samples), {"any": torch.ones(1)})
+    assert journal.recall(page(rows), rows, Seen.of(samples), ["any"])[0].all()
 
 
-def test_a_fingerprint_knows_size_mode_and_every_pixel() -> None:
+def test_a_pictures_name_knows_size_mode_and_every_pixel() -> None:
     black = PIL.Image.new("RGB", (4, 6))
     speck = black.copy()
     speck.putpixel((3, 5), (0, 0, 1))
     others = [None, speck, PIL.Image.new("RGB", (6, 4)), PIL.Image.new("L", (4, 18)), PIL.Image.new("RGB", (2, 12))]
-    assert fingerprint(black) == fingerprint(black.copy())
-    assert len({fingerprint(image) for image in [black, *others]}) == 6
+    assert of_picture(black) == of_picture(black.copy())
+    assert len({of_picture(image) for image in [black, *others]}) == 6
 
 
 def test_readers_never_wait_and_see_whole_batches(journal: Journal) -> None:
     """Another program reads while rows are written: it sees a batch's rows all or not at all."""
-    seen, done = [], threading.Event()
+    counts, done = [], threading.Event()
 
     def read() -> None:
-        reader = sqlite3.connect(journal.path)
+        reader = sqlite3.connect(journal.database.path)
         while not done.is_set():
-            seen.append(reader.execute("SELECT count(*) FROM scores").fetchone()[0])
+            counts.append(reader.execute("SELECT count(*) FROM scores").fetchone()[0])
         reader.close()
 
     thread = threading.Thread(target=read)
@@ -274,19 +348,19 @@ def test_readers_never_wait_and_see_whole_batches(journal: Journal) -> None:
     try:
         for step in range(20):
             rows = batch(step)
-            journal.record(rows, pictures(rows), {"quality": torch.zeros(6), "notes": torch.ones(6)})
+            journal.record(page(rows), rows, seen(rows), {"quality": torch.zeros(6), "notes": torch.ones(6)})
     finally:
         done.set()
         thread.join()
-    assert all(count % 12 == 0 for count in seen)
-    assert sorted(seen) == seen
+    assert all(count % 12 == 0 for count in counts)
+    assert sorted(counts) == counts
 
 
 def test_threads_may_share_it(journal: Journal) -> None:
     def write(first: int) -> None:
         for step in range(5):
             rows = batch(step, groups=1, first=first)
-            journal.record(rows, pictures(rows), {"quality": torch.full((3,), float(first))})
+            journal.record(page(rows), rows, seen(rows), {"quality": torch.full((3,), float(first))})
 
     threads = [threading.Thread(target=write, args=(first,)) for first in range(4)]
     for thread in threads:
@@ -295,13 +369,13 @@ def test_threads_may_share_it(journal: Journal) -> None:
         thread.join()
     for step in range(5):
         rows = batch(step, groups=4)
-        known, scores = journal.recall(rows, pictures(rows), ["quality"])
+        known, scores = journal.recall(page(rows), rows, seen(rows), ["quality"])
         assert known.all()
         assert scores["quality"].tolist() == [float(first) for first in range(4) for _ in range(3)]
 
 
 def test_each_rank_has_its_own(tmp_path: Path) -> None:
-    assert [journal_path(tmp_path, rank).name for rank in range(3)] == [
+    assert [ledger_path(tmp_path, rank).name for rank in range(3)] == [
         "ledger.sqlite",
         "ledger.rank1.sqlite",
         "ledger.rank2.sqlite",
@@ -313,17 +387,18 @@ import os, sys
 sys.path.insert(0, sys.argv[2])
 import torch
 from pathlib import Path
-from test_journal import batch, pictures
+from test_journal import batch, page, seen
+from retouch.rewards.ledger.database import Database
 from retouch.runs.journal import Journal
 kills = int(sys.argv[3])
 for kill in range(kills):
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        journal = Journal(Path(sys.argv[1]))
+        journal = Journal(Database(Path(sys.argv[1])))
         for step in range(1000 * kill, 1000 * kill + 1000):
             rows = batch(step)
-            journal.record(rows, pictures(rows), {"quality": torch.full((6,), float(step))})
+            journal.record(page(rows), rows, seen(rows), {"quality": torch.full((6,), float(step))})
             os.write(writing, step.to_bytes(4, "big"))
         os._exit(3)
     os.close(writing)
@@ -348,44 +423,44 @@ def test_a_kill_loses_no_row_that_was_answered(tmp_path: Path) -> None:
     last = [int(line) for line in done.stdout.split()]
     wal = path.with_name("ledger.sqlite-wal")
     wal.write_bytes(wal.read_bytes() + os.urandom(5_000))  # a torn write behind what was committed
-    journal = Journal(path)
+    journal = Journal(Database(path))
     for kill, safe in enumerate(last):
         for step in range(1000 * kill, safe + 1):
             rows = batch(step)
-            known, scores = journal.recall(rows, pictures(rows), ["quality"])
+            known, scores = journal.recall(page(rows), rows, seen(rows), ["quality"])
             assert known.all()
             assert scores["quality"].tolist() == [float(step)] * 6
-    (sound,) = journal._database.execute("PRAGMA integrity_check").fetchone()
+    (sound,) = journal.database._connection.execute("PRAGMA integrity_check").fetchone()
     assert sound == "ok"
-    journal.close()
+    journal.database.close()
 
 
 def test_a_damaged_file_is_said_to_be(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     path.write_bytes(b"this is no database, and yet it is long enough to be taken for one" * 50)
     with pytest.raises(ValueError, match=r"ledger.sqlite cannot be used: .*move it away"):
-        Journal(path)
+        Database(path)
 
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     database = sqlite3.connect(path)
-    database.execute("PRAGMA user_version = 2")
+    database.execute("PRAGMA user_version = 1")
     database.close()
-    with pytest.raises(ValueError, match="format 2; this version of Retouch reads 1"):
-        Journal(path)
+    with pytest.raises(ValueError, match="format 1; this version of Retouch reads 2"):
+        Database(path)
 
 
 def test_a_full_disk_keeps_what_was_there(journal: Journal) -> None:
     rows = batch()
-    journal.record(rows, pictures(rows), {"quality": torch.zeros(6)})
-    pages = journal._database.execute("PRAGMA page_count").fetchone()[0]
-    journal._database.execute(f"PRAGMA max_page_count = {pages}")
+    journal.record(page(rows), rows, seen(rows), {"quality": torch.zeros(6)})
+    pages = journal.database._connection.execute("PRAGMA page_count").fetchone()[0]
+    journal.database._connection.execute(f"PRAGMA max_page_count = {pages}")
     large = batch(4, slots=200)
     with pytest.raises(ValueError, match="disk is full"):
-        journal.record(large, pictures(large), {"quality": torch.zeros(400)})
-    assert journal.recall(rows, pictures(rows), ["quality"])[0].all()
-    assert not journal.recall(large, pictures(large), ["quality"])[0].any()
-    journal._database.execute("PRAGMA max_page_count = 100000")
-    journal.record(large, pictures(large), {"quality": torch.zeros(400)})
-    assert journal.recall(large, pictures(large), ["quality"])[0].all()
+        journal.record(page(large), large, seen(large), {"quality": torch.zeros(400)})
+    assert journal.recall(page(rows), rows, seen(rows), ["quality"])[0].all()
+    assert not journal.recall(page(large), large, seen(large), ["quality"])[0].any()
+    journal.database._connection.execute("PRAGMA max_page_count = 100000")
+    journal.record(page(large), large, seen(large), {"quality": torch.zeros(400)})
+    assert journal.recall(page(large), large, seen(large), ["quality"])[0].all()

@@ -97,8 +97,7 @@ def test_when_all_servers_die_every_rank_ends_with_a_checkpoint_and_goes_on_when
     assert steps_of(folder) == done + 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_spent_budget_ends_every_rank_with_a_checkpoint_and_a_larger_one_goes_on(tmp_path: Path, ranks: int) -> None:
     """Before the first step two calls a rank; a step has two in all. With seven more than before it the fourth is cut short."""
     folder = RunFolder(tmp_path / "run")

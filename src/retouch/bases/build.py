@@ -24,6 +24,7 @@ from retouch.rewards.judging import Judge
 from retouch.runs import files
 from retouch.runs.build_model import playground_weights
 from retouch.runs.evaluation import Evaluator, table
+from retouch.runs.journal import unkept
 from retouch.runs.ranks import Ranks
 
 log = logging.getLogger("retouch")
@@ -83,7 +84,7 @@ def measure(model: QwenImageEdit) -> dict[str, float]:
     evaluate = Evaluator(
         tasks=tasks,
         renderer=LatentRenderer(model),
-        judge=Judge(PlaygroundJudge(), {"overall": 1.0}),
+        judge=unkept(Judge(PlaygroundJudge(), {"overall": 1.0})),
         ranks=Ranks(),
         seed=1,
         batch=HELD_OUT,

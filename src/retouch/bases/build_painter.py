@@ -30,6 +30,7 @@ from retouch.rewards.judging import Judge
 from retouch.runs import files
 from retouch.runs.build_model import build_model, playground_weights
 from retouch.runs.evaluation import Evaluator, table
+from retouch.runs.journal import unkept
 from retouch.runs.ranks import Ranks
 from retouch.runs.recipe_policy import PlaygroundModel
 
@@ -119,7 +120,7 @@ def measure(model: QwenImage, writer: QwenWriter) -> dict[str, float]:
     evaluate = Evaluator(
         tasks=PaintingTasks(seed=1, count=HELD_OUT, complexity=[1, 2, 3, 4], split="test"),
         renderer=PromptRenderer(painter, cut_off="fault", rows=HELD_OUT),
-        judge=Judge(PaintingJudge(), {"overall": 1.0}),
+        judge=unkept(Judge(PaintingJudge(), {"overall": 1.0})),
         ranks=Ranks(),
         seed=1,
         batch=HELD_OUT,

@@ -27,6 +27,7 @@ from retouch.runs import files
 from retouch.runs.build_model import build_model
 from retouch.runs.build_writer import playground_writer_weights
 from retouch.runs.evaluation import Evaluator, table
+from retouch.runs.journal import unkept
 from retouch.runs.ranks import Ranks
 from retouch.runs.recipe_policy import PlaygroundModel
 
@@ -89,7 +90,7 @@ def measure_writer(editor: QwenImageEdit, module: Qwen2_5_VLForConditionalGenera
                 encoder_rows=HELD_OUT,
                 rows=HELD_OUT,
             ),
-            judge=Judge(PlaygroundJudge(), {"overall": 1.0}),
+            judge=unkept(Judge(PlaygroundJudge(), {"overall": 1.0})),
             ranks=Ranks(),
             seed=1,
             batch=HELD_OUT,

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from retouch.rewards.two_towers import TwoTowers
+from retouch.rewards.weights_folder import weights_digest
 from retouch.types import Column, Sample, Scores
 
 
@@ -27,6 +28,7 @@ class AestheticReward:
     def __init__(
         self, head: str | Path, *, path: str | Path = "openai/clip-vit-large-patch14", device: torch.device | str = "cpu"
     ) -> None:
+        self._head = head
         self._layers = _layers(Path(head))
         self._towers = TwoTowers(path, device=device)
         width = self._towers.model.config.projection_dim
@@ -35,6 +37,11 @@ class AestheticReward:
             raise ValueError(
                 f"the head takes vectors of {takes} numbers, and {path} makes {width}; take the CLIP that it was made for"
             )
+
+    @property
+    def fingerprint(self) -> str:
+        """The weights of the model and of the head."""
+        return f"{self._towers.fingerprint}, head {weights_digest(self._head)}"
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """The column as (b,), float32."""

@@ -31,6 +31,11 @@ class ClipReward:
     def __init__(self, path: str | Path = "openai/clip-vit-base-patch32", *, device: torch.device | str = "cpu") -> None:
         self._towers = TwoTowers(path, device=device)
 
+    @property
+    def fingerprint(self) -> str:
+        """The model's weights."""
+        return self._towers.fingerprint
+
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Each column as (b,), float32. A sample without a picture is the policy's own fault: the column's minimum."""
         drawn = [row for row, sample in enumerate(samples) if sample.image is not None]

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
+from retouch.rewards.weights_folder import weights_digest
 from retouch.types import Column, Sample, Scores
 
 # (name, outputs, inputs, kernel, stride, padding, whether the maps are halved before it)
@@ -42,8 +43,14 @@ class LpipsPreservation:
         if size < 64:
             raise ValueError(f"size {size}: the last of the network's maps vanishes below 64 pixels")
         self.size = size
+        self._file = weights
         self.device = torch.device(device)
         self._weights = {name: tensor.float().to(device) for name, tensor in _load(Path(weights)).items()}
+
+    @property
+    def fingerprint(self) -> str:
+        """The network's weights, and the size at which it looks."""
+        return f"weights {weights_digest(self._file)}, size {self.size}"
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """The column as (b,), float32."""

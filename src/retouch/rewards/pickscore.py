@@ -24,6 +24,11 @@ class PickScoreReward:
         if self._towers.scale > 100.01:
             raise ValueError(f"{path} scales cosines by {self._towers.scale:.1f}, PickScore by at most 100; it is another model")
 
+    @property
+    def fingerprint(self) -> str:
+        """The model's weights."""
+        return self._towers.fingerprint
+
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """The column as (b,), float32."""
         scores = torch.zeros(len(samples))

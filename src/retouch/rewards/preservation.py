@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import Dinov2Config, Dinov2Model
 
-from retouch.rewards.weights_folder import weights_folder
+from retouch.rewards.weights_folder import weights_digest, weights_folder
 from retouch.types import Column, Sample, Scores, Task
 
 _MEAN = torch.tensor((0.485, 0.456, 0.406))  # of ImageNet, as the model was trained
@@ -35,10 +35,16 @@ class DinoPreservation:
         if config.model_type != "dinov2" or size < 1 or size % config.patch_size:
             raise ValueError(f"{path}, size {size}: give a DINOv2 model and a multiple of its patch of {config.patch_size} pixels")
         self.size = size
+        self._folder = folder
         self._grid = size // config.patch_size
         self.device = torch.device(device)
         self.model = Dinov2Model.from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=torch.float32)
         self.model.requires_grad_(False).eval().to(self.device)
+
+    @property
+    def fingerprint(self) -> str:
+        """The model's weights, and the size at which it looks."""
+        return f"weights {weights_digest(self._folder)}, size {self.size}"
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """The column as (b,), float32. Sources are encoded once a task."""

@@ -1,11 +1,12 @@
 """Several rewards as one: each on a thread of its own, its columns under its name."""
 
+import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Literal
 
+from retouch.rewards import identity
 from retouch.rewards.closing import close
-from retouch.rewards.identity import Fingerprinted
 from retouch.rewards.written import shown
 from retouch.types import AsyncReward, Column, Reward, Sample, Scores
 
@@ -35,9 +36,8 @@ class Several:
 
     @property
     def fingerprint(self) -> str:
-        """What the rewards say of themselves."""
-        own = {name: reward.fingerprint for name, reward in self.rewards.items() if isinstance(reward, Fingerprinted)}
-        return ";".join(f"{name}:{text}" for name, text in own.items())
+        """What each of the rewards judges by."""
+        return json.dumps({name: identity.describe(reward) for name, reward in self.rewards.items()}, sort_keys=True)
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Each column as (b,)."""

@@ -18,7 +18,7 @@ from transformers import (
     SiglipModel,
 )
 
-from retouch.rewards.weights_folder import weights_folder
+from retouch.rewards.weights_folder import weights_digest, weights_folder
 
 # pad where the model was trained with padding to its full length
 _KINDS: dict[str, tuple[Any, Any, bool]] = {
@@ -55,6 +55,12 @@ class TwoTowers:
         self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         self.processor = processor_class.from_pretrained(folder, local_files_only=True)
         self.longest: int = self.model.config.text_config.max_position_embeddings
+        self._folder = folder
+
+    @property
+    def fingerprint(self) -> str:
+        """What the model is: its weights."""
+        return f"weights {weights_digest(self._folder)}"
 
     @property
     def scale(self) -> float:

@@ -1,5 +1,6 @@
 """Where the weights of a reward's model lie on this machine. Nothing is downloaded here; safetensors and JSON only."""
 
+import hashlib
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -28,3 +29,14 @@ def weights_folder(path: str | Path) -> Path:
             "load it once with transformers where you trust it, and save_pretrained it"
         )
     return folder
+
+
+def weights_digest(path: str | Path) -> str:
+    """16 hexadecimal digits over the contents of a folder's weights and settings, or of one file; wherever they lie."""
+    place = Path(path)
+    files = sorted({file for pattern in _WANTED for file in place.glob(pattern)}) if place.is_dir() else [place]
+    whole = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as opened:
+            whole.update(f"{file.name if place.is_dir() else ''}\n".encode() + hashlib.file_digest(opened, "sha256").digest())
+    return whole.hexdigest()[:16]

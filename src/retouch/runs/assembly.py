@@ -1,19 +1,17 @@
 """A run's parts, built from its recipe: everything that the session drives."""
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from retouch.data.sampler import steps_for_passes
 from retouch.loop import Phase, Run
 from retouch.policies.demonstrating import demonstrates
 from retouch.policies.weights import WeightCopies
 from retouch.renderers.latents import LatentRenderer
-from retouch.rewards.judging import Judge, Judged
+from retouch.rewards.judging import Judge
 from retouch.runs import recipe_learning
-from retouch.runs.build_data import Sets, build_sets
+from retouch.runs.build_data import Sets, build_sets, steps_of
 from retouch.runs.build_learning import build_phase, copies_needed
 from retouch.runs.build_model import make_trainable
 from retouch.runs.build_policy import TrainedPolicy, build_models, build_policy
@@ -22,6 +20,8 @@ from retouch.runs.build_writer import Averaged, build_renderer
 from retouch.runs.clock import Clock
 from retouch.runs.completions import describe, texts
 from retouch.runs.evaluation import Evaluator
+from retouch.runs.journal import JudgeBatch
+from retouch.runs.ledger import Ledger
 from retouch.runs.ranks import Ranks
 from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_checks import check_ranks
@@ -30,9 +30,7 @@ from retouch.runs.recipe_policy import ImportedModel, Lora
 from retouch.runs.recipe_renderer import ResponseRenderer
 from retouch.runs.recipe_rollout import Rollout
 from retouch.runs.stepper import ReplicatedStepper, Stepper
-from retouch.types import AutoregressiveModel, Batch, DenoisingModel, Renderer, Sample, Task
-
-JudgeBatch = Callable[[Batch, Sequence[Sample]], "Future[Judged]"]
+from retouch.types import AutoregressiveModel, DenoisingModel, Renderer, Reward, Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +114,7 @@ class Assembly:
         if isinstance(self.plan[index][0].objective, recipe_learning.Nft):
             self.copies.keep("old")
 
-    def evaluator(self, judge: Judge) -> Evaluator:
+    def evaluator(self, judge: JudgeBatch) -> Evaluator:
         """Held-out evaluation of the run."""
         return Evaluator(
             tasks=[self.sets[0].heldout[index] for index in range(len(self.sets[0].heldout))],
@@ -136,23 +134,22 @@ class Assembly:
             self.copies.blend("average", min((1 + taken) / (10 + taken), ema.decay))
 
 
-def assemble(recipe: Recipe, ranks: Ranks) -> Assembly:
-    """Build a run's parts. ValueError, before any weight is loaded, where the ranks cannot share a step or the data are bad."""
+def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> Assembly:
+    """Build a run's parts; whoever judges stands behind the ``ledger``, where there is one.
+
+    ValueError, before any weight of a policy is loaded, where the ranks cannot share a step, the data are bad, or the judge is
+    another one than the ledger knows.
+    """
     check_ranks(recipe, ranks.world)
-    judge = Judge(build_reward(recipe.reward, device=ranks.device), recipe.reward.combine)
+    reward = build_reward(recipe.reward, device=ranks.device, keep=_unkept if ledger is None else ledger.keep)
+    if ledger is not None:
+        ledger.meet(reward)
+    judge = Judge(reward, recipe.reward.combine)
     phases = recipe.resolved_phases()
     section = recipe.image_model
     size = None if isinstance(section, ImportedModel) else section.size
     sets = [build_sets(recipe, phase.data, size=size) for phase in phases]
-    plan, start = [], 0
-    for phase, data in zip(phases, sets, strict=True):
-        if phase.steps is not None:
-            length = phase.steps
-        else:
-            assert phase.passes is not None
-            length = steps_for_passes(phase.passes, size=len(data.train), count=phase.tasks_per_step)
-        plan.append((phase, range(start, start + length)))
-        start += length
+    plan = list(zip(phases, steps_of(phases, sets), strict=True))
     model, image_model = build_models(recipe, device=ranks.device)
     copies = make_trainable(model.module, recipe.policy, seed=recipe.seed)
     for name in sorted(copies_needed(recipe)):
@@ -163,6 +160,10 @@ def assemble(recipe: Recipe, ranks: Ranks) -> Assembly:
     return Assembly(
         recipe=recipe, ranks=ranks, model=model, image_model=image_model, copies=copies, judge=judge, sets=sets, plan=plan
     )
+
+
+def _unkept(reward: Reward) -> Reward:
+    return reward
 
 
 def _has_target(task: Task) -> bool:

@@ -14,6 +14,7 @@ from retouch.data.images import Exact, Resize
 from retouch.data.problems import Problem
 from retouch.data.prompts import read_prompts
 from retouch.data.rows import Rows, sources
+from retouch.data.sampler import steps_for_passes
 from retouch.data.split import limit, split_by_source
 from retouch.data.tasks import Subset, Tasks
 from retouch.data.triplets import TripletRows
@@ -32,6 +33,7 @@ from retouch.runs.recipe_data import (
     PromptData,
     TripletData,
 )
+from retouch.runs.recipe_phases import ResolvedPhase
 from retouch.types import Task
 
 Stored: TypeAlias = FolderData | HubData | ComplexEditData | TripletData | PromptData
@@ -76,6 +78,19 @@ def build_sets(recipe: Recipe, data: Data, *, size: tuple[int, int] | None) -> S
     tasks = Tasks(rows, resize=_resize(data, size))
     allowed = tuple(str(test) for test in refused)
     return Sets(Subset(tasks, train_rows), Subset(tasks, heldout_rows), allowed, tuple(found))
+
+
+def steps_of(phases: Sequence[ResolvedPhase], sets: Sequence[Sets]) -> list[range]:
+    """The steps of the run that each phase takes."""
+    steps: list[range] = []
+    for phase, data in zip(phases, sets, strict=True):
+        length = phase.steps
+        if length is None:
+            assert phase.passes is not None
+            length = steps_for_passes(phase.passes, size=len(data.train), count=phase.tasks_per_step)
+        start = steps[-1].stop if steps else 0
+        steps.append(range(start, start + length))
+    return steps
 
 
 def _playground(data: PlaygroundData | PaintingData, *, complexity: Sequence[int] | dict[int, float]) -> Sequence[Task]:

@@ -1,5 +1,6 @@
 """What judges, built from a recipe's section of it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,16 +18,19 @@ from retouch.types import Reward
 _PANEL = {"judge", "n_evals", "temperature", "seed"}
 
 
-def build_reward(section: recipe_reward.Reward, *, device: torch.device | str = "cpu") -> Reward:
-    """What judges, its weights loaded; those whose section names no device go to ``device``.
+def build_reward(
+    section: recipe_reward.Reward, *, device: torch.device | str = "cpu", keep: Callable[[Reward], Reward] = lambda made: made
+) -> Reward:
+    """What judges, its weights loaded; those whose section names no device go to ``device``. ``keep``: puts each reward behind a
+    ledger.
 
     ValueError: weights or keys that are not there, servers that do not answer or give other columns than declared, or a reward of
     the user's own that is none.
     """
     askers = Askers(device)
     if isinstance(section, recipe_reward.Several):
-        return Several({name: _build(part, device, askers) for name, part in section.rewards.items()})
-    return _build(section, device, askers)
+        return Several({name: keep(_build(part, device, askers)) for name, part in section.rewards.items()})
+    return keep(_build(section, device, askers))
 
 
 def _build(section: recipe_reward.Part, device: torch.device | str, askers: Askers) -> Reward:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from retouch.runs.evaluation import chosen, table
+from retouch.runs.journal import unkept
 from retouch.runs.opening import open_target
 
 
@@ -10,7 +11,7 @@ def evaluate_target(target: str, overrides: Sequence[str]) -> dict[str, object]:
     """Column means and 95 % intervals by row of the held-out table, with the step whose weights were judged."""
     parts, step = open_target(target, overrides)
     try:
-        evaluated = parts.evaluator(parts.judge)(parts.policy(parts.recipe.rollout))
+        evaluated = parts.evaluator(unkept(parts.judge))(parts.policy(parts.recipe.rollout))
         means, intervals = table(evaluated, chosen(evaluated.tasks, parts.recipe.eval.headline))
     finally:
         parts.judge.close()

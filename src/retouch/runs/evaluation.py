@@ -10,8 +10,9 @@ from PIL.Image import Image
 from torch import Tensor
 
 from retouch.policies.autoregressive import AutoregressivePolicy
-from retouch.rewards.judging import Judge, Judged
+from retouch.rewards.judging import Judged
 from retouch.runs.completions import texts
+from retouch.runs.journal import JudgeBatch
 from retouch.runs.ranks import Ranks
 from retouch.types import Batch, Renderer, Sample, Scores, Task
 
@@ -61,7 +62,7 @@ class Evaluator:
 
     tasks: Sequence[Task]
     renderer: Renderer
-    judge: Judge
+    judge: JudgeBatch
     ranks: Ranks
     seed: int
     batch: int
@@ -116,8 +117,8 @@ class Evaluator:
         trajectory = act(batch)
         images = self.renderer(tasks, trajectory)
         written = texts(trajectory)
-        judged = self.judge([Sample(*made) for made in zip(tasks, images, written, strict=True)])
-        return judged, images, written
+        judged = self.judge(batch, [Sample(*made) for made in zip(tasks, images, written, strict=True)])
+        return judged.result(), images, written
 
 
 def _best(tries: Sequence[Tensor]) -> Tensor:

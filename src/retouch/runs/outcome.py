@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from retouch.runs import files
 from retouch.runs.assembly import Assembly
 from retouch.runs.evaluation import Evaluated, chosen, paired_gain, table
 from retouch.runs.folder import RunFolder
+from retouch.runs.journal import JournaledJudge
 from retouch.runs.recipe import Recipe
 from retouch.runs.summary import Summary
 
@@ -21,11 +23,12 @@ REWARD = "reward"
 class Outcome:
     """Evaluates, and compares with the start. Every rank evaluates; the first writes."""
 
-    def __init__(self, recipe: Recipe, folder: RunFolder, parts: Assembly) -> None:
+    def __init__(self, recipe: Recipe, folder: RunFolder, parts: Assembly, judged: JournaledJudge) -> None:
         self.recipe = recipe
         self.folder = folder
         self.parts = parts
-        self.evaluator = parts.evaluator(parts.judge)
+        self.judged = judged
+        self.evaluator = parts.evaluator(judged.on("heldout", 0))
         self.policy = parts.policy(recipe.rollout)
         self.kept = chosen(self.evaluator.tasks, recipe.eval.headline)
         if recipe.eval.column is not None and recipe.eval.column not in parts.judge.reward.columns:
@@ -38,7 +41,7 @@ class Outcome:
 
         TooManyMissing, on every rank and with nothing kept: the judge fails at more of them than the recipe allows.
         """
-        evaluated = self.evaluator(self.policy)
+        evaluated = replace(self.evaluator, judge=self.judged.on("heldout", step))(self.policy)
         self._require_judged(evaluated)
         if self.parts.ranks.first:
             means, intervals = table(evaluated, self.kept)
@@ -60,9 +63,9 @@ class Outcome:
         """What the start stands beside: the targets through the renderer, and the best of k of its own samples."""
         if self._baselines.exists():
             return
-        ceiling = self.evaluator.ceiling(self.policy)
+        ceiling = replace(self.evaluator, judge=self.judged.on("ceiling", 0)).ceiling(self.policy)
         k = self.recipe.eval.best_of_k
-        best = self.evaluator.best_of(self.policy, k=k) if k else None
+        best = replace(self.evaluator, judge=self.judged.on("best", 0)).best_of(self.policy, k=k) if k else None
         if self.parts.ranks.first:
             found = {
                 "ceiling": None if ceiling is None else self._headline(self._values(ceiling)),

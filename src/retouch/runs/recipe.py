@@ -73,6 +73,13 @@ class Checkpoints(Section):
     """How many of the newest to keep."""
 
 
+class Ledger(Section):
+    """What is kept of judging, beside every score and answer, which are kept in any case."""
+
+    keep_images: bool = False
+    """Keep every picture that was judged, so that another judge can look at it later (``retouch ledger RUN rescore REWARD``)."""
+
+
 class Recipe(Section):
     """A run."""
 
@@ -124,6 +131,8 @@ class Recipe(Section):
     """Pictures to look at."""
     checkpoints: Checkpoints = Checkpoints()
     """Saved states."""
+    ledger: Ledger | None = None
+    """What is kept of judging; null is the default."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
     """Where metrics go, beside ``metrics.jsonl``."""
     phases: tuple[Phase, ...] | None = None
@@ -167,8 +176,9 @@ class Recipe(Section):
         return self.renderer.model
 
     def document(self) -> dict[str, JsonValue]:
-        """The resolved recipe as JSON: every key, defaults and all; ``renderer`` where there is one. ``parse`` takes it back."""
-        return self.model_dump(mode="json", exclude=None if self.renderer else {"renderer"})
+        """The resolved recipe as JSON: every key, defaults and all, but ``renderer`` and ``ledger`` where there are none. ``parse``
+        takes it back."""
+        return self.model_dump(mode="json", exclude={name for name in ("renderer", "ledger") if getattr(self, name) is None})
 
 
 def parse(document: object) -> Recipe:

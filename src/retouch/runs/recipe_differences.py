@@ -4,29 +4,35 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from retouch.runs.out_of_memory import LESS_AT_ONCE
 from retouch.runs.recipe import Recipe
 
 _FREE = re.compile(
-    r"steps|passes|eval\.every|(samples|checkpoints)\..*|trackers(\.\d+)?|(renderer\.)?device|ranks|out|(phases\.\d+\.)?data\.path"
+    r"steps|passes|eval\.every|ledger.*|(samples|checkpoints)\..*|trackers(\.\d+)?|(renderer\.)?device|ranks|out|(phases\.\d+\.)?data\.path"
     # How a judge is reached, and how long it is waited for.
     r"|reward\.(rewards\.\w+\.)?((judge\.)?(device|base_url|key|concurrency|timeout|deadline|attempts|pause|longest_pause|prices.*|quota.*)"
     r"|endpoints.*|encoding|batch|retry_share|hedge(_share)?|(samples|requests)_per_minute|calls|rate_file|wait|threads)"
 )
 
 
-def differences(old: Recipe, new: Recipe) -> list[str]:
+def differences(old: Recipe, new: Recipe, *, new_judge: bool = False) -> list[str]:
     """A line for each key that differs and may not, old value first; empty where the old run can go on as the new recipe says.
 
-    Length (of the last phase, where there are phases), cadences, trackers, devices, ranks, the folders of data and runs, and how
-    judges are reached may differ.
+    Length (of the last phase, where there are phases), cadences, trackers, devices, ranks, how much is computed at once, folders of
+    data and runs, and how judges are reached may differ; with ``new_judge`` all that judges.
     """
     before, after = dict(_leaves(old.document(), "")), dict(_leaves(new.document(), ""))
     lines = []
     for key in sorted(before.keys() | after.keys()):
         was, now = before.get(key, "(nothing)"), after.get(key, "(nothing)")
-        if was != now and not _FREE.fullmatch(key) and key not in _last_phase_length(new):
+        free = _free(key) or key in _last_phase_length(new) or (new_judge and key.startswith("reward."))
+        if was != now and not free:
             lines.append(f"{key}: {was} in the run, {now} in the recipe")
     return lines
+
+
+def _free(key: str) -> bool:
+    return bool(_FREE.fullmatch(key)) or re.sub(r"^phases\.\d+\.", "", key) in LESS_AT_ONCE
 
 
 def _last_phase_length(recipe: Recipe) -> tuple[str, ...]:

@@ -1,19 +1,14 @@
 """No secret of the environment may stand in a recipe: the run keeps it, and trackers and reports show it."""
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$")
-_SHORTEST = 12
+from retouch.rewards.judges import credentials
 
 
 def refuse_secrets(document: Any, environment: Mapping[str, str]) -> None:
-    """ValueError, naming the place and the variable and not the value, where a text holds that of a ..._KEY, ..._TOKEN or the like.
-
-    A value counts as a secret from 12 characters on and with a digit in it, so that a plain word is none.
-    """
-    secrets = {name: value.strip() for name, value in environment.items() if _SECRET.search(name) and _is_secret(value.strip())}
+    """ValueError, naming the place and the variable and not the value, where a text holds that of a ..._KEY or the like."""
+    secrets = credentials.secrets(environment)
     lines = [
         f"{path}: holds the value of {name}, and recipes are kept and shown; leave it in the environment"
         for path, text in _texts(document, "")
@@ -22,10 +17,6 @@ def refuse_secrets(document: Any, environment: Mapping[str, str]) -> None:
     ]
     if lines:
         raise ValueError("\n".join(lines))
-
-
-def _is_secret(value: str) -> bool:
-    return len(value) >= _SHORTEST and any(sign.isdigit() for sign in value)
 
 
 def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,9 @@ from retouch.rewards.quota.quota import BudgetSpent
 from retouch.runs import checkpoint
 from retouch.runs.assembly import Assembly, assemble
 from retouch.runs.folder import RunFolder
-from retouch.runs.journal import Journal, JournaledJudge, journal_path
 from retouch.runs.judge_calls import judge_calls
+from retouch.runs.ledger import Ledger
+from retouch.runs.out_of_memory import named
 from retouch.runs.outcome import Outcome
 from retouch.runs.preflight import preflight, require
 from retouch.runs.quiet import quiet
@@ -32,35 +34,39 @@ log = logging.getLogger("retouch")
 PREFLIGHT_ROWS = 8
 
 
-def run(recipe: Recipe, *, fresh: bool) -> int:
+def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
     """Train as the recipe says, or go on with the run of its name. Returns the process's exit code.
 
+    ``new_judge``: it may go on with another judge than it had.
     0: done. 128 + a signal's number: stopped on request, with a checkpoint. ValueError: nothing was started, or the run stopped on
     a fault that its message names, with a checkpoint of the last good step.
     """
     require_trackers(recipe.trackers)
     ranks = join(recipe.device)
     folder = RunFolder(recipe.folder)
-    _open_folder(folder, recipe, ranks, fresh=fresh)
+    _open_folder(folder, recipe, ranks, fresh=fresh, new_judge=new_judge)
     _log_to(folder, ranks)
     log.info("run %s on %s, %d rank%s; folder %s", recipe.name, ranks.device, ranks.world, "s" * (ranks.world > 1), folder.root)
     if (unmeant := unmeant_ranks(recipe, ranks.world)) is not None:
         log.warning("%s", unmeant)
     accelerate.utils.set_seed(recipe.seed)  # nothing of ours draws from the global generators; a user's reward may
-    parts = assemble(recipe, ranks)
-    for sets in parts.sets:
-        for test_set in sets.test_sets:
-            log.warning("trains on a known test set, as the recipe allows: %s", test_set)
-    for calls in judge_calls(recipe, steps=[len(steps) for _, steps in parts.plan], heldout=len(parts.sets[0].heldout)):
-        log.info("%s", calls)
-    with listening() as request:
-        return _Session(recipe, folder, parts, request).run()
+    keep_images = recipe.ledger is not None and recipe.ledger.keep_images
+    with closing(Ledger(folder.root, ranks, keep_images=keep_images, new_judge=new_judge)) as ledger:
+        with named(recipe, lambda: "loading"):
+            parts = assemble(recipe, ranks, ledger=ledger)
+        for sets in parts.sets:
+            for test_set in sets.test_sets:
+                log.warning("trains on a known test set, as the recipe allows: %s", test_set)
+        for calls in judge_calls(recipe, steps=[len(steps) for _, steps in parts.plan], heldout=len(parts.sets[0].heldout)):
+            log.info("%s", calls)
+        with listening() as request, named(recipe, lambda: parts.clock.stage or "evaluation"):
+            return _Session(recipe, folder, parts, ledger, request).run()
 
 
-def _open_folder(folder: RunFolder, recipe: Recipe, ranks: Ranks, *, fresh: bool) -> None:
+def _open_folder(folder: RunFolder, recipe: Recipe, ranks: Ranks, *, fresh: bool, new_judge: bool) -> None:
     """Make the folder, or check that what lies there may go on under this recipe; rank 0 writes."""
     if folder.recipe.exists() and not fresh:
-        changed = differences(parse(folder.read_recipe()["recipe"]), recipe)
+        changed = differences(parse(folder.read_recipe()["recipe"]), recipe, new_judge=new_judge)
         if changed:
             listed = "\n  ".join(changed)
             raise ValueError(
@@ -97,6 +103,7 @@ class _Session:
     recipe: Recipe
     folder: RunFolder
     parts: Assembly
+    ledger: Ledger
     request: StopRequest
 
     def run(self) -> int:
@@ -118,9 +125,8 @@ class _Session:
             self.folder.truncate_after(self.done)
         self.parts.ranks.barrier()
         self.trackers = self._trackers()
-        journal = Journal(journal_path(self.folder.root, self.parts.ranks.rank))
-        self.judged = JournaledJudge(self.parts.judge, journal)
-        self.outcome = Outcome(self.recipe, self.folder, self.parts)
+        self.judged = self.ledger.open(self.parts.judge, since=self.done)
+        self.outcome = Outcome(self.recipe, self.folder, self.parts, self.judged)
         self.recorder = Recorder(self.folder, self.trackers, total=self.parts.steps, pictured_groups=self.recipe.samples.groups)
         try:
             return self._train(stepper)
@@ -188,7 +194,8 @@ class _Session:
         index = next(index for index, (_, steps) in enumerate(self.parts.plan) if self.done < steps.stop)
         run, phase = self.parts.phase(index, stepper=stepper, judge=self.judged)
         rows = min(PREFLIGHT_ROWS, len(phase.batch(self.done)))
-        checks = preflight(run, phase, step=self.done, rows=rows)
+        with named(self.recipe, lambda: "trial step"):
+            checks = preflight(run, phase, step=self.done, rows=rows)
         if self.parts.ranks.first:
             self.folder.write_preflight([check.to_json() for check in checks])
         for check in checks:

@@ -3,19 +3,16 @@
 A reward is named as ``runs/reward_words.py::read_reward`` reads it. ``NAME=`` before it names it in the server.
 """
 
-import hashlib
 import importlib
-import inspect
-import json
 import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
-from retouch.rewards.identity import Fingerprinted
+from retouch.rewards import identity
 from retouch.rewards.wire.info import ColumnInfo, RewardInfo
 from retouch.rewards.wire.schema import NAME
 from retouch.runs.build_reward import build_reward
@@ -90,10 +87,7 @@ def rebuild(order: Order, old: Hosted) -> Hosted:
 
 def fingerprint(section: Mapping[str, object], reward: Reward) -> str:
     """16 hexadecimal digits over the arguments, the class, its module's source, the columns, and what the reward says of itself."""
-    columns = {name: astuple(c) for name, c in reward.columns.items()}
-    own = reward.fingerprint if isinstance(reward, Fingerprinted) else None
-    what = [dict(section), _path(type(reward)), inspect.getsource(sys.modules[type(reward).__module__]), columns, own]
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+    return identity.short([dict(section), identity.describe(reward)])
 
 
 def _device() -> str:

@@ -35,7 +35,8 @@ class Answer:
     """What became of a question. ``scores``: by the form's names, empty where no answer is usable; ``fault`` then says why.
 
     ``text``: the answer as it was given, for the record. ``seed``: of the attempt that was kept. ``seconds``: from the question to
-    its end, with pauses.
+    its end, with pauses. ``faults``: why the attempts before the last one failed. The tokens are those of all attempts together;
+    ``cost``: what these cost, None where no price is known.
     """
 
     scores: Mapping[str, float] = field(default_factory=dict)
@@ -47,11 +48,14 @@ class Answer:
     seconds: float = 0.0
     input_tokens: int = 0
     output_tokens: int = 0
+    faults: tuple[str, ...] = ()
+    cost: float | None = None
 
 
 @runtime_checkable
 class Asker(Protocol):
-    """Gets questions answered, in their order. ``identity`` names the model and the settings that could change an answer."""
+    """Gets questions answered, in their order. ``identity`` names the model and the settings that could change an answer, and not
+    where it is asked: the same model at another address is the same judge."""
 
     identity: str
 

@@ -22,10 +22,12 @@ class AspectsReward(OfPanel):
     ValueError: an unknown aspect, none, or identity of a task without a source.
     """
 
+    rubrics = ("alignment", "generated-alignment", "quality", "identity")
+
     def __init__(self, panel: Panel, *, aspects: Sequence[Aspect] = ("alignment", "quality", "identity")) -> None:
         if not aspects or len(set(aspects)) != len(aspects) or not set(aspects) <= set(get_args(Aspect)):
             raise ValueError(f"aspects {list(aspects)}: choose among {', '.join(get_args(Aspect))}, each at most once")
-        super().__init__(panel)
+        super().__init__(panel, settings=", ".join(aspects))
         self.aspects = tuple(aspects)
         self.columns: Mapping[str, Column] = {aspect: Column(0.0, 1.0) for aspect in aspects}
 

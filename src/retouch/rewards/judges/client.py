@@ -81,11 +81,11 @@ class ChatClient:
         self._openai = _package()
         self._key = credentials.api_key(key)
         self.model = model
-        self.identity = f"{model} at {base_url}{', typed' if typed else ''}"
+        self.identity = f"{model}{', typed' if typed else ''}"
         self.patience = patience or Patience()
         self._typed = typed
         self._quota = quota
-        self._prices = prices or Prices(0.0, 0.0)
+        self._prices = prices
         self._client, self._slots, self._turns = event_loop.submit(self._open(base_url, concurrency)).result()
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
@@ -132,7 +132,8 @@ class ChatClient:
         ]
 
     async def _ask_one(self, question: Question, fields: dict[str, Any], began: float, end: float) -> Answer:
-        asked = counted = 0
+        asked = counted = read = written = 0
+        faults: list[str] = []
         key = wire.digest(fields)
         while True:
             seed = (question.seed + 1_000_003 * asked) % 2**31  # the same seed might give the same unusable answer
@@ -144,15 +145,26 @@ class ChatClient:
                     outcome = await self._attempt(question, {**fields, "seed": seed})
                     asked += 1
                     await self._settle(turn, outcome)
+                    read, written = read + outcome.input_tokens, written + outcome.output_tokens
             if isinstance(outcome, _Fault):
                 counted += outcome.wait is None
                 pause = self.patience.backoff.pause(asked - 1 if outcome.wait is None else 0, key) + (outcome.wait or 0.0)
                 if not (outcome.final or counted >= self.patience.attempts or time.monotonic() + pause >= end):
+                    faults.append(outcome.reason)
                     await asyncio.sleep(pause)
                     continue
             answer = Answer(fault=outcome.reason, text=outcome.text) if isinstance(outcome, _Fault) else outcome
-            seconds = time.monotonic() - began
-            return replace(answer, attempts=asked, seed=seed, temperature=question.temperature, seconds=seconds)
+            return replace(
+                answer,
+                attempts=asked,
+                faults=tuple(faults),
+                seed=seed,
+                temperature=question.temperature,
+                seconds=time.monotonic() - began,
+                input_tokens=read,
+                output_tokens=written,
+                cost=self._cost(read, written),
+            )
 
     async def _turn(self, end: float, *, again: bool) -> Turn | _Fault | None:
         """When the quota lets a question be asked; None where there is no quota, a fault where it does not."""
@@ -167,8 +179,12 @@ class ChatClient:
         """Tell the quota what was taken. Without a reply that is not known, and stays at the most that it may have been."""
         used = outcome.input_tokens + outcome.output_tokens
         if self._quota is not None and turn is not None and used:
-            cost = self._prices.of(input_tokens=outcome.input_tokens, output_tokens=outcome.output_tokens)
-            await asyncio.to_thread(self._quota.settle, turn, used=used, cost=cost)
+            cost = self._cost(outcome.input_tokens, outcome.output_tokens)
+            await asyncio.to_thread(self._quota.settle, turn, used=used, cost=cost or 0.0)
+
+    def _cost(self, read: int, written: int) -> float | None:
+        """What so many tokens cost; None where no price is known."""
+        return None if self._prices is None else self._prices.of(input_tokens=read, output_tokens=written)
 
     async def _attempt(self, question: Question, fields: dict[str, Any]) -> Answer | _Fault:
         openai = self._openai

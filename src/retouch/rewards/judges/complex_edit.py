@@ -28,6 +28,8 @@ class ComplexEditReward(OfPanel):
         name: Column(0.0, 10.0) for name in ("instruction_following", "identity_preservation", "perceptual_quality", "overall")
     }
 
+    rubrics = ("complex-following", "complex-preservation", "complex-quality")
+
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Each column as (b,), float32."""
         kinds = (_following, _preservation, _quality)

@@ -2,9 +2,12 @@
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 VARIABLE = "OPENAI_API_KEY"
+_SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$")
+_SHORTEST = 12
 _LOOKS_LIKE_ONE = re.compile(r"\b(?:sk|sess)-[A-Za-z0-9_\-]{6,}|(?i:\bbearer\s+)[^\s'\",]+")
 
 
@@ -26,6 +29,15 @@ def api_key(variable: str | None = VARIABLE) -> str:
     if not key:
         raise ValueError(f"{variable} is not set; export the judge's key there, or say key: null for a server that asks for none")
     return key
+
+
+def secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """The values of variables that are called ..._KEY, ..._TOKEN or the like, by name.
+
+    A value counts as a secret from 12 characters on and with a digit in it, so that a plain word is none.
+    """
+    found = {name: value.strip() for name, value in environment.items() if _SECRET.search(name)}
+    return {name: value for name, value in found.items() if len(value) >= _SHORTEST and any(sign.isdigit() for sign in value)}
 
 
 def redacted(text: str, key: str) -> str:

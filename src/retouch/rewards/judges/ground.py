@@ -16,6 +16,8 @@ class GroundReward(OfPanel):
 
     columns: Mapping[str, Column] = {"ground": Column(0.0, 10.0)}
 
+    rubrics = ("ground",)
+
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """The column as (b,), float32."""
         verdicts = self.panel.judge([_prompt(sample) for sample in samples])

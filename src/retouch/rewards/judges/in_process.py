@@ -24,7 +24,7 @@ from transformers import (
 from retouch.core.random import generator
 from retouch.rewards.judges.asking import Answer, Question
 from retouch.rewards.judges.forms import Reply
-from retouch.rewards.weights_folder import weights_folder
+from retouch.rewards.weights_folder import weights_digest, weights_folder
 
 _PAD = "<|image_pad|>"
 _LIKELIEST = 50
@@ -42,7 +42,7 @@ class InProcessJudge:
         self.model = model.requires_grad_(False).eval().to(device)
         self.tokenizer = Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
         self.processor = Qwen2VLImageProcessorPil.from_pretrained(folder, local_files_only=True)
-        self.identity = f"{path} in this process, {dtype}"
+        self.identity = f"a Qwen2.5-VL in this process, weights {weights_digest(folder)}, {dtype}"
         end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
         self._end = int(end)
 

@@ -23,6 +23,8 @@ class WinRateReward(OfPanel):
 
     columns: Mapping[str, Column] = {"win_rate": Column(0.0, 1.0)}
 
+    rubrics = ("pair",)
+
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """The column as (b,), float32. k samples of a task cost k (k - 1) questions and their repeats."""
         groups: dict[str, list[int]] = {}

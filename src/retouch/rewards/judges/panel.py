@@ -1,6 +1,6 @@
 """The engine that all judges share: every prompt is asked ``repeats`` times, and a score that any repeat misses is missing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from retouch.rewards.closing import close
 from retouch.rewards.judges.asking import Answer, Asker, Part, Question
 from retouch.rewards.judges.forms import Form
+from retouch.rewards.judges.rubrics import fingerprint, rubric
 
 NAN = float("nan")
 
@@ -52,6 +53,15 @@ class Panel:
         self.temperature = temperature
         self.seed = seed
 
+    @property
+    def identity(self) -> str:
+        """Who answers, how often, and at which temperature and seeds."""
+        return f"{self.asker.identity}; {self.repeats} answers at temperature {self.temperature:g}, seeds from {self.seed}"
+
+    def through(self, wrap: Callable[[Asker], Asker]) -> "Panel":
+        """The same panel, asking through a wrapper of its asker."""
+        return Panel(wrap(self.asker), repeats=self.repeats, temperature=self.temperature, seed=self.seed)
+
     def judge(self, prompts: Sequence[Prompt]) -> list[Verdict]:
         """A verdict each, in order; all questions are asked at once."""
         questions = [
@@ -69,10 +79,21 @@ class Panel:
 
 
 class OfPanel:
-    """What all judges have: the panel that they ask."""
+    """What all judges have: the panel that they ask. ``rubrics``: the files that they may show it; ``settings``: what else of their
+    arguments decides a score.
+    """
 
-    def __init__(self, panel: Panel) -> None:
+    rubrics: tuple[str, ...] = ()
+
+    def __init__(self, panel: Panel, *, settings: str = "") -> None:
         self.panel = panel
+        self.settings = settings
+
+    @property
+    def fingerprint(self) -> str:
+        """Who is asked, by which rubrics."""
+        shown = f"rubrics {fingerprint(*(rubric(name) for name in self.rubrics))}" if self.rubrics else ""
+        return "; ".join(part for part in (self.panel.identity, shown, self.settings) if part)
 
     def close(self) -> None:
         """Let go of the panel's connections."""

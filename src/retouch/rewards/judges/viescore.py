@@ -26,6 +26,7 @@ class VieScore(OfPanel):
     """
 
     columns = _COLUMNS
+    rubrics = ("vie-edit", "vie-prompt", "vie-picture")
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Each column as (b,), float32; NaN where an answer is missing that the column needs."""
@@ -43,11 +44,12 @@ class EditScore(OfPanel):
     """
 
     columns = _COLUMNS
+    rubrics = ("editscore-edit", "editscore-picture")
 
     def __init__(self, panel: Panel, *, average: Literal["last", "first"] = "last") -> None:
         if average not in ("last", "first"):
             raise ValueError(f'average {average!r}: "last" or "first"')
-        super().__init__(panel)
+        super().__init__(panel, settings=f"average {average}")
         self.average = average
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:

@@ -17,9 +17,10 @@ class YesReward(OfPanel):
     """
 
     columns: Mapping[str, Column] = {"yes": Column(0.0, 1.0)}
+    rubrics = ("yes", "generated-yes")
 
     def __init__(self, panel: Panel, *, min_mass: float = 0.5) -> None:
-        super().__init__(panel)
+        super().__init__(panel, settings=f"min_mass {min_mass:g}")
         self._form = WordForm("yes", {"no": 0.0, "yes": 1.0}, min_mass)
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
@@ -36,9 +37,10 @@ class DigitReward(OfPanel):
     """
 
     columns: Mapping[str, Column] = {"digit": Column(0.0, 1.0)}
+    rubrics = ("digit",)
 
     def __init__(self, panel: Panel, *, min_mass: float = 0.5) -> None:
-        super().__init__(panel)
+        super().__init__(panel, settings=f"min_mass {min_mass:g}")
         self._form = WordForm("digit", {str(digit): digit / 5 for digit in range(6)}, min_mass)
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:

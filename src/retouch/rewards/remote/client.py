@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from retouch.rewards import event_loop
+from retouch.rewards.ledger.receipts import Receipt
 from retouch.rewards.remote.settings import Settings
 from retouch.types import Column, Sample, Scores
 
@@ -102,6 +103,10 @@ class RemoteReward:
 
     def submit(self, samples: Sequence[Sample]) -> "Future[Scores]":
         """Send the samples off and go on; any number of calls may be under way, from any thread."""
+        return event_loop.submit(self._scores(samples, time.monotonic()))
+
+    def submit_receipted(self, samples: Sequence[Sample]) -> "Future[tuple[Scores, list[Receipt]]]":
+        """The same, and what each sample took."""
         return event_loop.submit(self._score(samples, time.monotonic()))
 
     def close(self) -> None:
@@ -116,7 +121,11 @@ class RemoteReward:
         faults = {f"faults/{kind}": float(count) for kind, count in sorted(session.faults.items())}
         return {"calls": float(session.calls), "hedges": float(session.hedges), **faults}
 
-    async def _score(self, samples: Sequence[Sample], begun: float) -> Scores:
+    async def _scores(self, samples: Sequence[Sample], begun: float) -> Scores:
+        scores, _ = await self._score(samples, begun)
+        return scores
+
+    async def _score(self, samples: Sequence[Sample], begun: float) -> tuple[Scores, list[Receipt]]:
         from retouch.rewards.remote.session import Chunk, Session
 
         # A fork has its parent's session, but neither its loop nor its connections.
@@ -133,10 +142,11 @@ class RemoteReward:
             faults = ", ".join(f"{kind} {count}" for kind, count in session.faults.most_common())
             _LOG.warning("%d of %d samples could not be judged; failed attempts of the run so far: %s", open_, len(samples), faults)
         nan = float("nan")
+        receipts = [Receipt(chunk.seconds, tuple(chunk.faults), chunk.attempts) for chunk in chunks for _ in chunk.samples]
         return {
             name: torch.tensor([nan if answer is None else answer.scores[name] for answer in answers], dtype=torch.float32)
             for name in self.columns
-        }
+        }, receipts
 
     async def _close(self) -> None:
         session = self._sessions.pop(os.getpid(), None)

@@ -34,13 +34,18 @@ _KNOWN_TIMES, _ENOUGH_TIMES = 200, 20
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """Samples that are sent together, by id, and what is known of them. ``begun`` and ``expires``: times of ``time.monotonic``."""
+    """Samples that are sent together, by id, and what is known of them. ``begun`` and ``expires``: times of ``time.monotonic``.
+    ``faults``: why attempts failed, in order; ``seconds``: all of them took, with waiting.
+    """
 
     samples: dict[str, Sample]
     begun: float
     expires: float = 0.0
     answers: dict[str, Answer] = field(default_factory=dict)
     bodies: dict[Encoding, tuple[frozenset[str], bytes, str]] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+    attempts: int = 0
+    seconds: float = 0.0
 
     @classmethod
     def of(cls, samples: Sequence[Sample], begun: float) -> "Chunk":
@@ -83,18 +88,25 @@ class Session:
 
     async def score(self, chunk: Chunk) -> None:
         """Fill in the chunk's answers; what is open when its time is over stays open."""
+        began = time.monotonic()
         try:
             chunk.expires = await self._line.enter(since=chunk.begun)
         except TimeoutError:
-            self.faults["out_of_time"] += 1
+            self._out_of_time(chunk, began)
             return
         try:
             async with asyncio.timeout(chunk.expires - time.monotonic()):
                 await self._until_done(chunk)
+            chunk.seconds = time.monotonic() - began
         except TimeoutError:
-            self.faults["out_of_time"] += 1
+            self._out_of_time(chunk, began)
         finally:
             self._line.leave()
+
+    def _out_of_time(self, chunk: Chunk, began: float) -> None:
+        self.faults["out_of_time"] += 1
+        chunk.faults.append("out_of_time")
+        chunk.seconds = time.monotonic() - began
 
     async def close(self) -> None:
         """End the probes and the connections."""
@@ -116,12 +128,15 @@ class Session:
                 return
             endpoint = await self._endpoint(failed)
             rounds += 1
+            chunk.attempts = rounds
             try:
                 chunk.answers |= await self._ask(endpoint, chunk)
                 if not chunk.open:
                     return
                 attempts += 1
+                chunk.faults.append("reward_failed")
             except Fault as fault:
+                chunk.faults.append(fault.kind)
                 if fault.final:
                     return
                 attempts += fault.tried

@@ -1,0 +1,42 @@
+"""The tasks of a run by where their samples stood, from its recipe and its data; no model is loaded."""
+
+from functools import cache
+
+from retouch.data.sampler import tasks_for_step
+from retouch.rewards.ledger.database import text
+from retouch.runs.audit.opening import Scored
+from retouch.runs.build_data import build_sets, steps_of
+from retouch.runs.recipe import Recipe
+from retouch.runs.recipe_policy import ImportedModel
+from retouch.types import Task
+
+
+class RunTasks:
+    """ValueError: the data are not where the recipe says."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        section = recipe.image_model
+        size = None if isinstance(section, ImportedModel) else section.size
+        self._recipe = recipe
+        self._phases = recipe.resolved_phases()
+        self._sets = [build_sets(recipe, phase.data, size=size) for phase in self._phases]
+        self._steps = steps_of(self._phases, self._sets)
+        self._drawn = cache(self._draw)
+
+    def __call__(self, sample: Scored) -> Task:
+        """ValueError: the data are not what they were when the sample was judged."""
+        if sample.split == "train":
+            phase, rows = self._drawn(sample.step - 1)
+            task = self._sets[phase].train[rows[sample.group]]
+        else:
+            task = self._sets[0].heldout[sample.group]
+        if text(task.id) != sample.task:
+            raise ValueError(f"the data have the task {task.id!r} where the run judged {sample.task!r}; they were changed since")
+        return task
+
+    def _draw(self, step: int) -> tuple[int, list[int]]:
+        """The phase of a step, and the rows of its data that the step took."""
+        phase = next(number for number, steps in enumerate(self._steps) if step in steps)
+        count, size = self._phases[phase].tasks_per_step, len(self._sets[phase].train)
+        first = self._steps[phase].start
+        return phase, tasks_for_step(seed=self._recipe.seed, step=step - first, count=count, size=size)

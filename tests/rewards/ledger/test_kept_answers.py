@@ -1,0 +1,378 @@
+"""What was answered is not asked again, also after a restart, and everything asked is on record."""
+
+import json
+import sqlite3
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from retouch.rewards.judges import Answer, Panel, Question, VieScore
+from retouch.rewards.judges.forms import ScoresForm, WordForm
+from retouch.rewards.judges.rubrics import fingerprint
+from retouch.rewards.judges.scales import Scale
+from retouch.rewards.ledger import content
+from retouch.rewards.ledger.answers import Answers
+from retouch.rewards.ledger.asking import RememberingAsker
+from retouch.rewards.ledger.database import Database, open_to_read
+from retouch.rewards.ledger.receipts import Receipt
+from retouch.rewards.ledger.rewarding import RememberingReward
+from retouch.types import Column, Sample, Task
+
+KEY = "canary-0a1b2c3d4e5f"
+FORM = ScoresForm({"score": Scale(0, 10)})
+
+
+def picture(seed: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (6, 5, 3), dtype=np.uint8))
+
+
+def question(seed: int = 0, *, image: int = 0, rubric: str = "Judge.", form=FORM, temperature: float = 0.5) -> Question:
+    return Question(rubric, ("Picture:", picture(image)), form, seed=seed, temperature=temperature)
+
+
+class Random:
+    """An asker that never says the same twice, and what it is asked."""
+
+    identity = "random"
+
+    def __init__(self) -> None:
+        self.asked: list[Question] = []
+        self.faulty = False
+
+    def ask(self, questions):
+        self.asked += questions
+        if self.faulty:
+            return [Answer(fault="HTTP 503", attempts=3, faults=("time-out", "HTTP 500"), seconds=2.0) for _ in questions]
+        given = np.random.default_rng().uniform(0, 10, len(questions))
+        return [
+            Answer(
+                scores={name: float(value) for name in getattr(each.form, "scales", {"x": 0})},
+                text=f"I say {value}",
+                attempts=2,
+                faults=("HTTP 503",),
+                seed=each.seed + 7,
+                temperature=each.temperature,
+                seconds=0.25,
+                input_tokens=100,
+                output_tokens=10,
+                cost=0.001,
+            )
+            for each, value in zip(questions, given, strict=True)
+        ]
+
+
+@pytest.fixture
+def reopen(tmp_path):
+    """Opens the same ledger again and again, as restarts do."""
+    opened = []
+
+    def begin() -> Answers:
+        for database in opened:
+            database.close()
+        opened[:] = [Database(tmp_path / "ledger.sqlite")]
+        return Answers(opened[0])
+
+    yield begin
+    for database in opened:
+        database.close()
+
+
+def rows(path, columns: str) -> list[tuple]:
+    reader = open_to_read(path)
+    found = reader.execute(f"SELECT {columns} FROM answers ORDER BY number").fetchall()
+    reader.close()
+    return found
+
+
+def test_the_same_question_is_asked_once_also_after_a_restart(reopen):
+    asker, wanted = Random(), [question(seed, image=image) for image in range(3) for seed in range(2)]
+    first = RememberingAsker(asker, reopen()).ask(wanted)
+    assert len(asker.asked) == 6
+    for _ in range(2):
+        again = RememberingAsker(asker, reopen()).ask(wanted[::-1])[::-1]
+        assert [answer.scores for answer in again] == [answer.scores for answer in first]
+        assert [(answer.text, answer.seed) for answer in again] == [(answer.text, answer.seed) for answer in first]
+        assert all((answer.attempts, answer.input_tokens, answer.seconds, answer.cost) == (0, 0, 0.0, None) for answer in again)
+    assert len(asker.asked) == 6
+
+
+def test_equal_questions_of_one_call_are_asked_once(reopen):
+    """Pictures of a group may be the same to the pixel."""
+    asker = Random()
+    answers = RememberingAsker(asker, reopen()).ask([question(), question(1), question(), question()])
+    assert len(asker.asked) == 2
+    assert answers[0].scores == answers[2].scores == answers[3].scores != answers[1].scores
+
+
+def test_judges_with_a_panel_pay_nothing_for_what_they_saw_before(reopen):
+    asker = Random()
+    given = [Sample(Task(f"t{k}", "make it blue", images=(picture(50 + k),)), picture(k)) for k in range(3)]
+    first = VieScore(Panel(RememberingAsker(asker, reopen()), repeats=3, temperature=0.7))(given)
+    assert len(asker.asked) == 3 * 2 * 3
+    again = VieScore(Panel(RememberingAsker(asker, reopen()), repeats=3, temperature=0.7))(given)
+    assert len(asker.asked) == 18
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    VieScore(Panel(RememberingAsker(asker, reopen()), repeats=4, temperature=0.7))(given)
+    assert len(asker.asked) == 18 + 6  # the fourth repeat alone is new
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        question(1),
+        question(image=1),
+        question(rubric="Judge well."),
+        question(form=ScoresForm({"score": Scale(0, 5)})),
+        question(form=ScoresForm({"score": Scale(0, 10)}, reasoning=False)),
+        question(form=WordForm("score", {"no": 0.0, "yes": 10.0})),
+        question(temperature=0.6),
+        Question("Judge.", ("Picture", ":", picture(0)), FORM, seed=0, temperature=0.5),
+        Question("Judge.", ("Picture:", picture(0), picture(0)), FORM, seed=0, temperature=0.5),
+    ],
+    ids=lambda other: "",
+)
+def test_whatever_could_change_an_answer_is_asked_anew(reopen, other):
+    asker = Random()
+    remembering = RememberingAsker(asker, reopen())
+    remembering.ask([question()])
+    remembering.ask([other])
+    assert len(asker.asked) == 2
+
+
+def test_another_judge_is_asked_anew(reopen):
+    asker = Random()
+    RememberingAsker(asker, reopen()).ask([question()])
+    asker.identity = "another"
+    RememberingAsker(asker, reopen()).ask([question()])
+    assert len(asker.asked) == 2
+
+
+def test_a_form_that_cannot_be_compared_is_never_remembered(reopen):
+    class Odd:
+        max_tokens = 1
+        scales = FORM.scales
+
+        def read(self, reply):
+            return {"score": 1.0}
+
+        def schema(self):
+            return None
+
+    asker = Random()
+    remembering = RememberingAsker(asker, reopen())
+    for _ in range(2):
+        remembering.ask([question(form=Odd()), question()])
+    assert len(asker.asked) == 3
+
+
+def test_what_failed_is_on_record_and_asked_again(reopen, tmp_path):
+    asker = Random()
+    asker.faulty = True
+    (missing,) = RememberingAsker(asker, reopen()).ask([question()])
+    assert missing.fault == "HTTP 503"
+    asker.faulty = False
+    (answer,) = RememberingAsker(asker, reopen()).ask([question()])
+    assert answer.scores
+    assert len(asker.asked) == 2
+    kept = rows(tmp_path / "ledger.sqlite", "scores IS NULL, fault, attempts, faults")
+    assert kept == [(1, "HTTP 503", 3, '["time-out", "HTTP 500"]'), (0, "", 2, '["HTTP 503"]')]
+
+
+def test_every_call_is_on_record(reopen, tmp_path):
+    RememberingAsker(Random(), reopen()).ask([question(3)])
+    columns = "picture, judge, rubric, seed, temperature, text, seconds, input_tokens, output_tokens, cost"
+    ((shown, judge, rubric, seed, temperature, text, *cost),) = rows(tmp_path / "ledger.sqlite", columns)
+    assert shown == content.of_picture(picture(0))
+    assert (judge, rubric, seed, temperature) == ("random", fingerprint("Judge."), 10, 0.5)
+    assert text.startswith("I say ")
+    assert cost == [0.25, 100, 10, 0.001]
+
+
+def test_canaries_go_past_the_memory_and_leave_it_alone(reopen):
+    asker, answers = Random(), reopen()
+    remembering = RememberingAsker(asker, answers)
+    first = remembering.ask([question()])
+    with answers.bypassed():
+        fresh = remembering.ask([question(), question()])
+    assert len(asker.asked) == 3
+    assert remembering.ask([question()])[0].scores == first[0].scores not in [answer.scores for answer in fresh]
+    assert len(asker.asked) == 3
+    with answers.bypassed():
+        remembering.ask([question(image=8)])
+    remembering.ask([question(image=8)])
+    assert len(asker.asked) == 5
+
+
+def test_what_is_under_way_for_one_thread_is_not_asked_for_another(reopen):
+    asked, may_answer, results = threading.Event(), threading.Event(), {}
+
+    class Waiting(Random):
+        def ask(self, questions):
+            asked.set()
+            assert may_answer.wait(60)
+            return super().ask(questions)
+
+    asker = Waiting()
+    remembering = RememberingAsker(asker, reopen())
+    threads = [threading.Thread(target=lambda n=n: results.update({n: remembering.ask([question()])[0]})) for n in range(2)]
+    threads[0].start()
+    assert asked.wait(60)
+    threads[1].start()
+    may_answer.set()
+    for thread in threads:
+        thread.join()
+    assert len(asker.asked) == 1
+    assert results[0].scores == results[1].scores
+
+
+def test_an_error_reaches_all_who_wait_and_nothing_stays_under_way(reopen):
+    class Broken(Random):
+        def ask(self, questions):
+            if not self.asked:
+                self.asked += questions
+                raise ValueError("no such judge")
+            return super().ask(questions)
+
+    remembering = RememberingAsker(Broken(), reopen())
+    with pytest.raises(ValueError, match="no such judge"):
+        remembering.ask([question()])
+    assert remembering.ask([question()])[0].scores
+
+
+def test_a_key_of_the_environment_is_written_nowhere(reopen, tmp_path, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setenv("RETOUCH_TOKEN", KEY[::-1])
+
+    class Leaky(Random):
+        identity = f"judge of {KEY}"
+
+        def ask(self, questions):
+            leaked = f"you sent {KEY} and {KEY[::-1]}"
+            return [Answer(scores={"score": 1.0}, text=leaked, fault=leaked, faults=(leaked,), attempts=1) for _ in questions]
+
+    RememberingAsker(Leaky(), reopen()).ask([question()])
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"you sent [key] and [key]" in written
+    assert KEY.encode() not in written
+    assert KEY[::-1].encode() not in written
+
+
+class Server:
+    """A reward that judges somewhere else: never the same twice; each sample on its own."""
+
+    columns: Mapping[str, Column] = {"quality": Column(0.0, 1.0), "notes": Column(0.0, 1.0, diagnostic=True)}
+    fingerprint = "server 1"
+
+    def __init__(self, *, missing: frozenset[str] = frozenset()) -> None:
+        self.asked: list[str] = []
+        self.missing = missing
+
+    def __call__(self, samples):
+        self.asked += [sample.task.id for sample in samples]
+        quality = torch.rand(len(samples))
+        quality[[k for k, sample in enumerate(samples) if sample.task.id in self.missing]] = float("nan")
+        return {"quality": quality, "notes": torch.full((len(samples),), float("nan"))}
+
+
+@pytest.fixture
+def remember(reopen):
+    made = []
+
+    def make(reward) -> RememberingReward:
+        for one in made:
+            one.close()
+        made[:] = [RememberingReward(reward, reopen())]
+        return made[0]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def sample(number: int, **changes) -> Sample:
+    known = {"id": f"t{number}", "instruction": "make it blue", "images": (picture(50 + number),), **changes}
+    return Sample(Task(**known), picture(number))
+
+
+def test_a_sample_is_sent_once_also_after_a_restart(remember):
+    server, given = Server(), [sample(k) for k in range(4)]
+    first = remember(server)([*given, given[0]])
+    assert server.asked == ["t0", "t1", "t2", "t3"]
+    again = remember(server).submit([*given, given[0]]).result()
+    assert len(server.asked) == 4
+    assert torch.equal(first["quality"], again["quality"])
+    assert again["notes"].isnan().all()
+    assert first["quality"][0] == first["quality"][4]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"instruction": "make it red"},
+        {"images": (picture(9),)},
+        {"images": ()},
+        {"mask": picture(9).convert("L")},
+        {"reference": picture(9)},
+        {"target": picture(9)},
+        {"text": "open"},
+        {"tags": {"complexity": "2"}},
+        {"meta": {"requirement": "red"}},
+        {"id": "other"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_whatever_a_reward_may_see_makes_another_sample(remember, changes):
+    server = Server()
+    remembering = remember(server)
+    remembering([sample(1)])
+    remembering([sample(1, **changes)])
+    assert len(server.asked) == 2
+
+
+def test_another_fingerprint_is_another_reward(remember):
+    server = Server()
+    remember(server)([sample(1)])
+    server.fingerprint = "server 2"
+    remember(server)([sample(1)])
+    assert len(server.asked) == 2
+
+
+def test_a_sample_that_misses_a_column_is_sent_again(remember, tmp_path):
+    server = Server(missing=frozenset({"t1"}))
+    scores = remember(server)([sample(0), sample(1)])
+    assert scores["quality"].isnan().tolist() == [False, True]
+    server.missing = frozenset()
+    assert not remember(server)([sample(0), sample(1)])["quality"].isnan().any()
+    assert server.asked == ["t0", "t1", "t1"]
+    assert [fault for (fault,) in rows(tmp_path / "ledger.sqlite", "fault")] == ["", "missing quality", ""]
+
+
+def test_what_a_client_knows_of_each_sample_is_on_record(remember, tmp_path):
+    class Client(Server):
+        def submit_receipted(self, samples):
+            done = Future()
+            done.set_result((self(samples), [Receipt(0.5, ("timeout", "http_503"), attempts=3)] * len(samples)))
+            return done
+
+    remember(Client())([sample(0)])
+    ((seconds, attempts, faults),) = rows(tmp_path / "ledger.sqlite", "seconds, attempts, faults")
+    assert (seconds, attempts, json.loads(faults)) == (0.5, 3, ["timeout", "http_503"])
+
+
+def test_a_reader_cannot_write_and_another_format_is_refused(tmp_path):
+    database = Database(tmp_path / "ledger.sqlite")
+    reader = open_to_read(tmp_path / "ledger.sqlite")
+    with pytest.raises(sqlite3.OperationalError, match="readonly"):
+        reader.execute("DELETE FROM answers")
+    reader.close()
+    database.close()
+    sqlite3.connect(tmp_path / "other.sqlite").close()
+    with pytest.raises(ValueError, match="has format 0"):
+        open_to_read(tmp_path / "other.sqlite")
+    with pytest.raises(ValueError, match="cannot be used"):
+        open_to_read(tmp_path / "none.sqlite")
