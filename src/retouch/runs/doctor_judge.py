@@ -57,7 +57,7 @@ def check_judge(recipe: Recipe, sets: Sets | None) -> Finding:
     try:
         judge = Judge(build_reward(recipe.reward, device=device), recipe.reward.combine)
         try:
-            told = f"{recipe.reward.kind}, {judge.combination}"
+            told = f"{recipe.reward.kind}, {judge.combination} ({judge.combination.low:g} to {judge.combination.high:g})"
             if sets is None or not len(sets.train):
                 return ok("judge", f"{told}; not tried, for want of a picture")
             task = sets.train[0]

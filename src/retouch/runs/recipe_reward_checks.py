@@ -1,9 +1,10 @@
 """What a recipe's reward and the rest of it mean together, each with what to do about it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from retouch.rewards.combining import Combination, combination
+from retouch.rewards.combining import Combination, Combine, combination
+from retouch.rewards.formula_reading import read_formula
 from retouch.runs import recipe_judges as judges
 from retouch.runs import recipe_reward_local as local
 from retouch.runs.recipe_data import PaintingData, PlaygroundData, PromptData
@@ -12,6 +13,7 @@ from retouch.runs.recipe_phases import ResolvedPhase
 from retouch.runs.recipe_reward import Several
 from retouch.runs.recipe_writer import AutoregressivePolicy
 from retouch.runs.reward_classes import columns_of, parts_of
+from retouch.types import Column
 
 if TYPE_CHECKING:
     from retouch.runs.recipe import Recipe
@@ -21,20 +23,15 @@ _COMPARE = (local.PhotosReward, local.DinoReward, local.LpipsReward, judges.Edit
 
 def reward_problems(recipe: "Recipe") -> Iterator[str]:
     """What is wrong with the reward, and with what evaluation makes of it."""
-    combined = None
-    if isinstance(recipe.reward.combine, dict) and not recipe.reward.combine:
-        yield 'reward.combine: empty; name at least one column and its weight, {"overall": 1.0} say'
-    elif isinstance(recipe.reward.combine, dict) and not any(recipe.reward.combine.values()):
-        yield "reward.combine: all weights are 0, so nothing would be learnt; give one column a weight"
-    elif (columns := columns_of(recipe.reward)) is not None:
-        try:
-            combined = combination(recipe.reward.combine, columns)
-        except ValueError as error:
-            yield f"reward.combine: {str(error).removeprefix('combine ')}"
-        if recipe.eval.column is not None and recipe.eval.column not in columns:
-            near = nearest(recipe.eval.column, columns)
-            meant = f"; did you mean {near!r}?" if near else f"; it gives {', '.join(columns)}"
-            yield f"eval.column: the reward gives no {recipe.eval.column!r}{meant}"
+    combined, columns = None, columns_of(recipe.reward)
+    try:
+        combined = _combined(recipe.reward.combine, columns)
+    except ValueError as error:
+        yield f"reward.combine: {str(error).removeprefix('combine ').removeprefix('combine: ')}"
+    if columns is not None and recipe.eval.column is not None and recipe.eval.column not in columns:
+        near = nearest(recipe.eval.column, columns)
+        meant = f"; did you mean {near!r}?" if near else f"; it gives {', '.join(columns)}"
+        yield f"eval.column: the reward gives no {recipe.eval.column!r}{meant}"
     for path, prefix, part in parts_of(recipe.reward):
         if isinstance(recipe.reward, Several) and part.model_fields_set & {"combine", "max_missing"}:
             yield f"{path}: combine and max_missing stand above several rewards, for all of them together; move them there"
@@ -42,6 +39,19 @@ def reward_problems(recipe: "Recipe") -> Iterator[str]:
             yield f"{path}.kind: {part.kind} judges what a policy wrote, and this one makes pictures; take another reward"
         if isinstance(part, judges.JudgeReward):
             yield from _judge(recipe, path, prefix, part, combined)
+
+
+def _combined(combine: Combine, columns: Mapping[str, Column] | None) -> Combination | None:
+    """What the columns make together; None where they are not known yet, and then only what is written is checked."""
+    if not combine:
+        raise ValueError('empty; name at least one column and its weight, {"overall": 1.0} say')
+    if columns is not None:
+        return combination(combine, columns)
+    if isinstance(combine, str):
+        read_formula(combine)
+    elif not any(combine.values()):
+        raise ValueError("all weights are 0, so nothing would be learnt; give one column a weight")
+    return None
 
 
 def _judge(recipe: "Recipe", path: str, prefix: str, part: judges.JudgeReward, combined: Combination | None) -> Iterator[str]:
