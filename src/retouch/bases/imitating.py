@@ -15,7 +15,7 @@ from retouch.policies.weights import WeightCopies
 from retouch.runs.clock import Clock
 from retouch.runs.ranks import Ranks
 from retouch.runs.stepper import ReplicatedStepper
-from retouch.types import Batch, Task
+from retouch.types import Batch, Objective, Task
 
 
 def imitate(
@@ -29,11 +29,12 @@ def imitate(
     longest: int,
     seed: int,
     log: Callable[[str], None],
+    objective: Objective | None = None,
 ) -> None:
     """Train all of the writer's weights on ``rows`` tasks a step, in their order.
 
     ``learning_rate``: the peak, after ``warmup`` steps; from there it falls to 0 as a cosine. ``longest``: most tokens of a
-    completion. ``log`` takes the lines.
+    completion. ``objective``: None is cross-entropy alone. ``log`` takes the lines.
     """
     module = writer.module.requires_grad_(True)
     decoding = Decoding(max_new_tokens=longest)
@@ -51,7 +52,7 @@ def imitate(
     phase = Phase(
         name="supervised",
         steps=range(steps),
-        objective=CrossEntropy(),
+        objective=CrossEntropy() if objective is None else objective,
         batch=lambda step: each_alone(tasks[step * rows : (step + 1) * rows], seed=seed, step=step),
         order=torch.arange(rows),
         group=torch.arange(rows),
@@ -64,7 +65,8 @@ def imitate(
     )
     for step, _, metrics in train(run, phase, start=0):
         if step % 50 == 0 or step == steps - 1:
-            log(f"step {step}/{steps}  loss {metrics['policy/loss']:.4f}")
+            told = [f"{name} {metrics[f'policy/{name}']:.4f}" for name in ("loss", "distance") if f"policy/{name}" in metrics]
+            log("  ".join([f"step {step}/{steps}", *told]))
     module.requires_grad_(False).eval()
 
 

@@ -4,29 +4,18 @@ It learns by the project's own supervised objective to look at the picture and n
 where several edits are asked for, most of them say nothing.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
+from retouch.bases.imitating import imitate
 from retouch.bases.legible import Legible
 from retouch.bases.parts import INITIALIZER_RANGE, seeded
-from retouch.loop import Phase, Run, train
 from retouch.models.qwen_image_edit import QwenImageEdit
 from retouch.models.qwen_responses import writer_for
-from retouch.objectives.cross_entropy import CrossEntropy
 from retouch.playground.indirect import IndirectTasks
 from retouch.playground.tasks import PlaygroundTasks
-from retouch.policies.autoregressive import AutoregressivePolicy
-from retouch.policies.decoding import Decoding
-from retouch.policies.weights import WeightCopies
-from retouch.runs.clock import Clock
-from retouch.runs.ranks import Ranks
-from retouch.runs.stepper import ReplicatedStepper
-from retouch.types import Batch, Objective, Task
 
 LONGEST = 40
 
@@ -118,66 +107,18 @@ def train_round(
     log: Callable[[str], None],
 ) -> None:
     """Train one of the rounds, with an optimizer of its own."""
-    module.requires_grad_(True)
-    this = settings.rounds[number]
-    policy = AutoregressivePolicy(
+    this, seed = settings.rounds[number], settings.seed + number
+    count = settings.batch * this.steps
+    tasks = PlaygroundTasks(seed=seed + 100, count=count, complexity=this.complexity, split="train")
+    imitate(
         writer_for(editor, module),
-        decoding=Decoding(max_new_tokens=LONGEST),
-        microbatch=settings.batch,
-        copies=WeightCopies(module),
+        IndirectTasks(tasks, lazy=settings.lazy),
+        rows=settings.batch,
+        steps=this.steps,
+        learning_rate=this.learning_rate,
+        warmup=settings.warmup,
+        longest=LONGEST,
+        seed=seed,
+        log=lambda line: log(f"writer round {number + 1}  {line}"),
+        objective=Legible(editor, module, weight=this.legible) if this.legible > 0 else None,
     )
-    run = Run(
-        policy=policy,
-        renderer=_no_renderer,
-        judge=_no_judge,
-        stepper=ReplicatedStepper(module, Ranks(), betas=(0.9, 0.98), weight_decay=0.01),
-        ranks=Ranks(),
-        chunk=settings.batch,
-        max_missing=0.0,
-        average=lambda taken: None,
-        clock=Clock(),
-    )
-    objective = Legible(editor, module, weight=this.legible) if this.legible > 0 else CrossEntropy()
-    for step, _, metrics in train(run, _phase(settings, number, objective), start=0):
-        if step % 50 == 0 or step == this.steps - 1:
-            distance = f"  distance {metrics['policy/distance']:.4f}" if this.legible > 0 else ""
-            log(f"writer round {number + 1}  step {step}/{this.steps}  loss {metrics['policy/loss']:.4f}{distance}")
-
-
-def _phase(settings: WriterTraining, number: int, objective: Objective) -> Phase:
-    count, seed, this = settings.batch, settings.seed + number, settings.rounds[number]
-    tasks = IndirectTasks(
-        PlaygroundTasks(seed=seed + 100, count=count * this.steps, complexity=this.complexity, split="train"), lazy=settings.lazy
-    )
-
-    def batch(step: int) -> Batch:
-        rows = tasks[step * count : (step + 1) * count]
-        ids = tuple(range(count))
-        return Batch(seed=seed, step=step, tasks=tuple(rows), group_ids=ids, group=ids, slot=(0,) * count)
-
-    def learning_rate(step: int) -> float:
-        rising = min(1.0, (step + 1) / settings.warmup)
-        return this.learning_rate * rising * 0.5 * (1 + math.cos(math.pi * step / this.steps))
-
-    return Phase(
-        name="supervised",
-        steps=range(this.steps),
-        objective=objective,
-        batch=batch,
-        order=torch.arange(count),
-        group=torch.arange(count),
-        advantage=None,
-        normalise="token",
-        max_length=None,
-        epochs=1,
-        minibatches=1,
-        learning_rate=learning_rate,
-    )
-
-
-def _no_judge(batch: Batch, samples: Sequence[Any]) -> Any:
-    raise AssertionError("imitation asks no judge")
-
-
-def _no_renderer(tasks: Sequence[Task], trajectory: Any) -> Any:
-    raise AssertionError("imitation makes no pictures")
