@@ -111,7 +111,7 @@ class Evaluation:
     """What the policy under training says of a slice; every column is fp32 and (b, t), with gradient.
 
     ``log_ratio``: log of new over acting probability (RatioNorm's version where the objective asked for it). ``scale``: a factor
-    for the surrogate of each action (RatioNorm's 1 / |dt|), without gradient.
+    for the surrogate of each action (RatioNorm's 1 / |dt|, or the weight of a token that another engine drew), without gradient.
     """
 
     log_probs: Float[Tensor, "b t"]

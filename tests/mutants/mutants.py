@@ -2,6 +2,7 @@
 
 from bridging_mutants import BRIDGING
 from combining_mutants import COMBINING
+from engine_mutants import ENGINES
 from judging_mutants import JUDGING
 from mutant import Mutant
 from painting_mutants import PAINTING
@@ -250,6 +251,7 @@ MUTANTS = (
     ),
     *WRITING,
     *BRIDGING,
+    *ENGINES,
     *SERVING,
     *COMBINING,
     *JUDGING,

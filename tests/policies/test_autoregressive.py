@@ -12,6 +12,7 @@ from retouch.core.random import generator
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.autoregressive import AutoregressiveTrajectory
 from retouch.policies.decoding import CachedDecoding, Completion
+from retouch.policies.mismatch import Tolerance
 from retouch.testing import check_policy
 from retouch.types import AutoregressiveModel, Kind, Needs, Policy, Slice, Written
 
@@ -251,7 +252,7 @@ class Backwards:
 
 def test_another_engine_is_measured():
     writer = tiny_writers.writer(stop=tiny_writing.STOPS)
-    policy = tiny_writing.policy(writer=writer, engine=Backwards(writer))
+    policy = tiny_writing.policy(writer=writer, engine=Backwards(writer), tolerance=Tolerance(limit=0.3))
     batch = tiny_writing.batch()
     trajectory, own = policy.rollout(batch), tiny_writing.policy(writer=writer).rollout(batch)
     assert own.behaviour_log_probs is None

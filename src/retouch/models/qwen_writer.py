@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
-from PIL.Image import Resampling
+from PIL.Image import Image, Resampling
 from torch import Tensor, nn
 from transformers import (
     Cache,
@@ -73,12 +73,16 @@ class QwenWriter:
         self.stop = tuple(known[token] for token in stop)
         self.pad = known["<|endoftext|>"]
 
+    def seen(self, task: Task) -> list[Image]:
+        """A task's pictures at the size at which the image processor gets them."""
+        return [image.resize(fit(image, self.area)[::-1], Resampling.LANCZOS) for image in task.images]
+
     def encode(self, tasks: Sequence[Task]) -> Prompts:
         """The tasks' prompts. ValueError where an instruction spells a special token, or a picture has no place."""
         for task in tasks:
             self.template.check(task.instruction, task.id)
         blocks = ["".join(self.picture.format(k) for k in range(1, len(task.images) + 1)) for task in tasks]
-        seen = [[image.resize(fit(image, self.area)[::-1], Resampling.LANCZOS) for image in task.images] for task in tasks]
+        seen = [self.seen(task) for task in tasks]
         tokens = self.template.tokenise([block + task.instruction for block, task in zip(blocks, tasks, strict=True)], seen)
         tokens = {name: tensor.to(self.module.device) for name, tensor in tokens.items()}
         real = tokens["attention_mask"].bool()

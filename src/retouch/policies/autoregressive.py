@@ -17,6 +17,7 @@ from retouch.core.divergences import k3
 from retouch.policies.decoding import CachedDecoding, Completion, Decoding, Engine, wider
 from retouch.policies.demonstrating import demonstrated
 from retouch.policies.measuring import measure, spread
+from retouch.policies.mismatch import Tolerance, importance
 from retouch.policies.weights import WeightCopies
 from retouch.types import AutoregressiveModel, Batch, Evaluation, Needs, Prompts, Slice, Trajectory, Written
 
@@ -80,7 +81,8 @@ class AutoregressivePolicy:
 
     ``microbatch``: rows per forward with gradient. ``chunk``: places whose logits exist at once. ``mask_truncated``: completions
     that were cut off at ``max_new_tokens`` teach nothing. ``copies`` may hold ``reference`` and ``average`` weights. ``engine``
-    writes in a rollout: ``CachedDecoding`` unless another is given. ValueError at temperature 0.
+    writes in a rollout: ``CachedDecoding`` unless another is given; ``tolerance`` says how far off it may be. ValueError at
+    temperature 0.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class AutoregressivePolicy:
         chunk: int = 256,
         mask_truncated: bool = False,
         engine: Engine | None = None,
+        tolerance: Tolerance = Tolerance(),  # noqa: B008, it is frozen
     ) -> None:
         if decoding.temperature == 0:
             raise ValueError("a rollout at temperature 0 does not explore and has no log-probabilities; give a temperature above 0")
@@ -104,12 +107,13 @@ class AutoregressivePolicy:
         self.chunk = chunk
         self.mask_truncated = mask_truncated
         self.engine: Engine = CachedDecoding(model) if engine is None else engine
+        self.tolerance = tolerance
 
     # Acting
 
     @torch.no_grad()
     def rollout(self, batch: Batch) -> AutoregressiveTrajectory:
-        """Write a completion for each row. ``outputs``: (b,) of ``Written``."""
+        """Write a completion for each row. ``outputs``: (b,) of ``Written``. EngineFault: the engine failed, or is too far off."""
         prompts = self.model.encode(batch.tasks)
         completion = self.engine(batch, prompts, self.decoding)
         if self.decoding.truncates and completion.support is None:
@@ -118,7 +122,9 @@ class AutoregressivePolicy:
         if self.engine.exact:
             return trajectory
         parts = [self._measure(self.model.module, trajectory, part)[0] for part in self.microbatches(trajectory)]
-        return replace(trajectory, log_probs=torch.cat(parts), behaviour_log_probs=trajectory.log_probs)
+        ours, theirs = torch.cat(parts), trajectory.log_probs
+        self.tolerance.check(ours, theirs, trajectory.mask)
+        return replace(trajectory, log_probs=ours, behaviour_log_probs=theirs)
 
     @torch.no_grad()
     def sample(self, batch: Batch) -> AutoregressiveTrajectory:
@@ -177,19 +183,25 @@ class AutoregressivePolicy:
             yield Slice(slice(row, min(row + self.microbatch, rows)), slice(0, actions))
 
     def evaluate(self, trajectory: AutoregressiveTrajectory, part: Slice, needs: Needs) -> Evaluation:
-        """Log-probabilities of the stored ids under the current weights; entropy, and k3 KL to the reference where asked for."""
+        """Log-probabilities of the stored ids under the current weights; entropy, and k3 KL to the reference where asked for.
+
+        ``scale``: what the tokens of another engine weigh, where the tolerance weights them.
+        """
         if needs.kl not in (None, "k3") or needs.log_ratio != "plain" or needs.values:
             raise ValueError(f"{needs}: tokens have the k3 KL and the plain ratio, and this policy no value head")
         mask = trajectory.mask[part.rows, part.actions]
         log_probs, entropy = self._measure(self.module, trajectory, part, with_entropy=needs.entropy)
         # What is stored for a masked action may be anything.
-        log_ratio = log_probs - trajectory.log_probs[part.rows, part.actions].masked_fill(~mask, 0.0)
-        kl = None
+        acted = trajectory.log_probs[part.rows, part.actions].masked_fill(~mask, 0.0)
+        kl = scale = None
         if needs.kl is not None:
             with torch.no_grad(), self.copies.using("reference"):
                 reference, _ = self._measure(self.model.module, trajectory, part)
             kl = k3(log_probs, reference, mask=mask)
-        return Evaluation(log_probs=log_probs, log_ratio=log_ratio, kl=kl, entropy=entropy)
+        if trajectory.behaviour_log_probs is not None and self.tolerance.cap is not None:
+            theirs = trajectory.behaviour_log_probs[part.rows, part.actions]
+            scale = importance(acted, theirs, mask, cap=self.tolerance.cap)
+        return Evaluation(log_probs=log_probs, log_ratio=log_probs - acted, kl=kl, entropy=entropy, scale=scale)
 
     def _measure(
         self, module: nn.Module, trajectory: AutoregressiveTrajectory, part: Slice, *, with_entropy: bool = False

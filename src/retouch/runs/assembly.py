@@ -12,6 +12,7 @@ from retouch.renderers.latents import LatentRenderer
 from retouch.rewards.judging import Judge
 from retouch.runs import recipe_learning
 from retouch.runs.build_data import Sets, build_sets, steps_of
+from retouch.runs.build_engine import Writing, build_engine
 from retouch.runs.build_learning import build_phase, copies_needed
 from retouch.runs.build_model import make_trainable
 from retouch.runs.build_policy import TrainedPolicy, build_models, build_policy
@@ -25,10 +26,11 @@ from retouch.runs.ledger import Ledger
 from retouch.runs.ranks import Ranks
 from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_checks import check_ranks
+from retouch.runs.recipe_engine import Engine
 from retouch.runs.recipe_phases import ResolvedPhase
 from retouch.runs.recipe_policy import ImportedModel, Lora
 from retouch.runs.recipe_renderer import ResponseRenderer
-from retouch.runs.recipe_rollout import Rollout
+from retouch.runs.recipe_rollout import Rollout, TokenRollout
 from retouch.runs.stepper import ReplicatedStepper, Stepper
 from retouch.types import AutoregressiveModel, DenoisingModel, Renderer, Reward, Task
 
@@ -36,7 +38,7 @@ from retouch.types import AutoregressiveModel, DenoisingModel, Renderer, Reward,
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
     """``model``: what trains. ``image_model``: what makes pictures, the same for a denoising policy. ``plan``: each phase with the
-    steps of the run that it takes. ``copies``: weights kept beside the current ones.
+    steps of the run that it takes. ``copies``: weights kept beside the current ones. ``writing``: engines by what names them.
     """
 
     recipe: Recipe
@@ -48,15 +50,28 @@ class Assembly:
     sets: Sequence[Sets]
     plan: Sequence[tuple[ResolvedPhase, range]]
     clock: Clock = field(default_factory=Clock)
+    writing: dict[Engine | None, Writing] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
         """Steps of the whole run."""
         return self.plan[-1][1].stop
 
-    def policy(self, rollout: Rollout, *, acting: Literal["current", "old"] = "current", keep_means: bool = False) -> TrainedPolicy:
-        """The policy acting as ``rollout`` says under the given weights; all policies of a run share their weights."""
-        return build_policy(self.recipe, rollout, model=self.model, copies=self.copies, acting=acting, keep_means=keep_means)
+    def policy(
+        self,
+        rollout: Rollout,
+        *,
+        acting: Literal["current", "old"] = "current",
+        keep_means: bool = False,
+        writing: Writing | None = None,
+    ) -> TrainedPolicy:
+        """The policy acting as ``rollout`` says under the given weights; all policies of a run share their weights.
+
+        ``writing``: the engine of a writer's rollouts; without one it writes by itself.
+        """
+        return build_policy(
+            self.recipe, rollout, model=self.model, copies=self.copies, acting=acting, keep_means=keep_means, writing=writing
+        )
 
     def renderer(self, *, num_steps: int | None = None) -> Renderer:
         """What makes pictures of what the policy did; a writer's in ``num_steps`` denoising steps, None: as the recipe says."""
@@ -90,7 +105,7 @@ class Assembly:
         resolved, steps = self.plan[index]
         guarded = isinstance(resolved.objective, recipe_learning.PolicyGradient) and resolved.objective.ratio_norm
         acting: Literal["current", "old"] = "old" if isinstance(resolved.objective, recipe_learning.Nft) else "current"
-        policy = self.policy(resolved.rollout, acting=acting, keep_means=guarded)
+        policy = self.policy(resolved.rollout, acting=acting, keep_means=guarded, writing=self._writing(resolved.rollout))
         policy.module = stepper.module
         run = Run(
             policy=policy,
@@ -126,6 +141,17 @@ class Assembly:
             pictures=self.recipe.samples.tasks,
             demonstrates=_has_target if isinstance(self.model, DenoisingModel) else demonstrates,
         )
+
+    def _writing(self, rollout: Rollout) -> Writing | None:
+        """The engine that the rollout names, one for all phases that name the same."""
+        if not isinstance(rollout, TokenRollout):
+            return None
+        assert not isinstance(self.model, DenoisingModel), "the recipe's checks see to it"
+        if rollout.engine not in self.writing:
+            self.writing[rollout.engine] = build_engine(
+                rollout.engine, model=self.model, copies=self.copies, ranks=self.ranks, folder=self.recipe.folder
+            )
+        return self.writing[rollout.engine]
 
     def _average(self, taken: int) -> None:
         ema = self.recipe.policy.ema

@@ -9,8 +9,10 @@ from retouch.policies.autoregressive import AutoregressivePolicy
 from retouch.policies.decoding import Decoding
 from retouch.policies.denoising import DenoisingPolicy
 from retouch.policies.guidance import Guided
+from retouch.policies.mismatch import Tolerance
 from retouch.policies.weights import WeightCopies
 from retouch.runs import recipe_policy
+from retouch.runs.build_engine import Writing
 from retouch.runs.build_learning import build_sampling
 from retouch.runs.build_model import build_model
 from retouch.runs.build_writer import build_writer
@@ -42,8 +44,9 @@ def build_policy(
     copies: WeightCopies,
     acting: Literal["current", "old"],
     keep_means: bool,
+    writing: Writing | None = None,
 ) -> TrainedPolicy:
-    """The policy acting as ``rollout`` says under the given weights."""
+    """The policy acting as ``rollout`` says under the given weights; ``writing``: a writer's engine, None its own decoding."""
     if isinstance(rollout, TokenRollout):
         assert not isinstance(model, DenoisingModel)
         assert not isinstance(recipe.policy, recipe_policy.DenoisingPolicy)
@@ -59,6 +62,8 @@ def build_policy(
             copies=copies,
             chunk=recipe.policy.logits_at_once,
             mask_truncated=recipe.policy.mask_truncated,
+            engine=None if writing is None else writing.engine,
+            tolerance=Tolerance() if writing is None else writing.tolerance,
         )
     assert isinstance(model, DenoisingModel)
     return DenoisingPolicy(

@@ -6,6 +6,7 @@ import torch
 
 from retouch.loop import Metrics
 from retouch.policies.autoregressive import AutoregressiveTrajectory
+from retouch.policies.mismatch import difference
 from retouch.runs.ranks import Ranks
 from retouch.types import Trajectory
 
@@ -18,10 +19,24 @@ def texts(trajectory: Trajectory) -> Sequence[str | None]:
 
 
 def describe(trajectory: Trajectory, *, ranks: Ranks) -> Metrics:
-    """Mean tokens of a completion, with the one that ended it, and the share that was cut off, over all ranks."""
+    """Mean tokens of a completion, with the one that ended it, and the share that was cut off, over all ranks.
+
+    Of an engine with numbers of its own also how far these are from ours, in nats a token: |log ours - log theirs|, mean and
+    largest, and the mean of log theirs - log ours, which estimates the KL between the two.
+    """
     if not isinstance(trajectory, AutoregressiveTrajectory):
         return {}
     cut_off = sum(written.cut_off for written in trajectory.outputs)
     found = torch.tensor([float(trajectory.lengths.sum()), float(cut_off), float(len(trajectory))])
     tokens, cut, rows = ranks.sum(found).tolist()
-    return {"completion/length": tokens / rows, "completion/cut_off_fraction": cut / rows}
+    return {"completion/length": tokens / rows, "completion/cut_off_fraction": cut / rows, **_engine(trajectory, ranks)}
+
+
+def _engine(trajectory: AutoregressiveTrajectory, ranks: Ranks) -> Metrics:
+    if trajectory.behaviour_log_probs is None:
+        return {}
+    off = difference(trajectory.log_probs, trajectory.behaviour_log_probs, trajectory.mask).cpu().double()
+    total, surplus, count = ranks.sum(torch.stack([off.abs().sum(), -off.sum(), torch.ones_like(off).sum()])).tolist()
+    worst = ranks.max(off.abs().max() if len(off) else off.sum()).item()
+    count = max(count, 1.0)
+    return {"engine/mismatch": total / count, "engine/mismatch_max": worst, "engine/kl": surplus / count}

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from retouch.runs.build_model import playground_weights
 from retouch.runs.doctor_checks import check_batch, check_data, check_disk, check_folder, check_trackers
 from retouch.runs.doctor_device import check_device, local_name, require_known
+from retouch.runs.doctor_engine import check_engines
 from retouch.runs.doctor_findings import Finding, failed, note, ok
 from retouch.runs.doctor_install import check_install, check_playground
 from retouch.runs.doctor_judge import check_reward
@@ -138,6 +139,7 @@ def _examine_recipe(report: _Report, meeting: Meeting, recipe: Recipe, wanted: s
         report.add([finding])
         sets = sets or read
     report.add(check_reward(recipe, sets))
+    report.add(check_engines(recipe))
     try:
         folder, weights_here = _weights(recipe)
     except ValueError as error:

@@ -10,12 +10,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
-import diffusers
-from peft.utils import get_peft_model_state_dict
-from safetensors.torch import save_file
-
 from retouch.runs import files
 from retouch.runs.assembly import Assembly
+from retouch.runs.lora_files import write_lora
 from retouch.runs.opening import open_target
 from retouch.runs.recipe_policy import ImportedModel, Lora
 from retouch.runs.recipe_writer import AutoregressivePolicy
@@ -65,14 +62,3 @@ def write_weights(parts: Assembly, to: Path) -> None:
         return
     model = parts.recipe.policy.model
     write_lora(module, to, pipeline=None if writes or isinstance(model, ImportedModel) else _PIPELINES[model.kind])
-
-
-def write_lora(module: Any, to: Path, *, pipeline: str | None) -> None:
-    """The transformer's adapter for PEFT and, where the name of its class in diffusers is given, for that pipeline."""
-    config = module.peft_config["default"]
-    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in get_peft_model_state_dict(module).items()}
-    config.save_pretrained(to)
-    save_file({f"base_model.model.{name}": tensor for name, tensor in tensors.items()}, to / "adapter_model.safetensors")
-    if pipeline is not None:
-        writer: Any = getattr(diffusers, pipeline)
-        writer.save_lora_weights(to, transformer_lora_layers=tensors, transformer_lora_adapter_metadata=config.to_dict())

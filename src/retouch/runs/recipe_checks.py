@@ -20,7 +20,7 @@ from retouch.runs.recipe_rollout import (
     SdeTransition,
     SlidingWindow,
 )
-from retouch.runs.recipe_writing_checks import EDITORS, parts_problems, phase_problems, renderer_problems
+from retouch.runs.recipe_writing_checks import EDITORS, engine_problems, parts_problems, phase_problems, renderer_problems
 
 if TYPE_CHECKING:
     from retouch.runs.recipe import Recipe
@@ -34,7 +34,8 @@ def problems(recipe: "Recipe") -> list[str]:
     found = [*_length(recipe), *_trackers(recipe)]
     if unlike := list(parts_problems(recipe)):
         return [*found, *unlike]
-    found += [*reward_problems(recipe), *_model(recipe), *renderer_problems(recipe), *_phases(recipe), *_batch(recipe)]
+    found += [*reward_problems(recipe), *_model(recipe), *renderer_problems(recipe), *engine_problems(recipe)]
+    found += [*_phases(recipe), *_batch(recipe)]
     return list(dict.fromkeys(found))
 
 

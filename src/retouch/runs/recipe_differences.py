@@ -12,6 +12,8 @@ _FREE = re.compile(
     # How a judge is reached, and how long it is waited for.
     r"|reward\.(rewards\.\w+\.)?((judge\.)?(device|base_url|key|concurrency|timeout|deadline|attempts|pause|longest_pause|prices.*|quota.*)"
     r"|endpoints.*|encoding|batch|retry_share|hedge(_share)?|(samples|requests)_per_minute|calls|rate_file|wait|threads)"
+    # The same of an engine.
+    r"|(phases\.\d+\.)?rollout\.engine\.(url|adapters|timeout|patience)"
 )
 
 
@@ -19,7 +21,7 @@ def differences(old: Recipe, new: Recipe, *, new_judge: bool = False) -> list[st
     """A line for each key that differs and may not, old value first; empty where the old run can go on as the new recipe says.
 
     Length (of the last phase, where there are phases), cadences, trackers, devices, ranks, how much is computed at once, folders of
-    data and runs, and how judges are reached may differ; with ``new_judge`` all that judges.
+    data and runs, and how judges and engines are reached may differ; with ``new_judge`` all that judges.
     """
     before, after = dict(_leaves(old.document(), "")), dict(_leaves(new.document(), ""))
     lines = []

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag
 
+from retouch.runs.recipe_engine import Engine
 from retouch.runs.recipe_section import UNTAGGED, Count, NonNegative, Positive, Section, Share
 
 
@@ -95,6 +96,8 @@ class TokenRollout(Section):
     """Only the likeliest tokens that together have this probability are drawn from; null leaves all."""
     chunk: Count = 128
     """Rows written at once."""
+    engine: Engine | None = Field(default=None, exclude_if=lambda engine: engine is None)
+    """What writes them; null is ``cached`` with its defaults."""
 
 
 def _which(value: Any) -> str:

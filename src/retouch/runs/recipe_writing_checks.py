@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from retouch.runs.recipe_engine import VllmEngine
 from retouch.runs.recipe_learning import Awm, Dpo, Kl, Nft, PolicyGradient, Sft, Supervised
 from retouch.runs.recipe_phases import ResolvedPhase
-from retouch.runs.recipe_policy import DenoisingPolicy, ImportedModel
+from retouch.runs.recipe_policy import DenoisingPolicy, FullWeights, ImportedModel
 from retouch.runs.recipe_renderer import PromptRenderer, ResponseRenderer
 from retouch.runs.recipe_rollout import TokenRollout
 from retouch.runs.recipe_writer import AutoregressivePolicy, QwenWriter
@@ -13,6 +14,7 @@ from retouch.runs.recipe_writer import AutoregressivePolicy, QwenWriter
 if TYPE_CHECKING:
     from retouch.runs.recipe import Recipe
 
+VLLM_TEMPERATURE = 2.0
 EDITORS = ("playground", "qwen-image-edit", "qwen-image-edit-plus")
 
 
@@ -55,6 +57,23 @@ def renderer_problems(recipe: "Recipe") -> Iterator[str]:
             )
         if writer.kind == "playground-writer":
             yield "policy.model.kind: playground-writer writes for an editor; take playground-enhancer, or renderer.kind response"
+
+
+def engine_problems(recipe: "Recipe") -> Iterator[str]:
+    """Whether a server could write what the policy learns from."""
+    for index, rollout in enumerate([recipe.rollout, *(phase.rollout for phase in recipe.phases or ())]):
+        if not isinstance(rollout, TokenRollout) or not isinstance(rollout.engine, VllmEngine):
+            continue
+        at = f"phases.{index - 1}.rollout" if index else "rollout"
+        if isinstance(recipe.policy.train, FullWeights):
+            yield (
+                f"{at}.engine.kind: vllm takes a LoRA over HTTP after each update, but all weights only through the development "
+                "endpoints, over NCCL, which this does not speak; take policy.train.kind lora, or engine cached"
+            )
+        if rollout.temperature > VLLM_TEMPERATURE:
+            yield f"{at}.temperature: vllm takes no {rollout.temperature:g}; give {VLLM_TEMPERATURE:g} or less, or engine cached"
+        if rollout.top_p is not None and rollout.top_p < 1 and rollout.top_k is None:
+            yield f"{at}.top_p: vllm tells which tokens it kept only where top_k bounds them; give top_k too, 1000 say"
 
 
 def phase_problems(phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:

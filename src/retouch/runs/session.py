@@ -9,6 +9,7 @@ from typing import Any
 import accelerate.utils
 
 from retouch.loop import TooManyMissing, train
+from retouch.policies.mismatch import EngineFault
 from retouch.report.page import write_report
 from retouch.rewards.quota.quota import BudgetSpent
 from retouch.runs import checkpoint
@@ -159,6 +160,10 @@ class _Session:
                 # Raised on every rank, before any weight changed; the next start asks the judge again.
                 self._save(stepper)
                 self.judged.forget_missing(self.done)
+                raise
+            except EngineFault:
+                # The same, before the step's rows were whole.
+                self._save(stepper)
                 raise
         self._save(stepper)
         self._heldout(baseline=False)

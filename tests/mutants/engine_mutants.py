@@ -1,0 +1,107 @@
+"""Deliberate bugs of engines."""
+
+from mutant import Mutant
+
+ENGINE = "tests/policies/test_vllm_engine.py"
+MISMATCH = "tests/policies/test_mismatch.py"
+
+ENGINES = (
+    Mutant(
+        "the adapter is loaded once",
+        "policies/vllm/adapters.py",
+        "        if name == self._loaded:\n            return name",
+        "        if self._loaded is not None:\n            return self._loaded",
+        f"{ENGINE}::test_every_update_is_loaded_before_the_next_rollout",
+    ),
+    Mutant(
+        "adapters are called by their names alone",
+        "policies/vllm/adapters.py",
+        "        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())\n",
+        "",
+        f"{ENGINE}::test_every_update_is_loaded_before_the_next_rollout",
+    ),
+    Mutant(
+        "old adapters stay",
+        "policies/vllm/adapters.py",
+        "                self._forget(client, self._loaded)",
+        "                pass",
+        f"{ENGINE}::test_every_update_is_loaded_before_the_next_rollout",
+    ),
+    Mutant(
+        "the base writes",
+        "policies/vllm/wire.py",
+        '{"model": self.adapter,',
+        '{"model": None,',
+        f"{ENGINE}::test_the_server_writes_from_the_policys_distribution[qwen2.5]",
+    ),
+    Mutant(
+        "what the server read is not compared",
+        "policies/vllm/wire.py",
+        "if tuple(reply.prompt_token_ids) != question.ids:",
+        "if len(reply.prompt_token_ids) < len(question.ids) - 1:",
+        f"{ENGINE}::test_an_answer_that_is_wrong_somewhere_is_not_believed[another prompt]",
+    ),
+    Mutant(
+        "completions in any order",
+        "policies/vllm/wire.py",
+        "if len(reply.choices) != question.count or choices.keys() != set(range(question.count)):",
+        "if len(reply.choices) != question.count:",
+        f"{ENGINE}::test_an_answer_that_is_wrong_somewhere_is_not_believed[a completion twice]",
+    ),
+    Mutant(
+        "no tokens are banned",
+        "policies/vllm/wire.py",
+        "{str(token): BAN for token in sorted(self.banned)}",
+        "{}",
+        f"{ENGINE}::test_forbidden_tokens_are_told_to_the_server",
+    ),
+    Mutant(
+        "seeds by place in the batch",
+        "policies/vllm/engine.py",
+        "_seed(batch, batch.group_ids[asked.task]) + asked.slot",
+        "_seed(batch, asked.task) + asked.slot",
+        f"{ENGINE}::test_rows_have_seeds_by_group_and_slot",
+    ),
+    Mutant(
+        "the first slot's seed for all requests of a group",
+        "policies/vllm/engine.py",
+        "batch.group_ids[asked.task]) + asked.slot",
+        "batch.group_ids[asked.task])",
+        f"{ENGINE}::test_rows_have_seeds_by_group_and_slot",
+    ),
+    Mutant(
+        "a rank fails alone",
+        "policies/vllm/engine.py",
+        "        if self._any_rank(fault is not None):",
+        "        self._any_rank(False)\n        if fault is not None:",
+        f"{ENGINE}::test_ranks_fail_together",
+    ),
+    Mutant(
+        "no number is agreement",
+        "policies/mismatch.py",
+        "not mean <= self.limit",
+        "mean > self.limit",
+        f"{MISMATCH}::test_no_number_is_no_agreement",
+    ),
+    Mutant(
+        "theirs over ours",
+        "policies/mismatch.py",
+        "return (ours - theirs).masked_fill(~mask, 0.0).exp()",
+        "return (theirs - ours).masked_fill(~mask, 0.0).exp()",
+        f"{MISMATCH}::test_the_weights_make_an_average_under_theirs_one_under_ours",
+    ),
+    Mutant(
+        "the engine's numbers become the ratio's",
+        "policies/autoregressive.py",
+        "return replace(trajectory, log_probs=ours, behaviour_log_probs=theirs)",
+        "return replace(trajectory, behaviour_log_probs=theirs)",
+        f"{MISMATCH}::test_the_gradient_is_weighted_and_the_ratio_is_not",
+    ),
+    Mutant(
+        "tokens of another engine weigh as much as our own",
+        "policies/autoregressive.py",
+        "entropy=entropy, scale=scale)",
+        "entropy=entropy, scale=None)",
+        f"{MISMATCH}::test_the_gradient_is_weighted_and_the_ratio_is_not",
+    ),
+)

@@ -1,0 +1,206 @@
+"""Engines from a recipe: what is refused, whole runs behind the double of a vLLM server, and what the doctor says of it."""
+
+import copy
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2VLImageProcessorPil
+
+import tiny_writer_runs
+from retouch import cli
+from retouch.policies.mismatch import EngineFault
+from retouch.runs import checkpoint, doctor_engine
+from retouch.runs.assembly import assemble
+from retouch.runs.doctor_engine import check_engines
+from retouch.runs.folder import RunFolder
+from retouch.runs.ranks import Ranks
+from retouch.runs.recipe import parse
+from retouch.runs.recipe_differences import differences
+from retouch.runs.session import run
+from vllm_double import Double, always, at_first, serving
+
+Make = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("writer")
+    tiny_writer_runs.save_writer(folder)
+    return folder
+
+
+@pytest.fixture
+def make(tmp_path: Path, writer: Path) -> Make:
+    return lambda **changes: tiny_writer_runs.recipe(tmp_path, writer, **changes)
+
+
+@pytest.fixture(autouse=True)
+def without_haste(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is no fault of the server."""
+    monkeypatch.setattr(doctor_engine, "_SECONDS", 600.0)
+
+
+@contextmanager
+def served(writer: Path, **options: Any) -> Iterator[tuple[Double, dict[str, Any]]]:
+    """The double with the writer's weights, and the section of a recipe that names it."""
+    base = Qwen2_5_VLForConditionalGeneration.from_pretrained(writer).eval()
+    processor = Qwen2VLImageProcessorPil.from_pretrained(writer)
+    double = Double(base, image_processor=processor, image_token=base.config.image_token_id, **options)
+    with serving(double) as url:
+        yield double, {"kind": "vllm", "url": url, "patience": 0.2, "timeout": 600.0}
+
+
+# Recipes
+
+
+def refusal(document: dict[str, Any]) -> str:
+    with pytest.raises(ValueError, match=r".") as caught:
+        parse(document)
+    return str(caught.value)
+
+
+VLLM = {"kind": "vllm", "url": "http://127.0.0.1:8000"}
+
+
+def test_an_engine_that_is_not_named_is_not_in_the_document(make: Make) -> None:
+    assert "engine" not in parse(make()).document()["rollout"]  # type: ignore[operator]
+    named = parse(make(rollout__engine=VLLM))
+    document = named.document()
+    assert document["rollout"]["engine"] == {  # type: ignore[call-overload, index]
+        **VLLM,
+        **{"max_mismatch": 0.1, "truncate_at": 3.0, "adapters": None, "timeout": 300.0, "patience": 600.0},
+    }
+    assert parse(json.loads(json.dumps(document))) == named
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"policy__train": {"kind": "full"}},
+            "rollout.engine.kind: vllm takes a LoRA over HTTP after each update, but all weights only",
+        ),
+        ({"rollout__temperature": 2.5}, "rollout.temperature: vllm takes no 2.5; give 2 or less"),
+        ({"rollout__top_p": 0.9}, "rollout.top_p: vllm tells which tokens it kept only where top_k bounds them"),
+        ({"rollout__engine__url": "localhost:8000"}, "rollout.engine.url: 'localhost:8000' does not match"),
+        ({"rollout__engine__truncate_at": 0.5}, "rollout.engine.truncate_at: should be greater than or equal to 1"),
+        ({"rollout__engine__kind": "continuous"}, "rollout.engine.kind: 'continuous' is not one of 'cached', 'vllm'"),
+        ({"rollout__engine__max_mismatches": 1}, "rollout.engine.max_mismatches: unknown key; did you mean"),
+    ],
+)
+def test_what_a_server_cannot_do_is_refused_when_the_recipe_is_read(make: Make, changes: dict[str, Any], line: str) -> None:
+    document = make(rollout__engine=VLLM, **changes)
+    assert line in refusal(document)
+
+
+def test_full_weights_write_for_themselves(make: Make) -> None:
+    parse(make(rollout__engine={"kind": "cached"}, policy__train={"kind": "full"}, rollout__top_p=0.9, rollout__temperature=3.0))
+
+
+def test_where_a_server_is_found_may_differ_and_what_it_may_do_may_not(make: Make) -> None:
+    old = parse(make(rollout__engine=VLLM))
+    moved = parse(make(rollout__engine={**VLLM, "url": "http://gpu:1", "adapters": "/shared", "timeout": 9.0, "patience": 1.0}))
+    assert not differences(old, moved)
+    assert len(differences(old, parse(make(rollout__engine={**VLLM, "max_mismatch": 0.2})))) == 1
+
+
+def test_a_writer_without_pictures_to_send_is_refused(make: Make) -> None:
+    parts = assemble(parse(make(rollout__engine=VLLM)), Ranks())
+    writer = copy.copy(parts.model)
+    object.__setattr__(parts, "model", _Blind(writer))
+    with pytest.raises(ValueError, match="has no `seen`"):
+        parts.phase(0, stepper=parts.stepper(), judge=parts.judge)  # type: ignore[arg-type]
+
+
+class _Blind:
+    def __init__(self, writer: Any) -> None:
+        self.module, self.grammar, self.stop, self.pad = writer.module, writer.grammar, writer.stop, writer.pad
+
+
+# Runs
+
+
+def test_a_run_is_written_by_the_server(make: Make, writer: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with served(writer) as (double, section), caplog.at_level(logging.WARNING, "retouch"):
+        # Large steps, and a bound that the adapter of the step before would break.
+        recipe = parse(make(steps=3, learning_rate=0.05, rollout__engine={**section, "max_mismatch": 1e-3}, rollout__chunk=4))
+        assert run(recipe, fresh=False) == 0
+    folder = RunFolder(recipe.folder)
+    assert len(double.loaded) == len(set(double.loaded)) == 3
+    assert all(name.startswith("retouch-written-") for name in double.loaded)
+    for line in folder.read_metrics():
+        assert 0 < line["engine/mismatch"] <= line["engine/mismatch_max"] < 1e-3
+        assert line["policy/ratio_max_first"] <= 1e-5
+    checks = {check["name"]: check for check in folder.read_preflight()}
+    assert all(check["ok"] for check in checks.values())
+    assert any("never run on vLLM" in line for line in (folder.root / "train.log").read_text().splitlines())
+    assert any(asked.content_parts for asked in double.asked)
+
+
+def test_a_server_that_stays_away_stops_the_run_which_then_goes_on(make: Make, writer: Path, tmp_path: Path) -> None:
+    with served(writer) as (double, section):
+        document = make(rollout__engine=section, checkpoints={"every": 0})
+        double.fault = lambda path: "503" if len(double.loaded) == 2 and path.endswith("generate") else None
+        with pytest.raises(EngineFault, match=r"did not answer /inference/v1/generate within 0\.2 s"):
+            run(parse(document), fresh=False)
+        folder = RunFolder(tmp_path / "written")
+        found = checkpoint.latest(folder.checkpoints)
+        assert found is not None
+        assert checkpoint.load(found).step == 1
+        double.fault = at_first()
+        assert run(parse(document), fresh=False) == 0
+    assert len(folder.read_metrics()) == 2
+
+
+def test_a_server_with_other_weights_stops_the_run_before_its_first_step(make: Make, writer: Path, tmp_path: Path) -> None:
+    with served(writer) as (double, section):
+        for parameter in double.base.get_output_embeddings().parameters():
+            parameter.data.mul_(3.0)
+        with pytest.raises(EngineFault, match=r"off from the policy's own by .*rollout\.engine\.max_mismatch"):
+            run(parse(make(rollout__engine=section)), fresh=False)
+    assert not (tmp_path / "written" / "metrics.jsonl").exists() or not RunFolder(tmp_path / "written").read_metrics()
+
+
+# The doctor
+
+
+def test_the_doctor_asks_the_server(make: Make, writer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with served(writer) as (_, section):
+        file = tmp_path / "served.json"
+        file.write_text(json.dumps(make(rollout__engine=section)))
+        assert cli.main(["doctor", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("ok      engine        vLLM 0.33.0 at http://127.0.0.1:") for line in lines)
+    assert any("has never run on vLLM" in line for line in lines)
+    assert lines[-2] == "ready"
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "says"),
+    [
+        ({"version": "0.20.1"}, "note", "vLLM 0.20.1 at"),
+        ({"runtime_lora": False}, "FAILED", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"),
+        ({"scale_out": False}, "FAILED", "--enable-scale-out"),
+        ({"max_model_len": 5}, "FAILED", "room for 5 tokens"),
+        ({"key": "secret"}, "FAILED", "HTTP 401"),
+        ({"fault": always("503", path="/version")}, "FAILED", "HTTP 503"),
+    ],
+    ids=str,
+)
+def test_what_the_doctor_finds(make: Make, writer: Path, options: dict[str, Any], status: str, says: str) -> None:
+    with served(writer, **options) as (double, section):
+        found = list(check_engines(parse(make(rollout__engine=section))))
+        assert any(finding.status == status and says in finding.text for finding in found), found
+        assert not double.loaded
+
+
+def test_the_doctor_finds_nothing_where_there_is_no_server(make: Make) -> None:
+    assert not list(check_engines(parse(make())))
+    (finding,) = check_engines(parse(make(rollout__engine={"kind": "vllm", "url": "http://127.0.0.1:9"})))
+    assert finding.status == "FAILED"
+    assert "ConnectError" in finding.text

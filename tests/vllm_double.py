@@ -1,0 +1,423 @@
+"""A double of a vLLM server, as strict as the interface of vLLM 0.33.0: a tiny model that loads LoRA folders and samples.
+
+It takes no field that the real one does not have, no other type and no value that the real one refuses; it merges adapters into its
+own copy of the base weights, by hand; and it can be told to go wrong. It computes without a cache and without our kernel.
+"""
+
+import base64
+import copy
+import io
+import json
+import math
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from PIL import Image
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+INT64 = Field(ge=-(2**63), le=2**63 - 1)
+GENERATE, LOAD, UNLOAD = "/inference/v1/generate", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class Sampling(Strict):
+    n: Annotated[int, Field(ge=1, le=16384)] = 1
+    seed: Annotated[int, INT64] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = 0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
+    max_tokens: Annotated[int, Field(ge=1)] = 16
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    logprobs: Annotated[int, Field(ge=-1, le=20)] | None = None
+    detokenize: bool = True
+    logit_bias: dict[int, float] | None = None
+
+
+class Picture(Strict):
+    type: Literal["image_url"]
+    url: str
+
+
+class Generate(Strict):
+    model: str | None = None
+    token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+    content_parts: list[Picture] | None = None
+    sampling_params: Sampling
+    return_token_ids: bool | None = None
+
+
+class Load(Strict):
+    lora_name: str
+    lora_path: str
+
+
+class Unload(Strict):
+    lora_name: str
+
+
+class Refusal(Exception):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(eq=False)
+class Double:
+    """``base``: the weights that it serves. ``fault``: what goes wrong with the next request to a path, None nothing."""
+
+    base: nn.Module
+    image_processor: Any = None
+    image_token: int | None = None
+    version: str = "0.33.0"
+    key: str | None = None
+    runtime_lora: bool = True
+    scale_out: bool = True
+    max_lora_rank: int = 16
+    max_model_len: int = 4096
+    processed: bool = True
+    sampling_mask: bool = False
+    fault: Callable[[str], str | None] = lambda path: None
+    adapters: dict[str, nn.Module] = field(default_factory=dict)
+    loaded: list[str] = field(default_factory=list)
+    unloaded: list[str] = field(default_factory=list)
+    asked: list[Generate] = field(default_factory=list)
+    tries: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def answer(self, method: str, path: str, body: bytes) -> Any:
+        """The document of an answer. Refusal otherwise."""
+        match method, path:
+            case "GET", "/version":
+                return {"version": self.version}
+            case "GET", "/v1/models":
+                base = {"id": "base", "object": "model", "owned_by": "vllm", "root": "folder", "max_model_len": self.max_model_len}
+                return {"object": "list", "data": [base, *({"id": name, "parent": "base"} for name in self.adapters)]}
+            case "POST", "/v1/load_lora_adapter" if self.runtime_lora:
+                return self._load(_read(Load, body))
+            case "POST", "/v1/unload_lora_adapter" if self.runtime_lora:
+                return self._unload(_read(Unload, body))
+            case "POST", "/inference/v1/generate":
+                if not self.scale_out:
+                    raise Refusal(
+                        403, "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
+                    )
+                return self._generate(_read(Generate, body))
+        raise Refusal(404, "Not Found")
+
+    def _load(self, asked: Load) -> str:
+        if not asked.lora_name or not asked.lora_path:
+            raise Refusal(400, "Both 'lora_name' and 'lora_path' must be provided.")
+        if asked.lora_name in self.adapters:
+            raise Refusal(
+                400, f"The lora adapter '{asked.lora_name}' has already been loaded. If you want to load the adapter in place"
+            )
+        folder = Path(asked.lora_path)
+        if not folder.is_absolute() or not (folder / "adapter_config.json").is_file():
+            raise Refusal(404, f"Loading lora {asked.lora_name} failed: No adapter found for {asked.lora_path}")
+        config = json.loads((folder / "adapter_config.json").read_text())
+        if config["r"] > self.max_lora_rank:
+            raise Refusal(500, f"LoRA rank {config['r']} is greater than max_lora_rank {self.max_lora_rank}.")
+        self.adapters[asked.lora_name] = _merged(self.base, config, load_file(folder / "adapter_model.safetensors"))
+        self.loaded.append(asked.lora_name)
+        return f"Success: LoRA adapter '{asked.lora_name}' added successfully."
+
+    def _unload(self, asked: Unload) -> str:
+        if asked.lora_name not in self.adapters:
+            raise Refusal(404, f"The lora adapter '{asked.lora_name}' cannot be found.")
+        del self.adapters[asked.lora_name]
+        self.unloaded.append(asked.lora_name)
+        return f"Success: LoRA adapter '{asked.lora_name}' removed successfully."
+
+    def _generate(self, asked: Generate) -> dict[str, Any]:
+        module = self.base if asked.model in (None, "base") else self.adapters.get(asked.model)
+        if module is None:
+            raise Refusal(404, f"The model `{asked.model}` does not exist. Valid aliases: base.")
+        how = asked.sampling_params
+        vocabulary = self.base.get_output_embeddings().weight.shape[0]
+        bias = how.logit_bias or {}
+        if len(bias) > 1024 or len(how.stop_token_ids) > 128:
+            raise Refusal(400, "Too many tokens")
+        if any(not 0 <= token < vocabulary for token in (*bias, *how.stop_token_ids)):
+            raise Refusal(400, "out-of-vocab token ids")
+        if how.temperature == 0 and how.n > 1:
+            raise Refusal(400, f"n must be 1 when using greedy sampling, got {how.n}.")
+        if self.sampling_mask and how.top_k <= 0:
+            raise Refusal(400, "sampling distribution replay requires top_k > 0")
+        self.asked.append(asked)
+        ids, inputs = self._prompt(asked)
+        choices = [self._choice(module, ids, inputs, how, index, vocabulary) for index in range(how.n)]
+        written = sum(len(choice["token_ids"]) for choice in choices)
+        return {
+            "request_id": "generate-tokens-1",
+            "model": asked.model,
+            "created": int(time.time()),
+            "usage": {"prompt_tokens": len(ids), "completion_tokens": written, "total_tokens": len(ids) + written},
+            "prompt_logprobs": None,
+            "prompt_token_ids": ids if asked.return_token_ids else None,
+            "mm_placeholders": None,
+            "output_mode": "tokens",
+            "choices": choices,
+        }
+
+    def _prompt(self, asked: Generate) -> tuple[list[int], dict[str, Tensor]]:
+        """The ids with image tokens as often as there are patches, and what the vision tower gets."""
+        pictures = [_picture(part.url) for part in asked.content_parts or ()]
+        if sum(token == self.image_token for token in asked.token_ids) != len(pictures):
+            raise Refusal(
+                500, f"Expected there to be {len(pictures)} prompt placeholders corresponding to {len(pictures)} image items"
+            )
+        if not pictures:
+            return asked.token_ids, {}
+        seen = self.image_processor(images=pictures, return_tensors="pt")
+        grids = seen["image_grid_thw"]
+        counts = iter((grids.prod(-1) // self.image_processor.merge_size**2).tolist())
+        ids = [each for token in asked.token_ids for each in ([token] * (next(counts) if token == self.image_token else 1))]
+        return ids, {"pixel_values": seen["pixel_values"], "image_grid_thw": grids}
+
+    @torch.no_grad()
+    def _choice(
+        self, module: nn.Module, prompt: list[int], inputs: dict[str, Tensor], how: Sampling, index: int, vocabulary: int
+    ) -> dict[str, Any]:
+        random = torch.Generator().manual_seed(0 if how.seed is None else how.seed + index)
+        written: list[int] = []
+        logged, masks = [], []
+        finish = None
+        while finish is None:
+            ids = torch.tensor([[*prompt, *written]])
+            types = {"mm_token_type_ids": (ids == self.image_token).int()} if inputs else {}
+            raw = module(input_ids=ids, **inputs, **types).logits[0, -1].float()
+            logits = raw.clone()
+            for token, bias in (how.logit_bias or {}).items():
+                logits[token] += min(100.0, max(-100.0, bias))
+            logits = _truncated(logits / how.temperature, how)
+            noise = torch.empty(vocabulary).exponential_(generator=random)
+            token = int((logits.softmax(-1) / noise).argmax())
+            written.append(token)
+            chance = (logits if self.processed else raw).log_softmax(-1)[token].item()
+            logged.append({"token_id": token, "logprob": max(chance, -9999.0), "rank": 1, "top_logprobs": []})
+            masks.append((logits > -torch.inf).nonzero()[:, 0].tolist())
+            if token in how.stop_token_ids:
+                finish = "stop"
+            elif len(written) == how.max_tokens or len(prompt) + len(written) >= self.max_model_len:
+                finish = "length"
+        return {
+            "index": index,
+            "finish_reason": finish,
+            "stop_reason": written[-1] if finish == "stop" else None,
+            "token_ids": written,
+            "routed_experts": None,
+            "sampling_mask": masks if self.sampling_mask else None,
+            "weight_versions": None,
+            "logprobs": None if how.logprobs is None else {"content": logged},
+        }
+
+
+@torch.no_grad()
+def _merged(base: nn.Module, config: dict[str, Any], tensors: dict[str, Tensor]) -> nn.Module:
+    """The base with alpha / r times B A added to the weights that the tensors' names say, as PEFT names them."""
+    assert not config["use_rslora"]
+    assert not config["use_dora"]
+    merged = copy.deepcopy(base)
+    pairs = {name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")}
+    assert len(tensors) == 2 * len(pairs)
+    for name in pairs:
+        weight = merged.get_submodule(name.removeprefix("base_model.model.")).weight
+        weight += config["lora_alpha"] / config["r"] * tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
+    return merged
+
+
+def _truncated(logits: Tensor, how: Sampling) -> Tensor:
+    """top-k, then top-p, as PyTorch's sort orders them."""
+    order = logits.argsort(descending=True)
+    stay = torch.ones(len(logits), dtype=torch.bool)
+    if how.top_k > 0:
+        stay[order[how.top_k :]] = False
+    chances = logits.masked_fill(~stay, -torch.inf)[order].softmax(-1)
+    stay[order[chances.cumsum(-1) - chances >= how.top_p]] = False
+    return logits.masked_fill(~stay, -torch.inf)
+
+
+def _picture(url: str) -> Image.Image:
+    head, _, data = url.partition(",")
+    if head != "data:image/png;base64":
+        raise Refusal(400, "The URL must be either a HTTP, data or file URL.")
+    return Image.open(io.BytesIO(base64.b64decode(data, validate=True)), formats=["PNG"]).convert("RGB")
+
+
+def _read(kind: Any, body: bytes) -> Any:
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise Refusal(400, f"1 validation error: {error.errors(include_url=False, include_context=False)[0]}") from None
+
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def _first(reply: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {**reply, "choices": [{**reply["choices"][0], **changes}, *reply["choices"][1:]]}
+
+
+def _row(reply: dict[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = reply["choices"][0]
+    return row
+
+
+def _logged(reply: dict[str, Any], values: Sequence[object]) -> dict[str, Any]:
+    content = [{**each, "logprob": value} for each, value in zip(_row(reply)["logprobs"]["content"], values, strict=True)]
+    return _first(reply, logprobs={"content": content})
+
+
+# What is done to an answer that was right.
+CHANGES: dict[str, Change] = {
+    "another prompt": lambda reply: {**reply, "prompt_token_ids": reply["prompt_token_ids"][1:]},
+    "no prompt": lambda reply: {**reply, "prompt_token_ids": None},
+    "a completion too few": lambda reply: {**reply, "choices": reply["choices"][1:]},
+    "a completion twice": lambda reply: {**reply, "choices": [reply["choices"][0]] * len(reply["choices"])},
+    "no ids": lambda reply: _first(reply, token_ids=None),
+    "an empty completion": lambda reply: _first(reply, token_ids=[], logprobs={"content": []}),
+    "other ids": lambda reply: _first(reply, token_ids=[token ^ 1 for token in _row(reply)["token_ids"]]),
+    "an id beyond the vocabulary": lambda reply: _first(reply, token_ids=[10**6, *_row(reply)["token_ids"][1:]]),
+    "an id that is a text": lambda reply: _first(reply, token_ids=["7", *_row(reply)["token_ids"][1:]]),
+    "a completion that goes on": lambda reply: _first(
+        reply,
+        token_ids=[*_row(reply)["token_ids"], 1],
+        logprobs={"content": [*_row(reply)["logprobs"]["content"], {"token_id": 1, "logprob": -1.0}]},
+    ),
+    "aborted": lambda reply: _first(reply, finish_reason="abort"),
+    "no reason": lambda reply: _first(reply, finish_reason=None),
+    "no log-probabilities": lambda reply: _first(reply, logprobs=None),
+    "a log-probability too few": lambda reply: _first(reply, logprobs={"content": _row(reply)["logprobs"]["content"][1:]}),
+    "a log-probability that is none": lambda reply: _logged(reply, [-9999.0] * len(_row(reply)["token_ids"])),
+    "a log-probability above 0": lambda reply: _logged(reply, [0.5] * len(_row(reply)["token_ids"])),
+    "a log-probability that is a text": lambda reply: _logged(reply, ["-1"] * len(_row(reply)["token_ids"])),
+    "a log-probability that is NaN": lambda reply: _logged(reply, [math.nan] * len(_row(reply)["token_ids"])),
+    "no choices": lambda reply: {key: value for key, value in reply.items() if key != "choices"},
+    "null": lambda reply: None,
+    "log-probabilities off": lambda reply: {
+        **reply,
+        "choices": [
+            {**row, "logprobs": {"content": [{**each, "logprob": each["logprob"] - 0.5} for each in row["logprobs"]["content"]]}}
+            for row in reply["choices"]
+        ],
+    },
+}
+# What happens instead of an answer, and passes.
+WAYS = ("503", "502", "429", "hang", "reset", "close mid-body", "forgets its adapters")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: "_Server"
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._exchange("GET", b"")
+
+    def do_POST(self) -> None:
+        self._exchange("POST", self.rfile.read(int(self.headers["Content-Length"])))
+
+    def _exchange(self, method: str, body: bytes) -> None:
+        double = self.server.double
+        with double.lock:
+            double.tries += 1
+            way = double.fault(self.path)
+            if way == "forgets its adapters":
+                double.adapters.clear()
+        if way in WAYS[:-1] or way == "500":
+            self._go_wrong(way)
+            return
+        if double.key is not None and self.headers["Authorization"] != f"Bearer {double.key}":
+            self._send(401, {"error": "Unauthorized"})
+            return
+        try:
+            with double.lock:
+                answer = double.answer(method, self.path, body)
+        except Refusal as refusal:
+            self._send(refusal.status, {"error": {"message": str(refusal), "type": "Error", "param": None, "code": refusal.status}})
+            return
+        self._send(200, CHANGES[way](answer) if way in CHANGES else answer)
+
+    def _go_wrong(self, way: str) -> None:
+        self.close_connection = True
+        match way:
+            case "hang":
+                self.server.ended.wait(timeout=30)
+            case "reset":
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.connection.close()
+            case "close mid-body":
+                self.wfile.write(b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"choices"')
+            case _:
+                self._send(int(way), {"error": {"message": f"told to answer {way}", "type": "Error", "code": int(way)}})
+
+    def _send(self, status: int, document: object) -> None:
+        body = document.encode() if isinstance(document, str) else json.dumps(document).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, double: Double) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.double, self.ended = double, threading.Event()
+        self.broken: list[BaseException | None] = []
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, ConnectionError):  # the client hung up
+            self.broken.append(error)
+
+
+@contextmanager
+def serving(double: Double) -> Iterator[str]:
+    """The address at which the double answers."""
+    server = _Server(double)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.ended.set()
+        server.shutdown()
+        server.server_close()
+        thread.join(timeout=30)
+        if server.broken:
+            raise AssertionError("the double itself is broken") from server.broken[0]
+
+
+def at_first(*ways: str, path: str = GENERATE) -> Callable[[str], str | None]:
+    """Goes wrong in these ways, one after the other, at requests to ``path``, and then no more."""
+    left = list(ways)
+    return lambda asked: left.pop(0) if asked == path and left else None
+
+
+def always(way: str, path: str = GENERATE) -> Callable[[str], str | None]:
+    """Goes wrong at every request to ``path``."""
+    return lambda asked: way if asked == path else None
