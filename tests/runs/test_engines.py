@@ -190,7 +190,7 @@ def test_the_doctor_asks_the_server(make: Make, writer: Path, tmp_path: Path, ca
         ({"key": "secret"}, "FAILED", "HTTP 401"),
         ({"fault": always("503", path="/version")}, "FAILED", "HTTP 503"),
     ],
-    ids=str,
+    ids=lambda value: "fault" if isinstance(value, dict) and "fault" in value else str(value),
 )
 def test_what_the_doctor_finds(make: Make, writer: Path, options: dict[str, Any], status: str, says: str) -> None:
     with served(writer, **options) as (double, section):
