@@ -128,9 +128,10 @@ class JournaledJudge:
         """The same for another page of the journal, an evaluation after ``step`` steps say."""
         return lambda batch, samples: self._on(Page(split, step), batch, samples)
 
-    def forget_missing(self, step: int) -> None:
-        """Ask again, the next time, for what could not be judged in this step."""
-        self.journal.forget_missing(Page("train", step), self.judge.combination.columns)
+    def forget_missing(self, step: int, *, split: Split = "train", column: str | None = None) -> None:
+        """Ask again, the next time, for what could not be judged in this step, or misses this column too."""
+        wanted = [*self.judge.combination.columns, *([] if column is None else [column])]
+        self.journal.forget_missing(Page(split, step), wanted)
 
     def close(self) -> None:
         """End the judging threads."""

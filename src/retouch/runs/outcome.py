@@ -42,7 +42,7 @@ class Outcome:
         TooManyMissing, on every rank and with nothing kept: the judge fails at more of them than the recipe allows.
         """
         evaluated = replace(self.evaluator, judge=self.judged.on("heldout", step))(self.policy)
-        self._require_judged(evaluated)
+        self._require_judged(evaluated, step)
         if self.parts.ranks.first:
             means, intervals = table(evaluated, self.kept)
             self.folder.write_eval(step, "heldout", table=means, ci95=intervals)
@@ -50,10 +50,11 @@ class Outcome:
             files.write_json(self._path(step), evaluated.to_json())
         return evaluated
 
-    def _require_judged(self, evaluated: Evaluated) -> None:
+    def _require_judged(self, evaluated: Evaluated, step: int) -> None:
         column = self.parts.judge.reward.columns.get(self._column)
         missing, allowed = self._values(evaluated).isnan().double().mean().item(), self.recipe.reward.max_missing
         if missing > allowed and not (column is not None and column.diagnostic):
+            self.judged.forget_missing(step, split="heldout", column=None if column is None else self._column)
             raise TooManyMissing(
                 f"{missing:.0%} of the held-out pictures have no {self._column}, and the recipe allows {allowed:.0%} "
                 "(reward.max_missing): the judge is failing. Start the run again when it answers"
