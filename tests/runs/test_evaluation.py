@@ -1,7 +1,9 @@
 """The held-out table: means, intervals, the headline's row; the gain between two evaluations of the same tasks."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,11 +11,11 @@ from PIL import Image
 
 import tiny_writing
 from models import tiny_writers
-from retouch.rewards.judging import Judge
+from retouch.rewards.judging import Judge, Judged
 from retouch.runs.evaluation import Evaluated, Evaluator, chosen, paired_gain, table
 from retouch.runs.journal import unkept
 from retouch.runs.ranks import Ranks
-from retouch.types import Column, Task
+from retouch.types import Batch, Column, Sample, Task
 
 
 def evaluated() -> Evaluated:
@@ -64,6 +66,26 @@ class Grey:
 
     def __call__(self, samples):
         return {"grey": torch.tensor([float(sample.image.getpixel((0, 0))) for sample in samples])}
+
+
+def test_what_is_asked_is_awaited_when_all_is_asked() -> None:
+    """Nothing is judged before the last batch has come, so that a dead judge costs one deadline and not one for each batch."""
+    tasks = tiny_writers.tasks()
+    judge = Judge(Grey(), {"grey": 1.0})
+    asked: list[tuple[Future, list]] = []
+
+    def patient(batch: Batch, samples: Sequence[Sample]) -> "Future[Judged]":
+        asked.append((Future(), samples))
+        if len(asked) == len(tasks):
+            for future, waiting in asked:
+                future.set_result(judge(waiting))
+        return asked[-1][0]
+
+    one_by_one = Evaluator(tasks=tasks, renderer=Said(), judge=patient, ranks=Ranks(), seed=0, batch=1)
+    at_once = replace(one_by_one, judge=unkept(judge), batch=len(tasks))
+    policy = tiny_writing.policy()
+    assert torch.equal(one_by_one(policy).rewards, at_once(policy).rewards)
+    judge.close()
 
 
 def test_the_best_of_a_writers_samples_is_of_words_that_differ() -> None:

@@ -40,6 +40,10 @@ class Line:
             raise
         return self._end(since)
 
+    async def enter_again(self) -> None:
+        """The same for one who was in before, and knows until when."""
+        await self._places.acquire()
+
     def leave(self) -> None:
         """Let the next one in."""
         self._places.release()

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
+from retouch.loop import awaited
 from retouch.policies.autoregressive import AutoregressivePolicy
 from retouch.rewards.judging import Judged
 from retouch.runs.completions import texts
@@ -96,19 +98,21 @@ class Evaluator:
         count = len(self.tasks)
         share = math.ceil(count / self.ranks.world)
         mine = [min(index, count - 1) for index in range(self.ranks.rank * share, (self.ranks.rank + 1) * share)]
-        parts, images = [], []
+        waiting, images = [], []
         written: list[str | None] = []
         for first in range(0, share, self.batch):
-            part, drawn, said = self._judge(act, mine[first : first + self.batch], slot)
-            parts.append(part)
+            asked, drawn, said = self._judge(act, mine[first : first + self.batch], slot)
+            waiting.append(asked)
             images += drawn
             written += said
-        judged = Judged.concat(parts)
+        judged = awaited(self.ranks, waiting)
         table = self.ranks.gather(torch.stack([judged.rewards, *judged.scores.values()], dim=1))[:count]
         scores = dict(zip(judged.scores, table[:, 1:].unbind(dim=1), strict=True))
         return Evaluated(self.tasks, scores, table[:, 0], images[: self.pictures], written[: self.pictures])
 
-    def _judge(self, act: Any, indices: Sequence[int], slot: int) -> tuple[Judged, list[Image | None], Sequence[str | None]]:
+    def _judge(
+        self, act: Any, indices: Sequence[int], slot: int
+    ) -> "tuple[Future[Judged], list[Image | None], Sequence[str | None]]":
         tasks = tuple(self.tasks[index] for index in indices)
         rows = tuple(range(len(indices)))
         batch = Batch(
@@ -117,8 +121,7 @@ class Evaluator:
         trajectory = act(batch)
         images = self.renderer(tasks, trajectory)
         written = texts(trajectory)
-        judged = self.judge(batch, [Sample(*made) for made in zip(tasks, images, written, strict=True)])
-        return judged.result(), images, written
+        return self.judge(batch, [Sample(*made) for made in zip(tasks, images, written, strict=True)]), images, written
 
 
 def _best(tries: Sequence[Tensor]) -> Tensor:

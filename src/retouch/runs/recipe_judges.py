@@ -75,7 +75,8 @@ class Endpoint(Section):
     timeout: Positive = 60.0
     """Seconds that one attempt may take."""
     deadline: Positive = 120.0
-    """Seconds in which all questions about a chunk of samples must be answered; what is not is missing."""
+    """Seconds in which a question must be answered, further attempts included; those that wait in line give up when nothing was
+    answered for so long. What has no answer then is missing."""
     attempts: Count = 5
     """How often one question is asked before its score is missing."""
     pause: Positive = 0.5

@@ -30,7 +30,8 @@ class RemoteReward(RewardSection):
     timeout: Positive = 60.0
     """Seconds that one attempt may take."""
     deadline: Positive = 120.0
-    """Seconds in which a chunk of samples must be judged; what is not is missing."""
+    """Seconds in which a request must be answered, further attempts included; those that wait in line give up when nothing was
+    answered for so long. What has no answer then is missing."""
     attempts: Count = 5
     """How often one request is tried."""
     retry_share: Share = 0.1

@@ -4,6 +4,7 @@ import hashlib
 import logging
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -19,7 +20,7 @@ from retouch.rewards.judges.prices import Prices
 from retouch.rewards.judges.scales import Scale
 from retouch.rewards.quota.quota import BudgetSpent, Quota
 from retouch.testing import check_reward
-from retouch.types import Reward, Sample, Task
+from retouch.types import AsyncReward, Reward, Sample, Task
 
 QUICK = Patience(timeout=30.0, deadline=120.0, attempts=6, backoff=Backoff(base=0.002, cap=0.01))
 ASPECTS = ("alignment", "quality", "identity")
@@ -251,6 +252,23 @@ def test_what_an_attempt_without_a_reply_took_is_not_known_and_so_not_given_back
         (answer,) = open_client(double, replace(QUICK, deadline=30.0), quota=quota).ask([question()])
         assert (answer.fault, answer.attempts) == ("rate limit", 1)
         assert len(double.requests) == 1
+
+
+def test_calls_are_under_way_together_and_a_reward_judges_while_its_caller_goes_on(open_client):
+    """No question is answered before every chunk's first one has come."""
+    chunks = [samples(3)[k : k + 1] for k in range(3)]
+    together = threading.Barrier(len(chunks))
+
+    class Patient(Double):
+        def respond(self, handler, body, fault):
+            together.wait(timeout=120)
+            super().respond(handler, body, fault)
+
+    with Patient() as double, closing(AspectsReward(Panel(open_client(double)), aspects=["quality"])) as reward:
+        assert isinstance(reward, AsyncReward)
+        given = [future.result() for future in [reward.submit(chunk) for chunk in chunks]]
+        for chunk, scores in zip(chunks, given, strict=True):
+            assert scores["quality"].item() == pytest.approx(mean(chunk[0], "quality", 1), abs=1e-6)
 
 
 def test_the_key_is_in_no_log_error_or_answer(open_client, caplog):

@@ -18,6 +18,7 @@ from retouch.rewards.judges import credentials, wire
 from retouch.rewards.judges.asking import Answer, Question
 from retouch.rewards.judges.backoff import Backoff, retry_after
 from retouch.rewards.judges.prices import Prices
+from retouch.rewards.line import Line
 from retouch.rewards.quota.quota import Quota, Turn, Turns
 
 _TRANSIENT = frozenset({408, 409, 425, 429})  # and every 5xx
@@ -26,7 +27,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long is waited for, in seconds: ``timeout`` one attempt, ``deadline`` all questions of one call together.
+    """How long is waited for, in seconds: ``timeout`` one attempt, ``deadline`` all attempts at a question; those that wait in line
+    give up when nothing at all was answered for so long.
 
     ``attempts``: how often one question is asked; an attempt that the server put off with Retry-After does not count.
     """
@@ -51,6 +53,23 @@ class _Fault:
     text: str = ""
     input_tokens: int = 0
     output_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Tries:
+    """How often one question was asked so far, why it was asked again, the latest seed, and tokens of all attempts."""
+
+    seed: int
+    made: int = 0
+    read: int = 0
+    written: int = 0
+    faults: list[str] = field(default_factory=list)
+
+    def count(self, outcome: Answer | _Fault) -> None:
+        """One attempt more."""
+        self.made += 1
+        self.read += outcome.input_tokens
+        self.written += outcome.output_tokens
 
 
 class ChatClient:
@@ -86,10 +105,10 @@ class ChatClient:
         self._typed = typed
         self._quota = quota
         self._prices = prices
-        self._client, self._slots, self._turns = event_loop.submit(self._open(base_url, concurrency)).result()
+        self._client, self._line, self._turns = event_loop.submit(self._open(base_url, concurrency)).result()
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
-        """An answer each, in order, at the latest when the deadline has passed. May be called from several threads.
+        """An answer each, in order. May be called from several threads.
 
         BudgetSpent: the quota does not have enough for all questions, and none was asked.
         """
@@ -109,62 +128,65 @@ class ChatClient:
         """Let go of the connections."""
         event_loop.submit(self._client.close()).result()
 
-    async def _open(self, base_url: str, concurrency: int) -> tuple[Any, asyncio.Semaphore, Turns | None]:
+    async def _open(self, base_url: str, concurrency: int) -> tuple[Any, Line, Turns | None]:
         client = self._openai.AsyncOpenAI(api_key=self._key, base_url=base_url, max_retries=0, timeout=self.patience.timeout)
-        return client, asyncio.Semaphore(concurrency), None if self._quota is None else Turns(self._quota)
+        line = Line(concurrency, patience=self.patience.deadline)
+        return client, line, None if self._quota is None else Turns(self._quota)
 
     async def _ask_all(self, questions: Sequence[Question], requests: Sequence[dict[str, Any]], began: float) -> list[Answer]:
-        end = began + self.patience.deadline
         pairs = zip(questions, requests, strict=True)
-        tasks = [asyncio.create_task(self._ask_one(question, fields, began, end)) for question, fields in pairs]
-        if not tasks:
-            return []
-        _, late = await asyncio.wait(tasks, timeout=max(0.0, end - time.monotonic()))
-        for task in late:
-            task.cancel()
-        if late:
-            await asyncio.wait(late, timeout=1.0)
-        return [
-            Answer(fault="deadline", seconds=time.monotonic() - began, seed=question.seed, temperature=question.temperature)
-            if task.cancelled() or not task.done()
-            else task.result()
-            for task, question in zip(tasks, questions, strict=True)
-        ]
+        return list(await asyncio.gather(*(self._ask_one(question, fields, began) for question, fields in pairs)))
 
-    async def _ask_one(self, question: Question, fields: dict[str, Any], began: float, end: float) -> Answer:
-        asked = counted = read = written = 0
-        faults: list[str] = []
+    async def _ask_one(self, question: Question, fields: dict[str, Any], began: float) -> Answer:
+        tries = _Tries(seed=question.seed)
+        try:
+            end = await self._line.enter(since=began)
+            async with asyncio.timeout(end - time.monotonic()):
+                outcome = await self._until_answered(question, fields, end, tries)
+        except TimeoutError:
+            outcome = _Fault("deadline")
+        answer = Answer(fault=outcome.reason, text=outcome.text) if isinstance(outcome, _Fault) else outcome
+        return replace(
+            answer,
+            attempts=tries.made,
+            faults=tuple(tries.faults),
+            seed=tries.seed,
+            temperature=question.temperature,
+            seconds=time.monotonic() - began,
+            input_tokens=tries.read,
+            output_tokens=tries.written,
+            cost=self._cost(tries.read, tries.written),
+        )
+
+    async def _until_answered(self, question: Question, fields: dict[str, Any], end: float, tries: "_Tries") -> Answer | _Fault:
+        """The first usable answer, or the last fault. A place is held on entry, given back in pauses, and at the end."""
         key = wire.digest(fields)
-        while True:
-            seed = (question.seed + 1_000_003 * asked) % 2**31  # the same seed might give the same unusable answer
-            async with self._slots:
-                turn = await self._turn(end, again=asked > 0)
+        counted = 0
+        inside = True
+        try:
+            while True:
+                turn = await self._turn(end, again=tries.made > 0)
                 if isinstance(turn, _Fault):
-                    outcome: Answer | _Fault = turn
-                else:
-                    outcome = await self._attempt(question, {**fields, "seed": seed})
-                    asked += 1
-                    await self._settle(turn, outcome)
-                    read, written = read + outcome.input_tokens, written + outcome.output_tokens
-            if isinstance(outcome, _Fault):
+                    return turn
+                tries.seed = (question.seed + 1_000_003 * tries.made) % 2**31  # the same one might give the same unusable answer
+                outcome = await self._attempt(question, {**fields, "seed": tries.seed})
+                tries.count(outcome)
+                await self._settle(turn, outcome)
+                if not isinstance(outcome, _Fault):
+                    return outcome
                 counted += outcome.wait is None
-                pause = self.patience.backoff.pause(asked - 1 if outcome.wait is None else 0, key) + (outcome.wait or 0.0)
-                if not (outcome.final or counted >= self.patience.attempts or time.monotonic() + pause >= end):
-                    faults.append(outcome.reason)
-                    await asyncio.sleep(pause)
-                    continue
-            answer = Answer(fault=outcome.reason, text=outcome.text) if isinstance(outcome, _Fault) else outcome
-            return replace(
-                answer,
-                attempts=asked,
-                faults=tuple(faults),
-                seed=seed,
-                temperature=question.temperature,
-                seconds=time.monotonic() - began,
-                input_tokens=read,
-                output_tokens=written,
-                cost=self._cost(read, written),
-            )
+                pause = self.patience.backoff.pause(tries.made - 1 if outcome.wait is None else 0, key) + (outcome.wait or 0.0)
+                if outcome.final or counted >= self.patience.attempts or time.monotonic() + pause >= end:
+                    return outcome
+                tries.faults.append(outcome.reason)
+                self._line.leave()
+                inside = False
+                await asyncio.sleep(pause)
+                await self._line.enter_again()
+                inside = True
+        finally:
+            if inside:
+                self._line.leave()
 
     async def _turn(self, end: float, *, again: bool) -> Turn | _Fault | None:
         """When the quota lets a question be asked; None where there is no quota, a fault where it does not."""
@@ -215,6 +237,7 @@ class ChatClient:
         text = credentials.redacted(received.reply.text, self._key)
         scores = question.form.read(received.reply)
         tokens = {"input_tokens": received.input_tokens, "output_tokens": received.output_tokens}
+        self._line.answered()
         if scores is None:
             return _Fault("refusal" if received.reply.refused else "unusable answer", text=text, **tokens)
         return Answer(scores=scores, text=text, **tokens)

@@ -5,6 +5,7 @@ grammar holds them to the schema) and read as any free text.
 """
 
 import math
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,10 +46,12 @@ class InProcessJudge:
         self.identity = f"a Qwen2.5-VL in this process, weights {weights_digest(folder)}, {dtype}"
         end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
         self._end = int(end)
+        self._asking = threading.Lock()
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
-        """An answer each, in order."""
-        return [self._answer(question) for question in questions]
+        """An answer each, in order. Calls from several threads wait for each other."""
+        with self._asking:
+            return [self._answer(question) for question in questions]
 
     def _answer(self, question: Question) -> Answer:
         began = time.monotonic()

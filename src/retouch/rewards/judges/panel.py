@@ -1,6 +1,8 @@
 """The engine that all judges share: every prompt is asked ``repeats`` times, and a score that any repeat misses is missing."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +13,10 @@ from retouch.rewards.closing import close
 from retouch.rewards.judges.asking import Answer, Asker, Part, Question
 from retouch.rewards.judges.forms import Form
 from retouch.rewards.judges.rubrics import fingerprint, rubric
+from retouch.types import Sample, Scores
 
 NAN = float("nan")
+_MOST_CALLS = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,9 +82,9 @@ class Panel:
         close(self.asker)
 
 
-class OfPanel:
-    """What all judges have: the panel that they ask. ``rubrics``: the files that they may show it; ``settings``: what else of their
-    arguments decides a score.
+class OfPanel(ABC):
+    """What all judges have: the panel that they ask, and a thread for each call that is under way. ``rubrics``: the files that they
+    may show it; ``settings``: what else of their arguments decides a score.
     """
 
     rubrics: tuple[str, ...] = ()
@@ -88,6 +92,14 @@ class OfPanel:
     def __init__(self, panel: Panel, *, settings: str = "") -> None:
         self.panel = panel
         self.settings = settings
+        self._calls = ThreadPoolExecutor(max_workers=_MOST_CALLS, thread_name_prefix="judge-call")
+
+    @abstractmethod
+    def __call__(self, samples: Sequence[Sample]) -> Scores: ...
+
+    def submit(self, samples: Sequence[Sample]) -> "Future[Scores]":
+        """Judge while the caller goes on; calls may overtake each other."""
+        return self._calls.submit(self, samples)
 
     @property
     def fingerprint(self) -> str:
@@ -96,7 +108,8 @@ class OfPanel:
         return "; ".join(part for part in (self.panel.identity, shown, self.settings) if part)
 
     def close(self) -> None:
-        """Let go of the panel's connections."""
+        """End the threads, and let go of the panel's connections."""
+        self._calls.shutdown(wait=True, cancel_futures=True)
         self.panel.close()
 
 

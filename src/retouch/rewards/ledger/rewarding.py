@@ -14,14 +14,14 @@ from retouch.rewards.ledger.once import Once
 from retouch.rewards.ledger.receipts import Receipt, Receipted
 from retouch.types import Column, Reward, Sample, Scores
 
-_AT_ONCE = 16
+_AT_ONCE = 256  # threads that wait
 
 
 class RememberingReward:
     """Sends ``reward`` the samples that ``answers`` does not hold; for rewards that are slow or cost money.
 
     It must judge each sample on its own (not one that compares the samples of a call). A sample that misses any column but a
-    diagnostic is not remembered. Up to 16 batches are under way at once, so the reward must bear several threads.
+    diagnostic is not remembered. Many batches are under way at once, so the reward must bear several threads.
     """
 
     def __init__(self, reward: Reward, answers: Answers) -> None:
