@@ -12,11 +12,12 @@ import pytest
 import tiny_writer_runs
 
 PROGRAM = Path(__file__).with_name("kill_places.py")
+BY_LUCK = Path(__file__).with_name("kill_random_judge.py")
 
 
-def killed_and_resumed(out: Path, count: int, *more: str) -> list[dict[str, object]]:
+def killed_and_resumed(out: Path, count: int, *more: str, program: Path = PROGRAM) -> list[dict[str, object]]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", str(PROGRAM), str(out), str(count), *more]
+    command = [sys.executable, "-W", "ignore", str(program), str(out), str(count), *more]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=PROGRAM.parents[2], check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -36,6 +37,24 @@ def test_killed_at_four_places(tmp_path: Path) -> None:
 def test_a_writer_killed_at_three_places(tmp_path: Path) -> None:
     tiny_writer_runs.save_writer(tmp_path / "writer")
     check(killed_and_resumed(tmp_path, 3, str(tmp_path / "writer")), 3)
+
+
+def check_by_luck(found: list[dict[str, object]], count: int) -> None:
+    """The bits of a run that was never killed and was told the same scores; what the ledger held was asked for no second time."""
+    assert len(found) == count
+    assert [place for place in found if place["ended"] != -signal.SIGKILL] == [], "a place that was never reached proves nothing"
+    assert [place for place in found if place["resumed"] != [0, 0]] == []
+    assert any(place["held"] for place in found)
+    assert [place for place in found if place["asked_again"] or place["differing"]] == []
+
+
+def test_a_random_judge_killed_at_two_places(tmp_path: Path) -> None:
+    check_by_luck(killed_and_resumed(tmp_path, 2, program=BY_LUCK), 2)
+
+
+@pytest.mark.slow
+def test_a_random_judge_killed_at_eight_places(tmp_path: Path) -> None:
+    check_by_luck(killed_and_resumed(tmp_path, 8, program=BY_LUCK), 8)
 
 
 @pytest.mark.slow

@@ -1,0 +1,320 @@
+"""`retouch ledger` on a run that was really judged: nothing lost between ranks, and a second look gives the same scores."""
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from retouch import cli
+from retouch.core import agreement
+from retouch.playground.judge import PlaygroundJudge
+from retouch.rewards.judging import Judge
+from retouch.rewards.ledger.answers import Answers, Call
+from retouch.rewards.ledger.content import of_picture
+from retouch.rewards.ledger.database import Database
+from retouch.rewards.share import ShareReward
+from retouch.runs.audit.opening import LedgerView
+from retouch.runs.build_data import build_sets
+from retouch.runs.build_learning import build_phase
+from retouch.runs.folder import Judged as Pictured
+from retouch.runs.folder import RunFolder
+from retouch.runs.ledger import Ledger, ledger_path
+from retouch.runs.ranks import Ranks
+from retouch.runs.recipe import Recipe, load
+from retouch.types import Batch, Sample
+
+STEPS = 3
+CALL = {"content": "c", "judge": "gpt, typed", "picture": "p", "input_tokens": 1000, "output_tokens": 100, "seconds": 2.0}
+
+
+def recipe(out: Path) -> Recipe:
+    changes = {"name": "judged", "out": str(out), "device": "cpu", "tasks_per_step": 2, "group_size": 4, "steps": STEPS}
+    changes |= {"eval.tasks": 6, "eval.headline": None, "eval.complexity": [1, 2], "minibatches": 1}
+    return load("recipes/quickstart.jsonnet", [f"{key}={json.dumps(value)}" for key, value in changes.items()])
+
+
+def attempt(sample_of: Any, *key: int) -> Image.Image:
+    """A picture between the source and the target, with noise."""
+    draw = np.random.default_rng(key)
+    source, target = (np.asarray(image, dtype=float) for image in (sample_of.images[0], sample_of.target))
+    share = draw.uniform()
+    mixed = (1 - share) * source + share * target + draw.normal(0, 9, source.shape)
+    return Image.fromarray(mixed.clip(0, 255).astype(np.uint8))
+
+
+def batches(made: Recipe) -> tuple[list[Batch], Batch]:
+    """What the run would act on at each step, and its held-out tasks."""
+    (phase,) = made.resolved_phases()
+    sets = build_sets(made, phase.data, size=None)
+    built = build_phase(made, phase, steps=range(STEPS), tasks=sets.train, ranks=Ranks())
+    tasks = tuple(sets.heldout[index] for index in range(6))
+    return [built.batch(step) for step in range(STEPS)], Batch(0, -1, tasks, tuple(range(6)), tuple(range(6)), (0,) * 6)
+
+
+def judge_run(made: Recipe, *, keep_images: bool) -> Path:
+    """Judges three steps and an evaluation; the second step has a picture that could not be made."""
+    folder = RunFolder(made.folder)
+    folder.write_recipe(made.document())
+    training, heldout = batches(made)
+    with closing(Ledger(folder.root, Ranks(), keep_images=keep_images, new_judge=False)) as ledger:
+        reward = ledger.keep(PlaygroundJudge())
+        ledger.meet(reward)
+        judge = Judge(reward, {"overall": 1.0})
+        judged = ledger.open(judge, since=0)
+        for batch in training:
+            samples = [
+                Sample(batch.tasks[group], attempt(batch.tasks[group], batch.step, group, slot))
+                for group, slot in zip(batch.group, batch.slot, strict=True)
+            ]
+            if batch.step == 1:
+                samples[3] = Sample(samples[3].task, None)
+            judged(batch, samples).result()
+            if batch.step == 1:
+                scores = judge(samples)
+                kept = [
+                    Pictured(sample=sample, group=0, slot=slot, scores={}, reward=scores.rewards[slot].item())
+                    for slot, sample in enumerate(samples[:4])
+                ]
+                folder.write_samples(2, "group", kept)
+        pictures = [Sample(task, attempt(task, 77, number)) for number, task in enumerate(heldout.tasks)]
+        judged.on("heldout", 0)(heldout, pictures).result()
+        judge.close()
+    return folder.root
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that kept its pictures."""
+    return judge_run(recipe(tmp_path_factory.mktemp("kept")), keep_images=True)
+
+
+@pytest.fixture(scope="module")
+def unkept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One that kept a few, as every run does."""
+    return judge_run(recipe(tmp_path_factory.mktemp("unkept")), keep_images=False)
+
+
+@pytest.fixture
+def ask(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*words: object) -> Any:
+        assert cli.main(["ledger", *map(str, words), "--json"]) == 0
+        as_json = json.loads(capsys.readouterr().out)
+        assert cli.main(["ledger", *map(str, words)]) == 0
+        table = capsys.readouterr().out
+        assert table.strip()
+        return as_json
+
+    return run
+
+
+def column(run: Path, name: str, split: str = "train") -> list[float]:
+    return [sample.scores[name] for sample in LedgerView.open(run).samples if sample.split == split]
+
+
+def test_what_was_scored_by_whom(kept, unkept, ask):
+    found = ask(kept)
+    assert {split: each["samples"] for split, each in found["samples"].items()} == {"heldout": 6, "train": 24}
+    train = found["samples"]["train"]
+    assert (train["steps"], train["without_picture"], train["pictures"]) == ([1, 3], 1, 23)
+    assert "overall" not in train["missing"]
+    assert any(name.startswith("success/") for name in train["missing"])
+    (judge,) = found["judges"]
+    assert (judge["about"]["class"], judge["since"]) == ("retouch.playground.judge:PlaygroundJudge", 0)
+    assert (found["asked"], found["cost"]) == ([], None)
+    few = ask(unkept, "cost")["samples"]
+    assert (few["train"]["pictures"], few["train"]["pictured_steps"], few["heldout"]["pictures"]) == (3, [2], 0)
+
+
+def test_what_it_cost_with_prices_known_then_and_given_now(tmp_path, ask):
+    run = judge_run(recipe(tmp_path), keep_images=False)
+    with closing(Database(ledger_path(run, 0))) as first, closing(Database(ledger_path(run, 1))) as second:
+        Answers(first).record([Call(**CALL, scores={"x": 1.0}, attempts=2, cost=0.5), Call(**CALL, scores=None, fault="HTTP 503")])
+        Answers(second).record([Call(**CALL, scores={"x": 1.0}, cost=0.25)])
+    found = ask(run)
+    (asked,) = found["asked"]
+    assert {name: asked[name] for name in ("calls", "failed", "attempts")} == {"calls": 3, "failed": 1, "attempts": 4}
+    assert (asked["input_tokens"], asked["output_tokens"], asked["cost"], found["cost"]) == (3000, 300, 0.75, 0.75)
+    priced = ask(run, "cost", "--prices", "2,8")
+    assert priced["cost"] == pytest.approx(0.75 + (1000 * 2 + 100 * 8) / 1e6)
+
+
+def test_a_cost_that_nobody_knows_is_not_nothing(tmp_path, ask):
+    run = judge_run(recipe(tmp_path), keep_images=False)
+    with closing(Database(ledger_path(run, 0))) as database:
+        Answers(database).record([Call(**CALL, scores={"x": 1.0})])
+    assert ask(run)["cost"] is None
+    assert ask(run, "--prices", "1,1")["cost"] == pytest.approx(1100 / 1e6)
+
+
+def test_judged_again_by_the_same_judge_every_score_is_the_same(kept, ask):
+    again = ask(kept, "rescore", "playground", "--name", "twin")
+    assert (again["samples"], again["judged"], again["without_picture"]) == (30, 29, 1)
+    for sample in LedgerView.open(kept).samples:
+        if sample.picture:
+            first = [sample.scores[name] for name in PlaygroundJudge.columns]
+            assert np.array_equal(first, [sample.scores[f"twin:{name}"] for name in PlaygroundJudge.columns], equal_nan=True)
+    assert ask(kept, "agree", "overall", "twin:overall")["kendall"] == pytest.approx(1)
+
+
+def test_another_judge_sees_the_pictures_that_were_judged_and_none_twice(kept, ask, monkeypatch):
+    ask(kept, "rescore", "share:red", "--split", "train", "--steps", "1:2")
+    shown = {of_picture(Image.open(path)): path for path in (kept / "pictures").rglob("*.png")}
+    rows = [sample for sample in LedgerView.open(kept).samples if "share-red:share" in sample.scores]
+    assert {(sample.split, sample.step) for sample in rows} == {("train", 1), ("train", 2)}
+    assert len(rows) == 15
+    for sample in rows:
+        red = ShareReward("red")._share(Image.open(shown[sample.picture]))
+        assert sample.scores["share-red:share"] == pytest.approx(float(red))
+    asked = []
+
+    def count(self, samples):
+        asked.extend(samples)
+        return {"share": torch.ones(len(samples))}
+
+    monkeypatch.setattr(ShareReward, "__call__", count)
+    assert ask(kept, "rescore", "share:red", "--split", "train")["judged"] == 23
+    assert len(asked) == 8  # those of step 3
+
+
+def test_a_name_is_one_judges(kept, ask, capsys):
+    ask(kept, "rescore", "share:green", "--name", "mine", "--steps", "3")
+    assert cli.main(["ledger", str(kept), "rescore", "photos:red", "--name", "mine"]) == 2
+    assert "another judge" in capsys.readouterr().err
+
+
+def test_without_kept_pictures_only_those_of_samples_can_be_judged_again(unkept, ask, capsys):
+    again = ask(unkept, "rescore", "playground", "--split", "train")
+    assert (again["judged"], again["steps"], again["without_picture"]) == (3, [2], 21)
+    rows = [sample for sample in LedgerView.open(unkept).samples if "playground:overall" in sample.scores]
+    assert all(sample.scores["playground:overall"] == sample.scores["overall"] for sample in rows)
+    assert cli.main(["ledger", str(unkept), "rescore", "playground", "--split", "heldout"]) == 2
+    assert "keep_images" in capsys.readouterr().err
+
+
+def test_a_picture_that_was_swapped_is_not_judged(tmp_path, ask):
+    run = judge_run(recipe(tmp_path), keep_images=True)
+    one, other, *_ = sorted((run / "pictures").rglob("*.png"))
+    one.write_bytes(other.read_bytes())
+    again = ask(run, "rescore", "playground")
+    assert (again["judged"], again["without_picture"]) == (28, 2)
+
+
+def test_agreement_is_that_of_the_columns(kept, ask):
+    found = ask(kept, "agree", "IF", "PQ", "--split", "train")
+    a, b = (torch.tensor(column(kept, name)) for name in ("IF", "PQ"))
+    group = torch.arange(24) // 4
+    assert found["spearman"] == pytest.approx(agreement.spearman(a, b))
+    assert found["kendall"] == pytest.approx(agreement.kendall(a, b))
+    share, pairs = agreement.ordered_alike(a, b, group)
+    assert (found["within_groups"]["alike"], found["within_groups"]["pairs"]) == (pytest.approx(share), pairs)
+    assert found["samples"] == 24
+
+
+def test_the_worst_disagreements_come_first_with_their_pictures(kept, ask):
+    found = ask(kept, "worst", "IF", "IP", "--split", "train", "--top", "24")
+    a, b = (torch.tensor(column(kept, name)) for name in ("IF", "IP"))
+    apart = (agreement.ranks(a) - agreement.ranks(b)).abs() / 23
+    assert [each["apart"] for each in found] == pytest.approx(sorted(apart.tolist(), reverse=True))
+    first = found[0]
+    assert (first["IF"], first["IP"]) == (a[apart.argmax()].item(), b[apart.argmax()].item())
+    for each in found:
+        if each["picture"]:
+            assert of_picture(Image.open(each["file"])) == each["picture"]
+    assert len(ask(kept, "worst", "IF", "IP", "--top", "5")) == 5
+
+
+def test_peoples_ratings_name_pictures_in_three_ways(kept, ask, tmp_path):
+    rows = [sample for sample in LedgerView.open(kept).samples if sample.split == "train" and sample.picture][:6]
+    rated = [3.0, 1.0, 4.0, 1.5, 9.0, 2.6]
+    scores = torch.tensor([sample.scores["overall"] for sample in rows])
+    wanted = agreement.spearman(scores, torch.tensor(rated))
+    shown = {of_picture(Image.open(path)): path for path in (kept / "pictures").rglob("*.png")}
+    files = {
+        "picture": [f"{sample.picture}," for sample in rows],
+        "image": [f"{shown[sample.picture].relative_to(kept)}," for sample in rows],
+        "step,group,slot": [f"{sample.step},{sample.group},{sample.slot}," for sample in rows],
+    }
+    for header, about in files.items():
+        file = tmp_path / "ratings.csv"
+        lines = [f"{who}{rating}" for who, rating in zip(about, rated, strict=True)]
+        # A second opinion on the first picture leaves its mean where it was.
+        lines += [f"{about[0]}{rated[0] - 1}", f"{about[0]}{rated[0] + 1}"]
+        file.write_text("\n".join([f"{header},rating", *lines]) + "\n")
+        found = ask(kept, "agree", "overall", "--ratings", file)
+        assert found["columns"] == ["overall", "rating"]
+        assert (found["samples"], found["spearman"]) == (6, pytest.approx(wanted))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("step,group,rating\n1,0,3\n", "it needs `rating`"),
+        ("picture,score\nabc,3\n", "it needs `rating`"),
+        ("picture,rating\nabc,3\n", "line 2: abc is no picture that was judged"),
+        ("step,group,slot,rating\n1,0,0,3\n9,0,0,3\n", "line 3: no sample of step 9"),
+        ("step,group,slot,rating\n1,0,0,good\n", "line 2: could not convert"),
+        ("step,group,slot,rating\n1,0,0,nan\n", "no finite number"),
+        ("image,rating\n../nothing.png,3\n", "there is no file"),
+    ],
+)
+def test_a_wrong_line_of_ratings_is_named(kept, tmp_path, capsys, text, says):
+    file = tmp_path / "ratings.csv"
+    file.write_text(text)
+    assert cli.main(["ledger", str(kept), "agree", "overall", "--ratings", str(file)]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["agree", "overall", "nothing"], "no column 'nothing' among these samples; there are IF"),
+        (["agree", "overall"], "compare with what?"),
+        (["worst", "IF", "PQ", "--steps", "99"], "no column 'IF'"),
+        (["rescore", "playgroun"], "playgroun"),
+        (["rescore", "share:red", "--name", "../x"], "cannot be the name of a judge"),
+    ],
+)
+def test_what_cannot_be_answered_says_why(kept, capsys, words, says):
+    assert cli.main(["ledger", str(kept), *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_folder_without_a_ledger(tmp_path, capsys):
+    assert cli.main(["ledger", str(tmp_path)]) == 2
+    assert "has no ledger.sqlite" in capsys.readouterr().err
+
+
+def test_the_files_of_all_ranks_are_one_ledger_and_the_later_score_counts(tmp_path, ask):
+    run = judge_run(recipe(tmp_path), keep_images=False)
+    training, _ = batches(recipe(tmp_path))
+    batch = training[2]
+    half = batch.take(slice(4, 8))  # the second group, as another rank would judge it
+    with closing(Ledger(run, Ranks(rank=1), keep_images=False, new_judge=False)) as ledger:
+        judge = Judge(PlaygroundJudge(), {"overall": 1.0})
+        judged = ledger.open(judge, since=0)
+        judged(half, [Sample(half.tasks[0], half.tasks[0].target)] * 4).result()
+        judged.on("train", 3)(half, [Sample(half.tasks[0], half.tasks[0].target)] * 4).result()
+        judge.close()
+    view = LedgerView.open(run)
+    assert [file.name for file in view.files] == ["ledger.sqlite", "ledger.rank1.sqlite"]
+    assert ask(run)["samples"]["train"] | {"seconds": 0} == {
+        **{"samples": 28, "steps": [1, 4], "without_picture": 1, "missing": ask(run)["samples"]["train"]["missing"]},
+        **{"seconds": 0, "pictures": 3, "pictured_steps": [2]},
+    }
+    later = [sample.scores["exact"] for sample in view.samples if (sample.step, sample.group) == (3, 1)]
+    assert later == [1.0] * 4
+
+
+def test_data_that_changed_are_not_taken_for_those_that_were_judged(tmp_path, capsys):
+    made = recipe(tmp_path)
+    run = judge_run(made, keep_images=True)
+    document = made.document()
+    document["data"]["seed"] = 99
+    RunFolder(run).write_recipe(document)
+    assert cli.main(["ledger", str(run), "rescore", "playground"]) == 2
+    assert "changed since" in capsys.readouterr().err

@@ -1,0 +1,162 @@
+"""A run's ledger between the run and who judges: the same judge as before, or nobody goes on."""
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from retouch.rewards import identity
+from retouch.rewards.judges import Answer, Panel, YesReward
+from retouch.rewards.judging import Judge
+from retouch.rewards.ledger.asking import RememberingAsker
+from retouch.rewards.several import Several
+from retouch.rewards.share import ShareReward
+from retouch.runs.ledger import Ledger
+from retouch.runs.ranks import Ranks
+from retouch.runs.recipe import load
+from retouch.runs.recipe_differences import differences
+from retouch.types import Batch, Reward, Sample, Task
+
+
+class Fixed:
+    """An asker that says 1, and what it was asked."""
+
+    def __init__(self, identity: str = "model a") -> None:
+        self.identity = identity
+        self.asked = 0
+
+    def ask(self, questions):
+        self.asked += len(questions)
+        return [Answer(scores={"yes": 1.0}, text="yes", attempts=1) for _ in questions]
+
+
+def meet(run: Path, reward: Reward, *, since: int, new_judge: bool = False) -> list[tuple[str, int]]:
+    """A start of the run with this judge; which judges the ledger then knows."""
+    with closing(Ledger(run, Ranks(), keep_images=False, new_judge=new_judge)) as ledger:
+        kept = ledger.keep(reward)
+        ledger.meet(kept)
+        judge = Judge(kept, dict.fromkeys(kept.columns, 1.0))
+        ledger.open(judge, since=since)
+        judge.close()
+        with ledger._database.reading() as connection:
+            return connection.execute("SELECT fingerprint, since FROM judges ORDER BY number").fetchall()
+
+
+def test_a_changed_judge_stops_a_resume_unless_told_otherwise(tmp_path: Path) -> None:
+    first, second = YesReward(Panel(Fixed("model a"))), YesReward(Panel(Fixed("model b")))
+    assert meet(tmp_path, first, since=0) == meet(tmp_path, first, since=5) == [(identity.fingerprint(first), 0)]
+    with pytest.raises(ValueError, match=r"own: model a; .* in the run, model b; .* now\n.*--new-judge"):
+        meet(tmp_path, second, since=7)
+    both = [(identity.fingerprint(first), 0), (identity.fingerprint(second), 7)]
+    assert meet(tmp_path, second, since=7, new_judge=True) == both
+    assert meet(tmp_path, second, since=9) == both
+    with pytest.raises(ValueError, match="own: model b"):
+        meet(tmp_path, first, since=9)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        YesReward(Panel(Fixed(), repeats=2)),
+        YesReward(Panel(Fixed(), temperature=0.5)),
+        YesReward(Panel(Fixed(), seed=1)),
+        YesReward(Panel(Fixed()), min_mass=0.6),
+        Several({"a": YesReward(Panel(Fixed()))}),
+        ShareReward(),
+    ],
+    ids=["repeats", "temperature", "seed", "settings", "several", "class"],
+)
+def test_what_could_change_a_score_is_another_judge(tmp_path: Path, other: Reward) -> None:
+    meet(tmp_path, YesReward(Panel(Fixed())), since=0)
+    with pytest.raises(ValueError, match="what judges is not what it was"):
+        meet(tmp_path, other, since=1)
+
+
+def test_a_rubric_that_changed_is_another_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reward = YesReward(Panel(Fixed()))
+    meet(tmp_path, reward, since=0)
+    monkeypatch.setattr("retouch.rewards.judges.panel.rubric", lambda name: f"another {name}")
+    with pytest.raises(ValueError, match="rubrics"):
+        meet(tmp_path, reward, since=1)
+
+
+def test_one_part_of_several_that_changed_is_another_judge(tmp_path: Path) -> None:
+    def both(name: str) -> Several:
+        return Several({"judge": YesReward(Panel(Fixed(name))), "share": ShareReward()})
+
+    meet(tmp_path, both("model a"), since=0)
+    meet(tmp_path, both("model a"), since=1)
+    with pytest.raises(ValueError, match="what judges is not what it was"):
+        meet(tmp_path, both("model b"), since=1)
+
+
+def test_code_that_changed_is_another_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of one's own that was edited between two starts."""
+    reward = ShareReward()
+    meet(tmp_path, reward, since=0)
+    monkeypatch.setattr("inspect.getsource", lambda module: "edited")
+    with pytest.raises(ValueError, match=r"the code of retouch.rewards.share:ShareReward was changed"):
+        meet(tmp_path, reward, since=1)
+
+
+class TwoRanks(Ranks):
+    """The other rank says that its judge has changed."""
+
+    def any(self, flag: bool) -> bool:
+        return True
+
+
+def test_all_ranks_stop_where_one_has_another_judge(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, TwoRanks(), keep_images=False, new_judge=False)
+    with closing(ledger), pytest.raises(ValueError, match="as another rank's message says"):
+        ledger.meet(ShareReward())
+
+
+def test_a_judge_behind_the_ledger_is_asked_once_and_is_who_it_was(tmp_path: Path) -> None:
+    asker = Fixed()
+    reward = YesReward(Panel(asker))
+    before = identity.describe(reward)
+    with closing(Ledger(tmp_path, Ranks(), keep_images=False, new_judge=False)) as ledger:
+        kept = ledger.keep(reward)
+        assert isinstance(reward.panel.asker, RememberingAsker)
+        assert identity.describe(kept) == before
+        judge = Judge(kept, {"yes": 1.0})
+        judged = ledger.open(judge, since=0)
+        task = Task("t", "make it blue", images=(Image.new("RGB", (4, 4)),))
+        pictures = [Sample(task, Image.new("RGB", (4, 4), (value, 0, 0))) for value in (1, 2, 1)]
+        batch = Batch(0, 0, (task,), (0,), (0, 0, 0), (0, 1, 2))
+        judged(batch, pictures).result()
+        assert asker.asked == 2
+        judged.on("heldout", 0)(batch, pictures).result()
+        assert asker.asked == 2
+        with ledger.answers.bypassed():
+            judged.on("canary", 0)(batch, pictures).result()
+        assert asker.asked == 5
+        judged.on("canary", 0)(batch, pictures).result()
+        assert asker.asked == 5
+        judge.close()
+
+
+def test_a_users_own_judge_asks_through_the_ledger_too(tmp_path: Path) -> None:
+    class Mine(YesReward):
+        pass
+
+    reward = Mine(Panel(Fixed()))
+    with closing(Ledger(tmp_path, Ranks(), keep_images=False, new_judge=False)) as ledger:
+        assert ledger.keep(reward) is reward
+        assert isinstance(reward.panel.asker, RememberingAsker)
+        plain = ShareReward()
+        assert ledger.keep(plain) is plain
+
+
+def test_keeping_pictures_may_be_turned_on_and_judges_changed_where_that_is_said() -> None:
+    one = load("recipes/quickstart.jsonnet")
+    assert "ledger" not in one.document()
+    keeping = load("recipes/quickstart.jsonnet", ["ledger.keep_images=true"])
+    assert keeping.document()["ledger"] == {"keep_images": True}
+    assert differences(one, keeping) == differences(keeping, one) == []
+    other = load("recipes/quickstart.jsonnet", ['reward.combine={"IF": 1}'])
+    assert differences(one, other)
+    assert differences(one, other, new_judge=True) == []
+    assert differences(one, load("recipes/quickstart.jsonnet", ["seed=3"]), new_judge=True)
