@@ -2,6 +2,7 @@
 
 import inspect
 import json
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -16,6 +17,7 @@ from retouch.runs.recipe_schema import kinds_of
 from retouch.runs.reward_classes import columns_of, reward_class
 from retouch.runs.reward_words import parse_reward, read_combined, read_reward
 
+ROOT = Path(__file__).parents[2]
 JUDGE = {"kind": "endpoint", "model": "m", "base_url": "http://127.0.0.1:9/v1"}
 KINDS = get_args(get_args(Part)[0])
 FOLDER = {"kind": "folder", "path": "photos"}
@@ -69,6 +71,15 @@ def test_every_reward_that_there_is_has_a_section():
     listed |= {"AestheticReward", "DinoPreservation", "LpipsPreservation", "OcrReward", "ThinkReward", "PromptQualityReward"}
     listed |= {"AspectsReward", "VieScore", "EditScore", "ComplexEditReward", "GroundReward", "YesReward", "DigitReward"}
     assert kinds >= listed | {"WinRateReward", "RemoteReward"}
+
+
+def test_the_page_of_rewards_names_every_kind_with_its_columns():
+    rows = [line for line in (ROOT / "docs" / "rewards.md").read_text().splitlines() if line.startswith("| `")]
+    for kind in KINDS:
+        section = parse_reward(least(kind))
+        (row, *_) = [row for row in rows if f"`{section.kind}`" in row.split("|")[1]]
+        own = [name for name, column in (columns_of(section) or {}).items() if not column.diagnostic]
+        assert [name for name in own if f"`{name}`" not in row.split("|")[2]] == [], section.kind
 
 
 def test_several_are_read_written_and_read_again():
