@@ -10,6 +10,7 @@ import ast
 import hashlib
 import json
 import math
+import resource
 import shutil
 import subprocess
 import sys
@@ -27,8 +28,13 @@ PAGE = ROOT / "docs" / "results.md"
 RUNS = ROOT / "runs" / "results"
 SOURCE = ROOT / "src"
 WEIGHTS = SOURCE / "retouch" / "playground" / "weights"
-SHIPPED = {"playground": "editor", "playground-writer": "writer"}
-# What runs of the playground compute with, by the kind of policy; how they are assembled and kept decides no number.
+SHIPPED = {
+    "playground": "editor",
+    "playground-writer": "writer",
+    "playground-painter": "painter",
+    "playground-enhancer": "enhancer",
+}
+# What runs of the playground compute with; how they are assembled and kept decides no number.
 DENOISING = (
     "retouch.loop",
     "retouch.data.sampler",
@@ -57,7 +63,21 @@ WRITING = (
     "retouch.renderers.blind",
     "retouch.renderers.responses",
 )
-DECIDING = {"denoising": DENOISING, "autoregressive": WRITING}
+REWRITING = (
+    "retouch.loop",
+    "retouch.data.sampler",
+    "retouch.models.qwen_image",
+    "retouch.models.qwen_writer",
+    "retouch.objectives.cross_entropy",
+    "retouch.objectives.policy_gradient",
+    "retouch.playground.painting_judge",
+    "retouch.playground.paintings",
+    "retouch.policies.autoregressive",
+    "retouch.renderers.blind",
+    "retouch.renderers.prompts",
+)
+# By the kind of renderer; a policy without one makes its own pictures.
+DECIDING = {None: DENOISING, "response": WRITING, "prompt": REWRITING}
 TRACED = 3
 TRACE = ("reward/mean", "policy/loss", "policy/grad_norm")
 # What costs time before and beside the first steps, and does not change them.
@@ -106,11 +126,19 @@ def run(entry: Entry, seed: int) -> dict:
     """Run it whole, and keep what came of it."""
     folder = RUNS / f"{Path(entry.recipe).stem}-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
+    before = children_seconds()
     subprocess.run(command(entry, seed, folder), cwd=ROOT, check=True)
+    spent = children_seconds() - before
     code = code_digest(load(ROOT / entry.recipe))
-    known = {"result": {"seed": seed, **measured(folder)}, "trace": trace(folder), "code": [code]}
+    known = {"result": {"seed": seed, **measured(folder), "cpu_seconds": spent}, "trace": trace(folder), "code": [code]}
     keep(entry, known)
     return known
+
+
+def children_seconds() -> float:
+    """The processor's, of all that this process started and that has ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def first_steps(entry: Entry, seed: int) -> list[dict]:
@@ -169,7 +197,7 @@ def used_weights(recipe: Recipe) -> set[str]:
 def code_digest(recipe: Recipe) -> str:
     """SHA-256 of the code that such a run trains with: what it does, not its words."""
     whole = hashlib.sha256()
-    for file in with_imports(DECIDING[recipe.policy.kind]):
+    for file in with_imports(DECIDING[recipe.renderer and recipe.renderer.kind]):
         if file.name != "types.py":  # declares, and computes nothing
             whole.update(file.relative_to(SOURCE).as_posix().encode() + deeds(file.read_text()).encode())
     return whole.hexdigest()[:16]

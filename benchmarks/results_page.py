@@ -14,11 +14,18 @@ class Entry:
 
 @dataclass(frozen=True)
 class Section:
-    """What is compared: its rows, and what a reader must know of the tasks and the ceiling."""
+    """What is compared: its rows, and what a reader must know of the tasks and the ceiling.
+
+    ``columns`` and ``levels`` of complexity: what the second table shows. ``kinds`` of edits: the third, and the verdict on
+    shortcuts.
+    """
 
     title: str
     about: str
     entries: tuple[Entry, ...]
+    columns: tuple[str, ...] = ("overall", "IF", "IP", "PQ", "exact")
+    levels: tuple[int, ...] = (1, 2, 3)
+    kinds: tuple[str, ...] = ("recolour", "reshape", "remove", "add", "move")
 
 
 SECTIONS = (
@@ -47,6 +54,22 @@ SECTIONS = (
             Entry("supervised control", "recipes/playground/writer-supervised.jsonnet"),
         ),
     ),
+    Section(
+        "A writer of prompts in front of the painter",
+        "A language model rewrites what people ask for, in words that the frozen text-to-image painter never met, into the "
+        "painter's own; the judge knows the scene that was asked for and never sees the rewritten prompt. The base names single "
+        "things rightly, and of several mostly the first. The ceiling is what the painter makes of the right words. `shown`: the "
+        "share of things that stand where they should; `extra`: things too many. Blind: the painter draws the request as it "
+        "stands, whatever was written. Supervised: as many sample passes of the base's own data.",
+        (
+            Entry("GRPO", "recipes/sd3/prompt-enhancer-playground.jsonnet"),
+            Entry("blind control", "recipes/playground/enhancer-blind.jsonnet"),
+            Entry("supervised control", "recipes/playground/enhancer-supervised.jsonnet"),
+        ),
+        columns=("overall", "alignment", "quality", "exact", "shown", "extra"),
+        levels=(1, 2, 3, 4),
+        kinds=(),
+    ),
 )
 
 
@@ -58,21 +81,25 @@ def page(found: dict[Entry, list[dict]]) -> str:
         "Held-out tasks of the playground: scenes, instructions and seeds that no training saw. Every figure here is made by "
         "`make results`.",
         "",
-        "Share of gap: (after - before) / (ceiling - before) of the overall score on compound edits, those with two or three in "
-        "one instruction. Best of k: the best of k samples of the base, picked by the judge.",
+        "Share of gap: (after - before) / (ceiling - before) of the overall score on compound tasks, those that ask for several "
+        "edits or things in one instruction. Best of k: the best of k samples of the base, picked by the judge. Singles: the gain "
+        "on tasks that ask for one thing. Ratio: the largest |ratio - 1| of an action before the first update of its step, 0 but "
+        "for rounding; NFT and imitation have none. Seconds are those of the training steps by the clock, which others shared; CPU "
+        "those of the processor for the whole run, evaluations with it.",
         "",
     ]
     for section in SECTIONS:
         rows = {entry.name: found[entry] for entry in section.entries if entry in found}
         if rows:
-            lines += [f"## {section.title}", "", section.about, "", *headline(rows), "", *detail(rows), ""]
+            lines += [f"## {section.title}", "", section.about, "", *headline(rows), "", *detail(section, rows), ""]
+            lines += [*edits(section, rows), ""] if section.kinds else []
     return "\n".join(lines[:-1]) + "\n"
 
 
 def headline(found: dict[str, list[dict]]) -> list[str]:
     lines = [
-        "| recipe | seed | before | after | gain (95 %) | share of gap | best of k | ceiling | singles | seconds |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| recipe | seed | before | after | gain (95 %) | share of gap | best of k | ceiling | singles | ratio | seconds | CPU |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, results in found.items():
         for result in results:
@@ -83,32 +110,37 @@ def headline(found: dict[str, list[dict]]) -> list[str]:
             best = f"{s['best_of_k']:.2f} (k={s['k']})" if "best_of_k" in s else ""
             beside = f"{best} | {s['ceiling']:.2f}"
             share = "" if s["gap_closed"] is None else f"{s['gap_closed']:.2f}"
+            ratio = "" if result["ratio_max_first"] is None else f"{result['ratio_max_first']:.0e}"
+            spent = f"{result['cpu_seconds']:.0f}" if "cpu_seconds" in result else ""
             lines.append(
                 f"| {name} | {result['seed']} | {s['before']:.2f} | {s['after']:.2f} | {gain} | {share} | {beside} | "
-                f"{singles:+.2f} | {s['cost']['training seconds']:.0f} |"
+                f"{singles:+.2f} | {ratio} | {s['cost']['training seconds']:.0f} | {spent} |"
             )
         shares = [result["summary"]["gap_closed"] for result in results]
         mean = "" if None in shares else f"**{statistics.mean(shares):.2f}**"  # a blind renderer leaves no gap
-        lines.append(f"| **{name}** | mean of {len(shares)} |  |  |  | {mean} |  |  |  |  |")
+        lines.append(f"| **{name}** | mean of {len(shares)} |  |  |  | {mean} |" + "  |" * 6)
     return lines
 
 
-def detail(found: dict[str, list[dict]]) -> list[str]:
-    lines = [
-        "What changed, column by column: means over the seeds, before -> after.",
-        "",
-        "| recipe | tasks | overall | IF | IP | PQ | exact |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+def detail(section: Section, found: dict[str, list[dict]]) -> list[str]:
+    lines = ["What changed, column by column: means over the seeds, before -> after.", ""]
+    lines += ["| recipe | tasks | " + " | ".join(section.columns) + " |", "| --- | --- |" + " --- |" * len(section.columns)]
     for name, results in found.items():
-        for row in ("complexity=1", "complexity=2", "complexity=3"):
+        for level in section.levels:
             cells = []
-            for column in ("overall", "IF", "IP", "PQ", "exact"):
-                before, after = (statistics.mean(result[when][row][column] for result in results) for when in ("before", "after"))
+            for column in section.columns:
+                before, after = (
+                    statistics.mean(result[when][f"complexity={level}"][column] for result in results)
+                    for when in ("before", "after")
+                )
                 cells.append(f"{before:.2f} -> {after:.2f}")
-            lines.append(f"| {name} | {row.replace('=', ' ')} | " + " | ".join(cells) + " |")
-    lines += ["", "Share of edits that are done, by kind, over all held-out tasks:", ""]
-    kinds = ("recolour", "reshape", "remove", "add", "move")
+            lines.append(f"| {name} | complexity {level} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def edits(section: Section, found: dict[str, list[dict]]) -> list[str]:
+    lines = ["Share of edits that are done, by kind, over all held-out tasks:", ""]
+    kinds = section.kinds
     lines += ["| recipe | " + " | ".join(kinds) + " |", "| --- |" + " --- |" * len(kinds)]
     for name, results in found.items():
         cells = []
