@@ -1,18 +1,22 @@
 """Building the playground's painter and its enhancer: the same bits from the same seed, in the layout that others load."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from diffusers import QwenImagePipeline
 
 from retouch.bases import build_painter as building
-from retouch.bases.build_painter import build_painter
+from retouch.bases.build_painter import build_painter, measure
 from retouch.bases.enhancer import EnhancerTraining
 from retouch.bases.painter import PainterTraining, described
 from retouch.playground.paintings import PaintingTasks
-from retouch.runs.build_model import build_model
+from retouch.runs.build_model import build_model, playground_weights
+from retouch.runs.build_writer import build_writer
+from retouch.runs.files import read_json
 from retouch.runs.recipe_policy import PlaygroundPainter
+from retouch.runs.recipe_writer import AutoregressivePolicy, PlaygroundEnhancer
 
 TINY = {
     "painter": PainterTraining(steps=2, batch=4, warmup=1),
@@ -83,3 +87,21 @@ def test_diffusers_paints_the_same_picture(built: Path) -> None:
 def test_a_folder_without_a_painter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="playground build --painter"):
         build_model(PlaygroundPainter(kind="playground-painter", path=str(tmp_path)), device=torch.device("cpu"))
+
+
+def test_the_shipped_weights_score_what_their_build_measured() -> None:
+    """A single thing is named rightly, and of several mostly the first: what the enhancer's recipe begins with."""
+    painter, enhancer = (read_json(playground_weights(name) / "build.json")["held_out"] for name in ("painter", "enhancer"))
+    assert painter == enhancer
+    cpu = torch.device("cpu")
+    model: Any = build_model(PlaygroundPainter(kind="playground-painter"), device=cpu)
+    policy = AutoregressivePolicy(kind="autoregressive", model=PlaygroundEnhancer(kind="playground-enhancer"))
+    writer: Any = build_writer(policy, before=None, device=cpu)
+    found = measure(model, writer)
+    assert found.keys() == painter.keys()
+    assert max(abs(found[name] - painter[name]) for name in painter) <= 0.1
+
+
+def test_what_ships_is_small() -> None:
+    files = [file for name in ("painter", "enhancer") for file in playground_weights(name).rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) <= 8_000_000
