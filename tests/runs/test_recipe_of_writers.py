@@ -125,6 +125,9 @@ def test_the_encoder_has_no_default() -> None:
         ({**PAINTED, "renderer__kind": "response", "renderer__encoder": "frozen"}, "renderer.model.kind"),
         ({"policy__model": PAINTED["policy__model"]}, "policy.model.kind"),
         ({"group_size": 1}, "group_size"),
+        ({"device": "cpu", "devices": {"policy": "cuda:0"}}, "device, devices.policy"),
+        ({"policy": DENOISING, "renderer": None, "devices": {"renderer": "cuda:1"}}, "devices.renderer"),
+        ({"policy": DENOISING, "renderer": None, "devices": {"offload": True}}, "devices.offload"),
         ({"policy__train": {"kind": "lora", "dropout": 0.1}}, "policy.train.dropout"),
     ],
 )
@@ -153,7 +156,7 @@ def test_what_is_sound_is_taken(changes: dict[str, Any]) -> None:
 
 def test_a_run_goes_on_elsewhere_and_not_with_another_encoder() -> None:
     old = parse(BASE)
-    assert differences(old, parse(changed(renderer__device="cpu"))) == []
+    assert differences(old, parse(changed(devices={"renderer": "cuda:1", "offload": True}))) == []
     assert differences(old, parse(changed(renderer__encoder="policy"))) != []
 
 

@@ -107,7 +107,7 @@ class QwenResponses:
 
     def _embed(self, rows: Sequence[Tokens]) -> list[Float[Tensor, "_ d"]]:
         joined = _joined(rows, pad=self.text.tokenizer.pad_token_id)
-        with evaluating(self.encoder.module):
+        with self.encoder.reading(), evaluating(self.encoder.module):
             embeds, mask = self.text.embed(joined)
         return [row[real] for row, real in zip(embeds, mask, strict=True)]
 

@@ -9,6 +9,7 @@ from retouch.loop import Phase, Run
 from retouch.policies.demonstrating import demonstrates
 from retouch.policies.weights import WeightCopies
 from retouch.renderers.latents import LatentRenderer
+from retouch.renderers.offloaded import Offloaded
 from retouch.rewards.judging import Judge
 from retouch.runs import recipe_learning
 from retouch.runs.build_data import Sets, build_sets, steps_of
@@ -21,8 +22,10 @@ from retouch.runs.build_writer import Averaged, build_renderer
 from retouch.runs.clock import Clock
 from retouch.runs.completions import describe, texts
 from retouch.runs.evaluation import Evaluator
+from retouch.runs.image_model import parts_of
 from retouch.runs.journal import JudgeBatch
 from retouch.runs.ledger import Ledger
+from retouch.runs.placement import Placement, place
 from retouch.runs.ranks import Ranks
 from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_checks import check_ranks
@@ -37,12 +40,14 @@ from retouch.types import AutoregressiveModel, DenoisingModel, Renderer, Reward,
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """``model``: what trains. ``image_model``: what makes pictures, the same for a denoising policy. ``plan``: each phase with the
-    steps of the run that it takes. ``copies``: weights kept beside the current ones. ``writing``: engines by what names them.
+    """``placement``: where things lie. ``model``: what trains. ``image_model``: what makes pictures; a denoising policy's own.
+    ``plan``: each phase with the steps of the run that it takes. ``copies``: weights kept beside the current ones. ``writing``:
+    engines by what names them.
     """
 
     recipe: Recipe
     ranks: Ranks
+    placement: Placement
     model: DenoisingModel | AutoregressiveModel
     image_model: DenoisingModel
     copies: WeightCopies
@@ -78,7 +83,13 @@ class Assembly:
         if isinstance(self.model, DenoisingModel):
             return LatentRenderer(self.model)
         assert self.recipe.renderer is not None, "the recipe's checks see to it"
-        return build_renderer(self.recipe.renderer, self.image_model, writer=self.model, copies=self.copies, num_steps=num_steps)
+        renderer = build_renderer(
+            self.recipe.renderer, self.image_model, writer=self.model, copies=self.copies, num_steps=num_steps
+        )
+        if not self.placement.offload:
+            return renderer
+        parts = [part for part in parts_of(self.image_model) if part is not self.model.module]
+        return Offloaded(renderer, parts, self.placement.renderer)
 
     def users_renderer(self) -> Renderer:
         """The same for what the policy's ``sample`` did: where the policy reads for the editor, it too is its average."""
@@ -167,7 +178,8 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
     another one than the ledger knows.
     """
     check_ranks(recipe, ranks.world)
-    reward = build_reward(recipe.reward, device=ranks.device, keep=_unkept if ledger is None else ledger.keep)
+    placement = place(recipe, ranks)
+    reward = build_reward(recipe.reward, device=placement.reward, keep=_unkept if ledger is None else ledger.keep)
     if ledger is not None:
         ledger.meet(reward)
     judge = Judge(reward, recipe.reward.combine)
@@ -176,20 +188,36 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
     size = None if isinstance(section, ImportedModel) else section.size
     sets = [build_sets(recipe, phase.data, size=size) for phase in phases]
     plan = list(zip(phases, steps_of(phases, sets), strict=True))
-    model, image_model = build_models(recipe, device=ranks.device)
+    model, image_model = build_models(recipe, placement)
     copies = make_trainable(model.module, recipe.policy, seed=recipe.seed)
-    for name in sorted(copies_needed(recipe)):
+    for name in sorted(_copies(recipe, model, image_model)):
         if name == "reference" and isinstance(recipe.policy.train, Lora):
             copies.keep_without_adapter(name)
         else:
             copies.keep(name)
     return Assembly(
-        recipe=recipe, ranks=ranks, model=model, image_model=image_model, copies=copies, judge=judge, sets=sets, plan=plan
+        recipe=recipe,
+        ranks=ranks,
+        placement=placement,
+        model=model,
+        image_model=image_model,
+        copies=copies,
+        judge=judge,
+        sets=sets,
+        plan=plan,
     )
 
 
 def _unkept(reward: Reward) -> Reward:
     return reward
+
+
+def _copies(recipe: Recipe, model: DenoisingModel | AutoregressiveModel, image_model: DenoisingModel) -> set[str]:
+    """The weights to keep beside the current ones: what learning needs, and what a frozen encoder reads with that is held once."""
+    match recipe.renderer:
+        case ResponseRenderer(encoder="frozen") if model.module in parts_of(image_model):
+            return {*copies_needed(recipe), "reference"}
+    return copies_needed(recipe)
 
 
 def _has_target(task: Task) -> bool:

@@ -21,7 +21,7 @@ from retouch.models.sd3 import LORA_TARGETS as SD3_TARGETS
 from retouch.models.sd3 import SD3
 from retouch.policies.weights import WeightCopies
 from retouch.runs.files import read_json
-from retouch.runs.imports import import_class
+from retouch.runs.imports import build_class
 from retouch.runs.pretrained import fetch_weights
 from retouch.runs.recipe_policy import (
     DenoisingPolicy,
@@ -53,7 +53,7 @@ def playground_weights(name: str = "editor") -> Path:
 def build_model(model: Model, *, device: torch.device) -> DenoisingModel:
     """Load the model, all of it frozen but for the transformer."""
     if isinstance(model, ImportedModel):
-        made: DenoisingModel = import_class(model.class_)(**model.args)
+        made: DenoisingModel = build_class(model.class_, model.args, device=device)
         return made
     dtype = DTYPES[model.dtype]
     size = None if model.size is None else (model.size[0], model.size[1])

@@ -5,6 +5,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
+from retouch.models.qwen_image_edit import QwenImageEdit
 from retouch.policies.autoregressive import AutoregressivePolicy
 from retouch.policies.decoding import Decoding
 from retouch.policies.denoising import DenoisingPolicy
@@ -16,24 +17,36 @@ from retouch.runs.build_engine import Writing
 from retouch.runs.build_learning import build_sampling
 from retouch.runs.build_model import build_model
 from retouch.runs.build_writer import build_writer
+from retouch.runs.image_model import move, share_encoder
+from retouch.runs.placement import Placement
 from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_renderer import ResponseRenderer
 from retouch.runs.recipe_rollout import Rollout, TokenRollout
 from retouch.types import AutoregressiveModel, DenoisingModel
 
+_CPU = torch.device("cpu")
 TrainedPolicy: TypeAlias = DenoisingPolicy | AutoregressivePolicy
 
 
-def build_models(recipe: Recipe, *, device: torch.device) -> tuple[DenoisingModel | AutoregressiveModel, DenoisingModel]:
-    """What trains, and what makes the pictures: one and the same for a denoising policy."""
+def build_models(recipe: Recipe, placement: Placement) -> tuple[DenoisingModel | AutoregressiveModel, DenoisingModel]:
+    """What trains, and what makes the pictures: one and the same for a denoising policy. Weights that both need are held once."""
     policy, renderer = recipe.policy, recipe.renderer
     if isinstance(policy, recipe_policy.DenoisingPolicy):
-        model = build_model(policy.model, device=device)
+        model = build_model(policy.model, device=placement.policy)
         return model, model
     assert renderer is not None, "the recipe's checks see to it"
-    image_model = build_model(renderer.model, device=device if renderer.device is None else torch.device(renderer.device))
-    before = image_model if isinstance(renderer, ResponseRenderer) else None
-    return build_writer(policy, before=before, device=device), image_model
+    rests = _CPU if placement.offload else placement.renderer
+    if not isinstance(renderer, ResponseRenderer):
+        image_model = build_model(renderer.model, device=rests)
+        return build_writer(policy, before=None, device=placement.policy), image_model
+    editor = build_model(renderer.model, device=_CPU)
+    writer = build_writer(policy, before=editor, device=placement.policy)
+    assert isinstance(editor, QwenImageEdit), "the recipe's checks see to it"
+    share_encoder(
+        editor, writer.module, policy_reads=renderer.encoder == "policy", base_stays=isinstance(policy.train, recipe_policy.Lora)
+    )
+    move(editor, rests, but=writer.module)
+    return writer, editor
 
 
 def build_policy(

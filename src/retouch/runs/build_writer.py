@@ -28,7 +28,7 @@ from retouch.renderers.responses import ResponseRenderer
 from retouch.runs import recipe_renderer
 from retouch.runs.build_model import DTYPES, playground_weights
 from retouch.runs.files import read_json
-from retouch.runs.imports import import_class
+from retouch.runs.imports import build_class
 from retouch.runs.pretrained import fetch_writer
 from retouch.runs.recipe_policy import ImportedModel
 from retouch.runs.recipe_writer import AutoregressivePolicy, PlaygroundEnhancer, PlaygroundWriter
@@ -47,7 +47,7 @@ def build_writer(policy: AutoregressivePolicy, *, before: DenoisingModel | None,
     """
     section = policy.model
     if isinstance(section, ImportedModel):
-        made: AutoregressiveModel = import_class(section.class_)(**section.args)
+        made: AutoregressiveModel = build_class(section.class_, section.args, device=device)
         return made
     system = area = None
     if isinstance(section, PlaygroundEnhancer):
@@ -141,20 +141,21 @@ def _anything(prompt: str) -> bool:
 def _encoder(
     section: recipe_renderer.ResponseRenderer, editor: QwenImageEdit, *, writer: AutoregressiveModel, copies: WeightCopies
 ) -> Encoder:
-    if section.encoder == "frozen":
-        return Encoder.frozen(editor.text.encoder)
     module = writer.module
-    width = editor.text.encoder.get_input_embeddings().weight.shape[1]
+    if section.encoder == "frozen" and editor.text.encoder is not module:
+        return Encoder.frozen(editor.text.encoder)
+    transformer: Any = editor.module
+    width = transformer.config.joint_attention_dim
     if not isinstance(module, Qwen2_5_VLForConditionalGeneration):
         raise ValueError(f"renderer.encoder: the editor reads states of a Qwen2.5-VL, not of {type(module).__name__}; take frozen")
     if module.get_input_embeddings().weight.shape[1] != width:
         raise ValueError(f"renderer.encoder: the editor reads states of width {width}, and the writer has others; take frozen")
     published: Callable[[], AbstractContextManager[None]] = nullcontext
-    if section.guidance_scale > 1:
-        assert "reference" in copies.copies, "the negative branch is read under weights that do not train"
+    if section.guidance_scale > 1 or section.encoder == "frozen":
+        assert "reference" in copies.copies, "the negative branch is read under weights that do not train, and a frozen one all"
         published = partial(copies.using, "reference")
-    # The same weights once: the editor's own encoder has nothing more to read.
-    editor.text.encoder = module
+    if section.encoder == "frozen":
+        return Encoder.below(module, published=published)
     return Encoder.policy(module, published=published)
 
 

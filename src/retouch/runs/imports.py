@@ -2,6 +2,11 @@
 
 import importlib
 import importlib.util
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
 
 from retouch.runs.recipe_errors import nearest
 
@@ -20,6 +25,14 @@ def import_class(path: str) -> type:
         near = nearest(name, [known for known, value in vars(module).items() if isinstance(value, type)])
         raise ValueError(f"{path}: {module_name} has no class {name}{f'; did you mean {near}?' if near else ''}")
     return found
+
+
+def build_class(path: str, args: Mapping[str, Any], *, device: torch.device) -> Any:
+    """One of the class of that name, made with ``args``; and with ``device``, where its constructor takes one and ``args`` names
+    none."""
+    wanted = import_class(path)
+    takes = "device" in inspect.signature(wanted).parameters
+    return wanted(**args, **({"device": device} if takes and "device" not in args else {}))
 
 
 def _exists(module_name: str) -> bool:

@@ -13,8 +13,8 @@ from retouch.runs.build_policy import build_policy
 from retouch.runs.build_writer import build_writer
 from retouch.runs.checkpoint import State
 from retouch.runs.folder import RunFolder
+from retouch.runs.placement import join_ranks
 from retouch.runs.quiet import quiet
-from retouch.runs.ranks import join
 from retouch.runs.recipe import Recipe, load, parse
 from retouch.runs.recipe_overrides import apply
 from retouch.runs.recipe_renderer import ResponseRenderer
@@ -27,7 +27,7 @@ def open_target(target: str, overrides: Sequence[str] = ()) -> tuple[Assembly, i
     """The parts of a recipe or run, and the step whose weights they have (0: untrained)."""
     quiet()
     recipe, folder = _recipe(target, overrides)
-    parts = assemble(recipe, join(recipe.device))
+    parts = assemble(recipe, join_ranks(recipe))
     state = _newest(folder)
     if state is None:
         return parts, 0
@@ -45,7 +45,7 @@ def open_writer(target: str, overrides: Sequence[str] = ()) -> OpenWriter:
     policy, renderer, rollout = recipe.policy, recipe.renderer, recipe.rollout
     if not isinstance(policy, recipe_writer.AutoregressivePolicy) or not isinstance(rollout, TokenRollout):
         raise ValueError(f"{target}: its policy makes pictures and writes nothing; `retouch sample` uses it")
-    device = join(recipe.device).device
+    device = join_ranks(recipe).device
     before = build_model(renderer.model, device=torch.device("cpu")) if isinstance(renderer, ResponseRenderer) else None
     model = build_writer(policy, before=before, device=device)
     copies = make_trainable(model.module, policy, seed=recipe.seed)

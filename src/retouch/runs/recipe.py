@@ -13,6 +13,7 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from retouch.runs.recipe_checks import problems
 from retouch.runs.recipe_data import Data, IndirectPlaygroundData, Mixture, PaintingData, PlaygroundData
+from retouch.runs.recipe_devices import Devices
 from retouch.runs.recipe_errors import unknown_keys, wrong_values
 from retouch.runs.recipe_files import find
 from retouch.runs.recipe_jsonnet import evaluate
@@ -26,6 +27,9 @@ from retouch.runs.recipe_rollout import Rollout
 from retouch.runs.recipe_secrets import refuse_secrets
 from retouch.runs.recipe_section import Cadence, Count, Positive, Section
 from retouch.runs.recipe_writer import AutoregressivePolicy
+
+LEFT_OUT = ("renderer", "ledger", "devices")
+"""Keys that a resolved recipe has only where they are not null."""
 
 
 class Evaluation(Section):
@@ -101,6 +105,8 @@ class Recipe(Section):
     """Learning rate of the optimizer, before its schedule."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
     """``auto`` takes CUDA, then MPS, then the CPU, and says which."""
+    devices: Devices | None = None
+    """Where parts of the run lie that are not on ``device``; null: all of them are."""
     ranks: Count | None = None
     """Ranks that the recipe is meant for; another number is said and not refused, null means any."""
     epochs: Count = 1
@@ -176,9 +182,9 @@ class Recipe(Section):
         return self.renderer.model
 
     def document(self) -> dict[str, JsonValue]:
-        """The resolved recipe as JSON: every key, defaults and all, but ``renderer`` and ``ledger`` where there are none. ``parse``
-        takes it back."""
-        return self.model_dump(mode="json", exclude={name for name in ("renderer", "ledger") if getattr(self, name) is None})
+        """The resolved recipe as JSON: every key, defaults and all; those of ``LEFT_OUT`` where they say something. ``parse`` takes
+        it back."""
+        return self.model_dump(mode="json", exclude={key for key in LEFT_OUT if getattr(self, key) is None})
 
 
 def parse(document: object) -> Recipe:

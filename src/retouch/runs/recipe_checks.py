@@ -31,7 +31,7 @@ _LAST = "which never trains"
 
 def problems(recipe: "Recipe") -> list[str]:
     """A line for everything in the recipe that cannot stand together; empty for a good one."""
-    found = [*_length(recipe), *_trackers(recipe)]
+    found = [*_length(recipe), *_trackers(recipe), *_devices(recipe)]
     if unlike := list(parts_problems(recipe)):
         return [*found, *unlike]
     found += [*reward_problems(recipe), *_model(recipe), *renderer_problems(recipe), *engine_problems(recipe)]
@@ -78,6 +78,18 @@ def _length(recipe: "Recipe") -> Iterator[str]:
 def _trackers(recipe: "Recipe") -> Iterator[str]:
     if len(set(recipe.trackers)) < len(recipe.trackers):
         yield "trackers: one of them is named twice; name each once"
+
+
+def _devices(recipe: "Recipe") -> Iterator[str]:
+    devices = recipe.devices
+    if devices is None:
+        return
+    if devices.policy is not None and recipe.device != "auto":
+        yield f"device, devices.policy: {recipe.device} and {devices.policy} both say where the policy is; give one of them"
+    if recipe.renderer is None:
+        for key in ("renderer", "offload"):
+            if getattr(devices, key):
+                yield f"devices.{key}: a denoising policy makes its own pictures, where it is; leave it out"
 
 
 def _model(recipe: "Recipe") -> Iterator[str]:

@@ -23,8 +23,6 @@ class RendererSection(Section):
     """A completion that reached ``rollout.max_new_tokens`` is drawn, or is the policy's own fault: the reward's minimum."""
     batch: Count = 8
     """Pictures drawn at once."""
-    device: Annotated[str, Field(pattern=r"^(cpu|mps|cuda(:\d+)?)$")] | None = None
-    """Where the image model lies; null is where the policy is."""
 
 
 class ResponseRenderer(RendererSection):

@@ -19,9 +19,10 @@ from retouch.runs.judge_calls import judge_calls
 from retouch.runs.ledger import Ledger
 from retouch.runs.out_of_memory import named
 from retouch.runs.outcome import Outcome
+from retouch.runs.placement import join_ranks
 from retouch.runs.preflight import preflight, require
 from retouch.runs.quiet import quiet
-from retouch.runs.ranks import Ranks, join
+from retouch.runs.ranks import Ranks
 from retouch.runs.recipe import Recipe, parse
 from retouch.runs.recipe_checks import unmeant_ranks
 from retouch.runs.recipe_differences import differences
@@ -43,7 +44,7 @@ def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
     a fault that its message names, with a checkpoint of the last good step.
     """
     require_trackers(recipe.trackers)
-    ranks = join(recipe.device)
+    ranks = join_ranks(recipe)
     folder = RunFolder(recipe.folder)
     _open_folder(folder, recipe, ranks, fresh=fresh, new_judge=new_judge)
     _log_to(folder, ranks)

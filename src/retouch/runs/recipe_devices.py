@@ -1,0 +1,29 @@
+"""The section of a recipe about where the parts of a run lie, for processes that use several devices or share a small one."""
+
+from typing import Annotated, TypeAlias
+
+from pydantic import Field
+
+from retouch.runs.recipe_section import Section
+
+Place: TypeAlias = Annotated[str, Field(pattern=r"^(cpu|mps|cuda(:\d+)?)$")]
+
+
+class Devices(Section):
+    """A device for each part. ``cuda:N`` counts a rank's own GPUs: every rank has as many as are named here, the first ranks of a
+    machine the first of them."""
+
+    policy: Place | None = None
+    """What trains; null is where ``device`` says."""
+    renderer: Place | None = None
+    """The image model behind a writer; null is where the policy is."""
+    reward: Place | None = None
+    """Models that judge in this process; null is where the policy is."""
+    offload: bool = False
+    """The image model waits in the CPU's memory while nothing is drawn, so that it and the policy can share a device in turn."""
+
+    @property
+    def named(self) -> dict[str, str]:
+        """The parts that have a device of their own."""
+        parts = {"policy": self.policy, "renderer": self.renderer, "reward": self.reward}
+        return {part: place for part, place in parts.items() if place is not None}

@@ -1,0 +1,70 @@
+"""A step of a writer whose parts lie on devices of their own, as a process of its own: see ``several_devices``.
+
+    python placed_run.py RECIPE.json {"policy": "pretend:0", ...}
+
+Prints, as JSON, what the step came to and where everything lay.
+"""
+
+import hashlib
+import json
+import sys
+from typing import Any
+
+import torch
+
+import several_devices
+from retouch.loop import accumulate, collect, cut
+from retouch.rewards.share import ShareReward
+from retouch.runs import assembly
+from retouch.runs.image_model import parts_of
+from retouch.runs.placement import Placement
+from retouch.runs.ranks import Ranks
+from retouch.runs.recipe import parse
+
+
+class Told(ShareReward):
+    """A reward that says where it was told to be."""
+
+    device: torch.device | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__("red")
+        Told.device = device
+
+
+def main(path: str, where: dict[str, Any]) -> dict[str, Any]:
+    with open(path) as file:
+        recipe = parse(json.load(file))
+    offload = where.pop("offload", False)
+    placement = Placement(**{part: torch.device(name) for part, name in where.items()}, offload=offload)
+    assembly.place = lambda recipe, ranks: placement
+    with several_devices.Machine():
+        parts = assembly.assemble(recipe, Ranks(device=placement.policy))
+        drawn_on: set[str] = set()
+        transformer = parts.image_model.module
+        transformer.register_forward_pre_hook(lambda module, _: drawn_on.update(several_devices.lies_on([*module.parameters()])))
+        run, phase = parts.phase(0, stepper=parts.stepper(), judge=lambda batch, samples: parts.judge.submit(samples))
+        collected = collect(run, phase, 0)
+        minibatch = cut(run, phase, collected, slice(0, len(collected.batch)), 0)
+        sums, _ = accumulate(run, phase.objective, minibatch)
+        gradients = [p.grad for p in parts.model.module.parameters() if p.grad is not None]
+        own = [part for part in parts_of(parts.image_model) if part is not parts.model.module]
+        found = {
+            "written": [output.ids for output in collected.trajectory.outputs],
+            "pictures": [hashlib.sha256(image.tobytes()).hexdigest() for image in collected.images if image is not None],
+            "loss": float(sums["policy/loss"]),
+            "gradient": sum(float(gradient.cpu().double().square().sum()) for gradient in gradients),
+            "policy": sorted(several_devices.lies_on([*parts.model.module.parameters()])),
+            "renderer": sorted(several_devices.lies_on([tensor for part in own for tensor in part.parameters()])),
+            "drawn_on": sorted(drawn_on),
+            "reward": str(Told.device),
+            "gradients": sorted(several_devices.lies_on(gradients)),
+        }
+    parts.judge.close()
+    return found
+
+
+if __name__ == "__main__":
+    import placed_run  # a recipe names a class by its module, which this one is only when it is imported
+
+    sys.stdout.write(json.dumps(placed_run.main(sys.argv[1], json.loads(sys.argv[2]))))

@@ -1,0 +1,86 @@
+"""A machine with devices that are not there, ``pretend:0`` and on: their tensors are CPU tensors that say where they would lie.
+
+Every operation on tensors of two devices is refused, as CUDA refuses it, and what is asked for on a device lies there. So code that
+passes here moves its tensors where they must be; it says nothing about kernels. torch knows such devices for the rest of a
+process's life, so this belongs into processes of their own.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+_setup_privateuseone_for_python_backend("pretend")
+CPU = torch.device("cpu")
+_MOVES = ("aten::_to_copy", "aten::copy_")
+
+
+class Placed(Tensor):
+    """A tensor on a device that is not there."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor, device: torch.device) -> "Placed":
+        return Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype, device=device
+        )
+
+    def __init__(self, inner: Tensor, device: torch.device) -> None:
+        self.inner = inner
+
+    def tolist(self) -> Any:
+        return self.inner.tolist()
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
+        return ["inner"], self.device
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], device: torch.device, *_: Any) -> "Placed":
+        return Placed(inner["inner"], device)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class Machine(TorchDispatchMode):
+    """Inside it there are such devices, as many as one likes."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def lies_on(tensors: Sequence[Tensor]) -> set[str]:
+    """The devices of the tensors."""
+    return {str(tensor.device) for tensor in tensors}
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    name = func.overloadpacket._qualified_op_name
+    # A single number may lie anywhere.
+    places = {tensor.device for tensor in given if isinstance(tensor, Placed) or tensor.dim() > 0}
+    if name not in _MOVES and len(places) > 1:
+        raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found {', '.join(map(str, places))}")
+    asked = args[0].device if name == "aten::copy_" else kwargs.get("device")
+    where = next(iter(places - {CPU}), CPU) if asked is None else torch.device(asked)
+    if kwargs.get("device") is not None:
+        kwargs = {**kwargs, "device": CPU}
+    own = {id(tensor.inner): tensor for tensor in given if isinstance(tensor, Placed)}
+    made = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
+    return tree_map(lambda value: _placed(value, where, own), made)
+
+
+def _inner(value: Any) -> Any:
+    return value.inner if isinstance(value, Placed) else value
+
+
+def _placed(value: Any, where: torch.device, own: dict[int, Placed]) -> Any:
+    if not isinstance(value, Tensor) or where == CPU:
+        return value
+    return own.get(id(value)) or Placed(value, where)
