@@ -12,9 +12,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-_setup_privateuseone_for_python_backend("pretend")
+
+class _Backend(_DummyBackendModule):
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+
+_setup_privateuseone_for_python_backend("pretend", _Backend())
 CPU = torch.device("cpu")
 _MOVES = ("aten::_to_copy", "aten::copy_")
 
@@ -62,18 +68,24 @@ def lies_on(tensors: Sequence[Tensor]) -> set[str]:
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    asked = None if kwargs.get("device") is None else torch.device(kwargs["device"])
+    if not _pretended(asked) and not any(isinstance(tensor, Placed) for tensor in given):
+        return func(*args, **kwargs)
     name = func.overloadpacket._qualified_op_name
     # A single number may lie anywhere.
     places = {tensor.device for tensor in given if isinstance(tensor, Placed) or tensor.dim() > 0}
     if name not in _MOVES and len(places) > 1:
         raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found {', '.join(map(str, places))}")
-    asked = args[0].device if name == "aten::copy_" else kwargs.get("device")
-    where = next(iter(places - {CPU}), CPU) if asked is None else torch.device(asked)
-    if kwargs.get("device") is not None:
+    where = args[0].device if name == "aten::copy_" else asked or next(iter(places - {CPU}))
+    if _pretended(asked):
         kwargs = {**kwargs, "device": CPU}
     own = {id(tensor.inner): tensor for tensor in given if isinstance(tensor, Placed)}
     made = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
     return tree_map(lambda value: _placed(value, where, own), made)
+
+
+def _pretended(device: torch.device | None) -> bool:
+    return device is not None and device.type == "pretend"
 
 
 def _inner(value: Any) -> Any:
@@ -81,6 +93,6 @@ def _inner(value: Any) -> Any:
 
 
 def _placed(value: Any, where: torch.device, own: dict[int, Placed]) -> Any:
-    if not isinstance(value, Tensor) or where == CPU:
+    if not isinstance(value, Tensor) or not _pretended(where):
         return value
     return own.get(id(value)) or Placed(value, where)

@@ -36,13 +36,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What one GPU keeps at the peak of a training step."""
+    """What one GPU keeps at the peak of a training step: all of ``rows``, and one of ``phases``, which take turns."""
 
     rows: tuple[Row, ...]
+    phases: tuple[Row, ...] = ()
 
     @property
     def total(self) -> int:
-        return sum(row.bytes for row in self.rows)
+        return sum(row.bytes for row in self.rows) + max((phase.bytes for phase in self.phases), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,8 @@ class Setup:
     ``lora`` None trains every weight of the transformer. ``dtype``: of frozen weights and of the computation; ``trained_dtype``:
     of trained weights and their gradients. ``copies``: further sets of the trained weights (a weight average, an old policy, the
     reference of a full fine-tune). ``rows``: samples in one forward with gradient; ``tokens``: of one sample, text and sources
-    included. ``ranks`` GPUs hold everything each ("ddp") or a share of the transformer's state ("fsdp").
+    included. ``ranks`` GPUs hold everything each ("ddp"), or a share of the optimizer's state ("zero2"), or of the
+    transformer's whole state ("fsdp").
     """
 
     lora: Lora | None
@@ -63,7 +65,7 @@ class Setup:
     copies: int = 0
     gradient_checkpointing: bool = True
     ranks: int = 1
-    sharding: Literal["ddp", "fsdp"] = "ddp"
+    sharding: Literal["ddp", "zero2", "fsdp"] = "ddp"
     without: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -99,7 +101,7 @@ def plan_parts(described: Mapping[str, Mapping[str, Any]], setup: Setup) -> Memo
         Row("transformer, frozen weights", _share(frozen * setup.dtype.itemsize, share)),
         Row("transformer, trained weights", trained_bytes),
         Row("gradients", trained_bytes),
-        Row("AdamW's two moments", _share(trained * _ADAMW_BYTES, share)),
+        Row("AdamW's two moments", _share(trained * _ADAMW_BYTES, 1 if setup.sharding == "ddp" else setup.ranks)),
         Row("copies of the trained weights", setup.copies * trained_bytes),
     ]
     if setup.sharding == "fsdp":

@@ -1,6 +1,7 @@
 """How large the published models are, counted on the meta device from their configurations: no weight is loaded or made.
 
-``configs/*.json`` hold each model's parts as ``{"class": ..., "config": ...}`` with their source.
+``configs/*.json`` hold each model's parts as ``{"class": ..., "config": ...}`` with their source, ``configs/writers/*.json`` one
+language model each.
 """
 
 import json
@@ -18,6 +19,14 @@ from transformers import (
     CLIPTextModelWithProjection,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     T5Config,
     T5EncoderModel,
 )
@@ -50,6 +59,21 @@ def parts_in(folder: Path) -> dict[str, dict[str, Any]]:
     if "transformer" not in described:
         raise ValueError(f"{folder} is no diffusers folder: it has no transformer/config.json")
     return described
+
+
+def writer(name: str) -> dict[str, Any] | None:
+    """A published language model by its id or the last part of it; None where its configuration is not known."""
+    place = _CONFIGS / "writers" / f"{name.rpartition('/')[2].lower()}.json"
+    return dict(json.loads(place.read_text(encoding="utf-8"))) if place.is_file() else None
+
+
+def writer_in(folder: Path) -> dict[str, Any]:
+    """The language model in a local transformers folder, described in the same way. ValueError where there is none."""
+    place = folder / "config.json"
+    config = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
+    if not config.get("architectures"):
+        raise ValueError(f"{folder} holds no language model: no config.json that names its class")
+    return {"class": config["architectures"][0], "config": config}
 
 
 def build_meta(part: Mapping[str, Any]) -> nn.Module:
@@ -103,6 +127,14 @@ def _build(part: str) -> nn.Module:
                 return AutoencoderKL.from_config(config)
             case "Qwen2_5_VLForConditionalGeneration":
                 return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**config))
+            case "Qwen2VLForConditionalGeneration":
+                return Qwen2VLForConditionalGeneration(Qwen2VLConfig(**config))
+            case "Qwen3VLForConditionalGeneration":
+                return Qwen3VLForConditionalGeneration(Qwen3VLConfig(**config))
+            case "Qwen2ForCausalLM":
+                return Qwen2ForCausalLM(Qwen2Config(**config))
+            case "Qwen3ForCausalLM":
+                return Qwen3ForCausalLM(Qwen3Config(**config))
             case "CLIPTextModelWithProjection":
                 return CLIPTextModelWithProjection(CLIPTextConfig(**config))
             case "T5EncoderModel":

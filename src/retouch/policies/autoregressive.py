@@ -5,7 +5,7 @@ batches line up. The mask is True where a token was drawn: not where the grammar
 stored and never made from text again.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -81,7 +81,8 @@ class AutoregressivePolicy:
 
     ``microbatch``: rows per forward with gradient. ``chunk``: places whose logits exist at once. ``mask_truncated``: completions
     that were cut off at ``max_new_tokens`` teach nothing. ``copies`` may hold ``reference`` and ``average`` weights. ``engine``
-    writes in a rollout: ``CachedDecoding`` unless another is given; ``tolerance`` says how far off it may be. ValueError at
+    writes in a rollout: ``CachedDecoding`` unless another is given; ``tolerance`` says how far off it may be. The policy's own goes
+    on until it is done on ``any_rank`` (see ``CachedDecoding``). ValueError at
     temperature 0.
     """
 
@@ -96,6 +97,7 @@ class AutoregressivePolicy:
         mask_truncated: bool = False,
         engine: Engine | None = None,
         tolerance: Tolerance = Tolerance(),  # noqa: B008, it is frozen
+        any_rank: Callable[[bool], bool] = bool,
     ) -> None:
         if decoding.temperature == 0:
             raise ValueError("a rollout at temperature 0 does not explore and has no log-probabilities; give a temperature above 0")
@@ -106,7 +108,8 @@ class AutoregressivePolicy:
         self.copies = copies
         self.chunk = chunk
         self.mask_truncated = mask_truncated
-        self.engine: Engine = CachedDecoding(model) if engine is None else engine
+        self.decoder = CachedDecoding(model, any_rank=any_rank)
+        self.engine: Engine = self.decoder if engine is None else engine
         self.tolerance = tolerance
 
     # Acting
@@ -132,7 +135,7 @@ class AutoregressivePolicy:
         greedy = replace(self.decoding, temperature=0.0)
         with self.copies.using("average") if "average" in self.copies.copies else nullcontext():
             prompts = self.model.encode(batch.tasks)
-            return self._trajectory(batch, prompts, CachedDecoding(self.model)(batch, prompts, greedy))
+            return self._trajectory(batch, prompts, self.decoder(batch, prompts, greedy))
 
     @torch.no_grad()
     def demonstrate(self, batch: Batch) -> AutoregressiveTrajectory:

@@ -5,7 +5,7 @@ drawn on the CPU, so that a completion does not depend on the rows beside it. An
 has its own randomness; it is handed to the policy's constructor, and the policy measures what it wrote.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -97,12 +97,14 @@ class CachedDecoding:
 
     Rows that have ended are dropped once they are half of those in the cache, and tokens that are forced on all rows are read
     together with the next one that is not. ``exact``: None says yes for weights in fp32 and no in 16 bits, where reading a row at
-    once and token by token differ by far more than a ratio may; False where they do in fp32 too (a deep model).
+    once and token by token differ by far more than a ratio may; False where they do in fp32 too (a deep model). ``any_rank``:
+    whether something holds on one of the ranks that must call the model equally often; who is done goes on in step with the others.
     """
 
-    def __init__(self, model: AutoregressiveModel, *, exact: bool | None = None) -> None:
+    def __init__(self, model: AutoregressiveModel, *, exact: bool | None = None, any_rank: Callable[[bool], bool] = bool) -> None:
         self.model = model
         self._exact = exact
+        self._any_rank = any_rank
 
     @property
     def exact(self) -> bool:
@@ -126,9 +128,9 @@ class CachedDecoding:
             rows.unread += 1
             rows.writing = rows.writing & ~torch.isin(chosen, stop)
             left = int(rows.writing.sum())
-            if left == 0:
+            if not self._any_rank(left > 0):
                 break
-            if 2 * left <= len(numbers):
+            if 0 < 2 * left <= len(numbers):
                 self._drop_ended(rows)
         return Completion(ids=ids, lengths=lengths, log_probs=log_probs, support=_joined(rows.supports, lengths, longest))
 

@@ -34,8 +34,17 @@ from retouch.runs.recipe_phases import ResolvedPhase
 from retouch.runs.recipe_policy import ImportedModel, Lora
 from retouch.runs.recipe_renderer import ResponseRenderer
 from retouch.runs.recipe_rollout import Rollout, TokenRollout
+from retouch.runs.sharded_copies import ShardedCopies
 from retouch.runs.stepper import ReplicatedStepper, Stepper
+from retouch.runs.stepper_fsdp import FsdpStepper, shard
+from retouch.runs.stepper_zero import ZeroStepper
 from retouch.types import AutoregressiveModel, DenoisingModel, Renderer, Reward, Task
+
+_STEPPERS: dict[str | None, type[ReplicatedStepper] | type[ZeroStepper] | type[FsdpStepper]] = {
+    None: ReplicatedStepper,
+    "zero2": ZeroStepper,
+    "fsdp2": FsdpStepper,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +84,20 @@ class Assembly:
         ``writing``: the engine of a writer's rollouts; without one it writes by itself.
         """
         return build_policy(
-            self.recipe, rollout, model=self.model, copies=self.copies, acting=acting, keep_means=keep_means, writing=writing
+            self.recipe,
+            rollout,
+            model=self.model,
+            copies=self.copies,
+            acting=acting,
+            keep_means=keep_means,
+            writing=writing,
+            any_rank=self.ranks.any if self._in_step else bool,
         )
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether ranks must call the trained model equally often."""
+        return self.recipe.sharding == "fsdp2" and self.ranks.world > 1
 
     def renderer(self, *, num_steps: int | None = None) -> Renderer:
         """What makes pictures of what the policy did; a writer's in ``num_steps`` denoising steps, None: as the recipe says."""
@@ -84,7 +105,12 @@ class Assembly:
             return LatentRenderer(self.model)
         assert self.recipe.renderer is not None, "the recipe's checks see to it"
         renderer = build_renderer(
-            self.recipe.renderer, self.image_model, writer=self.model, copies=self.copies, num_steps=num_steps
+            self.recipe.renderer,
+            self.image_model,
+            writer=self.model,
+            copies=self.copies,
+            num_steps=num_steps,
+            in_step=self._in_step,
         )
         if not self.placement.offload:
             return renderer
@@ -100,9 +126,9 @@ class Assembly:
         return renderer
 
     def stepper(self) -> Stepper:
-        """A new optimizer over what trains."""
+        """A new optimizer over what trains. One rank alone has nothing to share."""
         optimizer = self.recipe.optimizer
-        return ReplicatedStepper(
+        return _STEPPERS[self.recipe.sharding if self.ranks.world > 1 else None](
             self.model.module,
             self.ranks,
             betas=optimizer.betas,
@@ -190,6 +216,9 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
     plan = list(zip(phases, steps_of(phases, sets), strict=True))
     model, image_model = build_models(recipe, placement)
     copies = make_trainable(model.module, recipe.policy, seed=recipe.seed)
+    if recipe.sharding == "fsdp2" and ranks.world > 1:
+        shard(model.module, ranks)
+        copies = ShardedCopies(model.module)
     for name in sorted(_copies(recipe, model, image_model)):
         if name == "reference" and isinstance(recipe.policy.train, Lora):
             copies.keep_without_adapter(name)

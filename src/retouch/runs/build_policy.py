@@ -1,5 +1,6 @@
 """The policy that a recipe names, of either kind, and the models that it and its pictures need."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
@@ -58,8 +59,12 @@ def build_policy(
     acting: Literal["current", "old"],
     keep_means: bool,
     writing: Writing | None = None,
+    any_rank: Callable[[bool], bool] = bool,
 ) -> TrainedPolicy:
-    """The policy acting as ``rollout`` says under the given weights; ``writing``: a writer's engine, None its own decoding."""
+    """The policy acting as ``rollout`` says under the given weights; ``writing``: a writer's engine, None its own decoding.
+
+    ``any_rank``: whether something holds on one of the ranks that must call the model equally often.
+    """
     if isinstance(rollout, TokenRollout):
         assert not isinstance(model, DenoisingModel)
         assert not isinstance(recipe.policy, recipe_policy.DenoisingPolicy)
@@ -77,6 +82,7 @@ def build_policy(
             mask_truncated=recipe.policy.mask_truncated,
             engine=None if writing is None else writing.engine,
             tolerance=Tolerance() if writing is None else writing.tolerance,
+            any_rank=any_rank,
         )
     assert isinstance(model, DenoisingModel)
     return DenoisingPolicy(

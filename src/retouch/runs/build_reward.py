@@ -11,6 +11,7 @@ from retouch.rewards.remote.client import RemoteReward
 from retouch.rewards.several import Several
 from retouch.runs import recipe_judges, recipe_reward, recipe_reward_local
 from retouch.runs.build_askers import Askers
+from retouch.runs.imports import build_class
 from retouch.runs.recipe_reward_section import RewardSection
 from retouch.runs.reward_classes import reward_class
 from retouch.types import Reward
@@ -36,7 +37,7 @@ def build_reward(
 def _build(section: recipe_reward.Part, device: torch.device | str, askers: Askers) -> Reward:
     match section:
         case recipe_reward_local.ImportedReward():
-            made = reward_class(section)(**section.args)
+            made = build_class(section.class_, section.args, device=torch.device(device))
             if not isinstance(made, Reward):
                 raise ValueError(f"{section.class_} is no reward: it needs `columns` and to be callable with samples")
             return made

@@ -104,8 +104,10 @@ def build_renderer(
     writer: AutoregressiveModel,
     copies: WeightCopies,
     num_steps: int | None = None,
+    in_step: bool = False,
 ) -> Renderer:
     """What makes pictures of what ``writer`` wrote, in ``num_steps`` steps (None: as the section says). The image model is frozen.
+    ``in_step``: ranks must call the writer equally often.
 
     ValueError where the writer's states are not those that the editor reads.
     """
@@ -121,6 +123,7 @@ def build_renderer(
             shared_noise=section.shared_noise,
             encoder_rows=section.encoder_batch,
             rows=section.batch,
+            sharded=in_step and image_model.text.encoder is writer.module,
         )
         return Blind(responses) if section.blind else responses
     reads = partial(readable, image_model) if isinstance(image_model, SD3 | QwenImage) else _anything

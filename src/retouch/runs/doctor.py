@@ -24,11 +24,12 @@ from retouch.runs.doctor_judge import check_reward
 from retouch.runs.doctor_memory import check_memory
 from retouch.runs.doctor_ranks import Meeting, check_ranks_together, meet, ranks_named
 from retouch.runs.doctor_trial import check_trial
+from retouch.runs.doctor_writing import check_writing_memory
 from retouch.runs.pretrained import find_weights, find_writer
 from retouch.runs.quiet import quiet
 from retouch.runs.ranks import Ranks
 from retouch.runs.recipe import Recipe
-from retouch.runs.recipe_policy import ImportedModel, Model, PlaygroundModel, PlaygroundPainter
+from retouch.runs.recipe_policy import DenoisingPolicy, ImportedModel, Model, PlaygroundModel, PlaygroundPainter
 from retouch.runs.recipe_writer import QwenWriter, WriterModel
 
 _QUICKSTART = ("recipes/quickstart.jsonnet",)
@@ -148,8 +149,12 @@ def _examine_recipe(report: _Report, meeting: Meeting, recipe: Recipe, wanted: s
     joined = None if report.world is None else meeting.ranks.device
     place, finding = check_device(wanted, device=joined, weights_here=weights_here)
     report.add([finding])
-    finding, checkpoint = check_memory(recipe, folder, place)
-    report.add([finding])
+    if isinstance(recipe.policy, DenoisingPolicy):
+        finding, checkpoint = check_memory(recipe, folder, place)
+        findings = [finding]
+    else:
+        findings, checkpoint = check_writing_memory(recipe, folder, place)
+    report.add(findings)
     if checkpoint is not None:
         report.add([check_disk(recipe, checkpoint)])
     report.add([_where(recipe, folder, weights_here)])

@@ -64,11 +64,19 @@ def check_device(name: str, *, device: torch.device | None, weights_here: bool) 
             device = join(name).device
         except ValueError as error:
             return None, failed("device", str(error), mend="--device auto")
-    place = _measured(device)
+    place = measured(device)
     return place, ok("device", f"{place.name}, {gigabytes(place.bytes)} of memory{_used(device)}")
 
 
-def _measured(device: torch.device) -> Place:
+def place_of(name: str, place: Place) -> Place:
+    """Where a part lies whose device has this name in a recipe, beside a policy on ``place``: planned for, all GPUs are alike."""
+    if place.device is None or name in ("auto", str(place.device), place.device.type):
+        return place
+    return measured(torch.device(name))
+
+
+def measured(device: torch.device) -> Place:
+    """A device of this machine."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return Place(f"{device} ({properties.name})", properties.total_memory, device)

@@ -26,8 +26,8 @@ Described = Mapping[str, Mapping[str, Any]]
 _EDITORS = {"qwen-image-edit": QwenImageEdit, "qwen-image-edit-plus": QwenImageEditPlus}
 _INSTRUCTION_TOKENS = 256
 _SD3_TEXT_TOKENS = 77 + 256
-_LEFT_FREE = 0.1
-_SHOWN_FROM = 10**9
+LEFT_FREE = 0.1
+SHOWN_FROM = 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,8 @@ def _published(model: DiffusersModel) -> str | None:
     name = Path(model.path).name.lower()
     if model.kind != "sd3":
         return "qwen-image-edit-2511" if "2511" in name else "qwen-image"
-    return next((known for known in ("sd3.5-large", "sd3.5-medium") if known.removeprefix("sd") in name), None)
+    known = {"3.5-large": "sd3.5-large", "3.5-medium": "sd3.5-medium", "3-medium": "sd3-medium"}
+    return next((config for part, config in known.items() if part in name), None)
 
 
 def footprint(recipe: Recipe, described: Described) -> Footprint:
@@ -82,6 +83,7 @@ def footprint(recipe: Recipe, described: Described) -> Footprint:
         copies=copies,
         gradient_checkpointing=recipe.policy.gradient_checkpointing,
         ranks=recipe.ranks or 1,
+        sharding="zero2" if recipe.sharding == "zero2" else "fsdp" if recipe.sharding == "fsdp2" else "ddp",
     )
     planned = plan_parts(described, setup)
     rows = {row.name: row.bytes for row in planned.rows}
@@ -122,8 +124,7 @@ def check_memory(recipe: Recipe, folder: Path | None, place: Place | None) -> tu
 
     ``folder``: where the weights lie; None, not on this machine.
     """
-    if not isinstance(recipe.policy, DenoisingPolicy):
-        return note("memory", "not planned for a policy that writes: the trial step shows what it takes"), None
+    assert isinstance(recipe.policy, DenoisingPolicy)
     model = recipe.policy.model
     subject = model.class_ if isinstance(model, ImportedModel) else model.path or "the built-in model"
     try:
@@ -138,16 +139,17 @@ def check_memory(recipe: Recipe, folder: Path | None, place: Place | None) -> tu
 
 def _fits(recipe: Recipe, subject: str, found: Footprint, place: Place | None) -> Finding:
     total = found.plan.total
-    table = "\n".join(["", *_table(found, place)]) if total >= _SHOWN_FROM else ""
+    heading = f"parameters: {found.counts}; {found.tokens} tokens a row"
+    lines = "\n".join(["", *table(found.plan, place, heading)]) if total >= SHOWN_FROM else ""
     on_each = f" on each of {recipe.ranks} devices" if recipe.ranks is not None and recipe.ranks > 1 else ""
     if place is None:
-        return note("memory", f"{subject} needs {gigabytes(total)}{on_each}{table}")
+        return note("memory", f"{subject} needs {gigabytes(total)}{on_each}{lines}")
     needed = f"{gigabytes(total)} of the {gigabytes(place.bytes)} of {place.name}{on_each}"
     if total > place.bytes:
-        return failed("memory", f"{subject} does not fit: it needs {needed}{table}", mend=_mend(recipe))
-    if total > (1 - _LEFT_FREE) * place.bytes:
-        return note("memory", f"{subject} fits narrowly: it needs {needed}, and a tenth should be free{table}")
-    return ok("memory", f"{subject} needs {needed}{table}")
+        return failed("memory", f"{subject} does not fit: it needs {needed}{lines}", mend=_mend(recipe))
+    if total > (1 - LEFT_FREE) * place.bytes:
+        return note("memory", f"{subject} fits narrowly: it needs {needed}, and a tenth should be free{lines}")
+    return ok("memory", f"{subject} needs {needed}{lines}")
 
 
 def _mend(recipe: Recipe) -> str:
@@ -159,11 +161,13 @@ def _mend(recipe: Recipe) -> str:
     return f"--device {next(iter(CARDS))}"
 
 
-def _table(found: Footprint, place: Place | None) -> list[str]:
-    """The plan's rows, their sum and what is left over."""
-    rows = [(row.name, row.bytes) for row in found.plan.rows] + [("total", found.plan.total)]
+def table(plan: MemoryPlan, place: Place | None, heading: str) -> list[str]:
+    """The plan's rows, what takes turns, the most that they come to together, and what is left over."""
+    rows = [(row.name, row.bytes) for row in plan.rows]
+    rows += [(f"{phase.name} (in turn)", phase.bytes) for phase in plan.phases]
+    rows.append(("total", plan.total))
     if place is not None:
-        rows.append((f"headroom on {place.name}", place.bytes - found.plan.total))
+        rows.append((f"headroom on {place.name}", place.bytes - plan.total))
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name:<{width}}  {count / 1e9:8.2f} GB" for name, count in rows]
-    return [f"parameters: {found.counts}; {found.tokens} tokens a row", *lines]
+    return [heading, *lines]

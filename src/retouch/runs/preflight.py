@@ -14,6 +14,7 @@ from torch import Tensor
 from retouch.loop import Collected, Phase, Run, accumulate, cut
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.runs.checkpoint import restore_rng, rng_state
+from retouch.runs.stepper_fsdp import FsdpStepper
 from retouch.types import Kind, Minibatch, Needs
 
 TRANSITION_LIMIT = 1e-6
@@ -144,6 +145,8 @@ def _kl_gradient(run: Run, objective: PolicyGradient, minibatch: Minibatch) -> f
     part = next(iter(run.policy.microbatches(minibatch.trajectory)))
     evaluation = run.policy.evaluate(minibatch.trajectory, part, Needs(kl=objective.kl))
     assert evaluation.kl is not None
+    if isinstance(run.stepper, FsdpStepper):  # its gradients come about in backward passes alone
+        return run.stepper.norm_of(evaluation.kl.mean())
     parameters = [p for p in run.policy.module.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(evaluation.kl.mean(), parameters, allow_unused=True)
     return math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients if gradient is not None))

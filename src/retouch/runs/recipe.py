@@ -28,7 +28,7 @@ from retouch.runs.recipe_secrets import refuse_secrets
 from retouch.runs.recipe_section import Cadence, Count, Positive, Section
 from retouch.runs.recipe_writer import AutoregressivePolicy
 
-LEFT_OUT = ("renderer", "ledger", "devices")
+LEFT_OUT = ("renderer", "ledger", "devices", "sharding")
 """Keys that a resolved recipe has only where they are not null."""
 
 
@@ -107,6 +107,9 @@ class Recipe(Section):
     """``auto`` takes CUDA, then MPS, then the CPU, and says which."""
     devices: Devices | None = None
     """Where parts of the run lie that are not on ``device``; null: all of them are."""
+    sharding: Literal["zero2", "zero3", "fsdp2"] | None = None
+    """What ranks share: ``zero2`` (DeepSpeed) gradients and the optimizer's state, ``fsdp2`` the weights too; null: nothing, each
+    rank holds all. ``zero3`` is refused."""
     ranks: Count | None = None
     """Ranks that the recipe is meant for; another number is said and not refused, null means any."""
     epochs: Count = 1

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from retouch.runs.recipe import Recipe
 
 
+ZERO3 = (
+    "zero3 takes weights apart in every call of the model, and rollouts and renderers call it, or parts of it, outside of the "
+    'engine and not equally often on all ranks: they hang, or fail with "pop from an empty deque"'
+)
 _LAST = "which never trains"
 
 
@@ -81,6 +85,8 @@ def _trackers(recipe: "Recipe") -> Iterator[str]:
 
 
 def _devices(recipe: "Recipe") -> Iterator[str]:
+    if recipe.sharding == "zero3":
+        yield f"sharding: {ZERO3}; take zero2, or fsdp2 where the weights themselves are too large"
     devices = recipe.devices
     if devices is None:
         return

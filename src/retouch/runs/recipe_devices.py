@@ -4,7 +4,7 @@ from typing import Annotated, TypeAlias
 
 from pydantic import Field
 
-from retouch.runs.recipe_section import Section
+from retouch.runs.recipe_section import Count, Section
 
 Place: TypeAlias = Annotated[str, Field(pattern=r"^(cpu|mps|cuda(:\d+)?)$")]
 
@@ -21,6 +21,10 @@ class Devices(Section):
     """Models that judge in this process; null is where the policy is."""
     offload: bool = False
     """The image model waits in the CPU's memory while nothing is drawn, so that it and the policy can share a device in turn."""
+    memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Most of a GPU's memory that this process may take, as a share; null takes what it needs."""
+    empty_cache_every: Count | None = None
+    """Steps after which memory that torch keeps for later is given back to the GPU; null keeps it."""
 
     @property
     def named(self) -> dict[str, str]:

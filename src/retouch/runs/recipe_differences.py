@@ -8,7 +8,8 @@ from retouch.runs.out_of_memory import LESS_AT_ONCE
 from retouch.runs.recipe import Recipe
 
 _FREE = re.compile(
-    r"steps|passes|eval\.every|ledger.*|(samples|checkpoints)\..*|trackers(\.\d+)?|devices?(\..*)?|ranks|out|(phases\.\d+\.)?data\.path"
+    r"steps|passes|eval\.every|ledger.*|(samples|checkpoints)\..*|trackers(\.\d+)?|devices?(\..*)?|sharding|ranks|out"
+    r"|(phases\.\d+\.)?data\.path"
     # How a judge is reached, and how long it is waited for.
     r"|reward\.(rewards\.\w+\.)?((judge\.)?(device|base_url|key|concurrency|timeout|deadline|attempts|pause|longest_pause|prices.*|quota.*)"
     r"|endpoints.*|encoding|batch|retry_share|hedge(_share)?|(samples|requests)_per_minute|calls|rate_file|wait|threads)"

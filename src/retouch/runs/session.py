@@ -14,12 +14,13 @@ from retouch.report.page import write_report
 from retouch.rewards.quota.quota import BudgetSpent
 from retouch.runs import checkpoint
 from retouch.runs.assembly import Assembly, assemble
+from retouch.runs.device_memory import Memory, limit_memory
 from retouch.runs.folder import RunFolder
 from retouch.runs.judge_calls import judge_calls
 from retouch.runs.ledger import Ledger
 from retouch.runs.out_of_memory import named
 from retouch.runs.outcome import Outcome
-from retouch.runs.placement import join_ranks
+from retouch.runs.placement import join_ranks, place
 from retouch.runs.preflight import preflight, require
 from retouch.runs.quiet import quiet
 from retouch.runs.ranks import Ranks
@@ -52,6 +53,7 @@ def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
     if (unmeant := unmeant_ranks(recipe, ranks.world)) is not None:
         log.warning("%s", unmeant)
     accelerate.utils.set_seed(recipe.seed)  # nothing of ours draws from the global generators; a user's reward may
+    limit_memory(recipe.devices, place(recipe, ranks))
     keep_images = recipe.ledger is not None and recipe.ledger.keep_images
     with closing(Ledger(folder.root, ranks, keep_images=keep_images, new_judge=new_judge)) as ledger:
         with named(recipe, lambda: "loading"):
@@ -116,6 +118,7 @@ class _Session:
             )
         state = None if found is None else checkpoint.load(found)
         self.done = 0 if state is None else state.step
+        self.memory = Memory(self.parts.ranks, self.parts.placement, self.recipe.devices)
         stepper = self.parts.stepper()
         if state is not None:
             restore(self.parts, state, stepper)
@@ -176,7 +179,7 @@ class _Session:
     def _after(self, stepper: Stepper, phase: str, collected: Any, metrics: dict[str, float]) -> bool:
         """Record the step, save and evaluate when due; True where the run was asked to stop."""
         first = self.parts.ranks.first
-        seconds = self.parts.clock.take()
+        seconds = self.parts.clock.take() | self.memory.after_step(self.done)
         if first:
             self.recorder.step(self.done, phase, metrics, seconds)
             if _due(self.done, self.recipe.samples.every):
@@ -222,8 +225,9 @@ class _Session:
         log.info("report: %s", write_report(self.folder.root))
 
     def _save(self, stepper: Stepper) -> None:
+        state = capture(self.parts, stepper, step=self.done)
         if self.parts.ranks.first:
-            checkpoint.save(self.folder.checkpoints, capture(self.parts, stepper, step=self.done))
+            checkpoint.save(self.folder.checkpoints, state)
             checkpoint.prune(self.folder.checkpoints, self.recipe.checkpoints.keep)
         self.parts.ranks.barrier()
 

@@ -1,0 +1,93 @@
+"""What a frozen image model that draws keeps on its device, worked out before anything is loaded.
+
+Weights follow from counts and are exact. What comes and goes is measured on the meta device (``live_bytes``), in the model's true
+width; one block stands for all, since without gradients they take turns.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retouch.models.live_bytes import in_dtype, most_alive
+from retouch.models.memory import MemoryPlan, Row
+from retouch.models.memory_writing import Part
+from retouch.models.single_frame import for_single_frames
+from retouch.models.sizes import build_meta, stored_count
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """How an image model draws. ``rows`` at once, ``size`` (height, width) px, ``sources`` pictures of ``source`` px beside it,
+    ``text`` tokens of conditioning.
+    """
+
+    rows: int
+    size: tuple[int, int]
+    source: tuple[int, int]
+    sources: int
+    text: int
+    dtype: torch.dtype
+
+
+def image_model_plan(described: Mapping[str, Part], drawing: Drawing, *, without: tuple[str, ...] = ()) -> MemoryPlan:
+    """What the renderer's device holds. ``without``: parts that lie elsewhere."""
+    rows = [
+        Row(part if part != "transformer" else "image model", stored_count(made) * drawing.dtype.itemsize)
+        for part, made in described.items()
+        if part not in without
+    ]
+    return MemoryPlan(
+        tuple(rows),
+        (
+            Row("drawing: one denoising step", _step_bytes(described["transformer"], described["vae"], drawing)),
+            Row("drawing: pictures from latents", _decoding_bytes(described["vae"], drawing)),
+        ),
+    )
+
+
+def _step_bytes(transformer: Part, vae: Part, drawing: Drawing) -> int:
+    config = {**transformer["config"], "num_layers": 1}
+    if "dual_attention_layers" in config:
+        config["dual_attention_layers"] = [0] if config["dual_attention_layers"] else []
+    module = in_dtype(copy.deepcopy(build_meta({"class": transformer["class"], "config": config})), drawing.dtype)
+    given: dict[str, Any] = {"timestep": torch.empty(drawing.rows, device=_META), "return_dict": False}
+    if transformer["class"] == "SD3Transformer2DModel":
+        side = 2 ** (len(vae["config"]["block_out_channels"]) - 1)
+        given["hidden_states"] = _empty(drawing, config["in_channels"], *(edge // side for edge in drawing.size))
+        given["pooled_projections"] = _empty(drawing, config["pooled_projection_dim"])
+    else:
+        side = 2 * 2 ** len(vae["config"]["temperal_downsample"])
+        grids = [drawing.size, *[drawing.source] * drawing.sources]
+        shapes = [(1, height // side, width // side) for height, width in grids]
+        given["hidden_states"] = _empty(drawing, sum(height * width for _, height, width in shapes), config["in_channels"])
+        given["img_shapes"] = [shapes] * drawing.rows
+    given["encoder_hidden_states"] = _empty(drawing, drawing.text, config["joint_attention_dim"])
+    inputs = [value for value in given.values() if isinstance(value, Tensor)]
+    with torch.no_grad():
+        made = most_alive(lambda: module(**given), given=[*inputs, *module.parameters(), *module.buffers()])
+    # Latents, and velocities of both branches under guidance, are kept in fp32 from step to step.
+    return made + sum(value.numel() * value.element_size() for value in inputs) + 3 * 4 * given["hidden_states"].numel()
+
+
+def _decoding_bytes(vae: Part, drawing: Drawing) -> int:
+    module: Any = in_dtype(copy.deepcopy(build_meta(vae)), drawing.dtype)
+    height, width = drawing.size
+    if vae["class"] == "AutoencoderKLQwenImage":
+        for_single_frames(module)
+        side = 2 ** len(vae["config"]["temperal_downsample"])
+        latents = _empty(drawing, vae["config"]["z_dim"], 1, height // side, width // side)
+    else:
+        side = 2 ** (len(vae["config"]["block_out_channels"]) - 1)
+        latents = _empty(drawing, vae["config"]["latent_channels"], height // side, width // side)
+    with torch.no_grad():
+        return most_alive(lambda: module.decode(latents), given=[latents, *module.parameters(), *module.buffers()])
+
+
+def _empty(drawing: Drawing, *shape: int) -> Tensor:
+    return torch.empty(drawing.rows, *shape, dtype=drawing.dtype, device=_META)

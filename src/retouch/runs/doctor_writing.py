@@ -1,0 +1,233 @@
+"""What a run whose policy writes keeps on each of its devices, planned from the configurations of writer and image model."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from retouch.models.memory import Lora, MemoryPlan, Row
+from retouch.models.memory_drawing import Drawing, image_model_plan
+from retouch.models.memory_writing import Writing, reading_bytes, writer_plan
+from retouch.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
+from retouch.models.sizes import lora_count, parameter_count, stored_count, writer, writer_in
+from retouch.playground.scenes import SIZE
+from retouch.runs import recipe_policy
+from retouch.runs.build_learning import copies_needed
+from retouch.runs.build_model import DTYPES, lora_targets, playground_weights
+from retouch.runs.build_writer import playground_writer_weights
+from retouch.runs.doctor_device import CARDS, Place, place_of
+from retouch.runs.doctor_findings import Finding, failed, gigabytes, note, ok
+from retouch.runs.doctor_memory import LEFT_FREE, SHOWN_FROM, Described, describe, table
+from retouch.runs.out_of_memory import suggestions
+from retouch.runs.pretrained import find_writer
+from retouch.runs.recipe import Recipe
+from retouch.runs.recipe_devices import Devices
+from retouch.runs.recipe_policy import ImportedModel, PlaygroundModel
+from retouch.runs.recipe_renderer import ResponseRenderer
+from retouch.runs.recipe_rollout import TokenRollout
+from retouch.runs.recipe_writer import AutoregressivePolicy, PlaygroundEnhancer, PlaygroundWriter
+
+_TEMPLATE_TOKENS = 128
+_INSTRUCTION_TOKENS = 256
+_SD3_TEXT_TOKENS = 77 + 256
+_ADAMW_BYTES = 8
+_EDITORS = {"qwen-image-edit": QwenImageEdit, "qwen-image-edit-plus": QwenImageEditPlus}
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What lies on the device of one name, and which parts of the run these are."""
+
+    device: str
+    parts: tuple[str, ...]
+    plan: MemoryPlan
+
+
+def check_writing_memory(recipe: Recipe, folder: Path | None, place: Place | None) -> tuple[list[Finding], int | None]:
+    """Whether each device holds what is planned for it, and the bytes of a checkpoint. ``folder``: where the image model lies."""
+    policy = recipe.policy
+    assert isinstance(policy, AutoregressivePolicy)
+    try:
+        described, written = describe(recipe, folder), _writer(policy)
+        if described is None or written is None:
+            of = "the writer" if written is None else "the image model"
+            return [note("memory", f"no configuration of {of} is known here, so the run's memory is not planned")], None
+        planned = list(plans(recipe, written, described))
+        counts = {"writer": written} | dict(described)
+    except ValueError as error:
+        return [failed("memory", str(error), mend="mend what policy.model, policy.train and renderer.model name")], None
+    sizes = ", ".join(f"{name} {stored_count(part) / 1e9:.2f} B" for name, part in counts.items())
+    findings = [_fits(recipe, each, sizes, None if place is None else place_of(each.device, place)) for each in planned]
+    if recipe.devices is not None and recipe.devices.offload:
+        waiting = sum(stored_count(part) for part in described.values()) * _dtype(recipe).itemsize
+        findings.append(note("memory", f"up to {gigabytes(waiting)} wait in the CPU's memory, for each rank of the machine"))
+    return findings, _checkpoint(recipe, policy, written)
+
+
+def plans(recipe: Recipe, written: Mapping[str, Any], described: Described) -> Iterator[Planned]:
+    """A plan for each device, the policy's first."""
+    policy, renderer = recipe.policy, recipe.renderer
+    assert isinstance(policy, AutoregressivePolicy)
+    assert renderer is not None
+    devices = recipe.devices or Devices()
+    mine, theirs = devices.policy or recipe.device, devices.renderer or devices.policy or recipe.device
+    setup = _writing(recipe, policy, written, described)
+    for_policy = writer_plan(written, setup)
+    shared = isinstance(renderer, ResponseRenderer) and renderer.encoder == "policy"
+    for_renderer = image_model_plan(described, _drawing(recipe, described, setup), without=("text_encoder",) if shared else ())
+    if isinstance(renderer, ResponseRenderer):
+        rows = min(renderer.encoder_batch, _rows(recipe))
+        tokens = rows * (setup.prompt + setup.completion)
+        encoder = written if shared else described["text_encoder"]
+        reading = Row("reading responses", reading_bytes(encoder, tokens, setup.dtype))
+        if shared:
+            for_policy = MemoryPlan(for_policy.rows, (*for_policy.phases, reading))
+        else:
+            for_renderer = MemoryPlan(for_renderer.rows, (*for_renderer.phases, reading))
+    if devices.offload:
+        lent = sum(row.bytes for row in for_renderer.rows)
+        for_renderer = MemoryPlan((), tuple(Row(f"{row.name}, its weights lent", row.bytes + lent) for row in for_renderer.phases))
+    if mine == theirs:
+        both = MemoryPlan((*for_policy.rows, *for_renderer.rows), (*for_policy.phases, *for_renderer.phases))
+        yield Planned(mine, ("policy", "renderer"), both)
+    else:
+        yield Planned(mine, ("policy",), for_policy)
+        yield Planned(theirs, ("renderer",), for_renderer)
+
+
+def _fits(recipe: Recipe, planned: Planned, sizes: str, place: Place | None) -> Finding:
+    plan, parts = planned.plan, " and ".join(planned.parts)
+    lines = "\n".join(["", *table(plan, place, f"parameters: {sizes}")]) if plan.total >= SHOWN_FROM else ""
+    on_each = f", on each of {recipe.ranks} ranks" if recipe.ranks is not None and recipe.ranks > 1 else ""
+    if place is None:
+        return note("memory", f"{parts} need {gigabytes(plan.total)} on {planned.device}{on_each}{lines}")
+    needed = f"{gigabytes(plan.total)} of the {gigabytes(place.bytes)} of {_called(planned.device, place)}{on_each}"
+    if plan.total > place.bytes:
+        lower = [each for stage in ("update", "rollout", "render") for each in suggestions(recipe, stage)]
+        less = f"\nless at once takes less: {' '.join(f'--set {each}' for each in dict.fromkeys(lower))}" if lower else ""
+        return failed("memory", f"{parts} do not fit: {needed}{lines}{less}", mend=_mend(recipe, planned, place))
+    if plan.total > (1 - LEFT_FREE) * place.bytes:
+        return note("memory", f"{parts} fit narrowly: {needed}, and a tenth should be free{lines}")
+    return ok("memory", f"{parts} need {needed}{lines}")
+
+
+def _called(device: str, place: Place) -> str:
+    return place.name if device in ("auto", place.name) or place.device is not None else f"{place.name} ({device})"
+
+
+def _mend(recipe: Recipe, planned: Planned, place: Place) -> str:
+    """The one change that helps most: what takes turns made smaller while that can be enough, else weights put elsewhere."""
+    kept = sum(row.bytes for row in planned.plan.rows)
+    most = max(planned.plan.phases, key=lambda row: row.bytes)
+    if kept < place.bytes:
+        if most.name.startswith("an update") and not recipe.policy.gradient_checkpointing:
+            return "--set policy.gradient_checkpointing=true"
+        if most.name.startswith("an update") and recipe.microbatch > 1:
+            return "--set microbatch=1"
+        if most.name.startswith("a rollout") and recipe.rollout.chunk > 1:
+            return f"--set rollout.chunk={max(1, recipe.rollout.chunk // 4)}"
+        if most.name.startswith("drawing") and recipe.renderer is not None and recipe.renderer.batch > 1:
+            return "--set renderer.batch=1"
+    if planned.parts == ("policy", "renderer") and not (recipe.devices and recipe.devices.offload):
+        return "--set devices.offload=true"
+    larger = next((name for name, size in reversed(CARDS.items()) if size > max(place.bytes, planned.plan.total)), None)
+    return "--set sharding=fsdp2" if larger is None else f"--device {larger}"
+
+
+# What the recipe's values mean in tokens and rows
+
+
+def _writer(policy: AutoregressivePolicy) -> dict[str, Any] | None:
+    """The language model's class and configuration; None where it is not known before it is loaded."""
+    model = policy.model
+    if isinstance(model, ImportedModel):
+        return None
+    if isinstance(model, PlaygroundWriter):
+        shipped = playground_weights("enhancer") if isinstance(model, PlaygroundEnhancer) else playground_writer_weights()
+        return writer_in(Path(model.path) if model.path else shipped)
+    folder = find_writer(model.path)
+    return writer(model.path) if folder is None else writer_in(folder)
+
+
+def _writing(recipe: Recipe, policy: AutoregressivePolicy, written: Mapping[str, Any], described: Described) -> Writing:
+    rollouts = [phase.rollout for phase in recipe.resolved_phases() if isinstance(phase.rollout, TokenRollout)]
+    share = _rows(recipe)
+    update = min(recipe.microbatch, max(1, share // recipe.minibatches))
+    at_once = min(max(rollout.chunk for rollout in rollouts), share)
+    model, train = policy.model, policy.train
+    assert not isinstance(model, ImportedModel)
+    dtype = DTYPES[model.dtype]
+    return Writing(
+        lora=Lora(train.rank, tuple(lora_targets(policy))) if isinstance(train, recipe_policy.Lora) else None,
+        prompt=_prompt_tokens(recipe, described),
+        completion=max(rollout.max_new_tokens for rollout in rollouts),
+        update=(_tasks(recipe, update), update),
+        rollout=(_tasks(recipe, at_once), at_once),
+        logits_at_once=policy.logits_at_once,
+        dtype=dtype,
+        trained_dtype=torch.float32 if isinstance(train, recipe_policy.Lora) else dtype,
+        copies=len(copies_needed(recipe)),
+        gradient_checkpointing=policy.gradient_checkpointing,
+        attention=model.attention,
+        ranks=recipe.ranks or 1,
+        sharding="replicated" if recipe.sharding is None else "zero2" if recipe.sharding == "zero2" else "fsdp2",
+    )
+
+
+def _rows(recipe: Recipe) -> int:
+    """A rank's samples of a step, at most."""
+    return math.ceil(max(phase.rows for phase in recipe.resolved_phases()) / (recipe.ranks or 1))
+
+
+def _tasks(recipe: Recipe, rows: int) -> int:
+    return math.ceil(rows / max(phase.group_size for phase in recipe.resolved_phases()))
+
+
+def _prompt_tokens(recipe: Recipe, described: Described) -> int:
+    """Template, instruction, and a picture where the writer stands before an editor."""
+    text = _TEMPLATE_TOKENS + _INSTRUCTION_TOKENS
+    if not isinstance(recipe.renderer, ResponseRenderer):
+        return text
+    vision = described["text_encoder"]["config"]["vision_config"]
+    seen: int = vision["patch_size"] * vision["spatial_merge_size"]
+    model = recipe.renderer.model
+    if isinstance(model, PlaygroundModel):
+        return text + (SIZE // seen) ** 2
+    return text + int(_EDITORS[model.kind].CONDITION_AREA // seen**2)
+
+
+def _drawing(recipe: Recipe, described: Described, setup: Writing) -> Drawing:
+    assert recipe.renderer is not None
+    model = recipe.renderer.model
+    assert not isinstance(model, ImportedModel)
+    editor = _EDITORS.get(model.kind)
+    side = SIZE if isinstance(model, PlaygroundModel) else math.isqrt(editor.SOURCE_AREA) if editor is not None else 1024
+    size = model.size or (side, side)
+    return Drawing(
+        rows=min(recipe.renderer.batch, _rows(recipe)),
+        size=(size[0], size[1]),
+        source=(side, side),
+        sources=int(isinstance(recipe.renderer, ResponseRenderer)),
+        text=_SD3_TEXT_TOKENS if model.kind == "sd3" else setup.prompt + setup.completion,
+        dtype=_dtype(recipe),
+    )
+
+
+def _dtype(recipe: Recipe) -> torch.dtype:
+    model = recipe.image_model
+    assert not isinstance(model, ImportedModel)
+    return DTYPES[model.dtype]
+
+
+def _checkpoint(recipe: Recipe, policy: AutoregressivePolicy, written: Mapping[str, Any]) -> int:
+    """Bytes of one: weights that train, their copies, and AdamW's moments."""
+    assert not isinstance(policy.model, ImportedModel)
+    if isinstance(policy.train, recipe_policy.Lora):
+        count = lora_count(written, rank=policy.train.rank, targets=lora_targets(policy))
+        size = torch.float32.itemsize
+    else:
+        count, size = parameter_count(written), DTYPES[policy.model.dtype].itemsize
+    return count * ((1 + len(copies_needed(recipe))) * size + _ADAMW_BYTES)
