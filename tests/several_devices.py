@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
@@ -23,6 +24,7 @@ class _Backend(_DummyBackendModule):
 _setup_privateuseone_for_python_backend("pretend", _Backend())
 CPU = torch.device("cpu")
 _MOVES = ("aten::_to_copy", "aten::copy_")
+_INDEXING = ("aten::index", "aten::index_put", "aten::index_put_")
 
 
 class Placed(Tensor):
@@ -57,8 +59,31 @@ class Placed(Tensor):
 class Machine(TorchDispatchMode):
     """Inside it there are such devices, as many as one likes."""
 
+    def __enter__(self) -> "Machine":
+        # Else ``torch.tensor([1], device="pretend:0")`` goes there without asking.
+        self._before = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)
+        self._reading = _Reading()
+        self._reading.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._reading.__exit__(*raised)
+        torch._C._set_only_lift_cpu_tensors(self._before)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
+
+
+class _Reading(TorchFunctionMode):
+    """What reads the numbers of tensors without asking them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.tensor, Tensor.__format__):
+            args = tree_map(_inner, args)
+        return func(*args, **(kwargs or {}))
 
 
 def lies_on(tensors: Sequence[Tensor]) -> set[str]:
@@ -74,6 +99,8 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = func.overloadpacket._qualified_op_name
     # A single number may lie anywhere.
     places = {tensor.device for tensor in given if isinstance(tensor, Placed) or tensor.dim() > 0}
+    if name in _INDEXING and _pretended(args[0].device):
+        places.discard(CPU)  # as CUDA, which takes indices that lie there
     if name not in _MOVES and len(places) > 1:
         raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found {', '.join(map(str, places))}")
     where = args[0].device if name == "aten::copy_" else asked or next(iter(places - {CPU}))
@@ -95,4 +122,4 @@ def _inner(value: Any) -> Any:
 def _placed(value: Any, where: torch.device, own: dict[int, Placed]) -> Any:
     if not isinstance(value, Tensor) or not _pretended(where):
         return value
-    return own.get(id(value)) or Placed(value, where)
+    return own[id(value)] if id(value) in own else Placed(value, where)

@@ -9,6 +9,7 @@
     filler: filler,
     vain: vain,
   },
+  indirect(complexity, lazy=0):: { kind: 'playground-indirect', complexity: complexity, count: 100000, lazy: lazy },
   judge: { kind: 'playground', combine: { overall: 1 } },
   painter: { kind: 'playground-painter' },
   paintings(complexity, count=100000, lazy=0):: {

@@ -1,12 +1,12 @@
 // A control of writer-grpo-frozen-playground: as many sample passes of more supervised learning on what the base learned from.
 //
 //   retouch train recipes/playground/writer-supervised.jsonnet
-local writer = import '../lib/playground_writer.libsonnet';
+local playground = import '../lib/playground.libsonnet';
 
 (import '../qwen-image-edit/writer-grpo-frozen-playground.jsonnet') {
   name: 'writer-supervised',
   tasks_per_step: 64,
   group_size: 1,
-  data: writer.tasks({ '1': 2, '2': 1, '3': 1 }, lazy=0.85),
+  data: playground.indirect({ '1': 2, '2': 1, '3': 1 }, lazy=0.85),
   objective: { kind: 'sft' },
 }

@@ -56,8 +56,10 @@ def test_parts_on_devices_of_their_own_do_what_they_do_on_one(tmp_path: Path, wr
     changes = {"renderer__encoder": encoder, "renderer__guidance_scale": 2.0}
     alone = step(tmp_path, writer, HERE, **changes)
     apart = step(tmp_path, writer, APART, **changes)
-    for name in ("written", "pictures", "loss", "gradient"):
+    for name in ("written", "pictures"):
         assert apart[name] == alone[name], name
+    assert apart["loss"] == pytest.approx(alone["loss"], abs=1e-6)
+    assert apart["gradient"] == pytest.approx(alone["gradient"], rel=1e-4)
     assert len(alone["pictures"]) == 8
     assert alone["gradient"] > 0
     places = {name: apart[name] for name in ("policy", "renderer", "drawn_on", "reward", "gradients")}

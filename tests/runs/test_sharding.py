@@ -99,6 +99,7 @@ def train(out: Path, writer: Path, name: str, **changes: Any) -> RunFolder:
     return RunFolder(out / name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", SHARED)
 def test_a_run_learns_what_ranks_that_share_nothing_learn_and_resumes_to_the_same_bits(
     tmp_path: Path, writer: Path, sharding: str

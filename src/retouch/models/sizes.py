@@ -1,7 +1,7 @@
 """How large the published models are, counted on the meta device from their configurations: no weight is loaded or made.
 
 ``configs/*.json`` hold each model's parts as ``{"class": ..., "config": ...}`` with their source, ``configs/writers/*.json`` one
-language model each.
+language model each, ``configs/judges/*.json`` one model of a reward each.
 """
 
 import json
@@ -15,6 +15,8 @@ import torch
 from diffusers import AutoencoderKL, AutoencoderKLQwenImage, QwenImageTransformer2DModel, SD3Transformer2DModel
 from torch import nn
 from transformers import (
+    CLIPConfig,
+    CLIPModel,
     CLIPTextConfig,
     CLIPTextModelWithProjection,
     Qwen2_5_VLConfig,
@@ -63,17 +65,26 @@ def parts_in(folder: Path) -> dict[str, dict[str, Any]]:
 
 def writer(name: str) -> dict[str, Any] | None:
     """A published language model by its id or the last part of it; None where its configuration is not known."""
-    place = _CONFIGS / "writers" / f"{name.rpartition('/')[2].lower()}.json"
-    return dict(json.loads(place.read_text(encoding="utf-8"))) if place.is_file() else None
+    return _one("writers", name)
 
 
-def writer_in(folder: Path) -> dict[str, Any]:
-    """The language model in a local transformers folder, described in the same way. ValueError where there is none."""
+def judge(name: str) -> dict[str, Any] | None:
+    """As ``writer``, for a model that a reward judges with."""
+    return _one("judges", name) or _one("writers", name)
+
+
+def model_in(folder: Path) -> dict[str, Any]:
+    """The model in a local transformers folder, described in the same way. ValueError where there is none."""
     place = folder / "config.json"
     config = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
     if not config.get("architectures"):
-        raise ValueError(f"{folder} holds no language model: no config.json that names its class")
+        raise ValueError(f"{folder} holds no model: no config.json that names its class")
     return {"class": config["architectures"][0], "config": config}
+
+
+def _one(kind: str, name: str) -> dict[str, Any] | None:
+    place = _CONFIGS / kind / f"{name.rpartition('/')[2].lower()}.json"
+    return dict(json.loads(place.read_text(encoding="utf-8"))) if place.is_file() else None
 
 
 def build_meta(part: Mapping[str, Any]) -> nn.Module:
@@ -125,6 +136,8 @@ def _build(part: str) -> nn.Module:
                 return AutoencoderKLQwenImage.from_config(config)
             case "AutoencoderKL":
                 return AutoencoderKL.from_config(config)
+            case "CLIPModel":
+                return CLIPModel(CLIPConfig(**config))
             case "Qwen2_5_VLForConditionalGeneration":
                 return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**config))
             case "Qwen2VLForConditionalGeneration":

@@ -33,6 +33,7 @@ from retouch.runs.recipe_data import (
     PromptData,
     TripletData,
 )
+from retouch.runs.recipe_files import shipped
 from retouch.runs.recipe_phases import ResolvedPhase
 from retouch.types import Task
 
@@ -113,7 +114,7 @@ def _read(data: Stored, *, seed: int) -> Rows:
         case TripletData():
             return TripletRows(data.path, reference=data.reference, seed=seed)
         case PromptData():
-            return read_prompts(data.path)
+            return read_prompts(shipped(data.path))
 
 
 def _resize(data: Stored, size: tuple[int, int] | None) -> Resize | None:

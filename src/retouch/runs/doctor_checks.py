@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from retouch.data.guard import refuse_test_sets
 from retouch.runs import checkpoint
 from retouch.runs.build_data import Sets, build_sets
 from retouch.runs.doctor_findings import Finding, failed, gigabytes, note, ok
@@ -77,6 +78,12 @@ def _read(recipe: Recipe, data: Data, size: tuple[int, int] | None) -> tuple[Fin
     path = "the playground" if isinstance(data, PlaygroundData | PaintingData) else data.path
     there = isinstance(data, PlaygroundData | PaintingData) or Path(path).exists()
     if isinstance(data, ComplexEditData | HubData) and not there:
+        try:
+            refuse_test_sets([path], split=data.split, allow_test_sets=data.allow_test_sets)
+        except ValueError as error:
+            return failed(
+                "data", str(error), mend="name data to train on, or data.allow_test_sets where that is what you mean"
+            ), None
         return note("data", f"{path} is not in a folder here: it is read from the Hugging Face hub when training starts"), None
     try:
         sets = build_sets(recipe, data, size=size)

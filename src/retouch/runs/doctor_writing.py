@@ -12,7 +12,7 @@ from retouch.models.memory import Lora, MemoryPlan, Row
 from retouch.models.memory_drawing import Drawing, image_model_plan
 from retouch.models.memory_writing import Writing, reading_bytes, writer_plan
 from retouch.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
-from retouch.models.sizes import lora_count, parameter_count, stored_count, writer, writer_in
+from retouch.models.sizes import lora_count, model_in, parameter_count, stored_count, writer
 from retouch.playground.scenes import SIZE
 from retouch.runs import recipe_policy
 from retouch.runs.build_learning import copies_needed
@@ -20,6 +20,7 @@ from retouch.runs.build_model import DTYPES, lora_targets, playground_weights
 from retouch.runs.build_writer import playground_writer_weights
 from retouch.runs.doctor_device import CARDS, Place, place_of
 from retouch.runs.doctor_findings import Finding, failed, gigabytes, note, ok
+from retouch.runs.doctor_judging import judge_rows, uncounted
 from retouch.runs.doctor_memory import LEFT_FREE, SHOWN_FROM, Described, describe, table
 from retouch.runs.out_of_memory import suggestions
 from retouch.runs.pretrained import find_writer
@@ -61,6 +62,8 @@ def check_writing_memory(recipe: Recipe, folder: Path | None, place: Place | Non
         return [failed("memory", str(error), mend="mend what policy.model, policy.train and renderer.model name")], None
     sizes = ", ".join(f"{name} {stored_count(part) / 1e9:.2f} B" for name, part in counts.items())
     findings = [_fits(recipe, each, sizes, None if place is None else place_of(each.device, place)) for each in planned]
+    if names := uncounted(recipe.reward):
+        findings.append(note("memory", f"not counted, for want of a known configuration: the models of {', '.join(names)}"))
     if recipe.devices is not None and recipe.devices.offload:
         waiting = sum(stored_count(part) for part in described.values()) * _dtype(recipe).itemsize
         findings.append(note("memory", f"up to {gigabytes(waiting)} wait in the CPU's memory, for each rank of the machine"))
@@ -90,28 +93,35 @@ def plans(recipe: Recipe, written: Mapping[str, Any], described: Described) -> I
     if devices.offload:
         lent = sum(row.bytes for row in for_renderer.rows)
         for_renderer = MemoryPlan((), tuple(Row(f"{row.name}, its weights lent", row.bytes + lent) for row in for_renderer.phases))
-    if mine == theirs:
-        both = MemoryPlan((*for_policy.rows, *for_renderer.rows), (*for_policy.phases, *for_renderer.phases))
-        yield Planned(mine, ("policy", "renderer"), both)
-    else:
-        yield Planned(mine, ("policy",), for_policy)
-        yield Planned(theirs, ("renderer",), for_renderer)
+    placed: dict[str, list[tuple[str, MemoryPlan]]] = {mine: [("policy", for_policy)]}
+    placed.setdefault(theirs, []).append(("renderer", for_renderer))
+    for device, row in judge_rows(recipe.reward, device=devices.reward or mine):
+        placed.setdefault(device, []).append(("reward", MemoryPlan((row,))))
+    for device, lying in placed.items():
+        rows = tuple(row for _, plan in lying for row in plan.rows)
+        phases = tuple(phase for _, plan in lying for phase in plan.phases)
+        yield Planned(device, tuple(dict.fromkeys(part for part, _ in lying)), MemoryPlan(rows, phases))
 
 
 def _fits(recipe: Recipe, planned: Planned, sizes: str, place: Place | None) -> Finding:
-    plan, parts = planned.plan, " and ".join(planned.parts)
+    plan, parts = planned.plan, ", ".join(planned.parts)
+    need, fit, do = ("need", "fit", "do") if len(planned.parts) > 1 else ("needs", "fits", "does")
     lines = "\n".join(["", *table(plan, place, f"parameters: {sizes}")]) if plan.total >= SHOWN_FROM else ""
     on_each = f", on each of {recipe.ranks} ranks" if recipe.ranks is not None and recipe.ranks > 1 else ""
     if place is None:
-        return note("memory", f"{parts} need {gigabytes(plan.total)} on {planned.device}{on_each}{lines}")
+        return note("memory", f"{parts} {need} {gigabytes(plan.total)} on {planned.device}{on_each}{lines}")
     needed = f"{gigabytes(plan.total)} of the {gigabytes(place.bytes)} of {_called(planned.device, place)}{on_each}"
     if plan.total > place.bytes:
         lower = [each for stage in ("update", "rollout", "render") for each in suggestions(recipe, stage)]
         less = f"\nless at once takes less: {' '.join(f'--set {each}' for each in dict.fromkeys(lower))}" if lower else ""
-        return failed("memory", f"{parts} do not fit: {needed}{lines}{less}", mend=_mend(recipe, planned, place))
+        return failed(
+            "memory",
+            f"{parts} {do} not fit: {needed}{lines}{less}",
+            mend=_mend(recipe, planned, place),
+        )
     if plan.total > (1 - LEFT_FREE) * place.bytes:
-        return note("memory", f"{parts} fit narrowly: {needed}, and a tenth should be free{lines}")
-    return ok("memory", f"{parts} need {needed}{lines}")
+        return note("memory", f"{parts} {fit} narrowly: {needed}, and a tenth should be free{lines}")
+    return ok("memory", f"{parts} {need} {needed}{lines}")
 
 
 def _called(device: str, place: Place) -> str:
@@ -131,7 +141,7 @@ def _mend(recipe: Recipe, planned: Planned, place: Place) -> str:
             return f"--set rollout.chunk={max(1, recipe.rollout.chunk // 4)}"
         if most.name.startswith("drawing") and recipe.renderer is not None and recipe.renderer.batch > 1:
             return "--set renderer.batch=1"
-    if planned.parts == ("policy", "renderer") and not (recipe.devices and recipe.devices.offload):
+    if {"policy", "renderer"} <= set(planned.parts) and not (recipe.devices and recipe.devices.offload):
         return "--set devices.offload=true"
     larger = next((name for name, size in reversed(CARDS.items()) if size > max(place.bytes, planned.plan.total)), None)
     return "--set sharding=fsdp2" if larger is None else f"--device {larger}"
@@ -147,9 +157,9 @@ def _writer(policy: AutoregressivePolicy) -> dict[str, Any] | None:
         return None
     if isinstance(model, PlaygroundWriter):
         shipped = playground_weights("enhancer") if isinstance(model, PlaygroundEnhancer) else playground_writer_weights()
-        return writer_in(Path(model.path) if model.path else shipped)
+        return model_in(Path(model.path) if model.path else shipped)
     folder = find_writer(model.path)
-    return writer(model.path) if folder is None else writer_in(folder)
+    return writer(model.path) if folder is None else model_in(folder)
 
 
 def _writing(recipe: Recipe, policy: AutoregressivePolicy, written: Mapping[str, Any], described: Described) -> Writing:

@@ -149,7 +149,7 @@ class PromptData(DataSection):
 
     kind: Literal["prompts"]
     path: str
-    """The file."""
+    """The file; those that come with the package's recipes are ``recipes/...`` from anywhere."""
     held_out: Share | Count = 0.1
     """Share of the prompts kept for evaluation, or (a whole number) how many."""
     limit: Count | None = None

@@ -30,3 +30,10 @@ def find(name: str | Path) -> Path:
         return packaged_recipes().joinpath(*file.parts[1:])
     what = "is a folder, not a recipe" if file.is_dir() else "no such file"
     raise ValueError(f"{name}: {what}; recipes that come with the package:\n  " + "\n  ".join(available()))
+
+
+def shipped(name: str) -> Path:
+    """The file of that name if there is one, else the one that comes with the package's recipes, else the name as it is."""
+    file = Path(name)
+    packaged = packaged_recipes().joinpath(*file.parts[1:])
+    return packaged if not file.exists() and file.parts[:1] == (_FOLDER,) and packaged.is_file() else file

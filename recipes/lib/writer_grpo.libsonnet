@@ -1,0 +1,34 @@
+// A vision-language model writes for a frozen editor, which draws from the states of the whole dialogue (system A). A full-size run
+// and its twin give their world (writer, editor, tasks, judge) and sizes; everything else is the same.
+{
+  grpo(world, sizes):: {
+    name: sizes.name,
+    tasks_per_step: sizes.tasks_per_step,
+    group_size: sizes.group_size,
+    learning_rate: sizes.learning_rate,
+    microbatch: sizes.microbatch,
+    policy: {
+      kind: 'autoregressive',
+      model: world.writer,
+      train: { kind: 'lora', rank: 32, alpha: 64 },
+      gradient_checkpointing: sizes.gradient_checkpointing,
+      entropy: true,
+    },
+    rollout: { kind: 'tokens', max_new_tokens: sizes.max_new_tokens },
+    renderer: {
+      kind: 'response',
+      model: world.editor,
+      encoder: sizes.encoder,
+      num_steps: sizes.num_steps,
+      guidance_scale: sizes.guidance_scale,
+      batch: sizes.batch,
+      encoder_batch: sizes.batch,
+    },
+    data: world.tasks,
+    reward: world.judge,
+    advantage: { kind: 'group' },
+    // Every token counts the same whatever the length of its completion: shares within a completion reward short ones, and the
+    // writer learns to name one thing and say no more.
+    objective: { kind: 'policy_gradient', clip_low: 0.2, clip_high: 0.2, normalise: 'dr_grpo' },
+  },
+}
