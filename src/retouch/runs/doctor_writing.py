@@ -98,9 +98,9 @@ def plans(recipe: Recipe, written: Mapping[str, Any], described: Described) -> I
     for device, row in judge_rows(recipe.reward, device=devices.reward or mine):
         placed.setdefault(device, []).append(("reward", MemoryPlan((row,))))
     for device, lying in placed.items():
-        rows = tuple(row for _, plan in lying for row in plan.rows)
-        phases = tuple(phase for _, plan in lying for phase in plan.phases)
-        yield Planned(device, tuple(dict.fromkeys(part for part, _ in lying)), MemoryPlan(rows, phases))
+        kept = tuple(row for _, plan in lying for row in plan.rows)
+        in_turn = tuple(phase for _, plan in lying for phase in plan.phases)
+        yield Planned(device, tuple(dict.fromkeys(part for part, _ in lying)), MemoryPlan(kept, in_turn))
 
 
 def _fits(recipe: Recipe, planned: Planned, sizes: str, place: Place | None) -> Finding:
@@ -131,7 +131,7 @@ def _called(device: str, place: Place) -> str:
 def _mend(recipe: Recipe, planned: Planned, place: Place) -> str:
     """The one change that helps most: what takes turns made smaller while that can be enough, else weights put elsewhere."""
     kept = sum(row.bytes for row in planned.plan.rows)
-    most = max(planned.plan.phases, key=lambda row: row.bytes)
+    most = max(planned.plan.phases, key=lambda row: row.bytes, default=Row("nothing", 0))
     if kept < place.bytes:
         if most.name.startswith("an update") and not recipe.policy.gradient_checkpointing:
             return "--set policy.gradient_checkpointing=true"

@@ -1,0 +1,164 @@
+"""The full-size recipes of writers: the values of the systems that they are, and what sets them apart from each other."""
+
+from typing import Any
+
+import pytest
+
+from retouch.data.prompts import read_prompts
+from retouch.runs.recipe import load
+from retouch.runs.recipe_checks import check_ranks
+from retouch.runs.recipe_files import find, shipped
+
+EDITOR = "recipes/qwen-image-edit/"
+ENHANCER = "recipes/sd3/prompt-enhancer.jsonnet"
+WRITERS = [f"{EDITOR}writer-grpo.jsonnet", f"{EDITOR}writer-grpo-frozen.jsonnet", f"{EDITOR}writer-grpo-identity.jsonnet"]
+
+
+def values(document: Any, prefix: str = "") -> dict[str, Any]:
+    """Every value of a document by its path."""
+    if not isinstance(document, dict):
+        return {prefix.removesuffix("."): document}
+    return {path: value for key, inner in document.items() for path, value in values(inner, f"{prefix}{key}.").items()}
+
+
+def different(one: str, other: str) -> set[str]:
+    first, second = (values(load(name).document()) for name in (one, other))
+    return {path for path in first.keys() | second.keys() if first.get(path) != second.get(path)}
+
+
+def test_system_a() -> None:
+    recipe = load(WRITERS[0])
+    check_ranks(recipe, 8)
+    found = values(recipe.document())
+    wanted = {
+        "policy.model.kind": "qwen-vl",
+        "policy.model.path": "Qwen/Qwen2.5-VL-7B-Instruct",
+        "policy.model.dtype": "bfloat16",
+        "policy.train.rank": 32,
+        "policy.train.alpha": 64.0,
+        "policy.train.targets": None,
+        "renderer.kind": "response",
+        "renderer.model.kind": "qwen-image-edit",
+        "renderer.model.path": "Qwen/Qwen-Image-Edit",
+        "renderer.model.dtype": "bfloat16",
+        "renderer.encoder": "policy",
+        "renderer.shared_noise": True,
+        "data.kind": "complex-edit",
+        "data.split": "test_real",
+        "data.complexity": "8",
+        "data.allow_test_sets": False,
+        "group_size": 8,
+        "tasks_per_step": 2,
+        "microbatch": 1,
+        "ranks": 8,
+        "sharding": "zero2",
+        "learning_rate": 1e-5,
+        "passes": 3.0,
+        "steps": None,
+        "checkpoints.every": 500,
+        "reward.kind": "aspects",
+        "reward.n_evals": 3,
+        "reward.combine.alignment": 0.6,
+        "reward.combine.quality": 0.4,
+        "reward.combine.identity": 0.0,
+        "reward.judge.key": "OPENAI_API_KEY",
+    }
+    assert {path: found[path] for path in wanted} == wanted
+    # 1 completion at once, twice, on each of 8 GPUs.
+    assert found["tasks_per_step"] * found["group_size"] == 1 * 2 * 8 == 16
+
+
+def test_the_writers_adapters_sit_on_the_four_projections_of_attention() -> None:
+    from retouch.runs.build_model import lora_targets
+
+    for name in (*WRITERS, ENHANCER):
+        assert sorted(target.rpartition(".")[2] for target in lora_targets(load(name).policy)) == [
+            *("k_proj", "o_proj", "q_proj", "v_proj")
+        ]
+
+
+def test_what_sets_the_siblings_apart() -> None:
+    assert different(WRITERS[0], WRITERS[1]) == {"name", "renderer.encoder"}
+    reward = {f"reward.combine.{column}" for column in ("alignment", "quality", "identity")} | {"reward.combine"}
+    assert different(WRITERS[1], WRITERS[2]) == {"name"} | reward
+    combined = values(load(WRITERS[2]).document())["reward.combine"]
+    assert "identity" in combined
+
+
+def test_system_c() -> None:
+    recipe = load(ENHANCER)
+    found = values(recipe.document())
+    wanted = {
+        "policy.model.kind": "qwen-vl",
+        "policy.model.path": "Qwen/Qwen2-VL-7B-Instruct",
+        "rollout.max_new_tokens": 100,
+        "rollout.temperature": 0.7,
+        "renderer.kind": "prompt",
+        "renderer.model.kind": "sd3",
+        "renderer.model.path": "stabilityai/stable-diffusion-3-medium-diffusers",
+        "data.kind": "prompts",
+        "data.path": "recipes/sd3/challenging.txt",
+        "reward.rewards.clip.path": "openai/clip-vit-base-patch32",
+        "reward.rewards.quality.kind": "prompt_quality",
+        "devices.policy": "cuda:0",
+        "devices.renderer": "cuda:1",
+        "devices.reward": "cuda:2",
+        "devices.memory_fraction": None,
+        "devices.empty_cache_every": None,
+    }
+    assert {path: found[path] for path in wanted} == wanted
+    # Prompt quality is looked at, and never trained on.
+    assert {path: weight for path, weight in found.items() if path.startswith("reward.combine")} == {
+        "reward.combine.clip/similarity": 1.0
+    }
+
+
+def test_the_challenging_prompts_are_read_from_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = read_prompts(shipped(load(ENHANCER).data.path))
+    prompts = [rows[index].instruction for index in range(len(rows))]
+    assert not rows.problems
+    assert len(set(prompts)) == len(prompts) == 120
+    named = ["purple rabbit", "green cat with blue eyes", "square wheel", "concept of happiness", "transparent glass butterfly"]
+    assert all(any(words in prompt for prompt in prompts) for words in named)
+
+
+def test_a_file_of_ones_own_comes_before_a_shipped_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / "recipes" / "sd3" / "challenging.txt"
+    own.parent.mkdir(parents=True)
+    own.write_text("a cat\n")
+    assert shipped("recipes/sd3/challenging.txt").resolve() == own
+    assert str(shipped("recipes/sd3/nothing.txt")) == "recipes/sd3/nothing.txt"
+
+
+@pytest.mark.parametrize(
+    ("full", "twin"),
+    [
+        (WRITERS[0], f"{EDITOR}writer-grpo-playground.jsonnet"),
+        (WRITERS[1], f"{EDITOR}writer-grpo-frozen-playground.jsonnet"),
+        (ENHANCER, "recipes/sd3/prompt-enhancer-playground.jsonnet"),
+    ],
+)
+def test_a_twin_differs_in_its_world_and_sizes_alone(full: str, twin: str) -> None:
+    same = {"policy.kind", "policy.train", "policy.entropy", "policy.mask_truncated", "rollout.kind", "rollout.top", "epochs"}
+    same |= {
+        "renderer.kind",
+        "renderer.encoder",
+        "renderer.shared_noise",
+        "renderer.cut_off",
+        "advantage",
+        "objective",
+        "optimizer",
+    }
+    assert not {path for path in different(full, twin) if path.startswith(tuple(same)) and path != "renderer.encoder_batch"}
+
+
+@pytest.mark.parametrize("name", [*WRITERS, ENHANCER])
+def test_the_head_says_what_a_healthy_run_looks_like(name: str) -> None:
+    head = find(name).read_text(encoding="utf-8").split("\nlocal ")[0].split("\n(import")[0]
+    said = " ".join(line.removeprefix("//").strip() for line in head.splitlines())
+    assert "A healthy run" in said
+    assert "retouch " in said
+    if name in (WRITERS[0], ENHANCER):
+        assert "Claims of the source, none of them measured here" in said
