@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from results_page import SECTIONS, Entry, page
 
@@ -178,7 +179,10 @@ def same(found: Sequence[dict], wanted: Sequence[dict]) -> bool:
 def place(entry: Entry, seed: int) -> Path:
     """Where a run is kept: named by the hash of its resolved recipe and of the shipped weights that it uses."""
     recipe = load(ROOT / entry.recipe, [f"seed={seed}", "name=any", "out=any"])
-    whole = hashlib.sha256(json.dumps(recipe.document(), sort_keys=True).encode())
+    document: Any = recipe.document()
+    if "renderer" in document:
+        document["renderer"]["device"] = None  # kept runs are named by recipes that had this key
+    whole = hashlib.sha256(json.dumps(document, sort_keys=True).encode())
     for file in sorted(file for name in used_weights(recipe) for file in (WEIGHTS / name).rglob("*.safetensors")):
         whole.update(file.relative_to(SOURCE).as_posix().encode() + hashlib.sha256(file.read_bytes()).digest())
     return CACHE / f"{whole.hexdigest()[:32]}.json"
