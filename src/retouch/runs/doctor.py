@@ -15,7 +15,14 @@ import torch
 import torch.distributed as dist
 
 from retouch.runs.build_model import playground_weights
-from retouch.runs.doctor_checks import check_batch, check_data, check_disk, check_folder, check_trackers
+from retouch.runs.doctor_checks import (
+    check_batch,
+    check_data,
+    check_disk,
+    check_folder,
+    check_ranks_share,
+    check_trackers,
+)
 from retouch.runs.doctor_device import check_device, local_name, require_known
 from retouch.runs.doctor_engine import check_engines
 from retouch.runs.doctor_findings import Finding, failed, note, ok
@@ -133,7 +140,9 @@ def _examine_here(report: _Report, meeting: Meeting, recipe: Recipe | None, want
 
 def _examine_recipe(report: _Report, meeting: Meeting, recipe: Recipe, wanted: str) -> torch.device | None:
     """The checks that load no weights. Returns the device to try a step on; None where there is nothing to try it with."""
-    report.add(check_batch(recipe, world=report.world or recipe.ranks or 1))
+    world = report.world or recipe.ranks or 1
+    report.add(check_batch(recipe, world=world))
+    report.add(check_ranks_share(recipe, world=world))
     report.add([check_trackers(recipe), check_folder(recipe)])
     sets = None
     for finding, read in check_data(recipe):

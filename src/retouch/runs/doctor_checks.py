@@ -1,5 +1,6 @@
 """What can be checked of a recipe without loading its model: arithmetic, trackers, run folder, data and disk space."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from retouch.runs.recipe_checks import check_ranks, unmeant_ranks
 from retouch.runs.recipe_data import ComplexEditData, Data, HubData, PaintingData, PlaygroundData
 from retouch.runs.recipe_differences import differences
 from retouch.runs.recipe_policy import ImportedModel
+from retouch.runs.sharding_checks import check_sharding
 from retouch.runs.trackers import require_trackers
 
 _SHOWN = 5
@@ -35,6 +37,18 @@ def check_batch(recipe: Recipe, *, world: int) -> Iterator[Finding]:
         yield ok("batch", text if recipe.phases is None else f"phase {phase.name}: {text}")
     if (unmeant := unmeant_ranks(recipe, world)) is not None:
         yield note("batch", unmeant)
+
+
+def check_ranks_share(recipe: Recipe, *, world: int) -> Iterator[Finding]:
+    """Whether the ranks can share as the recipe says, and as the launcher was told."""
+    try:
+        check_sharding(recipe, {**os.environ, "WORLD_SIZE": str(world)})
+    except ValueError as error:
+        wants = "pip install 'retouch[deepspeed]'" if "pip install" in str(error) else "change the launcher's configuration"
+        yield failed("sharding", str(error), mend=wants)
+        return
+    if recipe.sharding is not None:
+        yield ok("sharding", f"{recipe.sharding}, over {world} ranks" if world > 1 else "one rank alone shares nothing")
 
 
 def check_trackers(recipe: Recipe) -> Finding:

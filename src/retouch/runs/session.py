@@ -1,6 +1,7 @@
 """A run from its recipe to its report: start or resume, train, save, evaluate, sum up."""
 
 import logging
+import os
 import sys
 from contextlib import closing
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from retouch.runs.recipe import Recipe, parse
 from retouch.runs.recipe_checks import unmeant_ranks
 from retouch.runs.recipe_differences import differences
 from retouch.runs.recording import Recorder
+from retouch.runs.sharding_checks import check_sharding
 from retouch.runs.state import capture, restore
 from retouch.runs.stepper import Stepper
 from retouch.runs.stopping import StopRequest, listening
@@ -45,11 +47,14 @@ def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
     a fault that its message names, with a checkpoint of the last good step.
     """
     require_trackers(recipe.trackers)
+    check_sharding(recipe, os.environ)
     ranks = join_ranks(recipe)
     folder = RunFolder(recipe.folder)
     _open_folder(folder, recipe, ranks, fresh=fresh, new_judge=new_judge)
     _log_to(folder, ranks)
-    log.info("run %s on %s, %d rank%s; folder %s", recipe.name, ranks.device, ranks.world, "s" * (ranks.world > 1), folder.root)
+    shared = f", which share by {recipe.sharding}" if recipe.sharding is not None and ranks.world > 1 else ""
+    where = f"{ranks.device}, {ranks.world} rank{'s' * (ranks.world > 1)}{shared}"
+    log.info("run %s on %s; folder %s", recipe.name, where, folder.root)
     if (unmeant := unmeant_ranks(recipe, ranks.world)) is not None:
         log.warning("%s", unmeant)
     accelerate.utils.set_seed(recipe.seed)  # nothing of ours draws from the global generators; a user's reward may
