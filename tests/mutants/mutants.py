@@ -4,6 +4,7 @@ from bridging_mutants import BRIDGING
 from combining_mutants import COMBINING
 from engine_mutants import ENGINES
 from judging_mutants import JUDGING
+from ledger_mutants import LEDGER
 from mutant import Mutant
 from painting_mutants import PAINTING
 from rendering_mutants import RENDERING
@@ -257,4 +258,5 @@ MUTANTS = (
     *JUDGING,
     *RENDERING,
     *PAINTING,
+    *LEDGER,
 )

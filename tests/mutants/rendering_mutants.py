@@ -31,8 +31,8 @@ RENDERING = (
     Mutant(
         "the policy reads with its dropout on",
         "models/qwen_responses.py",
-        "with evaluating(self.encoder.module):",
-        "with torch.no_grad():",
+        "with self.encoder.reading(), evaluating(self.encoder.module):",
+        "with self.encoder.reading(), torch.no_grad():",
         f"{DRAWING}::test_dropout_is_off_while_the_policy_reads",
     ),
     Mutant(

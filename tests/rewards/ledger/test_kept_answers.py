@@ -5,6 +5,7 @@ import sqlite3
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -332,6 +333,14 @@ def test_whatever_a_reward_may_see_makes_another_sample(remember, changes):
     remembering([sample(1)])
     remembering([sample(1, **changes)])
     assert len(server.asked) == 2
+
+
+def test_another_text_or_picture_makes_another_sample(remember):
+    server, one = Server(), sample(1)
+    remembering = remember(server)
+    remembering([one, replace(one, written="a red door"), replace(one, image=picture(9))])
+    remembering([one, replace(one, written="a blue door")])
+    assert len(server.asked) == 4
 
 
 def test_another_fingerprint_is_another_reward(remember):

@@ -181,6 +181,22 @@ def test_another_judge_sees_the_pictures_that_were_judged_and_none_twice(kept, a
     assert len(asked) == 8  # those of step 3
 
 
+def test_what_another_judge_could_not_say_is_asked_again(kept, ask, monkeypatch):
+    asked = []
+
+    def half(self, samples):
+        asked.extend(samples)
+        return {"share": torch.tensor([0.5 if row % 2 or len(asked) > 16 else torch.nan for row in range(len(samples))])}
+
+    monkeypatch.setattr(ShareReward, "__call__", half)
+    words = ["rescore", "share:red", "--name", "broken", "--steps", "1:2", "--split", "train"]
+    ask(kept, *words)
+    known = [sample.scores["broken:share"] for sample in LedgerView.open(kept).samples if "broken:share" in sample.scores]
+    assert len(asked) == 15 + 8
+    assert len(known) == 15
+    assert not np.isnan(known).any()
+
+
 def test_a_name_is_one_judges(kept, ask, capsys):
     ask(kept, "rescore", "share:green", "--name", "mine", "--steps", "3")
     assert cli.main(["ledger", str(kept), "rescore", "photos:red", "--name", "mine"]) == 2

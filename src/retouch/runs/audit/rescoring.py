@@ -1,6 +1,6 @@
 """A run's pictures, judged again by another reward, whose scores go to rescored/NAME.sqlite; the run's own ledger is left alone.
 
-What was judged again is not judged a third time, so a command that was stopped goes on where it was.
+What was judged again is not judged a third time, so a command that was stopped goes on where it was; what could not be judged is.
 """
 
 import re
@@ -75,6 +75,9 @@ def default_name(words: str) -> str:
 def _judge(reward: Reward, journal: Journal, samples: Sequence[Scored], *, shown: Shown, tasks: RunTasks) -> tuple[int, int]:
     """How many samples were judged now, and how many pictures were not those of the ledger any more."""
     fresh = absent = 0
+    wanted = [name for name, column in reward.columns.items() if not column.diagnostic]
+    for page in dict.fromkeys(_page(row.split, row.step) for row in samples):
+        journal.forget_missing(page, wanted)
     for page, rows in _chunks(samples):
         made = [Sample(tasks(row), shown.image(row), row.written) for row in rows]
         whole = [number for number, sample in enumerate(made) if sample.image is not None]

@@ -1,0 +1,191 @@
+"""Deliberate bugs in the ledger: what is remembered, replayed, told apart and added up."""
+
+from mutant import Mutant
+
+_KEPT = "tests/rewards/ledger/test_kept_answers.py"
+_JOURNAL = "tests/runs/test_journal.py"
+_LEDGER = "tests/runs/test_ledger.py"
+_AUDIT = "tests/runs/audit/test_audit.py"
+_AGREEMENT = "tests/core/test_agreement.py"
+
+LEDGER = (
+    # What was answered before
+    Mutant(
+        "what a canary was told is found again",
+        "rewards/ledger/answers.py",
+        "scores IS NOT NULL AND NOT fresh",
+        "scores IS NOT NULL",
+        f"{_KEPT}::test_canaries_go_past_the_memory_and_leave_it_alone",
+    ),
+    Mutant(
+        "a canary is answered from memory",
+        "rewards/ledger/asking.py",
+        "if self.answers.fresh:",
+        "if False:",
+        f"{_KEPT}::test_canaries_go_past_the_memory_and_leave_it_alone",
+    ),
+    Mutant(
+        "a repeat has the first one's answer",
+        "rewards/ledger/content.py",
+        "question.temperature, question.seed])",
+        "question.temperature])",
+        f"{_KEPT}::test_whatever_could_change_an_answer_is_asked_anew",
+    ),
+    Mutant(
+        "one judge's answer is every judge's",
+        "rewards/ledger/content.py",
+        "_digest([judge, question.rubric,",
+        "_digest([question.rubric,",
+        f"{_KEPT}::test_another_judge_is_asked_anew",
+    ),
+    Mutant(
+        "what was written is no part of a sample",
+        "rewards/ledger/content.py",
+        "task.text, sample.written, dict",
+        "task.text, dict",
+        f"{_KEPT}::test_another_text_or_picture_makes_another_sample",
+    ),
+    Mutant(
+        "a picture is known by some of its pixels",
+        "rewards/ledger/content.py",
+        "image.tobytes()",
+        "image.tobytes()[:-1]",
+        f"{_JOURNAL}::test_a_pictures_name_knows_size_mode_and_every_pixel",
+    ),
+    Mutant(
+        "a sample that misses a column is remembered",
+        "rewards/ledger/rewarding.py",
+        "scores=None if missing else scores,",
+        "scores=scores,",
+        f"{_KEPT}::test_a_sample_that_misses_a_column_is_sent_again",
+    ),
+    Mutant(
+        "what is under way is asked for again",
+        "rewards/ledger/once.py",
+        "if name not in found and name not in waiting]",
+        "if name not in found]",
+        f"{_KEPT}::test_what_is_under_way_for_one_thread_is_not_asked_for_another",
+    ),
+    Mutant(
+        "a key that a judge repeats is written down",
+        "rewards/ledger/answers.py",
+        "words = credentials.redacted(words, secret)",
+        "pass",
+        f"{_KEPT}::test_a_key_of_the_environment_is_written_nowhere",
+    ),
+    # The journal
+    Mutant(
+        "a missing score is kept as 0",
+        "rewards/ledger/numbers.py",
+        'return "null"',
+        'return "0.0"',
+        f"{_JOURNAL}::test_what_the_judge_could_not_say_is_replayed_until_forgotten",
+    ),
+    Mutant(
+        "another judge's scores are replayed",
+        "runs/journal.py",
+        "signed == (*sight, self.judge)",
+        "(signed or ())[:3] == tuple(sight)",
+        f"{_JOURNAL}::test_another_judge_is_asked_anew",
+    ),
+    Mutant(
+        "another picture's scores are replayed",
+        "runs/journal.py",
+        "signed == (*sight, self.judge)",
+        "(signed or ())[:1] == tuple(sight)[:1]",
+        f"{_JOURNAL}::test_only_new_pictures_are_judged_and_they_replace_the_old",
+    ),
+    Mutant(
+        "the filling of an evaluation counts",
+        "runs/journal.py",
+        "rows.setdefault(place, (*page, *place, *sight, self.judge, given, seconds, now))",
+        "rows[place] = (*page, *place, *sight, self.judge, given, seconds, now)",
+        f"{_JOURNAL}::test_of_a_place_that_is_filled_twice_the_first_counts",
+    ),
+    # Who judges
+    Mutant(
+        "a run goes on with whatever judges now",
+        "runs/ledger.py",
+        "if not self._new_judge:",
+        "if False:",
+        f"{_LEDGER}::test_a_changed_judge_stops_a_resume_unless_told_otherwise",
+    ),
+    Mutant(
+        "a judge is compared with the run's first one",
+        "runs/ledger.py",
+        "ORDER BY number DESC LIMIT 1",
+        "ORDER BY number LIMIT 1",
+        f"{_LEDGER}::test_a_changed_judge_stops_a_resume_unless_told_otherwise",
+    ),
+    Mutant(
+        "a rank whose own judge is the same goes on alone",
+        "runs/ledger.py",
+        "if not self._ranks.any(bool(changed)):",
+        "if not changed:",
+        f"{_LEDGER}::test_all_ranks_stop_where_one_has_another_judge",
+    ),
+    Mutant(
+        "a judge whose code was edited is the same",
+        "rewards/identity.py",
+        "hashlib.sha256(inspect.getsource(sys.modules[kind.__module__]).encode()).hexdigest()[:16]",
+        'hashlib.sha256(b"").hexdigest()[:16]',
+        f"{_LEDGER}::test_code_that_changed_is_another_judge",
+    ),
+    # What is asked of the ledger
+    Mutant(
+        "a cost that nobody knows is 0",
+        "runs/audit/overview.py",
+        '"cost": sum(costs) if costs else None',
+        '"cost": sum(costs)',
+        f"{_AUDIT}::test_a_cost_that_nobody_knows_is_not_nothing",
+    ),
+    Mutant(
+        "of two ranks' scores the earlier counts",
+        "runs/audit/opening.py",
+        "found[sample.place].at < sample.at",
+        "found[sample.place].at > sample.at",
+        f"{_AUDIT}::test_the_files_of_all_ranks_are_one_ledger_and_the_later_score_counts",
+    ),
+    Mutant(
+        "judged again under another step",
+        "runs/audit/rescoring.py",
+        'step - 1 if split == "train" else step',
+        "step",
+        f"{_AUDIT}::test_judged_again_by_the_same_judge_every_score_is_the_same",
+    ),
+    Mutant(
+        "whatever picture lies there is judged again",
+        "runs/audit/pictures.py",
+        "return None if path is None else read_picture(path, sample.picture)",
+        "return None if path is None else Image.open(path)",
+        f"{_AUDIT}::test_a_picture_that_was_swapped_is_not_judged",
+    ),
+    Mutant(
+        "what the second judge could not say is not asked again",
+        "runs/audit/rescoring.py",
+        "journal.forget_missing(page, wanted)",
+        "pass",
+        f"{_AUDIT}::test_what_another_judge_could_not_say_is_asked_again",
+    ),
+    Mutant(
+        "the greatest disagreements come last",
+        "runs/audit/comparing.py",
+        "apart.argsort(descending=True, stable=True)",
+        "apart.argsort(stable=True)",
+        f"{_AUDIT}::test_the_worst_disagreements_come_first_with_their_pictures",
+    ),
+    Mutant(
+        "scores are compared over all groups",
+        "runs/audit/comparing.py",
+        "sample.place[:3]",
+        "sample.place[:1]",
+        f"{_AUDIT}::test_agreement_is_that_of_the_columns",
+    ),
+    Mutant(
+        "pairs that both judges tie are taken off twice",
+        "core/agreement.py",
+        "- tied_a - tied_b + tied_both -",
+        "- tied_a - tied_b -",
+        f"{_AGREEMENT}::test_tau_b_is_its_definition_pair_by_pair",
+    ),
+)
