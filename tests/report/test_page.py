@@ -244,3 +244,18 @@ def test_a_fall_beyond_both_intervals_is_named_at_the_top(started: RunFolder) ->
     page = read(page_of(started))
     assert len(page.all("p", "warning")) == 1
     assert "IP (complexity 1) 9.00 to 8.00." in page.text["p"]
+
+
+def test_where_less_is_better_a_rise_is_what_got_worse(started: RunFolder) -> None:
+    for step, value in ((0, 1.0), (1, 2.0)):
+        means, ends = ({"extra": value, "good": value, "n": 99}, {"extra": (value - 0.2, value + 0.2), "good": (value, value)})
+        started.write_eval(step, "heldout", table={"all": means}, ci95={"all": ends}, lower_is_better=["extra"])
+    page = read(page_of(started))
+    assert "extra 1.00 to 2.00." in page.text["p"]
+    assert len(page.all("span", "bad")) == len(page.all("span", "good")) == 1
+
+
+def test_a_signal_is_drawn_once(started: RunFolder) -> None:
+    started.append_metrics(1, "rl", {"reward/mean": 0.5, "reward/fault_fraction": 0.1, "reward/overall": 0.5})
+    words = read(page_of(started)).words
+    assert words.count("reward/fault_fraction") == words.count("reward/overall") == 1

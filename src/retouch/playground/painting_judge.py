@@ -40,7 +40,7 @@ class PaintingJudge:
         "exact": Column(0.0, 1.0),
         "shown": Column(0.0, 1.0, diagnostic=True),
         "ground": Column(0.0, 1.0, diagnostic=True),
-        "extra": Column(0.0, 9.0, diagnostic=True),
+        "extra": Column(0.0, 9.0, diagnostic=True, higher_is_better=False),
     }
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:

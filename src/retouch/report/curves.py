@@ -146,7 +146,7 @@ def signal_charts(metrics: Sequence[Mapping[str, Any]]) -> tuple[list[Html], lis
     """Small charts of the signals and reward columns, and of everything else that was logged."""
     names = metric_names(metrics)
     first = [name for name in SIGNALS if name in names]
-    first += [name for name in names if name.startswith("reward/") and name not in AGGREGATES]
+    first += [name for name in names if name.startswith("reward/") and name not in (*SIGNALS, *AGGREGATES)]
     rest = [name for name in names if name not in first and name not in AGGREGATES]
     return [_small(metrics, name) for name in first], [_small(metrics, name) for name in rest]
 

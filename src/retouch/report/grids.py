@@ -170,6 +170,7 @@ def _strip(folder: RunFolder, group: list[dict[str, Any]], *, rewrites: bool) ->
     if len(ranked) > MOST_MEMBERS:
         notes.append(f"the best {MOST_MEMBERS // 2} and the worst {MOST_MEMBERS // 2} of {len(ranked)} shown")
         ranked = ranked[: MOST_MEMBERS // 2] + ranked[-(MOST_MEMBERS // 2) :]
+    worded = " worded" if any(line.get("text") is not None for line in ranked) else ""
     return tag(
         "article",
         _instruction(head),
@@ -177,7 +178,7 @@ def _strip(folder: RunFolder, group: list[dict[str, Any]], *, rewrites: bool) ->
         tag(
             "div",
             tag("div", given, class_="given") if given else None,
-            tag("div", [_member(folder, line, decimals, rewrites=rewrites) for line in ranked], class_="members"),
+            tag("div", [_member(folder, line, decimals, rewrites=rewrites) for line in ranked], class_=f"members{worded}"),
         ),
         class_="strip",
     )

@@ -14,13 +14,14 @@ FEWEST_TASKS = 20  # that a row must have for a fall to be worth a warning
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One cell: a mean before and after, with their intervals where they were measured."""
+    """One cell: a mean before and after, with their intervals where they were measured. ``lower``: whether less is better."""
 
     before: float | None
     after: float | None
     before_ci: tuple[float, float] | None
     after_ci: tuple[float, float] | None
     decimals: int
+    lower: bool = False
 
     @property
     def apart(self) -> bool:
@@ -33,6 +34,13 @@ class Compared:
     def change(self) -> float | None:
         return None if self.before is None or self.after is None else self.after - self.before
 
+    @property
+    def direction(self) -> str:
+        """Good, bad, or flat where the change does not show in the decimals."""
+        if self.change is None or abs(self.change) < 0.5 * 10**-self.decimals:
+            return "flat"
+        return "good" if (self.change > 0) != self.lower else "bad"
+
 
 def compare(before: Mapping[str, Any], after: Mapping[str, Any], *, row: str, column: str) -> Compared:
     """A cell of two evaluations, with as many decimals as its column needs."""
@@ -42,6 +50,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any], *, row: str, co
         interval(before, row=row, column=column),
         interval(after, row=row, column=column),
         decimals_for(cells.get(column) for line in (before, after) for cells in line["table"].values()),
+        lower=column in after.get("lower_is_better", ()),
     )
 
 
@@ -64,14 +73,14 @@ def columns_of(line: Mapping[str, Any]) -> list[str]:
 
 
 def falls(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Every figure whose interval after lies wholly below its interval before, in words; rows of few tasks are left out."""
+    """Every figure whose interval after lies wholly on the worse side of that before, in words; rows of few tasks are left out."""
     found = []
     for row, cells in after["table"].items():
         if (cells.get("n") or 0) < FEWEST_TASKS:
             continue
         for column in columns_of(after):
             cell = compare(before, after, row=row, column=column)
-            if cell.apart and cell.change is not None and cell.change < 0:
+            if cell.apart and cell.direction == "bad":
                 where = "" if row == "all" else f" ({_row_name(row)})"
                 found.append(f"{column}{where} {score(cell.before, cell.decimals)} to {score(cell.after, cell.decimals)}")
     return found
@@ -149,8 +158,6 @@ def _cell(cell: Compared, *, single: bool) -> Html:
     )
     if single:
         return tag("td", score(cell.after, cell.decimals), title=title)
-    change = cell.change
-    direction = "flat" if change is None or abs(change) < 0.5 * 10**-cell.decimals else "good" if change > 0 else "bad"
     return tag(
         "td",
         tag(
@@ -159,7 +166,7 @@ def _cell(cell: Compared, *, single: bool) -> Html:
             score(cell.after, cell.decimals),
             class_="pair",
         ),
-        tag("span", signed(change, cell.decimals), class_=f"change {direction}{' sure' if cell.apart else ''}"),
+        tag("span", signed(cell.change, cell.decimals), class_=f"change {cell.direction}{' sure' if cell.apart else ''}"),
         title=title,
     )
 

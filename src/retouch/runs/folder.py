@@ -117,14 +117,18 @@ class RunFolder:
         """Add a step's wall-clock seconds: ``time/<stage>`` for stages that do not overlap, ``time/step`` for the whole step."""
         files.append_line(self.timings, {"step": step, **dict(sorted(seconds.items()))}, durable=False)
 
-    def write_eval(self, step: int, split: str, *, table: Table, ci95: Intervals) -> None:
+    def write_eval(self, step: int, split: str, *, table: Table, ci95: Intervals, lower_is_better: Sequence[str] = ()) -> None:
         """Keep an evaluation; one of the same step and split is replaced.
 
         ``table``: row name to column means and ``n``, the number of tasks. Rows are ``all`` and, for each tag that tasks are told
         apart by, ``tag=value``. ``ci95``: row name to column to [low, high] of the mean; rows and columns may be left out.
+        ``lower_is_better``: the columns of which less is better.
         """
         kept = [line for line in self.read_evals() if (line["step"], line["split"]) != (step, split)]
-        files.write_lines(self.evals, [*kept, {"step": step, "split": split, "table": table, "ci95": ci95}])
+        line = {"step": step, "split": split, "table": table, "ci95": ci95}
+        if lower_is_better:
+            line["lower_is_better"] = list(lower_is_better)
+        files.write_lines(self.evals, [*kept, line])
 
     def write_samples(self, step: int, kind: Pictures, judged: Sequence[Judged]) -> None:
         """Keep pictures of a step: ``heldout`` (the same tasks and seeds at each evaluation) or ``group`` (training samples).

@@ -45,7 +45,9 @@ class Outcome:
         self._require_judged(evaluated, step)
         if self.parts.ranks.first:
             means, intervals = table(evaluated, self.kept)
-            self.folder.write_eval(step, "heldout", table=means, ci95=intervals)
+            columns = self.parts.judge.reward.columns
+            lower = [name for name, column in columns.items() if not column.higher_is_better]
+            self.folder.write_eval(step, "heldout", table=means, ci95=intervals, lower_is_better=lower)
             self._path(step).parent.mkdir(exist_ok=True)
             files.write_json(self._path(step), evaluated.to_json())
         return evaluated
