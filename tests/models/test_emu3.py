@@ -1,12 +1,14 @@
 """Emu3 as an editor: its prompts, its pictures as codes, and the form of what it writes."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
 import tiny_writing
 from models import tiny, tiny_emu3
-from retouch.models.emu3 import DRAW, THINK, Emu3Editor
+from retouch.models.emu3 import DRAW, END_OF_THOUGHT, THINK, Emu3Editor
 from retouch.models.emu3_words import BOI, BOS, EOF, EOI, EOL, EOS, IMG
 from retouch.renderers.codes import CodesModel, CodesRenderer
 from retouch.testing import check_policy, check_renderer
@@ -68,7 +70,33 @@ def test_a_written_picture_comes_back(editor):
     assert editor.codes_in(ids[: place + 3]) is None
     assert editor.codes_in([*ids[:place], editor.words.eol, *ids[place + 1 :]]) is None
     assert editor.codes_in([*ids, editor.words.img]) is None
-    assert editor.codes_in(editor.spell("no picture")) is None
+    assert editor.codes_in(editor.words.spell("no picture")) is None
+
+
+def test_what_is_imitated_is_the_target_picture(editor):
+    target = tiny.picture(7, 16, 24)
+    task = dataclasses.replace(tasks()[0], target=target)
+    codes = editor.encode_codes([target])[0]
+    (drawn,) = editor.drawn([task])
+    assert torch.equal(editor.codes_in(drawn), codes)
+    batch = tiny_writing.batch((task,), group_size=2)
+    shown = tiny_writing.policy(writer=editor, decoding={"max_new_tokens": len(drawn) + 1}).demonstrate(batch)
+    assert [list(written.ids) for written in shown.outputs] == [drawn] * 2
+    assert shown.mask.sum(1).tolist() == [codes.numel()] * 2
+    with pytest.raises(ValueError, match="no target picture"):
+        editor.drawn(tasks()[:1])
+
+
+def test_a_thought_comes_before_the_picture():
+    made = tiny_emu3.editor(prefill=THINK)
+    task = dataclasses.replace(tasks()[0], target=tiny.picture(7, 16, 24))
+    with pytest.raises(ValueError, match="'thought'"):
+        made.drawn([task])
+    (drawn,) = made.drawn([dataclasses.replace(task, meta={"thought": "hm"})])
+    told = made.words.tokenizer.decode(drawn[: drawn.index(made.words.img)])
+    assert told == f"hm{END_OF_THOUGHT}{BOI}{made.grid[0]}*{made.grid[1]}"
+    assert made.codes_in(drawn) is not None
+    assert made.codes_in(drawn[:-6]) is None
 
 
 @pytest.mark.parametrize(("prefill", "train"), [(DRAW, "lora"), (DRAW, "full"), (THINK, "lora")])
@@ -106,7 +134,7 @@ def test_text_may_come_first_and_may_end_without_a_picture():
     made = tiny_emu3.editor(prefill=THINK)
     prompts = made.encode(tasks()[:1])
     words = made.words
-    text = made.spell("hm")
+    text = made.words.spell("hm")
     ids = torch.tensor([[*text, words.boi, *words.header(*made.grid)]])
     vocabulary, forced = made.grammar.parse(prompts, ids)
     header = words.header(*made.grid)
@@ -116,6 +144,22 @@ def test_text_may_come_first_and_may_end_without_a_picture():
     assert not made.grammar.vocabularies[0, [words.img, words.eol, words.eof, words.eoi, words.pad]].any()
     assert not (made.grammar.vocabularies[0] & made.grammar.vocabularies[1]).any()
     assert made.codes_in([*text]) is None
+
+
+def test_without_the_grammar_a_malformed_picture_is_the_policys_fault():
+    made = tiny_emu3.editor(grammar=False)
+    longest = len(made.drawn([dataclasses.replace(tasks()[0], target=tiny.picture(7, 16, 24))])[0]) + 1
+    policy = tiny_writing.policy(writer=made, decoding={"max_new_tokens": longest})
+    batch = tiny_writing.batch(tasks(), group_size=8)
+    check_policy(policy, batch, needs=Needs())
+    trajectory = policy.rollout(batch)
+    assert torch.equal(trajectory.mask.sum(1), trajectory.lengths)  # nothing is forced
+    images = CodesRenderer(made)([batch.tasks[k] for k in batch.group], trajectory)
+    assert images == [None] * len(batch)
+    # The same ids, where they are a picture, are one; and of what was drawn in it the kind is the image's.
+    shown = policy.demonstrate(tiny_writing.batch((dataclasses.replace(tasks()[0], target=tiny.picture(7, 16, 24)),)))
+    assert CodesRenderer(made)(batch.tasks[:1], shown)[0] is not None
+    assert shown.kind[0].tolist().count(Kind.IMAGE_TOKEN) == longest - len(made.words.header(*made.grid))
 
 
 class Said:
@@ -154,6 +198,6 @@ def test_what_cannot_be_is_said(editor):
     with pytest.raises(ValueError, match="special token"):
         editor.encode([tiny.task("x", f"red {EOS}", tiny.picture(0))])
     with pytest.raises(ValueError, match="multiples of"):
-        Emu3Editor(tiny_emu3.module(), tiny_emu3.tokenizer(), size=(15, 24))
+        Emu3Editor(editor.module, tiny_emu3.tokenizer(), vq=editor.vq, size=(15, 24))
     with pytest.raises(ValueError, match="has no token"):
-        Emu3Editor(tiny_emu3.module(), tiny.qwen_tokenizer(), size=(16, 24))
+        Emu3Editor(editor.module, tiny.qwen_tokenizer(), vq=editor.vq, size=(16, 24))

@@ -8,6 +8,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Emu3Config, Emu3ForConditionalGeneration, Qwen2Tokenizer
 
 from retouch.models.emu3 import DRAW, LORA_TARGETS, Emu3Editor
+from retouch.models.emu3_load import language_model
 from retouch.models.emu3_words import BOI, BOS, EOF, EOI, EOL, EOS, IMG
 
 CODES = 32
@@ -25,7 +26,8 @@ def tokenizer() -> Qwen2Tokenizer:
     return made
 
 
-def module(seed: int = 0) -> Emu3ForConditionalGeneration:
+def module(seed: int = 0, *, deep: bool = False) -> Emu3ForConditionalGeneration:
+    """``deep``: with attention in the autoencoder's stages, as the published one has it in its last."""
     words = tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -37,7 +39,7 @@ def module(seed: int = 0) -> Emu3ForConditionalGeneration:
                 "base_channels": 32,
                 "channel_multiplier": [1, 1],
                 "num_res_blocks": 1,
-                "attn_resolutions": [],
+                "attn_resolutions": [1] if deep else [],
                 "hidden_size": 32,
                 "temporal_downsample_factor": 1,
             },
@@ -62,7 +64,8 @@ def module(seed: int = 0) -> Emu3ForConditionalGeneration:
 
 def editor(*, prefill: str = DRAW, train: str = "lora", seed: int = 0, **options) -> Emu3Editor:
     """Trainable as a recipe would have it."""
-    made = module(seed).requires_grad_(False)
+    whole = module(seed).requires_grad_(False)
+    made = language_model(whole)
     if train == "lora":
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed + 1)
@@ -70,6 +73,5 @@ def editor(*, prefill: str = DRAW, train: str = "lora", seed: int = 0, **options
         for name, parameter in made.named_parameters():
             parameter.requires_grad_("lora_" in name)
     else:
-        made.model.text_model.requires_grad_(True)
-        made.lm_head.requires_grad_(True)
-    return Emu3Editor(made, tokenizer(), size=SIZE, prefill=prefill, **options)
+        made.requires_grad_(True)
+    return Emu3Editor(made, tokenizer(), vq=whole.model.vqmodel, size=SIZE, prefill=prefill, **options)

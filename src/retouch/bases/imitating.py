@@ -7,7 +7,6 @@ import torch
 
 from retouch.bases.joint import cosine, each_alone
 from retouch.loop import Phase, Run, train
-from retouch.models.qwen_writer import QwenWriter
 from retouch.objectives.cross_entropy import CrossEntropy
 from retouch.policies.autoregressive import AutoregressivePolicy
 from retouch.policies.decoding import Decoding
@@ -15,11 +14,11 @@ from retouch.policies.weights import WeightCopies
 from retouch.runs.clock import Clock
 from retouch.runs.ranks import Ranks
 from retouch.runs.stepper import ReplicatedStepper
-from retouch.types import Batch, Objective, Task
+from retouch.types import AutoregressiveModel, Batch, Objective, Task
 
 
 def imitate(
-    writer: QwenWriter,
+    writer: AutoregressiveModel,
     tasks: Sequence[Task],
     *,
     rows: int,

@@ -12,7 +12,7 @@ SPECIAL_TOKENS = (
 )  # fmt: skip
 
 
-def build_tokenizer(texts: Sequence[str], *, vocabulary: int) -> Qwen2Tokenizer:
+def build_tokenizer(texts: Sequence[str], *, vocabulary: int, special: Sequence[str] = SPECIAL_TOKENS) -> Qwen2Tokenizer:
     """Learn ``vocabulary`` byte-level merges' worth of tokens from ``texts``; any other text still has tokens, byte by byte."""
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -22,5 +22,5 @@ def build_tokenizer(texts: Sequence[str], *, vocabulary: int) -> Qwen2Tokenizer:
     learner.train_from_iterator(texts, trainer)
     state = json.loads(learner.to_str())["model"]
     tokenizer = Qwen2Tokenizer(vocab=state["vocab"], merges=[tuple(merge) for merge in state["merges"]], pad_token="<|endoftext|>")
-    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS], special_tokens=True)
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in special], special_tokens=True)
     return tokenizer

@@ -9,40 +9,45 @@ import torch
 from jaxtyping import Int
 from PIL.Image import Image, Resampling, fromarray
 from torch import Tensor, nn
-from transformers import Emu3ForConditionalGeneration, PreTrainedTokenizerBase
+from transformers import Emu3ForCausalLM, Emu3VQVAE, PreTrainedTokenizerBase
 
 from retouch.models.causal_text import CausalText
 from retouch.models.emu3_words import Emu3Words
 from retouch.models.frozen import evaluating
-from retouch.models.grid_grammar import GridGrammar
-from retouch.types import Prompts, Task
+from retouch.models.grid_grammar import GridGrammar, NoGrammar
+from retouch.types import Grammar, Prompts, Task
 
 DRAW = "<|image start|>"
 THINK = " Let's think step by step. <|start thinking|>"
+END_OF_THOUGHT = "<|end thinking|>"
+THOUGHT = "thought"  # the key in a task's meta
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class Emu3Editor(CausalText):
-    """Emu3 with its autoencoder (implements ``retouch.types.AutoregressiveModel``).
+    """Emu3's language model, which may train, and its autoencoder, which stays frozen (``retouch.types.AutoregressiveModel``).
 
     ``size``: (height, width) in px of every picture; the autoencoder shrinks each side by its own factor (8). ``prefill``: ``DRAW``
-    begins the picture at once, ``THINK`` lets text come first.
+    begins the picture at once, ``THINK`` lets text come first. ``grammar``: False leaves the form of a picture to the model.
     """
 
     def __init__(
         self,
-        module: Emu3ForConditionalGeneration,
+        module: Emu3ForCausalLM,
         tokenizer: PreTrainedTokenizerBase,
         *,
+        vq: Emu3VQVAE,
         size: tuple[int, int],
         prefill: str = DRAW,
+        grammar: bool = True,
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__(module, gradient_checkpointing=gradient_checkpointing)
         self.words = Emu3Words(tokenizer)
-        self.vq = module.model.vqmodel.requires_grad_(False).eval()
+        self.vq = vq.requires_grad_(False).eval()
         self.size = size
         self.prefill_ids = self.words.spell(prefill)
+        self.thinks = self.prefill_ids[-1:] != [self.words.boi]
         factor = self.vq.spatial_scale_factor
         if size[0] % factor or size[1] % factor:
             raise ValueError(f"size {size}: sides must be multiples of {factor} px, the autoencoder's factor")
@@ -51,13 +56,17 @@ class Emu3Editor(CausalText):
             raise ValueError(f"the tokenizer has {tokens} visual tokens, and the autoencoder {codes} codes; they belong together")
         self.grid = (size[0] // factor, size[1] // factor)
         rows = module.get_output_embeddings().weight.shape[0]
-        self.grammar = GridGrammar(self.words, height=self.grid[0], width=self.grid[1], vocabulary=rows, device=module.device)
+        self.grammar: Grammar = (
+            GridGrammar(self.words, height=self.grid[0], width=self.grid[1], vocabulary=rows, device=module.device)
+            if grammar
+            else NoGrammar(self.words, vocabulary=rows, device=module.device)
+        )
         self.stop = (self.words.eos,)
         self.pad = self.words.pad
 
     @staticmethod
     def decoder(module: nn.Module) -> nn.Module:
-        decoder: nn.Module = module.get_submodule("model.text_model")
+        decoder: nn.Module = module.get_submodule("model")
         return decoder
 
     def encode(self, tasks: Sequence[Task]) -> Prompts:
@@ -96,12 +105,26 @@ class Emu3Editor(CausalText):
 
     def codes_in(self, ids: Sequence[int]) -> Int[Tensor, "h w"] | None:
         """The codes of the picture in a completion, of one of this size; None where there is none."""
-        begun = [self.words.boi] if self.prefill_ids[-1:] == [self.words.boi] else []
+        begun = [] if self.thinks else [self.words.boi]
         return self.words.codes([*begun, *ids], height=self.grid[0], width=self.grid[1])
 
-    def spell(self, text: str) -> list[int]:
-        """The ids of a text, special tokens by their names: a picture's too, so that it can be imitated."""
-        return self.words.spell(text)
+    def drawn(self, tasks: Sequence[Task]) -> list[list[int]]:
+        """What draws each task's target: after ``THINK`` the thought in its meta (``thought``) first, then the picture.
+
+        ValueError where a task has no target, or no thought to go before it.
+        """
+        targets = [task.target for task in tasks if task.target is not None]
+        for task in tasks:
+            if task.target is None:
+                raise ValueError(f"task {task.id!r} has no target picture, which supervised learning imitates")
+            if self.thinks and not isinstance(task.meta.get(THOUGHT), str):
+                raise ValueError(f"task {task.id!r} has no text in meta['{THOUGHT}'], with which a model that thinks begins")
+        pictures = [self.words.picture(codes) for codes in self.encode_codes(targets)]
+        if not self.thinks:
+            return [picture[1:] for picture in pictures]  # the prefill has begun it
+        return [
+            [*self.words.spell(f"{task.meta[THOUGHT]}{END_OF_THOUGHT}"), *picture] for task, picture in zip(tasks, pictures, strict=True)
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids; a picture is not text."""

@@ -43,3 +43,19 @@ class GridGrammar:
         drawing = since >= 0
         forced = torch.where(drawing, self._form[since.clamp(0, len(self._form) - 1)], -1)
         return drawing.long() * VISUAL, forced
+
+
+class NoGrammar:
+    """Every token may follow every other (a ``Grammar``): whether a picture comes of it is left to the model. Nothing is forced."""
+
+    kinds = (Kind.TEXT_TOKEN, Kind.IMAGE_TOKEN)
+
+    def __init__(self, words: Emu3Words, *, vocabulary: int, device: torch.device) -> None:
+        self._img = words.img
+        known = torch.arange(vocabulary, device=device) < len(words.tokenizer)
+        self.vocabularies = known.expand(2, -1).clone()
+
+    def parse(self, prompts: Prompts, ids: Int[Tensor, "r k"]) -> tuple[Int[Tensor, "r k1"], Int[Tensor, "r k1"]]:
+        rows, count = ids.shape
+        drawing = torch.cat([ids.new_zeros(rows, 1, dtype=torch.bool), (ids == self._img).cumsum(1) > 0], dim=1)
+        return drawing.long() * VISUAL, ids.new_full((rows, count + 1), -1)

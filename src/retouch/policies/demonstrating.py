@@ -18,6 +18,13 @@ class Spelling(Protocol):
     def spell(self, text: str) -> list[int]: ...
 
 
+@runtime_checkable
+class Drawing(Protocol):
+    """A model whose words are a picture: it knows the ids that draw the target pictures of tasks."""
+
+    def drawn(self, tasks: Sequence[Task]) -> list[list[int]]: ...
+
+
 def demonstrates(task: Task) -> bool:
     """Whether the task says what should be written for it."""
     return COMPLETION in task.meta
@@ -28,9 +35,13 @@ def demonstrated(model: AutoregressiveModel, batch: Batch, *, longest: int, devi
 
     ValueError where a task has none, where it does not fit in ``longest`` tokens, or where the model cannot spell.
     """
-    if not isinstance(model, Spelling):
-        raise ValueError(f"{type(model).__name__} has no `spell(text)`, which gives the ids of a completion to imitate")
-    said = [torch.tensor([*_ids(model, task, longest), model.stop[0]], device=device) for task in batch.tasks]
+    lines = model.drawn(batch.tasks) if isinstance(model, Drawing) else [_spelt(model, task) for task in batch.tasks]
+    for task, line in zip(batch.tasks, lines, strict=True):
+        if len(line) >= longest:
+            raise ValueError(
+                f"the completion of task {task.id!r} has {len(line)} tokens and one that ends it; raise max_new_tokens above {longest}"
+            )
+    said = [torch.tensor([*line, model.stop[0]], device=device) for line in lines]
     ids = torch.full((len(batch), longest), model.pad, device=device)
     for row, group in enumerate(batch.group):
         ids[row, : len(said[group])] = said[group]
@@ -38,13 +49,10 @@ def demonstrated(model: AutoregressiveModel, batch: Batch, *, longest: int, devi
     return Completion(ids=ids, lengths=lengths, log_probs=torch.full(ids.shape, torch.nan, device=device))
 
 
-def _ids(model: Spelling, task: Task, longest: int) -> Sequence[int]:
+def _spelt(model: AutoregressiveModel, task: Task) -> list[int]:
+    if not isinstance(model, Spelling):
+        raise ValueError(f"{type(model).__name__} has no `spell(text)`, which gives the ids of a completion to imitate")
     text = task.meta.get(COMPLETION)
     if not isinstance(text, str):
         raise ValueError(f"task {task.id!r} has no text in meta['{COMPLETION}'], which supervised learning imitates")
-    ids = model.spell(text)
-    if len(ids) >= longest:
-        raise ValueError(
-            f"the completion of task {task.id!r} has {len(ids)} tokens and one that ends it; raise max_new_tokens above {longest}"
-        )
-    return ids
+    return model.spell(text)

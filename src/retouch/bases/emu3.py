@@ -1,0 +1,101 @@
+"""The playground's base image-token editor: Emu3's own classes in small, taught by the project's own supervised objective."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tokenizers import AddedToken
+from transformers import Emu3Config, Emu3ForConditionalGeneration, Emu3VQVAE, Qwen2Tokenizer
+
+from retouch.bases.image_codes import CODES
+from retouch.bases.imitating import imitate
+from retouch.bases.parts import seeded
+from retouch.bases.tokenizer import build_tokenizer
+from retouch.core.random import generator
+from retouch.models.emu3 import Emu3Editor
+from retouch.models.emu3_load import language_model
+from retouch.models.emu3_words import BOI, BOS, EOF, EOI, EOL, EOS, IMG, PAD
+from retouch.playground.instructions import corpus
+from retouch.playground.scenes import SIZE
+from retouch.playground.tasks import PlaygroundTasks
+
+THOUGHTS = ("<|start thinking|>", "<|end thinking|>")
+LONGEST = 24
+_WIDTH = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emu3Training:
+    """``complexity``: numbers of edits in an instruction, by weight. ``learning_rate``: the peak, after ``warmup`` steps."""
+
+    complexity: Mapping[int, float]
+    steps: int
+    seed: int = 0
+    batch: int = 64
+    learning_rate: float = 2e-3
+    warmup: int = 100
+    filler: float = 0.25
+
+
+def emu3_tokenizer(seed: int) -> Qwen2Tokenizer:
+    """Learned from the playground's instructions, with Emu3's own special tokens and one for each code."""
+    words = build_tokenizer([*corpus(generator(seed, "tokenizer"), 4000)], vocabulary=640, special=(PAD,))
+    visual = [f"<|visual token {code:06d}|>" for code in range(CODES)]
+    words.add_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in (BOS, EOS, BOI, IMG, EOL, EOF, EOI, *THOUGHTS, *visual)],
+        special_tokens=True,
+    )
+    return words
+
+
+def untrained_emu3(words: Qwen2Tokenizer, vq: Emu3VQVAE) -> Emu3ForConditionalGeneration:
+    """Four layers of width 128 beside the trained autoencoder."""
+    config = Emu3Config(
+        vq_config=vq.config.to_dict(),
+        text_config={
+            "vocab_size": len(words),
+            "hidden_size": _WIDTH,
+            "intermediate_size": 3 * _WIDTH,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 512,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+            "attention_dropout": 0.0,  # the class also applies it to the residuals
+            "initializer_range": _WIDTH**-0.5,
+            "bos_token_id": words.convert_tokens_to_ids(BOS),
+            "eos_token_id": words.convert_tokens_to_ids(EOS),
+            "pad_token_id": words.convert_tokens_to_ids(PAD),
+        },
+        vocabulary_map={**words.get_vocab(), "<image>": words.convert_tokens_to_ids(IMG)},
+    )
+    module = Emu3ForConditionalGeneration(config)
+    module.model.vqmodel.load_state_dict(vq.state_dict())
+    return module.requires_grad_(False).eval()
+
+
+def train_emu3(
+    vq: Emu3VQVAE, words: Qwen2Tokenizer, settings: Emu3Training, log: Callable[[str], None]
+) -> Emu3ForConditionalGeneration:
+    """Teach an editor of tokens from the seed, by cross-entropy of the target picture's codes."""
+    seeded(settings.seed)
+    whole = untrained_emu3(words, vq)
+    editor = Emu3Editor(language_model(whole), words, vq=whole.model.vqmodel, size=(SIZE, SIZE))
+    tasks = PlaygroundTasks(
+        seed=settings.seed + 200,
+        count=settings.batch * settings.steps,
+        complexity=settings.complexity,
+        split="train",
+        filler=settings.filler,
+    )
+    imitate(
+        editor,
+        tasks,
+        rows=settings.batch,
+        steps=settings.steps,
+        learning_rate=settings.learning_rate,
+        warmup=settings.warmup,
+        longest=LONGEST,
+        seed=settings.seed,
+        log=log,
+    )
+    return whole.requires_grad_(False).eval()

@@ -1,0 +1,168 @@
+"""Reading Emu3 from local folders, in transformers' layout or in the original one (BAAI's and EARL's): safetensors, no code.
+
+The original layout has the language model in one folder and the autoencoder in another, whose weights have other names there.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Set
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import (
+    AutoTokenizer,
+    Emu3ForCausalLM,
+    Emu3ForConditionalGeneration,
+    Emu3TextConfig,
+    Emu3VQVAE,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.emu3.configuration_emu3 import Emu3VQVAEConfig
+
+from retouch.models.emu3 import Emu3Editor
+
+Attention: TypeAlias = Literal["sdpa", "flash_attention_2", "eager"]
+KEYS = (
+    (r"\.(q|k|v)\.(weight|bias)$", r".\1_proj.\2"),
+    (r"\.proj_out\.", ".out_proj."),
+    (r"\.mid\.attn_1\.norm\.", ".mid.attn_norm."),
+    (r"\.attn\.(\d+)\.norm\.", r".attn_norms.\1."),
+    (r"\.down\.(?=\d)", ".down_block.down."),
+    (r"\.up\.(?=\d)", ".up_block.up."),
+    (r"\.mid\.", ".middle_block."),
+)
+"""From the original names of the autoencoder's weights to transformers' own, by pattern; the language model's are the same."""
+_AUTOENCODER_FIELDS = {"ch": "base_channels", "ch_mult": "channel_multiplier", "z_channels": "latent_channels", "double_z": "double_latent"}
+
+
+def load_emu3(
+    path: Path | str,
+    *,
+    tokenizer: Path | str | None = None,
+    autoencoder: Path | str | None = None,
+    size: tuple[int, int],
+    prefill: str,
+    grammar: bool = True,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    attention: Attention = "sdpa",
+    gradient_checkpointing: bool = False,
+) -> Emu3Editor:
+    """The editor, all of it frozen: the language model in ``dtype``, the autoencoder in fp32, since codes are nearest neighbours.
+
+    ``tokenizer``: its folder, None is ``path``. ``autoencoder``: its folder, which the original layout needs. ValueError where a
+    folder holds something else, or weights are missing or too many.
+    """
+    kind = _json(Path(path) / "config.json").get("model_type")
+    if kind not in ("emu3", "Emu3"):
+        found = "no config.json" if kind is None else f"a model of type {kind!r}"
+        raise ValueError(f"{path} holds {found}; give the local folder of an Emu3, in transformers' layout or in BAAI's")
+    words = _tokenizer(Path(path) if tokenizer is None else Path(tokenizer))
+    if kind == "emu3":
+        module, vq = _published(Path(path), dtype=dtype, attention=attention)
+    elif autoencoder is None:
+        raise ValueError(f"{path} is in Emu3's original layout, without its autoencoder; give the folder of Emu3-VisionTokenizer")
+    else:
+        module, vq = _original(Path(path), Path(autoencoder), dtype=dtype, attention=attention)
+    return Emu3Editor(
+        module.requires_grad_(False).eval().to(device),
+        words,
+        vq=vq.to(device),
+        size=size,
+        prefill=prefill,
+        grammar=grammar,
+        gradient_checkpointing=gradient_checkpointing,
+    )
+
+
+def _published(path: Path, *, dtype: torch.dtype, attention: Attention) -> tuple[Any, Emu3VQVAE]:
+    whole: Any = Emu3ForConditionalGeneration.from_pretrained(
+        path, dtype=dtype, attn_implementation=attention, local_files_only=True, use_safetensors=True
+    )
+    vq = whole.model.vqmodel
+    if dtype != torch.float32:
+        vq.float().load_state_dict(_own(_weights(path), r"^(model\.)?vqmodel\."))
+    return language_model(whole), vq
+
+
+def language_model(whole: Emu3ForConditionalGeneration) -> Emu3ForCausalLM:
+    """The part that writes, with the same weights."""
+    with torch.device("meta"):
+        module = Emu3ForCausalLM(whole.config.text_config)
+    module.model, module.lm_head = whole.model.text_model, whole.lm_head
+    return module
+
+
+def _original(path: Path, autoencoder: Path, *, dtype: torch.dtype, attention: Attention) -> tuple[Any, Emu3VQVAE]:
+    language, fields = _json(path / "config.json"), _json(autoencoder / "config.json")
+    if fields.get("model_type") != "Emu3VisionVQ":
+        raise ValueError(f"{autoencoder} holds no autoencoder of Emu3 (model_type Emu3VisionVQ); give Emu3-VisionTokenizer's folder")
+    known = {*Emu3TextConfig().to_dict(), "rope_theta"} - {"model_type"}
+    config = Emu3TextConfig(**{name: value for name, value in language.items() if name in known})
+    vq = Emu3VQVAE(Emu3VQVAEConfig(**_autoencoder_fields(fields)))
+    weights, codes = _weights(path), renamed(_weights(autoencoder))
+    with torch.device("meta"):
+        expected = Emu3ForCausalLM(config).state_dict().keys()
+    _check(path, weights.keys(), expected)
+    _check(autoencoder, codes.keys(), vq.state_dict().keys())
+    vq.load_state_dict(codes)
+    module = Emu3ForCausalLM.from_pretrained(
+        None, config=config, state_dict=weights, dtype=dtype, attn_implementation=attention
+    )
+    return module, vq
+
+
+def _check(path: Path, found: Set[str], expected: Set[str]) -> None:
+    if found != expected:
+        missing, strange = sorted(expected - found), sorted(found - expected)
+        raise ValueError(f"{path} does not hold that part of an Emu3: missing {missing[:3]}, unknown {strange[:3]}")
+
+
+def renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The autoencoder's weights under transformers' names; 1 x 1 convolutions of attention become linear layers."""
+    found = {}
+    for name, tensor in weights.items():
+        for pattern, replacement in KEYS:
+            name = re.sub(pattern, replacement, name)
+        linear = re.search(r"\.(q|k|v|out)_proj\.weight$", name) and tensor.ndim == 4
+        found[name] = tensor[:, :, 0, 0] if linear else tensor
+    return found
+
+
+def _own(weights: Mapping[str, Tensor], begin: str) -> dict[str, Tensor]:
+    """The weights of one part, by their names in it."""
+    return {re.sub(begin, "", name): tensor for name, tensor in weights.items() if re.match(begin, name)}
+
+
+def _autoencoder_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    known = set(Emu3VQVAEConfig().to_dict())
+    named = {_AUTOENCODER_FIELDS.get(name, name): value for name, value in fields.items()}
+    made = {name: value for name, value in named.items() if name in known and name != "model_type"}
+    return made | {"hidden_size": made["base_channels"] * made["channel_multiplier"][-1]}
+
+
+def _tokenizer(path: Path) -> PreTrainedTokenizerBase:
+    if not (path / "tokenizer.json").is_file():
+        raise ValueError(
+            f"{path} has no tokenizer.json; Emu3's original tokenizer is code, which is not run: give policy.model.tokenizer the "
+            "folder of a converted one (Emu3-community/Emu3-Gen-hf has it)"
+        )
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return found
+
+
+def _weights(path: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        found |= load_file(file)
+    if not found:
+        raise ValueError(f"{path} holds no safetensors; other formats of weights are not read")
+    return found
+
+
+def _json(file: Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    return read
