@@ -129,6 +129,7 @@ def _looking(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", *p
     which = build.add_mutually_exclusive_group()
     which.add_argument("--writer", action="store_true", help="the writer in front of the editor that is there, and not the editor")
     which.add_argument("--painter", action="store_true", help="the painter, which goes on from the editor, and its enhancer")
+    which.add_argument("--emu3", action="store_true", help="the editors of image tokens and their autoencoder")
     build.set_defaults(run=_playground_build)
 
     data = commands.add_parser("data", help="data sets").add_subparsers(dest="what", required=True, metavar="WHAT")
@@ -277,9 +278,13 @@ def _recipes(arguments: argparse.Namespace) -> int:
 
 def _playground_build(arguments: argparse.Namespace) -> int:
     from retouch.bases.build import build
+    from retouch.bases.build_emu3 import build_emu3
     from retouch.bases.build_painter import build_painter
     from retouch.bases.build_writer import build_writer
 
+    if arguments.emu3:
+        build_emu3(arguments.out, seed=arguments.seed)
+        return 0
     building = build_writer if arguments.writer else build_painter if arguments.painter else build
     building(arguments.out, seed=arguments.seed)
     return 0

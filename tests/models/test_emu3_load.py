@@ -29,13 +29,20 @@ def original(folder, tmp_path_factory):
     weights = tiny_emu3.module(deep=True).state_dict()  # as the class names them
     config = json.loads((folder / "config.json").read_text())
     text = {name: value for name, value in config["text_config"].items() if name != "rope_parameters"}
-    (language / "config.json").write_text(json.dumps(text | {"model_type": "Emu3", "rope_theta": 1_000_000.0, "rope_scaling": None}))
+    (language / "config.json").write_text(
+        json.dumps(text | {"model_type": "Emu3", "rope_theta": 1_000_000.0, "rope_scaling": None})
+    )
     vq = config["vq_config"]
-    told = {name: vq[name] for name in ("codebook_size", "embed_dim", "num_res_blocks", "attn_resolutions", "temporal_downsample_factor")}
+    told = {
+        name: vq[name]
+        for name in ("codebook_size", "embed_dim", "num_res_blocks", "attn_resolutions", "temporal_downsample_factor")
+    }
     told |= {"ch": vq["base_channels"], "ch_mult": vq["channel_multiplier"], "z_channels": vq["latent_channels"], "double_z": False}
     told |= {"in_channels": 3, "out_channels": 3, "dropout": 0.0, "model_type": "Emu3VisionVQ"}
     (autoencoder / "config.json").write_text(json.dumps(told))
-    save_file({n.replace("model.text_model.", "model."): w for n, w in weights.items() if "vqmodel" not in n}, language / "m.safetensors")
+    save_file(
+        {n.replace("model.text_model.", "model."): w for n, w in weights.items() if "vqmodel" not in n}, language / "m.safetensors"
+    )
     save_file({_old(n): _convolution(n, w) for n, w in weights.items() if "vqmodel" in n}, autoencoder / "m.safetensors")
     return language, autoencoder
 
@@ -72,6 +79,13 @@ def test_both_layouts_are_the_same_model(folder, original):
     assert found[2].tobytes() == expected[2].tobytes()
 
 
+def test_what_was_trained_goes_on_from_where_it_was_exported(folder, tmp_path):
+    editor = load_emu3(folder, **SETTINGS)
+    editor.module.save_pretrained(tmp_path)
+    found = told(load_emu3(tmp_path, tokenizer=folder, autoencoder=folder, **SETTINGS))
+    assert torch.equal(found[1], told(editor)[1])
+
+
 @pytest.mark.parametrize("layout", ["transformers", "original"])
 def test_codes_are_chosen_in_fp32(folder, original, layout):
     where = {"path": folder} if layout == "transformers" else {"path": original[0], "autoencoder": original[1], "tokenizer": folder}
@@ -83,17 +97,17 @@ def test_codes_are_chosen_in_fp32(folder, original, layout):
 
 def test_what_is_no_emu3_is_refused(folder, original, tmp_path):
     language, autoencoder = original
-    with pytest.raises(ValueError, match="no config.json"):
-        load_emu3(tmp_path, **SETTINGS)
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        load_emu3(tmp_path, tokenizer=folder, **SETTINGS)
+    with pytest.raises(ValueError, match="type 'Emu3VisionVQ'"):
+        load_emu3(autoencoder, tokenizer=folder, **SETTINGS)
     with pytest.raises(ValueError, match="Emu3-VisionTokenizer"):
         load_emu3(language, tokenizer=folder, **SETTINGS)
-    with pytest.raises(ValueError, match="Emu3-VisionTokenizer"):
-        load_emu3(language, tokenizer=folder, autoencoder=folder, **SETTINGS)
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
         load_emu3(language, autoencoder=autoencoder, **SETTINGS)
     (tmp_path / "config.json").write_text((autoencoder / "config.json").read_text())
     weights = load_file(autoencoder / "m.safetensors")
     weights["encoder.other"] = weights.pop("quant_conv.conv.weight")
     save_file(weights, tmp_path / "m.safetensors")
-    with pytest.raises(ValueError, match="missing .*quant_conv.*unknown .*other"):
+    with pytest.raises(ValueError, match=r"missing .*quant_conv.*unknown .*other"):
         load_emu3(language, tokenizer=folder, autoencoder=tmp_path, **SETTINGS)

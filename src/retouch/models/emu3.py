@@ -123,7 +123,8 @@ class Emu3Editor(CausalText):
         if not self.thinks:
             return [picture[1:] for picture in pictures]  # the prefill has begun it
         return [
-            [*self.words.spell(f"{task.meta[THOUGHT]}{END_OF_THOUGHT}"), *picture] for task, picture in zip(tasks, pictures, strict=True)
+            [*self.words.spell(f"{task.meta[THOUGHT]}{END_OF_THOUGHT}"), *picture]
+            for task, picture in zip(tasks, pictures, strict=True)
         ]
 
     def decode(self, ids: Sequence[int]) -> str:

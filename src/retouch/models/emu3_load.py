@@ -35,7 +35,12 @@ KEYS = (
     (r"\.mid\.", ".middle_block."),
 )
 """From the original names of the autoencoder's weights to transformers' own, by pattern; the language model's are the same."""
-_AUTOENCODER_FIELDS = {"ch": "base_channels", "ch_mult": "channel_multiplier", "z_channels": "latent_channels", "double_z": "double_latent"}
+_AUTOENCODER_FIELDS = {
+    "ch": "base_channels",
+    "ch_mult": "channel_multiplier",
+    "z_channels": "latent_channels",
+    "double_z": "double_latent",
+}
 
 
 def load_emu3(
@@ -53,20 +58,13 @@ def load_emu3(
 ) -> Emu3Editor:
     """The editor, all of it frozen: the language model in ``dtype``, the autoencoder in fp32, since codes are nearest neighbours.
 
-    ``tokenizer``: its folder, None is ``path``. ``autoencoder``: its folder, which the original layout needs. ValueError where a
-    folder holds something else, or weights are missing or too many.
+    ``tokenizer``, ``autoencoder``: their folders, None is ``path``; the original layout has both apart. ValueError where a folder
+    holds something else, or weights are missing or too many.
     """
-    kind = _json(Path(path) / "config.json").get("model_type")
-    if kind not in ("emu3", "Emu3"):
-        found = "no config.json" if kind is None else f"a model of type {kind!r}"
-        raise ValueError(f"{path} holds {found}; give the local folder of an Emu3, in transformers' layout or in BAAI's")
-    words = _tokenizer(Path(path) if tokenizer is None else Path(tokenizer))
-    if kind == "emu3":
-        module, vq = _published(Path(path), dtype=dtype, attention=attention)
-    elif autoencoder is None:
-        raise ValueError(f"{path} is in Emu3's original layout, without its autoencoder; give the folder of Emu3-VisionTokenizer")
-    else:
-        module, vq = _original(Path(path), Path(autoencoder), dtype=dtype, attention=attention)
+    path = Path(path)
+    words = _tokenizer(path if tokenizer is None else Path(tokenizer))
+    module = _language(path, dtype=dtype, attention=attention)
+    vq = _autoencoder(path if autoencoder is None else Path(autoencoder))
     return Emu3Editor(
         module.requires_grad_(False).eval().to(device),
         words,
@@ -78,14 +76,47 @@ def load_emu3(
     )
 
 
-def _published(path: Path, *, dtype: torch.dtype, attention: Attention) -> tuple[Any, Emu3VQVAE]:
-    whole: Any = Emu3ForConditionalGeneration.from_pretrained(
-        path, dtype=dtype, attn_implementation=attention, local_files_only=True, use_safetensors=True
-    )
-    vq = whole.model.vqmodel
-    if dtype != torch.float32:
-        vq.float().load_state_dict(_own(_weights(path), r"^(model\.)?vqmodel\."))
-    return language_model(whole), vq
+def _language(path: Path, *, dtype: torch.dtype, attention: Attention) -> Any:
+    """The part that writes: of the whole, or alone under transformers' configuration or the original one."""
+    config = _json(path / "config.json")
+    settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
+    local = {"local_files_only": True, "use_safetensors": True}
+    match config.get("model_type"):
+        case "emu3":
+            return language_model(Emu3ForConditionalGeneration.from_pretrained(path, **settings, **local))
+        case "emu3_text_model":
+            return Emu3ForCausalLM.from_pretrained(path, **settings, **local)
+        case "Emu3":
+            known = {*Emu3TextConfig().to_dict(), "rope_theta"} - {"model_type"}
+            text = Emu3TextConfig(**{name: value for name, value in config.items() if name in known})
+            weights = _weights(path)
+            with torch.device("meta"):
+                expected = Emu3ForCausalLM(text).state_dict().keys()
+            _check(path, weights.keys(), expected)
+            return Emu3ForCausalLM.from_pretrained(None, config=text, state_dict=weights, **settings)
+    found = f"a model of type {config['model_type']!r}" if "model_type" in config else "no config.json"
+    raise ValueError(f"{path} holds {found}; give the local folder of an Emu3, in transformers' layout or in the original one")
+
+
+def _autoencoder(path: Path) -> Emu3VQVAE:
+    """The autoencoder in fp32, of the whole or alone."""
+    config = _json(path / "config.json")
+    match config.get("model_type"):
+        case "emu3":
+            fields, weights = config["vq_config"], _own(_weights(path), r"^(model\.)?vqmodel\.")
+        case "emu3_vqgan":
+            fields, weights = config, _weights(path)
+        case "Emu3VisionVQ":
+            fields, weights = _autoencoder_fields(config), renamed(_weights(path))
+        case _:
+            raise ValueError(
+                f"{path} holds no autoencoder of Emu3; the original layout has it apart: give policy.model.autoencoder, "
+                "BAAI/Emu3-VisionTokenizer say"
+            )
+    vq = Emu3VQVAE(Emu3VQVAEConfig(**fields))
+    _check(path, weights.keys(), vq.state_dict().keys())
+    vq.load_state_dict({name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()})
+    return vq
 
 
 def language_model(whole: Emu3ForConditionalGeneration) -> Emu3ForCausalLM:
@@ -94,25 +125,6 @@ def language_model(whole: Emu3ForConditionalGeneration) -> Emu3ForCausalLM:
         module = Emu3ForCausalLM(whole.config.text_config)
     module.model, module.lm_head = whole.model.text_model, whole.lm_head
     return module
-
-
-def _original(path: Path, autoencoder: Path, *, dtype: torch.dtype, attention: Attention) -> tuple[Any, Emu3VQVAE]:
-    language, fields = _json(path / "config.json"), _json(autoencoder / "config.json")
-    if fields.get("model_type") != "Emu3VisionVQ":
-        raise ValueError(f"{autoencoder} holds no autoencoder of Emu3 (model_type Emu3VisionVQ); give Emu3-VisionTokenizer's folder")
-    known = {*Emu3TextConfig().to_dict(), "rope_theta"} - {"model_type"}
-    config = Emu3TextConfig(**{name: value for name, value in language.items() if name in known})
-    vq = Emu3VQVAE(Emu3VQVAEConfig(**_autoencoder_fields(fields)))
-    weights, codes = _weights(path), renamed(_weights(autoencoder))
-    with torch.device("meta"):
-        expected = Emu3ForCausalLM(config).state_dict().keys()
-    _check(path, weights.keys(), expected)
-    _check(autoencoder, codes.keys(), vq.state_dict().keys())
-    vq.load_state_dict(codes)
-    module = Emu3ForCausalLM.from_pretrained(
-        None, config=config, state_dict=weights, dtype=dtype, attn_implementation=attention
-    )
-    return module, vq
 
 
 def _check(path: Path, found: Set[str], expected: Set[str]) -> None:

@@ -39,7 +39,8 @@ def demonstrated(model: AutoregressiveModel, batch: Batch, *, longest: int, devi
     for task, line in zip(batch.tasks, lines, strict=True):
         if len(line) >= longest:
             raise ValueError(
-                f"the completion of task {task.id!r} has {len(line)} tokens and one that ends it; raise max_new_tokens above {longest}"
+                f"the completion of task {task.id!r} has {len(line)} tokens and one that ends it; "
+                f"raise max_new_tokens above {longest}"
             )
     said = [torch.tensor([*line, model.stop[0]], device=device) for line in lines]
     ids = torch.full((len(batch), longest), model.pad, device=device)

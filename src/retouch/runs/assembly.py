@@ -6,7 +6,7 @@ from functools import partial
 from typing import Literal
 
 from retouch.loop import Phase, Run
-from retouch.policies.demonstrating import demonstrates
+from retouch.policies.demonstrating import Drawing, demonstrates
 from retouch.policies.weights import WeightCopies
 from retouch.renderers.latents import LatentRenderer
 from retouch.renderers.offloaded import Offloaded
@@ -49,7 +49,8 @@ _STEPPERS: dict[str | None, type[ReplicatedStepper] | type[ZeroStepper] | type[F
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """``placement``: where things lie. ``model``: what trains. ``image_model``: what makes pictures; a denoising policy's own.
+    """``placement``: where things lie. ``model``: what trains. ``image_model``: what makes pictures, the same but for
+    writers of text.
     ``plan``: each phase with the steps of the run that it takes. ``copies``: weights kept beside the current ones. ``writing``:
     engines by what names them.
     """
@@ -58,7 +59,7 @@ class Assembly:
     ranks: Ranks
     placement: Placement
     model: DenoisingModel | AutoregressiveModel
-    image_model: DenoisingModel
+    image_model: DenoisingModel | AutoregressiveModel
     copies: WeightCopies
     judge: Judge
     sets: Sequence[Sets]
@@ -114,6 +115,7 @@ class Assembly:
         )
         if not self.placement.offload:
             return renderer
+        assert isinstance(self.image_model, DenoisingModel), "the recipe's checks see to it"
         parts = [part for part in parts_of(self.image_model) if part is not self.model.module]
         return Offloaded(renderer, parts, self.placement.renderer)
 
@@ -176,7 +178,7 @@ class Assembly:
             seed=self.recipe.eval.seed,
             batch=self.recipe.eval.batch,
             pictures=self.recipe.samples.tasks,
-            demonstrates=_has_target if isinstance(self.model, DenoisingModel) else demonstrates,
+            demonstrates=_has_target if isinstance(self.model, DenoisingModel | Drawing) else demonstrates,
         )
 
     def _writing(self, rollout: Rollout) -> Writing | None:
@@ -241,10 +243,14 @@ def _unkept(reward: Reward) -> Reward:
     return reward
 
 
-def _copies(recipe: Recipe, model: DenoisingModel | AutoregressiveModel, image_model: DenoisingModel) -> set[str]:
+def _copies(
+    recipe: Recipe, model: DenoisingModel | AutoregressiveModel, image_model: DenoisingModel | AutoregressiveModel
+) -> set[str]:
     """The weights to keep beside the current ones: what learning needs, and what a frozen encoder reads with that is held once."""
     match recipe.renderer:
-        case ResponseRenderer(encoder="frozen") if model.module in parts_of(image_model):
+        case ResponseRenderer(encoder="frozen") if isinstance(image_model, DenoisingModel) and model.module in parts_of(
+            image_model
+        ):
             return {*copies_needed(recipe), "reference"}
     return copies_needed(recipe)
 

@@ -21,21 +21,25 @@ from retouch.runs.build_writer import build_writer
 from retouch.runs.image_model import move, share_encoder
 from retouch.runs.placement import Placement
 from retouch.runs.recipe import Recipe
-from retouch.runs.recipe_renderer import ResponseRenderer
+from retouch.runs.recipe_renderer import CodesRenderer, ResponseRenderer
 from retouch.runs.recipe_rollout import Rollout, TokenRollout
 from retouch.types import AutoregressiveModel, DenoisingModel
 
 _CPU = torch.device("cpu")
 TrainedPolicy: TypeAlias = DenoisingPolicy | AutoregressivePolicy
+TrainedModel: TypeAlias = DenoisingModel | AutoregressiveModel
 
 
-def build_models(recipe: Recipe, placement: Placement) -> tuple[DenoisingModel | AutoregressiveModel, DenoisingModel]:
-    """What trains, and what makes the pictures: one and the same for a denoising policy. Weights that both need are held once."""
+def build_models(recipe: Recipe, placement: Placement) -> tuple[TrainedModel, TrainedModel]:
+    """What trains, and what makes the pictures: one and the same but for writers of text. Weights that both need are held once."""
     policy, renderer = recipe.policy, recipe.renderer
     if isinstance(policy, recipe_policy.DenoisingPolicy):
         model = build_model(policy.model, device=placement.policy)
         return model, model
     assert renderer is not None, "the recipe's checks see to it"
+    if isinstance(renderer, CodesRenderer):
+        drawing = build_writer(policy, before=None, device=placement.policy)
+        return drawing, drawing
     rests = _CPU if placement.offload else placement.renderer
     if not isinstance(renderer, ResponseRenderer):
         image_model = build_model(renderer.model, device=rests)

@@ -23,13 +23,16 @@ from retouch.models.sd3 import SD3
 from retouch.policies.weights import WeightCopies
 from retouch.renderers.answers import enhancer_prompt
 from retouch.renderers.blind import Blind
+from retouch.renderers.codes import CodesModel, CodesRenderer
 from retouch.renderers.prompts import FlowPainter, PromptRenderer
 from retouch.renderers.responses import ResponseRenderer
 from retouch.runs import recipe_renderer
+from retouch.runs.build_emu3 import build_emu3
 from retouch.runs.build_model import DTYPES, playground_weights
 from retouch.runs.files import read_json
 from retouch.runs.imports import build_class
 from retouch.runs.pretrained import fetch_writer
+from retouch.runs.recipe_emu3 import TokenModel
 from retouch.runs.recipe_policy import ImportedModel
 from retouch.runs.recipe_writer import AutoregressivePolicy, PlaygroundEnhancer, PlaygroundWriter
 from retouch.types import AutoregressiveModel, DenoisingModel, Renderer, Task
@@ -49,6 +52,10 @@ def build_writer(policy: AutoregressivePolicy, *, before: DenoisingModel | None,
     if isinstance(section, ImportedModel):
         made: AutoregressiveModel = build_class(section.class_, section.args, device=device)
         return made
+    if isinstance(section, TokenModel):
+        tokens: Any = build_emu3(section, device=device, gradient_checkpointing=policy.gradient_checkpointing)
+        drawing: AutoregressiveModel = tokens
+        return drawing
     system = area = None
     if isinstance(section, PlaygroundEnhancer):
         enhancer: AutoregressiveModel = _enhancer(section, device=device, gradient_checkpointing=policy.gradient_checkpointing)
@@ -99,7 +106,7 @@ def _in_front_of(editor: DenoisingModel, writer: QwenWriter) -> QwenWriter:
 
 def build_renderer(
     section: recipe_renderer.Renderer,
-    image_model: DenoisingModel,
+    image_model: DenoisingModel | AutoregressiveModel,
     *,
     writer: AutoregressiveModel,
     copies: WeightCopies,
@@ -111,6 +118,11 @@ def build_renderer(
 
     ValueError where the writer's states are not those that the editor reads.
     """
+    if isinstance(section, recipe_renderer.CodesRenderer):
+        if not isinstance(image_model, CodesModel):
+            raise ValueError(f"renderer.kind: codes needs a model that decodes them, which {type(image_model).__name__} does not")
+        return CodesRenderer(image_model, rows=section.batch)
+    assert isinstance(image_model, DenoisingModel)
     steps = section.num_steps if num_steps is None else num_steps
     if isinstance(section, recipe_renderer.ResponseRenderer):
         assert isinstance(image_model, QwenImageEdit), "the recipe's checks see to it"

@@ -8,12 +8,14 @@ from retouch.loop import Metrics
 from retouch.policies.autoregressive import AutoregressiveTrajectory
 from retouch.policies.mismatch import difference
 from retouch.runs.ranks import Ranks
-from retouch.types import Trajectory
+from retouch.types import Kind, Trajectory
 
 
 def texts(trajectory: Trajectory) -> Sequence[str | None]:
-    """What was written for each row; None where nothing is written."""
+    """What was written for each row; None where no text is."""
     if not isinstance(trajectory, AutoregressiveTrajectory):
+        return [None] * len(trajectory)
+    if not (trajectory.kind == Kind.TEXT_TOKEN).any():  # a picture, token by token
         return [None] * len(trajectory)
     return [written.text for written in trajectory.outputs]
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from retouch.runs.build_emu3 import find_emu3
 from retouch.runs.build_model import playground_weights
 from retouch.runs.doctor_checks import (
     check_batch,
@@ -36,6 +37,7 @@ from retouch.runs.pretrained import find_weights, find_writer
 from retouch.runs.quiet import quiet
 from retouch.runs.ranks import Ranks
 from retouch.runs.recipe import Recipe
+from retouch.runs.recipe_emu3 import TokenModel
 from retouch.runs.recipe_policy import DenoisingPolicy, ImportedModel, Model, PlaygroundModel, PlaygroundPainter
 from retouch.runs.recipe_writer import QwenWriter, WriterModel
 
@@ -177,6 +179,8 @@ def _weights(recipe: Recipe) -> tuple[Path | None, bool]:
     model = recipe.image_model
     if isinstance(model, ImportedModel):
         return None, written
+    if isinstance(model, TokenModel):
+        return find_emu3(model)
     if isinstance(model, PlaygroundModel):
         shipped = playground_weights("painter" if isinstance(model, PlaygroundPainter) else "editor")
         return Path(model.path) if model.path else shipped, written
@@ -185,7 +189,7 @@ def _weights(recipe: Recipe) -> tuple[Path | None, bool]:
 
 
 def _where(recipe: Recipe, folder: Path | None, weights_here: bool) -> Finding:
-    model: Model | WriterModel = recipe.image_model
+    model: Model | WriterModel | TokenModel = recipe.image_model
     if not weights_here and isinstance(recipe.policy.model, QwenWriter) and find_writer(recipe.policy.model.path) is None:
         model = recipe.policy.model
     if isinstance(model, ImportedModel):

@@ -26,8 +26,9 @@ from retouch.runs.out_of_memory import suggestions
 from retouch.runs.pretrained import find_writer
 from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_devices import Devices
+from retouch.runs.recipe_emu3 import TokenModel
 from retouch.runs.recipe_policy import ImportedModel, PlaygroundModel
-from retouch.runs.recipe_renderer import ResponseRenderer
+from retouch.runs.recipe_renderer import CodesRenderer, ResponseRenderer
 from retouch.runs.recipe_rollout import TokenRollout
 from retouch.runs.recipe_writer import AutoregressivePolicy, PlaygroundEnhancer, PlaygroundWriter
 
@@ -51,6 +52,8 @@ def check_writing_memory(recipe: Recipe, folder: Path | None, place: Place | Non
     """Whether each device holds what is planned for it, and the bytes of a checkpoint. ``folder``: where the image model lies."""
     policy = recipe.policy
     assert isinstance(policy, AutoregressivePolicy)
+    if isinstance(policy.model, TokenModel):
+        return [note("memory", "not planned for image tokens: the trial step shows what it takes")], None
     try:
         described, written = describe(recipe, folder), _writer(policy)
         if described is None or written is None:
@@ -153,7 +156,7 @@ def _mend(recipe: Recipe, planned: Planned, place: Place) -> str:
 def _writer(policy: AutoregressivePolicy) -> dict[str, Any] | None:
     """The language model's class and configuration; None where it is not known before it is loaded."""
     model = policy.model
-    if isinstance(model, ImportedModel):
+    if isinstance(model, ImportedModel | TokenModel):
         return None
     if isinstance(model, PlaygroundWriter):
         shipped = playground_weights("enhancer") if isinstance(model, PlaygroundEnhancer) else playground_writer_weights()
@@ -211,6 +214,7 @@ def _prompt_tokens(recipe: Recipe, described: Described) -> int:
 
 def _drawing(recipe: Recipe, described: Described, setup: Writing) -> Drawing:
     assert recipe.renderer is not None
+    assert not isinstance(recipe.renderer, CodesRenderer), "it draws with the policy itself"
     model = recipe.renderer.model
     assert not isinstance(model, ImportedModel)
     editor = _EDITORS.get(model.kind)

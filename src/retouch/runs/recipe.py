@@ -14,14 +14,15 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 from retouch.runs.recipe_checks import problems
 from retouch.runs.recipe_data import Data, IndirectPlaygroundData, Mixture, PaintingData, PlaygroundData
 from retouch.runs.recipe_devices import Devices
+from retouch.runs.recipe_emu3 import TokenModel
 from retouch.runs.recipe_errors import unknown_keys, wrong_values
 from retouch.runs.recipe_files import find
 from retouch.runs.recipe_jsonnet import evaluate
 from retouch.runs.recipe_learning import Advantage, GroupAdvantage, Objective, Optimizer
 from retouch.runs.recipe_overrides import apply
 from retouch.runs.recipe_phases import Phase, ResolvedPhase
-from retouch.runs.recipe_policy import DenoisingPolicy, Model
-from retouch.runs.recipe_renderer import Renderer
+from retouch.runs.recipe_policy import DenoisingPolicy, ImportedModel, Model
+from retouch.runs.recipe_renderer import CodesRenderer, Renderer
 from retouch.runs.recipe_reward import Reward
 from retouch.runs.recipe_rollout import Rollout
 from retouch.runs.recipe_secrets import refuse_secrets
@@ -177,9 +178,12 @@ class Recipe(Section):
         return self.data.model_copy(update=changes | ({} if self.eval.complexity is None else {"complexity": self.eval.complexity}))
 
     @property
-    def image_model(self) -> Model:
+    def image_model(self) -> Model | TokenModel:
         """The image model that the tasks' pictures are for: the policy's own, or the one behind a writer."""
         if self.policy.kind == "denoising":
+            return self.policy.model
+        if isinstance(self.renderer, CodesRenderer):
+            assert isinstance(self.policy.model, TokenModel | ImportedModel), "the recipe's checks see to it"
             return self.policy.model
         assert self.renderer is not None, "the recipe's checks see to it"
         return self.renderer.model

@@ -9,6 +9,7 @@ from retouch.runs.recipe_data import PaintingData, PicturedData, PromptData
 from retouch.runs.recipe_learning import GroupAdvantage, PolicyGradient, Sft, Supervised
 from retouch.runs.recipe_phases import ResolvedPhase
 from retouch.runs.recipe_policy import DiffusersModel, ImportedModel, Lora
+from retouch.runs.recipe_renderer import CodesRenderer
 from retouch.runs.recipe_reward_checks import reward_data_problems, reward_problems
 from retouch.runs.recipe_rollout import (
     AllSteps,
@@ -20,7 +21,7 @@ from retouch.runs.recipe_rollout import (
     SdeTransition,
     SlidingWindow,
 )
-from retouch.runs.recipe_writing_checks import EDITORS, engine_problems, parts_problems, phase_problems, renderer_problems
+from retouch.runs.recipe_writing_checks import READ_A_PICTURE, engine_problems, parts_problems, phase_problems, renderer_problems
 
 if TYPE_CHECKING:
     from retouch.runs.recipe import Recipe
@@ -92,10 +93,10 @@ def _devices(recipe: "Recipe") -> Iterator[str]:
         return
     if devices.policy is not None and recipe.device != "auto":
         yield f"device, devices.policy: {recipe.device} and {devices.policy} both say where the policy is; give one of them"
-    if recipe.renderer is None:
+    if recipe.renderer is None or isinstance(recipe.renderer, CodesRenderer):
         for key in ("renderer", "offload"):
             if getattr(devices, key):
-                yield f"devices.{key}: a denoising policy makes its own pictures, where it is; leave it out"
+                yield f"devices.{key}: this policy makes its own pictures, where it is; leave it out"
 
 
 def _model(recipe: "Recipe") -> Iterator[str]:
@@ -105,7 +106,7 @@ def _model(recipe: "Recipe") -> Iterator[str]:
 
 
 def _image_model_at(recipe: "Recipe") -> str:
-    return "policy.model" if recipe.renderer is None else "renderer.model"
+    return "policy.model" if recipe.renderer is None or isinstance(recipe.renderer, CodesRenderer) else "renderer.model"
 
 
 def _batch(recipe: "Recipe") -> Iterator[str]:
@@ -151,7 +152,7 @@ def _exploration(recipe: "Recipe", phase: ResolvedPhase, at: dict[str, str]) -> 
 def _data(recipe: "Recipe", phase: ResolvedPhase, at: str) -> Iterator[str]:
     model = recipe.image_model
     yield from reward_data_problems(recipe, phase, at)
-    if isinstance(phase.data, PromptData | PaintingData) and model.kind in EDITORS:
+    if isinstance(phase.data, PromptData | PaintingData) and model.kind in READ_A_PICTURE:
         yield f"{at}.kind: {phase.data.kind} have no source picture, which {model.kind} edits; take folder or hub data"
     if isinstance(phase.data, PicturedData) and not isinstance(model, ImportedModel):
         sizes = phase.data.size, model.size

@@ -1,13 +1,11 @@
 """Sections of a recipe about a policy that writes a picture as tokens."""
 
-from typing import Literal
-
-from pydantic import Field
+from typing import Literal, TypeAlias
 
 from retouch.runs.recipe_policy import Dtype
-from retouch.runs.recipe_section import Count, Pixels, Section
+from retouch.runs.recipe_section import Pixels, Section
 
-Attention = Literal["sdpa", "flash_attention_2", "eager"]
+Attention: TypeAlias = Literal["sdpa", "flash_attention_2", "eager"]
 
 
 class Emu3(Section):
@@ -17,7 +15,7 @@ class Emu3(Section):
     path: str
     """Folder or Hugging Face id of the model, in transformers' layout or in the original one (BAAI's, EARL's checkpoints)."""
     tokenizer: str | None = None
-    """Folder or id of the tokenizer; null takes the model's. The original one is code and is not run: Emu3-community/Emu3-Gen-hf."""
+    """Folder or id of the tokenizer; null takes the model's. The original is code and is not run: Emu3-community/Emu3-Gen-hf."""
     autoencoder: str | None = None
     """Folder or id of the autoencoder, which the original layout has apart: BAAI/Emu3-VisionTokenizer."""
     size: Pixels = (256, 256)
@@ -56,9 +54,4 @@ class PlaygroundEmu3(Section):
         return None
 
 
-class CodesRenderer(Section):
-    """The autoencoder of the policy itself, which makes a picture of the codes that it wrote."""
-
-    kind: Literal["codes"]
-    batch: Count = Field(default=8)
-    """Pictures decoded at once."""
+TokenModel: TypeAlias = Emu3 | PlaygroundEmu3

@@ -1,4 +1,4 @@
-"""Sections of a recipe about the renderer: the frozen way from what a writer wrote to a picture."""
+"""Sections of a recipe about the renderer: the frozen way from what a policy wrote to a picture."""
 
 from typing import Annotated, Literal, TypeAlias
 
@@ -9,7 +9,7 @@ from retouch.runs.recipe_section import Count, Section
 
 
 class RendererSection(Section):
-    """What all renderers have in common."""
+    """What the renderers of text have in common."""
 
     model: Model
     """The image model, which does not train."""
@@ -46,4 +46,12 @@ class PromptRenderer(RendererSection):
     """A control: draw the prompt that was asked for whatever was written, so that nothing can be learnt from the reward."""
 
 
-Renderer: TypeAlias = Annotated[ResponseRenderer | PromptRenderer, Field(discriminator="kind")]
+class CodesRenderer(Section):
+    """The autoencoder of the policy itself, which makes a picture of the codes that it wrote."""
+
+    kind: Literal["codes"]
+    batch: Count = 8
+    """Pictures decoded at once."""
+
+
+Renderer: TypeAlias = Annotated[ResponseRenderer | PromptRenderer | CodesRenderer, Field(discriminator="kind")]

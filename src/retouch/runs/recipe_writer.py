@@ -4,6 +4,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
+from retouch.runs.recipe_emu3 import Emu3, PlaygroundEmu3
 from retouch.runs.recipe_policy import Dtype, Ema, FullWeights, ImportedModel, Lora
 from retouch.runs.recipe_section import Count, Positive, Section
 
@@ -44,7 +45,9 @@ class PlaygroundEnhancer(PlaygroundWriter):
     kind: Literal["playground-enhancer"]  # type: ignore[assignment]
 
 
-WriterModel: TypeAlias = Annotated[QwenWriter | PlaygroundWriter | PlaygroundEnhancer | ImportedModel, Field(discriminator="kind")]
+WriterModel: TypeAlias = Annotated[
+    QwenWriter | PlaygroundWriter | PlaygroundEnhancer | Emu3 | PlaygroundEmu3 | ImportedModel, Field(discriminator="kind")
+]
 
 
 class WriterLora(Lora):

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from retouch.runs.recipe_emu3 import TokenModel
 from retouch.runs.recipe_engine import VllmEngine
 from retouch.runs.recipe_learning import Awm, Dpo, Kl, Nft, PolicyGradient, Sft, Supervised
 from retouch.runs.recipe_phases import ResolvedPhase
 from retouch.runs.recipe_policy import DenoisingPolicy, FullWeights, ImportedModel
-from retouch.runs.recipe_renderer import PromptRenderer, ResponseRenderer
+from retouch.runs.recipe_renderer import CodesRenderer, PromptRenderer, ResponseRenderer
 from retouch.runs.recipe_rollout import TokenRollout
 from retouch.runs.recipe_writer import AutoregressivePolicy, QwenWriter
 
@@ -16,13 +17,17 @@ if TYPE_CHECKING:
 
 VLLM_TEMPERATURE = 2.0
 EDITORS = ("playground", "qwen-image-edit", "qwen-image-edit-plus")
+READ_A_PICTURE = (*EDITORS, "emu3", "playground-emu3")
 
 
 def parts_problems(recipe: "Recipe") -> Iterator[str]:
     """Whether policy, rollouts and renderer are of one kind; with any of these nothing else can be said."""
     writes = isinstance(recipe.policy, AutoregressivePolicy)
     if writes and recipe.renderer is None:
-        yield 'renderer: missing; a policy that writes needs one: {"kind": "response"} before an editor, else {"kind": "prompt"}'
+        yield (
+            'renderer: missing; a policy that writes needs one: {"kind": "response"} before an editor, {"kind": "prompt"} before '
+            'another image model, {"kind": "codes"} where it writes image tokens'
+        )
     if not writes and recipe.renderer is not None:
         yield "renderer: a denoising policy makes its own pictures; leave it out, or take policy.kind autoregressive"
     for index, rollout in enumerate([recipe.rollout, *(phase.rollout for phase in recipe.phases or ())]):
@@ -39,6 +44,10 @@ def renderer_problems(recipe: "Recipe") -> Iterator[str]:
     if isinstance(policy, DenoisingPolicy):
         return
     writer = policy.model
+    if isinstance(renderer, CodesRenderer) != isinstance(writer, TokenModel) and not isinstance(writer, ImportedModel):
+        right = "takes renderer.kind codes" if isinstance(writer, TokenModel) else "writes text, and codes are image tokens"
+        yield f"renderer.kind: {writer.kind} {right}"
+        return
     if isinstance(renderer, ResponseRenderer):
         if renderer.model.kind not in EDITORS:
             yield f"renderer.model.kind: {renderer.model.kind} reads no responses; take one of {', '.join(EDITORS)}, or kind prompt"
@@ -65,6 +74,8 @@ def engine_problems(recipe: "Recipe") -> Iterator[str]:
         if not isinstance(rollout, TokenRollout) or not isinstance(rollout.engine, VllmEngine):
             continue
         at = f"phases.{index - 1}.rollout" if index else "rollout"
+        if isinstance(recipe.policy.model, TokenModel):
+            yield f"{at}.engine.kind: vllm would write image tokens without this grammar; take engine cached"
         if isinstance(recipe.policy.train, FullWeights):
             yield (
                 f"{at}.engine.kind: vllm takes a LoRA over HTTP after each update, but all weights only through the development "
