@@ -8,6 +8,8 @@ import torch
 
 from models import tiny, tiny_writers
 from retouch.bases import parts
+from retouch.bases.emu3 import LONGEST, emu3_tokenizer, untrained_emu3
+from retouch.bases.image_codes import untrained_codes
 from retouch.bases.writer import untrained_writer
 from retouch.models.qwen_image_edit import QwenImageEdit
 from retouch.models.sd3 import SD3
@@ -31,6 +33,24 @@ def save_speaker(folder: Path) -> None:
     """A random Qwen2.5 that sees nothing."""
     tiny_writers.module("qwen2.5").save_pretrained(folder)
     tiny_writers.tokenizer().save_pretrained(folder)
+
+
+def save_emu3(folder: Path) -> None:
+    """The playground's editor of image tokens before it has learnt anything, in transformers' layout."""
+    words = emu3_tokenizer(0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        untrained_emu3(words, untrained_codes().eval()).save_pretrained(folder)
+    words.save_pretrained(folder)
+
+
+def image_tokens(folder: Path) -> dict[str, Any]:
+    """What of ``recipe`` is another for that editor."""
+    return {
+        "policy__model": {"kind": "emu3", "path": str(folder), "size": [24, 24], "dtype": "float32"},
+        "renderer": {"kind": "codes"},
+        "rollout__max_new_tokens": LONGEST,
+    }
 
 
 class TinySD3(SD3):

@@ -1,8 +1,8 @@
 """Runs a tiny recipe, kills it with SIGKILL at one place after another, resumes it, and says whether any bit differs.
 
 A program of its own, so that it can fork before any thread runs: `python tests/runs/kill_places.py OUT COUNT [WRITER]` prints a
-JSON line a place; with the folder of a writer the policy writes. A place is a function and how often it was called before the kill;
-the kill comes before or after that call.
+JSON line a place; with the folder of a writer the policy writes, with that of an Emu3 it writes pictures. A place is a function and
+how often it was called before the kill; the kill comes before or after that call.
 """
 
 import hashlib
@@ -73,6 +73,9 @@ def recipe(out: Path, name: str, writer: str | None) -> Recipe:
         model = {"kind": "playground"}
         document["renderer"] = {"kind": "response", "model": model, "encoder": "frozen", "num_steps": 2, "cut_off": "draw"}
         document["objective"] |= {"clip_low": 0.2, "clip_high": 0.2, "kl": {"kind": "k3", "weight": 0.1}}
+        if json.loads((Path(writer) / "config.json").read_text())["model_type"] == "emu3":
+            document["policy"]["model"] = {"kind": "emu3", "path": writer, "size": [24, 24], "dtype": "float32"}
+            document |= {"rollout": {"kind": "tokens", "max_new_tokens": 24, "temperature": 0.7}, "renderer": {"kind": "codes"}}
     return parse(document)
 
 

@@ -39,6 +39,11 @@ def test_a_writer_killed_at_three_places(tmp_path: Path) -> None:
     check(killed_and_resumed(tmp_path, 3, str(tmp_path / "writer")), 3)
 
 
+def test_image_tokens_killed_at_three_places(tmp_path: Path) -> None:
+    tiny_writer_runs.save_emu3(tmp_path / "emu3")
+    check(killed_and_resumed(tmp_path, 3, str(tmp_path / "emu3")), 3)
+
+
 def check_by_luck(found: list[dict[str, object]], count: int) -> None:
     """The bits of a run that was never killed and was told the same scores; what the ledger held was asked for no second time."""
     assert len(found) == count

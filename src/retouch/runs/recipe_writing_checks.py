@@ -30,6 +30,12 @@ def parts_problems(recipe: "Recipe") -> Iterator[str]:
         )
     if not writes and recipe.renderer is not None:
         yield "renderer: a denoising policy makes its own pictures; leave it out, or take policy.kind autoregressive"
+    model = recipe.policy.model
+    if recipe.renderer is not None and writes and not isinstance(model, ImportedModel):
+        tokens = isinstance(model, TokenModel)
+        if isinstance(recipe.renderer, CodesRenderer) != tokens:
+            why = "writes image tokens: take renderer.kind codes" if tokens else "writes text, and codes are image tokens"
+            yield f"renderer.kind: {model.kind} {why}"
     for index, rollout in enumerate([recipe.rollout, *(phase.rollout for phase in recipe.phases or ())]):
         at = f"phases.{index - 1}.rollout" if index else "rollout"
         if writes and rollout is not None and not isinstance(rollout, TokenRollout):
@@ -44,10 +50,6 @@ def renderer_problems(recipe: "Recipe") -> Iterator[str]:
     if isinstance(policy, DenoisingPolicy):
         return
     writer = policy.model
-    if isinstance(renderer, CodesRenderer) != isinstance(writer, TokenModel) and not isinstance(writer, ImportedModel):
-        right = "takes renderer.kind codes" if isinstance(writer, TokenModel) else "writes text, and codes are image tokens"
-        yield f"renderer.kind: {writer.kind} {right}"
-        return
     if isinstance(renderer, ResponseRenderer):
         if renderer.model.kind not in EDITORS:
             yield f"renderer.model.kind: {renderer.model.kind} reads no responses; take one of {', '.join(EDITORS)}, or kind prompt"

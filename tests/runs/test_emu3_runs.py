@@ -1,0 +1,86 @@
+"""Runs whose policy writes pictures as tokens, from a recipe to what is exported of them."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+
+import tiny_writer_runs
+from retouch.cli import main
+from retouch.models.emu3 import DRAW
+from retouch.models.emu3_load import load_emu3
+from retouch.runs.recipe import parse
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("emu3")
+    tiny_writer_runs.save_emu3(path)
+    return path
+
+
+@pytest.fixture
+def document(tmp_path, folder):
+    def made(**changes):
+        # The playground's judge gives random pictures nothing, and so no gradient.
+        reward = {"kind": "compressibility", "combine": {"compressibility": 1}}
+        settings = {**tiny_writer_runs.image_tokens(folder), "policy__train": {"kind": "full"}, "reward": reward, **changes}
+        return tiny_writer_runs.recipe(tmp_path / "runs", folder, **settings)
+
+    return made
+
+
+def trained(tmp_path, document):
+    file = tmp_path / "recipe.json"
+    file.write_text(json.dumps(document))
+    assert main(["train", str(file)]) == 0
+    return tmp_path / "runs" / document["name"]
+
+
+def metrics(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_trains_and_what_it_exports_goes_on(tmp_path, folder, document):
+    run = trained(tmp_path, document())
+    steps = metrics(run)
+    assert len(steps) == 2
+    assert all(step["policy/ratio_max_first"] <= 1e-5 for step in steps)
+    assert all(step["completion/cut_off_fraction"] == 0 for step in steps)
+    source, out, exported = tmp_path / "source.png", tmp_path / "out.png", tmp_path / "exported"
+    Image.new("RGB", (24, 24), (90, 90, 90)).save(source)
+    assert main(["sample", str(run), "--instruction", "add a red circle", "--image", str(source), "--out", str(out)]) == 0
+    with Image.open(out) as shown:
+        assert shown.size == (24, 24)
+    assert main(["export", str(run), "--to", str(exported), "--weights", "current"]) == 0
+    settings = {"size": (24, 24), "prefill": DRAW, "dtype": torch.float32, "device": "cpu", "autoencoder": folder}
+    editor = load_emu3(exported / "writer", tokenizer=folder, **settings)
+    before = load_emu3(folder, **settings)
+    assert not torch.equal(editor.module.lm_head.weight, before.module.lm_head.weight)
+    assert "report.html" in {path.name for path in run.iterdir()}
+
+
+def test_supervised_learning_imitates_the_targets(tmp_path, document):
+    objective = {"kind": "sft", "normalise": "token"}
+    run = trained(tmp_path, document(objective=objective, steps=12, group_size=1, tasks_per_step=4, learning_rate=3e-3))
+    losses = [step["policy/loss"] for step in metrics(run)]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_a_lora_of_image_tokens_trains(tmp_path, document):
+    run = trained(tmp_path, document(policy__train={"kind": "lora", "rank": 4, "alpha": 8}, steps=1))
+    assert metrics(run)[0]["policy/grad_norm"] > 0
+
+
+def test_parts_that_do_not_belong_together_are_refused(document, folder):
+    with pytest.raises(ValueError, match=r"renderer\.kind: emu3 writes image tokens"):
+        parse(document(renderer={"kind": "response", "model": {"kind": "playground"}, "encoder": "frozen", "num_steps": 2}))
+    with pytest.raises(ValueError, match=r"renderer\.kind: playground-writer writes text"):
+        parse(document(policy__model={"kind": "playground-writer"}))
+    with pytest.raises(ValueError, match="engine cached"):
+        parse(document(rollout__engine={"kind": "vllm", "url": "http://127.0.0.1:1/v1", "adapters": "a"}))
+    with pytest.raises(ValueError, match=r"devices\.renderer"):
+        parse(document(devices={"renderer": "cuda:1"}))
+    with pytest.raises(ValueError, match="no source picture"):
+        parse(document(data={"kind": "prompts", "path": "prompts.txt"}))
