@@ -124,7 +124,12 @@ def collect(run: Run, phase: Phase, step: int) -> Collected:
 
 
 def awaited(ranks: Ranks, waiting: Sequence["Future[Judged]"]) -> Judged:
-    """What the judge said of all chunks. BudgetSpent on every rank where it is on one."""
+    """What the judge said of all chunks, in one. BudgetSpent on every rank where it is on one."""
+    return Judged.concat(answers(ranks, waiting))
+
+
+def answers(ranks: Ranks, waiting: Sequence["Future[Judged]"]) -> list[Judged]:
+    """What the judge said of each chunk; a rank may have none. BudgetSpent on every rank where it is on one."""
     parts, spent = [], None
     for future in waiting:
         try:
@@ -133,7 +138,7 @@ def awaited(ranks: Ranks, waiting: Sequence["Future[Judged]"]) -> Judged:
             spent = error
     if ranks.any(spent is not None):
         raise spent or BudgetSpent("the judge's budget is spent, as another rank's log says")
-    return Judged.concat(parts)
+    return parts
 
 
 def compare(run: Run, phase: Phase, judged: Judged) -> tuple[Float[Tensor, " b"], Metrics]:

@@ -9,6 +9,7 @@ from mutant import Mutant
 from painting_mutants import PAINTING
 from rendering_mutants import RENDERING
 from serving_mutants import SERVING
+from watching_mutants import WATCHING
 from writing_mutants import WRITING
 
 CONTRACT = "tests/policies/test_denoising.py::test_keeps_the_contract"
@@ -250,6 +251,7 @@ MUTANTS = (
         "sigma = sigma.clamp(1e-4, 1.0)",
         "tests/objectives/test_supervised.py::test_sigma_is_drawn_as_named",
     ),
+    *WATCHING,
     *WRITING,
     *BRIDGING,
     *ENGINES,

@@ -23,6 +23,22 @@ SIGNALS = {
     "reward/missing_fraction": "share of samples that could not be judged",
     "reward/fault_fraction": "share of samples that could not be used: the policy's own fault",
 }
+# What is watched against reward hacking, and what each curve says.
+WATCHED = {
+    "watch/proxy": "the reward, on the same held-out pictures each time",
+    "watch/heldout": "a judge that is never trained on, of the same pictures",
+    "watch/heldout_sigmas": "its change since it thought best of them, in standard errors",
+    "watch/heldout_missing": "share of pictures that it could not judge",
+    "watch/diversity": "root mean square difference of two pictures of a group",
+    "watch/canary_shift": "how far the judge's scores of old pictures have moved, as a share of their range",
+    "watch/painted_text": "share of pictures with text that speaks to a judge",
+    "watch/unasked_text": "share of pictures with text that nobody asked for",
+    "watch/preservation": "how much of the source is kept outside the mask",
+    "watch/brightness": "mean luminance",
+    "watch/saturation": "mean saturation",
+    "watch/detail": "energy of the finest frequencies",
+}
+ALARM = "watch/alarm/"
 HEADLINE_ROW = "headline"  # of the held-out table: the tasks that the summary speaks of, where these are not all
 AGGREGATES = ("reward/mean", "reward/std", "reward/count", "reward/missing_fraction")
 NOT_METRICS = ("step", "phase")
@@ -147,8 +163,24 @@ def signal_charts(metrics: Sequence[Mapping[str, Any]]) -> tuple[list[Html], lis
     names = metric_names(metrics)
     first = [name for name in SIGNALS if name in names]
     first += [name for name in names if name.startswith("reward/") and name not in (*SIGNALS, *AGGREGATES)]
-    rest = [name for name in names if name not in first and name not in AGGREGATES]
+    rest = [name for name in names if name not in first and name not in AGGREGATES and not name.startswith("watch/")]
     return [_small(metrics, name) for name in first], [_small(metrics, name) for name in rest]
+
+
+def watch_charts(metrics: Sequence[Mapping[str, Any]]) -> list[Html]:
+    """Small charts of what is watched, over the steps at which there was a look."""
+    names = metric_names(metrics)
+    return [_small([line for line in metrics if name in line], name) for name in WATCHED if name in names]
+
+
+def alarms(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """The rules that raised an alarm, each with the steps at which it did."""
+    found: dict[str, list[int]] = {}
+    for line in metrics:
+        for name in line:
+            if name.startswith(ALARM):
+                found.setdefault(name.removeprefix(ALARM), []).append(int(line["step"]))
+    return found
 
 
 def _small(metrics: Sequence[Mapping[str, Any]], name: str) -> Html:
@@ -156,7 +188,7 @@ def _small(metrics: Sequence[Mapping[str, Any]], name: str) -> Html:
     known = [point for point in points if math.isfinite(point.y)]
     chart = Chart(name, [Line(name.rpartition("/")[2], "plain", enveloped(points, 160))], int(metrics[-1]["step"]))
     latest = short(known[-1].y) if known else "no value yet"
-    note = SIGNALS.get(name)
+    note = (SIGNALS | WATCHED).get(name)
     return tag(
         "figure",
         tag(

@@ -109,6 +109,15 @@ def _plain_number(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
+def alarm_note(kept: Mapping[str, Any] | None) -> Html | None:
+    """Why the run was ended, where a rule of its watch did."""
+    if kept is None:
+        return None
+    back = "" if kept["back_to"] is None else f" Its state is again that of step {kept['back_to']}."
+    told = "; ".join(str(alarm["text"]) for alarm in kept["alarms"])
+    return tag("p", tag("strong", f"Ended by an alarm after step {kept['step']}: "), f"{told}.{back}", class_="warning")
+
+
 def losses_note(falls: Sequence[str]) -> Html | None:
     """A warning of held-out figures that fell beyond both intervals."""
     if not falls:

@@ -67,6 +67,7 @@ def _header(folder: RunFolder, recipe: Mapping[str, Any]) -> Html:
         tag("h1", str(recipe.get("name", folder.name))),
         headline.verdict(summary, last_step=_last_step(metrics), steps=steps if isinstance(steps, int) else None),
         headline.gap_bar(summary) if summary else None,
+        headline.alarm_note(folder.read_alarm()),
         headline.losses_note(falls),
         headline.facts(
             recipe, last_step=_last_step(metrics), seconds=curves.seconds_spent(timings), cost=summary.cost if summary else {}
@@ -78,9 +79,11 @@ def _sections(folder: RunFolder, recipe: Mapping[str, Any], versions: Mapping[st
     metrics, evals, summary = folder.read_metrics(), folder.read_evals(), folder.read_summary()
     time = curves.time_bars(folder.read_timings())
     column = curves.headline_column(evals, summary)
+    watched = [_section("Watched", _watched(metrics), "Nothing was watched yet.")] if recipe.get("watch") else []
     return join(
         [
             _section("Reward", _one(curves.reward_section(metrics, evals, summary)), "No step yet, so no curve."),
+            *watched,
             _section("Held-out scores", _heldout(evals, column), "No evaluation on held-out tasks yet."),
             _section("Before and after", _one(grids.before_after(folder, column=column)), "No pictures of held-out tasks yet."),
             _section("Training groups", _groups(folder), "No pictures of training samples yet."),
@@ -122,6 +125,16 @@ def _signals(metrics: Sequence[Mapping[str, Any]]) -> list[Html]:
         title = f"Everything else that was logged ({len(others)})"
         made.append(tag("details", tag("summary", title), tag("div", others, class_="smalls")))
     return made
+
+
+def _watched(metrics: Sequence[Mapping[str, Any]]) -> list[Html]:
+    made = curves.watch_charts(metrics)
+    if not made:
+        return []
+    raised = curves.alarms(metrics).items()
+    told = [f"{rule} at step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}" for rule, steps in raised]
+    alarms = tag("p", f"Alarms: {'; '.join(told)}.", class_="warning") if told else tag("p", "No alarm.", class_="quiet")
+    return [alarms, tag("div", made, class_="smalls")]
 
 
 def _preflight(folder: RunFolder) -> list[Html]:

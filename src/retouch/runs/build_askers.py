@@ -46,6 +46,7 @@ def _client(section: Endpoint) -> ChatClient:
         concurrency=section.concurrency,
         patience=patience,
         typed=section.typed,
+        guided=section.guided,
         quota=None if section.quota is None else _quota(section.quota),
         prices=None if section.prices is None else Prices(section.prices.input, section.prices.output),
     )

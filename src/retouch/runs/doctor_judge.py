@@ -13,7 +13,9 @@ from retouch.runs.doctor_findings import Finding, failed, note, ok
 from retouch.runs.judge_calls import judge_calls
 from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_judges import Endpoint, JudgeReward
-from retouch.runs.reward_classes import parts_of
+from retouch.runs.recipe_watch import Watch
+from retouch.runs.reward_classes import parts_of_all
+from retouch.runs.watchers import build_watchers
 from retouch.types import Sample, Task
 
 
@@ -24,12 +26,14 @@ def check_reward(recipe: Recipe, sets: Sets | None) -> Iterator[Finding]:
     yield from check_calls(recipe, sets)
     if not absent:
         yield check_judge(recipe, sets)
+        if recipe.watch is not None:
+            yield check_watch(recipe.watch, _device(recipe))
 
 
 def check_keys(recipe: Recipe) -> Iterator[Finding]:
     """A failure for each environment variable that a judge's key is to come from, and is not there."""
     told: set[str] = set()
-    for path, _, part in parts_of(recipe.reward):
+    for path, _, part in parts_of_all(recipe):
         if not isinstance(part, JudgeReward) or not isinstance(part.judge, Endpoint):
             continue
         name = part.judge.key
@@ -53,9 +57,8 @@ def check_calls(recipe: Recipe, sets: Sets | None) -> Iterator[Finding]:
 def check_judge(recipe: Recipe, sets: Sets | None) -> Finding:
     """Whether the judge is built, has the columns that are combined, and judges an untouched source picture."""
     wrong = "mend the recipe's reward section"
-    device = recipe.device if recipe.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        judge = Judge(build_reward(recipe.reward, device=device), recipe.reward.combine)
+        judge = Judge(build_reward(recipe.reward, device=_device(recipe)), recipe.reward.combine)
         try:
             told = f"{recipe.reward.kind}, {judge.combination} ({judge.combination.low:g} to {judge.combination.high:g})"
             if sets is None or not len(sets.train):
@@ -71,6 +74,21 @@ def check_judge(recipe: Recipe, sets: Sets | None) -> Finding:
         return failed("judge", f"{recipe.reward.kind} {what}", mend=wrong)
     what = "an untouched source picture" if task.images else "a grey picture"
     return ok("judge", f"{told}: {value:.3f} for {what}")
+
+
+def check_watch(watch: Watch, device: torch.device) -> Finding:
+    """Whether what watches is built; it is tried on no picture."""
+    try:
+        watchers = build_watchers(watch, device=device)
+    except ValueError as error:
+        return failed("watch", str(error), mend="mend the recipe's watch section")
+    heldout = "no held-out judge" if watchers.heldout is None else f"held out: {watchers.heldout.combination}"
+    watchers.close()
+    return ok("watch", f"{watch.tasks} pictures every {watch.every} steps; {heldout}")
+
+
+def _device(recipe: Recipe) -> torch.device:
+    return torch.device(recipe.device if recipe.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _tried(judge: Judge, task: Task) -> tuple[float, list[str]]:

@@ -87,6 +87,14 @@ class RunFolder:
         return self.root / "checkpoints"
 
     @property
+    def watch(self) -> Path:
+        return self.root / "watch"
+
+    @property
+    def alarm(self) -> Path:
+        return self.root / "alarm.json"
+
+    @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
 
@@ -155,6 +163,14 @@ class RunFolder:
 
     def read_preflight(self) -> list[dict[str, Any]]:
         return files.read_json(self.preflight) if self.preflight.exists() else []
+
+    def write_alarm(self, alarm: Mapping[str, Any]) -> None:
+        """Keep why a rule ended the run: ``step``, ``back_to`` (or None), ``alarms`` with ``rule``, ``text`` and ``response``."""
+        files.write_json(self.alarm, alarm)
+
+    def read_alarm(self) -> dict[str, Any] | None:
+        """What ``write_alarm`` kept; None where no rule ended the run."""
+        return files.read_json(self.alarm) if self.alarm.exists() else None
 
     def read_recipe(self) -> dict[str, Any]:
         """What ``write_recipe`` kept. ValueError where this is no run's folder."""

@@ -21,7 +21,7 @@ from retouch.runs.kept_pictures import KeptPictures
 from retouch.types import Batch, Sample, Scores
 
 JudgeBatch: TypeAlias = "Callable[[Batch, Sequence[Sample]], Future[Judged]]"
-Split: TypeAlias = Literal["train", "heldout", "ceiling", "best", "canary"]
+Split: TypeAlias = Literal["train", "heldout", "ceiling", "best", "watch", "canary"]
 
 
 class Page(NamedTuple):

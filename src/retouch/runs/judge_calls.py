@@ -55,15 +55,30 @@ class Calls:
 def judge_calls(recipe: Recipe, *, steps: Sequence[int], heldout: int) -> list[Calls]:
     """What each judge of the recipe is asked in a run whose phases take so many steps; ``heldout``: tasks of an evaluation.
 
-    Evaluations are those before, after and in between, that of the tasks' own targets, and the best of k.
+    Evaluations are those before, after and in between, that of the tasks' own targets, the best of k, and the looks of ``watch``.
     """
     every = recipe.eval.every
-    rounds = 3 + ((sum(steps) - 1) // every if every else 0) + recipe.eval.best_of_k
-    return [
-        _calls(recipe, path, part, trained=_trained(recipe, part, steps), evaluated=rounds * heldout)
+    evaluated = heldout * (3 + ((sum(steps) - 1) // every if every else 0) + recipe.eval.best_of_k)
+    seen, canaries = _looked_at(recipe, sum(steps), heldout)
+    calls = [
+        _calls(recipe, path, part, trained=_trained(recipe, part, steps), evaluated=evaluated + seen + canaries)
         for path, _, part in parts_of(recipe.reward)
         if isinstance(part, JudgeReward)
     ]
+    if recipe.watch is not None and recipe.watch.judge is not None:
+        parts = parts_of(recipe.watch.judge.reward, "watch.judge.reward")
+        judges = [(path, part) for path, _, part in parts if isinstance(part, JudgeReward)]
+        calls += [_calls(recipe, path, part, trained=0, evaluated=seen) for path, part in judges]
+    return calls
+
+
+def _looked_at(recipe: Recipe, steps: int, heldout: int) -> tuple[int, int]:
+    """Pictures and canaries of all looks."""
+    watch = recipe.watch
+    if watch is None:
+        return 0, 0
+    looks = 1 + steps // watch.every
+    return looks * min(watch.tasks, heldout), looks * (0 if watch.canaries is None else watch.canaries.count)
 
 
 def _trained(recipe: Recipe, part: Judge, steps: Sequence[int]) -> int:

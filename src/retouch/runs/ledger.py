@@ -31,6 +31,7 @@ class Ledger:
         self._database = Database(ledger_path(run, ranks.rank))
         self.answers = Answers(self._database)
         self.judged: JournaledJudge | None = None
+        self._beside: list[JournaledJudge] = []
 
     def keep(self, reward: Reward) -> Reward:
         """A reward put behind the ledger, where it asks somebody."""
@@ -62,10 +63,17 @@ class Ledger:
         self.judged = JournaledJudge(judge, Journal(self._database, judge=fingerprint), pictures=self._pictures)
         return self.judged
 
+    def beside(self, judge: Judge) -> JournaledJudge:
+        """A judge that trains nothing, with its journal, in which it needs pages of its own."""
+        made = JournaledJudge(judge, Journal(self._database, judge=identity.fingerprint(judge.reward)))
+        self._beside.append(made)
+        return made
+
     def close(self) -> None:
-        """End the journal's threads and let go of the file; the judge is closed first."""
-        if self.judged is not None:
-            self.judged.close()
+        """End the journals' threads and let go of the file; the judges are closed first."""
+        for judged in (self.judged, *self._beside):
+            if judged is not None:
+                judged.close()
         self._database.close()
 
     def _last(self) -> dict[str, Json] | None:

@@ -27,9 +27,10 @@ from retouch.runs.recipe_reward import Reward
 from retouch.runs.recipe_rollout import Rollout
 from retouch.runs.recipe_secrets import refuse_secrets
 from retouch.runs.recipe_section import Cadence, Count, Positive, Section
+from retouch.runs.recipe_watch import Watch
 from retouch.runs.recipe_writer import AutoregressivePolicy
 
-LEFT_OUT = ("renderer", "ledger", "devices", "sharding")
+LEFT_OUT = ("renderer", "ledger", "watch", "devices", "sharding")
 """Keys that a resolved recipe has only where they are not null."""
 
 
@@ -143,6 +144,8 @@ class Recipe(Section):
     """Saved states."""
     ledger: Ledger | None = None
     """What is kept of judging; null is the default."""
+    watch: Watch | None = None
+    """What is watched against reward hacking; null watches nothing."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
     """Where metrics go, beside ``metrics.jsonl``."""
     phases: tuple[Phase, ...] | None = None

@@ -21,7 +21,14 @@ from retouch.runs.recipe_rollout import (
     SdeTransition,
     SlidingWindow,
 )
-from retouch.runs.recipe_writing_checks import READ_A_PICTURE, engine_problems, parts_problems, phase_problems, renderer_problems
+from retouch.runs.recipe_watch_checks import watch_problems
+from retouch.runs.recipe_writing_checks import (
+    READ_A_PICTURE,
+    engine_problems,
+    parts_problems,
+    phase_problems,
+    renderer_problems,
+)
 
 if TYPE_CHECKING:
     from retouch.runs.recipe import Recipe
@@ -37,6 +44,8 @@ _LAST = "which never trains"
 def problems(recipe: "Recipe") -> list[str]:
     """A line for everything in the recipe that cannot stand together; empty for a good one."""
     found = [*_length(recipe), *_trackers(recipe), *_devices(recipe)]
+    if recipe.watch is not None:
+        found += watch_problems(recipe.watch, recipe.reward)
     if unlike := list(parts_problems(recipe)):
         return [*found, *unlike]
     found += [*reward_problems(recipe), *_model(recipe), *renderer_problems(recipe), *engine_problems(recipe)]

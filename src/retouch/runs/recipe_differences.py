@@ -11,10 +11,11 @@ _FREE = re.compile(
     r"steps|passes|eval\.every|ledger.*|(samples|checkpoints)\..*|trackers(\.\d+)?|devices?(\..*)?|sharding|ranks|out"
     r"|(phases\.\d+\.)?data\.path"
     # How a judge is reached, and how long it is waited for.
-    r"|reward\.(rewards\.\w+\.)?((judge\.)?(device|base_url|key|concurrency|timeout|deadline|attempts|pause|longest_pause|prices.*|quota.*)"
-    r"|endpoints.*|encoding|batch|retry_share|hedge(_share)?|(samples|requests)_per_minute|calls|rate_file|wait|threads)"
+    r"|(watch\.judge\.)?reward\.(rewards\.\w+\.)?((judge\.)?(device|base_url|key|concurrency|timeout|deadline|attempts|pause|longest_pause"
+    r"|prices.*|quota.*)|endpoints.*|encoding|batch|retry_share|hedge(_share)?|(samples|requests)_per_minute|calls|rate_file|wait|threads)"
     # The same of an engine.
     r"|(phases\.\d+\.)?rollout\.engine\.(url|adapters|timeout|patience)"
+    r"|watch\.every|watch\.\w+\.(on_alarm|limit|sigmas|window)|watch\.(diversity|preservation|brightness|saturation|detail)"
 )
 
 
@@ -22,7 +23,7 @@ def differences(old: Recipe, new: Recipe, *, new_judge: bool = False) -> list[st
     """A line for each key that differs and may not, old value first; empty where the old run can go on as the new recipe says.
 
     Length (of the last phase, where there are phases), cadences, trackers, devices, ranks, how much is computed at once, folders of
-    data and runs, and how judges and engines are reached may differ; with ``new_judge`` all that judges.
+    data and runs, how judges and engines are reached, and the limits of ``watch`` may differ; with ``new_judge`` all that judges.
     """
     before, after = dict(_leaves(old.document(), "")), dict(_leaves(new.document(), ""))
     lines = []

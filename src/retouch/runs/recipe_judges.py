@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field
 
 from retouch.rewards.judges.aspects import Aspect
+from retouch.rewards.judges.words import By
 from retouch.runs.recipe_reward_section import RewardDevice, RewardSection
 from retouch.runs.recipe_section import Count, NonNegative, Positive, Section
 
@@ -70,6 +71,9 @@ class Endpoint(Section):
     that ask for none."""
     typed: bool = True
     """Answers are constrained to a JSON schema; false is for servers that cannot."""
+    guided: Literal["structured_outputs", "guided_choice"] | None = None
+    """The field in which the server takes the few answers that a vote may have: vLLM's from 0.11 on, or its former one; null sends
+    them as a schema."""
     concurrency: Count = 32
     """Requests in flight at once, from each rank."""
     timeout: Positive = 60.0
@@ -90,7 +94,8 @@ class Endpoint(Section):
 
 
 class InProcess(Section):
-    """A Qwen2.5-VL in the run's own process, on a device of its own choice; it answers one question after another."""
+    """A Qwen2-VL, Qwen2.5-VL or Qwen3-VL in the run's own process, on a device of its own choice; it answers one question after
+    another."""
 
     kind: Literal["in_process"]
     path: str
@@ -153,19 +158,23 @@ class GroundReward(JudgeReward):
 
 
 class YesReward(JudgeReward):
-    """The probability of the answer yes; needs log-probabilities."""
+    """The probability of the answer yes; needs log-probabilities, or repeats that vote."""
 
     kind: Literal["yes"]
     min_mass: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
     """Least probability of yes and no together; with less the score is missing."""
+    by: By = "probability"
+    """From the first token's log-probabilities, or ``choice``: the share of ``n_evals`` answers, for endpoints that give none."""
 
 
 class DigitReward(JudgeReward):
-    """The expected digit from 0 to 5, over 5 (Edit-R1); needs log-probabilities."""
+    """The expected digit from 0 to 5, over 5 (Edit-R1); needs log-probabilities, or repeats that vote."""
 
     kind: Literal["digit"]
     min_mass: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
     """Least probability of the six digits together; with less the score is missing."""
+    by: By = "probability"
+    """From the first token's log-probabilities, or ``choice``: the mean of ``n_evals`` answers, for endpoints that give none."""
 
 
 class WinRateReward(JudgeReward):

@@ -12,7 +12,7 @@ from retouch.runs.recipe_errors import nearest
 from retouch.runs.recipe_phases import ResolvedPhase
 from retouch.runs.recipe_reward import Several
 from retouch.runs.recipe_writer import AutoregressivePolicy
-from retouch.runs.reward_classes import columns_of, parts_of
+from retouch.runs.reward_classes import columns_of, parts_of, parts_of_all
 from retouch.types import Column
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _judge(recipe: "Recipe", path: str, prefix: str, part: judges.JudgeReward, c
 
 def reward_data_problems(recipe: "Recipe", phase: ResolvedPhase, at: str) -> Iterator[str]:
     """Whether a phase's tasks, whose section is at ``at``, have what the rewards look at."""
-    for path, _, part in parts_of(recipe.reward):
+    for path, _, part in parts_of_all(recipe):
         other = f"{at}.kind is {phase.data.kind!r}; take photos or import"
         if isinstance(part, local.PlaygroundReward) and not isinstance(phase.data, PlaygroundData):
             yield f"{path}.kind: playground judges its own edits only, and {other}"

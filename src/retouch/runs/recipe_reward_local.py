@@ -5,7 +5,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, JsonValue
 
 from retouch.runs.recipe_reward_section import RewardDevice, RewardSection
-from retouch.runs.recipe_section import ClassPath, Count, NonNegative
+from retouch.runs.recipe_section import ClassPath, Count, NonNegative, Share
 
 Colour: TypeAlias = tuple[
     Annotated[int, Field(ge=0, le=255)], Annotated[int, Field(ge=0, le=255)], Annotated[int, Field(ge=0, le=255)]
@@ -106,6 +106,58 @@ class LpipsReward(RewardSection):
     """Where the model lies; null takes the run's device."""
 
 
+class HpsReward(RewardSection):
+    """What people prefer, by HPSv2, a CLIP that was tuned on their choices."""
+
+    kind: Literal["hps"]
+    path: str
+    """Folder of the weights as a transformers CLIP in safetensors, with tokenizer and image processor."""
+    device: RewardDevice = None
+    """Where the model lies; null takes the run's device."""
+
+
+class ImageRewardScore(RewardSection):
+    """What people rank higher, by ImageReward, through its own package."""
+
+    kind: Literal["image_reward"]
+    weights: str | None = None
+    """Its checkpoint, a file; null takes the published one, which the package downloads where it is not yet there."""
+    cache: str | None = None
+    """Folder in which the package keeps what it downloads; null takes its own."""
+    device: RewardDevice = None
+    """Where the model lies; null takes the run's device."""
+
+
+class GenEvalReward(RewardSection):
+    """GenEval's checks of objects, counts, colours and positions, by an open-vocabulary detector."""
+
+    kind: Literal["geneval"]
+    detector: str = "google/owlv2-base-patch16-ensemble"
+    """Folder of an OWL-ViT, OWLv2 or Grounding DINO, or its id in the Hugging Face cache."""
+    clip: str | None = None
+    """The CLIP that names colours; null is for tasks that ask for none."""
+    threshold: Share = 0.3
+    """Confidence above which an object counts."""
+    counting_threshold: Share = 0.4
+    """The same in tasks of the tag "counting"."""
+    device: RewardDevice = None
+    """Where the models lie; null takes the run's device."""
+
+
+class AppearanceReward(RewardSection):
+    """Brightness, saturation, fine detail, and what the mask protects: to watch."""
+
+    kind: Literal["appearance"]
+
+
+class PaintedTextReward(RewardSection):
+    """Text in the picture that nobody asked for, and that speaks to a judge: to watch."""
+
+    kind: Literal["painted_text"]
+    confidence: Share = 0.6
+    """Of the reader in a line; those below are passed over."""
+
+
 class OcrReward(RewardSection):
     """Whether the text that was asked for stands in the picture, and no other."""
 
@@ -153,6 +205,11 @@ LocalReward: TypeAlias = (
     | AestheticReward
     | DinoReward
     | LpipsReward
+    | HpsReward
+    | ImageRewardScore
+    | GenEvalReward
+    | AppearanceReward
+    | PaintedTextReward
     | OcrReward
     | ThinkReward
     | PromptQualityReward

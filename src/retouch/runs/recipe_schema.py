@@ -67,13 +67,17 @@ def field_at(root: type[Section], document: Any, path: tuple[str | int, ...]) ->
 
 @cache
 def places(root: type[Section]) -> dict[str, tuple[str, ...]]:
-    """Every key of the schema, and the dotted paths at which it is known (entries of lists and maps repeat others; left out)."""
+    """Every key of the schema, and the dotted paths at which it is known. Left out are entries of lists and maps, which repeat
+    others, and sections that stand elsewhere by themselves (of ``watch.judge.reward.combine`` and ``reward.combine`` the first)."""
     found: dict[str, list[str]] = {}
     for path in _paths(root, ""):
         known = found.setdefault(path.rpartition(".")[2], [])
         if path not in known:
             known.append(path)
-    return {key: tuple(paths) for key, paths in found.items()}
+    return {
+        key: tuple(path for path in paths if not any(path.endswith(f".{other}") for other in paths if "." in other))
+        for key, paths in found.items()
+    }
 
 
 def _paths(section: type[Section], prefix: str) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Which class a reward's section is of, and the columns that it will have; known without loading a weight."""
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from retouch.runs import recipe_judges as judges
 from retouch.runs import recipe_reward_local as local
@@ -8,6 +9,9 @@ from retouch.runs.imports import import_class
 from retouch.runs.recipe_reward import Part, RemoteReward, Reward, Several
 from retouch.runs.recipe_reward_section import RewardSection
 from retouch.types import Column
+
+if TYPE_CHECKING:
+    from retouch.runs.recipe import Recipe
 
 # By name, since some of them import transformers. A section's own keys are its class's arguments.
 _CLASSES: Mapping[type[RewardSection], str] = {
@@ -21,6 +25,11 @@ _CLASSES: Mapping[type[RewardSection], str] = {
     local.AestheticReward: "retouch.rewards.aesthetic:AestheticReward",
     local.DinoReward: "retouch.rewards.preservation:DinoPreservation",
     local.LpipsReward: "retouch.rewards.lpips:LpipsPreservation",
+    local.HpsReward: "retouch.rewards.hps:HpsReward",
+    local.ImageRewardScore: "retouch.rewards.image_reward:ImageRewardScore",
+    local.GenEvalReward: "retouch.rewards.geneval:GenEvalReward",
+    local.AppearanceReward: "retouch.rewards.appearance:AppearanceReward",
+    local.PaintedTextReward: "retouch.rewards.painted_text:PaintedTextReward",
     local.OcrReward: "retouch.rewards.ocr:OcrReward",
     local.ThinkReward: "retouch.rewards.thinking:ThinkReward",
     local.PromptQualityReward: "retouch.rewards.prompt_quality:PromptQualityReward",
@@ -41,13 +50,21 @@ def reward_class(section: Part) -> type:
     return import_class(section.class_ if isinstance(section, local.ImportedReward) else _CLASSES[type(section)])
 
 
-def parts_of(section: Reward) -> Iterator[tuple[str, str, Part]]:
-    """Each reward of the section: its path in the recipe, what its columns' names begin with, and its own section."""
+def parts_of(section: Reward, at: str = "reward") -> Iterator[tuple[str, str, Part]]:
+    """Each reward of the section, which stands ``at`` a path of the recipe: its own path, what its columns' names begin with, and
+    its own section."""
     if isinstance(section, Several):
         for name, part in section.rewards.items():
-            yield f"reward.rewards.{name}", f"{name}/", part
+            yield f"{at}.rewards.{name}", f"{name}/", part
     else:
-        yield "reward", "", section
+        yield at, "", section
+
+
+def parts_of_all(recipe: "Recipe") -> Iterator[tuple[str, str, Part]]:
+    """The same of all that judges in a run: the reward, and what is held out."""
+    yield from parts_of(recipe.reward)
+    if recipe.watch is not None and recipe.watch.judge is not None:
+        yield from parts_of(recipe.watch.judge.reward, "watch.judge.reward")
 
 
 def columns_of(section: Reward) -> dict[str, Column] | None:

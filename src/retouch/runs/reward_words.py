@@ -24,7 +24,8 @@ from retouch.runs.recipe_section import Section
 _COLOURS = {"red": [255, 0, 0], "green": [0, 255, 0], "blue": [0, 0, 255], "white": [255, 255, 255], "black": [0, 0, 0]}
 _ARGUMENTS = {
     **{"photos": "colour", "share": "channel", "clip": "path", "pickscore": "path", "dino": "path"},
-    **{"lpips": "weights", "aesthetic": "head", "remote": "endpoints"},
+    **{"hps": "path", "image_reward": "weights", "geneval": "detector", "lpips": "weights", "aesthetic": "head"},
+    "remote": "endpoints",
 }
 """The key that stands after a kind's colon."""
 _COMBINED = ("combine", "max_missing")

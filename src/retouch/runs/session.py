@@ -5,7 +5,7 @@ import os
 import sys
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import accelerate.utils
 
@@ -14,8 +14,10 @@ from retouch.policies.mismatch import EngineFault
 from retouch.report.page import write_report
 from retouch.rewards.quota.quota import BudgetSpent
 from retouch.runs import checkpoint
+from retouch.runs.alarms import Alarm, Raised
 from retouch.runs.assembly import Assembly, assemble
 from retouch.runs.device_memory import Memory, limit_memory
+from retouch.runs.ended import ending, message, refuse_if_ended, write_ended
 from retouch.runs.folder import RunFolder
 from retouch.runs.judge_calls import judge_calls
 from retouch.runs.ledger import Ledger
@@ -34,6 +36,8 @@ from retouch.runs.state import capture, restore
 from retouch.runs.stepper import Stepper
 from retouch.runs.stopping import StopRequest, listening
 from retouch.runs.trackers import Trackers, open_trackers, require_trackers
+from retouch.runs.watchers import build_watchers
+from retouch.runs.watching import Watcher, watcher_of
 
 log = logging.getLogger("retouch")
 PREFLIGHT_ROWS = 8
@@ -62,6 +66,7 @@ def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
     keep_images = recipe.ledger is not None and recipe.ledger.keep_images
     with closing(Ledger(folder.root, ranks, keep_images=keep_images, new_judge=new_judge)) as ledger:
         with named(recipe, lambda: "loading"):
+            watchers = None if recipe.watch is None else build_watchers(recipe.watch, device=ranks.device, keep=ledger.keep)
             parts = assemble(recipe, ranks, ledger=ledger)
         for sets in parts.sets:
             for test_set in sets.test_sets:
@@ -69,7 +74,11 @@ def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
         for calls in judge_calls(recipe, steps=[len(steps) for _, steps in parts.plan], heldout=len(parts.sets[0].heldout)):
             log.info("%s", calls)
         with listening() as request, named(recipe, lambda: parts.clock.stage or "evaluation"):
-            return _Session(recipe, folder, parts, ledger, request).run()
+            watcher = None
+            if watchers is not None and recipe.watch is not None:
+                refuse_if_ended(folder, recipe.watch, columns=parts.judge.reward.columns, ranks=ranks)
+                watcher = watcher_of(parts, folder, watchers)
+            return _Session(recipe, folder, parts, ledger, watcher, request).run()
 
 
 def _open_folder(folder: RunFolder, recipe: Recipe, ranks: Ranks, *, fresh: bool, new_judge: bool) -> None:
@@ -113,6 +122,7 @@ class _Session:
     folder: RunFolder
     parts: Assembly
     ledger: Ledger
+    watcher: Watcher | None
     request: StopRequest
 
     def run(self) -> int:
@@ -144,12 +154,18 @@ class _Session:
             self.trackers.close()
             self.judged.close()
             self.parts.judge.close()
+            if self.watcher is not None:
+                self.watcher.watchers.close()
 
     def _train(self, stepper: Stepper) -> int:
         if self.done < self.parts.steps:
             self._preflight(stepper)
         if self.done == 0:
             self._heldout(baseline=True)
+        if self.watcher is not None:
+            self.watcher.open(self.ledger, self.judged, done=self.done)
+            if self.watcher.watch.rolls_back and self.done == 0:
+                self._save(stepper)
         for index, (resolved, steps) in enumerate(self.parts.plan):
             if self.done >= steps.stop:
                 continue
@@ -182,13 +198,20 @@ class _Session:
         return 0
 
     def _after(self, stepper: Stepper, phase: str, collected: Any, metrics: dict[str, float]) -> bool:
-        """Record the step, save and evaluate when due; True where the run was asked to stop."""
+        """Record the step, save and evaluate when due; True where the run was asked to stop. Alarm where a rule ends the run."""
+        alarms: list[Raised] = []
+        if self.watcher is not None:
+            try:
+                with self.parts.clock("watch"):
+                    seen, alarms = self.watcher.after(self.done, collected)
+            except BudgetSpent:  # on every rank; what was learned from has its line all the same
+                self._record(phase, collected, metrics)
+                raise
+            metrics = {**metrics, **seen}
+        self._record(phase, collected, metrics)
+        if ending(alarms):
+            self._end(stepper, ending(alarms))
         first = self.parts.ranks.first
-        seconds = self.parts.clock.take() | self.memory.after_step(self.done)
-        if first:
-            self.recorder.step(self.done, phase, metrics, seconds)
-            if _due(self.done, self.recipe.samples.every):
-                self.recorder.groups(self.done, collected)
         last = self.done == self.parts.steps
         # Evaluated before saved: a run killed in between goes back to an older checkpoint and loses nothing of either.
         if not last and _due(self.done, self.recipe.eval.every):
@@ -203,6 +226,27 @@ class _Session:
             return True
         self.recorder.resume_clock()
         return False
+
+    def _record(self, phase: str, collected: Any, metrics: dict[str, float]) -> None:
+        seconds = self.parts.clock.take() | self.memory.after_step(self.done)
+        if self.parts.ranks.first:
+            self.recorder.step(self.done, phase, metrics, seconds)
+            if _due(self.done, self.recipe.samples.every):
+                self.recorder.groups(self.done, collected)
+
+    def _end(self, stepper: Stepper, found: list[Raised]) -> NoReturn:
+        """Stop with a checkpoint of this step, or at the newest one there is, which is from before the alarm."""
+        back_to = None
+        if any(one.response == "roll_back" for one in found):
+            newest = checkpoint.latest(self.folder.checkpoints)
+            assert newest is not None, "there is one of the start"
+            back_to = checkpoint.load(newest).step
+        else:
+            self._save(stepper)
+        if self.parts.ranks.first:
+            write_ended(self.folder, found, step=self.done, back_to=back_to)
+            self._report()
+        raise Alarm(message(found, step=self.done, back_to=back_to))
 
     def _preflight(self, stepper: Stepper) -> None:
         index = next(index for index, (_, steps) in enumerate(self.parts.plan) if self.done < steps.stop)

@@ -124,7 +124,7 @@ class Double:
 
     def respond(self, handler, body, fault):
         content, logprobs = self.content(body)
-        scores = json.loads(content) if logprobs is None else {}
+        scores = json.loads(content) if content.startswith("{") else {}
         numbers = {name: value for name, value in scores.items() if name != "reasoning"}
         first = next(iter(numbers), "score")
         match fault:
@@ -178,8 +178,14 @@ class Double:
             words = self.words(pixels) if callable(self.words) else self.words
             tokens = [{"token": word, "logprob": math.log(mass), "bytes": None} for word, mass in words.items()]
             return tokens[0]["token"], {"content": [{**tokens[0], "top_logprobs": tokens}]}
+        choices = choices_of(body)
+        if choices is not None:
+            return vote(choices, pixels, body["seed"]), None
+        properties = body["response_format"]["json_schema"]["schema"]["properties"]
+        if "answer" in properties:
+            return json.dumps({"answer": vote(properties["answer"]["enum"], pixels, body["seed"])}), None
         values = {"reasoning": 'The sign says "score": 10.'}
-        for name, rule in body["response_format"]["json_schema"]["schema"]["properties"].items():
+        for name, rule in properties.items():
             if name != "reasoning":
                 value = rule["minimum"] + (rule["maximum"] - rule["minimum"]) * fraction(pixels, name, body["seed"])
                 values[name] = round(value) if rule["type"] == "integer" else round(value, 3)
@@ -205,9 +211,30 @@ def picture_of(part) -> bytes:
     return Image.open(io.BytesIO(base64.b64decode(data, validate=True))).convert("RGB").tobytes()
 
 
+def vote(choices, pixels: bytes, seed: int) -> str:
+    """The double's choice, by the judged picture and the panel's seed."""
+    return choices[int(fraction(pixels, "choice", seed) * len(choices))]
+
+
+def choices_of(body) -> list[str] | None:
+    """The answers to choose among, in vLLM's field of today or of before."""
+    return body["structured_outputs"]["choice"] if "structured_outputs" in body else body.get("guided_choice")
+
+
 def complaint_of(handler, body) -> str | None:
     """What such a server would refuse, and what our own prompts promise: rubric first, judged picture last."""
-    known = {"model", "messages", "temperature", "max_completion_tokens", "seed", "response_format", "logprobs", "top_logprobs"}
+    known = {
+        "structured_outputs",
+        "guided_choice",
+        "model",
+        "messages",
+        "temperature",
+        "max_completion_tokens",
+        "seed",
+        "response_format",
+        "logprobs",
+        "top_logprobs",
+    }
     if handler.path != "/v1/chat/completions" or handler.headers["Authorization"] != f"Bearer {KEY}":
         return "no such path or key"
     if set(body) - known or not {"model", "messages", "temperature", "max_completion_tokens", "seed"} <= set(body):
@@ -219,6 +246,8 @@ def complaint_of(handler, body) -> str | None:
         return "parts"
     if body.get("logprobs"):
         return None if body.get("top_logprobs") == 20 and body["max_completion_tokens"] == 1 else "logprobs"
+    if choices_of(body) is not None:
+        return None if "response_format" not in body and len(choices_of(body)) > 1 else "choices"
     given = body["response_format"]
     schema = given["json_schema"]["schema"]
     strict = given["type"] == "json_schema" and given["json_schema"]["strict"] and schema["additionalProperties"] is False

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retouch.rewards.judges.forms import Reply, ScoresForm, WordForm
+from retouch.rewards.judges.forms import ChoiceForm, Reply, ScoresForm, WordForm
 from retouch.rewards.judges.scales import Scale
 
+VOTE = ChoiceForm("yes", {"no": 0.0, "yes": 1.0})
 YES = WordForm("yes", {"no": 0.0, "yes": 1.0})
 DIGITS = WordForm("digit", {str(digit): digit / 5 for digit in range(6)})
 
@@ -76,3 +77,33 @@ def test_the_schema_has_the_reasoning_first_and_nothing_else():
 def test_words_that_are_none_are_refused(values, mass):
     with pytest.raises(ValueError, match=r"words|min_mass"):
         WordForm("x", values, mass)
+
+
+@pytest.mark.parametrize("text", ["yes", "Yes", " YES.\n", '{"answer": "yes"}', '{ "answer" : "Yes" }'])
+def test_a_vote_is_the_word_alone(text):
+    assert VOTE.read(Reply(text, "stop")) == {"yes": 1.0}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "maybe", "yes and no", "yes, it was", "no no", "y", "yesno", '"yes"', "- yes", "yes..", "1", "true"),
+        *('{"answer": "maybe"}', '{"answer": 1}', '{"answer": ["yes"]}', '{"answer": "yes"', '{"answer": "yes", "x": 1}'),
+        *('{"yes": 1}', "{}"),
+    ],
+)
+def test_what_is_no_vote_is_nothing(text):
+    assert VOTE.read(Reply(text, "stop")) is None
+
+
+def test_a_vote_that_was_cut_or_refused_is_nothing():
+    assert VOTE.read(Reply("yes", "length")) is None
+    assert VOTE.read(Reply("yes", "stop", refused=True)) is None
+
+
+def test_a_vote_is_asked_for_as_one_of_its_words():
+    assert VOTE.choices() == ("no", "yes")
+    assert VOTE.schema()["properties"] == {"answer": {"type": "string", "enum": ["no", "yes"]}}
+    assert YES.choices() == ScoresForm({"score": Scale(0, 10)}).choices() == ()
+    with pytest.raises(ValueError, match="differ in their letters"):
+        ChoiceForm("x", {"yes": 1.0, "YES": 0.0})

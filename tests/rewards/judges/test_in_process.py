@@ -1,37 +1,32 @@
-"""The judge in this process, on a tiny random Qwen2.5-VL: its distributions are the model's own, and its draws are its own."""
+"""The judge in this process, on tiny random Qwens that see: its distributions are the model's own, and its draws are its own."""
 
-import sys
-from pathlib import Path
+import json
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from retouch.rewards.judges import Asker, AspectsReward, DigitReward, Panel, Question, YesReward
+from models import tiny_writers
+from retouch.rewards.judges import Asker, DigitReward, Panel, Question, YesReward
 from retouch.rewards.judges.forms import ScoresForm, WordForm
 from retouch.rewards.judges.in_process import InProcessJudge
 from retouch.rewards.judges.scales import Scale
 from retouch.testing import check_reward
 from retouch.types import Sample, Task
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "models"))
-import tiny
-
 PICTURE = Image.fromarray(np.random.default_rng(1).integers(0, 256, (24, 24, 3), dtype=np.uint8))
 LETTERS = WordForm("x", {"a": 0.0, "b": 1.0}, min_mass=1e-6)
 
 
-@pytest.fixture(scope="module")
-def judge(tmp_path_factory):
+@pytest.fixture(scope="module", params=tiny_writers.SEES)
+def judge(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("judge")
-    tokenizer = tiny.qwen_tokenizer()
-    model = tiny.qwen_text_encoder(tokenizer)
-    with torch.no_grad():
-        model.lm_head.weight.normal_(0, 1.0)
-    for part in (model, tokenizer, tiny.qwen_image_processor()):
+    for part in (tiny_writers.module(request.param), tiny_writers.tokenizer(), tiny_writers.image_processor(request.param)):
         part.save_pretrained(folder)
-    return InProcessJudge(folder, device="cpu")
+    made = InProcessJudge(folder, device="cpu")
+    assert made.model.config.model_type == request.param.replace("-", "_").replace(".", "_")
+    return made
 
 
 def question(form, *, seed=0, temperature=0.0, text="Picture:"):
@@ -103,4 +98,7 @@ def test_babble_is_missing_and_the_contract_holds(judge):
 def test_weights_that_are_not_there_are_named(tmp_path):
     with pytest.raises(ValueError, match="safetensors"):
         InProcessJudge(tmp_path, device="cpu")
-    assert AspectsReward.__doc__
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ValueError, match="qwen2_vl, qwen2_5_vl, qwen3_vl"):
+        InProcessJudge(tmp_path, device="cpu")

@@ -7,7 +7,7 @@ from importlib import resources
 import numpy as np
 import pytest
 import torch
-from double import KEY, Double, clean
+from double import KEY, Double, clean, vote
 from PIL import Image
 
 from retouch.rewards.judges import (
@@ -156,6 +156,27 @@ def test_yes_and_digits_are_expectations(open_panel):
         wanted = sample(1, meta={"requirement": "the hat must be red"})
         assert DigitReward(open_panel(double))([wanted])["digit"].item() == pytest.approx((4 * 0.5 + 5 * 0.25) / 0.75 / 5)
         assert all("the hat must be red" in json.dumps(body) for body in double.requests)
+
+
+@pytest.mark.parametrize("guided", [None, "structured_outputs", "guided_choice"])
+def test_votes_are_means_of_words_that_a_server_chooses_among(monkeypatch, guided):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    with Double() as double:
+        client = ChatClient(model="judge", base_url=double.url, patience=PATIENCE, guided=guided)
+        panel = Panel(client, repeats=5, temperature=0.5)
+        given = [sample(1), sample(2)]
+        shares, digits = YesReward(panel, by="choice")(given)["yes"], DigitReward(panel, by="choice")(given)["digit"]
+        client.close()
+    for row, one_sample in enumerate(given):
+        pixels = one_sample.image.convert("RGB").tobytes()
+        assert shares[row].item() == pytest.approx(np.mean([vote(["no", "yes"], pixels, seed) == "yes" for seed in range(5)]))
+        said = [int(vote([str(digit) for digit in range(6)], pixels, seed)) for seed in range(5)]
+        assert digits[row].item() == pytest.approx(np.mean(said) / 5)
+    assert double.refused == []
+    fields = {"structured_outputs", "guided_choice", "response_format"}
+    assert {field for body in double.requests for field in fields & set(body)} == {guided or "response_format"}
+    with pytest.raises(ValueError, match="probability or choice"):
+        YesReward(panel, by="guess")
 
 
 def test_win_rate_compares_within_a_task_and_forgets_the_place(open_panel):

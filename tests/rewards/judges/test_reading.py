@@ -17,6 +17,8 @@ CORPUS = [json.loads(line) for line in (Path(__file__).parent / "answers.jsonl")
 KINDS = {
     *("plain", "bold", "fractions", "json", "fenced", "truncated", "refusals", "injections", "off the scale", "several numbers"),
     *("ranges", "decimal commas", "languages", "thoughts", "tags", "nonsense", "two names"),
+    *("thousands", "two fractions", "other digits", "percentages", "TeX", "negative", "scientific", "tool calls", "nested JSON"),
+    *("repeated keys", "cut streams", "second thoughts", "not the judge's", "blind", "other keys", "not a score", "honest"),
 }
 FORMS = [
     {"score": Scale(0, 10)},
@@ -88,6 +90,7 @@ PIECES = [
         "#",
         "1. ",
     ),
+    *("\\boxed{", "$", "%", "1,000", "1e1", "７", "½", "<tool_call>", '"arguments": ', '"max_score": 20', "(source image)", "not "),
 ]
 
 
@@ -122,10 +125,10 @@ def test_the_corpus():
         if not right and found is not None:
             wrong.append((row["text"], label, found))
     assert wrong == []
-    assert len(CORPUS) >= 300
+    assert len(CORPUS) >= 1000
     assert {row["kind"] for row in CORPUS} == KINDS
     valued = sum(row["want"] is not None for row in CORPUS)
-    assert valued >= 150
+    assert valued >= 250
     assert outcomes["valued and read"] >= 0.95 * valued, outcomes  # abstaining from everything would be easy
 
 

@@ -77,7 +77,9 @@ class ChatClient:
 
     The key is read from the environment variable ``key`` and from nowhere else; None is for servers that ask for none. ``typed``:
     answers are constrained to the form's JSON schema; turn it off for servers that cannot, and the reader must find the scores in
-    free text. ``quota``: how much is asked at most, in requests and in tokens, which ``prices`` turn into money.
+    free text. ``guided``: the field in which the server takes the few answers that a form may have, "structured_outputs" for vLLM
+    from 0.11 on, "guided_choice" before 0.12 (neither was tried against a real server); without it they go as a schema.
+    ``quota``: how much is asked at most, in requests and in tokens, which ``prices`` turn into money.
     ValueError: no key, no ``openai`` package (extra ``judge``), or settings out of range.
     """
 
@@ -90,6 +92,7 @@ class ChatClient:
         concurrency: int = 32,
         patience: Patience | None = None,
         typed: bool = True,
+        guided: wire.Guided | None = None,
         quota: Quota | None = None,
         prices: Prices | None = None,
     ) -> None:
@@ -100,9 +103,10 @@ class ChatClient:
         self._openai = _package()
         self._key = credentials.api_key(key)
         self.model = model
-        self.identity = f"{model}{', typed' if typed else ''}"
+        self.identity = f"{model}{', typed' if typed else ''}{', guided' if guided else ''}"
         self.patience = patience or Patience()
         self._typed = typed
+        self._guided = guided
         self._quota = quota
         self._prices = prices
         self._client, self._line, self._turns = event_loop.submit(self._open(base_url, concurrency)).result()
@@ -116,7 +120,7 @@ class ChatClient:
             self._quota.claim(len(questions))
         began = time.monotonic()
         urls = wire.encoded(questions)
-        requests = [wire.request(question, typed=self._typed, urls=urls) for question in questions]
+        requests = [wire.request(question, typed=self._typed, guided=self._guided, urls=urls) for question in questions]
         answers = event_loop.submit(self._ask_all(questions, requests, began)).result()
         faults = Counter(answer.fault for answer in answers if answer.fault)
         if faults:

@@ -1,5 +1,6 @@
-"""The forms an answer may have: scores as JSON, or one of a few words by its log-probability. Each reads a reply or abstains."""
+"""The forms an answer may have: scores as JSON, one of a few words, or their probabilities. Each reads a reply or abstains."""
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,7 +34,11 @@ class Form(Protocol):
         ...
 
     def schema(self) -> dict[str, Json] | None:
-        """The JSON schema of an answer; None where the answer is a word."""
+        """The JSON schema of an answer; None where its first token's log-probabilities are wanted."""
+        ...
+
+    def choices(self) -> tuple[str, ...]:
+        """Every answer that there can be, for servers that choose among given ones; none where these are not few."""
         ...
 
 
@@ -62,6 +67,50 @@ class ScoresForm:
             properties[name] = {"type": kind, "minimum": scale.low, "maximum": scale.high}
         return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
+    def choices(self) -> tuple[str, ...]:
+        """None: the numbers stand in JSON, often after a reasoning."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceForm:
+    """The value of the one word that was answered: a vote, of which repeats make a mean, where there are no log-probabilities.
+
+    ``values`` as for ``WordForm``. A reply is usable where it is nothing but a legal word, or JSON of the schema with one.
+    ValueError: fewer than two words, or two that are spelled alike.
+    """
+
+    name: str
+    values: Mapping[str, float]
+    max_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        _check_words(self.values)
+
+    def read(self, reply: Reply) -> dict[str, float] | None:
+        """The word's value, or None."""
+        if reply.refused or reply.finished != "stop":
+            return None
+        values = {_spelling(word): value for word, value in self.values.items()}
+        text = reply.text.strip()
+        if text.startswith("{"):
+            try:
+                given = json.loads(text)
+            except ValueError:
+                return None
+            text = given["answer"] if isinstance(given, dict) and list(given) == ["answer"] else ""
+        word = _spelling(text.removesuffix(".")) if isinstance(text, str) else ""
+        return {self.name: values[word]} if word in values else None
+
+    def schema(self) -> dict[str, Json]:
+        """An object with the word as its ``answer``."""
+        answer: dict[str, Json] = {"answer": {"type": "string", "enum": list(self.values)}}
+        return {"type": "object", "properties": answer, "required": ["answer"], "additionalProperties": False}
+
+    def choices(self) -> tuple[str, ...]:
+        """The words."""
+        return tuple(self.values)
+
 
 @dataclass(frozen=True, slots=True)
 class WordForm:
@@ -78,8 +127,7 @@ class WordForm:
     max_tokens: int = 1
 
     def __post_init__(self) -> None:
-        if len({_spelling(word) for word in self.values}) != len(self.values) or len(self.values) < 2:
-            raise ValueError(f"the words {list(self.values)}: give two or more that differ in their letters")
+        _check_words(self.values)
         if not 0 < self.min_mass <= 1:
             raise ValueError(f"min_mass {self.min_mass}: give a probability above 0 and up to 1")
 
@@ -105,6 +153,15 @@ class WordForm:
     def schema(self) -> None:
         """A word has none."""
         return None
+
+    def choices(self) -> tuple[str, ...]:
+        """None: what the judge would have said freely is what counts, and how much of it is legal."""
+        return ()
+
+
+def _check_words(values: Mapping[str, float]) -> None:
+    if len({_spelling(word) for word in values}) != len(values) or len(values) < 2:
+        raise ValueError(f"the words {list(values)}: give two or more that differ in their letters")
 
 
 def _spelling(token: str) -> str:

@@ -1,9 +1,10 @@
-"""A judge in this process: a Qwen2.5-VL from a folder, on a stated device, for where there is no server.
+"""A judge in this process: a Qwen2-VL, Qwen2.5-VL or Qwen3-VL from a folder, on a stated device, for where there is no server.
 
 It answers one question after another. Words are read off the first token's exact distribution; scores are written freely (no
 grammar holds them to the schema) and read as any free text.
 """
 
+import json
 import math
 import threading
 import time
@@ -19,7 +20,9 @@ from transformers import (
     LogitsProcessorList,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
+    Qwen2VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
+    Qwen3VLForConditionalGeneration,
 )
 
 from retouch.core.random import generator
@@ -27,6 +30,11 @@ from retouch.rewards.judges.asking import Answer, Question
 from retouch.rewards.judges.forms import Reply
 from retouch.rewards.weights_folder import weights_digest, weights_folder
 
+_CLASSES: dict[str, Any] = {
+    "qwen2_vl": Qwen2VLForConditionalGeneration,
+    "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
+    "qwen3_vl": Qwen3VLForConditionalGeneration,
+}
 _PAD = "<|image_pad|>"
 _LIKELIEST = 50
 
@@ -34,12 +42,16 @@ _LIKELIEST = 50
 class InProcessJudge:
     """Answers questions with the model in ``path``, frozen; the same question, seed and temperature give the same answer.
 
-    ValueError: the weights are not on this machine.
+    Thinking variants are for judges that are asked for scores: by probability their first token would begin a thought.
+    ValueError: the weights are not on this machine, or are of another kind of model.
     """
 
     def __init__(self, path: str | Path, *, device: torch.device | str, dtype: torch.dtype = torch.float32) -> None:
         folder = weights_folder(path)
-        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=dtype)
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+        if kind not in _CLASSES:
+            raise ValueError(f"{path} is a model of type {kind!r}; choose one of type {', '.join(_CLASSES)}")
+        model = _CLASSES[kind].from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=dtype)
         self.model = model.requires_grad_(False).eval().to(device)
         self.tokenizer = Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
         self.processor = Qwen2VLImageProcessorPil.from_pretrained(folder, local_files_only=True)

@@ -7,10 +7,12 @@ no clamping, no repair and no default: what cannot be read is missing.
 import re
 from collections.abc import Mapping
 
+from retouch.rewards.judges.blindness import is_blind
+from retouch.rewards.judges.doubts import takes_back
 from retouch.rewards.judges.scales import Scale
-from retouch.rewards.judges.statements import bare, stated, unmarked
+from retouch.rewards.judges.statements import bare, stated, unboxed, unmarked
 from retouch.rewards.judges.typed import parse, scores_of
-from retouch.rewards.judges.visible import declines, leads_to_own_score, spoken, takes_back, without_quotes
+from retouch.rewards.judges.visible import declines, leads_to_own_score, spoken, without_quotes
 from retouch.types import Json
 
 LONGEST = 20_000  # characters; a judge that writes more has lost its thread
@@ -65,9 +67,11 @@ def _free(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
         return None
     objects, prose = blocks
     words = without_quotes(prose)
-    if words is None or declines(words) or re.search(r"[{}]|<\|", words):
+    if words is None or declines(words) or is_blind(words):
         return None
-    words = unmarked(words)
+    words = unmarked(unboxed(words))
+    if re.search(r"[{}]|<\|", words):
+        return None
     if not objects:
         (name, scale), *others = scales.items()
         alone = None if others else bare(words, scale)

@@ -8,8 +8,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from retouch.rewards.judges.doubts import takes_back
 from retouch.rewards.judges.scales import Scale
-from retouch.rewards.judges.visible import leads_to_own_score, takes_back
+from retouch.rewards.judges.visible import leads_to_own_score
 
 _ENGLISH = (
     r"(?:(?:my|the|final|overall|total|combined|assigned)[\s_]+){0,3}(?:scores?|rating|grade)"
@@ -28,6 +29,7 @@ _UNIT = r"(?:\s*(?:分|点|점|points?|pts?\.?|Punkten?|puntos|pontos|punti|ба
 _BULLET = r"[ \t]*(?:(?:[-•–+]|[0-9]{1,2}[.)]|#{1,6})[ \t]+)?"
 _BOUNDS = r"(?:\s*\(\s*(?:from\s+)?(?P<bounds>[0-9.]+\s*(?:-|–|—|to)\s*[0-9.]+|(?:/|out\s+of)\s*[0-9.]+)\s*\))?"
 _TAIL = re.compile(r"[ \t]*(?:\Z|\n|[.;!。；！](?=\s|\Z)|,(?=\s)|\(|（|[|]|[-–—](?=\s))")
+_NUMBERED = re.compile(r"not[ea]\s*[:：]\s*[0-9]{1,2}[.)][ \t]+\S", re.IGNORECASE)  # a first remark, and no grade
 _SENTENCE_END = re.compile(r"(?:\A|\n|[.!?。！？][)\s]|[。！？])[ \t]*\Z")
 _MOST = 50  # scores stated in one text
 _JOINED = re.compile(r"\s*[,;|]?\s*(?:and\s+)?\Z")
@@ -63,6 +65,16 @@ def unmarked(text: str) -> str:
     return re.sub(r"\*|(?<!\w)_{1,2}|_{1,2}(?!\w)", " ", text)
 
 
+def unboxed(text: str) -> str:
+    """The text with TeX's boxed answers as tags ("\\boxed{7}" as "<answer>7</answer>"), or bare after a label."""
+
+    def plain(match: re.Match[str]) -> str:
+        labelled = re.search(r"(?:[:：=]|\bis)[ \t*]*\Z", text[: match.start()]) is not None
+        return match["figure"] if labelled else f"<answer>{match['figure']}</answer>"
+
+    return re.sub(r"\${0,2}\\boxed\{\s*(?P<figure>[0-9][0-9.]*(?:\s*/\s*[0-9][0-9.]*)?)\s*\}\${0,2}", plain, text)
+
+
 def bare(text: str, scale: Scale) -> float | None:
     """The number where the text is nothing but one: "7", "7/10"."""
     whole = re.fullmatch(rf"\s*{_FIGURE}{_UNIT}\s*\.?\s*", text)
@@ -76,6 +88,7 @@ def _mentions(text: str, scales: Mapping[str, Scale]) -> Iterator[Statement | No
             yield from _of_tag(text, name, scale, _own(name))
             yield from _of_label(text, name, scale, _own(name), decimal_comma=False)
             continue
+        yield from _without_figure(text, rf"{_own(name)}|{_FINAL}")
         yield from _of_tag(text, name, scale, rf"{_own(name)}|{_TAGS}")
         yield from _of_label(text, name, scale, rf"{_own(name)}|{_FINAL}", decimal_comma=False)
         yield from _of_label(text, name, scale, _FOREIGN, decimal_comma=True)
@@ -89,10 +102,16 @@ def _of_tag(text: str, name: str, scale: Scale, label: str) -> Iterator[Statemen
         yield None if whole is None or value is None else Statement(name, value, whole.start(), whole.end())
 
 
+def _without_figure(text: str, label: str) -> Iterator[None]:
+    """None for every label that announces a score and gives no figure: "Score: TBD", a last "Final score:" that was cut."""
+    for _ in re.finditer(rf"(?<!\w)(?:{label})\s*[:：=](?!\s*[0-9])", text, re.IGNORECASE):
+        yield None
+
+
 def _of_label(text: str, name: str, scale: Scale, label: str, *, decimal_comma: bool) -> Iterator[Statement | None]:
     line = rf"(?<!\w)(?:{label}){_BOUNDS}(?P<sign>\s*(?:[:：=]|\b(?:is|of)\b)?\s*){_FIGURE}{_UNIT}"
     for match in re.finditer(line, text, re.IGNORECASE):
-        value = _value(match, scale, decimal_comma=decimal_comma)
+        value = None if _NUMBERED.match(text, match.start()) else _value(match, scale, decimal_comma=decimal_comma)
         ends = _TAIL.match(text, _figure_end(match)) is not None
         signed = match["sign"].strip().lower() in (":", "：", "=", "is")
         if value is None or not ends or not signed or not _fits(match["bounds"], scale):

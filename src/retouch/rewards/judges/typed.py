@@ -5,13 +5,16 @@ import re
 from collections.abc import Mapping
 from typing import NoReturn
 
+from retouch.rewards.judges.blindness import is_blind
 from retouch.rewards.judges.scales import Scale
-from retouch.rewards.judges.visible import is_blind
 from retouch.types import Json
 
 GENERIC = ("score", "scores", "rating", "grade", "final_score", "overall_score", "overall_rating", "final_rating", "total_score")
 _MOST_BRACKETS = 200  # far from what the parser's recursion allows
-_TOPS = ("max", "max_score", "maximum", "out_of", "scale_max", "scale", "range", "score_range")
+_TOPS = re.compile(r"max|out_?of|scale|range|total|denominator|possible|upper|full_?marks|(?:^|_)top(?:_|$)")
+_SCORES = re.compile(r"score|rating|grade|revised|corrected|adjusted|updated")
+_FOREIGN = re.compile(r"(?:^|_)(?:example|sample|template|source|original|unedited|previous|old|initial|target|before)(?:_|$)")
+_SCHEMA = ("properties", "$schema", "minimum", "maximum", "required")
 _FIGURES = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})?")
 _FRACTION = re.compile(r"\s*([0-9][0-9.]*)\s*(?:/\s*([0-9][0-9.]*))?\s*")
 
@@ -37,14 +40,30 @@ def scores_of(value: Json, scales: Mapping[str, Scale]) -> dict[str, float] | No
 
 
 def _declined(value: dict[str, Json]) -> bool:
-    """Whether the object says that there was nothing to judge, or carries an error beside its numbers."""
+    """Whether the object says that there was nothing to judge, carries an error, or is a schema or an example."""
     blind = any(isinstance(part, str) and is_blind(part) for part in value.values())
-    return blind or any(_plain(key) in ("error", "refusal") and part for key, part in value.items())
+    return blind or any(_spoils(_plain(key), part) for key, part in value.items())
+
+
+def _spoils(key: str, part: Json) -> bool:
+    if key in ("error", "refusal", "refused", "example", "sample", "template", "dummy"):
+        return bool(part)
+    if key in ("valid", "is_valid"):
+        return part is False
+    words = part.strip().lower() if isinstance(part, str) else ""
+    if key in ("status", "state"):
+        return bool(re.search(r"err|fail|refus|incomplete|pending|invalid", words))
+    if key in ("unit", "units"):
+        return "percent" in words or "%" in words
+    if key in ("image", "picture", "subject", "of", "for"):
+        return bool(re.match(r"(?:the )?(?:source|original|unedited|input|reference)\b", words))
+    return key in _SCHEMA
 
 
 def _other_scale(value: dict[str, Json], scales: Mapping[str, Scale]) -> bool:
     """Whether the object names a top that is not the scale's: {"score": 4, "max_score": 5} on a scale to 10."""
-    named = [part for key, part in value.items() if _plain(key) in _TOPS]
+    own = (*GENERIC, *map(_plain, scales))
+    named = [part for key, part in value.items() if _TOPS.search(_plain(key)) and _plain(key) not in own]
     tops = [float((_FIGURES.findall(str(part)) or ["nan"])[-1]) for part in named]
     return any(top != scale.high for top in tops for scale in scales.values())
 
@@ -55,6 +74,8 @@ def _of_object(value: dict[str, Json], scales: Mapping[str, Scale]) -> dict[str,
         return None
     parts = dict(zip(keys, value.values(), strict=True))
     generic = [parts[key] for key in GENERIC if key in parts]
+    if len(scales) == 1 and _other_scores(parts, _plain(next(iter(scales)))):
+        return None
     if len(scales) > 1 and not any(_plain(name) in parts for name in scales):
         return _of_list(generic[0], scales) if len(generic) == 1 and isinstance(generic[0], list) else None
     found = {}
@@ -69,6 +90,13 @@ def _of_object(value: dict[str, Json], scales: Mapping[str, Scale]) -> dict[str,
             return None
         found[name] = numbers.pop()
     return {name: number for name, number in found.items() if number is not None}
+
+
+def _other_scores(parts: Mapping[str, Json], name: str) -> bool:
+    """Whether a number stands beside the score that may be meant in its place: a revised score, or that of another picture."""
+    numbers = [key for key, part in parts.items() if isinstance(part, int | float) and not isinstance(part, bool)]
+    others = [key for key in numbers if key != name and key not in GENERIC and not _TOPS.search(key)]
+    return any(_SCORES.search(key) or _FOREIGN.search(key) for key in others)
 
 
 def _of_list(value: Json, scales: Mapping[str, Scale]) -> dict[str, float] | None:

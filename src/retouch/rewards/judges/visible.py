@@ -5,6 +5,8 @@ Every function gives None where that cannot be told; none of them raises on any 
 
 import re
 
+from retouch.rewards.judges.doubts import disowns
+
 _NAMES = "think|thinking|thought|thoughts|reasoning|analysis|reflection|scratchpad|rationale|justification|explanation"
 _THOUGHT = re.compile(
     rf"<\s*(?P<a>/?)\s*(?P<name>{_NAMES})\s*>|\[(?P<b>/?)(?P<mistral>think|reasoning)\]|◁(?P<c>/?)(?P<kimi>think)▷"
@@ -17,13 +19,9 @@ _QUOTED = re.compile(
     r"|(?<![^\s(\[:,])['‘](?=\S)[^'‘’\n]{2,}['’](?![a-zA-Z0-9])"
 )
 _QUOTE_MARKS = re.compile(r"[\"“”„«»「」『』`‹›]")
-_UNSEEN = (
-    r"\bno (?:edited |source |second )?(?:image|picture|photo)s?\b.{0,20}\b(?:provided|attached|visible|shown|given|found|loaded)\b"
-)
 _DECLINES = re.compile(
     "|".join(
         (
-            _UNSEEN,
             r"\b(?:i['’]?m|i am|we are|we['’]re)\s+(?:very\s+|so\s+)?(?:sorry|unable|not able)\b",
             r"\bas an ai\b|\bas a (?:large )?language model\b|\bn/a\b|\bnot applicable\b|\berror\b",
             r"\bi (?:cannot|can['’]?t|can not|could not|couldn['’]t|won['’]t|will not)\b",
@@ -34,19 +32,6 @@ _DECLINES = re.compile(
             r"\blo siento\b|\bno puedo\b|\bdésolé|\bje ne peux\b|\bimpossible de\b|\btut mir leid\b|\bich kann\b",
             r"\bmi dispiace\b|\bnon posso\b|\bdesculpe\b|\bnão posso\b|\bизвините\b|\bне могу\b",
             r"抱歉|无法|無法|不能|對不起|对不起|申し訳|できません|죄송|할 수 없",
-        )
-    ),
-    re.IGNORECASE,
-)
-_BLIND = re.compile(
-    "|".join(
-        (
-            _UNSEEN,
-            r"\b(?:cannot|can['’]?t|could not|couldn['’]t|unable to|not able to) "
-            r"(?:see|view|access|open|load|process|evaluate|assess|analy[sz]e|rate|score|judge) "
-            r"(?:(?:the|any|an|either|both|your|these|those|two|of|edited|source|original|actual) )*(?:image|picture|photo)",
-            r"\b(?:image|picture|photo)s? (?:is|are|was|were) (?:missing|not (?:provided|attached|visible|loaded|available))\b",
-            r"\bas an ai\b|\bi['’]m sorry\b|\bi am sorry\b|\b(?:cannot|can['’]?t) (?:assist|help|comply)\b",
         )
     ),
     re.IGNORECASE,
@@ -70,13 +55,6 @@ _HEADING = re.compile(
 )
 _FOREIGN_TO = re.compile(
     r"\b(?:expected|example|sample|template|drafts?|naive|not|never|wrong|source|original|previous|target)\b", re.IGNORECASE
-)
-_REVISED = re.compile(
-    r"\b(?:actually|correction|on second thou\w*|scratch that|instead|reconsider\w*|revis\w+|wait|change (?:my|this|that|it)"
-    r"|meant|naive|should be|would be|could be|might be|maybe|perhaps|half|percent|unless|if|what (?:the|a|an)|painted"
-    r"|claim\w*|says|drafts?|wrong|lower|higher|so less|too (?:high|low|generous|harsh|kind)|no(?=[:,.])"
-    r"|zero|two|three|four|five|six|seven|eight|nine|ten)\b|[%‰?？]",
-    re.IGNORECASE,
 )
 
 
@@ -139,21 +117,13 @@ def leads_to_own_score(before: str) -> bool:
     if told or _REPORTS.search(paragraph):
         return False
     lines = [line.strip() for line in before.split("\n") if re.search(r"[\w\x00]", line)]
-    if not lines or lines[-1].startswith("#"):
+    if not lines:
         return True
     last = lines[-1]
-    if _ABBREVIATED.search(last):
+    if last.startswith("#"):
+        return _FOREIGN_TO.search(last) is None
+    if _ABBREVIATED.search(last) or disowns(last):
         return False
     return last[-1] in ".!?。！？)）…\x00" or (
         _HEADING.search(last) is not None and len(last.split()) <= 9 and not _FOREIGN_TO.search(last)
     )
-
-
-def takes_back(after: str) -> bool:
-    """Whether the text after a score has second thoughts, a condition, or somebody else to whom the score belongs."""
-    return _REVISED.search(after) is not None
-
-
-def is_blind(text: str) -> bool:
-    """Whether the text says that the pictures could not be seen, so that its number judges nothing."""
-    return _BLIND.search(text) is not None

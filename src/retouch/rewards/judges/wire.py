@@ -5,13 +5,16 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, Field, ValidationError
 
 from retouch.rewards.judges.asking import Part, Question
 from retouch.rewards.judges.forms import Reply
 from retouch.rewards.judges.pictures import data_url
+
+# vLLM's field since 0.11, and its name before that, which 0.12 has dropped.
+Guided: TypeAlias = Literal["structured_outputs", "guided_choice"]
 
 
 class _Token(BaseModel):
@@ -85,8 +88,9 @@ def _first(logprobs: _Logprobs | None) -> dict[str, float]:
     return found
 
 
-def request(question: Question, *, typed: bool, urls: Mapping[int, str]) -> dict[str, Any]:
-    """A request but for model and seed. ``typed``: with a JSON schema, where the form has one. ``urls``: of pictures, by id."""
+def request(question: Question, *, typed: bool, urls: Mapping[int, str], guided: Guided | None = None) -> dict[str, Any]:
+    """A request but for model and seed. ``typed``: with a JSON schema, where the form has one. ``guided``: the field in which the
+    server is given the answers to choose among, where the form has few. ``urls``: of pictures, by id."""
     fields: dict[str, Any] = {
         "messages": [
             {"role": "system", "content": question.rubric},
@@ -95,9 +99,11 @@ def request(question: Question, *, typed: bool, urls: Mapping[int, str]) -> dict
         "temperature": question.temperature,
         "max_completion_tokens": question.form.max_tokens,
     }
-    schema = question.form.schema()
+    schema, choices = question.form.schema(), list(question.form.choices())
     if schema is None:
         fields |= {"logprobs": True, "top_logprobs": 20}
+    elif choices and guided is not None:
+        fields["extra_body"] = {"guided_choice": choices} if guided == "guided_choice" else {guided: {"choice": choices}}
     elif typed:
         fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "scores", "strict": True, "schema": schema}}
     return fields

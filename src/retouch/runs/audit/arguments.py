@@ -21,7 +21,7 @@ def add_ledger(
     as_json = argparse.ArgumentParser(add_help=False)
     as_json.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
     some = argparse.ArgumentParser(add_help=False, parents=[as_json])
-    some.add_argument("--split", choices=("train", "heldout", "ceiling", "best", "canary"), help="by default all")
+    some.add_argument("--split", choices=("train", "heldout", "ceiling", "best", "watch", "canary"), help="by default all")
     some.add_argument("--steps", type=_steps, metavar="A:B", help="from step A to step B, both included")
     cost = what.add_parser("cost", parents=[as_json], help="what was scored, by whom, and what it cost so far; the default")
     cost.add_argument("--prices", type=_prices, metavar="IN,OUT", default=argparse.SUPPRESS)

@@ -1,0 +1,71 @@
+"""What stands around a score and makes it none: a second thought, a condition, another picture's, or what is painted in one.
+
+English, and a few words of the languages in which scores are read.
+"""
+
+import re
+
+# Anywhere after a score. Words first, then what is more than one word.
+_REVISED_WORDS = r"""
+    actually correction instead reconsider\w* revis\w+ wait meant naive claim\w* says drafts? wrong unless if maybe perhaps
+    painted lower higher half percent fewer couple dozen hundred thousand scaled? hexadecimal opposite deduct\w* subtract\w*
+    kidding joking zero two three four five six seven eight nine ten eleven twelve twenty thirty fifty disagree\w* withdrawn?
+    retract\w* disregard\w* ignore void cancel\w* crossed preliminary provisional\w* tentativ\w* pending hypothetical\w*
+    pretend\w* fiction\w* nein eigentlich korrektur moment eher plutôt corrección anzi aliás нет точнее вернее хотя скорее
+    skala échelle escala
+"""
+_REVISED_PHRASES = (
+    r"on second thou\w*|on reflection|scratch that|change (?:my|this|that|it)|(?:should|would|could|might) be|what (?:the|a|an)"
+    r"|so less|too (?:high|low|generous|harsh|kind)|wants me|told to|had (?:it|the|this|they)|non?(?=[:,.])|en fait|mejor dicho"
+    r"|en realidad|in realtà|na verdade|not (?:the|my|a|your) (?:own |final |real )?(?:score|grade|rating|verdict|answer)"
+)
+_REVISED_SIGNS = (
+    r"[%‰?？↓→]|\bno\W*\Z|\b(?:corrected|amended)\s*[:：]|[:：]\s*\Z"
+    r"|不对|不對|更正|修正|其实|其實|應該|应该|いや|訂正|やはり|実は|아니|정정|사실"
+)
+# Right after a score: "(source image)", ", per the caption", "- the threshold".
+_LEADING = r"for of from per the an? as on in by text at to my is was are were this these those it they both all"
+_QUALIFYING = r"""
+    source original unedited unmodified input first reference previous prior old initial earlier before other another target
+    threshold cut-?off average mean median max(?:imum)? min(?:imum)? upper lower best worst top annotator model user caption
+    watermark sign banner image picture photo painted written printed requested instructed according assum\w* default guess\w*
+    random dummy example sample sic deleted redacted removed approx\w* roughly about binary hex\w* base roman percent\w*
+    stars? votes? likes
+"""
+# A whole sentence right before a score.
+_UNMEANT = r"""
+    example joke joking kidding ignore disregard fiction\w* pretend\w* hypothetical\w* placeholder dummy template opposite
+"""
+# A fragment right before a score that names what stands in a picture or a prompt, and says nothing of it.
+_SEEN = r"ocr prompt message transcript\w* caption banner watermark overlay quotation subtitle signboard"
+_SAYING = r"""
+    is are was were has have had does do did looks? reads? match(?:es)? seems? appears? remains? stays? keeps? changed works?
+"""
+
+
+def _any(words: str) -> str:
+    return "|".join(words.split())
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern, re.IGNORECASE)
+
+
+_REVISED = _compiled(rf"\b(?:{_any(_REVISED_WORDS)}|{_REVISED_PHRASES})\b|{_REVISED_SIGNS}")
+_QUALIFIED = _compiled(
+    rf"\A[\s(\[,;|–—-]*(?:(?:{_any(_LEADING)})\b[\s(]*)*(?:{_any(_QUALIFYING)}|or so|or thereabouts|give or take)\b"
+)
+_NOT_MEANT = _compiled(rf"\b(?:{_any(_UNMEANT)}|not my|not the|next line|line below|sample output)\b|\b(?:follows?|below)\W*\Z")
+_SEEN_TEXT = _compiled(rf"\b(?:{_any(_SEEN)}|text (?:in|on|found|within|visible))\b")
+_VERB = _compiled(rf"\b(?:{_any(_SAYING)})\b")
+
+
+def takes_back(after: str) -> bool:
+    """Whether the text after a score has second thoughts, a condition, or somebody else to whom the score belongs."""
+    return _REVISED.search(after) is not None or _QUALIFIED.search(after) is not None
+
+
+def disowns(line: str) -> bool:
+    """Whether the line before a score says that what follows is no judgement, or somebody else's words."""
+    sentence = re.split(r"(?<=[.!?。！？])\s+", line)[-1]
+    return _NOT_MEANT.search(sentence) is not None or (_SEEN_TEXT.search(line) is not None and _VERB.search(line) is None)

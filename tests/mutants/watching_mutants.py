@@ -1,0 +1,80 @@
+"""Deliberate bugs in what is watched against reward hacking, and in the checks of objects."""
+
+from mutant import Mutant
+
+_ALARMS = "tests/runs/test_alarms.py"
+_WATCH = "tests/runs/test_watching.py"
+_OBJECTS = "tests/rewards/test_geneval.py"
+
+WATCHING = (
+    Mutant(
+        "a held-out judge's fall counts from the start alone",
+        "runs/alarms.py",
+        "best = max(looks, ",
+        "best = max(looks[:1], ",
+        f"{_ALARMS}::test_a_fall_counts_from_where_the_held_out_judge_was_content_most",
+    ),
+    Mutant(
+        "a fall within the noise is an alarm",
+        "runs/alarms.py",
+        "heldout.sigmas < -rule.sigmas",
+        "heldout.mean < 0",
+        f"{_ALARMS}::test_judges_that_part_ways",
+    ),
+    Mutant(
+        "canaries are compared in the mean",
+        "runs/alarms.py",
+        "(scores - start.canaries[name]).abs().double().nanmean().item()",
+        "(scores - start.canaries[name]).double().nanmean().abs().item()",
+        f"{_ALARMS}::test_a_judge_that_changes_is_seen_in_the_canaries",
+    ),
+    Mutant(
+        "canaries are answered from memory",
+        "runs/watching.py",
+        "with self._ledger.answers.bypassed():",
+        "if True:",
+        f"{_WATCH}::test_canaries_are_never_answered_from_memory",
+    ),
+    Mutant(
+        "the state that raised an alarm is saved and gone back to",
+        "runs/session.py",
+        "        back_to = None\n",
+        "        self._save(stepper)\n        back_to = None\n",
+        f"{_WATCH}::test_roll_back_ends_at_the_checkpoint_from_before",
+    ),
+    Mutant(
+        "an ended run goes on whatever the rules say",
+        "runs/ended.py",
+        "    if found:\n        raise",
+        "    if not found:\n        raise",
+        f"{_WATCH}::test_roll_back_ends_at_the_checkpoint_from_before",
+    ),
+    Mutant(
+        "text that was asked for raises an alarm",
+        "rewards/painted_text.py",
+        "if not any(line in text for text in known[id(task)])",
+        "if line",
+        "tests/rewards/test_painted_text.py::test_what_was_asked_for_is_no_alarm",
+    ),
+    Mutant(
+        "a position holds where one pair has it",
+        "rewards/geneval.py",
+        "others is not None and all(direction",
+        "others is not None and any(direction",
+        f"{_OBJECTS}::test_a_position_is_that_of_every_pair_and_needs_its_target",
+    ),
+    Mutant(
+        "objects that are too many satisfy an exclusion",
+        "rewards/geneval.py",
+        "sum(other.name == one.name for other in found) < one.count",
+        "sum(other.name == one.name for other in found) <= one.count",
+        f"{_OBJECTS}::test_counts_are_met_from_below_by_include_and_from_above_by_exclude",
+    ),
+    Mutant(
+        "a second thought after a score takes nothing back",
+        "rewards/judges/doubts.py",
+        "return _REVISED.search(after) is not None or",
+        "return",
+        "tests/rewards/judges/test_reading.py::test_the_corpus",
+    ),
+)

@@ -1,0 +1,184 @@
+"""Whole runs that are watched: what they log, how a rule ends them, and that a killed one ends with the same alarms and bits."""
+
+import json
+import math
+import shutil
+import sys
+
+import pytest
+import torch
+from PIL import Image
+
+import tiny_watched
+from retouch.report.page import write_report
+from retouch.runs import checkpoint
+from retouch.runs.alarms import Alarm
+from retouch.runs.folder import RunFolder
+from retouch.runs.launching import environments, run_ranks
+from retouch.runs.looks import Looks
+from retouch.runs.recipe import parse
+from retouch.runs.session import run
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    """Four steps, a look every two, and a rule that ends the run at the second look."""
+    recipe = parse(tiny_watched.recipe(tmp_path_factory.mktemp("runs"), limit=1e-9, on_alarm="stop"))
+    with pytest.raises(Alarm) as error:
+        run(recipe, fresh=False)
+    return recipe, RunFolder(recipe.folder), str(error.value)
+
+
+def test_what_a_run_logs(watched):
+    _, folder, _ = watched
+    first, second = folder.read_metrics()
+    assert 0 < first["watch/diversity"] < 1
+    assert [name for name in first if name.startswith("watch/")] == ["watch/diversity"]
+    assert {name for name in second if name.startswith("watch/")} == {
+        *("watch/proxy", "watch/heldout", "watch/heldout_missing", "watch/heldout_sigmas", "watch/canary_shift", "watch/diversity"),
+        *("watch/brightness", "watch/saturation", "watch/detail", "watch/alarm/brightness"),
+    }
+    assert second["watch/canary_shift"] == 0
+    start, now = Looks(folder.watch).until(2)
+    assert (start.step, now.step, len(start.tasks)) == (0, 2, 3)
+    assert second["watch/heldout"] == pytest.approx(now.mean("heldout"))
+    assert not torch.equal(start.scores["brightness"], now.scores["brightness"])
+    assert "time/watch" in folder.read_timings()[1]
+
+
+def test_stop_saves_where_it_is_and_says_why(watched):
+    _, folder, told = watched
+    assert "ended by an alarm after step 2" in told
+    assert "watch.brightness" in told
+    assert "The checkpoint of step 2 is saved" in told
+    assert checkpoint.latest(folder.checkpoints).name == "step-000002"
+    assert folder.read_alarm()["back_to"] is None
+    assert not folder.summary.exists()
+    page = folder.report.read_text()
+    assert "Ended by an alarm after step 2" in page
+    assert "brightness at step 2" in page
+    assert "<h2>Watched</h2>" in page
+
+
+def test_an_ended_run_goes_on_only_when_the_rule_is_relaxed(watched, tmp_path):
+    recipe, folder, _ = watched
+    with pytest.raises(Alarm, match="was ended by an alarm"):
+        run(recipe, fresh=False)
+    copied = tmp_path / recipe.name
+    shutil.copytree(folder.root, copied)
+    relaxed = parse(tiny_watched.recipe(tmp_path, limit=0.9, on_alarm="stop"))
+    assert run(relaxed, fresh=False) == 0
+    on = RunFolder(copied)
+    assert on.read_alarm() is None
+    assert [line["step"] for line in on.read_metrics()] == [1, 2, 3, 4]
+    alone = parse(tiny_watched.recipe(tmp_path / "alone", limit=0.9, on_alarm="stop"))
+    assert run(alone, fresh=False) == 0
+    last = "checkpoints/step-000004/weights.safetensors"
+    assert (on.root / last).read_bytes() == (alone.folder / last).read_bytes()
+    # Of the look that had the alarm, the line keeps what was raised under the rules of its time.
+    lines = [{name: value for name, value in line.items() if "alarm" not in name} for line in on.read_metrics()]
+    assert lines == RunFolder(alone.folder).read_metrics()
+
+
+def test_roll_back_ends_at_the_checkpoint_from_before(tmp_path):
+    recipe = parse(tiny_watched.recipe(tmp_path, limit=1e-9, on_alarm="roll_back"))
+    with pytest.raises(Alarm, match="again that of step 0"):
+        run(recipe, fresh=False)
+    folder = RunFolder(recipe.folder)
+    assert checkpoint.latest(folder.checkpoints).name == "step-000000"
+    assert [line["step"] for line in folder.read_metrics()] == [1, 2], "what came after is kept to look at"
+    assert folder.read_alarm() == {"step": 2, "back_to": 0, "alarms": folder.read_alarm()["alarms"]}
+    with pytest.raises(Alarm, match="again that of step 0"):
+        run(recipe, fresh=False)
+    noted = parse(tiny_watched.recipe(tmp_path, limit=1e-9, on_alarm="note"))
+    assert run(noted, fresh=False) == 0
+    assert folder.read_alarm() is None
+    alone = parse(tiny_watched.recipe(tmp_path / "alone", limit=1e-9, on_alarm="note"))
+    assert run(alone, fresh=False) == 0
+    assert folder.metrics.read_bytes() == RunFolder(alone.folder).metrics.read_bytes()
+    assert all("watch/alarm/brightness" in line for line in folder.read_metrics() if line["step"] % 2 == 0)
+
+
+def test_canaries_are_never_answered_from_memory(tmp_path):
+    """A judge that changes in the middle is caught, although the ledger remembers what it said of the very same pictures."""
+    recipe = parse(tiny_watched.recipe(tmp_path, limit=None, on_alarm="stop", reward="tiny_watched:Graded"))
+    tiny_watched.Fickle.shift = 0.0
+    real = checkpoint.save
+
+    def then_drift(*arguments):
+        tiny_watched.Fickle.shift = 0.3
+        return real(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "save", then_drift)  # the first is saved after the look of step 2
+        with pytest.raises(Alarm, match=r"watch.canaries: the judge itself has changed.*tone by 30.0%"):
+            run(recipe, fresh=False)
+    assert RunFolder(recipe.folder).read_alarm()["step"] == 4
+
+
+def test_looks_that_are_made_again_ask_no_judge(tmp_path):
+    recipe = parse(tiny_watched.recipe(tmp_path, limit=None, on_alarm="note", reward="tiny_watched:Graded"))
+    tiny_watched.Fickle.shift = 0.0
+    assert run(recipe, fresh=False) == 0
+    folder = RunFolder(recipe.folder)
+    whole = folder.metrics.read_bytes()
+    shutil.rmtree(folder.checkpoints / "step-000004")
+    folder.summary.unlink()
+    tiny_watched.Fickle.shift = 0.3  # would show, were it asked for the look of step 4 again
+    assert run(recipe, fresh=False) == 0
+    assert folder.metrics.read_bytes() == whole
+
+
+def test_canaries_are_the_starts_own_pictures_to_the_pixel(watched):
+    _, folder, _ = watched
+    start = folder.read_samples(0)
+    kept = [Image.open(folder.watch / f"canary-{place:03d}.png").tobytes() for place in range(2)]
+    shown = [Image.open(folder.samples(0) / line["image"]).tobytes() for line in start if line["set"] == "heldout"]
+    assert kept == shown[:2]
+
+
+@pytest.mark.slow
+def test_two_ranks_see_what_one_sees(tmp_path, watched):
+    recipe = tiny_watched.recipe(tmp_path, limit=0.9, on_alarm="note") | {"steps": 2}
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps(recipe))
+    command = [sys.executable, "-m", "retouch.cli", "train", str(path)]
+    assert run_ranks(command, environments(2), logs=tmp_path / "logs", grace=20.0) == 0
+    _, folder, _ = watched
+    one, two = (RunFolder(root).read_metrics()[1] for root in (folder.root, tmp_path / recipe["name"]))
+    for name in ("proxy", "heldout", "brightness", "detail", "diversity"):
+        assert two[f"watch/{name}"] == pytest.approx(one[f"watch/{name}"], rel=1e-4), name
+
+
+@pytest.mark.parametrize(
+    ("watch", "told"),
+    [
+        ({"judge": {"reward": {"kind": "playground", "combine": {"overall": 1}}}}, "not held out"),
+        ({"tasks": 4, "canaries": {"count": 8}}, "watch.canaries.count"),
+        ({"judge": {"reward": {"kind": "playground", "combine": {"exact": 0}}}}, "all weights are 0"),
+        ({"brightnes": None}, "brightness"),
+        ({"detail": {"limit": 0.5}}, "watch.detail.limit"),
+        ({"text": {"on_alarm": "explode"}}, "watch.text.on_alarm"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, watch, told):
+    document = tiny_watched.recipe(tmp_path, limit=None, on_alarm="note")
+    with pytest.raises(ValueError, match=told):
+        parse({**document, "watch": watch})
+
+
+def test_without_a_watch_the_document_is_what_it_was(tmp_path):
+    document = tiny_watched.recipe(tmp_path, limit=None, on_alarm="note")
+    del document["watch"]
+    assert "watch" not in parse(document).document()
+    assert "watch" in parse({**document, "watch": {}}).document()
+    assert math.isclose(parse({**document, "watch": {}}).watch.brightness.limit, 0.1)
+
+
+def test_the_report_of_an_older_run_has_no_such_section(tmp_path):
+    document = tiny_watched.recipe(tmp_path, limit=None, on_alarm="note")
+    del document["watch"]
+    recipe = parse(document)
+    folder = RunFolder(recipe.folder)
+    folder.write_recipe(recipe.document())
+    assert "Watched" not in write_report(folder.root).read_text()

@@ -1,0 +1,73 @@
+"""A recipe of a few small steps that is watched, and a judge that can be made to change its mind."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import ImageStat
+
+from retouch.rewards.judges import Answer, Panel
+from retouch.rewards.judges.forms import ScoresForm
+from retouch.rewards.judges.panel import Prompt
+from retouch.rewards.judges.scales import Scale
+from retouch.runs.recipe_files import find
+from retouch.runs.recipe_jsonnet import evaluate
+from retouch.types import Column
+
+
+class Fickle:
+    """Answers how light a picture is, and more of it by ``shift``."""
+
+    identity = "fickle"
+    shift = 0.0
+
+    def ask(self, questions):
+        means = [ImageStat.Stat(question.parts[-1].convert("L")).mean[0] / 255 for question in questions]
+        return [Answer(scores={"tone": mean + 2 * self.shift}) for mean in means]
+
+
+class Graded:
+    """A judge with a panel, so that the ledger remembers its answers."""
+
+    columns: Mapping[str, Column] = {"tone": Column(0.0, 2.0)}
+
+    def __init__(self):
+        self.panel = Panel(Fickle())
+
+    def __call__(self, samples):
+        form = ScoresForm({"tone": Scale(0, 2)})
+        verdicts = self.panel.judge([Prompt("How light?", (sample.image,), form) for sample in samples])
+        return {"tone": torch.tensor([float(verdict.mean("tone")) for verdict in verdicts])}
+
+
+def recipe(out: Path, *, limit: float | None, on_alarm: str, reward: str | None = None) -> dict[str, Any]:
+    """Four steps on a handful of rows, a look every two; ``limit`` of the brightness, or None for no such rule."""
+    document: Any = evaluate(find("recipes/quickstart.jsonnet"))
+    document |= {
+        "name": "watched",
+        "out": str(out),
+        "steps": 4,
+        "tasks_per_step": 2,
+        "group_size": 2,
+        "microbatch": 4,
+        "device": "cpu",
+        "trackers": [],
+        "checkpoints": {"every": 2, "keep": 2},
+        "samples": {"every": 0, "tasks": 3, "groups": 1},
+        "eval": {"tasks": 4, "complexity": [1, 2]},
+        "watch": {
+            "every": 2,
+            "tasks": 3,
+            "judge": {"reward": {"kind": "playground", "combine": {"exact": 1}}},
+            "canaries": {"count": 2, "on_alarm": on_alarm},
+            "brightness": None if limit is None else {"limit": limit, "on_alarm": on_alarm},
+            "diversity": None,
+        },
+    }
+    window = {"mode": "window", "size": 2, "high": 3}
+    document["rollout"] = {"num_steps": 4, "transition": {"kind": "cps", "noise_level": 0.7}, "window": window}
+    document["policy"]["ema"] = {"decay": 0.9}
+    if reward is not None:
+        document["reward"] = {"kind": "import", "class": reward, "combine": {"tone": 1}}
+    return document
