@@ -31,6 +31,7 @@ def rows(setup, name="qwen-image"):
         ("qwen-image-edit-2511", "transformer", 20.4),
         ("qwen-image", "text_encoder", 8.3),
         ("qwen-image", "vae", 0.127),
+        ("sd3-medium", "transformer", 2.08),
         ("sd3.5-medium", "transformer", 2.5),
         ("sd3.5-large", "transformer", 8.1),
         ("sd3.5-large", "text_encoder_3", 4.76),
@@ -47,7 +48,7 @@ def test_bytes_of_qwen_image_in_bf16():
 
 
 def test_unknown_models_are_named():
-    assert known_models() == ["qwen-image", "qwen-image-edit-2511", "sd3.5-large", "sd3.5-medium"]
+    assert known_models() == ["qwen-image", "qwen-image-edit-2511", "sd3-medium", "sd3.5-large", "sd3.5-medium"]
     with pytest.raises(ValueError, match=r"'sd4'.*sd3\.5-large"):
         parts("sd4")
     with pytest.raises(ValueError, match="'Other' cannot be counted"):

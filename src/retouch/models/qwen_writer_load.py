@@ -1,5 +1,6 @@
 """Reading a local transformers folder of a Qwen instruct model: safetensors only, named classes only, no code from the folder."""
 
+import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +43,11 @@ def load_writer(
     stop: Sequence[str] = STOP,
     gradient_checkpointing: bool = False,
 ) -> QwenWriter:
-    """The writer in ``dtype`` on ``device``, all of it frozen. ValueError where the folder holds none of these models."""
+    """The writer in ``dtype`` on ``device``, all of it frozen.
+
+    ValueError where the folder holds none of these models, or attention cannot be computed so here.
+    """
+    require_attention(attention, dtype=dtype, device=torch.device(device))
     config = Path(path) / "config.json"
     kind = json.loads(config.read_text())["model_type"] if config.is_file() else None
     if kind not in CLASSES:
@@ -65,3 +70,18 @@ def load_writer(
         stop=stop,
         gradient_checkpointing=gradient_checkpointing,
     )
+
+
+def require_attention(attention: Attention, *, dtype: torch.dtype, device: torch.device) -> None:
+    """ValueError, with what to take, where flash attention is asked for and cannot be had."""
+    if attention != "flash_attention_2":
+        return
+    wrong = None
+    if importlib.util.find_spec("flash_attn") is None:
+        wrong = "the package flash-attn is not installed"
+    elif device.type != "cuda":
+        wrong = f"it needs a CUDA device, and this is {device}"
+    elif dtype == torch.float32:
+        wrong = "it computes in 16 bits, and dtype is float32"
+    if wrong is not None:
+        raise ValueError(f"policy.model.attention: flash_attention_2: {wrong}; take sdpa, whose kernels are of the same kind")

@@ -41,11 +41,16 @@ _EDITORS = {"qwen-image-edit": QwenImageEdit, "qwen-image-edit-plus": QwenImageE
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """What lies on the device of one name, and which parts of the run these are."""
+    """What lies on the device of one name, and which parts of the run these are.
+
+    ``lent``: bytes of weights that come and go, all of them at once. ``in_turn``: what the whole comes to with ``devices.offload``.
+    """
 
     device: str
     parts: tuple[str, ...]
     plan: MemoryPlan
+    lent: int
+    in_turn: int
 
 
 def check_writing_memory(recipe: Recipe, folder: Path | None, place: Place | None) -> tuple[list[Finding], int | None]:
@@ -93,9 +98,10 @@ def plans(recipe: Recipe, written: Mapping[str, Any], described: Described) -> I
             for_policy = MemoryPlan(for_policy.rows, (*for_policy.phases, reading))
         else:
             for_renderer = MemoryPlan(for_renderer.rows, (*for_renderer.phases, reading))
+    weights = sum(row.bytes for row in for_renderer.rows)
+    waiting = MemoryPlan((), tuple(Row(f"{row.name}, its weights lent", row.bytes + weights) for row in for_renderer.phases))
     if devices.offload:
-        lent = sum(row.bytes for row in for_renderer.rows)
-        for_renderer = MemoryPlan((), tuple(Row(f"{row.name}, its weights lent", row.bytes + lent) for row in for_renderer.phases))
+        for_renderer = waiting
     placed: dict[str, list[tuple[str, MemoryPlan]]] = {mine: [("policy", for_policy)]}
     placed.setdefault(theirs, []).append(("renderer", for_renderer))
     for device, row in judge_rows(recipe.reward, device=devices.reward or mine):
@@ -103,7 +109,11 @@ def plans(recipe: Recipe, written: Mapping[str, Any], described: Described) -> I
     for device, lying in placed.items():
         kept = tuple(row for _, plan in lying for row in plan.rows)
         in_turn = tuple(phase for _, plan in lying for phase in plan.phases)
-        yield Planned(device, tuple(dict.fromkeys(part for part, _ in lying)), MemoryPlan(kept, in_turn))
+        names = tuple(dict.fromkeys(part for part, _ in lying))
+        lent = weights if devices.offload and device == theirs else 0
+        saved = sum(row.bytes for row in for_renderer.rows) if device == theirs else 0
+        turns = MemoryPlan(kept, (*in_turn, *waiting.phases) if device == theirs else in_turn)
+        yield Planned(device, names, MemoryPlan(kept, in_turn), lent=lent, in_turn=turns.total - saved)
 
 
 def _fits(recipe: Recipe, planned: Planned, sizes: str, place: Place | None) -> Finding:
@@ -133,19 +143,19 @@ def _called(device: str, place: Place) -> str:
 
 def _mend(recipe: Recipe, planned: Planned, place: Place) -> str:
     """The one change that helps most: what takes turns made smaller while that can be enough, else weights put elsewhere."""
-    kept = sum(row.bytes for row in planned.plan.rows)
+    kept = sum(row.bytes for row in planned.plan.rows) + planned.lent
     most = max(planned.plan.phases, key=lambda row: row.bytes, default=Row("nothing", 0))
     if kept < place.bytes:
         if most.name.startswith("an update") and not recipe.policy.gradient_checkpointing:
             return "--set policy.gradient_checkpointing=true"
+        if planned.in_turn <= place.bytes:
+            return "--set devices.offload=true"
         if most.name.startswith("an update") and recipe.microbatch > 1:
             return "--set microbatch=1"
         if most.name.startswith("a rollout") and recipe.rollout.chunk > 1:
             return f"--set rollout.chunk={max(1, recipe.rollout.chunk // 4)}"
         if most.name.startswith("drawing") and recipe.renderer is not None and recipe.renderer.batch > 1:
             return "--set renderer.batch=1"
-    if {"policy", "renderer"} <= set(planned.parts) and not (recipe.devices and recipe.devices.offload):
-        return "--set devices.offload=true"
     larger = next((name for name, size in reversed(CARDS.items()) if size > max(place.bytes, planned.plan.total)), None)
     return "--set sharding=fsdp2" if larger is None else f"--device {larger}"
 

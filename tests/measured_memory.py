@@ -1,0 +1,18 @@
+"""How much memory the CPU's allocator gave out at once, as torch's profiler saw it."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+
+
+def measured_peak(compute: Callable[[], Any]) -> int:
+    """The highest number of bytes that were out while ``compute`` ran, beyond those from before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        compute()
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    out = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        out += event.nbytes()
+        most = max(most, out)
+    return most

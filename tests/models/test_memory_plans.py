@@ -1,0 +1,203 @@
+"""Memory plans of writers and of what draws for them, against what torch's profiler sees and against counts by hand."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+from transformers import DynamicCache
+
+from measured_memory import measured_peak
+from models import tiny, tiny_writers
+from retouch.models.live_bytes import most_alive
+from retouch.models.memory import Lora, MemoryPlan
+from retouch.models.memory_drawing import Drawing, image_model_plan
+from retouch.models.memory_writing import Writing, writer_plan
+from retouch.models.recompute import recomputing
+from retouch.models.sizes import judge, model_in, parts, stored_count, writer
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+VLM = "Qwen/Qwen2.5-VL-7B-Instruct"
+SETUP = Writing(
+    lora=Lora(4, TARGETS),
+    prompt=100,
+    completion=28,
+    update=(1, 1),
+    rollout=(1, 1),
+    logits_at_once=8,
+    dtype=torch.float32,
+    trained_dtype=torch.float32,
+    copies=0,
+    gradient_checkpointing=False,
+)
+
+
+def rows(plan: MemoryPlan) -> dict[str, int]:
+    return {row.name: row.bytes for row in (*plan.rows, *plan.phases)}
+
+
+def small(layers: int) -> Any:
+    return tiny_writers.module(
+        "qwen2.5", num_hidden_layers=layers, hidden_size=64, intermediate_size=160, num_attention_heads=4, num_key_value_heads=2
+    )
+
+
+def described(module: nn.Module) -> dict[str, Any]:
+    return {"class": type(module).__name__, "config": module.config.to_dict()}  # type: ignore[union-attr, operator]
+
+
+# What is alive at once
+
+
+def test_what_is_computed_on_no_device_takes_what_the_cpus_allocator_gives_out() -> None:
+    net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64))
+    x = torch.randn(512, 64)
+
+    def learn(module: nn.Module, given: torch.Tensor) -> None:
+        module(given).sum().backward()
+        module.zero_grad(set_to_none=True)
+
+    learn(net, x)
+    bare, nowhere = copy.deepcopy(net).to("meta"), x.to("meta")
+    assert most_alive(lambda: learn(bare, nowhere), given=[nowhere, *bare.parameters()]) == measured_peak(lambda: learn(net, x))
+
+
+def test_what_is_let_go_is_not_counted_and_views_are_not_counted_twice() -> None:
+    def turns() -> None:
+        for _ in range(5):
+            made = torch.empty(1000, device="meta")
+            made.view(10, 100).T[3:]
+            del made
+
+    assert most_alive(turns) == 4000
+
+
+# A writer
+
+
+def test_the_known_anchors() -> None:
+    """16.6 GB for the 7B vision-language model, 41 GB for the 20.4 B transformer, in 16 bits."""
+    language = writer(VLM)
+    assert language is not None
+    setup = replace(SETUP, dtype=torch.bfloat16, lora=Lora(32, TARGETS))
+    assert rows(writer_plan(language, setup))["writer, frozen weights"] / 1e9 == pytest.approx(16.6, rel=0.005)
+    editor = parts("qwen-image-edit-2511")
+    assert stored_count(editor["transformer"]) * 2 / 1e9 == pytest.approx(41, rel=0.005)
+    assert stored_count(editor["text_encoder"]) * 2 / 1e9 == pytest.approx(16.6, rel=0.005)
+    clip = judge("openai/clip-vit-base-patch32")
+    assert clip is not None
+    assert stored_count(clip) == 151_277_313
+
+
+def test_what_trains_follows_from_counts() -> None:
+    language = writer(VLM)
+    assert language is not None
+    wide, narrow, layers = 3584, 512, 28
+    trained = 32 * layers * (2 * (wide + wide) + 2 * (wide + narrow))
+    setup = replace(SETUP, dtype=torch.bfloat16, lora=Lora(32, TARGETS), copies=2, ranks=8)
+    alone = rows(writer_plan(language, setup))
+    assert alone["writer, trained weights"] == alone["gradients"] == 4 * trained
+    assert alone["AdamW's two moments"] == 8 * trained
+    assert alone["copies of the trained weights"] == 2 * 4 * trained
+    zero = rows(writer_plan(language, replace(setup, sharding="zero2")))
+    assert zero["AdamW's two moments"] == trained
+    assert zero["writer, frozen weights"] == alone["writer, frozen weights"]
+    spread = rows(writer_plan(language, replace(setup, sharding="fsdp2")))
+    for name in ("writer, frozen weights", "writer, trained weights", "gradients", "AdamW's two moments"):
+        assert spread[name] == pytest.approx(alone[name] / 8, rel=1e-6)
+    whole = rows(writer_plan(language, replace(setup, lora=None)))
+    assert "writer, frozen weights" not in whole
+    assert whole["gradients"] == whole["writer, trained weights"]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_layer_takes_in_an_update_what_it_takes_on_the_cpu(checkpointing: bool) -> None:
+    planned, seen = [], []
+    for layers in (2, 6):
+        model = small(layers)
+        planned.append(writer_plan(described(model), replace(SETUP, gradient_checkpointing=checkpointing)).phases[0].bytes)
+        model.requires_grad_(False)
+        inject_adapter_in_model(LoraConfig(r=4, target_modules=list(TARGETS)), model.model)
+        states = torch.randn(1, 128, 64, requires_grad=True)
+
+        def learn(model: Any = model, states: torch.Tensor = states) -> None:
+            with recomputing(model, on=checkpointing):
+                made = model.model(inputs_embeds=states, use_cache=False).last_hidden_state
+            made.sum().backward()
+            states.grad = None
+            model.zero_grad(set_to_none=True)
+
+        learn()
+        seen.append(measured_peak(learn))
+    assert planned[1] - planned[0] == pytest.approx(seen[1] - seen[0], rel=0.2)
+    assert planned[0] == pytest.approx(seen[0], rel=0.2)
+
+
+def test_the_cache_is_as_large_as_transformers_own() -> None:
+    model = small(3)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.zeros(1, 40, dtype=torch.long), past_key_values=cache)
+    kept = sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
+
+    def rollout(completion: int) -> int:
+        return rows(writer_plan(described(model), replace(SETUP, completion=completion)))["a rollout: cache and logits"]
+
+    assert rollout(28 + 40) - rollout(28) == kept
+
+
+def test_an_update_grows_with_its_rows_and_not_its_logits() -> None:
+    part = described(small(2))
+
+    def update(**changes: Any) -> int:
+        return writer_plan(part, replace(SETUP, gradient_checkpointing=True, **changes)).phases[0].bytes
+
+    one, two, three = (update(update=(1, count)) for count in (1, 2, 3))
+    assert three - two == pytest.approx(two - one, rel=0.01)
+    assert update(logits_at_once=16) - update() == pytest.approx(update(logits_at_once=24) - update(logits_at_once=16), rel=0.01)
+    assert update() < writer_plan(part, SETUP).phases[0].bytes
+
+
+def test_targets_that_match_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="no linear layer is called 'query'"):
+        writer_plan(described(small(1)), replace(SETUP, lora=Lora(4, ("query",))))
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Any) -> None:
+    with pytest.raises(ValueError, match="holds no model"):
+        model_in(tmp_path)
+
+
+# What draws
+
+DRAWING = Drawing(rows=2, size=(32, 32), source=(32, 32), sources=1, text=24, dtype=torch.float32)
+
+
+def sd3() -> dict[str, Any]:
+    made = {"transformer": tiny.sd3_transformer(), "vae": tiny.sd3_vae()}
+    return {name: {"class": type(module).__name__, "config": dict(module.config)} for name, module in made.items()}
+
+
+def test_pictures_from_latents_take_what_they_take_on_the_cpu() -> None:
+    vae = tiny.sd3_vae()
+    side = 32 // 2 ** (len(vae.config.block_out_channels) - 1)
+    latents = torch.randn(2, vae.config.latent_channels, side, side)
+    with torch.no_grad():
+        vae.decode(latents)
+        seen = measured_peak(lambda: vae.decode(latents))
+    planned = rows(image_model_plan(sd3(), DRAWING))
+    assert planned["drawing: pictures from latents"] == pytest.approx(seen, rel=0.05)
+
+
+def test_drawing_more_at_once_takes_more_and_weights_stay() -> None:
+    one, two = (rows(image_model_plan(sd3(), replace(DRAWING, rows=count))) for count in (1, 2))
+    assert two["image model"] == one["image model"] == 4 * stored_count(sd3()["transformer"])
+    for name in ("drawing: one denoising step", "drawing: pictures from latents"):
+        assert two[name] == pytest.approx(2 * one[name], rel=0.1)
+
+
+def test_a_part_that_lies_elsewhere_is_left_out() -> None:
+    assert "vae" not in rows(image_model_plan(sd3(), DRAWING, without=("vae",)))

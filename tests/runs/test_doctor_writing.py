@@ -1,0 +1,139 @@
+"""The doctor's plan of writers: what each device holds in the full-size recipes, whether it fits, and what is said where not."""
+
+from collections.abc import Sequence
+
+import pytest
+from huggingface_hub import constants
+
+from retouch import cli
+from retouch.runs.doctor_checks import check_data
+from retouch.runs.doctor_device import CARDS, Place
+from retouch.runs.doctor_findings import Finding
+from retouch.runs.doctor_writing import check_writing_memory
+from retouch.runs.recipe import load
+
+A = "recipes/qwen-image-edit/writer-grpo.jsonnet"
+FROZEN = "recipes/qwen-image-edit/writer-grpo-frozen.jsonnet"
+C = "recipes/sd3/prompt-enhancer.jsonnet"
+
+
+@pytest.fixture(autouse=True)
+def no_weights(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+def check(name: str, card: str, *changes: str) -> list[Finding]:
+    found, checkpoint = check_writing_memory(load(name, changes), None, Place(card, CARDS[card], None))
+    assert checkpoint is not None
+    return found
+
+
+def lines(finding: Finding) -> dict[str, float]:
+    """The plan's rows in GB, as they are printed."""
+    told = [line.strip().removesuffix(" GB").rsplit("  ", 1) for line in finding.text.splitlines() if line.endswith(" GB")]
+    return {name.strip(): float(size) for name, size in told}
+
+
+def statuses(found: Sequence[Finding]) -> list[str]:
+    return [finding.status for finding in found]
+
+
+def test_system_a_on_an_h200() -> None:
+    (found,) = check(A, "h200")
+    assert found.status == "ok"
+    assert "policy, renderer need" in found.text
+    assert "on each of 8 ranks" in found.text
+    rows = lines(found)
+    assert rows["writer, frozen weights"] == pytest.approx(16.6, rel=0.005)
+    assert rows["image model"] == pytest.approx(41, rel=0.005)
+    assert "text_encoder" not in rows  # the policy itself reads, and is held once
+    kept = [size for name, size in rows.items() if "in turn" not in name and name not in ("total", "headroom on h200")]
+    in_turn = [size for name, size in rows.items() if "in turn" in name]
+    assert rows["total"] == pytest.approx(sum(kept) + max(in_turn), abs=0.1)
+    assert rows["total"] + rows["headroom on h200"] == pytest.approx(CARDS["h200"] / 1e9, abs=0.02)
+
+
+def test_a_frozen_encoder_fits_an_h100_narrowly() -> None:
+    assert statuses(check(FROZEN, "h200")) == ["ok"]
+    (found,) = check(FROZEN, "h100")
+    assert found.status == "note"
+    assert "fit narrowly" in found.text
+    assert lines(found)["text_encoder"] == pytest.approx(16.6, rel=0.005)
+
+
+def test_an_image_model_that_waits_leaves_an_update_more_room() -> None:
+    changes = ("devices=null", "renderer.batch=1", "microbatch=64", "policy.gradient_checkpointing=true", "rollout.chunk=16")
+    together, waiting = (check(C, "a100-40gb", *changes, *more) for more in ((), ("devices.offload=true",)))
+    assert together[0].status == "FAILED"
+    assert together[0].mend == "--set devices.offload=true"
+    assert waiting[0].status != "FAILED"
+    assert "wait in the CPU's memory" in waiting[-1].text
+
+
+def test_system_c_has_a_plan_for_each_of_its_three_gpus() -> None:
+    found = check(C, "h100")
+    assert statuses(found) == ["ok"] * 3
+    policy, renderer, _ = map(lines, found)
+    assert policy["writer, frozen weights"] == pytest.approx(16.6, rel=0.005)
+    assert renderer["image model"] == pytest.approx(2 * 2.085, rel=0.01)
+    assert "reward needs 0.61 GB of the 84.93 GB of h100 (cuda:2)" in found[2].text
+    (together,) = check(C, "h100", "devices=null")
+    assert "policy, renderer, reward need" in together.text
+    assert lines(together)["reward, openai/clip-vit-base-patch32"] == pytest.approx(0.61, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "card", "changes", "next_words"),
+    [
+        (A, "5090", (), "--device a100-80gb"),
+        (A, "4090", ("devices.offload=true",), "--device a100-80gb"),
+        (C, "4090", (), "--set policy.gradient_checkpointing=true"),
+        (C, "4090", ("policy.gradient_checkpointing=true", "microbatch=64"), "--set microbatch=1"),
+        (C, "4090", ("microbatch=1",), "--set renderer.batch=1"),
+    ],
+)
+def test_what_does_not_fit_names_the_keys_to_lower(name: str, card: str, changes: tuple[str, ...], next_words: str) -> None:
+    failures = [finding for finding in check(name, card, *changes) if finding.status == "FAILED"]
+    assert failures
+    assert "not fit" in failures[0].text
+    assert next_words in {finding.mend for finding in failures}
+    if name == C:
+        assert "less at once takes less: --set" in failures[0].text
+
+
+def test_following_the_advice_makes_it_fit() -> None:
+    changes: list[str] = ["microbatch=64"]
+    for _ in range(6):
+        failures = [finding for finding in check(C, "a100-40gb", *changes) if finding.status == "FAILED"]
+        if not failures:
+            return
+        assert failures[0].mend.startswith("--set ")
+        changes.append(failures[0].mend.removeprefix("--set "))
+    raise AssertionError(changes)
+
+
+def test_fsdp2_spreads_the_writer() -> None:
+    whole, spread = (lines(check(A, "h200", f"sharding={kind}")[0])["writer, frozen weights"] for kind in ("zero2", "fsdp2"))
+    assert spread == pytest.approx(whole / 8, abs=0.01)
+
+
+def test_models_without_a_known_configuration_are_named() -> None:
+    found = check(C, "h100", 'reward.rewards.taste={"kind": "pickscore"}')
+    assert found[-1].status == "note"
+    assert "not counted, for want of a known configuration: the models of pickscore" in found[-1].text
+
+
+def test_a_benchmark_is_refused_before_it_is_downloaded() -> None:
+    ((finding, sets),) = check_data(load(A))
+    assert (finding.status, sets) == ("FAILED", None)
+    assert "Complex-Edit" in finding.text
+    assert "GPT-Image-Edit-1.5M" in finding.text
+    ((allowed, _),) = check_data(load(A, ["data.allow_test_sets=true"]))
+    assert allowed.status == "note"
+
+
+def test_zero3_is_refused_by_the_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", A, "--set", "sharding=zero3", "--device", "h200"]) != 0
+    said = "".join(capsys.readouterr())
+    assert "pop from an empty deque" in said
+    assert "take zero2" in said
