@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,26 +21,34 @@ _STARTED = re.compile(r"^replica (\d+): (http://\S+), pid (\d+)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Ours:
-    """``output``: the supervisor's lines, which name each replica's latest process."""
+    """``output``: the supervisor's lines, which name each replica's latest process. ``supervisor``: its own process."""
 
     urls: tuple[str, ...]
     output: Path
+    supervisor: int
 
     def pids(self) -> dict[int, int]:
         return {int(number): int(pid) for number, _, pid in _STARTED.findall(self.output.read_text())}
 
 
-@contextmanager
-def ours(scorer: str, arguments: dict[str, float], *, replicas: int = 1, limits: Sequence[str] = ()) -> Iterator[Ours]:
+def ours(
+    scorer: str, arguments: dict[str, float], *, replicas: int = 1, limits: Sequence[str] = ()
+) -> AbstractContextManager[Ours]:
     """`retouch serve` of a class in scorers.py."""
-    section = json.dumps({"kind": "import", "class": f"scorers:{scorer}", "args": arguments})
+    section = {"kind": "import", "class": f"scorers:{scorer}", "args": arguments}
+    return serving(json.dumps(section), replicas=replicas, limits=limits)
+
+
+@contextmanager
+def serving(reward: str, *, replicas: int, limits: Sequence[str] = ()) -> Iterator[Ours]:
+    """`retouch serve` of any reward."""
     with TemporaryDirectory() as folder, open(Path(folder) / "output", "w") as output:
-        words = ["serve", section, "--port", "0", "--replicas", str(replicas), "--logs", folder]
+        words = ["serve", reward, "--port", "0", "--replicas", str(replicas), "--logs", folder]
         words += [word for limit in limits for word in ("--limit", limit)]
-        with _process([sys.executable, "-m", "retouch.cli", *words], output):
+        with _process([sys.executable, "-m", "retouch.cli", *words], output) as pid:
             path = Path(folder) / "output"
             _wait(lambda: path.read_text().count("is ready") == replicas)
-            yield Ours(tuple(url for _, url, _ in _STARTED.findall(path.read_text())), path)
+            yield Ours(tuple(url for _, url, _ in _STARTED.findall(path.read_text())), path, pid)
 
 
 @contextmanager
@@ -57,7 +65,8 @@ def plain(base: float, each: float) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def _process(command: list[str], output: object) -> Iterator[int]:
-    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment, cwd=HERE)  # type: ignore[call-overload]
     try:
         yield process.pid
@@ -78,7 +87,7 @@ def _healthy(url: str) -> bool:
 
 
 def _wait(true: object) -> None:
-    end = time.monotonic() + 120
+    end = time.monotonic() + 600
     while not true():  # type: ignore[operator]
         if time.monotonic() > end:
             raise SystemExit("the server did not start")

@@ -1,6 +1,6 @@
 """The reward server and its client beside a plain FastAPI server with base64 PNGs in JSON.
 
-    python benchmarks/serving.py [--only sending batching busy]
+    python benchmarks/serving.py [--only sending batching busy bomb]
 
 Both sides of a comparison run in turn on this machine, the client's encoding included; only ratios mean anything elsewhere.
 """
@@ -9,8 +9,11 @@ import argparse
 import base64
 import io
 import json
+import statistics
+import struct
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -25,9 +28,13 @@ from scorers import corner_score
 from servers import ours, plain
 
 from retouch.rewards.remote.client import RemoteReward
+from retouch.rewards.wire.bodies import put_together
+from retouch.rewards.wire.packing import pack
+from retouch.serving.decoding import decode
+from retouch.serving.limits import Limits
 from retouch.types import Sample, Task
 
-CLIENTS, BATCH = 4, 8
+CLIENTS, BATCH, TURNS = 4, 8, 3
 Ask: TypeAlias = Callable[[Sequence[Sample]], Sequence[float]]
 
 
@@ -105,18 +112,24 @@ class Health:
 
 
 def sending(rounds: int) -> dict[str, object]:
-    """512 x 512 pictures to a scorer that costs nothing."""
-    batches = [photos(BATCH, 512)] * rounds
-    with plain(0.0, 0.0) as (url, pid), httpx.Client(base_url=url, timeout=120) as client:
-        measured: dict[str, object] = {"plain": timed(lambda samples: ask_plain(client, samples), batches, CLIENTS, server=pid)}
-    for encoding in ("webp", "raw"):
-        with ours("Fixed", {}) as server:
-            reward = RemoteReward(server.urls, encoding=encoding, batch=BATCH)
-            measured[encoding] = timed(
-                lambda samples, ask=reward: ask(samples)["score"].tolist(), batches, CLIENTS, server=server.pids()[0]
-            )
-            reward.close()
-    return measured
+    """512 x 512 pictures to a scorer that costs nothing; each way of sending has three turns, and its median counts."""
+    batches = [photos(BATCH, 512)] * max(1, rounds // TURNS)
+    turns: dict[str, list[dict[str, float]]] = {"plain": [], "webp": [], "raw": []}
+    with (
+        plain(0.0, 0.0) as (url, pid),
+        httpx.Client(base_url=url, timeout=120) as client,
+        ours("Fixed", {}) as server,
+        closing(RemoteReward(server.urls, encoding="webp", batch=BATCH)) as webp,
+        closing(RemoteReward(server.urls, encoding="raw", batch=BATCH)) as raw,
+    ):
+        for _ in range(TURNS):
+            turns["plain"].append(timed(lambda samples: ask_plain(client, samples), batches, CLIENTS, server=pid))
+            turns["webp"].append(timed(_scores(webp), batches, CLIENTS, server=server.pids()[0]))
+            turns["raw"].append(timed(_scores(raw), batches, CLIENTS, server=server.pids()[0]))
+    speeds = {name: [each["images_per_second"] for each in took] for name, took in turns.items()}
+    beside = {name: [ours / theirs for ours, theirs in zip(speeds[name], speeds["plain"], strict=True)] for name in ("webp", "raw")}
+    medians = {name: {key: statistics.median(each[key] for each in took) for key in took[0]} for name, took in turns.items()}
+    return {**medians, "beside plain": {name: statistics.median(ratios) for name, ratios in beside.items()}, "turns": beside}
 
 
 def batching(rounds: int) -> dict[str, object]:
@@ -146,13 +159,35 @@ def busy(rounds: int) -> dict[str, object]:
     return {"ours": figures, "livez": dict(zip(("p50", "p99"), map(float, np.percentile(livez.times, [50, 99])), strict=True))}
 
 
+def bomb(rounds: int, *, side: int = 13_000) -> dict[str, object]:
+    """Milliseconds to refuse a PNG that would be half a GB of pixels: reading the request alone, and over HTTP."""
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(bytes(side * (1 + 3 * side)), 9)), (b"IEND", b"")]
+    parts = [struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks]
+    blob = b"".join([b"\x89PNG\r\n\x1a\n", *parts])
+    document, _ = pack(photos(1, 64), ["0"], encoding="webp")
+    body, kind = put_together(document, [blob], "multipart")
+    reading, asking = [], []
+    with ours("Fixed", {}) as server, httpx.Client(base_url=server.urls[0], timeout=60) as client:
+        for _ in range(rounds):
+            begun = time.perf_counter()
+            (sample,) = decode(body, kind, Limits()).samples
+            reading.append(time.perf_counter() - begun)
+            reply = client.post("/v1/score", content=body, headers={"Content-Type": kind})
+            asking.append(reply.elapsed.total_seconds())
+            assert (sample, reply.status_code) == ("bad_picture", 422)
+    refused, answered = (1000 * statistics.median(times) for times in (reading, asking))
+    return {"file_kb": len(blob) / 1000, "refused_ms": refused, "over_http_ms": answered}
+
+
 def _scores(reward: RemoteReward) -> Ask:
     return lambda samples: reward(samples)["score"].tolist()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", choices=["sending", "batching", "busy"], default=["sending", "batching", "busy"])
+    parts = ["sending", "batching", "busy", "bomb"]
+    parser.add_argument("--only", nargs="*", choices=parts, default=parts)
     parser.add_argument("--rounds", type=int, default=24, help="batches of the first comparison; a third as many of the second")
     parser.add_argument("--json", type=Path, help="write all numbers here")
     arguments = parser.parse_args()
@@ -163,6 +198,8 @@ def main() -> None:
         measured["batching"] = show("batching", batching(max(1, arguments.rounds // 3)))
     if "busy" in arguments.only:
         measured["busy"] = show("busy", busy(arguments.rounds))
+    if "bomb" in arguments.only:
+        measured["bomb"] = show("bomb", {"13000 x 13000": bomb(arguments.rounds)})
     if arguments.json:
         arguments.json.write_text(json.dumps(measured, indent=2) + "\n")
 

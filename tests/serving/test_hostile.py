@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 
 from live_server import Live, body_of, host, live, picture, png, samples_of
+from ray_server import ON_RAY, RayServer, ray_server
 from retouch.rewards.wire.bodies import put_together
 from retouch.rewards.wire.refusals import TEXTS
 from retouch.serving.compat import Compat
@@ -28,10 +29,15 @@ SIGNATURE = b"\x89PNG\r\n\x1a\n"
 LIMITS = Limits(window=0.0, max_items=64, max_pixels=2**20, max_total_pixels=2**22, max_body_bytes=8 * 2**20, body_seconds=1.0)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Live]:
-    with live(host(Digest()), limits=LIMITS, compat=Compat(vlm="digest")) as live_server:
-        yield live_server
+@pytest.fixture(scope="module", params=["own", pytest.param("ray", marks=ON_RAY)])
+def server(request: pytest.FixtureRequest) -> Iterator[Live | RayServer]:
+    if request.param == "ray":
+        limits = [word for name in LIMITS.__slots__ for word in ("--limit", f"{name}={getattr(LIMITS, name)}")]
+        with ray_server("served_rewards:Digest", "--vlm", "digest", *limits) as served:
+            yield served
+    else:
+        with live(host(Digest()), limits=LIMITS, compat=Compat(vlm="digest")) as live_server:
+            yield live_server
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:
@@ -112,11 +118,11 @@ def refused(response: httpx.Response) -> None:
         assert answer == {"error": {"code": answer["error"]["code"], "message": TEXTS[answer["error"]["code"]][1]}}
 
 
-def post(server: Live, body: bytes | Iterator[bytes], **headers: str) -> httpx.Response:
+def post(server: Live | RayServer, body: bytes | Iterator[bytes], **headers: str) -> httpx.Response:
     return server.client.post("/v1/score", content=body, headers=headers)
 
 
-def still_scores(server: Live) -> bool:
+def still_scores(server: Live | RayServer) -> bool:
     body, kind = body_of(samples_of(1))
     return post(server, body, **kind).status_code == 200
 
@@ -132,14 +138,14 @@ def batch(**changes: object) -> dict[str, object]:
     return {**whole, **changes}
 
 
-def send(server: Live, document: object, *blobs: bytes) -> httpx.Response:
+def send(server: Live | RayServer, document: object, *blobs: bytes) -> httpx.Response:
     text = document if isinstance(document, bytes) else json.dumps(document).encode()
     body, kind = put_together(text, blobs, "multipart")
     return post(server, body, **{"Content-Type": kind})
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_pictures(server: Live, name: str) -> None:
+def test_pictures(server: Live | RayServer, name: str) -> None:
     refused(send(server, batch(), PICTURES[name]))
     text = base64.b64encode(PICTURES[name]).decode()
     refused(server.client.post("/score", json={"image": text, "prompt": "x"}))
@@ -198,7 +204,7 @@ DOCUMENTS: dict[str, object] = {
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_documents(server: Live, name: str) -> None:
+def test_documents(server: Live | RayServer, name: str) -> None:
     refused(send(server, DOCUMENTS[name], GOOD))
 
 
@@ -252,7 +258,7 @@ BODIES: dict[str, tuple[Callable[[], bytes | Iterator[bytes]], dict[str, str]]] 
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_bodies(server: Live, name: str) -> None:
+def test_bodies(server: Live | RayServer, name: str) -> None:
     make, headers = BODIES[name]
     refused(post(server, make(), **headers))
 
@@ -268,18 +274,18 @@ def test_bodies(server: Live, name: str) -> None:
         b'{"image": "", "prompt": "x", "y": 1}',
     ],
 )
-def test_the_seeds_page(server: Live, document: bytes) -> None:
+def test_the_seeds_page(server: Live | RayServer, document: bytes) -> None:
     refused(server.client.post("/score", content=document))
 
 
 @pytest.mark.parametrize(
     ("method", "path"), [("GET", "/v1/score"), ("GET", "/../../etc/passwd"), ("POST", "/v1/reload"), ("PUT", "/score")]
 )
-def test_other_pages(server: Live, method: str, path: str) -> None:
+def test_other_pages(server: Live | RayServer, method: str, path: str) -> None:
     refused(server.client.request(method, path))
 
 
-def exchange(server: Live, data: bytes) -> bytes:
+def exchange(server: Live | RayServer, data: bytes) -> bytes:
     """What comes back for these bytes on a connection of their own."""
     address = urlsplit(server.url)
     with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
@@ -305,13 +311,13 @@ def exchange(server: Live, data: bytes) -> bytes:
     ],
     ids=["TLS", "negative length", "two lengths", "bad chunk", "HTTP/9.9", "long path", "slow body"],
 )
-def test_broken_requests(server: Live, data: bytes) -> None:
+def test_broken_requests(server: Live | RayServer, data: bytes) -> None:
     answer = exchange(server, data)
     assert answer.startswith(b"HTTP/1.1 4"), answer[:200]
     assert b"Traceback" not in answer
 
 
-def test_after_all_of_it_the_server_scores_and_is_no_larger(server: Live) -> None:
+def test_after_all_of_it_the_server_scores_and_is_no_larger(server: Live | RayServer) -> None:
     assert still_scores(server)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for name in PICTURES:

@@ -57,7 +57,7 @@ class Serving:
 
 @contextmanager
 def serving(folder: Path, *words: str, ready: int = 1, **environment: str) -> Iterator[Serving]:
-    path = os.pathsep.join([str(TESTS), str(folder)])
+    path = os.pathsep.join([str(TESTS), str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
         [sys.executable, "-m", "retouch.cli", "serve", *words, "--port", "0", "--logs", str(folder / "logs")],
         stdout=subprocess.PIPE,
@@ -183,6 +183,9 @@ def test_a_reward_that_cannot_be_built_ends_it_with_the_reason(tmp_path: Path) -
         (["share:red", "--limit", "window=-1"], "window"),
         (["share:red", "--ocr", "share"], "--ocr needs --vlm"),
         (["share:red", "--token-file", "nothing"], "no such file"),
+        (["share:red", "--most-replicas", "3"], "need --engine ray"),
+        (["share:red", "--ray-address", "auto"], "need --engine ray"),
+        (["share:red", "--engine", "ray", "--host", "0.0.0.0"], "can be reached from other machines"),
     ],
 )
 def test_mistakes_are_told_before_anything_starts(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import torch
 from starlette.routing import Route
 
 from live_server import LIMITS, Live, body_of, host, live, picture, png, samples_of
+from ray_server import ON_RAY, RayServer, ray_server
 from retouch.playground.judge import PlaygroundJudge
 from retouch.playground.tasks import PlaygroundTasks
 from retouch.rewards.wire.bodies import BodyForm
@@ -30,13 +31,21 @@ from served_rewards import Digest, FailsOnText, digest_score
 TOKEN = "a-token-of-enough-characters"
 
 
-@pytest.fixture(scope="module")
-def digest() -> Iterator[Live]:
-    with live(host(FailsOnText()), compat=Compat(vlm="digest", ocr="odd", vlm_weight=0.5, ocr_weight=2.0)) as server:
-        yield server
+@pytest.fixture(scope="module", params=["own", pytest.param("ray", marks=ON_RAY)])
+def digest(request: pytest.FixtureRequest) -> Iterator[Live | RayServer]:
+    """The same pages, whoever keeps the replicas."""
+    if request.param == "ray":
+        weights = ["--vlm", "digest", "--ocr", "odd", "--vlm-weight", "0.5", "--ocr-weight", "2"]
+        with ray_server("served_rewards:FailsOnText", *weights) as served:
+            yield served
+    else:
+        with live(
+            host(FailsOnText(), "failsontext"), compat=Compat(vlm="digest", ocr="odd", vlm_weight=0.5, ocr_weight=2.0)
+        ) as server:
+            yield server
 
 
-def ask(server: Live, samples: list[Sample], *, form: BodyForm = "multipart", **headers: str) -> httpx.Response:
+def ask(server: Live | RayServer, samples: list[Sample], *, form: BodyForm = "multipart", **headers: str) -> httpx.Response:
     body, kind = body_of(samples, form=form)
     return server.client.post("/v1/score", content=body, headers={**kind, **headers})
 
@@ -47,7 +56,7 @@ def scores_of(response: httpx.Response, column: str = "digest") -> list[float | 
 
 
 @pytest.mark.parametrize("form", ["multipart", "msgpack", "json"])
-def test_every_form_is_scored_by_item(digest: Live, form: BodyForm) -> None:
+def test_every_form_is_scored_by_item(digest: Live | RayServer, form: BodyForm) -> None:
     samples = samples_of(9)
     response = ask(digest, samples, form=form)
     assert scores_of(response) == [digest_score(sample) for sample in samples]
@@ -71,12 +80,12 @@ def test_a_recipes_reward_gives_the_same_numbers_through_the_wire() -> None:
         torch.testing.assert_close(given, column, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_bad_picture_spoils_its_own_item_only(digest: Live) -> None:
+def test_a_bad_picture_spoils_its_own_item_only(digest: Live | RayServer) -> None:
     samples = samples_of(3)
     body, kind = body_of(samples, encoding="webp")
     response = digest.client.post("/v1/score", content=spoiled(body), headers=kind)
     items = response.json()["items"]
-    assert [item["errors"] for item in items] == [{"digest": "bad_picture"}, {}, {}]
+    assert [item["errors"] for item in items] == [{"failsontext": "bad_picture"}, {}, {}]
     assert [item["scores"].get("digest") for item in items] == [None, *map(digest_score, samples[1:])]
 
 
@@ -89,10 +98,14 @@ def spoiled(body: bytes) -> bytes:
 
 @pytest.mark.parametrize(
     ("text", "scores", "errors"),
-    [("raise", {}, {"digest": "reward_failed"}), ("lie", {}, {"digest": "reward_disagrees"}), ("unknown", {"digest": None}, {})],
+    [
+        ("raise", {}, {"failsontext": "reward_failed"}),
+        ("lie", {}, {"failsontext": "reward_disagrees"}),
+        ("unknown", {"digest": None}, {}),
+    ],
 )
 def test_a_reward_that_fails_on_one_sample_scores_the_others(
-    digest: Live, text: str, scores: dict[str, None], errors: dict[str, str], caplog: pytest.LogCaptureFixture
+    digest: Live | RayServer, text: str, scores: dict[str, None], errors: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     samples = [*samples_of(5), *samples_of(1, text=text), *samples_of(2)]
     response = ask(digest, samples)
@@ -105,13 +118,13 @@ def test_a_reward_that_fails_on_one_sample_scores_the_others(
     assert "secret-of-the-server" not in response.text
 
 
-def test_a_reward_of_the_wrong_shape_gives_no_number(digest: Live) -> None:
+def test_a_reward_of_the_wrong_shape_gives_no_number(digest: Live | RayServer) -> None:
     response = ask(digest, samples_of(2, text="short"))
     assert [item["scores"] for item in response.json()["items"]] == [{}, {}]
     assert {code for item in response.json()["items"] for code in item["errors"].values()} == {"reward_disagrees"}
 
 
-def test_info_says_what_judges_and_how_much_is_taken(digest: Live) -> None:
+def test_info_says_what_judges_and_how_much_is_taken(digest: Live | RayServer) -> None:
     info = digest.client.get("/v1/info").json()
     assert info["rewards"][0]["columns"]["odd"] == {"low": 0.0, "high": 1.0, "diagnostic": True, "higher_is_better": True}
     assert info["limits"]["max_items"] == LIMITS.max_items
@@ -129,7 +142,7 @@ def test_several_rewards_answer_under_their_names_and_one_alone_when_asked() -> 
         assert (none.status_code, none.json()["error"]["code"]) == (422, "bad_batch")
 
 
-def test_the_seeds_page_answers_three_numbers_or_a_true_error(digest: Live) -> None:
+def test_the_seeds_page_answers_three_numbers_or_a_true_error(digest: Live | RayServer) -> None:
     import base64
 
     image = base64.b64encode(png(picture(0))).decode()
@@ -164,14 +177,16 @@ def test_without_its_token_only_the_health_pages_answer() -> None:
         assert server.client.get("/v1/info", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
 
 
-def test_openapi_names_the_pages_and_the_schema(digest: Live) -> None:
+def test_openapi_names_the_pages_and_the_schema(digest: Live | RayServer) -> None:
     document = digest.client.get("/openapi.json").json()
     assert {"/v1/score", "/v1/info", "/score", "/livez", "/readyz", "/metrics"} <= set(document["paths"])
     forms = document["paths"]["/v1/score"]["post"]["requestBody"]["content"]
     assert set(forms) == {"multipart/form-data", "application/msgpack", "application/json"}
 
 
-def test_a_request_keeps_its_id_and_gets_one_where_it_has_none(digest: Live) -> None:
+def test_a_request_keeps_its_id_and_gets_one_where_it_has_none(digest: Live | RayServer) -> None:
+    if isinstance(digest, RayServer):
+        pytest.skip("Ray's proxy has ids of its own")
     given = digest.client.get("/livez", headers={"X-Request-Id": "run-7"})
     assert given.headers["x-request-id"] == "run-7"
     made = [digest.client.get("/livez", headers={"X-Request-Id": "a b"}).headers["x-request-id"] for _ in range(2)]

@@ -21,7 +21,7 @@ from retouch.serving.reception import read_body, read_deadline
 from retouch.serving.service import Service
 
 _LOG = logging.getLogger("retouch.serving")
-_RETRY_SECONDS = 1
+RETRY_SECONDS = 1
 _BINARY = {"type": "string", "format": "binary"}
 
 
@@ -107,7 +107,7 @@ def _state_pages(app: FastAPI, service: Service) -> None:
 def _errors(app: FastAPI) -> None:
     @app.exception_handler(Refused)
     async def refused(request: Request, error: Refused) -> Response:
-        return refusal(error.code, retry_after=_RETRY_SECONDS if error.status in (429, 503) else None)
+        return refusal(error.code, retry_after=RETRY_SECONDS if error.status in (429, 503) else None)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:

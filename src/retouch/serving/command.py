@@ -7,9 +7,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from retouch.runs.recipe_errors import nearest
+
+if TYPE_CHECKING:
+    from retouch.serving.replica import Settings
 
 TOKEN = "RETOUCH_TOKEN"
 
@@ -22,7 +25,7 @@ def serve_command(arguments: argparse.Namespace) -> int:
     from retouch.serving.compat import Compat
     from retouch.serving.limits import Limits
     from retouch.serving.replica import Settings
-    from retouch.serving.supervisor import serve
+    from retouch.serving.supervisor import is_loopback, serve
 
     compat = None
     if arguments.vlm is not None:
@@ -33,14 +36,34 @@ def serve_command(arguments: argparse.Namespace) -> int:
     kinds = {each.name: each.type for each in dataclasses.fields(Limits)}
     limits = dataclasses.replace(Limits(), **read_limits(arguments.limits, kinds))
     settings = Settings(rewards=tuple(arguments.rewards), host=arguments.host, port=arguments.port, limits=limits, compat=compat)
-    return serve(
-        settings,
+    token = read_token(arguments.token_file)
+    if not is_loopback(settings.host) and token is None:
+        raise ValueError(
+            f"--host {settings.host} can be reached from other machines: set RETOUCH_TOKEN or --token-file, or stay at 127.0.0.1"
+        )
+    if arguments.engine == "ray":
+        return _serve_with_ray(settings, arguments, token)
+    if arguments.most_replicas is not None or arguments.ray_address is not None:
+        raise ValueError("--most-replicas and --ray-address need --engine ray")
+    return serve(settings, replicas=arguments.replicas, gpus=arguments.gpus, logs=arguments.logs, token=token, say=print_line)
+
+
+def _serve_with_ray(settings: "Settings", arguments: argparse.Namespace, token: str | None) -> int:
+    if importlib.util.find_spec("ray") is None:
+        raise ValueError("--engine ray needs Ray Serve: pip install 'retouch[ray]'")
+    from retouch.serving.ray_engine import Fleet, serve
+
+    if settings.port == 0:
+        raise ValueError("--port 0: with --engine ray name the port of its proxy")
+    if arguments.gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, arguments.gpus))
+    fleet = Fleet(
         replicas=arguments.replicas,
-        gpus=arguments.gpus,
-        logs=arguments.logs,
-        token=read_token(arguments.token_file),
-        say=print_line,
+        most=arguments.replicas if arguments.most_replicas is None else arguments.most_replicas,
+        gpus=0 if arguments.gpus is None else 1,
+        address=arguments.ray_address,
     )
+    return serve(settings, fleet, token=token, say=print_line)
 
 
 def read_limits(words: Sequence[str], kinds: dict[str, object]) -> dict[str, Any]:

@@ -58,10 +58,14 @@ class Service:
         await asyncio.wait(self._working, return_when=asyncio.FIRST_COMPLETED)
 
     @property
+    def working(self) -> bool:
+        """Whether every reward's queue is worked at."""
+        return bool(self._working) and not any(task.done() for task in self._working)
+
+    @property
     def ready(self) -> bool:
         """Whether a request would be taken."""
-        working = bool(self._working) and not any(task.done() for task in self._working)
-        return working and not self.draining and all(batcher.room(1) for batcher in self._batchers.values())
+        return self.working and not self.draining and all(batcher.room(1) for batcher in self._batchers.values())
 
     @property
     def idle(self) -> bool:

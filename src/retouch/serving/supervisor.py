@@ -56,16 +56,11 @@ def serve(
 ) -> int:
     """Run the replicas until SIGTERM or SIGINT, telling through ``say`` where each one is; the exit code.
 
-    ``settings.port`` is the first port, or 0 for any that are free. ValueError: unknown rewards, ports in use, or another host than
-    this machine without a token.
+    ``settings.port`` is the first port, or 0 for any that are free. ValueError: unknown rewards, or ports in use.
     """
     read_orders(settings.rewards)
     if replicas < 1:
         raise ValueError(f"--replicas {replicas}: at least one")
-    if not is_loopback(settings.host) and token is None:
-        raise ValueError(
-            f"--host {settings.host} can be reached from other machines: set RETOUCH_TOKEN or --token-file, or stay at 127.0.0.1"
-        )
     logs.mkdir(parents=True, exist_ok=True)
     with _kept_ports(settings.host, settings.port, replicas) as ports:
         family = [
@@ -135,7 +130,7 @@ class _Supervisor:
         member.started = member.heard = time.monotonic()
         member.ready = False
         gpu = "" if member.gpu is None else f", GPU {member.gpu}"
-        self._say(f"replica {member.number}: {_address(member)}, pid {member.process.pid}{gpu}, log {member.log}")
+        self._say(f"replica {member.number}: {url_of(member.settings)}, pid {member.process.pid}{gpu}, log {member.log}")
 
     def _bury(self, member: _Replica, code: int) -> None:
         if code == USER_ERROR:
@@ -151,7 +146,7 @@ class _Supervisor:
 
     def _listen(self, member: _Replica) -> None:
         """Say when it is ready; end one that was and has not answered for long."""
-        answered = _answers(member, "/livez" if member.ready else "/readyz")
+        answered = answers(member.settings, "/livez" if member.ready else "/readyz")
         if answered and not member.ready:
             member.ready = True
             self._say(f"replica {member.number} is ready")
@@ -179,9 +174,10 @@ class _Supervisor:
             time.sleep(_POLL)
 
 
-def _answers(member: _Replica, page: str) -> bool:
-    host = "127.0.0.1" if member.settings.host in ("0.0.0.0", "::") else member.settings.host
-    connection = http.client.HTTPConnection(host, member.settings.port, timeout=1.0)
+def answers(settings: Settings, page: str) -> bool:
+    """Whether a server there answers the page with 200 within a second."""
+    host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
+    connection = http.client.HTTPConnection(host, settings.port, timeout=1.0)
     try:
         connection.request("GET", page)
         return connection.getresponse().status == 200
@@ -191,9 +187,10 @@ def _answers(member: _Replica, page: str) -> bool:
         connection.close()
 
 
-def _address(member: _Replica) -> str:
-    host = member.settings.host
-    return f"http://{f'[{host}]' if ':' in host else host}:{member.settings.port}"
+def url_of(settings: Settings) -> str:
+    """Where its callers find a server."""
+    host = settings.host
+    return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
 
 def _last_line(log: Path) -> str:

@@ -1,0 +1,132 @@
+"""``retouch serve --engine ray``: replicas that come back, drain and reload. Its pages are tested with those of the own engine."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from live_server import body_of, samples_of
+from ray_server import ON_RAY, RayServer, ray_server
+from retouch.rewards.remote.client import RemoteReward
+from served_rewards import digest_score
+
+TESTS = Path(__file__).parents[1]
+
+
+pytestmark = ON_RAY
+
+
+def test_one_that_is_killed_comes_back_and_no_sample_is_lost() -> None:
+    words = ["served_rewards:WithPid", "--replicas", "2"]
+    samples = samples_of(40)
+    wanted = torch.tensor([digest_score(sample) for sample in samples])
+    with ray_server(*words) as server, closing(RemoteReward([server.url], batch=1, attempts=20)) as reward:
+        pids = set()
+        while len(pids) < 2:
+            pids |= {int(pid) for pid in reward(samples)["pid"].tolist()}
+        os.kill(pids.pop(), signal.SIGKILL)
+        (left,) = pids
+        while len(pids) < 2:
+            scores = reward(samples)
+            torch.testing.assert_close(scores["digest"], wanted, rtol=0, atol=0)
+            pids |= {int(pid) for pid in scores["pid"].tolist()}
+        assert left in pids
+
+
+def test_sigterm_answers_all_that_is_in_hand_and_refuses_what_is_new(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    gated = json.dumps({"kind": "import", "class": "served_rewards:Gated", "args": {"gate": str(gate)}})
+    samples = samples_of(32)
+    with ray_server(gated) as server, ThreadPoolExecutor(32) as callers:
+
+        def ask(row: int) -> float:
+            body, kind = body_of([samples[row]])
+            reply = server.client.post("/v1/score", content=body, headers=kind)
+            assert reply.status_code == 200
+            return float(reply.json()["items"][0]["scores"]["digest"])
+
+        asked = [callers.submit(ask, row) for row in range(32)]
+        while "retouch_requests_in_flight 33.0" not in server.client.get("/metrics").text:
+            time.sleep(0.05)
+        server.process.terminate()
+        while server.client.get("/readyz").status_code != 503:
+            time.sleep(0.05)
+        body, kind = body_of(samples[:1])
+        assert server.client.post("/v1/score", content=body, headers=kind).status_code == 503
+        assert not any(future.done() for future in asked)
+        gate.touch()
+        assert [future.result() for future in asked] == [digest_score(sample) for sample in samples]
+        assert server.process.wait(timeout=300) == 0
+
+
+def test_more_replicas_come_as_the_load_asks_for_them(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    gated = json.dumps({"kind": "import", "class": "served_rewards:Gated", "args": {"gate": str(gate)}})
+    samples = samples_of(48)
+    with ray_server(gated, "--replicas", "1", "--most-replicas", "2") as server:
+
+        def replicas() -> int:
+            return sum(any("ServeReplica" in word for word in words) for words in processes_of(server))
+
+        assert replicas() == 1
+        with closing(RemoteReward([server.url], batch=1, concurrency=48, timeout=600, deadline=600)) as reward:
+            asked = reward.submit(samples)
+            while replicas() < 2:
+                assert not asked.done()
+                time.sleep(0.2)
+            gate.touch()
+            assert asked.result()["digest"].tolist() == [digest_score(sample) for sample in samples]
+
+
+def test_a_reload_changes_the_judge_and_loses_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = (TESTS / "served_rewards.py").read_text()
+    module = tmp_path / "my_judge.py"
+    module.write_text(source)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    with ray_server("my_judge:Digest", "--replicas", "2") as server:
+
+        def fingerprints() -> set[str]:
+            return {server.client.get("/v1/info").json()["rewards"][0]["fingerprint"] for _ in range(8)}
+
+        (old,) = fingerprints()
+        module.write_text(source + "\n# another rubric\n")
+        server.process.send_signal(signal.SIGHUP)
+        body, kind = body_of(samples_of(2))
+        while old in fingerprints():
+            assert server.client.post("/v1/score", content=body, headers=kind).status_code == 200
+
+
+def test_who_has_no_token_cannot_talk_to_the_cluster() -> None:
+    """Whoever may talk to it may run code on it."""
+    ask = "import ray, sys; ray.init(address=sys.argv[1], logging_level='ERROR')"
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
+    with ray_server("share:red") as server:
+        (cluster,) = {word for line in processes_of(server) for word in line if word.startswith("--gcs-address=")}
+        address = cluster.removeprefix("--gcs-address=")
+        done = subprocess.run([sys.executable, "-c", ask, address], capture_output=True, text=True, env=environment, check=False)
+        assert done.returncode != 0
+        assert "InvalidAuthToken" in done.stderr
+
+
+def processes_of(server: RayServer) -> list[list[str]]:
+    """The words with which its child processes were started."""
+    found = []
+    for child in psutil.Process(server.process.pid).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            found.append(child.cmdline())
+    return found
+
+
+def test_a_reward_that_cannot_be_built_ends_it_with_the_reason() -> None:
+    with ray_server("no_such_module:Judge", ready="cannot be served") as server:
+        assert server.process.wait(timeout=300) == 2
+        assert "there is no module no_such_module" in "".join(server.lines)
