@@ -32,8 +32,8 @@ JUDGING = (
     Mutant(
         "an answer that was cut off is read",
         "rewards/judges/forms.py",
-        'if reply.refused or reply.finished != "stop":',
-        "if reply.refused:",
+        'if reply.refused or reply.finished != "stop":\n            return None\n        return read_scores',
+        "if reply.refused:\n            return None\n        return read_scores",
         f"{_FORMS}::test_a_refusal_is_no_score",
     ),
     Mutant(
