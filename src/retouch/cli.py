@@ -62,7 +62,7 @@ def _training(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", *
         "launch", parents=parents[:1], help="run a recipe, or another command, as several ranks on this machine"
     )
     launch.add_argument("--nproc", type=int, required=True, metavar="N", help="ranks")
-    launch.add_argument("--gpus", type=_numbers, metavar="1,2,3", help="CUDA devices, one a rank")
+    launch.add_argument("--gpus", type=_numbers, metavar="1,2,3", help="CUDA devices, one a rank, or as many as its recipe names")
     launch.add_argument(
         "argv", nargs=argparse.REMAINDER, metavar="RECIPE|COMMAND ...", help="as after `retouch train`, or after `retouch`"
     )

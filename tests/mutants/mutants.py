@@ -7,6 +7,7 @@ from judging_mutants import JUDGING
 from ledger_mutants import LEDGER
 from mutant import Mutant
 from painting_mutants import PAINTING
+from placement_mutants import PLACING
 from rendering_mutants import RENDERING
 from serving_mutants import SERVING
 from watching_mutants import WATCHING
@@ -260,5 +261,6 @@ MUTANTS = (
     *JUDGING,
     *RENDERING,
     *PAINTING,
+    *PLACING,
     *LEDGER,
 )

@@ -43,7 +43,13 @@ def test_devices_are_given_to_all_and_told_apart_by_local_rank() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nproc", "gpus", "says"), [(0, None, "--nproc 0"), (2, [1], "one device for each of the 2 ranks"), (2, [1, 1], "each once")]
+    ("nproc", "gpus", "says"),
+    [
+        (0, None, "--nproc 0"),
+        (2, [1], "one device for each of the 2 ranks"),
+        (2, [1, 1], "each once"),
+        (2, [1, 2, 3], "or equally many"),
+    ],
 )
 def test_impossible_numbers_are_refused(nproc: int, gpus: list[int] | None, says: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=says):

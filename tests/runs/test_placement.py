@@ -144,6 +144,26 @@ def test_a_frozen_encoder_of_the_writers_own_weights_is_held_once(tmp_path: Path
     assert pictures[0] == pictures[1]
 
 
+@pytest.mark.parametrize("encoder", ["policy", "frozen"])
+def test_what_is_held_once_has_one_storage(tmp_path: Path, writer: Path, encoder: str) -> None:
+    editor = tmp_path / "editor"
+    shutil.copytree(playground_weights(), editor)
+    for file in ("model.safetensors", "config.json"):
+        shutil.copy(writer / file, editor / "text_encoder" / file)
+    changes = {"renderer__model": {"kind": "playground", "path": str(editor)}, "renderer__encoder": encoder}
+    parts = assemble(parse(tiny_writer_runs.recipe(tmp_path, writer, **changes)), Ranks())
+    image_model: Any = parts.image_model
+    written, drawn = parts.model.module, [image_model.module, image_model.latents.vae]
+    assert held([written, *parts_of(image_model)]) == held([written, *drawn]) == held([written]) + held(drawn)
+    parts.judge.close()
+
+
+def held(modules: list[nn.Module]) -> int:
+    """Bytes of the storages of all their weights, each once."""
+    storages = [weight.untyped_storage() for module in modules for weight in module.parameters()]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 # Names in a recipe
 
 

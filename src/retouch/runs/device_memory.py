@@ -9,6 +9,7 @@ from retouch.runs.placement import Placement
 from retouch.runs.ranks import Ranks
 from retouch.runs.recipe_devices import Devices
 
+PEAK = "memory/peak_gb"
 _GB = 1e9
 
 
@@ -23,7 +24,7 @@ class Memory:
         self.names = [f"/{parts[device]}" if len(self.devices) > 1 else "" for device in self.devices]
 
     def after_step(self, done: int) -> dict[str, float]:
-        """What was in use at most during the step that brought the run to ``done``, by ``memory/peak_gb`` and, where there are
+        """What was in use at most during the step that brought the run to ``done``, by ``PEAK`` and, where there are
         several, its device and rank; all ranks call it. Gives torch's cache back where that is due."""
         peaks = torch.tensor([[peak_bytes(device) / _GB for device in self.devices]], dtype=torch.float64)
         if self.empty_every and done % self.empty_every == 0 and torch.cuda.is_available():
@@ -31,7 +32,7 @@ class Memory:
         found: dict[str, float] = {}
         for rank, row in enumerate(self.ranks.gather(peaks).tolist()):
             place = f"/rank-{rank}" if self.ranks.world > 1 else ""
-            found |= {f"memory/peak_gb{name}{place}": peak for name, peak in zip(self.names, row, strict=True)}
+            found |= {f"{PEAK}{name}{place}": peak for name, peak in zip(self.names, row, strict=True)}
         return found
 
 

@@ -24,13 +24,15 @@ _STDOUT = 1
 def launch(nproc: int, gpus: Sequence[int] | None, argv: Sequence[str], *, logs: Path) -> int:
     """Run ``retouch <argv>`` as ``nproc`` ranks and return the exit code of the first that failed, or 0.
 
-    ``gpus``: the CUDA devices to use, one a rank; None leaves the choice to each rank. ``logs``: folder of ``rank-N.log``; what
-    rank 0 says also goes to the terminal. ValueError: an impossible number of ranks or devices, or ranks already under a launcher.
+    ``gpus``: the CUDA devices to use, equally many a rank; None leaves the choice to each rank. ``logs``: folder of ``rank-N.log``;
+    what rank 0 says also goes to the terminal. ValueError: an impossible number of ranks or devices, or ranks already under a
+    launcher.
     """
     if nproc < 1:
         raise ValueError(f"--nproc {nproc}: take 1 or more")
-    if gpus is not None and (len(gpus) != nproc or len(set(gpus)) != nproc):
-        raise ValueError(f"--gpus {','.join(map(str, gpus))}: name one device for each of the {nproc} ranks, each once")
+    if gpus is not None and (not gpus or len(gpus) % nproc or len(set(gpus)) != len(gpus)):
+        named = ",".join(map(str, gpus))
+        raise ValueError(f"--gpus {named}: name one device for each of the {nproc} ranks, or equally many, and each once")
     if "RANK" in os.environ:
         raise ValueError(f"this is rank {os.environ['RANK']} of a launcher already; start the command itself, without launch")
     command = [sys.executable, "-m", "retouch.cli", *argv]

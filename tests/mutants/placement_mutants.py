@@ -1,0 +1,82 @@
+"""Deliberate bugs of where things lie: ranks that share weights, weights that are held once, memory that is planned."""
+
+from mutant import Mutant
+
+SHARDING = "tests/runs/test_sharding.py"
+PLACEMENT = "tests/runs/test_placement.py"
+PLANS = "tests/models/test_memory_plans.py"
+DOCTOR = "tests/runs/test_doctor_writing.py"
+CHECKS = "tests/runs/test_sharding_checks.py"
+
+PLACING = (
+    Mutant(
+        "FSDP takes means of gradients that are shares of a sum",
+        "runs/stepper_fsdp.py",
+        "inner.set_gradient_divide_factor(1.0)",
+        "inner.set_gradient_divide_factor(2.0)",
+        f"{SHARDING}::test_the_steps_are_those_of_ranks_that_share_nothing[fsdp2]",
+    ),
+    Mutant(
+        "weights that are whole on every rank learn from their own rank alone",
+        "runs/stepper_fsdp.py",
+        "flat = self.ranks.sum(torch.cat([gradient.flatten() for gradient in alone]))",
+        "flat = torch.cat([gradient.flatten() for gradient in alone])",
+        f"{SHARDING}::test_the_steps_are_those_of_ranks_that_share_nothing[fsdp2]",
+    ),
+    Mutant(
+        "a copy of shared weights stays where it was swapped in",
+        "runs/sharded_copies.py",
+        "share.copy_(current[name])",
+        "share.add_(0.0)",
+        f"{SHARDING}::test_copies_of_shared_weights_are_swapped_and_blended[fsdp2]",
+    ),
+    Mutant(
+        "accelerate's ZeRO-3 is passed over",
+        "runs/sharding_checks.py",
+        'if stage == "3":',
+        'if stage == "4":',
+        f"{CHECKS}::test_what_is_not_followed_is_refused",
+    ),
+    Mutant(
+        "a frozen reader of the writer's own weights reads with what it has learnt",
+        "runs/build_writer.py",
+        'published = partial(copies.using, "reference")',
+        "pass",
+        f"{PLACEMENT}::test_a_frozen_encoder_of_the_writers_own_weights_is_held_once",
+    ),
+    Mutant(
+        "the policy's reader is held beside the policy",
+        "runs/image_model.py",
+        "    editor.text.encoder = writer\n",
+        "    editor.text.encoder = __import__('copy').deepcopy(writer)\n",
+        f"{PLACEMENT}::test_what_is_held_once_has_one_storage",
+    ),
+    Mutant(
+        "tensors that were let go are counted",
+        "models/live_bytes.py",
+        "if not kept[0].expired()",
+        "if kept[0]",
+        f"{PLANS}::test_what_is_let_go_is_not_counted_and_views_are_not_counted_twice",
+    ),
+    Mutant(
+        "without checkpoints one layer's activations are planned for all",
+        "models/memory_writing.py",
+        "layers * kept + most - kept if shared",
+        "most if shared",
+        f"{PLANS}::test_a_layer_takes_in_an_update_what_it_takes_on_the_cpu[False]",
+    ),
+    Mutant(
+        "the plan leaves out the models of rewards",
+        "runs/doctor_writing.py",
+        'placed.setdefault(device, []).append(("reward", MemoryPlan((row,))))',
+        "pass",
+        f"{DOCTOR}::test_system_c_has_a_plan_for_each_of_its_three_gpus",
+    ),
+    Mutant(
+        "torch's cache is emptied unasked",
+        "runs/device_memory.py",
+        "devices.empty_cache_every or 0",
+        "devices.empty_cache_every or 5",
+        "tests/runs/test_device_memory.py::test_the_cache_is_given_back_when_the_recipe_says_so_and_not_else",
+    ),
+)
