@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 from retouch.runs.folder import RunFolder
 
 SIDE, GAP, LINE, LEFT = 120, 10, 15, 10
-ACROSS = 78  # letters of a line
+ACROSS, LETTERS = 520, 78  # px of a line, at least, and how many letters they hold
 COLUMNS = ("source", "before", "after", "target")
 
 
@@ -21,7 +21,9 @@ def main(run: Path, out: Path) -> None:
     first, last = folder.sample_steps()[0], folder.sample_steps()[-1]
     before = {line["task"]: line for line in folder.read_samples(first) if line["set"] == "heldout"}
     after = [line for line in folder.read_samples(last) if line["set"] == "heldout"]
-    width = LEFT + 2 * (len(COLUMNS) * (SIDE + GAP) + 3 * GAP)
+    columns = COLUMNS if after[0]["source"] else COLUMNS[1:]
+    across = max(ACROSS, len(columns) * (SIDE + GAP))
+    width = LEFT + 2 * (across + 3 * GAP)
     rows = (len(after) + 1) // 2
     captions = [caption(before[line["task"]], line) for line in after]
     text = 4 + LINE * max(len(lines) for lines in captions)
@@ -29,21 +31,23 @@ def main(run: Path, out: Path) -> None:
     draw = ImageDraw.Draw(sheet)
     font = ImageFont.load_default(13)
     for half in range(2):
-        for column, name in enumerate(COLUMNS):
+        for column, name in enumerate(columns):
             draw.text((LEFT + half * width // 2 + column * (SIDE + GAP), 6), name, fill="#555", font=font)
     for index, line in enumerate(after):
         x, y = LEFT + (index % 2) * width // 2, 28 + (index // 2) * (SIDE + text + GAP)
         start = before[line["task"]]
-        shown = (
-            (folder.samples(last) / line["source"], ""),
-            (folder.samples(first) / start["image"], f"{start['reward']:.1f}"),
-            (folder.samples(last) / line["image"], f"{line['reward']:.1f}"),
-            (folder.samples(last) / line["target"], ""),
-        )
-        for column, (path, score) in enumerate(shown):
+        files = {
+            "source": (last, line["source"], ""),
+            "before": (first, start["image"], f"{start['reward']:.1f}"),
+            "after": (last, line["image"], f"{line['reward']:.1f}"),
+            "target": (last, line["target"], ""),
+        }
+        for column, (step, name, score) in enumerate(files[name] for name in columns):
+            path = folder.samples(step) / name
             with Image.open(path) as image:
                 sheet.paste(image.resize((SIDE, SIDE), Image.Resampling.NEAREST), (x + column * (SIDE + GAP), y))
-            draw.text((x + column * (SIDE + GAP) + 4, y + SIDE - 18), score, fill="black", font=font)
+                ink = "black" if image.convert("L").getpixel((1, image.height - 2)) > 96 else "white"
+            draw.text((x + column * (SIDE + GAP) + 4, y + SIDE - 18), score, fill=ink, font=font)
         for number, (words, colour) in enumerate(captions[index]):
             draw.text((x, y + SIDE + 2 + LINE * number), words, fill=colour, font=font)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -52,11 +56,11 @@ def main(run: Path, out: Path) -> None:
 
 def caption(before: dict, after: dict) -> list[tuple[str, str]]:
     """The instruction and, of a writer, what it wrote for it before and after: lines and their colours."""
-    lines = [(words, "#222") for words in textwrap.wrap(after["instruction"], ACROSS)[:2]]
+    lines = [(words, "#222") for words in textwrap.wrap(after["instruction"], LETTERS)[:2]]
     for when, line in (("before", before), ("after", after)):
         if line.get("text") is not None:
             said = f"{when}: {line['text'] or '(nothing)'}"
-            lines += [(words, "#06c") for words in textwrap.wrap(said, ACROSS)[:2]]
+            lines += [(words, "#06c") for words in textwrap.wrap(said, LETTERS)[:2]]
     return lines
 
 

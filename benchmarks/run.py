@@ -29,6 +29,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="of each step that is timed")
     parser.add_argument("--steps", type=int, default=60, help="of the two runs on the tiny SD3")
     parser.add_argument("--trl-steps", type=int, default=40, help="of each run beside TRL")
+    named = {setting.name: setting for setting in against_trl.SETTINGS}
+    parser.add_argument("--trl-settings", nargs="*", choices=named, default=list(named), help="what is compared beside TRL")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write all numbers here")
@@ -51,7 +53,7 @@ def main() -> None:
         measured["against_one_file"] = [each.to_json() for each in runs]
     if "trl" in arguments.only:
         beside = []
-        for setting in against_trl.SETTINGS:
+        for setting in (named[name] for name in arguments.trl_settings):
             for seed in arguments.seeds:
                 print(f"TRL, {setting.name}, seed {seed}: {arguments.trl_steps} steps of each in turn", flush=True)
                 beside.append(against_trl.measure(setting, seed=seed, steps=arguments.trl_steps))
