@@ -109,7 +109,7 @@ def headline(found: dict[str, list[dict]]) -> list[str]:
             gain = f"{s['gain']:+.2f} ({low:+.2f} to {high:+.2f})"
             best = f"{s['best_of_k']:.2f} (k={s['k']})" if "best_of_k" in s else ""
             beside = f"{best} | {s['ceiling']:.2f}"
-            share = "" if s["gap_closed"] is None else f"{s['gap_closed']:.2f}"
+            share = "" if s["gap_closed"] is None else f"{s['gap_closed']:z.2f}"
             ratio = "" if result["ratio_max_first"] is None else f"{result['ratio_max_first']:.0e}"
             spent = f"{result['cpu_seconds']:.0f}" if "cpu_seconds" in result else ""
             lines.append(
@@ -117,7 +117,7 @@ def headline(found: dict[str, list[dict]]) -> list[str]:
                 f"{singles:+.2f} | {ratio} | {s['cost']['training seconds']:.0f} | {spent} |"
             )
         shares = [result["summary"]["gap_closed"] for result in results]
-        mean = "" if None in shares else f"**{statistics.mean(shares):.2f}**"  # a blind renderer leaves no gap
+        mean = "" if None in shares else f"**{statistics.mean(shares):z.2f}**"  # a blind renderer leaves no gap
         lines.append(f"| **{name}** | mean of {len(shares)} |  |  |  | {mean} |" + "  |" * 6)
     return lines
 
