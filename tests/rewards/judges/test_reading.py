@@ -19,6 +19,7 @@ KINDS = {
     *("ranges", "decimal commas", "languages", "thoughts", "tags", "nonsense", "two names"),
     *("thousands", "two fractions", "other digits", "percentages", "TeX", "negative", "scientific", "tool calls", "nested JSON"),
     *("repeated keys", "cut streams", "second thoughts", "not the judge's", "blind", "other keys", "not a score", "honest"),
+    *("traps", "seldom"),  # made to mislead; forms that are seldom met, from which the reader may abstain
 }
 FORMS = [
     {"score": Scale(0, 10)},
@@ -121,13 +122,13 @@ def test_the_corpus():
         found = read_scores(row["text"], scales)
         right = found == label
         outcomes["right" if right else "abstained" if found is None else "wrong"] += 1
-        outcomes["valued and read"] += right and label is not None
+        outcomes["valued and read"] += right and label is not None and row["kind"] != "seldom"
         if not right and found is not None:
             wrong.append((row["text"], label, found))
     assert wrong == []
-    assert len(CORPUS) >= 1000
+    assert len(CORPUS) >= 1600
     assert {row["kind"] for row in CORPUS} == KINDS
-    valued = sum(row["want"] is not None for row in CORPUS)
+    valued = sum(row["want"] is not None and row["kind"] != "seldom" for row in CORPUS)
     assert valued >= 250
     assert outcomes["valued and read"] >= 0.95 * valued, outcomes  # abstaining from everything would be easy
 

@@ -18,7 +18,8 @@ _BLIND = re.compile(
             rf"\bthere (?:is|are|was|were) no (?:(?:second|edited|source) )?{_PICTURE}\b"
             r"(?=[^.]*\b(?:judge|evaluate|rate|score|compare|assess)|\s*[.,;)!]|\s*\Z)",
             rf"\((?:no|missing) (?:(?:second|edited|source) )?{_PICTURE}\)",
-            rf"\b{_PICTURE} (?:is |are |was |were )?(?:missing\b|not (?:provided|attached|visible|loaded|available)\b)",
+            rf"\b{_PICTURE} (?:is |are |was |were )?"
+            r"(?:missing\b|not (?:provided|attached|visible|loaded|available|received|given)\b)",
             rf"\b{_PICTURE} (?:did not|didn['’]t|failed to|never|does not|doesn['’]t) (?:load|open|arrive|come through)\b",
             rf"\b{_PICTURE} (?:could not|couldn['’]t|cannot|can['’]?t) be "
             r"(?:loaded|opened|viewed|accessed|analy[sz]ed|processed|decoded|read)\b",

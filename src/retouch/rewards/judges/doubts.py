@@ -12,17 +12,29 @@ _REVISED_WORDS = r"""
     kidding joking zero two three four five six seven eight nine ten eleven twelve twenty thirty fifty disagree\w* withdrawn?
     retract\w* disregard\w* ignore void cancel\w* crossed preliminary provisional\w* tentativ\w* pending hypothetical\w*
     pretend\w* fiction\w* nein eigentlich korrektur moment eher plutôt corrección anzi aliás нет точнее вернее хотя скорее
-    skala échelle escala
+    skala échelle escala oops whoops sorry apolog\w* err hmm+ umm* nope nah strike misread mistake\w*
+    re-?\w*(?:evaluat|check|read|think|thought)\w* double-?check\w* minus plus penal\w* bonus joke sarcas\w* ironic\w* jest
+    lenient\w* generous\w* harsh\w* hardly points? only alone when\w* provided except until dock\w* knock\w* shav\w*
+    tak(?:e|es|en|ing) unsure uncertain tbd i my me let
 """
 _REVISED_PHRASES = (
-    r"on second thou\w*|on reflection|scratch that|change (?:my|this|that|it)|(?:should|would|could|might) be|what (?:the|a|an)"
-    r"|so less|too (?:high|low|generous|harsh|kind)|wants me|told to|had (?:it|the|this|they)|non?(?=[:,.])|en fait|mejor dicho"
+    r"on second thou\w*|on reflection|scratch that|change (?:my|this|that|it)|(?:should|would|could|might) be"
+    r"|what (?:the|a|an)|so less|were it|but for|too (?:high|low|generous|harsh|kind)|wants me|told to"
+    r"|had (?:it|the|this|they)|non?(?=[:,.])|en fait|mejor dicho"
     r"|en realidad|in realtà|na verdade|not (?:the|my|a|your) (?:own |final |real )?(?:score|grade|rating|verdict|answer)"
 )
 _REVISED_SIGNS = (
-    r"[%‰?？↓→]|\bno\W*\Z|\b(?:corrected|amended)\s*[:：]|[:：]\s*\Z"
+    r"[%‰?？↓→⇒]|[-=]>|\A\W*not\b|\bnot\W*\Z|\bno\W*\Z|\([^)]*\Z|\b(?:corrected|amended|updated?|edit)\s*[:：]|[:：]\s*\Z"
     r"|不对|不對|更正|修正|其实|其實|應該|应该|いや|訂正|やはり|実は|아니|정정|사실"
 )
+# What a remark after a score must speak of, sentence by sentence: pictures and edits.
+_PICTURED = r"""
+    edit\w* images? pictures? photos? photographs? colou?r\w* light\w* shad\w* reflection\w* edges? art[ei]fact\w*
+    backgrounds? foreground instruct\w* requested objects? details? shapes? textures? faces? fingers? hands? hair sky scenes?
+    subjects? identity styles? compositions? blur\w* sharp\w* noise realis\w* natural\w* quality consisten\w* preserv\w*
+    chang\w* remov\w* adds? added replac\w* follow\w* match\w* kept keeps? unchanged lettering halos? seams? blend\w*
+    distort\w* perspective proportions? skin execution overexposed underexposed asked clean(?:ly)? crisp
+"""
 # Right after a score: "(source image)", ", per the caption", "- the threshold".
 _LEADING = r"for of from per the an? as on in by text at to my is was are were this these those it they both all"
 _QUALIFYING = r"""
@@ -51,6 +63,12 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern, re.IGNORECASE)
 
 
+_ABOUT_PICTURES = _compiled(rf"\b(?:{_any(_PICTURED)})\b")
+_SAYS_NOTHING = re.compile(r"[\s.!,;:()（）。！；，|…–—-]*")
+_GOES_ON = re.compile(r"[ \t]*\n\s*[a-z]")
+_COURTESY = _compiled(
+    r"\b(?:i hope (?:this|that|it) helps|(?:please )?let me know if you (?:need|have|want|would)\b[^.!?\n]*)[.!]?"
+)
 _REVISED = _compiled(rf"\b(?:{_any(_REVISED_WORDS)}|{_REVISED_PHRASES})\b|{_REVISED_SIGNS}")
 _QUALIFIED = _compiled(
     rf"\A[\s(\[,;|–—-]*(?:(?:{_any(_LEADING)})\b[\s(]*)*(?:{_any(_QUALIFYING)}|or so|or thereabouts|give or take)\b"
@@ -61,8 +79,16 @@ _VERB = _compiled(rf"\b(?:{_any(_SAYING)})\b")
 
 
 def takes_back(after: str) -> bool:
-    """Whether the text after a score has second thoughts, a condition, or somebody else to whom the score belongs."""
-    return _REVISED.search(after) is not None or _QUALIFIED.search(after) is not None
+    """Whether the text after a score has second thoughts, a condition, or somebody else to whom the score belongs.
+
+    There are more ways to take a score back than can be listed. So the rest must be sentences about pictures, in English, of
+    which none has a word of doubt or speaks of the judge ("I ..."). Courtesies are passed over.
+    """
+    after = _COURTESY.sub("", after)
+    if _REVISED.search(after) or _QUALIFIED.search(after) or _GOES_ON.match(after):
+        return True
+    sentences = re.split(r"[.!?\n](?=\s|\Z)", after)
+    return any(not (_SAYS_NOTHING.fullmatch(one) or _ABOUT_PICTURES.search(one)) for one in sentences)
 
 
 def disowns(line: str) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from retouch.rewards.judges.blindness import is_blind
 from retouch.rewards.judges.doubts import takes_back
+from retouch.rewards.judges.other_scales import is_elsewhere
 from retouch.rewards.judges.scales import Scale
 from retouch.rewards.judges.statements import bare, stated, unboxed, unmarked
 from retouch.rewards.judges.typed import parse, scores_of
@@ -67,7 +68,7 @@ def _free(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
         return None
     objects, prose = blocks
     words = without_quotes(prose)
-    if words is None or declines(words) or is_blind(words):
+    if words is None or declines(words) or is_blind(words) or is_elsewhere(words, scales.values()):
         return None
     words = unmarked(unboxed(words))
     if re.search(r"[{}]|<\|", words):

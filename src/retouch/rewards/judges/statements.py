@@ -16,7 +16,7 @@ _ENGLISH = (
     r"(?:(?:my|the|final|overall|total|combined|assigned)[\s_]+){0,3}(?:scores?|rating|grade)"
     r"(?:\s+for\s+(?:this|the)\s+edit(?:ed\s+(?:image|picture))?)?"
 )
-_FINAL = rf"{_ENGLISH}|final\s+answer"
+_FINAL = rf"{_ENGLISH}|(?:(?:my|the)\s+)?final\s+answer"
 _TAGS = rf"{_ENGLISH}|(?:final[\s_]+)?answer"
 _FOREIGN = (
     r"(?:endgültige\s+|finale\s+)?(?:gesamt)?(?:bewertung|punktzahl|punkte|endnote|wertung)|note(?:\s+(?:finale|globale))?"
@@ -30,6 +30,7 @@ _BULLET = r"[ \t]*(?:(?:[-•–+]|[0-9]{1,2}[.)]|#{1,6})[ \t]+)?"
 _BOUNDS = r"(?:\s*\(\s*(?:from\s+)?(?P<bounds>[0-9.]+\s*(?:-|–|—|to)\s*[0-9.]+|(?:/|out\s+of)\s*[0-9.]+)\s*\))?"
 _TAIL = re.compile(r"[ \t]*(?:\Z|\n|[.;!。；！](?=\s|\Z)|,(?=\s)|\(|（|[|]|[-–—](?=\s))")
 _NUMBERED = re.compile(r"not[ea]\s*[:：]\s*[0-9]{1,2}[.)][ \t]+\S", re.IGNORECASE)  # a first remark, and no grade
+_LISTED = re.compile(r"[0-9]{1,2}[.)][ \t]+\S")
 _SENTENCE_END = re.compile(r"(?:\A|\n|[.!?。！？][)\s]|[。！？])[ \t]*\Z")
 _MOST = 50  # scores stated in one text
 _JOINED = re.compile(r"\s*[,;|]?\s*(?:and\s+)?\Z")
@@ -111,7 +112,8 @@ def _without_figure(text: str, label: str) -> Iterator[None]:
 def _of_label(text: str, name: str, scale: Scale, label: str, *, decimal_comma: bool) -> Iterator[Statement | None]:
     line = rf"(?<!\w)(?:{label}){_BOUNDS}(?P<sign>\s*(?:[:：=]|\b(?:is|of)\b)?\s*){_FIGURE}{_UNIT}"
     for match in re.finditer(line, text, re.IGNORECASE):
-        value = None if _NUMBERED.match(text, match.start()) else _value(match, scale, decimal_comma=decimal_comma)
+        numbered = _NUMBERED.match(text, match.start()) or ("\n" in match["sign"] and _LISTED.match(text, match.start("figure")))
+        value = None if numbered else _value(match, scale, decimal_comma=decimal_comma)
         ends = _TAIL.match(text, _figure_end(match)) is not None
         signed = match["sign"].strip().lower() in (":", "：", "=", "is")
         if value is None or not ends or not signed or not _fits(match["bounds"], scale):

@@ -6,15 +6,22 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from retouch.rewards.judges.blindness import is_blind
+from retouch.rewards.judges.other_scales import is_elsewhere
 from retouch.rewards.judges.scales import Scale
 from retouch.types import Json
 
 GENERIC = ("score", "scores", "rating", "grade", "final_score", "overall_score", "overall_rating", "final_rating", "total_score")
 _MOST_BRACKETS = 200  # far from what the parser's recursion allows
 _TOPS = re.compile(r"max|out_?of|scale|range|total|denominator|possible|upper|full_?marks|(?:^|_)top(?:_|$)")
-_SCORES = re.compile(r"score|rating|grade|revised|corrected|adjusted|updated")
+_SCORES = re.compile(r"score|rating|grade|revised|corrected|adjusted|updated|final|overall|verdict|answer|actual")
 _FOREIGN = re.compile(r"(?:^|_)(?:example|sample|template|source|original|unedited|previous|old|initial|target|before)(?:_|$)")
 _SCHEMA = ("properties", "$schema", "minimum", "maximum", "required")
+_OTHER_SCORE = re.compile(  # in a text beside the score
+    r"\b(?:actually|wait|correction|on (?:second thought|reflection)|scratch that)\b[^.\n]{0,40}"
+    r"\b(?:should (?:be|have been)|deserves|make (?:it|that|this)|(?:score|rating) (?:is|of)"
+    r"|i(?:['’]d| would)? (?:give|say|rate|score))\b[^.\n]{0,20}[0-9]",
+    re.IGNORECASE,
+)
 _FIGURES = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})?")
 _FRACTION = re.compile(r"\s*([0-9][0-9.]*)\s*(?:/\s*([0-9][0-9.]*))?\s*")
 
@@ -40,8 +47,10 @@ def scores_of(value: Json, scales: Mapping[str, Scale]) -> dict[str, float] | No
 
 
 def _declined(value: dict[str, Json]) -> bool:
-    """Whether the object says that there was nothing to judge, carries an error, or is a schema or an example."""
-    blind = any(isinstance(part, str) and is_blind(part) for part in value.values())
+    """Whether the object says that there was nothing to judge or that its number is another, carries an error, or is a schema or an
+    example."""
+    texts = [part for part in value.values() if isinstance(part, str)]
+    blind = any(is_blind(text) or _OTHER_SCORE.search(text) for text in texts)
     return blind or any(_spoils(_plain(key), part) for key, part in value.items())
 
 
@@ -63,6 +72,8 @@ def _spoils(key: str, part: Json) -> bool:
 def _other_scale(value: dict[str, Json], scales: Mapping[str, Scale]) -> bool:
     """Whether the object names a top that is not the scale's: {"score": 4, "max_score": 5} on a scale to 10."""
     own = (*GENERIC, *map(_plain, scales))
+    if any(isinstance(part, str) and is_elsewhere(part, scales.values()) for part in value.values()):
+        return True
     named = [part for key, part in value.items() if _TOPS.search(_plain(key)) and _plain(key) not in own]
     tops = [float((_FIGURES.findall(str(part)) or ["nan"])[-1]) for part in named]
     return any(top != scale.high for top in tops for scale in scales.values())

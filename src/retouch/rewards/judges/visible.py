@@ -47,6 +47,7 @@ _TELLS = re.compile(
     r"|\bas follows\b|\bthe following\b",
     re.IGNORECASE,
 )
+_SPEAKER = re.compile(r"^\W*(?:system|user|human|developer|instructions?|prompt|note to \w+)\s*[:：]", re.IGNORECASE | re.MULTILINE)
 _ABBREVIATED = re.compile(r"\b(?:e\.g|i\.e|cf|vs|no|approx|ca|z\.b|p\.ex)\.\Z", re.IGNORECASE)
 _HEADING = re.compile(
     r"\b(?:evaluation|assessment|verdict|answers?|ratings?|scores?|analysis|results?|summary|conclusion|reasoning|judge?ment|json|output"
@@ -111,6 +112,8 @@ def leads_to_own_score(before: str) -> bool:
     Not so where its paragraph gives somebody else's words without quoting them ("the sign reads: well done!"), or the line goes on
     ("at most").
     """
+    if _SPEAKER.search(before):
+        return False
     before = _OWN_FORMAT.sub(" ", before.rstrip())
     paragraph = re.split(r"\n[ \t]*\n", before)[-1]
     told = any(_TELLS.search(sentence) and "\x00" not in sentence for sentence in re.split(r"[.!?。\n](?=\s|\Z)", paragraph))
