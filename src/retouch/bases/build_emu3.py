@@ -36,10 +36,10 @@ COMMAND = "retouch playground build --emu3"
 HELD_OUT = 330
 
 
-CODES = CodesTraining(steps=2000, free_steps=800)
+CODES = CodesTraining(steps=1500, free_steps=700)
 STARTS = {
-    "s": Emu3Training(complexity={1: 1.0}, steps=2500),
-    "sc": Emu3Training(complexity={1: 0.75, 2: 0.125, 3: 0.125}, steps=2500),
+    "s": Emu3Training(complexity={1: 1.0}, steps=2200),
+    "sc": Emu3Training(complexity={1: 0.75, 2: 0.125, 3: 0.125}, steps=2200),
 }
 """Taught single edits, or also some of two and three."""
 

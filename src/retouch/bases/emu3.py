@@ -20,7 +20,7 @@ from retouch.playground.tasks import PlaygroundTasks
 
 THOUGHTS = ("<|start thinking|>", "<|end thinking|>")
 LONGEST = 24
-_WIDTH = 128
+_WIDTH = 96
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Emu3Training:
     complexity: Mapping[int, float]
     steps: int
     seed: int = 0
-    batch: int = 64
+    batch: int = 32
     learning_rate: float = 2e-3
     warmup: int = 100
     filler: float = 0.25
@@ -48,7 +48,7 @@ def emu3_tokenizer(seed: int) -> Qwen2Tokenizer:
 
 
 def untrained_emu3(words: Qwen2Tokenizer, vq: Emu3VQVAE) -> Emu3ForConditionalGeneration:
-    """Four layers of width 128 beside the trained autoencoder."""
+    """Four layers of width 96 beside the trained autoencoder."""
     config = Emu3Config(
         vq_config=vq.config.to_dict(),
         text_config={
@@ -56,8 +56,8 @@ def untrained_emu3(words: Qwen2Tokenizer, vq: Emu3VQVAE) -> Emu3ForConditionalGe
             "hidden_size": _WIDTH,
             "intermediate_size": 3 * _WIDTH,
             "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
             "max_position_embeddings": 512,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
             "attention_dropout": 0.0,  # the class also applies it to the residuals

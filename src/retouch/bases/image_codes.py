@@ -1,24 +1,25 @@
 """The playground's autoencoder of codes: Emu3's own class, 8 times down, so that a picture of nine cells is nine codes.
 
 The class cannot train by itself: its quantiser passes no gradient. Here latents learn first to be repeated through noise, then
-codes are placed among them (k-means), and both learn on with gradients straight through the nearest code.
+codes are placed among them (k-means), and both learn on with gradients straight through the nearest code. A cell's latents must be
+the same whatever stands beside it: else an empty cell alone has many codes, and who writes them must guess which.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import Emu3VQVAE
 from transformers.models.emu3.configuration_emu3 import Emu3VQVAEConfig
 
 from retouch.bases.autoencoder import rearranged
 from retouch.core.random import generator
-from retouch.playground.scenes import CELLS, SIZE, pixels, random_scene
+from retouch.playground.scenes import CELLS, GRID, SIZE, pixels, random_scene
 
-CODES = 128
+CODES = 80
 _WIDTH = 8
 _DECAY = 0.99
 _LIVE = 1e-2
@@ -35,10 +36,12 @@ class CodesTraining:
     learning_rate: float = 2e-3
     latent_noise: float = 0.1
     commitment: float = 0.25
+    alone: float = 1.0
+    """Weight of the distance between a cell's latents in one picture and in another."""
 
 
 def untrained_codes() -> Emu3VQVAE:
-    """Base 32, four stages, one block each, 128 codes of 8 numbers: 1.1 M parameters, drawn so that each layer keeps its size."""
+    """Base 32, four stages, one block each, 80 codes of 8 numbers: 1.1 M parameters, drawn so that each layer keeps its size."""
     vq = Emu3VQVAE(
         Emu3VQVAEConfig(
             codebook_size=CODES,
@@ -78,8 +81,12 @@ def train_codes(settings: CodesTraining, log: Callable[[str], None]) -> Emu3VQVA
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, total_steps=settings.steps, pct_start=0.05)
     codebook = None
     for step in range(settings.steps):
-        pictures = _pictures(settings, step)
-        latents = encoded(vq, pictures)
+        pictures, random = _pictures(settings, step), generator(settings.seed, "cells", step)
+        chosen = torch.rand(settings.batch // 2, CELLS, generator=random) < 0.5
+        mixed = exchanged(pictures, chosen)
+        free = encoded(vq, pictures)
+        latents = exchanged(free, chosen)
+        apart = (encoded(vq, mixed) - latents).square().mean() / free.detach().var()
         if step < settings.free_steps:
             noise = torch.randn(latents.shape, generator=generator(settings.seed, "latent noise", step))
             seen, stray = latents + settings.latent_noise * latents.detach().std() * noise, latents.new_zeros(())
@@ -88,19 +95,28 @@ def train_codes(settings: CodesTraining, log: Callable[[str], None]) -> Emu3VQVA
                 codebook = _Codebook(vq, settings)
             nearest = codebook(latents)
             seen, stray = latents + (nearest - latents).detach(), (latents - nearest).square().mean()
-        # Cells change places between the halves, so that a code speaks of its own cell and not of where it stands.
-        order = torch.rand(len(pictures), CELLS, generator=generator(settings.seed, "cells", step)).argsort(1)
+        # Cells also change places between the halves, so that a code speaks of its own cell and not of where it stands.
+        order = torch.rand(len(pictures), CELLS, generator=random).argsort(1)
         repeated = decoded(vq, rearranged(seen[:, :, None], order)[:, :, 0])
-        miss = repeated - rearranged(pictures[:, :, None], order)[:, :, 0]
-        loss = miss.abs().mean() + miss.square().mean() + settings.commitment * stray
+        miss = repeated - rearranged(mixed[:, :, None], order)[:, :, 0]
+        loss = miss.abs().mean() + miss.square().mean() + settings.commitment * stray + settings.alone * apart
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         schedule.step()
         if step % 100 == 0 or step == settings.steps - 1:
-            log(f"codes step {step}/{settings.steps}  loss {loss.item():.4f}  miss {miss.square().mean().sqrt().item() / 2:.4f}")
+            missed = miss.square().mean().sqrt().item() / 2
+            log(f"codes step {step}/{settings.steps}  loss {loss.item():.4f}  miss {missed:.4f}  apart {apart.item():.4f}")
     return vq.eval()
+
+
+def exchanged(images: Float[Tensor, "b c h w"], chosen: Bool[Tensor, "half 9"]) -> Float[Tensor, "b c h w"]:
+    """Pictures or latents whose first half has changed the chosen cells for those of the second half."""
+    height, width = images.shape[2] // GRID, images.shape[3] // GRID
+    where = chosen.view(-1, 1, GRID, GRID).repeat_interleave(height, 2).repeat_interleave(width, 3)
+    first, second = images.chunk(2)
+    return torch.cat([torch.where(where, second, first), torch.where(where, first, second)])
 
 
 def encoded(vq: Emu3VQVAE, pictures: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b c hh ww"]:
@@ -126,7 +142,7 @@ class _Codebook:
             batches = [encoded(vq, _pictures(settings, -1 - k)) for k in range(48)]
         latents = torch.cat([_flat(batch) for batch in batches])
         self.weight = vq.quantize.embedding.weight.requires_grad_(False)
-        self.weight.copy_(k_means(latents, CODES, generator(settings.seed, "codes")))
+        self.weight.copy_(k_means(latents, CODES))
         share = torch.bincount(_nearest(latents, self.weight), minlength=CODES).float() / len(latents)
         self.counts = share * settings.batch * CELLS
         self.sums = self.weight * self.counts[:, None]
@@ -145,14 +161,18 @@ class _Codebook:
         return nearest.view(len(latents), *latents.shape[2:], -1).permute(0, 3, 1, 2)
 
 
-def k_means(points: Float[Tensor, "n d"], count: int, random: torch.Generator, *, rounds: int = 20) -> Float[Tensor, "count d"]:
-    """Lloyd's algorithm from k-means++ starts; a centre that is nearest to nothing stays where it is."""
-    centres = points[torch.randint(len(points), (1,), generator=random)]
+def k_means(points: Float[Tensor, "n d"], count: int, *, rounds: int = 20) -> Float[Tensor, "count d"]:
+    """Lloyd's algorithm; a centre that is nearest to nothing stays where it is.
+
+    Each starts at the point that is farthest from those before it (Gonzalez): what is rare has a centre before what is
+    common has two.
+    """
+    centres = points[:1]
     distance = (points - centres).square().sum(1)
     for _ in range(count - 1):
-        chosen = points[torch.multinomial(distance.clamp_min(1e-12), 1, generator=random)]
-        centres = torch.cat([centres, chosen])
-        distance = torch.minimum(distance, (points - chosen).square().sum(1))
+        farthest = points[distance.argmax()][None]
+        centres = torch.cat([centres, farthest])
+        distance = torch.minimum(distance, (points - farthest).square().sum(1))
     for _ in range(rounds):
         members = F.one_hot(_nearest(points, centres), count).float()
         size = members.sum(0)[:, None]
@@ -169,9 +189,10 @@ def _flat(latents: Float[Tensor, "b c h w"]) -> Float[Tensor, "n c"]:
 
 
 def _pictures(settings: CodesTraining, step: int) -> Float[Tensor, "b 3 24 24"]:
-    """A batch in [-1, 1]: scenes of one to six things, more than a task has, since edits add some."""
+    """A batch in [-1, 1]: scenes of one to six things, as after edits that add some; both halves have the same greys."""
     random = generator(settings.seed, "pictures", step)
-    scenes = [random_scene(random, least=1, most=6) for _ in range(settings.batch)]
+    first, second = ([random_scene(random, least=1, most=6) for _ in range(settings.batch // 2)] for _ in range(2))
+    scenes = first + [replace(other, background=scene.background) for scene, other in zip(first, second, strict=True)]
     shown = torch.from_numpy(pixels(scenes)).permute(0, 3, 1, 2).float().div(127.5).sub(1.0)
     assert shown.shape[2:] == (SIZE, SIZE)
     return shown
