@@ -1,5 +1,6 @@
 // System A at full size: Qwen2.5-VL-7B sees a photograph and an instruction of eight edits, and writes how to make them; the frozen
-// Qwen-Image-Edit draws from the states of the whole dialogue, as the writer itself reads it. 8 GPUs of 141 GB, one rank each.
+// Qwen-Image-Edit draws from the states of the whole dialogue, as the writer itself reads it. 8 GPUs of 80 GB or more, one rank each
+// (the source's were H200); `retouch doctor RECIPE --device h200` plans what each holds.
 //
 //   export OPENAI_API_KEY=...
 //   retouch launch --nproc 8 recipes/qwen-image-edit/writer-grpo.jsonnet --set data.allow_test_sets=true

@@ -27,6 +27,7 @@ SETUP = Writing(
     completion=28,
     update=(1, 1),
     rollout=(1, 1),
+    evaluation=1,
     logits_at_once=8,
     dtype=torch.float32,
     trained_dtype=torch.float32,
@@ -143,10 +144,12 @@ def test_the_cache_is_as_large_as_transformers_own() -> None:
         model(torch.zeros(1, 40, dtype=torch.long), past_key_values=cache)
     kept = sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
 
-    def rollout(completion: int) -> int:
-        return rows(writer_plan(described(model), replace(SETUP, completion=completion)))["a rollout: cache and logits"]
+    def planned(stage: str, **changes: Any) -> int:
+        return rows(writer_plan(described(model), replace(SETUP, **changes)))[f"{stage}: cache and logits"]
 
-    assert rollout(28 + 40) - rollout(28) == kept
+    assert planned("a rollout", completion=28 + 40) - planned("a rollout") == kept
+    assert planned("an evaluation", completion=28 + 40, evaluation=5) - planned("an evaluation", evaluation=5) == 5 * kept
+    assert planned("a rollout", rollout=(5, 5)) == planned("an evaluation", evaluation=5) > planned("an evaluation")
 
 
 def test_an_update_grows_with_its_rows_and_not_its_logits() -> None:

@@ -15,6 +15,8 @@ from retouch.runs import checkpoint
 from retouch.runs.folder import RunFolder
 from retouch.runs.launching import environments, run_ranks
 from retouch.runs.recipe import parse
+from retouch.runs.recipe_overrides import apply
+from tiny_recipes import SMALL
 
 TESTS = Path(__file__).parents[1]
 NO_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
@@ -118,6 +120,21 @@ def test_a_run_learns_what_ranks_that_share_nothing_learn_and_resumes_to_the_sam
         assert states[0][group].keys() == states[1][group].keys()
         for name, tensor in states[0][group].items():
             assert torch.equal(tensor.nan_to_num(), states[1][group][name].nan_to_num()), f"{group}/{name}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", SHARED)
+def test_an_editor_learns_what_ranks_that_share_nothing_learn(tmp_path: Path, sharding: str) -> None:
+    metrics = []
+    for name, key in (("plain", "null"), (sharding, sharding)):
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps(apply(SMALL, [f"name={name}", f"out={tmp_path}", f"sharding={key}", "trackers=[]"])))
+        on_two_ranks(["-m", "retouch.cli", "train", str(file)], tmp_path / "logs" / name)
+        metrics.append(RunFolder(tmp_path / name).read_metrics())
+    assert len(metrics[0]) == len(metrics[1]) == 2
+    for wanted, found in zip(*metrics, strict=True):
+        for name in ("policy/grad_norm", "reward/mean", "policy/loss", "policy/ratio_max_first"):
+            assert found[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-5), name
 
 
 # What is refused

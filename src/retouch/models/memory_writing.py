@@ -30,9 +30,10 @@ _META = torch.device("meta")
 class Writing:
     """How a language model is trained on one rank.
 
-    ``prompt`` and ``completion``: tokens of a row, at most. ``update``: (tasks, completions) in one forward with gradient, and
-    ``rollout``: the same of what is written at once. ``logits_at_once``: tokens whose logits exist at once. ``lora`` None trains
-    all weights; ``trained_dtype`` and ``copies`` are of what trains. ``sharding``: what ``ranks`` share.
+    ``prompt`` and ``completion``: tokens of a row, at most. ``update``: (tasks, completions) in one forward with gradient;
+    ``rollout``: the same of what is written at once; ``evaluation``: held-out tasks at once. ``logits_at_once``: tokens whose
+    logits exist at once. ``lora`` None trains all weights; ``trained_dtype`` and ``copies`` are of what trains. ``sharding``: what
+    ``ranks`` share.
     """
 
     lora: Lora | None
@@ -40,6 +41,7 @@ class Writing:
     completion: int
     update: tuple[int, int]
     rollout: tuple[int, int]
+    evaluation: int
     logits_at_once: int
     dtype: torch.dtype
     trained_dtype: torch.dtype
@@ -91,16 +93,22 @@ def _phases(writer: Part, setup: Writing) -> tuple[Row, ...]:
     gathered = 2 * _layer_bytes(writer) * setup.dtype.itemsize if setup.sharding == "fsdp2" else 0
     vocabulary = config["vocab_size"]
     update += most_alive(lambda: _update_logits(setup.logits_at_once, vocabulary, width, setup.dtype))
-    tasks, rows = setup.rollout
-    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-    head = config.get("head_dim") or width // config["num_attention_heads"]
-    cache = 2 * layers * heads * head * setup.dtype.itemsize * (tasks * setup.prompt + rows * (setup.prompt + setup.completion))
-    reading = reading_bytes(writer, tasks * setup.prompt, setup.dtype)
-    drawn = most_alive(lambda: _draw(rows, vocabulary))
     return (
         Row("an update: activations and logits", update + gathered),
-        Row("a rollout: cache and logits", cache + max(reading, drawn) + gathered),
+        Row("a rollout: cache and logits", _writing_bytes(writer, setup, *setup.rollout) + gathered),
+        Row("an evaluation: cache and logits", _writing_bytes(writer, setup, setup.evaluation, setup.evaluation) + gathered),
     )
+
+
+def _writing_bytes(writer: Part, setup: Writing, tasks: int, rows: int) -> int:
+    """The cache of ``rows`` completions of ``tasks`` prompts, and what comes and goes beside it."""
+    config = _text_config(writer)
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    each = 2 * config["num_hidden_layers"] * heads * head * setup.dtype.itemsize
+    cache = each * (tasks * setup.prompt + rows * (setup.prompt + setup.completion))
+    reading = reading_bytes(writer, tasks * setup.prompt, setup.dtype)
+    return cache + max(reading, most_alive(lambda: _draw(rows, config["vocab_size"])))
 
 
 def reading_bytes(writer: Part, tokens: int, dtype: torch.dtype) -> int:

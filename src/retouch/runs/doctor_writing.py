@@ -1,6 +1,5 @@
 """What a run whose policy writes keeps on each of its devices, planned from the configurations of writer and image model."""
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,12 +7,10 @@ from typing import Any
 
 import torch
 
-from retouch.models.memory import Lora, MemoryPlan, Row
-from retouch.models.memory_drawing import Drawing, image_model_plan
-from retouch.models.memory_writing import Writing, reading_bytes, writer_plan
-from retouch.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
+from retouch.models.memory import MemoryPlan, Row
+from retouch.models.memory_drawing import image_model_plan
+from retouch.models.memory_writing import reading_bytes, writer_plan
 from retouch.models.sizes import lora_count, model_in, parameter_count, stored_count, writer
-from retouch.playground.scenes import SIZE
 from retouch.runs import recipe_policy
 from retouch.runs.build_learning import copies_needed
 from retouch.runs.build_model import DTYPES, lora_targets, playground_weights
@@ -22,21 +19,17 @@ from retouch.runs.doctor_device import CARDS, Place, place_of
 from retouch.runs.doctor_findings import Finding, failed, gigabytes, note, ok
 from retouch.runs.doctor_judging import judge_rows, uncounted
 from retouch.runs.doctor_memory import LEFT_FREE, SHOWN_FROM, Described, describe, table
+from retouch.runs.doctor_writing_setup import drawing_setup, held_out_rows, image_dtype, rank_rows, writing_setup
 from retouch.runs.out_of_memory import suggestions
 from retouch.runs.pretrained import find_writer
 from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_devices import Devices
 from retouch.runs.recipe_emu3 import TokenModel
-from retouch.runs.recipe_policy import ImportedModel, PlaygroundModel
-from retouch.runs.recipe_renderer import CodesRenderer, ResponseRenderer
-from retouch.runs.recipe_rollout import TokenRollout
+from retouch.runs.recipe_policy import ImportedModel
+from retouch.runs.recipe_renderer import ResponseRenderer
 from retouch.runs.recipe_writer import AutoregressivePolicy, PlaygroundEnhancer, PlaygroundWriter
 
-_TEMPLATE_TOKENS = 128
-_INSTRUCTION_TOKENS = 256
-_SD3_TEXT_TOKENS = 77 + 256
 _ADAMW_BYTES = 8
-_EDITORS = {"qwen-image-edit": QwenImageEdit, "qwen-image-edit-plus": QwenImageEditPlus}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +66,7 @@ def check_writing_memory(recipe: Recipe, folder: Path | None, place: Place | Non
     if names := uncounted(recipe.reward):
         findings.append(note("memory", f"not counted, for want of a known configuration: the models of {', '.join(names)}"))
     if recipe.devices is not None and recipe.devices.offload:
-        waiting = sum(stored_count(part) for part in described.values()) * _dtype(recipe).itemsize
+        waiting = sum(stored_count(part) for part in described.values()) * image_dtype(recipe).itemsize
         findings.append(note("memory", f"up to {gigabytes(waiting)} wait in the CPU's memory, for each rank of the machine"))
     return findings, _checkpoint(recipe, policy, written)
 
@@ -85,12 +78,12 @@ def plans(recipe: Recipe, written: Mapping[str, Any], described: Described) -> I
     assert renderer is not None
     devices = recipe.devices or Devices()
     mine, theirs = devices.policy or recipe.device, devices.renderer or devices.policy or recipe.device
-    setup = _writing(recipe, policy, written, described)
+    setup = writing_setup(recipe, policy, described)
     for_policy = writer_plan(written, setup)
     shared = isinstance(renderer, ResponseRenderer) and renderer.encoder == "policy"
-    for_renderer = image_model_plan(described, _drawing(recipe, described, setup), without=("text_encoder",) if shared else ())
+    for_renderer = image_model_plan(described, drawing_setup(recipe, described, setup), without=("text_encoder",) if shared else ())
     if isinstance(renderer, ResponseRenderer):
-        rows = min(renderer.encoder_batch, _rows(recipe))
+        rows = min(renderer.encoder_batch, max(rank_rows(recipe), held_out_rows(recipe)))
         tokens = rows * (setup.prompt + setup.completion)
         encoder = written if shared else described["text_encoder"]
         reading = Row("reading responses", reading_bytes(encoder, tokens, setup.dtype))
@@ -125,7 +118,7 @@ def _fits(recipe: Recipe, planned: Planned, sizes: str, place: Place | None) -> 
         return note("memory", f"{parts} {need} {gigabytes(plan.total)} on {planned.device}{on_each}{lines}")
     needed = f"{gigabytes(plan.total)} of the {gigabytes(place.bytes)} of {_called(planned.device, place)}{on_each}"
     if plan.total > place.bytes:
-        lower = [each for stage in ("update", "rollout", "render") for each in suggestions(recipe, stage)]
+        lower = [each for stage in ("update", "rollout", "render", "evaluation") for each in suggestions(recipe, stage)]
         less = f"\nless at once takes less: {' '.join(f'--set {each}' for each in dict.fromkeys(lower))}" if lower else ""
         return failed(
             "memory",
@@ -154,13 +147,12 @@ def _mend(recipe: Recipe, planned: Planned, place: Place) -> str:
             return "--set microbatch=1"
         if most.name.startswith("a rollout") and recipe.rollout.chunk > 1:
             return f"--set rollout.chunk={max(1, recipe.rollout.chunk // 4)}"
+        if most.name.startswith("an evaluation") and recipe.eval.batch > 1:
+            return f"--set eval.batch={max(1, held_out_rows(recipe) // 4)}"
         if most.name.startswith("drawing") and recipe.renderer is not None and recipe.renderer.batch > 1:
             return "--set renderer.batch=1"
     larger = next((name for name, size in reversed(CARDS.items()) if size > max(place.bytes, planned.plan.total)), None)
     return "--set sharding=fsdp2" if larger is None else f"--device {larger}"
-
-
-# What the recipe's values mean in tokens and rows
 
 
 def _writer(policy: AutoregressivePolicy) -> dict[str, Any] | None:
@@ -173,77 +165,6 @@ def _writer(policy: AutoregressivePolicy) -> dict[str, Any] | None:
         return model_in(Path(model.path) if model.path else shipped)
     folder = find_writer(model.path)
     return writer(model.path) if folder is None else model_in(folder)
-
-
-def _writing(recipe: Recipe, policy: AutoregressivePolicy, written: Mapping[str, Any], described: Described) -> Writing:
-    rollouts = [phase.rollout for phase in recipe.resolved_phases() if isinstance(phase.rollout, TokenRollout)]
-    share = _rows(recipe)
-    update = min(recipe.microbatch, max(1, share // recipe.minibatches))
-    at_once = min(max(rollout.chunk for rollout in rollouts), share)
-    model, train = policy.model, policy.train
-    assert not isinstance(model, ImportedModel)
-    dtype = DTYPES[model.dtype]
-    return Writing(
-        lora=Lora(train.rank, tuple(lora_targets(policy))) if isinstance(train, recipe_policy.Lora) else None,
-        prompt=_prompt_tokens(recipe, described),
-        completion=max(rollout.max_new_tokens for rollout in rollouts),
-        update=(_tasks(recipe, update), update),
-        rollout=(_tasks(recipe, at_once), at_once),
-        logits_at_once=policy.logits_at_once,
-        dtype=dtype,
-        trained_dtype=torch.float32 if isinstance(train, recipe_policy.Lora) else dtype,
-        copies=len(copies_needed(recipe)),
-        gradient_checkpointing=policy.gradient_checkpointing,
-        attention=model.attention,
-        ranks=recipe.ranks or 1,
-        sharding="replicated" if recipe.sharding is None else "zero2" if recipe.sharding == "zero2" else "fsdp2",
-    )
-
-
-def _rows(recipe: Recipe) -> int:
-    """A rank's samples of a step, at most."""
-    return math.ceil(max(phase.rows for phase in recipe.resolved_phases()) / (recipe.ranks or 1))
-
-
-def _tasks(recipe: Recipe, rows: int) -> int:
-    return math.ceil(rows / max(phase.group_size for phase in recipe.resolved_phases()))
-
-
-def _prompt_tokens(recipe: Recipe, described: Described) -> int:
-    """Template, instruction, and a picture where the writer stands before an editor."""
-    text = _TEMPLATE_TOKENS + _INSTRUCTION_TOKENS
-    if not isinstance(recipe.renderer, ResponseRenderer):
-        return text
-    vision = described["text_encoder"]["config"]["vision_config"]
-    seen: int = vision["patch_size"] * vision["spatial_merge_size"]
-    model = recipe.renderer.model
-    if isinstance(model, PlaygroundModel):
-        return text + (SIZE // seen) ** 2
-    return text + int(_EDITORS[model.kind].CONDITION_AREA // seen**2)
-
-
-def _drawing(recipe: Recipe, described: Described, setup: Writing) -> Drawing:
-    assert recipe.renderer is not None
-    assert not isinstance(recipe.renderer, CodesRenderer), "it draws with the policy itself"
-    model = recipe.renderer.model
-    assert not isinstance(model, ImportedModel)
-    editor = _EDITORS.get(model.kind)
-    side = SIZE if isinstance(model, PlaygroundModel) else math.isqrt(editor.SOURCE_AREA) if editor is not None else 1024
-    size = model.size or (side, side)
-    return Drawing(
-        rows=min(recipe.renderer.batch, _rows(recipe)),
-        size=(size[0], size[1]),
-        source=(side, side),
-        sources=int(isinstance(recipe.renderer, ResponseRenderer)),
-        text=_SD3_TEXT_TOKENS if model.kind == "sd3" else setup.prompt + setup.completion,
-        dtype=_dtype(recipe),
-    )
-
-
-def _dtype(recipe: Recipe) -> torch.dtype:
-    model = recipe.image_model
-    assert not isinstance(model, ImportedModel)
-    return DTYPES[model.dtype]
 
 
 def _checkpoint(recipe: Recipe, policy: AutoregressivePolicy, written: Mapping[str, Any]) -> int:

@@ -1,0 +1,105 @@
+"""What the values of a writer's recipe mean in rows and tokens on one rank, for a plan of memory."""
+
+import math
+
+import torch
+
+from retouch.models.memory import Lora
+from retouch.models.memory_drawing import Drawing
+from retouch.models.memory_writing import Writing
+from retouch.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
+from retouch.playground.scenes import SIZE
+from retouch.runs import recipe_policy
+from retouch.runs.build_learning import copies_needed
+from retouch.runs.build_model import DTYPES, lora_targets
+from retouch.runs.doctor_memory import Described
+from retouch.runs.recipe import Recipe
+from retouch.runs.recipe_policy import ImportedModel, PlaygroundModel
+from retouch.runs.recipe_renderer import CodesRenderer, ResponseRenderer
+from retouch.runs.recipe_rollout import TokenRollout
+from retouch.runs.recipe_writer import AutoregressivePolicy
+
+_TEMPLATE_TOKENS = 128
+_INSTRUCTION_TOKENS = 256
+_SD3_TEXT_TOKENS = 77 + 256
+_EDITORS = {"qwen-image-edit": QwenImageEdit, "qwen-image-edit-plus": QwenImageEditPlus}
+
+
+def writing_setup(recipe: Recipe, policy: AutoregressivePolicy, described: Described) -> Writing:
+    """How the language model is used on one rank."""
+    rollouts = [phase.rollout for phase in recipe.resolved_phases() if isinstance(phase.rollout, TokenRollout)]
+    share = rank_rows(recipe)
+    update = min(recipe.microbatch, max(1, share // recipe.minibatches))
+    at_once = min(max(rollout.chunk for rollout in rollouts), share)
+    model, train = policy.model, policy.train
+    assert not isinstance(model, ImportedModel)
+    dtype = DTYPES[model.dtype]
+    return Writing(
+        lora=Lora(train.rank, tuple(lora_targets(policy))) if isinstance(train, recipe_policy.Lora) else None,
+        prompt=_prompt_tokens(recipe, described),
+        completion=max(rollout.max_new_tokens for rollout in rollouts),
+        update=(_tasks(recipe, update), update),
+        rollout=(_tasks(recipe, at_once), at_once),
+        evaluation=held_out_rows(recipe),
+        logits_at_once=policy.logits_at_once,
+        dtype=dtype,
+        trained_dtype=torch.float32 if isinstance(train, recipe_policy.Lora) else dtype,
+        copies=len(copies_needed(recipe)),
+        gradient_checkpointing=policy.gradient_checkpointing,
+        attention=model.attention,
+        ranks=recipe.ranks or 1,
+        sharding="replicated" if recipe.sharding is None else "zero2" if recipe.sharding == "zero2" else "fsdp2",
+    )
+
+
+def rank_rows(recipe: Recipe) -> int:
+    """A rank's samples of a step, at most."""
+    return math.ceil(max(phase.rows for phase in recipe.resolved_phases()) / (recipe.ranks or 1))
+
+
+def held_out_rows(recipe: Recipe) -> int:
+    """Held-out tasks that a rank takes up at once."""
+    return min(recipe.eval.batch, math.ceil(recipe.eval.tasks / (recipe.ranks or 1)))
+
+
+def _tasks(recipe: Recipe, rows: int) -> int:
+    return math.ceil(rows / max(phase.group_size for phase in recipe.resolved_phases()))
+
+
+def _prompt_tokens(recipe: Recipe, described: Described) -> int:
+    """Template, instruction, and a picture where the writer stands before an editor."""
+    text = _TEMPLATE_TOKENS + _INSTRUCTION_TOKENS
+    if not isinstance(recipe.renderer, ResponseRenderer):
+        return text
+    vision = described["text_encoder"]["config"]["vision_config"]
+    seen: int = vision["patch_size"] * vision["spatial_merge_size"]
+    model = recipe.renderer.model
+    if isinstance(model, PlaygroundModel):
+        return text + (SIZE // seen) ** 2
+    return text + int(_EDITORS[model.kind].CONDITION_AREA // seen**2)
+
+
+def drawing_setup(recipe: Recipe, described: Described, setup: Writing) -> Drawing:
+    """How the image model behind it draws on one rank."""
+    assert recipe.renderer is not None
+    assert not isinstance(recipe.renderer, CodesRenderer), "it draws with the policy itself"
+    model = recipe.renderer.model
+    assert not isinstance(model, ImportedModel)
+    editor = _EDITORS.get(model.kind)
+    side = SIZE if isinstance(model, PlaygroundModel) else math.isqrt(editor.SOURCE_AREA) if editor is not None else 1024
+    size = model.size or (side, side)
+    return Drawing(
+        rows=min(recipe.renderer.batch, max(rank_rows(recipe), held_out_rows(recipe))),
+        size=(size[0], size[1]),
+        source=(side, side),
+        sources=int(isinstance(recipe.renderer, ResponseRenderer)),
+        text=_SD3_TEXT_TOKENS if model.kind == "sd3" else setup.prompt + setup.completion,
+        dtype=image_dtype(recipe),
+    )
+
+
+def image_dtype(recipe: Recipe) -> torch.dtype:
+    """Of the image model."""
+    model = recipe.image_model
+    assert not isinstance(model, ImportedModel)
+    return DTYPES[model.dtype]
