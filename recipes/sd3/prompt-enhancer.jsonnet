@@ -1,6 +1,6 @@
 // System C at full size: Qwen2-VL-7B rewrites prompts that image models find hard, Stable Diffusion 3 Medium draws them, and CLIP
 // judges the picture by the prompt that was asked for. Three GPUs: the writer on the first, the painter on the second, CLIP on the
-// third. They work in turn, so one of 80 GB does as well, in the same time: --set devices=null
+// third. They mostly work in turn, so one of 80 GB does too: --set devices=null
 //
 //   retouch train recipes/sd3/prompt-enhancer.jsonnet
 //

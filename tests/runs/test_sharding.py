@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 import tiny_writer_runs
 from retouch.runs import checkpoint
+from retouch.runs.build_model import playground_weights
 from retouch.runs.folder import RunFolder
 from retouch.runs.launching import environments, run_ranks
 from retouch.runs.recipe import parse
@@ -120,6 +122,21 @@ def test_a_run_learns_what_ranks_that_share_nothing_learn_and_resumes_to_the_sam
         assert states[0][group].keys() == states[1][group].keys()
         for name, tensor in states[0][group].items():
             assert torch.equal(tensor.nan_to_num(), states[1][group][name].nan_to_num()), f"{group}/{name}"
+
+
+@pytest.mark.slow
+def test_a_frozen_reader_that_is_the_sharded_writer_itself_reads_as_its_own(tmp_path: Path, writer: Path) -> None:
+    """The editor's text encoder has the writer's weights, so it is held once, and spread over the ranks."""
+    editor = tmp_path / "editor"
+    shutil.copytree(playground_weights(), editor)
+    for file in ("model.safetensors", "config.json"):
+        shutil.copy(writer / file, editor / "text_encoder" / file)
+    settings = {"renderer__model": {"kind": "playground", "path": str(editor)}, "renderer__encoder": "frozen", "steps": 2}
+    plain = train(tmp_path, writer, "plain", **settings)
+    shared = train(tmp_path, writer, "shared", sharding="fsdp2", **settings)
+    for wanted, found in zip(plain.read_metrics(), shared.read_metrics(), strict=True):
+        for name in ("policy/grad_norm", "reward/mean", "completion/length"):
+            assert found[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-5), name
 
 
 @pytest.mark.slow
