@@ -49,10 +49,9 @@ _STEPPERS: dict[str | None, type[ReplicatedStepper] | type[ZeroStepper] | type[F
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """``placement``: where things lie. ``model``: what trains. ``image_model``: what makes pictures, the same but for
-    writers of text.
-    ``plan``: each phase with the steps of the run that it takes. ``copies``: weights kept beside the current ones. ``writing``:
-    engines by what names them.
+    """``placement``: where things lie. ``model``: what trains. ``image_model``: what makes pictures, the same but for writers of
+    text. ``plan``: each phase with the steps of the run that it takes. ``copies``: weights kept beside the current ones.
+    ``writing``: engines by what names them.
     """
 
     recipe: Recipe

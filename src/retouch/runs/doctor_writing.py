@@ -65,10 +65,19 @@ def check_writing_memory(recipe: Recipe, folder: Path | None, place: Place | Non
     findings = [_fits(recipe, each, sizes, None if place is None else place_of(each.device, place)) for each in planned]
     if names := uncounted(recipe.reward):
         findings.append(note("memory", f"not counted, for want of a known configuration: the models of {', '.join(names)}"))
-    if recipe.devices is not None and recipe.devices.offload:
-        waiting = sum(stored_count(part) for part in described.values()) * image_dtype(recipe).itemsize
-        findings.append(note("memory", f"up to {gigabytes(waiting)} wait in the CPU's memory, for each rank of the machine"))
+    findings += _in_cpus_memory(recipe, sum(stored_count(part) for part in described.values()) * image_dtype(recipe).itemsize)
     return findings, _checkpoint(recipe, policy, written)
+
+
+def _in_cpus_memory(recipe: Recipe, weights: int) -> list[Finding]:
+    """What the image model takes of it: all the time where it waits there, and while it is loaded before an editor's writer."""
+    if weights < SHOWN_FROM:
+        return []
+    if recipe.devices is not None and recipe.devices.offload:
+        return [note("memory", f"{gigabytes(weights)} wait in the CPU's memory, for each rank of the machine")]
+    if isinstance(recipe.renderer, ResponseRenderer):
+        return [note("memory", f"loading takes {gigabytes(weights)} of the CPU's memory, for each rank of the machine")]
+    return []
 
 
 def plans(recipe: Recipe, written: Mapping[str, Any], described: Described) -> Iterator[Planned]:
