@@ -36,7 +36,12 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 YOUR_OWN = (ROOT / "docs" / "your-own.md").read_text()
 BLOCK = re.compile(r"(?:^`(?P<file>[\w./]+)`:\n\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 FILES = {block["file"]: block["text"] for block in BLOCK.finditer(YOUR_OWN) if block["file"]}
-MADE = ("docs/results.md", "docs/pictures/quickstart.png", "docs/pictures/writer.png")  # by commands that the pages name
+MADE = (  # by commands that the pages name
+    "docs/results.md",
+    "docs/pictures/enhancer.png",
+    "docs/pictures/quickstart.png",
+    "docs/pictures/writer.png",
+)
 COMMANDS = [line for block in BLOCK.finditer(YOUR_OWN) if block["language"] == "sh" for line in block["text"].splitlines()]
 
 
