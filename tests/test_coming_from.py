@@ -21,7 +21,9 @@ THEIRS = {
     "report_to resume_from_checkpoint attn_implementation OPENAI_API_KEY",
     "B": "--model_type --ocr_weight --vlm_weight --rl_warmup_steps --rl_per_prompt_stat_tracking --rl_num_inner_epochs",
     "C": "model_name device max_new_tokens temperature enhance_prompt enhance_prompts_batch CLIPRewardCalculator",
-    "D": "train_paths_file coefficients val_paths_file val_coefficients base_exp_dir model_path tokenizer_path assistant_prefill "
+    "D": "train_paths_file coefficients val_paths_file val_coefficients base_exp_dir model_path model_revision tokenizer_path "
+    "assistant_prefill random_seed max_prompt_len max_completion_len train_text_tokens_only train_vision_tokens_only "
+    "train_text_tokens_only_cycle_steps train_vision_tokens_only_cycle_steps text_only_steps reward_function_model_name "
     "learning_rate num_iterations kl_coeff temperature per_device_batch_size episodes_per_iteration generations_per_sample "
     "max_response_tokens top_p top_k model_context_size vllm_gpu_memory_utilization emu3_use_logit_processor "
     "separate_language_and_vision_vocabs reward_function_api_base reward_function_api_model_name reward_compute_viescore "

@@ -136,6 +136,19 @@ def _looking(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", *p
     check = data.add_parser("check", parents=parents[:1], help="read a data set as training would, and list what is wrong with it")
     check.add_argument("path", metavar="PATH")
     check.set_defaults(run=_data_check)
+    tokens = data.add_parser("tokenize", parents=parents[:1], help="encode the pictures of a data set as image tokens, once")
+    tokens.add_argument("source", metavar="SOURCE", help="a folder or data set, a data section (JSON or its file), or a recipe")
+    tokens.add_argument("--model", required=True, metavar="PATH", help="folder or id that holds the autoencoder; or playground")
+    tokens.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for feature/ and list/")
+    tokens.add_argument("--size", type=int, nargs=2, default=[256, 256], metavar=("H", "W"), help="of every picture; 256 256")
+    tokens.add_argument("--batch", type=int, default=8, metavar="N", help="pictures encoded at once")
+    tokens.add_argument("--device", default="auto", help="auto takes a GPU for each process in turn")
+    tokens.add_argument("--pictures", action="store_true", help="keep the pictures beside the codes, for judges and reports")
+    tokens.add_argument("--skip", action="store_true", help="leave out rows that cannot be used, instead of stopping")
+    shared = tokens.add_mutually_exclusive_group()
+    shared.add_argument("--processes", type=int, default=1, metavar="N", help="processes of this machine that share the rows")
+    shared.add_argument("--shard", type=_shard, metavar="K/N", help="do the K-th of N shares alone (from 0), on any machine")
+    tokens.set_defaults(run=_data_tokenize)
 
 
 def _serving(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", *parents: argparse.ArgumentParser) -> None:
@@ -304,6 +317,25 @@ def _data_check(arguments: argparse.Namespace) -> int:
     return 1 if errors else 0
 
 
+def _data_tokenize(arguments: argparse.Namespace) -> int:
+    from retouch.runs.tokenizing import Job, tokenize, tokenize_shard
+
+    job = Job(
+        source=arguments.source,
+        model=arguments.model,
+        out=arguments.out,
+        size=(arguments.size[0], arguments.size[1]),
+        batch=arguments.batch,
+        device=arguments.device,
+        pictures=arguments.pictures,
+        skip=arguments.skip,
+    )
+    shard, of = arguments.shard or (0, 1)
+    found = tokenize_shard(job, shard, of=of) if arguments.shard else tokenize(job, processes=arguments.processes)
+    print(f"shard {shard} of {of} is done; the list is made when all are" if found is None else found)
+    return 0
+
+
 def _ledger(arguments: argparse.Namespace) -> int:
     from retouch.runs.audit.command import ledger_command
 
@@ -318,6 +350,11 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 _LAUNCHED = ("train", "eval", "doctor")
+
+
+def _shard(text: str) -> tuple[int, int]:
+    shard, _, of = text.partition("/")
+    return int(shard), int(of)
 
 
 def _numbers(text: str) -> list[int]:

@@ -37,7 +37,8 @@ class Phase:
     """How to collect and what to learn from it.
 
     ``batch``: this rank's rows of a step; ``order``: the global row numbers of every rank's rows, rank after rank. ``advantage``:
-    (rewards, group) of all ranks to advantages; None imitates the tasks' targets instead (no rollout, no judge).
+    (rewards, group) of all ranks to advantages; None imitates the tasks' targets instead (no rollout, no judge). ``kinds``: which
+    kinds of action train in a step (see ``Kind``); None is all, and others weigh nothing.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Phase:
     epochs: int
     minibatches: int
     learning_rate: Callable[[int], float]
+    kinds: Callable[[int], Sequence[int] | None] = lambda step: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +202,8 @@ def cut(run: Run, phase: Phase, collected: Collected, rows: slice, epoch: int) -
     """The rows as a minibatch, weighted so that the loss does not depend on how many ranks share it."""
     trajectory = collected.trajectory.take(rows)
     mask, valid = trajectory.mask.cpu(), collected.valid[rows]
+    if (kinds := phase.kinds(collected.batch.step)) is not None:
+        mask = mask & torch.isin(trajectory.kind.cpu(), torch.tensor(kinds))
     total = run.ranks.sum(denominator(mask, valid, normalise=phase.normalise, max_length=phase.max_length))
     weights = loss_weights(mask, valid, normalise=phase.normalise, max_length=phase.max_length, total=total)
     advantages = collected.advantages[rows, None].expand_as(weights)

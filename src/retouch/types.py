@@ -157,6 +157,14 @@ class Kind:
     PICTURE = 3
 
 
+class Codes:
+    """Keys of a task's ``meta``: its pictures as image tokens, rows of codes, and what is thought before one is drawn."""
+
+    SOURCE = "source_codes"
+    TARGET = "target_codes"
+    THOUGHT = "thought"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Conditioning:
     """What a denoiser is told about each row, encoded once per task.

@@ -10,6 +10,7 @@ from painting_mutants import PAINTING
 from placement_mutants import PLACING
 from rendering_mutants import RENDERING
 from serving_mutants import SERVING
+from token_mutants import TOKENS
 from watching_mutants import WATCHING
 from writing_mutants import WRITING
 
@@ -252,6 +253,7 @@ MUTANTS = (
         "sigma = sigma.clamp(1e-4, 1.0)",
         "tests/objectives/test_supervised.py::test_sigma_is_drawn_as_named",
     ),
+    *TOKENS,
     *WATCHING,
     *WRITING,
     *BRIDGING,

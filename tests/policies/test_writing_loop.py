@@ -11,9 +11,13 @@ import tiny_policies
 import tiny_writing
 from models import tiny_writers
 from retouch.data.sampler import assign
-from retouch.loop import Run, collect, train
+from retouch.loop import Run, accumulate, collect, cut, train
 from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.policies.decoding import CachedDecoding
+from retouch.runs.build_learning import build_kinds
 from retouch.runs.clock import Clock
+from retouch.runs.recipe_learning import PolicyGradient as PolicyGradientSection
+from retouch.runs.recipe_learning import TokenCycle
 from retouch.runs.stepper import ReplicatedStepper
 from retouch.types import Needs
 
@@ -89,6 +93,74 @@ def test_two_ranks_share_one_gradient():
     for found, same in tiny_loop.together(2, lambda ranks: first_gradient(policies[ranks.rank], ranks)):
         assert tiny_policies.distance(found, wanted) < 1e-5
         assert same == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+
+
+EARL = PolicyGradient(surrogate="reinforce", kl="k3", kl_weight=3e-4)
+
+
+class Uneven:
+    """Ends the completions of the first group at once: one token each, where the others have seven."""
+
+    exact = True
+
+    def __init__(self, model):
+        self.decoder = CachedDecoding(model)
+        self.model = model
+
+    def __call__(self, batch, prompts, decoding):
+        made = self.decoder(batch, prompts, decoding)
+        first = torch.tensor(batch.group_ids)[torch.tensor(batch.group)] == 0
+        ids, lengths = made.ids.clone(), torch.full_like(made.lengths, made.ids.shape[1])
+        ids[first, 0], ids[first, 1:], lengths[first] = self.model.stop[0], self.model.pad, 1
+        ids[~first] = torch.where(torch.isin(ids, torch.tensor([*self.model.stop, self.model.pad])), 65, ids)[~first]
+        return replace(made, ids=ids, lengths=lengths)
+
+
+def uneven_gradient(policy, ranks=tiny_loop.ALONE, *, alone=False):
+    """``alone``: each rank divides by its own tokens, as the source does."""
+    policy.engine = Uneven(policy.model)
+    made = run(policy, ranks=ranks, chunk=4)
+    learning = replace(phase(ranks=ranks, steps=range(1)), objective=EARL, normalise="token")
+    collected = collect(made, learning, 0)
+    paid = torch.tensor([float(slot) - 1.5 for slot in collected.batch.slot])
+    dividing = replace(made, ranks=tiny_loop.ALONE) if alone else made
+    accumulate(made, EARL, cut(dividing, learning, replace(collected, advantages=paid), slice(0, len(paid)), 0))
+    made.stepper.step(1e-3)
+    return tiny_loop.gradient(made), collected.trajectory.mask.sum().item()
+
+
+def test_two_ranks_of_very_different_lengths_share_one_gradient():
+    wanted, tokens = uneven_gradient(tiny_writing.policy())
+    policies = [tiny_writing.policy() for _ in range(2)]
+    shared = tiny_loop.together(2, lambda ranks: uneven_gradient(policies[ranks.rank], ranks))
+    assert [written for _, written in shared] == [4, 28]
+    assert tokens == 32
+    assert all(tiny_policies.distance(found, wanted) < 1e-5 for found, _ in shared)
+    policies = [tiny_writing.policy() for _ in range(2)]
+    biased = tiny_loop.together(2, lambda ranks: uneven_gradient(policies[ranks.rank], ranks, alone=True))
+    assert all(tiny_policies.distance(found, wanted) > 0.1 for found, _ in biased)
+
+
+def test_only_the_tokens_of_the_chosen_kind_train():
+    writer = tiny_writers.writer("qwen2.5-vl")
+    writer.grammar = tiny_writing.Form(writer)
+    policy = tiny_writing.policy(writer=writer)
+    made = run(policy, chunk=4)
+    turns = build_kinds(
+        PolicyGradientSection(kind="policy_gradient", tokens=TokenCycle(text_steps=2, vision_steps=1)), range(5, 99)
+    )
+    assert [turns(step) for step in range(5, 12)] == [[0], [0], [1], [0], [0], [1], [0]]
+    everything, weighed = phase(steps=range(1)), {}
+    made = replace(made, renderer=lambda tasks, trajectory: [new("RGB", (1, 1), (9 * row, 0, 0)) for row in range(len(tasks))])
+    for tokens in ("all", "text", "vision"):
+        section = PolicyGradientSection(kind="policy_gradient", tokens=tokens)
+        learning = replace(everything, normalise="token", kinds=build_kinds(section, range(1)))
+        collected = collect(made, learning, 0)
+        weighed[tokens] = cut(made, learning, collected, slice(0, len(collected.batch)), 0).weights
+    mask, kind = collected.trajectory.mask, collected.trajectory.kind
+    for tokens, right in (("all", mask), ("text", mask & (kind == 0)), ("vision", mask & (kind == 1))):
+        assert right.any()
+        assert torch.equal(weighed[tokens], right / right.sum()), tokens
 
 
 def test_ranks_make_equally_many_slices_whatever_they_wrote():

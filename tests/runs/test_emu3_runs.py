@@ -82,5 +82,12 @@ def test_parts_that_do_not_belong_together_are_refused(document, folder):
         parse(document(rollout__engine={"kind": "vllm", "url": "http://127.0.0.1:1/v1", "adapters": "a"}))
     with pytest.raises(ValueError, match=r"devices\.renderer"):
         parse(document(devices={"renderer": "cuda:1"}))
+    gradient = {"kind": "policy_gradient", "surrogate": "reinforce"}
+    for tokens in ("text", {"text_steps": 2, "vision_steps": 3}):
+        with pytest.raises(ValueError, match=r"objective\.tokens: without policy\.model\.think"):
+            parse(document(objective={**gradient, "tokens": tokens}))
+    kept = parse(document(objective={**gradient, "tokens": "text"}, policy__model__think=True)).document()
+    assert kept["objective"]["tokens"] == "text"
+    assert "tokens" not in parse(document(objective=gradient)).document()["objective"]
     with pytest.raises(ValueError, match="no source picture"):
         parse(document(data={"kind": "prompts", "path": "prompts.txt"}))

@@ -204,6 +204,13 @@ def test_an_address_holds_no_key(url):
     assert "canary" not in line
 
 
+@pytest.mark.parametrize(
+    "url", ["http://10.0.0.1:4877", "http://10.0.0.1:4877/", "http://10.0.0.1:4877/v1", "http://10.0.0.1:4877/v1/"]
+)
+def test_a_judges_address_is_one_with_its_version_or_without(url):
+    assert parse(document(ASPECTS, reward__judge__base_url=url)).reward.judge.base_url == "http://10.0.0.1:4877/v1"
+
+
 def test_how_a_judge_is_reached_may_differ_when_a_run_goes_on_and_what_it_is_asked_may_not():
     old = parse(document(several(**TWO)))
     reached = {"base_url": "http://127.0.0.1:10/v1", "concurrency": 4, "deadline": 5.0, "key": None, "attempts": 9}

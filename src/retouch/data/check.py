@@ -17,6 +17,8 @@ from retouch.data.problems import BadRow, Problem
 from retouch.data.prompts import read_prompts
 from retouch.data.rows import Row, Rows
 from retouch.data.tasks import require_same_size
+from retouch.data.tokens import LIST as TOKENS
+from retouch.data.tokens import TokenRows
 from retouch.data.triplets import LIST, TripletRows
 
 OnBadRow: TypeAlias = Literal["refuse", "skip"]
@@ -44,7 +46,7 @@ def check(source: str | Path | Rows, *, max_pixels: int = MAX_PIXELS) -> list[Pr
 
 
 def read_path(path: str | Path) -> Rows:
-    """Rows by what lies there: a folder with metadata or triplets, a prompt list (.txt, .jsonl), else what ``datasets`` reads."""
+    """Rows by what lies there: a folder with metadata, triplets or image tokens, a prompt list, else what ``datasets`` reads."""
     where = Path(path)
     if not where.exists():
         raise ValueError(f"{path}: no such file or folder")
@@ -52,6 +54,8 @@ def read_path(path: str | Path) -> Rows:
         return read_folder(where)
     if (where / LIST).is_file():
         return TripletRows(where, reference="own")
+    if (where / TOKENS).is_file() or where.name == Path(TOKENS).name:
+        return TokenRows([where], trusted=False)
     if where.suffix in (".txt", ".jsonl"):
         return read_prompts(where)
     from retouch.data.hub import read_hub  # slow to import

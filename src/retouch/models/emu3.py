@@ -7,20 +7,20 @@ from collections.abc import Sequence
 
 import torch
 from jaxtyping import Int
-from PIL.Image import Image, Resampling, fromarray
+from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import Emu3ForCausalLM, Emu3VQVAE, PreTrainedTokenizerBase
 
 from retouch.models.causal_text import CausalText
+from retouch.models.emu3_pictures import Emu3Pictures
 from retouch.models.emu3_words import Emu3Words
-from retouch.models.frozen import evaluating
 from retouch.models.grid_grammar import GridGrammar, NoGrammar
-from retouch.types import Grammar, Prompts, Task
+from retouch.types import Codes, Grammar, Prompts, Task
 
 DRAW = "<|image start|>"
 THINK = " Let's think step by step. <|start thinking|>"
 END_OF_THOUGHT = "<|end thinking|>"
-THOUGHT = "thought"  # the key in a task's meta
+THOUGHT = Codes.THOUGHT
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -44,17 +44,14 @@ class Emu3Editor(CausalText):
     ) -> None:
         super().__init__(module, gradient_checkpointing=gradient_checkpointing)
         self.words = Emu3Words(tokenizer)
-        self.vq = vq.requires_grad_(False).eval()
-        self.size = size
+        self.pictures = Emu3Pictures(vq, size)
+        self.vq, self.size, self.grid = self.pictures.vq, size, self.pictures.grid
         self.prefill_ids = self.words.spell(prefill)
         self.thinks = self.prefill_ids[-1:] != [self.words.boi]
-        factor = self.vq.spatial_scale_factor
-        if size[0] % factor or size[1] % factor:
-            raise ValueError(f"size {size}: sides must be multiples of {factor} px, the autoencoder's factor")
         tokens, codes = len(self.words.visual), self.vq.config.codebook_size
         if tokens != codes:
             raise ValueError(f"the tokenizer has {tokens} visual tokens, and the autoencoder {codes} codes; they belong together")
-        self.grid = (size[0] // factor, size[1] // factor)
+        self.codebook_size = codes
         rows = module.get_output_embeddings().weight.shape[0]
         self.grammar: Grammar = (
             GridGrammar(self.words, height=self.grid[0], width=self.grid[1], vocabulary=rows, device=module.device)
@@ -73,35 +70,44 @@ class Emu3Editor(CausalText):
         """The tasks' prompts. ValueError for a task without exactly one picture, or an instruction that spells a special token."""
         special = set(self.words.tokenizer.get_added_vocab())
         for task in tasks:
-            if len(task.images) != 1:
+            if len(task.images) != 1 and Codes.SOURCE not in task.meta:
                 raise ValueError(f"task {task.id!r} has {len(task.images)} pictures; Emu3Editor takes one")
             spelt = [token for token in special if token in task.instruction]
             if spelt:
                 raise ValueError(f"the instruction of task {task.id!r} spells the special token {spelt[0]}; say it otherwise")
-        sources = self.encode_codes([task.images[0] for task in tasks])
+        sources = self._codes(tasks, Codes.SOURCE)
         rows = [
             [self.words.bos, *self.words.picture(codes), *self.words.spell(task.instruction), *self.prefill_ids]
             for task, codes in zip(tasks, sources, strict=True)
         ]
         return self.prompts(rows)
 
+    def _codes(self, tasks: Sequence[Task], key: str) -> list[Int[Tensor, "h w"]]:
+        """Each task's own codes; pictures are encoded, all at once, where a task brings none."""
+        codes = {row: self._checked(task, key) for row, task in enumerate(tasks) if key in task.meta}
+        pictures = {
+            row: task.images[0] if key == Codes.SOURCE else task.target for row, task in enumerate(tasks) if row not in codes
+        }
+        images = [image for image in pictures.values() if image is not None]
+        codes |= zip(pictures, self.encode_codes(images) if images else (), strict=True)
+        return [codes[row] for row in range(len(tasks))]
+
+    def _checked(self, task: Task, key: str) -> Int[Tensor, "h w"]:
+        codes = torch.tensor(task.meta[key])
+        if tuple(codes.shape) != self.grid or not 0 <= int(codes.min()) <= int(codes.max()) < self.codebook_size:
+            raise ValueError(
+                f"task {task.id!r} brings {key} of the shape {tuple(codes.shape)} up to {int(codes.max())}, and this model has "
+                f"{self.codebook_size} codes in grids of {self.grid}; tokenize it again"
+            )
+        return codes
+
     def encode_codes(self, images: Sequence[Image]) -> Int[Tensor, "r h w"]:
         """Pictures as codes, at ``size`` (Lanczos)."""
-        height, width = self.size
-        resized = [image.convert("RGB").resize((width, height), Resampling.LANCZOS) for image in images]
-        pixels = torch.stack([torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8) for image in resized])
-        pixels = pixels.reshape(-1, height, width, 3).permute(0, 3, 1, 2).to(self.vq.device) / 127.5 - 1
-        sizes = torch.tensor([self.size] * len(images))
-        with evaluating(self.vq):
-            codes = self.vq.encode(pixels, sizes, return_dict=True).image_tokens
-        return torch.stack(list(codes)).long()
+        return self.pictures.encode(images)
 
     def decode_codes(self, codes: Int[Tensor, "r h w"]) -> list[Image]:
         """Codes as pictures."""
-        with evaluating(self.vq):
-            pixels = self.vq.decode(codes.to(self.vq.device)).float()
-        levels = ((pixels.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).cpu().numpy()
-        return [fromarray(each) for each in levels]
+        return self.pictures.decode(codes)
 
     def codes_in(self, ids: Sequence[int]) -> Int[Tensor, "h w"] | None:
         """The codes of the picture in a completion, of one of this size; None where there is none."""
@@ -113,13 +119,12 @@ class Emu3Editor(CausalText):
 
         ValueError where a task has no target, or no thought to go before it.
         """
-        targets = [task.target for task in tasks if task.target is not None]
         for task in tasks:
-            if task.target is None:
+            if task.target is None and Codes.TARGET not in task.meta:
                 raise ValueError(f"task {task.id!r} has no target picture, which supervised learning imitates")
             if self.thinks and not isinstance(task.meta.get(THOUGHT), str):
                 raise ValueError(f"task {task.id!r} has no text in meta['{THOUGHT}'], with which a model that thinks begins")
-        pictures = [self.words.picture(codes) for codes in self.encode_codes(targets)]
+        pictures = [self.words.picture(codes) for codes in self._codes(tasks, Codes.TARGET)]
         if not self.thinks:
             return [picture[1:] for picture in pictures]  # the prefill has begun it
         return [

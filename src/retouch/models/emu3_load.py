@@ -64,7 +64,7 @@ def load_emu3(
     path = Path(path)
     words = _tokenizer(path if tokenizer is None else Path(tokenizer))
     module = _language(path, dtype=dtype, attention=attention)
-    vq = _autoencoder(path if autoencoder is None else Path(autoencoder))
+    vq = load_autoencoder(path if autoencoder is None else Path(autoencoder))
     return Emu3Editor(
         module.requires_grad_(False).eval().to(device),
         words,
@@ -98,7 +98,7 @@ def _language(path: Path, *, dtype: torch.dtype, attention: Attention) -> Any:
     raise ValueError(f"{path} holds {found}; give the local folder of an Emu3, in transformers' layout or in the original one")
 
 
-def _autoencoder(path: Path) -> Emu3VQVAE:
+def load_autoencoder(path: Path) -> Emu3VQVAE:
     """The autoencoder in fp32, of the whole or alone."""
     config = _json(path / "config.json")
     match config.get("model_type"):

@@ -12,7 +12,7 @@ from retouch.renderers.latents import LatentRenderer
 from retouch.renderers.offloaded import Offloaded
 from retouch.rewards.judging import Judge
 from retouch.runs import recipe_learning
-from retouch.runs.build_data import Sets, build_sets, steps_of
+from retouch.runs.build_data import Sets, build_sets, steps_of, with_pictures
 from retouch.runs.build_engine import Writing, build_engine
 from retouch.runs.build_learning import build_phase, copies_needed
 from retouch.runs.build_model import make_trainable
@@ -216,6 +216,7 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
     sets = [build_sets(recipe, phase.data, size=size) for phase in phases]
     plan = list(zip(phases, steps_of(phases, sets), strict=True))
     model, image_model = build_models(recipe, placement)
+    sets = [with_pictures(each, image_model) for each in sets]
     copies = make_trainable(model.module, recipe.policy, seed=recipe.seed)
     if recipe.sharding == "fsdp2" and ranks.world > 1:
         shard(model.module, ranks)

@@ -2,8 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from jaxtyping import Int
+from PIL.Image import Image
+from torch import Tensor
 
 from retouch.data.check import accept
 from retouch.data.complex_edit import read_complex_edit
@@ -17,6 +21,7 @@ from retouch.data.rows import Rows, sources
 from retouch.data.sampler import steps_for_passes
 from retouch.data.split import limit, split_by_source
 from retouch.data.tasks import Subset, Tasks
+from retouch.data.tokens import DecodedTasks, TokenRows, mixed
 from retouch.data.triplets import TripletRows
 from retouch.playground.indirect import IndirectTasks
 from retouch.playground.paintings import PaintingTasks
@@ -31,6 +36,7 @@ from retouch.runs.recipe_data import (
     PaintingData,
     PlaygroundData,
     PromptData,
+    TokenData,
     TripletData,
 )
 from retouch.runs.recipe_files import shipped
@@ -40,17 +46,28 @@ from retouch.types import Task
 Stored: TypeAlias = FolderData | HubData | ComplexEditData | TripletData | PromptData
 
 
+@runtime_checkable
+class GridModel(Protocol):
+    """A model whose pictures are grids of codes."""
+
+    grid: tuple[int, int]
+    codebook_size: int
+
+    def decode_codes(self, codes: Int[Tensor, "r h w"]) -> list[Image]: ...
+
+
 @dataclass(frozen=True)
 class Sets:
     """``train`` and ``heldout`` share no source picture. ``test_sets``: known test sets that the recipe allows training on.
 
-    ``problems``: what was found while reading, of rows that were left out too.
+    ``problems``: what was found while reading, of rows that were left out too. ``tokens``: the files, where tasks bring tokens.
     """
 
     train: Sequence[Task]
     heldout: Sequence[Task]
     test_sets: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
+    tokens: TokenRows | None = None
 
 
 def build_sets(recipe: Recipe, data: Data, *, size: tuple[int, int] | None) -> Sets:
@@ -61,13 +78,15 @@ def build_sets(recipe: Recipe, data: Data, *, size: tuple[int, int] | None) -> S
     if isinstance(data, PlaygroundData | PaintingData):
         asked = recipe.eval_data()
         assert isinstance(asked, PlaygroundData | PaintingData)
-        train = _playground(data, complexity=data.complexity)
-        heldout = _playground(asked, complexity=_in_turn(asked.complexity))
+        train = playground_tasks(data, complexity=data.complexity)
+        heldout = playground_tasks(asked, complexity=_in_turn(asked.complexity))
         refused = refuse_test_sets(["playground"], split=data.split, allow_test_sets=data.allow_test_sets)
         return Sets(train, heldout, tuple(str(test) for test in refused))
+    if isinstance(data, TokenData):
+        return _token_sets(recipe, data)
     split_name = data.split if isinstance(data, HubData | ComplexEditData) else None
     refused = refuse_test_sets([data.path], split=split_name, allow_test_sets=data.allow_test_sets)
-    rows = _read(data, seed=recipe.seed)
+    rows = read_rows(data, seed=recipe.seed)
     on_bad_row = "refuse" if isinstance(data, PromptData) else data.on_bad_row
     good, found = accept(rows, on_bad_row=on_bad_row)
     split = split_by_source(sources(rows, good), held_out=data.held_out, seed=recipe.seed)
@@ -79,6 +98,49 @@ def build_sets(recipe: Recipe, data: Data, *, size: tuple[int, int] | None) -> S
     tasks = Tasks(rows, resize=_resize(data, size))
     allowed = tuple(str(test) for test in refused)
     return Sets(Subset(tasks, train_rows), Subset(tasks, heldout_rows), allowed, tuple(found))
+
+
+def _token_sets(recipe: Recipe, data: TokenData) -> Sets:
+    """Rows are split, and what is judged is taken out of what trains, before any is multiplied."""
+    refused = refuse_test_sets(data.lists, allow_test_sets=data.allow_test_sets)
+    rows = TokenRows([*data.lists, *data.validation_lists], trusted=data.trusted)
+    good, found = accept(rows, on_bad_row=data.on_bad_row)
+    place = dict(zip(good, sources(rows, good), strict=True))
+    parts = [[index for index in part if index in place] for part in rows.parts]
+    training, judged = parts[: len(data.lists)], parts[len(data.lists) :]
+    if judged:
+        pictures = {place[index] for part in judged for index in part}
+        kept = [[index for index in part if place[index] not in pictures] for part in training]
+        if lost := sum(map(len, training)) - sum(map(len, kept)):
+            found.append(Problem(data.lists[0], 0, f"{lost} rows share a source picture with what is judged: left out", "note"))
+        heldout = mixed(judged, data.validation_coefficients, seed=recipe.eval.seed)
+    else:
+        every = [index for part in training for index in part]
+        split = split_by_source([place[index] for index in every], held_out=data.held_out, seed=recipe.seed)
+        heldout = [every[k] for k in split.held_out]
+        away = set(heldout)
+        kept = [[index for index in part if index not in away] for part in training]
+    train = mixed(kept, data.coefficients, seed=recipe.seed)
+    if not train:
+        raise ValueError("data: nothing is left to train on; give more rows, or larger coefficients")
+    if data.limit is not None:
+        train = list(limit(train, n=data.limit, seed=recipe.seed))
+    if len(heldout) > recipe.eval.tasks:
+        heldout = list(limit(heldout, n=recipe.eval.tasks, seed=recipe.eval.seed))
+    tasks = Tasks(rows, resize=None)
+    allowed = tuple(str(test) for test in refused)
+    return Sets(Subset(tasks, train), Subset(tasks, heldout), allowed, tuple(found), rows)
+
+
+def with_pictures(sets: Sets, model: object) -> Sets:
+    """The same, whose tasks have the pictures that the model makes of the tokens they bring. ValueError where it cannot."""
+    if sets.tokens is None:
+        return sets
+    if not isinstance(model, GridModel):
+        raise ValueError(f"data.kind: tokens are for a model that writes pictures as tokens, which {type(model).__name__} does not")
+    rows = range(len(sets.tokens))
+    sets.tokens.require([row for row in rows if sets.tokens.known(row)], grid=model.grid, codes=model.codebook_size)
+    return replace(sets, train=DecodedTasks(sets.train, model.decode_codes), heldout=DecodedTasks(sets.heldout, model.decode_codes))
 
 
 def steps_of(phases: Sequence[ResolvedPhase], sets: Sequence[Sets]) -> list[range]:
@@ -94,7 +156,7 @@ def steps_of(phases: Sequence[ResolvedPhase], sets: Sequence[Sets]) -> list[rang
     return steps
 
 
-def _playground(data: PlaygroundData | PaintingData, *, complexity: Sequence[int] | dict[int, float]) -> Sequence[Task]:
+def playground_tasks(data: PlaygroundData | PaintingData, *, complexity: Sequence[int] | dict[int, float]) -> Sequence[Task]:
     if isinstance(data, PaintingData):
         return PaintingTasks(seed=data.seed, count=data.count, complexity=complexity, split=data.split, lazy=data.lazy)
     tasks = PlaygroundTasks(
@@ -103,7 +165,7 @@ def _playground(data: PlaygroundData | PaintingData, *, complexity: Sequence[int
     return IndirectTasks(tasks, lazy=data.lazy) if isinstance(data, IndirectPlaygroundData) else tasks
 
 
-def _read(data: Stored, *, seed: int) -> Rows:
+def read_rows(data: Stored, *, seed: int) -> Rows:
     match data:
         case FolderData():
             return read_folder(data.path, columns=data.columns)

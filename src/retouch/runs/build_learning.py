@@ -24,7 +24,9 @@ from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_phases import ResolvedPhase
 from retouch.runs.recipe_writer import AutoregressivePolicy
 from retouch.runs.schedules import learning_rate
-from retouch.types import Batch, Objective, Task
+from retouch.types import Batch, Kind, Objective, Task
+
+_KINDS: dict[str, Sequence[int] | None] = {"all": None, "text": [Kind.TEXT_TOKEN], "vision": [Kind.IMAGE_TOKEN]}
 
 
 def build_objective(section: recipe_learning.Objective, *, entropy: bool = False) -> Objective:
@@ -143,7 +145,17 @@ def build_phase(recipe: Recipe, phase: ResolvedPhase, *, steps: range, tasks: Se
         epochs=recipe.epochs,
         minibatches=recipe.minibatches,
         learning_rate=learning_rate(recipe.optimizer, peak=phase.learning_rate, steps=steps),
+        kinds=build_kinds(phase.objective, steps),
     )
+
+
+def build_kinds(section: recipe_learning.Objective, steps: range) -> Callable[[int], Sequence[int] | None]:
+    """Which kinds of token train in each of a phase's steps."""
+    tokens = section.tokens if isinstance(section, recipe_learning.PolicyGradient) else "all"
+    if isinstance(tokens, recipe_learning.TokenCycle):
+        cycle = ["text"] * tokens.text_steps + ["vision"] * tokens.vision_steps
+        return lambda step: _KINDS[cycle[(step - steps.start) % len(cycle)]]
+    return lambda step: _KINDS[tokens]
 
 
 def _normalise(phase: ResolvedPhase) -> Normalise:

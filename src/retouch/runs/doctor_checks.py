@@ -13,7 +13,7 @@ from retouch.runs.evaluation import chosen
 from retouch.runs.folder import RunFolder
 from retouch.runs.recipe import Recipe, parse
 from retouch.runs.recipe_checks import check_ranks, unmeant_ranks
-from retouch.runs.recipe_data import ComplexEditData, Data, HubData, PaintingData, PlaygroundData
+from retouch.runs.recipe_data import ComplexEditData, Data, HubData, PaintingData, PlaygroundData, TokenData
 from retouch.runs.recipe_differences import differences
 from retouch.runs.recipe_policy import ImportedModel
 from retouch.runs.sharding_checks import check_sharding
@@ -89,8 +89,7 @@ def check_data(recipe: Recipe) -> Iterator[tuple[Finding, Sets | None]]:
 
 
 def _read(recipe: Recipe, data: Data, size: tuple[int, int] | None) -> tuple[Finding, Sets | None]:
-    path = "the playground" if isinstance(data, PlaygroundData | PaintingData) else data.path
-    there = isinstance(data, PlaygroundData | PaintingData) or Path(path).exists()
+    path, there = _place(data)
     if isinstance(data, ComplexEditData | HubData) and not there:
         try:
             refuse_test_sets([path], split=data.split, allow_test_sets=data.allow_test_sets)
@@ -102,8 +101,19 @@ def _read(recipe: Recipe, data: Data, size: tuple[int, int] | None) -> tuple[Fin
     try:
         sets = build_sets(recipe, data, size=size)
     except ValueError as error:
-        return failed("data", str(error), mend=f"retouch data check {path}" if there else "--set data.path=DIR"), None
+        elsewhere = "--set data.lists=[DIR, ...]" if isinstance(data, TokenData) else "--set data.path=DIR"
+        return failed("data", str(error), mend=f"retouch data check {path}" if there else elsewhere), None
     return _described(recipe, path, sets), sets
+
+
+def _place(data: Data) -> tuple[str, bool]:
+    """What the data are called, and whether they are on this machine."""
+    if isinstance(data, PlaygroundData | PaintingData):
+        return "the playground", True
+    if isinstance(data, TokenData):
+        missing = [place for place in (*data.lists, *data.validation_lists) if not Path(place).exists()]
+        return (missing or list(data.lists))[0], not missing
+    return data.path, Path(data.path).exists()
 
 
 def _described(recipe: Recipe, path: str, sets: Sets) -> Finding:

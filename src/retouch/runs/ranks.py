@@ -63,7 +63,7 @@ def join(device: str) -> Ranks:
     ``device``: ``auto`` takes CUDA, then MPS, then CPU; ``cpu``, ``cuda`` or ``cuda:N`` are taken as said. ValueError where there
     is no such device.
     """
-    chosen = _device(device)
+    chosen = find_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Ranks(device=chosen)
     state = PartialState(cpu=chosen.type == "cpu")
@@ -78,7 +78,8 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def _device(device: str) -> torch.device:
+def find_device(device: str) -> torch.device:
+    """The device that is said; ``auto`` takes CUDA, then MPS, then CPU. ValueError where it is not there."""
     if device == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 from retouch.core.surrogates import check_clip
 from retouch.data.sampler import check_arithmetic
-from retouch.runs.recipe_data import PaintingData, PicturedData, PromptData
+from retouch.runs.recipe_data import PaintingData, PicturedData, PromptData, TokenData
+from retouch.runs.recipe_emu3 import TokenModel
 from retouch.runs.recipe_learning import GroupAdvantage, PolicyGradient, Sft, Supervised
 from retouch.runs.recipe_phases import ResolvedPhase
 from retouch.runs.recipe_policy import DiffusersModel, ImportedModel, Lora
@@ -28,6 +29,7 @@ from retouch.runs.recipe_writing_checks import (
     parts_problems,
     phase_problems,
     renderer_problems,
+    token_problems,
 )
 
 if TYPE_CHECKING:
@@ -138,6 +140,7 @@ def _phases(recipe: "Recipe") -> Iterator[str]:
             yield from _exploration(recipe, phase, at)
         if isinstance(phase.objective, PolicyGradient):
             yield from _policy_gradient(recipe, phase.objective, phase.rollout, at)
+            yield from token_problems(recipe, phase.objective, at["objective"])
         yield from _data(recipe, phase, at["data"])
         warmup = recipe.optimizer.warmup_steps
         if phase.steps is not None and warmup > phase.steps:
@@ -163,11 +166,22 @@ def _data(recipe: "Recipe", phase: ResolvedPhase, at: str) -> Iterator[str]:
     yield from reward_data_problems(recipe, phase, at)
     if isinstance(phase.data, PromptData | PaintingData) and model.kind in READ_A_PICTURE:
         yield f"{at}.kind: {phase.data.kind} have no source picture, which {model.kind} edits; take folder or hub data"
+    if isinstance(phase.data, TokenData):
+        if not isinstance(model, TokenModel | ImportedModel):
+            yield f"{at}.kind: tokens are for a policy that writes pictures as tokens, emu3 say, and not for {model.kind}"
+        yield from _coefficients(phase.data, at)
     if isinstance(phase.data, PicturedData) and not isinstance(model, ImportedModel):
         sizes = phase.data.size, model.size
         if None not in sizes and sizes[0] != sizes[1]:
             other = f"{_image_model_at(recipe)}.size: {list(sizes[1] or ())}"
             yield f"{at}.size: {list(sizes[0] or ())} and {other} differ; give one of them"
+
+
+def _coefficients(data: TokenData, at: str) -> Iterator[str]:
+    for prefix in ("", "validation_"):
+        names, numbers = getattr(data, f"{prefix}lists"), getattr(data, f"{prefix}coefficients")
+        if numbers and len(numbers) != len(names):
+            yield f"{at}.{prefix}coefficients: {len(numbers)} for {len(names)} lists; give one each, or none"
 
 
 def _policy_gradient(recipe: "Recipe", objective: PolicyGradient, rollout: Rollout, at: dict[str, str]) -> Iterator[str]:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from retouch.data.complex_edit import ID, levels
-from retouch.runs.recipe_section import Count, NonNegative, Pixels, Section, Share
+from retouch.runs.recipe_section import Count, NonNegative, Pixels, Positive, Section, Share
 
 
 def _equal_weights(value: Any) -> Any:
@@ -156,7 +156,42 @@ class PromptData(DataSection):
     """Use so many prompts, drawn by the recipe's seed; null uses all."""
 
 
+Coefficients: TypeAlias = tuple[Positive, ...]
+
+
+class TokenData(DataSection):
+    """Edits as image tokens, in EARL's layout (``retouch data tokenize`` makes it): for policies that write pictures as tokens."""
+
+    kind: Literal["tokens"]
+    lists: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Lists of feature files (``tokenized_datalist.json``), or the folders that have them."""
+    coefficients: Coefficients = ()
+    """How often the rows of each list come in a pass: whole copies, and of the rest of it rows drawn by the recipe's seed. An empty
+    list makes each as large as the largest."""
+    validation_lists: tuple[str, ...] = ()
+    """Lists to be judged on; rows that train from the same source pictures are left out. Without any, some are held out."""
+    validation_coefficients: Coefficients = ()
+    """The same for these."""
+    trusted: bool = False
+    """Open ``.pth`` features too, whose maker you trust; only torch's restricted loader reads them."""
+    held_out: Share | Count = 0.1
+    """Kept for evaluation where there are no ``validation_lists``: a share of the source pictures, or (a whole number) at least so
+    many rows."""
+    on_bad_row: Literal["refuse", "skip"] = "refuse"
+    """What to do about a file that cannot be used: stop before training, or go on without it and say so."""
+    limit: Count | None = None
+    """Use so many rows of the mixture, drawn by the recipe's seed; null uses all."""
+
+
 Data: TypeAlias = Annotated[
-    PlaygroundData | IndirectPlaygroundData | PaintingData | FolderData | HubData | ComplexEditData | TripletData | PromptData,
+    PlaygroundData
+    | IndirectPlaygroundData
+    | PaintingData
+    | FolderData
+    | HubData
+    | ComplexEditData
+    | TripletData
+    | PromptData
+    | TokenData,
     Field(discriminator="kind"),
 ]

@@ -9,7 +9,7 @@ from retouch.runs.recipe import Recipe
 
 _FREE = re.compile(
     r"steps|passes|eval\.every|ledger.*|(samples|checkpoints)\..*|trackers(\.\d+)?|devices?(\..*)?|sharding|ranks|out"
-    r"|(phases\.\d+\.)?data\.path"
+    r"|(phases\.\d+\.)?data\.(path|(validation_)?lists\.\d+)"
     # How a judge is reached, and how long it is waited for.
     r"|(watch\.judge\.)?reward\.(rewards\.\w+\.)?((judge\.)?(device|base_url|key|concurrency|timeout|deadline|attempts|pause|longest_pause"
     r"|prices.*|quota.*)|endpoints.*|encoding|batch|retry_share|hedge(_share)?|(samples|requests)_per_minute|calls|rate_file|wait|threads)"

@@ -28,8 +28,13 @@ def _address(url: str) -> str:
     return url.rstrip("/")
 
 
+def _with_version(url: str) -> str:
+    return url if urlsplit(url).path.strip("/") else f"{url.rstrip('/')}/v1"
+
+
 Variable: TypeAlias = Annotated[str, AfterValidator(_variable)]
 Address: TypeAlias = Annotated[str, AfterValidator(_address)]
+VersionedAddress: TypeAlias = Annotated[Address, AfterValidator(_with_version)]
 
 
 class Quota(Section):
@@ -64,8 +69,8 @@ class Endpoint(Section):
     kind: Literal["endpoint"]
     model: str
     """The model's name there."""
-    base_url: Address = "https://api.openai.com/v1"
-    """The address, with its ``/v1``."""
+    base_url: VersionedAddress = "https://api.openai.com/v1"
+    """The address; an address of a server alone, ``http://host:4877``, gets ``/v1``."""
     key: Variable | None = "OPENAI_API_KEY"
     """Environment variable that holds the key or, with ``_FILE`` after its name, the path of a file that does; null is for servers
     that ask for none."""

@@ -53,6 +53,15 @@ class Kl(Section):
     """Its weight in the loss."""
 
 
+class TokenCycle(Section):
+    """Text and picture train in turn: ``text_steps`` steps of the one, then ``vision_steps`` of the other, and again."""
+
+    text_steps: Count = 10
+    """Steps in which text alone trains."""
+    vision_steps: Count = 10
+    """Steps in which pictures alone train."""
+
+
 class PolicyGradient(Section):
     """Policy gradient on the ratio of new to acting probability: GRPO and its kin."""
 
@@ -71,6 +80,8 @@ class PolicyGradient(Section):
     """Centre and scale the log-ratios of transitions (GRPO-Guard)."""
     normalise: Literal["sequence", "token", "dr_grpo"] = "sequence"
     """How actions share the loss: equal within a sample, equal over all samples, or over the longest possible length."""
+    tokens: Literal["all", "text", "vision"] | TokenCycle = Field(default="all", exclude_if=lambda tokens: tokens == "all")
+    """Which tokens train where a policy writes text and then a picture; all are written, judged and compared in any case."""
 
 
 class OldDecay(Section):

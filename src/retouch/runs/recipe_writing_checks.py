@@ -70,6 +70,20 @@ def renderer_problems(recipe: "Recipe") -> Iterator[str]:
             yield "policy.model.kind: playground-writer writes for an editor; take playground-enhancer, or renderer.kind response"
 
 
+def token_problems(recipe: "Recipe", objective: PolicyGradient, at: str) -> Iterator[str]:
+    """Whether the policy writes tokens of the kinds that are to train."""
+    model = recipe.policy.model
+    if isinstance(recipe.policy, DenoisingPolicy) or isinstance(model, ImportedModel) or objective.tokens == "all":
+        return
+    if not isinstance(model, TokenModel):
+        yield f"{at}.tokens: {model.kind} writes text alone; leave it out"
+    elif objective.tokens != "vision" and not model.think:
+        yield (
+            f"{at}.tokens: without policy.model.think no text is written before the picture, so nothing would train; take "
+            "think: true, or all"
+        )
+
+
 def engine_problems(recipe: "Recipe") -> Iterator[str]:
     """Whether a server could write what the policy learns from."""
     for index, rollout in enumerate([recipe.rollout, *(phase.rollout for phase in recipe.phases or ())]):
@@ -102,5 +116,7 @@ def phase_problems(phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
     if isinstance(objective.kl, Kl) and (objective.kl.kind == "k3") != tokens:
         right = "k3 for tokens" if tokens else "closed or velocity for transitions"
         yield f"{at['objective']}.kl.kind: {objective.kl.kind} is none of this policy's; take {right}"
+    if objective.tokens != "all" and not tokens:
+        yield f"{at['objective']}.tokens: a denoising policy has transitions and no tokens; leave it out"
     if objective.ratio_norm and tokens:
         yield f"{at['objective']}.ratio_norm: it centres the ratios of transitions, and tokens have none; leave it out"

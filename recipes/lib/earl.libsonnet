@@ -1,0 +1,114 @@
+// System D: an autoregressive model edits by writing image tokens, and a vision-language model judges the edits. A supervised stage and
+// RL from it share the model, the data and the sizes; a recipe says which data, from which start, with a thought or without.
+//
+// Environment (as in the source): APP__DATA_DIR, APP__BASE_EXP_DIR, APP__REWARD_FUNCTION_API_BASE, APP__RUN_NAME.
+local list(name) = std.extVar('APP__DATA_DIR') + '/' + name;
+
+{
+  runs:: std.extVar('APP__BASE_EXP_DIR'),
+
+  // What a supervised run leaves for RL to start from: `retouch export RUN --to RUN/exported`.
+  exported(name):: $.runs + '/' + name + '/exported/writer',
+
+  model(path, think):: {
+    kind: 'emu3',
+    path: path,
+    tokenizer: 'Emu3-community/Emu3-Gen-hf',
+    autoencoder: 'BAAI/Emu3-VisionTokenizer',
+    size: [256, 256],
+    think: think,
+  },
+
+  // Simple edits (S), complex ones (C), and both with the source's coefficients; C's are those of both, without the first.
+  local complex = ['magicbrush', 'aurora-AG', 'aurora-kubric', 'ss2', 'vismin', 'human-edit'],
+  local coefficients = [6, 6, 0.7, 1.55, 3.7, 11],
+  data: {
+    s: $.tokens(['omniedit'], []),
+    c: $.tokens(complex, coefficients),
+    sc: $.tokens(['omniedit'] + complex, [0.13] + coefficients),
+  },
+  tokens(names, coefficients):: {
+    kind: 'tokens',
+    lists: [list(name) for name in names],
+    coefficients: coefficients,
+    validation_lists: [list('validation_22march_256')],
+    validation_coefficients: [1.0],
+  },
+
+  // Any OpenAI-compatible server, its address with /v1 or without; several runs may share it.
+  judge:: {
+    kind: 'endpoint',
+    model: 'Qwen/Qwen2.5-VL-72B-Instruct',
+    base_url: std.extVar('APP__REWARD_FUNCTION_API_BASE'),
+    key: null,
+    concurrency: 64,
+    timeout: 1000,
+    deadline: 2000,
+  },
+  // reward_final_reward, by its three names.
+  reward(final):: {
+    viescore: { kind: 'viescore', judge: $.judge, combine: { overall: 1 } },
+    ground_score: { kind: 'ground', judge: $.judge, temperature: 0.3, combine: { ground: 1 } },
+    'sqrt(viescore_pqxground_score)': {
+      kind: 'several',
+      rewards: {
+        viescore: { kind: 'viescore', judge: $.judge },
+        ground: { kind: 'ground', judge: $.judge, temperature: 0.3 },
+      },
+      combine: final,
+    },
+  }[final],
+
+  base(name, path, think):: {
+    name: name,
+    out: $.runs,
+    seed: 42,
+    ranks: 8,
+    sharding: 'zero2',
+    policy: {
+      kind: 'autoregressive',
+      model: $.model(path, think),
+      train: { kind: 'full' },
+      gradient_checkpointing: true,
+    },
+    rollout: { kind: 'tokens', max_new_tokens: 2048, temperature: 1.0, chunk: 16 },
+    renderer: { kind: 'codes', batch: 16 },
+    reward: $.reward('viescore'),
+    optimizer: { max_grad_norm: 1.0 },
+    eval: { every: 100, tasks: 64, batch: 8 },
+    checkpoints: { every: 100, keep: 2 },
+  },
+
+  // Supervised learning of the pictures (after a thought, where the model thinks). The rate is the source's.
+  sft(name, data=null, phases=null, think=false):: $.base(name, 'BAAI/Emu3-Stage1', think) {
+    tasks_per_step: 128,
+    group_size: 1,
+    learning_rate: 1e-5,
+    microbatch: 4,
+    objective: { kind: 'sft', normalise: 'token' },
+    data: if data != null then data else phases[0].data,
+    [if phases != null then 'phases']: phases,
+    [if phases == null then 'steps']: 10800,
+    eval+: { every: 1000 },
+    samples: { every: 1000 },
+  },
+
+  // Every value is the source's: 128 episodes of 8 are 16 tasks; no ratio and no clip, so one step on each rollout.
+  rl(start, data, final='viescore', think=false):: $.base(std.extVar('APP__RUN_NAME'), $.exported(start), think) {
+    steps: 2000,
+    tasks_per_step: 16,
+    group_size: 8,
+    learning_rate: 3e-6,
+    microbatch: if think then 4 else 8,
+    data: data,
+    reward: $.reward(final),
+    advantage: { kind: 'group', scale: 'group', ddof: 0, eps: 1e-4, clip: null },
+    objective: {
+      kind: 'policy_gradient',
+      surrogate: 'reinforce',
+      kl: { kind: 'k3', weight: 3e-4 },
+      normalise: 'token',
+    },
+    samples: { every: 5 },
+  },
+}

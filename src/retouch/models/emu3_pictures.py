@@ -1,0 +1,44 @@
+"""Emu3's autoencoder: pictures as grids of codes, and back."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int
+from PIL.Image import Image, Resampling, fromarray
+from torch import Tensor
+from transformers import Emu3VQVAE
+
+from retouch.models.frozen import evaluating
+
+
+class Emu3Pictures:
+    """Pictures of one ``size``, (height, width) in px, through a frozen autoencoder that shrinks each side by its own factor (8).
+
+    ``grid``: (height, width) in codes. ValueError where the size is no multiple of the factor.
+    """
+
+    def __init__(self, vq: Emu3VQVAE, size: tuple[int, int]) -> None:
+        self.vq = vq.requires_grad_(False).eval()
+        self.size = size
+        factor = self.vq.spatial_scale_factor
+        if size[0] % factor or size[1] % factor:
+            raise ValueError(f"size {size}: sides must be multiples of {factor} px, the autoencoder's factor")
+        self.grid = (size[0] // factor, size[1] // factor)
+
+    def encode(self, images: Sequence[Image]) -> Int[Tensor, "r h w"]:
+        """Pictures as codes, at ``size`` (Lanczos)."""
+        height, width = self.size
+        resized = [image.convert("RGB").resize((width, height), Resampling.LANCZOS) for image in images]
+        pixels = torch.stack([torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8) for image in resized])
+        pixels = pixels.reshape(-1, height, width, 3).permute(0, 3, 1, 2).to(self.vq.device) / 127.5 - 1
+        sizes = torch.tensor([self.size] * len(images))
+        with evaluating(self.vq):
+            codes = self.vq.encode(pixels, sizes, return_dict=True).image_tokens
+        return torch.stack(list(codes)).long()
+
+    def decode(self, codes: Int[Tensor, "r h w"]) -> list[Image]:
+        """Codes as pictures."""
+        with evaluating(self.vq):
+            pixels = self.vq.decode(codes.to(self.vq.device)).float()
+        levels = ((pixels.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+        return [fromarray(each) for each in levels]

@@ -1,0 +1,195 @@
+"""Image tokens on disk: what a feature file holds comes back, what is wrong with one is said by its name, and lists are mixed."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL.Image import new
+
+from retouch.data.check import accept, check, read_path
+from retouch.data.features import LONGEST_THOUGHT, Feature, read_feature, thought_of
+from retouch.data.tasks import Tasks
+from retouch.data.tokens import DecodedTasks, TokenRows, mixed
+
+GRID = (2, 3)
+
+
+def feature(number=0, **changes):
+    codes = torch.arange(6).reshape(GRID) + number
+    given = {"id": f"edit/{number}", "instruction": "make it red", "source": codes, "target": codes + 1, **changes}
+    return Feature(**given)
+
+
+def earl(number=0, **changes):
+    """A feature file as the source makes it."""
+    grid = np.arange(6).reshape(GRID) + number
+    made = {"edit_id": number, "original_image": grid, "edited_image": grid + 1, "instruction": "make it red"}
+    return {**made, "CoT": {"plan": "Find the cup.", "edit": "Paint it."}, **changes}
+
+
+def save(root: Path, features, *, prefix="/nowhere"):
+    """A data set: ``feature/`` and its list."""
+    (root / "feature").mkdir(parents=True)
+    (root / "list").mkdir()
+    names = []
+    for number, each in enumerate(features):
+        name = f"{number}.pth" if isinstance(each, dict) else f"{number}.safetensors"
+        if isinstance(each, dict):
+            torch.save(each, root / "feature" / name)
+        else:
+            (root / "feature" / name).write_bytes(each.to_bytes())
+        names.append(name)
+    file = root / "list" / "tokenized_datalist.json"
+    file.write_text(json.dumps({"prefix": prefix, "path_list": names}))
+    return file
+
+
+def test_a_feature_comes_back(tmp_path):
+    made = feature(thought="First the cup.", task={"tags": {"kind": "colour"}, "meta": {"x": [1]}})
+    (tmp_path / "a.safetensors").write_bytes(made.to_bytes())
+    found = read_feature(tmp_path / "a.safetensors", trusted=False)
+    assert (found.id, found.instruction, found.thought, found.task) == (made.id, made.instruction, made.thought, made.task)
+    assert torch.equal(found.source, made.source)
+    assert torch.equal(found.target, made.target)
+
+
+def test_the_sources_own_files_are_read_where_they_are_trusted(tmp_path):
+    torch.save(earl(7), tmp_path / "7.pth")
+    with pytest.raises(ValueError, match=r"7\.pth.*data\.trusted: true"):
+        read_feature(tmp_path / "7.pth", trusted=False)
+    found = read_feature(tmp_path / "7.pth", trusted=True)
+    assert (found.id, found.thought) == ("7", "Find the cup.\nPaint it.")
+    assert found.source.tolist() == earl(7)["original_image"].tolist()
+    assert found.target.tolist() == earl(7)["edited_image"].tolist()
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("run",)
+
+
+def test_nothing_but_plain_values_is_opened(tmp_path, capsys):
+    torch.save(earl(CoT=Evil()), tmp_path / "7.pth")
+    with pytest.raises(ValueError, match=r"7\.pth: holds more than numbers"):
+        read_feature(tmp_path / "7.pth", trusted=True)
+    torch.save(earl(original_image=np.array([[Evil()]], dtype=object)), tmp_path / "8.pth")
+    with pytest.raises(ValueError, match=r"8\.pth: holds more"):
+        read_feature(tmp_path / "8.pth", trusted=True)
+    (tmp_path / "9.pth").write_bytes(b"no file of torch's")
+    with pytest.raises(ValueError, match=r"9\.pth"):
+        read_feature(tmp_path / "9.pth", trusted=True)
+    assert "run" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"original_image": None}, "has no original_image"),
+        ({"edited_image": np.zeros((3, 3), dtype=int)}, "edited_image is 3x3 codes, and original_image 2x3"),
+        ({"original_image": np.zeros(GRID)}, "no grid of whole numbers"),
+        ({"original_image": np.full(GRID, -1)}, "the code -1"),
+        ({"original_image": np.zeros(6, dtype=int)}, r"the shape \(6,\)"),
+        ({"instruction": " "}, "its instruction is no text"),
+    ],
+)
+def test_what_is_wrong_is_said_by_file(tmp_path, changes, said):
+    torch.save(earl(**changes), tmp_path / "7.pth")
+    with pytest.raises(ValueError, match=rf"7\.pth.*{said}"):
+        read_feature(tmp_path / "7.pth", trusted=True)
+
+
+def test_a_thought_is_trimmed():
+    assert thought_of("x" * 5000) == "x" * LONGEST_THOUGHT == "x" * 1750
+    assert thought_of({}) is thought_of(None) is thought_of(" ") is None
+
+
+def test_lists_become_rows_and_tasks(tmp_path):
+    here, there = save(tmp_path / "omniedit", [feature(k) for k in range(3)]), save(tmp_path / "a" / "omniedit", [earl(9)])
+    rows = TokenRows([here.parents[1], there], trusted=True)
+    assert rows.parts == [range(3), range(3, 4)]
+    good, found = accept(rows, on_bad_row="refuse")
+    assert good == (0, 1, 2, 3)
+    assert not found
+    assert [rows[k].id for k in good] == ["omniedit/edit/0", "omniedit/edit/1", "omniedit/edit/2", "omniedit#2/9"]
+    tasks = DecodedTasks(Tasks(rows, resize=None), lambda codes: [new("RGB", (1, 1), (int(grid.sum()), 0, 0)) for grid in codes])
+    task = tasks[1:][0]
+    assert task.meta["source_codes"] == feature(1).source.tolist()
+    assert (task.images[0].getpixel((0, 0))[0], task.target.getpixel((0, 0))[0]) == (15 + 6, 15 + 12)
+    assert tasks[3].meta["thought"] == "Find the cup.\nPaint it."
+
+
+def test_a_data_set_may_be_moved_and_a_link_may_stand_for_its_list(tmp_path):
+    file = save(tmp_path / "one", [feature()], prefix=str(tmp_path / "gone"))
+    (tmp_path / "one").rename(tmp_path / "two")
+    assert len(read_path(tmp_path / "two")) == 1
+    assert check(tmp_path / "two") == []
+    # A list that lies elsewhere says where its files are.
+    other = tmp_path / "lists" / "a" / "list.json"
+    other.parent.mkdir(parents=True)
+    told = json.loads((tmp_path / "two" / file.relative_to(tmp_path / "one")).read_text())
+    other.write_text(json.dumps(told | {"prefix": str(tmp_path / "two" / "feature")}))
+    assert TokenRows([other], trusted=False)[0].id == "a/edit/0"
+
+
+def test_faults_are_found_by_file_before_anything_is_learnt(tmp_path):
+    file = save(tmp_path / "d", [feature(k) for k in range(4)])
+    (tmp_path / "d" / "feature" / "1.safetensors").unlink()
+    (tmp_path / "d" / "feature" / "2.safetensors").write_bytes(b"cut")
+    with pytest.raises(ValueError, match=r"2 of 4 rows cannot be used:\n.*1\.safetensors.*no such file\n.*2\.safetensors: damaged"):
+        accept(TokenRows([file], trusted=False), on_bad_row="refuse")
+    rows = TokenRows([file], trusted=False)
+    good, _ = accept(rows, on_bad_row="skip")
+    assert good == (0, 3)
+    rows.require(good, grid=GRID, codes=10)
+    with pytest.raises(ValueError, match=r"(?s)1 of 2 .*3\.safetensors: the code 9, and the autoencoder has 9"):
+        rows.require(good, grid=GRID, codes=9)
+    with pytest.raises(ValueError, match=r"2 of 2 .*\n  .*/feature/0\.safetensors: 2x3 codes, and the model's pictures have 3x3"):
+        rows.require(good, grid=(3, 3), codes=10)
+
+
+@pytest.mark.parametrize("told", ["[]", '{"path_list": []}', '{"path_list": [3]}', "no JSON"])
+def test_a_list_that_is_none_is_refused(tmp_path, told):
+    (tmp_path / "list.json").write_text(told)
+    with pytest.raises(ValueError, match=r"list\.json"):
+        TokenRows([tmp_path / "list.json"], trusted=False)
+    with pytest.raises(ValueError, match="no list of image tokens"):
+        TokenRows([tmp_path], trusted=False)
+
+
+def test_names_do_not_leave_the_data_set(tmp_path):
+    file = save(tmp_path / "d", [feature()])
+    file.write_text(json.dumps({"prefix": "", "path_list": ["0.safetensors", "../../x.safetensors"]}))
+    with pytest.raises(ValueError, match=r"1 of 2 rows.*\n.*leaves the folder"):
+        accept(TokenRows([file], trusted=False), on_bad_row="refuse")
+
+
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    tenths=st.lists(st.integers(1, 45), min_size=4, max_size=4),
+    seed=st.integers(0, 3),
+)
+def test_coefficients_are_whole_copies_and_a_sample(sizes, tenths, seed):
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    parts = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    coefficients = [each / 10 for each in tenths[: len(parts)]]
+    counts = Counter(mixed(parts, coefficients, seed=seed))
+    for part, tenth in zip(parts, tenths, strict=False):
+        found = [counts[row] for row in part]
+        assert sum(found) == len(part) * tenth // 10
+        assert not found or (min(found) >= tenth // 10 and max(found) <= tenth // 10 + 1)
+    assert mixed(parts, coefficients, seed=seed) == mixed(parts, coefficients, seed=seed)
+    even = Counter(mixed(parts, [], seed=seed))
+    assert {sum(even[row] for row in part) for part in parts if part} <= {max(sizes)}
+
+
+def test_another_seed_draws_others_and_wrong_coefficients_are_refused():
+    part = [range(100)]
+    assert mixed(part, [0.3], seed=0) != mixed(part, [0.3], seed=1)
+    assert len(mixed(part, [1.55], seed=0)) == 155
+    with pytest.raises(ValueError, match="2 coefficients for 1 lists"):
+        mixed(part, [1, 2], seed=0)

@@ -1,0 +1,65 @@
+"""Deliberate bugs of image tokens on disk, of their mixtures, and of which tokens train."""
+
+from mutant import Mutant
+
+DATA = "tests/data/test_tokens.py"
+LOOP = "tests/policies/test_writing_loop.py"
+
+TOKENS = (
+    Mutant(
+        "a coefficient's rest is left out",
+        "data/tokens.py",
+        "+ [part[place] for place in sorted(order[:more])]",
+        "",
+        f"{DATA}::test_another_seed_draws_others_and_wrong_coefficients_are_refused",
+    ),
+    Mutant(
+        "coefficients are binary numbers",
+        "data/tokens.py",
+        "int(Fraction(str(coefficients[number])) * len(part))",
+        "int((coefficients[number] % 1) * len(part)) + int(coefficients[number]) * len(part)",
+        f"{DATA}::test_coefficients_are_whole_copies_and_a_sample",
+    ),
+    Mutant(
+        "features may lie outside the data set",
+        "data/tokens.py",
+        "path = path_under(root, entry)",
+        "path = root / entry",
+        f"{DATA}::test_names_do_not_leave_the_data_set",
+    ),
+    Mutant(
+        "what torch pickled is opened unasked",
+        "data/features.py",
+        'elif path.suffix == ".pth" and trusted:',
+        'elif path.suffix == ".pth":',
+        f"{DATA}::test_the_sources_own_files_are_read_where_they_are_trusted",
+    ),
+    Mutant(
+        "codes of another autoencoder train",
+        "data/tokens.py",
+        "elif highest >= codes:",
+        "elif highest > codes:",
+        f"{DATA}::test_faults_are_found_by_file_before_anything_is_learnt",
+    ),
+    Mutant(
+        "all tokens train whatever the recipe says",
+        "loop.py",
+        "mask = mask & torch.isin(trajectory.kind.cpu(), torch.tensor(kinds))",
+        "mask = mask.clone()",
+        f"{LOOP}::test_only_the_tokens_of_the_chosen_kind_train",
+    ),
+    Mutant(
+        "each rank divides by its own tokens",
+        "loop.py",
+        "total = run.ranks.sum(denominator(mask, valid, normalise=phase.normalise, max_length=phase.max_length))",
+        "total = run.ranks.world * denominator(mask, valid, normalise=phase.normalise, max_length=phase.max_length)",
+        f"{LOOP}::test_two_ranks_of_very_different_lengths_share_one_gradient",
+    ),
+    Mutant(
+        "a shard of another job is taken for one of this",
+        "runs/tokenizing.py",
+        'if len({told["stamp"] for told in lists}) > 1:',
+        "if not lists:",
+        "tests/runs/test_tokenizing.py::test_shards_make_what_one_process_makes",
+    ),
+)

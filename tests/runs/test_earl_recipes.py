@@ -1,0 +1,189 @@
+"""EARL's ten recipes and their supervised stages: the source's names and values, and each of them builds and learns in small."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny_writer_runs
+from retouch.cli import main
+from retouch.data.features import Feature
+from retouch.runs.assembly import assemble
+from retouch.runs.ranks import Ranks
+from retouch.runs.recipe import Recipe, load, parse
+from retouch.runs.recipe_checks import check_ranks
+from retouch.runs.recipe_files import available, find
+from retouch.runs.recipe_jsonnet import evaluate
+from retouch.runs.recipe_overrides import apply
+from retouch.runs.session import run
+
+RL = {
+    **{"sft_s__rl_s": "s", "sft_s__rl_c": "c", "sft_s__rl_sc": "sc", "sft_sc__rl_c": "c", "sft_sc__rl_sc": "sc"},
+    **{"sft_sc2stage__rl_c": "c", "sft_sc2stage__rl_sc": "sc"},
+    **{"sft_think_s__rl_s": "s", "sft_think_s__rl_c": "c", "sft_think_s__rl_sc": "sc"},
+}
+SFT = ("sft_s", "sft_sc", "sft_sc2stage", "sft_think_s")
+COMPLEX = ["magicbrush", "aurora-AG", "aurora-kubric", "ss2", "vismin", "human-edit"]
+LISTS = {"s": ["omniedit"], "c": COMPLEX, "sc": ["omniedit", *COMPLEX]}
+COEFFICIENTS = [0.13, 6.0, 6.0, 0.7, 1.55, 3.7, 11.0]
+REWARDS = ("viescore", "ground_score", "sqrt(viescore_pqxground_score)")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("APP__DATA_DIR", "/data")
+    monkeypatch.setenv("APP__BASE_EXP_DIR", "/runs")
+    monkeypatch.setenv("APP__REWARD_FUNCTION_API_BASE", "http://judge:4877")
+    monkeypatch.setenv("APP__RUN_NAME", "mine")
+
+
+def name_of(stem: str) -> str:
+    return f"recipes/emu3/{stem}.jsonnet"
+
+
+def leaves(value: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {path: value}
+    return {deep: leaf for key, inner in value.items() for deep, leaf in leaves(inner, f"{path}.{key}".lstrip(".")).items()}
+
+
+def test_they_are_the_sources_and_no_others() -> None:
+    assert {Path(name).stem for name in available() if name.startswith("recipes/emu3/") and "playground" not in name} == {*RL, *SFT}
+
+
+@pytest.mark.parametrize("stem", RL)
+def test_rl_has_the_sources_values(stem: str) -> None:
+    recipe = load(name_of(stem))
+    check_ranks(recipe, 8)
+    found, thinks = leaves(recipe.document()), "think" in stem
+    wanted = {
+        **{"name": "mine", "out": "/runs", "seed": 42, "steps": 2000, "learning_rate": 3e-6, "microbatch": 4 if thinks else 8},
+        **{"tasks_per_step": 16, "group_size": 8, "epochs": 1, "minibatches": 1, "sharding": "zero2"},
+        **{"policy.model.kind": "emu3", "policy.model.path": f"/runs/{stem.split('__')[0]}/exported/writer"},
+        **{"policy.model.think": thinks, "policy.model.grammar": True, "policy.model.size": [256, 256]},
+        **{"policy.train.kind": "full", "policy.model.dtype": "bfloat16"},
+        **{"rollout.max_new_tokens": 2048, "rollout.temperature": 1.0, "rollout.top_p": None, "rollout.top_k": None},
+        **{"objective.surrogate": "reinforce", "objective.kl.kind": "k3", "objective.kl.weight": 3e-4},
+        **{"objective.normalise": "token", "advantage.ddof": 0, "advantage.eps": 1e-4, "advantage.clip": None},
+        **{"optimizer.weight_decay": 0.0, "optimizer.max_grad_norm": 1.0, "optimizer.warmup_steps": 0},
+        **{"reward.kind": "viescore", "reward.combine.overall": 1.0, "reward.judge.model": "Qwen/Qwen2.5-VL-72B-Instruct"},
+        **{"reward.judge.base_url": "http://judge:4877/v1", "reward.judge.concurrency": 64, "reward.judge.timeout": 1000.0},
+        **{"samples.every": 5, "checkpoints.every": 100},
+        **{"data.lists": [f"/data/{each}" for each in LISTS[RL[stem]]]},
+        **{"data.validation_lists": ["/data/validation_22march_256"], "data.validation_coefficients": [1.0]},
+        "data.coefficients": {"s": [], "c": COEFFICIENTS[1:], "sc": COEFFICIENTS}[RL[stem]],
+    }
+    assert {path: found.get(path) for path in wanted} == wanted
+    # The objective's one step on each rollout: 128 episodes.
+    assert recipe.tasks_per_step * recipe.group_size == 128
+
+
+@pytest.mark.parametrize("stem", SFT)
+def test_supervised_stages(stem: str) -> None:
+    recipe = load(name_of(stem))
+    check_ranks(recipe, 8)
+    assert (recipe.name, recipe.learning_rate, recipe.objective.kind) == (stem, 1e-5, "sft")
+    data = [phase.data for phase in recipe.resolved_phases()]
+    wanted = {"sft_s": ["s"], "sft_sc": ["sc"], "sft_sc2stage": ["s", "sc"], "sft_think_s": ["s"]}[stem]
+    assert [[*each.lists] for each in data] == [[f"/data/{name}" for name in LISTS[key]] for key in wanted]
+    assert recipe.policy.model.think == (stem == "sft_think_s")
+
+
+@pytest.mark.parametrize("final", REWARDS)
+@pytest.mark.parametrize("base", ["http://judge:4877", "http://judge:4877/v1"])
+def test_the_three_rewards(final: str, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("APP__REWARD_FUNCTION_API_BASE", base)
+    file = tmp_path / "r.jsonnet"
+    file.write_text(f"local e = import 'lib/earl.libsonnet'; e.rl(start='sft_s', data=e.data.s, final='{final}')")
+    found = leaves(load(file).document()["reward"])
+    assert {value for path, value in found.items() if path.endswith("base_url")} == {"http://judge:4877/v1"}
+    assert found.get("combine", {"overall": 1.0, "ground": 1.0}) in ({"overall": 1.0, "ground": 1.0}, final)
+
+
+def test_a_variable_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("APP__DATA_DIR")
+    with pytest.raises(ValueError, match="APP__DATA_DIR"):
+        evaluate(find(name_of("sft_s__rl_s")))
+
+
+@pytest.mark.parametrize("stem", [*RL, *SFT])
+def test_the_head_says_what_a_healthy_run_looks_like(stem: str) -> None:
+    said = " ".join(line.removeprefix("//").strip() for line in find(name_of(stem)).read_text().split("\nlocal ")[0].splitlines())
+    assert "A healthy run" in said
+    assert f"retouch launch --nproc 8 {name_of(stem)}" in said
+    assert "Claims of the source, none of them measured here" in said
+    if stem in RL:
+        assert "4877" in said
+        assert "Nothing is pushed to a hub" in said
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("emu3")
+    tiny_writer_runs.save_emu3(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All the lists that the recipes name, each with a few edits of random codes in the tiny model's grid."""
+    root = tmp_path_factory.mktemp("data")
+    random = torch.Generator().manual_seed(0)
+    for name in (*LISTS["sc"], "validation_22march_256"):
+        (root / name / "feature").mkdir(parents=True)
+        (root / name / "feature" / "list").mkdir()
+        for number in range(3):
+            codes = torch.randint(0, 16, (2, 3, 3), generator=random)
+            made = Feature(id=str(number), instruction="make it red", source=codes[0], target=codes[1], thought="The cup.")
+            (root / name / "feature" / f"{number}.safetensors").write_bytes(made.to_bytes())
+        told = {"prefix": "", "path_list": [f"{number}.safetensors" for number in range(3)]}
+        (root / name / "feature" / "list" / "tokenized_datalist.json").write_text(json.dumps(told))
+    return root
+
+
+def small(stem: str, folder: Path, data: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    """The recipe with model, data, judge and sizes replaced, and everything else as it is."""
+    monkeypatch.setenv("APP__DATA_DIR", str(data))
+    monkeypatch.setenv("APP__BASE_EXP_DIR", str(out))
+    document = evaluate(find(name_of(stem)))
+    model = {"path": str(folder), "tokenizer": None, "autoencoder": None, "size": [24, 24], "dtype": "float32"}
+    changes: dict[str, Any] = {f"policy.model.{key}": value for key, value in model.items()}
+    changes |= {"tasks_per_step": 2, "group_size": 1 if stem in SFT else 2, "microbatch": 2, "device": "cpu", "trackers": []}
+    changes |= {"rollout.max_new_tokens": 120, "ranks": None, "sharding": None, "eval": {"tasks": 2}}
+    changes |= {"samples": {"every": 1, "tasks": 1, "groups": 1}}
+    changes |= {"reward": {"kind": "compressibility", "combine": {"compressibility": 1}}, "learning_rate": 1e-3}
+    for key in ("steps", *(f"phases.{k}.steps" for k in range(len(document.get("phases", []))))):
+        if key != "steps" or "steps" in document:
+            changes[key] = 1
+    return parse(apply(document, [f"{key}={json.dumps(value)}" for key, value in changes.items()]))
+
+
+@pytest.mark.parametrize("stem", [*RL, *SFT])
+def test_each_is_built_in_small(stem: str, folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = assemble(small(stem, folder, data, tmp_path, monkeypatch), Ranks())
+    assert all(parameter.requires_grad for parameter in parts.model.module.parameters())
+    for sets in parts.sets:
+        assert sets.train[0].images[0].size == sets.heldout[0].images[0].size == (24, 24)
+        assert {sets.heldout[k].id.split("/")[0] for k in range(len(sets.heldout))} == {"validation_22march_256"}
+        assert {sets.train[k].id.split("/")[0] for k in range(len(sets.train))} <= {*LISTS["sc"]}
+    assert ("reference" in parts.copies.copies) == (stem in RL)
+
+
+@pytest.mark.parametrize("stem", ["sft_s__rl_sc", "sft_think_s", "sft_sc2stage"])
+def test_one_step_in_small(stem: str, folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = small(stem, folder, data, tmp_path, monkeypatch)
+    assert run(recipe, fresh=False) == 0
+    steps = [json.loads(line) for line in (recipe.folder / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == len(recipe.resolved_phases())
+    assert all(step["policy/grad_norm"] > 0 for step in steps)
+
+
+def test_the_doctor_finds_nothing_that_keeps_it_from_starting(
+    folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "recipe.json"
+    file.write_text(json.dumps(small("sft_think_s__rl_sc", folder, data, tmp_path, monkeypatch).document()))
+    assert main(["doctor", str(file), "--device", "cpu"]) == 0
+    assert "ready" in capsys.readouterr().out

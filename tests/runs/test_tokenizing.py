@@ -1,0 +1,178 @@
+"""From pictures to image tokens on disk, and from these to a run: the command, its shards, and what training makes of the codes."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import tiny_writer_runs
+from retouch.cli import main
+from retouch.data.features import read_feature
+from retouch.models.emu3 import DRAW, THINK
+from retouch.models.emu3_load import load_emu3
+from retouch.runs.assembly import assemble
+from retouch.runs.ranks import Ranks
+from retouch.runs.recipe import parse
+from retouch.runs.recipe_differences import differences
+from retouch.runs.tokenizing import Job, merge, read_tasks, tokenize_shard
+
+PLAYGROUND = {"kind": "playground", "complexity": [1, 2], "count": 12}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("emu3")
+    tiny_writer_runs.save_emu3(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """A folder of edits, some of them thought about."""
+    root = tmp_path_factory.mktemp("pictures")
+    lines = []
+    for number, task in enumerate(read_tasks(json.dumps(PLAYGROUND), size=(24, 24))):
+        names = [f"{number}.png", f"{number}-edited.png"]
+        task.images[0].save(root / names[0])
+        task.target.save(root / names[1])
+        line = {"file_name": names[0], "target": names[1], "instruction": task.instruction, "thought": f"thing {number}"}
+        lines.append({**line, "id": f"{number}/a"})
+    (root / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return root
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, folder, pictures):
+    out = tmp_path_factory.mktemp("tokens") / "s"
+    words = ["--model", str(folder), "--out", str(out), "--size", "24", "24", "--device", "cpu"]
+    assert main(["data", "tokenize", str(pictures), *words]) == 0
+    return out
+
+
+def editor(folder, prefill=DRAW):
+    return load_emu3(folder, size=(24, 24), prefill=prefill, dtype=torch.float32, device="cpu")
+
+
+def document(tmp_path, folder, lists, **changes):
+    data = {"kind": "tokens", "lists": [str(each) for each in lists], "held_out": 3}
+    reward = {"kind": "compressibility", "combine": {"compressibility": 1}}
+    settings = {"policy__train": {"kind": "full"}, "reward": reward, "data": data, **changes}
+    return tiny_writer_runs.recipe(tmp_path / "runs", folder, **{**tiny_writer_runs.image_tokens(folder), **settings})
+
+
+def test_codes_are_those_that_the_model_would_encode(folder, pictures, made):
+    tasks = read_tasks(str(pictures), size=(24, 24))
+    names = json.loads((made / "list" / "tokenized_datalist.json").read_text())["path_list"]
+    assert names == [f"{number}%2Fa.safetensors" for number in range(12)]
+    wanted = editor(folder).encode_codes([task.images[0] for task in tasks])
+    for task, name, codes in zip(tasks, names, wanted, strict=True):
+        with safe_open(made / "feature" / name, framework="pt") as file:
+            assert torch.equal(file.get_tensor("original_image"), codes.int())
+            assert file.metadata()["instruction"] == task.instruction
+
+
+def test_shards_make_what_one_process_makes(tmp_path, folder, pictures, made):
+    job = Job(source=str(pictures), model=str(folder), out=tmp_path / "d", size=(24, 24), device="cpu", batch=3)
+    assert [tokenize_shard(job, shard, of=3) for shard in (2, 0)] == [None, None]
+    # What another job left there is not taken for a shard of this one.
+    shutil.copy(tmp_path / "d/list/shards/00000-of-00003.json", tmp_path / "d/list/shards/00001-of-00003.json")
+    other = json.loads((tmp_path / "d/list/shards/00001-of-00003.json").read_text()) | {"stamp": "another"}
+    (tmp_path / "d/list/shards/00001-of-00003.json").write_text(json.dumps(other))
+    assert merge(job.out, of=3) is None
+    found = tokenize_shard(job, 1, of=3)
+    assert found == tmp_path / "d/list/tokenized_datalist.json"
+    wanted = json.loads((made / "list/tokenized_datalist.json").read_text())["path_list"]
+    assert json.loads(found.read_text()) == {"prefix": str(tmp_path / "d/feature"), "path_list": wanted}
+    for name in wanted:
+        one, other = (read_feature(root / "feature" / name, trusted=False) for root in (tmp_path / "d", made))
+        assert (one.id, one.instruction, one.thought, one.task) == (other.id, other.instruction, other.thought, other.task)
+        assert torch.equal(one.source, other.source)
+        assert torch.equal(one.target, other.target)
+    assert not [file for file in (tmp_path / "d").rglob("*") if file.name.startswith(".") or file.suffix == ".tmp"]
+    with pytest.raises(ValueError, match="shards count from 0"):
+        tokenize_shard(job, 3, of=3)
+
+
+@pytest.mark.slow
+def test_processes_share_the_rows(tmp_path, folder, pictures, made):
+    words = ["--model", str(folder), "--out", str(tmp_path / "d"), "--size", "24", "24", "--device", "cpu"]
+    assert main(["data", "tokenize", str(pictures), *words, "--processes", "2"]) == 0
+    lists = [json.loads((root / "list/tokenized_datalist.json").read_text())["path_list"] for root in (tmp_path / "d", made)]
+    assert lists[0] == lists[1]
+
+
+def test_a_task_that_brings_codes_is_read_and_drawn_as_its_pictures_are(folder, pictures, made, tmp_path):
+    sets = assemble(parse(document(tmp_path, folder, [made])), Ranks()).sets[0]
+    assert (len(sets.train), len(sets.heldout)) == (9, 3)
+    task = sets.train[0]
+    original = {each.id: each for each in read_tasks(str(pictures), size=(24, 24))}[task.id.removeprefix("s/")]
+    for prefill in (DRAW, THINK):
+        model = editor(folder, prefill)
+        assert torch.equal(model.encode([task]).ids, model.encode([original]).ids)
+        assert model.drawn([task]) == model.drawn([original])
+    assert task.images[0].tobytes() == model.decode_codes(model.encode_codes(original.images))[0].tobytes()
+    wrong = original.__class__(id="x", instruction="y", meta={"source_codes": [[0]]})
+    with pytest.raises(ValueError, match="tokenize it again"):
+        model.encode([wrong])
+
+
+def test_stored_pictures_are_opened(folder, pictures, tmp_path):
+    words = ["--model", str(folder), "--out", str(tmp_path / "d"), "--size", "24", "24", "--device", "cpu", "--pictures"]
+    section = json.dumps({"kind": "folder", "path": str(pictures)})
+    assert main(["data", "tokenize", section, *words]) == 0
+    task = assemble(parse(document(tmp_path, folder, [tmp_path / "d"])), Ranks()).sets[0].train[0]
+    kept = {each.id: each for each in read_tasks(str(pictures), size=(24, 24))}[task.id.removeprefix("d/")]
+    assert task.images[0].tobytes() == kept.images[0].tobytes()
+    assert task.target.tobytes() == kept.target.tobytes()
+
+
+def test_a_run_on_tokens_trains_and_is_judged(folder, made, tmp_path):
+    gradient = {"kind": "policy_gradient", "surrogate": "reinforce", "kl": {"kind": "k3", "weight": 3e-4}, "normalise": "token"}
+    file = tmp_path / "recipe.json"
+    file.write_text(json.dumps(document(tmp_path, folder, [made], objective=gradient, steps=1)))
+    assert main(["train", str(file)]) == 0
+    (step,) = [json.loads(line) for line in (tmp_path / "runs" / "written" / "metrics.jsonl").read_text().splitlines()]
+    assert step["reward/compressibility"] > 0
+    assert step["policy/ratio_max_first"] <= 1e-5
+
+
+def test_what_is_judged_does_not_train_and_lists_are_mixed(folder, made, tmp_path):
+    half = tmp_path / "half"
+    names = json.loads((made / "list/tokenized_datalist.json").read_text())["path_list"]
+    (half / "list").mkdir(parents=True)
+    shutil.copytree(made / "feature", half / "feature")
+    (half / "list/tokenized_datalist.json").write_text(json.dumps({"prefix": "", "path_list": names[:4]}))
+    data = {"kind": "tokens", "lists": [str(made), str(half)], "coefficients": [1.5, 2], "validation_lists": [str(half)]}
+    recipe = parse(document(tmp_path, folder, [], data=data))
+    sets = assemble(recipe, Ranks()).sets[0]
+    trained = [sets.train[k].id for k in range(len(sets.train))]
+    # The 8 that are not judged, 1.5 times; the second list is judged whole, and nothing of it is left to train on.
+    assert len(trained) == 12
+    assert len(set(trained)) == 8
+    assert {sets.heldout[k].id.split("/", 1)[1] for k in range(4)} == {f"{k}/a" for k in range(4)}
+    assert "share a source picture" in str(sets.problems[-1])
+    moved = parse(document(tmp_path, folder, [], data={**data, "lists": [str(half), str(made)]}))
+    assert differences(recipe, moved) == []
+    with pytest.raises(ValueError, match=r"data\.coefficients: 1 for 2 lists"):
+        parse(document(tmp_path, folder, [], data={**data, "coefficients": [1]}))
+
+
+def test_tokens_of_another_size_or_for_another_policy_are_refused(folder, made, tmp_path):
+    with pytest.raises(ValueError, match="12 feature files are of another"):
+        assemble(parse(document(tmp_path, folder, [made], policy__model__size=[16, 16])), Ranks())
+    writer = {"model": {"kind": "playground-writer"}, "kind": "autoregressive"}
+    drawn = {"kind": "response", "model": {"kind": "playground"}, "encoder": "frozen", "num_steps": 2}
+    with pytest.raises(ValueError, match=r"data\.kind: tokens are for a policy that writes pictures"):
+        parse(document(tmp_path, folder, [made], policy=writer, renderer=drawn))
+
+
+def test_what_cannot_be_tokenized_is_said(folder, tmp_path, capsys):
+    words = ["--model", str(folder), "--out", str(tmp_path / "d"), "--device", "cpu"]
+    assert main(["data", "tokenize", str(tmp_path / "nothing"), *words]) == 2
+    assert "no such file or folder" in capsys.readouterr().err
+    assert main(["data", "tokenize", '{"kind": "prompts", "path": "x.txt"}', *words]) == 2
+    assert "no pictures to tokenize" in capsys.readouterr().err
+    assert main(["data", "tokenize", '{"kind": "folder", "pth": "x"}', *words]) == 2
+    assert "did you mean" in capsys.readouterr().err
