@@ -36,7 +36,7 @@ SETTINGS = {
 
 
 def measure(server: Ours, *, ranks: int, deadline: float) -> dict[str, object]:
-    """Seconds from the kill to the end of the run, its exit code, and the steps taken and kept."""
+    """Seconds from the kill to the checkpoint and to the end of the last process, its exit code, and the steps taken and kept."""
     with TemporaryDirectory() as out:
         reward = {"kind": "remote", "endpoints": server.urls, "deadline": deadline, "combine": {"overall": 1}}
         settings = {**SETTINGS, "out": out, "reward": reward}
@@ -53,11 +53,16 @@ def measure(server: Ours, *, ranks: int, deadline: float) -> dict[str, object]:
         for pid in (server.supervisor, *server.pids().values()):
             os.kill(pid, signal.SIGKILL)
         killed = time.monotonic()
-        code = run.wait()
+        saved = None
+        while run.poll() is None:
+            if saved is None and checkpoint.latest(Path(out) / "run" / "checkpoints") is not None:
+                saved = time.monotonic() - killed
+            time.sleep(0.05)
         seconds = time.monotonic() - killed
         newest = checkpoint.latest(Path(out) / "run" / "checkpoints")
         kept = None if newest is None else checkpoint.load(newest).step
-        return {"seconds": round(seconds, 1), "exit_code": code, "steps": metrics.read_text().count("\n"), "steps_kept": kept}
+        figures = {"exit_code": run.returncode, "steps": metrics.read_text().count("\n"), "steps_kept": kept}
+        return {"saved_after": saved and round(saved, 1), "ended_after": round(seconds, 1), **figures}
 
 
 def main() -> None:
