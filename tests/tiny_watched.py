@@ -41,6 +41,17 @@ class Graded:
         return {"tone": torch.tensor([float(verdict.mean("tone")) for verdict in verdicts])}
 
 
+class Sinking:
+    """Held out: how light a picture is, less ``sunk``."""
+
+    columns: Mapping[str, Column] = {"worth": Column(-1.0, 1.0)}
+    sunk = 0.0
+
+    def __call__(self, samples):
+        light = [ImageStat.Stat(sample.image.convert("L")).mean[0] / 255 for sample in samples]
+        return {"worth": torch.tensor(light) - self.sunk}
+
+
 def recipe(out: Path, *, limit: float | None, on_alarm: str, reward: str | None = None) -> dict[str, Any]:
     """Four steps on a handful of rows, a look every two; ``limit`` of the brightness, or None for no such rule."""
     document: Any = evaluate(find("recipes/quickstart.jsonnet"))

@@ -4,6 +4,7 @@ from mutant import Mutant
 
 _ALARMS = "tests/runs/test_alarms.py"
 _WATCH = "tests/runs/test_watching.py"
+_CORPUS = "tests/rewards/judges/test_reading.py::test_the_corpus"
 _OBJECTS = "tests/rewards/test_geneval.py"
 
 WATCHING = (
@@ -73,8 +74,29 @@ WATCHING = (
     Mutant(
         "a second thought after a score takes nothing back",
         "rewards/judges/doubts.py",
-        "return _REVISED.search(after) is not None or",
-        "return",
-        "tests/rewards/judges/test_reading.py::test_the_corpus",
+        "if _REVISED.search(after) or",
+        "if",
+        _CORPUS,
+    ),
+    Mutant(
+        "anything may follow a score",
+        "rewards/judges/doubts.py",
+        "_SAYS_NOTHING.fullmatch(one) or",
+        "True or",
+        _CORPUS,
+    ),
+    Mutant(
+        "another scale than the one asked for is taken for it",
+        "rewards/judges/reading.py",
+        " or is_elsewhere(words, scales.values())",
+        "",
+        _CORPUS,
+    ),
+    Mutant(
+        "the judged picture stands before what a group shares",
+        "rewards/judges/rubrics.py",
+        'return (*facts, "Source picture:", source_of(sample.task), "Edited picture:", made(sample))',
+        'return ("Edited picture:", made(sample), *facts, "Source picture:", source_of(sample.task))',
+        "tests/rewards/judges/test_prefixes.py::test_a_group_shares_four_tokens_of_five",
     ),
 )

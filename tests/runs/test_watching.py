@@ -3,7 +3,9 @@
 import json
 import math
 import shutil
+import sqlite3
 import sys
+from contextlib import closing
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from retouch.runs import checkpoint
 from retouch.runs.alarms import Alarm
 from retouch.runs.folder import RunFolder
 from retouch.runs.launching import environments, run_ranks
+from retouch.runs.ledger import ledger_path
 from retouch.runs.looks import Looks
 from retouch.runs.recipe import parse
 from retouch.runs.session import run
@@ -97,6 +100,40 @@ def test_roll_back_ends_at_the_checkpoint_from_before(tmp_path):
     assert run(alone, fresh=False) == 0
     assert folder.metrics.read_bytes() == RunFolder(alone.folder).metrics.read_bytes()
     assert all("watch/alarm/brightness" in line for line in folder.read_metrics() if line["step"] % 2 == 0)
+
+
+@pytest.mark.parametrize("gamed", [True, False])
+def test_a_run_ends_when_its_reward_and_the_held_out_judge_part_ways(tmp_path, gamed):
+    document = tiny_watched.recipe(tmp_path, limit=None, on_alarm="stop", reward="tiny_watched:Graded")
+    held = {"kind": "import", "class": "tiny_watched:Sinking", "combine": {"worth": 1}}
+    document["watch"] |= {"judge": {"reward": held, "on_alarm": "stop"}, "canaries": None}
+    recipe = parse(document)
+    tiny_watched.Fickle.shift = tiny_watched.Sinking.sunk = 0.0
+    real = checkpoint.save
+
+    def then_part(*arguments):
+        tiny_watched.Fickle.shift, tiny_watched.Sinking.sunk = 0.2, 0.3
+        return real(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if gamed:
+            patch.setattr(checkpoint, "save", then_part)  # the first is saved after the look of step 2
+            with pytest.raises(Alarm, match=r"watch.judge: the reward and the held-out judge part ways: since step \d"):
+                run(recipe, fresh=False)
+        else:
+            assert run(recipe, fresh=False) == 0
+    folder = RunFolder(recipe.folder)
+    last = folder.read_metrics()[-1]
+    assert last["step"] == 4
+    assert ("watch/alarm/judge" in last) == gamed
+    assert (last["watch/heldout_sigmas"] < -3) == gamed
+    assert (folder.read_alarm() is not None) == gamed
+    assert ("Ended by an alarm after step 4" in folder.report.read_text()) == gamed
+    with closing(sqlite3.connect(ledger_path(recipe.folder, 0))) as ledger:
+        told = ledger.execute("SELECT DISTINCT split, scores LIKE '%worth%', scores LIKE '%tone%' FROM samples").fetchall()
+    assert {split for split, worth, _ in told if worth} == {"watch"}, "the held-out judge is asked for looks alone"
+    assert not any(worth and tone for _, worth, tone in told)
+    assert not any("worth" in name for name in last)
 
 
 def test_canaries_are_never_answered_from_memory(tmp_path):

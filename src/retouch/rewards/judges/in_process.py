@@ -35,6 +35,7 @@ _CLASSES: dict[str, Any] = {
     "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
     "qwen3_vl": Qwen3VLForConditionalGeneration,
 }
+_NAMES = {"qwen2_vl": "Qwen2-VL", "qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL"}
 _PAD = "<|image_pad|>"
 _LIKELIEST = 50
 
@@ -55,7 +56,7 @@ class InProcessJudge:
         self.model = model.requires_grad_(False).eval().to(device)
         self.tokenizer = Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
         self.processor = Qwen2VLImageProcessorPil.from_pretrained(folder, local_files_only=True)
-        self.identity = f"a Qwen2.5-VL in this process, weights {weights_digest(folder)}, {dtype}"
+        self.identity = f"a {_NAMES[kind]} in this process, weights {weights_digest(folder)}, {dtype}"
         end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
         self._end = int(end)
         self._asking = threading.Lock()

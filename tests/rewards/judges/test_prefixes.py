@@ -1,0 +1,129 @@
+"""What the prompts of a group share, counted in the tokens of an in-process judge: what a prefix cache has to compute only once."""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import Qwen2Tokenizer, Qwen2VLImageProcessorPil
+
+from models import tiny, tiny_writers
+from retouch.rewards.judges import (
+    Answer,
+    AspectsReward,
+    ComplexEditReward,
+    DigitReward,
+    EditScore,
+    GroundReward,
+    Panel,
+    VieScore,
+    WinRateReward,
+    YesReward,
+)
+from retouch.rewards.judges.in_process import InProcessJudge
+from retouch.types import Sample, Task
+
+DOCS = Path(__file__).parents[3] / "docs"
+INSTRUCTION = "Replace the sky by a clear evening sky with a few thin clouds, and keep the people on the bridge as they are."
+EDITS = [AspectsReward, VieScore, EditScore, ComplexEditReward, GroundReward, YesReward, DigitReward]
+PICTURES = [lambda panel: AspectsReward(panel, aspects=["quality", "alignment"]), VieScore, YesReward]
+
+
+class Listener:
+    """Keeps what it is asked and says nothing."""
+
+    identity = "listener"
+
+    def __init__(self):
+        self.questions = []
+
+    def ask(self, questions):
+        self.questions += questions
+        return [Answer(fault="silent") for _ in questions]
+
+
+def english():
+    """Qwen's tokenizer with pieces that were learned from this project's own pages."""
+    learned = Tokenizer(models.BPE())
+    learned.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    learned.train(
+        [str(page) for page in sorted(DOCS.glob("*.md"))],
+        trainers.BpeTrainer(vocab_size=8000, initial_alphabet=alphabet, show_progress=False),
+    )
+    pieces = json.loads(learned.to_str())["model"]
+    made = Qwen2Tokenizer(
+        vocab={**pieces["vocab"], "<|endoftext|>": len(pieces["vocab"])}, merges=[tuple(pair) for pair in pieces["merges"]]
+    )
+    made.add_special_tokens({"additional_special_tokens": list(tiny.SPECIAL)})
+    return made
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("judge")
+    tiny_writers.module("qwen2.5-vl").save_pretrained(folder)
+    english().save_pretrained(folder)
+    Qwen2VLImageProcessorPil(patch_size=14, merge_size=2, min_pixels=28 * 28, max_pixels=1280 * 28 * 28).save_pretrained(folder)
+    return InProcessJudge(folder, device="cpu")
+
+
+def picture(seed, size):
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8))
+
+
+def prompts(judge, make, *, size, source):
+    """The prompts about a group of four, by rubric: tokens, those of a picture as its pixels."""
+    images = (picture(0, size),) if source else ()
+    task = Task(
+        "t", INSTRUCTION, images=images, target=picture(9, size), meta={"operations": ["replace the sky", "keep the people"]}
+    )
+    listener = Listener()
+    make(Panel(listener))([Sample(task, picture(1 + slot, size)) for slot in range(4)])
+    pad = judge.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    groups = {}
+    for question in listener.questions:
+        shown = iter(part.tobytes() for part in question.parts if not isinstance(part, str))
+        tokens = []
+        for is_picture, run in itertools.groupby(judge._inputs(question)["input_ids"][0].tolist(), key=lambda token: token == pad):
+            name = next(shown) if is_picture else None
+            tokens += [name if is_picture else token for token in run]
+        groups.setdefault(question.rubric, []).append(tokens)
+    return groups
+
+
+def shares(tokens):
+    """Of a group's prompts: the share of tokens that all begin with, and the same without the tokens of the last picture."""
+    common = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, zip(*tokens, strict=True)))
+    last = [name for name in tokens[0] if isinstance(name, bytes)][-1]
+    return common / len(tokens[0]), common / (len(tokens[0]) - tokens[0].count(last))
+
+
+@pytest.mark.parametrize(("make", "source"), [*((make, True) for make in EDITS), *((make, False) for make in PICTURES)])
+def test_a_group_shares_four_tokens_of_five(judge, make, source):
+    for text, tokens in prompts(judge, make, size=112, source=source).items():
+        assert len(tokens) == 4
+        share, without_the_last = shares(tokens)
+        assert share >= 0.8, text[:60]
+        assert without_the_last >= 0.9, text[:60]
+
+
+def test_a_larger_picture_is_all_that_is_not_shared(judge):
+    """Nothing can share the picture that is judged: what remains beside it is the same share of a smaller part."""
+    for tokens in prompts(judge, AspectsReward, size=504, source=True).values():
+        assert tokens[0].count(picture(1, 504).tobytes()) == 18 * 18
+        assert shares(tokens)[1] >= 0.9
+
+
+def test_pairs_with_the_same_first_picture_share_four_tokens_of_five(judge):
+    (tokens,) = prompts(judge, WinRateReward, size=112, source=True).values()
+    assert len(tokens) == 12
+    by_first = {}
+    for prompt in tokens:
+        _, first, _ = dict.fromkeys(name for name in prompt if isinstance(name, bytes))
+        by_first.setdefault(first, []).append(prompt)
+    assert [len(of_one) for of_one in by_first.values()] == [3] * 4
+    assert all(shares(of_one)[0] >= 0.8 for of_one in by_first.values())
