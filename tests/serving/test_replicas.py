@@ -193,6 +193,12 @@ def test_mistakes_are_told_before_anything_starts(words: list[str], says: str, c
     assert says in capsys.readouterr().err
 
 
+def test_without_ray_its_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert cli.main(["serve", "share:red", "--engine", "ray"]) == 2
+    assert "pip install 'retouch[ray]'" in capsys.readouterr().err
+
+
 def test_a_port_in_use_and_a_short_token_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
