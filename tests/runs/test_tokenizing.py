@@ -13,6 +13,8 @@ from retouch.data.features import read_feature
 from retouch.models.emu3 import DRAW, THINK
 from retouch.models.emu3_load import load_emu3
 from retouch.runs.assembly import assemble
+from retouch.runs.audit.opening import Scored
+from retouch.runs.audit.tasks import RunTasks
 from retouch.runs.ranks import Ranks
 from retouch.runs.recipe import parse
 from retouch.runs.recipe_differences import differences
@@ -118,6 +120,18 @@ def test_a_task_that_brings_codes_is_read_and_drawn_as_its_pictures_are(folder, 
         model.encode([wrong])
 
 
+def scored(task):
+    numbers = {"step": 0, "group": 0, "slot": 0, "seconds": 0.0, "at": 0.0, "scores": {}}
+    return Scored(split="eval", task=task, picture="", written=None, judge="", **numbers)
+
+
+def test_what_only_the_model_can_show_is_not_judged_again(folder, made, tmp_path):
+    recipe = parse(document(tmp_path, folder, [made]))
+    heldout = assemble(recipe, Ranks()).sets[0].heldout[0].id
+    with pytest.raises(ValueError, match="tokenized with --pictures"):
+        RunTasks(recipe)(scored(heldout))
+
+
 def test_stored_pictures_are_opened(folder, pictures, tmp_path):
     words = ["--model", str(folder), "--out", str(tmp_path / "d"), "--size", "24", "24", "--device", "cpu", "--pictures"]
     section = json.dumps({"kind": "folder", "path": str(pictures)})
@@ -126,6 +140,9 @@ def test_stored_pictures_are_opened(folder, pictures, tmp_path):
     kept = {each.id: each for each in read_tasks(str(pictures), size=(24, 24))}[task.id.removeprefix("d/")]
     assert task.images[0].tobytes() == kept.images[0].tobytes()
     assert task.target.tobytes() == kept.target.tobytes()
+    recipe = parse(document(tmp_path, folder, [tmp_path / "d"]))
+    heldout = assemble(recipe, Ranks()).sets[0].heldout[0].id
+    assert RunTasks(recipe)(scored(heldout)).images
 
 
 def test_a_run_on_tokens_trains_and_is_judged(folder, made, tmp_path):

@@ -8,11 +8,11 @@ from retouch.runs.audit.opening import Scored
 from retouch.runs.build_data import build_sets, steps_of
 from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_policy import ImportedModel
-from retouch.types import Task
+from retouch.types import Codes, Task
 
 
 class RunTasks:
-    """ValueError: the data are not where the recipe says."""
+    """ValueError: the data are not where the recipe says. Tasks that bring tokens can be had where they have pictures too."""
 
     def __init__(self, recipe: Recipe) -> None:
         section = recipe.image_model
@@ -32,6 +32,11 @@ class RunTasks:
             task = self._sets[0].heldout[sample.group]
         if text(task.id) != sample.task:
             raise ValueError(f"the data have the task {task.id!r} where the run judged {sample.task!r}; they were changed since")
+        if Codes.SOURCE in task.meta and not task.images:
+            raise ValueError(
+                f"the task {task.id!r} brings its picture as tokens, which no model is loaded to decode here; where the data are "
+                "tokenized with --pictures they can be looked at again"
+            )
         return task
 
     def _draw(self, step: int) -> tuple[int, list[int]]:
