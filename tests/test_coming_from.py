@@ -33,8 +33,9 @@ THEIRS = {
 
 
 def rows(section: str) -> list[tuple[str, str, str]]:
-    """The table's rows: theirs, ours, what differs."""
-    lines = [line.split(" | ") for line in SECTIONS[section].splitlines() if line.startswith("| ")]
+    """The rows of the section's first table: theirs, ours, what differs."""
+    table = SECTIONS[section][SECTIONS[section].index("| theirs | ours |") :].split("\n\n")[0]
+    lines = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")]
     return [(first.removeprefix("| "), ours, rest[0].removesuffix("|").strip()) for first, ours, *rest in lines[2:]]
 
 
