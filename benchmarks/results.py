@@ -34,6 +34,7 @@ SHIPPED = {
     "playground-writer": "writer",
     "playground-painter": "painter",
     "playground-enhancer": "enhancer",
+    "playground-emu3": "emu3",
 }
 # What runs of the playground compute with; how they are assembled and kept decides no number.
 DENOISING = (
@@ -77,8 +78,19 @@ REWRITING = (
     "retouch.renderers.blind",
     "retouch.renderers.prompts",
 )
+IMAGE_TOKENS = (
+    "retouch.loop",
+    "retouch.data.sampler",
+    "retouch.models.emu3",
+    "retouch.objectives.cross_entropy",
+    "retouch.objectives.policy_gradient",
+    "retouch.playground.judge",
+    "retouch.playground.tasks",
+    "retouch.policies.autoregressive",
+    "retouch.renderers.codes",
+)
 # By the kind of renderer; a policy without one makes its own pictures.
-DECIDING = {None: DENOISING, "response": WRITING, "prompt": REWRITING}
+DECIDING = {None: DENOISING, "response": WRITING, "prompt": REWRITING, "codes": IMAGE_TOKENS}
 TRACED = 3
 TRACE = ("reward/mean", "policy/loss", "policy/grad_norm")
 # What costs time before and beside the first steps, and does not change them.
@@ -92,7 +104,7 @@ def main() -> None:
     arguments = parser.parse_args()
     found: dict[Entry, list[dict]] = {}
     for entry in (entry for section in SECTIONS for entry in section.entries):
-        kept = {seed: recall(entry, seed) for seed in arguments.seeds}
+        kept = {seed: recall(entry, seed) for seed in arguments.seeds if seed in entry.seeds}
         may_run = not arguments.only or entry.recipe in arguments.only
         for seed, known in kept.items():
             if not (known and holds(entry, known, list(kept.values()))):

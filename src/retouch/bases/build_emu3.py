@@ -38,8 +38,8 @@ HELD_OUT = 330
 
 CODES = CodesTraining(steps=1500, free_steps=700)
 STARTS = {
-    "s": Emu3Training(complexity={1: 1.0}, steps=2200),
-    "sc": Emu3Training(complexity={1: 0.75, 2: 0.125, 3: 0.125}, steps=2200),
+    "s": Emu3Training(complexity={1: 1.0}, rounds=(2200, 2200)),
+    "sc": Emu3Training(complexity={1: 0.75, 2: 0.125, 3: 0.125}, rounds=(2200, 2200)),
 }
 """Taught single edits, or also some of two and three."""
 

@@ -25,10 +25,12 @@ _WIDTH = 96
 
 @dataclass(frozen=True, kw_only=True)
 class Emu3Training:
-    """``complexity``: numbers of edits in an instruction, by weight. ``learning_rate``: the peak, after ``warmup`` steps."""
+    """``complexity``: numbers of edits in an instruction, by weight. ``rounds``: their steps, each with tasks and an optimizer of
+    its own. ``learning_rate``: the peak of each, after ``warmup`` steps; from there it falls to 0 as a cosine.
+    """
 
     complexity: Mapping[int, float]
-    steps: int
+    rounds: tuple[int, ...]
     seed: int = 0
     batch: int = 32
     learning_rate: float = 2e-3
@@ -80,9 +82,17 @@ def train_emu3(
     seeded(settings.seed)
     whole = untrained_emu3(words, vq)
     editor = Emu3Editor(language_model(whole), words, vq=whole.model.vqmodel, size=(SIZE, SIZE))
+    for number in range(len(settings.rounds)):
+        train_round(editor, settings, number, log)
+    return whole.requires_grad_(False).eval()
+
+
+def train_round(editor: Emu3Editor, settings: Emu3Training, number: int, log: Callable[[str], None]) -> None:
+    """Train one of the rounds."""
+    steps, seed = settings.rounds[number], settings.seed + number
     tasks = PlaygroundTasks(
-        seed=settings.seed + 200,
-        count=settings.batch * settings.steps,
+        seed=seed + 200,
+        count=settings.batch * steps,
         complexity=settings.complexity,
         split="train",
         filler=settings.filler,
@@ -91,11 +101,10 @@ def train_emu3(
         editor,
         tasks,
         rows=settings.batch,
-        steps=settings.steps,
+        steps=steps,
         learning_rate=settings.learning_rate,
         warmup=settings.warmup,
         longest=LONGEST,
-        seed=settings.seed,
-        log=log,
+        seed=seed,
+        log=lambda line: log(f"round {number + 1}  {line}"),
     )
-    return whole.requires_grad_(False).eval()

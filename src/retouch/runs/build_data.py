@@ -26,6 +26,7 @@ from retouch.data.triplets import TripletRows
 from retouch.playground.indirect import IndirectTasks
 from retouch.playground.paintings import PaintingTasks
 from retouch.playground.tasks import PlaygroundTasks
+from retouch.playground.thoughts import ThinkingTasks
 from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_data import (
     ComplexEditData,
@@ -162,7 +163,9 @@ def playground_tasks(data: PlaygroundData | PaintingData, *, complexity: Sequenc
     tasks = PlaygroundTasks(
         seed=data.seed, count=data.count, complexity=complexity, split=data.split, filler=data.filler, vain=data.vain
     )
-    return IndirectTasks(tasks, lazy=data.lazy) if isinstance(data, IndirectPlaygroundData) else tasks
+    if isinstance(data, IndirectPlaygroundData):
+        return IndirectTasks(tasks, lazy=data.lazy)
+    return ThinkingTasks(tasks) if data.thought else tasks
 
 
 def read_rows(data: Stored, *, seed: int) -> Rows:

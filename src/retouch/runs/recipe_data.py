@@ -48,6 +48,8 @@ class PlaygroundData(DataSection):
     """Share of instructions that also ask for edits of things that are not there; held-out tasks have none."""
     split: Literal["train", "validation", "test"] = "train"
     """Which of the three disjoint sets of scenes and instructions to draw from."""
+    thought: bool = Field(default=False, exclude_if=lambda thought: not thought)
+    """Each task also has its edits in plain words as a thought, for a model that thinks before it draws."""
 
 
 class IndirectPlaygroundData(PlaygroundData):

@@ -1,0 +1,6 @@
+// On the playground: a second stage of supervised learning of image tokens, on both kinds of edit, after simple ones.
+//
+//   retouch train recipes/emu3/sft_sc2stage-playground.jsonnet
+local emu3 = import '../lib/emu3_playground.libsonnet';
+
+emu3.supervised('emu3-sft_sc2stage', 's', 'sc')

@@ -1,0 +1,6 @@
+// On the playground: image tokens taught simple and complex edits, then RL on simple and complex edits.
+//
+//   retouch train recipes/emu3/sft_sc__rl_sc-playground.jsonnet
+local emu3 = import '../lib/emu3_playground.libsonnet';
+
+emu3.rl('emu3-sft_sc__rl_sc', 'sc', 'sc')

@@ -1,0 +1,60 @@
+"""`retouch playground build --emu3` in small: what it writes is what a recipe reads."""
+
+import json
+
+import pytest
+import torch
+
+from retouch.bases.build_emu3 import build_emu3
+from retouch.bases.emu3 import Emu3Training
+from retouch.bases.image_codes import CodesTraining
+from retouch.runs import build_emu3 as building
+from retouch.runs.build_model import playground_weights
+from retouch.runs.recipe_emu3 import PlaygroundEmu3
+
+CODES = CodesTraining(steps=3, free_steps=2, batch=4)
+STARTS = {
+    "s": Emu3Training(complexity={1: 1.0}, rounds=(2,), batch=2),
+    "sc": Emu3Training(complexity={1: 0.5, 2: 0.5}, rounds=(1, 1), batch=2),
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    path = tmp_path_factory.mktemp("built") / "emu3"
+    return path, build_emu3(path, seed=3, codes=CODES, starts=STARTS)
+
+
+def test_both_starts_are_read_from_where_they_are_written(built, monkeypatch):
+    path, scores = built
+    told = json.loads((path / "build.json").read_text())
+    assert told["command"] == "retouch playground build --emu3 --seed 3"
+    assert told["held_out"] == scores
+    assert {name for name in scores if "ceiling" in name} == {
+        f"{start}, ceiling {what}" for start in STARTS for what in ("overall", "exact")
+    }
+    monkeypatch.setattr(building, "playground_weights", lambda name: path)
+    heads = []
+    for start in ("s", "sc"):
+        section = PlaygroundEmu3(kind="playground-emu3", start=start)
+        editor = building.build_emu3(section, device=torch.device("cpu"), gradient_checkpointing=False)
+        assert editor.grid == (3, 3)
+        heads.append(editor.module.lm_head.weight)
+    assert not torch.equal(*heads)
+
+
+def test_the_same_seed_makes_the_same_weights(built, tmp_path):
+    path, _ = built
+    build_emu3(tmp_path, seed=3, codes=CODES, starts={"s": STARTS["s"]})
+    for part in ("autoencoder", "s"):
+        assert (tmp_path / part / "model.safetensors").read_bytes() == (path / part / "model.safetensors").read_bytes()
+
+
+def test_those_of_the_package_do_single_edits_and_name_the_machine_nowhere():
+    shipped = playground_weights("emu3")
+    scores = json.loads((shipped / "build.json").read_text())["held_out"]
+    assert min(scores["s, ceiling overall"], scores["sc, ceiling overall"]) >= 9
+    assert min(scores["s, complexity=1 overall"], scores["sc, complexity=1 overall"]) >= 7
+    for config in shipped.rglob("*.json"):
+        assert "/tmp/" not in config.read_text()
+        assert "_name_or_path" not in json.loads(config.read_text())
