@@ -75,16 +75,15 @@ SECTIONS = (
         "An editor of image tokens",
         "A tiny Emu3 reads the source picture as nine codes and writes the edited one as nine. S: single edits; C: two and three "
         "in an instruction. SFT (S) was taught single edits alone, SFT (S+C) a quarter of complex ones beside them; what each does "
-        "untrained is its row's `before`. The ceiling is the exact target through the codes. Supervised: more of what the start "
-        "was taught, as many sample passes.",
+        "untrained is its row's `before`. The ceiling is the exact target through the codes.",
         (
-            Entry("SFT (S+C), RL (S+C)", "recipes/emu3/sft_sc__rl_sc-playground.jsonnet"),
-            Entry("SFT (S+C), RL (C)", "recipes/emu3/sft_sc__rl_c-playground.jsonnet", (0,)),
-            Entry("SFT (S+C), supervised", "recipes/emu3/sft_sc-playground.jsonnet", (0,)),
-            Entry("SFT (S), RL (S+C)", "recipes/emu3/sft_s__rl_sc-playground.jsonnet", (0,)),
+            Entry("SFT (S), RL (S+C)", "recipes/emu3/sft_s__rl_sc-playground.jsonnet"),
             Entry("SFT (S), RL (C)", "recipes/emu3/sft_s__rl_c-playground.jsonnet", (0,)),
             Entry("SFT (S), RL (S)", "recipes/emu3/sft_s__rl_s-playground.jsonnet", (0,)),
-            Entry("SFT (S), supervised", "recipes/emu3/sft_s-playground.jsonnet", (0,)),
+            Entry("SFT (S), more of it", "recipes/emu3/sft_s-playground.jsonnet", (0,)),
+            Entry("SFT (S+C), RL (S+C)", "recipes/emu3/sft_sc__rl_sc-playground.jsonnet", (0,)),
+            Entry("SFT (S+C), RL (C)", "recipes/emu3/sft_sc__rl_c-playground.jsonnet", (0,)),
+            Entry("SFT (S+C), more of it", "recipes/emu3/sft_sc-playground.jsonnet", (0,)),
         ),
     ),
 )
