@@ -10,7 +10,8 @@ import tiny_writer_runs
 from retouch.cli import main
 from retouch.models.emu3 import DRAW
 from retouch.models.emu3_load import load_emu3
-from retouch.runs.recipe import parse
+from retouch.runs.recipe import load, parse
+from retouch.runs.recipe_files import available
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,30 @@ def test_supervised_learning_imitates_the_targets(tmp_path, document):
 def test_a_lora_of_image_tokens_trains(tmp_path, document):
     run = trained(tmp_path, document(policy__train={"kind": "lora", "rank": 4, "alpha": 8}, steps=1))
     assert metrics(run)[0]["policy/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("stem", ["sft_s__rl_c", "sft_sc__rl_sc", "sft_sc2stage__rl_sc", "sft_think_s__rl_s", "sft_think_s"])
+def test_the_playgrounds_twins_of_earls_recipes_take_a_step(tmp_path, stem):
+    twin = load(f"recipes/emu3/{stem}-playground.jsonnet").document()
+    twin |= {"out": str(tmp_path), "tasks_per_step": 8, "trackers": [], "eval": {"tasks": 3, "complexity": [1, 2, 3]}}
+    if twin["phases"] is None:
+        twin["steps"] = 1
+    for phase in twin["phases"] or ():
+        phase |= {"steps": 1, "tasks_per_step": 2}
+    file = tmp_path / "twin.json"
+    file.write_text(json.dumps(twin))
+    assert main(["train", str(file)]) == 0
+    lines = metrics(tmp_path / twin["name"])
+    assert len(lines) == len(twin["phases"] or [None])
+    if stem == "sft_think_s__rl_s":
+        assert lines[-1]["completion/length"] > 24  # more than a picture
+
+
+def test_all_of_earls_recipes_have_a_twin():
+    names = [name for name in available() if name.startswith("recipes/emu3/")]
+    twins = {name.replace("-playground", "") for name in names if "-playground" in name}
+    assert twins == {name for name in names if "-playground" not in name}
+    assert len(twins) == 14
 
 
 def test_parts_that_do_not_belong_together_are_refused(document, folder):
