@@ -2,7 +2,7 @@
 
 from mutant import Mutant
 
-DATA = "tests/data/test_tokens.py"
+DATA = "tests/data/test_token_data.py"
 LOOP = "tests/policies/test_writing_loop.py"
 
 TOKENS = (
