@@ -42,7 +42,9 @@ def test_a_judge_is_asked_about_the_files_and_its_columns_combined(files: Path, 
     with Double() as double:
         words = ["score", judge(double.url), "--image", "out.png", "--source", "in.png", "--instruction", "make it red", "--json"]
         assert cli.main(words) == 0
-        assert "make it red" in json.dumps(double.requests[0]["messages"])
+        # Of the aspects, which are asked at once, quality is judged without the instruction.
+        told = ["make it red" in json.dumps(request["messages"]) for request in double.requests]
+    assert sorted(told) == [False, True, True]
     said = json.loads(capsys.readouterr().out)
     expected = {name: clean(RED, name, 0, low=0, high=1) for name in ("alignment", "quality", "identity")}
     assert said["scores"] == pytest.approx(expected, abs=1e-6)
