@@ -30,14 +30,14 @@ LORA_TARGETS = ("attn.to_q", "attn.to_v", "attn.to_out.0", "attn.add_k_proj")
 
 @functools.cache
 def _qwen_parts():
-    tokenizer = tiny.qwen_tokenizer()
-    return {"vae": tiny.qwen_vae(), "text_encoder": tiny.qwen_text_encoder(tokenizer), "tokenizer": tokenizer}
+    return {"vae": tiny.qwen_vae(), "text_encoder": tiny.qwen_text_encoder(tiny.qwen_tokenizer())}
 
 
 def edit_model():
     """Qwen-Image-Edit for pictures of 16 x 16 px: 4 tokens of output beside 4 of source."""
     return QwenImageEdit(
         **_qwen_parts(),
+        tokenizer=tiny.qwen_tokenizer(),
         transformer=tiny.qwen_transformer(),
         image_processor=tiny.qwen_image_processor(),
         scheduler_config=tiny.SCHEDULER,
@@ -49,17 +49,15 @@ def edit_model():
 
 @functools.cache
 def _sd3_parts():
-    return {
-        "vae": tiny.sd3_vae(),
-        "text_encoders": (tiny.clip(16, 1), None, None),
-        "tokenizers": [tiny.clip_tokenizer(), None, None],
-    }
+    return {"vae": tiny.sd3_vae(), "text_encoders": (tiny.clip(16, 1), None, None)}
 
 
 def sd3_model():
     """Stable Diffusion 3 for pictures of 8 x 16 px, with one text encoder: x is (r, 16, 2, 4)."""
     return SD3(
         **_sd3_parts(),
+        # One for each: a tokenizer keeps its padding from call to call, and the ranks of a test are threads.
+        tokenizers=[tiny.clip_tokenizer(), None, None],
         transformer=tiny.sd3_transformer(),
         scheduler_config={"shift": 3.0, "num_train_timesteps": 1000},
         size=(8, 16),
