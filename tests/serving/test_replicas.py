@@ -1,5 +1,6 @@
 """``retouch serve`` as a process: replicas that come back, drain, reload, and end with their supervisor."""
 
+import asyncio
 import json
 import os
 import re
@@ -222,6 +223,26 @@ def test_a_port_is_kept_while_no_replica_listens_there() -> None:
                 replica.listen()
                 with pytest.raises(ValueError, match=f"port {port} is in use"), _kept_ports("127.0.0.1", port, 1):
                     pass
+
+
+def test_small_answers_are_sent_at_once() -> None:
+    """Without this option an answer's last bytes wait until the caller acknowledges its first, 40 ms later."""
+
+    async def option_of_a_connection() -> int:
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            found.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+            await writer.wait_closed()
+
+        found: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        async with await asyncio.start_server(answer, sock=bound("127.0.0.1", 0)) as server:
+            _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            option = await found
+            writer.close()
+            await writer.wait_closed()
+        return option
+
+    assert asyncio.run(option_of_a_connection())
 
 
 def test_a_token_is_in_no_log_and_replicas_end_when_their_supervisor_is_killed(tmp_path: Path) -> None:

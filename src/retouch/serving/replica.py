@@ -46,7 +46,8 @@ class Settings:
 
 def bound(host: str, port: int) -> socket.socket:
     """A socket at the address. Others of this user may be bound there too, so that the supervisor can keep it for a replica."""
-    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    # By its name: asyncio sends small writes at once only on sockets that say they are TCP, and others wait 40 ms for the caller.
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
