@@ -20,6 +20,7 @@ from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokeniz
 from retouch.models.flux_latents import FluxLatents, Size
 from retouch.models.flux_text import FluxText
 from retouch.models.frozen import evaluating
+from retouch.models.ip_adapter import attention_inputs
 from retouch.models.qwen_layout import pack
 from retouch.models.schedule import pipeline_sigmas
 from retouch.types import Conditioning, Task
@@ -155,6 +156,7 @@ class Flux:
             encoder_hidden_states=tensors["embeds"].to(dtype),
             txt_ids=torch.zeros(tensors["embeds"].shape[1], 3, device=x.device),
             img_ids=places.to(x.device),
+            joint_attention_kwargs=attention_inputs(module, conditioning),
             return_dict=False,
         )[0]
         return output[:, : x.shape[1]].float()

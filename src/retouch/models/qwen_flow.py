@@ -16,6 +16,7 @@ from diffusers.utils.torch_utils import randn_tensor
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from retouch.models.ip_adapter import attention_inputs
 from retouch.models.qwen_layout import pack
 from retouch.models.qwen_text import QwenText, Tokens
 from retouch.models.schedule import pipeline_sigmas
@@ -85,6 +86,7 @@ def velocity(
         encoder_hidden_states=embeds[:, :longest].to(dtype),
         encoder_hidden_states_mask=None if min(lengths) == longest else mask[:, :longest],
         img_shapes=[grids] * len(x),
+        attention_kwargs=attention_inputs(module, conditioning),
         return_dict=False,
     )[0]
     return output[:, : x.shape[1]].float()
