@@ -67,7 +67,7 @@ SETTINGS = {"num_inference_steps": 4, "max_sequence_length": 20, "output_type": 
 
 @pytest.mark.parametrize("distilled", [True, False])
 def test_walks_with_the_pipeline(text, distilled):
-    model = build(Flux, text, distilled=distilled, size=(24, 40), guidance=2.0)
+    model = build(Flux, text, distilled=distilled, size=(24, 40), guidance=2.0 if distilled else None)
     pipe = pipeline(FluxPipeline, model)
     theirs = pipe(TEXTS, height=24, width=40, guidance_scale=2.0, generator=tiny.generators(2), **SETTINGS).images
     conditioning = model.encode([tiny.task(prompt, prompt) for prompt in TEXTS])
@@ -197,5 +197,7 @@ def test_what_cannot_be_is_said(text):
         build(Flux, text, size=(20, 40))
     with pytest.raises(ValueError, match="shorten it"):
         build(Flux, text, size=(24, 40)).encode([tiny.task("x", "blue " * 30)])
+    with pytest.raises(ValueError, match="not told of guidance"):
+        build(Flux, text, distilled=False, guidance=2.0)
     with pytest.raises(ValueError, match="this one takes 64"):
         FluxFill(transformer=tiny.flux_transformer(), vae=tiny.sd3_vae(), text=text, scheduler_config=SCHEDULER)

@@ -1,5 +1,7 @@
 """Folders that diffusers' pipelines save, read back."""
 
+from dataclasses import replace
+
 import pytest
 import tiny
 import torch
@@ -8,8 +10,12 @@ from diffusers import (
     QwenImagePipeline,
     StableDiffusion3Pipeline,
 )
+from PIL import Image
 
 from retouch.models import qwen_text
+from retouch.models.flux import Flux
+from retouch.models.flux_fill import FluxFill
+from retouch.models.flux_kontext import FluxKontext
 from retouch.models.qwen_image import QwenImage
 from retouch.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from retouch.models.sd3 import SD3
@@ -75,7 +81,35 @@ def test_sd3(tmp_path, t5):
     assert model.sigmas(3, conditioning).tolist()[0] == 1
 
 
-@pytest.mark.parametrize("cls", [QwenImage, QwenImageEdit, SD3])
+@pytest.mark.parametrize("cls", [Flux, FluxFill, FluxKontext])
+def test_flux(tmp_path, cls):
+    folder = tiny.save_flux(tmp_path, fills=cls is FluxFill)
+    model = cls.from_pretrained(folder, dtype=torch.bfloat16, device="cpu", size=(24, 40), guidance=2.5)
+    model.text.max_sequence_length = 20
+    if cls is FluxKontext:
+        model.source_as_is = True
+    assert model.module.dtype == model.latents.vae.dtype == model.text.t5.dtype == model.text.clip.dtype == torch.bfloat16
+    assert not any(weight.requires_grad for part in (model.latents.vae, *model.text.encoders) for weight in part.parameters())
+    assert (model.guidance, model.scheduler_config["max_image_seq_len"]) == (2.5, 8192)
+    task = tiny.task("a", "red", tiny.picture(0, 24, 40))
+    conditioning = model.encode([replace(task, mask=Image.new("L", (40, 24), 255))])
+    x = model.initial_noise(conditioning, tiny.generators(1))
+    assert (x.shape, x.dtype) == ((1, 3 * 5, 64), torch.float32)
+    velocity = model.velocity(model.module, x, torch.tensor([0.5]), conditioning)
+    assert (velocity.shape, velocity.dtype) == (x.shape, torch.float32)
+    assert model.decode(x, conditioning)[0].size == (40, 24)
+
+
+def test_another_flux_is_refused_before_its_weights_are_read(tmp_path):
+    folder = tiny.save_flux(tmp_path, distilled=False)
+    (folder / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
+    with pytest.raises(ValueError, match="FluxFill gives its transformer 192 channels a token, and this one takes 64"):
+        FluxFill.from_pretrained(folder, dtype=torch.float32, device="cpu")
+    with pytest.raises(ValueError, match="not told of guidance"):
+        Flux.from_pretrained(folder, dtype=torch.float32, device="cpu", guidance=3.5)
+
+
+@pytest.mark.parametrize("cls", [QwenImage, QwenImageEdit, SD3, FluxFill])
 def test_a_folder_that_is_none(tmp_path, cls):
     with pytest.raises(ValueError, match=r"no model_index\.json"):
         cls.from_pretrained(tmp_path, dtype=torch.float32, device="cpu")

@@ -5,19 +5,19 @@ import tiny
 import torch
 from peft import LoraConfig
 
-from retouch.models import qwen_flow, sd3
+from retouch.models import flux, qwen_flow, sd3
 from retouch.models.memory import Lora, Setup, activation_bytes, plan
 from retouch.models.sizes import known_models, lora_count, parameter_count, parts, stored_count
 
 QWEN_LORA = Lora(qwen_flow.LORA_RANK, qwen_flow.LORA_TARGETS)
-CLASSES = {"qwen": "QwenImageTransformer2DModel", "sd3": "SD3Transformer2DModel"}
+TINY = {"qwen": tiny.qwen_transformer, "sd3": tiny.sd3_transformer, "flux": tiny.flux_transformer}
 
 
 def described(name):
     """A tiny transformer and what ``parts`` would say of it."""
-    module = tiny.qwen_transformer() if name == "qwen" else tiny.sd3_transformer()
+    module = TINY[name]()
     config = {key: value for key, value in module.config.items() if not key.startswith("_")}
-    return module, {"class": CLASSES[name], "config": config}
+    return module, {"class": type(module).__name__, "config": config}
 
 
 def rows(setup, name="qwen-image"):
@@ -35,6 +35,12 @@ def rows(setup, name="qwen-image"):
         ("sd3.5-medium", "transformer", 2.5),
         ("sd3.5-large", "transformer", 8.1),
         ("sd3.5-large", "text_encoder_3", 4.76),
+        ("flux.1-dev", "transformer", 11.9),
+        ("flux.1-schnell", "transformer", 11.9),
+        ("flux.1-fill-dev", "transformer", 11.9),
+        ("flux.1-dev", "text_encoder", 0.123),
+        ("flux.1-dev", "text_encoder_2", 4.76),
+        ("flux.1-dev", "vae", 0.084),
     ],
 )
 def test_published_sizes(model, part, billions):
@@ -48,21 +54,34 @@ def test_bytes_of_qwen_image_in_bf16():
 
 
 def test_unknown_models_are_named():
-    assert known_models() == ["qwen-image", "qwen-image-edit-2511", "sd3-medium", "sd3.5-large", "sd3.5-medium"]
+    assert known_models() == [
+        *("flux.1-dev", "flux.1-fill-dev", "flux.1-schnell"),
+        *("qwen-image", "qwen-image-edit-2511", "sd3-medium", "sd3.5-large", "sd3.5-medium"),
+    ]
     with pytest.raises(ValueError, match=r"'sd4'.*sd3\.5-large"):
         parts("sd4")
     with pytest.raises(ValueError, match="'Other' cannot be counted"):
         parameter_count({"class": "Other", "config": {}})
 
 
-@pytest.mark.parametrize("name", ["qwen", "sd3"])
+def test_what_sets_fluxs_siblings_apart():
+    """Fill reads 320 channels more of each token, and the distilled model is not told of guidance."""
+    dev, fill, schnell = (parts(f"flux.1-{name}")["transformer"] for name in ("dev", "fill-dev", "schnell"))
+    width = 24 * 128
+    assert parameter_count(fill) - parameter_count(dev) == (384 - 64) * width
+    assert parameter_count(dev) - parameter_count(schnell) == (256 + 1) * width + (width + 1) * width
+
+
+@pytest.mark.parametrize("name", TINY)
 def test_counts_are_those_of_real_models(name):
     module, part = described(name)
     assert parameter_count(part) == module.num_parameters()
     assert stored_count(part) == sum(tensor.numel() for tensor in module.state_dict().values())
 
 
-@pytest.mark.parametrize(("name", "targets"), [("qwen", qwen_flow.LORA_TARGETS), ("sd3", sd3.LORA_TARGETS)])
+@pytest.mark.parametrize(
+    ("name", "targets"), [("qwen", qwen_flow.LORA_TARGETS), ("sd3", sd3.LORA_TARGETS), ("flux", flux.LORA_TARGETS)]
+)
 def test_adapters_are_as_large_as_peft_makes_them(name, targets):
     module, part = described(name)
     module.requires_grad_(False)
@@ -109,17 +128,24 @@ def saved_bytes(run, module):
     return sum(size for size, _ in kept.values())
 
 
-@pytest.mark.parametrize("name", ["qwen", "sd3"])
+@pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activations_are_about_what_autograd_keeps(name, dtype):
     module, part = described(name)
     part["config"] |= {"num_layers": 6, "attention_head_dim": 32, "num_attention_heads": 4}
+    if name == "flux":
+        part["config"] |= {"num_layers": 3, "num_single_layers": 6}
     if name == "sd3":
         part["config"] |= {"dual_attention_layers": (), "caption_projection_dim": 128, "sample_size": 32, "pos_embed_max_size": 32}
     module = type(module)(**part["config"]).to(dtype).train()
     if name == "qwen":
         inputs = {"hidden_states": torch.randn(2, 256, 64), "encoder_hidden_states": torch.randn(2, 40, 32)}
         more = {"timestep": torch.tensor([0.5, 0.1]), "img_shapes": [[(1, 16, 16)]] * 2}
+    elif name == "flux":
+        inputs = {"hidden_states": torch.randn(2, 256, 64), "encoder_hidden_states": torch.randn(2, 40, 48)}
+        inputs["pooled_projections"] = torch.randn(2, 16)
+        more = {"timestep": torch.tensor([0.5, 0.1]), "guidance": torch.full((2,), 3.5)}
+        more |= {"img_ids": torch.zeros(256, 3), "txt_ids": torch.zeros(40, 3)}
     else:
         inputs = {"hidden_states": torch.randn(2, 16, 32, 32), "encoder_hidden_states": torch.randn(2, 40, 48)}
         inputs["pooled_projections"] = torch.randn(2, 40)

@@ -1,12 +1,15 @@
 """Tiny random models of the real classes, with tokenizers that hold the real special tokens."""
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import torch
 from diffusers import (
     AutoencoderKL,
     AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
     FluxTransformer2DModel,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
@@ -207,6 +210,20 @@ def flux_transformer(seed: int = 0, *, channels: int = 64, distilled: bool = Tru
         guidance_embeds=distilled,
         axes_dims_rope=(8, 12, 12),
     ).eval()
+
+
+def save_flux(folder: Path, *, fills: bool = False, distilled: bool = True) -> Path:
+    """A folder as the pipelines of FLUX.1, of Kontext, or of Fill save it."""
+    FluxPipeline(
+        transformer=flux_transformer(channels=64 + 64 + 4 * 4**2 if fills else 64, distilled=distilled),
+        vae=sd3_vae(),
+        text_encoder=clip_text(16, 1),
+        tokenizer=clip_tokenizer(),
+        text_encoder_2=t5(48, 3),
+        tokenizer_2=t5_tokenizer(),
+        scheduler=FlowMatchEulerDiscreteScheduler(**SCHEDULER),
+    ).save_pretrained(folder)
+    return folder
 
 
 class ImageProcessorOnly(Qwen2_5_VLProcessor):

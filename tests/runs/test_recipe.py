@@ -34,6 +34,10 @@ BASE: dict[str, Any] = {
 }
 FOLDER = {"data": {"kind": "folder", "path": "photos"}, "reward": {"kind": "photos", "colour": [1, 2, 3], "combine": {"colour": 1}}}
 
+SHARE = {"kind": "share", "combine": {"share": 1}}
+PROMPTS = {"data": {"kind": "prompts", "path": "prompts.txt"}, "reward": SHARE}
+TRIPLETS = {"data": {"kind": "triplets", "path": "triplets"}, "reward": SHARE}
+
 
 def changed(**changes: Any) -> dict[str, Any]:
     """The base document with dotted keys (``__`` for the dot) set."""
@@ -177,6 +181,12 @@ def test_a_name_is_a_plain_folder_name(name: str) -> None:
         ({**FOLDER, "objective": {"kind": "supervised"}, "data": {"kind": "prompts", "path": "x"}}, "data"),
         ({**FOLDER, "data__size": [24, 24], "policy__model__size": [48, 48]}, "data.size"),
         ({"policy__model": {"kind": "sd3", "path": "x"}}, "policy.model.size"),
+        ({**PROMPTS, "policy__model": {"kind": "flux", "path": "x"}}, "policy.model.size"),
+        ({**PROMPTS, "policy__model": {"kind": "sd3", "path": "x", "size": [64, 64], "guidance": 3.5}}, "policy.model.guidance"),
+        ({**PROMPTS, "policy__model": {"kind": "flux-fill", "path": "x"}}, "data.kind"),
+        ({**PROMPTS, "policy__model": {"kind": "flux-kontext", "path": "x"}}, "data.kind"),
+        ({"policy__model": {"kind": "flux-fill", "path": "x"}}, "data.kind"),
+        ({**TRIPLETS, "policy__model": {"kind": "flux", "path": "x", "size": [64, 64]}}, "data.kind"),
         ({"trackers": ["wandb", "wandb"]}, "trackers"),
         ({"minibatches": 7}, "minibatches"),
     ],
@@ -199,6 +209,11 @@ def test_values_that_cannot_stand_together_are_refused_with_advice(changes: dict
         {"rollout__reduction": "sum", "objective__clip_low": 0.2, "objective__clip_high": 0.3},
         {"objective__kl": {"kind": "velocity", "weight": 0.1}},
         {**FOLDER, "policy__model__size": [48, 48]},
+        {**PROMPTS, "policy__model": {"kind": "flux", "path": "x", "size": [64, 64]}},
+        {**FOLDER, "policy__model": {"kind": "flux", "path": "x", "size": [64, 64], "guidance": 0.0}},
+        {**TRIPLETS, "policy__model": {"kind": "flux-fill", "path": "x"}},
+        {**TRIPLETS, "policy__model": {"kind": "flux-kontext", "path": "x", "guidance": 2.5}},
+        {**FOLDER, "policy__model": {"kind": "flux-fill", "path": "x", "size": [64, 64], "guidance": 30.0}},
     ],
 )
 def test_what_is_sound_is_taken(changes: dict[str, Any]) -> None:

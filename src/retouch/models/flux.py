@@ -55,12 +55,7 @@ class Flux:
     ) -> None:
         self.module: nn.Module = transformer
         self.latents = FluxLatents(vae)
-        given, taken = self._channels(), transformer.config.in_channels
-        if given != taken:
-            raise ValueError(
-                f"{type(self).__name__} gives its transformer {given} channels a token, and this one takes {taken}; "
-                "FLUX.1-Fill's transformer is another than that of FLUX.1 and Kontext"
-            )
+        self._check(transformer.config, self.latents, guidance)
         self._distilled: bool = transformer.config.guidance_embeds
         self.text = text
         self.scheduler_config = dict(scheduler_config)
@@ -84,9 +79,10 @@ class Flux:
         if not (root / "model_index.json").is_file():
             raise ValueError(f"{root} is no diffusers folder (no model_index.json); download the model and give its local path")
         local: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
+        vae = AutoencoderKL.from_pretrained(root / "vae", torch_dtype=dtype, **local).to(device)
+        cls._check(FluxTransformer2DModel.load_config(root / "transformer", local_files_only=True), FluxLatents(vae), guidance)
         clip = CLIPTextModel.from_pretrained(root / "text_encoder", dtype=dtype, **local).to(device)
         t5 = T5EncoderModel.from_pretrained(root / "text_encoder_2", dtype=dtype, **local).to(device)
-        vae = AutoencoderKL.from_pretrained(root / "vae", torch_dtype=dtype, **local).to(device)
         for frozen in (clip, t5, vae):
             frozen.requires_grad_(False).eval()
         return cls(
@@ -103,9 +99,22 @@ class Flux:
             guidance=guidance,
         )
 
-    def _channels(self) -> int:
+    @classmethod
+    def _check(cls, config: Mapping[str, Any], latents: FluxLatents, guidance: float | None) -> None:
+        """ValueError where a transformer of this configuration is another family's, or is not told of guidance."""
+        given, taken = cls._channels(latents), config["in_channels"]
+        if given != taken:
+            raise ValueError(
+                f"{cls.__name__} gives its transformer {given} channels a token, and this one takes {taken}; "
+                "FLUX.1-Fill's transformer is another than that of FLUX.1 and Kontext"
+            )
+        if guidance is not None and not config["guidance_embeds"]:
+            raise ValueError(f"guidance {guidance:g}: this transformer is not told of guidance, as FLUX.1-schnell's; give none")
+
+    @classmethod
+    def _channels(cls, latents: FluxLatents) -> int:
         """Input channels of a token."""
-        return 4 * self.latents.channels
+        return 4 * latents.channels
 
     def encode(self, tasks: Sequence[Task]) -> Conditioning:
         for task in tasks:

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from retouch.models.flux import Flux, places
+from retouch.models.flux_latents import FluxLatents
 from retouch.types import Conditioning, Task
 
 
@@ -22,8 +23,9 @@ class FluxFill(Flux):
 
     GUIDANCE: ClassVar[float] = 30.0
 
-    def _channels(self) -> int:
-        return 2 * super()._channels() + 4 * self.latents.latent_pixels**2
+    @classmethod
+    def _channels(cls, latents: FluxLatents) -> int:
+        return 2 * super()._channels(latents) + 4 * latents.latent_pixels**2
 
     def _pictures(self, tasks: Sequence[Task]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         masks = []

@@ -12,9 +12,11 @@ import torch
 
 from retouch.models.sizes import build_meta, lora_count, parameter_count, parts, stored_count
 
-# Bytes that autograd saves for one block of a two-stream transformer, per token and channel, by bytes per number: measured on both
-# families here with torch.autograd.graph.saved_tensors_hooks (norms and rotary positions are kept in fp32 in either case).
+# Bytes that autograd saves for one block of a two-stream transformer, or of Flux's single stream, per token and channel, by bytes
+# per number: measured on the families here with torch.autograd.graph.saved_tensors_hooks (norms and rotary positions are kept in
+# fp32 in either case).
 _SAVED_PER_BLOCK = {2: 60, 4: 100}
+_SAVED_PER_SINGLE_BLOCK = {2: 50, 4: 85}
 _ADAMW_BYTES = 8  # two fp32 moments
 
 
@@ -121,12 +123,12 @@ def activation_bytes(transformer: Mapping[str, Any], setup: Setup) -> int:
     That is all of every block; with checkpointing, every block's input and all of one block.
     """
     config = transformer["config"]
-    blocks, width = config["num_layers"], config["num_attention_heads"] * config["attention_head_dim"]
-    numbers = setup.rows * setup.tokens * width
-    whole = numbers * _SAVED_PER_BLOCK[setup.dtype.itemsize]
+    blocks, singles = config["num_layers"], config.get("num_single_layers", 0)
+    numbers = setup.rows * setup.tokens * config["num_attention_heads"] * config["attention_head_dim"]
+    whole = _SAVED_PER_BLOCK[setup.dtype.itemsize]
     if setup.gradient_checkpointing:
-        return int(blocks * numbers * setup.dtype.itemsize + whole)
-    return int(blocks * whole)
+        return int(numbers * ((blocks + singles) * setup.dtype.itemsize + whole))
+    return int(numbers * (blocks * whole + singles * _SAVED_PER_SINGLE_BLOCK[setup.dtype.itemsize]))
 
 
 def _largest_block(transformer: Mapping[str, Any]) -> int:

@@ -53,6 +53,8 @@ def image_model_plan(described: Mapping[str, Part], drawing: Drawing, *, without
 
 def _step_bytes(transformer: Part, vae: Part, drawing: Drawing) -> int:
     config = {**transformer["config"], "num_layers": 1}
+    if "num_single_layers" in config:
+        config["num_single_layers"] = 1
     if "dual_attention_layers" in config:
         config["dual_attention_layers"] = [0] if config["dual_attention_layers"] else []
     module = in_dtype(copy.deepcopy(build_meta({"class": transformer["class"], "config": config})), drawing.dtype)
@@ -61,6 +63,14 @@ def _step_bytes(transformer: Part, vae: Part, drawing: Drawing) -> int:
         side = 2 ** (len(vae["config"]["block_out_channels"]) - 1)
         given["hidden_states"] = _empty(drawing, config["in_channels"], *(edge // side for edge in drawing.size))
         given["pooled_projections"] = _empty(drawing, config["pooled_projection_dim"])
+    elif transformer["class"] == "FluxTransformer2DModel":
+        side = 2 * 2 ** (len(vae["config"]["block_out_channels"]) - 1)
+        tokens = (drawing.size[0] // side) * (drawing.size[1] // side)
+        given["hidden_states"] = _empty(drawing, tokens, config["in_channels"])
+        given["pooled_projections"] = _empty(drawing, config["pooled_projection_dim"])
+        given["img_ids"], given["txt_ids"] = (torch.empty(count, 3, device=_META) for count in (tokens, drawing.text))
+        if config["guidance_embeds"]:
+            given["guidance"] = torch.empty(drawing.rows, device=_META)
     else:
         side = 2 * 2 ** len(vae["config"]["temperal_downsample"])
         grids = [drawing.size, *[drawing.source] * drawing.sources]

@@ -1,11 +1,12 @@
 """Whether a text that a policy wrote is one that a text-to-image model reads to its end."""
 
+from retouch.models.flux import Flux
 from retouch.models.qwen_image import QwenImage
 from retouch.models.sd3 import SD3
 from retouch.types import Task
 
 
-def readable(model: SD3 | QwenImage, prompt: str) -> bool:
+def readable(model: SD3 | Flux | QwenImage, prompt: str) -> bool:
     """False where the model would refuse the prompt: too long for it, or spelling one of its special tokens."""
     try:
         if isinstance(model, QwenImage):

@@ -12,12 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLQwenImage, QwenImageTransformer2DModel, SD3Transformer2DModel
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLQwenImage,
+    FluxTransformer2DModel,
+    QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
+)
 from torch import nn
 from transformers import (
     CLIPConfig,
     CLIPModel,
     CLIPTextConfig,
+    CLIPTextModel,
     CLIPTextModelWithProjection,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -132,6 +139,8 @@ def _build(part: str) -> nn.Module:
                 return QwenImageTransformer2DModel.from_config(config)
             case "SD3Transformer2DModel":
                 return SD3Transformer2DModel.from_config(config)
+            case "FluxTransformer2DModel":
+                return FluxTransformer2DModel.from_config(config)
             case "AutoencoderKLQwenImage":
                 return AutoencoderKLQwenImage.from_config(config)
             case "AutoencoderKL":
@@ -148,6 +157,8 @@ def _build(part: str) -> nn.Module:
                 return Qwen2ForCausalLM(Qwen2Config(**config))
             case "Qwen3ForCausalLM":
                 return Qwen3ForCausalLM(Qwen3Config(**config))
+            case "CLIPTextModel":
+                return CLIPTextModel(CLIPTextConfig(**config))
             case "CLIPTextModelWithProjection":
                 return CLIPTextModelWithProjection(CLIPTextConfig(**config))
             case "T5EncoderModel":

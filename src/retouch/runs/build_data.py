@@ -11,6 +11,7 @@ from torch import Tensor
 
 from retouch.data.check import accept
 from retouch.data.complex_edit import read_complex_edit
+from retouch.data.fitting import FittingRows
 from retouch.data.folder import read_folder
 from retouch.data.guard import refuse_test_sets
 from retouch.data.hub import read_hub
@@ -40,8 +41,10 @@ from retouch.runs.recipe_data import (
     TokenData,
     TripletData,
 )
+from retouch.runs.recipe_families import takes_of
 from retouch.runs.recipe_files import shipped
 from retouch.runs.recipe_phases import ResolvedPhase
+from retouch.runs.recipe_renderer import PromptRenderer
 from retouch.types import Task
 
 Stored: TypeAlias = FolderData | HubData | ComplexEditData | TripletData | PromptData
@@ -87,7 +90,7 @@ def build_sets(recipe: Recipe, data: Data, *, size: tuple[int, int] | None) -> S
         return _token_sets(recipe, data)
     split_name = data.split if isinstance(data, HubData | ComplexEditData) else None
     refused = refuse_test_sets([data.path], split=split_name, allow_test_sets=data.allow_test_sets)
-    rows = read_rows(data, seed=recipe.seed)
+    rows = _fitting(read_rows(data, seed=recipe.seed), recipe)
     on_bad_row = "refuse" if isinstance(data, PromptData) else data.on_bad_row
     good, found = accept(rows, on_bad_row=on_bad_row)
     split = split_by_source(sources(rows, good), held_out=data.held_out, seed=recipe.seed)
@@ -99,6 +102,13 @@ def build_sets(recipe: Recipe, data: Data, *, size: tuple[int, int] | None) -> S
     tasks = Tasks(rows, resize=_resize(data, size))
     allowed = tuple(str(test) for test in refused)
     return Sets(Subset(tasks, train_rows), Subset(tasks, heldout_rows), allowed, tuple(found))
+
+
+def _fitting(rows: Rows, recipe: Recipe) -> Rows:
+    """Rows without what the image model is given are bad; what a writer of prompts is shown is its own affair."""
+    kind = recipe.image_model.kind
+    takes = None if isinstance(recipe.renderer, PromptRenderer) else takes_of(kind)
+    return rows if takes is None else FittingRows(rows, pictures=takes.pictures, mask=takes.mask, model=kind, takes=str(takes))
 
 
 def _token_sets(recipe: Recipe, data: TokenData) -> Sets:

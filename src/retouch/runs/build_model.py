@@ -13,19 +13,16 @@ from torch import nn
 
 from retouch.core.random import generator
 from retouch.models import qwen_load
-from retouch.models.qwen_flow import LORA_TARGETS as QWEN_TARGETS
 from retouch.models.qwen_image import QwenImage
-from retouch.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
+from retouch.models.qwen_image_edit import QwenImageEdit
 from retouch.models.qwen_writer import LORA_TARGETS as WRITER_TARGETS
-from retouch.models.sd3 import LORA_TARGETS as SD3_TARGETS
-from retouch.models.sd3 import SD3
 from retouch.policies.weights import WeightCopies
+from retouch.runs.families import FAMILIES
 from retouch.runs.files import read_json
 from retouch.runs.imports import build_class
 from retouch.runs.pretrained import fetch_weights
 from retouch.runs.recipe_policy import (
     DenoisingPolicy,
-    DiffusersModel,
     ImportedModel,
     Lora,
     Model,
@@ -35,12 +32,6 @@ from retouch.runs.recipe_policy import (
 from retouch.runs.recipe_writer import AutoregressivePolicy
 from retouch.types import DenoisingModel
 
-_FAMILIES: dict[str, Any] = {
-    "qwen-image": QwenImage,
-    "qwen-image-edit": QwenImageEdit,
-    "qwen-image-edit-plus": QwenImageEditPlus,
-    "sd3": SD3,
-}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LORA_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors", "weights.safetensors")
 
@@ -61,7 +52,9 @@ def build_model(model: Model, *, device: torch.device) -> DenoisingModel:
         return _painter(Path(model.path) if model.path else playground_weights("painter"), dtype=dtype, device=device, size=size)
     if isinstance(model, PlaygroundModel):
         return _playground(Path(model.path) if model.path else playground_weights(), dtype=dtype, device=device, size=size)
-    loaded: DenoisingModel = _FAMILIES[model.kind].from_pretrained(fetch_weights(model.path), dtype=dtype, device=device, size=size)
+    told: dict[str, Any] = {} if model.guidance is None else {"guidance": model.guidance}
+    adapter = FAMILIES[model.kind].adapter
+    loaded: DenoisingModel = adapter.from_pretrained(fetch_weights(model.path), dtype=dtype, device=device, size=size, **told)
     return loaded
 
 
@@ -112,13 +105,11 @@ def lora_targets(policy: DenoisingPolicy | AutoregressivePolicy) -> Sequence[str
     assert isinstance(policy.train, Lora)
     if policy.train.targets is not None:
         return policy.train.targets
-    if isinstance(policy.model, DiffusersModel) and policy.model.kind == "sd3":
-        return SD3_TARGETS
     if isinstance(policy.model, ImportedModel):
         raise ValueError(
             "policy.train.targets: an imported model has no usual LoRA targets; name the linear layers that get an adapter"
         )
-    return QWEN_TARGETS if isinstance(policy, DenoisingPolicy) else WRITER_TARGETS
+    return FAMILIES[policy.model.kind].lora_targets if isinstance(policy, DenoisingPolicy) else WRITER_TARGETS
 
 
 def _add_lora(module: nn.Module, lora: Lora, targets: Sequence[str], *, seed: int) -> None:

@@ -12,6 +12,7 @@ from PIL.Image import Image
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from retouch.models.encoder import Encoder
+from retouch.models.flux import Flux
 from retouch.models.qwen_image import QwenImage
 from retouch.models.qwen_image_edit import QwenImageEdit
 from retouch.models.qwen_responses import QwenResponses, writer_for
@@ -138,7 +139,7 @@ def build_renderer(
             sharded=in_step and image_model.text.encoder is writer.module,
         )
         return Blind(responses) if section.blind else responses
-    reads = partial(readable, image_model) if isinstance(image_model, SD3 | QwenImage) else _anything
+    reads = partial(readable, image_model) if isinstance(image_model, SD3 | Flux | QwenImage) else _anything
     prompts = PromptRenderer(
         FlowPainter(image_model, num_steps=steps, guidance_scale=section.guidance_scale, reads=reads),
         cut_off=section.cut_off,

@@ -25,7 +25,9 @@ Described = Mapping[str, Mapping[str, Any]]
 
 _EDITORS = {"qwen-image-edit": QwenImageEdit, "qwen-image-edit-plus": QwenImageEditPlus}
 _INSTRUCTION_TOKENS = 256
-_SD3_TEXT_TOKENS = 77 + 256
+# What the text becomes in each family whose prompts are padded to one length.
+TEXT_TOKENS = {"sd3": 77 + 256, "flux": 512, "flux-fill": 512, "flux-kontext": 512}
+_MEGAPIXEL = (1024, 1024)
 LEFT_FREE = 0.1
 SHOWN_FROM = 10**9
 
@@ -56,10 +58,16 @@ def describe(recipe: Recipe, folder: Path | None) -> Described | None:
 
 
 def _published(model: DiffusersModel) -> str | None:
-    """The configuration of the published model. All of Qwen's image models have one size; SD3's are told apart by their names."""
+    """The configuration of the published model. All of Qwen's image models have one size; SD3's are told apart by their names, and
+    of FLUX.1 the distilled one (schnell) has a little less."""
     name = Path(model.path).name.lower()
-    if model.kind != "sd3":
-        return "qwen-image-edit-2511" if "2511" in name else "qwen-image"
+    match model.kind:
+        case "flux-fill":
+            return "flux.1-fill-dev"
+        case "flux" | "flux-kontext":
+            return "flux.1-schnell" if "schnell" in name else "flux.1-dev"
+        case "qwen-image" | "qwen-image-edit" | "qwen-image-edit-plus":
+            return "qwen-image-edit-2511" if "2511" in name else "qwen-image"
     known = {"3.5-large": "sd3.5-large", "3.5-medium": "sd3.5-medium", "3-medium": "sd3-medium"}
     return next((config for part, config in known.items() if part in name), None)
 
@@ -95,10 +103,11 @@ def footprint(recipe: Recipe, described: Described) -> Footprint:
 def _tokens(model: PlaygroundModel | DiffusersModel, described: Described) -> int:
     """Tokens of one row: its text, its output and one source picture where it has any."""
     transformer, vae = described["transformer"]["config"], described["vae"]["config"]
-    if model.kind == "sd3":
-        assert model.size is not None, "the recipe's checks see to it"
-        side = 2 ** (len(vae["block_out_channels"]) - 1) * transformer["patch_size"]
-        return _squares(model.size, side) + _SD3_TEXT_TOKENS
+    if model.kind in TEXT_TOKENS:
+        # Flux packs 2 x 2 latents into a token before its transformer, whose own patches are of 1.
+        side = 2 ** (len(vae["block_out_channels"]) - 1) * (transformer["patch_size"] if model.kind == "sd3" else 2)
+        sizes = [model.size or _MEGAPIXEL, *([_MEGAPIXEL] if model.kind == "flux-kontext" else [])]
+        return sum(_squares(size, side) for size in sizes) + TEXT_TOKENS[model.kind]
     side = 2 * 2 ** len(vae["temperal_downsample"])
     if model.kind == "qwen-image":
         assert model.size is not None, "the recipe's checks see to it"

@@ -12,7 +12,7 @@ from retouch.playground.scenes import SIZE
 from retouch.runs import recipe_policy
 from retouch.runs.build_learning import copies_needed
 from retouch.runs.build_model import DTYPES, lora_targets
-from retouch.runs.doctor_memory import Described
+from retouch.runs.doctor_memory import TEXT_TOKENS, Described
 from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_policy import ImportedModel, PlaygroundModel
 from retouch.runs.recipe_renderer import CodesRenderer, ResponseRenderer
@@ -21,7 +21,6 @@ from retouch.runs.recipe_writer import AutoregressivePolicy
 
 _TEMPLATE_TOKENS = 128
 _INSTRUCTION_TOKENS = 256
-_SD3_TEXT_TOKENS = 77 + 256
 _EDITORS = {"qwen-image-edit": QwenImageEdit, "qwen-image-edit-plus": QwenImageEditPlus}
 
 
@@ -93,7 +92,7 @@ def drawing_setup(recipe: Recipe, described: Described, setup: Writing) -> Drawi
         size=(size[0], size[1]),
         source=(side, side),
         sources=int(isinstance(recipe.renderer, ResponseRenderer)),
-        text=_SD3_TEXT_TOKENS if model.kind == "sd3" else setup.prompt + setup.completion,
+        text=TEXT_TOKENS.get(model.kind, setup.prompt + setup.completion),
         dtype=image_dtype(recipe),
     )
 

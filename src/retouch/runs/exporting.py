@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from retouch.runs import files
 from retouch.runs.assembly import Assembly
+from retouch.runs.families import FAMILIES
 from retouch.runs.lora_files import write_lora
 from retouch.runs.opening import open_target
 from retouch.runs.recipe_policy import ImportedModel, Lora
@@ -19,14 +20,6 @@ from retouch.runs.recipe_writer import AutoregressivePolicy
 from retouch.runs.versions import versions
 
 Which = Literal["average", "current"]
-
-_PIPELINES = {
-    "playground": "QwenImageEditPipeline",
-    "qwen-image": "QwenImagePipeline",
-    "qwen-image-edit": "QwenImageEditPipeline",
-    "qwen-image-edit-plus": "QwenImageEditPlusPipeline",
-    "sd3": "StableDiffusion3Pipeline",
-}
 
 
 def export_target(target: str, *, to: Path, which: Which | None = None, overrides: Sequence[str] = ()) -> list[Path]:
@@ -61,4 +54,4 @@ def write_weights(parts: Assembly, to: Path) -> None:
         module.save_pretrained(to / ("writer" if writes else "transformer"))
         return
     model = parts.recipe.policy.model
-    write_lora(module, to, pipeline=None if writes or isinstance(model, ImportedModel) else _PIPELINES[model.kind])
+    write_lora(module, to, pipeline=None if writes or isinstance(model, ImportedModel) else FAMILIES[model.kind].pipeline)

@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from retouch.models.flux import Flux
 from retouch.models.qwen_image import QwenImage
 from retouch.models.qwen_image_edit import QwenImageEdit
 from retouch.models.sd3 import SD3
@@ -15,6 +16,8 @@ def parts_of(model: DenoisingModel) -> list[nn.Module]:
         return [model.module, model.latents.vae, model.text.encoder]
     if isinstance(model, SD3):
         return [model.module, model.vae, *model.text.encoders]
+    if isinstance(model, Flux):
+        return [model.module, model.latents.vae, *model.text.encoders]
     raise ValueError(f"devices.offload: what {type(model).__name__} is made of is not known here; take false")
 
 

@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING
 
 from retouch.core.surrogates import check_clip
 from retouch.data.sampler import check_arithmetic
-from retouch.runs.recipe_data import PaintingData, PicturedData, PromptData, TokenData
+from retouch.runs.recipe_data import PromptData, TokenData
 from retouch.runs.recipe_emu3 import TokenModel
 from retouch.runs.recipe_learning import GroupAdvantage, PolicyGradient, Sft, Supervised
 from retouch.runs.recipe_phases import ResolvedPhase
-from retouch.runs.recipe_policy import DiffusersModel, ImportedModel, Lora
+from retouch.runs.recipe_picture_checks import image_model_problems, picture_problems
+from retouch.runs.recipe_policy import ImportedModel, Lora
 from retouch.runs.recipe_renderer import CodesRenderer
 from retouch.runs.recipe_reward_checks import reward_data_problems, reward_problems
 from retouch.runs.recipe_rollout import (
@@ -24,7 +25,6 @@ from retouch.runs.recipe_rollout import (
 )
 from retouch.runs.recipe_watch_checks import watch_problems
 from retouch.runs.recipe_writing_checks import (
-    READ_A_PICTURE,
     engine_problems,
     parts_problems,
     phase_problems,
@@ -50,7 +50,7 @@ def problems(recipe: "Recipe") -> list[str]:
         found += watch_problems(recipe.watch, recipe.reward)
     if unlike := list(parts_problems(recipe)):
         return [*found, *unlike]
-    found += [*reward_problems(recipe), *_model(recipe), *renderer_problems(recipe), *engine_problems(recipe)]
+    found += [*reward_problems(recipe), *image_model_problems(recipe), *renderer_problems(recipe), *engine_problems(recipe)]
     found += [*_phases(recipe), *_batch(recipe)]
     return list(dict.fromkeys(found))
 
@@ -110,16 +110,6 @@ def _devices(recipe: "Recipe") -> Iterator[str]:
                 yield f"devices.{key}: this policy makes its own pictures, where it is; leave it out"
 
 
-def _model(recipe: "Recipe") -> Iterator[str]:
-    model = recipe.image_model
-    if isinstance(model, DiffusersModel) and model.size is None and model.kind in ("qwen-image", "sd3"):
-        yield f"{_image_model_at(recipe)}.size: missing; {model.kind} has no source picture to take it from; give [height, width]"
-
-
-def _image_model_at(recipe: "Recipe") -> str:
-    return "policy.model" if recipe.renderer is None or isinstance(recipe.renderer, CodesRenderer) else "renderer.model"
-
-
 def _batch(recipe: "Recipe") -> Iterator[str]:
     """More than one rank is for ``check_ranks`` to say; what even one cannot share out is a mistake already."""
     try:
@@ -164,17 +154,11 @@ def _exploration(recipe: "Recipe", phase: ResolvedPhase, at: dict[str, str]) -> 
 def _data(recipe: "Recipe", phase: ResolvedPhase, at: str) -> Iterator[str]:
     model = recipe.image_model
     yield from reward_data_problems(recipe, phase, at)
-    if isinstance(phase.data, PromptData | PaintingData) and model.kind in READ_A_PICTURE:
-        yield f"{at}.kind: {phase.data.kind} have no source picture, which {model.kind} edits; take folder or hub data"
+    yield from picture_problems(recipe, phase, at)
     if isinstance(phase.data, TokenData):
         if not isinstance(model, TokenModel | ImportedModel):
             yield f"{at}.kind: tokens are for a policy that writes pictures as tokens, emu3 say, and not for {model.kind}"
         yield from _coefficients(phase.data, at)
-    if isinstance(phase.data, PicturedData) and not isinstance(model, ImportedModel):
-        sizes = phase.data.size, model.size
-        if None not in sizes and sizes[0] != sizes[1]:
-            other = f"{_image_model_at(recipe)}.size: {list(sizes[1] or ())}"
-            yield f"{at}.size: {list(sizes[0] or ())} and {other} differ; give one of them"
 
 
 def _coefficients(data: TokenData, at: str) -> Iterator[str]:

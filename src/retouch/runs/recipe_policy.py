@@ -4,7 +4,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, JsonValue
 
-from retouch.runs.recipe_section import ClassPath, Count, Pixels, Positive, Section, Share
+from retouch.runs.recipe_section import ClassPath, Count, NonNegative, Pixels, Positive, Section, Share
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
@@ -30,13 +30,16 @@ class PlaygroundPainter(PlaygroundModel):
 class DiffusersModel(Section):
     """A model of one of the families known here, in the layout of its diffusers pipeline."""
 
-    kind: Literal["qwen-image", "qwen-image-edit", "qwen-image-edit-plus", "sd3"]
+    kind: Literal["qwen-image", "qwen-image-edit", "qwen-image-edit-plus", "sd3", "flux", "flux-fill", "flux-kontext"]
     path: str
     """Folder or Hugging Face id of the pipeline."""
     size: Pixels | None = None
     """Height and width of the pictures it makes, in pixels; an editor with null takes its source's."""
     dtype: Dtype = "bfloat16"
     """Type of the frozen weights and of the forward pass; log-probabilities are fp32 in any case."""
+    guidance: NonNegative | None = Field(default=None, exclude_if=lambda guidance: guidance is None)
+    """What a guidance-distilled model (FLUX.1) is told of how closely to follow the words: an input and no second forward. Null
+    takes its pipeline's own: 3.5, and 30 for ``flux-fill``."""
 
 
 class ImportedModel(Section):

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from retouch.runs.recipe_emu3 import TokenModel
 from retouch.runs.recipe_engine import VllmEngine
+from retouch.runs.recipe_families import EDITORS, takes_of
 from retouch.runs.recipe_learning import Awm, Dpo, Kl, Nft, PolicyGradient, Sft, Supervised
 from retouch.runs.recipe_phases import ResolvedPhase
 from retouch.runs.recipe_policy import DenoisingPolicy, FullWeights, ImportedModel
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from retouch.runs.recipe import Recipe
 
 VLLM_TEMPERATURE = 2.0
-EDITORS = ("playground", "qwen-image-edit", "qwen-image-edit-plus")
-READ_A_PICTURE = (*EDITORS, "emu3", "playground-emu3")
 
 
 def parts_problems(recipe: "Recipe") -> Iterator[str]:
@@ -61,10 +60,11 @@ def renderer_problems(recipe: "Recipe") -> Iterator[str]:
         if isinstance(writer, QwenWriter) and (writer.system is not None or writer.area is not None):
             yield "policy.model.system, policy.model.area: the editor's template and sizes hold for its writer too; leave both out"
     if isinstance(renderer, PromptRenderer):
-        if renderer.model.kind in EDITORS:
+        takes = takes_of(renderer.model.kind)
+        if takes is not None and takes.pictures[0] > 0:
             yield (
-                f"renderer.model.kind: {renderer.model.kind} edits a source picture, and a prompt has none; take qwen-image or "
-                "sd3, or renderer.kind response"
+                f"renderer.model.kind: {renderer.model.kind} edits a source picture, and a prompt has none; take qwen-image, sd3 "
+                f"or flux{', or renderer.kind response' if takes.responses else ''}"
             )
         if writer.kind == "playground-writer":
             yield "policy.model.kind: playground-writer writes for an editor; take playground-enhancer, or renderer.kind response"

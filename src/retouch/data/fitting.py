@@ -1,0 +1,33 @@
+"""Rows that must bring the pictures that a model is given."""
+
+from retouch.data.problems import BadRow, Problem
+from retouch.data.rows import Row, Rows
+
+
+class FittingRows:
+    """``rows``, of which one is bad whose source ``pictures`` are not (least, most) in number, or that lacks a mask it must have.
+
+    ``model`` is what the message calls the model, ``takes`` what it says of that.
+    """
+
+    def __init__(self, rows: Rows, *, pictures: tuple[int, int], mask: bool, model: str, takes: str) -> None:
+        self.problems = rows.problems
+        self._rows = rows
+        self._pictures = pictures
+        self._mask = mask
+        self._wanted = f"{model} takes {takes}"
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        row = self._rows[index]
+        least, most = self._pictures
+        wrong = []
+        if not least <= len(row.images) <= most:
+            wrong.append(f"{self._wanted}, and this row has {len(row.images)} picture{'s' * (len(row.images) != 1)}")
+        if self._mask and row.mask is None:
+            wrong.append(f"{self._wanted}, and this row has no mask")
+        if wrong:
+            raise BadRow([Problem(row.file, row.line, what) for what in wrong])
+        return row

@@ -1,0 +1,43 @@
+"""The kinds of image model that a recipe can name, and what each has of its own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from retouch.models import flux, qwen_flow, sd3
+from retouch.models.flux_fill import FluxFill
+from retouch.models.flux_kontext import FluxKontext
+from retouch.models.qwen_image import QwenImage
+from retouch.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """``adapter``: its class, with ``from_pretrained``. ``lora_targets``: the linear layers that usually get an adapter.
+    ``pipeline``: the class in diffusers that loads such a LoRA.
+    """
+
+    adapter: Any
+    lora_targets: Sequence[str]
+    pipeline: str
+
+
+def _qwen(adapter: type, pipeline: str) -> Family:
+    return Family(adapter=adapter, lora_targets=qwen_flow.LORA_TARGETS, pipeline=pipeline)
+
+
+def _flux(adapter: type, pipeline: str) -> Family:
+    return Family(adapter=adapter, lora_targets=flux.LORA_TARGETS, pipeline=pipeline)
+
+
+FAMILIES = {
+    "playground": _qwen(QwenImageEdit, "QwenImageEditPipeline"),
+    "playground-painter": _qwen(QwenImage, "QwenImagePipeline"),
+    "qwen-image": _qwen(QwenImage, "QwenImagePipeline"),
+    "qwen-image-edit": _qwen(QwenImageEdit, "QwenImageEditPipeline"),
+    "qwen-image-edit-plus": _qwen(QwenImageEditPlus, "QwenImageEditPlusPipeline"),
+    "sd3": Family(adapter=sd3.SD3, lora_targets=sd3.LORA_TARGETS, pipeline="StableDiffusion3Pipeline"),
+    "flux": _flux(flux.Flux, "FluxPipeline"),
+    "flux-fill": _flux(FluxFill, "FluxFillPipeline"),
+    "flux-kontext": _flux(FluxKontext, "FluxKontextPipeline"),
+}
