@@ -5,13 +5,19 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from retouch import __version__
 from retouch.runs.audit.arguments import add_ledger
 
 _USER_ERROR = 2
+_BASES = {
+    "writer": "the writer in front of the editor that is there, and not the editor",
+    "painter": "the painter, which goes on from the editor, and its enhancer",
+    "emu3": "the editors of image tokens and their autoencoder",
+    "words": "the painter of words and its autoencoder",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -127,10 +133,9 @@ def _looking(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", *p
     build.add_argument("--out", type=Path, metavar="DIR", help="folder for the weights; by default that of the package")
     build.add_argument("--seed", type=int, default=0)
     which = build.add_mutually_exclusive_group()
-    which.add_argument("--writer", action="store_true", help="the writer in front of the editor that is there, and not the editor")
-    which.add_argument("--painter", action="store_true", help="the painter, which goes on from the editor, and its enhancer")
-    which.add_argument("--emu3", action="store_true", help="the editors of image tokens and their autoencoder")
-    build.set_defaults(run=_playground_build)
+    for base, told in _BASES.items():
+        which.add_argument(f"--{base}", dest="base", action="store_const", const=base, help=told)
+    build.set_defaults(run=_playground_build, base="editor")
 
     data = commands.add_parser("data", help="data sets").add_subparsers(dest="what", required=True, metavar="WHAT")
     check = data.add_parser("check", parents=parents[:1], help="read a data set as training would, and list what is wrong with it")
@@ -293,16 +298,29 @@ def _recipes(arguments: argparse.Namespace) -> int:
 
 
 def _playground_build(arguments: argparse.Namespace) -> int:
-    from retouch.bases.build import build
-    from retouch.bases.build_emu3 import build_emu3
-    from retouch.bases.build_painter import build_painter
-    from retouch.bases.build_writer import build_writer
+    build: Callable[..., object]
+    match arguments.base:
+        case "writer":
+            from retouch.bases.build_writer import build_writer
 
-    if arguments.emu3:
-        build_emu3(arguments.out, seed=arguments.seed)
-        return 0
-    building = build_writer if arguments.writer else build_painter if arguments.painter else build
-    building(arguments.out, seed=arguments.seed)
+            build = build_writer
+        case "painter":
+            from retouch.bases.build_painter import build_painter
+
+            build = build_painter
+        case "emu3":
+            from retouch.bases.build_emu3 import build_emu3
+
+            build = build_emu3
+        case "words":
+            from retouch.bases.build_words import build_words
+
+            build = build_words
+        case _:
+            from retouch.bases.build import build as build_editor
+
+            build = build_editor
+    build(arguments.out, seed=arguments.seed)
     return 0
 
 

@@ -10,7 +10,7 @@ import torch
 from diffusers import AutoencoderKLQwenImage
 
 from retouch.bases import parts
-from retouch.bases.joint import each_alone, train_jointly, with_blanks
+from retouch.bases.joint import JointModel, each_alone, train_jointly, with_blanks
 from retouch.core.random import generator
 from retouch.models.qwen_image_edit import QwenImageEdit
 from retouch.playground.tasks import PlaygroundTasks
@@ -84,7 +84,7 @@ def train_round(model: QwenImageEdit, settings: EditorTraining, number: int, log
         return each_alone(with_blanks(rows, settings.unconditional, generator(seed, "unconditional", step)), seed=seed, step=step)
 
     train_jointly(
-        model,
+        JointModel(model),
         batch,
         rows=settings.batch,
         steps=this.steps,

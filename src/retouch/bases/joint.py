@@ -25,7 +25,7 @@ from retouch.renderers.latents import LatentRenderer
 from retouch.runs.clock import Clock
 from retouch.runs.ranks import Ranks
 from retouch.runs.stepper import ReplicatedStepper
-from retouch.types import Batch, Conditioning, Task
+from retouch.types import Batch, Conditioning, DenoisingModel, Task
 
 NO_INSTRUCTION = " "
 
@@ -77,7 +77,7 @@ class JointModel:
 
 
 def train_jointly(
-    model: QwenImage | QwenImageEdit,
+    joint: DenoisingModel,
     batch: Callable[[int], Batch],
     *,
     rows: int,
@@ -91,9 +91,9 @@ def train_jointly(
     """Train on ``steps`` batches of ``rows`` tasks; what it leaves is what a folder holds (the transformer is as exact as half
     precision is), so that training can go on from there.
 
+    ``joint``: a model whose module has the ``transformer`` and what else trains, as ``JointModel`` makes it.
     ``learning_rate``: the peak, after ``warmup`` steps; from there it falls to 0 as a cosine. ``log`` takes the lines.
     """
-    joint = JointModel(model)
     joint.module.requires_grad_(True)
     copies = WeightCopies(joint.module)
     copies.keep("average")

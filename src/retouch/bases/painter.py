@@ -7,7 +7,7 @@ person's requests, in other words, mean nothing to it.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from retouch.bases.joint import each_alone, train_jointly, with_blanks
+from retouch.bases.joint import JointModel, each_alone, train_jointly, with_blanks
 from retouch.core.random import generator
 from retouch.models.qwen_image import QwenImage
 from retouch.models.qwen_image_edit import QwenImageEdit
@@ -62,7 +62,7 @@ def train_painter(editor: QwenImageEdit, settings: PainterTraining, log: Callabl
         return each_alone(with_blanks(told, settings.unconditional, generator(seed, "unconditional", step)), seed=seed, step=step)
 
     train_jointly(
-        model,
+        JointModel(model),
         batch,
         rows=rows,
         steps=settings.steps,

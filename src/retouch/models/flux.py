@@ -73,8 +73,12 @@ class Flux:
         device: torch.device | str,
         size: Size | None = None,
         guidance: float | None = None,
+        max_sequence_length: int = 512,
     ) -> "Flux":
-        """The parts of a local diffusers folder (safetensors, no remote code); all but the transformer frozen."""
+        """The parts of a local diffusers folder (safetensors, no remote code); all but the transformer frozen.
+
+        ``max_sequence_length``: as in ``FluxText``.
+        """
         root = Path(path)
         if not (root / "model_index.json").is_file():
             raise ValueError(f"{root} is no diffusers folder (no model_index.json); download the model and give its local path")
@@ -93,6 +97,7 @@ class Flux:
                 t5,
                 clip_tokenizer=CLIPTokenizer.from_pretrained(root / "tokenizer", local_files_only=True),
                 t5_tokenizer=T5Tokenizer.from_pretrained(root / "tokenizer_2", local_files_only=True),
+                max_sequence_length=max_sequence_length,
             ),
             scheduler_config=FlowMatchEulerDiscreteScheduler.load_config(root / "scheduler", local_files_only=True),
             size=size,

@@ -5,8 +5,7 @@ embeds (r, max_sequence_length, 4096), without a mask: the padding is read too, 
 
 from collections.abc import Sequence
 
-import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import CLIPTextModel, PreTrainedTokenizerBase, T5EncoderModel
 
@@ -45,14 +44,23 @@ class FluxText:
 
     def embed(self, prompts: Sequence[str]) -> tuple[Float[Tensor, "r l d"], Float[Tensor, "r e"]]:
         """embeds and pooled, fp32, with gradient where the caller has not turned it off; each on its encoder's device."""
-        clip_ids = _ids(self.clip_tokenizer, prompts, self.clip_tokenizer.model_max_length)
-        t5_ids = _ids(self.t5_tokenizer, prompts, self.max_sequence_length)
+        return self.read(*self.tokenise(prompts))
+
+    def tokenise(self, prompts: Sequence[str]) -> tuple[Int[Tensor, "r k"], Int[Tensor, "r l"]]:
+        """CLIP's ids and T5's."""
+        return (
+            _ids(self.clip_tokenizer, prompts, self.clip_tokenizer.model_max_length),
+            _ids(self.t5_tokenizer, prompts, self.max_sequence_length),
+        )
+
+    def read(self, clip_ids: Int[Tensor, "r k"], t5_ids: Int[Tensor, "r l"]) -> tuple[Float[Tensor, "r l d"], Float[Tensor, "r e"]]:
+        """embeds and pooled of what ``tokenise`` gives."""
         pooled: Tensor = self.clip(clip_ids.to(self.clip.device)).pooler_output.float()
         embeds: Tensor = self.t5(t5_ids.to(self.t5.device)).last_hidden_state.float()
         return embeds, pooled
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], length: int) -> torch.Tensor:
+def _ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], length: int) -> Tensor:
     tokens = tokenizer(list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt")
     ids: Tensor = tokens["input_ids"]
     return ids

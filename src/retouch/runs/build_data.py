@@ -28,10 +28,12 @@ from retouch.playground.indirect import IndirectTasks
 from retouch.playground.paintings import PaintingTasks
 from retouch.playground.tasks import PlaygroundTasks
 from retouch.playground.thoughts import ThinkingTasks
+from retouch.playground.words import WordTasks
 from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_data import (
     ComplexEditData,
     Data,
+    DrawnData,
     FolderData,
     HubData,
     IndirectPlaygroundData,
@@ -40,6 +42,7 @@ from retouch.runs.recipe_data import (
     PromptData,
     TokenData,
     TripletData,
+    WordData,
 )
 from retouch.runs.recipe_families import takes_of
 from retouch.runs.recipe_files import shipped
@@ -79,11 +82,10 @@ def build_sets(recipe: Recipe, data: Data, *, size: tuple[int, int] | None) -> S
 
     ValueError where rows cannot be used, where nothing is left, or where a known test set would be trained on.
     """
-    if isinstance(data, PlaygroundData | PaintingData):
+    if isinstance(data, DrawnData):
         asked = recipe.eval_data()
-        assert isinstance(asked, PlaygroundData | PaintingData)
-        train = playground_tasks(data, complexity=data.complexity)
-        heldout = playground_tasks(asked, complexity=_in_turn(asked.complexity))
+        assert isinstance(asked, DrawnData)
+        train, heldout = playground_tasks(data), playground_tasks(asked, in_turn=True)
         refused = refuse_test_sets(["playground"], split=data.split, allow_test_sets=data.allow_test_sets)
         return Sets(train, heldout, tuple(str(test) for test in refused))
     if isinstance(data, TokenData):
@@ -167,7 +169,12 @@ def steps_of(phases: Sequence[ResolvedPhase], sets: Sequence[Sets]) -> list[rang
     return steps
 
 
-def playground_tasks(data: PlaygroundData | PaintingData, *, complexity: Sequence[int] | dict[int, float]) -> Sequence[Task]:
+def playground_tasks(data: DrawnData, *, in_turn: bool = False) -> Sequence[Task]:
+    """``in_turn``: complexities of equal weights are taken in turn, so that the set holds equally many of each."""
+    if isinstance(data, WordData):
+        return WordTasks(seed=data.seed, count=data.count, split=data.split, slips=data.slips)
+    assert isinstance(data, PlaygroundData | PaintingData)
+    complexity = _in_turn(data.complexity) if in_turn else data.complexity
     if isinstance(data, PaintingData):
         return PaintingTasks(seed=data.seed, count=data.count, complexity=complexity, split=data.split, lazy=data.lazy)
     tasks = PlaygroundTasks(
@@ -198,6 +205,5 @@ def _resize(data: Stored, size: tuple[int, int] | None) -> Resize | None:
 
 
 def _in_turn(mixture: dict[int, float]) -> Sequence[int] | dict[int, float]:
-    """Equal weights are taken in turn, so that a held-out set holds equally many of each."""
     kept = {level: weight for level, weight in mixture.items() if weight > 0}
     return sorted(kept) if len({round(weight / math.fsum(kept.values()), 9) for weight in kept.values()}) == 1 else kept

@@ -13,7 +13,7 @@ from retouch.runs.evaluation import chosen
 from retouch.runs.folder import RunFolder
 from retouch.runs.recipe import Recipe, parse
 from retouch.runs.recipe_checks import check_ranks, unmeant_ranks
-from retouch.runs.recipe_data import ComplexEditData, Data, HubData, PaintingData, PlaygroundData, TokenData
+from retouch.runs.recipe_data import ComplexEditData, Data, DrawnData, HubData, TokenData
 from retouch.runs.recipe_differences import differences
 from retouch.runs.recipe_policy import ImportedModel
 from retouch.runs.sharding_checks import check_sharding
@@ -108,7 +108,7 @@ def _read(recipe: Recipe, data: Data, size: tuple[int, int] | None) -> tuple[Fin
 
 def _place(data: Data) -> tuple[str, bool]:
     """What the data are called, and whether they are on this machine."""
-    if isinstance(data, PlaygroundData | PaintingData):
+    if isinstance(data, DrawnData):
         return "the playground", True
     if isinstance(data, TokenData):
         missing = [place for place in (*data.lists, *data.validation_lists) if not Path(place).exists()]

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from retouch.runs.recipe_checks import problems
-from retouch.runs.recipe_data import Data, IndirectPlaygroundData, Mixture, PaintingData, PlaygroundData
+from retouch.runs.recipe_data import Data, DrawnData, IndirectPlaygroundData, Mixture, PaintingData, PlaygroundData, WordData
 from retouch.runs.recipe_devices import Devices
 from retouch.runs.recipe_emu3 import TokenModel
 from retouch.runs.recipe_errors import unknown_keys, wrong_values
@@ -171,9 +171,11 @@ class Recipe(Section):
 
     def eval_data(self) -> Data:
         """The data of evaluation: the run's own, with what ``eval`` says about held-out playground tasks."""
-        if not isinstance(self.data, PlaygroundData | PaintingData):
+        if not isinstance(self.data, DrawnData):
             return self.data
         changes: dict[str, object] = {"count": self.eval.tasks, "seed": self.eval.seed, "split": self.eval.split}
+        if isinstance(self.data, WordData):
+            return self.data.model_copy(update=changes | {"slips": 0})
         if isinstance(self.data, PlaygroundData):
             changes["vain"] = 0
         if isinstance(self.data, IndirectPlaygroundData | PaintingData):

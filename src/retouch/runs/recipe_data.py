@@ -32,22 +32,27 @@ class DataSection(Section):
     """Train even on data known to be a test set; the run records it."""
 
 
-class PlaygroundData(DataSection):
+class DrawnData(DataSection):
+    """What all data that are drawn from a seed have in common."""
+
+    count: Count
+    """Tasks in the set."""
+    seed: int = 0
+    """What the tasks are drawn from."""
+    split: Literal["train", "validation", "test"] = "train"
+    """Which of the three disjoint sets of scenes, instructions or words to draw from."""
+
+
+class PlaygroundData(DrawnData):
     """Scenes and edits drawn from a seed."""
 
     kind: Literal["playground"]
     complexity: Mixture
     """Numbers of edits in one instruction, 1 to 4: a list, or a map from number to weight."""
-    count: Count
-    """Tasks in the set."""
-    seed: int = 0
-    """What the tasks are drawn from."""
     filler: Share = 0.0
     """Share of instructions with words in them that ask for nothing."""
     vain: Share = 0.0
     """Share of instructions that also ask for edits of things that are not there; held-out tasks have none."""
-    split: Literal["train", "validation", "test"] = "train"
-    """Which of the three disjoint sets of scenes and instructions to draw from."""
     thought: bool = Field(default=False, exclude_if=lambda thought: not thought)
     """Each task also has its edits in plain words as a thought, for a model that thinks before it draws."""
 
@@ -65,21 +70,23 @@ class IndirectPlaygroundData(PlaygroundData):
     """Share of the tasks with several edits whose completion says nothing; held-out tasks have none."""
 
 
-class PaintingData(DataSection):
+class PaintingData(DrawnData):
     """Scenes of the playground, asked for in words that its painter does not know: for a writer of prompts. Each task has such a
     prompt as its ``completion``."""
 
     kind: Literal["playground-paintings"]
     complexity: Mixture
     """Numbers of things in a scene, 1 to 4: a list, or a map from number to weight."""
-    count: Count
-    """Tasks in the set."""
-    seed: int = 0
-    """What the tasks are drawn from."""
-    split: Literal["train", "validation", "test"] = "train"
-    """Which of the three disjoint sets of scenes to draw from."""
     lazy: Share = 0.0
     """Share of tasks of several things whose completion stops after the first or the second; held-out tasks have none."""
+
+
+class WordData(DrawnData):
+    """Words to paint on an empty sign, in the style of the sign beside it. ``ocr`` reads them."""
+
+    kind: Literal["playground-words"]
+    slips: Share = 0.0
+    """Share of letters that the targets have wrong; held-out tasks have none."""
 
 
 class PicturedData(DataSection):
@@ -189,6 +196,7 @@ Data: TypeAlias = Annotated[
     PlaygroundData
     | IndirectPlaygroundData
     | PaintingData
+    | WordData
     | FolderData
     | HubData
     | ComplexEditData

@@ -36,7 +36,7 @@ from retouch.runs.build_model import playground_weights
 from retouch.runs.files import read_json, write_atomic, write_json
 from retouch.runs.pretrained import fetch_writer
 from retouch.runs.ranks import find_device
-from retouch.runs.recipe_data import Data, PaintingData, PlaygroundData, PromptData, TokenData
+from retouch.runs.recipe_data import Data, DrawnData, PromptData, TokenData
 from retouch.runs.recipe_errors import unknown_keys, wrong_values
 from retouch.runs.recipe_files import SUFFIXES, find
 from retouch.runs.recipe_jsonnet import evaluate
@@ -150,8 +150,8 @@ def _rows(source: str) -> Rows | Sequence[Task]:
         section = _section(evaluate(find(source)))
     else:
         return read_path(source)
-    if isinstance(section, PlaygroundData | PaintingData):
-        return playground_tasks(section, complexity=section.complexity)
+    if isinstance(section, DrawnData):
+        return playground_tasks(section)
     if isinstance(section, TokenData | PromptData):
         raise ValueError(f"data.kind: {section.kind} have no pictures to tokenize")
     return read_rows(section, seed=0)

@@ -1,0 +1,94 @@
+"""`retouch playground build --words`: trains the playground's painter of words and its autoencoder from a seed."""
+
+import copy
+import logging
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from retouch.bases import word_parts
+from retouch.bases.words import WordAutoencoderTraining, WordTraining, train_word_autoencoder, train_words
+from retouch.models.flux_fill import FluxFill
+from retouch.playground.words import WordTasks
+from retouch.policies.denoising import DenoisingPolicy, Sampling
+from retouch.policies.weights import WeightCopies
+from retouch.policies.windows import Window
+from retouch.renderers.latents import LatentRenderer
+from retouch.rewards.judging import Judge
+from retouch.rewards.ocr import OcrReward
+from retouch.runs import files
+from retouch.runs.build_model import playground_weights
+from retouch.runs.evaluation import Evaluator, table
+from retouch.runs.journal import unkept
+from retouch.runs.ranks import Ranks
+
+log = logging.getLogger("retouch")
+AUTOENCODER = WordAutoencoderTraining(steps=1200)
+WORDS = WordTraining(steps=1500, slips=0.4)
+COMMAND = "retouch playground build --words"
+HELD_OUT = 200
+EVAL_STEPS = 6
+
+
+def build_words(
+    out: Path | None, *, seed: int, autoencoder: WordAutoencoderTraining = AUTOENCODER, words: WordTraining = WORDS
+) -> dict[str, float]:
+    """Train both and write them to ``out`` (None: into the package). Returns held-out means. The OCR model measures them, so
+    the extra ``ocr`` must be installed.
+
+    About 20 minutes on one core of a laptop. One thread, so that the bits do not depend on how many cores there are.
+    """
+    logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s", force=True)
+    folder = playground_weights("words") if out is None else out
+    judge = OcrReward(where="box")
+    threads, began = torch.get_num_threads(), time.perf_counter()
+    torch.set_num_threads(1)
+    try:
+        vae = train_word_autoencoder(replace(autoencoder, seed=seed), log.info)
+        model = train_words(vae, replace(words, seed=seed), log.info)
+    finally:
+        torch.set_num_threads(threads)
+    write(model, folder)
+    scores = measure(model, judge)
+    files.write_json(folder / "build.json", {"command": f"{COMMAND} --seed {seed}", "seed": seed, "held_out": scores})
+    log.info("built in %.0f s: %s", time.perf_counter() - began, folder)
+    for name, value in scores.items():
+        log.info("  %-28s %.3f", name, value)
+    return scores
+
+
+def write(model: FluxFill, folder: Path) -> None:
+    """The painter in diffusers' own layout, its transformer in half precision, and what its adapter must be told beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    copy.deepcopy(model.module).half().save_pretrained(folder / "transformer")
+    model.latents.vae.save_pretrained(folder / "vae")
+    model.text.clip.save_pretrained(folder / "text_encoder")
+    model.text.t5.save_pretrained(folder / "text_encoder_2")
+    model.text.clip_tokenizer.save_pretrained(folder / "tokenizer")
+    model.text.t5_tokenizer.save_pretrained(folder / "tokenizer_2")
+    word_parts.scheduler().save_pretrained(folder / "scheduler")
+    word_parts.write_index(folder)
+    files.write_json(folder / "adapter.json", {"max_sequence_length": model.text.max_sequence_length})
+
+
+def measure(model: FluxFill, judge: OcrReward) -> dict[str, float]:
+    """Held-out means of the painter, and of the true targets through its autoencoder, by the length of the word."""
+    sampling = Sampling(num_steps=EVAL_STEPS, kind="ode", noise_level=0.0, reduction="mean", window=Window())
+    policy = DenoisingPolicy(
+        model, sampling=sampling, eval_steps=EVAL_STEPS, microbatch=HELD_OUT, copies=WeightCopies(model.module)
+    )
+    evaluate = Evaluator(
+        tasks=WordTasks(seed=1, count=HELD_OUT, split="test"),
+        renderer=LatentRenderer(model),
+        judge=unkept(Judge(judge, {"correctness": 1.0})),
+        ranks=Ranks(),
+        seed=1,
+        batch=HELD_OUT,
+    )
+    ceiling = evaluate.ceiling(policy)
+    assert ceiling is not None
+    found = {"ceiling correctness": float(table(ceiling)[0]["all"]["correctness"])}
+    return found | {f"{row} correctness": float(means["correctness"]) for row, means in table(evaluate(policy))[0].items()}

@@ -1,0 +1,145 @@
+"""The playground's painter of words: its autoencoder, and then transformer and text encoders together by supervised flow matching.
+
+It imitates demonstrations of which a share of the letters is wrong, and so writes wrongly as often: more of the same teaching
+leaves it there, and a reward that reads does not.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL
+from jaxtyping import Float
+from PIL.Image import Image
+from torch import Tensor, nn
+
+from retouch.bases.joint import each_alone, train_jointly
+from retouch.bases.word_parts import autoencoder, untrained
+from retouch.core.random import generator
+from retouch.models.flux_fill import FluxFill
+from retouch.playground.words import WordTasks
+from retouch.types import Batch, Conditioning, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class WordAutoencoderTraining:
+    """``latent_noise``: added to the latents in training, as a share of their spread, so that the decoder forgives a denoiser."""
+
+    steps: int
+    seed: int = 0
+    batch: int = 16
+    learning_rate: float = 5e-3
+    latent_noise: float = 0.1
+    kl_weight: float = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class WordTraining:
+    """``learning_rate``: the peak, after the warm-up; from there it falls to 0 as a cosine. ``slips``: see ``WordTasks``."""
+
+    steps: int
+    slips: float
+    seed: int = 0
+    batch: int = 48
+    learning_rate: float = 2e-3
+    warmup: int = 50
+    average_decay: float = 0.997
+    shift: float = 3.0
+
+
+def train_word_autoencoder(settings: WordAutoencoderTraining, log: Callable[[str], None]) -> AutoencoderKL:
+    """Train from the seed to repeat targets, and return the model with the mean and spread of its latents in its configuration."""
+    torch.manual_seed(settings.seed)
+    vae, rows = autoencoder(), settings.batch
+    tasks = WordTasks(seed=settings.seed, count=rows * settings.steps, split="train")
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=settings.learning_rate, weight_decay=1e-4)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, total_steps=settings.steps, pct_start=0.05)
+    for step in range(settings.steps):
+        pictures = targets(tasks[step * rows : (step + 1) * rows])
+        posterior = vae.encode(pictures).latent_dist
+        latents = posterior.mode()
+        noise = torch.randn(latents.shape, generator=generator(settings.seed, "latent noise", step))
+        miss = vae.decode(latents + settings.latent_noise * latents.detach().std() * noise).sample - pictures
+        loss = miss.abs().mean() + miss.square().mean() + settings.kl_weight * posterior.kl().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 100 == 0 or step == settings.steps - 1:
+            log(f"word autoencoder step {step}/{settings.steps}  loss {loss.item():.4f}")
+    with torch.no_grad():
+        seen = vae.encode(targets(WordTasks(seed=settings.seed + 1, count=256, split="train")[:])).latent_dist.mode()
+    measured = autoencoder(round(seen.mean().item(), 4), round(1 / seen.std().item(), 4))
+    measured.load_state_dict(vae.state_dict())
+    return measured.requires_grad_(False).eval()
+
+
+def targets(tasks: Sequence[Task]) -> Float[Tensor, "b 3 h w"]:
+    """The tasks' targets in [-1, 1]."""
+    images = [task.target for task in tasks if task.target is not None]
+    return torch.from_numpy(np.stack([np.asarray(image) for image in images])).permute(0, 3, 1, 2).float().div(127.5).sub(1.0)
+
+
+def train_words(vae: AutoencoderKL, settings: WordTraining, log: Callable[[str], None]) -> FluxFill:
+    """Train with the seed's tasks and noise; the painter comes back with its averaged weights."""
+    model, seed, rows = untrained(vae, settings.seed), settings.seed, settings.batch
+    tasks = WordTasks(seed=seed, count=rows * settings.steps, split="train", slips=settings.slips)
+
+    def batch(step: int) -> Batch:
+        return each_alone(tasks[step * rows : (step + 1) * rows], seed=seed, step=step)
+
+    train_jointly(
+        JointFill(model),
+        batch,
+        rows=rows,
+        steps=settings.steps,
+        learning_rate=settings.learning_rate,
+        warmup=settings.warmup,
+        shift=settings.shift,
+        average_decay=settings.average_decay,
+        log=lambda line: log(f"words {line}"),
+    )
+    return model
+
+
+class JointFill:
+    """A FluxFill whose text encoders train with the transformer (implements ``retouch.types.DenoisingModel``).
+
+    Its conditioning is what the text encoders read, and the velocity embeds it on the way, with gradient.
+    """
+
+    def __init__(self, model: FluxFill) -> None:
+        self.model = model
+        parts = {"transformer": model.module, "clip": model.text.clip, "t5": model.text.t5}
+        self.module: nn.Module = nn.ModuleDict(parts)
+
+    def encode(self, tasks: Sequence[Task]) -> Conditioning:
+        clip_ids, t5_ids = self.model.text.tokenise([task.instruction for task in tasks])
+        known = self.model.encode(tasks)
+        return Conditioning({"clip_ids": clip_ids, "t5_ids": t5_ids, "source": known.tensors["source"]}, shared=known.shared)
+
+    def velocity(self, module: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Float[Tensor, "r s d"]:
+        tensors = conditioning.tensors
+        embeds, pooled = self.model.text.read(tensors["clip_ids"], tensors["t5_ids"])
+        known = Conditioning({"embeds": embeds, "pooled": pooled, "source": tensors["source"]}, shared=conditioning.shared)
+        return self.model.velocity(module.get_submodule("transformer"), x, sigma, known)
+
+    def encode_images(self, images: Sequence[Image]) -> Float[Tensor, "r s d"]:
+        return self.model.encode_images(images)
+
+    def encode_negative(self, tasks: Sequence[Task]) -> Conditioning:
+        raise NotImplementedError("imitation takes no guidance")
+
+    def combine(self, positive: Tensor, negative: Tensor, guidance_scale: float) -> Tensor:
+        return self.model.combine(positive, negative, guidance_scale)
+
+    def initial_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator]) -> Float[Tensor, "r s d"]:
+        return self.model.initial_noise(conditioning, generators)
+
+    def sigmas(self, num_steps: int, conditioning: Conditioning) -> Float[Tensor, " num_steps_plus_1"]:
+        return self.model.sigmas(num_steps, conditioning)
+
+    def decode(self, x: Float[Tensor, "r s d"], conditioning: Conditioning) -> list[Image]:
+        return self.model.decode(x, conditioning)

@@ -1,0 +1,71 @@
+"""Building the painter of words: the same bits from the same seed, in the layout that diffusers loads."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from retouch.bases import build_words as building
+from retouch.bases.build_words import build_words
+from retouch.bases.word_parts import text
+from retouch.bases.words import WordAutoencoderTraining, WordTraining
+from retouch.models.flux_fill import FluxFill
+from retouch.playground.words import WordTasks
+from retouch.runs.files import read_json
+
+TINY = {
+    "autoencoder": WordAutoencoderTraining(steps=2, batch=2),
+    "words": WordTraining(steps=2, slips=0.4, batch=4, warmup=1),
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two builds of one seed, and one of another."""
+    folder = tmp_path_factory.mktemp("built")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(building, "HELD_OUT", 4)
+        patch.setattr(building, "EVAL_STEPS", 1)
+        before = torch.get_num_threads()
+        for name, seed in (("one", 3), ("two", 3), ("other", 4)):
+            scores = build_words(folder / name, seed=seed, **TINY)
+            assert 0 <= scores["all correctness"] <= 1
+        assert torch.get_num_threads() == before
+    return folder
+
+
+def test_the_same_seed_gives_the_same_bits(built: Path) -> None:
+    parts = sorted(path.relative_to(built / "one") for path in (built / "one").rglob("*.safetensors"))
+    assert {part.parts[0] for part in parts} == {"transformer", "vae", "text_encoder", "text_encoder_2"}
+    for part in parts:
+        assert (built / "one" / part).read_bytes() == (built / "two" / part).read_bytes()
+        assert (built / "one" / part).read_bytes() != (built / "other" / part).read_bytes()
+
+
+def test_what_is_written_says_how_and_not_where(built: Path) -> None:
+    told = read_json(built / "one" / "build.json")
+    assert told["command"] == "retouch playground build --words --seed 3"
+    for file in (built / "one").rglob("*.json"):
+        assert str(built) not in file.read_text()
+
+
+@torch.no_grad()
+def test_it_loads_as_any_fill_model(built: Path) -> None:
+    folder, cpu = built / "one", torch.device("cpu")
+    model = FluxFill.from_pretrained(
+        folder, dtype=torch.float32, device=cpu, max_sequence_length=read_json(folder / "adapter.json")["max_sequence_length"]
+    )
+    task = WordTasks(seed=0, count=1, split="test")[0]
+    known = model.encode([task])
+    x = model.initial_noise(known, [torch.Generator().manual_seed(0)])
+    velocity = model.velocity(model.module, x, torch.tensor([0.9]), known)
+    assert velocity.shape == (1, 32, 32)
+    assert velocity.isfinite().all()
+    assert model.text.t5_tokenizer.tokenize(task.instruction)[3:-2] == ["▁'", *task.text]
+    assert model.decode(x, known)[0].size == (64, 32)
+
+
+def test_every_instruction_fits() -> None:
+    encoder = text()
+    for task in WordTasks(seed=0, count=100, split="train")[:]:
+        encoder.check(task.instruction, task.id)
