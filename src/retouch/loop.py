@@ -21,6 +21,7 @@ from retouch.core.advantages import zero_std_groups
 from retouch.core.weights import Normalise, denominator, loss_weights
 from retouch.rewards.judging import Judged
 from retouch.rewards.quota.quota import BudgetSpent
+from retouch.runs.crediting import Crediting, each_action
 from retouch.runs.ranks import Ranks
 from retouch.runs.stepper import Stepper
 from retouch.types import Batch, Minibatch, Objective, Renderer, Sample, Trajectory
@@ -37,8 +38,9 @@ class Phase:
     """How to collect and what to learn from it.
 
     ``batch``: this rank's rows of a step; ``order``: the global row numbers of every rank's rows, rank after rank. ``advantage``:
-    (rewards, group) of all ranks to advantages; None imitates the tasks' targets instead (no rollout, no judge). ``kinds``: which
-    kinds of action train in a step (see ``Kind``); None is all, and others weigh nothing.
+    (rewards, group) of all ranks to what each row is worth; None imitates the tasks' targets instead (no rollout, no judge).
+    ``credit``: from that, for this rank's rows, to advantages of actions. ``kinds``: which kinds of action train in a step (see
+    ``Kind``); None is all, and others weigh nothing.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Phase:
     epochs: int
     minibatches: int
     learning_rate: Callable[[int], float]
+    credit: Crediting = each_action
     kinds: Callable[[int], Sequence[int] | None] = lambda step: None
 
 
@@ -80,15 +83,16 @@ class Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collected:
-    """One step's rows on this rank, judged; ``rewards`` and ``advantages`` (b,), ``valid`` where the row was judged."""
+    """One step's rows on this rank, judged; ``valid`` where the row was. ``returns``: for a value head, where there is one."""
 
     batch: Batch
     trajectory: Trajectory
-    advantages: Float[Tensor, " b"]
+    advantages: Float[Tensor, "b t"]
     valid: Bool[Tensor, " b"]
     metrics: Metrics
     judged: Judged | None = None
     images: Sequence[Image | None] = ()
+    returns: Float[Tensor, "b t"] | None = None
 
 
 def train(run: Run, phase: Phase, *, start: int) -> Iterator[tuple[int, Collected, Metrics]]:
@@ -105,8 +109,8 @@ def collect(run: Run, phase: Phase, step: int) -> Collected:
     if phase.advantage is None:
         with run.clock("encode"):
             trajectory = run.policy.demonstrate(batch)
-        ones = torch.ones(len(batch))
-        return Collected(batch, trajectory, ones, ones.bool(), {})
+        ones = torch.ones(trajectory.mask.shape)
+        return Collected(batch, trajectory, ones, ones[:, 0].bool(), {})
     parts, images, waiting = [], [], []
     for first in range(0, len(batch), run.chunk):
         chunk = batch.take(slice(first, first + run.chunk))
@@ -119,10 +123,12 @@ def collect(run: Run, phase: Phase, step: int) -> Collected:
         waiting.append(run.judge(chunk, [Sample(*made) for made in zip(tasks, drawn, run.written(parts[-1]), strict=True)]))
     with run.clock("judge"):
         judged = awaited(run.ranks, waiting)
-    advantages, metrics = compare(run, phase, judged)
+    worth, metrics = compare(run, phase, judged)
     trajectory = type(parts[0]).concat(parts)
-    metrics |= run.describe(trajectory)
-    return Collected(batch, trajectory, advantages, ~judged.rewards.isnan(), metrics, judged, images)
+    credit = phase.credit(worth, trajectory, run.ranks)
+    metrics |= {**credit.metrics, **run.describe(trajectory)}
+    valid = ~judged.rewards.isnan()
+    return Collected(batch, trajectory, credit.advantages, valid, metrics, judged, images, credit.returns)
 
 
 def awaited(ranks: Ranks, waiting: Sequence["Future[Judged]"]) -> Judged:
@@ -144,7 +150,7 @@ def answers(ranks: Ranks, waiting: Sequence["Future[Judged]"]) -> list[Judged]:
 
 
 def compare(run: Run, phase: Phase, judged: Judged) -> tuple[Float[Tensor, " b"], Metrics]:
-    """This rank's advantages, from the rewards of all, and the scores' averages. TooManyMissing above the allowed share."""
+    """What this rank's rows are worth beside those of all, and the scores' averages. TooManyMissing above the allowed share."""
     assert phase.advantage is not None
     names = list(judged.scores)
     table = torch.stack([judged.rewards, *(judged.scores[name] for name in names)], dim=1)
@@ -157,7 +163,7 @@ def compare(run: Run, phase: Phase, judged: Judged) -> tuple[Float[Tensor, " b"]
             f"{missing:.0%} of the samples could not be judged, and the recipe allows {run.max_missing:.0%} (reward.max_missing): "
             "the judge is failing. Nothing was learned from them; start the run again when it answers"
         )
-    advantages = phase.advantage(rewards, phase.group)
+    worth = phase.advantage(rewards, phase.group)
     valid = rewards[~rewards.isnan()]
     metrics = {
         "reward/mean": valid.mean().item(),
@@ -172,7 +178,7 @@ def compare(run: Run, phase: Phase, judged: Judged) -> tuple[Float[Tensor, " b"]
         if name in run.counted:
             metrics[f"missing/{name}"] = column.isnan().double().mean().item()
     mine = phase.order.view(run.ranks.world, -1)[run.ranks.rank]
-    return advantages[mine], metrics
+    return worth[mine], metrics
 
 
 def update(run: Run, phase: Phase, step: int, collected: Collected) -> Metrics:
@@ -206,9 +212,10 @@ def cut(run: Run, phase: Phase, collected: Collected, rows: slice, epoch: int) -
         mask = mask & torch.isin(trajectory.kind.cpu(), torch.tensor(kinds))
     total = run.ranks.sum(denominator(mask, valid, normalise=phase.normalise, max_length=phase.max_length))
     weights = loss_weights(mask, valid, normalise=phase.normalise, max_length=phase.max_length, total=total)
-    advantages = collected.advantages[rows, None].expand_as(weights)
     device = trajectory.mask.device
-    return Minibatch(collected.batch.take(rows), trajectory, advantages.to(device), weights.to(device), epoch)
+    advantages = collected.advantages[rows].to(device)
+    returns = None if collected.returns is None else collected.returns[rows].to(device)
+    return Minibatch(collected.batch.take(rows), trajectory, advantages, weights.to(device), epoch, returns)
 
 
 def accumulate(run: Run, objective: Objective, minibatch: Minibatch) -> tuple[Metrics, Metrics]:

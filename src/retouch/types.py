@@ -128,12 +128,14 @@ class Trajectory:
 
     ``log_probs``: (b, t), fp32, under the policy that acted, computed on exactly the tensors that are stored.
     ``mask``: (b, t), where the policy had a choice. ``kind``: (b, t), see ``Kind``. ``outputs``: what the renderer takes.
+    ``values``: (b, t), fp32, what the policy's value head expected before each action, where it has one.
     """
 
     log_probs: Float[Tensor, "b t"]
     mask: Bool[Tensor, "b t"]
     kind: Int[Tensor, "b t"]
     outputs: Any
+    values: Float[Tensor, "b t"] | None = None
 
     def __len__(self) -> int:
         return int(self.mask.shape[0])
@@ -485,7 +487,7 @@ class Minibatch:
     """What one optimizer step learns from: rows of this rank, with advantages and loss weights.
 
     ``weights`` (b, t) are non-negative and sum to 1 over the minibatch of all ranks; a missing row has weight 0.
-    ``seed``, ``step`` and ``epoch`` key the objective's own draws.
+    ``seed``, ``step`` and ``epoch`` key the objective's own draws. ``returns``: what a value head learns, where there is one.
     """
 
     batch: Batch
@@ -493,6 +495,7 @@ class Minibatch:
     advantages: Float[Tensor, "b t"]
     weights: Float[Tensor, "b t"]
     epoch: int = 0
+    returns: Float[Tensor, "b t"] | None = None
 
 
 @runtime_checkable

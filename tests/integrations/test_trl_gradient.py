@@ -64,7 +64,7 @@ def ours(twins, pair, batch):
     trajectory = policy._trajectory(asked, writer.encode(tasks), written)
     everything = Slice(slice(0, twins.ROWS), slice(0, ids.shape[1]))
     with torch.no_grad():
-        trajectory = replace(trajectory, log_probs=policy._measure(writer.module, trajectory, everything)[0])
+        trajectory = replace(trajectory, log_probs=policy._measure(writer.module, trajectory, everything))
     assert torch.equal(trajectory.mask, mask)
     weights = loss_weights(mask, torch.ones(len(ids), dtype=torch.bool), normalise="token")
     minibatch = Minibatch(asked, trajectory, batch["advantages"][:, None].expand_as(weights), weights)

@@ -122,7 +122,7 @@ def uneven_gradient(policy, ranks=tiny_loop.ALONE, *, alone=False):
     made = run(policy, ranks=ranks, chunk=4)
     learning = replace(phase(ranks=ranks, steps=range(1)), objective=EARL, normalise="token")
     collected = collect(made, learning, 0)
-    paid = torch.tensor([float(slot) - 1.5 for slot in collected.batch.slot])
+    paid = torch.tensor([[float(slot) - 1.5] for slot in collected.batch.slot]).expand_as(collected.advantages)
     dividing = replace(made, ranks=tiny_loop.ALONE) if alone else made
     accumulate(made, EARL, cut(dividing, learning, replace(collected, advantages=paid), slice(0, len(paid)), 0))
     made.stepper.step(1e-3)

@@ -4,6 +4,7 @@ NaN is a missing reward: it takes no part in any mean or spread, and its advanta
 a prompt; groups may differ in size and need not be contiguous. fp32 throughout.
 """
 
+import math
 from typing import Literal
 
 import torch
@@ -60,6 +61,23 @@ def batch_relative(
     """
     everything = torch.zeros(rewards.shape, dtype=torch.long, device=rewards.device)
     return group_relative(rewards, everything, ddof=ddof, eps=eps, clip=clip)
+
+
+def on_scale(rewards: Float[Tensor, " b"], *, low: float, high: float) -> Float[Tensor, " b"]:
+    """Rewards between ``low`` and ``high`` on a scale from -1 to 1, where a value head learns them. NaN stays.
+
+    ValueError as ``check_scale``.
+    """
+    check_scale(low, high)
+    return (2 * rewards.float() - (low + high)) / (high - low)
+
+
+def check_scale(low: float, high: float) -> None:
+    """ValueError where a range has no two finite ends."""
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ValueError(
+            f"a value head needs a reward with a finite range, and this one goes from {low} to {high}; declare its true one"
+        )
 
 
 def zero_std_groups(rewards: Float[Tensor, " b"], group: Int[Tensor, " b"]) -> float:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from retouch.core.surrogates import cispo, clipped, reinforce, sequence_log_ratio
-from retouch.types import Evaluation, Loss, Minibatch, Needs, Policy
+from retouch.types import Evaluation, Loss, Minibatch, Needs, Policy, Slice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,20 +38,27 @@ class PolicyGradient:
                 f"surrogate {self.surrogate!r} with clip_low {self.clip_low}, clip_high {self.clip_high}: give the missing one"
             )
 
+    @property
+    def needs(self) -> Needs:
+        """What it wants from an evaluation."""
+        return Needs(kl=self.kl, entropy=self.entropy, log_ratio="norm" if self.ratio_norm else "plain")
+
     def losses(self, policy: Policy, minibatch: Minibatch) -> Iterator[Loss]:
-        needs = Needs(kl=self.kl, entropy=self.entropy, log_ratio="norm" if self.ratio_norm else "plain")
         for part in policy.microbatches(minibatch.trajectory):
-            mask = minibatch.trajectory.mask[part.rows, part.actions]
-            weights = minibatch.weights[part.rows, part.actions]
-            self._check_whole_rows(mask.shape[1], minibatch.trajectory.mask.shape[1])
-            evaluation = policy.evaluate(minibatch.trajectory, part, needs)
-            loss = self._surrogate(evaluation, minibatch.advantages[part.rows, part.actions], mask)
-            if evaluation.scale is not None:
-                loss = loss * evaluation.scale
-            if evaluation.kl is not None:
-                loss = loss + self.kl_weight * torch.where(mask, evaluation.kl, 0.0)
-            value = (weights * loss).sum()
-            yield Loss(value, *self._metrics(evaluation, mask, weights, value))
+            yield self.loss(policy.evaluate(minibatch.trajectory, part, self.needs), minibatch, part)
+
+    def loss(self, evaluation: Evaluation, minibatch: Minibatch, part: Slice) -> Loss:
+        """The share of ``part``, from what the policy says of it."""
+        mask = minibatch.trajectory.mask[part.rows, part.actions]
+        weights = minibatch.weights[part.rows, part.actions]
+        self._check_whole_rows(mask.shape[1], minibatch.trajectory.mask.shape[1])
+        loss = self._surrogate(evaluation, minibatch.advantages[part.rows, part.actions], mask)
+        if evaluation.scale is not None:
+            loss = loss * evaluation.scale
+        if evaluation.kl is not None:
+            loss = loss + self.kl_weight * torch.where(mask, evaluation.kl, 0.0)
+        value = (weights * loss).sum()
+        return Loss(value, *self._metrics(evaluation, mask, weights, value))
 
     def after_step(self, policy: Any, step: int) -> None:
         """Nothing: the acting policy is the policy."""

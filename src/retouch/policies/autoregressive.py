@@ -18,6 +18,7 @@ from retouch.policies.decoding import CachedDecoding, Completion, Decoding, Engi
 from retouch.policies.demonstrating import demonstrated
 from retouch.policies.measuring import measure, spread
 from retouch.policies.mismatch import Tolerance, importance
+from retouch.policies.value_heads import TokenValues
 from retouch.policies.weights import WeightCopies
 from retouch.types import AutoregressiveModel, Batch, Evaluation, Needs, Prompts, Slice, Trajectory, Written
 
@@ -50,6 +51,7 @@ class AutoregressiveTrajectory(Trajectory):
             support=None if self.support is None else self.support[rows],
             group=self.group[rows],
             behaviour_log_probs=None if self.behaviour_log_probs is None else self.behaviour_log_probs[rows],
+            values=None if self.values is None else self.values[rows],
         )
 
     @classmethod
@@ -61,6 +63,7 @@ class AutoregressiveTrajectory(Trajectory):
         supports = [part.support for part in parts if part.support is not None]
         width = max((support.shape[2] for support in supports), default=0)
         behaviour = [part.behaviour_log_probs for part in parts if part.behaviour_log_probs is not None]
+        values = [part.values for part in parts if part.values is not None]
         return cls(
             log_probs=torch.cat([part.log_probs for part in parts]),
             mask=torch.cat([part.mask for part in parts]),
@@ -73,6 +76,7 @@ class AutoregressiveTrajectory(Trajectory):
             prompts=Prompts.concat([part.prompts for part in parts]),
             group=torch.cat([part.group + offset for part, offset in zip(parts, offsets, strict=True)]),
             behaviour_log_probs=torch.cat(behaviour) if behaviour else None,
+            values=torch.cat(values) if values else None,
         )
 
 
@@ -82,8 +86,8 @@ class AutoregressivePolicy:
     ``microbatch``: rows per forward with gradient. ``chunk``: places whose logits exist at once. ``mask_truncated``: completions
     that were cut off at ``max_new_tokens`` teach nothing. ``copies`` may hold ``reference`` and ``average`` weights. ``engine``
     writes in a rollout: ``CachedDecoding`` unless another is given; ``tolerance`` says how far off it may be. The policy's own goes
-    on until it is done on ``any_rank`` (see ``CachedDecoding``). ValueError at
-    temperature 0.
+    on until it is done on ``any_rank`` (see ``CachedDecoding``). ``head``: says before each token what reward is to be expected.
+    ValueError at temperature 0.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class AutoregressivePolicy:
         engine: Engine | None = None,
         tolerance: Tolerance = Tolerance(),  # noqa: B008, it is frozen
         any_rank: Callable[[bool], bool] = bool,
+        head: TokenValues | None = None,
     ) -> None:
         if decoding.temperature == 0:
             raise ValueError("a rollout at temperature 0 does not explore and has no log-probabilities; give a temperature above 0")
@@ -111,6 +116,7 @@ class AutoregressivePolicy:
         self.decoder = CachedDecoding(model, any_rank=any_rank)
         self.engine: Engine = self.decoder if engine is None else engine
         self.tolerance = tolerance
+        self.head = head
 
     # Acting
 
@@ -122,9 +128,13 @@ class AutoregressivePolicy:
         if self.decoding.truncates and completion.support is None:
             raise ValueError("this engine does not say which ids top_k and top_p left; sample with top_k None and top_p 1.0")
         trajectory = self._trajectory(batch, prompts, completion)
+        slices = list(self.microbatches(trajectory))
+        if self.head is not None:
+            values = [self._values(self._chosen(self.model.module, trajectory, part), trajectory, part) for part in slices]
+            trajectory = replace(trajectory, values=torch.cat(values))
         if self.engine.exact:
             return trajectory
-        parts = [self._measure(self.model.module, trajectory, part)[0] for part in self.microbatches(trajectory)]
+        parts = [self._measure(self.model.module, trajectory, part) for part in slices]
         ours, theirs = torch.cat(parts), trajectory.log_probs
         self.tolerance.check(ours, theirs, trajectory.mask)
         return replace(trajectory, log_probs=ours, behaviour_log_probs=theirs)
@@ -190,31 +200,46 @@ class AutoregressivePolicy:
 
         ``scale``: what the tokens of another engine weigh, where the tolerance weights them.
         """
-        if needs.kl not in (None, "k3") or needs.log_ratio != "plain" or needs.values:
-            raise ValueError(f"{needs}: tokens have the k3 KL and the plain ratio, and this policy no value head")
+        if needs.kl not in (None, "k3") or needs.log_ratio != "plain" or (needs.values and self.head is None):
+            raise ValueError(f"{needs}: tokens have the k3 KL and the plain ratio, and values where the policy has a head")
         mask = trajectory.mask[part.rows, part.actions]
-        log_probs, entropy = self._measure(self.module, trajectory, part, with_entropy=needs.entropy)
+        states = self._chosen(self.module, trajectory, part)
+        log_probs, entropy = self._measured(self.module, states, trajectory, part, with_entropy=needs.entropy)
+        values = self._values(states, trajectory, part) if needs.values else None
         # What is stored for a masked action may be anything.
         acted = trajectory.log_probs[part.rows, part.actions].masked_fill(~mask, 0.0)
         kl = scale = None
         if needs.kl is not None:
             with torch.no_grad(), self.copies.using("reference"):
-                reference, _ = self._measure(self.model.module, trajectory, part)
+                reference = self._measure(self.model.module, trajectory, part)
             kl = k3(log_probs, reference, mask=mask)
         if trajectory.behaviour_log_probs is not None and self.tolerance.cap is not None:
             theirs = trajectory.behaviour_log_probs[part.rows, part.actions]
             scale = importance(acted, theirs, mask, cap=self.tolerance.cap)
-        return Evaluation(log_probs=log_probs, log_ratio=log_probs - acted, kl=kl, entropy=entropy, scale=scale)
+        return Evaluation(log_probs, log_probs - acted, kl=kl, entropy=entropy, values=values, scale=scale)
 
-    def _measure(
-        self, module: nn.Module, trajectory: AutoregressiveTrajectory, part: Slice, *, with_entropy: bool = False
+    def _values(self, states: Tensor, trajectory: AutoregressiveTrajectory, part: Slice) -> Float[Tensor, "r t"]:
+        """What the head expects before each token, 0 where there was no choice."""
+        assert self.head is not None, "values are asked of a policy with a value head"
+        return spread(self.head(states), trajectory.mask[part.rows, part.actions])
+
+    def _measure(self, module: nn.Module, trajectory: AutoregressiveTrajectory, part: Slice) -> Float[Tensor, "r t"]:
+        """Log-probabilities alone."""
+        return self._measured(module, self._chosen(module, trajectory, part), trajectory, part)[0]
+
+    def _measured(
+        self,
+        module: nn.Module,
+        states: Float[Tensor, "n d"],
+        trajectory: AutoregressiveTrajectory,
+        part: Slice,
+        *,
+        with_entropy: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """(r, t) log-probabilities and entropies, 0 where there was no choice."""
+        """(r, t) log-probabilities and entropies, 0 where there was no choice, from the ``_chosen`` states."""
         mask = trajectory.mask[part.rows, part.actions]
-        end = min(part.actions.stop, int(trajectory.lengths[part.rows].max()))
-        columns = slice(part.actions.start, max(part.actions.start, end))
+        columns = _written(trajectory, part)
         choice = trajectory.mask[part.rows, columns]
-        states = self._states(module, trajectory, part.rows, end)[:, columns][choice]
         support = None if trajectory.support is None else trajectory.support[part.rows, columns][choice]
         log_probs, entropy = measure(
             self.model,
@@ -228,6 +253,12 @@ class AutoregressivePolicy:
             with_entropy=with_entropy,
         )
         return spread(log_probs, mask), None if entropy is None else spread(entropy, mask)
+
+    def _chosen(self, module: nn.Module, trajectory: AutoregressiveTrajectory, part: Slice) -> Float[Tensor, "n d"]:
+        """The states before the tokens that were a choice."""
+        columns = _written(trajectory, part)
+        states = self._states(module, trajectory, part.rows, columns.stop)[:, columns]
+        return states[trajectory.mask[part.rows, columns]]
 
     def _states(self, module: nn.Module, trajectory: AutoregressiveTrajectory, rows: slice, end: int) -> Float[Tensor, "r end d"]:
         """The states before the first ``end`` tokens of each row."""
@@ -248,3 +279,9 @@ class AutoregressivePolicy:
             cache=self.model.select(cache, index),
         )
         return torch.cat([first[index, None], rest], dim=1)[:, :end]
+
+
+def _written(trajectory: AutoregressiveTrajectory, part: Slice) -> slice:
+    """The slice's columns, without those at its end in which none of its rows has written."""
+    end = min(part.actions.stop, int(trajectory.lengths[part.rows].max()))
+    return slice(part.actions.start, max(part.actions.start, end))

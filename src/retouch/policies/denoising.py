@@ -18,6 +18,7 @@ from retouch.core.divergences import gaussian_kl, velocity_mse
 from retouch.core.random import generator
 from retouch.core.ratio_norm import gradient_balance, ratio_norm
 from retouch.core.transitions import Transition, transition
+from retouch.policies.value_heads import LatentValues, summary
 from retouch.policies.weights import WeightCopies
 from retouch.policies.windows import Window
 from retouch.types import Batch, Conditioning, DenoisingModel, Evaluation, Kind, Needs, Slice, Trajectory, Weights
@@ -63,6 +64,7 @@ class DenoisingTrajectory(Trajectory):
             latents=self.latents[rows],
             means=None if self.means is None else self.means[rows],
             group=self.group[rows],
+            values=None if self.values is None else self.values[rows],
         )
 
     @classmethod
@@ -72,6 +74,7 @@ class DenoisingTrajectory(Trajectory):
             offsets.append(total)
             total += int(next(iter(part.conditioning.tensors.values())).shape[0])
         means = [part.means for part in parts if part.means is not None]
+        values = [part.values for part in parts if part.values is not None]
         return cls(
             log_probs=torch.cat([part.log_probs for part in parts]),
             mask=torch.cat([part.mask for part in parts]),
@@ -83,6 +86,7 @@ class DenoisingTrajectory(Trajectory):
             first=parts[0].first,
             conditioning=Conditioning.concat([part.conditioning for part in parts]),
             group=torch.cat([part.group + offset for part, offset in zip(parts, offsets, strict=True)]),
+            values=torch.cat(values) if values else None,
         )
 
 
@@ -90,7 +94,8 @@ class DenoisingPolicy:
     """A flow-matching model as policy (implements ``retouch.types.VelocityPolicy``).
 
     ``microbatch``: velocities per forward with gradient. ``eval_steps``: steps of the deterministic sampling that
-    evaluation and the end user see. ``copies`` may hold ``reference``, ``old`` and ``average`` weights.
+    evaluation and the end user see. ``copies`` may hold ``reference``, ``old`` and ``average`` weights. ``head``: says
+    before each action what reward is to be expected.
     """
 
     def __init__(
@@ -102,6 +107,7 @@ class DenoisingPolicy:
         microbatch: int,
         copies: WeightCopies,
         keep_means: bool = False,
+        head: LatentValues | None = None,
     ) -> None:
         self.model = model
         self.module: nn.Module = model.module
@@ -110,15 +116,21 @@ class DenoisingPolicy:
         self.microbatch = microbatch
         self.copies = copies
         self.keep_means = keep_means
+        self.head = head
 
     # Acting
 
+    @torch.no_grad()
     def rollout(self, batch: Batch) -> DenoisingTrajectory:
         """Act with exploration in this step's window of the chain. ``outputs``: clean latents (b, ...), fp32."""
         window = self.sampling.window.actions(num_steps=self.sampling.num_steps, seed=batch.seed, step=batch.step)
         actions = range(0) if self.sampling.kind == "ode" else window
         with self.copies.using("old") if self.sampling.weights == "old" else nullcontext():
-            return self._denoise(batch, num_steps=self.sampling.num_steps, actions=actions, shared_noise=self.sampling.shared_noise)
+            made = self._denoise(batch, num_steps=self.sampling.num_steps, actions=actions, shared_noise=self.sampling.shared_noise)
+        if self.head is None:
+            return made
+        rows, count = made.mask.shape
+        return replace(made, values=self._values(made, Slice(slice(0, rows), slice(0, count))))
 
     def sample(self, batch: Batch) -> DenoisingTrajectory:
         """Denoise deterministically, under the averaged weights where there are any."""
@@ -263,7 +275,15 @@ class DenoisingPolicy:
             else:
                 reference = self._transition(x, reference_velocity, sigma, sigma_next, trajectory.sigmas, next=after)
                 kl = gaussian_kl(made.mean, reference.mean, made.step_std, reduction=self.sampling.reduction).view(shape)
-        return Evaluation(log_probs=made.log_prob.view(shape), log_ratio=log_ratio, kl=kl, scale=scale)
+        values = self._values(trajectory, part) if needs.values else None
+        return Evaluation(log_probs=made.log_prob.view(shape), log_ratio=log_ratio, kl=kl, values=values, scale=scale)
+
+    def _values(self, trajectory: DenoisingTrajectory, part: Slice) -> Float[Tensor, "r t"]:
+        """What the head expects before each of these actions."""
+        assert self.head is not None, "values are asked of a policy with a value head"
+        sigmas = trajectory.sigmas[trajectory.first : -1][part.actions]
+        of_task = summary(trajectory.conditioning)[trajectory.group[part.rows]]
+        return self.head(trajectory.latents[part.rows, part.actions], sigmas, of_task)
 
     def velocity(self, trajectory: DenoisingTrajectory, rows: slice, x: Tensor, sigma: Tensor, weights: Weights) -> Tensor:
         """The velocity field at ``x`` and ``sigma`` under the rows' conditioning; gradient under current weights only."""

@@ -12,6 +12,7 @@ from retouch.policies.decoding import Decoding
 from retouch.policies.denoising import DenoisingPolicy
 from retouch.policies.guidance import Guided
 from retouch.policies.mismatch import Tolerance
+from retouch.policies.value_heads import LatentValues, TokenValues
 from retouch.policies.weights import WeightCopies
 from retouch.runs import recipe_policy
 from retouch.runs.build_engine import Writing
@@ -64,14 +65,17 @@ def build_policy(
     keep_means: bool,
     writing: Writing | None = None,
     any_rank: Callable[[bool], bool] = bool,
+    head: LatentValues | TokenValues | None = None,
 ) -> TrainedPolicy:
     """The policy acting as ``rollout`` says under the given weights; ``writing``: a writer's engine, None its own decoding.
 
-    ``any_rank``: whether something holds on one of the ranks that must call the model equally often.
+    ``any_rank``: whether something holds on one of the ranks that must call the model equally often. ``head``: a value head, of the
+    kind for this policy.
     """
     if isinstance(rollout, TokenRollout):
         assert not isinstance(model, DenoisingModel)
         assert not isinstance(recipe.policy, recipe_policy.DenoisingPolicy)
+        assert not isinstance(head, LatentValues)
         return AutoregressivePolicy(
             model,
             decoding=Decoding(
@@ -87,8 +91,10 @@ def build_policy(
             engine=None if writing is None else writing.engine,
             tolerance=Tolerance() if writing is None else writing.tolerance,
             any_rank=any_rank,
+            head=head,
         )
     assert isinstance(model, DenoisingModel)
+    assert not isinstance(head, TokenValues)
     return DenoisingPolicy(
         Guided(model, rollout.guidance_scale) if rollout.guidance_scale > 1 else model,
         sampling=replace(build_sampling(rollout), weights=acting),
@@ -96,4 +102,5 @@ def build_policy(
         microbatch=recipe.microbatch,
         copies=copies,
         keep_means=keep_means,
+        head=head,
     )

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from retouch.loop import Collected, Phase, Run, accumulate, cut
+from retouch.objectives.actor_critic import ActorCritic
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.runs.checkpoint import restore_rng, rng_state
 from retouch.runs.stepper_fsdp import FsdpStepper
+from retouch.runs.stepper_head import HeadStepper
 from retouch.types import Kind, Minibatch, Needs
 
 TRANSITION_LIMIT = 1e-6
@@ -77,12 +79,15 @@ def _trial(run: Run, phase: Phase, step: int, rows: int) -> Minibatch:
     trajectory = type(parts[0]).concat(parts)
     signs = torch.ones(len(batch))
     signs[1::2] = -1.0
-    collected = Collected(batch, trajectory, signs, torch.ones(len(batch), dtype=torch.bool), {})
+    advantages = signs[:, None].expand(trajectory.mask.shape)
+    valid = torch.ones(len(batch), dtype=torch.bool)
+    collected = Collected(batch, trajectory, advantages, valid, {}, returns=advantages)
     return cut(run, phase, collected, slice(0, len(batch)), epoch=0)
 
 
 def _tried(run: Run, phase: Phase, step: int, minibatch: Minibatch, before: dict[str, Tensor]) -> Iterator[Check]:
-    gradient_only = isinstance(phase.objective, PolicyGradient) and phase.objective.surrogate != "reinforce"
+    actor = phase.objective.actor if isinstance(phase.objective, ActorCritic) else phase.objective
+    gradient_only = isinstance(actor, PolicyGradient) and actor.surrogate != "reinforce"
     if gradient_only:
         off, limit = _ratio_off(run, minibatch), _limit(run, minibatch)
         yield Check(
@@ -112,8 +117,8 @@ def _tried(run: Run, phase: Phase, step: int, minibatch: Minibatch, before: dict
             None,
             f"largest |ratio - 1| after the step is {off:.1e}" if off > 0 else "the ratio is still exactly 1 after a step",
         )
-    if isinstance(phase.objective, PolicyGradient) and phase.objective.kl is not None:
-        size = _kl_gradient(run, phase.objective, minibatch)
+    if isinstance(actor, PolicyGradient) and actor.kl is not None:
+        size = _kl_gradient(run, actor, minibatch)
         yield Check(
             "kl_gradient",
             size > 0,
@@ -145,8 +150,9 @@ def _kl_gradient(run: Run, objective: PolicyGradient, minibatch: Minibatch) -> f
     part = next(iter(run.policy.microbatches(minibatch.trajectory)))
     evaluation = run.policy.evaluate(minibatch.trajectory, part, Needs(kl=objective.kl))
     assert evaluation.kl is not None
-    if isinstance(run.stepper, FsdpStepper):  # its gradients come about in backward passes alone
-        return run.stepper.norm_of(evaluation.kl.mean())
+    stepper = run.stepper.policy if isinstance(run.stepper, HeadStepper) else run.stepper
+    if isinstance(stepper, FsdpStepper):  # its gradients come about in backward passes alone
+        return stepper.norm_of(evaluation.kl.mean())
     parameters = [p for p in run.policy.module.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(evaluation.kl.mean(), parameters, allow_unused=True)
     return math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients if gradient is not None))

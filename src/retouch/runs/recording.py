@@ -1,6 +1,7 @@
 """What a run writes as it goes: metrics, times, pictures, and the line that a person watches."""
 
 import logging
+import math
 import time
 from collections.abc import Mapping
 
@@ -56,7 +57,7 @@ class Recorder:
                         slot=batch.slot[row],
                         scores=_row(collected.judged.scores, row),
                         reward=collected.judged.rewards[row].item(),
-                        advantage=collected.advantages[row].item(),
+                        advantage=_advantage(collected, row),
                         text=written[row],
                     )
                 )
@@ -84,11 +85,19 @@ class Recorder:
         left = pace * (self.total - done)
         told = [f"step {done}/{self.total}"] + ([] if phase == "main" else [phase])
         if "reward/mean" in metrics:
-            told += [f"reward {metrics['reward/mean']:.3f}", f"equal groups {metrics['group/zero_std_fraction']:.0%}"]
+            told.append(f"reward {metrics['reward/mean']:.3f}")
+            if not math.isnan(metrics["group/zero_std_fraction"]):  # as it is for groups of one
+                told.append(f"equal groups {metrics['group/zero_std_fraction']:.0%}")
             if metrics["reward/missing_fraction"]:
                 told.append(f"missing {metrics['reward/missing_fraction']:.1%}")
         told += [f"loss {metrics['policy/loss']:.4g}", f"{pace:.2f} s/step", f"{int(left) // 60}:{int(left) % 60:02d} left"]
         return "  ".join(told)
+
+
+def _advantage(collected: Collected, row: int) -> float:
+    """The mean of the row's actions, those that were a choice."""
+    mask = collected.trajectory.mask[row].cpu()
+    return collected.advantages[row][mask].mean().item() if mask.any() else 0.0
 
 
 def _row(scores: Scores, row: int) -> dict[str, float]:

@@ -1,0 +1,194 @@
+"""PPO with a value head: the values of both kernels, and the two losses side by side."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tiny_policies as tiny
+import tiny_writing
+from models import tiny_writers
+from retouch.core.gae import clipped_value_loss, gae
+from retouch.objectives.actor_critic import ActorCritic
+from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.policies.value_heads import LatentValues, TokenValues, channels_of, summary
+from retouch.testing import check_policy
+from retouch.types import Needs, Objective, Slice
+
+ACTOR = PolicyGradient(clip_low=1e-4, clip_high=1e-4, kl="closed", kl_weight=0.01)
+WORDS = PolicyGradient(clip_low=0.2, clip_high=0.2, kl="k3", kl_weight=0.01)
+PPO = ActorCritic(actor=ACTOR, clip=0.2)
+
+
+def moved(head, key=0):
+    """A head that has learned something."""
+    random = torch.Generator().manual_seed(key)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=random))
+    return head
+
+
+def drawing(family="sd3", *, head_key=0, **options):
+    policy = tiny.policy(family, **{"mode": "window", **options})
+    conditioning = policy.model.encode(tiny.tasks(1))
+    x = policy.model.initial_noise(conditioning, [torch.Generator().manual_seed(0)])
+    policy.head = moved(LatentValues(channels_of(x), summary(conditioning).shape[1], width=8, seed=0), head_key)
+    return policy
+
+
+def writing(coefficient=0.0, **options):
+    policy = tiny_writing.policy(**options)
+    prompts = policy.model.encode(tiny_writers.tasks(1))
+    features = policy.model.prefill(policy.module, prompts)[0].shape[1]
+    policy.head = moved(TokenValues(features, width=8, seed=0, coefficient=coefficient))
+    return policy
+
+
+KERNELS = {
+    "sd3": (drawing, tiny.batch, ACTOR),
+    "edit": (lambda **options: drawing("edit", **options), tiny.batch, ACTOR),
+    "words": (writing, tiny_writing.batch, WORDS),
+}
+
+
+def told(policy, batch):
+    """What the policy did, and a minibatch of it with rewards that a head has to learn."""
+    trajectory = policy.rollout(batch)
+    rewards = torch.linspace(-0.9, 0.9, len(batch))
+    advantages = gae(rewards, trajectory.values, trajectory.mask, gamma=0.9, lam=0.8)
+    minibatch = tiny.minibatch(batch, trajectory, rewards)
+    return replace(minibatch, advantages=advantages, returns=advantages + trajectory.values)
+
+
+# The kernels' values
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_policy_with_a_head_keeps_the_contract(kernel):
+    made, batch, actor = KERNELS[kernel]
+    check_policy(made(microbatch=3), batch(), needs=Needs(kl=actor.kl, values=True))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_values_are_of_the_state_before_each_action_and_of_nothing_later(kernel):
+    """What a row did last changes no earlier value of it."""
+    made, batch, _ = KERNELS[kernel]
+    policy, batch = made(), batch()
+    trajectory = policy.rollout(batch)
+    rows, actions = trajectory.mask.shape
+    if kernel == "words":
+        ids = trajectory.ids.clone()
+        ids[:, 2:] = ids[:, 2:].flip(0)
+        changed = replace(trajectory, ids=ids)
+        same = slice(0, 3)
+    else:
+        latents = trajectory.latents.clone()
+        latents[:, 1:] += 1.0
+        changed = replace(trajectory, latents=latents)
+        same = slice(0, 1)
+    everything = Slice(slice(0, rows), slice(0, actions))
+    with torch.no_grad():
+        found = policy.evaluate(changed, everything, Needs(values=True)).values
+    mask = trajectory.mask
+    torch.testing.assert_close(found[:, same] * mask[:, same], trajectory.values[:, same] * mask[:, same], atol=1e-5, rtol=0)
+    assert (found - trajectory.values)[:, same.stop :].abs().max() > 1e-4
+
+
+def test_what_a_prompt_is_padded_with_changes_no_value():
+    policy = drawing("edit")
+    alone, together = (summary(policy.model.encode(tiny.tasks(count)))[0] for count in (1, 4))
+    torch.testing.assert_close(alone, together, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_new_head_expects_nothing_whatever_it_sees(kernel):
+    features = torch.randn(3, 2, 5)
+    made = TokenValues(5, width=4, seed=1)
+    assert made(features.flatten(0, 1)).abs().max() == 0
+    twin, other = TokenValues(5, width=4, seed=1), TokenValues(5, width=4, seed=2)
+    assert torch.equal(made.network.inner.weight, twin.network.inner.weight)
+    assert not torch.equal(made.network.inner.weight, other.network.inner.weight)
+
+
+# The loss
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_loss_is_the_actors_and_the_values_side_by_side(kernel):
+    made, batch, actor = KERNELS[kernel]
+    policy, batch = made(), batch()
+    minibatch = told(policy, batch)
+    moved(policy.head, key=1)
+    tiny.move(policy, 0.02)
+    plain, alone = tiny.gradient(policy, actor, minibatch)
+    objective = ActorCritic(actor=actor, clip=0.2)
+    found, losses = tiny.gradient(policy, objective, minibatch)
+    assert isinstance(objective, Objective)
+    assert tiny.distance(found, plain) < 1e-6  # the values leave the policy's weights alone
+
+    rows, actions = minibatch.weights.shape
+    values = policy.evaluate(minibatch.trajectory, Slice(slice(0, rows), slice(0, actions)), Needs(values=True)).values
+    mask = minibatch.trajectory.mask
+    loss = clipped_value_loss(values, minibatch.trajectory.values, minibatch.returns, clip=0.2, mask=mask)
+    wanted = (minibatch.weights * loss).sum().detach()
+    assert wanted > 1e-3
+    assert sum(float(loss.sums["value/loss"]) for loss in losses) == pytest.approx(float(wanted), rel=1e-4)
+    together = sum(loss.value.item() for loss in losses)
+    assert together == pytest.approx(sum(loss.value.item() for loss in alone) + float(wanted), rel=1e-4, abs=1e-6)
+    assert sum(float(loss.sums["policy/loss"]) for loss in losses) == pytest.approx(
+        sum(float(loss.sums["policy/loss"]) for loss in alone), rel=1e-4, abs=1e-6
+    )
+
+
+def heads_gradient(policy, minibatch, objective):
+    loss = sum(loss.value for loss in objective.losses(policy, minibatch))
+    return torch.autograd.grad(loss, list(policy.head.parameters()))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("microbatch", [1, 3])
+def test_the_heads_gradient_does_not_depend_on_the_cut(kernel, microbatch):
+    made, batch, actor = KERNELS[kernel]
+    gradients = []
+    for size in (microbatch, 100):
+        policy = made(microbatch=size)
+        minibatch = told(policy, batch())
+        moved(policy.head, key=1)
+        gradients.append(heads_gradient(policy, minibatch, ActorCritic(actor=actor, clip=0.2)))
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+        assert b.abs().max() > 0
+
+
+def test_rows_without_a_weight_teach_the_head_nothing():
+    policy, batch = drawing(), tiny.batch()
+    minibatch = told(policy, batch)
+    moved(policy.head, key=1)
+    missing = minibatch.weights.clone()
+    missing[1] = 0
+    spoilt = minibatch.returns.clone()
+    spoilt[1] = 100.0
+    wanted = heads_gradient(policy, replace(minibatch, weights=missing), PPO)
+    found = heads_gradient(policy, replace(minibatch, weights=missing, returns=spoilt), PPO)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_the_coefficient_lets_the_value_loss_into_the_writer_and_leaves_the_heads_own_gradient():
+    gradients, heads = [], []
+    for coefficient in (0.0, 0.5, 1.0):
+        policy = writing(coefficient)
+        minibatch = told(policy, tiny_writing.batch())
+        minibatch = replace(minibatch, advantages=torch.zeros_like(minibatch.advantages))
+        moved(policy.head, key=1)
+        tiny.move(policy, 0.02)
+        objective = ActorCritic(actor=replace(WORDS, kl=None))
+        gradients.append(tiny.gradient(policy, objective, minibatch)[0])
+        heads.append(heads_gradient(policy, minibatch, objective))
+    assert all(part.abs().max() == 0 for part in gradients[0].values())
+    assert max(part.abs().max() for part in gradients[2].values()) > 1e-4
+    for name, whole in gradients[2].items():
+        torch.testing.assert_close(gradients[1][name], 0.5 * whole, atol=1e-7, rtol=1e-4)
+    for own in heads[1:]:
+        for a, b in zip(own, heads[0], strict=True):
+            torch.testing.assert_close(a, b, atol=1e-7, rtol=1e-5)
