@@ -8,14 +8,14 @@ import torch
 from retouch.bases import build_words as building
 from retouch.bases.build_words import build_words
 from retouch.bases.word_parts import text
-from retouch.bases.words import WordAutoencoderTraining, WordTraining
+from retouch.bases.words import WordAutoencoderTraining, WordRound, WordTraining
 from retouch.models.flux_fill import FluxFill
 from retouch.playground.words import WordTasks
 from retouch.runs.files import read_json
 
 TINY = {
     "autoencoder": WordAutoencoderTraining(steps=2, batch=2),
-    "words": WordTraining(steps=2, slips=0.4, batch=4, warmup=1),
+    "words": WordTraining(rounds=(WordRound(steps=2, learning_rate=1e-3, slips=0.4),), batch=4, warmup=1),
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from retouch.bases import word_parts
-from retouch.bases.words import WordAutoencoderTraining, WordTraining, train_word_autoencoder, train_words
+from retouch.bases.words import WordAutoencoderTraining, WordRound, WordTraining, train_word_autoencoder, train_words
 from retouch.models.flux_fill import FluxFill
 from retouch.playground.words import WordTasks
 from retouch.policies.denoising import DenoisingPolicy, Sampling
@@ -26,8 +26,10 @@ from retouch.runs.journal import unkept
 from retouch.runs.ranks import Ranks
 
 log = logging.getLogger("retouch")
-AUTOENCODER = WordAutoencoderTraining(steps=1200)
-WORDS = WordTraining(steps=1500, slips=0.4)
+AUTOENCODER = WordAutoencoderTraining(steps=700)
+WORDS = WordTraining(
+    rounds=(WordRound(steps=900, learning_rate=2e-3, slips=0.0), WordRound(steps=300, learning_rate=1e-3, slips=0.5))
+)
 COMMAND = "retouch playground build --words"
 HELD_OUT = 200
 EVAL_STEPS = 6
@@ -43,7 +45,7 @@ def build_words(
     """
     logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s", force=True)
     folder = playground_weights("words") if out is None else out
-    judge = OcrReward(where="box")
+    judge = OcrReward(where="box", line_width=160)
     threads, began = torch.get_num_threads(), time.perf_counter()
     torch.set_num_threads(1)
     try:

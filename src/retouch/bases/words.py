@@ -35,14 +35,21 @@ class WordAutoencoderTraining:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WordTraining:
+class WordRound:
     """``learning_rate``: the peak, after the warm-up; from there it falls to 0 as a cosine. ``slips``: see ``WordTasks``."""
 
     steps: int
+    learning_rate: float
     slips: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class WordTraining:
+    """``rounds``, one after the other, each with tasks and an average of its own."""
+
+    rounds: tuple[WordRound, ...]
     seed: int = 0
-    batch: int = 48
-    learning_rate: float = 2e-3
+    batch: int = 32
     warmup: int = 50
     average_decay: float = 0.997
     shift: float = 3.0
@@ -84,8 +91,17 @@ def targets(tasks: Sequence[Task]) -> Float[Tensor, "b 3 h w"]:
 
 def train_words(vae: AutoencoderKL, settings: WordTraining, log: Callable[[str], None]) -> FluxFill:
     """Train with the seed's tasks and noise; the painter comes back with its averaged weights."""
-    model, seed, rows = untrained(vae, settings.seed), settings.seed, settings.batch
-    tasks = WordTasks(seed=seed, count=rows * settings.steps, split="train", slips=settings.slips)
+    model = untrained(vae, settings.seed)
+    for number in range(len(settings.rounds)):
+        train_round(model, settings, number, log)
+    return model
+
+
+def train_round(model: FluxFill, settings: WordTraining, number: int, log: Callable[[str], None]) -> None:
+    """Train the model, in place, through one of the rounds."""
+    this, rows = settings.rounds[number], settings.batch
+    seed = settings.seed + number
+    tasks = WordTasks(seed=seed, count=rows * this.steps, split="train", slips=this.slips)
 
     def batch(step: int) -> Batch:
         return each_alone(tasks[step * rows : (step + 1) * rows], seed=seed, step=step)
@@ -94,14 +110,13 @@ def train_words(vae: AutoencoderKL, settings: WordTraining, log: Callable[[str],
         JointFill(model),
         batch,
         rows=rows,
-        steps=settings.steps,
-        learning_rate=settings.learning_rate,
+        steps=this.steps,
+        learning_rate=this.learning_rate,
         warmup=settings.warmup,
         shift=settings.shift,
         average_decay=settings.average_decay,
-        log=lambda line: log(f"words {line}"),
+        log=lambda line: log(f"words, round {number}, {line}"),
     )
-    return model
 
 
 class JointFill:

@@ -13,6 +13,8 @@ from torch import nn
 
 from retouch.core.random import generator
 from retouch.models import qwen_load
+from retouch.models.flux import Flux
+from retouch.models.flux_fill import FluxFill
 from retouch.models.qwen_image import QwenImage
 from retouch.models.qwen_image_edit import QwenImageEdit
 from retouch.models.qwen_writer import LORA_TARGETS as WRITER_TARGETS
@@ -28,6 +30,7 @@ from retouch.runs.recipe_policy import (
     Model,
     PlaygroundModel,
     PlaygroundPainter,
+    PlaygroundWords,
 )
 from retouch.runs.recipe_writer import AutoregressivePolicy
 from retouch.types import DenoisingModel
@@ -37,7 +40,7 @@ _LORA_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors", 
 
 
 def playground_weights(name: str = "editor") -> Path:
-    """The base ``editor`` that ships with the package, or its ``painter``."""
+    """The base ``editor`` that ships with the package, or its ``painter``, or ``words``, its painter of words."""
     return Path(str(files("retouch.playground"))) / "weights" / name
 
 
@@ -50,6 +53,8 @@ def build_model(model: Model, *, device: torch.device) -> DenoisingModel:
     size = None if model.size is None else (model.size[0], model.size[1])
     if isinstance(model, PlaygroundPainter):
         return _painter(Path(model.path) if model.path else playground_weights("painter"), dtype=dtype, device=device, size=size)
+    if isinstance(model, PlaygroundWords):
+        return _words(Path(model.path) if model.path else playground_weights("words"), dtype=dtype, device=device, size=size)
     if isinstance(model, PlaygroundModel):
         return _playground(Path(model.path) if model.path else playground_weights(), dtype=dtype, device=device, size=size)
     told: dict[str, Any] = {} if model.guidance is None else {"guidance": model.guidance}
@@ -85,6 +90,14 @@ def _painter(path: Path, *, dtype: torch.dtype, device: torch.device, size: tupl
     stated = read_json(path / "adapter.json")
     size = (stated["size"][0], stated["size"][1]) if size is None else size
     return QwenImage.from_pretrained(path, dtype=dtype, device=device, size=size, template=stated["template"])
+
+
+def _words(path: Path, *, dtype: torch.dtype, device: torch.device, size: tuple[int, int] | None) -> Flux:
+    """FLUX.1-Fill in small: the same loading, with the length of its instructions that its folder states."""
+    if not (path / "adapter.json").is_file():
+        raise ValueError(f"{path} holds no playground painter of words; `retouch playground build --words` makes it")
+    length = read_json(path / "adapter.json")["max_sequence_length"]
+    return FluxFill.from_pretrained(path, dtype=dtype, device=device, size=size, max_sequence_length=length)
 
 
 def make_trainable(module: nn.Module, policy: DenoisingPolicy | AutoregressivePolicy, *, seed: int) -> WeightCopies:

@@ -38,7 +38,7 @@ from retouch.runs.quiet import quiet
 from retouch.runs.ranks import Ranks
 from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_emu3 import TokenModel
-from retouch.runs.recipe_policy import DenoisingPolicy, ImportedModel, Model, PlaygroundModel, PlaygroundPainter
+from retouch.runs.recipe_policy import DenoisingPolicy, ImportedModel, Model, PlaygroundModel
 from retouch.runs.recipe_writer import QwenWriter, WriterModel
 
 _QUICKSTART = ("recipes/quickstart.jsonnet",)
@@ -182,8 +182,8 @@ def _weights(recipe: Recipe) -> tuple[Path | None, bool]:
     if isinstance(model, TokenModel):
         return find_emu3(model)
     if isinstance(model, PlaygroundModel):
-        shipped = playground_weights("painter" if isinstance(model, PlaygroundPainter) else "editor")
-        return Path(model.path) if model.path else shipped, written
+        shipped = {"playground-painter": "painter", "playground-words": "words"}.get(model.kind, "editor")
+        return Path(model.path) if model.path else playground_weights(shipped), written
     folder = find_weights(model.path)
     return folder, folder is not None and written
 

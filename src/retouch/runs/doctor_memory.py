@@ -13,12 +13,13 @@ from retouch.models.memory import MemoryPlan, Setup, plan_parts
 from retouch.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from retouch.models.sizes import parts, parts_in, stored_count
 from retouch.playground.scenes import SIZE
+from retouch.playground.words import HEIGHT, WIDTH
 from retouch.runs.build_learning import copies_needed
 from retouch.runs.build_model import DTYPES, lora_targets
 from retouch.runs.doctor_device import CARDS, Place
 from retouch.runs.doctor_findings import Finding, failed, gigabytes, note, ok
 from retouch.runs.recipe import Recipe
-from retouch.runs.recipe_policy import DenoisingPolicy, DiffusersModel, ImportedModel, Lora, PlaygroundModel
+from retouch.runs.recipe_policy import DenoisingPolicy, DiffusersModel, ImportedModel, Lora, PlaygroundModel, PlaygroundWords
 from retouch.runs.recipe_rollout import DenoisingRollout
 
 Described = Mapping[str, Mapping[str, Any]]
@@ -26,7 +27,7 @@ Described = Mapping[str, Mapping[str, Any]]
 _EDITORS = {"qwen-image-edit": QwenImageEdit, "qwen-image-edit-plus": QwenImageEditPlus}
 _INSTRUCTION_TOKENS = 256
 # What the text becomes in each family whose prompts are padded to one length.
-TEXT_TOKENS = {"sd3": 77 + 256, "flux": 512, "flux-fill": 512, "flux-kontext": 512}
+TEXT_TOKENS = {"sd3": 77 + 256, "flux": 512, "flux-fill": 512, "flux-kontext": 512, "playground-words": 14}
 _MEGAPIXEL = (1024, 1024)
 LEFT_FREE = 0.1
 SHOWN_FROM = 10**9
@@ -106,7 +107,8 @@ def _tokens(model: PlaygroundModel | DiffusersModel, described: Described) -> in
     if model.kind in TEXT_TOKENS:
         # Flux packs 2 x 2 latents into a token before its transformer, whose own patches are of 1.
         side = 2 ** (len(vae["block_out_channels"]) - 1) * (transformer["patch_size"] if model.kind == "sd3" else 2)
-        sizes = [model.size or _MEGAPIXEL, *([_MEGAPIXEL] if model.kind == "flux-kontext" else [])]
+        alone = (HEIGHT, WIDTH) if isinstance(model, PlaygroundWords) else _MEGAPIXEL
+        sizes = [model.size or alone, *([_MEGAPIXEL] if model.kind == "flux-kontext" else [])]
         return sum(_squares(size, side) for size in sizes) + TEXT_TOKENS[model.kind]
     side = 2 * 2 ** len(vae["temperal_downsample"])
     if model.kind == "qwen-image":

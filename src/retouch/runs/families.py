@@ -33,6 +33,7 @@ def _flux(adapter: type, pipeline: str) -> Family:
 FAMILIES = {
     "playground": _qwen(QwenImageEdit, "QwenImageEditPipeline"),
     "playground-painter": _qwen(QwenImage, "QwenImagePipeline"),
+    "playground-words": _flux(FluxFill, "FluxFillPipeline"),
     "qwen-image": _qwen(QwenImage, "QwenImagePipeline"),
     "qwen-image-edit": _qwen(QwenImageEdit, "QwenImageEditPipeline"),
     "qwen-image-edit-plus": _qwen(QwenImageEditPlus, "QwenImageEditPlusPipeline"),

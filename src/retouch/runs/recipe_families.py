@@ -24,6 +24,7 @@ class Takes:
 TAKES = {
     "playground": Takes(pictures=(1, 1), responses=True),
     "playground-painter": Takes(pictures=(0, 0)),
+    "playground-words": Takes(pictures=(1, 1), mask=True, guidance=True),
     "qwen-image": Takes(pictures=(0, 0)),
     "qwen-image-edit": Takes(pictures=(1, 1), responses=True),
     "qwen-image-edit-plus": Takes(pictures=(1, 8), responses=True),

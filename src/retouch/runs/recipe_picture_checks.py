@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from retouch.runs.recipe_data import ComplexEditData, PaintingData, PicturedData, PlaygroundData, PromptData, TripletData
+from retouch.runs.recipe_data import ComplexEditData, PaintingData, PicturedData, PlaygroundData, PromptData, TripletData, WordData
 from retouch.runs.recipe_families import takes_of
 from retouch.runs.recipe_phases import ResolvedPhase
 from retouch.runs.recipe_policy import DenoisingPolicy, DiffusersModel, ImportedModel
@@ -41,8 +41,8 @@ def picture_problems(recipe: "Recipe", phase: ResolvedPhase, at: str) -> Iterato
         yield f"{at}.kind: {data.kind} have no source picture, which {model.kind} edits; take {others} data"
     if isinstance(data, PlaygroundData | ComplexEditData) and takes.mask:
         yield f"{at}.kind: {data.kind} has no masks, and {model.kind} takes {takes}; take triplets, folder or hub data"
-    shows = isinstance(data, PlaygroundData | ComplexEditData | TripletData) and isinstance(recipe.policy, DenoisingPolicy)
-    if shows and takes.pictures[1] == 0:
+    shows = isinstance(data, PlaygroundData | ComplexEditData | TripletData | WordData)
+    if shows and isinstance(recipe.policy, DenoisingPolicy) and takes.pictures[1] == 0:
         yield f"{at}.kind: {data.kind} has source pictures, of which {model.kind} sees nothing; take prompts, or folder or hub data"
 
 

@@ -27,6 +27,12 @@ class PlaygroundPainter(PlaygroundModel):
     kind: Literal["playground-painter"]  # type: ignore[assignment]
 
 
+class PlaygroundWords(PlaygroundModel):
+    """The built-in tiny model that paints words on signs, for ``playground-words`` data."""
+
+    kind: Literal["playground-words"]  # type: ignore[assignment]
+
+
 class DiffusersModel(Section):
     """A model of one of the families known here, in the layout of its diffusers pipeline."""
 
@@ -52,7 +58,9 @@ class ImportedModel(Section):
     """Keyword arguments of its constructor."""
 
 
-Model: TypeAlias = Annotated[PlaygroundModel | PlaygroundPainter | DiffusersModel | ImportedModel, Field(discriminator="kind")]
+Model: TypeAlias = Annotated[
+    PlaygroundModel | PlaygroundPainter | PlaygroundWords | DiffusersModel | ImportedModel, Field(discriminator="kind")
+]
 
 
 class FullWeights(Section):

@@ -25,7 +25,7 @@ class Recorder:
         self.total = total
         self.pictured_groups = pictured_groups
         self._began: tuple[float, int] | None = None
-        self._last = time.perf_counter()
+        self.resume_clock()
 
     def step(self, done: int, phase: str, metrics: Metrics, seconds: Mapping[str, float]) -> None:
         """Keep the step that brought the run to ``done`` steps, and say how it goes."""
@@ -33,15 +33,15 @@ class Recorder:
         now = time.perf_counter()
         if self._began is None:
             self._began = (self._last, done - 1)
-        timed = {**seconds, "time/step": now - self._last}
-        self._last = now
+        timed = {**seconds, "time/step": now - self._last, "cpu/step": time.process_time() - self._cpu}
+        self.resume_clock()
         self.folder.append_timings(done, timed)
         self.tracker.log({**metrics, **timed}, done)
         log.info(self._line(done, phase, metrics, now))
 
     def resume_clock(self) -> None:
         """Time from here: what came between two steps (an evaluation, say) is no part of the next."""
-        self._last = time.perf_counter()
+        self._last, self._cpu = time.perf_counter(), time.process_time()
 
     def groups(self, done: int, collected: Collected) -> None:
         """Keep the pictures of the step's first groups."""
