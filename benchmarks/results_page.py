@@ -75,8 +75,12 @@ SECTIONS = (
         "An editor of image tokens",
         "A tiny Emu3 reads the source picture as nine codes and writes the edited one as nine. S: single edits; C: two and three "
         "in an instruction. SFT (S) was taught single edits alone, SFT (S+C) a quarter of complex ones beside them; what each does "
-        "untrained is its row's `before`. The ceiling is the exact target through the codes.",
+        "untrained is its row's `before`. SFT (unfinished) went on from SFT (S+C) with complex demonstrations of which nine in ten "
+        "lack an edit, as those that models make do: it has learned to leave one out, and RL, whose judge sees what is missing, to "
+        "do it. The ceiling is the exact target through the codes.",
         (
+            Entry("SFT (unfinished), RL (S+C)", "recipes/playground/image-tokens-unfinished.jsonnet"),
+            Entry("SFT (unfinished), more of it", "recipes/playground/image-tokens-unfinished-supervised.jsonnet", (0,)),
             Entry("SFT (S), RL (S+C)", "recipes/emu3/sft_s__rl_sc-playground.jsonnet"),
             Entry("SFT (S), RL (C)", "recipes/emu3/sft_s__rl_c-playground.jsonnet", (0,)),
             Entry("SFT (S), RL (S)", "recipes/emu3/sft_s__rl_s-playground.jsonnet", (0,)),

@@ -1,6 +1,7 @@
 """`retouch playground build --emu3` in small: what it writes is what a recipe reads."""
 
 import json
+from itertools import combinations
 
 import pytest
 import torch
@@ -17,36 +18,37 @@ STARTS = {
     "s": Emu3Training(complexity={1: 1.0}, rounds=(2,), batch=2),
     "sc": Emu3Training(complexity={1: 0.5, 2: 0.5}, rounds=(1, 1), batch=2),
 }
+FURTHER = Emu3Training(complexity={2: 1.0}, rounds=(1,), before=2, batch=2, unfinished=1.0)
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     path = tmp_path_factory.mktemp("built") / "emu3"
-    return path, build_emu3(path, seed=3, codes=CODES, starts=STARTS)
+    return path, build_emu3(path, seed=3, codes=CODES, starts=STARTS, further=FURTHER)
 
 
-def test_both_starts_are_read_from_where_they_are_written(built, monkeypatch):
+def test_all_starts_are_read_from_where_they_are_written(built, monkeypatch):
     path, scores = built
     told = json.loads((path / "build.json").read_text())
     assert told["command"] == "retouch playground build --emu3 --seed 3"
     assert told["held_out"] == scores
     assert {name for name in scores if "ceiling" in name} == {
-        f"{start}, ceiling {what}" for start in STARTS for what in ("overall", "exact")
+        f"{start}, ceiling {what}" for start in (*STARTS, "sc-unfinished") for what in ("overall", "exact")
     }
     monkeypatch.setattr(building, "playground_weights", lambda name: path)
     heads = []
-    for start in ("s", "sc"):
+    for start in ("s", "sc", "sc-unfinished"):
         section = PlaygroundEmu3(kind="playground-emu3", start=start)
         editor = building.build_emu3(section, device=torch.device("cpu"), gradient_checkpointing=False)
         assert editor.grid == (3, 3)
         heads.append(editor.module.lm_head.weight)
-    assert not torch.equal(*heads)
+    assert all(not torch.equal(a, b) for a, b in combinations(heads, 2))
 
 
 def test_the_same_seed_makes_the_same_weights(built, tmp_path):
     path, _ = built
-    build_emu3(tmp_path, seed=3, codes=CODES, starts={"s": STARTS["s"]})
-    for part in ("autoencoder", "s"):
+    build_emu3(tmp_path, seed=3, codes=CODES, starts=STARTS, further=FURTHER)
+    for part in ("autoencoder", *STARTS, "sc-unfinished"):
         assert (tmp_path / part / "model.safetensors").read_bytes() == (path / part / "model.safetensors").read_bytes()
 
 

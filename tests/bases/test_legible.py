@@ -11,12 +11,13 @@ from retouch.bases.writer import untrained_writer
 from retouch.models.encoder import Encoder
 from retouch.models.qwen_image_edit import QwenImageEdit
 from retouch.models.qwen_responses import QwenResponses
-from retouch.playground.indirect import IndirectTasks
+from retouch.playground.changed import Changed
+from retouch.playground.indirect import indirect
 from retouch.playground.tasks import PlaygroundTasks
 from retouch.runs.build_model import build_model
 from retouch.runs.recipe_policy import PlaygroundModel
 
-TASKS = tuple(IndirectTasks(PlaygroundTasks(seed=0, count=6, complexity=[1, 2, 3], split="train"))[:])
+TASKS = tuple(Changed(PlaygroundTasks(seed=0, count=6, complexity=[1, 2, 3], split="train"), indirect)[:])
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,10 @@
 """Indirect instructions: one meaning each for who sees the picture, and what should be written for them."""
 
+from functools import partial
+
+from retouch.playground.changed import Changed
 from retouch.playground.edits import Edit
-from retouch.playground.indirect import IndirectTasks, completion, indirect, names
+from retouch.playground.indirect import completion, indirect, names
 from retouch.playground.instructions import JOINS, PHRASES, content, phrase, vocabulary
 from retouch.playground.scenes import COLOURS, Scene, Thing
 from retouch.playground.tasks import PlaygroundTasks
@@ -14,7 +17,7 @@ def edits_of(task):
 
 
 def test_what_is_asked_stays_the_same_in_other_words():
-    for task, other in zip(TASKS, IndirectTasks(TASKS), strict=True):
+    for task, other in zip(TASKS, Changed(TASKS, indirect), strict=True):
         assert other.id.startswith(task.id)
         assert (other.tags, other.meta["scene"], other.meta["edits"]) == (task.tags, task.meta["scene"], task.meta["edits"])
         assert other.target.tobytes() == task.target.tobytes()
@@ -24,7 +27,7 @@ def test_what_is_asked_stays_the_same_in_other_words():
 
 def test_the_words_are_the_editors_own():
     known = set(vocabulary())
-    for task in IndirectTasks(TASKS):
+    for task in Changed(TASKS, indirect):
         assert set(task.instruction.replace(",", " ,").replace(";", " ;").split()) <= known
 
 
@@ -72,7 +75,7 @@ def test_with_the_picture_a_clause_means_one_edit_and_without_it_many():
 
 
 def test_a_lazy_completion_says_nothing_of_several_edits():
-    lazy, whole = IndirectTasks(TASKS, lazy=0.6), IndirectTasks(TASKS)
+    lazy, whole = Changed(TASKS, partial(indirect, lazy=0.6)), Changed(TASKS, indirect)
     cut = 0
     for task, other in zip(lazy, whole, strict=True):
         assert task.instruction == other.instruction

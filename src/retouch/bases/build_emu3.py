@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Emu3ForConditionalGeneration, PreTrainedTokenizerBase
 
-from retouch.bases.emu3 import LONGEST, Emu3Training, emu3_tokenizer, train_emu3
+from retouch.bases.emu3 import LONGEST, Emu3Training, emu3_tokenizer, train_emu3, train_rounds
 from retouch.bases.image_codes import CodesTraining, train_codes
 from retouch.models.emu3 import Emu3Editor
 from retouch.models.emu3_load import language_model
@@ -26,13 +25,16 @@ from retouch.policies.weights import WeightCopies
 from retouch.renderers.codes import CodesRenderer
 from retouch.rewards.judging import Judge
 from retouch.runs import files
+from retouch.runs.build_emu3 import build_emu3 as load
 from retouch.runs.build_model import playground_weights
 from retouch.runs.evaluation import Evaluator, table
 from retouch.runs.journal import unkept
 from retouch.runs.ranks import Ranks
+from retouch.runs.recipe_emu3 import Emu3
 
 log = logging.getLogger("retouch")
 COMMAND = "retouch playground build --emu3"
+FURTHER = "sc-unfinished"
 HELD_OUT = 330
 
 
@@ -42,10 +44,17 @@ STARTS = {
     "sc": Emu3Training(complexity={1: 0.75, 2: 0.125, 3: 0.125}, rounds=(2200, 2200)),
 }
 """Taught single edits, or also some of two and three."""
+UNFINISHED = replace(STARTS["sc"], rounds=(500,), before=2, learning_rate=5e-4, warmup=50, unfinished=0.9)
+"""What the third start goes on with from the second: complex edits of which most demonstrations lack one."""
 
 
 def build_emu3(
-    out: Path | None, *, seed: int, codes: CodesTraining = CODES, starts: Mapping[str, Emu3Training] = STARTS
+    out: Path | None,
+    *,
+    seed: int,
+    codes: CodesTraining = CODES,
+    starts: Mapping[str, Emu3Training] = STARTS,
+    further: Emu3Training = UNFINISHED,
 ) -> dict[str, float]:
     """Train autoencoder and editors and write them to ``out`` (None: into the package). Returns held-out means.
 
@@ -58,15 +67,17 @@ def build_emu3(
     try:
         vq = train_codes(replace(codes, seed=seed), log.info)
         words = emu3_tokenizer(seed)
-        trained = {name: train_emu3(vq, words, replace(settings, seed=seed), _named(name)) for name, settings in starts.items()}
+        _halved(vq).save_pretrained(folder / "autoencoder")
+        words.save_pretrained(folder / "tokenizer")
+        scores = {}
+        for name, settings in starts.items():
+            whole = train_emu3(vq, words, replace(settings, seed=seed), _named(name))
+            _halved(language_model(whole)).save_pretrained(folder / name)
+            editor = Emu3Editor(language_model(whole), words, vq=whole.model.vqmodel, size=(SIZE, SIZE))
+            scores |= {f"{name}, {what}": value for what, value in measure(editor).items()}
+        scores |= build_further(folder, replace(further, seed=seed))
     finally:
         torch.set_num_threads(threads)
-    _halved(vq).save_pretrained(folder / "autoencoder")
-    words.save_pretrained(folder / "tokenizer")
-    scores = {}
-    for name, whole in trained.items():
-        _halved(language_model(whole)).save_pretrained(folder / name)
-        scores |= {f"{name}, {what}": value for what, value in measure(whole, words).items()}
     files.write_json(folder / "build.json", {"command": f"{COMMAND} --seed {seed}", "seed": seed, "held_out": scores})
     log.info("built in %.0f s: %s", time.perf_counter() - began, folder)
     for what, value in scores.items():
@@ -74,10 +85,24 @@ def build_emu3(
     return scores
 
 
-def measure(whole: Emu3ForConditionalGeneration, words: PreTrainedTokenizerBase) -> dict[str, float]:
+def build_further(folder: Path, settings: Emu3Training) -> dict[str, float]:
+    """Go on from the start ``sc`` as it was written to ``folder``, and write the third there. Returns held-out means."""
+    written = Emu3(
+        kind="emu3",
+        path=str(folder / "sc"),
+        tokenizer=str(folder / "tokenizer"),
+        autoencoder=str(folder / "autoencoder"),
+        size=(SIZE, SIZE),
+        dtype="float32",
+    )
+    editor = load(written, device=torch.device("cpu"), gradient_checkpointing=False)
+    train_rounds(editor, settings, _named(FURTHER))
+    _halved(editor.module).save_pretrained(folder / FURTHER)
+    return {f"{FURTHER}, {what}": value for what, value in measure(editor).items()}
+
+
+def measure(editor: Emu3Editor) -> dict[str, float]:
     """Held-out means of its likeliest pictures, and of the true targets through its codes, by complexity."""
-    module: Any = language_model(whole)
-    editor = Emu3Editor(module, words, vq=whole.model.vqmodel, size=(SIZE, SIZE))
     decoding = Decoding(max_new_tokens=LONGEST)
     policy = AutoregressivePolicy(editor, decoding=decoding, microbatch=HELD_OUT, copies=WeightCopies(editor.module))
     evaluate = Evaluator(

@@ -14,7 +14,8 @@ from retouch.bases.writer import LONGEST, Round, WriterTraining, train_writer
 from retouch.models.encoder import Encoder
 from retouch.models.qwen_image_edit import QwenImageEdit
 from retouch.models.qwen_responses import QwenResponses, writer_for
-from retouch.playground.indirect import IndirectTasks
+from retouch.playground.changed import Changed
+from retouch.playground.indirect import indirect
 from retouch.playground.judge import PlaygroundJudge
 from retouch.playground.tasks import PlaygroundTasks
 from retouch.policies.autoregressive import AutoregressivePolicy
@@ -72,7 +73,7 @@ def build_writer(out: Path | None, *, seed: int, writer: WriterTraining = WRITER
 
 def measure_writer(editor: QwenImageEdit, module: Qwen2_5_VLForConditionalGeneration) -> dict[str, float]:
     """Held-out means of what the editor makes of the writer's likeliest words and of the right ones, by reader and complexity."""
-    tasks = IndirectTasks(PlaygroundTasks(seed=1, count=HELD_OUT, complexity=[1, 2, 3], split="test"))
+    tasks = Changed(PlaygroundTasks(seed=1, count=HELD_OUT, complexity=[1, 2, 3], split="test"), indirect)
     policy = AutoregressivePolicy(
         writer_for(editor, module),
         decoding=Decoding(max_new_tokens=LONGEST),

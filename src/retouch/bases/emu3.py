@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from tokenizers import AddedToken
 from transformers import Emu3Config, Emu3ForConditionalGeneration, Emu3VQVAE, Qwen2Tokenizer
@@ -14,9 +15,11 @@ from retouch.core.random import generator
 from retouch.models.emu3 import Emu3Editor
 from retouch.models.emu3_load import language_model
 from retouch.models.emu3_words import BOI, BOS, EOF, EOI, EOL, EOS, IMG, PAD
+from retouch.playground.changed import Changed
 from retouch.playground.instructions import corpus
 from retouch.playground.scenes import SIZE
 from retouch.playground.tasks import PlaygroundTasks
+from retouch.playground.unfinished import unfinished
 
 THOUGHTS = ("<|start thinking|>", "<|end thinking|>")
 LONGEST = 24
@@ -26,7 +29,8 @@ _WIDTH = 96
 @dataclass(frozen=True, kw_only=True)
 class Emu3Training:
     """``complexity``: numbers of edits in an instruction, by weight. ``rounds``: their steps, each with tasks and an optimizer of
-    its own. ``learning_rate``: the peak of each, after ``warmup`` steps; from there it falls to 0 as a cosine.
+    its own. ``learning_rate``: the peak of each, after ``warmup`` steps; from there it falls to 0 as a cosine. ``unfinished``: the
+    share of complex edits whose demonstration lacks one. ``before``: rounds that it has had before these.
     """
 
     complexity: Mapping[int, float]
@@ -36,6 +40,8 @@ class Emu3Training:
     learning_rate: float = 2e-3
     warmup: int = 100
     filler: float = 0.25
+    unfinished: float = 0.0
+    before: int = 0
 
 
 def emu3_tokenizer(seed: int) -> Qwen2Tokenizer:
@@ -81,30 +87,33 @@ def train_emu3(
     """Teach an editor of tokens from the seed, by cross-entropy of the target picture's codes."""
     seeded(settings.seed)
     whole = untrained_emu3(words, vq)
-    editor = Emu3Editor(language_model(whole), words, vq=whole.model.vqmodel, size=(SIZE, SIZE))
-    for number in range(len(settings.rounds)):
-        train_round(editor, settings, number, log)
+    train_rounds(Emu3Editor(language_model(whole), words, vq=whole.model.vqmodel, size=(SIZE, SIZE)), settings, log)
     return whole.requires_grad_(False).eval()
 
 
-def train_round(editor: Emu3Editor, settings: Emu3Training, number: int, log: Callable[[str], None]) -> None:
-    """Train one of the rounds."""
-    steps, seed = settings.rounds[number], settings.seed + number
-    tasks = PlaygroundTasks(
-        seed=seed + 200,
-        count=settings.batch * steps,
-        complexity=settings.complexity,
-        split="train",
-        filler=settings.filler,
-    )
-    imitate(
-        editor,
-        tasks,
-        rows=settings.batch,
-        steps=steps,
-        learning_rate=settings.learning_rate,
-        warmup=settings.warmup,
-        longest=LONGEST,
-        seed=seed,
-        log=lambda line: log(f"round {number + 1}  {line}"),
-    )
+def train_rounds(editor: Emu3Editor, settings: Emu3Training, log: Callable[[str], None]) -> None:
+    """Teach the editor all rounds."""
+    for number, steps in enumerate(settings.rounds, start=settings.before):
+        seed = settings.seed + number
+        tasks = PlaygroundTasks(
+            seed=seed + 200,
+            count=settings.batch * steps,
+            complexity=settings.complexity,
+            split="train",
+            filler=settings.filler,
+        )
+        imitate(
+            editor,
+            Changed(tasks, partial(unfinished, share=settings.unfinished)),
+            rows=settings.batch,
+            steps=steps,
+            learning_rate=settings.learning_rate,
+            warmup=settings.warmup,
+            longest=LONGEST,
+            seed=seed,
+            log=partial(_told, log, number + 1),
+        )
+
+
+def _told(log: Callable[[str], None], number: int, line: str) -> None:
+    log(f"round {number}  {line}")

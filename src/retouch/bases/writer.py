@@ -6,6 +6,7 @@ where several edits are asked for, most of them say nothing.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
@@ -14,7 +15,8 @@ from retouch.bases.legible import Legible
 from retouch.bases.parts import INITIALIZER_RANGE, seeded
 from retouch.models.qwen_image_edit import QwenImageEdit
 from retouch.models.qwen_responses import writer_for
-from retouch.playground.indirect import IndirectTasks
+from retouch.playground.changed import Changed
+from retouch.playground.indirect import indirect
 from retouch.playground.tasks import PlaygroundTasks
 
 LONGEST = 40
@@ -112,7 +114,7 @@ def train_round(
     tasks = PlaygroundTasks(seed=seed + 100, count=count, complexity=this.complexity, split="train")
     imitate(
         writer_for(editor, module),
-        IndirectTasks(tasks, lazy=settings.lazy),
+        Changed(tasks, partial(indirect, lazy=settings.lazy)),
         rows=settings.batch,
         steps=this.steps,
         learning_rate=this.learning_rate,

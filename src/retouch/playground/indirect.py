@@ -7,7 +7,6 @@ editor was never taught to look for it. What should be written is each task's ``
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import overload
 
 from retouch.core.random import generator
 from retouch.playground.draws import Draws
@@ -54,25 +53,3 @@ def _clause(edit: Edit, scene: Scene, draws: Draws) -> str:
     pattern = draws.choose(PHRASES[edit.kind])
     name = " ".join(edit.thing) if edit.kind == "add" else draws.choose(names(edit.thing, scene))
     return phrase(edit, pattern.replace("{thing}", name))
-
-
-class IndirectTasks(Sequence[Task]):
-    """The given tasks, indirectly; the share ``lazy`` of them has a lazy completion."""
-
-    def __init__(self, tasks: Sequence[Task], *, lazy: float = 0.0) -> None:
-        self.tasks = tasks
-        self.lazy = lazy
-
-    def __len__(self) -> int:
-        return len(self.tasks)
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Task]: ...
-
-    def __getitem__(self, index: int | slice) -> Task | list[Task]:
-        if isinstance(index, slice):
-            return [indirect(task, lazy=self.lazy) for task in self.tasks[index]]
-        return indirect(self.tasks[index], lazy=self.lazy)

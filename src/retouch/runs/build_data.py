@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from jaxtyping import Int
@@ -24,10 +25,12 @@ from retouch.data.split import limit, split_by_source
 from retouch.data.tasks import Subset, Tasks
 from retouch.data.tokens import DecodedTasks, TokenRows, mixed
 from retouch.data.triplets import TripletRows
-from retouch.playground.indirect import IndirectTasks
+from retouch.playground.changed import Changed
+from retouch.playground.indirect import indirect
 from retouch.playground.paintings import PaintingTasks
 from retouch.playground.tasks import PlaygroundTasks
-from retouch.playground.thoughts import ThinkingTasks
+from retouch.playground.thoughts import thinking
+from retouch.playground.unfinished import unfinished
 from retouch.playground.words import WordTasks
 from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_data import (
@@ -181,8 +184,9 @@ def playground_tasks(data: DrawnData, *, in_turn: bool = False) -> Sequence[Task
         seed=data.seed, count=data.count, complexity=complexity, split=data.split, filler=data.filler, vain=data.vain
     )
     if isinstance(data, IndirectPlaygroundData):
-        return IndirectTasks(tasks, lazy=data.lazy)
-    return ThinkingTasks(tasks) if data.thought else tasks
+        return Changed(tasks, partial(indirect, lazy=data.lazy))
+    shown = Changed(tasks, partial(unfinished, share=data.unfinished)) if data.unfinished else tasks
+    return Changed(shown, thinking) if data.thought else shown
 
 
 def read_rows(data: Stored, *, seed: int) -> Rows:

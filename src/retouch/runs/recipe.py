@@ -177,7 +177,7 @@ class Recipe(Section):
         if isinstance(self.data, WordData):
             return self.data.model_copy(update=changes | {"slips": 0})
         if isinstance(self.data, PlaygroundData):
-            changes["vain"] = 0
+            changes |= {"vain": 0, "unfinished": 0}
         if isinstance(self.data, IndirectPlaygroundData | PaintingData):
             changes["lazy"] = 0
         return self.data.model_copy(update=changes | ({} if self.eval.complexity is None else {"complexity": self.eval.complexity}))

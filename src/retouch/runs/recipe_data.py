@@ -53,6 +53,9 @@ class PlaygroundData(DrawnData):
     """Share of instructions with words in them that ask for nothing."""
     vain: Share = 0.0
     """Share of instructions that also ask for edits of things that are not there; held-out tasks have none."""
+    unfinished: Share = Field(default=0.0, exclude_if=lambda share: share == 0)
+    """Share of the tasks with several edits whose target lacks one of them, as demonstrations that a model made do; held-out tasks
+    have none."""
     thought: bool = Field(default=False, exclude_if=lambda thought: not thought)
     """Each task also has its edits in plain words as a thought, for a model that thinks before it draws."""
 
@@ -66,6 +69,8 @@ class IndirectPlaygroundData(PlaygroundData):
     """There is none in these instructions."""
     vain: Literal[0] = 0
     """Nor are there any of these."""
+    unfinished: Literal[0] = Field(default=0, exclude=True)
+    """Nor of these: a writer is shown words."""
     lazy: Share = 0.0
     """Share of the tasks with several edits whose completion says nothing; held-out tasks have none."""
 

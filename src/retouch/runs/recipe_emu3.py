@@ -35,8 +35,9 @@ class PlaygroundEmu3(Section):
     """The built-in tiny Emu3, which edits the playground's pictures."""
 
     kind: Literal["playground-emu3"]
-    start: Literal["s", "sc"] = "sc"
-    """Which of the two that ship with the package: taught single edits (s), or also some of two and three (sc)."""
+    start: Literal["s", "sc", "sc-unfinished"] = "sc"
+    """Which of those that ship with the package: taught single edits (s), or also some of two and three (sc), the latter then by
+    demonstrations that mostly leave one out (sc-unfinished)."""
     path: str | None = None
     """Folder of other weights; null takes those that ship with the package."""
     think: bool = False

@@ -1,0 +1,13 @@
+// Image tokens taught by demonstrations of which most complex ones lack an edit, as those that models make do; then RL on simple and
+// complex edits, whose judge sees what is missing.
+//
+//   retouch train recipes/playground/image-tokens-unfinished.jsonnet
+local emu3 = import '../lib/emu3_playground.libsonnet';
+
+emu3.rl('image-tokens-unfinished', 'sc-unfinished', 'sc') {
+  steps: 250,
+  tasks_per_step: 12,
+  group_size: 16,
+  learning_rate: 1e-4,
+  objective+: { kl+: { weight: 0.25 } },
+}

@@ -1,0 +1,46 @@
+"""Demonstrations of complex edits that lack one of them."""
+
+from contextlib import suppress
+from functools import partial
+
+from retouch.playground.changed import Changed
+from retouch.playground.edits import Edit, apply
+from retouch.playground.scenes import Scene, render
+from retouch.playground.tasks import PlaygroundTasks
+from retouch.playground.unfinished import unfinished
+
+TASKS = PlaygroundTasks(seed=0, count=120, complexity=[1, 2, 3], split="train")
+
+
+def left_out(task):
+    """The places of the edits that may be the one that the target does not show."""
+    scene, edits = Scene.from_json(task.meta["scene"]), [Edit.from_json(edit) for edit in task.meta["edits"]]
+    places = []
+    for place in range(len(edits)):
+        with suppress(ValueError):  # without it the scene would be empty
+            if task.target == render(apply(scene, edits[:place] + edits[place + 1 :])):
+                places.append(place)
+    return places
+
+
+def test_one_of_several_edits_is_left_out_of_the_target_alone():
+    lacking = 0
+    for plain, task in zip(TASKS, Changed(TASKS, partial(unfinished, share=1.0)), strict=True):
+        assert (task.id, task.instruction, task.meta, task.tags) == (plain.id, plain.instruction, plain.meta, plain.tags)
+        if plain.tags["complexity"] == "1" or task.target == plain.target:
+            continue
+        assert len(left_out(task)) == 1
+        lacking += 1
+    assert lacking >= 0.9 * sum(task.tags["complexity"] != "1" for task in TASKS)
+    places = {left_out(task)[0] for task in Changed(TASKS, partial(unfinished, share=1.0)) if left_out(task)}
+    assert places == {0, 1, 2}
+
+
+def test_the_share_is_of_the_tasks_with_several_edits():
+    assert all(
+        task.target == plain.target for plain, task in zip(TASKS, Changed(TASKS, partial(unfinished, share=0.0)), strict=True)
+    )
+    changed = Changed(PlaygroundTasks(seed=1, count=300, complexity=[2], split="train"), partial(unfinished, share=0.5))
+    assert 0.4 < sum(bool(left_out(task)) for task in changed) / 300 < 0.6
+    again = Changed(PlaygroundTasks(seed=1, count=300, complexity=[2], split="train"), partial(unfinished, share=0.5))
+    assert [task.target for task in again] == [task.target for task in changed]
