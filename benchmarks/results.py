@@ -22,6 +22,7 @@ from typing import Any
 from results_page import SECTIONS, Entry, page
 
 from retouch.runs.recipe import Recipe, load
+from retouch.runs.recipe_emu3 import PlaygroundEmu3
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / "benchmarks" / "cache"
@@ -34,7 +35,6 @@ SHIPPED = {
     "playground-writer": "writer",
     "playground-painter": "painter",
     "playground-enhancer": "enhancer",
-    "playground-emu3": "emu3",
 }
 # What runs of the playground compute with; how they are assembled and kept decides no number.
 DENOISING = (
@@ -207,7 +207,10 @@ def keep(entry: Entry, known: dict) -> None:
 
 def used_weights(recipe: Recipe) -> set[str]:
     """Folders of the shipped weights that the recipe's models are read from."""
-    return {SHIPPED[model.kind] for model in (recipe.policy.model, recipe.image_model) if model.kind in SHIPPED}
+    model = recipe.policy.model
+    if isinstance(model, PlaygroundEmu3):
+        return {"emu3/autoencoder", f"emu3/{model.start}"}
+    return {SHIPPED[model.kind] for model in (model, recipe.image_model) if model.kind in SHIPPED}
 
 
 def code_digest(recipe: Recipe) -> str:
