@@ -38,14 +38,6 @@ class ClipReward:
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Each column as (b,), float32. A sample without a picture is the policy's own fault: the column's minimum."""
-        drawn = [row for row, sample in enumerate(samples) if sample.image is not None]
-        nan = float("nan")
-        scores = {name: torch.full((len(samples),), nan if c.diagnostic else c.low) for name, c in self.columns.items()}
-        if drawn:
-            images = [image for sample in samples if (image := sample.image) is not None]
-            cosine, truncated = self._towers.cosines([samples[row].task.instruction for row in drawn], images)
-            scores["cosine"][drawn] = cosine
-            scores["clip_score"][drawn] = 2.5 * cosine.clamp(min=0)
-            scores["similarity"][drawn] = cosine.clamp(min=0)
-            scores["truncated"][drawn] = truncated.float()
-        return scores
+        cosine, truncated = self._towers.of_samples(samples)
+        similarity = cosine.clamp(min=0)
+        return {"cosine": cosine, "clip_score": 2.5 * similarity, "similarity": similarity, "truncated": truncated}

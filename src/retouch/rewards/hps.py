@@ -30,10 +30,5 @@ class HpsReward:
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """The column as (b,), float32."""
-        scores = torch.zeros(len(samples))
-        drawn = [row for row, sample in enumerate(samples) if sample.image is not None]
-        if drawn:
-            images = [image for sample in samples if (image := sample.image) is not None]
-            cosine, _ = self._towers.cosines([samples[row].task.instruction for row in drawn], images)
-            scores[drawn] = cosine.clamp(0, 1)
-        return {"hps": scores}
+        cosine, _ = self._towers.of_samples(samples)
+        return {"hps": cosine.clamp(0, 1)}

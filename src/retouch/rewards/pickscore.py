@@ -31,10 +31,5 @@ class PickScoreReward:
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """The column as (b,), float32."""
-        scores = torch.zeros(len(samples))
-        drawn = [row for row, sample in enumerate(samples) if sample.image is not None]
-        if drawn:
-            images = [image for sample in samples if (image := sample.image) is not None]
-            cosine, _ = self._towers.cosines([samples[row].task.instruction for row in drawn], images)
-            scores[drawn] = (self._towers.scale * cosine).clamp(0, 100)
-        return {"pickscore": scores}
+        cosine, _ = self._towers.of_samples(samples)
+        return {"pickscore": (self._towers.scale * cosine).clamp(0, 100)}

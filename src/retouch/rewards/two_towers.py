@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from retouch.rewards.weights_folder import weights_digest, weights_folder
+from retouch.types import Sample
 
 # pad where the model was trained with padding to its full length
 _KINDS: dict[str, tuple[Any, Any, bool]] = {
@@ -90,6 +91,19 @@ class TwoTowers:
         """Each text with its picture: cosines, -1 to 1, and which texts were cut."""
         encoded = self.texts(texts)
         return (encoded.vectors * self.images(images)).sum(dim=1).clamp(-1, 1), encoded.truncated
+
+    def of_samples(self, samples: Sequence[Sample]) -> tuple[Float[Tensor, " b"], Float[Tensor, " b"]]:
+        """The cosine of each sample's instruction with its picture, and 1 where the instruction was cut, else 0.
+
+        A sample without a picture is the policy's own fault: the least cosine, -1, and NaN.
+        """
+        cosines, truncated = torch.full((len(samples),), -1.0), torch.full((len(samples),), torch.nan)
+        drawn = [(row, sample.task.instruction, sample.image) for row, sample in enumerate(samples) if sample.image is not None]
+        if drawn:
+            rows, texts, images = zip(*drawn, strict=True)
+            found, cut = self.cosines(texts, images)
+            cosines[list(rows)], truncated[list(rows)] = found, cut.float()
+        return cosines, truncated
 
     def _text(self, text: str) -> Float[Tensor, "1 d"]:
         padding = "max_length" if self._pad else False
