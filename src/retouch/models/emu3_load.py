@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Set
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -22,9 +22,9 @@ from transformers import (
 )
 from transformers.models.emu3.configuration_emu3 import Emu3VQVAEConfig
 
+from retouch.models.causal import Attention
 from retouch.models.emu3 import Emu3Editor
 
-Attention: TypeAlias = Literal["sdpa", "flash_attention_2", "eager"]
 KEYS = (
     (r"\.(q|k|v)\.(weight|bias)$", r".\1_proj.\2"),
     (r"\.proj_out\.", ".out_proj."),

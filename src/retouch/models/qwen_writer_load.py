@@ -4,7 +4,7 @@ import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from transformers import (
@@ -17,11 +17,11 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
+from retouch.models.causal import Attention
 from retouch.models.qwen_layout import Area
 from retouch.models.qwen_template import VISION
 from retouch.models.qwen_writer import STOP, QwenWriter, Reader
 
-Attention: TypeAlias = Literal["sdpa", "flash_attention_2", "eager"]
 CLASSES: dict[str, Any] = {
     "qwen2_vl": Qwen2VLForConditionalGeneration,
     "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,

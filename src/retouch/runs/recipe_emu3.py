@@ -2,10 +2,8 @@
 
 from typing import Literal, TypeAlias
 
-from retouch.runs.recipe_policy import Dtype
+from retouch.runs.recipe_policy import Attention, Dtype
 from retouch.runs.recipe_section import Pixels, Section
-
-Attention: TypeAlias = Literal["sdpa", "flash_attention_2", "eager"]
 
 
 class Emu3(Section):

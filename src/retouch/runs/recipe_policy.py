@@ -7,6 +7,7 @@ from pydantic import Field, JsonValue
 from retouch.runs.recipe_section import ClassPath, Count, NonNegative, Pixels, Positive, Section, Share
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
+Attention: TypeAlias = Literal["sdpa", "flash_attention_2", "eager"]
 
 
 class PlaygroundModel(Section):

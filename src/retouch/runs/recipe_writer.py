@@ -5,10 +5,8 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field
 
 from retouch.runs.recipe_emu3 import Emu3, PlaygroundEmu3
-from retouch.runs.recipe_policy import Dtype, Ema, FullWeights, ImportedModel, Lora
+from retouch.runs.recipe_policy import Attention, Dtype, Ema, FullWeights, ImportedModel, Lora
 from retouch.runs.recipe_section import Count, Positive, Section
-
-Attention: TypeAlias = Literal["sdpa", "flash_attention_2", "eager"]
 
 
 class QwenWriter(Section):
