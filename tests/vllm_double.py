@@ -6,6 +6,7 @@ own copy of the base weights, by hand; and it can be told to go wrong. It comput
 
 import base64
 import copy
+import functools
 import io
 import json
 import math
@@ -26,6 +27,8 @@ from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+
+from vllm_runner import LogitsProcessor, Request, Runner
 
 INT64 = Field(ge=-(2**63), le=2**63 - 1)
 GENERATE, LOAD, UNLOAD = "/inference/v1/generate", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -49,6 +52,7 @@ class Sampling(Strict):
     logprobs: Annotated[int, Field(ge=-1, le=20)] | None = None
     detokenize: bool = True
     logit_bias: dict[int, float] | None = None
+    extra_args: dict[str, Any] | None = None
 
 
 class Picture(Strict):
@@ -81,7 +85,9 @@ class Refusal(Exception):
 
 @dataclass(eq=False)
 class Double:
-    """``base``: the weights that it serves. ``fault``: what goes wrong with the next request to a path, None nothing."""
+    """``base``: the weights that it serves. ``fault``: what goes wrong with the next request to a path, None nothing.
+    ``processor``: what it was started with as ``--logits-processors``; without one nobody reads a request's ``extra_args``.
+    """
 
     base: nn.Module
     image_processor: Any = None
@@ -94,6 +100,7 @@ class Double:
     max_model_len: int = 4096
     processed: bool = True
     sampling_mask: bool = False
+    processor: type[LogitsProcessor] | None = None
     fault: Callable[[str], str | None] = lambda path: None
     adapters: dict[str, nn.Module] = field(default_factory=dict)
     loaded: list[str] = field(default_factory=list)
@@ -161,6 +168,11 @@ class Double:
             raise Refusal(400, f"n must be 1 when using greedy sampling, got {how.n}.")
         if self.sampling_mask and how.top_k <= 0:
             raise Refusal(400, "sampling distribution replay requires top_k > 0")
+        if self.processor is not None:
+            try:
+                self.processor.validate_params(how)
+            except ValueError as error:
+                raise Refusal(400, str(error)) from None
         self.asked.append(asked)
         ids, inputs = self._prompt(asked)
         choices = [self._choice(module, ids, inputs, how, index, vocabulary) for index in range(how.n)]
@@ -192,6 +204,12 @@ class Double:
         ids = [each for token in asked.token_ids for each in ([token] * (next(counts) if token == self.image_token else 1))]
         return ids, {"pixel_values": seen["pixel_values"], "image_grid_thw": grids}
 
+    def _runner(self, vocabulary: int, request: Request) -> Runner:
+        assert self.processor is not None
+        runner = Runner(self.processor, slots=1, longest=self.max_model_len, vocabulary=vocabulary)
+        runner.add(request)
+        return runner
+
     @torch.no_grad()
     def _choice(
         self, module: nn.Module, prompt: list[int], inputs: dict[str, Tensor], how: Sampling, index: int, vocabulary: int
@@ -200,6 +218,7 @@ class Double:
         written: list[int] = []
         logged, masks = [], []
         finish = None
+        runner = None if self.processor is None else self._runner(vocabulary, Request(prompt, how))
         while finish is None:
             ids = torch.tensor([[*prompt, *written]])
             types = {"mm_token_type_ids": (ids == self.image_token).int()} if inputs else {}
@@ -207,10 +226,14 @@ class Double:
             logits = raw.clone()
             for token, bias in (how.logit_bias or {}).items():
                 logits[token] += min(100.0, max(-100.0, bias))
+            if runner is not None:
+                ((_, logits),) = runner.step(functools.partial(_row_of, logits))
             logits = _truncated(logits / how.temperature, how)
             noise = torch.empty(vocabulary).exponential_(generator=random)
             token = int((logits.softmax(-1) / noise).argmax())
             written.append(token)
+            if runner is not None:
+                runner.write(runner.here[0], token)
             chance = (logits if self.processed else raw).log_softmax(-1)[token].item()
             logged.append({"token_id": token, "logprob": max(chance, -9999.0), "rank": 1, "top_logprobs": []})
             masks.append((logits > -torch.inf).nonzero()[:, 0].tolist())
@@ -242,6 +265,10 @@ def _merged(base: nn.Module, config: dict[str, Any], tensors: dict[str, Tensor])
         weight = merged.get_submodule(name.removeprefix("base_model.model.")).weight
         weight += config["lora_alpha"] / config["r"] * tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
     return merged
+
+
+def _row_of(logits: Tensor, requests: list[Request]) -> Tensor:
+    return logits[None]
 
 
 def _truncated(logits: Tensor, how: Sampling) -> Tensor:

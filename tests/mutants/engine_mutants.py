@@ -3,6 +3,7 @@
 from mutant import Mutant
 
 ENGINE = "tests/policies/test_vllm_engine.py"
+PLUGIN = "tests/policies/test_vllm_plugin.py"
 MISMATCH = "tests/policies/test_mismatch.py"
 
 ENGINES = (
@@ -103,5 +104,33 @@ ENGINES = (
         "entropy=entropy, scale=scale)",
         "entropy=entropy, scale=None)",
         f"{MISMATCH}::test_the_gradient_is_weighted_and_the_ratio_is_not",
+    ),
+    Mutant(
+        "what the last request in a slot told holds for the next",
+        "policies/vllm/plugin.py",
+        "            self._of.pop(req_idx, None)\n",
+        "",
+        f"{PLUGIN}::test_requests_without_a_grammar_are_left_as_they_are_also_in_a_slot_that_had_one",
+    ),
+    Mutant(
+        "what others left in a slot is read",
+        "policies/vllm/plugin.py",
+        " & (places <= last[:, None])",
+        "",
+        f"{PLUGIN}::test_after_text_the_same_tokens_may_stand_as_in_the_policy",
+    ),
+    Mutant(
+        "the source picture is the picture",
+        "policies/vllm/plugin.py",
+        " & (places >= prompts.to(ids.device)[:, None] - 1)",
+        "",
+        f"{PLUGIN}::test_after_text_the_same_tokens_may_stand_as_in_the_policy",
+    ),
+    Mutant(
+        "the grammar is not held against what comes back",
+        "policies/vllm/engine.py",
+        "            self._check(batch, prompts, completion)\n",
+        "",
+        f"{ENGINE}::test_a_server_without_the_plug_in_is_not_believed",
     ),
 )

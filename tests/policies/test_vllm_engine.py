@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,13 +14,16 @@ from transformers import Qwen2VLImageProcessorPil
 import tiny_policies
 import tiny_writing
 import vllm_double
-from models import tiny_writers
+import vllm_runner
+from models import tiny, tiny_emu3, tiny_writers
+from retouch.models.emu3 import DRAW
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.mismatch import EngineFault, Tolerance
 from retouch.policies.vllm.adapters import Adapters
 from retouch.policies.vllm.client import Client
 from retouch.policies.vllm.engine import Served, VllmEngine
-from retouch.policies.vllm.server import ask
+from retouch.policies.vllm.form import PLUGIN
+from retouch.policies.vllm.server import ask, keeps_to_forms
 from retouch.runs.lora_files import write_lora
 from retouch.types import Needs, Slice
 from vllm_double import CHANGES, GENERATE, LOAD, UNLOAD, Double, always, at_first, serving
@@ -170,8 +174,8 @@ def test_a_grammar_that_the_server_cannot_be_told_is_refused(tmp_path):
         writer.grammar = tiny_writing.Form(writer)
         with pytest.raises(ValueError, match="one set of tokens"):
             VllmEngine(writer, connect=engine._connect, adapters=engine._adapters)
-        writer.grammar.vocabularies = plain.vocabularies
-        with pytest.raises(ValueError, match="does not force tokens"):
+        writer.grammar.vocabularies = plain.vocabularies.expand(2, -1)
+        with pytest.raises(EngineFault, match="wrote what this writer's grammar forbids"):
             engine(tiny_writing.batch(), writer.encode(tiny_writers.tasks()), policy.decoding)
         plain.vocabularies = torch.arange(2000)[None] < 900
         writer.grammar = plain
@@ -382,3 +386,78 @@ def test_the_double_is_strict(tmp_path):
                 double.answer("POST", GENERATE, vllm_double.json.dumps(wrong).encode())
         with pytest.raises(vllm_double.Refusal):
             double.answer("POST", UNLOAD, b'{"lora_name": "x"}')
+
+
+# Image tokens
+
+
+@contextmanager
+def drawing(tmp_path, *, prefill=DRAW, grammar=True, **double):
+    """A policy of image tokens with the engine, and the double behind it."""
+    editor = tiny_emu3.editor(prefill=prefill, grammar=grammar)
+    twin = Double(copy.deepcopy(editor.module), **double)
+    twin.base.delete_adapter("default")
+    tiny_writers.move(editor.module)
+    height, width = editor.grid
+    longest = len(editor.words.header(height, width)) + height * (width + 1) + 3
+    with serving(twin) as url:
+        policy = tiny_writing.policy(writer=editor, decoding={"max_new_tokens": longest, "temperature": 0.7})
+        policy.engine = VllmEngine(
+            editor,
+            connect=lambda: Client(url, seconds=600.0, patience=1.0),
+            adapters=Adapters(
+                weights=policy.copies.parameters,
+                save=lambda folder: write_lora(editor.module, folder, pipeline=None),
+                folder=tmp_path / "adapters",
+                name="retouch-test",
+            ),
+        )
+        yield policy, twin
+
+
+def edits():
+    return (tiny.task("one", "make it red", tiny.picture(0, 16, 24)), tiny.task("two", "no", tiny.picture(1, 32, 32)))
+
+
+def test_a_server_with_the_plug_in_writes_pictures_from_the_policys_distribution(tmp_path, monkeypatch):
+    with drawing(tmp_path, processor=vllm_runner.installed(monkeypatch)) as (policy, twin):
+        assert isinstance(policy.model, Served)
+        batch = tiny_writing.batch(edits())
+        trajectory = policy.rollout(batch)
+        assert off(trajectory) < 1e-4
+        assert (trajectory.behaviour_log_probs[~trajectory.mask] == 0).all()
+        assert all(policy.model.codes_in(written.ids) is not None for written in trajectory.outputs)
+        evaluation = policy.evaluate(trajectory, everything(trajectory), Needs())
+        assert (evaluation.log_ratio.exp() - 1).abs().max() <= 1e-5
+        assert not any(asked.content_parts for asked in twin.asked)
+        assert all(asked.sampling_params.logit_bias == {} for asked in twin.asked)
+
+
+def test_a_server_without_the_plug_in_is_not_believed(tmp_path):
+    with drawing(tmp_path) as (policy, _), pytest.raises(EngineFault, match=re.escape(f"--logits-processors {PLUGIN}")):
+        policy.rollout(tiny_writing.batch(edits()))
+
+
+def test_what_the_plug_in_is_told_is_checked_by_the_server(tmp_path, monkeypatch):
+    with drawing(tmp_path, processor=vllm_runner.installed(monkeypatch)) as (policy, twin):
+        policy.engine._form = {**policy.engine._form, "begin": -1}
+        with pytest.raises(EngineFault, match=r"refuses to write: HTTP 400: extra_args\.retouch_form\.begin"):
+            policy.rollout(tiny_writing.batch(edits()))
+        with policy.engine._connect() as client:
+            assert keeps_to_forms(client)
+            twin.processor = None
+            assert not keeps_to_forms(client)
+
+
+def test_without_a_grammar_any_server_writes_image_tokens(tmp_path):
+    with drawing(tmp_path, grammar=False) as (policy, twin):
+        trajectory = policy.rollout(tiny_writing.batch(edits()))
+        assert off(trajectory) < 1e-4
+        assert all(asked.sampling_params.extra_args is None for asked in twin.asked)
+
+
+def test_nothing_is_cut_where_the_server_would_not_tell_what(tmp_path, monkeypatch):
+    with drawing(tmp_path, processor=vllm_runner.installed(monkeypatch)) as (policy, _):
+        policy.decoding = replace(policy.decoding, top_k=5)
+        with pytest.raises(ValueError, match="leave both out"):
+            policy.rollout(tiny_writing.batch(edits()))

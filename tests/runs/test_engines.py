@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2VLImageProcessorPil
+from transformers import Emu3ForConditionalGeneration, Qwen2_5_VLForConditionalGeneration, Qwen2VLImageProcessorPil
 
 import tiny_writer_runs
+import vllm_runner
 from retouch import cli
+from retouch.models.emu3_load import language_model
 from retouch.policies.mismatch import EngineFault
+from retouch.policies.vllm.form import PLUGIN
 from retouch.runs import checkpoint, doctor_engine
 from retouch.runs.assembly import assemble
 from retouch.runs.doctor_engine import check_engines
@@ -98,6 +101,19 @@ def test_what_a_server_cannot_do_is_refused_when_the_recipe_is_read(make: Make, 
     assert line in refusal(document)
 
 
+def test_image_tokens_are_written_by_a_server_that_cuts_nothing(make: Make, tmp_path: Path) -> None:
+    tokens = tiny_writer_runs.image_tokens(tmp_path)
+    parse(make(**tokens, rollout__engine=VLLM))
+    assert "rollout.engine.kind: vllm takes a LoRA" in refusal(make(**tokens, rollout__engine=VLLM, policy__train={"kind": "full"}))
+    for cut in ({"rollout__top_k": 100}, {"rollout__top_p": 0.9}):
+        told = refusal(make(**tokens, rollout__engine=VLLM, **cut))
+        assert "rollout.top_k, top_p: vllm does not tell which tokens these kept" in told
+        assert "give top_k too" not in told
+        parse(make(**tokens, **cut))
+    free = {**tokens, "policy__model": {**tokens["policy__model"], "grammar": False}}
+    parse(make(**free, rollout__engine=VLLM, rollout__top_k=9))
+
+
 def test_full_weights_write_for_themselves(make: Make) -> None:
     parse(make(rollout__engine={"kind": "cached"}, policy__train={"kind": "full"}, rollout__top_p=0.9, rollout__temperature=3.0))
 
@@ -164,6 +180,28 @@ def test_a_server_with_other_weights_stops_the_run_before_its_first_step(make: M
         with pytest.raises(EngineFault, match=r"off from the policy's own by .*rollout\.engine\.max_mismatch"):
             run(parse(make(rollout__engine=section)), fresh=False)
     assert not (tmp_path / "written" / "metrics.jsonl").exists() or not RunFolder(tmp_path / "written").read_metrics()
+
+
+def test_a_run_of_image_tokens_is_written_by_a_server_with_the_plug_in(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_writer_runs.save_emu3(tmp_path / "emu3")
+    tokens = tiny_writer_runs.image_tokens(tmp_path / "emu3")
+    base = language_model(Emu3ForConditionalGeneration.from_pretrained(tmp_path / "emu3")).eval()
+    double = Double(base, processor=vllm_runner.installed(monkeypatch))
+    with serving(double) as url:
+        section = {"kind": "vllm", "url": url, "patience": 0.2, "timeout": 600.0, "max_mismatch": 1e-3}
+        reward = {"kind": "compressibility", "combine": {"compressibility": 1}}
+        recipe = parse(make(**tokens, rollout__engine=section, reward=reward, rollout__chunk=4, steps=1))
+        assert run(recipe, fresh=False) == 0
+        assert not any(finding.status == "FAILED" for finding in check_engines(recipe))
+        double.processor = None
+        (failed,) = (finding for finding in check_engines(recipe) if finding.status == "FAILED")
+        assert f"--logits-processors {PLUGIN}" in failed.text
+    (line,) = RunFolder(recipe.folder).read_metrics()
+    assert 0 < line["engine/mismatch_max"] < 1e-3
+    assert line["completion/cut_off_fraction"] == 0
+    assert line["policy/grad_norm"] > 0
 
 
 # The doctor

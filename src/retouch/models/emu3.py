@@ -27,6 +27,8 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 class Emu3Editor(CausalText):
     """Emu3's language model, which may train, and its autoencoder, which stays frozen (``retouch.types.AutoregressiveModel``).
 
+    A server can stand in for it (``policies/vllm``): it sees its pictures as ids.
+
     ``size``: (height, width) in px of every picture; the autoencoder shrinks each side by its own factor (8). ``prefill``: ``DRAW``
     begins the picture at once, ``THINK`` lets text come first. ``grammar``: False leaves the form of a picture to the model.
     """
@@ -60,6 +62,12 @@ class Emu3Editor(CausalText):
         )
         self.stop = (self.words.eos,)
         self.pad = self.words.pad
+
+    image_token: int | None = None
+
+    def seen(self, task: Task) -> tuple[Image, ...]:
+        """No picture is sent beside the prompt: it is in it."""
+        return ()
 
     @staticmethod
     def decoder(module: nn.Module) -> nn.Module:

@@ -18,30 +18,30 @@ class GridGrammar:
     """Emu3's pictures of ``height`` x ``width`` codes (a ``Grammar``). ``vocabulary``: rows of the head.
 
     A prompt that ends in boi has begun the picture already. Text may also end without one, which leaves nothing to draw.
+    ``begin``: boi. ``form``: by tokens since it, the id that is forced, or -1 where a visual token is drawn.
     """
 
     kinds = (Kind.TEXT_TOKEN, Kind.IMAGE_TOKEN)
 
     def __init__(self, words: Emu3Words, *, height: int, width: int, vocabulary: int, device: torch.device) -> None:
-        self._boi = words.boi
+        self.begin = words.boi
         visual = torch.zeros(vocabulary, dtype=torch.bool)
         visual[words.visual] = True
         text = (torch.arange(vocabulary) < len(words.tokenizer)) & ~visual
         text[[words.img, words.eol, words.eof, words.eoi, words.bos, words.pad]] = False
         self.vocabularies = torch.stack([text, visual]).to(device)
         body = ([VISUAL] * width + [words.eol]) * height
-        # By tokens since boi: the id that is forced, or -1 where a visual token is drawn.
         form = [*words.header(height, width), *(-1 if each == VISUAL else each for each in body), words.eof, words.eoi, words.eos]
-        self._form = torch.tensor([*form, words.pad], device=device)
+        self.form = torch.tensor([*form, words.pad], device=device)
 
     def parse(self, prompts: Prompts, ids: Int[Tensor, "r k"]) -> tuple[Int[Tensor, "r k1"], Int[Tensor, "r k1"]]:
         rows, count = ids.shape
         places = torch.arange(count + 1, device=ids.device).expand(rows, -1)
-        begun = torch.cat([prompts.ids[:, -1:] == self._boi, ids == self._boi], dim=1)  # place k stands after begun[k]
+        begun = torch.cat([prompts.ids[:, -1:] == self.begin, ids == self.begin], dim=1)  # place k stands after begun[k]
         first = torch.where(begun.any(1), begun.int().argmax(1), count + 1)
         since = places - first[:, None]
         drawing = since >= 0
-        forced = torch.where(drawing, self._form[since.clamp(0, len(self._form) - 1)], -1)
+        forced = torch.where(drawing, self.form[since.clamp(0, len(self.form) - 1)], -1)
         return drawing.long() * VISUAL, forced
 
 

@@ -6,6 +6,7 @@ from retouch.policies.mismatch import EngineFault
 from retouch.runs.build_engine import connect
 from retouch.runs.doctor_findings import Finding, failed, note, ok
 from retouch.runs.recipe import Recipe
+from retouch.runs.recipe_emu3 import TokenModel
 from retouch.runs.recipe_engine import VllmEngine
 from retouch.runs.recipe_policy import ImportedModel
 from retouch.runs.recipe_rollout import TokenRollout
@@ -33,12 +34,15 @@ def _check(recipe: Recipe, rollout: TokenRollout) -> Iterator[Finding]:
     except ValueError as error:
         yield failed("engine", str(error), mend="pip install 'retouch[vllm]'")
         return
-    from retouch.policies.vllm.server import ask
+    from retouch.policies.vllm.form import PLUGIN
+    from retouch.policies.vllm.server import ask, keeps_to_forms
     from retouch.policies.vllm.wire import INTERFACE
 
+    model = recipe.policy.model
     with client:
         try:
             server = ask(client)
+            formed = not (isinstance(model, TokenModel) and model.grammar and server.takes_ids) or keeps_to_forms(client)
         except EngineFault as fault:
             yield failed("engine", str(fault), mend=starting)
             return
@@ -47,7 +51,6 @@ def _check(recipe: Recipe, rollout: TokenRollout) -> Iterator[Finding]:
     yield note("engine", f"this engine was tested against a double of vLLM {INTERFACE}'s interface, and has never run on vLLM")
     if server.version != INTERFACE:
         yield note("engine", f"{where} may speak otherwise than {INTERFACE}, which this was written for")
-    model = recipe.policy.model
     if not isinstance(model, ImportedModel) and model.path and server.base.root not in (None, model.path):
         yield note("engine", f"it serves {server.base.root}, and policy.model.path is {model.path}; the weights must be the same")
     if not server.loads_adapters:
@@ -55,6 +58,9 @@ def _check(recipe: Recipe, rollout: TokenRollout) -> Iterator[Finding]:
         yield failed("engine", text, mend=starting)
     if not server.takes_ids:
         yield failed("engine", f"{where} takes no token ids: it was started without --enable-scale-out", mend=starting)
+    if not formed:
+        text = f"{where} does not keep to the grammar of image tokens: it was started without --logits-processors {PLUGIN}"
+        yield failed("engine", text, mend=starting)
     room = server.base.max_model_len
     if room is not None and room <= rollout.max_new_tokens:
         yield failed("engine", f"{where} has room for {room} tokens, prompt and completion together", mend=starting)

@@ -25,7 +25,8 @@ class CachedEngine(_Engine):
 class VllmEngine(_Engine):
     """A vLLM server that holds the base weights; the adapter is loaded into it after each update.
 
-    Written for the interface of vLLM 0.33.0 and tested against a strict double of it; never run on vLLM. For LoRA alone.
+    Written for the interface of vLLM 0.33.0 and tested against a strict double of it; never run on vLLM. For LoRA alone. A server
+    that writes image tokens needs a plug-in that keeps to their grammar (docs/engines.md).
     """
 
     kind: Literal["vllm"]

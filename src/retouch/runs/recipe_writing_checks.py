@@ -90,8 +90,6 @@ def engine_problems(recipe: "Recipe") -> Iterator[str]:
         if not isinstance(rollout, TokenRollout) or not isinstance(rollout.engine, VllmEngine):
             continue
         at = f"phases.{index - 1}.rollout" if index else "rollout"
-        if isinstance(recipe.policy.model, TokenModel):
-            yield f"{at}.engine.kind: vllm would write image tokens without this grammar; take engine cached"
         if isinstance(recipe.policy.train, FullWeights):
             yield (
                 f"{at}.engine.kind: vllm takes a LoRA over HTTP after each update, but all weights only through the development "
@@ -99,7 +97,14 @@ def engine_problems(recipe: "Recipe") -> Iterator[str]:
             )
         if rollout.temperature > VLLM_TEMPERATURE:
             yield f"{at}.temperature: vllm takes no {rollout.temperature:g}; give {VLLM_TEMPERATURE:g} or less, or engine cached"
-        if rollout.top_p is not None and rollout.top_p < 1 and rollout.top_k is None:
+        model = recipe.policy.model
+        cuts = rollout.top_k is not None or (rollout.top_p is not None and rollout.top_p < 1)
+        if isinstance(model, TokenModel) and model.grammar and cuts:
+            yield (
+                f"{at}.top_k, top_p: vllm does not tell which tokens these kept where a plug-in keeps to the grammar; leave both "
+                "out, or take engine cached"
+            )
+        elif rollout.top_p is not None and rollout.top_p < 1 and rollout.top_k is None:
             yield f"{at}.top_p: vllm tells which tokens it kept only where top_k bounds them; give top_k too, 1000 say"
 
 

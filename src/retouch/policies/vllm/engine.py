@@ -19,6 +19,7 @@ from retouch.policies.decoding import Completion, Decoding
 from retouch.policies.mismatch import EngineFault
 from retouch.policies.vllm.adapters import Adapters
 from retouch.policies.vllm.client import Client, Refused
+from retouch.policies.vllm.form import PLUGIN, Formed, told
 from retouch.policies.vllm.wire import GENERATE, MOST_BIASED, Answer, BadAnswer, Question, data_url, read
 from retouch.types import Batch, Grammar, Prompts, Task
 
@@ -51,8 +52,9 @@ class _Asked:
 class VllmEngine:
     """Asks a server for the completions of a batch: a request for each task, its rows drawn in one.
 
-    ``connect``: a new connection to the server. ``any_rank``: whether something is so on one rank at least. ValueError where the
-    writer's grammar is more than one set of tokens, or leaves out more of them than a request may ban.
+    ``connect``: a new connection to the server. ``any_rank``: whether something is so on one rank at least. A grammar of image
+    tokens (``form.Formed``) is kept to by the plug-in that the server loads. ValueError where the writer's grammar is neither that
+    nor one set of tokens, or leaves out more of them than a request may ban.
     """
 
     exact = False
@@ -65,13 +67,16 @@ class VllmEngine:
         adapters: Adapters,
         any_rank: Callable[[bool], bool] = bool,
     ) -> None:
-        vocabularies = model.grammar.vocabularies
+        grammar = model.grammar
+        vocabularies = grammar.vocabularies
         self._vocabulary = vocabularies.shape[1]
-        self._banned = frozenset((~vocabularies[0]).nonzero()[:, 0].tolist())
-        if len(vocabularies) > 1 or len(self._banned) > MOST_BIASED:
+        self._form = told(grammar) if isinstance(grammar, Formed) else None
+        banned = () if self._form is not None else (~vocabularies[0]).nonzero()[:, 0].tolist()
+        self._banned = frozenset(banned)
+        if self._form is None and ((vocabularies != vocabularies[0]).any() or len(banned) > MOST_BIASED):
             raise ValueError(
                 f"vLLM is told one set of tokens and may be told {MOST_BIASED} that are not in it; this writer has "
-                f"{len(vocabularies)} sets, and leaves out {len(self._banned)} tokens. Take rollout.engine.kind cached"
+                f"{len(vocabularies)} sets, and leaves out {len(banned)} tokens. Take rollout.engine.kind cached"
             )
         self.model = model
         self._connect = connect
@@ -80,16 +85,20 @@ class VllmEngine:
 
     def __call__(self, batch: Batch, prompts: Prompts, decoding: Decoding) -> Completion:
         """EngineFault, on all ranks, where the server fails on one of them, or gives an answer that cannot be believed."""
-        fault, answers = None, []
+        if self._form is not None and decoding.truncates:
+            raise ValueError("vLLM does not tell what top_k and top_p kept where a plug-in has a say; leave both out")
+        fault = completion = None
         try:
             with self._connect() as client:
                 adapter = self._adapters.current(client)
-                answers = self._answers(client, adapter, batch, prompts, decoding)
+                completion = self._completion(prompts, decoding, self._answers(client, adapter, batch, prompts, decoding))
+            self._check(batch, prompts, completion)
         except EngineFault as found:
             fault = found
         if self._any_rank(fault is not None):
             raise fault or EngineFault("the vLLM server failed another rank; that rank's log says how")
-        return self._completion(batch, prompts, decoding, answers)
+        assert completion is not None
+        return completion
 
     def _answers(self, client: Client, adapter: str, batch: Batch, prompts: Prompts, decoding: Decoding) -> list[Answer]:
         """Row by row."""
@@ -106,6 +115,7 @@ class VllmEngine:
                 banned=self._banned,
                 seed=_seed(batch, batch.group_ids[asked.task]) + asked.slot,
                 count=asked.count,
+                form=self._form,
             )
             return self._one(client, question)
 
@@ -132,13 +142,23 @@ class VllmEngine:
         except BadAnswer as bad:
             raise EngineFault(f"the vLLM server at {client.url} cannot be believed: {bad}") from None
 
-    def _completion(self, batch: Batch, prompts: Prompts, decoding: Decoding, answers: Sequence[Answer]) -> Completion:
+    def _check(self, batch: Batch, prompts: Prompts, completion: Completion) -> None:
+        """EngineFault where a token stands that the writer's grammar forbids."""
+        grammar, ids = self.model.grammar, completion.ids
+        rows = prompts.take(torch.tensor(batch.group, device=ids.device))
+        vocabulary, forced = (column[:, :-1] for column in grammar.parse(rows, ids))
+        lawful = torch.where(forced >= 0, ids == forced, grammar.vocabularies[vocabulary, ids])
+        written = torch.arange(ids.shape[1], device=ids.device) < completion.lengths[:, None]
+        if bool((written & ~lawful).any()):
+            raise EngineFault(
+                "the vLLM server wrote what this writer's grammar forbids; for image tokens, start it with "
+                f"--logits-processors {PLUGIN}"
+            )
+
+    def _completion(self, prompts: Prompts, decoding: Decoding, answers: Sequence[Answer]) -> Completion:
         device, longest = prompts.ids.device, decoding.max_new_tokens
         ids = _table([answer.ids for answer in answers], longest, self.model.pad)
         lengths = torch.tensor([len(answer.ids) for answer in answers])
-        forced = self.model.grammar.parse(prompts.take(torch.tensor(batch.group, device=device)), ids.to(device))[1][:, :-1].cpu()
-        if bool((forced[torch.arange(longest) < lengths[:, None]] >= 0).any()):
-            raise ValueError("vLLM does not force tokens, as this writer's grammar does; take rollout.engine.kind cached")
         support = None
         if decoding.truncates:
             width = max(len(among) for answer in answers for among in answer.kept or ())

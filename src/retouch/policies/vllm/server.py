@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from retouch.policies.mismatch import EngineFault
 from retouch.policies.vllm.adapters import LOAD
 from retouch.policies.vllm.client import Client, Refused
+from retouch.policies.vllm.form import KEY
 from retouch.policies.vllm.wire import GENERATE
 
 
@@ -56,6 +57,15 @@ def ask(client: Client) -> Server:
         return Server(version, bases[0], loads_adapters=loads, takes_ids=_is_there(client, GENERATE, {}))
     except Refused as refused:
         raise EngineFault(f"{client.url} refuses: {refused}") from None
+
+
+def keeps_to_forms(client: Client) -> bool:
+    """Whether the plug-in for image tokens is there: it refuses a grammar that is none, and without it nobody reads one."""
+    try:
+        client.post(GENERATE, {"token_ids": [0], "sampling_params": {"max_tokens": 1, "extra_args": {KEY: {}}}})
+    except Refused as refused:
+        return KEY in refused.text
+    return False
 
 
 def _is_there(client: Client, path: str, body: dict[str, Any]) -> bool:

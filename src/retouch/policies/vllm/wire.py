@@ -7,7 +7,7 @@ is wrong somewhere is believed.
 
 import base64
 import io
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from PIL.Image import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from retouch.policies.decoding import Decoding
+from retouch.policies.vllm.form import KEY
 
 INTERFACE = "0.33.0"
 GENERATE = "/inference/v1/generate"
@@ -32,7 +33,8 @@ class BadAnswer(Exception):
 class Question:
     """``count`` completions of one prompt by one adapter; completion k is drawn with ``seed + k``.
 
-    ``ids``: with as many image tokens as the writer reads. ``stop`` ends a completion, ``banned`` is never drawn.
+    ``ids``: with as many image tokens as the writer reads. ``stop`` ends a completion, ``banned`` is never drawn. ``form``: a
+    grammar that the server's plug-in is told, with which nothing is banned beside.
     """
 
     adapter: str
@@ -44,11 +46,12 @@ class Question:
     banned: Set[int]
     seed: int
     count: int
+    form: Mapping[str, Any] | None = None
 
     def body(self) -> dict[str, Any]:
         """The request. Everything that the server might else take from a default of its own is said."""
         how = self.decoding
-        sampling = {
+        sampling: dict[str, Any] = {
             "n": self.count,
             "seed": self.seed,
             "temperature": how.temperature,
@@ -63,6 +66,8 @@ class Question:
             "detokenize": False,
             "logit_bias": {str(token): BAN for token in sorted(self.banned)},
         }
+        if self.form is not None:
+            sampling["extra_args"] = {KEY: self.form}
         body = {"model": self.adapter, "token_ids": self._contracted(), "sampling_params": sampling, "return_token_ids": True}
         return body | ({"content_parts": [{"type": "image_url", "url": url} for url in self.pictures]} if self.pictures else {})
 
