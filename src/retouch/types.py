@@ -140,8 +140,8 @@ class Trajectory:
     def __len__(self) -> int:
         return int(self.mask.shape[0])
 
-    def take(self, rows: slice) -> "Trajectory":
-        """The given rows of every column."""
+    def take(self, rows: slice | Int[Tensor, " r"]) -> "Trajectory":
+        """The given rows of every column, in the given order."""
         raise NotImplementedError
 
     @classmethod

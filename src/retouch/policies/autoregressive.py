@@ -38,13 +38,14 @@ class AutoregressiveTrajectory(Trajectory):
     group: Int[Tensor, " b"]
     behaviour_log_probs: Float[Tensor, "b t"] | None
 
-    def take(self, rows: slice) -> "AutoregressiveTrajectory":
+    def take(self, rows: slice | Int[Tensor, " r"]) -> "AutoregressiveTrajectory":
+        outputs = self.outputs[rows] if isinstance(rows, slice) else tuple(self.outputs[row] for row in rows.tolist())
         return replace(
             self,
             log_probs=self.log_probs[rows],
             mask=self.mask[rows],
             kind=self.kind[rows],
-            outputs=self.outputs[rows],
+            outputs=outputs,
             ids=self.ids[rows],
             lengths=self.lengths[rows],
             vocabulary=self.vocabulary[rows],
@@ -194,6 +195,12 @@ class AutoregressivePolicy:
         rows, actions = trajectory.mask.shape
         for row in range(0, rows, self.microbatch):
             yield Slice(slice(row, min(row + self.microbatch, rows)), slice(0, actions))
+
+    def alike(self, trajectory: AutoregressiveTrajectory) -> Int[Tensor, " b"]:
+        """An order of the rows in which neighbours have alike many tokens to read, so that a microbatch is padded little."""
+        lengths, prompts = trajectory.lengths.tolist(), trajectory.prompts.mask.sum(1)[trajectory.group].tolist()
+        keys = list(zip(lengths, prompts, trajectory.group.tolist(), strict=True))  # rows of one task share its prompt
+        return torch.tensor(sorted(range(len(keys)), key=keys.__getitem__), device=trajectory.lengths.device)
 
     def evaluate(self, trajectory: AutoregressiveTrajectory, part: Slice, needs: Needs) -> Evaluation:
         """Log-probabilities of the stored ids under the current weights; entropy, and k3 KL to the reference where asked for.

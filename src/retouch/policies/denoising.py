@@ -54,7 +54,7 @@ class DenoisingTrajectory(Trajectory):
     conditioning: Conditioning
     group: Int[Tensor, " b"]
 
-    def take(self, rows: slice) -> "DenoisingTrajectory":
+    def take(self, rows: slice | Int[Tensor, " r"]) -> "DenoisingTrajectory":
         return replace(
             self,
             log_probs=self.log_probs[rows],

@@ -1,0 +1,105 @@
+"""Supervised learning of a writer: rows of alike length share a forward, and the gradient is what it was."""
+
+import dataclasses
+
+import pytest
+import torch
+
+import tiny_policies
+import tiny_writing
+from models import tiny, tiny_emu3
+from retouch.core.weights import loss_weights
+from retouch.models.emu3 import DRAW, THINK
+from retouch.objectives.cross_entropy import CrossEntropy
+from retouch.types import Minibatch
+
+THOUGHTS = (40, 2, 33, 5, 0, 38, 1, 36)  # letters of each row's thought
+MICROBATCH = 2
+
+
+class AsTheyCome:
+    """The policy without its order."""
+
+    def __init__(self, policy):
+        self._policy = policy
+
+    def __getattr__(self, name):
+        return getattr(self._policy, name)
+
+    def alike(self, trajectory):
+        return torch.arange(len(trajectory))
+
+
+def tasks():
+    picture = tiny.picture(0, 16, 24)
+    plain = tiny.task("plain", "make it red", picture)
+    return tuple(
+        dataclasses.replace(plain, id=str(row), target=tiny.picture(row, 16, 24), meta={"thought": "a" * letters})
+        for row, letters in enumerate(THOUGHTS)
+    )
+
+
+def pairs(lengths):
+    return [sorted(pair) for pair in zip(lengths[::2], lengths[1::2], strict=True)]
+
+
+def demonstrated(prefill, *, share=True, group_size=1):
+    editor = tiny_emu3.editor(prefill=prefill, train="full")
+    policy = tiny_writing.policy(
+        writer=editor, train="full", copies=(), decoding={"max_new_tokens": 220}, microbatch=MICROBATCH, share=share
+    )
+    batch = tiny_writing.batch(tasks(), group_size=group_size)
+    trajectory = policy.demonstrate(batch)
+    valid = torch.ones(len(batch), dtype=torch.bool)
+    valid[2] = False
+    weights = loss_weights(trajectory.mask, valid, normalise="sequence")
+    return policy, Minibatch(batch, trajectory, torch.ones_like(weights), weights, 0)
+
+
+def padded(policy, minibatch):
+    """The gradient, and how many of the tokens that the decoder read stood for nothing."""
+    counts = []
+
+    def count(module, args, kwargs):
+        width = kwargs["inputs_embeds"].shape[1]
+        counts.append(int((kwargs["attention_mask"][:, -width:] == 0).sum()))
+
+    hook = policy.model.decoder(policy.module).register_forward_pre_hook(count, with_kwargs=True)
+    found, _ = tiny_policies.gradient(policy, CrossEntropy(), minibatch)
+    hook.remove()
+    return found, sum(counts)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_rows_of_alike_length_share_a_forward_and_the_gradient_stays(share):
+    policy, minibatch = demonstrated(THINK, share=share)
+    ordered, few = padded(policy, minibatch)
+    as_they_come, many = padded(AsTheyCome(policy), minibatch)
+    longest = max(float(gradient.abs().max()) for gradient in as_they_come.values())
+    for name, gradient in ordered.items():
+        assert (gradient - as_they_come[name]).abs().max() <= 1e-5 * max(1.0, longest), name
+    # In pairs of neighbours, and in pairs as they come: what the shorter lacks of the longer, whose last token nobody reads.
+    assert few == sum(b - a - 1 for a, b in pairs(sorted(THOUGHTS)))
+    assert many == sum(b - a - 1 for a, b in pairs(THOUGHTS))
+    assert few * 5 < many
+
+
+def test_rows_of_one_task_stay_together():
+    policy, minibatch = demonstrated(THINK, group_size=2)
+    order = policy.alike(minibatch.trajectory)
+    groups = minibatch.trajectory.group[order].tolist()
+    assert groups[::2] == groups[1::2]
+    assert [THOUGHTS[group] for group in groups[::2]] == sorted(THOUGHTS)
+    taken = minibatch.trajectory.take(order)
+    assert [len(written.ids) + 1 for written in taken.outputs] == taken.lengths.tolist()
+
+
+def test_prompts_of_alike_length_share_a_forward_where_completions_are_as_long():
+    policy, minibatch = demonstrated(DRAW)
+    told = [dataclasses.replace(task, instruction="x" * letters) for task, letters in zip(tasks(), THOUGHTS, strict=True)]
+    batch = tiny_writing.batch(tuple(told), group_size=1)
+    trajectory = policy.demonstrate(batch)
+    assert len(set(trajectory.lengths.tolist())) == 1
+    assert [THOUGHTS[row] for row in policy.alike(trajectory).tolist()] == sorted(THOUGHTS)
+    few, many = (padded(each, dataclasses.replace(minibatch, trajectory=trajectory))[1] for each in (policy, AsTheyCome(policy)))
+    assert few * 5 < many
