@@ -11,10 +11,10 @@ from torch import nn
 from transformers import DynamicCache
 
 from measured_memory import measured_peak
-from models import tiny, tiny_writers
+from models import tiny, tiny_emu3, tiny_writers
 from retouch.models.live_bytes import most_alive
 from retouch.models.memory import Lora, MemoryPlan
-from retouch.models.memory_drawing import Drawing, image_model_plan
+from retouch.models.memory_drawing import Drawing, codes_plan, image_model_plan
 from retouch.models.memory_writing import Writing, writer_plan
 from retouch.models.recompute import recomputing
 from retouch.models.sizes import judge, model_in, parts, stored_count, writer
@@ -204,3 +204,59 @@ def test_drawing_more_at_once_takes_more_and_weights_stay() -> None:
 
 def test_a_part_that_lies_elsewhere_is_left_out() -> None:
     assert "vae" not in rows(image_model_plan(sd3(), DRAWING, without=("vae",)))
+
+
+# Image tokens
+
+
+def test_emu3_from_its_published_configuration() -> None:
+    """Counts by hand: embeddings and head, and 32 layers of grouped-query attention and a gated MLP."""
+    described = parts("emu3")
+    width, inner, layers, narrow, vocabulary = 4096, 14336, 32, 1024, 184_622
+    layer = 2 * width * width + 2 * width * narrow + 3 * width * inner + 2 * width
+    count = 2 * vocabulary * width + layers * layer + width
+    assert stored_count(described["writer"]) == count == 8_492_011_520
+    setup = replace(
+        SETUP,
+        lora=None,
+        prompt=1328,
+        completion=2048,
+        update=(1, 1),
+        rollout=(2, 16),
+        evaluation=8,
+        logits_at_once=256,
+        dtype=torch.bfloat16,
+        trained_dtype=torch.bfloat16,
+        copies=1,
+        gradient_checkpointing=True,
+        ranks=8,
+        sharding="zero2",
+        sets=2,
+    )
+    plan = rows(writer_plan(described["writer"], setup))
+    assert "writer, frozen weights" not in plan
+    assert plan["writer, trained weights"] == plan["gradients"] == plan["copies of the trained weights"] == 2 * count
+    assert plan["AdamW's two moments"] == count
+    token = 2 * 2 * layers * narrow  # keys and values, two bytes each
+    cache = token * (2 * 1328 + 16 * (1328 + 2048))
+    assert 0 <= plan["a rollout: cache and logits"] - cache < 0.6e9
+    assert 0 <= plan["an evaluation: cache and logits"] - token * (8 * 1328 + 8 * (1328 + 2048)) < 2e9
+    alone = rows(writer_plan(described["writer"], replace(setup, sets=1)))
+    fp32 = 256 * vocabulary * 4
+    assert plan["an update: activations and logits"] > 3 * fp32
+    assert plan["an update: activations and logits"] - alone["an update: activations and logits"] == 255 * vocabulary
+
+
+def test_pictures_of_codes_take_what_the_cpus_allocator_gives_out() -> None:
+    vq = tiny_emu3.module(deep=True).model.vqmodel
+    plan = codes_plan(described(vq), rows=3, read=2, size=(32, 48))
+    planned = rows(plan)
+    assert planned["autoencoder"] == 4 * sum(tensor.numel() for tensor in vq.state_dict().values())
+    height, width = 32 // vq.spatial_scale_factor, 48 // vq.spatial_scale_factor
+    codes, pixels = torch.zeros(3, height, width, dtype=torch.long), torch.zeros(2, 3, 32, 48)
+    with torch.no_grad():
+        drawing = measured_peak(lambda: vq.decode(codes))
+        reading = measured_peak(lambda: vq.encode(pixels, torch.tensor([[32, 48]] * 2)))
+    # Convolutions and attention have workspaces of their own on a CPU.
+    assert planned["drawing: pictures from codes"] == pytest.approx(drawing, rel=0.3)
+    assert planned["reading: codes of pictures"] == pytest.approx(reading, rel=0.3)

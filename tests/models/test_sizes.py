@@ -41,6 +41,8 @@ def rows(setup, name="qwen-image"):
         ("flux.1-dev", "text_encoder", 0.123),
         ("flux.1-dev", "text_encoder_2", 4.76),
         ("flux.1-dev", "vae", 0.084),
+        ("emu3", "writer", 8.49),
+        ("emu3", "autoencoder", 0.271),
     ],
 )
 def test_published_sizes(model, part, billions):
@@ -55,7 +57,7 @@ def test_bytes_of_qwen_image_in_bf16():
 
 def test_unknown_models_are_named():
     assert known_models() == [
-        *("flux.1-dev", "flux.1-fill-dev", "flux.1-schnell"),
+        *("emu3", "flux.1-dev", "flux.1-fill-dev", "flux.1-schnell"),
         *("qwen-image", "qwen-image-edit-2511", "sd3-medium", "sd3.5-large", "sd3.5-medium"),
     ]
     with pytest.raises(ValueError, match=r"'sd4'.*sd3\.5-large"):

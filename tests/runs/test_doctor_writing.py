@@ -4,17 +4,22 @@ from collections.abc import Sequence
 
 import pytest
 from huggingface_hub import constants
+from safetensors.torch import load_file
 
 from retouch import cli
+from retouch.runs.build_emu3 import find_emu3
+from retouch.runs.build_learning import copies_needed
 from retouch.runs.doctor_checks import check_data
 from retouch.runs.doctor_device import CARDS, Place
 from retouch.runs.doctor_findings import Finding
 from retouch.runs.doctor_writing import check_writing_memory
 from retouch.runs.recipe import load
+from retouch.runs.recipe_emu3 import PlaygroundEmu3
 
 A = "recipes/qwen-image-edit/writer-grpo.jsonnet"
 FROZEN = "recipes/qwen-image-edit/writer-grpo-frozen.jsonnet"
 C = "recipes/sd3/prompt-enhancer.jsonnet"
+D = "recipes/emu3/sft_s__rl_s.jsonnet"
 
 
 @pytest.fixture(autouse=True)
@@ -138,3 +143,34 @@ def test_zero3_is_refused_by_the_doctor(capsys: pytest.CaptureFixture[str]) -> N
     said = "".join(capsys.readouterr())
     assert "pop from an empty deque" in said
     assert "take zero2" in said
+
+
+def test_image_tokens_have_a_plan_from_the_published_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "DATA_DIR": "/d",
+        "BASE_EXP_DIR": "/r",
+        "REWARD_FUNCTION_API_BASE": "http://h:1/v1",
+        "RUN_NAME": "x",
+    }.items():
+        monkeypatch.setenv(f"APP__{name}", value)
+    found, *_ = check(D, "h100")
+    rows = lines(found)
+    assert rows["writer, trained weights"] == rows["gradients"] == pytest.approx(16.98, abs=0.01)
+    assert rows["AdamW's two moments"] == pytest.approx(8.49, abs=0.01)
+    assert rows["autoencoder"] == pytest.approx(4 * 0.271, abs=0.01)
+    # 16 rows of 1328 and 2048 tokens, and two prompts, at 131072 bytes a token.
+    assert rows["a rollout: cache and logits (in turn)"] == pytest.approx(131072 * (2 * 1328 + 16 * 3376) / 1e9, abs=0.6)
+    assert "parameters: writer 8.49 B, autoencoder 0.27 B" in found.text
+
+
+@pytest.mark.parametrize("start", ["s", "sc"])
+def test_the_playgrounds_image_tokens_have_a_plan_too(start: str) -> None:
+    recipe = load("recipes/emu3/sft_sc__rl_sc-playground.jsonnet", [f"policy.model.start={start}"])
+    assert isinstance(recipe.policy.model, PlaygroundEmu3)
+    folder, _ = find_emu3(recipe.policy.model)
+    (found,), checkpoint = check_writing_memory(recipe, folder, Place("4090", CARDS["4090"], None))
+    assert found.status == "ok"
+    assert folder is not None
+    count = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
+    copies = len(copies_needed(recipe))
+    assert checkpoint == count * 4 * (1 + copies + 2)  # AdamW has two moments

@@ -76,6 +76,19 @@ def load_emu3(
     )
 
 
+def parts_of_emu3(path: Path, *, autoencoder: Path) -> dict[str, dict[str, Any]]:
+    """Classes and configurations of the part that writes and of the autoencoder (see ``sizes``), without weights. ValueError."""
+    config = _json(path / "config.json")
+    if config.get("model_type") not in ("emu3", "emu3_text_model", "Emu3"):
+        raise ValueError(_no_model(path, config))
+    text = _text_config(config["text_config"] if config["model_type"] == "emu3" else config)
+    vq = Emu3VQVAEConfig(**_autoencoder_config(autoencoder))
+    return {
+        "writer": {"class": "Emu3ForCausalLM", "config": text.to_dict()},
+        "autoencoder": {"class": "Emu3VQVAE", "config": vq.to_dict()},
+    }
+
+
 def _language(path: Path, *, dtype: torch.dtype, attention: Attention) -> Any:
     """The part that writes: of the whole, or alone under transformers' configuration or the original one."""
     config = _json(path / "config.json")
@@ -87,32 +100,33 @@ def _language(path: Path, *, dtype: torch.dtype, attention: Attention) -> Any:
         case "emu3_text_model":
             return Emu3ForCausalLM.from_pretrained(path, **settings, **local)
         case "Emu3":
-            known = {*Emu3TextConfig().to_dict(), "rope_theta"} - {"model_type"}
-            text = Emu3TextConfig(**{name: value for name, value in config.items() if name in known})
-            weights = _weights(path)
+            text, weights = _text_config(config), _weights(path)
             with torch.device("meta"):
                 expected = Emu3ForCausalLM(text).state_dict().keys()
             _check(path, weights.keys(), expected)
             return Emu3ForCausalLM.from_pretrained(None, config=text, state_dict=weights, **settings)
+    raise ValueError(_no_model(path, config))
+
+
+def _text_config(config: Mapping[str, Any]) -> Emu3TextConfig:
+    """Of what the configuration says, what transformers knows."""
+    known = {*Emu3TextConfig().to_dict(), "rope_theta"} - {"model_type"}
+    return Emu3TextConfig(**{name: value for name, value in config.items() if name in known})
+
+
+def _no_model(path: Path, config: Mapping[str, Any]) -> str:
     found = f"a model of type {config['model_type']!r}" if "model_type" in config else "no config.json"
-    raise ValueError(f"{path} holds {found}; give the local folder of an Emu3, in transformers' layout or in the original one")
+    return f"{path} holds {found}; give the local folder of an Emu3, in transformers' layout or in the original one"
 
 
 def load_autoencoder(path: Path) -> Emu3VQVAE:
     """The autoencoder in fp32, of the whole or alone."""
-    config = _json(path / "config.json")
-    match config.get("model_type"):
+    fields, weights = _autoencoder_config(path), _weights(path)
+    match _json(path / "config.json")["model_type"]:
         case "emu3":
-            fields, weights = config["vq_config"], _own(_weights(path), r"^(model\.)?vqmodel\.")
-        case "emu3_vqgan":
-            fields, weights = config, _weights(path)
+            weights = _own(weights, r"^(model\.)?vqmodel\.")
         case "Emu3VisionVQ":
-            fields, weights = _autoencoder_fields(config), renamed(_weights(path))
-        case _:
-            raise ValueError(
-                f"{path} holds no autoencoder of Emu3; the original layout has it apart: give policy.model.autoencoder, "
-                "BAAI/Emu3-VisionTokenizer say"
-            )
+            weights = renamed(weights)
     vq = Emu3VQVAE(Emu3VQVAEConfig(**fields))
     _check(path, weights.keys(), vq.state_dict().keys())
     vq.load_state_dict({name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in weights.items()})
@@ -147,6 +161,21 @@ def renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _own(weights: Mapping[str, Tensor], begin: str) -> dict[str, Tensor]:
     """The weights of one part, by their names in it."""
     return {re.sub(begin, "", name): tensor for name, tensor in weights.items() if re.match(begin, name)}
+
+
+def _autoencoder_config(path: Path) -> dict[str, Any]:
+    config = _json(path / "config.json")
+    match config.get("model_type"):
+        case "emu3":
+            return dict(config["vq_config"])
+        case "emu3_vqgan":
+            return config
+        case "Emu3VisionVQ":
+            return _autoencoder_fields(config)
+    raise ValueError(
+        f"{path} holds no autoencoder of Emu3; the original layout has it apart: give policy.model.autoencoder, "
+        "BAAI/Emu3-VisionTokenizer say"
+    )
 
 
 def _autoencoder_fields(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,6 +51,24 @@ def image_model_plan(described: Mapping[str, Part], drawing: Drawing, *, without
     )
 
 
+def codes_plan(autoencoder: Part, *, rows: int, read: int, size: tuple[int, int]) -> MemoryPlan:
+    """What makes ``rows`` pictures of codes at once, and codes of ``read`` pictures; ``size``: (height, width) px. Always fp32."""
+    module: Any = build_meta(autoencoder)
+    height, width = (edge // module.spatial_scale_factor for edge in size)
+    codes = torch.empty(rows, height, width, dtype=torch.long, device=_META)
+    pixels = torch.empty(read, autoencoder["config"]["in_channels"], *size, device=_META)
+    sizes = torch.tensor([size] * read)
+    given = [codes, pixels, *module.parameters(), *module.buffers()]
+    with torch.no_grad():
+        return MemoryPlan(
+            (Row("autoencoder", stored_count(autoencoder) * torch.float32.itemsize),),
+            (
+                Row("drawing: pictures from codes", most_alive(lambda: module.decode(codes), given=given)),
+                Row("reading: codes of pictures", most_alive(lambda: module.encode(pixels, sizes), given=given)),
+            ),
+        )
+
+
 def _step_bytes(transformer: Part, vae: Part, drawing: Drawing) -> int:
     config = {**transformer["config"], "num_layers": 1}
     if "num_single_layers" in config:

@@ -33,7 +33,7 @@ class Writing:
     ``prompt`` and ``completion``: tokens of a row, at most. ``update``: (tasks, completions) in one forward with gradient;
     ``rollout``: the same of what is written at once; ``evaluation``: held-out tasks at once. ``logits_at_once``: tokens whose
     logits exist at once. ``lora`` None trains all weights; ``trained_dtype`` and ``copies`` are of what trains. ``sharding``: what
-    ``ranks`` share.
+    ``ranks`` share. ``sets``: of the grammar.
     """
 
     lora: Lora | None
@@ -48,6 +48,7 @@ class Writing:
     copies: int
     gradient_checkpointing: bool
     attention: str = "sdpa"
+    sets: int = 1
     ranks: int = 1
     sharding: Sharding = "replicated"
 
@@ -92,7 +93,7 @@ def _phases(writer: Part, setup: Writing) -> tuple[Row, ...]:
     update = layers * kept + most - kept if shared else layers * states + most
     gathered = 2 * _layer_bytes(writer) * setup.dtype.itemsize if setup.sharding == "fsdp2" else 0
     vocabulary = config["vocab_size"]
-    update += most_alive(lambda: _update_logits(setup.logits_at_once, vocabulary, width, setup.dtype))
+    update += most_alive(lambda: _update_logits(setup.logits_at_once, vocabulary, width, setup))
     return (
         Row("an update: activations and logits", update + gathered),
         Row("a rollout: cache and logits", _writing_bytes(writer, setup, *setup.rollout) + gathered),
@@ -108,7 +109,7 @@ def _writing_bytes(writer: Part, setup: Writing, tasks: int, rows: int) -> int:
     each = 2 * config["num_hidden_layers"] * heads * head * setup.dtype.itemsize
     cache = each * (tasks * setup.prompt + rows * (setup.prompt + setup.completion))
     reading = reading_bytes(writer, tasks * setup.prompt, setup.dtype)
-    return cache + max(reading, most_alive(lambda: _draw(rows, config["vocab_size"])))
+    return cache + max(reading, most_alive(lambda: _draw(rows, config["vocab_size"], setup.sets)))
 
 
 def reading_bytes(writer: Part, tokens: int, dtype: torch.dtype) -> int:
@@ -181,15 +182,19 @@ def _text_config(writer: Part) -> dict[str, Any]:
     return dict(config.get("text_config") or config)
 
 
-def _update_logits(count: int, vocabulary: int, width: int, dtype: torch.dtype) -> None:
-    states = torch.empty(count, width, dtype=dtype, device=_META, requires_grad=True)
-    head = torch.empty(vocabulary, width, dtype=dtype, device=_META)
-    allowed = torch.empty(1, vocabulary, dtype=torch.bool, device=_META)
+def _update_logits(count: int, vocabulary: int, width: int, setup: Writing) -> None:
+    states = torch.empty(count, width, dtype=setup.dtype, device=_META, requires_grad=True)
+    head = torch.empty(vocabulary, width, dtype=setup.dtype, device=_META)
+    allowed = _allowed(count, vocabulary, setup.sets)
     logits = scaled((states @ head.T).float(), allowed, temperature=1.0)
     log_prob(logits, torch.empty(count, dtype=torch.long, device=_META)).sum().backward()
 
 
-def _draw(rows: int, vocabulary: int) -> None:
+def _draw(rows: int, vocabulary: int, sets: int) -> None:
     logits = torch.empty(rows, vocabulary, dtype=torch.float32, device=_META)
-    allowed = torch.empty(1, vocabulary, dtype=torch.bool, device=_META)
-    draw(scaled(logits, allowed, temperature=1.0), torch.empty(rows, dtype=torch.float64, device=_META))
+    draw(scaled(logits, _allowed(rows, vocabulary, sets), temperature=1.0), torch.empty(rows, dtype=torch.float64, device=_META))
+
+
+def _allowed(places: int, vocabulary: int, sets: int) -> Tensor:
+    """What may be drawn: one row for all places where the grammar has one set."""
+    return torch.empty(1 if sets == 1 else places, vocabulary, dtype=torch.bool, device=_META)

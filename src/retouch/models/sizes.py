@@ -26,6 +26,9 @@ from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
+    Emu3ForCausalLM,
+    Emu3TextConfig,
+    Emu3VQVAE,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
@@ -39,6 +42,7 @@ from transformers import (
     T5Config,
     T5EncoderModel,
 )
+from transformers.models.emu3.configuration_emu3 import Emu3VQVAEConfig
 
 _CONFIGS = files("retouch.models") / "configs"
 
@@ -159,6 +163,10 @@ def _build(part: str) -> nn.Module:
                 return Qwen3ForCausalLM(Qwen3Config(**config))
             case "CLIPTextModel":
                 return CLIPTextModel(CLIPTextConfig(**config))
+            case "Emu3ForCausalLM":
+                return Emu3ForCausalLM(Emu3TextConfig(**config))
+            case "Emu3VQVAE":
+                return Emu3VQVAE(Emu3VQVAEConfig(**config))
             case "CLIPTextModelWithProjection":
                 return CLIPTextModelWithProjection(CLIPTextConfig(**config))
             case "T5EncoderModel":

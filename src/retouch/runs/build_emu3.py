@@ -1,11 +1,13 @@
 """The editor of image tokens that a recipe names."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from retouch.models.emu3 import DRAW, THINK, Emu3Editor
-from retouch.models.emu3_load import load_emu3
+from retouch.models.emu3_load import load_emu3, parts_of_emu3
+from retouch.models.sizes import parts
 from retouch.playground.scenes import SIZE
 from retouch.runs.build_model import DTYPES, playground_weights
 from retouch.runs.pretrained import fetch_writer, find_writer
@@ -47,6 +49,20 @@ def find_emu3(section: TokenModel) -> tuple[Path | None, bool]:
     others = [find_writer(path) for path in (section.tokenizer, section.autoencoder) if path is not None]
     found = find_writer(section.path)
     return found, found is not None and None not in others
+
+
+def describe_emu3(section: TokenModel, folder: Path | None) -> dict[str, dict[str, Any]]:
+    """Its parts, ``writer`` and ``autoencoder``, from their configurations; the published ones where they are not on this machine.
+
+    ``folder``: of the language model. ValueError where a folder holds something else.
+    """
+    if isinstance(section, PlaygroundEmu3):
+        apart: Path | None = playground_weights("emu3") / "autoencoder"
+    else:
+        apart = folder if section.autoencoder is None else find_writer(section.autoencoder)
+    if folder is None or apart is None:
+        return parts("emu3")
+    return parts_of_emu3(folder, autoencoder=apart)
 
 
 def _playground(section: PlaygroundEmu3) -> Path:

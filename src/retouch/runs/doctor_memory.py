@@ -14,11 +14,13 @@ from retouch.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from retouch.models.sizes import parts, parts_in, stored_count
 from retouch.playground.scenes import SIZE
 from retouch.playground.words import HEIGHT, WIDTH
+from retouch.runs.build_emu3 import describe_emu3
 from retouch.runs.build_learning import copies_needed
 from retouch.runs.build_model import DTYPES, lora_targets
 from retouch.runs.doctor_device import CARDS, Place
 from retouch.runs.doctor_findings import Finding, failed, gigabytes, note, ok
 from retouch.runs.recipe import Recipe
+from retouch.runs.recipe_emu3 import TokenModel
 from retouch.runs.recipe_policy import DenoisingPolicy, DiffusersModel, ImportedModel, Lora, PlaygroundModel, PlaygroundWords
 from retouch.runs.recipe_rollout import DenoisingRollout
 
@@ -51,6 +53,8 @@ def describe(recipe: Recipe, folder: Path | None) -> Described | None:
     model = recipe.image_model
     if isinstance(model, ImportedModel):
         return None
+    if isinstance(model, TokenModel):
+        return describe_emu3(model, folder)
     if folder is not None:
         return parts_in(folder)
     assert isinstance(model, DiffusersModel), "the playground's model has a folder"

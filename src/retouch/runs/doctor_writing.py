@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from retouch.models.memory import MemoryPlan, Row
-from retouch.models.memory_drawing import image_model_plan
+from retouch.models.memory_drawing import codes_plan, image_model_plan
 from retouch.models.memory_writing import reading_bytes, writer_plan
 from retouch.models.sizes import lora_count, model_in, parameter_count, stored_count, writer
 from retouch.runs import recipe_policy
@@ -19,14 +19,14 @@ from retouch.runs.doctor_device import CARDS, Place, place_of
 from retouch.runs.doctor_findings import Finding, failed, gigabytes, note, ok
 from retouch.runs.doctor_judging import judge_rows, uncounted
 from retouch.runs.doctor_memory import LEFT_FREE, SHOWN_FROM, Described, describe, table
-from retouch.runs.doctor_writing_setup import drawing_setup, held_out_rows, image_dtype, rank_rows, writing_setup
+from retouch.runs.doctor_writing_setup import codes_setup, drawing_setup, held_out_rows, image_dtype, rank_rows, writing_setup
 from retouch.runs.out_of_memory import suggestions
 from retouch.runs.pretrained import find_writer
 from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_devices import Devices
 from retouch.runs.recipe_emu3 import TokenModel
 from retouch.runs.recipe_policy import ImportedModel
-from retouch.runs.recipe_renderer import ResponseRenderer
+from retouch.runs.recipe_renderer import CodesRenderer, ResponseRenderer
 from retouch.runs.recipe_writer import AutoregressivePolicy, PlaygroundEnhancer, PlaygroundWriter
 
 _ADAMW_BYTES = 8
@@ -50,10 +50,9 @@ def check_writing_memory(recipe: Recipe, folder: Path | None, place: Place | Non
     """Whether each device holds what is planned for it, and the bytes of a checkpoint. ``folder``: where the image model lies."""
     policy = recipe.policy
     assert isinstance(policy, AutoregressivePolicy)
-    if isinstance(policy.model, TokenModel):
-        return [note("memory", "not planned for image tokens: the trial step shows what it takes")], None
     try:
-        described, written = describe(recipe, folder), _writer(policy)
+        described = describe(recipe, folder)
+        written = described["writer"] if described is not None and "writer" in described else _writer(policy)
         if described is None or written is None:
             of = "the writer" if written is None else "the image model"
             return [note("memory", f"no configuration of {of} is known here, so the run's memory is not planned")], None
@@ -90,7 +89,12 @@ def plans(recipe: Recipe, written: Mapping[str, Any], described: Described) -> I
     setup = writing_setup(recipe, policy, described)
     for_policy = writer_plan(written, setup)
     shared = isinstance(renderer, ResponseRenderer) and renderer.encoder == "policy"
-    for_renderer = image_model_plan(described, drawing_setup(recipe, described, setup), without=("text_encoder",) if shared else ())
+    if isinstance(renderer, CodesRenderer):
+        for_renderer = codes_plan(described["autoencoder"], **codes_setup(recipe, policy))
+    else:
+        for_renderer = image_model_plan(
+            described, drawing_setup(recipe, described, setup), without=("text_encoder",) if shared else ()
+        )
     if isinstance(renderer, ResponseRenderer):
         rows = min(renderer.encoder_batch, max(rank_rows(recipe), held_out_rows(recipe)))
         tokens = rows * (setup.prompt + setup.completion)

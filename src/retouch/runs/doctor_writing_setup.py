@@ -1,6 +1,8 @@
 """What the values of a writer's recipe mean in rows and tokens on one rank, for a plan of memory."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -14,6 +16,7 @@ from retouch.runs.build_learning import copies_needed
 from retouch.runs.build_model import DTYPES, lora_targets
 from retouch.runs.doctor_memory import TEXT_TOKENS, Described
 from retouch.runs.recipe import Recipe
+from retouch.runs.recipe_emu3 import TokenModel
 from retouch.runs.recipe_policy import ImportedModel, PlaygroundModel
 from retouch.runs.recipe_renderer import CodesRenderer, ResponseRenderer
 from retouch.runs.recipe_rollout import TokenRollout
@@ -21,6 +24,7 @@ from retouch.runs.recipe_writer import AutoregressivePolicy
 
 _TEMPLATE_TOKENS = 128
 _INSTRUCTION_TOKENS = 256
+_FORM_TOKENS = 16
 _EDITORS = {"qwen-image-edit": QwenImageEdit, "qwen-image-edit-plus": QwenImageEditPlus}
 
 
@@ -46,6 +50,7 @@ def writing_setup(recipe: Recipe, policy: AutoregressivePolicy, described: Descr
         copies=len(copies_needed(recipe)),
         gradient_checkpointing=policy.gradient_checkpointing,
         attention=model.attention,
+        sets=2 if isinstance(model, TokenModel) else 1,
         ranks=recipe.ranks or 1,
         sharding="replicated" if recipe.sharding is None else "zero2" if recipe.sharding == "zero2" else "fsdp2",
     )
@@ -66,7 +71,10 @@ def _tasks(recipe: Recipe, rows: int) -> int:
 
 
 def _prompt_tokens(recipe: Recipe, described: Described) -> int:
-    """Template, instruction, and a picture where the writer stands before an editor."""
+    """Template, instruction, and a picture where the writer stands before an editor, or reads it as tokens."""
+    if isinstance(recipe.policy.model, TokenModel):
+        height, width = _grid(recipe.policy.model, described["autoencoder"])
+        return height * (width + 1) + _FORM_TOKENS + _INSTRUCTION_TOKENS
     text = _TEMPLATE_TOKENS + _INSTRUCTION_TOKENS
     if not isinstance(recipe.renderer, ResponseRenderer):
         return text
@@ -95,6 +103,27 @@ def drawing_setup(recipe: Recipe, described: Described, setup: Writing) -> Drawi
         text=TEXT_TOKENS.get(model.kind, setup.prompt + setup.completion),
         dtype=image_dtype(recipe),
     )
+
+
+def codes_setup(recipe: Recipe, policy: AutoregressivePolicy) -> dict[str, Any]:
+    """Pictures that are made of codes at once, those of which codes are made, and their size."""
+    assert isinstance(recipe.renderer, CodesRenderer)
+    assert isinstance(policy.model, TokenModel)
+    rows = max(rank_rows(recipe), held_out_rows(recipe))
+    at_once = [phase.rollout.chunk for phase in recipe.resolved_phases() if isinstance(phase.rollout, TokenRollout)]
+    tokenized = recipe.data.kind == "tokens"
+    read = 1 if tokenized else max(_tasks(recipe, min(max(at_once), rank_rows(recipe))), held_out_rows(recipe))
+    return {"rows": min(recipe.renderer.batch, rows), "read": read, "size": _pixels(policy.model)}
+
+
+def _grid(model: TokenModel, autoencoder: Mapping[str, Any]) -> tuple[int, int]:
+    side = 2 ** (len(autoencoder["config"]["channel_multiplier"]) - 1)
+    height, width = _pixels(model)
+    return height // side, width // side
+
+
+def _pixels(model: TokenModel) -> tuple[int, int]:
+    return (model.size[0], model.size[1]) if model.size is not None else (SIZE, SIZE)
 
 
 def image_dtype(recipe: Recipe) -> torch.dtype:
