@@ -72,7 +72,7 @@ local list(name) = std.extVar('APP__DATA_DIR') + '/' + name;
       gradient_checkpointing: true,
     },
     rollout: { kind: 'tokens', max_new_tokens: 2048, temperature: 1.0, chunk: 16 },
-    renderer: { kind: 'codes', batch: 16 },
+    renderer: { kind: 'codes', batch: 4 },
     reward: $.reward('viescore'),
     optimizer: { max_grad_norm: 1.0 },
     eval: { every: 100, tasks: 64, batch: 8 },

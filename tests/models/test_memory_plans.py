@@ -244,7 +244,8 @@ def test_emu3_from_its_published_configuration() -> None:
     alone = rows(writer_plan(described["writer"], replace(setup, sets=1)))
     fp32 = 256 * vocabulary * 4
     assert plan["an update: activations and logits"] > 3 * fp32
-    assert plan["an update: activations and logits"] - alone["an update: activations and logits"] == 255 * vocabulary
+    # What may be drawn, and what may not, of each place and not of all at once.
+    assert plan["an update: activations and logits"] - alone["an update: activations and logits"] == 2 * 255 * vocabulary
 
 
 def test_pictures_of_codes_take_what_the_cpus_allocator_gives_out() -> None:
