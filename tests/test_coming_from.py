@@ -61,7 +61,7 @@ def test_the_check_knows_keys() -> None:
     assert known("policy.train.rank")
     assert known("policy.train.kind: lora")
     assert known("renderer.encoder: policy")
-    assert not known("policy.train.kind: ip-adapter")
+    assert not known("policy.train.kind: dora")
     assert not known("policy.train.ranks")
     assert not known("learning_rate.x")
     assert [known(f"group_size: {value}") for value in (8, "many")] == [True, False]

@@ -87,6 +87,7 @@ def _using(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", *par
     asked.add_argument("--instructions", type=Path, metavar="FILE", help=".txt with one a line, or .jsonl with pictures too")
     sample.add_argument("--image", type=Path, metavar="IN.png", help="source picture, with --instruction")
     sample.add_argument("--mask", type=Path, metavar="MASK.png", help="where to edit, with --instruction")
+    sample.add_argument("--reference", type=Path, metavar="REF.png", help="what to be like, with --instruction")
     sample.add_argument("--out", type=Path, required=True, metavar="OUT", help="the picture; with --instructions a new folder")
     sample.add_argument("--seed", type=int, default=0)
     sample.set_defaults(run=_sample)
@@ -227,8 +228,8 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 
 def _sample(arguments: argparse.Namespace) -> int:
-    if arguments.instructions is not None and (arguments.image or arguments.mask):
-        raise ValueError("--image and --mask go with --instruction; a .jsonl list names its own pictures")
+    if arguments.instructions is not None and (arguments.image or arguments.mask or arguments.reference):
+        raise ValueError("--image, --mask and --reference go with --instruction; a .jsonl list names its own pictures")
     from retouch.runs.sampling import sample_list, sample_target
 
     if arguments.instructions is not None:
@@ -240,6 +241,7 @@ def _sample(arguments: argparse.Namespace) -> int:
             instruction=arguments.instruction,
             image=arguments.image,
             mask=arguments.mask,
+            reference=arguments.reference,
             out=arguments.out,
             seed=arguments.seed,
         )

@@ -9,7 +9,7 @@ tensors in which NaN means "could not be judged". Nothing here computes, and not
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -173,8 +173,11 @@ class Conditioning:
 
     ``tensors``: name to a tensor whose axis 0 is rows. ``padded``: the names whose axis 1 is a sequence padded on the right with
     zeros (an embedding and its mask, say); parts with other lengths can then be joined. ``shared``: what all rows have in common
-    (sizes in pixels or latents). ``negative``: the same for the unconditional branch of guidance.
+    (sizes in pixels or latents). ``negative``: the same for the unconditional branch of guidance. ``REFERENCE``: the name of an
+    embedding (r, d) of the tasks' reference pictures, where the model is shown them.
     """
+
+    REFERENCE: ClassVar[str] = "reference"
 
     tensors: Mapping[str, Tensor]
     padded: frozenset[str] = frozenset()

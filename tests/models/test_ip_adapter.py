@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import tiny
+import tiny_encoders
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 from diffusers.loaders import FluxIPAdapterMixin
@@ -12,10 +13,8 @@ from diffusers.models.embeddings import ImageProjection
 from safetensors.torch import load_file, save_file
 from transformers import (
     CLIPImageProcessorPil,
-    CLIPVisionConfig,
     CLIPVisionModelWithProjection,
     SiglipImageProcessorPil,
-    SiglipVisionConfig,
     SiglipVisionModel,
 )
 
@@ -29,7 +28,7 @@ from retouch.models.qwen_image_edit import QwenImageEdit
 from retouch.models.referenced import Referenced
 from retouch.policies.guidance import Guided
 from retouch.testing.models import check_model
-from retouch.types import Task
+from retouch.types import Conditioning, Task
 
 SCHEDULER = {
     "base_image_seq_len": 256,
@@ -42,35 +41,12 @@ SCHEDULER = {
 SMALL = Form(tokens=4, projection="linear", blocks="double")
 LARGE = Form(tokens=6, projection="mlp", blocks="all")
 QWEN = Form(tokens=6, projection="mlp", blocks="double")
-VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 8,
-}
 
 
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory):
     """Folders of a CLIP vision model (12 wide) and a SigLIP one (16 wide)."""
-    root = tmp_path_factory.mktemp("encoders")
-    torch.manual_seed(0)
-    clip = CLIPVisionModelWithProjection(CLIPVisionConfig(**VISION, projection_dim=12))
-    siglip = SiglipVisionModel(SiglipVisionConfig(**VISION))
-    sizes = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
-    for name, model, processor in (
-        ("clip", clip, CLIPImageProcessorPil(**sizes)),
-        ("siglip", siglip, SiglipImageProcessorPil(size={"height": 16, "width": 16})),
-    ):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim > 1:
-                    parameter.normal_(0, 0.3)
-        model.save_pretrained(root / name)
-        processor.save_pretrained(root / name)
-    return root
+    return tiny_encoders.write(tmp_path_factory.mktemp("encoders"))
 
 
 def encoder(encoders, name="clip"):
@@ -184,7 +160,7 @@ class TestEveryForm:
         made = Referenced(model(moved=False), encoder(encoders))
         base = model(moved=False).__class__
         told = made.encode(tasks())
-        plain = replace(told, tensors={name: each for name, each in told.tensors.items() if name != ip_adapter.EMBEDS})
+        plain = replace(told, tensors={name: each for name, each in told.tensors.items() if name != Conditioning.REFERENCE})
         bare = unadapted(made.model, base)
         assert torch.equal(velocity(made, told), velocity(bare, plain))
 
@@ -222,13 +198,13 @@ class TestEveryForm:
         other = made.encode([replace(task, reference=tiny.picture(40)) for task in tasks()])
         assert (velocity(made, told) - velocity(made, other)).abs().max() > 1e-3
         negative = made.encode_negative(tasks())
-        assert torch.equal(negative.tensors[ip_adapter.EMBEDS], torch.zeros(2, 12))
+        assert torch.equal(negative.tensors[Conditioning.REFERENCE], torch.zeros(2, 12))
         with pytest.raises(ValueError, match="'blue' has no reference picture"):
             made.encode([tasks()[0], replace(tasks()[1], reference=None)])
 
 
 def told_nothing(conditioning):
-    tensors = {name: each for name, each in conditioning.tensors.items() if name != ip_adapter.EMBEDS}
+    tensors = {name: each for name, each in conditioning.tensors.items() if name != Conditioning.REFERENCE}
     return replace(conditioning, tensors=tensors)
 
 

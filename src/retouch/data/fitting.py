@@ -5,16 +5,20 @@ from retouch.data.rows import Row, Rows
 
 
 class FittingRows:
-    """``rows``, of which one is bad whose source ``pictures`` are not (least, most) in number, or that lacks a mask it must have.
+    """``rows``, of which one is bad whose source ``pictures`` are not (least, most) in number, or that lacks a mask or a
+    reference it must have.
 
     ``model`` is what the message calls the model, ``takes`` what it says of that.
     """
 
-    def __init__(self, rows: Rows, *, pictures: tuple[int, int], mask: bool, model: str, takes: str) -> None:
+    def __init__(
+        self, rows: Rows, *, pictures: tuple[int, int], mask: bool, reference: bool = False, model: str, takes: str
+    ) -> None:
         self.problems = rows.problems
         self._rows = rows
         self._pictures = pictures
         self._mask = mask
+        self._reference = reference
         self._wanted = f"{model} takes {takes}"
 
     def __len__(self) -> int:
@@ -28,6 +32,8 @@ class FittingRows:
             wrong.append(f"{self._wanted}, and this row has {len(row.images)} picture{'s' * (len(row.images) != 1)}")
         if self._mask and row.mask is None:
             wrong.append(f"{self._wanted}, and this row has no mask")
+        if self._reference and row.reference is None:
+            wrong.append("an IP-Adapter reads a reference picture, and this row has none")
         if wrong:
             raise BadRow([Problem(row.file, row.line, what) for what in wrong])
         return row

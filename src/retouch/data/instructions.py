@@ -1,7 +1,8 @@
 """Instructions for a policy that is used, not trained: ``.txt`` with one a line, ``.jsonl`` with pictures beside them.
 
-A JSON line has ``instruction`` (or ``prompt``) and may have ``image`` (or ``file_name``; one or a list) and ``mask``: names of
-files relative to the list, and none outside its folder is opened. Where one line has pictures all must have.
+A JSON line has ``instruction`` (or ``prompt``) and may have ``image`` (or ``file_name``; one or a list),
+``mask`` and ``reference``: names of files relative to the list, and none outside its folder is opened. Where one line has pictures
+all must have.
 """
 
 from pathlib import Path
@@ -17,6 +18,7 @@ _COLUMNS = {
     "instruction": ("instruction", "prompt"),
     "image": ("image", "images", "file_name", "file_names"),
     "mask": ("mask",),
+    "reference": ("reference",),
 }
 
 

@@ -1,7 +1,7 @@
 """A frozen CLIP or SigLIP vision model: what an IP-Adapter is told of a picture, one vector each."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +10,19 @@ from jaxtyping import Float
 from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import (
+    CLIPConfig,
     CLIPImageProcessorPil,
+    CLIPVisionConfig,
     CLIPVisionModelWithProjection,
+    SiglipConfig,
     SiglipImageProcessorPil,
+    SiglipVisionConfig,
     SiglipVisionModel,
 )
 
-_CLIP = (CLIPVisionModelWithProjection, CLIPImageProcessorPil, "image_embeds", "projection_dim")
-_SIGLIP = (SiglipVisionModel, SiglipImageProcessorPil, "pooler_output", "hidden_size")
-_KINDS: dict[str, tuple[Any, Any, str, str]] = {
+_CLIP = (CLIPVisionModelWithProjection, CLIPImageProcessorPil, "image_embeds")
+_SIGLIP = (SiglipVisionModel, SiglipImageProcessorPil, "pooler_output")
+_KINDS: dict[str, tuple[Any, Any, str]] = {
     "clip": _CLIP,
     "clip_vision_model": _CLIP,
     "siglip": _SIGLIP,
@@ -42,7 +46,7 @@ class ImageEncoder:
     def from_pretrained(cls, path: Path | str, *, dtype: torch.dtype, device: torch.device | str) -> "ImageEncoder":
         """From a local folder (safetensors, no remote code). ValueError for another kind of model."""
         folder = Path(path)
-        model_class, processor_class, field, _ = _KINDS[_kind(folder)]
+        model_class, processor_class, field = _KINDS[_kind(folder)]
         model = model_class.from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=dtype).to(device)
         processor = processor_class.from_pretrained(folder, local_files_only=True)
         return cls(model, processor, field=field, width=embed_width(folder))
@@ -60,12 +64,21 @@ class ImageEncoder:
 def embed_width(path: Path | str) -> int:
     """Numbers of a vector of the encoder in a folder, from its configuration. ValueError for another kind of model."""
     folder = Path(path)
-    *_, field = _KINDS[_kind(folder)]
-    config = _config(folder)
-    given = config.get("vision_config", config).get(field) or config.get(field)
-    if given is None:
-        raise ValueError(f"{folder}/config.json does not say {field}, how wide its embeddings are")
-    return int(given)
+    _kind(folder)
+    return width_of(_config(folder))
+
+
+def width_of(config: Mapping[str, Any]) -> int:
+    """The same of a configuration: of CLIP the projection's, which stands beside both towers; of SigLIP the vision tower's own.
+    What is left out of a tower's is transformers' default."""
+    kind = config["model_type"]
+    if kind == "clip":
+        return int(CLIPConfig(**config).projection_dim)
+    if kind == "siglip":
+        return int(SiglipConfig(**config).vision_config.hidden_size)
+    if kind == "clip_vision_model":
+        return int(CLIPVisionConfig(**config).projection_dim)
+    return int(SiglipVisionConfig(**config).hidden_size)
 
 
 def _kind(folder: Path) -> str:

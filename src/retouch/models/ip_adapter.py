@@ -18,8 +18,6 @@ from retouch.core.random import generator
 from retouch.models.ip_attention import FluxReferenceAttention, QwenReferenceAttention, WideLinear
 from retouch.types import Conditioning
 
-EMBEDS = "reference"
-"""The conditioning's (r, d) embedding of each row's reference picture."""
 _SIXTEEN = 65536
 
 
@@ -112,7 +110,7 @@ def modules(transformer: nn.Module) -> list[nn.Module]:
 
 def attention_inputs(transformer: nn.Module, conditioning: Conditioning) -> dict[str, list[Tensor]] | None:
     """What the blocks are handed of the rows' references; None where the rows have none."""
-    embeds = conditioning.tensors.get(EMBEDS)
+    embeds = conditioning.tensors.get(Conditioning.REFERENCE)
     if embeds is None:
         return None
     tokens: list[Tensor] = transformer.get_submodule("encoder_hid_proj")([embeds[:, None]])

@@ -52,7 +52,8 @@ class MemoryPlan:
 class Setup:
     """How a model is trained.
 
-    ``lora`` None trains every weight of the transformer. ``dtype``: of frozen weights and of the computation; ``trained_dtype``:
+    ``lora`` and ``adapter`` None train every weight of the transformer; ``adapter`` is how many numbers an IP-Adapter has, whose
+    frozen encoder is one of the model's parts. ``dtype``: of frozen weights and of the computation; ``trained_dtype``:
     of trained weights and their gradients. ``copies``: further sets of the trained weights (a weight average, an old policy, the
     reference of a full fine-tune). ``rows``: samples in one forward with gradient; ``tokens``: of one sample, text and sources
     included. ``ranks`` GPUs hold everything each ("ddp"), or a share of the optimizer's state ("zero2"), or of the
@@ -60,6 +61,7 @@ class Setup:
     """
 
     lora: Lora | None
+    adapter: int | None = None
     rows: int
     tokens: int
     dtype: torch.dtype = torch.bfloat16
@@ -93,11 +95,13 @@ def plan_parts(described: Mapping[str, Mapping[str, Any]], setup: Setup) -> Memo
     transformer = described["transformer"]
     share = setup.ranks if setup.sharding == "fsdp" else 1
     frozen = stored_count(transformer)
-    if setup.lora is None:
-        trained = parameter_count(transformer)
+    trained = 0 if setup.lora is None else lora_count(transformer, rank=setup.lora.rank, targets=setup.lora.targets)
+    casts = trained  # an IP-Adapter computes in its own type
+    if setup.adapter is not None:
+        trained += setup.adapter
+    elif setup.lora is None:
+        trained = casts = parameter_count(transformer)
         frozen -= trained
-    else:
-        trained = lora_count(transformer, rank=setup.lora.rank, targets=setup.lora.targets)
     trained_bytes = _share(trained * setup.trained_dtype.itemsize, share)
     rows = [
         Row("transformer, frozen weights", _share(frozen * setup.dtype.itemsize, share)),
@@ -109,7 +113,7 @@ def plan_parts(described: Mapping[str, Mapping[str, Any]], setup: Setup) -> Memo
     if setup.sharding == "fsdp":
         rows.append(Row("two gathered blocks", 2 * _largest_block(transformer) * setup.dtype.itemsize))
     elif setup.trained_dtype.itemsize > setup.dtype.itemsize:
-        rows.append(Row("autocast's copy of the trained weights", trained * setup.dtype.itemsize))
+        rows.append(Row("autocast's copy of the trained weights", casts * setup.dtype.itemsize))
     for part, description in described.items():
         if part != "transformer" and part not in setup.without:
             rows.append(Row(part, stored_count(description) * setup.dtype.itemsize))

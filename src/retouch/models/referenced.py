@@ -9,7 +9,6 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from retouch.models.image_encoder import ImageEncoder
-from retouch.models.ip_adapter import EMBEDS
 from retouch.types import Conditioning, DenoisingModel, Task
 
 
@@ -57,4 +56,4 @@ class Referenced:
 
 def _told(conditioning: Conditioning, embeds: Float[Tensor, "p d"]) -> Conditioning:
     device = next(iter(conditioning.tensors.values())).device
-    return replace(conditioning, tensors={**conditioning.tensors, EMBEDS: embeds.to(device)})
+    return replace(conditioning, tensors={**conditioning.tensors, Conditioning.REFERENCE: embeds.to(device)})

@@ -1,7 +1,7 @@
 """How large the published models are, counted on the meta device from their configurations: no weight is loaded or made.
 
 ``configs/*.json`` hold each model's parts as ``{"class": ..., "config": ...}`` with their source, ``configs/writers/*.json`` one
-language model each, ``configs/judges/*.json`` one model of a reward each.
+language model each, ``configs/judges/*.json`` one model of a reward each, ``configs/encoders/*.json`` one image encoder each.
 """
 
 import json
@@ -29,6 +29,8 @@ from transformers import (
     Emu3ForCausalLM,
     Emu3TextConfig,
     Emu3VQVAE,
+    CLIPVisionConfig,
+    CLIPVisionModelWithProjection,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
@@ -39,6 +41,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    SiglipVisionConfig,
+    SiglipVisionModel,
     T5Config,
     T5EncoderModel,
 )
@@ -82,6 +86,11 @@ def writer(name: str) -> dict[str, Any] | None:
 def judge(name: str) -> dict[str, Any] | None:
     """As ``writer``, for a model that a reward judges with."""
     return _one("judges", name) or _one("writers", name)
+
+
+def image_encoder(name: str) -> dict[str, Any] | None:
+    """As ``writer``, for the image encoder of an IP-Adapter."""
+    return _one("encoders", name)
 
 
 def model_in(folder: Path) -> dict[str, Any]:
@@ -151,6 +160,10 @@ def _build(part: str) -> nn.Module:
                 return AutoencoderKL.from_config(config)
             case "CLIPModel":
                 return CLIPModel(CLIPConfig(**config))
+            case "CLIPVisionModelWithProjection":
+                return CLIPVisionModelWithProjection(CLIPVisionConfig(**config))
+            case "SiglipVisionModel":
+                return SiglipVisionModel(SiglipVisionConfig(**config))
             case "Qwen2_5_VLForConditionalGeneration":
                 return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**config))
             case "Qwen2VLForConditionalGeneration":

@@ -18,6 +18,7 @@ from retouch.core.divergences import gaussian_kl, velocity_mse
 from retouch.core.random import generator
 from retouch.core.ratio_norm import gradient_balance, ratio_norm
 from retouch.core.transitions import Transition, transition
+from retouch.policies.reference_dropout import unshown
 from retouch.policies.value_heads import LatentValues, summary
 from retouch.policies.weights import WeightCopies
 from retouch.policies.windows import Window
@@ -95,7 +96,8 @@ class DenoisingPolicy:
 
     ``microbatch``: velocities per forward with gradient. ``eval_steps``: steps of the deterministic sampling that
     evaluation and the end user see. ``copies`` may hold ``reference``, ``old`` and ``average`` weights. ``head``: says
-    before each action what reward is to be expected.
+    before each action what reward is to be expected. ``reference_dropout``: share of tasks whose reference picture a demonstration
+    does not show; a rollout always does, or its ratio would not be 1.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class DenoisingPolicy:
         copies: WeightCopies,
         keep_means: bool = False,
         head: LatentValues | None = None,
+        reference_dropout: float = 0.0,
     ) -> None:
         self.model = model
         self.module: nn.Module = model.module
@@ -117,6 +120,7 @@ class DenoisingPolicy:
         self.copies = copies
         self.keep_means = keep_means
         self.head = head
+        self.reference_dropout = reference_dropout
 
     # Acting
 
@@ -146,7 +150,7 @@ class DenoisingPolicy:
         if len(images) < len(targets):
             lacking = next(batch.tasks[k].id for k in batch.group if batch.tasks[k].target is None)
             raise ValueError(f"task {lacking} has no target picture, which supervised learning imitates; give the data a `target`")
-        conditioning = self.model.encode(batch.tasks)
+        conditioning = unshown(self.model.encode(batch.tasks), batch, share=self.reference_dropout)
         with torch.no_grad():
             x = self.model.encode_images(images)
         return self._pictures(x, sigmas=x.new_zeros(1), conditioning=conditioning, group=self._group(batch))

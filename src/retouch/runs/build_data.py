@@ -49,6 +49,7 @@ from retouch.runs.recipe_data import (
 )
 from retouch.runs.recipe_families import takes_of
 from retouch.runs.recipe_files import shipped
+from retouch.runs.recipe_ip_adapter import IpAdapter
 from retouch.runs.recipe_phases import ResolvedPhase
 from retouch.runs.recipe_renderer import PromptRenderer
 from retouch.types import Task
@@ -113,7 +114,10 @@ def _fitting(rows: Rows, recipe: Recipe) -> Rows:
     """Rows without what the image model is given are bad; what a writer of prompts is shown is its own affair."""
     kind = recipe.image_model.kind
     takes = None if isinstance(recipe.renderer, PromptRenderer) else takes_of(kind)
-    return rows if takes is None else FittingRows(rows, pictures=takes.pictures, mask=takes.mask, model=kind, takes=str(takes))
+    if takes is None:
+        return rows
+    shown = isinstance(recipe.policy.train, IpAdapter)
+    return FittingRows(rows, pictures=takes.pictures, mask=takes.mask, reference=shown, model=kind, takes=str(takes))
 
 
 def _token_sets(recipe: Recipe, data: TokenData) -> Sets:

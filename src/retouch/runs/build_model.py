@@ -19,19 +19,21 @@ from retouch.models.qwen_image import QwenImage
 from retouch.models.qwen_image_edit import QwenImageEdit
 from retouch.models.qwen_writer import LORA_TARGETS as WRITER_TARGETS
 from retouch.policies.weights import WeightCopies
+from retouch.runs.build_ip_adapter import add_ip_adapter
 from retouch.runs.families import FAMILIES
 from retouch.runs.files import read_json
 from retouch.runs.imports import build_class
 from retouch.runs.pretrained import fetch_weights
+from retouch.runs.recipe_ip_adapter import IpAdapter, lora_of
 from retouch.runs.recipe_policy import (
     DenoisingPolicy,
     ImportedModel,
-    Lora,
     Model,
     PlaygroundModel,
     PlaygroundPainter,
     PlaygroundWords,
 )
+from retouch.runs.recipe_train import FullWeights, Lora
 from retouch.runs.recipe_writer import AutoregressivePolicy
 from retouch.types import DenoisingModel
 
@@ -101,12 +103,12 @@ def _words(path: Path, *, dtype: torch.dtype, device: torch.device, size: tuple[
 
 
 def make_trainable(module: nn.Module, policy: DenoisingPolicy | AutoregressivePolicy, *, seed: int) -> WeightCopies:
-    """Freeze everything, then let train what the recipe says: all weights of the module, or LoRA matrices in fp32."""
-    module.requires_grad_(False).eval()
-    if isinstance(policy.train, Lora):
-        _add_lora(module, policy.train, lora_targets(policy), seed=seed)
-    else:
-        module.requires_grad_(True)
+    """Freeze everything, then let train what the recipe says: all weights of the module, or adapters in fp32."""
+    module.requires_grad_(isinstance(policy.train, FullWeights)).eval()
+    if (lora := lora_of(policy.train)) is not None:
+        _add_lora(module, lora, lora_targets(policy), seed=seed)
+    if isinstance(policy.train, IpAdapter):
+        add_ip_adapter(module, policy.train, seed=seed)
     if policy.gradient_checkpointing and isinstance(policy, DenoisingPolicy):
         # A module without it raises its own clear error.
         module.enable_gradient_checkpointing()  # type: ignore[operator]
@@ -115,9 +117,10 @@ def make_trainable(module: nn.Module, policy: DenoisingPolicy | AutoregressivePo
 
 def lora_targets(policy: DenoisingPolicy | AutoregressivePolicy) -> Sequence[str]:
     """The linear layers that get an adapter: those that the recipe names, else the family's. ValueError for an imported model's."""
-    assert isinstance(policy.train, Lora)
-    if policy.train.targets is not None:
-        return policy.train.targets
+    lora = lora_of(policy.train)
+    assert lora is not None
+    if lora.targets is not None:
+        return lora.targets
     if isinstance(policy.model, ImportedModel):
         raise ValueError(
             "policy.train.targets: an imported model has no usual LoRA targets; name the linear layers that get an adapter"

@@ -14,14 +14,16 @@ from retouch.policies.guidance import Guided
 from retouch.policies.mismatch import Tolerance
 from retouch.policies.value_heads import LatentValues, TokenValues
 from retouch.policies.weights import WeightCopies
-from retouch.runs import recipe_policy
+from retouch.runs import recipe_policy, recipe_train
 from retouch.runs.build_engine import Writing
+from retouch.runs.build_ip_adapter import show_references
 from retouch.runs.build_learning import build_sampling
-from retouch.runs.build_model import build_model
+from retouch.runs.build_model import DTYPES, build_model
 from retouch.runs.build_writer import build_writer
 from retouch.runs.image_model import move, share_encoder
 from retouch.runs.placement import Placement
 from retouch.runs.recipe import Recipe
+from retouch.runs.recipe_ip_adapter import IpAdapter
 from retouch.runs.recipe_renderer import CodesRenderer, ResponseRenderer
 from retouch.runs.recipe_rollout import Rollout, TokenRollout
 from retouch.types import AutoregressiveModel, DenoisingModel
@@ -35,7 +37,7 @@ def build_models(recipe: Recipe, placement: Placement) -> tuple[TrainedModel, Tr
     """What trains, and what makes the pictures: one and the same but for writers of text. Weights that both need are held once."""
     policy, renderer = recipe.policy, recipe.renderer
     if isinstance(policy, recipe_policy.DenoisingPolicy):
-        model = build_model(policy.model, device=placement.policy)
+        model = _shown(policy, build_model(policy.model, device=placement.policy), placement)
         return model, model
     assert renderer is not None, "the recipe's checks see to it"
     if isinstance(renderer, CodesRenderer):
@@ -49,10 +51,18 @@ def build_models(recipe: Recipe, placement: Placement) -> tuple[TrainedModel, Tr
     writer = build_writer(policy, before=editor, device=placement.policy)
     assert isinstance(editor, QwenImageEdit), "the recipe's checks see to it"
     share_encoder(
-        editor, writer.module, policy_reads=renderer.encoder == "policy", base_stays=isinstance(policy.train, recipe_policy.Lora)
+        editor, writer.module, policy_reads=renderer.encoder == "policy", base_stays=isinstance(policy.train, recipe_train.Lora)
     )
     move(editor, rests, but=writer.module)
     return writer, editor
+
+
+def _shown(policy: recipe_policy.DenoisingPolicy, model: DenoisingModel, placement: Placement) -> DenoisingModel:
+    """The model, shown references where an IP-Adapter trains."""
+    if not isinstance(policy.train, IpAdapter):
+        return model
+    assert not isinstance(policy.model, recipe_policy.ImportedModel), "the recipe's checks see to it"
+    return show_references(model, policy.train, dtype=DTYPES[policy.model.dtype], device=placement.policy)
 
 
 def build_policy(
@@ -95,6 +105,7 @@ def build_policy(
         )
     assert isinstance(model, DenoisingModel)
     assert not isinstance(head, TokenValues)
+    train = recipe.policy.train
     return DenoisingPolicy(
         Guided(model, rollout.guidance_scale) if rollout.guidance_scale > 1 else model,
         sampling=replace(build_sampling(rollout), weights=acting),
@@ -103,4 +114,5 @@ def build_policy(
         copies=copies,
         keep_means=keep_means,
         head=head,
+        reference_dropout=train.dropout if isinstance(train, IpAdapter) else 0.0,
     )

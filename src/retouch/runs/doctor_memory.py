@@ -21,8 +21,9 @@ from retouch.runs.doctor_device import CARDS, Place
 from retouch.runs.doctor_findings import Finding, failed, gigabytes, note, ok
 from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_emu3 import TokenModel
-from retouch.runs.recipe_policy import DenoisingPolicy, DiffusersModel, ImportedModel, Lora, PlaygroundModel, PlaygroundWords
+from retouch.runs.recipe_policy import DenoisingPolicy, DiffusersModel, ImportedModel, PlaygroundModel, PlaygroundWords
 from retouch.runs.recipe_rollout import DenoisingRollout
+from retouch.runs.recipe_train import Lora
 
 Described = Mapping[str, Mapping[str, Any]]
 

@@ -11,7 +11,7 @@ from retouch.models.memory import MemoryPlan, Row
 from retouch.models.memory_drawing import codes_plan, image_model_plan
 from retouch.models.memory_writing import reading_bytes, writer_plan
 from retouch.models.sizes import lora_count, model_in, parameter_count, stored_count, writer
-from retouch.runs import recipe_policy
+from retouch.runs import recipe_train
 from retouch.runs.build_learning import copies_needed
 from retouch.runs.build_model import DTYPES, lora_targets, playground_weights
 from retouch.runs.build_writer import playground_writer_weights
@@ -183,7 +183,7 @@ def _writer(policy: AutoregressivePolicy) -> dict[str, Any] | None:
 def _checkpoint(recipe: Recipe, policy: AutoregressivePolicy, written: Mapping[str, Any]) -> int:
     """Bytes of one: weights that train, their copies, and AdamW's moments."""
     assert not isinstance(policy.model, ImportedModel)
-    if isinstance(policy.train, recipe_policy.Lora):
+    if isinstance(policy.train, recipe_train.Lora):
         count = lora_count(written, rank=policy.train.rank, targets=lora_targets(policy))
         size = torch.float32.itemsize
     else:

@@ -11,7 +11,7 @@ from retouch.models.memory_drawing import Drawing
 from retouch.models.memory_writing import Writing
 from retouch.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from retouch.playground.scenes import SIZE
-from retouch.runs import recipe_policy
+from retouch.runs import recipe_train
 from retouch.runs.build_learning import copies_needed
 from retouch.runs.build_model import DTYPES, lora_targets
 from retouch.runs.doctor_memory import TEXT_TOKENS, Described
@@ -38,7 +38,7 @@ def writing_setup(recipe: Recipe, policy: AutoregressivePolicy, described: Descr
     assert not isinstance(model, ImportedModel)
     dtype = DTYPES[model.dtype]
     return Writing(
-        lora=Lora(train.rank, tuple(lora_targets(policy))) if isinstance(train, recipe_policy.Lora) else None,
+        lora=Lora(train.rank, tuple(lora_targets(policy))) if isinstance(train, recipe_train.Lora) else None,
         prompt=_prompt_tokens(recipe, described),
         completion=max(rollout.max_new_tokens for rollout in rollouts),
         update=(_tasks(recipe, update), update),
@@ -46,7 +46,7 @@ def writing_setup(recipe: Recipe, policy: AutoregressivePolicy, described: Descr
         evaluation=held_out_rows(recipe),
         logits_at_once=policy.logits_at_once,
         dtype=dtype,
-        trained_dtype=torch.float32 if isinstance(train, recipe_policy.Lora) else dtype,
+        trained_dtype=torch.float32 if isinstance(train, recipe_train.Lora) else dtype,
         copies=len(copies_needed(recipe)),
         gradient_checkpointing=policy.gradient_checkpointing,
         attention=model.attention,

@@ -1,8 +1,9 @@
 """`retouch export`: what a run trained, as weights that diffusers and PEFT load.
 
 A LoRA becomes ``pytorch_lora_weights.safetensors`` (for a pipeline's ``load_lora_weights``) and ``adapter_model.safetensors``
-with ``adapter_config.json`` (``PeftModel.from_pretrained``); full weights become a folder ``transformer``, a writer's
-``writer`` (``from_pretrained``).
+with ``adapter_config.json`` (``PeftModel.from_pretrained``); an IP-Adapter ``ip_adapter.safetensors`` (for a Flux pipeline's
+``load_ip_adapter`` where it is of that form, see ``models/ip_adapter_files.py``) with ``ip_adapter.json``, how it is made; full
+weights become a folder ``transformer``, a writer's ``writer`` (``from_pretrained``).
 """
 
 from collections.abc import Sequence
@@ -12,10 +13,13 @@ from typing import Any, Literal
 
 from retouch.runs import files
 from retouch.runs.assembly import Assembly
+from retouch.runs.build_ip_adapter import write_ip_adapter
 from retouch.runs.families import FAMILIES
 from retouch.runs.lora_files import write_lora
 from retouch.runs.opening import open_target
-from retouch.runs.recipe_policy import ImportedModel, Lora
+from retouch.runs.recipe_ip_adapter import IpAdapter, lora_of
+from retouch.runs.recipe_policy import ImportedModel
+from retouch.runs.recipe_train import FullWeights
 from retouch.runs.recipe_writer import AutoregressivePolicy
 from retouch.runs.versions import versions
 
@@ -47,11 +51,13 @@ def export_target(target: str, *, to: Path, which: Which | None = None, override
 
 
 def write_weights(parts: Assembly, to: Path) -> None:
-    """The weights as they are now: an adapter in both formats, or the whole transformer."""
+    """The weights as they are now: adapters in the formats of their readers, or the whole transformer."""
     module: Any = parts.model.module
     writes = isinstance(parts.recipe.policy, AutoregressivePolicy)
-    if not isinstance(parts.recipe.policy.train, Lora):
+    train, model = parts.recipe.policy.train, parts.recipe.policy.model
+    if isinstance(train, FullWeights):
         module.save_pretrained(to / ("writer" if writes else "transformer"))
-        return
-    model = parts.recipe.policy.model
-    write_lora(module, to, pipeline=None if writes or isinstance(model, ImportedModel) else FAMILIES[model.kind].pipeline)
+    if isinstance(train, IpAdapter):
+        write_ip_adapter(module, train, to)
+    if lora_of(train) is not None:
+        write_lora(module, to, pipeline=None if writes or isinstance(model, ImportedModel) else FAMILIES[model.kind].pipeline)

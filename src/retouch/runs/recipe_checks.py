@@ -7,10 +7,12 @@ from retouch.core.surrogates import check_clip
 from retouch.data.sampler import check_arithmetic
 from retouch.runs.recipe_data import PromptData, TokenData
 from retouch.runs.recipe_emu3 import TokenModel
+from retouch.runs.recipe_ip_adapter import lora_of
+from retouch.runs.recipe_ip_adapter_checks import ip_adapter_problems
 from retouch.runs.recipe_learning import GroupAdvantage, PolicyGradient, Sft, Supervised
 from retouch.runs.recipe_phases import ResolvedPhase
 from retouch.runs.recipe_picture_checks import image_model_problems, picture_problems
-from retouch.runs.recipe_policy import ImportedModel, Lora
+from retouch.runs.recipe_policy import ImportedModel
 from retouch.runs.recipe_renderer import CodesRenderer
 from retouch.runs.recipe_reward_checks import reward_data_problems, reward_problems
 from retouch.runs.recipe_rollout import (
@@ -51,7 +53,7 @@ def problems(recipe: "Recipe") -> list[str]:
     if unlike := list(parts_problems(recipe)):
         return [*found, *unlike]
     found += [*reward_problems(recipe), *image_model_problems(recipe), *renderer_problems(recipe), *engine_problems(recipe)]
-    found += [*_phases(recipe), *_batch(recipe)]
+    found += [*ip_adapter_problems(recipe), *_phases(recipe), *_batch(recipe)]
     return list(dict.fromkeys(found))
 
 
@@ -181,8 +183,10 @@ def _policy_gradient(recipe: "Recipe", objective: PolicyGradient, rollout: Rollo
         yield from _reinforce(recipe, objective, at["objective"])
     else:
         yield from _clip(objective, rollout, at["objective"])
-        if isinstance(train, Lora) and train.dropout > 0:
-            yield f"policy.train.dropout: {train.dropout} makes the ratio differ from 1 before anything was learnt; take 0"
+        lora = lora_of(train)
+        if lora is not None and lora.dropout > 0:
+            at_lora = "policy.train" if lora is train else "policy.train.lora"
+            yield f"{at_lora}.dropout: {lora.dropout} makes the ratio differ from 1 before anything was learnt; take 0"
     if objective.surrogate == "gspo" and isinstance(rollout, DenoisingRollout):
         window = rollout.window
         actions = rollout.num_steps - 1 if isinstance(window, AllSteps) else window.size

@@ -4,7 +4,9 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, JsonValue
 
-from retouch.runs.recipe_section import ClassPath, Count, NonNegative, Pixels, Positive, Section, Share
+from retouch.runs.recipe_ip_adapter import IpAdapter
+from retouch.runs.recipe_section import ClassPath, Count, NonNegative, Pixels, Section
+from retouch.runs.recipe_train import FullWeights, Lora
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Attention: TypeAlias = Literal["sdpa", "flash_attention_2", "eager"]
@@ -64,28 +66,6 @@ Model: TypeAlias = Annotated[
 ]
 
 
-class FullWeights(Section):
-    """All weights of the transformer train."""
-
-    kind: Literal["full"]
-
-
-class Lora(Section):
-    """Low-rank adapters train; the model's own weights stay as they are and serve as reference."""
-
-    kind: Literal["lora"]
-    rank: Count
-    """Inner width of each adapter."""
-    alpha: Positive
-    """The adapter's output is scaled by alpha / rank."""
-    targets: tuple[str, ...] | None = None
-    """Names of the linear layers that get an adapter, as endings of their paths; null takes the family's usual ones."""
-    init_from: str | None = None
-    """Folder of an existing LoRA to go on from; null starts at zero."""
-    dropout: Share = 0.0
-    """Share of an adapter's inputs that are dropped; anything above 0 makes the ratio differ from 1 at the first step."""
-
-
 class Ema(Section):
     """A running average of the trained weights, used for evaluation and for what is exported."""
 
@@ -101,7 +81,7 @@ class DenoisingPolicy(Section):
     kind: Literal["denoising"]
     model: Model
     """The model."""
-    train: Annotated[FullWeights | Lora, Field(discriminator="kind")]
+    train: Annotated[FullWeights | Lora | IpAdapter, Field(discriminator="kind")]
     """What of it trains."""
     ema: Ema | None = None
     """Average of the trained weights; null keeps none."""

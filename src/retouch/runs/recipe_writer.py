@@ -5,8 +5,9 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field
 
 from retouch.runs.recipe_emu3 import Emu3, PlaygroundEmu3
-from retouch.runs.recipe_policy import Attention, Dtype, Ema, FullWeights, ImportedModel, Lora
+from retouch.runs.recipe_policy import Attention, Dtype, Ema, ImportedModel
 from retouch.runs.recipe_section import Count, Positive, Section
+from retouch.runs.recipe_train import FullWeights, Lora
 
 
 class QwenWriter(Section):

@@ -8,9 +8,10 @@ from retouch.runs.recipe_engine import VllmEngine
 from retouch.runs.recipe_families import EDITORS, takes_of
 from retouch.runs.recipe_learning import Awm, Dpo, Kl, Nft, PolicyGradient, Sft, Supervised
 from retouch.runs.recipe_phases import ResolvedPhase
-from retouch.runs.recipe_policy import DenoisingPolicy, FullWeights, ImportedModel
+from retouch.runs.recipe_policy import DenoisingPolicy, ImportedModel
 from retouch.runs.recipe_renderer import CodesRenderer, PromptRenderer, ResponseRenderer
 from retouch.runs.recipe_rollout import TokenRollout
+from retouch.runs.recipe_train import FullWeights
 from retouch.runs.recipe_writer import AutoregressivePolicy, QwenWriter
 
 if TYPE_CHECKING:

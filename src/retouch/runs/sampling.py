@@ -28,15 +28,23 @@ class Made:
     fell_back: bool
 
 
-def sample_target(target: str, *, instruction: str, image: Path | None, mask: Path | None, out: Path, seed: int) -> Made:
-    """Make one picture from the instruction and the source picture, and write it to ``out``.
+def sample_target(
+    target: str, *, instruction: str, image: Path | None, mask: Path | None, reference: Path | None = None, out: Path, seed: int
+) -> Made:
+    """Make one picture from the instruction and the pictures beside it, and write it to ``out``.
 
     ValueError where a picture cannot be read, or where nothing usable was made.
     """
     if not instruction.strip():
         raise ValueError("--instruction is empty; say what the picture should become")
     images = () if image is None else (load_image(image),)
-    task = Task(id=str(out), instruction=instruction, images=images, mask=None if mask is None else load_mask(mask))
+    task = Task(
+        id=str(out),
+        instruction=instruction,
+        images=images,
+        mask=None if mask is None else load_mask(mask),
+        reference=None if reference is None else load_image(reference),
+    )
     (made,) = _use(target, [task], seed)
     out.parent.mkdir(parents=True, exist_ok=True)
     made.image.save(out)

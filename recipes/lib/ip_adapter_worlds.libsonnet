@@ -1,0 +1,77 @@
+// Where IP-Adapters learn to paint words: FLUX.1-Fill and Qwen-Image-Edit at full size, and their twins on signs of the playground.
+local ip_adapter = import 'ip_adapter.libsonnet';
+local judges = import 'judges.libsonnet';
+
+local siglip = 'google/siglip-so400m-patch14-384';
+// How the picture looks, asked of a Qwen2.5-VL that `vllm serve Qwen/Qwen2.5-VL-7B-Instruct` has on this machine.
+local looks = {
+  kind: 'aspects',
+  judge: judges.endpoint('Qwen/Qwen2.5-VL-7B-Instruct', base_url='http://localhost:8000/v1'),
+  aspects: ['quality'],
+};
+local judge(where) = ip_adapter.two_weights({ kind: 'ocr', where: where }, looks, 'quality');
+local signs = {
+  encoder: 'playground',
+  tasks: { kind: 'playground-words', count: 20000 },
+  judge: ip_adapter.two_weights({ kind: 'ocr', where: 'box' }, { kind: 'compressibility' }, 'compressibility'),
+};
+
+{
+  flux_fill: {
+    model: { kind: 'flux-fill', path: 'black-forest-labs/FLUX.1-Fill-dev', size: [512, 512], dtype: 'bfloat16' },
+    encoder: siglip,
+    blocks: 'all',
+    noise_level: 0.8,
+    guidance_scale: 1,
+    // The style of another item: an item's own crop shows the letters.
+    tasks: { kind: 'triplets', path: 'triplets', reference: 'other' },
+    judge: judge('mask'),
+  },
+  flux_fill_sizes: {
+    steps: 1000,
+    warmup_steps: 400,
+    tasks_per_step: 16,
+    group_size: 16,
+    learning_rate: 1e-5,
+    warmup_learning_rate: 1e-5,
+    ranks: 8,
+    tokens: 128,
+    num_steps: 6,
+    window: 3,
+    high: 3,
+    chunk: 16,
+    microbatch: 2,
+    gradient_checkpointing: true,
+    eval_every: 50,
+    eval_tasks: 64,
+    eval_steps: 28,
+  },
+  // Its source must not hold the words, which this model sees: photographs with an instruction, a target, a reference and the text.
+  qwen: self.flux_fill {
+    model: { kind: 'qwen-image-edit', path: 'Qwen/Qwen-Image-Edit', size: [512, 512], dtype: 'bfloat16' },
+    blocks: 'double',
+    noise_level: 1.2,
+    guidance_scale: 4,
+    tasks: { kind: 'folder', path: 'words' },
+    judge: judge('picture'),
+  },
+
+  signs: self.flux_fill + signs { model: { kind: 'playground-words' } },
+  signs_of_qwen: self.qwen + signs { model: { kind: 'playground', size: [32, 64] } },
+  signs_sizes: self.flux_fill_sizes {
+    steps: 40,
+    warmup_steps: 40,
+    tasks_per_step: 8,
+    group_size: 8,
+    learning_rate: 1e-3,
+    warmup_learning_rate: 2e-3,
+    ranks: 1,
+    tokens: 4,
+    chunk: 64,
+    microbatch: 64,
+    gradient_checkpointing: false,
+    eval_every: 20,
+    eval_tasks: 64,
+    eval_steps: 6,
+  },
+}

@@ -1,0 +1,34 @@
+"""How large an IP-Adapter and its encoder are, counted on the meta device from configurations: no weight is loaded or made."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from retouch.models.image_encoder import width_of
+from retouch.models.ip_adapter import Form, attach, modules
+from retouch.models.sizes import build_meta
+
+_WHOLE = {"CLIPModel": "CLIPVisionModelWithProjection", "SiglipModel": "SiglipVisionModel"}
+
+
+def vision_part(described: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a described model is loaded: of a two-tower model its vision tower."""
+    if described["class"] not in _WHOLE:
+        return dict(described)
+    config = described["config"]
+    projection = {"projection_dim": config["projection_dim"]} if "projection_dim" in config else {}
+    return {"class": _WHOLE[described["class"]], "config": {**config["vision_config"], **projection}}
+
+
+def adapter_count(transformer: Mapping[str, Any], encoder: Mapping[str, Any], form: Form) -> int:
+    """Numbers of the adapter on a described transformer, with a described vision model to read."""
+    width = width_of({"model_type": _TYPES[encoder["class"]], **encoder["config"]})
+    module = copy.deepcopy(build_meta(transformer))
+    with torch.device("meta"):
+        attach(module, form, embed_width=width, seed=0)
+    return sum(weight.numel() for part in modules(module) for weight in part.parameters())
+
+
+_TYPES = {"CLIPVisionModelWithProjection": "clip_vision_model", "SiglipVisionModel": "siglip_vision_model"}
