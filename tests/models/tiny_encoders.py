@@ -4,37 +4,40 @@ from pathlib import Path
 
 import torch
 from transformers import (
+    CLIPConfig,
     CLIPImageProcessorPil,
+    CLIPModel,
     CLIPVisionConfig,
     CLIPVisionModelWithProjection,
+    SiglipConfig,
     SiglipImageProcessorPil,
+    SiglipModel,
     SiglipVisionConfig,
     SiglipVisionModel,
 )
 
-VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 16,
-    "patch_size": 8,
-}
+_TOWER = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+VISION = {**_TOWER, "image_size": 16, "patch_size": 8}
 
 
 def write(root: Path) -> Path:
-    """Folders ``clip``, whose embeddings are 12 wide, and ``siglip``, whose are 16."""
+    """Folders ``clip``, whose embeddings are 12 wide, and ``siglip``, whose are 16; and both as models of two towers."""
+    small = {"height": 16, "width": 16}
+    clip = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=small)
+    siglip = SiglipImageProcessorPil(size=small)
+    text = {**_TOWER, "vocab_size": 9}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        clip = CLIPVisionModelWithProjection(CLIPVisionConfig(**VISION, projection_dim=12))
-        siglip = SiglipVisionModel(SiglipVisionConfig(**VISION))
-        for model in (clip, siglip):
+        models = {
+            "clip": (CLIPVisionModelWithProjection(CLIPVisionConfig(**VISION, projection_dim=12)), clip),
+            "siglip": (SiglipVisionModel(SiglipVisionConfig(**VISION)), siglip),
+            "two-clip": (CLIPModel(CLIPConfig(text_config=text, vision_config=VISION, projection_dim=12)), clip),
+            "two-siglip": (SiglipModel(SiglipConfig(text_config=text, vision_config=VISION)), siglip),
+        }
+        for name, (model, processor) in models.items():
             for parameter in model.parameters():
                 if parameter.ndim > 1:
                     torch.nn.init.normal_(parameter, 0, 0.3)
-    small = {"height": 16, "width": 16}
-    clip.save_pretrained(root / "clip")
-    CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=small).save_pretrained(root / "clip")
-    siglip.save_pretrained(root / "siglip")
-    SiglipImageProcessorPil(size=small).save_pretrained(root / "siglip")
+            model.save_pretrained(root / name)
+            processor.save_pretrained(root / name)
     return root

@@ -47,9 +47,12 @@ class ImageEncoder:
         """From a local folder (safetensors, no remote code). ValueError for another kind of model."""
         folder = Path(path)
         model_class, processor_class, field = _KINDS[_kind(folder)]
-        model = model_class.from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=dtype).to(device)
-        processor = processor_class.from_pretrained(folder, local_files_only=True)
-        return cls(model, processor, field=field, width=embed_width(folder))
+        local: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "dtype": dtype}
+        width = embed_width(folder)
+        if model_class is CLIPVisionModelWithProjection:
+            local["config"] = CLIPVisionConfig.from_pretrained(folder, local_files_only=True, projection_dim=width)
+        model = model_class.from_pretrained(folder, **local).to(device)
+        return cls(model, processor_class.from_pretrained(folder, local_files_only=True), field=field, width=width)
 
     @torch.no_grad()
     def embed(self, images: Sequence[Image]) -> Float[Tensor, "r d"]:

@@ -9,21 +9,25 @@ from typing import Any
 import torch
 
 from retouch.models import memory
+from retouch.models.ip_adapter_sizes import adapter_count, vision_part
 from retouch.models.memory import MemoryPlan, Setup, plan_parts
 from retouch.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
-from retouch.models.sizes import parts, parts_in, stored_count
+from retouch.models.sizes import image_encoder, model_in, parts, parts_in, stored_count
 from retouch.playground.scenes import SIZE
 from retouch.playground.words import HEIGHT, WIDTH
 from retouch.runs.build_emu3 import describe_emu3
+from retouch.runs.build_ip_adapter import form_of
 from retouch.runs.build_learning import copies_needed
 from retouch.runs.build_model import DTYPES, lora_targets
 from retouch.runs.doctor_device import CARDS, Place
 from retouch.runs.doctor_findings import Finding, failed, gigabytes, note, ok
+from retouch.runs.pretrained import find_encoder
 from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_emu3 import TokenModel
+from retouch.runs.recipe_ip_adapter import IpAdapter, lora_of
 from retouch.runs.recipe_policy import DenoisingPolicy, DiffusersModel, ImportedModel, PlaygroundModel, PlaygroundWords
 from retouch.runs.recipe_rollout import DenoisingRollout
-from retouch.runs.recipe_train import Lora
+from retouch.runs.recipe_train import FullWeights
 
 Described = Mapping[str, Mapping[str, Any]]
 
@@ -32,6 +36,7 @@ _INSTRUCTION_TOKENS = 256
 # What the text becomes in each family whose prompts are padded to one length.
 TEXT_TOKENS = {"sd3": 77 + 256, "flux": 512, "flux-fill": 512, "flux-kontext": 512, "playground-words": 14}
 _MEGAPIXEL = (1024, 1024)
+_ENCODER = "image_encoder"
 LEFT_FREE = 0.1
 SHOWN_FROM = 10**9
 
@@ -57,10 +62,22 @@ def describe(recipe: Recipe, folder: Path | None) -> Described | None:
     if isinstance(model, TokenModel):
         return describe_emu3(model, folder)
     if folder is not None:
-        return parts_in(folder)
-    assert isinstance(model, DiffusersModel), "the playground's model has a folder"
-    published = _published(model)
-    return None if published is None else parts(published)
+        described: Described = parts_in(folder)
+    else:
+        assert isinstance(model, DiffusersModel), "the playground's model has a folder"
+        published = _published(model)
+        if published is None:
+            return None
+        described = parts(published)
+    train = recipe.policy.train
+    return _with_encoder(described, train.encoder) if isinstance(train, IpAdapter) else described
+
+
+def _with_encoder(described: Described, path: str) -> Described | None:
+    """The image encoder of an IP-Adapter as one more part; None where its size is not known."""
+    folder = find_encoder(path)
+    found = image_encoder(path) if folder is None else model_in(folder)
+    return None if found is None else {**described, _ENCODER: vision_part(found)}
 
 
 def _published(model: DiffusersModel) -> str | None:
@@ -83,17 +100,23 @@ def footprint(recipe: Recipe, described: Described) -> Footprint:
     assert isinstance(recipe.policy, DenoisingPolicy), "a writer's memory is not planned"
     model, train = recipe.policy.model, recipe.policy.train
     assert not isinstance(model, ImportedModel)
-    copies, dtype = len(copies_needed(recipe)), DTYPES[model.dtype]
+    copies, dtype, lora = len(copies_needed(recipe)), DTYPES[model.dtype], lora_of(train)
     # Both branches of guidance go through one forward.
     rollouts = [phase.rollout for phase in recipe.resolved_phases()]
     branches = max(2 if isinstance(each, DenoisingRollout) and each.guidance_scale > 1 else 1 for each in rollouts)
     tokens = _tokens(model, described)
+    adapter = None
+    if isinstance(train, IpAdapter):
+        adapter = adapter_count(described["transformer"], described[_ENCODER], form_of(train))
     setup = Setup(
-        lora=memory.Lora(train.rank, tuple(lora_targets(recipe.policy))) if isinstance(train, Lora) else None,
+        lora=None if lora is None else memory.Lora(lora.rank, tuple(lora_targets(recipe.policy))),
+        adapter=adapter_count(described["transformer"], described[_ENCODER], form_of(train))
+        if isinstance(train, IpAdapter)
+        else None,
         rows=recipe.microbatch * branches,
         tokens=tokens,
         dtype=dtype,
-        trained_dtype=torch.float32 if isinstance(train, Lora) else dtype,
+        trained_dtype=dtype if isinstance(train, FullWeights) else torch.float32,
         copies=copies,
         gradient_checkpointing=recipe.policy.gradient_checkpointing,
         ranks=recipe.ranks or 1,
