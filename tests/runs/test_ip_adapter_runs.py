@@ -14,6 +14,8 @@ from retouch.playground.tasks import PlaygroundTasks
 from retouch.policies.reference_dropout import unshown
 from retouch.runs import checkpoint
 from retouch.runs.assembly import Assembly, assemble
+from retouch.runs.build_model import playground_weights
+from retouch.runs.doctor_memory import describe, footprint
 from retouch.runs.exporting import export_target
 from retouch.runs.files import read_json
 from retouch.runs.opening import open_target
@@ -198,5 +200,18 @@ def test_a_row_without_a_reference_is_named(world: Path, tmp_path: Path) -> None
             (tmp_path / line[part]).write_bytes((world / "photos" / line[part]).read_bytes())
         del line["reference"]
     (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(ValueError, match=r"metadata.jsonl:1: an IP-Adapter reads a reference picture, and this row"):
+    with pytest.raises(ValueError, match=r"metadata.jsonl:1: error: an IP-Adapter reads a reference picture, and this row"):
         assemble(recipe(world, data={"kind": "folder", "path": str(tmp_path), "held_out": 2}), Ranks())
+
+
+def test_doctor_counts_it_and_its_encoder(world: Path, tmp_path: Path) -> None:
+    lora = {"kind": "lora", "rank": 2, "alpha": 4}
+    alone, beside = recipe(world, out=str(tmp_path)), recipe(world, out=str(tmp_path), train={"lora": lora})
+    for made in (alone, beside):
+        described = describe(made, playground_weights())
+        assert described is not None
+        rows = {row.name: row.bytes for row in footprint(made, described).plan.rows}
+        parts = assemble(made, Ranks())
+        trained = sum(weight.numel() for weight in parts.copies.parameters.values())
+        assert rows["transformer, trained weights"] == 4 * trained
+        assert rows["image_encoder"] == 4 * sum(weight.numel() for weight in parts.model.encoder.model.parameters())  # type: ignore[union-attr]

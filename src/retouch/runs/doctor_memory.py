@@ -110,9 +110,7 @@ def footprint(recipe: Recipe, described: Described) -> Footprint:
         adapter = adapter_count(described["transformer"], described[_ENCODER], form_of(train))
     setup = Setup(
         lora=None if lora is None else memory.Lora(lora.rank, tuple(lora_targets(recipe.policy))),
-        adapter=adapter_count(described["transformer"], described[_ENCODER], form_of(train))
-        if isinstance(train, IpAdapter)
-        else None,
+        adapter=adapter,
         rows=recipe.microbatch * branches,
         tokens=tokens,
         dtype=dtype,
