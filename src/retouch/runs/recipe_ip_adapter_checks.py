@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from retouch.runs.recipe_data import FolderData, HubData, TripletData
+from retouch.runs.recipe_data import FolderData, HubData, TripletData, WordData
 from retouch.runs.recipe_ip_adapter import IpAdapter
 from retouch.runs.recipe_learning import Supervised
 
@@ -30,7 +30,7 @@ def ip_adapter_problems(recipe: "Recipe") -> Iterator[str]:
         own = recipe.phases is not None and recipe.phases[index].data is not None
         at = f"phases.{index}.data" if own else "data"
         match phase.data:
-            case TripletData() | FolderData():
+            case WordData() | TripletData() | FolderData():
                 pass  # a row of a folder without one is named when it is read
             case HubData(columns=columns):
                 if "reference" not in columns:
