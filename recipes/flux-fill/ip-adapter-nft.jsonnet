@@ -1,5 +1,5 @@
 // System B at full size: an IP-Adapter for FLUX.1-Fill paints words in the style of a reference, by DiffusionNFT: pictures and rewards alone, with the old policy and the reference as two more copies of the adapter.
-// 8 GPUs of 141 GB (`retouch doctor` says what lies where); a supervised warm-up of 400 steps, then RL.
+// 8 GPUs of 141 GB (81 are planned; `retouch doctor` says for what); a supervised warm-up of 400 steps, then RL.
 //
 //   retouch launch --nproc 8 recipes/flux-fill/ip-adapter-nft.jsonnet --set data.path=DIR
 //

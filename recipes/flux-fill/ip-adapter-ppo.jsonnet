@@ -1,5 +1,5 @@
 // System B at full size: an IP-Adapter for FLUX.1-Fill paints words in the style of a reference, in what its source calls PPO: each picture against all of the step.
-// 8 GPUs of 141 GB (`retouch doctor` says what lies where); a supervised warm-up of 400 steps, then RL.
+// 8 GPUs of 80 GB, narrowly (71 GB are planned; `retouch doctor` says for what); a supervised warm-up of 400 steps, then RL.
 //
 //   retouch launch --nproc 8 recipes/flux-fill/ip-adapter-ppo.jsonnet --set data.path=DIR
 //

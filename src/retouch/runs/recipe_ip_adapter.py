@@ -15,8 +15,8 @@ class IpAdapter(Section):
 
     kind: Literal["ip-adapter"]
     encoder: str
-    """Folder or Hugging Face id of the frozen CLIP or SigLIP model that looks at references; diffusers takes CLIP. ``playground`` is the
-    built-in one."""
+    """Folder or Hugging Face id of the frozen CLIP or SigLIP model that looks at references (diffusers takes CLIP); ``playground``
+    is the built-in one."""
     tokens: Count = 4
     """Tokens that a reference becomes; 4, 16 and 128 are usual."""
     projection: Literal["linear", "mlp"] = "linear"

@@ -1,0 +1,162 @@
+"""The full-size recipes of IP-Adapters: system B's values, what sets them apart, memory without a download, and twins that step."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from retouch.bases import word_parts
+from retouch.bases.build_words import write
+from retouch.bases.sight import build_sight
+from retouch.runs.doctor_memory import describe, footprint
+from retouch.runs.pretrained import find_encoder
+from retouch.runs.recipe import load
+from retouch.runs.recipe_checks import check_ranks
+from retouch.runs.recipe_files import find
+from retouch.runs.session import run
+
+FILL = "recipes/flux-fill/ip-adapter-{}.jsonnet"
+QWEN = "recipes/qwen-image-edit/ip-adapter-grpo.jsonnet"
+GRPO, PPO, NFT = (FILL.format(kind) for kind in ("grpo", "ppo", "nft"))
+ALL = (GRPO, PPO, NFT, QWEN)
+
+
+def values(document: Any, prefix: str = "") -> dict[str, Any]:
+    """Every value of a document by its path."""
+    if isinstance(document, dict):
+        return {path: value for key, inner in document.items() for path, value in values(inner, f"{prefix}{key}.").items()}
+    if isinstance(document, list) and any(isinstance(entry, dict) for entry in document):
+        return values(dict(enumerate(document)), prefix)
+    return {prefix.removesuffix("."): document}
+
+
+def different(one: str, other: str) -> set[str]:
+    first, second = (values(load(name).document()) for name in (one, other))
+    return {path for path in first.keys() | second.keys() if first.get(path) != second.get(path)}
+
+
+def twin(name: str) -> str:
+    return name.replace(".jsonnet", "-playground.jsonnet")
+
+
+def test_system_b() -> None:
+    recipe = load(GRPO)
+    check_ranks(recipe, 8)
+    found = values(recipe.document())
+    wanted = {
+        "policy.model.kind": "flux-fill",
+        "policy.model.path": "black-forest-labs/FLUX.1-Fill-dev",
+        "policy.model.size": [512, 512],
+        "policy.model.dtype": "bfloat16",
+        "policy.train.kind": "ip-adapter",
+        "policy.train.encoder": "google/siglip-so400m-patch14-384",
+        "policy.train.tokens": 128,
+        "policy.train.projection": "mlp",
+        "policy.train.blocks": "all",
+        "policy.train.scale": 1.0,
+        "policy.train.dropout": 0.05,
+        "policy.train.lora": None,
+        "data.kind": "triplets",
+        "data.reference": "other",
+        "data.allow_test_sets": False,
+        "reward.rewards.ocr.kind": "ocr",
+        "reward.rewards.ocr.where": "mask",
+        "reward.rewards.vlm.kind": "aspects",
+        "reward.combine": "0.5 * ocr/correctness + 0.5 * vlm/quality",
+        "advantage.kind": "group",
+        "objective.kind": "policy_gradient",
+        "objective.kl.kind": "velocity",
+        "objective.kl.weight": 0.1,
+        "rollout.transition.kind": "sde",
+        "rollout.transition.noise_level": 0.8,
+        "phases.0.objective.kind": "supervised",
+        "phases.0.steps": 400,
+        "phases.1.name": "rl",
+        "phases.1.objective": None,
+        "ranks": 8,
+    }
+    assert {path: found[path] for path in wanted} == wanted
+    # The source's clip of 0.2 is for log-probabilities summed over 1024 tokens of 64.
+    assert found["objective.clip_high"] == pytest.approx(0.2 / (1024 * 64), rel=0.02)
+    assert found["rollout.reduction"] == "mean"
+
+
+def test_what_sets_them_apart() -> None:
+    assert different(GRPO, PPO) == {"name", "advantage.kind", "advantage.baseline", "advantage.scale"}
+    apart = different(GRPO, NFT)
+    assert {path.partition(".")[0] for path in apart} == {"name", "objective", "rollout"}
+    assert load(NFT).objective.kind == "nft"
+    assert values(load(NFT).document())["objective.reference_weight"] > 0
+    qwen = different(GRPO, QWEN)
+    assert {path.partition(".")[0] for path in qwen} == {"name", "policy", "data", "reward", "rollout", "eval"}
+    assert {path for path in qwen if path.startswith("policy.train")} == {"policy.train.blocks"}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_twin_differs_in_its_world_and_sizes_alone(name: str) -> None:
+    same = ("policy.kind", "policy.train.kind", "policy.train.projection", "policy.train.blocks", "policy.train.scale")
+    same += ("policy.train.dropout", "advantage", "objective", "optimizer", "rollout.transition", "rollout.window")
+    same += ("rollout.guidance_scale", "phases.0.objective", "phases.0.name", "phases.1.name", "epochs", "reward.rewards.ocr.kind")
+    assert not {path for path in different(name, twin(name)) if path.startswith(same)}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_head_says_what_a_healthy_run_looks_like(name: str) -> None:
+    head = find(name).read_text(encoding="utf-8").split("\nlocal ")[0]
+    said = " ".join(line.removeprefix("//").strip() for line in head.splitlines())
+    assert "A healthy run" in said
+    assert f"retouch launch --nproc 8 {name}" in said
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_memory_is_known_without_a_download(name: str) -> None:
+    """Of the published sizes, and no more than a GPU of 141 GB has, a tenth of it left free."""
+    recipe = load(name)
+    described = describe(recipe, None)
+    assert described is not None
+    plan = footprint(recipe, described).plan
+    rows = {row.name: row.bytes for row in plan.rows}
+    assert rows["image_encoder"] == 2 * 428_225_600
+    if name != QWEN:
+        assert rows["transformer, trained weights"] == 4 * 2_645_600_512
+    assert plan.total < 0.9 * 141e9, {row.name: row.bytes / 1e9 for row in plan.rows}
+
+
+@pytest.fixture(scope="module")
+def painter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The playground's painter of words, untrained."""
+    folder = tmp_path_factory.mktemp("painter")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        write(word_parts.untrained(word_parts.autoencoder().eval(), seed=0), folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_twin_takes_its_steps(name: str, painter: Path, tmp_path: Path) -> None:
+    small = [
+        "tasks_per_step=2",
+        "group_size=2",
+        "phases.0.steps=1",
+        "phases.0.tasks_per_step=2",
+        "phases.1.steps=1",
+        "rollout.num_steps=6",
+    ]
+    small += ["eval.tasks=2", "eval.num_steps=2", "samples.tasks=2", "eval.every=0", "trackers=[]", f"out={tmp_path}"]
+    if name != QWEN:
+        small.append(f"policy.model.path={painter}")
+    recipe = load(twin(name), small)
+    assert run(recipe, fresh=False) == 0
+    lines = [json.loads(line) for line in (recipe.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["phase"] for line in lines] == ["warm-up", "rl"]
+    assert "reward/ocr/correctness" in lines[1]
+
+
+def test_the_playgrounds_encoder_is_what_its_seed_gives(tmp_path: Path) -> None:
+    build_sight(tmp_path)
+    shipped = find_encoder("playground")
+    assert shipped is not None
+    for name in ("config.json", "preprocessor_config.json", "model.safetensors"):
+        assert (tmp_path / name).read_bytes() == (shipped / name).read_bytes()
