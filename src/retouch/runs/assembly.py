@@ -30,12 +30,10 @@ from retouch.runs.ranks import Ranks
 from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_checks import check_ranks
 from retouch.runs.recipe_engine import Engine
-from retouch.runs.recipe_ip_adapter import IpAdapter
 from retouch.runs.recipe_phases import ResolvedPhase
-from retouch.runs.recipe_policy import ImportedModel
+from retouch.runs.recipe_policy import ImportedModel, Lora
 from retouch.runs.recipe_renderer import ResponseRenderer
 from retouch.runs.recipe_rollout import Rollout, TokenRollout
-from retouch.runs.recipe_train import Lora
 from retouch.runs.sharded_copies import ShardedCopies
 from retouch.runs.stepper import ReplicatedStepper, Stepper
 from retouch.runs.stepper_fsdp import FsdpStepper, shard
@@ -165,13 +163,9 @@ class Assembly:
         return run, phase
 
     def begin(self, index: int) -> None:
-        """At a phase's first step: NFT's old policy starts as the current one, and the reference of an IP-Adapter is what a
-        supervised phase made of it."""
+        """At a phase's first step: NFT's old policy starts as the current one."""
         if isinstance(self.plan[index][0].objective, recipe_learning.Nft):
             self.copies.keep("old")
-        warmed_up = index > 0 and isinstance(self.plan[index - 1][0].objective, recipe_learning.Supervised)
-        if warmed_up and isinstance(self.recipe.policy.train, IpAdapter) and "reference" in self.copies.copies:
-            self.copies.keep("reference")
 
     def evaluator(self, judge: JudgeBatch) -> Evaluator:
         """Held-out evaluation of the run."""

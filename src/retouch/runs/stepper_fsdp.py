@@ -2,8 +2,7 @@
 
 The blocks of the trained model are gathered one by one when they compute, and what its forward holds beside them together. Parts
 that are called by themselves, and perhaps more often on one rank than on another (the head and the embeddings of a language model,
-its vision tower, the projection of an IP-Adapter), stay whole on every rank. Ranks must make equally many forwards of all the
-rest, which the kernels see to.
+its vision tower), stay whole on every rank. Ranks must make equally many forwards of all the rest, which the kernels see to.
 """
 
 import math
@@ -32,7 +31,7 @@ def shard(module: nn.Module, ranks: Ranks) -> None:
     # Resharded even after the last forward: weights are swapped between forwards, and gathered anew then.
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
-    called_alone = {weight for weight in _called_alone(module, root) if weight is not None}
+    called_alone = set() if root is module else {weight for weight in _embeddings(module) if weight is not None}
     fully_shard(root, mesh=mesh, reshard_after_forward=True, ignored_params=called_alone)
     for inner in root.modules():
         if isinstance(inner, FSDPModule):
@@ -142,10 +141,6 @@ def _root(module: nn.Module) -> nn.Module:
     return found
 
 
-def _called_alone(module: nn.Module, root: nn.Module) -> list[nn.Parameter | None]:
-    """An IP-Adapter's projection, which is called before the transformer; a language model's embeddings."""
+def _embeddings(module: nn.Module) -> list[nn.Parameter | None]:
     made: Any = module
-    if root is module:
-        projection = getattr(made, "encoder_hid_proj", None)
-        return [] if projection is None else list(projection.parameters())
     return [getattr(part, "weight", None) for part in (made.get_input_embeddings(), made.get_output_embeddings())]
