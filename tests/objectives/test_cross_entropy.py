@@ -82,6 +82,8 @@ def test_rows_of_alike_length_share_a_forward_and_the_gradient_stays(share):
     assert few == sum(b - a - 1 for a, b in pairs(sorted(THOUGHTS)))
     assert many == sum(b - a - 1 for a, b in pairs(THOUGHTS))
     assert few * 5 < many
+    policy.microbatch = len(THOUGHTS)
+    assert policy.alike(minibatch.trajectory).tolist() == list(range(len(THOUGHTS)))
 
 
 def test_rows_of_one_task_stay_together():

@@ -30,6 +30,11 @@ class CausalText:
         """The part below the head."""
         ...
 
+    def embed(self, module: nn.Module, ids: Int[Tensor, "r k"]) -> Float[Tensor, "r k d"]:
+        """What the decoder reads of written tokens; of prompts it reads the module's own input embeddings."""
+        embeds: Tensor = module.get_input_embeddings()(ids)
+        return embeds
+
     def prompts(self, rows: Sequence[Sequence[int]]) -> Prompts:
         """Rows of ids as prompts, padded on the left."""
         device = next(self.module.parameters()).device
@@ -47,8 +52,7 @@ class CausalText:
     def extend(
         self, module: nn.Module, ids: Int[Tensor, "r k"], *, mask: Bool[Tensor, "r l"], positions: Int[Tensor, "r k"], cache: Cache
     ) -> Float[Tensor, "r k d"]:
-        embeds = module.get_input_embeddings()(ids)
-        return causal.run(self.decoder(module), embeds, mask=mask, positions=positions[..., None], cache=cache)
+        return causal.run(self.decoder(module), self.embed(module, ids), mask=mask, positions=positions[..., None], cache=cache)
 
     def select(self, cache: Cache, rows: Int[Tensor, " r"]) -> Cache:
         return causal.select(cache, rows)
@@ -61,7 +65,7 @@ class CausalText:
         positions = torch.cat([prompts.positions, where[..., None]], dim=1)
         whole = torch.cat([prompts.mask, mask[:, :more]], dim=1)
         with recomputing(module, on=self.gradient_checkpointing and torch.is_grad_enabled()):
-            embeds = module.get_input_embeddings()(torch.cat([prompts.ids, ids[:, :more]], dim=1))
+            embeds = torch.cat([module.get_input_embeddings()(prompts.ids), self.embed(module, ids[:, :more])], dim=1)
             states = causal.run(self.decoder(module), embeds, mask=whole, positions=positions)
         return states[:, -ids.shape[1] :]
 

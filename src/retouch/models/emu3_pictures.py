@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 import torch
 from jaxtyping import Int
-from PIL.Image import Image, Resampling, fromarray
+from PIL.Image import Image
 from torch import Tensor
 from transformers import Emu3VQVAE
 
+from retouch.models.code_pixels import pictures, pixels
 from retouch.models.frozen import evaluating
 
 
@@ -27,18 +28,12 @@ class Emu3Pictures:
 
     def encode(self, images: Sequence[Image]) -> Int[Tensor, "r h w"]:
         """Pictures as codes, at ``size`` (Lanczos)."""
-        height, width = self.size
-        resized = [image.convert("RGB").resize((width, height), Resampling.LANCZOS) for image in images]
-        pixels = torch.stack([torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8) for image in resized])
-        pixels = pixels.reshape(-1, height, width, 3).permute(0, 3, 1, 2).to(self.vq.device) / 127.5 - 1
         sizes = torch.tensor([self.size] * len(images))
         with evaluating(self.vq):
-            codes = self.vq.encode(pixels, sizes, return_dict=True).image_tokens
+            codes = self.vq.encode(pixels(images, self.size, self.vq.device), sizes, return_dict=True).image_tokens
         return torch.stack(list(codes)).long()
 
     def decode(self, codes: Int[Tensor, "r h w"]) -> list[Image]:
         """Codes as pictures."""
         with evaluating(self.vq):
-            pixels = self.vq.decode(codes.to(self.vq.device)).float()
-        levels = ((pixels.clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).cpu().numpy()
-        return [fromarray(each) for each in levels]
+            return pictures(self.vq.decode(codes.to(self.vq.device)))

@@ -197,7 +197,12 @@ class AutoregressivePolicy:
             yield Slice(slice(row, min(row + self.microbatch, rows)), slice(0, actions))
 
     def alike(self, trajectory: AutoregressiveTrajectory) -> Int[Tensor, " b"]:
-        """An order of the rows in which neighbours have alike many tokens to read, so that a microbatch is padded little."""
+        """An order of the rows in which neighbours have alike many tokens to read, so that a microbatch is padded little.
+
+        Rows that fit into one microbatch stay as they are.
+        """
+        if len(trajectory) <= self.microbatch:
+            return torch.arange(len(trajectory), device=trajectory.lengths.device)
         lengths, prompts = trajectory.lengths.tolist(), trajectory.prompts.mask.sum(1)[trajectory.group].tolist()
         keys = list(zip(lengths, prompts, trajectory.group.tolist(), strict=True))  # rows of one task share its prompt
         return torch.tensor(sorted(range(len(keys)), key=keys.__getitem__), device=trajectory.lengths.device)

@@ -1,0 +1,58 @@
+"""Reading Janus-Pro from a local folder in transformers' layout (``deepseek-community/Janus-Pro-1B``): safetensors, no code."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoTokenizer, JanusForConditionalGeneration
+from transformers.models.janus.modeling_janus import JanusVQVAE
+
+from retouch.models.janus import JanusDrawing, JanusPainter
+
+_AUTOENCODER = "model.vqmodel."
+
+
+class JanusFromFolder(JanusPainter):
+    """The painter in the folder ``path``, all of it frozen: what draws in ``dtype``, the autoencoder in fp32.
+
+    A recipe names it as ``policy.model.class``. ValueError where the folder holds something else.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16",
+        attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa",
+        gradient_checkpointing: bool = False,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        folder = Path(path)
+        if not (folder / "config.json").is_file() or not (folder / "tokenizer.json").is_file():
+            raise ValueError(f"{folder} holds no Janus: no config.json or no tokenizer.json; give the local folder of one")
+        settings: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
+        whole = JanusForConditionalGeneration.from_pretrained(
+            folder, dtype=getattr(torch, dtype), attn_implementation=attention, **settings
+        )
+        vq = JanusVQVAE(whole.config.vq_config)
+        vq.load_state_dict(_autoencoder(folder))
+        super().__init__(
+            JanusDrawing(whole).requires_grad_(False).eval().to(device),
+            AutoTokenizer.from_pretrained(folder, local_files_only=True),
+            vq=vq.float().to(device),
+            gradient_checkpointing=gradient_checkpointing,
+        )
+
+
+def _autoencoder(folder: Path) -> dict[str, Tensor]:
+    """Its weights as they are stored, since codes are nearest neighbours."""
+    found: dict[str, Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            names = [name for name in tensors.keys() if name.startswith(_AUTOENCODER)]  # noqa: SIM118, it is no mapping
+            found |= {name.removeprefix(_AUTOENCODER): tensors.get_tensor(name).float() for name in names}
+    if not found:
+        raise ValueError(f"{folder} holds no weights of Janus' autoencoder ({_AUTOENCODER}*) in safetensors")
+    return found

@@ -1,0 +1,81 @@
+"""Janus in small: the real classes, and a tokenizer of bytes with Janus' own special tokens."""
+
+import functools
+
+import torch
+from peft import LoraConfig
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import JanusConfig, JanusForConditionalGeneration, Qwen2Tokenizer
+
+from retouch.models.janus import BEGIN, LORA_TARGETS, JanusDrawing, JanusPainter
+
+CODES, SIDE = 32, 4
+BOS, EOS, END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<end_of_image>"
+SPREAD = 0.12
+
+
+@functools.cache
+def tokenizer() -> Qwen2Tokenizer:
+    vocab = {symbol: k for k, symbol in enumerate(sorted(ByteLevel.alphabet()))}
+    made = Qwen2Tokenizer(vocab={**vocab, "<|endoftext|>": len(vocab)}, merges=[])
+    made.add_special_tokens({"bos_token": BOS, "eos_token": EOS, "additional_special_tokens": [BEGIN, END, "<image_placeholder>"]})
+    return made
+
+
+def whole(seed: int = 0) -> JanusForConditionalGeneration:
+    words = tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = JanusConfig(
+            text_config={
+                "model_type": "llama",
+                "vocab_size": len(words) + 5,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "max_position_embeddings": 256,
+                "initializer_range": SPREAD,
+                "bos_token_id": words.bos_token_id,
+                "eos_token_id": words.eos_token_id,
+                "pad_token_id": words.pad_token_id,
+            },
+            vision_config={
+                "hidden_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 4 * SIDE,
+                "patch_size": 4,
+                "projection_dim": 32,
+                "num_image_tokens": SIDE * SIDE,
+            },
+            vq_config={
+                "embed_dim": 8,
+                "num_embeddings": CODES,
+                "latent_channels": 32,
+                "base_channels": 32,
+                "channel_multiplier": [1, 1, 1, 1],
+                "num_res_blocks": 1,
+                "projection_dim": 32,
+                "image_token_embed_dim": 32,
+                "initializer_range": SPREAD,
+            },
+            image_token_id=words.convert_tokens_to_ids("<image_placeholder>"),
+        )
+        return JanusForConditionalGeneration(config).eval()
+
+
+def painter(*, train: str = "lora", seed: int = 0, **options) -> JanusPainter:
+    """Trainable as a recipe would have it."""
+    made = whole(seed).requires_grad_(False)
+    module = JanusDrawing(made)
+    if train == "lora":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed + 1)
+            module.add_adapter(LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian", target_modules=list(LORA_TARGETS)))
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_("lora_" in name)
+    else:
+        module.requires_grad_(True)
+    return JanusPainter(module, tokenizer(), vq=made.model.vqmodel, **options)
