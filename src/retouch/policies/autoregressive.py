@@ -228,7 +228,7 @@ class AutoregressivePolicy:
         if trajectory.behaviour_log_probs is not None and self.tolerance.cap is not None:
             theirs = trajectory.behaviour_log_probs[part.rows, part.actions]
             scale = importance(acted, theirs, mask, cap=self.tolerance.cap)
-        return Evaluation(log_probs, log_probs - acted, kl=kl, entropy=entropy, values=values, scale=scale)
+        return Evaluation(log_probs, log_probs - acted, kl=kl, values=values, entropy=entropy, scale=scale)
 
     def _values(self, states: Tensor, trajectory: AutoregressiveTrajectory, part: Slice) -> Float[Tensor, "r t"]:
         """What the head expects before each token, 0 where there was no choice."""
