@@ -11,6 +11,7 @@ from placement_mutants import PLACING
 from rendering_mutants import RENDERING
 from serving_mutants import SERVING
 from token_mutants import TOKENS
+from value_mutants import VALUES
 from watching_mutants import WATCHING
 from writing_mutants import WRITING
 
@@ -254,6 +255,7 @@ MUTANTS = (
         "tests/objectives/test_supervised.py::test_sigma_is_drawn_as_named",
     ),
     *TOKENS,
+    *VALUES,
     *WATCHING,
     *WRITING,
     *BRIDGING,

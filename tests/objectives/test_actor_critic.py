@@ -31,9 +31,9 @@ def moved(head, key=0):
 
 def drawing(family="sd3", *, head_key=0, **options):
     policy = tiny.policy(family, **{"mode": "window", **options})
-    conditioning = policy.model.encode(tiny.tasks(1))
-    x = policy.model.initial_noise(conditioning, [torch.Generator().manual_seed(0)])
-    policy.head = moved(LatentValues(channels_of(x), summary(conditioning).shape[1], width=8, seed=0), head_key)
+    conditioning = policy.model.encode(tiny.tasks(4))
+    x = policy.model.initial_noise(conditioning, [torch.Generator().manual_seed(k) for k in range(4)])
+    policy.head = moved(LatentValues(channels_of(x), summary(conditioning), width=8, seed=0), head_key)
     return policy
 
 

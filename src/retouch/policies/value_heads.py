@@ -1,9 +1,9 @@
 """Value heads: small networks that say, before each action, what reward is to be expected.
 
 A head trains beside the policy and is no part of it. For tokens it reads the policy's own last hidden states, which an evaluation
-computes anyway. A denoiser has none that were one thing in all of its families, so its head reads the state itself: the mean and
-spread of each latent channel, sigma, and the mean of each of the conditioning's embeddings. That asks nothing of the transformer,
-neither in a rollout nor in an update, and what it says of a state does not change as the policy does.
+computes anyway. A denoiser has none that were one thing in all of its families, so its head reads the state itself: sigma, and mean
+and spread of each channel of the latents and of the conditioning. That asks nothing of the transformer, neither in a rollout nor in
+an update, and what it says of a state does not change as the policy does.
 
 A head that has learned nothing says 0 everywhere.
 """
@@ -12,7 +12,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from retouch.core.random import generator
@@ -57,47 +57,59 @@ class TokenValues(nn.Module):
 
 
 class LatentValues(nn.Module):
-    """Values from latents, sigma and conditioning. ``channels`` of the latents, ``told`` numbers of the conditioning."""
+    """Values from latents of so many ``channels``, sigma and conditioning.
 
-    def __init__(self, channels: int, told: int, *, width: int, seed: int) -> None:
+    ``sampled``: summaries of some tasks' conditioning, from which each of its numbers has its mean and deviation: tasks have much
+    more in common than what tells them apart, and the head is to see the latter.
+    """
+
+    centre: Tensor
+    spread: Tensor
+
+    def __init__(self, channels: int, sampled: Float[Tensor, "n f"], *, width: int, seed: int) -> None:
         super().__init__()
-        self.network = _Network(2 * channels + told + 1, width=width, seed=seed)
+        spread = sampled.std(0, correction=0)
+        self.register_buffer("centre", sampled.mean(0))
+        self.register_buffer("spread", spread.clamp(min=1e-6 + 0.1 * float(spread.mean() if len(spread) else 0.0)))
+        self.network = _Network(2 * channels + sampled.shape[1] + 1, width=width, seed=seed)
 
     def forward(self, x: Float[Tensor, "r t ..."], sigma: Float[Tensor, " t"], told: Float[Tensor, "r f"]) -> Float[Tensor, "r t"]:
         rows, actions = x.shape[:2]
-        of_task = told[:, None].expand(rows, actions, -1)
-        values: Tensor = self.network(torch.cat([_looks(x), of_task, sigma.expand(rows, actions)[..., None]], dim=2))
+        of_task = ((told - self.centre) / self.spread).clamp(-5.0, 5.0)[:, None].expand(rows, actions, -1)
+        looks = _mean_and_spread(_sequence(x.flatten(0, 1))).unflatten(0, (rows, actions))
+        values: Tensor = self.network(torch.cat([looks, of_task, sigma.expand(rows, actions)[..., None]], dim=2))
         return values
 
 
 def summary(conditioning: Conditioning) -> Float[Tensor, "p f"]:
-    """A task's conditioning in few numbers: each embedding's mean over its sequence, normalised; masks and the like are left out.
+    """A task's conditioning in few numbers: mean and spread of each channel of each embedding; masks and the like are left out.
 
     What a sequence is padded with does not count.
     """
-    found = [_mean(tensor, padded=name in conditioning.padded) for name, tensor in conditioning.tensors.items() if _says(tensor)]
+    found = []
+    for name, tensor in conditioning.tensors.items():
+        if tensor.is_floating_point() and tensor.dim() == 2:
+            found.append(tensor.float())
+        elif tensor.is_floating_point() and tensor.dim() > 2:
+            rows = _sequence(tensor.float())
+            there = (rows != 0).any(2) if name in conditioning.padded else None
+            found.append(_mean_and_spread(rows, there))
     rows = len(next(iter(conditioning.tensors.values())))
     return torch.cat(found, dim=1) if found else torch.zeros(rows, 0)
 
 
-def _says(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.dim() >= 2
+def _sequence(x: Float[Tensor, "r ..."]) -> Float[Tensor, "r n c"]:
+    """Places and their channels: packed tokens (n, c) are that already, latents (c, h, w) have their channels first."""
+    return x if x.dim() == 3 else x.flatten(2).transpose(1, 2)
 
 
-def _mean(tensor: Tensor, *, padded: bool) -> Float[Tensor, "p d"]:
-    rows = tensor.float()
-    if rows.dim() == 4:  # pictures, (p, c, h, w)
-        rows = rows.flatten(2).transpose(1, 2)
-    if rows.dim() > 2:
-        there = (rows != 0).any(-1, keepdim=True) if padded else torch.ones_like(rows[..., :1], dtype=torch.bool)
-        rows = rows.sum(1) / there.sum(1).clamp(min=1)
-    return F.layer_norm(rows, rows.shape[1:])
-
-
-def _looks(x: Float[Tensor, "r t ..."]) -> Float[Tensor, "r t f"]:
-    """Mean and spread of each channel: packed tokens (n, c) have it last, latents (c, h, w) first."""
-    channels = x.transpose(2, 3) if x.dim() == 4 else x.flatten(3)
-    return torch.cat([channels.mean(-1), channels.std(-1, correction=0)], dim=2)
+def _mean_and_spread(rows: Float[Tensor, "r n c"], there: Bool[Tensor, "r n"] | None = None) -> Float[Tensor, "r f"]:
+    """Of each channel, over the places that are there."""
+    weights = torch.ones_like(rows[..., :1]) if there is None else there[..., None].float()
+    count = weights.sum(1).clamp(min=1)
+    mean = (rows * weights).sum(1) / count
+    spread = (((rows - mean[:, None]) * weights).square().sum(1) / count).sqrt()
+    return torch.cat([mean, spread], dim=1)
 
 
 def channels_of(x: Float[Tensor, "r ..."]) -> int:

@@ -41,13 +41,13 @@ class HeadStepper:
 
     def state(self) -> dict[str, Tensor]:
         """The policy's, and under names of their own the head's weights and moments."""
-        weights = {f"{_HEAD}{_WEIGHTS}{name}": parameter.detach() for name, parameter in self.head.parameters.items()}
+        weights = {f"{_HEAD}{_WEIGHTS}{name}": tensor for name, tensor in self.head.module.state_dict().items()}
         return {**self.policy.state(), **weights, **{f"{_HEAD}{name}": tensor for name, tensor in self.head.state().items()}}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Restore what ``state`` gave."""
         own = {name.removeprefix(_HEAD): tensor for name, tensor in state.items() if name.startswith(_HEAD)}
         self.policy.load({name: tensor for name, tensor in state.items() if not name.startswith(_HEAD)})
-        for name, parameter in self.head.parameters.items():
-            parameter.data.copy_(own.pop(f"{_WEIGHTS}{name}"))
+        for name, tensor in self.head.module.state_dict().items():
+            tensor.copy_(own.pop(f"{_WEIGHTS}{name}"))
         self.head.load(own)

@@ -27,6 +27,7 @@ def check_policy(policy: Policy, batch: Batch, *, needs: Needs | None = None, ra
       means over their elements, and 1e-5 for tokens), and not 0 once the weights have moved.
     - Slices cover every row and action once, and the gradient does not depend on how they are cut (1e-5 of its length).
     - Actions that are masked out get no gradient, and nothing that is stored for them matters.
+    - Where the trajectory has values, ``evaluate`` reproduces them too, however the rows are cut.
     - ``needs.kl``: that KL is 0, the policy being at its reference, and has a gradient once the weights have moved.
       ``needs.log_ratio`` "norm": RatioNorm's ratio is held to the same limit.
     - A ``VelocityPolicy``: row slices cover every row once, and a row's velocity does not depend on the others.
@@ -48,6 +49,8 @@ def check_policy(policy: Policy, batch: Batch, *, needs: Needs | None = None, ra
     _check_ratio(policy, trajectory, needs, limit)
     _check_cut(policy, trajectory, trained)
     _check_mask(policy, trajectory, batch, trained)
+    if trajectory.values is not None:
+        _check_values(policy, trajectory, trajectory.values)
     _check_moved(policy, trajectory, trained, needs)
 
 
@@ -161,6 +164,21 @@ def _coefficients(trajectory: Trajectory) -> Float[Tensor, "b t"]:
     """A weight of either sign for every action that had a choice, so that no mistake cancels out."""
     drawn = torch.randn(trajectory.mask.shape, generator=generator("retouch.testing", "coefficients"))
     return drawn.to(trajectory.mask.device) * trajectory.mask
+
+
+def _check_values(policy: Policy, trajectory: Trajectory, values: Tensor) -> None:
+    rows, actions = trajectory.mask.shape
+    require(
+        tuple(values.shape) == (rows, actions) and values.dtype == torch.float32, f"values are {tuple(values.shape)} {values.dtype}"
+    )
+    require(not values.requires_grad, "a rollout's values carry a gradient")
+    cuts = [Slice(slice(row, row + 1), slice(action, action + 1)) for row in range(rows) for action in range(actions)]
+    for part in [*policy.microbatches(trajectory), *cuts]:
+        found = policy.evaluate(trajectory, part, Needs(values=True)).values
+        assert found is not None, f"evaluate gives no values for {part}"
+        mask = trajectory.mask[part.rows, part.actions]
+        wanted = values[part.rows, part.actions][mask]
+        require_close(found.detach()[mask], wanted, limit=ROUNDING, what=f"values of {part} and those of the rollout")
 
 
 def _check_mask(policy: Policy, trajectory: Trajectory, batch: Batch, trained: Sequence[Tensor]) -> None:

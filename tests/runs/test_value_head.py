@@ -1,0 +1,268 @@
+"""A value head in the loop: it learns what is known in closed form, the policy learns by it, and ranks and trial steps change
+nothing."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from PIL.Image import new
+from torch import nn
+
+import tiny_loop
+import tiny_policies as tiny
+from retouch.core.advantages import on_scale
+from retouch.core.random import generator
+from retouch.loop import Run, train
+from retouch.objectives.actor_critic import ActorCritic
+from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.policies.value_heads import LatentValues, channels_of, summary
+from retouch.runs.clock import Clock
+from retouch.runs.crediting import ByValue
+from retouch.runs.preflight import preflight
+from retouch.runs.stepper import NonFiniteGradient, ReplicatedStepper
+from retouch.runs.stepper_head import HeadStepper
+from retouch.types import Evaluation, Kind, Slice, Trajectory
+
+PAYS = torch.tensor([[0.1, 0.5], [0.9, 0.2]])
+"""What a chain of two choices earns, the first choice by row."""
+CREDIT = ByValue(gamma=1.0, lam=1.0, whiten=True, clip=5.0)
+
+
+def scaled(rewards, group):
+    return on_scale(rewards, low=0.0, high=1.0)
+
+
+# A chain of two choices
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Chain(Trajectory):
+    """``outputs``: (b, 2) choices."""
+
+    def take(self, rows):
+        return replace(self, **{name: getattr(self, name)[rows] for name in NAMES})
+
+    @classmethod
+    def concat(cls, parts):
+        return cls(**{name: torch.cat([getattr(part, name) for part in parts]) for name in NAMES})
+
+
+NAMES = ("log_probs", "mask", "kind", "outputs", "values")
+
+
+class Chooser:
+    """Logits for each of three states (the start, and after either first choice), and a head that has a value for each."""
+
+    def __init__(self):
+        self.module = nn.Module()
+        self.module.table = nn.Parameter(torch.zeros(3, 2))
+        self.head = nn.Embedding.from_pretrained(torch.zeros(3, 1), freeze=False)
+
+    def _states(self, choices):
+        return torch.stack([torch.zeros_like(choices[:, 0]), 1 + choices[:, 0]], dim=1)
+
+    def _log_probs(self, choices):
+        return self.module.table[self._states(choices)].log_softmax(-1).gather(-1, choices[..., None]).squeeze(-1)
+
+    @torch.no_grad()
+    def rollout(self, batch):
+        choices = torch.zeros(len(batch), 2, dtype=torch.long)
+        chances = self.module.table.softmax(-1)[:, 1]
+        for row, (group, slot) in enumerate(zip(batch.group, batch.slot, strict=True)):
+            drawn = torch.rand(2, generator=generator(batch.seed, "choice", batch.step, batch.group_ids[group], slot))
+            choices[row, 0] = drawn[0] < chances[0]
+            choices[row, 1] = drawn[1] < chances[1 + choices[row, 0]]
+        return Chain(
+            log_probs=self._log_probs(choices),
+            mask=torch.ones_like(choices, dtype=torch.bool),
+            kind=torch.full_like(choices, Kind.TEXT_TOKEN),
+            outputs=choices,
+            values=self.head(self._states(choices)).squeeze(-1),
+        )
+
+    sample = rollout
+
+    def microbatches(self, trajectory) -> Iterator[Slice]:
+        yield Slice(slice(0, len(trajectory)), slice(0, 2))
+
+    def evaluate(self, trajectory, part, needs):
+        choices = trajectory.outputs[part.rows]
+        log_probs = self._log_probs(choices)
+        values = self.head(self._states(choices)).squeeze(-1) if needs.values else None
+        return Evaluation(log_probs, log_probs - trajectory.log_probs[part.rows], values=values)
+
+
+def paid(tasks, trajectory):
+    """Pictures as red as the choices earn."""
+    earned = [PAYS[first, second].item() for first, second in trajectory.outputs.tolist()]
+    return [new("RGB", (1, 1), (round(250 * share), 250 - round(250 * share), 0)) for share in earned]
+
+
+def chain_run(policy, learning_rate, *, steps, credit=CREDIT):
+    """64 chains a step, each of a task of its own."""
+    plain = ReplicatedStepper(policy.module, tiny_loop.ALONE, max_grad_norm=None)
+    run = Run(
+        policy=policy,
+        renderer=paid,
+        judge=tiny_loop.Share(),
+        stepper=HeadStepper(plain, ReplicatedStepper(policy.head, tiny_loop.ALONE), learning_rate=0.05),
+        ranks=tiny_loop.ALONE,
+        chunk=64,
+        max_missing=0.5,
+        average=lambda taken: None,
+        clock=Clock(),
+    )
+    objective = ActorCritic(actor=PolicyGradient(clip_low=0.2, clip_high=0.2), clip=None)
+    options = {"learning_rate": lambda step: learning_rate, "advantage": scaled, "credit": credit}
+    phase = tiny_loop.phase(objective, count=64, group_size=1, steps=range(steps), epochs=2, **options)
+    return [metrics for _, _, metrics in train(run, phase, start=0)]
+
+
+def test_the_head_learns_the_mean_of_what_follows():
+    """Under a policy that stays even: half of all that can be earned, and after the first choice half of what is left."""
+    policy = Chooser()
+    metrics = chain_run(policy, 0.0, steps=60)
+    wanted = 2 * torch.stack([PAYS.mean(), *PAYS.mean(1)]) - 1
+    torch.testing.assert_close(policy.head.weight[:, 0].detach(), wanted, atol=0.1, rtol=0)
+    # Of two actions' rewards the head can tell what the second state tells, which is the spread between the means of PAYS' rows.
+    wanted = PAYS.mean(1).var(correction=0) / PAYS.var(correction=0) / 2
+    late = torch.tensor([one["value/explained_variance"] for one in metrics[-20:]]).mean()
+    assert late.item() == pytest.approx(wanted.item(), abs=0.06)
+    assert metrics[0]["value/explained_variance"] == pytest.approx(0, abs=1e-6)
+    # What is left of the loss is half the spread of all rewards at the first choice, and of a row's at the second.
+    left = 4 * torch.stack([PAYS.var(correction=0), PAYS.var(1, correction=0).mean()]).mean() / 2
+    assert torch.tensor([one["value/loss"] for one in metrics[-20:]]).mean().item() == pytest.approx(left.item(), abs=0.02)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.95, 0.9), (1.0, 0.0)])
+def test_the_policy_learns_the_best_chain(gamma, lam):
+    """With lam 0 the first choice hears of the reward through the head alone."""
+    policy = Chooser()
+    metrics = chain_run(policy, 0.1, steps=50, credit=replace(CREDIT, gamma=gamma, lam=lam))
+    chances = policy.module.table.softmax(-1).detach()
+    assert chances[0, 1] > 0.95
+    assert chances[2, 0] > 0.95
+    assert metrics[-1]["reward/mean"] > 0.85
+
+
+# A denoising policy
+
+
+def drawing():
+    policy = tiny.policy(mode="window", microbatch=2)
+    conditioning = policy.model.encode(tiny.tasks(4))
+    x = policy.model.initial_noise(conditioning, [generator("state")] * 4)
+    policy.head = LatentValues(channels_of(x), summary(conditioning), width=8, seed=0)
+    return policy
+
+
+def drawing_run(policy, ranks=tiny_loop.ALONE, **options):
+    run = tiny_loop.run(policy, ranks=ranks, chunk=100, **options)
+    head = ReplicatedStepper(policy.head, ranks, max_grad_norm=None)
+    return replace(run, stepper=HeadStepper(run.stepper, head, learning_rate=0.01))
+
+
+def drawing_phase(ranks=tiny_loop.ALONE, **options):
+    objective = ActorCritic(actor=tiny_loop.GRPO, clip=0.2)
+    return tiny_loop.phase(objective, advantage=scaled, credit=CREDIT, count=3, group_size=2, ranks=ranks, **options)
+
+
+def after_two_steps(ranks, policy):
+    run = drawing_run(policy, ranks, judge=tiny_loop.Share([(1, 1)]))
+    metrics = [metrics for _, _, metrics in train(run, drawing_phase(ranks, steps=range(2)), start=0)]
+    return metrics, {name: parameter.detach().clone() for name, parameter in policy.head.named_parameters()}, tiny.trained(policy)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_learn_what_one_rank_learns(world):
+    """With one row missing, so that the ranks' valid rows are unequal; the second step has values of what the first one learned."""
+    wanted, head, weights = after_two_steps(tiny_loop.ALONE, drawing())
+    policies = [drawing() for _ in range(world)]
+    for metrics, same_head, same in tiny_loop.together(world, lambda ranks: after_two_steps(ranks, policies[ranks.rank])):
+        for one, other in zip(metrics, wanted, strict=True):
+            assert one == pytest.approx(other, rel=1e-3, abs=1e-4)
+        for name, parameter in head.items():
+            torch.testing.assert_close(same_head[name], parameter, atol=1e-4, rtol=0)
+        for name, parameter in weights.items():
+            torch.testing.assert_close(same[name], parameter, atol=1e-4, rtol=0)
+    assert head["network.outer.weight"].abs().max() > 0.01
+
+
+def test_a_trial_step_restores_the_head_and_its_optimizer():
+    policy = drawing()
+    run, phase = drawing_run(policy), drawing_phase()
+    list(train(run, replace(phase, steps=range(1)), start=0))
+    before = {name: tensor.clone() for name, tensor in run.stepper.state().items()}
+    checks = preflight(run, phase, step=1, rows=4)
+    assert all(check.ok for check in checks), checks
+    assert {"ratio_before", "ratio_after", "kl_gradient"} <= {check.name for check in checks}
+    after = run.stepper.state()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+# The two steppers
+
+
+def pair(loss_times=1):
+    policy, head = nn.Linear(2, 1, bias=False), nn.Linear(3, 1, bias=False)
+    for module in (policy, head):
+        nn.init.constant_(module.weight, 0.5)
+    steppers = [ReplicatedStepper(module, tiny_loop.ALONE, max_grad_norm=1e-3) for module in (policy, head)]
+    return HeadStepper(*steppers, learning_rate=0.01, loss_times=loss_times), policy, head
+
+
+def test_each_has_its_own_learning_rate_and_clipping():
+    made, policy, head = pair()
+    made.backward(policy(torch.ones(1, 2)).sum() + 100 * head(torch.ones(1, 3)).sum())
+    assert made.step(0.1) == pytest.approx(2**0.5)
+    # AdamW's first step is as long as the learning rate, whatever the gradient.
+    torch.testing.assert_close(policy.weight.detach(), torch.full((1, 2), 0.4), atol=1e-3, rtol=0)
+    torch.testing.assert_close(head.weight.detach(), torch.full((1, 3), 0.49), atol=1e-4, rtol=0)
+
+
+def test_what_losses_are_multiplied_by_is_taken_off_the_heads_gradient():
+    moments = []
+    for times in (1, 4):
+        made, _, head = pair(loss_times=times)
+        made.head.max_grad_norm = 100.0
+        made.backward(times * head(torch.ones(1, 3)).sum())
+        made.step(0.1)
+        moments.append(made.state()["value_head/weight/exp_avg"])
+    torch.testing.assert_close(*moments)
+
+
+def test_a_phase_without_values_leaves_the_head_as_it_is():
+    made, policy, head = pair()
+    before = head.weight.detach().clone()
+    made.backward(policy(torch.ones(1, 2)).sum())
+    made.step(0.1)
+    assert torch.equal(head.weight, before)
+
+
+def test_a_loss_that_is_no_number_changes_neither():
+    made, policy, head = pair()
+    before = {name: tensor.clone() for name, tensor in made.state().items()}, policy.weight.detach().clone()
+    made.backward((policy(torch.ones(1, 2)).sum() + head(torch.ones(1, 3)).sum()) * torch.nan)
+    with pytest.raises(NonFiniteGradient):
+        made.step(0.1)
+    assert all(torch.equal(tensor, before[0][name]) for name, tensor in made.state().items())
+    assert torch.equal(policy.weight, before[1])
+
+
+def test_its_state_restores_weights_and_next_steps_to_the_bit():
+    one, *modules = pair()
+    other, *others = pair()
+
+    def step(made, policy, head):
+        made.backward(policy(torch.ones(1, 2)).square().sum() + head(torch.ones(1, 3)).square().sum())
+        made.step(0.1)
+
+    step(one, *modules)
+    others[0].load_state_dict(modules[0].state_dict())  # the policy's weights are saved by others
+    other.load({name: tensor.clone() for name, tensor in one.state().items()})
+    for made, parts in ((one, modules), (other, others)):
+        step(made, *parts)
+    assert torch.equal(modules[0].weight, others[0].weight)
+    assert torch.equal(modules[1].weight, others[1].weight)
