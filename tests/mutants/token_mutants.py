@@ -1,9 +1,11 @@
-"""Deliberate bugs of image tokens on disk, of their mixtures, and of which tokens train."""
+"""Deliberate bugs of image tokens on disk, of their mixtures, of which tokens train, and of what draws them."""
 
 from mutant import Mutant
 
 DATA = "tests/data/test_token_data.py"
 LOOP = "tests/policies/test_writing_loop.py"
+IMITATING = "tests/objectives/test_cross_entropy.py"
+JANUS = "tests/models/test_janus.py"
 
 TOKENS = (
     Mutant(
@@ -61,5 +63,33 @@ TOKENS = (
         'if len({told["stamp"] for told in lists}) > 1:',
         "if not lists:",
         "tests/runs/test_tokenizing.py::test_shards_make_what_one_process_makes",
+    ),
+    Mutant(
+        "rows are sorted and their weights are not",
+        "objectives/cross_entropy.py",
+        "minibatch.weights[order]",
+        "minibatch.weights",
+        f"{IMITATING}::test_rows_of_alike_length_share_a_forward_and_the_gradient_stays[True]",
+    ),
+    Mutant(
+        "rows of any length share a forward",
+        "objectives/cross_entropy.py",
+        "order = policy.alike(minibatch.trajectory)",
+        "order = slice(None)",
+        f"{IMITATING}::test_rows_of_alike_length_share_a_forward_and_the_gradient_stays[True]",
+    ),
+    Mutant(
+        "a code too many",
+        "models/janus.py",
+        "torch.where(places < self._count,",
+        "torch.where(places <= self._count,",
+        f"{JANUS}::test_the_likeliest_picture_is_transformers_own[0]",
+    ),
+    Mutant(
+        "codes are read as words",
+        "models/janus.py",
+        "parts.generation_aligner(parts.generation_embeddings(ids.clamp(max=self.pad - 1)))",
+        "module.get_input_embeddings()(ids)",
+        f"{JANUS}::test_the_likeliest_picture_is_transformers_own[0]",
     ),
 )

@@ -42,7 +42,8 @@ def _check(recipe: Recipe, rollout: TokenRollout) -> Iterator[Finding]:
     with client:
         try:
             server = ask(client)
-            formed = not (isinstance(model, TokenModel) and model.grammar and server.takes_ids) or keeps_to_forms(client)
+            asks = isinstance(model, TokenModel) and model.grammar and server.takes_ids
+            lawless = asks and not keeps_to_forms(client)
         except EngineFault as fault:
             yield failed("engine", str(fault), mend=starting)
             return
@@ -58,7 +59,7 @@ def _check(recipe: Recipe, rollout: TokenRollout) -> Iterator[Finding]:
         yield failed("engine", text, mend=starting)
     if not server.takes_ids:
         yield failed("engine", f"{where} takes no token ids: it was started without --enable-scale-out", mend=starting)
-    if not formed:
+    if lawless:
         text = f"{where} does not keep to the grammar of image tokens: it was started without --logits-processors {PLUGIN}"
         yield failed("engine", text, mend=starting)
     room = server.base.max_model_len
