@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import tiny_loop
 import tiny_policies as tiny
-from retouch.core.advantages import group_relative
+from retouch.core.advantages import batch_relative, group_relative
 from retouch.loop import Collected, TooManyMissing, collect, train
 from retouch.objectives.nft import NFT
 from retouch.objectives.supervised import Supervised
@@ -151,6 +151,20 @@ def test_ranks_share_one_gradient(world, objective, options):
     for policy in policies[1:]:
         for name, parameter in tiny.trained(policy).items():
             assert torch.equal(parameter, tiny.trained(policies[0])[name])
+
+
+def test_batch_relative_advantages_are_relative_to_the_rows_of_all_ranks():
+    policies = [tiny.policy(mode="window") for _ in range(3)]
+
+    def advantages(policy, ranks):
+        run = tiny_loop.run(policy, judge=tiny_loop.Share(), ranks=ranks, chunk=100)
+        phase = tiny_loop.phase(count=4, group_size=1, ranks=ranks, advantage=lambda rewards, group: batch_relative(rewards))
+        return collect(run, phase, 0).advantages[:, 0]
+
+    wanted = advantages(policies[0], tiny_loop.ALONE)
+    shared = tiny_loop.together(2, lambda ranks: advantages(policies[1 + ranks.rank], ranks))
+    torch.testing.assert_close(torch.cat(shared), wanted, atol=1e-3, rtol=1e-3)
+    assert wanted.abs().min() > 1e-2
 
 
 def test_two_real_ranks_share_one_gradient(tmp_path):
