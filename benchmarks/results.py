@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from results_page import SECTIONS, Entry, page
+from results_plot import draw
 
 from retouch.runs.recipe import Recipe, load
 from retouch.runs.recipe_emu3 import PlaygroundEmu3
@@ -27,6 +28,7 @@ from retouch.runs.recipe_emu3 import PlaygroundEmu3
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / "benchmarks" / "cache"
 PAGE = ROOT / "docs" / "results.md"
+PLOTS = ROOT / "docs" / "pictures"
 RUNS = ROOT / "runs" / "results"
 SOURCE = ROOT / "src"
 WEIGHTS = SOURCE / "retouch" / "playground" / "weights"
@@ -35,6 +37,7 @@ SHIPPED = {
     "playground-writer": "writer",
     "playground-painter": "painter",
     "playground-enhancer": "enhancer",
+    "playground-words": "words",
 }
 # What runs of the playground compute with; how they are assembled and kept decides no number.
 DENOISING = (
@@ -89,8 +92,22 @@ IMAGE_TOKENS = (
     "retouch.policies.autoregressive",
     "retouch.renderers.codes",
 )
-# By the kind of renderer; a policy without one makes its own pictures.
-DECIDING = {None: DENOISING, "response": WRITING, "prompt": REWRITING, "codes": IMAGE_TOKENS}
+WORDS = (
+    "retouch.loop",
+    "retouch.data.sampler",
+    "retouch.models.flux_fill",
+    "retouch.objectives.awm",
+    "retouch.objectives.dpo",
+    "retouch.objectives.nft",
+    "retouch.objectives.policy_gradient",
+    "retouch.objectives.supervised",
+    "retouch.playground.words",
+    "retouch.policies.denoising",
+    "retouch.renderers.latents",
+    "retouch.rewards.ocr",
+)
+# By the kind of renderer; a policy without one makes its own pictures, and is named by its model where that is another.
+DECIDING = {None: DENOISING, "response": WRITING, "prompt": REWRITING, "codes": IMAGE_TOKENS, "playground-words": WORDS}
 TRACED = 3
 TRACE = ("reward/mean", "policy/loss", "policy/grad_norm")
 # What costs time before and beside the first steps, and does not change them.
@@ -112,6 +129,9 @@ def main() -> None:
         results = [known["result"] for known in kept.values() if known]
         if results:
             found[entry] = results
+    for section in SECTIONS:
+        if section.plot is not None and any(entry in found for entry in section.entries):
+            draw({entry.name: found[entry][0]["curve"] for entry in section.entries if entry in found}, PLOTS / section.plot)
     PAGE.write_text(page(found))
     print(f"wrote {PAGE.relative_to(ROOT)}")
 
@@ -216,7 +236,8 @@ def used_weights(recipe: Recipe) -> set[str]:
 def code_digest(recipe: Recipe) -> str:
     """SHA-256 of the code that such a run trains with: what it does, not its words."""
     whole = hashlib.sha256()
-    for file in with_imports(DECIDING[recipe.renderer and recipe.renderer.kind]):
+    own = recipe.policy.model.kind
+    for file in with_imports(DECIDING[own if own in DECIDING else recipe.renderer and recipe.renderer.kind]):
         if file.name != "types.py":  # declares, and computes nothing
             whole.update(file.relative_to(SOURCE).as_posix().encode() + deeds(file.read_text()).encode())
     return whole.hexdigest()[:16]
@@ -261,7 +282,17 @@ def measured(folder: Path) -> dict:
         "before": evals[0]["table"],
         "after": evals[-1]["table"],
         "ratio_max_first": max(ratios) if ratios else None,
+        "curve": curve(folder, evals, summary["column"]),
     }
+
+
+def curve(folder: Path, evals: Sequence[dict], column: str) -> list[tuple[float, float]]:
+    """(seconds of the processor in the training steps before it, mean of the column) of each evaluation."""
+    spent = [json.loads(line) for line in (folder / "timings.jsonl").read_text().splitlines()]
+    return [
+        (round(sum(line["cpu/step"] for line in spent if line["step"] <= told["step"]), 1), told["table"]["all"][column])
+        for told in evals
+    ]
 
 
 if __name__ == "__main__":

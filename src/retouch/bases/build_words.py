@@ -28,7 +28,7 @@ from retouch.runs.ranks import Ranks
 log = logging.getLogger("retouch")
 AUTOENCODER = WordAutoencoderTraining(steps=700)
 WORDS = WordTraining(
-    rounds=(WordRound(steps=900, learning_rate=2e-3, slips=0.0), WordRound(steps=300, learning_rate=1e-3, slips=0.5))
+    rounds=(WordRound(steps=900, learning_rate=2e-3, slips=0.0), WordRound(steps=150, learning_rate=1e-3, slips=0.5))
 )
 COMMAND = "retouch playground build --words"
 HELD_OUT = 200

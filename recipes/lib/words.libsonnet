@@ -1,0 +1,29 @@
+// The word world: a tiny FLUX.1-Fill paints words on signs, and RapidOCR reads them.
+local sampling = import 'sampling.libsonnet';
+
+{
+  tasks(slips=0):: { kind: 'playground-words', count: 100000, slips: slips },
+  base(name):: {
+    name: name,
+    steps: 48,
+    tasks_per_step: 8,
+    group_size: 8,
+    learning_rate: 3e-4,
+    microbatch: 64,
+    policy: {
+      kind: 'denoising',
+      model: { kind: 'playground-words' },
+      train: { kind: 'full' },
+      ema: { decay: 0.9 },
+    },
+    rollout: sampling.window(num_steps=6, size=2, high=4, transition=sampling.cps(0.7)),
+    data: $.tasks(),
+    // Signs are three times as wide as high: 144 px at the reader's 48.
+    reward: { kind: 'ocr', where: 'box', line_width: 160, combine: { correctness: 1 } },
+    advantage: { kind: 'group' },
+    optimizer: { schedule: 'cosine' },
+    eval: { tasks: 200, every: 12, column: 'correctness', batch: 100 },
+    samples: { every: 24, tasks: 8 },
+    checkpoints: { every: 24, keep: 1 },
+  },
+}

@@ -1,0 +1,7 @@
+// Advantage-weighted matching on the word world.
+local words = import 'words-nft.jsonnet';
+
+words {
+  name: 'words-awm',
+  objective: { kind: 'awm', shift: 3 },
+}

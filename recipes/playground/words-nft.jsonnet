@@ -1,0 +1,9 @@
+// DiffusionNFT on the word world: the same tasks, reader and samples, another way to sample and to learn.
+local objectives = import '../lib/objectives.libsonnet';
+local sampling = import '../lib/sampling.libsonnet';
+local words = import '../lib/words.libsonnet';
+
+words.base('words-nft') {
+  rollout: sampling.pictures(6),
+  objective: objectives.nft { shift: 3 },
+}

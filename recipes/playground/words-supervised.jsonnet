@@ -1,0 +1,9 @@
+// The control of the word world: as many samples through the base's own objective, on the base's own demonstrations.
+local words = import '../lib/words.libsonnet';
+
+words.base('words-supervised') {
+  tasks_per_step: super.tasks_per_step * super.group_size,
+  group_size: 1,
+  data: words.tasks(slips=0.5),
+  objective: { kind: 'supervised', sigma_sampling: 'uniform', shift: 3 },
+}

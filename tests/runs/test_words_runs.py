@@ -1,0 +1,50 @@
+"""The recipes of the word world: each is sound, and takes a step with the reader that judges it."""
+
+import json
+import math
+
+import pytest
+
+from retouch.cli import main
+from retouch.runs.build_data import build_sets
+from retouch.runs.recipe import load
+from retouch.runs.recipe_files import available
+
+RECIPES = [name for name in available() if "playground/words-" in name]
+SMALL = ("tasks_per_step=2", "group_size=4", "steps=1", "microbatch=8", "eval.tasks=3", "eval.every=0", "eval.best_of_k=0")
+QUIET = ("samples.tasks=1", "samples.every=0", "trackers=[]", "device=cpu")
+
+
+def test_there_are_recipes():
+    ways = {name.rpartition("words-")[2].removesuffix(".jsonnet") for name in RECIPES}
+    assert ways >= {"grpo", "nft", "supervised", "ppo", "awm", "dpo"}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_step_is_taken_and_read(name, tmp_path):
+    more = ["tasks_per_step=4", "group_size=1"] if load(name).group_size == 1 else []
+    settings = [*SMALL, *QUIET, *more, f"out={tmp_path}", "name=run"]
+    assert main(["train", name, *(part for setting in settings for part in ("--set", setting))]) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    (line,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert summary["column"] == "correctness"
+    assert summary["ceiling"] > 0.8
+    assert line["policy/grad_norm"] > 0
+    (timed,) = [json.loads(line) for line in (tmp_path / "run" / "timings.jsonl").read_text().splitlines()]
+    assert math.isfinite(timed["cpu/step"])
+    assert timed["cpu/step"] > 0
+
+
+def test_words_that_judge_are_right_and_never_trained_on():
+    recipe = load("recipes/playground/words-supervised.jsonnet")
+    assert recipe.data.slips == 0.5
+    sets = build_sets(recipe, recipe.data, size=None)
+    assert not {task.text for task in sets.train[:200]} & {task.text for task in sets.heldout}
+    assert recipe.eval_data().slips == 0
+
+
+def test_the_painter_of_words_needs_a_sign():
+    with pytest.raises(ValueError, match="playground has no masks, and playground-words takes one picture and a mask"):
+        load("recipes/quickstart.jsonnet", ["policy.model.kind=playground-words"])
+    with pytest.raises(ValueError, match="playground-words has source pictures, of which playground-painter sees nothing"):
+        load("recipes/playground/words-grpo.jsonnet", ["policy.model.kind=playground-painter"])
