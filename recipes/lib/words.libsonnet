@@ -5,7 +5,7 @@ local sampling = import 'sampling.libsonnet';
   tasks(slips=0):: { kind: 'playground-words', count: 100000, slips: slips },
   base(name):: {
     name: name,
-    steps: 48,
+    steps: 40,
     tasks_per_step: 8,
     group_size: 8,
     learning_rate: 3e-4,
@@ -22,8 +22,8 @@ local sampling = import 'sampling.libsonnet';
     reward: { kind: 'ocr', where: 'box', line_width: 160, combine: { correctness: 1 } },
     advantage: { kind: 'group' },
     optimizer: { schedule: 'cosine' },
-    eval: { tasks: 200, every: 12, column: 'correctness', batch: 100 },
-    samples: { every: 24, tasks: 8 },
-    checkpoints: { every: 24, keep: 1 },
+    eval: { tasks: 150, every: 10, column: 'correctness', batch: 150 },
+    samples: { every: 20, tasks: 8 },
+    checkpoints: { every: 20, keep: 1 },
   },
 }

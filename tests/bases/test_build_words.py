@@ -1,6 +1,7 @@
 """Building the painter of words: the same bits from the same seed, in the layout that diffusers loads."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,10 @@ from retouch.bases.word_parts import text
 from retouch.bases.words import WordAutoencoderTraining, WordRound, WordTraining
 from retouch.models.flux_fill import FluxFill
 from retouch.playground.words import WordTasks
+from retouch.rewards.ocr import OcrReward
+from retouch.runs.build_model import build_model, playground_weights
 from retouch.runs.files import read_json
+from retouch.runs.recipe_policy import PlaygroundWords
 
 TINY = {
     "autoencoder": WordAutoencoderTraining(steps=2, batch=2),
@@ -52,9 +56,8 @@ def test_what_is_written_says_how_and_not_where(built: Path) -> None:
 @torch.no_grad()
 def test_it_loads_as_any_fill_model(built: Path) -> None:
     folder, cpu = built / "one", torch.device("cpu")
-    model = FluxFill.from_pretrained(
-        folder, dtype=torch.float32, device=cpu, max_sequence_length=read_json(folder / "adapter.json")["max_sequence_length"]
-    )
+    model: Any = build_model(PlaygroundWords(kind="playground-words", path=str(folder)), device=cpu)
+    assert isinstance(model, FluxFill)
     task = WordTasks(seed=0, count=1, split="test")[0]
     known = model.encode([task])
     x = model.initial_noise(known, [torch.Generator().manual_seed(0)])
@@ -63,6 +66,24 @@ def test_it_loads_as_any_fill_model(built: Path) -> None:
     assert velocity.isfinite().all()
     assert model.text.t5_tokenizer.tokenize(task.instruction)[3:-2] == ["▁'", *task.text]
     assert model.decode(x, known)[0].size == (64, 32)
+
+
+def test_a_folder_without_a_painter_of_words_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="playground build --words"):
+        build_model(PlaygroundWords(kind="playground-words", path=str(tmp_path)), device=torch.device("cpu"))
+
+
+def test_the_shipped_weights_score_what_their_build_measured() -> None:
+    told = read_json(playground_weights("words") / "build.json")["held_out"]
+    model: Any = build_model(PlaygroundWords(kind="playground-words"), device=torch.device("cpu"))
+    found = building.measure(model, OcrReward(where="box", line_width=160))
+    assert found.keys() == told.keys()
+    assert max(abs(found[name] - told[name]) for name in told) <= 0.05
+    assert found["ceiling correctness"] >= 0.97
+
+
+def test_what_ships_is_small() -> None:
+    assert sum(file.stat().st_size for file in playground_weights("words").rglob("*") if file.is_file()) <= 4_000_000
 
 
 def test_every_instruction_fits() -> None:
