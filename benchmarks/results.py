@@ -97,7 +97,6 @@ WORDS = (
     "retouch.data.sampler",
     "retouch.models.flux_fill",
     "retouch.objectives.awm",
-    "retouch.objectives.dpo",
     "retouch.objectives.nft",
     "retouch.objectives.policy_gradient",
     "retouch.objectives.supervised",

@@ -97,14 +97,14 @@ SECTIONS = (
         "A tiny FLUX.1-Fill writes a word on an empty sign, in the ink, on the paper and in the size of the sign beside it, and "
         "RapidOCR reads it: 1 - edit distance over the longer length, 0 to 1. No word that is judged was ever trained on. The base "
         "was taught from demonstrations of which half of the letters are wrong. The ceiling is the right picture through the "
-        "autoencoder. Supervised: as many sample passes of the base's own demonstrations.",
+        "autoencoder. Supervised: as many sample passes of the base's own demonstrations. AWM, at this learning rate and without a "
+        "pull to the reference, destroys the painter: a bad picture's loss has no floor.",
         (
             Entry("GRPO", "recipes/playground/words-grpo.jsonnet"),
             Entry("DiffusionNFT", "recipes/playground/words-nft.jsonnet"),
             Entry("supervised control", "recipes/playground/words-supervised.jsonnet"),
             Entry("PPO, batch-relative", "recipes/playground/words-ppo.jsonnet", (0,)),
             Entry("AWM", "recipes/playground/words-awm.jsonnet", (0,)),
-            Entry("DPO", "recipes/playground/words-dpo.jsonnet", (0,)),
         ),
         columns=("correctness",),
         tag="letters",
@@ -151,7 +151,7 @@ def headline(found: dict[str, list[dict]]) -> list[str]:
             singles = alone(result)
             low, high = s["gain_ci95"]
             gain = f"{s['gain']:+.2f} ({low:+.2f} to {high:+.2f})"
-            best = f"{s['best_of_k']:.2f} (k={s['k']})" if "best_of_k" in s else ""
+            best = f"{s['best_of_k']:.2f} (k={s['k']})" if s.get("best_of_k") is not None else ""
             beside = f"{best} | {s['ceiling']:.2f}"
             share = "" if s["gap_closed"] is None else f"{s['gap_closed']:z.2f}"
             ratio = "" if result["ratio_max_first"] is None else f"{result['ratio_max_first']:.0e}"
