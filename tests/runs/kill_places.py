@@ -1,8 +1,8 @@
 """Runs a tiny recipe, kills it with SIGKILL at one place after another, resumes it, and says whether any bit differs.
 
-A program of its own, so that it can fork before any thread runs: `python tests/runs/kill_places.py OUT COUNT [WRITER]` prints a
-JSON line a place; with the folder of a writer the policy writes, with that of an Emu3 it writes pictures. A place is a function and
-how often it was called before the kill; the kill comes before or after that call.
+A program of its own, so that it can fork before any thread runs: `python tests/runs/kill_places.py OUT COUNT [WHAT]` prints a
+JSON line a place. WHAT is the folder of a writer, and the policy writes; that of an Emu3, and it writes pictures; or "phases", and it
+imitates before it acts. A place is a function and how often it was called before the kill, which comes before or after that call.
 """
 
 import hashlib
@@ -21,6 +21,7 @@ from retouch.runs.recipe_files import find
 from retouch.runs.recipe_jsonnet import evaluate
 
 STEPS = 4
+PHASES = "phases"
 PLACES = (
     ("retouch.runs.checkpoint:save_file", 1, "before"),
     ("retouch.runs.checkpoint:save_file", 3, "after"),
@@ -45,6 +46,17 @@ PLACES = (
     ("retouch.runs.outcome:Outcome.sum_up", 1, "before"),
     ("retouch.runs.folder:RunFolder.write_samples", 2, "before"),
 )
+# In the warm-up; between the phases; in a rollout, and between two inner passes. A trial step of each phase comes first.
+OF_PHASES = (
+    ("retouch.policies.denoising:DenoisingPolicy.demonstrate", 4, "before"),
+    ("retouch.runs.stepper:ReplicatedStepper.backward", 3, "after"),
+    ("retouch.runs.assembly:Assembly.begin", 2, "before"),
+    ("retouch.runs.assembly:Assembly.begin", 2, "after"),
+    ("retouch.policies.denoising:DenoisingPolicy.rollout", 2, "after"),
+    ("retouch.runs.stepper:ReplicatedStepper.step", 7, "after"),
+    ("retouch.policies.denoising:DenoisingPolicy.rollout", 3, "before"),
+    ("retouch.runs.checkpoint:save", 1, "after"),
+)
 
 
 def recipe(out: Path, name: str, writer: str | None) -> Recipe:
@@ -67,7 +79,11 @@ def recipe(out: Path, name: str, writer: str | None) -> Recipe:
     document["rollout"] = {"num_steps": 4, "transition": {"kind": "cps", "noise_level": 0.7}, "window": window}
     document["objective"] = {"kind": "policy_gradient", "clip_low": 1e-4, "clip_high": 1e-4}
     document["policy"]["ema"] = {"decay": 0.9}
-    if writer is not None:
+    if writer == PHASES:
+        imitates = {"name": "warm-up", "steps": 2, "objective": {"kind": "supervised"}, "group_size": 1}
+        passed_over = {"name": "nothing", "steps": 0, "objective": {"kind": "nft"}}
+        document |= {"steps": None, "phases": [imitates, passed_over, {"name": "learn", "steps": 2}], "epochs": 2}
+    elif writer is not None:
         document["policy"] |= {"kind": "autoregressive", "model": {"kind": "playground-writer", "path": writer}}
         document["rollout"] = {"kind": "tokens", "max_new_tokens": 5, "top_k": 20}
         model = {"kind": "playground"}
@@ -131,6 +147,8 @@ def bits(folder: Path) -> dict[str, str]:
 
 
 def places(writer: str | None) -> list[tuple[str, int, str]]:
+    if writer == PHASES:
+        return list(OF_PHASES)
     acting = "retouch.policies.autoregressive:AutoregressivePolicy"
     denoising = "retouch.policies.denoising:DenoisingPolicy"
     return [(place if writer is None else place.replace(denoising, acting), call, when) for place, call, when in PLACES]
@@ -141,7 +159,8 @@ def main(out: Path, count: int, writer: str | None = None) -> None:
 
     assert in_child(lambda: train(out, "whole", writer)) == 0
     expected = bits(out / "whole")
-    for number, (place, call, when) in enumerate(places(writer)[:: max(1, len(PLACES) // count)][:count]):
+    known = places(writer)
+    for number, (place, call, when) in enumerate(known[:: max(1, len(known) // count)][:count]):
         name = f"killed-{number}"
 
         def killed(place: str = place, call: int = call, when: str = when, name: str = name) -> None:
@@ -149,10 +168,12 @@ def main(out: Path, count: int, writer: str | None = None) -> None:
             train(out, name, writer)
 
         ended = in_child(killed)
+        metrics = out / name / "metrics.jsonl"
+        done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
         resumed = in_child(lambda name=name: train(out, name, writer))
         found = bits(out / name) if resumed == 0 else {}
         differing = sorted(key for key in expected if found.get(key) != expected[key])
-        result = {"place": f"{when} call {call} of {place}", "ended": ended, "resumed": resumed, "differing": differing}
+        result = {"place": f"{when} call {call} of {place}", "ended": ended, "resumed": resumed, "differing": differing, "done": done}
         sys.stdout.write(json.dumps(result) + "\n")
         sys.stdout.flush()
 

@@ -149,6 +149,7 @@ def test_a_name_is_a_plain_folder_name(name: str) -> None:
         ({"steps": None, "phases": [{"name": "a"}]}, "phases.0.steps"),
         ({"steps": None, "phases": [{"name": "a", "steps": 2}, {"name": "a", "steps": 3}]}, "phases.1.name"),
         ({"steps": None, "phases": [{"name": "a", "steps": 2, "keep_optimizer": True}]}, "phases.0.keep_optimizer"),
+        ({"steps": None, "phases": [{"name": "a", "steps": 0}, {"name": "b", "steps": 0}]}, "phases"),
         ({"reward__combine": {}}, "reward.combine"),
         ({"reward__combine": {"overall": 0}}, "reward.combine"),
         ({"group_size": 1}, "group_size"),
@@ -201,6 +202,7 @@ def test_values_that_cannot_stand_together_are_refused_with_advice(changes: dict
     "changes",
     [
         {"passes": 1.5, "steps": None},
+        {"steps": None, "phases": [{"name": "a", "steps": 0}, {"name": "b", "steps": 3}], "optimizer": {"warmup_steps": 2}},
         {"group_size": 1, "advantage": {"kind": "batch"}},
         {"group_size": 1, "objective": {"kind": "supervised"}},
         {"objective": {"kind": "nft"}, "rollout": {"num_steps": 1, "transition": {"kind": "ode"}}},

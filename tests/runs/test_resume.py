@@ -34,6 +34,12 @@ def test_killed_at_four_places(tmp_path: Path) -> None:
     check(killed_and_resumed(tmp_path, 4), 4)
 
 
+def test_killed_in_a_warm_up_and_between_phases_and_in_a_rollout(tmp_path: Path) -> None:
+    found = killed_and_resumed(tmp_path, 3, "phases")
+    check(found, 3)
+    assert [place["done"] for place in found] == [1, 2, 2]
+
+
 def test_a_writer_killed_at_three_places(tmp_path: Path) -> None:
     tiny_writer_runs.save_writer(tmp_path / "writer")
     check(killed_and_resumed(tmp_path, 3, str(tmp_path / "writer")), 3)
@@ -66,6 +72,13 @@ def test_a_random_judge_killed_at_eight_places(tmp_path: Path) -> None:
 def test_a_writer_killed_at_twenty_two_places(tmp_path: Path) -> None:
     tiny_writer_runs.save_writer(tmp_path / "writer")
     check(killed_and_resumed(tmp_path, 22, str(tmp_path / "writer")), 22)
+
+
+@pytest.mark.slow
+def test_phases_killed_at_eight_places(tmp_path: Path) -> None:
+    found = killed_and_resumed(tmp_path, 8, "phases")
+    check(found, 8)
+    assert [place["done"] for place in found] == [1, 0, 2, 2, 2, 2, 3, 2]
 
 
 @pytest.mark.slow

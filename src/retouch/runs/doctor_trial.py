@@ -1,4 +1,4 @@
-"""The model is loaded and one step is tried, as a run does at its start; no judge is asked and nothing is kept."""
+"""The model is loaded and a step of each phase is tried, as a run does at its start; no judge is asked and nothing is kept."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -9,15 +9,14 @@ from safetensors import SafetensorError
 from retouch.rewards.judging import Judged
 from retouch.runs.assembly import Assembly, assemble
 from retouch.runs.doctor_findings import Finding, failed, gigabytes, ok
-from retouch.runs.preflight import preflight
 from retouch.runs.ranks import Ranks
 from retouch.runs.recipe import Recipe
-from retouch.runs.session import PREFLIGHT_ROWS
+from retouch.runs.trials import trial_steps
 from retouch.types import Batch, Sample
 
 
 def check_trial(recipe: Recipe, ranks: Ranks) -> Iterator[Finding]:
-    """Load, try a step of the first phase, say what it took. Every rank takes part."""
+    """Load, try a step of each phase, say what it took. Every rank takes part."""
     smaller = "--set microbatch=1" if recipe.microbatch > 1 else "--set policy.gradient_checkpointing=true"
     try:
         parts = assemble(recipe, ranks)
@@ -29,8 +28,7 @@ def check_trial(recipe: Recipe, ranks: Ranks) -> Iterator[Finding]:
         return
     try:
         yield _loaded(parts)
-        run, phase = parts.phase(0, stepper=parts.stepper(), judge=_not_asked)
-        for check in preflight(run, phase, step=0, rows=min(PREFLIGHT_ROWS, len(phase.batch(0)))):
+        for check in trial_steps(parts, stepper=parts.stepper(), judge=_not_asked, done=0):
             yield ok("trial step", check.text) if check.ok else failed("trial step", check.text, mend=_advice(check.name))
     except ValueError as error:
         yield failed("trial step", str(error), mend="mend the recipe as it says")

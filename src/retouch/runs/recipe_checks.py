@@ -89,6 +89,8 @@ def _length(recipe: "Recipe") -> Iterator[str]:
             yield f"phases.{index}.steps: give either steps or passes, and not both"
         if phase.name in names[:index]:
             yield f"phases.{index}.name: a second phase of the name {phase.name!r}; name them differently"
+    if all(phase.steps == 0 for phase in recipe.phases):
+        yield "phases: none of them takes a step; give one of them steps, or judge the model as it is with `retouch eval`"
     if recipe.phases[0].keep_optimizer:
         yield "phases.0.keep_optimizer: there is no phase before the first; leave it out"
 
@@ -135,7 +137,7 @@ def _phases(recipe: "Recipe") -> Iterator[str]:
             yield from token_problems(recipe, phase.objective, at["objective"])
         yield from _data(recipe, phase, at["data"])
         warmup = recipe.optimizer.warmup_steps
-        if phase.steps is not None and warmup > phase.steps:
+        if phase.steps and warmup > phase.steps:
             yield f"optimizer.warmup_steps: {warmup} exceeds the {phase.steps} steps of phase {phase.name!r}; take fewer"
 
 

@@ -9,7 +9,7 @@ from retouch.data.sampler import steps_for_passes
 from retouch.runs.recipe_data import Data
 from retouch.runs.recipe_learning import Objective
 from retouch.runs.recipe_rollout import Rollout
-from retouch.runs.recipe_section import Count, Positive, Section
+from retouch.runs.recipe_section import Cadence, Count, Positive, Section
 
 if TYPE_CHECKING:
     from retouch.runs.recipe import Recipe
@@ -20,8 +20,8 @@ class Phase(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Name of the phase, in metrics and messages."""
-    steps: Count | None = None
-    """Training steps of the phase; give this or ``passes``."""
+    steps: Cadence | None = None
+    """Training steps of the phase; give this or ``passes``. 0 passes it over."""
     passes: Positive | None = None
     """Length of the phase in passes over its data."""
     objective: Objective | None = None

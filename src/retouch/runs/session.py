@@ -24,7 +24,7 @@ from retouch.runs.ledger import Ledger
 from retouch.runs.out_of_memory import named
 from retouch.runs.outcome import Outcome
 from retouch.runs.placement import join_ranks, place
-from retouch.runs.preflight import preflight, require
+from retouch.runs.preflight import require
 from retouch.runs.quiet import quiet
 from retouch.runs.ranks import Ranks
 from retouch.runs.recipe import Recipe, parse
@@ -36,11 +36,11 @@ from retouch.runs.state import capture, restore
 from retouch.runs.stepper import Stepper
 from retouch.runs.stopping import StopRequest, listening
 from retouch.runs.trackers import Trackers, open_trackers, require_trackers
+from retouch.runs.trials import trial_steps
 from retouch.runs.watchers import build_watchers
 from retouch.runs.watching import Watcher, watcher_of
 
 log = logging.getLogger("retouch")
-PREFLIGHT_ROWS = 8
 
 
 def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
@@ -249,11 +249,8 @@ class _Session:
         raise Alarm(message(found, step=self.done, back_to=back_to))
 
     def _preflight(self, stepper: Stepper) -> None:
-        index = next(index for index, (_, steps) in enumerate(self.parts.plan) if self.done < steps.stop)
-        run, phase = self.parts.phase(index, stepper=stepper, judge=self.judged)
-        rows = min(PREFLIGHT_ROWS, len(phase.batch(self.done)))
         with named(self.recipe, lambda: "trial step"):
-            checks = preflight(run, phase, step=self.done, rows=rows)
+            checks = list(trial_steps(self.parts, stepper=stepper, judge=self.judged, done=self.done))
         if self.parts.ranks.first:
             self.folder.write_preflight([check.to_json() for check in checks])
         for check in checks:
