@@ -1,8 +1,9 @@
 """Runs a tiny recipe, kills it with SIGKILL at one place after another, resumes it, and says whether any bit differs.
 
 A program of its own, so that it can fork before any thread runs: `python tests/runs/kill_places.py OUT COUNT [WHAT]` prints a
-JSON line a place. WHAT is the folder of a writer, and the policy writes; that of an Emu3, and it writes pictures; or "phases", and it
-imitates before it acts. A place is a function and how often it was called before the kill, which comes before or after that call.
+JSON line a place. WHAT is the folder of a writer, and the policy writes; that of an Emu3, and it writes pictures; or "phases",
+and it imitates before it acts. A place is a function and how often it was called before the kill, which comes before or after
+that call.
 """
 
 import hashlib
@@ -173,7 +174,13 @@ def main(out: Path, count: int, writer: str | None = None) -> None:
         resumed = in_child(lambda name=name: train(out, name, writer))
         found = bits(out / name) if resumed == 0 else {}
         differing = sorted(key for key in expected if found.get(key) != expected[key])
-        result = {"place": f"{when} call {call} of {place}", "ended": ended, "resumed": resumed, "differing": differing, "done": done}
+        result = {
+            "place": f"{when} call {call} of {place}",
+            "ended": ended,
+            "resumed": resumed,
+            "differing": differing,
+            "done": done,
+        }
         sys.stdout.write(json.dumps(result) + "\n")
         sys.stdout.flush()
 

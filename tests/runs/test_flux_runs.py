@@ -1,5 +1,6 @@
 """The FLUX.1 family in recipes: what each kind takes, whole runs with tiny models, and what diffusers reads of them."""
 
+import json
 from pathlib import Path
 from typing import Any, get_args
 
@@ -7,9 +8,11 @@ import pytest
 import torch
 from diffusers import FluxFillPipeline, FluxKontextPipeline, FluxPipeline
 from PIL import Image, ImageChops
+from safetensors.torch import load_file
 
 import tiny_flux_runs
 from models import tiny
+from retouch import cli
 from retouch.data.fitting import FittingRows
 from retouch.data.problems import BadRow
 from retouch.data.triplets import TripletRows
@@ -173,3 +176,52 @@ def test_it_is_used_as_its_user_would(trained: tuple[str, Path], triplets: Path,
     assert ImageChops.difference(first.image, other.image).getbbox() is not None
     with pytest.raises(ValueError, match="1 pictures and no mask"):
         sample_target(str(folder), instruction="blue", out=tmp_path / "c.png", **{**given, "mask": None})
+
+
+# A warm-up and then RL on triplets
+
+TINY = "recipes/flux-fill/tiny.jsonnet"
+
+
+def tiny_run(root: Path, name: str, *, warm_up: int, rl: int) -> tuple[Path, str]:
+    """A run of the tiny recipe on a folder with one good and one broken item, and what its log says."""
+    data = tiny_flux_runs.make_triplets(root / "items", {11: "Azir", 17: "Baby"})
+    (data / "test17_ref.png").unlink()
+    changes = {"data.path": data, "data.allow_test_sets": "true", "out": root / "runs", "name": name, "trackers": "[]"}
+    changes |= {"phases.0.steps": warm_up, "phases.1.steps": rl, "phases.0.tasks_per_step": 1}
+    words = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    assert cli.main(["train", TINY, *words]) == 0
+    folder = root / "runs" / name
+    return folder, (folder / "train.log").read_text()
+
+
+def test_the_tiny_recipe_trains_on_the_good_item_and_names_the_broken_one(tmp_path: Path) -> None:
+    pytest.importorskip("rapidocr")
+    folder, log = tiny_run(tmp_path, "whole", warm_up=1, rl=1)
+    assert "self_bench.txt:2: error: 'test17_ref.png': no such file" in log
+    assert "trains on a known test set" in log
+    assert "judged by the tasks that train" in log
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["phase"] for line in lines] == ["warm-up", "rl"]
+    assert lines[1]["policy/ratio_max_first"] <= 1e-6 < lines[1]["policy/ratio_max"]  # two inner passes
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 2
+    with pytest.raises(ValueError, match="are for testing, not for training"):
+        cli.main(["train", TINY, "--set", f"data.path={tmp_path / 'items'}", "--set", f"out={tmp_path / 'other'}", "--debug"])
+
+
+def test_either_phase_may_have_no_steps_and_rl_may_be_added_later(tmp_path: Path) -> None:
+    pytest.importorskip("rapidocr")
+
+    def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
+        return load_file(folder / "checkpoints" / f"step-{step:06d}" / "weights.safetensors")
+
+    whole, _ = tiny_run(tmp_path, "whole", warm_up=1, rl=1)
+    parts, log = tiny_run(tmp_path, "parts", warm_up=1, rl=0)
+    assert "phase warm-up: steps 1 to 1" in log
+    assert "phase rl" not in log
+    parts, _ = tiny_run(tmp_path, "parts", warm_up=1, rl=1)
+    found, wanted = weights(parts, 2), weights(whole, 2)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    _, log = tiny_run(tmp_path, "rl", warm_up=0, rl=1)
+    assert "phase warm-up" not in log
+    assert "phase rl: steps 1 to 1" in log

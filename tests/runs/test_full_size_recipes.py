@@ -1,16 +1,18 @@
-"""The full-size recipes of writers: the values of the systems that they are, and what sets them apart from each other."""
+"""The full-size recipes of writers and of OCR: the values of the systems that they are, and what sets them apart."""
 
 from typing import Any
 
 import pytest
 
 from retouch.data.prompts import read_prompts
+from retouch.runs.build_data import build_sets
 from retouch.runs.recipe import load
 from retouch.runs.recipe_checks import check_ranks
 from retouch.runs.recipe_files import find, shipped
 
 EDITOR = "recipes/qwen-image-edit/"
 ENHANCER = "recipes/sd3/prompt-enhancer.jsonnet"
+OCR = "recipes/sd3/ocr-grpo.jsonnet"
 WRITERS = [f"{EDITOR}writer-grpo.jsonnet", f"{EDITOR}writer-grpo-frozen.jsonnet", f"{EDITOR}writer-grpo-identity.jsonnet"]
 
 
@@ -113,6 +115,68 @@ def test_system_c() -> None:
     }
 
 
+def test_flow_grpo_for_ocr() -> None:
+    recipe = load(OCR)
+    for ranks in (8, 16, 24, 32):
+        check_ranks(recipe, ranks)
+    found = values(recipe.document())
+    wanted = {
+        "policy.model.kind": "sd3",
+        "policy.model.path": "stabilityai/stable-diffusion-3.5-medium",
+        "policy.model.size": [512, 512],
+        "policy.train.rank": 32,
+        "policy.train.alpha": 64.0,
+        "policy.ema.decay": 0.9,
+        "policy.ema.every": 8,
+        "rollout.num_steps": 10,
+        "rollout.window.mode": "all",
+        "rollout.transition.kind": "sde",
+        "rollout.transition.noise_level": 0.7,
+        "rollout.guidance_scale": 4.5,
+        "rollout.reduction": "mean",
+        "rollout.shared_noise": False,
+        "eval.num_steps": 40,
+        "eval.every": 20,
+        "checkpoints.every": 20,
+        "tasks_per_step": 48,
+        "group_size": 24,
+        "ranks": 32,
+        "epochs": 1,
+        "learning_rate": 3e-4,
+        "optimizer.weight_decay": 1e-4,
+        "optimizer.betas": [0.9, 0.999],
+        "optimizer.eps": 1e-8,
+        "optimizer.max_grad_norm": 1.0,
+        "objective.surrogate": "clip",
+        "objective.clip_low": 1e-4,
+        "objective.clip_high": 1e-4,
+        "objective.kl.kind": "closed",
+        "objective.kl.weight": 0.04,
+        "advantage.kind": "group",
+        "advantage.scale": "batch",
+        "advantage.clip": 5.0,
+        "data.kind": "prompts",
+        "reward.kind": "ocr",
+        "reward.where": "picture",
+        "reward.combine.correctness": 1.0,
+    }
+    assert {path: found[path] for path in wanted} == wanted
+    # 9 pictures at once, four times, on each of 32 GPUs, and two optimizer steps of them.
+    assert found["tasks_per_step"] * found["group_size"] == found["microbatch"] * 4 * 32
+    assert found["minibatches"] == 2
+
+
+def test_prompts_without_quoted_words_are_refused_by_line(tmp_path: Any) -> None:
+    prompts = tmp_path / "words.txt"
+    prompts.write_text('A sign that says "Open 24" and "more"\nA cat.\nA door with "Push" on it\n')
+    recipe = load(OCR, [f"data.path={prompts}", "data.held_out=1"])
+    with pytest.raises(ValueError, match=r"words\.txt:2: error: no text for the reward to look for"):
+        build_sets(recipe, recipe.data, size=(512, 512))
+    prompts.write_text('A sign that says "Open 24" and "more"\nA door with "Push" on it\n')
+    sets = build_sets(recipe, recipe.data, size=(512, 512))
+    assert sorted(task.text for part in (sets.train, sets.heldout) for task in (part[0],)) == ["Open 24", "Push"]
+
+
 def test_the_challenging_prompts_are_read_from_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.chdir(tmp_path)
     rows = read_prompts(shipped(load(ENHANCER).data.path))
@@ -138,6 +202,7 @@ def test_a_file_of_ones_own_comes_before_a_shipped_one(monkeypatch: pytest.Monke
         (WRITERS[0], f"{EDITOR}writer-grpo-playground.jsonnet"),
         (WRITERS[1], f"{EDITOR}writer-grpo-frozen-playground.jsonnet"),
         (ENHANCER, "recipes/sd3/prompt-enhancer-playground.jsonnet"),
+        (OCR, "recipes/sd3/ocr-grpo-playground.jsonnet"),
     ],
 )
 def test_a_twin_differs_in_its_world_and_sizes_alone(full: str, twin: str) -> None:
@@ -154,11 +219,11 @@ def test_a_twin_differs_in_its_world_and_sizes_alone(full: str, twin: str) -> No
     assert not {path for path in different(full, twin) if path.startswith(tuple(same)) and path != "renderer.encoder_batch"}
 
 
-@pytest.mark.parametrize("name", [*WRITERS, ENHANCER])
+@pytest.mark.parametrize("name", [*WRITERS, ENHANCER, OCR])
 def test_the_head_says_what_a_healthy_run_looks_like(name: str) -> None:
     head = find(name).read_text(encoding="utf-8").split("\nlocal ")[0].split("\n(import")[0]
     said = " ".join(line.removeprefix("//").strip() for line in head.splitlines())
     assert "A healthy run" in said
     assert "retouch " in said
-    if name in (WRITERS[0], ENHANCER):
+    if name in (WRITERS[0], ENHANCER, OCR):
         assert "Claims of the source, none of them measured here" in said

@@ -33,9 +33,9 @@ def clip_tokenizer() -> CLIPTokenizer:
     return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=32)
 
 
-def text() -> FluxText:
-    """Two layers of T5, of width 64, and one of CLIP."""
-    t5_words, clip_words = t5_tokenizer(), clip_tokenizer()
+def text(t5_words: T5Tokenizer | None = None, *, max_sequence_length: int = MAX_SEQUENCE_LENGTH) -> FluxText:
+    """Two layers of T5, of width 64, and one of CLIP. ``t5_words``: None takes the words' own."""
+    t5_words, clip_words = t5_words or t5_tokenizer(), clip_tokenizer()
     t5 = T5Config(vocab_size=len(t5_words), d_model=TEXT_WIDTH, d_kv=16, d_ff=128, num_layers=2, num_heads=4, dropout_rate=0.0)
     end = len(clip_words) - 1
     clip = CLIPTextConfig(
@@ -55,7 +55,7 @@ def text() -> FluxText:
         T5EncoderModel(t5),
         clip_tokenizer=clip_words,
         t5_tokenizer=t5_words,
-        max_sequence_length=MAX_SEQUENCE_LENGTH,
+        max_sequence_length=max_sequence_length,
     )
 
 

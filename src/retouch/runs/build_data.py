@@ -1,6 +1,7 @@
 """Tasks to train on and tasks to be judged on, from what a recipe says of its data."""
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -52,6 +53,8 @@ from retouch.runs.recipe_files import shipped
 from retouch.runs.recipe_ip_adapter import IpAdapter
 from retouch.runs.recipe_phases import ResolvedPhase
 from retouch.runs.recipe_renderer import PromptRenderer
+from retouch.runs.recipe_reward_local import OcrReward
+from retouch.runs.reward_classes import parts_of_all
 from retouch.types import Task
 
 Stored: TypeAlias = FolderData | HubData | ComplexEditData | TripletData | PromptData
@@ -103,6 +106,8 @@ def build_sets(recipe: Recipe, data: Data, *, size: tuple[int, int] | None) -> S
     train_rows, heldout_rows = ([good[k] for k in side] for side in (split.train, split.held_out))
     if data.limit is not None:
         train_rows = list(limit(train_rows, n=data.limit, seed=recipe.seed))
+    if recipe.eval.split == "train":
+        heldout_rows = train_rows
     if len(heldout_rows) > recipe.eval.tasks:
         heldout_rows = list(limit(heldout_rows, n=recipe.eval.tasks, seed=recipe.eval.seed))
     tasks = Tasks(rows, resize=_resize(data, size))
@@ -111,13 +116,14 @@ def build_sets(recipe: Recipe, data: Data, *, size: tuple[int, int] | None) -> S
 
 
 def _fitting(rows: Rows, recipe: Recipe) -> Rows:
-    """Rows without what the image model is given are bad; what a writer of prompts is shown is its own affair."""
+    """Rows are bad without what the image model is given (what a writer of prompts is shown is its own affair), or without what the
+    reward reads."""
     kind = recipe.image_model.kind
     takes = None if isinstance(recipe.renderer, PromptRenderer) else takes_of(kind)
-    if takes is None:
-        return rows
     shown = isinstance(recipe.policy.train, IpAdapter)
-    return FittingRows(rows, pictures=takes.pictures, mask=takes.mask, reference=shown, model=kind, takes=str(takes))
+    reads = any(isinstance(part, OcrReward) for _, _, part in parts_of_all(recipe))
+    pictures, mask = ((0, sys.maxsize), False) if takes is None else (takes.pictures, takes.mask)
+    return FittingRows(rows, pictures=pictures, mask=mask, reference=shown, text=reads, model=kind, takes=str(takes))
 
 
 def _token_sets(recipe: Recipe, data: TokenData) -> Sets:

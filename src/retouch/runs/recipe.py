@@ -43,8 +43,9 @@ class Evaluation(Section):
     """Held-out tasks."""
     seed: int = 0
     """What held-out tasks are drawn from, and the noise their pictures start from."""
-    split: Literal["validation", "test"] = "test"
-    """Which held-out split of the playground."""
+    split: Literal["train", "validation", "test"] = "test"
+    """Which held-out split of the playground. Of other data ``train`` takes the tasks that train, where there are too few to hold
+    any out (``data.held_out: 0``): what is then measured is fit and no gain."""
     complexity: Mixture | None = None
     """Mixture of the held-out playground tasks; null takes that of the data."""
     num_steps: Count | None = None

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from retouch.core.surrogates import check_clip
 from retouch.data.sampler import check_arithmetic
-from retouch.runs.recipe_data import PromptData, TokenData
+from retouch.runs.recipe_data import PicturedData, PromptData, TokenData
 from retouch.runs.recipe_emu3 import TokenModel
 from retouch.runs.recipe_ip_adapter import lora_of
 from retouch.runs.recipe_ip_adapter_checks import ip_adapter_problems
@@ -136,6 +136,8 @@ def _phases(recipe: "Recipe") -> Iterator[str]:
             yield from _policy_gradient(recipe, phase.objective, phase.rollout, at)
             yield from token_problems(recipe, phase.objective, at["objective"])
         yield from _data(recipe, phase, at["data"])
+        if index == 0:
+            yield from _held_out(recipe, phase, at["data"])
         warmup = recipe.optimizer.warmup_steps
         if phase.steps and warmup > phase.steps:
             yield f"optimizer.warmup_steps: {warmup} exceeds the {phase.steps} steps of phase {phase.name!r}; take fewer"
@@ -163,6 +165,18 @@ def _data(recipe: "Recipe", phase: ResolvedPhase, at: str) -> Iterator[str]:
         if not isinstance(model, TokenModel | ImportedModel):
             yield f"{at}.kind: tokens are for a policy that writes pictures as tokens, emu3 say, and not for {model.kind}"
         yield from _coefficients(phase.data, at)
+
+
+def _held_out(recipe: "Recipe", phase: ResolvedPhase, at: str) -> Iterator[str]:
+    """The run is judged by what its first phase's data hold out, unless it says that it is judged by what trains."""
+    if not isinstance(phase.data, PicturedData | PromptData | TokenData):
+        return
+    if isinstance(phase.data, TokenData) and phase.data.validation_lists:
+        return
+    if recipe.eval.split == "train" and (phase.data.held_out or isinstance(phase.data, TokenData)):
+        yield f"eval.split: train judges by tasks that train, so none need be held out; take {at}.held_out 0, or another split"
+    if recipe.eval.split != "train" and not phase.data.held_out:
+        yield f"{at}.held_out: 0 leaves nothing to judge the run by; give 0.1, or eval.split train where there is too little"
 
 
 def _coefficients(data: TokenData, at: str) -> Iterator[str]:

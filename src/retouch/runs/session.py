@@ -71,6 +71,8 @@ def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
         for sets in parts.sets:
             for test_set in sets.test_sets:
                 log.warning("trains on a known test set, as the recipe allows: %s", test_set)
+        if recipe.eval.split == "train":
+            log.warning("nothing is held out: the run is judged by the tasks that train, which measures fit and no gain")
         for calls in judge_calls(recipe, steps=[len(steps) for _, steps in parts.plan], heldout=len(parts.sets[0].heldout)):
             log.info("%s", calls)
         with listening() as request, named(recipe, lambda: parts.clock.stage or "evaluation"):
