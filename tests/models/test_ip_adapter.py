@@ -187,60 +187,72 @@ def test_another_kind_of_encoder_is_refused(tmp_path):
         ImageEncoder.from_pretrained(tmp_path, dtype=torch.float32, device="cpu")
 
 
-@pytest.mark.parametrize(
+EVERY = pytest.mark.parametrize(
     "model",
     [flux, lambda **o: flux(FluxFill, **o), lambda **o: flux(form=LARGE, **o), qwen],
     ids=["flux", "fill", "flux-large", "qwen"],
 )
-class TestEveryForm:
-    def test_it_keeps_the_contract(self, model, encoders):
-        check_model(Referenced(model(), encoder(encoders)), tasks())
 
-    def test_a_new_one_changes_no_bit(self, model, encoders):
-        made = Referenced(model(moved=False), encoder(encoders))
-        base = model(moved=False).__class__
-        told = made.encode(tasks())
-        plain = replace(told, tensors={name: each for name, each in told.tensors.items() if name != Conditioning.REFERENCE})
-        bare = unadapted(made.model, base)
-        assert torch.equal(velocity(made, told), velocity(bare, plain))
 
-    def test_at_scale_0_it_changes_no_bit(self, model, encoders):
-        made = Referenced(model(), encoder(encoders))
-        told = made.encode(tasks())
-        moved = velocity(made, told)
-        for part in ip_adapter.modules(made.module)[1:]:
-            part.scale = 0.0 if not isinstance(part.scale, list) else [0.0]
-        off = velocity(made, told)
-        assert torch.equal(off, velocity(unadapted(made.model, type(made.model)), told_nothing(told)))
-        assert (moved - off).abs().max() > 1e-3
+@EVERY
+def test_it_keeps_the_contract(model, encoders):
+    check_model(Referenced(model(), encoder(encoders)), tasks())
 
-    def test_every_weight_of_it_is_trained_and_no_other(self, model, encoders):
-        made = Referenced(model(), encoder(encoders))
-        told = made.encode(tasks())
-        velocity(made, told, grad=True).square().mean().backward()
-        trained = {name for name, each in made.module.named_parameters() if each.grad is not None and each.grad.abs().max() > 0}
-        mine = {id(each) for part in ip_adapter.modules(made.module) for each in part.parameters()}
-        named = {name for name, each in made.module.named_parameters() if id(each) in mine}
-        # Every key sees the same bias, which no softmax can tell apart.
-        assert trained >= {name for name in named if not name.endswith("to_k_ip.0.bias")}
-        assert trained <= named == {name for name, each in made.module.named_parameters() if each.requires_grad}
 
-    def test_a_file_brings_it_back_to_the_bit(self, model, encoders, tmp_path):
-        made, other = model(), model(moved=False)
-        told = Referenced(made, encoder(encoders)).encode(tasks())
-        ip_adapter_files.write(made.module, tmp_path)
-        ip_adapter_files.read(other.module, tmp_path)
-        assert torch.equal(velocity(made, told), velocity(other, told))
+@EVERY
+def test_a_new_one_changes_no_bit(model, encoders):
+    made = Referenced(model(moved=False), encoder(encoders))
+    base = model(moved=False).__class__
+    told = made.encode(tasks())
+    plain = replace(told, tensors={name: each for name, each in told.tensors.items() if name != Conditioning.REFERENCE})
+    bare = unadapted(made.model, base)
+    assert torch.equal(velocity(made, told), velocity(bare, plain))
 
-    def test_the_reference_counts_and_none_is_an_error(self, model, encoders):
-        made = Referenced(model(), encoder(encoders))
-        told = made.encode(tasks())
-        other = made.encode([replace(task, reference=tiny.picture(40)) for task in tasks()])
-        assert (velocity(made, told) - velocity(made, other)).abs().max() > 1e-3
-        negative = made.encode_negative(tasks())
-        assert torch.equal(negative.tensors[Conditioning.REFERENCE], torch.zeros(2, 12))
-        with pytest.raises(ValueError, match="'blue' has no reference picture"):
-            made.encode([tasks()[0], replace(tasks()[1], reference=None)])
+
+@EVERY
+def test_at_scale_0_it_changes_no_bit(model, encoders):
+    made = Referenced(model(), encoder(encoders))
+    told = made.encode(tasks())
+    moved = velocity(made, told)
+    for part in ip_adapter.modules(made.module)[1:]:
+        part.scale = 0.0 if not isinstance(part.scale, list) else [0.0]
+    off = velocity(made, told)
+    assert torch.equal(off, velocity(unadapted(made.model, type(made.model)), told_nothing(told)))
+    assert (moved - off).abs().max() > 1e-3
+
+
+@EVERY
+def test_every_weight_of_it_is_trained_and_no_other(model, encoders):
+    made = Referenced(model(), encoder(encoders))
+    told = made.encode(tasks())
+    velocity(made, told, grad=True).square().mean().backward()
+    trained = {name for name, each in made.module.named_parameters() if each.grad is not None and each.grad.abs().max() > 0}
+    mine = {id(each) for part in ip_adapter.modules(made.module) for each in part.parameters()}
+    named = {name for name, each in made.module.named_parameters() if id(each) in mine}
+    # Every key sees the same bias, which no softmax can tell apart.
+    assert trained >= {name for name in named if not name.endswith("to_k_ip.0.bias")}
+    assert trained <= named == {name for name, each in made.module.named_parameters() if each.requires_grad}
+
+
+@EVERY
+def test_a_file_brings_it_back_to_the_bit(model, encoders, tmp_path):
+    made, other = model(), model(moved=False)
+    told = Referenced(made, encoder(encoders)).encode(tasks())
+    ip_adapter_files.write(made.module, tmp_path)
+    ip_adapter_files.read(other.module, tmp_path)
+    assert torch.equal(velocity(made, told), velocity(other, told))
+
+
+@EVERY
+def test_the_reference_counts_and_none_is_an_error(model, encoders):
+    made = Referenced(model(), encoder(encoders))
+    told = made.encode(tasks())
+    other = made.encode([replace(task, reference=tiny.picture(40)) for task in tasks()])
+    assert (velocity(made, told) - velocity(made, other)).abs().max() > 1e-3
+    negative = made.encode_negative(tasks())
+    assert torch.equal(negative.tensors[Conditioning.REFERENCE], torch.zeros(2, 12))
+    with pytest.raises(ValueError, match="'blue' has no reference picture"):
+        made.encode([tasks()[0], replace(tasks()[1], reference=None)])
 
 
 def told_nothing(conditioning):
@@ -376,6 +388,19 @@ def test_what_a_block_finds_goes_through_its_output_projection(encoders):
             assert torch.equal(ours[1], base[1])
         else:
             torch.testing.assert_close(ours, base + found, atol=2e-6, rtol=1e-5)
+
+
+def test_blocks_are_numbered_in_order(tmp_path):
+    transformer = flux(form=LARGE).module
+    state = load_file(ip_adapter_files.write(transformer, tmp_path))
+    blocks = [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
+    for k, block in enumerate(blocks):
+        for name in ("to_k_ip", "to_v_ip"):
+            assert torch.equal(state[f"ip_adapter.{k}.{name}.weight"], getattr(block.attn.processor, name).weight)
+    layers = {"proj.0.weight", "proj.0.bias", "proj.2.weight", "proj.2.bias", "norm.weight", "norm.bias"}
+    assert state.keys() == {f"ip_adapter.{k}.{name}.weight" for k in range(3) for name in ("to_k_ip", "to_v_ip")} | {
+        f"image_proj.{name}" for name in layers
+    }
 
 
 def test_names_of_other_files(encoders, tmp_path):

@@ -8,6 +8,7 @@ from ledger_mutants import LEDGER
 from mutant import Mutant
 from painting_mutants import PAINTING
 from placement_mutants import PLACING
+from reference_mutants import REFERENCES
 from rendering_mutants import RENDERING
 from serving_mutants import SERVING
 from token_mutants import TOKENS
@@ -267,4 +268,5 @@ MUTANTS = (
     *PAINTING,
     *PLACING,
     *LEDGER,
+    *REFERENCES,
 )

@@ -10,6 +10,7 @@ from retouch.models.image_encoder import width_of
 from retouch.models.ip_adapter import Form, attach, modules
 from retouch.models.sizes import build_meta
 
+_TYPES = {"CLIPVisionModelWithProjection": "clip_vision_model", "SiglipVisionModel": "siglip_vision_model"}
 _WHOLE = {"CLIPModel": "CLIPVisionModelWithProjection", "SiglipModel": "SiglipVisionModel"}
 
 
@@ -29,6 +30,3 @@ def adapter_count(transformer: Mapping[str, Any], encoder: Mapping[str, Any], fo
     with torch.device("meta"):
         attach(module, form, embed_width=width, seed=0)
     return sum(weight.numel() for part in modules(module) for weight in part.parameters())
-
-
-_TYPES = {"CLIPVisionModelWithProjection": "clip_vision_model", "SiglipVisionModel": "siglip_vision_model"}

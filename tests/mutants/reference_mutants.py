@@ -1,0 +1,79 @@
+"""Deliberate bugs of IP-Adapters: what is shown, how it is looked at, and what is written of it."""
+
+from mutant import Mutant
+
+ADAPTERS = "tests/models/test_ip_adapter.py"
+RUNS = "tests/runs/test_ip_adapter_runs.py"
+
+REFERENCES = (
+    Mutant(
+        "the keys of a reference are not normed",
+        "models/ip_attention.py",
+        "self.heads[1:], eps=1e-5)",
+        "self.heads[1:], eps=1e5)",
+        f"{ADAPTERS}::test_what_a_block_finds_goes_through_its_output_projection",
+    ),
+    Mutant(
+        "what is found is added past the output projection",
+        "models/ip_attention.py",
+        "        return attn.to_out[1](attn.to_out[0](picture + found)), attn.to_add_out(words.contiguous())\n\n\nclass Qwen",
+        "        return attn.to_out[1](attn.to_out[0](picture)) + found, attn.to_add_out(words.contiguous())\n\n\nclass Qwen",
+        f"{ADAPTERS}::test_what_a_block_finds_goes_through_its_output_projection",
+    ),
+    Mutant(
+        "a new adapter of diffusers' form adds something",
+        "models/ip_adapter.py",
+        "nn.init.zeros_(made.to_v_ip[0].weight)",
+        "nn.init.ones_(made.to_v_ip[0].weight)",
+        f"{ADAPTERS}::test_a_new_one_changes_no_bit",
+    ),
+    Mutant(
+        "sixteen tokens of any width are taken for what diffusers reads",
+        "models/ip_adapter.py",
+        "return form.tokens == (16 if rows == _SIXTEEN else 4)",
+        "return rows > 0 and form.tokens in (4, 16)",
+        f"{ADAPTERS}::test_sixteen_tokens_are_known_by_their_number_of_rows",
+    ),
+    Mutant(
+        "blocks are written from the last to the first",
+        "models/ip_adapter_files.py",
+        "for k, processor in enumerate(found[1:]):",
+        "for k, processor in enumerate(reversed(found[1:])):",
+        f"{ADAPTERS}::test_blocks_are_numbered_in_order",
+    ),
+    Mutant(
+        "guidance goes away from the same reference",
+        "models/referenced.py",
+        "torch.zeros(len(tasks), self.encoder.width)",
+        "torch.ones(len(tasks), self.encoder.width)",
+        f"{ADAPTERS}::test_the_reference_counts_and_none_is_an_error",
+    ),
+    Mutant(
+        "CLIP's projection has another width than its embeddings",
+        "models/image_encoder.py",
+        "projection_dim=width)",
+        "projection_dim=width + 1)",
+        f"{ADAPTERS}::test_of_two_towers_it_takes_the_one_that_sees",
+    ),
+    Mutant(
+        "dropout of references hides all but its share",
+        "policies/reference_dropout.py",
+        "(torch.stack(draws) >= share)",
+        "(torch.stack(draws) < share)",
+        f"{RUNS}::test_dropout_takes_its_share_and_depends_on_step_and_group_alone",
+    ),
+    Mutant(
+        "dropout of references is drawn by place and not by group",
+        "policies/reference_dropout.py",
+        "for gid in batch.group_ids]",
+        "for gid, _ in enumerate(batch.group_ids)]",
+        f"{RUNS}::test_dropout_takes_its_share_and_depends_on_step_and_group_alone",
+    ),
+    Mutant(
+        "a row without a reference is taken",
+        "data/fitting.py",
+        "if self._reference and row.reference is None:",
+        "if self._reference and row.reference is not None:",
+        f"{RUNS}::test_a_row_without_a_reference_is_named",
+    ),
+)
