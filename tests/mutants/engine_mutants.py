@@ -113,20 +113,6 @@ ENGINES = (
         f"{PLUGIN}::test_requests_without_a_grammar_are_left_as_they_are_also_in_a_slot_that_had_one",
     ),
     Mutant(
-        "what others left in a slot is read",
-        "policies/vllm/plugin.py",
-        " & (places <= last[:, None])",
-        "",
-        f"{PLUGIN}::test_after_text_the_same_tokens_may_stand_as_in_the_policy",
-    ),
-    Mutant(
-        "the source picture is the picture",
-        "policies/vllm/plugin.py",
-        " & (places >= prompts.to(ids.device)[:, None] - 1)",
-        "",
-        f"{PLUGIN}::test_after_text_the_same_tokens_may_stand_as_in_the_policy",
-    ),
-    Mutant(
         "the grammar is not held against what comes back",
         "policies/vllm/engine.py",
         "            self._check(batch, prompts, completion)\n",
