@@ -40,7 +40,7 @@ from retouch.runs.stepper_fsdp import FsdpStepper, shard
 from retouch.runs.stepper_zero import ZeroStepper
 from retouch.types import AutoregressiveModel, DenoisingModel, Renderer, Reward, Task
 
-_STEPPERS: dict[str | None, type[ReplicatedStepper] | type[ZeroStepper] | type[FsdpStepper]] = {
+_STEPPERS: dict[str | None, type[ReplicatedStepper] | type[ZeroStepper]] = {
     None: ReplicatedStepper,
     "zero2": ZeroStepper,
     "fsdp2": FsdpStepper,

@@ -110,4 +110,9 @@ class ReplicatedStepper:
             parameter_name, key = name.rsplit("/", 1)
             if parameter_name not in self.parameters:
                 raise ValueError(f"the checkpoint's optimizer knows {parameter_name}, which does not train in this run")
-            self.optimizer.state[self.parameters[parameter_name]][key] = tensor.clone()
+            parameter = self.parameters[parameter_name]
+            self.optimizer.state[parameter][key] = self._kept(parameter, tensor)
+
+    def _kept(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        """What the optimizer keeps of a parameter's tensor in a checkpoint."""
+        return tensor.clone()

@@ -6,7 +6,6 @@ its vision tower), stay whole on every rank. Ranks must make equally many forwar
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from retouch.runs.ranks import Ranks
 from retouch.runs.sharded_copies import fill, local, whole
-from retouch.runs.stepper import NonFiniteGradient
+from retouch.runs.stepper import NonFiniteGradient, ReplicatedStepper
 
 
 def shard(module: nn.Module, ranks: Ranks) -> None:
@@ -40,30 +39,11 @@ def shard(module: nn.Module, ranks: Ranks) -> None:
             inner.set_force_sum_reduction_for_comms(True)
 
 
-class FsdpStepper:
-    """AdamW over shares of the weights (implements ``retouch.runs.stepper.Stepper``); ``shard`` comes before."""
+class FsdpStepper(ReplicatedStepper):
+    """AdamW over shares of the weights; ``shard`` comes before.
 
-    def __init__(
-        self,
-        module: nn.Module,
-        ranks: Ranks,
-        *,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        max_grad_norm: float | None = 1.0,
-    ) -> None:
-        self.module = module
-        self.ranks = ranks
-        self.max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
-        self.parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        self._strayed = False
-        self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay)
-
-    def backward(self, loss: Tensor) -> None:
-        """Add the gradient of this rank's share."""
-        self._strayed = self._strayed or not bool(torch.isfinite(loss))
-        loss.backward()  # type: ignore[no-untyped-call]
+    ``state`` and ``load`` deal in whole tensors and are called by all ranks; what some saved, any number of them may go on with.
+    """
 
     def step(self, learning_rate: float) -> float:
         """As ``ReplicatedStepper.step``."""
@@ -94,27 +74,14 @@ class FsdpStepper:
         return norm
 
     def state(self) -> dict[str, Tensor]:
-        """The optimizer's tensors, whole, by ``<parameter>/<name>``; empty before the first step. All ranks call it."""
-        return {
-            f"{name}/{key}": whole(value)
-            for name, parameter in self.parameters.items()
-            for key, value in self.optimizer.state.get(parameter, {}).items()
-        }
+        return {name: whole(tensor) for name, tensor in super().state().items()}
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what ``state`` gave, on this number of ranks or another."""
-        self.optimizer.state.clear()
-        for name, tensor in state.items():
-            parameter_name, key = name.rsplit("/", 1)
-            if parameter_name not in self.parameters:
-                raise ValueError(f"the checkpoint's optimizer knows {parameter_name}, which does not train in this run")
-            parameter = self.parameters[parameter_name]
-            if tensor.shape == parameter.shape:
-                kept = torch.zeros_like(parameter)
-                fill(kept, tensor)
-            else:
-                kept = tensor.clone()
-            self.optimizer.state[parameter][key] = kept
+    def _kept(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        if tensor.shape != parameter.shape:  # a count of steps
+            return super()._kept(parameter, tensor)
+        kept = torch.zeros_like(parameter)
+        fill(kept, tensor)
+        return kept
 
     def _gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
