@@ -85,6 +85,13 @@ VALUES = (
         f"{_LOOP}::test_ranks_learn_what_one_rank_learns[2]",
     ),
     Mutant(
+        "the head's weights are not saved",
+        "runs/stepper_head.py",
+        "return {**self.policy.state(), **weights, ",
+        "return {**self.policy.state(), ",
+        f"{_LOOP}::test_a_run_saves_its_head_and_exports_none_of_it",
+    ),
+    Mutant(
         "the head steps as often as losses are multiplied",
         "runs/stepper_head.py",
         "gradient.div_(self.loss_times)",

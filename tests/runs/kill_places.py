@@ -1,9 +1,9 @@
 """Runs a tiny recipe, kills it with SIGKILL at one place after another, resumes it, and says whether any bit differs.
 
 A program of its own, so that it can fork before any thread runs: `python tests/runs/kill_places.py OUT COUNT [WHAT]` prints a
-JSON line a place. WHAT is the folder of a writer, and the policy writes; that of an Emu3, and it writes pictures; or "phases",
-and it imitates before it acts. A place is a function and how often it was called before the kill, which comes before or after
-that call.
+JSON line a place. WHAT is the folder of a writer, and the policy writes; that of an Emu3, and it writes pictures beside a value
+head; or "phases", and it imitates before it acts. A place is a function and how often it was called before the kill, which comes
+before or after that call.
 """
 
 import hashlib
@@ -93,6 +93,7 @@ def recipe(out: Path, name: str, writer: str | None) -> Recipe:
         if json.loads((Path(writer) / "config.json").read_text())["model_type"] == "emu3":
             document["policy"]["model"] = {"kind": "emu3", "path": writer, "size": [24, 24], "dtype": "float32"}
             document |= {"rollout": {"kind": "tokens", "max_new_tokens": 24, "temperature": 0.7}, "renderer": {"kind": "codes"}}
+            document["advantage"] = {"kind": "gae"}  # so that a value head is killed too
     return parse(document)
 
 

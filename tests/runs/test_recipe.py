@@ -139,6 +139,9 @@ def test_a_name_is_a_plain_folder_name(name: str) -> None:
     assert refusal(name=name)[0].startswith("name: ")
 
 
+ODE = {"kind": "ode"}
+
+
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
@@ -155,6 +158,16 @@ def test_a_name_is_a_plain_folder_name(name: str) -> None:
         ({"group_size": 1}, "group_size"),
         ({"steps": None, "phases": [{"name": "a", "steps": 2, "group_size": 1}]}, "phases.0.group_size"),
         ({"group_size": 1, "tasks_per_step": 1, "advantage": {"kind": "batch"}}, "tasks_per_step"),
+        ({"advantage": {"kind": "gae"}, "objective__surrogate": "gspo"}, "objective.surrogate"),
+        ({"advantage": {"kind": "gae", "head": {"coefficient": 0.1}}}, "advantage.head.coefficient"),
+        (
+            {
+                "advantage": {"kind": "gae"},
+                "objective": {"kind": "nft"},
+                "rollout": {"num_steps": 4, "transition": {"kind": "ode"}},
+            },
+            "objective.kind",
+        ),
         ({"rollout__transition": {"kind": "ode"}}, "rollout.transition.kind"),
         ({"rollout__transition__noise_level": 0}, "rollout.transition.noise_level"),
         ({"rollout__window__high": 6}, "rollout.window.high"),
@@ -206,6 +219,12 @@ def test_values_that_cannot_stand_together_are_refused_with_advice(changes: dict
         {"passes": 1.5, "steps": None},
         {"steps": None, "phases": [{"name": "a", "steps": 0}, {"name": "b", "steps": 3}], "optimizer": {"warmup_steps": 2}},
         {"group_size": 1, "advantage": {"kind": "batch"}},
+        {"group_size": 1, "advantage": {"kind": "gae", "gamma": 0.99, "lam": 0.95, "head": {"clip": None}}},
+        {
+            "advantage": {"kind": "gae"},
+            "steps": None,
+            "phases": [{"name": "a", "steps": 2, "objective": {"kind": "supervised"}}, {"name": "b", "steps": 2}],
+        },
         {"group_size": 1, "objective": {"kind": "supervised"}},
         {"objective": {"kind": "nft"}, "rollout": {"num_steps": 1, "transition": {"kind": "ode"}}},
         {"objective": {"kind": "policy_gradient", "surrogate": "reinforce"}, "policy__train__dropout": 0.1},

@@ -141,6 +141,25 @@ def test_a_frozen_reader_that_is_the_sharded_writer_itself_reads_as_its_own(tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", SHARED)
+def test_a_value_head_beside_a_shared_writer_learns_what_it_learns_beside_a_whole_one(
+    tmp_path: Path, writer: Path, sharding: str
+) -> None:
+    """Its loss goes into the writer's weights too."""
+    head = {"kind": "gae", "head": {"coefficient": 0.5}}
+    settings = {"advantage": head, "reward__combine": {"IP": 1}, "steps": 3}
+    plain = train(tmp_path, writer, "plain", **settings)
+    shared = train(tmp_path, writer, "shared", sharding=sharding, **settings)
+    for wanted, found in zip(plain.read_metrics(), shared.read_metrics(), strict=True):
+        for name in ("value/loss", "policy/loss", "policy/grad_norm", "policy/ratio_max_first"):
+            assert found[name] == pytest.approx(wanted[name], rel=2e-3, abs=1e-5), name
+    heads = [checkpoint.load(folder.checkpoints / "step-000003").tensors["optimizer"] for folder in (plain, shared)]
+    name = "value_head/weights/network.outer.weight"
+    torch.testing.assert_close(heads[1][name], heads[0][name], rtol=0, atol=1e-4)
+    assert heads[0][name].abs().max() > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", SHARED)
 def test_an_editor_learns_what_ranks_that_share_nothing_learn(tmp_path: Path, sharding: str) -> None:
     metrics = []
     for name, key in (("plain", "null"), (sharding, sharding)):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from PIL.Image import new
+from safetensors.torch import load_file
 from torch import nn
 
 import tiny_loop
@@ -14,15 +15,25 @@ import tiny_policies as tiny
 from retouch.core.advantages import on_scale
 from retouch.core.random import generator
 from retouch.loop import Run, train
+from retouch.models.sizes import parts_in
 from retouch.objectives.actor_critic import ActorCritic
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.value_heads import LatentValues, channels_of, summary
+from retouch.runs import checkpoint
+from retouch.runs.build_model import playground_weights
 from retouch.runs.clock import Clock
 from retouch.runs.crediting import ByValue
+from retouch.runs.doctor_memory import footprint
+from retouch.runs.exporting import export_target
+from retouch.runs.folder import RunFolder
 from retouch.runs.preflight import preflight
+from retouch.runs.recipe import parse
+from retouch.runs.recipe_overrides import apply
+from retouch.runs.session import run as run_session
 from retouch.runs.stepper import NonFiniteGradient, ReplicatedStepper
 from retouch.runs.stepper_head import HeadStepper
 from retouch.types import Evaluation, Kind, Slice, Trajectory
+from tiny_recipes import SMALL
 
 PAYS = torch.tensor([[0.1, 0.5], [0.9, 0.2]])
 """What a chain of two choices earns, the first choice by row."""
@@ -266,3 +277,31 @@ def test_its_state_restores_weights_and_next_steps_to_the_bit():
         step(made, *parts)
     assert torch.equal(modules[0].weight, others[0].weight)
     assert torch.equal(modules[1].weight, others[1].weight)
+
+
+# A whole run
+
+
+def test_a_run_saves_its_head_and_exports_none_of_it(tmp_path):
+    changes = ["steps=1", f"out={tmp_path}", "trackers=[]", "group_size=1", "tasks_per_step=4", "policy.ema=null"]
+    recipe = parse({**apply(SMALL, changes), "advantage": {"kind": "gae"}})
+    assert run_session(recipe, fresh=False) == 0
+    folder = RunFolder(tmp_path / "small")
+    state = checkpoint.load(folder.checkpoints / "step-000001")
+    saved = {name for group in state.tensors.values() for name in group if "value_head" in name}
+    assert {"value_head/weights/network.outer.weight", "value_head/network.outer.weight/exp_avg"} <= saved
+    assert not any("value_head" in name for name in state.tensors["weights"])
+    assert state.tensors["optimizer"]["value_head/weights/network.outer.weight"].abs().max() > 0
+    (metrics,) = folder.read_metrics()
+    assert metrics["value/loss"] > 0
+    exported = export_target(str(folder.root), to=tmp_path / "exported")
+    names = {name for file in exported if file.suffix == ".safetensors" for name in load_file(file)}
+    assert names
+    assert not any("network" in name or "value" in name.split(".") for name in names)
+
+    planned = footprint(recipe, parts_in(playground_weights()))
+    (row,) = [row for row in planned.plan.rows if row.name == "value head"]
+    count = sum(
+        tensor.numel() for name, tensor in state.tensors["optimizer"].items() if name.startswith("value_head/weights/network")
+    )
+    assert 0.7 * row.bytes < 16 * count <= row.bytes

@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+from retouch.core.advantages import check_scale
 from retouch.loop import Phase, Run
 from retouch.policies.demonstrating import Drawing, demonstrates
+from retouch.policies.value_heads import LatentValues, TokenValues
 from retouch.policies.weights import WeightCopies
 from retouch.renderers.latents import LatentRenderer
 from retouch.renderers.offloaded import Offloaded
@@ -14,6 +16,7 @@ from retouch.rewards.judging import Judge
 from retouch.runs import recipe_learning
 from retouch.runs.build_data import Sets, build_sets, steps_of, with_pictures
 from retouch.runs.build_engine import Writing, build_engine
+from retouch.runs.build_head import build_head
 from retouch.runs.build_learning import build_phase, copies_needed
 from retouch.runs.build_model import make_trainable
 from retouch.runs.build_policy import TrainedPolicy, build_models, build_policy
@@ -30,6 +33,7 @@ from retouch.runs.ranks import Ranks
 from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_checks import check_ranks
 from retouch.runs.recipe_engine import Engine
+from retouch.runs.recipe_learning import GaeAdvantage
 from retouch.runs.recipe_phases import ResolvedPhase
 from retouch.runs.recipe_policy import ImportedModel, Lora
 from retouch.runs.recipe_renderer import ResponseRenderer
@@ -37,6 +41,7 @@ from retouch.runs.recipe_rollout import Rollout, TokenRollout
 from retouch.runs.sharded_copies import ShardedCopies
 from retouch.runs.stepper import ReplicatedStepper, Stepper
 from retouch.runs.stepper_fsdp import FsdpStepper, shard
+from retouch.runs.stepper_head import HeadStepper
 from retouch.runs.stepper_zero import ZeroStepper
 from retouch.types import AutoregressiveModel, DenoisingModel, Renderer, Reward, Task
 
@@ -50,8 +55,8 @@ _STEPPERS: dict[str | None, type[ReplicatedStepper] | type[ZeroStepper]] = {
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
     """``placement``: where things lie. ``model``: what trains. ``image_model``: what makes pictures, the same but for writers of
-    text. ``plan``: each phase with the steps of the run that it takes. ``copies``: weights kept beside the current ones.
-    ``writing``: engines by what names them.
+    text. ``plan``: each phase with the steps of the run that it takes. ``copies``: weights kept beside the current ones. ``head``:
+    the value head that trains beside the policy, where one does. ``writing``: engines by what names them.
     """
 
     recipe: Recipe
@@ -63,6 +68,7 @@ class Assembly:
     judge: Judge
     sets: Sequence[Sets]
     plan: Sequence[tuple[ResolvedPhase, range]]
+    head: LatentValues | TokenValues | None = None
     clock: Clock = field(default_factory=Clock)
     writing: dict[Engine | None, Writing] = field(default_factory=dict)
 
@@ -92,6 +98,7 @@ class Assembly:
             keep_means=keep_means,
             writing=writing,
             any_rank=self.ranks.any if self._in_step else bool,
+            head=self.head,
         )
 
     @property
@@ -128,14 +135,17 @@ class Assembly:
 
     def stepper(self) -> Stepper:
         """A new optimizer over what trains. One rank alone has nothing to share."""
-        optimizer = self.recipe.optimizer
-        return _STEPPERS[self.recipe.sharding if self.ranks.world > 1 else None](
-            self.model.module,
-            self.ranks,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            max_grad_norm=optimizer.max_grad_norm,
+        options = self.recipe.optimizer.model_dump(include={"betas", "eps", "weight_decay", "max_grad_norm"})
+        sharding = self.recipe.sharding if self.ranks.world > 1 else None
+        stepper = _STEPPERS[sharding](self.model.module, self.ranks, **options)
+        advantage = self.recipe.advantage
+        if self.head is None or not isinstance(advantage, GaeAdvantage):
+            return stepper
+        return HeadStepper(
+            stepper,
+            ReplicatedStepper(self.head, self.ranks, **options),
+            learning_rate=advantage.head.learning_rate,
+            loss_times=self.ranks.world if sharding == "zero2" else 1,
         )
 
     def phase(self, index: int, *, stepper: Stepper, judge: JudgeBatch) -> tuple[Run, Phase]:
@@ -159,7 +169,15 @@ class Assembly:
             written=texts,
             counted=[name for name, column in self.judge.reward.columns.items() if not column.diagnostic],
         )
-        phase = build_phase(self.recipe, resolved, steps=steps, tasks=self.sets[index].train, ranks=self.ranks)
+        combined = self.judge.combination
+        phase = build_phase(
+            self.recipe,
+            resolved,
+            steps=steps,
+            tasks=self.sets[index].train,
+            ranks=self.ranks,
+            bounds=(combined.low, combined.high),
+        )
         return run, phase
 
     def begin(self, index: int) -> None:
@@ -210,6 +228,8 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
     if ledger is not None:
         ledger.meet(reward)
     judge = Judge(reward, recipe.reward.combine)
+    if isinstance(recipe.advantage, GaeAdvantage):
+        check_scale(judge.combination.low, judge.combination.high)
     phases = recipe.resolved_phases()
     section = recipe.image_model
     size = None if isinstance(section, ImportedModel) else section.size
@@ -226,6 +246,9 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
             copies.keep_without_adapter(name)
         else:
             copies.keep(name)
+    head = None
+    if isinstance(recipe.advantage, GaeAdvantage):
+        head = build_head(recipe.advantage.head, model, tasks=sets[0].train, seed=recipe.seed)
     return Assembly(
         recipe=recipe,
         ranks=ranks,
@@ -236,6 +259,7 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
         judge=judge,
         sets=sets,
         plan=plan,
+        head=head,
     )
 
 

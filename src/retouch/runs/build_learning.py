@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from retouch.core.advantages import batch_relative, group_relative
+from retouch.core.advantages import batch_relative, group_relative, on_scale
 from retouch.core.weights import Normalise
 from retouch.data.sampler import assign, global_rows, tasks_for_step
 from retouch.data.tasks import Subset
 from retouch.loop import Phase
+from retouch.objectives.actor_critic import ActorCritic
 from retouch.objectives.awm import AWM
 from retouch.objectives.cross_entropy import CrossEntropy
 from retouch.objectives.dpo import DPO
@@ -19,6 +20,7 @@ from retouch.objectives.supervised import Supervised
 from retouch.policies.denoising import Sampling
 from retouch.policies.windows import Window
 from retouch.runs import recipe_learning, recipe_renderer, recipe_rollout
+from retouch.runs.crediting import ByValue, Crediting, each_action
 from retouch.runs.ranks import Ranks
 from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_phases import ResolvedPhase
@@ -100,17 +102,26 @@ def build_sampling(rollout: recipe_rollout.DenoisingRollout) -> Sampling:
 
 
 def build_advantage(
-    section: recipe_learning.Advantage,
-) -> Callable[[Tensor, Tensor], Tensor]:
-    if isinstance(section, recipe_learning.GroupAdvantage):
-        return lambda rewards, group: group_relative(
-            rewards, group, baseline=section.baseline, scale=section.scale, ddof=section.ddof, eps=section.eps, clip=section.clip
-        )
-    return lambda rewards, group: batch_relative(rewards, ddof=section.ddof, eps=section.eps, clip=section.clip)
+    section: recipe_learning.Advantage, bounds: tuple[float, float]
+) -> tuple[Callable[[Tensor, Tensor], Tensor], Crediting]:
+    """What a row is worth beside the others, and of that to each of its actions. ``bounds``: what a reward can be."""
+    match section:
+        case recipe_learning.GaeAdvantage():
+            low, high = bounds
+            credit = ByValue(gamma=section.gamma, lam=section.lam, whiten=section.whiten, clip=section.clip)
+            return lambda rewards, group: on_scale(rewards, low=low, high=high), credit
+        case recipe_learning.GroupAdvantage():
+            options = section.model_dump(exclude={"kind"})
+            return lambda rewards, group: group_relative(rewards, group, **options), each_action
+        case recipe_learning.BatchAdvantage():
+            options = section.model_dump(exclude={"kind"})
+            return lambda rewards, group: batch_relative(rewards, **options), each_action
 
 
-def build_phase(recipe: Recipe, phase: ResolvedPhase, *, steps: range, tasks: Sequence[Task], ranks: Ranks) -> Phase:
-    """A phase over ``tasks``, taking ``steps`` of the run."""
+def build_phase(
+    recipe: Recipe, phase: ResolvedPhase, *, steps: range, tasks: Sequence[Task], ranks: Ranks, bounds: tuple[float, float]
+) -> Phase:
+    """A phase over ``tasks``, taking ``steps`` of the run. ``bounds``: what a reward can be."""
     supervised = isinstance(phase.objective, recipe_learning.Supervised | recipe_learning.Sft)
     order = [
         row
@@ -130,16 +141,20 @@ def build_phase(recipe: Recipe, phase: ResolvedPhase, *, steps: range, tasks: Se
             world=ranks.world,
         )
 
+    objective = build_objective(phase.objective, entropy=isinstance(recipe.policy, AutoregressivePolicy) and recipe.policy.entropy)
+    if isinstance(recipe.advantage, recipe_learning.GaeAdvantage) and isinstance(objective, PolicyGradient):
+        objective = ActorCritic(actor=objective, clip=recipe.advantage.head.clip)
+    advantage, credit = build_advantage(recipe.advantage, bounds)
+
     return Phase(
         name=phase.name,
         steps=steps,
-        objective=build_objective(
-            phase.objective, entropy=isinstance(recipe.policy, AutoregressivePolicy) and recipe.policy.entropy
-        ),
+        objective=objective,
         batch=batch,
         order=torch.tensor(order),
         group=torch.arange(phase.rows) // phase.group_size,
-        advantage=None if supervised else build_advantage(recipe.advantage),
+        advantage=None if supervised else advantage,
+        credit=credit,
         normalise=_normalise(phase),
         max_length=_max_length(phase),
         epochs=recipe.epochs,

@@ -16,6 +16,7 @@ from retouch.models.sizes import image_encoder, model_in, parts, parts_in, store
 from retouch.playground.scenes import SIZE
 from retouch.playground.words import HEIGHT, WIDTH
 from retouch.runs.build_emu3 import describe_emu3
+from retouch.runs.build_head import saved_of_head, with_head
 from retouch.runs.build_ip_adapter import form_of
 from retouch.runs.build_learning import copies_needed
 from retouch.runs.build_model import DTYPES, lora_targets
@@ -120,11 +121,18 @@ def footprint(recipe: Recipe, described: Described) -> Footprint:
         ranks=recipe.ranks or 1,
         sharding="zero2" if recipe.sharding == "zero2" else "fsdp" if recipe.sharding == "fsdp2" else "ddp",
     )
-    planned = plan_parts(described, setup)
+    planned = with_head(plan_parts(described, setup), recipe, _seen_by_head(described["transformer"]["config"]))
     rows = {row.name: row.bytes for row in planned.rows}
-    checkpoint = (1 + copies) * rows["transformer, trained weights"] + rows["AdamW's two moments"]
+    checkpoint = (1 + copies) * rows["transformer, trained weights"] + rows["AdamW's two moments"] + saved_of_head(planned)
     counts = ", ".join(f"{name} {stored_count(part) / 1e9:.2f} B" for name, part in described.items())
     return Footprint(planned, tokens, checkpoint, counts)
+
+
+def _seen_by_head(transformer: Mapping[str, Any]) -> int:
+    """Numbers that a value head reads: of latents and sources, which are no wider than the transformer's input, and of the text."""
+    channels: int = 2 * transformer["in_channels"] + transformer["joint_attention_dim"]
+    pooled: int = transformer.get("pooled_projection_dim", 0)
+    return 2 * channels + pooled + 1
 
 
 def _tokens(model: PlaygroundModel | DiffusersModel, described: Described) -> int:

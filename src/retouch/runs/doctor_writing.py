@@ -12,6 +12,7 @@ from retouch.models.memory_drawing import codes_plan, image_model_plan
 from retouch.models.memory_writing import reading_bytes, writer_plan
 from retouch.models.sizes import lora_count, model_in, parameter_count, stored_count, writer
 from retouch.runs import recipe_train
+from retouch.runs.build_head import saved_of_head, with_head
 from retouch.runs.build_learning import copies_needed
 from retouch.runs.build_model import DTYPES, lora_targets, playground_weights
 from retouch.runs.build_writer import playground_writer_weights
@@ -87,7 +88,7 @@ def plans(recipe: Recipe, written: Mapping[str, Any], described: Described) -> I
     devices = recipe.devices or Devices()
     mine, theirs = devices.policy or recipe.device, devices.renderer or devices.policy or recipe.device
     setup = writing_setup(recipe, policy, described)
-    for_policy = writer_plan(written, setup)
+    for_policy = with_head(writer_plan(written, setup), recipe, _width(written))
     shared = isinstance(renderer, ResponseRenderer) and renderer.encoder == "policy"
     if isinstance(renderer, CodesRenderer):
         for_renderer = codes_plan(described["autoencoder"], **codes_setup(recipe, policy))
@@ -188,4 +189,11 @@ def _checkpoint(recipe: Recipe, policy: AutoregressivePolicy, written: Mapping[s
         size = torch.float32.itemsize
     else:
         count, size = parameter_count(written), DTYPES[policy.model.dtype].itemsize
-    return count * ((1 + len(copies_needed(recipe))) * size + _ADAMW_BYTES)
+    head = saved_of_head(with_head(MemoryPlan(()), recipe, _width(written)))
+    return count * ((1 + len(copies_needed(recipe))) * size + _ADAMW_BYTES) + head
+
+
+def _width(written: Mapping[str, Any]) -> int:
+    """Numbers of a state."""
+    config = written["config"]
+    return int((config.get("text_config") or config)["hidden_size"])

@@ -25,6 +25,7 @@ from retouch.runs.recipe_rollout import (
     SdeTransition,
     SlidingWindow,
 )
+from retouch.runs.recipe_value_checks import value_problems
 from retouch.runs.recipe_watch_checks import watch_problems
 from retouch.runs.recipe_writing_checks import (
     engine_problems,
@@ -127,6 +128,7 @@ def _phases(recipe: "Recipe") -> Iterator[str]:
         own = recipe.phases[index].model_dump(exclude_none=True) if recipe.phases is not None else {}
         at = {key: f"phases.{index}.{key}" if key in own else key for key in ("objective", "rollout", "data", "group_size")}
         yield from phase_problems(phase, at)
+        yield from value_problems(recipe, phase.objective, at["objective"])
         if isinstance(phase.objective, Supervised | Sft):
             if isinstance(phase.data, PromptData):
                 yield f"{at['data']}: prompts have no targets, which {phase.objective.kind} imitates; take folder or hub data"
@@ -146,7 +148,7 @@ def _phases(recipe: "Recipe") -> Iterator[str]:
 def _exploration(recipe: "Recipe", phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
     """Samples of a group must be able to differ, and an advantage must be able to be other than 0."""
     if isinstance(recipe.advantage, GroupAdvantage) and phase.group_size < 2:
-        yield f"{at['group_size']}: 1 gives every sample the advantage 0; take 2 or more, or advantage.kind batch"
+        yield f"{at['group_size']}: 1 gives every sample the advantage 0; take 2 or more, or advantage.kind batch or gae"
     elif phase.rows < 2:
         yield "tasks_per_step: a step of one sample gives it the advantage 0; take more tasks or a larger group_size"
     if not isinstance(phase.rollout, DenoisingRollout):

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from retouch.runs.recipe_section import Count, NonNegative, Positive, Section
+from retouch.runs.recipe_section import Count, NonNegative, Positive, Section, Share
 
 
 class GroupAdvantage(Section):
@@ -35,7 +35,36 @@ class BatchAdvantage(Section):
     """Largest absolute advantage; null leaves them."""
 
 
-Advantage: TypeAlias = Annotated[GroupAdvantage | BatchAdvantage, Field(discriminator="kind")]
+class ValueHead(Section):
+    """A small network that learns what reward to expect before each action, and is no part of what is exported."""
+
+    learning_rate: Positive = 3e-3
+    """Learning rate of the head, all through the run; the rest is the optimizer's."""
+    clip: Positive | None = 0.2
+    """How far a value counts as moved within a step, where the reward's range is 2 wide; null sets no bound."""
+    width: Count = 128
+    """Width of its hidden layer."""
+    coefficient: NonNegative = 0.0
+    """Weight of the value loss in the gradient of a writer's own weights; 0 lets the head learn alone."""
+
+
+class GaeAdvantage(Section):
+    """An action against what a value head expected before it: PPO. Rewards count from -1 to 1, the ends of their declared range."""
+
+    kind: Literal["gae"]
+    gamma: Share = 1.0
+    """Discount for each action that is still to come."""
+    lam: Share = 1.0
+    """1 trusts rewards alone, less trusts values the more the further away the reward is."""
+    whiten: bool = True
+    """Take off the mean of all actions of the step and divide by their deviation."""
+    clip: Positive | None = 5.0
+    """Largest absolute advantage; null leaves them."""
+    head: ValueHead = ValueHead()
+    """What says how much was to be expected."""
+
+
+Advantage: TypeAlias = Annotated[GroupAdvantage | BatchAdvantage | GaeAdvantage, Field(discriminator="kind")]
 
 
 class NoKl(Section):

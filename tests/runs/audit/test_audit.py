@@ -51,7 +51,7 @@ def batches(made: Recipe) -> tuple[list[Batch], Batch]:
     """What the run would act on at each step, and its held-out tasks."""
     (phase,) = made.resolved_phases()
     sets = build_sets(made, phase.data, size=None)
-    built = build_phase(made, phase, steps=range(STEPS), tasks=sets.train, ranks=Ranks())
+    built = build_phase(made, phase, steps=range(STEPS), tasks=sets.train, ranks=Ranks(), bounds=(0.0, 1.0))
     tasks = tuple(sets.heldout[index] for index in range(6))
     return [built.batch(step) for step in range(STEPS)], Batch(0, -1, tasks, tuple(range(6)), tuple(range(6)), (0,) * 6)
 
