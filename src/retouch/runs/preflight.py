@@ -13,6 +13,7 @@ from torch import Tensor
 
 from retouch.loop import Collected, Phase, Run, accumulate, cut
 from retouch.objectives.actor_critic import ActorCritic
+from retouch.objectives.dpo import DPO
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.runs.checkpoint import restore_rng, rng_state
 from retouch.runs.stepper_fsdp import FsdpStepper
@@ -70,9 +71,11 @@ def require(checks: list[Check]) -> None:
 
 
 def _trial(run: Run, phase: Phase, step: int, rows: int) -> Minibatch:
-    """A few rows with advantages of both signs, of as many tasks as can be: a policy may be quite sure of one."""
+    """A few rows with advantages of both signs, of as many tasks as can be: a policy may be quite sure of one. DPO learns from two
+    of one task.
+    """
     batch = phase.batch(step)
-    apart = len(batch) // rows
+    apart = 1 if isinstance(phase.objective, DPO) else len(batch) // rows
     batch = batch.take(slice(0, apart * rows, apart))
     act = run.policy.demonstrate if phase.advantage is None else run.policy.rollout
     parts = [act(batch.take(slice(first, first + run.chunk))) for first in range(0, len(batch), run.chunk)]
