@@ -3,5 +3,6 @@ local words = import 'words-nft.jsonnet';
 
 words {
   name: 'words-awm',
+  steps: 40,
   objective: { kind: 'awm', shift: 3 },
 }

@@ -3,5 +3,6 @@ local words = import 'words-nft.jsonnet';
 
 words {
   name: 'words-dpo',
+  steps: 40,
   objective: { kind: 'dpo', shift: 3 },
 }

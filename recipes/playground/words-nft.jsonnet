@@ -4,6 +4,7 @@ local sampling = import '../lib/sampling.libsonnet';
 local words = import '../lib/words.libsonnet';
 
 words.base('words-nft') {
+  steps: 100,
   learning_rate: 5e-4,
   rollout: sampling.pictures(6),
   objective: objectives.nft { shift: 3 },

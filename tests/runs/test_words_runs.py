@@ -17,7 +17,7 @@ QUIET = ("samples.tasks=1", "samples.every=0", "trackers=[]", "device=cpu")
 
 def test_there_are_recipes():
     ways = {name.rpartition("words-")[2].removesuffix(".jsonnet") for name in RECIPES}
-    assert ways >= {"grpo", "nft", "supervised", "ppo", "awm", "dpo"}
+    assert ways >= {"grpo", "nft", "supervised", "ppo", "ppo-value", "awm", "dpo"}
 
 
 @pytest.mark.parametrize("name", RECIPES)
