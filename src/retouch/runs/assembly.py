@@ -35,9 +35,10 @@ from retouch.runs.recipe_checks import check_ranks
 from retouch.runs.recipe_engine import Engine
 from retouch.runs.recipe_learning import GaeAdvantage
 from retouch.runs.recipe_phases import ResolvedPhase
-from retouch.runs.recipe_policy import ImportedModel, Lora
+from retouch.runs.recipe_policy import ImportedModel
 from retouch.runs.recipe_renderer import ResponseRenderer
 from retouch.runs.recipe_rollout import Rollout, TokenRollout
+from retouch.runs.recipe_train import Lora
 from retouch.runs.sharded_copies import ShardedCopies
 from retouch.runs.stepper import ReplicatedStepper, Stepper
 from retouch.runs.stepper_fsdp import FsdpStepper, shard
@@ -181,9 +182,14 @@ class Assembly:
         return run, phase
 
     def begin(self, index: int) -> None:
-        """At a phase's first step: NFT's old policy starts as the current one."""
+        """At a phase's first step: NFT's old policy starts as the current one, and the reference is what a supervised phase before
+        made of it, since a pull to what was before a warm-up would undo it. A frozen encoder's weights stay those of the start.
+        """
         if isinstance(self.plan[index][0].objective, recipe_learning.Nft):
             self.copies.keep("old")
+        warmed_up = index > 0 and isinstance(self.plan[index - 1][0].objective, recipe_learning.Supervised | recipe_learning.Sft)
+        if warmed_up and "reference" in self.copies.copies and not isinstance(self.recipe.renderer, ResponseRenderer):
+            self.copies.keep("reference")
 
     def evaluator(self, judge: JudgeBatch) -> Evaluator:
         """Held-out evaluation of the run."""

@@ -8,7 +8,7 @@ from retouch.runs.recipe_train import FullWeights, Lora
 
 class IpAdapter(Section):
     """An adapter trains that shows the model each task's reference picture, and a LoRA beside it where there is one; the model's
-    own weights stay as they are. The reference of a KL is the policy at its start.
+    own weights stay as they are. The reference of a KL is the policy at its start, or what a supervised phase before made of it.
 
     Flux's ``load_ip_adapter`` in diffusers reads 4 tokens, or 16 of a full-size model, of a linear projection in double blocks.
     """

@@ -6,8 +6,7 @@ from pydantic import Field, JsonValue
 
 from retouch.runs.recipe_ip_adapter import IpAdapter
 from retouch.runs.recipe_section import ClassPath, Count, NonNegative, Pixels, Section
-from retouch.runs.recipe_train import FullWeights
-from retouch.runs.recipe_train import Lora as Lora
+from retouch.runs.recipe_train import FullWeights, Lora
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Attention: TypeAlias = Literal["sdpa", "flash_attention_2", "eager"]
