@@ -28,7 +28,8 @@ from retouch.integrations.trl_prompts import dataset_of, processor_for
 from retouch.models.encoder import Encoder
 from retouch.models.qwen_responses import QwenResponses
 from retouch.models.qwen_writer import LORA_TARGETS
-from retouch.playground.indirect import IndirectTasks
+from retouch.playground.changed import Changed
+from retouch.playground.indirect import indirect
 from retouch.playground.judge import PlaygroundJudge
 from retouch.playground.tasks import PlaygroundTasks
 from retouch.renderers.responses import ResponseRenderer
@@ -107,7 +108,7 @@ def tasks_of(script: ScriptArguments, *, seed: int) -> Sequence[Task]:
     """What the writer is asked."""
     if script.photos is not None:
         return Tasks(read_folder(script.photos), resize=None)
-    return IndirectTasks(PlaygroundTasks(seed=seed, count=10_000, complexity=[1, 2, 3], split="train"))
+    return Changed(PlaygroundTasks(seed=seed, count=10_000, complexity=[1, 2, 3], split="train"), indirect)
 
 
 def reward_of(script: ScriptArguments) -> tuple[Reward, Mapping[str, float]]:
