@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -133,16 +135,25 @@ print('saved', flush=True)
 sys.exit(130 if os.environ['RANK'] == '0' else 0)
 """
 LAUNCHER = """
-import sys
+import signal, sys
 from pathlib import Path
 from retouch.runs.launching import environments, run_ranks
+signal.signal(signal.SIGHUP, signal.{hang_up})  # whoever runs the tests may stand under nohup, which is inherited
 sys.exit(run_ranks([sys.executable, '-c', sys.argv[1]], environments(2), logs=Path(sys.argv[2]), grace=20.0))
 """
 
 
-@pytest.fixture
-def launcher(tmp_path: Path) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen([sys.executable, "-c", LAUNCHER, SAVER, str(tmp_path)], stdout=subprocess.DEVNULL)
+@contextmanager
+def launched(code: str, logs: Path, *, hang_up: str = "SIG_DFL") -> Iterator["subprocess.Popen[bytes]"]:
+    """A launcher of two ranks; where the test fails it ends with them."""
+    command = [sys.executable, "-c", LAUNCHER.format(hang_up=hang_up), code, str(logs)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as launcher:
+        try:
+            yield launcher
+        finally:
+            while launcher.poll() is None:
+                launcher.terminate()  # the second one kills the ranks
+                time.sleep(0.1)
 
 
 def _wait_for_both(tmp_path: Path, what: str) -> None:
@@ -155,15 +166,23 @@ def _wait_for_both(tmp_path: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_is_passed_on_once_and_ranks_may_finish_saving(
-    launcher: "subprocess.Popen[bytes]", tmp_path: Path, number: signal.Signals
-) -> None:
-    _wait_for_both(tmp_path, "ready")
-    launcher.send_signal(number)
-    assert launcher.wait(30) == 130
+def test_a_signal_is_passed_on_once_and_ranks_may_finish_saving(tmp_path: Path, number: signal.Signals) -> None:
+    with launched(SAVER, tmp_path) as launcher:
+        _wait_for_both(tmp_path, "ready")
+        launcher.send_signal(number)
+        assert launcher.wait(30) == 130
     heard = "SIGTERM" if number == signal.SIGHUP else number.name
     for rank in range(2):
         assert (tmp_path / f"rank-{rank}.log").read_text() == f"ready\n{heard}\nsaved\n"
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing(tmp_path: Path) -> None:
+    with launched(SAVER, tmp_path, hang_up="SIG_IGN") as launcher:
+        _wait_for_both(tmp_path, "ready")
+        launcher.send_signal(signal.SIGHUP)
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(30) == 130
+    assert [(tmp_path / f"rank-{rank}.log").read_text() for rank in range(2)] == ["ready\nSIGINT\nsaved\n"] * 2
 
 
 def test_a_second_signal_kills(tmp_path: Path) -> None:
@@ -173,19 +192,20 @@ for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, lambda *_: 
 print('ready', flush=True)
 while True: time.sleep(0.05)
 """
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, deaf, str(tmp_path)], stdout=subprocess.DEVNULL)
-    _wait_for_both(tmp_path, "ready")
-    launcher.send_signal(signal.SIGINT)
-    _wait_for_both(tmp_path, "heard")
-    assert launcher.poll() is None
-    launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(30) == 128 + signal.SIGKILL
+    with launched(deaf, tmp_path) as launcher:
+        _wait_for_both(tmp_path, "ready")
+        launcher.send_signal(signal.SIGINT)
+        _wait_for_both(tmp_path, "heard")
+        assert launcher.poll() is None
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(30) == 128 + signal.SIGKILL
     assert (tmp_path / "rank-1.log").read_text() == "ready\nheard\n"
 
 
 def test_a_closed_terminal_does_not_stop_the_run(tmp_path: Path) -> None:
     talker = "import sys\nfor k in range(20000): print('line', k)\nsys.exit(0)"
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, talker, str(tmp_path)], stdout=subprocess.PIPE)
+    command = [sys.executable, "-c", LAUNCHER.format(hang_up="SIG_DFL"), talker, str(tmp_path)]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE)
     assert launcher.stdout is not None
     launcher.stdout.close()
     assert launcher.wait(30) == 0
