@@ -10,9 +10,10 @@ import pytest
 from retouch.core.random import generator
 from retouch.playground import descriptions, requests
 from retouch.playground.descriptions import GROUNDS, Placed, description, free_description, placed
+from retouch.playground.drawn import SPLITS
 from retouch.playground.paintings import PaintingTasks
 from retouch.playground.scenes import COLOURS, PLACES, SHAPES, Scene, Thing, render
-from retouch.playground.tasks import SPLITS, canonical
+from retouch.playground.tasks import canonical
 from retouch.types import Task
 
 LEVELS = [1, 2, 3, 4]

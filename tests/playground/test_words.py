@@ -9,7 +9,7 @@ from PIL import ImageChops
 
 from retouch.data.triplets import PROMPT as TRIPLETS_PROMPT
 from retouch.playground import words
-from retouch.playground.tasks import SPLITS
+from retouch.playground.drawn import SPLITS
 from retouch.playground.words import CELL, CONSONANTS, LETTERS, LINE, VOWELS, WordTasks, split_of_word
 from retouch.rewards.ocr import OcrReward
 from retouch.types import Sample

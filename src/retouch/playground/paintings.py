@@ -4,17 +4,17 @@ Splits differ in their scenes, as those of ``PlaygroundTasks`` do.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import overload
+from collections.abc import Sequence
 
 import torch
 
 from retouch.core.random import generator
 from retouch.playground.descriptions import Placed, description, placed
+from retouch.playground.drawn import DrawnTasks, Mixture, Split, drawn_number, require_mixture
 from retouch.playground.draws import Draws
 from retouch.playground.requests import request
 from retouch.playground.scenes import Scene, random_scene, render
-from retouch.playground.tasks import SPLITS, Split, canonical, split_of
+from retouch.playground.tasks import canonical, split_of
 from retouch.types import Task
 
 MOST_THINGS = 4
@@ -22,7 +22,7 @@ MOST_THINGS = 4
 _ONE = 0.7
 
 
-class PaintingTasks(Sequence[Task]):
+class PaintingTasks(DrawnTasks):
     """``count`` tasks; task i depends on (seed, split, i), ``complexity`` and ``lazy`` alone.
 
     ``complexity``: the numbers of things in a scene, 1 to 4: a sequence is cycled through, a mapping gives drawing weights.
@@ -33,48 +33,15 @@ class PaintingTasks(Sequence[Task]):
     Example: ``PaintingTasks(seed=0, count=1000, complexity=[1, 2], split="train")[0].instruction``
     """
 
-    def __init__(
-        self, *, seed: int, count: int, complexity: Sequence[int] | Mapping[int, float], split: Split, lazy: float = 0.0
-    ) -> None:
-        if split not in SPLITS:
-            raise ValueError(f"split is one of {', '.join(SPLITS)}, not {split!r}")
-        if count < 0 or not 0.0 <= lazy <= 1.0:
-            raise ValueError(f"count must not be negative, and lazy lies in 0 to 1, not {count} and {lazy}")
-        if not complexity or any(level not in range(1, MOST_THINGS + 1) for level in complexity):
-            raise ValueError(f"complexity needs numbers of things from 1 to {MOST_THINGS}, not {complexity}")
-        if isinstance(complexity, Mapping) and not (min(complexity.values()) >= 0 and sum(complexity.values()) > 0):
-            raise ValueError(f"weights of complexities must not be negative, and one must be positive: {complexity}")
-        self.seed, self.split, self.lazy, self.complexity = seed, split, lazy, complexity
-        self._length = count
-
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Task]: ...
-
-    def __getitem__(self, index: int | slice) -> Task | list[Task]:
-        if isinstance(index, slice):
-            return [self._task(i) for i in range(*index.indices(self._length))]
-        if not -self._length <= index < self._length:
-            raise IndexError(f"task {index} of {self._length}")
-        return self._task(index % self._length)
-
-    def _number(self, index: int, draws: Draws) -> int:
-        if not isinstance(self.complexity, Mapping):
-            return self.complexity[index % len(self.complexity)]
-        point = draws.uniform() * sum(self.complexity.values())
-        for number, weight in self.complexity.items():
-            point -= weight
-            if point < 0:
-                return number
-        return max(number for number, weight in self.complexity.items() if weight > 0)
+    def __init__(self, *, seed: int, count: int, complexity: Mixture, split: Split, lazy: float = 0.0) -> None:
+        super().__init__(seed=seed, count=count, split=split)
+        if not 0.0 <= lazy <= 1.0:
+            raise ValueError(f"lazy lies in 0 to 1, not {lazy}")
+        require_mixture(complexity, most=MOST_THINGS, of="things")
+        self.lazy, self.complexity = lazy, complexity
 
     def _scene(self, index: int, random: torch.Generator) -> Scene:
-        things = self._number(index, Draws(random))
+        things = drawn_number(self.complexity, index, Draws(random))
         while True:
             scene = random_scene(random, least=things, most=things)
             if split_of(canonical(scene)) == self.split:

@@ -6,20 +6,17 @@ which test has the first, validation the second and train the rest, and a draw f
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias, get_args, overload
+from collections.abc import Sequence
 
 import torch
 
 from retouch.core.random import generator
+from retouch.playground.drawn import DrawnTasks, Mixture, Split, drawn_number, require_mixture
 from retouch.playground.draws import Draws
 from retouch.playground.edits import MOST_EDITS, Edit, apply, edits_of_kinds, random_kinds, things_needed, vain_edit
 from retouch.playground.instructions import content, instruction, untouched
 from retouch.playground.scenes import Scene, random_scene, render
 from retouch.types import Task
-
-Split: TypeAlias = Literal["train", "validation", "test"]
-SPLITS: tuple[Split, ...] = get_args(Split)
 
 # Chosen so that every kind of single edit, also removals with only 18 contents, has several in every split.
 _SALT = "retouch playground 818"
@@ -36,7 +33,7 @@ def canonical(scene: Scene) -> str:
     return json.dumps(scene.to_json(), sort_keys=True, separators=(",", ":"))
 
 
-class PlaygroundTasks(Sequence[Task]):
+class PlaygroundTasks(DrawnTasks):
     """``count`` tasks; task i depends on (seed, split, i) and on ``complexity`` and ``filler`` alone.
 
     ``complexity``: the numbers of edits in an instruction, 1 to 4: a sequence is cycled through, a mapping gives drawing weights.
@@ -52,54 +49,23 @@ class PlaygroundTasks(Sequence[Task]):
         *,
         seed: int,
         count: int,
-        complexity: Sequence[int] | Mapping[int, float],
+        complexity: Mixture,
         split: Split,
         filler: float = 0.0,
         vain: float = 0.0,
     ) -> None:
-        if split not in SPLITS:
-            raise ValueError(f"split is one of {', '.join(SPLITS)}, not {split!r}")
-        if count < 0 or not 0.0 <= filler <= 1.0 or not 0.0 <= vain <= 1.0:
-            raise ValueError(f"count must not be negative, filler and vain lie in 0 to 1, not {count}, {filler} and {vain}")
-        if not complexity or any(level not in range(1, MOST_EDITS + 1) for level in complexity):
-            raise ValueError(f"complexity needs numbers of edits from 1 to {MOST_EDITS}, not {complexity}")
-        if isinstance(complexity, Mapping) and not (min(complexity.values()) >= 0 and sum(complexity.values()) > 0):
-            raise ValueError(f"weights of complexities must not be negative, and one must be positive: {complexity}")
-        self.seed, self.split, self.filler, self.vain, self.complexity = seed, split, filler, vain, complexity
-        self._length = count
-
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Task]: ...
-
-    def __getitem__(self, index: int | slice) -> Task | list[Task]:
-        if isinstance(index, slice):
-            return [self._task(i) for i in range(*index.indices(self._length))]
-        if not -self._length <= index < self._length:
-            raise IndexError(f"task {index} of {self._length}")
-        return self._task(index % self._length)
-
-    def _level(self, index: int, draws: Draws) -> int:
-        if not isinstance(self.complexity, Mapping):
-            return self.complexity[index % len(self.complexity)]
-        point = draws.uniform() * sum(self.complexity.values())
-        for level, weight in self.complexity.items():
-            point -= weight
-            if point < 0:
-                return level
-        return max(level for level, weight in self.complexity.items() if weight > 0)
+        super().__init__(seed=seed, count=count, split=split)
+        if not 0.0 <= filler <= 1.0 or not 0.0 <= vain <= 1.0:
+            raise ValueError(f"filler and vain lie in 0 to 1, not {filler} and {vain}")
+        require_mixture(complexity, most=MOST_EDITS, of="edits")
+        self.filler, self.vain, self.complexity = filler, vain, complexity
 
     def _draw(self, index: int) -> tuple[Scene, tuple[Edit, ...], str]:
         """A scene, edits and text of this split."""
         random = generator(self.seed, "playground", self.split, index)
         draws = Draws(random)
         filler = draws.uniform() < self.filler
-        kinds = random_kinds(self._level(index, draws), random)
+        kinds = random_kinds(drawn_number(self.complexity, index, draws), random)
         while True:
             scene = random_scene(random, least=things_needed(kinds))
             if split_of(canonical(scene)) != self.split:

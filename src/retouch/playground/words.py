@@ -5,10 +5,9 @@ sign's left edge. Splits differ in their words; all letters occur in each. Lette
 """
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeAlias, overload
+from typing import TypeAlias
 
 from PIL.Image import Image
 from PIL.Image import new as new_image
@@ -16,8 +15,8 @@ from PIL.ImageDraw import Draw
 from PIL.ImageFont import FreeTypeFont, load_default
 
 from retouch.core.random import generator
+from retouch.playground.drawn import DrawnTasks, Split
 from retouch.playground.draws import Draws
-from retouch.playground.tasks import SPLITS, Split
 from retouch.types import Task
 
 HEIGHT, WIDTH = 32, 64
@@ -43,7 +42,7 @@ class Style:
     size: int
 
 
-class WordTasks(Sequence[Task]):
+class WordTasks(DrawnTasks):
     """``count`` tasks; task i depends on (seed, split, i) and ``slips`` alone.
 
     ``slips``: the share of letters that the target shows wrongly, each as another letter: what a painter that is to be improved is
@@ -54,28 +53,10 @@ class WordTasks(Sequence[Task]):
     """
 
     def __init__(self, *, seed: int, count: int, split: Split, slips: float = 0.0) -> None:
-        if split not in SPLITS:
-            raise ValueError(f"split is one of {', '.join(SPLITS)}, not {split!r}")
-        if count < 0 or not 0.0 <= slips <= 1.0:
-            raise ValueError(f"count must not be negative, and slips lies in 0 to 1, not {count} and {slips}")
-        self.seed, self.split, self.slips = seed, split, slips
-        self._length = count
-
-    def __len__(self) -> int:
-        return self._length
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[Task]: ...
-
-    def __getitem__(self, index: int | slice) -> Task | list[Task]:
-        if isinstance(index, slice):
-            return [self._task(i) for i in range(*index.indices(self._length))]
-        if not -self._length <= index < self._length:
-            raise IndexError(f"task {index} of {self._length}")
-        return self._task(index % self._length)
+        super().__init__(seed=seed, count=count, split=split)
+        if not 0.0 <= slips <= 1.0:
+            raise ValueError(f"slips lies in 0 to 1, not {slips}")
+        self.slips = slips
 
     def _task(self, index: int) -> Task:
         draws = Draws(generator(self.seed, "word", self.split, index))
