@@ -3,6 +3,7 @@
 from bridging_mutants import BRIDGING
 from combining_mutants import COMBINING
 from engine_mutants import ENGINES
+from flux_mutants import FLUX
 from judging_mutants import JUDGING
 from ledger_mutants import LEDGER
 from mutant import Mutant
@@ -269,4 +270,5 @@ MUTANTS = (
     *PLACING,
     *LEDGER,
     *REFERENCES,
+    *FLUX,
 )
