@@ -103,14 +103,14 @@ SERVING = (
         "serving/reception.py",
         "if size > max_bytes:",
         "if False:",
-        f"{HOSTILE}::test_bodies[a body that is too long without saying]",
+        f"{HOSTILE}::test_bodies[own-a body that is too long without saying]",
     ),
     Mutant(
         "an id may stand twice",
         "serving/decoding.py",
         "or len({item.id for item in batch.items}) != len(batch.items)",
         "or not batch.items",
-        f"{HOSTILE}::test_documents[an id twice]",
+        f"{HOSTILE}::test_documents[own-an id twice]",
     ),
     Mutant(
         "any token will do",
@@ -125,7 +125,7 @@ SERVING = (
         "serving/judging.py",
         "if len(samples) == 1:",
         "if samples:",
-        f"{SERVER}::test_a_reward_that_fails_on_one_sample_scores_the_others[raise-scores0-errors0]",
+        f"{SERVER}::test_a_reward_that_fails_on_one_sample_scores_the_others[own-raise-scores0-errors0]",
     ),
     Mutant(
         "what nobody waits for is judged",

@@ -1,6 +1,8 @@
 """Every deliberate bug still fits the source, and the test that must notice it exists. (`make mutants` runs them.)"""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,3 +25,10 @@ def test_applies_and_names_a_test(mutant):
 def test_names_are_names():
     names = [mutant.name for mutant in MUTANTS]
     assert len(set(names)) == len(names)
+
+
+def test_pytest_finds_every_test_by_its_parameters():
+    tests = dict.fromkeys(mutant.test for mutant in MUTANTS)
+    collect = [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-n", "0", "-p", "no:cacheprovider", *tests]
+    found = subprocess.run(collect, cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout[-2000:] + found.stderr[-2000:]
