@@ -1,17 +1,12 @@
 """`retouch playground build`: trains the playground's base models from a seed and writes them where the package finds them."""
 
-import copy
-import logging
 import math
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from retouch.bases import parts
 from retouch.bases.autoencoder import AutoencoderTraining, train_autoencoder
+from retouch.bases.building import Building, halved, held_out, log, one_thread
 from retouch.bases.editor import EditorTraining, Round, train_editor
 from retouch.models.qwen_image_edit import QwenImageEdit
 from retouch.playground.judge import PlaygroundJudge
@@ -20,14 +15,10 @@ from retouch.policies.denoising import DenoisingPolicy, Sampling
 from retouch.policies.weights import WeightCopies
 from retouch.policies.windows import Window
 from retouch.renderers.latents import LatentRenderer
-from retouch.rewards.judging import Judge
 from retouch.runs import files
 from retouch.runs.build_model import playground_weights
-from retouch.runs.evaluation import Evaluator, table
-from retouch.runs.journal import unkept
-from retouch.runs.ranks import Ranks
+from retouch.runs.evaluation import table
 
-log = logging.getLogger("retouch")
 AUTOENCODER = AutoencoderTraining(steps=2000, decoder_steps=2000)
 EDITOR = EditorTraining(rounds=(Round(steps=4500, learning_rate=2e-3), Round(steps=900, learning_rate=1e-3, vain=0.6)))
 HELD_OUT = 320
@@ -41,30 +32,22 @@ def build(
 
     About an hour on one core of a laptop. One thread, so that the bits do not depend on how many cores there are.
     """
-    logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s", force=True)
+    building = Building(seed=seed)
     folder = playground_weights() if out is None else out
-    threads, began = torch.get_num_threads(), time.perf_counter()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         vae = train_autoencoder(replace(autoencoder, seed=seed), log.info)
         vae.requires_grad_(False)
         model = train_editor(vae, replace(editor, seed=seed), log.info)
-    finally:
-        torch.set_num_threads(threads)
     write(model, folder)
     scores = measure(model)
-    files.write_json(folder / "build.json", {"seed": seed, "held_out": scores})
-    log.info("built in %.0f s: %s", time.perf_counter() - began, folder)
-    for name, value in scores.items():
-        log.info("  %-28s %.3f", name, value)
+    building.finish(scores, folder)
     return scores
 
 
 def write(model: QwenImageEdit, folder: Path) -> None:
     """The editor in diffusers' own layout (its transformer in half precision), and what its adapter must be told beside it."""
     folder.mkdir(parents=True, exist_ok=True)
-    halved = copy.deepcopy(model.module).half()
-    halved.save_pretrained(folder / "transformer")
+    halved(model.module).save_pretrained(folder / "transformer")
     model.latents.vae.save_pretrained(folder / "vae")
     model.text.encoder.save_pretrained(folder / "text_encoder")
     model.text.tokenizer.save_pretrained(folder / "tokenizer")
@@ -76,22 +59,18 @@ def write(model: QwenImageEdit, folder: Path) -> None:
 
 def measure(model: QwenImageEdit) -> dict[str, float]:
     """Held-out means of the editor and of the true targets through its autoencoder, by complexity."""
-    tasks = PlaygroundTasks(seed=1, count=HELD_OUT, complexity=[1, 2, 3, 4], split="test")
     sampling = Sampling(num_steps=EVAL_STEPS, kind="ode", noise_level=0.0, reduction="mean", window=Window())
     policy = DenoisingPolicy(
         model, sampling=sampling, eval_steps=EVAL_STEPS, microbatch=HELD_OUT, copies=WeightCopies(model.module)
     )
-    evaluate = Evaluator(
-        tasks=tasks,
+    ceiling, edited = held_out(
+        policy,
+        tasks=PlaygroundTasks(seed=1, count=HELD_OUT, complexity=[1, 2, 3, 4], split="test"),
         renderer=LatentRenderer(model),
-        judge=unkept(Judge(PlaygroundJudge(), {"overall": 1.0})),
-        ranks=Ranks(),
-        seed=1,
-        batch=HELD_OUT,
+        reward=PlaygroundJudge(),
+        column="overall",
     )
-    ceiling = evaluate.ceiling(policy)
-    assert ceiling is not None
     found = {f"ceiling {name}": value for name, value in table(ceiling)[0]["all"].items() if name in ("overall", "exact")}
-    for row, means in table(evaluate(policy))[0].items():
+    for row, means in table(edited)[0].items():
         found |= {f"{row} {name}": value for name, value in means.items() if name in ("overall", "IF", "IP", "PQ", "exact")}
     return {name: value for name, value in found.items() if not math.isnan(value)}

@@ -1,17 +1,12 @@
 """`retouch playground build --emu3`: trains the base editors of image tokens, and the autoencoder whose codes they write."""
 
-import copy
-import logging
-import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
+from retouch.bases.building import Building, halved, held_out, log, one_thread
 from retouch.bases.emu3 import LONGEST, Emu3Training, emu3_tokenizer, train_emu3, train_rounds
 from retouch.bases.image_codes import CodesTraining, train_codes
 from retouch.models.emu3 import Emu3Editor
@@ -23,21 +18,14 @@ from retouch.policies.autoregressive import AutoregressivePolicy
 from retouch.policies.decoding import Decoding
 from retouch.policies.weights import WeightCopies
 from retouch.renderers.codes import CodesRenderer
-from retouch.rewards.judging import Judge
-from retouch.runs import files
 from retouch.runs.build_emu3 import build_emu3 as load
 from retouch.runs.build_model import playground_weights
-from retouch.runs.evaluation import Evaluator, table
-from retouch.runs.journal import unkept
-from retouch.runs.ranks import Ranks
+from retouch.runs.evaluation import table
 from retouch.runs.recipe_emu3 import Emu3
 
-log = logging.getLogger("retouch")
 COMMAND = "retouch playground build --emu3"
 FURTHER = "sc-unfinished"
 HELD_OUT = 330
-
-
 CODES = CodesTraining(steps=1500, free_steps=700)
 STARTS = {
     "s": Emu3Training(complexity={1: 1.0}, rounds=(2200, 2200)),
@@ -60,28 +48,21 @@ def build_emu3(
 
     One thread, so that the bits do not depend on how many cores there are.
     """
-    logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s", force=True)
+    building = Building(seed=seed, command=COMMAND)
     folder = playground_weights("emu3") if out is None else out
-    threads, began = torch.get_num_threads(), time.perf_counter()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         vq = train_codes(replace(codes, seed=seed), log.info)
         words = emu3_tokenizer(seed)
-        _halved(vq).save_pretrained(folder / "autoencoder")
+        halved(vq).save_pretrained(folder / "autoencoder")
         words.save_pretrained(folder / "tokenizer")
         scores = {}
         for name, settings in starts.items():
             whole = train_emu3(vq, words, replace(settings, seed=seed), _named(name))
-            _halved(language_model(whole)).save_pretrained(folder / name)
+            halved(language_model(whole)).save_pretrained(folder / name)
             editor = Emu3Editor(language_model(whole), words, vq=whole.model.vqmodel, size=(SIZE, SIZE))
             scores |= {f"{name}, {what}": value for what, value in measure(editor).items()}
         scores |= build_further(folder, replace(further, seed=seed))
-    finally:
-        torch.set_num_threads(threads)
-    files.write_json(folder / "build.json", {"command": f"{COMMAND} --seed {seed}", "seed": seed, "held_out": scores})
-    log.info("built in %.0f s: %s", time.perf_counter() - began, folder)
-    for what, value in scores.items():
-        log.info("  %-40s %.3f", what, value)
+    building.finish(scores, folder)
     return scores
 
 
@@ -97,7 +78,7 @@ def build_further(folder: Path, settings: Emu3Training) -> dict[str, float]:
     )
     editor = load(written, device=torch.device("cpu"), gradient_checkpointing=False)
     train_rounds(editor, settings, _named(FURTHER))
-    _halved(editor.module).save_pretrained(folder / FURTHER)
+    halved(editor.module).save_pretrained(folder / FURTHER)
     return {f"{FURTHER}, {what}": value for what, value in measure(editor).items()}
 
 
@@ -105,18 +86,15 @@ def measure(editor: Emu3Editor) -> dict[str, float]:
     """Held-out means of its likeliest pictures, and of the true targets through its codes, by complexity."""
     decoding = Decoding(max_new_tokens=LONGEST)
     policy = AutoregressivePolicy(editor, decoding=decoding, microbatch=HELD_OUT, copies=WeightCopies(editor.module))
-    evaluate = Evaluator(
+    ceiling, edited = held_out(
+        policy,
         tasks=PlaygroundTasks(seed=1, count=HELD_OUT, complexity=[1, 2, 3], split="test"),
         renderer=CodesRenderer(editor, rows=HELD_OUT),
-        judge=unkept(Judge(PlaygroundJudge(), {"overall": 1.0})),
-        ranks=Ranks(),
-        seed=1,
-        batch=HELD_OUT,
+        reward=PlaygroundJudge(),
+        column="overall",
     )
-    ceiling = evaluate.ceiling(policy)
-    assert ceiling is not None
     found = {f"ceiling {name}": float(value) for name, value in table(ceiling)[0]["all"].items() if name in ("overall", "exact")}
-    for row, means in table(evaluate(policy))[0].items():
+    for row, means in table(edited)[0].items():
         if "kinds" not in row:
             found |= {f"{row} {name}": float(means[name]) for name in ("overall", "IF", "IP", "PQ", "exact")}
     return found
@@ -124,7 +102,3 @@ def measure(editor: Emu3Editor) -> dict[str, float]:
 
 def _named(name: str) -> Callable[[str], None]:
     return lambda line: log.info("%s %s", name, line)
-
-
-def _halved(module: nn.Module) -> Any:
-    return copy.deepcopy(module).half()

@@ -1,17 +1,13 @@
 """`retouch playground build --painter`: trains the playground's painter, and the base enhancer in front of it, from a seed."""
 
-import copy
 import json
-import logging
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from retouch.bases import parts
+from retouch.bases.building import Building, halved, held_out, log, one_thread
 from retouch.bases.enhancer import LONGEST, EnhancerTraining, train_enhancer
 from retouch.bases.enhancer import TEMPLATE as ENHANCING
 from retouch.bases.painter import TEMPLATE, PainterTraining, train_painter
@@ -26,15 +22,11 @@ from retouch.policies.decoding import Decoding
 from retouch.policies.demonstrating import demonstrates
 from retouch.policies.weights import WeightCopies
 from retouch.renderers.prompts import FlowPainter, PromptRenderer
-from retouch.rewards.judging import Judge
 from retouch.runs import files
 from retouch.runs.build_model import build_model, playground_weights
-from retouch.runs.evaluation import Evaluator, table
-from retouch.runs.journal import unkept
-from retouch.runs.ranks import Ranks
+from retouch.runs.evaluation import table
 from retouch.runs.recipe_policy import PlaygroundModel
 
-log = logging.getLogger("retouch")
 PAINTER = PainterTraining(steps=2600)
 ENHANCER = EnhancerTraining(steps=1500)
 COMMAND = "retouch playground build --painter"
@@ -49,34 +41,26 @@ def build_painter(
 
     About half an hour on one core of a laptop. One thread, so that the bits do not depend on how many cores there are.
     """
-    logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s", force=True)
+    building = Building(seed=seed, command=COMMAND)
     folders = [playground_weights(name) if out is None else out / name for name in ("painter", "enhancer")]
-    threads, began = torch.get_num_threads(), time.perf_counter()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         editor = build_model(PlaygroundModel(kind="playground"), device=torch.device("cpu"))
         assert isinstance(editor, QwenImageEdit)
         model = train_painter(editor, replace(painter, seed=seed), log.info)
         writer = train_enhancer(replace(enhancer, seed=seed), log.info)
-    finally:
-        torch.set_num_threads(threads)
     write_painter(model, folders[0])
     write_enhancer(writer, folders[1])
     scores = measure(model, writer)
-    for folder in folders:
-        files.write_json(folder / "build.json", {"command": f"{COMMAND} --seed {seed}", "seed": seed, "held_out": scores})
-    log.info("built in %.0f s: %s, %s", time.perf_counter() - began, *folders)
-    for name, value in scores.items():
-        log.info("  %-32s %.3f", name, value)
+    building.finish(scores, *folders)
     return scores
 
 
 def write_painter(model: QwenImage, folder: Path) -> None:
     """The painter in diffusers' own layout, in half precision, and what its adapter must be told beside it."""
     folder.mkdir(parents=True, exist_ok=True)
-    _halved(model.module).save_pretrained(folder / "transformer")
-    _halved(model.latents.vae).save_pretrained(folder / "vae")
-    _halved(model.text.encoder).save_pretrained(folder / "text_encoder")
+    halved(model.module).save_pretrained(folder / "transformer")
+    halved(model.latents.vae).save_pretrained(folder / "vae")
+    halved(model.text.encoder).save_pretrained(folder / "text_encoder")
     model.text.tokenizer.save_pretrained(folder / "tokenizer")
     parts.scheduler().save_pretrained(folder / "scheduler")
     index = {
@@ -96,14 +80,10 @@ def write_painter(model: QwenImage, folder: Path) -> None:
 
 def write_enhancer(writer: QwenWriter, folder: Path) -> None:
     """The enhancer in transformers' own layout, in half precision, with its template beside it."""
-    _halved(writer.module).save_pretrained(folder)
+    halved(writer.module).save_pretrained(folder)
     writer.template.tokenizer.save_pretrained(folder)
     parts.image_processor().save_pretrained(folder)
     files.write_json(folder / "adapter.json", {"template": ENHANCING})
-
-
-def _halved(module: nn.Module) -> nn.Module:
-    return copy.deepcopy(module).half()
 
 
 def _forget_where(config: Path) -> None:
@@ -117,19 +97,16 @@ def measure(model: QwenImage, writer: QwenWriter) -> dict[str, float]:
         writer, decoding=Decoding(max_new_tokens=LONGEST), microbatch=HELD_OUT, copies=WeightCopies(writer.module)
     )
     painter = FlowPainter(model, num_steps=EVAL_STEPS, reads=lambda prompt: readable(model, prompt))
-    evaluate = Evaluator(
+    right, enhanced = held_out(
+        policy,
         tasks=PaintingTasks(seed=1, count=HELD_OUT, complexity=[1, 2, 3, 4], split="test"),
         renderer=PromptRenderer(painter, cut_off="fault", rows=HELD_OUT),
-        judge=unkept(Judge(PaintingJudge(), {"overall": 1.0})),
-        ranks=Ranks(),
-        seed=1,
-        batch=HELD_OUT,
+        reward=PaintingJudge(),
+        column="overall",
         demonstrates=demonstrates,
     )
-    right = evaluate.ceiling(policy)
-    assert right is not None
     found = {}
-    for words, evaluated in (("right words", right), ("enhancer", evaluate(policy))):
+    for words, evaluated in (("right words", right), ("enhancer", enhanced)):
         for row, means in table(evaluated)[0].items():
             found |= {f"{words}, {row} {name}": float(means[name]) for name in ("overall", "alignment", "quality", "exact")}
     return found

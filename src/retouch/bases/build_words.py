@@ -1,15 +1,10 @@
 """`retouch playground build --words`: trains the playground's painter of words and its autoencoder from a seed."""
 
-import copy
-import logging
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from retouch.bases import word_parts
+from retouch.bases.building import Building, halved, held_out, log, one_thread
 from retouch.bases.words import WordAutoencoderTraining, WordRound, WordTraining, train_word_autoencoder, train_words
 from retouch.models.flux_fill import FluxFill
 from retouch.playground.words import WordTasks
@@ -17,15 +12,11 @@ from retouch.policies.denoising import DenoisingPolicy, Sampling
 from retouch.policies.weights import WeightCopies
 from retouch.policies.windows import Window
 from retouch.renderers.latents import LatentRenderer
-from retouch.rewards.judging import Judge
 from retouch.rewards.ocr import OcrReward
 from retouch.runs import files
 from retouch.runs.build_model import playground_weights
-from retouch.runs.evaluation import Evaluator, table
-from retouch.runs.journal import unkept
-from retouch.runs.ranks import Ranks
+from retouch.runs.evaluation import table
 
-log = logging.getLogger("retouch")
 AUTOENCODER = WordAutoencoderTraining(steps=700)
 WORDS = WordTraining(
     rounds=(WordRound(steps=900, learning_rate=2e-3, slips=0.0), WordRound(steps=150, learning_rate=1e-3, slips=0.5))
@@ -43,29 +34,22 @@ def build_words(
 
     About 20 minutes on one core of a laptop. One thread, so that the bits do not depend on how many cores there are.
     """
-    logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s", force=True)
+    building = Building(seed=seed, command=COMMAND)
     folder = playground_weights("words") if out is None else out
     judge = OcrReward(where="box", line_width=160)
-    threads, began = torch.get_num_threads(), time.perf_counter()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         vae = train_word_autoencoder(replace(autoencoder, seed=seed), log.info)
         model = train_words(vae, replace(words, seed=seed), log.info)
-    finally:
-        torch.set_num_threads(threads)
     write(model, folder)
     scores = measure(model, judge)
-    files.write_json(folder / "build.json", {"command": f"{COMMAND} --seed {seed}", "seed": seed, "held_out": scores})
-    log.info("built in %.0f s: %s", time.perf_counter() - began, folder)
-    for name, value in scores.items():
-        log.info("  %-28s %.3f", name, value)
+    building.finish(scores, folder)
     return scores
 
 
 def write(model: FluxFill, folder: Path) -> None:
     """The painter in diffusers' own layout, its transformer in half precision, and what its adapter must be told beside it."""
     folder.mkdir(parents=True, exist_ok=True)
-    copy.deepcopy(model.module).half().save_pretrained(folder / "transformer")
+    halved(model.module).save_pretrained(folder / "transformer")
     model.latents.vae.save_pretrained(folder / "vae")
     model.text.clip.save_pretrained(folder / "text_encoder")
     model.text.t5.save_pretrained(folder / "text_encoder_2")
@@ -82,15 +66,12 @@ def measure(model: FluxFill, judge: OcrReward) -> dict[str, float]:
     policy = DenoisingPolicy(
         model, sampling=sampling, eval_steps=EVAL_STEPS, microbatch=HELD_OUT, copies=WeightCopies(model.module)
     )
-    evaluate = Evaluator(
+    ceiling, painted = held_out(
+        policy,
         tasks=WordTasks(seed=1, count=HELD_OUT, split="test"),
         renderer=LatentRenderer(model),
-        judge=unkept(Judge(judge, {"correctness": 1.0})),
-        ranks=Ranks(),
-        seed=1,
-        batch=HELD_OUT,
+        reward=judge,
+        column="correctness",
     )
-    ceiling = evaluate.ceiling(policy)
-    assert ceiling is not None
     found = {"ceiling correctness": float(table(ceiling)[0]["all"]["correctness"])}
-    return found | {f"{row} correctness": float(means["correctness"]) for row, means in table(evaluate(policy))[0].items()}
+    return found | {f"{row} correctness": float(means["correctness"]) for row, means in table(painted)[0].items()}

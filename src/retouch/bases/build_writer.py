@@ -1,8 +1,5 @@
 """`retouch playground build --writer`: trains the base writer in front of the playground's editor, from a seed."""
 
-import logging
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +7,7 @@ import torch
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from retouch.bases import parts
+from retouch.bases.building import Building, held_out, log, one_thread
 from retouch.bases.writer import LONGEST, Round, WriterTraining, train_writer
 from retouch.models.encoder import Encoder
 from retouch.models.qwen_image_edit import QwenImageEdit
@@ -23,16 +21,11 @@ from retouch.policies.decoding import Decoding
 from retouch.policies.demonstrating import demonstrates
 from retouch.policies.weights import WeightCopies
 from retouch.renderers.responses import ResponseRenderer
-from retouch.rewards.judging import Judge
-from retouch.runs import files
 from retouch.runs.build_model import build_model
 from retouch.runs.build_writer import playground_writer_weights
-from retouch.runs.evaluation import Evaluator, table
-from retouch.runs.journal import unkept
-from retouch.runs.ranks import Ranks
+from retouch.runs.evaluation import table
 from retouch.runs.recipe_policy import PlaygroundModel
 
-log = logging.getLogger("retouch")
 WRITER = WriterTraining(
     rounds=(
         Round(800, 2e-3, (1,)),
@@ -50,24 +43,17 @@ def build_writer(out: Path | None, *, seed: int, writer: WriterTraining = WRITER
 
     About 25 minutes on one core of a laptop. One thread, so that the bits do not depend on how many cores there are.
     """
-    logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s", force=True)
+    building = Building(seed=seed)
     folder = playground_writer_weights() if out is None else out
-    threads, began = torch.get_num_threads(), time.perf_counter()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         editor = build_model(PlaygroundModel(kind="playground"), device=torch.device("cpu"))
         assert isinstance(editor, QwenImageEdit)
         module = train_writer(editor, replace(writer, seed=seed), log.info)
-    finally:
-        torch.set_num_threads(threads)
     module.save_pretrained(folder)
     editor.text.tokenizer.save_pretrained(folder)
     parts.image_processor().save_pretrained(folder)
     scores = measure_writer(editor, module)
-    files.write_json(folder / "build.json", {"seed": seed, "held_out": scores})
-    log.info("built in %.0f s: %s", time.perf_counter() - began, folder)
-    for name, value in scores.items():
-        log.info("  %-64s %.3f", name, value)
+    building.finish(scores, folder)
     return scores
 
 
@@ -82,7 +68,8 @@ def measure_writer(editor: QwenImageEdit, module: Qwen2_5_VLForConditionalGenera
     )
     scores = {}
     for reader, encoder in (("the editor's encoder", editor.text.encoder), ("the writer", module)):
-        evaluate = Evaluator(
+        right, own = held_out(
+            policy,
             tasks=tasks,
             renderer=ResponseRenderer(
                 QwenResponses(editor, Encoder.frozen(encoder)),
@@ -91,15 +78,11 @@ def measure_writer(editor: QwenImageEdit, module: Qwen2_5_VLForConditionalGenera
                 encoder_rows=HELD_OUT,
                 rows=HELD_OUT,
             ),
-            judge=unkept(Judge(PlaygroundJudge(), {"overall": 1.0})),
-            ranks=Ranks(),
-            seed=1,
-            batch=HELD_OUT,
+            reward=PlaygroundJudge(),
+            column="overall",
             demonstrates=demonstrates,
         )
-        right = evaluate.ceiling(policy)
-        assert right is not None
-        for said, found in (("right words", right), ("its own words", evaluate(policy))):
+        for said, found in (("right words", right), ("its own words", own)):
             rows = {row: means for row, means in table(found)[0].items() if "kinds" not in row}
             scores |= {f"{said}, read by {reader}, {row}": float(means["overall"]) for row, means in rows.items()}
     return scores
