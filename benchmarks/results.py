@@ -43,6 +43,7 @@ SHIPPED = {
 DENOISING = (
     "retouch.loop",
     "retouch.data.sampler",
+    "retouch.models.guidance",
     "retouch.models.qwen_image_edit",
     "retouch.objectives.nft",
     "retouch.objectives.policy_gradient",
@@ -50,7 +51,6 @@ DENOISING = (
     "retouch.playground.judge",
     "retouch.playground.tasks",
     "retouch.policies.denoising",
-    "retouch.policies.guidance",
     "retouch.renderers.latents",
 )
 WRITING = (

@@ -24,13 +24,13 @@ from retouch.models import ip_adapter, ip_adapter_files
 from retouch.models.flux import Flux
 from retouch.models.flux_fill import FluxFill
 from retouch.models.flux_text import FluxText
+from retouch.models.guidance import Guided
 from retouch.models.image_encoder import ImageEncoder, embed_width
 from retouch.models.ip_adapter import Form
 from retouch.models.ip_adapter_sizes import adapter_count, vision_part
 from retouch.models.qwen_image_edit import QwenImageEdit
 from retouch.models.referenced import Referenced
 from retouch.models.sizes import image_encoder, model_in, parameter_count
-from retouch.policies.guidance import Guided
 from retouch.testing.models import check_model
 from retouch.types import Conditioning, Task
 

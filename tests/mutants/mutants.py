@@ -95,17 +95,17 @@ MUTANTS = (
     ),
     Mutant(
         "guidance in the rollout only",
-        "policies/guidance.py",
+        "models/guidance.py",
         "return self.combine(positive, negative, self.guidance_scale)",
         "return positive if torch.is_grad_enabled() else self.combine(positive, negative, self.guidance_scale)",
         f"{CONTRACT}[sde-all-3.0]",
     ),
     Mutant(
         "no gradient through the negative branch",
-        "policies/guidance.py",
+        "models/guidance.py",
         "return self.combine(positive, negative, self.guidance_scale)",
         "return self.combine(positive, negative.detach(), self.guidance_scale)",
-        "tests/policies/test_guidance.py::test_both_branches_have_gradient",
+        "tests/models/test_guidance.py::test_both_branches_have_gradient",
     ),
     Mutant(
         "mask rows swapped against their texts",

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from PIL.Image import Image
 from torch import Tensor, nn
 
 from retouch.loop import Phase, Run, train
+from retouch.models.around import Around
 from retouch.models.qwen_flow import Prepared
 from retouch.models.qwen_image import QwenImage
 from retouch.models.qwen_image_edit import QwenImageEdit
@@ -30,16 +30,15 @@ from retouch.types import Batch, Conditioning, DenoisingModel, Task
 NO_INSTRUCTION = " "
 
 
-class JointModel:
-    """A Qwen-Image or Qwen-Image-Edit whose text encoder trains with the transformer (implements
-    ``retouch.types.DenoisingModel``).
+class JointModel(Around[QwenImage | QwenImageEdit]):
+    """A Qwen-Image or Qwen-Image-Edit whose text encoder trains with the transformer.
 
     Its conditioning is what the text encoder reads, and the velocity embeds it on the way, with gradient.
     """
 
     def __init__(self, model: QwenImage | QwenImageEdit) -> None:
-        self.model = model
-        self.module: nn.Module = nn.ModuleDict({"transformer": model.module, "text_encoder": model.text.encoder})
+        super().__init__(model)
+        self.module = nn.ModuleDict({"transformer": model.module, "text_encoder": model.text.encoder})
 
     def encode(self, tasks: Sequence[Task]) -> Conditioning:
         prepared = self.model.prepare(tasks)
@@ -57,23 +56,8 @@ class JointModel:
         embedded = self.model.embed(Prepared(tokens, source, conditioning.shared))
         return self.model.velocity(module.get_submodule("transformer"), x, sigma, embedded)
 
-    def encode_images(self, images: Sequence[Image]) -> Float[Tensor, "r s d"]:
-        return self.model.encode_images(images)
-
     def encode_negative(self, tasks: Sequence[Task]) -> Conditioning:
         return self.encode([replace(task, instruction=NO_INSTRUCTION) for task in tasks])
-
-    def combine(self, positive: Tensor, negative: Tensor, guidance_scale: float) -> Tensor:
-        return self.model.combine(positive, negative, guidance_scale)
-
-    def initial_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator]) -> Float[Tensor, "r s d"]:
-        return self.model.initial_noise(conditioning, generators)
-
-    def sigmas(self, num_steps: int, conditioning: Conditioning) -> Float[Tensor, " num_steps_plus_1"]:
-        return self.model.sigmas(num_steps, conditioning)
-
-    def decode(self, x: Float[Tensor, "r s d"], conditioning: Conditioning) -> list[Image]:
-        return self.model.decode(x, conditioning)
 
 
 def train_jointly(

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKL
 from jaxtyping import Float
-from PIL.Image import Image
 from torch import Tensor, nn
 
 from retouch.bases.joint import each_alone, train_jointly
 from retouch.bases.word_parts import autoencoder, untrained
 from retouch.core.random import generator
+from retouch.models.around import Around
 from retouch.models.flux_fill import FluxFill
 from retouch.playground.words import WordTasks
 from retouch.types import Batch, Conditioning, Task
@@ -119,16 +119,15 @@ def train_round(model: FluxFill, settings: WordTraining, number: int, log: Calla
     )
 
 
-class JointFill:
-    """A FluxFill whose text encoders train with the transformer (implements ``retouch.types.DenoisingModel``).
+class JointFill(Around[FluxFill]):
+    """A FluxFill whose text encoders train with the transformer.
 
     Its conditioning is what the text encoders read, and the velocity embeds it on the way, with gradient.
     """
 
     def __init__(self, model: FluxFill) -> None:
-        self.model = model
-        parts = {"transformer": model.module, "clip": model.text.clip, "t5": model.text.t5}
-        self.module: nn.Module = nn.ModuleDict(parts)
+        super().__init__(model)
+        self.module = nn.ModuleDict({"transformer": model.module, "clip": model.text.clip, "t5": model.text.t5})
 
     def encode(self, tasks: Sequence[Task]) -> Conditioning:
         clip_ids, t5_ids = self.model.text.tokenise([task.instruction for task in tasks])
@@ -141,20 +140,5 @@ class JointFill:
         known = Conditioning({"embeds": embeds, "pooled": pooled, "source": tensors["source"]}, shared=conditioning.shared)
         return self.model.velocity(module.get_submodule("transformer"), x, sigma, known)
 
-    def encode_images(self, images: Sequence[Image]) -> Float[Tensor, "r s d"]:
-        return self.model.encode_images(images)
-
     def encode_negative(self, tasks: Sequence[Task]) -> Conditioning:
         raise NotImplementedError("imitation takes no guidance")
-
-    def combine(self, positive: Tensor, negative: Tensor, guidance_scale: float) -> Tensor:
-        return self.model.combine(positive, negative, guidance_scale)
-
-    def initial_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator]) -> Float[Tensor, "r s d"]:
-        return self.model.initial_noise(conditioning, generators)
-
-    def sigmas(self, num_steps: int, conditioning: Conditioning) -> Float[Tensor, " num_steps_plus_1"]:
-        return self.model.sigmas(num_steps, conditioning)
-
-    def decode(self, x: Float[Tensor, "r s d"], conditioning: Conditioning) -> list[Image]:
-        return self.model.decode(x, conditioning)

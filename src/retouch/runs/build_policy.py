@@ -6,11 +6,11 @@ from typing import Literal, TypeAlias
 
 import torch
 
+from retouch.models.guidance import Guided
 from retouch.models.qwen_image_edit import QwenImageEdit
 from retouch.policies.autoregressive import AutoregressivePolicy
 from retouch.policies.decoding import Decoding
 from retouch.policies.denoising import DenoisingPolicy
-from retouch.policies.guidance import Guided
 from retouch.policies.mismatch import Tolerance
 from retouch.policies.value_heads import LatentValues, TokenValues
 from retouch.policies.weights import WeightCopies

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import torch
 from jaxtyping import Float
-from PIL.Image import Image
 from torch import Tensor, nn
 
+from retouch.models.around import Around
 from retouch.types import Conditioning, DenoisingModel, Task
 
 
-class Guided:
+class Guided(Around[DenoisingModel]):
     """A model whose velocity is guided at ``guidance_scale`` (above 1); it is itself a ``DenoisingModel``.
 
     Both branches go through one forward of twice the rows, and both have gradient (Ho & Salimans 2022, arXiv 2207.12598).
@@ -21,33 +21,14 @@ class Guided:
     def __init__(self, model: DenoisingModel, guidance_scale: float) -> None:
         if guidance_scale <= 1.0:
             raise ValueError(f"guidance_scale {guidance_scale}: guidance begins above 1; take the model without it")
-        self.model = model
-        self.module: nn.Module = model.module
+        super().__init__(model)
         self.guidance_scale = guidance_scale
 
     def encode(self, tasks: Sequence[Task]) -> Conditioning:
         return replace(self.model.encode(tasks), negative=self.encode_negative(tasks))
-
-    def encode_negative(self, tasks: Sequence[Task]) -> Conditioning:
-        return self.model.encode_negative(tasks)
 
     def velocity(self, module: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Float[Tensor, "r ..."]:
         assert conditioning.negative is not None, "the conditioning was not encoded by this model"
         both = Conditioning.concat([replace(conditioning, negative=None), conditioning.negative])
         positive, negative = self.model.velocity(module, torch.cat([x, x]), torch.cat([sigma, sigma]), both).chunk(2)
         return self.combine(positive, negative, self.guidance_scale)
-
-    def combine(self, positive: Tensor, negative: Tensor, guidance_scale: float) -> Tensor:
-        return self.model.combine(positive, negative, guidance_scale)
-
-    def initial_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator]) -> Float[Tensor, "r ..."]:
-        return self.model.initial_noise(conditioning, generators)
-
-    def sigmas(self, num_steps: int, conditioning: Conditioning) -> Float[Tensor, " num_steps_plus_1"]:
-        return self.model.sigmas(num_steps, conditioning)
-
-    def encode_images(self, images: Sequence[Image]) -> Float[Tensor, "r ..."]:
-        return self.model.encode_images(images)
-
-    def decode(self, x: Tensor, conditioning: Conditioning) -> list[Image]:
-        return self.model.decode(x, conditioning)
