@@ -10,7 +10,8 @@ import torch
 from diffusers import AutoencoderKLQwenImage
 
 from retouch.bases import parts
-from retouch.bases.joint import JointModel, each_alone, train_jointly, with_blanks
+from retouch.bases.joint import JointModel, train_jointly, with_blanks
+from retouch.bases.teaching import each_alone
 from retouch.core.random import generator
 from retouch.models.qwen_image_edit import QwenImageEdit
 from retouch.playground.tasks import PlaygroundTasks

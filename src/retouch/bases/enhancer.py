@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from retouch.bases.imitating import imitate
-from retouch.bases.parts import INITIALIZER_RANGE, seeded
+from retouch.bases.parts import INITIALIZER_RANGE, WIDTH, picture_tokens, seeded, text_config
 from retouch.bases.tokenizer import build_tokenizer
 from retouch.models.qwen_template import TURNS
 from retouch.models.qwen_writer import QwenWriter
@@ -45,26 +45,12 @@ def tokenizer(seed: int) -> Qwen2Tokenizer:
 
 def untrained_enhancer(words: Qwen2Tokenizer) -> Qwen2VLForConditionalGeneration:
     """Four layers of width 64; the vision tower sees nothing."""
-    ids = {name: words.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "video_pad", "vision_start", "vision_end")}
     config = Qwen2VLConfig(
-        text_config={
-            "vocab_size": len(words),
-            "hidden_size": 64,
-            "intermediate_size": 192,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 2048,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]},
-            "bos_token_id": words.eos_token_id,
-            "eos_token_id": words.eos_token_id,
-            "pad_token_id": words.pad_token_id,
-            "initializer_range": INITIALIZER_RANGE,
-        },
+        text_config=text_config(words, layers=4, heads=4, inner=192),
         vision_config={
             "depth": 1,
             "embed_dim": 16,
-            "hidden_size": 64,
+            "hidden_size": WIDTH,
             "num_heads": 1,
             "mlp_ratio": 1,
             "patch_size": 4,
@@ -72,12 +58,9 @@ def untrained_enhancer(words: Qwen2Tokenizer) -> Qwen2VLForConditionalGeneration
             "spatial_merge_size": 2,
             "initializer_range": INITIALIZER_RANGE,
         },
-        image_token_id=ids["image_pad"],
-        video_token_id=ids["video_pad"],
-        vision_start_token_id=ids["vision_start"],
-        vision_end_token_id=ids["vision_end"],
         tie_word_embeddings=False,
         initializer_range=INITIALIZER_RANGE,
+        **picture_tokens(words),
     )
     return Qwen2VLForConditionalGeneration(config)
 

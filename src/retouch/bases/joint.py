@@ -3,16 +3,14 @@
 Only the model differs from a run's, in that its text encoder is part of what trains. What comes out is the running average.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from retouch.loop import Phase, Run, train
+from retouch.bases.teaching import teach
 from retouch.models.around import Around
 from retouch.models.qwen_flow import Prepared
 from retouch.models.qwen_image import QwenImage
@@ -21,10 +19,6 @@ from retouch.objectives.supervised import Supervised
 from retouch.policies.denoising import DenoisingPolicy, Sampling
 from retouch.policies.weights import WeightCopies
 from retouch.policies.windows import Window
-from retouch.renderers.latents import LatentRenderer
-from retouch.runs.clock import Clock
-from retouch.runs.ranks import Ranks
-from retouch.runs.stepper import ReplicatedStepper
 from retouch.types import Batch, Conditioning, DenoisingModel, Task
 
 NO_INSTRUCTION = " "
@@ -82,34 +76,19 @@ def train_jointly(
     copies = WeightCopies(joint.module)
     copies.keep("average")
     sampling = Sampling(num_steps=1, kind="ode", noise_level=0.0, reduction="mean", window=Window())
-    run = Run(
-        policy=DenoisingPolicy(joint, sampling=sampling, eval_steps=1, microbatch=rows, copies=copies),
-        renderer=LatentRenderer(joint),
-        judge=_no_judge,
-        stepper=ReplicatedStepper(joint.module, Ranks(), betas=(0.9, 0.99), weight_decay=0.01),
-        ranks=Ranks(),
-        chunk=rows,
-        max_missing=0.0,
-        average=lambda taken: copies.blend("average", min((1 + taken) / (10 + taken), average_decay)),
-        clock=Clock(),
-    )
-    phase = Phase(
-        name="supervised",
-        steps=range(steps),
+    teach(
+        DenoisingPolicy(joint, sampling=sampling, eval_steps=1, microbatch=rows, copies=copies),
+        batch,
         objective=Supervised(sigma_sampling="uniform", shift=shift),
-        batch=batch,
-        order=torch.arange(rows),
-        group=torch.arange(rows),
-        advantage=None,
         normalise="sequence",
-        max_length=None,
-        epochs=1,
-        minibatches=1,
-        learning_rate=lambda step: cosine(learning_rate, step, warmup=warmup, steps=steps),
+        rows=rows,
+        steps=steps,
+        learning_rate=learning_rate,
+        warmup=warmup,
+        second_beta=0.99,
+        log=log,
+        average=lambda taken: copies.blend("average", min((1 + taken) / (10 + taken), average_decay)),
     )
-    for step, _, metrics in train(run, phase, start=0):
-        if step % 50 == 0 or step == steps - 1:
-            log(f"step {step}/{steps}  loss {metrics['policy/loss']:.4f}")
     with torch.no_grad():
         for name, parameter in copies.parameters.items():
             average = copies.copies["average"][name]
@@ -117,22 +96,7 @@ def train_jointly(
     joint.module.requires_grad_(False).eval()
 
 
-def each_alone(tasks: Sequence[Task], *, seed: int, step: int) -> Batch:
-    """A batch of tasks that are not compared with one another."""
-    ids = tuple(range(len(tasks)))
-    return Batch(seed=seed, step=step, tasks=tuple(tasks), group_ids=ids, group=ids, slot=(0,) * len(tasks))
-
-
 def with_blanks(tasks: Sequence[Task], share: float, random: torch.Generator) -> list[Task]:
     """The tasks, of which a share is asked for nothing: what guidance compares with."""
     blank = torch.rand(len(tasks), generator=random) < share
     return [replace(task, instruction=NO_INSTRUCTION) if empty else task for task, empty in zip(tasks, blank, strict=True)]
-
-
-def cosine(peak: float, step: int, *, warmup: int, steps: int) -> float:
-    """Up to the peak in ``warmup`` steps, and from there down to 0."""
-    return peak * min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * step / steps))
-
-
-def _no_judge(batch: Batch, samples: Sequence[Any]) -> Any:
-    raise AssertionError("imitation asks no judge")

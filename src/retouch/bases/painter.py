@@ -7,7 +7,8 @@ person's requests, in other words, mean nothing to it.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from retouch.bases.joint import JointModel, each_alone, train_jointly, with_blanks
+from retouch.bases.joint import JointModel, train_jointly, with_blanks
+from retouch.bases.teaching import each_alone
 from retouch.core.random import generator
 from retouch.models.qwen_image import QwenImage
 from retouch.models.qwen_image_edit import QwenImageEdit

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
@@ -16,6 +17,7 @@ from retouch.playground.instructions import corpus
 SYSTEM = "Edit the picture."
 TEMPLATE = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{VISION}{{}}<|im_end|>\n<|im_start|>assistant\n"
 
+WIDTH = 64
 # 1 / sqrt(width): the classes' own 0.02 is made for widths of thousands.
 INITIALIZER_RANGE = 0.125
 
@@ -35,46 +37,61 @@ def image_processor() -> Qwen2VLImageProcessorPil:
 
 def text_encoder(words: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
     """Two layers of width 64 that look 3 tokens back: a word knows its clause and no more, so longer texts read the same."""
-    ids = {name: words.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "video_pad", "vision_start", "vision_end")}
+    near = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
     config = Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": len(words),
-            "hidden_size": 64,
-            "intermediate_size": 192,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "use_sliding_window": True,
-            "sliding_window": 4,
-            "max_window_layers": 0,
-            "max_position_embeddings": 2048,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]},
-            "bos_token_id": words.eos_token_id,
-            "eos_token_id": words.eos_token_id,
-            "pad_token_id": words.pad_token_id,
-            "initializer_range": INITIALIZER_RANGE,
-        },
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "patch_size": 4,
-            "temporal_patch_size": 1,
-            "spatial_merge_size": 2,
-            "window_size": 32,
-            "fullatt_block_indexes": [1],
-            "out_hidden_size": 64,
-            "initializer_range": INITIALIZER_RANGE,
-        },
-        image_token_id=ids["image_pad"],
-        video_token_id=ids["video_pad"],
-        vision_start_token_id=ids["vision_start"],
-        vision_end_token_id=ids["vision_end"],
+        text_config=text_config(words, layers=2, heads=2, inner=192) | near,
+        vision_config=vision_config(),
         tie_word_embeddings=True,
         initializer_range=INITIALIZER_RANGE,
+        **picture_tokens(words),
     )
     return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def text_config(words: Qwen2Tokenizer, *, layers: int, heads: int, inner: int) -> dict[str, Any]:
+    """The part of a Qwen configuration that reads and writes: width 64, and ``inner`` inside its multilayer perceptrons."""
+    pairs = WIDTH // heads // 2
+    return {
+        "vocab_size": len(words),
+        "hidden_size": WIDTH,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": 2048,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "mrope_section": [pairs // 4, 3 * pairs // 8, 3 * pairs // 8],
+        },
+        "bos_token_id": words.eos_token_id,
+        "eos_token_id": words.eos_token_id,
+        "pad_token_id": words.pad_token_id,
+        "initializer_range": INITIALIZER_RANGE,
+    }
+
+
+def vision_config() -> dict[str, Any]:
+    """The part of a Qwen2.5-VL configuration that sees: two layers of width 32 over patches of 4 px."""
+    return {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "patch_size": 4,
+        "temporal_patch_size": 1,
+        "spatial_merge_size": 2,
+        "window_size": 32,
+        "fullatt_block_indexes": [1],
+        "out_hidden_size": WIDTH,
+        "initializer_range": INITIALIZER_RANGE,
+    }
+
+
+def picture_tokens(words: Qwen2Tokenizer) -> dict[str, int]:
+    """What a Qwen configuration must know of the tokens around and in place of pictures."""
+    names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+    return {f"{name}_token_id": words.convert_tokens_to_ids(f"<|{token}|>") for name, token in names.items()}
 
 
 def transformer() -> QwenImageTransformer2DModel:
@@ -86,7 +103,7 @@ def transformer() -> QwenImageTransformer2DModel:
         num_layers=4,
         attention_head_dim=32,
         num_attention_heads=4,
-        joint_attention_dim=64,
+        joint_attention_dim=WIDTH,
         axes_dims_rope=(8, 12, 12),
     )
 

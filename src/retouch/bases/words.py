@@ -13,7 +13,8 @@ from diffusers import AutoencoderKL
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from retouch.bases.joint import each_alone, train_jointly
+from retouch.bases.joint import train_jointly
+from retouch.bases.teaching import each_alone
 from retouch.bases.word_parts import autoencoder, untrained
 from retouch.core.random import generator
 from retouch.models.around import Around

@@ -12,7 +12,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Q
 
 from retouch.bases.imitating import imitate
 from retouch.bases.legible import Legible
-from retouch.bases.parts import INITIALIZER_RANGE, seeded
+from retouch.bases.parts import INITIALIZER_RANGE, picture_tokens, seeded, text_config, vision_config
 from retouch.models.qwen_image_edit import QwenImageEdit
 from retouch.models.qwen_responses import writer_for
 from retouch.playground.changed import Changed
@@ -52,41 +52,12 @@ class WriterTraining:
 
 def untrained_writer(words: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
     """Four layers that see the whole text. As wide as the editor's text encoder, so that the editor can be shown its states."""
-    ids = {name: words.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "video_pad", "vision_start", "vision_end")}
     config = Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": len(words),
-            "hidden_size": 64,
-            "intermediate_size": 256,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 2048,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]},
-            "bos_token_id": words.eos_token_id,
-            "eos_token_id": words.eos_token_id,
-            "pad_token_id": words.pad_token_id,
-            "initializer_range": INITIALIZER_RANGE,
-        },
-        vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_heads": 2,
-            "patch_size": 4,
-            "temporal_patch_size": 1,
-            "spatial_merge_size": 2,
-            "window_size": 32,
-            "fullatt_block_indexes": [1],
-            "out_hidden_size": 64,
-            "initializer_range": INITIALIZER_RANGE,
-        },
-        image_token_id=ids["image_pad"],
-        video_token_id=ids["video_pad"],
-        vision_start_token_id=ids["vision_start"],
-        vision_end_token_id=ids["vision_end"],
+        text_config=text_config(words, layers=4, heads=4, inner=256),
+        vision_config=vision_config(),
         tie_word_embeddings=False,
         initializer_range=INITIALIZER_RANGE,
+        **picture_tokens(words),
     )
     return Qwen2_5_VLForConditionalGeneration(config)
 
