@@ -1,21 +1,18 @@
-"""The words of `retouch ledger`. Imports nothing heavy: every command's help needs it."""
+"""``retouch ledger``."""
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
+from retouch.commands.parsing import Commands
 
-def add_ledger(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
-    *parents: argparse.ArgumentParser,
-    run: Callable[[argparse.Namespace], int],
-) -> None:
-    """Add the command; ``run`` carries it out."""
-    ledger = commands.add_parser("ledger", parents=parents, help="what a run scored, by whom, at what cost; judging it again")
+
+def add_ledger(commands: Commands, debug: argparse.ArgumentParser) -> None:
+    """Add the command and what it is asked for."""
+    ledger = commands.add_parser("ledger", parents=[debug], help="what a run scored, by whom, at what cost; judging it again")
     ledger.add_argument("ledger_of", type=Path, metavar="RUN", help="the folder of a run")
     ledger.add_argument("--json", action="store_true")
     ledger.add_argument("--prices", type=_prices, metavar="IN,OUT", help="of a million tokens, where the recipe named none")
-    ledger.set_defaults(run=run, what="cost")
+    ledger.set_defaults(run=_ledger, what="cost")
     what = ledger.add_subparsers(metavar="WHAT")
 
     as_json = argparse.ArgumentParser(add_help=False)
@@ -37,6 +34,13 @@ def add_ledger(
     rescore.add_argument("reward", metavar="REWARD", help="as in `retouch score`")
     rescore.add_argument("--name", help="what its columns are called by; by default after the reward")
     rescore.set_defaults(what="rescore")
+
+
+def _ledger(arguments: argparse.Namespace) -> int:
+    from retouch.runs.audit.command import ledger_command
+
+    print(ledger_command(arguments))
+    return 0
 
 
 def _prices(text: str) -> tuple[float, float]:
