@@ -19,6 +19,7 @@ from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokeniz
 
 from retouch.models.flux_latents import FluxLatents, Size
 from retouch.models.flux_text import FluxText
+from retouch.models.folders import LOCAL, diffusers_folder
 from retouch.models.frozen import evaluating
 from retouch.models.ip_adapter import attention_inputs
 from retouch.models.qwen_layout import pack
@@ -79,18 +80,15 @@ class Flux:
 
         ``max_sequence_length``: as in ``FluxText``.
         """
-        root = Path(path)
-        if not (root / "model_index.json").is_file():
-            raise ValueError(f"{root} is no diffusers folder (no model_index.json); download the model and give its local path")
-        local: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
-        vae = AutoencoderKL.from_pretrained(root / "vae", torch_dtype=dtype, **local).to(device)
+        root = diffusers_folder(path)
+        vae = AutoencoderKL.from_pretrained(root / "vae", torch_dtype=dtype, **LOCAL).to(device)
         cls._check(FluxTransformer2DModel.load_config(root / "transformer", local_files_only=True), FluxLatents(vae), guidance)
-        clip = CLIPTextModel.from_pretrained(root / "text_encoder", dtype=dtype, **local).to(device)
-        t5 = T5EncoderModel.from_pretrained(root / "text_encoder_2", dtype=dtype, **local).to(device)
+        clip = CLIPTextModel.from_pretrained(root / "text_encoder", dtype=dtype, **LOCAL).to(device)
+        t5 = T5EncoderModel.from_pretrained(root / "text_encoder_2", dtype=dtype, **LOCAL).to(device)
         for frozen in (clip, t5, vae):
             frozen.requires_grad_(False).eval()
         return cls(
-            transformer=FluxTransformer2DModel.from_pretrained(root / "transformer", torch_dtype=dtype, **local).to(device),
+            transformer=FluxTransformer2DModel.from_pretrained(root / "transformer", torch_dtype=dtype, **LOCAL).to(device),
             vae=vae,
             text=FluxText(
                 clip,

@@ -60,7 +60,15 @@ class QwenImageEdit:
 
     @classmethod
     def from_pretrained(
-        cls, path: Path | str, *, dtype: torch.dtype, device: torch.device | str, size: Size | None = None
+        cls,
+        path: Path | str,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        size: Size | None = None,
+        template: str | None = None,
+        condition_area: Area | None = None,
+        source_area: Area | None = None,
     ) -> "QwenImageEdit":
         """The parts of a local diffusers folder (safetensors, no remote code); all but the transformer frozen."""
         parts = qwen_load.load(path, dtype=dtype, device=device)
@@ -72,6 +80,9 @@ class QwenImageEdit:
             image_processor=qwen_load.load_image_processor(path),
             scheduler_config=parts.scheduler_config,
             size=size,
+            template=template,
+            condition_area=condition_area,
+            source_area=source_area,
         )
 
     def prepare(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> Prepared:

@@ -1,4 +1,4 @@
-"""Reading a local diffusers folder of the Qwen-Image family: safetensors only, named classes only, no code from the folder."""
+"""Reading a local diffusers folder of the Qwen-Image family."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
 from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer, Qwen2VLImageProcessorPil
+
+from retouch.models.folders import LOCAL, diffusers_folder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,13 +25,10 @@ class QwenParts:
 
 def load(path: Path | str, *, dtype: torch.dtype, device: torch.device | str) -> QwenParts:
     """The parts in ``dtype`` on ``device``, autoencoder and text encoder frozen. ValueError where it is no such folder."""
-    root = Path(path)
-    if not (root / "model_index.json").is_file():
-        raise ValueError(f"{root} is no diffusers folder (no model_index.json); download the model and give its local path")
-    local = {"local_files_only": True, "use_safetensors": True}
-    transformer = QwenImageTransformer2DModel.from_pretrained(root / "transformer", torch_dtype=dtype, **local)
-    vae = AutoencoderKLQwenImage.from_pretrained(root / "vae", torch_dtype=dtype, **local)
-    text_encoder = Qwen2_5_VLForConditionalGeneration.from_pretrained(root / "text_encoder", dtype=dtype, **local)
+    root = diffusers_folder(path)
+    transformer = QwenImageTransformer2DModel.from_pretrained(root / "transformer", torch_dtype=dtype, **LOCAL)
+    vae = AutoencoderKLQwenImage.from_pretrained(root / "vae", torch_dtype=dtype, **LOCAL)
+    text_encoder = Qwen2_5_VLForConditionalGeneration.from_pretrained(root / "text_encoder", dtype=dtype, **LOCAL)
     for frozen in (vae, text_encoder):
         frozen.requires_grad_(False).eval()
     return QwenParts(

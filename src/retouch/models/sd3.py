@@ -23,6 +23,7 @@ from transformers import (
     T5Tokenizer,
 )
 
+from retouch.models.folders import LOCAL, diffusers_folder
 from retouch.models.frozen import evaluating
 from retouch.models.schedule import pipeline_sigmas
 from retouch.models.sd3_text import SD3Text
@@ -85,20 +86,17 @@ class SD3:
         t5: bool = True,
     ) -> "SD3":
         """The parts of a local diffusers folder (safetensors, no remote code); all but the transformer frozen; T5 if wanted."""
-        root = Path(path)
-        if not (root / "model_index.json").is_file():
-            raise ValueError(f"{root} is no diffusers folder (no model_index.json); download the model and give its local path")
-        local: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
-        vae = AutoencoderKL.from_pretrained(root / "vae", torch_dtype=dtype, **local).to(device)
+        root = diffusers_folder(path)
+        vae = AutoencoderKL.from_pretrained(root / "vae", torch_dtype=dtype, **LOCAL).to(device)
         clips = [
-            CLIPTextModelWithProjection.from_pretrained(root / name, dtype=dtype, **local).to(device)
+            CLIPTextModelWithProjection.from_pretrained(root / name, dtype=dtype, **LOCAL).to(device)
             for name in ("text_encoder", "text_encoder_2")
         ]
-        third = T5EncoderModel.from_pretrained(root / "text_encoder_3", dtype=dtype, **local).to(device) if t5 else None
+        third = T5EncoderModel.from_pretrained(root / "text_encoder_3", dtype=dtype, **LOCAL).to(device) if t5 else None
         for frozen in (vae, *clips, *([third] if third is not None else [])):
             frozen.requires_grad_(False).eval()
         return cls(
-            transformer=SD3Transformer2DModel.from_pretrained(root / "transformer", torch_dtype=dtype, **local).to(device),
+            transformer=SD3Transformer2DModel.from_pretrained(root / "transformer", torch_dtype=dtype, **LOCAL).to(device),
             vae=vae,
             text_encoders=(clips[0], clips[1], third),
             tokenizers=[

@@ -12,8 +12,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from retouch.core.random import generator
-from retouch.models import qwen_load
-from retouch.models.flux import Flux
 from retouch.models.flux_fill import FluxFill
 from retouch.models.qwen_image import QwenImage
 from retouch.models.qwen_image_edit import QwenImageEdit
@@ -39,6 +37,12 @@ from retouch.types import DenoisingModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LORA_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors", "weights.safetensors")
+# Of each kind its folder among the package's, what it is, and the flag of the command that makes it.
+_PLAYGROUND = {
+    "playground": ("editor", "model", ""),
+    "playground-painter": ("painter", "painter", " --painter"),
+    "playground-words": ("words", "painter of words", " --words"),
+}
 
 
 def playground_weights(name: str = "editor") -> Path:
@@ -53,53 +57,33 @@ def build_model(model: Model, *, device: torch.device) -> DenoisingModel:
         return made
     dtype = DTYPES[model.dtype]
     size = None if model.size is None else (model.size[0], model.size[1])
-    if isinstance(model, PlaygroundPainter):
-        return _painter(Path(model.path) if model.path else playground_weights("painter"), dtype=dtype, device=device, size=size)
-    if isinstance(model, PlaygroundWords):
-        return _words(Path(model.path) if model.path else playground_weights("words"), dtype=dtype, device=device, size=size)
     if isinstance(model, PlaygroundModel):
-        return _playground(Path(model.path) if model.path else playground_weights(), dtype=dtype, device=device, size=size)
+        return _playground(model, dtype=dtype, device=device, size=size)
     told: dict[str, Any] = {} if model.guidance is None else {"guidance": model.guidance}
     adapter = FAMILIES[model.kind].adapter
     loaded: DenoisingModel = adapter.from_pretrained(fetch_weights(model.path), dtype=dtype, device=device, size=size, **told)
     return loaded
 
 
-def _playground(path: Path, *, dtype: torch.dtype, device: torch.device, size: tuple[int, int] | None) -> QwenImageEdit:
-    """Qwen-Image-Edit in small: the same loading, with the template and the sizes that its folder states."""
+def _playground(
+    model: PlaygroundModel, *, dtype: torch.dtype, device: torch.device, size: tuple[int, int] | None
+) -> DenoisingModel:
+    """A published family in small: the same loading, told what the folder states beside its weights."""
+    name, called, flag = _PLAYGROUND[model.kind]
+    path = Path(model.path) if model.path else playground_weights(name)
     if not (path / "adapter.json").is_file():
-        raise ValueError(f"{path} holds no playground model; `retouch playground build` makes it")
+        raise ValueError(f"{path} holds no playground {called}; `retouch playground build{flag}` makes it")
     stated = read_json(path / "adapter.json")
-    parts = qwen_load.load(path, dtype=dtype, device=device)
-    return QwenImageEdit(
-        transformer=parts.transformer,
-        vae=parts.vae,
-        text_encoder=parts.text_encoder,
-        tokenizer=parts.tokenizer,
-        image_processor=qwen_load.load_image_processor(path),
-        scheduler_config=parts.scheduler_config,
-        size=size,
-        template=stated["template"],
-        condition_area=stated["condition_area"],
-        source_area=stated["source_area"],
-    )
-
-
-def _painter(path: Path, *, dtype: torch.dtype, device: torch.device, size: tuple[int, int] | None) -> QwenImage:
-    """Qwen-Image in small: the same loading, with the template and the size that its folder states."""
-    if not (path / "adapter.json").is_file():
-        raise ValueError(f"{path} holds no playground painter; `retouch playground build --painter` makes it")
-    stated = read_json(path / "adapter.json")
-    size = (stated["size"][0], stated["size"][1]) if size is None else size
-    return QwenImage.from_pretrained(path, dtype=dtype, device=device, size=size, template=stated["template"])
-
-
-def _words(path: Path, *, dtype: torch.dtype, device: torch.device, size: tuple[int, int] | None) -> Flux:
-    """FLUX.1-Fill in small: the same loading, with the length of its instructions that its folder states."""
-    if not (path / "adapter.json").is_file():
-        raise ValueError(f"{path} holds no playground painter of words; `retouch playground build --words` makes it")
-    length = read_json(path / "adapter.json")["max_sequence_length"]
-    return FluxFill.from_pretrained(path, dtype=dtype, device=device, size=size, max_sequence_length=length)
+    match model:
+        case PlaygroundPainter():
+            size = (stated["size"][0], stated["size"][1]) if size is None else size
+            return QwenImage.from_pretrained(path, dtype=dtype, device=device, size=size, template=stated["template"])
+        case PlaygroundWords():
+            length = stated["max_sequence_length"]
+            return FluxFill.from_pretrained(path, dtype=dtype, device=device, size=size, max_sequence_length=length)
+        case _:
+            told = {key: stated[key] for key in ("template", "condition_area", "source_area")}
+            return QwenImageEdit.from_pretrained(path, dtype=dtype, device=device, size=size, **told)
 
 
 def make_trainable(module: nn.Module, policy: DenoisingPolicy | AutoregressivePolicy, *, seed: int) -> WeightCopies:
