@@ -6,7 +6,7 @@ from pathlib import Path
 
 from retouch.bases import parts
 from retouch.bases.autoencoder import AutoencoderTraining, train_autoencoder
-from retouch.bases.building import Building, halved, held_out, log, one_thread
+from retouch.bases.building import Building, halved, held_out, log, one_thread, write_index
 from retouch.bases.editor import EditorTraining, Round, train_editor
 from retouch.models.qwen_image_edit import QwenImageEdit
 from retouch.playground.judge import PlaygroundJudge
@@ -21,6 +21,14 @@ from retouch.runs.evaluation import table
 
 AUTOENCODER = AutoencoderTraining(steps=2000, decoder_steps=2000)
 EDITOR = EditorTraining(rounds=(Round(steps=4500, learning_rate=2e-3), Round(steps=900, learning_rate=1e-3, vain=0.6)))
+PARTS = {
+    "processor": ("transformers", "Qwen2VLProcessor"),
+    "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+    "text_encoder": ("transformers", "Qwen2_5_VLForConditionalGeneration"),
+    "tokenizer": ("transformers", "Qwen2Tokenizer"),
+    "transformer": ("diffusers", "QwenImageTransformer2DModel"),
+    "vae": ("diffusers", "AutoencoderKLQwenImage"),
+}
 HELD_OUT = 320
 EVAL_STEPS = 6
 
@@ -53,7 +61,7 @@ def write(model: QwenImageEdit, folder: Path) -> None:
     model.text.tokenizer.save_pretrained(folder / "tokenizer")
     model.text.image_processor.save_pretrained(folder / "processor")
     parts.scheduler().save_pretrained(folder / "scheduler")
-    parts.write_index(folder)
+    write_index(folder, "QwenImageEditPipeline", PARTS)
     files.write_json(folder / "adapter.json", {"template": parts.TEMPLATE, "condition_area": "as_is", "source_area": "as_is"})
 
 

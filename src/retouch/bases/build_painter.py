@@ -1,13 +1,13 @@
 """`retouch playground build --painter`: trains the playground's painter, and the base enhancer in front of it, from a seed."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from retouch.bases import parts
-from retouch.bases.building import Building, halved, held_out, log, one_thread
+from retouch.bases.build import PARTS
+from retouch.bases.building import Building, halved, held_out, log, one_thread, write_index
 from retouch.bases.enhancer import LONGEST, EnhancerTraining, train_enhancer
 from retouch.bases.enhancer import TEMPLATE as ENHANCING
 from retouch.bases.painter import TEMPLATE, PainterTraining, train_painter
@@ -63,16 +63,7 @@ def write_painter(model: QwenImage, folder: Path) -> None:
     halved(model.text.encoder).save_pretrained(folder / "text_encoder")
     model.text.tokenizer.save_pretrained(folder / "tokenizer")
     parts.scheduler().save_pretrained(folder / "scheduler")
-    index = {
-        "_class_name": "QwenImagePipeline",
-        "_diffusers_version": "0.40.0",
-        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
-        "text_encoder": ["transformers", "Qwen2_5_VLForConditionalGeneration"],
-        "tokenizer": ["transformers", "Qwen2Tokenizer"],
-        "transformer": ["diffusers", "QwenImageTransformer2DModel"],
-        "vae": ["diffusers", "AutoencoderKLQwenImage"],
-    }
-    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
+    write_index(folder, "QwenImagePipeline", {name: found for name, found in PARTS.items() if name != "processor"})
     files.write_json(folder / "adapter.json", {"template": TEMPLATE, "size": list(model.size)})
     for part in ("transformer", "vae"):
         _forget_where(folder / part / "config.json")

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from retouch.bases import word_parts
-from retouch.bases.building import Building, halved, held_out, log, one_thread
+from retouch.bases.building import Building, halved, held_out, log, one_thread, write_index
 from retouch.bases.words import WordAutoencoderTraining, WordRound, WordTraining, train_word_autoencoder, train_words
 from retouch.models.flux_fill import FluxFill
 from retouch.playground.words import WordTasks
@@ -22,6 +22,15 @@ WORDS = WordTraining(
     rounds=(WordRound(steps=900, learning_rate=2e-3, slips=0.0), WordRound(steps=150, learning_rate=1e-3, slips=0.5))
 )
 COMMAND = "retouch playground build --words"
+PARTS = {
+    "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+    "text_encoder": ("transformers", "CLIPTextModel"),
+    "text_encoder_2": ("transformers", "T5EncoderModel"),
+    "tokenizer": ("transformers", "CLIPTokenizer"),
+    "tokenizer_2": ("transformers", "T5Tokenizer"),
+    "transformer": ("diffusers", "FluxTransformer2DModel"),
+    "vae": ("diffusers", "AutoencoderKL"),
+}
 HELD_OUT = 200
 EVAL_STEPS = 6
 
@@ -56,7 +65,7 @@ def write(model: FluxFill, folder: Path) -> None:
     model.text.clip_tokenizer.save_pretrained(folder / "tokenizer")
     model.text.t5_tokenizer.save_pretrained(folder / "tokenizer_2")
     word_parts.scheduler().save_pretrained(folder / "scheduler")
-    word_parts.write_index(folder)
+    write_index(folder, "FluxFillPipeline", PARTS)
     files.write_json(folder / "adapter.json", {"max_sequence_length": model.text.max_sequence_length})
 
 

@@ -1,6 +1,7 @@
 """What every build of base models does beside its training: one thread, held-out means, and a record of how it was made."""
 
 import copy
+import json
 import logging
 import sys
 import time
@@ -78,6 +79,12 @@ def held_out(
     ceiling = evaluate.ceiling(policy)
     assert ceiling is not None
     return ceiling, evaluate(policy)
+
+
+def write_index(folder: Path, pipeline: str, parts: Mapping[str, tuple[str, str]]) -> None:
+    """diffusers' own index of a pipeline's folder, so that the pipeline finds its parts: of each a library and a class of it."""
+    index = {"_class_name": pipeline, "_diffusers_version": "0.40.0", **parts}
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def halved(module: nn.Module) -> Any:

@@ -1,7 +1,5 @@
 """The playground's editor, untrained: the classes of Qwen-Image-Edit in small, with the tokenizer's real special tokens."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,21 +109,6 @@ def transformer() -> QwenImageTransformer2DModel:
 def scheduler() -> FlowMatchEulerDiscreteScheduler:
     """A static shift of 2: small pictures need little of it."""
     return FlowMatchEulerDiscreteScheduler(shift=2.0)
-
-
-def write_index(folder: Path) -> None:
-    """diffusers' own index of a pipeline folder, so that `QwenImageEditPipeline.from_pretrained` finds the parts."""
-    index = {
-        "_class_name": "QwenImageEditPipeline",
-        "_diffusers_version": "0.40.0",
-        "processor": ["transformers", "Qwen2VLProcessor"],
-        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
-        "text_encoder": ["transformers", "Qwen2_5_VLForConditionalGeneration"],
-        "tokenizer": ["transformers", "Qwen2Tokenizer"],
-        "transformer": ["diffusers", "QwenImageTransformer2DModel"],
-        "vae": ["diffusers", "AutoencoderKLQwenImage"],
-    }
-    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def seeded(seed: int) -> None:

@@ -1,8 +1,5 @@
 """The playground's painter of words, untrained: the classes of FLUX.1-Fill in small, with tokenizers of single letters."""
 
-import json
-from pathlib import Path
-
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 from tokenizers.pre_tokenizers import ByteLevel
@@ -103,19 +100,3 @@ def untrained(vae: AutoencoderKL, seed: int) -> FluxFill:
     """The painter before training, its weights drawn from the seed."""
     torch.manual_seed(seed)
     return FluxFill(transformer=transformer(), vae=vae, text=text(), scheduler_config=dict(scheduler().config))
-
-
-def write_index(folder: Path) -> None:
-    """diffusers' own index of a pipeline folder, so that `FluxFillPipeline.from_pretrained` finds the parts."""
-    index = {
-        "_class_name": "FluxFillPipeline",
-        "_diffusers_version": "0.40.0",
-        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
-        "text_encoder": ["transformers", "CLIPTextModel"],
-        "text_encoder_2": ["transformers", "T5EncoderModel"],
-        "tokenizer": ["transformers", "CLIPTokenizer"],
-        "tokenizer_2": ["transformers", "T5Tokenizer"],
-        "transformer": ["diffusers", "FluxTransformer2DModel"],
-        "vae": ["diffusers", "AutoencoderKL"],
-    }
-    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
