@@ -97,8 +97,8 @@ SECTIONS = (
         "A tiny FLUX.1-Fill writes a word on an empty sign, in the ink, on the paper and in the size of the sign beside it, and "
         "RapidOCR reads it: 1 - edit distance over the longer length, 0 to 1. No word that is judged was ever trained on. The base "
         "was taught from demonstrations of which half of the letters are wrong. The ceiling is the right picture through the "
-        "autoencoder. Supervised: as many sample passes of the base's own demonstrations. AWM, at this learning rate and without a "
-        "pull to the reference, destroys the painter: a bad picture's loss has no floor.",
+        "autoencoder. Supervised: as many sample passes of the base's own demonstrations. AWM is pulled to the reference, without "
+        "which it destroys the painter.",
         (
             Entry("GRPO", "recipes/playground/words-grpo.jsonnet"),
             Entry("DiffusionNFT", "recipes/playground/words-nft.jsonnet"),
