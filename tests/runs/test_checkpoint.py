@@ -204,19 +204,20 @@ def test_the_newest_is_by_number_and_other_names_are_left_alone(folder: Path) ->
     assert sorted(os.listdir(folder)) == ["notes", "step-1000000", "step-9999999.bak", "step-best"]
 
 
-@given(good=st.lists(st.booleans(), max_size=6), keep=st.integers(1, 4))
-@settings(max_examples=40)
-def test_prune_keeps_the_newest_and_the_newest_good_one(good: list[bool], keep: int) -> None:
+@given(good=st.lists(st.booleans(), max_size=6), keep=st.integers(1, 4), every=st.none() | st.integers(1, 3))
+@settings(max_examples=60)
+def test_prune_keeps_the_newest_the_newest_good_one_and_one_of_so_many(good: list[bool], keep: int, every: int | None) -> None:
     with tempfile.TemporaryDirectory(dir=MEMORY) as name:
         folder = Path(name)
         for step, whole in enumerate(good):
             path = checkpoint.save(folder, State(step, {}, {}))
             if not whole:
                 (path / "state.json").unlink()
-        checkpoint.prune(folder, keep)
+        checkpoint.prune(folder, keep, keep_every=every)
         newest = set(range(len(good))[-keep:])
         best = {max(step for step, whole in enumerate(good) if whole)} if any(good) else set()
-        assert {int(path.name[5:]) for path in folder.iterdir()} == newest | best
+        for_good = set() if every is None else set(range(0, len(good), every))
+        assert {int(path.name[5:]) for path in folder.iterdir()} == newest | best | for_good
 
 
 def test_prune_refuses_to_keep_none(folder: Path) -> None:

@@ -387,6 +387,8 @@ def test_checkpoints_must_fit_on_the_disk(tmp_path: Path) -> None:
     full = check_disk(recipe, 10**18)
     assert full.status == "FAILED"
     assert full.text.endswith(f"free under {tmp_path}")
+    longer = small(f"out={tmp_path}", "steps=10", "checkpoints.every=1", "checkpoints.keep_every=2")
+    assert check_disk(longer, 1000).text.startswith("7 checkpoints of 0.00 MB, and one being written"), "2 newest and 5 for good"
 
 
 # Where weights lie

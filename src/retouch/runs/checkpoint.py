@@ -115,11 +115,14 @@ def verify(path: Path) -> list[str]:
     return list(listed)
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` checkpoints, and never the newest good one. ValueError for ``keep`` below 1."""
+def prune(folder: Path, keep: int, *, keep_every: int | None = None) -> None:
+    """Remove all but the newest ``keep`` checkpoints and those of every ``keep_every`` steps, and never the newest good one.
+
+    ValueError for ``keep`` below 1.
+    """
     if keep < 1:
         raise ValueError(f"cannot keep {keep} checkpoints; keep at least 1")
-    surplus = _newest_first(folder)[keep:]
+    surplus = [path for path in _newest_first(folder)[keep:] if keep_every is None or _step(path) % keep_every]
     good = latest(folder) if surplus else None
     for path in surplus:
         if path != good:
@@ -165,8 +168,11 @@ def restore_rng(state: Mapping[str, Tensor]) -> None:
 
 def _newest_first(folder: Path) -> list[Path]:
     """What is named like a checkpoint, good or not."""
-    named = {path: match for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))}
-    return sorted(named, key=lambda path: int(named[path][1]), reverse=True)
+    return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=_step, reverse=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _is_good(path: Path) -> bool:

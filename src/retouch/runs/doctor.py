@@ -21,6 +21,7 @@ from retouch.runs.doctor_checks import (
     check_data,
     check_disk,
     check_folder,
+    check_push,
     check_ranks_share,
     check_trackers,
 )
@@ -145,7 +146,7 @@ def _examine_recipe(report: _Report, meeting: Meeting, recipe: Recipe, wanted: s
     world = report.world or recipe.ranks or 1
     report.add(check_batch(recipe, world=world))
     report.add(check_ranks_share(recipe, world=world))
-    report.add([check_trackers(recipe), check_folder(recipe)])
+    report.add([check_trackers(recipe), *check_push(recipe), check_folder(recipe)])
     sets = None
     for finding, read in check_data(recipe):
         report.add([finding])

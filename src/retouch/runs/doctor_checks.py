@@ -11,6 +11,7 @@ from retouch.runs.build_data import Sets, build_sets
 from retouch.runs.doctor_findings import Finding, failed, gigabytes, note, ok
 from retouch.runs.evaluation import chosen
 from retouch.runs.folder import RunFolder
+from retouch.runs.publishing import unable
 from retouch.runs.recipe import Recipe, parse
 from retouch.runs.recipe_checks import check_ranks, unmeant_ranks
 from retouch.runs.recipe_data import ComplexEditData, Data, DrawnData, HubData, TokenData
@@ -58,6 +59,17 @@ def check_trackers(recipe: Recipe) -> Finding:
     except ValueError as error:
         return failed("trackers", str(error), mend="pip install 'retouch[track]'")
     return ok("trackers", ", ".join(recipe.trackers) or "none")
+
+
+def check_push(recipe: Recipe) -> Iterator[Finding]:
+    """Whether what the recipe wants pushed can be; the Hub itself is not asked."""
+    if recipe.push is None:
+        return
+    if (reason := unable()) is not None:
+        yield note("push", f"nothing will be pushed to {recipe.push.repo}: {reason}")
+        return
+    cadence = f"every {recipe.push.every} steps and " if recipe.push.every else ""
+    yield ok("push", f"to {recipe.push.repo}, {cadence}at the end")
 
 
 def check_folder(recipe: Recipe) -> Finding:
@@ -136,9 +148,12 @@ def check_disk(recipe: Recipe, bytes_each: int) -> Finding:
     folder = recipe.folder.absolute()
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(there).free
-    needed = (recipe.checkpoints.keep + 1) * bytes_each
+    steps = sum(phase.steps or 0 for phase in recipe.resolved_phases())
+    for_good = 0 if recipe.checkpoints.keep_every is None else steps // recipe.checkpoints.keep_every
+    kept = recipe.checkpoints.keep + for_good
+    needed = (kept + 1) * bytes_each
     each = gigabytes(bytes_each) if bytes_each >= 10**7 else f"{bytes_each / 1e6:.2f} MB"
-    text = f"{recipe.checkpoints.keep} checkpoints of {each}, and one being written; {gigabytes(free)} are free under {there}"
+    text = f"{kept} checkpoints of {each}, and one being written; {gigabytes(free)} are free under {there}"
     if needed > free:
         return failed("disk", text, mend="--set out=FOLDER_ON_A_LARGER_DISK")
     return ok("disk", text)

@@ -39,18 +39,23 @@ def export_target(target: str, *, to: Path, which: Which | None = None, override
     parts.judge.close()
     if step == 0:
         raise ValueError(f"{target} was never trained; name the folder of a run")
-    chosen = which or ("average" if "average" in parts.copies.copies else "current")
-    if chosen == "average" and "average" not in parts.copies.copies:
+    if which == "average" and "average" not in parts.copies.copies:
         raise ValueError("--weights average: this run kept no average (policy.ema); take current")
+    return write_export(parts, to, step=step, which=which)
+
+
+def write_export(parts: Assembly, to: Path, *, step: int, which: Which | None = None) -> list[Path]:
+    """The parts' weights, as they are after ``step``, and ``export.json``; the files."""
+    chosen = which or ("average" if "average" in parts.copies.copies else "current")
     to.mkdir(parents=True, exist_ok=True)
     with parts.copies.using("average") if chosen == "average" else nullcontext():
-        write_weights(parts, to)
+        _write_weights(parts, to)
     about = {"recipe": parts.recipe.document(), "step": step, "weights": chosen, "versions": versions(to)}
     files.write_json(to / "export.json", about)
     return sorted(path for path in to.rglob("*") if path.is_file())
 
 
-def write_weights(parts: Assembly, to: Path) -> None:
+def _write_weights(parts: Assembly, to: Path) -> None:
     """The weights as they are now: adapters in the formats of their readers, or the whole transformer."""
     module: Any = parts.model.module
     writes = isinstance(parts.recipe.policy, AutoregressivePolicy)

@@ -30,7 +30,7 @@ from retouch.runs.recipe_section import Cadence, Count, Positive, Section
 from retouch.runs.recipe_watch import Watch
 from retouch.runs.recipe_writer import AutoregressivePolicy
 
-LEFT_OUT = ("renderer", "ledger", "watch", "devices", "sharding")
+LEFT_OUT = ("renderer", "ledger", "watch", "devices", "sharding", "push")
 """Keys that a resolved recipe has only where they are not null."""
 
 
@@ -78,6 +78,20 @@ class Checkpoints(Section):
     """Steps between them; 0 saves only at the end, or when the run is told to stop."""
     keep: Count = 2
     """How many of the newest to keep."""
+    keep_every: Count | None = Field(default=None, exclude_if=lambda every: every is None)
+    """Of every so many steps one stays for good, beside the newest; null lets all others go."""
+
+
+class Push(Section):
+    """The trained weights on the Hugging Face Hub, as `retouch export` writes them: each push under a revision of its step's name,
+    the last one under main too. Without a token nothing is pushed, and the run says so."""
+
+    repo: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
+    """The repository, USER/NAME; it is made if there is none."""
+    every: Cadence = 0
+    """Steps between pushes; 0 pushes only at the end."""
+    private: bool = True
+    """Whether a repository that is made for the run is private."""
 
 
 class Ledger(Section):
@@ -143,6 +157,8 @@ class Recipe(Section):
     """Pictures to look at."""
     checkpoints: Checkpoints = Checkpoints()
     """Saved states."""
+    push: Push | None = None
+    """Weights on the Hugging Face Hub; null pushes none."""
     ledger: Ledger | None = None
     """What is kept of judging; null is the default."""
     watch: Watch | None = None

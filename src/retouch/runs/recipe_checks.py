@@ -48,7 +48,7 @@ _LAST = "which never trains"
 
 def problems(recipe: "Recipe") -> list[str]:
     """A line for everything in the recipe that cannot stand together; empty for a good one."""
-    found = [*_length(recipe), *_trackers(recipe), *_devices(recipe)]
+    found = [*_length(recipe), *_kept(recipe), *_trackers(recipe), *_devices(recipe)]
     if recipe.watch is not None:
         found += watch_problems(recipe.watch, recipe.reward)
     if unlike := list(parts_problems(recipe)):
@@ -94,6 +94,14 @@ def _length(recipe: "Recipe") -> Iterator[str]:
         yield "phases: none of them takes a step; give one of them steps, or judge the model as it is with `retouch eval`"
     if recipe.phases[0].keep_optimizer:
         yield "phases.0.keep_optimizer: there is no phase before the first; leave it out"
+
+
+def _kept(recipe: "Recipe") -> Iterator[str]:
+    every, kept = recipe.checkpoints.every, recipe.checkpoints.keep_every
+    if kept is not None and (every == 0 or kept % every):
+        yield f"checkpoints.keep_every: of every {kept} steps none is saved (checkpoints.every is {every}); give a multiple of it"
+    if recipe.push is not None and recipe.sharding == "fsdp2":
+        yield "push: fsdp2 leaves no rank with whole weights; train without, then `retouch export` and `hf upload`"
 
 
 def _trackers(recipe: "Recipe") -> Iterator[str]:

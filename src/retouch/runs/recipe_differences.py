@@ -8,7 +8,7 @@ from retouch.runs.out_of_memory import LESS_AT_ONCE
 from retouch.runs.recipe import Recipe
 
 _FREE = re.compile(
-    r"steps|passes|eval\.every|ledger.*|(samples|checkpoints)\..*|trackers(\.\d+)?|devices?(\..*)?|sharding|ranks|out"
+    r"steps|passes|eval\.every|ledger.*|(samples|checkpoints)\..*|push.*|trackers(\.\d+)?|devices?(\..*)?|sharding|ranks|out"
     r"|(phases\.\d+\.)?data\.(path|(validation_)?lists\.\d+)"
     # How a judge is reached, and how long it is waited for.
     r"|(watch\.judge\.)?reward\.(rewards\.\w+\.)?((judge\.)?(device|base_url|key|concurrency|timeout|deadline|attempts|pause|longest_pause"
@@ -22,8 +22,9 @@ _FREE = re.compile(
 def differences(old: Recipe, new: Recipe, *, new_judge: bool = False) -> list[str]:
     """A line for each key that differs and may not, old value first; empty where the old run can go on as the new recipe says.
 
-    Length (of the last phase, where there are phases), cadences, trackers, devices, ranks, how much is computed at once, folders of
-    data and runs, how judges and engines are reached, and the limits of ``watch`` may differ; with ``new_judge`` all that judges.
+    Length (of the last phase, where there are phases), cadences, pushes, trackers, devices, ranks, how much is computed at once,
+    folders of data and runs, how judges and engines are reached, and the limits of ``watch`` may differ; with ``new_judge`` all
+    that judges.
     """
     before, after = dict(_leaves(old.document(), "")), dict(_leaves(new.document(), ""))
     lines = []

@@ -25,6 +25,7 @@ from retouch.runs.out_of_memory import named
 from retouch.runs.outcome import Outcome
 from retouch.runs.placement import join_ranks, place
 from retouch.runs.preflight import require
+from retouch.runs.publishing import Publisher, open_publisher
 from retouch.runs.quiet import quiet
 from retouch.runs.ranks import Ranks
 from retouch.runs.recipe import Recipe, parse
@@ -63,6 +64,7 @@ def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
         log.warning("%s", unmeant)
     accelerate.utils.set_seed(recipe.seed)  # nothing of ours draws from the global generators; a user's reward may
     limit_memory(recipe.devices, place(recipe, ranks))
+    publisher = open_publisher(recipe, folder, first=ranks.first)
     keep_images = recipe.ledger is not None and recipe.ledger.keep_images
     with closing(Ledger(folder.root, ranks, keep_images=keep_images, new_judge=new_judge)) as ledger:
         with named(recipe, lambda: "loading"):
@@ -80,7 +82,7 @@ def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
             if watchers is not None and recipe.watch is not None:
                 refuse_if_ended(folder, recipe.watch, columns=parts.judge.reward.columns, ranks=ranks)
                 watcher = watcher_of(parts, folder, watchers)
-            return _Session(recipe, folder, parts, ledger, watcher, request).run()
+            return _Session(recipe, folder, parts, ledger, watcher, publisher, request).run()
 
 
 def _open_folder(folder: RunFolder, recipe: Recipe, ranks: Ranks, *, fresh: bool, new_judge: bool) -> None:
@@ -125,6 +127,7 @@ class _Session:
     parts: Assembly
     ledger: Ledger
     watcher: Watcher | None
+    publisher: Publisher | None
     request: StopRequest
 
     def run(self) -> int:
@@ -153,6 +156,8 @@ class _Session:
         try:
             return self._train(stepper)
         finally:
+            if self.publisher is not None:
+                self.publisher.close()
             self.trackers.close()
             self.judged.close()
             self.parts.judge.close()
@@ -193,6 +198,8 @@ class _Session:
                 self._save(stepper)
                 raise
         self._save(stepper)
+        if self.publisher is not None:
+            self.publisher.after(self.parts, self.done, last=True)
         self._heldout(baseline=False)
         self.outcome.sum_up(self.done)
         if self.parts.ranks.first:
@@ -223,6 +230,8 @@ class _Session:
         stopping = self.parts.ranks.any(self.request.signal is not None) and not last
         if stopping or (not last and _due(self.done, self.recipe.checkpoints.every)):
             self._save(stepper)
+        if self.publisher is not None and not last:
+            self.publisher.after(self.parts, self.done, last=False)
         if stopping:
             log.info("stopped after step %d; the same command goes on from there", self.done)
             return True
@@ -276,7 +285,8 @@ class _Session:
         state = capture(self.parts, stepper, step=self.done)
         if self.parts.ranks.first:
             checkpoint.save(self.folder.checkpoints, state)
-            checkpoint.prune(self.folder.checkpoints, self.recipe.checkpoints.keep)
+            kept = self.recipe.checkpoints
+            checkpoint.prune(self.folder.checkpoints, kept.keep, keep_every=kept.keep_every)
         self.parts.ranks.barrier()
 
     def _trackers(self) -> Trackers:

@@ -1,0 +1,95 @@
+"""A Hugging Face Hub on loopback, as far as pushing needs one: repositories, branches and commits of small files."""
+
+import base64
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+TOKEN = "hf_of_the_double"
+
+
+class Hub:
+    """``files``: (revision, path) to content. ``private``: of each repository. ``refuses``: paths that are answered with that
+    status."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.private: dict[str, bool] = {}
+        self.branches: dict[str, set[str]] = {}
+        self.files: dict[tuple[str, str], bytes] = {}
+        self.messages: list[str] = []
+        self.refuses: dict[str, int] = {}
+
+    def answer(self, path: str, body: bytes) -> tuple[int, Any]:
+        if (status := next((code for part, code in self.refuses.items() if part in path), None)) is not None:
+            return status, {"error": "refused"}
+        if path == "/api/repos/create":
+            asked = json.loads(body)
+            name = f"{asked['organization']}/{asked['name']}"
+            if name in self.private:
+                return 409, {"error": "exists", "url": f"{self.url}/{name}"}
+            self.private[name], self.branches[name] = asked["visibility"] == "private", {"main"}
+            return 200, {"url": f"{self.url}/{name}"}
+        match = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(branch|preupload|commit)/(.+)", path)
+        assert match, path
+        repo, what, revision = match.groups()
+        if repo not in self.private:
+            return 404, {"error": "no such repository"}
+        if what == "branch":
+            if revision in self.branches[repo]:
+                return 409, {"error": "exists"}
+            self.branches[repo].add(revision)
+            return 200, {}
+        if revision not in self.branches[repo]:
+            return 404, {"error": "no such revision"}
+        if what == "preupload":
+            modes = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in json.loads(body)["files"]]
+            return 200, {"files": modes}
+        for line in map(json.loads, body.splitlines()):
+            if line["key"] == "header":
+                self.messages.append(line["value"]["summary"])
+            else:
+                assert line["key"] == "file", line
+                self.files[revision, line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+        return 200, {"commitUrl": f"{self.url}/{repo}/commit/1", "commitOid": "1", "pullRequestUrl": None}
+
+
+@contextmanager
+def serve() -> Iterator[Hub]:
+    """A hub that answers who shows ``TOKEN``."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            if self.headers["Authorization"] != f"Bearer {TOKEN}":
+                status, said = 401, {"error": "whose are you?"}
+            else:
+                status, said = hub.answer(self.path, body)
+            content = json.dumps(said).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = False
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        hub = Hub(f"http://127.0.0.1:{server.server_port}")
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield hub
+        finally:
+            server.shutdown()
+            thread.join()
