@@ -75,6 +75,32 @@ def test_slips_change_the_target_and_nothing_else():
         WordTasks(seed=0, count=3, split="test")[3]
 
 
+def test_apart_changes_the_pictures_signs_and_nothing_else():
+    beside, apart = tasks(count=200), tasks(count=200, apart=True)
+    for a, b in zip(beside, apart, strict=True):
+        assert (a.id, a.text, a.instruction, a.mask.tobytes()) == (b.id, b.text, b.instruction, b.mask.tobytes())
+        assert a.reference.tobytes() == b.reference.tobytes()
+        box = a.mask.getbbox()
+        assert a.target.crop(box).tobytes() == b.target.crop(box).tobytes()
+        # Of the paper that is asked for nothing is left outside the box, nor any pixel of its ink.
+        asked = {colour for _, colour in b.reference.getcolors()} & {*words.PAPERS, *words.INKS}
+        assert any(colour in words.PAPERS for colour in asked)
+        assert not asked & {colour for _, colour in b.images[0].getcolors()}
+        assert asked & {colour for _, colour in a.images[0].getcolors()}
+        # Source and target differ in the box alone.
+        left, top, right, bottom = ImageChops.difference(b.images[0], b.target).getbbox()
+        assert box[0] <= left < right <= box[2]
+        assert box[1] <= top < bottom <= box[3]
+    papers = {task.images[0].getpixel(task.mask.getbbox()[:2]) for task in apart}
+    assert papers == set(words.PAPERS)
+
+
+def test_apart_and_slips_together():
+    wrong, apart = tasks(count=100, slips=0.5), tasks(count=100, slips=0.5, apart=True)
+    for a, b in zip(wrong, apart, strict=True):
+        assert a.target.crop(a.mask.getbbox()).tobytes() == b.target.crop(b.mask.getbbox()).tobytes()
+
+
 @pytest.fixture(scope="module")
 def read():
     return OcrReward(where="box", line_width=160)

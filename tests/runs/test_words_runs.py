@@ -43,6 +43,16 @@ def test_words_that_judge_are_right_and_never_trained_on():
     assert recipe.eval_data().slips == 0
 
 
+def test_words_apart_from_their_style_are_judged_so_too():
+    plain = load("recipes/playground/words-supervised.jsonnet")
+    assert "apart" not in plain.document()["data"]
+    recipe = load("recipes/playground/words-supervised.jsonnet", ["data.apart=true"])
+    assert recipe.document()["data"]["apart"] is True
+    sets = build_sets(recipe, recipe.data, size=None)
+    for task in (sets.train[0], sets.heldout[0]):
+        assert task.images[0].getpixel(task.mask.getbbox()[:2]) not in {colour for _, colour in task.reference.getcolors()}
+
+
 def test_the_painter_of_words_needs_a_sign():
     with pytest.raises(ValueError, match="playground has no masks, and playground-words takes one picture and a mask"):
         load("recipes/quickstart.jsonnet", ["policy.model.kind=playground-words"])

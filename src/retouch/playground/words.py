@@ -1,4 +1,5 @@
 """Words on signs: two signs hang on a wall; one shows a word in some style, and the other is to show another in the same style.
+Or, with ``apart``, in a style that the picture does not have, and a reference beside it does.
 
 A picture of 32 x 64 px holds two lines of eight cells of 8 x 16 px. A word stands in consecutive cells, a letter each, from its
 sign's left edge. Splits differ in their words; all letters occur in each. Letters are Pillow's own font, which ships with it.
@@ -43,20 +44,23 @@ class Style:
 
 
 class WordTasks(DrawnTasks):
-    """``count`` tasks; task i depends on (seed, split, i) and ``slips`` alone.
+    """``count`` tasks; task i depends on (seed, split, i), ``slips`` and ``apart`` alone.
 
     ``slips``: the share of letters that the target shows wrongly, each as another letter: what a painter that is to be improved is
     trained on. A task has the picture with an empty sign as its source, the sign as ``mask``, the other sign as ``reference``
     (letters that the word does not have), the ``target`` and the ``text``; its tag ``letters`` is the length of the word.
 
+    ``apart``: both signs of the source are in another ink and on another paper than what is asked for, so that only the reference
+    tells these. Words, letters, walls and references are the same ones.
+
     Example: ``WordTasks(seed=0, count=1000, split="train")[0].text``
     """
 
-    def __init__(self, *, seed: int, count: int, split: Split, slips: float = 0.0) -> None:
+    def __init__(self, *, seed: int, count: int, split: Split, slips: float = 0.0, apart: bool = False) -> None:
         super().__init__(seed=seed, count=count, split=split)
         if not 0.0 <= slips <= 1.0:
             raise ValueError(f"slips lies in 0 to 1, not {slips}")
-        self.slips = slips
+        self.slips, self.apart = slips, apart
 
     def _task(self, index: int) -> Task:
         draws = Draws(generator(self.seed, "word", self.split, index))
@@ -67,10 +71,13 @@ class WordTasks(DrawnTasks):
         length = SHORTEST + draws.below(2)
         other = "".join(draws.sample([letter for letter in LETTERS if letter not in word], length))
         crop = _sign(1 - line, draws.below(WIDTH // CELL - length + 1), length)
-        source = _wall(draws)
-        write(source, crop, other, style)
-        write(source, box, "", style)
+        wall = _wall(draws)
         shown = "".join(_other(letter, draws) if draws.uniform() < self.slips else letter for letter in word)
+        hung = another_style(style, draws) if self.apart else style
+        source, sheet = wall.copy(), wall.copy()
+        write(source, crop, other, hung)
+        write(source, box, "", hung)
+        write(sheet, crop, other, style)
         target = source.copy()
         write(target, box, shown, style)
         mask = new_image("L", source.size)
@@ -80,7 +87,7 @@ class WordTasks(DrawnTasks):
             instruction=PROMPT.format(word),
             images=(source,),
             mask=mask,
-            reference=source.crop(crop),
+            reference=sheet.crop(crop),
             target=target,
             text=word,
             tags={"letters": str(len(word))},
@@ -104,6 +111,12 @@ def split_of_word(word: str) -> Split:
 
 def random_style(draws: Draws) -> Style:
     return Style(draws.choose(INKS), draws.choose(PAPERS), draws.choose(SIZES))
+
+
+def another_style(style: Style, draws: Draws) -> Style:
+    """One of another ink, and on another paper."""
+    inks, papers = ([colour for colour in all_of if colour not in (style.ink, style.paper)] for all_of in (INKS, PAPERS))
+    return Style(draws.choose(inks), draws.choose(papers), draws.choose(SIZES))
 
 
 def write(picture: Image, box: tuple[int, int, int, int], word: str, style: Style) -> None:

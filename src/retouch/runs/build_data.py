@@ -185,7 +185,7 @@ def steps_of(phases: Sequence[ResolvedPhase], sets: Sequence[Sets]) -> list[rang
 def playground_tasks(data: DrawnData, *, in_turn: bool = False) -> Sequence[Task]:
     """``in_turn``: complexities of equal weights are taken in turn, so that the set holds equally many of each."""
     if isinstance(data, WordData):
-        return WordTasks(seed=data.seed, count=data.count, split=data.split, slips=data.slips)
+        return WordTasks(seed=data.seed, count=data.count, split=data.split, slips=data.slips, apart=data.apart)
     assert isinstance(data, PlaygroundData | PaintingData)
     complexity = _in_turn(data.complexity) if in_turn else data.complexity
     if isinstance(data, PaintingData):

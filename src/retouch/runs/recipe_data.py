@@ -87,11 +87,14 @@ class PaintingData(DrawnData):
 
 
 class WordData(DrawnData):
-    """Words to paint on an empty sign, in the style of the sign beside it. ``ocr`` reads them."""
+    """Words to paint on an empty sign, in the style of the sign beside it or of a reference. ``ocr`` reads them, and
+    ``playground-signs`` looks at the style."""
 
     kind: Literal["playground-words"]
     slips: Share = 0.0
     """Share of letters that the targets have wrong; held-out tasks have none."""
+    apart: bool = Field(default=False, exclude_if=lambda apart: not apart)
+    """The picture's signs are in another ink and on another paper than what is asked for, which the reference alone shows."""
 
 
 class PicturedData(DataSection):

@@ -7,7 +7,7 @@ from retouch.rewards.combining import Combination, Combine, combination
 from retouch.rewards.formula_reading import read_formula
 from retouch.runs import recipe_judges as judges
 from retouch.runs import recipe_reward_local as local
-from retouch.runs.recipe_data import PaintingData, PlaygroundData, PromptData
+from retouch.runs.recipe_data import PaintingData, PlaygroundData, PromptData, WordData
 from retouch.runs.recipe_errors import nearest
 from retouch.runs.recipe_phases import ResolvedPhase
 from retouch.runs.recipe_reward import Several
@@ -77,6 +77,8 @@ def reward_data_problems(recipe: "Recipe", phase: ResolvedPhase, at: str) -> Ite
             yield f"{path}.kind: playground judges its own edits only, and {other}"
         if isinstance(part, local.PaintingReward) and not isinstance(phase.data, PaintingData):
             yield f"{path}.kind: playground-paintings judges its own scenes only, and {other}"
+        if isinstance(part, local.SignReward) and not isinstance(phase.data, WordData):
+            yield f"{path}.kind: playground-signs judges signs of playground-words only, and {other}"
         compares = isinstance(part, _COMPARE) or (isinstance(part, judges.AspectsReward) and "identity" in part.aspects)
         if compares and isinstance(phase.data, PromptData | PaintingData):
             what = "aspects: identity" if isinstance(part, judges.AspectsReward) else f"kind: {part.kind}"

@@ -24,6 +24,12 @@ class PaintingReward(RewardSection):
     kind: Literal["playground-paintings"]
 
 
+class SignReward(RewardSection):
+    """The playground's judge of signs: whether ink and paper are those of the reference."""
+
+    kind: Literal["playground-signs"]
+
+
 class PhotosReward(RewardSection):
     """How much of the source is still there, times how near the picture comes to a colour."""
 
@@ -199,6 +205,7 @@ class ImportedReward(RewardSection):
 LocalReward: TypeAlias = (
     PlaygroundReward
     | PaintingReward
+    | SignReward
     | PhotosReward
     | ShareReward
     | CompressibilityReward

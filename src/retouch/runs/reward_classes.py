@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _CLASSES: Mapping[type[RewardSection], str] = {
     local.PlaygroundReward: "retouch.playground.judge:PlaygroundJudge",
     local.PaintingReward: "retouch.playground.painting_judge:PaintingJudge",
+    local.SignReward: "retouch.playground.sign_judge:SignJudge",
     local.PhotosReward: "retouch.rewards.photos:PhotosReward",
     local.ShareReward: "retouch.rewards.share:ShareReward",
     local.CompressibilityReward: "retouch.rewards.compressibility:CompressibilityReward",

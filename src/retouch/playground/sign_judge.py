@@ -1,0 +1,77 @@
+"""The judge of signs: whether ink and paper of what was painted are those of the reference. What stands there is for a reader.
+
+Colours are red, green and blue, 0 to 255, and distances between them Euclidean.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy import ndarray
+from PIL.Image import Image
+
+from retouch.types import Column, Sample, Scores, Task
+
+DARKEST = 8
+CONTRAST = 60.0
+SAME, OTHER = 16.0, 80.0
+
+Pixels: TypeAlias = Int[ndarray, "n 3"]
+Colour: TypeAlias = Float[ndarray, " 3"]
+
+
+class SignJudge:
+    """Columns, each 0 to 1, of the pixels that the task's mask marks against those of its ``reference``:
+
+    - ``paper``: 1 - clip((d - 16) / 64, 0, 1), where d is the distance between the two papers: the medians of red, green and blue.
+    - ``ink``: the same of the two inks: the mean of the 8 pixels that are farthest from their paper. 0 where it is not 60 away from
+      the paper: nothing is written there.
+    - ``style``: the mean of both.
+
+    Letters are blurred at their edges, differently in every word, which moves an ink by less than 16. A sample without a picture, or
+    with one of another size than the mask, is the policy's own fault: 0.
+    """
+
+    columns: Mapping[str, Column] = {"style": Column(0.0, 1.0), "paper": Column(0.0, 1.0), "ink": Column(0.0, 1.0)}
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """Each column as (b,), float32. ValueError for a task without a mask or a reference."""
+        asked: dict[int, tuple[Colour, Colour]] = {}
+        found = np.zeros((len(samples), 2), dtype=np.float32)
+        for row, sample in enumerate(samples):
+            mask, reference = _marked(sample.task)
+            if id(sample.task) not in asked:
+                asked[id(sample.task)] = paper_and_ink(_pixels(reference).reshape(-1, 3))
+            if sample.image is not None and sample.image.size == mask.size:
+                found[row] = _alike(_pixels(sample.image)[np.asarray(mask) > 127], *asked[id(sample.task)])
+        paper, ink = torch.from_numpy(found).unbind(dim=1)
+        return {"style": (paper + ink) / 2, "paper": paper, "ink": ink}
+
+
+def paper_and_ink(pixels: Pixels) -> tuple[Colour, Colour]:
+    """Of a sign's pixels; where nothing is written the ink is all but the paper."""
+    paper = np.median(pixels, axis=0)
+    away = np.linalg.norm(pixels - paper, axis=1)
+    return paper, pixels[np.argsort(-away, kind="stable")[:DARKEST]].mean(axis=0)
+
+
+def _alike(pixels: Pixels, paper: Colour, ink: Colour) -> tuple[float, float]:
+    own_paper, own_ink = paper_and_ink(pixels)
+    written = np.linalg.norm(own_ink - own_paper) >= CONTRAST
+    return _agreement(own_paper, paper), _agreement(own_ink, ink) if written else 0.0
+
+
+def _agreement(one: Colour, other: Colour) -> float:
+    return 1.0 - float(np.clip((np.linalg.norm(one - other) - SAME) / (OTHER - SAME), 0.0, 1.0))
+
+
+def _marked(task: Task) -> tuple[Image, Image]:
+    if task.mask is None or task.mask.getbbox() is None or task.reference is None:
+        raise ValueError(f"task {task.id!r} has no sign (a mask) and reference: the judge of signs needs the playground's own words")
+    return task.mask, task.reference
+
+
+def _pixels(image: Image) -> Int[ndarray, "h w 3"]:
+    return np.asarray(image.convert("RGB")).astype(np.int64)
