@@ -138,7 +138,7 @@ def colours(task: Task) -> tuple[tuple[int, ...], ...]:
 def hanging(task: Task) -> tuple[tuple[int, ...], ...]:
     """Ink and paper of the sign that hangs in the picture."""
     assert task.mask is not None
-    left, top, right, bottom = task.mask.getbbox()
+    left, top, *_ = task.mask.getbbox()
     other = words.LINE - top
     whole = task.images[0].crop((0, other, words.WIDTH, other + words.LINE))
     papers = [colour for _, colour in sorted(whole.getcolors(), reverse=True) if colour in PAPERS]

@@ -30,8 +30,8 @@ class SignJudge:
       the paper: nothing is written there.
     - ``style``: the mean of both.
 
-    Letters are blurred at their edges, differently in every word, which moves an ink by less than 16. A sample without a picture, or
-    with one of another size than the mask, is the policy's own fault: 0.
+    Letters are blurred at their edges, differently in every word, which moves an ink by less than 16. A sample without a picture,
+    or with one of another size than the mask, is the policy's own fault: 0.
     """
 
     columns: Mapping[str, Column] = {"style": Column(0.0, 1.0), "paper": Column(0.0, 1.0), "ink": Column(0.0, 1.0)}
@@ -69,7 +69,7 @@ def _agreement(one: Colour, other: Colour) -> float:
 
 def _marked(task: Task) -> tuple[Image, Image]:
     if task.mask is None or task.mask.getbbox() is None or task.reference is None:
-        raise ValueError(f"task {task.id!r} has no sign (a mask) and reference: the judge of signs needs the playground's own words")
+        raise ValueError(f"task {task.id!r} has no sign (a mask) and reference: playground-signs judges the playground's own words")
     return task.mask, task.reference
 
 
