@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
 from retouch.rewards.edit_distance import comparable, edit_distance, similarity
-from retouch.rewards.ocr import Line, OcrReward, RapidReader
+from retouch.rewards.ocr import OcrReward
+from retouch.rewards.text_readers import Line, RapidReader
 from retouch.testing import check_reward
 from retouch.types import Reward, Sample, Task
 

@@ -148,6 +148,16 @@ TWO = {"clip": {"kind": "clip"}, "judge": {"kind": "aspects", "judge": JUDGE}}
         (several(lone={"kind": "lpips"}), {}, "reward.rewards.lone.weights: missing: AlexNet's features"),
         (several(**{"a/b": {"kind": "ocr"}}), {}, "reward.rewards.a/b"),
         ({"kind": "several", "rewards": {}, "combine": "a"}, {}, "reward.rewards: should have at least 1 item"),
+        (
+            {"kind": "ocr", "reader": {"kind": "paddleocr"}, "line_width": 160, "combine": {"correctness": 1}},
+            {},
+            "reward.line_width: RapidOCR's alone, and paddleocr reads here",
+        ),
+        (
+            {"kind": "ocr", "reader": {"kind": "paddle"}, "combine": {"correctness": 1}},
+            {},
+            "reward.reader.kind: 'paddle' is not 'paddleocr'",
+        ),
         (ASPECTS, {"reward__temperature": 0}, "reward.n_evals: 3 answers at temperature 0 are one answer"),
         (
             ASPECTS,

@@ -1,8 +1,7 @@
-"""Whether the text that was asked for stands in the picture, and no other, as read by RapidOCR on the CPU (models in its wheel)."""
+"""Whether the text that was asked for stands in the picture, and no other, as a reader of text reads it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias, get_args, runtime_checkable
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -11,62 +10,11 @@ from PIL.Image import new as new_image
 from PIL.ImageDraw import Draw
 
 from retouch.rewards.edit_distance import comparable, similarity
+from retouch.rewards.identity import Fingerprinted
+from retouch.rewards.text_readers import Line, LineReader, RapidReader, TextReader
 from retouch.types import Column, Sample, Scores, Task
 
 Where: TypeAlias = Literal["picture", "mask", "box"]
-Corners: TypeAlias = tuple[tuple[float, float], ...]
-
-_SMALLEST = 4  # pixels a side: no letter fits into less
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A line of text that was found, with the reader's confidence, 0 to 1, and where it is known its outline, (x, y) in pixels."""
-
-    text: str
-    confidence: float
-    corners: Corners = ()
-
-
-class TextReader(Protocol):
-    """Finds the lines of text in a picture, from top to bottom."""
-
-    def __call__(self, image: Image) -> list[Line]: ...
-
-
-@runtime_checkable
-class LineReader(Protocol):
-    """Reads pictures of one line each, which need no finding."""
-
-    def read_lines(self, images: Sequence[Image]) -> list[Line]: ...
-
-
-class RapidReader:
-    """RapidOCR with the models of its own wheel; nothing is downloaded. ValueError: it is not installed (extra ``ocr``).
-
-    ``line_width``: a line is brought to a height of 48 px to be read, and filled up to this width in px; None takes RapidOCR's own,
-    320. Short lines cost less with less; longer ones are read whole in any case.
-    """
-
-    def __init__(self, *, threads: int = 1, line_width: int | None = None) -> None:
-        self._engine = _engine(threads, line_width)
-
-    def __call__(self, image: Image) -> list[Line]:
-        """The lines of text; none in a picture of under 4 pixels a side."""
-        if min(image.size) < _SMALLEST:
-            return []
-        found = self._engine(_pixels(image))
-        if found.txts is None:
-            return []
-        outlines = [tuple((float(x), float(y)) for x, y in box) for box in found.boxes]
-        return [Line(text, float(sure), at) for text, sure, at in zip(found.txts, found.scores, outlines, strict=True)]
-
-    def read_lines(self, images: Sequence[Image]) -> list[Line]:
-        """The one line of text in each picture, read as a batch; "" where none can be read."""
-        large = [image for image in images if min(image.size) >= _SMALLEST]
-        read = self._engine.recognize_txt([_pixels(image) for image in large]) if large else None
-        lines = iter(() if read is None else [Line(text, float(sure)) for text, sure in zip(read.txts, read.scores, strict=True)])
-        return [next(lines) if min(image.size) >= _SMALLEST else Line("", 0.0) for image in images]
 
 
 class OcrReward:
@@ -95,10 +43,18 @@ class OcrReward:
     ) -> None:
         if where not in get_args(Where):
             raise ValueError(f"where is one of {', '.join(get_args(Where))}, not {where!r}")
+        if reader is not None and line_width is not None:
+            raise ValueError("line_width is RapidOCR's alone; leave it out beside another reader")
         self.reader = reader or RapidReader(threads=threads, line_width=line_width)
         if where == "box" and not isinstance(self.reader, LineReader):
             raise ValueError(f"{type(self.reader).__name__} has no read_lines(images); with where='box' it must read single lines")
         self.where = where
+
+    @property
+    def fingerprint(self) -> str:
+        """Who reads, and where."""
+        own = self.reader.fingerprint if isinstance(self.reader, Fingerprinted) else type(self.reader).__name__
+        return f"{own}, {self.where}"
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Each column as (b,), float32. A sample without a picture is the policy's own fault: 0."""
@@ -152,18 +108,3 @@ def _inside(line: Line, mask: Image) -> float:
     Draw(outline).polygon([(round(x), round(y)) for x, y in line.corners], fill=255)
     covered = np.asarray(outline) > 0
     return float((np.asarray(mask) > 127)[covered].mean()) if covered.any() else 0.0
-
-
-def _pixels(image: Image) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Blue, green, red, as the reader takes them."""
-    return np.asarray(image.convert("RGB"))[:, :, ::-1]
-
-
-def _engine(threads: int, line_width: int | None) -> Any:
-    try:
-        from rapidocr import RapidOCR
-    except ImportError:
-        raise ValueError("reading text in pictures needs rapidocr: pip install 'retouch[ocr]'") from None
-    limits = {f"EngineConfig.onnxruntime.{kind}_op_num_threads": threads for kind in ("intra", "inter")}
-    shape = {} if line_width is None else {"Rec.rec_img_shape": [3, 48, line_width]}
-    return RapidOCR(params={"Global.log_level": "critical", **limits, **shape})

@@ -10,7 +10,7 @@ import torch
 from PIL.Image import Image
 
 from retouch.rewards.edit_distance import comparable
-from retouch.rewards.ocr import RapidReader, TextReader
+from retouch.rewards.text_readers import RapidReader, TextReader
 from retouch.types import Column, Sample, Scores, Task
 
 # Matched against text without spaces, in lower case, as readers often lose the spaces.

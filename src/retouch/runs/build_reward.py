@@ -7,6 +7,7 @@ import torch
 
 from retouch.renderers.answers import answer_in
 from retouch.rewards.judges.panel import Panel
+from retouch.rewards.paddle_reader import PaddleReader
 from retouch.rewards.remote.client import RemoteReward
 from retouch.rewards.several import Several
 from retouch.runs import recipe_judges, recipe_reward, recipe_reward_local
@@ -45,6 +46,9 @@ def _build(section: recipe_reward.Part, device: torch.device | str, askers: Aske
             return _remote(section)
         case recipe_reward_local.PromptQualityReward():
             made = reward_class(section)(answer=answer_in)
+        case recipe_reward_local.OcrReward(reader=recipe_reward_local.PaddleOcr(model=model)):
+            reader = PaddleReader(threads=section.threads, model=model)
+            made = reward_class(section)(reader, where=section.where, line_width=section.line_width)
         case recipe_judges.JudgeReward():
             panel = Panel(askers.open(section.judge), repeats=section.n_evals, temperature=section.temperature, seed=section.seed)
             made = reward_class(section)(panel, **_arguments(section, without=_PANEL))

@@ -37,6 +37,8 @@ def reward_problems(recipe: "Recipe") -> Iterator[str]:
             yield f"{path}: combine and max_missing stand above several rewards, for all of them together; move them there"
         if isinstance(part, local.ThinkReward | local.PromptQualityReward) and not isinstance(recipe.policy, AutoregressivePolicy):
             yield f"{path}.kind: {part.kind} judges what a policy wrote, and this one makes pictures; take another reward"
+        if isinstance(part, local.OcrReward) and part.reader is not None and part.line_width is not None:
+            yield f"{path}.line_width: RapidOCR's alone, and {part.reader.kind} reads here; leave it out"
         if isinstance(part, judges.JudgeReward):
             yield from _judge(recipe, path, prefix, part, combined)
 

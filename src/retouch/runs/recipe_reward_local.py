@@ -5,7 +5,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, JsonValue
 
 from retouch.runs.recipe_reward_section import RewardDevice, RewardSection
-from retouch.runs.recipe_section import ClassPath, Count, NonNegative, Share
+from retouch.runs.recipe_section import ClassPath, Count, NonNegative, Section, Share
 
 Colour: TypeAlias = tuple[
     Annotated[int, Field(ge=0, le=255)], Annotated[int, Field(ge=0, le=255)], Annotated[int, Field(ge=0, le=255)]
@@ -164,16 +164,26 @@ class PaintedTextReward(RewardSection):
     """Of the reader in a line; those below are passed over."""
 
 
+class PaddleOcr(Section):
+    """PaddleOCR, which downloads its models unless they are in its cache; untested on the real ones."""
+
+    kind: Literal["paddleocr"]
+    model: str | None = None
+    """Its recogniser by name, ``korean_PP-OCRv5_mobile_rec``; null is the package's default, which differs between its versions."""
+
+
 class OcrReward(RewardSection):
     """Whether the text that was asked for stands in the picture, and no other."""
 
     kind: Literal["ocr"]
+    reader: PaddleOcr | None = Field(default=None, exclude_if=lambda reader: reader is None)
+    """What reads; null is RapidOCR, whose models came with it."""
     where: Literal["picture", "mask", "box"] = "picture"
     """Where the text is looked for: in all of the picture, in the task's mask, or in the mask's box, read as one line."""
     threads: Count = 1
     """CPU threads of the reader."""
     line_width: Count | None = Field(default=None, exclude_if=lambda width: width is None)
-    """Width in px up to which lines, at 48 px of height, are filled up to be read: less is faster; null is RapidOCR's 320."""
+    """Width in px up to which RapidOCR fills up lines, at 48 px of height, to read them: less is faster; null is its own, 320."""
 
 
 class ThinkReward(RewardSection):

@@ -1,0 +1,137 @@
+"""A strict double of PaddleOCR 3: the arguments that it knows, the pictures that it takes, and results of the form that it gives.
+
+It reads bars of one colour, each a line of text that names the colour, so a picture in another order of channels reads as another.
+"""
+
+import ctypes
+import signal
+import sys
+import types
+from typing import Any
+
+import numpy as np
+
+SIZE = (8, 30)  # a bar's height and width
+LINES = {(255, 0, 0): ("blue", 0.9), (0, 0, 255): ("red", 0.8), (0, 200, 0): ("green", 0.3)}  # blue, green, red
+MODELS = ("PP-OCRv6_medium_rec", "korean_PP-OCRv5_mobile_rec")
+_COMMON = {"device": str, "engine": str, "enable_hpi": bool, "cpu_threads": int, "enable_mkldnn": bool, "precision": str}
+
+
+def install(monkeypatch: Any) -> list[tuple[str, Any]]:
+    """The packages ``paddle`` and ``paddleocr``; returns a list that fills with what is made."""
+    made: list[tuple[str, Any]] = []
+    framework, package = types.ModuleType("paddle"), types.ModuleType("paddleocr")
+    framework.disable_signal_handler = _disable_signal_handler
+    package.__version__ = "3.7.0"
+    package.PaddleOCR = lambda **given: _kept(made, PaddleOCR(**given))
+    package.TextRecognition = lambda **given: _kept(made, TextRecognition(**given))
+    monkeypatch.setitem(sys.modules, "paddle", framework)
+    monkeypatch.setitem(sys.modules, "paddleocr", package)
+    return made
+
+
+def _kept(made: list[Any], one: Any) -> Any:
+    made.append(one)
+    return one
+
+
+def _disable_signal_handler() -> None:
+    """As the package does, behind Python's back."""
+    ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
+
+
+class PaddleOCR:
+    def __init__(
+        self,
+        *,
+        text_detection_model_name: str | None = None,
+        text_recognition_model_name: str | None = None,
+        use_doc_orientation_classify: bool | None = None,
+        use_doc_unwarping: bool | None = None,
+        use_textline_orientation: bool | None = None,
+        text_rec_score_thresh: float | None = None,
+        **common: Any,
+    ) -> None:
+        turns = (use_doc_orientation_classify, use_doc_unwarping, use_textline_orientation)
+        assert turns == (False, False, False), "None loads three more models, which turn and unwarp the picture"
+        assert text_detection_model_name is None
+        self.common = _known(common)
+        self.model = _model(text_recognition_model_name)
+        self.threshold = text_rec_score_thresh or 0.0
+        self.asked: list[Any] = []
+
+    def predict(self, input: Any) -> list[dict[str, Any]]:
+        pictures = [_picture(picture) for picture in (input if isinstance(input, list) else [input])]
+        self.asked += pictures
+        return [self._result(picture) for picture in pictures]
+
+    def _result(self, picture: np.ndarray) -> dict[str, Any]:
+        lines = _lines(picture)
+        sure = [line for line in lines if line[1] >= self.threshold]
+        outlines = [line[2] for line in sure]
+        boxes = np.array([[*outline.min(0), *outline.max(0)] for outline in outlines], dtype=np.int16)
+        return {
+            "input_path": None,
+            "page_index": None,
+            "dt_polys": [line[2] for line in lines],  # also of lines that were not sure enough
+            "rec_texts": [line[0] for line in sure],
+            "rec_scores": [line[1] for line in sure],
+            "rec_polys": outlines,
+            "rec_boxes": boxes,
+        }
+
+
+class TextRecognition:
+    def __init__(
+        self, *, model_name: str | None = None, model_dir: str | None = None, input_shape: Any = None, **common: Any
+    ) -> None:
+        assert model_dir is None
+        assert input_shape is None, "it would press long lines into this shape"
+        self.common = _known(common)
+        self.model = _model(model_name)
+        self.asked: list[Any] = []
+
+    def predict(self, input: Any, batch_size: int | None = None) -> list[dict[str, Any]]:
+        assert isinstance(input, list)
+        assert input, "it is never asked for nothing"
+        assert type(batch_size) is int
+        pictures = [_picture(picture) for picture in input]
+        self.asked += pictures
+        read = [next(iter(_lines(picture)), ("", 0.0, None)) for picture in pictures]
+        return [{"input_path": None, "page_index": None, "rec_text": text, "rec_score": sure} for text, sure, _ in read]
+
+
+def _known(common: dict[str, Any]) -> dict[str, Any]:
+    for name, value in common.items():
+        if name not in _COMMON:
+            raise ValueError(f"Unknown argument: {name}")
+        assert type(value) is _COMMON[name], name
+    return common
+
+
+def _model(name: str | None) -> str:
+    if name is not None and name not in MODELS:
+        raise ValueError(f"No engine bindings registered for model {name!r}.")
+    return name or MODELS[0]
+
+
+def _picture(picture: Any) -> np.ndarray:
+    """The package passes over what is no array, with a warning, so the rows behind it move up; a size of 0 is an error there."""
+    assert type(picture) is np.ndarray
+    assert picture.dtype == np.uint8
+    assert picture.ndim == 3
+    assert picture.shape[2] == 3
+    assert picture.flags.c_contiguous
+    assert min(picture.shape[:2]) >= 4
+    return picture
+
+
+def _lines(picture: np.ndarray) -> list[tuple[str, float, np.ndarray]]:
+    """Text, confidence and outline (4, 2) of each bar, from top to bottom."""
+    found = []
+    for colour, (text, sure) in LINES.items():
+        rows, columns = np.nonzero((picture == np.array(colour)).all(-1))
+        if len(rows):
+            (top, bottom), (left, right) = (rows.min(), rows.max()), (columns.min(), columns.max())
+            found.append((text, sure, np.array([(left, top), (right, top), (right, bottom), (left, bottom)], dtype=np.int16)))
+    return sorted(found, key=lambda line: int(line[2][0, 1]))
