@@ -7,8 +7,8 @@
 //   retouch export RUNS/sft_think_s --to RUNS/sft_think_s/exported      # of recipes/emu3/sft_think_s.jsonnet
 //   retouch launch --nproc 8 recipes/emu3/sft_think_s__rl_c.jsonnet
 //
-// The same run name goes on where the run was. Nothing is pushed to a hub: `retouch export` writes what can be. The source's own `.pth`
-// features need --set data.trusted=true; `retouch data tokenize` makes safetensors of any edits.
+// The same run name goes on where the run was. `--set push.repo=USER/NAME --set push.every=100` pushes to the Hub as the source
+// does. Its own `.pth` features need --set data.trusted=true; `retouch data tokenize` makes safetensors of any edits.
 //
 // A healthy run. Weights move in the trial step, or the run does not begin.
 // - `reward/missing_fraction` is near 0: look there first. `reward/fault_fraction` is 0, since only whole pictures can be written after the

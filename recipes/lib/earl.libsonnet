@@ -109,6 +109,7 @@ local list(name) = std.extVar('APP__DATA_DIR') + '/' + name;
       kl: { kind: 'k3', weight: 3e-4 },
       normalise: 'token',
     },
+    devices: { reference: 'cpu' },
     samples: { every: 5 },
   },
 }

@@ -112,6 +112,9 @@ def test_what_trains_follows_from_counts() -> None:
     whole = rows(writer_plan(language, replace(setup, lora=None)))
     assert "writer, frozen weights" not in whole
     assert whole["gradients"] == whole["writer, trained weights"]
+    away = writer_plan(language, replace(setup, lora=None, waiting=True))
+    assert rows(away)["copies of the trained weights"] == whole["writer, trained weights"], "one of two"
+    assert away.phases[-1].bytes > whole["writer, trained weights"], "it comes over to be asked"
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -124,8 +124,8 @@ MUTANTS = (
     Mutant(
         "the reference moves with the policy",
         "policies/weights.py",
-        "name: parameter.detach().clone()",
-        "name: parameter.detach()",
+        "self.waiting.get(copy, parameter.device), copy=True)",
+        "self.waiting.get(copy, parameter.device))",
         f"{CONTRACT}[sde-all-1.0]",
     ),
     Mutant(

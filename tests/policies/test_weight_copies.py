@@ -67,6 +67,24 @@ def test_a_copy_holds_what_trains_and_stays_where_it_is():
     assert torch.equal(copies.copies["old"]["weight"], kept)
 
 
+def test_a_copy_may_wait_elsewhere_and_comes_over_for_its_block():
+    copies = WeightCopies(linear(), waiting={"reference": torch.device("meta")})
+    for name in ("reference", "old"):
+        copies.keep(name)
+    assert {name: copy["weight"].device.type for name, copy in copies.copies.items()} == {"reference": "meta", "old": "cpu"}
+    # A device that needs no GPU: the weights are on "meta", and the copy in memory.
+    module = linear().to("meta")
+    copies = WeightCopies(module, waiting={"reference": torch.device("cpu")})
+    kept = linear().weight.detach()
+    copies.copies["reference"] = {"weight": kept}
+    here = module.weight.data
+    with copies.using("reference"):
+        assert module.weight.device.type == "meta"
+        assert module.weight.data is not here
+    assert module.weight.data.data_ptr() == here.data_ptr()
+    assert copies.copies["reference"]["weight"] is kept
+
+
 @pytest.mark.parametrize("decay", [0.0, 0.25, 0.999, 1.0])
 def test_blend_keeps_the_share_decay_of_the_copy(decay):
     module = linear()

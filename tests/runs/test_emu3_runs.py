@@ -62,6 +62,14 @@ def test_a_run_trains_and_what_it_exports_goes_on(tmp_path, folder, document):
     assert "report.html" in {path.name for path in run.iterdir()}
 
 
+def test_a_reference_that_waits_elsewhere_changes_no_bit(tmp_path, document):
+    kl = {"kind": "policy_gradient", "surrogate": "reinforce", "kl": {"kind": "k3", "weight": 0.1}}
+    beside = trained(tmp_path, document(name="beside", objective=kl))
+    away = trained(tmp_path, document(name="away", objective=kl, devices={"reference": "cpu"}))
+    assert (beside / "metrics.jsonl").read_bytes() == (away / "metrics.jsonl").read_bytes()
+    assert metrics(away)[-1]["policy/kl"] > 0
+
+
 def test_supervised_learning_imitates_the_targets(tmp_path, document):
     objective = {"kind": "sft", "normalise": "token"}
     run = trained(tmp_path, document(objective=objective, steps=12, group_size=1, tasks_per_step=4, learning_rate=3e-3))

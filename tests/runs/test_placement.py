@@ -180,6 +180,9 @@ def test_parts_without_a_name_are_where_the_policy_is(tmp_path: Path, writer: Pa
     assert place(parse(tiny_writer_runs.recipe(tmp_path, writer)), ranks) == Placement(*[torch.device("cuda:5")] * 3)
     some = parse(tiny_writer_runs.recipe(tmp_path, writer, devices={"reward": "cpu", "offload": True}))
     assert place(some, ranks) == Placement(torch.device("cuda:5"), torch.device("cuda:5"), CPU, True)
+    kl = tiny_writer_runs.recipe(tmp_path, writer, devices={"reference": "cpu"})
+    kl["policy"]["train"] = {"kind": "full"}
+    assert place(parse(kl), ranks).waiting == {"reference": CPU}
 
 
 def test_devices_that_are_not_there_are_named(tmp_path: Path, writer: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,6 +128,8 @@ def test_the_encoder_has_no_default() -> None:
         ({"device": "cpu", "devices": {"policy": "cuda:0"}}, "device, devices.policy"),
         ({"policy": DENOISING, "renderer": None, "devices": {"renderer": "cuda:1"}}, "devices.renderer"),
         ({"policy": DENOISING, "renderer": None, "devices": {"offload": True}}, "devices.offload"),
+        ({"policy__train": {"kind": "lora"}, "devices": {"reference": "cpu"}}, "devices.reference"),
+        ({"policy__train": {"kind": "full"}, "devices": {"reference": "cpu"}, "sharding": "fsdp2"}, "devices.reference"),
         ({"policy__train": {"kind": "lora", "dropout": 0.1}}, "policy.train.dropout"),
     ],
 )

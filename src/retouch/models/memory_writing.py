@@ -32,8 +32,9 @@ class Writing:
 
     ``prompt`` and ``completion``: tokens of a row, at most. ``update``: (tasks, completions) in one forward with gradient;
     ``rollout``: the same of what is written at once; ``evaluation``: held-out tasks at once. ``logits_at_once``: tokens whose
-    logits exist at once. ``lora`` None trains all weights; ``trained_dtype`` and ``copies`` are of what trains. ``sharding``: what
-    ``ranks`` share. ``sets``: of the grammar.
+    logits exist at once. ``lora`` None trains all weights; ``trained_dtype`` and ``copies`` are of what trains. ``waiting``: the
+    reference is one of these and waits in the CPU's memory while it is not asked. ``sharding``: what ``ranks`` share. ``sets``: of
+    the grammar.
     """
 
     lora: Lora | None
@@ -47,6 +48,7 @@ class Writing:
     trained_dtype: torch.dtype
     copies: int
     gradient_checkpointing: bool
+    waiting: bool = False
     attention: str = "sdpa"
     sets: int = 1
     ranks: int = 1
@@ -61,19 +63,19 @@ def writer_plan(writer: Part, setup: Writing) -> MemoryPlan:
         frozen -= trained
     else:
         trained = lora_count(writer, rank=setup.lora.rank, targets=setup.lora.targets)
-    return MemoryPlan(tuple(row for row in _kept(setup, frozen, trained) if row.bytes), _phases(writer, setup))
+    return MemoryPlan(tuple(row for row in _kept(setup, frozen, trained) if row.bytes), _phases(writer, setup, trained))
 
 
 def _kept(setup: Writing, frozen: int, trained: int) -> list[Row]:
     sharded = 1 if setup.sharding == "replicated" else setup.ranks
     whole = setup.ranks if setup.sharding == "fsdp2" else 1
-    size = setup.trained_dtype.itemsize
+    size, beside = setup.trained_dtype.itemsize, setup.copies - setup.waiting
     rows = [
         Row("writer, frozen weights", math.ceil(frozen * setup.dtype.itemsize / whole)),
         Row("writer, trained weights", math.ceil(trained * size / whole)),
         Row("gradients", math.ceil(trained * size / whole)),
         Row("AdamW's two moments", math.ceil(trained * _ADAMW_BYTES / sharded)),
-        Row("copies of the trained weights", math.ceil(setup.copies * trained * size / whole)),
+        Row("copies of the trained weights", math.ceil(beside * trained * size / whole)),
     ]
     if setup.sharding == "zero2":
         # A bucket as large as all gradients, and this rank's shares of them and of the weights in fp32.
@@ -81,7 +83,7 @@ def _kept(setup: Writing, frozen: int, trained: int) -> list[Row]:
     return rows
 
 
-def _phases(writer: Part, setup: Writing) -> tuple[Row, ...]:
+def _phases(writer: Part, setup: Writing, trained: int) -> tuple[Row, ...]:
     """What comes and goes, one after the other."""
     config = _text_config(writer)
     layers, width = config["num_hidden_layers"], config["hidden_size"]
@@ -93,11 +95,14 @@ def _phases(writer: Part, setup: Writing) -> tuple[Row, ...]:
     update = layers * kept + most - kept if shared else layers * states + most
     gathered = 2 * _layer_bytes(writer) * setup.dtype.itemsize if setup.sharding == "fsdp2" else 0
     vocabulary = config["vocab_size"]
-    update += most_alive(lambda: _update_logits(setup.logits_at_once, vocabulary, width, setup))
+    logits = most_alive(lambda: _update_logits(setup.logits_at_once, vocabulary, width, setup))
+    update += logits
+    reference = trained * setup.trained_dtype.itemsize + reading_bytes(writer, tokens, setup.dtype) + logits
     return (
         Row("an update: activations and logits", update + gathered),
         Row("a rollout: cache and logits", _writing_bytes(writer, setup, *setup.rollout) + gathered),
         Row("an evaluation: cache and logits", _writing_bytes(writer, setup, setup.evaluation, setup.evaluation) + gathered),
+        *([Row("the reference, which comes over: its weights, states and logits", reference)] if setup.waiting else []),
     )
 
 

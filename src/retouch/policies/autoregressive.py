@@ -215,16 +215,17 @@ class AutoregressivePolicy:
         if needs.kl not in (None, "k3") or needs.log_ratio != "plain" or (needs.values and self.head is None):
             raise ValueError(f"{needs}: tokens have the k3 KL and the plain ratio, and values where the policy has a head")
         mask = trajectory.mask[part.rows, part.actions]
+        reference = None
+        if needs.kl is not None:  # first: a copy that waits elsewhere is gone again before the activations come
+            with torch.no_grad(), self.copies.using("reference"):
+                reference = self._measure(self.model.module, trajectory, part)
         states = self._chosen(self.module, trajectory, part)
         log_probs, entropy = self._measured(self.module, states, trajectory, part, with_entropy=needs.entropy)
         values = self._values(states, trajectory, part) if needs.values else None
         # What is stored for a masked action may be anything.
         acted = trajectory.log_probs[part.rows, part.actions].masked_fill(~mask, 0.0)
-        kl = scale = None
-        if needs.kl is not None:
-            with torch.no_grad(), self.copies.using("reference"):
-                reference = self._measure(self.model.module, trajectory, part)
-            kl = k3(log_probs, reference, mask=mask)
+        kl = None if reference is None else k3(log_probs, reference, mask=mask)
+        scale = None
         if trajectory.behaviour_log_probs is not None and self.tolerance.cap is not None:
             theirs = trajectory.behaviour_log_probs[part.rows, part.actions]
             scale = importance(acted, theirs, mask, cap=self.tolerance.cap)

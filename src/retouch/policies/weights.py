@@ -10,16 +10,21 @@ from torch import Tensor, nn
 class WeightCopies:
     """Copies of the trainable parameters of ``module``, by name of the copy.
 
-    A copy holds only what trains: the LoRA matrices, or all weights. Memory: one trainable set per copy.
+    A copy holds only what trains: the LoRA matrices, or all weights. Memory: one trainable set per copy. ``waiting``: where
+    copies of some names lie while they are not used; the others lie beside the weights.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, waiting: Mapping[str, torch.device] | None = None) -> None:
+        self.waiting = dict(waiting or {})
         self.parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.copies: dict[str, dict[str, Tensor]] = {}
 
     def keep(self, copy: str) -> None:
         """Make (or overwrite) a copy of the weights as they are now."""
-        self.copies[copy] = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        self.copies[copy] = {
+            name: parameter.detach().to(self.waiting.get(copy, parameter.device), copy=True)
+            for name, parameter in self.parameters.items()
+        }
 
     def keep_without_adapter(self, copy: str) -> None:
         """Make a copy that acts as the frozen weights alone: every LoRA B matrix is zero, so the adapter adds exactly 0."""
@@ -40,7 +45,7 @@ class WeightCopies:
         """Inside the block the module computes with the copy; no graph may be built there and kept."""
         current = {name: parameter.data for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
-            parameter.data = self.copies[copy][name]
+            parameter.data = self.copies[copy][name].to(parameter.device)
         try:
             yield
         finally:

@@ -243,7 +243,7 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
     plan = list(zip(phases, steps_of(phases, sets), strict=True))
     model, image_model = build_models(recipe, placement)
     sets = [with_pictures(each, image_model) for each in sets]
-    copies = make_trainable(model.module, recipe.policy, seed=recipe.seed)
+    copies = make_trainable(model.module, recipe.policy, seed=recipe.seed, waiting=placement.waiting)
     if recipe.sharding == "fsdp2" and ranks.world > 1:
         shard(model.module, ranks)
         copies = ShardedCopies(model.module)

@@ -1,6 +1,6 @@
 """The model that a recipe names, with what trains of it made trainable."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -86,8 +86,15 @@ def _playground(
             return QwenImageEdit.from_pretrained(path, dtype=dtype, device=device, size=size, **told)
 
 
-def make_trainable(module: nn.Module, policy: DenoisingPolicy | AutoregressivePolicy, *, seed: int) -> WeightCopies:
-    """Freeze everything, then let train what the recipe says: all weights of the module, or adapters in fp32."""
+def make_trainable(
+    module: nn.Module,
+    policy: DenoisingPolicy | AutoregressivePolicy,
+    *,
+    seed: int,
+    waiting: Mapping[str, torch.device] | None = None,
+) -> WeightCopies:
+    """Freeze everything, then let train what the recipe says: all weights of the module, or adapters in fp32. ``waiting``: see
+    ``WeightCopies``."""
     module.requires_grad_(isinstance(policy.train, FullWeights)).eval()
     if (lora := lora_of(policy.train)) is not None:
         _add_lora(module, lora, lora_targets(policy), seed=seed)
@@ -96,7 +103,7 @@ def make_trainable(module: nn.Module, policy: DenoisingPolicy | AutoregressivePo
     if policy.gradient_checkpointing and isinstance(policy, DenoisingPolicy):
         # A module without it raises its own clear error.
         module.enable_gradient_checkpointing()  # type: ignore[operator]
-    return WeightCopies(module)
+    return WeightCopies(module, waiting=waiting)
 
 
 def lora_targets(policy: DenoisingPolicy | AutoregressivePolicy) -> Sequence[str]:

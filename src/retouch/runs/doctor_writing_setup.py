@@ -48,6 +48,7 @@ def writing_setup(recipe: Recipe, policy: AutoregressivePolicy, described: Descr
         dtype=dtype,
         trained_dtype=torch.float32 if isinstance(train, recipe_train.Lora) else dtype,
         copies=len(copies_needed(recipe)),
+        waiting=recipe.devices is not None and recipe.devices.reference is not None and "reference" in copies_needed(recipe),
         gradient_checkpointing=policy.gradient_checkpointing,
         attention=model.attention,
         sets=2 if isinstance(model, TokenModel) else 1,

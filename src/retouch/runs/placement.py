@@ -1,7 +1,8 @@
 """Which device each part of a rank's work lies on, from what the recipe says and which rank this is."""
 
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -12,12 +13,14 @@ from retouch.runs.recipe_devices import Devices
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the parts of one rank lie. ``offload``: the renderer waits in the CPU's memory while nothing is drawn."""
+    """Where the parts of one rank lie. ``offload``: the renderer waits in the CPU's memory while nothing is drawn. ``waiting``:
+    where copies of the weights lie while they are not used, by their names; the others are with the policy."""
 
     policy: torch.device
     renderer: torch.device
     reward: torch.device
     offload: bool = False
+    waiting: Mapping[str, torch.device] = field(default_factory=dict)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -32,7 +35,8 @@ def place(recipe: Recipe, ranks: Ranks) -> Placement:
         ranks.device if name is None else own_device(name, devices, local_rank=_local_rank())
         for name in (devices.renderer, devices.reward)
     )
-    return Placement(ranks.device, renderer, reward, devices.offload)
+    waiting = {} if devices.reference is None else {"reference": torch.device(devices.reference)}
+    return Placement(ranks.device, renderer, reward, devices.offload, waiting)
 
 
 def join_ranks(recipe: Recipe) -> Ranks:

@@ -121,6 +121,10 @@ def _devices(recipe: "Recipe") -> Iterator[str]:
         for key in ("renderer", "offload"):
             if getattr(devices, key):
                 yield f"devices.{key}: this policy makes its own pictures, where it is; leave it out"
+    if devices.reference is not None and not (recipe.policy.kind == "autoregressive" and recipe.policy.train.kind == "full"):
+        yield "devices.reference: it is for writers whose weights all train; a LoRA's reference is small, so leave it out"
+    if devices.reference is not None and recipe.sharding == "fsdp2":
+        yield "devices.reference: fsdp2 spreads the reference over the ranks already; take zero2, or leave it out"
 
 
 def _batch(recipe: "Recipe") -> Iterator[str]:

@@ -1,6 +1,6 @@
 """The section of a recipe about where the parts of a run lie, for processes that use several devices or share a small one."""
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -21,6 +21,9 @@ class Devices(Section):
     """Models that judge in this process; null is where the policy is."""
     offload: bool = False
     """The image model waits in the CPU's memory while nothing is drawn, so that it and the policy can share a device in turn."""
+    reference: Literal["cpu"] | None = Field(default=None, exclude_if=lambda place: place is None)
+    """Where the reference of a writer whose weights all train waits while it is not asked: ``cpu``, or beside the policy. It comes
+    over for each microbatch."""
     memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Most of a GPU's memory that this process may take, as a share; null takes what it needs."""
     empty_cache_every: Count | None = None
