@@ -42,6 +42,9 @@ class KnownTestSet:
     name: str
     place: str
 
+    def __str__(self) -> str:
+        return f"{self.place} is {self.name}"
+
 
 def find_test_sets(places: Sequence[str | Path], *, split: str | None = None) -> tuple[KnownTestSet, ...]:
     """The known test sets among data-set ids and paths. ``split``: the split that is read; any that begins with "test" is one.
@@ -68,7 +71,7 @@ def refuse_test_sets(places: Sequence[str | Path], *, split: str | None = None, 
     """The test sets that a run trains on by its recipe's leave: record them. ValueError without that leave."""
     found = find_test_sets(places, split=split)
     if found and not allow_test_sets:
-        listed = "; ".join(f"{test.place} is {test.name}" for test in found)
+        listed = "; ".join(map(str, found))
         others = "".join(f" ({_INSTEAD[test.name]})" for test in found if test.name in _INSTEAD)
         raise ValueError(
             f"these are for testing, not for training: {listed}. Use others{others}, or say data.allow_test_sets: true; "

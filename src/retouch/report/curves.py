@@ -25,7 +25,7 @@ SIGNALS = {
 }
 # What is watched against reward hacking, and what each curve says.
 WATCHED = {
-    "watch/proxy": "the reward, on the same held-out pictures each time",
+    "watch/proxy": "the reward, on the same pictures each time",
     "watch/heldout": "a judge that is never trained on, of the same pictures",
     "watch/heldout_sigmas": "its change since it thought best of them, in standard errors",
     "watch/heldout_missing": "share of pictures that it could not judge",
@@ -93,9 +93,10 @@ def boundaries(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
 
 
 def reward_section(
-    metrics: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]], summary: Summary | None
+    metrics: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]], summary: Summary | None, *, judged: str
 ) -> Html | None:
-    """Training reward and held-out points in one chart where their scales agree, else in two; None where there is neither."""
+    """Training reward and evaluations in one chart where their scales agree, else in two; None where there is neither. ``judged``:
+    what the tasks of an evaluation are, held-out say."""
     raw = reward_points(metrics)
     column = headline_column(evals, summary)
     heldout = heldout_points(evals, column=column) if column else []
@@ -104,7 +105,7 @@ def reward_section(
         return None
     last_step = max([int(line["step"]) for line in metrics] + [int(line["step"]) for line in evals])
     training = _training_lines(raw) if has_reward else []
-    marks = [Line(f"held-out {column}", "held", heldout)] if heldout else []
+    marks = [Line(f"{judged} {column}", "held", heldout)] if heldout else []
     levels = _levels(summary, heldout) if summary and column == summary.column else []
     phases = boundaries(metrics)
     together = not training or not marks or _same_scale(raw, heldout)

@@ -23,7 +23,7 @@ for (const area of document.querySelectorAll(".area")) {
     hair.hidden = note.hidden = true;
   });
 }
-// Orders of the held-out pictures.
+// Orders of the pictures before and after.
 for (const cards of document.querySelectorAll(".cards[data-sortable]")) {
   const bar = document.createElement("div");
   bar.className = "orders";

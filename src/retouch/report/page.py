@@ -11,6 +11,7 @@ from retouch.report import curves, grids, headline, tables
 from retouch.report.markup import Html, join, tag
 from retouch.runs.files import write_atomic
 from retouch.runs.folder import RunFolder
+from retouch.runs.summary import standing
 
 
 def write_report(run: Path) -> Path:
@@ -79,13 +80,14 @@ def _sections(folder: RunFolder, recipe: Mapping[str, Any], versions: Mapping[st
     metrics, evals, summary = folder.read_metrics(), folder.read_evals(), folder.read_summary()
     time = curves.time_bars(folder.read_timings())
     column = curves.headline_column(evals, summary)
+    judged = standing(recipe.get("eval", {}).get("split", "test"))
     watched = [_section("Watched", _watched(metrics), "Nothing was watched yet.")] if recipe.get("watch") else []
     return join(
         [
-            _section("Reward", _one(curves.reward_section(metrics, evals, summary)), "No step yet, so no curve."),
+            _section("Reward", _one(curves.reward_section(metrics, evals, summary, judged=judged)), "No step yet, so no curve."),
             *watched,
-            _section("Held-out scores", _heldout(evals, column), "No evaluation on held-out tasks yet."),
-            _section("Before and after", _one(grids.before_after(folder, column=column)), "No pictures of held-out tasks yet."),
+            _section(f"{judged.capitalize()} scores", _heldout(evals, column, judged), f"No evaluation on {judged} tasks yet."),
+            _section("Before and after", _one(grids.before_after(folder, column=column)), f"No pictures of {judged} tasks yet."),
             _section("Training groups", _groups(folder), "No pictures of training samples yet."),
             _section("Signals", _signals(metrics), "Nothing but the reward was logged yet."),
             _section("Time", _one(time), "No step has been timed yet."),
@@ -104,9 +106,11 @@ def _one(piece: Html | None) -> list[Html]:
     return [] if piece is None else [piece]
 
 
-def _heldout(evals: Sequence[Mapping[str, Any]], column: str | None) -> list[Html]:
-    made = tables.heldout_tables(evals, first=column)
+def _heldout(evals: Sequence[Mapping[str, Any]], column: str | None, judged: str) -> list[Html]:
+    made = tables.heldout_tables(evals, first=column, judged=judged)
     note = "Means over tasks, before → after, and the change; in bold where the two 95 % intervals do not touch."
+    if judged != "held-out":
+        note += " These tasks train too, so what is measured is fit and no gain."
     return [*made, tag("p", note, class_="quiet")] if made else []
 
 

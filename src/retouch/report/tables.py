@@ -86,8 +86,8 @@ def falls(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def heldout_tables(evals: Sequence[Mapping[str, Any]], *, first: str | None) -> list[Html]:
-    """For each split, its first evaluation beside its last, the column ``first`` in front.
+def heldout_tables(evals: Sequence[Mapping[str, Any]], *, first: str | None, judged: str) -> list[Html]:
+    """For each split, its first evaluation beside its last, the column ``first`` in front. ``judged``: what "heldout" is.
 
     Scores whose names share a prefix ("success/") get their own table.
     """
@@ -95,12 +95,13 @@ def heldout_tables(evals: Sequence[Mapping[str, Any]], *, first: str | None) -> 
     for split in dict.fromkeys(line["split"] for line in evals):
         lines = sorted((line for line in evals if line["split"] == split), key=lambda line: int(line["step"]))
         before, after = lines[0], lines[-1]
+        name = judged if split == "heldout" else str(split)
         families: dict[str, list[str]] = {}
         for column in sorted(columns_of(after), key=lambda column: column != first):
             families.setdefault(column.rpartition("/")[0], []).append(column)
         steps = f"step {before['step']}" + ("" if before is after else f" → step {after['step']}")
         for family, columns in families.items():
-            title = f"{split}, {family}" if family else str(split)
+            title = f"{name}, {family}" if family else name
             made.append(_heldout(title, steps, before, after, columns))
     return made
 

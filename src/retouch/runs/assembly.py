@@ -14,7 +14,7 @@ from retouch.renderers.latents import LatentRenderer
 from retouch.renderers.offloaded import Offloaded
 from retouch.rewards.judging import Judge
 from retouch.runs import recipe_learning
-from retouch.runs.build_data import Sets, build_sets, steps_of, with_pictures
+from retouch.runs.build_data import Sets, sets_of, steps_of, with_pictures
 from retouch.runs.build_engine import Writing, build_engine
 from retouch.runs.build_head import build_head
 from retouch.runs.build_learning import build_phase, copies_needed
@@ -239,7 +239,7 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
     phases = recipe.resolved_phases()
     section = recipe.image_model
     size = None if isinstance(section, ImportedModel) else section.size
-    sets = [build_sets(recipe, phase.data, size=size) for phase in phases]
+    sets = sets_of(recipe, phases, size=size)
     plan = list(zip(phases, steps_of(phases, sets), strict=True))
     model, image_model = build_models(recipe, placement)
     sets = [with_pictures(each, image_model) for each in sets]

@@ -84,6 +84,15 @@ class Sets:
     tokens: TokenRows | None = None
 
 
+def sets_of(recipe: Recipe, phases: Sequence[ResolvedPhase], *, size: tuple[int, int] | None) -> list[Sets]:
+    """The sets of each phase. Data that phases share are read once, and what was wrong with them is said once."""
+    read: list[tuple[Data, Sets]] = []
+    for phase in phases:
+        if all(phase.data != data for data, _ in read):
+            read.append((phase.data, build_sets(recipe, phase.data, size=size)))
+    return [next(sets for data, sets in read if data == phase.data) for phase in phases]
+
+
 def build_sets(recipe: Recipe, data: Data, *, size: tuple[int, int] | None) -> Sets:
     """The tasks of a phase's data and the held-out ones of the run. ``size``: (height, width) that the model works at, if fixed.
 

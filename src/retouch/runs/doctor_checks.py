@@ -18,6 +18,7 @@ from retouch.runs.recipe_data import ComplexEditData, Data, DrawnData, HubData, 
 from retouch.runs.recipe_differences import differences
 from retouch.runs.recipe_policy import ImportedModel
 from retouch.runs.sharding_checks import check_sharding
+from retouch.runs.summary import standing
 from retouch.runs.trackers import require_trackers
 
 _SHOWN = 5
@@ -129,7 +130,8 @@ def _place(data: Data) -> tuple[str, bool]:
 
 
 def _described(recipe: Recipe, path: str, sets: Sets) -> Finding:
-    text = f"{path}: {len(sets.train)} tasks to train on, {len(sets.heldout)} held out"
+    judged = "held out" if standing(recipe.eval.split) == "held-out" else "of them judge the run, none held out"
+    text = f"{path}: {len(sets.train)} tasks to train on, {len(sets.heldout)} {judged}"
     if recipe.eval.headline:
         try:
             chosen([sets.heldout[index] for index in range(len(sets.heldout))], recipe.eval.headline)

@@ -15,7 +15,7 @@ from retouch.runs.evaluation import Evaluated, chosen, paired_gain, table
 from retouch.runs.folder import RunFolder
 from retouch.runs.journal import JournaledJudge
 from retouch.runs.recipe import Recipe
-from retouch.runs.summary import Summary
+from retouch.runs.summary import Summary, standing
 
 REWARD = "reward"
 
@@ -58,7 +58,7 @@ class Outcome:
         if missing > allowed and not (column is not None and column.diagnostic):
             self.judged.forget_missing(step, split="heldout", column=None if column is None else self._column)
             raise TooManyMissing(
-                f"{missing:.0%} of the held-out pictures have no {self._column}, and the recipe allows {allowed:.0%} "
+                f"{missing:.0%} of the {self._standing} pictures have no {self._column}, and the recipe allows {allowed:.0%} "
                 "(reward.max_missing): the judge is failing. Start the run again when it answers"
             )
 
@@ -84,7 +84,7 @@ class Outcome:
         columns = [name for name in now["all"] if name != "n" and (name != REWARD or self._column == REWARD)]
         told = (self._column, *self.parts.judge.combination.columns)
         shown = {name: max(16, len(name) + 2) for name in columns if "/" not in name or name in told}
-        yield f"held-out tasks after step {step}" + (" (before -> after)" if step else "")
+        yield f"{self._standing} tasks after step {step}" + (" (before -> after)" if step else "")
         yield f"  {'':<18}{'n':>5}  " + "".join(f"{name:>{width}}" for name, width in shown.items())
         for row, means in now.items():
             cells = (f"{_cell(start[row].get(name), means.get(name), step):>{width}}" for name, width in shown.items())
@@ -121,6 +121,10 @@ class Outcome:
         return float(values[self.kept].nanmean())
 
     @property
+    def _standing(self) -> str:
+        return standing(self.recipe.eval.split)
+
+    @property
     def _column(self) -> str:
         if self.recipe.eval.column is not None:
             return self.recipe.eval.column
@@ -135,7 +139,7 @@ class Outcome:
     def _on(self) -> str:
         told = " and ".join(f"{tag} {' or '.join(values)}" for tag, values in (self.recipe.eval.headline or {}).items())
         count = int(self.kept.sum())
-        return f"{count} held-out task{'s' * (count != 1)}" + (f" of {told}" if told else "")
+        return f"{count} {self._standing} task{'s' * (count != 1)}" + (f" of {told}" if told else "")
 
     def _path(self, step: int) -> Path:
         return self.folder.root / "evals" / f"step-{step:06d}.json"

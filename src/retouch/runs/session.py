@@ -70,9 +70,8 @@ def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
         with named(recipe, lambda: "loading"):
             watchers = None if recipe.watch is None else build_watchers(recipe.watch, device=ranks.device, keep=ledger.keep)
             parts = assemble(recipe, ranks, ledger=ledger)
-        for sets in parts.sets:
-            for test_set in sets.test_sets:
-                log.warning("trains on a known test set, as the recipe allows: %s", test_set)
+        for test_set in dict.fromkeys(test_set for sets in parts.sets for test_set in sets.test_sets):
+            log.warning("trains on a known test set, as the recipe allows: %s", test_set)
         if recipe.eval.split == "train":
             log.warning("nothing is held out: the run is judged by the tasks that train, which measures fit and no gain")
         for calls in judge_calls(recipe, steps=[len(steps) for _, steps in parts.plan], heldout=len(parts.sets[0].heldout)):

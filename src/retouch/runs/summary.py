@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 from retouch.types import Json
 
 
+def standing(split: str) -> str:
+    """What the tasks are that a run is judged by, as ``eval.split`` has them: held-out ones, or those that train."""
+    return "trained-on" if split == "train" else "held-out"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """The held-out reward before and after training, and what it stands beside.

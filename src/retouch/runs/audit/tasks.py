@@ -5,7 +5,7 @@ from functools import cache
 from retouch.data.sampler import tasks_for_step
 from retouch.rewards.ledger.database import text
 from retouch.runs.audit.opening import Scored
-from retouch.runs.build_data import build_sets, steps_of
+from retouch.runs.build_data import sets_of, steps_of
 from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_policy import ImportedModel
 from retouch.types import Codes, Task
@@ -19,7 +19,7 @@ class RunTasks:
         size = None if isinstance(section, ImportedModel) else section.size
         self._recipe = recipe
         self._phases = recipe.resolved_phases()
-        self._sets = [build_sets(recipe, phase.data, size=size) for phase in self._phases]
+        self._sets = sets_of(recipe, self._phases, size=size)
         self._steps = steps_of(self._phases, self._sets)
         self._drawn = cache(self._draw)
 
