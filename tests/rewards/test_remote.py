@@ -3,6 +3,8 @@
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -33,6 +35,14 @@ def expected(samples: list[Sample]) -> torch.Tensor:
 
 def equal(given: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(given, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def ask_until(true: Callable[[], bool], reward: RemoteReward, samples: list[Sample]) -> None:
+    """Ask for right scores until it is true; a minute of that is an error."""
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end, "it never came true"
+        equal(reward(samples)["digest"], expected(samples))
 
 
 def test_a_served_judge_gives_the_same_numbers_and_keeps_its_promises() -> None:
@@ -148,8 +158,7 @@ def test_a_server_that_comes_back_is_asked_again() -> None:
         equal(reward(samples)["digest"], expected(samples))
         failed = flaky.asked
         state["kind"] = "none"
-        while flaky.asked < failed + 10:
-            equal(reward(samples)["digest"], expected(samples))
+        ask_until(lambda: flaky.asked >= failed + 10, reward, samples)
 
 
 def test_a_slow_server_is_hedged() -> None:
@@ -160,13 +169,11 @@ def test_a_slow_server_is_hedged() -> None:
         bad_server("none") as good,
         closing(RemoteReward([slow.url, good.url], batch=1, concurrency=1, hedge=True, hedge_share=1.0)) as reward,
     ):
-        while reward.stats()["calls"] < 40:  # by then it is known how long a request takes
-            equal(reward(samples)["digest"], expected(samples))
+        ask_until(lambda: reward.stats()["calls"] >= 40, reward, samples)  # by then it is known how long a request takes
         state["kind"] = "hang"
         before = reward.stats()["hedges"]
         hung = slow.asked
-        while slow.asked == hung:
-            equal(reward(samples)["digest"], expected(samples))
+        ask_until(lambda: slow.asked > hung, reward, samples)
         assert reward.stats()["hedges"] > before
         assert "faults/timeout" not in reward.stats()
 
