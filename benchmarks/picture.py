@@ -26,15 +26,17 @@ def main(run: Path, out: Path) -> None:
     width = LEFT + 2 * (across + 3 * GAP)
     rows = (len(after) + 1) // 2
     captions = [caption(before[line["task"]], line) for line in after]
-    text = 4 + LINE * max(len(lines) for lines in captions)
-    sheet = Image.new("RGB", (width, 28 + rows * (SIDE + text + GAP)), "white")
+    high = height_of(folder.samples(last) / after[0]["image"])
+    below = LINE if high < SIDE else 0  # a score in the corner of a low picture would hide what it shows
+    text = 4 + below + LINE * max(len(lines) for lines in captions)
+    sheet = Image.new("RGB", (width, 28 + rows * (high + text + GAP)), "white")
     draw = ImageDraw.Draw(sheet)
     font = ImageFont.load_default(13)
     for half in range(2):
         for column, name in enumerate(columns):
             draw.text((LEFT + half * width // 2 + column * (SIDE + GAP), 6), name, fill="#555", font=font)
     for index, line in enumerate(after):
-        x, y = LEFT + (index % 2) * width // 2, 28 + (index // 2) * (SIDE + text + GAP)
+        x, y = LEFT + (index % 2) * width // 2, 28 + (index // 2) * (high + text + GAP)
         start = before[line["task"]]
         files = {
             "source": (last, line["source"], ""),
@@ -45,13 +47,19 @@ def main(run: Path, out: Path) -> None:
         for column, (step, name, score) in enumerate(files[name] for name in columns):
             path = folder.samples(step) / name
             with Image.open(path) as image:
-                sheet.paste(image.resize((SIDE, SIDE), Image.Resampling.NEAREST), (x + column * (SIDE + GAP), y))
-                ink = "black" if image.convert("L").getpixel((1, image.height - 2)) > 96 else "white"
-            draw.text((x + column * (SIDE + GAP) + 4, y + SIDE - 18), score, fill=ink, font=font)
+                sheet.paste(image.resize((SIDE, high), Image.Resampling.NEAREST), (x + column * (SIDE + GAP), y))
+                ink = "black" if below or image.convert("L").getpixel((1, image.height - 2)) > 96 else "white"
+            draw.text((x + column * (SIDE + GAP) + 4, y + high + (1 if below else -18)), score, fill=ink, font=font)
         for number, (words, colour) in enumerate(captions[index]):
-            draw.text((x, y + SIDE + 2 + LINE * number), words, fill=colour, font=font)
+            draw.text((x, y + high + 2 + below + LINE * number), words, fill=colour, font=font)
     out.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(out, optimize=True)
+
+
+def height_of(picture: Path) -> int:
+    """Of a picture that is shown ``SIDE`` px wide."""
+    with Image.open(picture) as image:
+        return SIDE * image.height // image.width
 
 
 def caption(before: dict, after: dict) -> list[tuple[str, str]]:
