@@ -38,10 +38,10 @@ def grammar():
 
 
 def request(number, random, *, thinks):
-    """A prompt with a picture in it, which begins one more unless text may come first."""
-    text = random.integers(0, 200, random.integers(0, 6)).tolist()
+    """A prompt with a picture between two texts, which begins one more unless text may come first."""
+    before, after = (random.integers(0, 200, random.integers(0, 6)).tolist() for _ in range(2))
     source = words().picture(torch.from_numpy(random.integers(0, tiny_emu3.CODES, (HEIGHT, WIDTH))))
-    prompt = [words().bos, *source, *text, *([] if thinks else [words().boi])]
+    prompt = [words().bos, *before, *source, *after, *([] if thinks else [words().boi])]
     return Request(prompt, params(**{KEY: told(grammar())}, number=number))
 
 
@@ -120,6 +120,28 @@ def test_after_text_the_same_tokens_may_stand_as_in_the_policy(processor):
         assert (drawn is not None) == (words().img in each.written and each.written[-1] == words().eos)
         pictures += drawn is not None
     assert 500 < pictures < 1000
+
+
+@pytest.mark.parametrize("before", [0, 3])
+@pytest.mark.parametrize("after", [0, 4])
+def test_neither_a_pictures_place_in_the_prompt_nor_what_was_left_behind_it_begins_the_form(processor, before, after):
+    """The source picture begins and ends wherever it stands; a slot's tokens beyond the last are another request's."""
+    law = grammar()
+    runner = Runner(processor, slots=1, longest=LONGEST, vocabulary=law.vocabularies.shape[1])
+    runner.ids.gpu[:] = words().boi
+    source = words().picture(torch.zeros(HEIGHT, WIDTH, dtype=torch.long))
+    prompt = [words().bos, *[7] * before, *source, *[9] * after]
+    each = Request(prompt, params(**{KEY: told(law)}))
+    runner.add(each)
+    logits = torch.zeros(1, law.vocabularies.shape[1])
+    for token in (11, 12, words().boi):
+        ((_, row),) = runner.step(lambda rows: logits)
+        assert torch.equal(row > -torch.inf, law.vocabularies[0])
+        runner.write(each, token)
+    for wanted in law.form[law.form >= 0][:3].tolist():
+        ((_, row),) = runner.step(lambda rows: logits)
+        assert (row > -torch.inf).nonzero()[:, 0].tolist() == [wanted]
+        runner.write(each, wanted)
 
 
 def test_requests_without_a_grammar_are_left_as_they_are_also_in_a_slot_that_had_one(processor):

@@ -62,7 +62,8 @@ class FormProcessor(LogitsProcessor):
         # The history may lie in the CPU's memory: prompts, most of it, are not read.
         ids = self._states.all_token_ids.gpu[:, first:after][ctx.expanded_idx_mapping[where].long()]
         places, last = torch.arange(first, first + ids.shape[1], device=ids.device), ctx.pos[where].long()
-        begun = (ids == begin) & (places >= prompts.to(ids.device)[:, None] - 1) & (places <= last[:, None])
+        # One that stands beyond the last token was left there by another request, and counts as below 0 in any case.
+        begun = (ids == begin) & (places >= prompts.to(ids.device)[:, None] - 1)
         start = torch.where(begun.any(1), first + begun.int().argmax(1), last + 1)
         return last - start
 
