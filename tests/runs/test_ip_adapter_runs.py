@@ -27,6 +27,8 @@ from tiny_recipes import SMALL
 
 RL = {"kind": "policy_gradient", "clip_low": 1e-4, "clip_high": 1e-4, "kl": {"kind": "velocity", "weight": 0.1}}
 
+NARROW = {"class": "CLIPVisionModelWithProjection", "config": {"projection_dim": 1}}
+
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -215,3 +217,16 @@ def test_doctor_counts_it_and_its_encoder(world: Path, tmp_path: Path) -> None:
         trained = sum(weight.numel() for weight in parts.copies.parameters.values())
         assert rows["transformer, trained weights"] == 4 * trained
         assert rows["image_encoder"] == 4 * sum(weight.numel() for weight in parts.model.encoder.model.parameters())  # type: ignore[union-attr]
+
+
+def test_doctor_counts_what_a_value_head_reads_of_the_reference(world: Path, tmp_path: Path) -> None:
+    made = recipe(world, out=str(tmp_path), advantage={"kind": "gae", "head": {"width": 512}}, group_size=1)
+    described = describe(made, playground_weights())
+    assert described is not None
+    planned, without = (footprint(made, each).plan.rows for each in (described, {**described, "image_encoder": NARROW}))
+    parts = assemble(made, Ranks())
+    assert parts.head is not None
+    count = sum(weight.numel() for weight in parts.head.parameters())
+    (row,), (narrow,) = ([row.bytes for row in rows if row.name == "value head"] for rows in (planned, without))
+    assert row - narrow == 16 * 512 * (parts.model.encoder.width - NARROW["config"]["projection_dim"])  # type: ignore[union-attr]
+    assert 0.7 * row < 16 * count <= row

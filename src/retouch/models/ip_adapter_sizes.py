@@ -23,10 +23,14 @@ def vision_part(described: Mapping[str, Any]) -> dict[str, Any]:
     return {"class": _WHOLE[described["class"]], "config": {**config["vision_config"], **projection}}
 
 
+def embed_width(encoder: Mapping[str, Any]) -> int:
+    """Numbers of what a described vision model makes of a picture."""
+    return width_of({"model_type": _TYPES[encoder["class"]], **encoder["config"]})
+
+
 def adapter_count(transformer: Mapping[str, Any], encoder: Mapping[str, Any], form: Form) -> int:
     """Numbers of the adapter on a described transformer, with a described vision model to read."""
-    width = width_of({"model_type": _TYPES[encoder["class"]], **encoder["config"]})
     module = copy.deepcopy(build_meta(transformer))
     with torch.device("meta"):
-        attach(module, form, embed_width=width, seed=0)
+        attach(module, form, embed_width=embed_width(encoder), seed=0)
     return sum(weight.numel() for part in modules(module) for weight in part.parameters())

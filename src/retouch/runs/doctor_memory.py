@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from retouch.models import memory
-from retouch.models.ip_adapter_sizes import adapter_count, vision_part
+from retouch.models.ip_adapter_sizes import adapter_count, embed_width, vision_part
 from retouch.models.memory import MemoryPlan, Setup, plan_parts
 from retouch.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from retouch.models.sizes import image_encoder, model_in, parts, parts_in, stored_count
@@ -121,18 +121,21 @@ def footprint(recipe: Recipe, described: Described) -> Footprint:
         ranks=recipe.ranks or 1,
         sharding="zero2" if recipe.sharding == "zero2" else "fsdp" if recipe.sharding == "fsdp2" else "ddp",
     )
-    planned = with_head(plan_parts(described, setup), recipe, _seen_by_head(described["transformer"]["config"]))
+    planned = with_head(plan_parts(described, setup), recipe, _seen_by_head(described))
     rows = {row.name: row.bytes for row in planned.rows}
     checkpoint = (1 + copies) * rows["transformer, trained weights"] + rows["AdamW's two moments"] + saved_of_head(planned)
     counts = ", ".join(f"{name} {stored_count(part) / 1e9:.2f} B" for name, part in described.items())
     return Footprint(planned, tokens, checkpoint, counts)
 
 
-def _seen_by_head(transformer: Mapping[str, Any]) -> int:
-    """Numbers that a value head reads: of latents and sources, which are no wider than the transformer's input, and of the text."""
+def _seen_by_head(described: Described) -> int:
+    """Numbers that a value head reads: of latents and sources, which are no wider than the transformer's input, of the text, and of
+    the reference that an IP-Adapter is shown."""
+    transformer = described["transformer"]["config"]
     channels: int = 2 * transformer["in_channels"] + transformer["joint_attention_dim"]
     pooled: int = transformer.get("pooled_projection_dim", 0)
-    return 2 * channels + pooled + 1
+    shown = embed_width(described[_ENCODER]) if _ENCODER in described else 0
+    return 2 * channels + pooled + shown + 1
 
 
 def _tokens(model: PlaygroundModel | DiffusersModel, described: Described) -> int:
