@@ -32,22 +32,6 @@ def policy(model, *, train="lora", **decoding):
     return tiny_writing.policy(writer=model, train=train, decoding={"max_new_tokens": COUNT + 1, **decoding})
 
 
-def published(whole, prompts):
-    """Greedy codes by transformers' own generation, whose guidance is all but 1: at 1 itself it does not run."""
-    words = tiny_janus.tokenizer()
-    settings = whole.generation_config
-    settings.generation_kwargs = {"boi_token_id": words.convert_tokens_to_ids(BEGIN)}
-    settings.bos_token_id, settings.pad_token_id = words.bos_token_id, words.pad_token_id
-    return whole.generate(
-        inputs=prompts.ids,
-        attention_mask=prompts.mask.long(),
-        generation_mode="image",
-        do_sample=False,
-        guidance_scale=1 + 1e-9,
-        max_length=prompts.ids.shape[1] + COUNT,
-    )
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_the_likeliest_picture_is_transformers_own(seed):
     whole = tiny_janus.whole(seed)
@@ -55,7 +39,7 @@ def test_the_likeliest_picture_is_transformers_own(seed):
     prompts = model.encode(tasks())
     assert (~prompts.mask).any()  # of unequal lengths
     drawn = policy(model, train="full").sample(tiny_writing.batch(tasks(), group_size=1))
-    expected = published(whole, prompts)
+    expected = tiny_janus.published(whole, prompts)
     assert torch.equal(drawn.ids[:, :COUNT], expected)
     assert len(expected.unique()) > 4
     assert drawn.ids[:, COUNT].tolist() == [CODES] * 3

@@ -8,6 +8,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import JanusConfig, JanusForConditionalGeneration, Qwen2Tokenizer
 
 from retouch.models.janus import BEGIN, LORA_TARGETS, JanusDrawing, JanusPainter
+from retouch.types import Prompts
 
 CODES, SIDE = 32, 4
 BOS, EOS, END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<end_of_image>"
@@ -79,3 +80,19 @@ def painter(*, train: str = "lora", seed: int = 0, **options) -> JanusPainter:
     else:
         module.requires_grad_(True)
     return JanusPainter(module, tokenizer(), vq=made.model.vqmodel, **options)
+
+
+def published(whole: JanusForConditionalGeneration, prompts: Prompts) -> torch.Tensor:
+    """Greedy codes by transformers' own generation, whose guidance is all but 1: at 1 itself it does not run."""
+    words = tokenizer()
+    settings = whole.generation_config
+    settings.generation_kwargs = {"boi_token_id": words.convert_tokens_to_ids(BEGIN)}
+    settings.bos_token_id, settings.pad_token_id = words.bos_token_id, words.pad_token_id
+    return whole.generate(
+        inputs=prompts.ids,
+        attention_mask=prompts.mask.long(),
+        generation_mode="image",
+        do_sample=False,
+        guidance_scale=1 + 1e-9,
+        max_length=prompts.ids.shape[1] + SIDE * SIDE,
+    )

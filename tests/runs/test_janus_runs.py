@@ -4,11 +4,16 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import tiny_writer_runs
+import tiny_writing
 from models import tiny_janus
 from models.tiny_janus import SIDE
 from retouch.cli import main
+from retouch.models.janus_load import JanusFromFolder
+from retouch.runs.opening import open_target
+from retouch.types import Task
 
 
 @pytest.fixture
@@ -50,6 +55,33 @@ def test_a_run_trains_and_what_it_exports_fits_the_whole_model(tmp_path, documen
     before = whole.model.language_model(ids).last_hidden_state
     whole.load_adapter(str(tmp_path / "exported"))
     assert not torch.equal(whole.model.language_model(ids).last_hidden_state, before)
+
+
+def test_full_weights_are_exported_and_draw_the_same_pictures_when_they_are_read_again(tmp_path, document):
+    run, _ = trained(tmp_path, document(policy__train={"kind": "full"}, learning_rate=1e-2))
+    exported = tmp_path / "exported"
+    assert main(["export", str(run), "--to", str(exported), "--weights", "current"]) == 0
+    parts, _ = open_target(str(run))
+    parts.judge.close()
+    base = str(tmp_path / "janus")
+    again = JanusFromFolder(path=base, drawing=str(exported / "writer"), dtype="float32")
+    wanted, found = parts.model.module.state_dict(), again.module.state_dict()
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+    tasks = (Task("1", "a red circle"), Task("2", "two cats"))
+    first, second, untrained = (greedy(model, tasks) for model in (parts.model, again, JanusFromFolder(path=base, dtype="float32")))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, untrained)
+    whole = tiny_janus.whole()
+    assert whole.load_state_dict(load_file(exported / "writer" / "model.safetensors"), strict=False).unexpected_keys == []
+    assert torch.equal(tiny_janus.published(whole, again.encode(tasks)), first[:, : SIDE * SIDE])
+    with pytest.raises(ValueError, match="does not hold the weights of what draws"):
+        JanusFromFolder(path=base, drawing=base)
+
+
+def greedy(model, tasks):
+    made = tiny_writing.policy(writer=model, train="full", decoding={"max_new_tokens": SIDE * SIDE + 1})
+    return made.sample(tiny_writing.batch(tasks, group_size=1)).ids
 
 
 def test_supervised_learning_imitates_the_targets(tmp_path, document):
