@@ -18,8 +18,8 @@ _AUTOENCODER = "model.vqmodel."
 class JanusFromFolder(JanusPainter):
     """The painter in the folder ``path``, all of it frozen: what draws in ``dtype``, the autoencoder in fp32.
 
-    A recipe names it as ``policy.model.class``. ``drawing``: the folder ``writer`` of an export of full weights, which draws in place
-    of the folder's own. ValueError where either folder holds something else.
+    A recipe names it as ``policy.model.class``. ``drawing``: the folder ``writer`` of an export of full weights, which draws in
+    place of the folder's own. ValueError where either folder holds something else.
     """
 
     def __init__(
