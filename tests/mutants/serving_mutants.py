@@ -103,7 +103,7 @@ SERVING = (
         "serving/reception.py",
         "if size > max_bytes:",
         "if False:",
-        f"{HOSTILE}::test_bodies[own-a body that is too long without saying]",
+        f"{HOSTILE}::test_what_is_too_long_is_refused_for_that[own-a body that is too long without saying]",
     ),
     Mutant(
         "an id may stand twice",

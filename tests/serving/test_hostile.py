@@ -263,6 +263,12 @@ def test_bodies(server: Live | RayServer, name: str) -> None:
     refused(post(server, make(), **headers))
 
 
+@pytest.mark.parametrize("name", ["a body that says it is too long", "a body that is too long without saying"])
+def test_what_is_too_long_is_refused_for_that(server: Live | RayServer, name: str) -> None:
+    make, headers = BODIES[name]
+    assert post(server, make(), **headers).json()["error"]["code"] == "too_large"
+
+
 @pytest.mark.parametrize(
     "document",
     [
