@@ -187,7 +187,7 @@ class Assembly:
         """
         if isinstance(self.plan[index][0].objective, recipe_learning.Nft):
             self.copies.keep("old")
-        warmed_up = index > 0 and isinstance(self.plan[index - 1][0].objective, recipe_learning.Supervised | recipe_learning.Sft)
+        warmed_up = index > 0 and self.plan[index - 1][0].imitates
         if warmed_up and "reference" in self.copies.copies and not isinstance(self.recipe.renderer, ResponseRenderer):
             self.copies.keep("reference")
 

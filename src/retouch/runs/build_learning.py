@@ -122,7 +122,6 @@ def build_phase(
     recipe: Recipe, phase: ResolvedPhase, *, steps: range, tasks: Sequence[Task], ranks: Ranks, bounds: tuple[float, float]
 ) -> Phase:
     """A phase over ``tasks``, taking ``steps`` of the run. ``bounds``: what a reward can be."""
-    supervised = isinstance(phase.objective, recipe_learning.Supervised | recipe_learning.Sft)
     order = [
         row
         for rank in range(ranks.world)
@@ -153,7 +152,7 @@ def build_phase(
         batch=batch,
         order=torch.tensor(order),
         group=torch.arange(phase.rows) // phase.group_size,
-        advantage=None if supervised else advantage,
+        advantage=None if phase.imitates else advantage,
         credit=credit,
         normalise=_normalise(phase),
         max_length=_max_length(phase),

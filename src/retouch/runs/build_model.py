@@ -50,6 +50,11 @@ def playground_weights(name: str = "editor") -> Path:
     return Path(str(files("retouch.playground"))) / "weights" / name
 
 
+def playground_folder(model: PlaygroundModel) -> Path:
+    """Where its weights lie: where the recipe says, or in the package."""
+    return Path(model.path) if model.path else playground_weights(_PLAYGROUND[model.kind][0])
+
+
 def build_model(model: Model, *, device: torch.device) -> DenoisingModel:
     """Load the model, all of it frozen but for the transformer."""
     if isinstance(model, ImportedModel):
@@ -69,8 +74,8 @@ def _playground(
     model: PlaygroundModel, *, dtype: torch.dtype, device: torch.device, size: tuple[int, int] | None
 ) -> DenoisingModel:
     """A published family in small: the same loading, told what the folder states beside its weights."""
-    name, called, flag = _PLAYGROUND[model.kind]
-    path = Path(model.path) if model.path else playground_weights(name)
+    _, called, flag = _PLAYGROUND[model.kind]
+    path = playground_folder(model)
     if not (path / "adapter.json").is_file():
         raise ValueError(f"{path} holds no playground {called}; `retouch playground build{flag}` makes it")
     stated = read_json(path / "adapter.json")

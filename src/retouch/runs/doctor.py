@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from retouch.runs.build_emu3 import find_emu3
-from retouch.runs.build_model import playground_weights
+from retouch.runs.build_model import playground_folder, playground_weights
 from retouch.runs.doctor_checks import (
     check_batch,
     check_data,
@@ -183,8 +183,7 @@ def _weights(recipe: Recipe) -> tuple[Path | None, bool]:
     if isinstance(model, TokenModel):
         return find_emu3(model)
     if isinstance(model, PlaygroundModel):
-        shipped = {"playground-painter": "painter", "playground-words": "words"}.get(model.kind, "editor")
-        return Path(model.path) if model.path else playground_weights(shipped), written
+        return playground_folder(model), written
     folder = find_weights(model.path)
     return folder, folder is not None and written
 

@@ -32,8 +32,8 @@ from retouch.runs.recipe_train import FullWeights
 
 Described = Mapping[str, Mapping[str, Any]]
 
-_EDITORS = {"qwen-image-edit": QwenImageEdit, "qwen-image-edit-plus": QwenImageEditPlus}
-_INSTRUCTION_TOKENS = 256
+EDITORS = {"qwen-image-edit": QwenImageEdit, "qwen-image-edit-plus": QwenImageEditPlus}
+INSTRUCTION_TOKENS = 256
 # What the text becomes in each family whose prompts are padded to one length.
 TEXT_TOKENS = {"sd3": 77 + 256, "flux": 512, "flux-fill": 512, "flux-kontext": 512, "playground-words": 14}
 _MEGAPIXEL = (1024, 1024)
@@ -150,17 +150,17 @@ def _tokens(model: PlaygroundModel | DiffusersModel, described: Described) -> in
     side = 2 * 2 ** len(vae["temperal_downsample"])
     if model.kind == "qwen-image":
         assert model.size is not None, "the recipe's checks see to it"
-        return _squares(model.size, side) + _INSTRUCTION_TOKENS
+        return _squares(model.size, side) + INSTRUCTION_TOKENS
     vision = described["text_encoder"]["config"]["vision_config"]
     seen: int = vision["patch_size"] * vision["spatial_merge_size"]
     if isinstance(model, PlaygroundModel):
         size = model.size or (SIZE, SIZE)
-        return 2 * _squares(size, side) + _squares(size, seen) + _INSTRUCTION_TOKENS
-    editor = _EDITORS[model.kind]
+        return 2 * _squares(size, side) + _squares(size, seen) + INSTRUCTION_TOKENS
+    editor = EDITORS[model.kind]
     source: int = editor.SOURCE_AREA // side**2
     output = source if model.size is None else _squares(model.size, side)
     read: int = editor.CONDITION_AREA // seen**2
-    return output + source + read + _INSTRUCTION_TOKENS
+    return output + source + read + INSTRUCTION_TOKENS
 
 
 def _squares(size: tuple[int, int], side: int) -> int:

@@ -9,12 +9,11 @@ import torch
 from retouch.models.memory import Lora
 from retouch.models.memory_drawing import Drawing
 from retouch.models.memory_writing import Writing
-from retouch.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from retouch.playground.scenes import SIZE
 from retouch.runs import recipe_train
 from retouch.runs.build_learning import copies_needed
 from retouch.runs.build_model import DTYPES, lora_targets
-from retouch.runs.doctor_memory import TEXT_TOKENS, Described
+from retouch.runs.doctor_memory import EDITORS, INSTRUCTION_TOKENS, TEXT_TOKENS, Described
 from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_emu3 import TokenModel
 from retouch.runs.recipe_policy import ImportedModel, PlaygroundModel
@@ -23,9 +22,7 @@ from retouch.runs.recipe_rollout import TokenRollout
 from retouch.runs.recipe_writer import AutoregressivePolicy
 
 _TEMPLATE_TOKENS = 128
-_INSTRUCTION_TOKENS = 256
 _FORM_TOKENS = 16
-_EDITORS = {"qwen-image-edit": QwenImageEdit, "qwen-image-edit-plus": QwenImageEditPlus}
 
 
 def writing_setup(recipe: Recipe, policy: AutoregressivePolicy, described: Described) -> Writing:
@@ -75,8 +72,8 @@ def _prompt_tokens(recipe: Recipe, described: Described) -> int:
     """Template, instruction, and a picture where the writer stands before an editor, or reads it as tokens."""
     if isinstance(recipe.policy.model, TokenModel):
         height, width = _grid(recipe.policy.model, described["autoencoder"])
-        return height * (width + 1) + _FORM_TOKENS + _INSTRUCTION_TOKENS
-    text = _TEMPLATE_TOKENS + _INSTRUCTION_TOKENS
+        return height * (width + 1) + _FORM_TOKENS + INSTRUCTION_TOKENS
+    text = _TEMPLATE_TOKENS + INSTRUCTION_TOKENS
     if not isinstance(recipe.renderer, ResponseRenderer):
         return text
     vision = described["text_encoder"]["config"]["vision_config"]
@@ -84,7 +81,7 @@ def _prompt_tokens(recipe: Recipe, described: Described) -> int:
     model = recipe.renderer.model
     if isinstance(model, PlaygroundModel):
         return text + (SIZE // seen) ** 2
-    return text + int(_EDITORS[model.kind].CONDITION_AREA // seen**2)
+    return text + int(EDITORS[model.kind].CONDITION_AREA // seen**2)
 
 
 def drawing_setup(recipe: Recipe, described: Described, setup: Writing) -> Drawing:
@@ -93,7 +90,7 @@ def drawing_setup(recipe: Recipe, described: Described, setup: Writing) -> Drawi
     assert not isinstance(recipe.renderer, CodesRenderer), "it draws with the policy itself"
     model = recipe.renderer.model
     assert not isinstance(model, ImportedModel)
-    editor = _EDITORS.get(model.kind)
+    editor = EDITORS.get(model.kind)
     side = SIZE if isinstance(model, PlaygroundModel) else math.isqrt(editor.SOURCE_AREA) if editor is not None else 1024
     size = model.size or (side, side)
     return Drawing(

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from retouch.rewards.judges.rubrics import rubric
 from retouch.runs.recipe import Recipe
 from retouch.runs.recipe_judges import AspectsReward, Endpoint, Judge, JudgeReward, WinRateReward
-from retouch.runs.recipe_learning import Sft, Supervised
 from retouch.runs.recipe_policy import ImportedModel
 from retouch.runs.reward_classes import parts_of
 
@@ -85,7 +84,7 @@ def _trained(recipe: Recipe, part: Judge, steps: Sequence[int]) -> int:
     """Samples judged in training, each counted as often as it meets another where pairs are judged."""
     samples = 0
     for phase, count in zip(recipe.resolved_phases(), steps, strict=True):
-        if not isinstance(phase.objective, Supervised | Sft):
+        if not phase.imitates:
             samples += count * phase.rows * (phase.group_size - 1 if isinstance(part, WinRateReward) else 1)
     return samples
 

@@ -9,7 +9,7 @@ from retouch.runs.recipe_data import PicturedData, PromptData, TokenData
 from retouch.runs.recipe_emu3 import TokenModel
 from retouch.runs.recipe_ip_adapter import lora_of
 from retouch.runs.recipe_ip_adapter_checks import ip_adapter_problems
-from retouch.runs.recipe_learning import GroupAdvantage, PolicyGradient, Sft, Supervised
+from retouch.runs.recipe_learning import GroupAdvantage, PolicyGradient
 from retouch.runs.recipe_phases import ResolvedPhase
 from retouch.runs.recipe_picture_checks import image_model_problems, picture_problems
 from retouch.runs.recipe_policy import ImportedModel
@@ -140,8 +140,8 @@ def _phases(recipe: "Recipe") -> Iterator[str]:
         own = recipe.phases[index].model_dump(exclude_none=True) if recipe.phases is not None else {}
         at = {key: f"phases.{index}.{key}" if key in own else key for key in ("objective", "rollout", "data", "group_size")}
         yield from phase_problems(phase, at)
-        yield from value_problems(recipe, phase.objective, at["objective"])
-        if isinstance(phase.objective, Supervised | Sft):
+        yield from value_problems(recipe, phase, at["objective"])
+        if phase.imitates:
             if isinstance(phase.data, PromptData):
                 yield f"{at['data']}: prompts have no targets, which {phase.objective.kind} imitates; take folder or hub data"
         else:

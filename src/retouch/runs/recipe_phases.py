@@ -7,7 +7,7 @@ from pydantic import Field
 
 from retouch.data.sampler import steps_for_passes
 from retouch.runs.recipe_data import Data
-from retouch.runs.recipe_learning import Objective
+from retouch.runs.recipe_learning import Objective, Sft, Supervised
 from retouch.runs.recipe_rollout import Rollout
 from retouch.runs.recipe_section import Cadence, Count, Positive, Section
 
@@ -75,6 +75,11 @@ class ResolvedPhase:
     def rows(self) -> int:
         """Samples of a step, over all ranks."""
         return self.tasks_per_step * self.group_size
+
+    @property
+    def imitates(self) -> bool:
+        """Whether it learns from its tasks' targets, which takes no rollout and no judge."""
+        return isinstance(self.objective, Supervised | Sft)
 
     def total_steps(self, tasks: int) -> int:
         """Training steps of the phase, where its data hold so many tasks."""

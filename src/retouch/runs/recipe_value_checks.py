@@ -3,17 +3,18 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from retouch.runs.recipe_learning import GaeAdvantage, Objective, PolicyGradient, Sft, Supervised
+from retouch.runs.recipe_learning import GaeAdvantage, PolicyGradient
+from retouch.runs.recipe_phases import ResolvedPhase
 from retouch.runs.recipe_policy import DenoisingPolicy
 
 if TYPE_CHECKING:
     from retouch.runs.recipe import Recipe
 
 
-def value_problems(recipe: "Recipe", objective: Objective, at: str) -> Iterator[str]:
-    """What is wrong with ``advantage.kind`` gae beside a phase's objective, which stands at ``at``."""
-    advantage = recipe.advantage
-    if not isinstance(advantage, GaeAdvantage) or isinstance(objective, Supervised | Sft):
+def value_problems(recipe: "Recipe", phase: ResolvedPhase, at: str) -> Iterator[str]:
+    """What is wrong with ``advantage.kind`` gae beside the objective of a phase, which stands at ``at``."""
+    advantage, objective = recipe.advantage, phase.objective
+    if not isinstance(advantage, GaeAdvantage) or phase.imitates:
         return
     if not isinstance(objective, PolicyGradient):
         yield f"{at}.kind: {objective.kind} compares whole samples and has no value head; take advantage.kind group or batch"
