@@ -1,5 +1,6 @@
 """Building the playground's painter and its enhancer: the same bits from the same seed, in the layout that others load."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline
 
+from bases.builds import three
 from retouch.bases import build_painter as building
 from retouch.bases.build_painter import build_painter, measure
 from retouch.bases.enhancer import EnhancerTraining
@@ -28,14 +30,8 @@ TINY = {
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two builds of one seed, and one of another."""
     folder = tmp_path_factory.mktemp("built")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(building, "HELD_OUT", 4)
-        patch.setattr(building, "EVAL_STEPS", 1)
-        before = torch.get_num_threads()
-        for name, seed in (("one", 3), ("two", 3), ("other", 4)):
-            scores = build_painter(folder / name, seed=seed, **TINY)
-            assert 0 <= scores["right words, all overall"] <= 10
-        assert torch.get_num_threads() == before
+    for scores in three(folder, partial(build_painter, **TINY), measured_by=building):
+        assert 0 <= scores["right words, all overall"] <= 10
     return folder
 
 

@@ -1,11 +1,13 @@
 """Building the painter of words: the same bits from the same seed, in the layout that diffusers loads."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from bases.builds import three
 from retouch.bases import build_words as building
 from retouch.bases.build_words import build_words
 from retouch.bases.word_parts import text
@@ -27,14 +29,8 @@ TINY = {
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two builds of one seed, and one of another."""
     folder = tmp_path_factory.mktemp("built")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(building, "HELD_OUT", 4)
-        patch.setattr(building, "EVAL_STEPS", 1)
-        before = torch.get_num_threads()
-        for name, seed in (("one", 3), ("two", 3), ("other", 4)):
-            scores = build_words(folder / name, seed=seed, **TINY)
-            assert 0 <= scores["all correctness"] <= 1
-        assert torch.get_num_threads() == before
+    for scores in three(folder, partial(build_words, **TINY), measured_by=building):
+        assert 0 <= scores["all correctness"] <= 1
     return folder
 
 

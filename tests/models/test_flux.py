@@ -10,42 +10,26 @@ from PIL import Image, ImageDraw
 from retouch.models.flux import Flux
 from retouch.models.flux_fill import FluxFill
 from retouch.models.flux_kontext import FluxKontext
-from retouch.models.flux_text import FluxText
 from retouch.types import DenoisingModel, Task
 
-SCHEDULER = {
-    "base_image_seq_len": 256,
-    "base_shift": 0.5,
-    "max_image_seq_len": 4096,
-    "max_shift": 1.15,
-    "shift": 3.0,
-    "use_dynamic_shifting": True,
-}
 TEXTS = ["a red circle", "blue"]
-FILL_CHANNELS = 64 + 64 + 4 * 4**2
 
 
 @pytest.fixture(scope="module")
 def text():
-    return FluxText(
-        tiny.clip_text(16, 1),
-        tiny.t5(48, 3),
-        clip_tokenizer=tiny.clip_tokenizer(),
-        t5_tokenizer=tiny.t5_tokenizer(),
-        max_sequence_length=20,
-    )
+    return tiny.flux_text()
 
 
 def build(kind, text, *, distilled=True, **options):
-    channels = FILL_CHANNELS if kind is FluxFill else 64
+    channels = tiny.FILL_CHANNELS if kind is FluxFill else 64
     transformer = tiny.flux_transformer(channels=channels, distilled=distilled)
-    return kind(transformer=transformer, vae=tiny.sd3_vae(), text=text, scheduler_config=SCHEDULER, **options)
+    return kind(transformer=transformer, vae=tiny.sd3_vae(), text=text, scheduler_config=tiny.FLUX_SCHEDULER, **options)
 
 
 def pipeline(kind, model):
     pipe = kind(
         transformer=model.module,
-        scheduler=FlowMatchEulerDiscreteScheduler(**SCHEDULER),
+        scheduler=FlowMatchEulerDiscreteScheduler(**tiny.FLUX_SCHEDULER),
         vae=model.latents.vae,
         text_encoder=model.text.clip,
         tokenizer=model.text.clip_tokenizer,
@@ -200,4 +184,4 @@ def test_what_cannot_be_is_said(text):
     with pytest.raises(ValueError, match="not told of guidance"):
         build(Flux, text, distilled=False, guidance=2.0)
     with pytest.raises(ValueError, match="this one takes 64"):
-        FluxFill(transformer=tiny.flux_transformer(), vae=tiny.sd3_vae(), text=text, scheduler_config=SCHEDULER)
+        FluxFill(transformer=tiny.flux_transformer(), vae=tiny.sd3_vae(), text=text, scheduler_config=tiny.FLUX_SCHEDULER)

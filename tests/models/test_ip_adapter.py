@@ -23,7 +23,6 @@ from transformers import (
 from retouch.models import ip_adapter, ip_adapter_files
 from retouch.models.flux import Flux
 from retouch.models.flux_fill import FluxFill
-from retouch.models.flux_text import FluxText
 from retouch.models.guidance import Guided
 from retouch.models.image_encoder import ImageEncoder, embed_width
 from retouch.models.ip_adapter import Form
@@ -34,14 +33,6 @@ from retouch.models.sizes import image_encoder, model_in, parameter_count
 from retouch.testing.models import check_model
 from retouch.types import Conditioning, Task
 
-SCHEDULER = {
-    "base_image_seq_len": 256,
-    "base_shift": 0.5,
-    "max_image_seq_len": 4096,
-    "max_shift": 1.15,
-    "shift": 3.0,
-    "use_dynamic_shifting": True,
-}
 SMALL = Form(tokens=4, projection="linear", blocks="double")
 LARGE = Form(tokens=6, projection="mlp", blocks="all")
 QWEN = Form(tokens=6, projection="mlp", blocks="double")
@@ -57,20 +48,12 @@ def encoder(encoders, name="clip"):
     return ImageEncoder.from_pretrained(encoders / name, dtype=torch.float32, device="cpu")
 
 
-def text():
-    return FluxText(
-        tiny.clip_text(16, 1),
-        tiny.t5(48, 3),
-        clip_tokenizer=tiny.clip_tokenizer(),
-        t5_tokenizer=tiny.t5_tokenizer(),
-        max_sequence_length=20,
-    )
-
-
 def flux(kind=Flux, form=SMALL, *, width=12, moved=True, dtype=torch.float32):
-    channels = 64 + 64 + 4 * 4**2 if kind is FluxFill else 64
+    channels = tiny.FILL_CHANNELS if kind is FluxFill else 64
     transformer = tiny.flux_transformer(channels=channels).to(dtype)
-    model = kind(transformer=transformer, vae=tiny.sd3_vae(), text=text(), scheduler_config=SCHEDULER, size=(24, 40))
+    model = kind(
+        transformer=transformer, vae=tiny.sd3_vae(), text=tiny.flux_text(), scheduler_config=tiny.FLUX_SCHEDULER, size=(24, 40)
+    )
     return adapted(model, form, width=width, moved=moved)
 
 
@@ -290,7 +273,7 @@ class FillWithReference(FluxIPAdapterMixin):
 def pipeline(model):
     pipe = FluxPipeline(
         transformer=model.module,
-        scheduler=FlowMatchEulerDiscreteScheduler(**SCHEDULER),
+        scheduler=FlowMatchEulerDiscreteScheduler(**tiny.FLUX_SCHEDULER),
         vae=model.latents.vae,
         text_encoder=model.text.clip,
         tokenizer=model.text.clip_tokenizer,

@@ -31,6 +31,7 @@ from transformers import (
     T5Tokenizer,
 )
 
+from retouch.models.flux_text import FluxText
 from retouch.types import Conditioning, Task
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -43,6 +44,15 @@ SCHEDULER = {
     "time_shift_type": "exponential",
     "use_dynamic_shifting": True,
 }
+FLUX_SCHEDULER = {
+    "base_image_seq_len": 256,
+    "base_shift": 0.5,
+    "max_image_seq_len": 4096,
+    "max_shift": 1.15,
+    "shift": 3.0,
+    "use_dynamic_shifting": True,
+}
+FILL_CHANNELS = 64 + 64 + 4 * 4**2
 VISION = "<|vision_start|><|image_pad|><|vision_end|>"
 TEXT_TEMPLATE = "<|im_start|>system\nedit<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 TEMPLATE = TEXT_TEMPLATE.replace("{}", VISION + "{}")
@@ -195,6 +205,13 @@ def clip_text(width: int, seed: int) -> CLIPTextModel:
     return CLIPTextModel(clip(width, seed).config).eval()
 
 
+def flux_text() -> FluxText:
+    """Both text encoders of Flux; instructions of at most 20 tokens."""
+    return FluxText(
+        clip_text(16, 1), t5(48, 3), clip_tokenizer=clip_tokenizer(), t5_tokenizer=t5_tokenizer(), max_sequence_length=20
+    )
+
+
 def flux_transformer(seed: int = 0, *, channels: int = 64, distilled: bool = True) -> FluxTransformer2DModel:
     """One double and two single blocks; ``channels`` of its input, of which 64 are the noise."""
     torch.manual_seed(seed)
@@ -215,7 +232,7 @@ def flux_transformer(seed: int = 0, *, channels: int = 64, distilled: bool = Tru
 def save_flux(folder: Path, *, fills: bool = False, distilled: bool = True) -> Path:
     """A folder as the pipelines of FLUX.1, of Kontext, or of Fill save it."""
     FluxPipeline(
-        transformer=flux_transformer(channels=64 + 64 + 4 * 4**2 if fills else 64, distilled=distilled),
+        transformer=flux_transformer(channels=FILL_CHANNELS if fills else 64, distilled=distilled),
         vae=sd3_vae(),
         text_encoder=clip_text(16, 1),
         tokenizer=clip_tokenizer(),

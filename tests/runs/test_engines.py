@@ -30,18 +30,6 @@ from vllm_double import Double, always, at_first, serving
 Make = Callable[..., dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("writer")
-    tiny_writer_runs.save_writer(folder)
-    return folder
-
-
-@pytest.fixture
-def make(tmp_path: Path, writer: Path) -> Make:
-    return lambda **changes: tiny_writer_runs.recipe(tmp_path, writer, **changes)
-
-
 @pytest.fixture(autouse=True)
 def without_haste(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine is no fault of the server."""

@@ -28,13 +28,6 @@ CPU = torch.device("cpu")
 REWARD = {"kind": "import", "class": "placed_run:Told", "combine": {"share": 1}}
 
 
-@pytest.fixture(scope="module")
-def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("writer")
-    tiny_writer_runs.save_writer(folder)
-    return folder
-
-
 def step(tmp_path: Path, writer: Path, where: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """A step with its parts at these places, in a process of its own."""
     file = tmp_path / "recipe.json"

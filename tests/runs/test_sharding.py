@@ -81,13 +81,6 @@ def test_copies_of_shared_weights_are_swapped_and_blended(stepped: list[dict[str
 # Whole runs
 
 
-@pytest.fixture(scope="module")
-def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("writer")
-    tiny_writer_runs.save_writer(folder)
-    return folder
-
-
 def train(out: Path, writer: Path, name: str, **changes: Any) -> RunFolder:
     """A run of two ranks in which the policy itself reads for the editor, with guidance, an average and a KL."""
     settings: dict[str, Any] = {

@@ -27,13 +27,6 @@ def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("writer")
-    tiny_writer_runs.save_writer(folder)
-    return folder
-
-
 @pytest.fixture
 def enhancer(tmp_path: Path, speaker: Path) -> Path:
     """The recipe of a writer of prompts, whose completions are all cut off, and such are faults."""

@@ -24,18 +24,6 @@ Make = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("writer")
-    tiny_writer_runs.save_writer(folder)
-    return folder
-
-
-@pytest.fixture
-def make(tmp_path: Path, writer: Path) -> Make:
-    return lambda **changes: tiny_writer_runs.recipe(tmp_path, writer, **changes)
-
-
-@pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, writer: Path) -> RunFolder:
     recipe = parse(tiny_writer_runs.recipe(tmp_path_factory.mktemp("runs"), writer))
     assert run(recipe, fresh=False) == 0
