@@ -3,7 +3,6 @@
 import functools
 
 import torch
-from peft import LoraConfig
 
 from models import tiny
 from retouch.core.random import generator
@@ -68,15 +67,7 @@ def sd3_model():
 MODELS = {"edit": edit_model, "sd3": sd3_model}
 
 
-def make_trainable(module, train):
-    """LoRA matrices with a zero B, as a run begins, or all weights."""
-    module.requires_grad_(train == "full").eval()
-    if train == "lora":
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(11)
-            module.add_adapter(LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian", target_modules=list(LORA_TARGETS)))
-        for name, parameter in module.named_parameters():
-            parameter.requires_grad_("lora_" in name)
+make_trainable = functools.partial(tiny.make_trainable, targets=LORA_TARGETS)
 
 
 def sampling(kind="sde", mode="all", **options):

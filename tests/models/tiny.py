@@ -1,7 +1,9 @@
 """Tiny random models of the real classes, with tokenizers that hold the real special tokens."""
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ from diffusers import (
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
 )
+from peft import LoraConfig
 from PIL.Image import Image, fromarray
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
@@ -125,6 +128,17 @@ def qwen_transformer(seed: int = 0, *, zero_cond_t: bool = False) -> QwenImageTr
         axes_dims_rope=(8, 12, 12),
         zero_cond_t=zero_cond_t,
     ).eval()
+
+
+def make_trainable(module: Any, train: str, targets: Sequence[str], *, seed: int = 11) -> None:
+    """LoRA matrices with a zero B, as a run begins, or all weights ("full"), or none."""
+    module.requires_grad_(train == "full")
+    if train == "lora":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            module.add_adapter(LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian", target_modules=list(targets)))
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_("lora_" in name)
 
 
 def clip_tokenizer() -> CLIPTokenizer:

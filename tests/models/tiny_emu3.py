@@ -3,10 +3,10 @@
 import functools
 
 import torch
-from peft import LoraConfig
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Emu3Config, Emu3ForConditionalGeneration, Qwen2Tokenizer
 
+from models import tiny
 from retouch.models.emu3 import DRAW, LORA_TARGETS, Emu3Editor
 from retouch.models.emu3_load import language_model
 from retouch.models.emu3_words import BOI, BOS, EOF, EOI, EOL, EOS, IMG
@@ -66,12 +66,5 @@ def editor(*, prefill: str = DRAW, train: str = "lora", seed: int = 0, **options
     """Trainable as a recipe would have it."""
     whole = module(seed).requires_grad_(False)
     made = language_model(whole)
-    if train == "lora":
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed + 1)
-            made.add_adapter(LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian", target_modules=list(LORA_TARGETS)))
-        for name, parameter in made.named_parameters():
-            parameter.requires_grad_("lora_" in name)
-    else:
-        made.requires_grad_(True)
+    tiny.make_trainable(made, train, LORA_TARGETS, seed=seed + 1)
     return Emu3Editor(made, tokenizer(), vq=whole.model.vqmodel, size=SIZE, prefill=prefill, **options)

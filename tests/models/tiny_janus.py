@@ -3,10 +3,10 @@
 import functools
 
 import torch
-from peft import LoraConfig
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import JanusConfig, JanusForConditionalGeneration, Qwen2Tokenizer
 
+from models import tiny
 from retouch.models.janus import BEGIN, LORA_TARGETS, JanusDrawing, JanusPainter
 from retouch.types import Prompts
 
@@ -71,14 +71,7 @@ def painter(*, train: str = "lora", seed: int = 0, **options) -> JanusPainter:
     """Trainable as a recipe would have it."""
     made = whole(seed).requires_grad_(False)
     module = JanusDrawing(made)
-    if train == "lora":
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed + 1)
-            module.add_adapter(LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian", target_modules=list(LORA_TARGETS)))
-        for name, parameter in module.named_parameters():
-            parameter.requires_grad_("lora_" in name)
-    else:
-        module.requires_grad_(True)
+    tiny.make_trainable(module, train, LORA_TARGETS, seed=seed + 1)
     return JanusPainter(module, tokenizer(), vq=made.model.vqmodel, **options)
 
 

@@ -3,7 +3,6 @@
 import functools
 
 import torch
-from peft import LoraConfig
 from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -136,15 +135,7 @@ def writer(kind="qwen2.5-vl", *, train="lora", seed=0, checkpointing=False, text
     )
 
 
-def make_trainable(module, train):
-    module.requires_grad_(train == "full")
-    if train == "lora":
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(11)
-            config = LoraConfig(r=4, lora_alpha=8, init_lora_weights="gaussian", target_modules=list(LORA_TARGETS))
-            module.add_adapter(config)
-        for name, parameter in module.named_parameters():
-            parameter.requires_grad_("lora_" in name)
+make_trainable = functools.partial(tiny.make_trainable, targets=LORA_TARGETS)
 
 
 @torch.no_grad()
