@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import Cache
+from transformers import Cache, PreTrainedTokenizerBase
 
 from retouch.models import causal
 from retouch.models.recompute import recomputing
-from retouch.types import Prompts
+from retouch.types import Prompts, Task
 
 
 class CausalText:
@@ -72,3 +72,11 @@ class CausalText:
     def logits(self, module: nn.Module, states: Float[Tensor, "n d"]) -> Float[Tensor, "n v"]:
         logits: Tensor = module.get_output_embeddings()(states)
         return logits.float()
+
+
+def require_plain(tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase) -> None:
+    """ValueError where an instruction spells a special token, which would be read as a picture or a turn of the dialogue."""
+    special = set(tokenizer.get_added_vocab())
+    for task in tasks:
+        if spelt := [token for token in special if token in task.instruction]:
+            raise ValueError(f"the instruction of task {task.id!r} spells the special token {spelt[0]}; say it otherwise")

@@ -11,7 +11,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import Emu3ForCausalLM, Emu3VQVAE, PreTrainedTokenizerBase
 
-from retouch.models.causal_text import CausalText
+from retouch.models.causal_text import CausalText, require_plain
 from retouch.models.emu3_pictures import Emu3Pictures
 from retouch.models.emu3_words import Emu3Words
 from retouch.models.grid_grammar import GridGrammar, NoGrammar
@@ -76,13 +76,10 @@ class Emu3Editor(CausalText):
 
     def encode(self, tasks: Sequence[Task]) -> Prompts:
         """The tasks' prompts. ValueError for a task without exactly one picture, or an instruction that spells a special token."""
-        special = set(self.words.tokenizer.get_added_vocab())
+        require_plain(tasks, self.words.tokenizer)
         for task in tasks:
             if len(task.images) != 1 and Codes.SOURCE not in task.meta:
                 raise ValueError(f"task {task.id!r} has {len(task.images)} pictures; Emu3Editor takes one")
-            spelt = [token for token in special if token in task.instruction]
-            if spelt:
-                raise ValueError(f"the instruction of task {task.id!r} spells the special token {spelt[0]}; say it otherwise")
         sources = self._codes(tasks, Codes.SOURCE)
         rows = [
             [self.words.bos, *self.words.picture(codes), *self.words.spell(task.instruction), *self.prefill_ids]

@@ -24,6 +24,7 @@ from transformers.models.emu3.configuration_emu3 import Emu3VQVAEConfig
 
 from retouch.models.causal import Attention
 from retouch.models.emu3 import Emu3Editor
+from retouch.models.folders import LOCAL
 
 KEYS = (
     (r"\.(q|k|v)\.(weight|bias)$", r".\1_proj.\2"),
@@ -93,12 +94,11 @@ def _language(path: Path, *, dtype: torch.dtype, attention: Attention) -> Any:
     """The part that writes: of the whole, or alone under transformers' configuration or the original one."""
     config = _json(path / "config.json")
     settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
-    local = {"local_files_only": True, "use_safetensors": True}
     match config.get("model_type"):
         case "emu3":
-            return language_model(Emu3ForConditionalGeneration.from_pretrained(path, **settings, **local))
+            return language_model(Emu3ForConditionalGeneration.from_pretrained(path, **settings, **LOCAL))
         case "emu3_text_model":
-            return Emu3ForCausalLM.from_pretrained(path, **settings, **local)
+            return Emu3ForCausalLM.from_pretrained(path, **settings, **LOCAL)
         case "Emu3":
             text, weights = _text_config(config), _weights(path)
             with torch.device("meta"):

@@ -20,6 +20,8 @@ from transformers import (
     SiglipVisionModel,
 )
 
+from retouch.models.folders import LOCAL
+
 _CLIP = (CLIPVisionModelWithProjection, CLIPImageProcessorPil, "image_embeds")
 _SIGLIP = (SiglipVisionModel, SiglipImageProcessorPil, "pooler_output")
 _KINDS: dict[str, tuple[Any, Any, str]] = {
@@ -47,11 +49,11 @@ class ImageEncoder:
         """From a local folder (safetensors, no remote code). ValueError for another kind of model."""
         folder = Path(path)
         model_class, processor_class, field = _KINDS[_kind(folder)]
-        local: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "dtype": dtype}
+        settings: dict[str, Any] = {"dtype": dtype}
         width = embed_width(folder)
         if model_class is CLIPVisionModelWithProjection:
-            local["config"] = CLIPVisionConfig.from_pretrained(folder, local_files_only=True, projection_dim=width)
-        model = model_class.from_pretrained(folder, **local).to(device)
+            settings["config"] = CLIPVisionConfig.from_pretrained(folder, local_files_only=True, projection_dim=width)
+        model = model_class.from_pretrained(folder, **settings, **LOCAL).to(device)
         return cls(model, processor_class.from_pretrained(folder, local_files_only=True), field=field, width=width)
 
     @torch.no_grad()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import JanusForConditionalGeneration, PreTrainedTokenizerBase
 from transformers.models.janus.modeling_janus import JanusPreTrainedModel, JanusVQVAE
 
-from retouch.models.causal_text import CausalText
+from retouch.models.causal_text import CausalText, require_plain
 from retouch.models.code_pixels import pictures, pixels
 from retouch.models.frozen import evaluating
 from retouch.types import Grammar, Kind, Prompts, Task
@@ -100,13 +100,10 @@ class JanusPainter(CausalText):
 
     def encode(self, tasks: Sequence[Task]) -> Prompts:
         """The tasks' prompts. ValueError for a task with a picture, or an instruction that spells a special token."""
-        special = set(self.tokenizer.get_added_vocab())
+        require_plain(tasks, self.tokenizer)
         for task in tasks:
             if task.images:
                 raise ValueError(f"task {task.id!r} has a picture, and Janus draws from words alone; take an editor")
-            spelt = [token for token in special if token in task.instruction]
-            if spelt:
-                raise ValueError(f"the instruction of task {task.id!r} spells the special token {spelt[0]}; say it otherwise")
         return self.prompts([self._prompt(task.instruction) for task in tasks])
 
     def _prompt(self, instruction: str) -> list[int]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from safetensors import safe_open
@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, JanusForConditionalGeneration
 from transformers.models.janus.modeling_janus import JanusVQVAE
 
+from retouch.models.folders import LOCAL
 from retouch.models.janus import JanusDrawing, JanusPainter
 
 _AUTOENCODER = "model.vqmodel."
@@ -35,9 +36,8 @@ class JanusFromFolder(JanusPainter):
         folder = Path(path)
         if not (folder / "config.json").is_file() or not (folder / "tokenizer.json").is_file():
             raise ValueError(f"{folder} holds no Janus: no config.json or no tokenizer.json; give the local folder of one")
-        settings: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
         whole = JanusForConditionalGeneration.from_pretrained(
-            folder, dtype=getattr(torch, dtype), attn_implementation=attention, **settings
+            folder, dtype=getattr(torch, dtype), attn_implementation=attention, **LOCAL
         )
         vq = JanusVQVAE(whole.config.vq_config)
         vq.load_state_dict(_autoencoder(folder))
