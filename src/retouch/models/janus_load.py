@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, JanusForConditionalGeneration
 from transformers.models.janus.modeling_janus import JanusVQVAE
 
+from retouch.models.causal import Attention
 from retouch.models.folders import LOCAL
 from retouch.models.janus import JanusDrawing, JanusPainter
 
@@ -29,7 +30,7 @@ class JanusFromFolder(JanusPainter):
         path: str,
         drawing: str | None = None,
         dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16",
-        attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa",
+        attention: Attention = "sdpa",
         gradient_checkpointing: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
