@@ -116,7 +116,7 @@ MUTANTS = (
     ),
     Mutant(
         "chunks share the first one's conditioning",
-        "policies/denoising.py",
+        "policies/denoising_trajectory.py",
         "[part.group + offset for part, offset in zip(parts, offsets, strict=True)]",
         "[part.group for part in parts]",
         "tests/test_loop.py::test_chunks_change_nothing_but_rounding[4]",

@@ -10,7 +10,7 @@ import tiny_writing
 from models import tiny_writers
 from retouch.core.random import generator
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.policies.autoregressive import AutoregressiveTrajectory
+from retouch.policies.autoregressive_trajectory import AutoregressiveTrajectory
 from retouch.policies.decoding import CachedDecoding, Completion
 from retouch.policies.mismatch import Tolerance
 from retouch.testing import check_policy

@@ -5,24 +5,25 @@ Conventions: sigma runs 1 to 0, velocity = noise - data. Action ``j`` of a traje
 steps. Noise is keyed by (seed, step, group, slot) and drawn on the CPU.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from retouch.core.divergences import gaussian_kl, velocity_mse
 from retouch.core.random import generator
 from retouch.core.ratio_norm import gradient_balance, ratio_norm
 from retouch.core.transitions import Transition, transition
+from retouch.policies.denoising_trajectory import DenoisingTrajectory
 from retouch.policies.reference_dropout import unshown
 from retouch.policies.value_heads import LatentValues, summary
 from retouch.policies.weights import WeightCopies
 from retouch.policies.windows import Window
-from retouch.types import Batch, Conditioning, DenoisingModel, Evaluation, Kind, Needs, Slice, Trajectory, Weights
+from retouch.types import Batch, Conditioning, DenoisingModel, Evaluation, Kind, Needs, Slice, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,53 +43,6 @@ class Sampling:
     window: Window
     shared_noise: bool = False
     weights: Literal["current", "old"] = "current"
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class DenoisingTrajectory(Trajectory):
-    """``latents``: states before each action and after the last, fp32. ``group``: each row's row of ``conditioning``."""
-
-    latents: Float[Tensor, "b t_plus_1 ..."]
-    means: Float[Tensor, "b t ..."] | None
-    sigmas: Float[Tensor, " n_plus_1"]
-    first: int
-    conditioning: Conditioning
-    group: Int[Tensor, " b"]
-
-    def take(self, rows: slice | Int[Tensor, " r"]) -> "DenoisingTrajectory":
-        return replace(
-            self,
-            log_probs=self.log_probs[rows],
-            mask=self.mask[rows],
-            kind=self.kind[rows],
-            outputs=self.outputs[rows],
-            latents=self.latents[rows],
-            means=None if self.means is None else self.means[rows],
-            group=self.group[rows],
-            values=None if self.values is None else self.values[rows],
-        )
-
-    @classmethod
-    def concat(cls, parts: "Sequence[DenoisingTrajectory]") -> "DenoisingTrajectory":  # type: ignore[override]
-        offsets, total = [], 0
-        for part in parts:
-            offsets.append(total)
-            total += int(next(iter(part.conditioning.tensors.values())).shape[0])
-        means = [part.means for part in parts if part.means is not None]
-        values = [part.values for part in parts if part.values is not None]
-        return cls(
-            log_probs=torch.cat([part.log_probs for part in parts]),
-            mask=torch.cat([part.mask for part in parts]),
-            kind=torch.cat([part.kind for part in parts]),
-            outputs=torch.cat([part.outputs for part in parts]),
-            latents=torch.cat([part.latents for part in parts]),
-            means=torch.cat(means) if means else None,
-            sigmas=parts[0].sigmas,
-            first=parts[0].first,
-            conditioning=Conditioning.concat([part.conditioning for part in parts]),
-            group=torch.cat([part.group + offset for part, offset in zip(parts, offsets, strict=True)]),
-            values=torch.cat(values) if values else None,
-        )
 
 
 class DenoisingPolicy:

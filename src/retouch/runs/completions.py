@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from retouch.loop import Metrics
-from retouch.policies.autoregressive import AutoregressiveTrajectory
+from retouch.policies.autoregressive_trajectory import AutoregressiveTrajectory
 from retouch.policies.mismatch import difference
 from retouch.runs.ranks import Ranks
 from retouch.types import Kind, Trajectory

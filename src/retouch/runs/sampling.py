@@ -9,7 +9,7 @@ from PIL.Image import Image
 
 from retouch.data.images import load_image, load_mask
 from retouch.data.instructions import read_instructions
-from retouch.policies.autoregressive import AutoregressiveTrajectory
+from retouch.policies.autoregressive_trajectory import AutoregressiveTrajectory
 from retouch.renderers.blind import Blind, Unread
 from retouch.runs.assembly import Assembly
 from retouch.runs.opening import open_target

@@ -1,0 +1,57 @@
+"""What a denoising policy did: the chain's states around its actions, and how it ended."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from retouch.types import Conditioning, Trajectory
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class DenoisingTrajectory(Trajectory):
+    """``latents``: states before each action and after the last, fp32. ``group``: each row's row of ``conditioning``."""
+
+    latents: Float[Tensor, "b t_plus_1 ..."]
+    means: Float[Tensor, "b t ..."] | None
+    sigmas: Float[Tensor, " n_plus_1"]
+    first: int
+    conditioning: Conditioning
+    group: Int[Tensor, " b"]
+
+    def take(self, rows: slice | Int[Tensor, " r"]) -> "DenoisingTrajectory":
+        return replace(
+            self,
+            log_probs=self.log_probs[rows],
+            mask=self.mask[rows],
+            kind=self.kind[rows],
+            outputs=self.outputs[rows],
+            latents=self.latents[rows],
+            means=None if self.means is None else self.means[rows],
+            group=self.group[rows],
+            values=None if self.values is None else self.values[rows],
+        )
+
+    @classmethod
+    def concat(cls, parts: "Sequence[DenoisingTrajectory]") -> "DenoisingTrajectory":  # type: ignore[override]
+        offsets, total = [], 0
+        for part in parts:
+            offsets.append(total)
+            total += int(next(iter(part.conditioning.tensors.values())).shape[0])
+        means = [part.means for part in parts if part.means is not None]
+        values = [part.values for part in parts if part.values is not None]
+        return cls(
+            log_probs=torch.cat([part.log_probs for part in parts]),
+            mask=torch.cat([part.mask for part in parts]),
+            kind=torch.cat([part.kind for part in parts]),
+            outputs=torch.cat([part.outputs for part in parts]),
+            latents=torch.cat([part.latents for part in parts]),
+            means=torch.cat(means) if means else None,
+            sigmas=parts[0].sigmas,
+            first=parts[0].first,
+            conditioning=Conditioning.concat([part.conditioning for part in parts]),
+            group=torch.cat([part.group + offset for part, offset in zip(parts, offsets, strict=True)]),
+            values=torch.cat(values) if values else None,
+        )
