@@ -92,10 +92,8 @@ class DenoisingPolicy:
 
     def sample(self, batch: Batch) -> DenoisingTrajectory:
         """Denoise deterministically, under the averaged weights where there are any."""
-        if "average" in self.copies.copies:
-            with self.copies.using("average"):
-                return self._denoise(batch, num_steps=self.eval_steps, actions=range(0), shared_noise=False)
-        return self._denoise(batch, num_steps=self.eval_steps, actions=range(0), shared_noise=False)
+        with self.copies.using("average") if "average" in self.copies.copies else nullcontext():
+            return self._denoise(batch, num_steps=self.eval_steps, actions=range(0), shared_noise=False)
 
     def demonstrate(self, batch: Batch) -> DenoisingTrajectory:
         """The tasks' targets as outputs. ValueError where a task has none."""
