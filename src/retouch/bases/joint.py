@@ -12,9 +12,7 @@ from torch import Tensor, nn
 
 from retouch.bases.teaching import teach
 from retouch.models.around import Around
-from retouch.models.qwen_flow import Prepared
-from retouch.models.qwen_image import QwenImage
-from retouch.models.qwen_image_edit import QwenImageEdit
+from retouch.models.qwen_flow import Prepared, QwenFlow
 from retouch.objectives.supervised import Supervised
 from retouch.policies.denoising import DenoisingPolicy, Sampling
 from retouch.policies.weights import WeightCopies
@@ -24,13 +22,13 @@ from retouch.types import Batch, Conditioning, DenoisingModel, Task
 NO_INSTRUCTION = " "
 
 
-class JointModel(Around[QwenImage | QwenImageEdit]):
+class JointModel(Around[QwenFlow]):
     """A Qwen-Image or Qwen-Image-Edit whose text encoder trains with the transformer.
 
     Its conditioning is what the text encoder reads, and the velocity embeds it on the way, with gradient.
     """
 
-    def __init__(self, model: QwenImage | QwenImageEdit) -> None:
+    def __init__(self, model: QwenFlow) -> None:
         super().__init__(model)
         self.module = nn.ModuleDict({"transformer": model.module, "text_encoder": model.text.encoder})
 

@@ -8,19 +8,18 @@ import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from jaxtyping import Float
 from PIL.Image import Image
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration
 
-from retouch.models import qwen_flow, qwen_load
-from retouch.models.frozen import evaluating
-from retouch.models.qwen_flow import Prepared
-from retouch.models.qwen_layout import Area, QwenLatents, Size, fit
+from retouch.models import qwen_load
+from retouch.models.qwen_flow import Prepared, QwenFlow
+from retouch.models.qwen_layout import Area, Size, fit
 from retouch.models.qwen_template import Tokens
 from retouch.models.qwen_text import EDIT, EDIT_PLUS, VISION, QwenText
-from retouch.types import Conditioning, Task
+from retouch.types import Task
 
 
-class QwenImageEdit:
+class QwenImageEdit(QwenFlow):
     """Qwen-Image-Edit: one source picture, read through the text encoder and, as latents, beside the noise.
 
     ``size``: (height, width) of the output in px; None takes the source's, brought to ``source_area``. ``condition_area`` and
@@ -48,12 +47,9 @@ class QwenImageEdit:
         condition_area: Area | None = None,
         source_area: Area | None = None,
     ) -> None:
-        qwen_flow.check_transformer(transformer)
-        self.module: nn.Module = transformer
-        self.latents = QwenLatents(vae)
         template = self.TEMPLATE if template is None else template
-        self.text = QwenText(text_encoder, tokenizer, template=template, image_processor=image_processor)
-        self.scheduler_config = dict(scheduler_config)
+        text = QwenText(text_encoder, tokenizer, template=template, image_processor=image_processor)
+        super().__init__(transformer=transformer, vae=vae, text=text, scheduler_config=scheduler_config)
         self.size = size
         self.condition_area: Area = self.CONDITION_AREA if condition_area is None else condition_area
         self.source_area: Area = self.SOURCE_AREA if source_area is None else source_area
@@ -111,45 +107,15 @@ class QwenImageEdit:
         bodies = [self._body(text, len(task.images)) for task, text in zip(tasks, texts, strict=True)]
         return self.text.tokenise(bodies, seen)
 
-    def embed(self, prepared: Prepared) -> Conditioning:
-        """The conditioning with gradient to the text encoder, in the mode the encoder is in: for training it as well."""
-        return qwen_flow.conditioning(self.module, self.text, prepared)
-
-    def encode(self, tasks: Sequence[Task]) -> Conditioning:
-        with evaluating(self.text.encoder):
-            return self.embed(self.prepare(tasks))
-
-    def encode_negative(self, tasks: Sequence[Task]) -> Conditioning:
-        """The same pictures with the instruction " "."""
-        with evaluating(self.text.encoder):
-            return self.embed(self.prepare(tasks, instructions=[" "] * len(tasks)))
-
     def _body(self, instruction: str, pictures: int) -> str:
         assert pictures == 1  # its place is in the template
         return instruction
-
-    def combine(self, positive: Tensor, negative: Tensor, guidance_scale: float) -> Tensor:
-        return qwen_flow.combine(positive, negative, guidance_scale)
-
-    def initial_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator]) -> Float[Tensor, "r s d"]:
-        return qwen_flow.initial_noise(conditioning, generators, channels=self.latents.channels)
-
-    def sigmas(self, num_steps: int, conditioning: Conditioning) -> Float[Tensor, " num_steps_plus_1"]:
-        return qwen_flow.sigmas(self.scheduler_config, num_steps, conditioning)
-
-    def velocity(
-        self, module: nn.Module, x: Float[Tensor, "r s d"], sigma: Float[Tensor, " r"], conditioning: Conditioning
-    ) -> Float[Tensor, "r s d"]:
-        return qwen_flow.velocity(module, x, sigma, conditioning)
 
     def encode_images(self, images: Sequence[Image]) -> Float[Tensor, "r s d"]:
         sizes = {fit(image, self.source_area) if self.size is None else self.size for image in images}
         if len(sizes) != 1:
             raise ValueError(f"pictures of different sizes in one batch: {sorted(sizes)}; bucket them by size")
         return self.latents.encode(images, sizes.pop())
-
-    def decode(self, x: Float[Tensor, "r s d"], conditioning: Conditioning) -> list[Image]:
-        return self.latents.decode(x, conditioning.shared["size"])
 
 
 class QwenImageEditPlus(QwenImageEdit):

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from retouch.models.flux import Flux
-from retouch.models.qwen_image import QwenImage
+from retouch.models.qwen_flow import QwenFlow
 from retouch.models.qwen_image_edit import QwenImageEdit
 from retouch.models.sd3 import SD3
 from retouch.types import DenoisingModel
@@ -12,7 +12,7 @@ from retouch.types import DenoisingModel
 
 def parts_of(model: DenoisingModel) -> list[nn.Module]:
     """Its modules. ValueError for an imported model, of which only the transformer is known."""
-    if isinstance(model, QwenImage | QwenImageEdit):
+    if isinstance(model, QwenFlow):
         return [model.module, model.latents.vae, model.text.encoder]
     if isinstance(model, SD3):
         return [model.module, model.vae, *model.text.encoders]
