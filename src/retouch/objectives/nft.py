@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from retouch.objectives.flow_matching import draw_points
+from retouch.objectives.flow_matching import draw_points, mismatch
 from retouch.types import Loss, Minibatch, VelocityPolicy
 
 
@@ -58,10 +57,9 @@ class NFT:
                     goodness * self._miss(self.beta * velocity + (1 - self.beta) * old, x, x0, sigma)
                     + (1 - goodness) * self._miss((1 + self.beta) * old - self.beta * velocity, x, x0, sigma)
                 ) / self.beta
-                sums = {"policy/old_distance": (weights * _mean(torch.square(velocity.detach() - old))).sum()}
+                sums = {"policy/old_distance": (weights * mismatch(velocity.detach(), old)).sum()}
                 if self.reference_weight:
-                    reference = policy.velocity(trajectory, rows, x, sigma, "reference")
-                    distance = _mean((velocity - reference).square())
+                    distance = mismatch(velocity, policy.velocity(trajectory, rows, x, sigma, "reference"))
                     loss = loss + self.reference_weight * distance
                     sums["policy/kl"] = (weights * distance.detach()).sum()
                 value = (weights * loss).sum()

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from retouch.objectives.flow_matching import draw_points
+from retouch.objectives.flow_matching import draw_points, mismatch
 from retouch.types import Loss, Minibatch, VelocityPolicy
 
 
@@ -30,7 +30,7 @@ class Supervised:
                 shift=self.shift,
             )
             velocity = policy.velocity(trajectory, rows, x, sigma, "current")
-            error = (velocity - (noise - x0)).square().flatten(1).mean(dim=1)
+            error = mismatch(velocity, noise - x0)
             value = (minibatch.weights[rows, 0] * error).sum()
             yield Loss(value, {"policy/loss": value.detach()})
 
