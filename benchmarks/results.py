@@ -24,6 +24,7 @@ from results_plot import draw
 
 from retouch.runs.recipe import Recipe, load
 from retouch.runs.recipe_emu3 import PlaygroundEmu3
+from retouch.runs.recipe_ip_adapter import IpAdapter
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / "benchmarks" / "cache"
@@ -106,6 +107,14 @@ WORDS = (
     "retouch.policies.denoising",
     "retouch.renderers.latents",
     "retouch.rewards.ocr",
+)
+# Beside what the model computes with.
+REFERENCED = (
+    "retouch.models.image_encoder",
+    "retouch.models.ip_adapter",
+    "retouch.models.referenced",
+    "retouch.playground.sign_judge",
+    "retouch.policies.reference_dropout",
 )
 # By the kind of renderer; a policy without one makes its own pictures, and is named by its model where that is another.
 DECIDING = {None: DENOISING, "response": WRITING, "prompt": REWRITING, "codes": IMAGE_TOKENS, "playground-words": WORDS}
@@ -231,14 +240,20 @@ def used_weights(recipe: Recipe) -> set[str]:
     model = recipe.policy.model
     if isinstance(model, PlaygroundEmu3):
         return {"emu3/autoencoder", f"emu3/{model.start}"}
-    return {SHIPPED[model.kind] for model in (model, recipe.image_model) if model.kind in SHIPPED}
+    sight = {"sight"} if shows_references(recipe) else set()
+    return sight | {SHIPPED[model.kind] for model in (model, recipe.image_model) if model.kind in SHIPPED}
+
+
+def shows_references(recipe: Recipe) -> bool:
+    return isinstance(recipe.policy.train, IpAdapter)
 
 
 def code_digest(recipe: Recipe) -> str:
     """SHA-256 of the code that such a run trains with: what it does, not its words."""
     whole = hashlib.sha256()
     own = recipe.policy.model.kind
-    for file in with_imports(DECIDING[own if own in DECIDING else recipe.renderer and recipe.renderer.kind]):
+    modules = DECIDING[own if own in DECIDING else recipe.renderer and recipe.renderer.kind]
+    for file in with_imports((*modules, *REFERENCED) if shows_references(recipe) else modules):
         if file.name != "types.py":  # declares, and computes nothing
             whole.update(file.relative_to(SOURCE).as_posix().encode() + deeds(file.read_text()).encode())
     return whole.hexdigest()[:16]
@@ -278,9 +293,12 @@ def measured(folder: Path) -> dict:
     evals = [json.loads(line) for line in (folder / "evals.jsonl").read_text().splitlines()]
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     ratios = [line["policy/ratio_max_first"] for line in metrics if "policy/ratio_max_first" in line]
+    phases = [line["phase"] for line in metrics]
+    warm = next((told["table"] for told in evals if 0 < told["step"] == phases.count("warm-up")), None)
     return {
         "summary": summary,
         "before": evals[0]["table"],
+        **({} if warm is None else {"warm": warm}),
         "after": evals[-1]["table"],
         "ratio_max_first": max(ratios) if ratios else None,
         "curve": curve(folder, evals, summary["column"]),

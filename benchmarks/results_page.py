@@ -181,13 +181,15 @@ def detail(section: Section, found: dict[str, list[dict]]) -> list[str]:
         for level in section.levels:
             cells = []
             for column in section.columns:
-                before, after = (
-                    statistics.mean(result[when][f"{section.tag}={level}"][column] for result in results)
-                    for when in ("before", "after")
-                )
-                cells.append(f"{before:.2f} -> {after:.2f}")
+                cells.append(" -> ".join(f"{mean:.2f}" for mean in means(results, f"{section.tag}={level}", column)))
             lines.append(f"| {name} | {section.tag} {level} | " + " | ".join(cells) + " |")
     return lines
+
+
+def means(results: list[dict], row: str, column: str) -> list[float]:
+    """Over the seeds: before, after the warm-up where there is one, and after."""
+    whens = [when for when in ("before", "warm", "after") if all(when in result for result in results)]
+    return [statistics.mean(result[when][row][column] for result in results) for when in whens]
 
 
 def edits(section: Section, found: dict[str, list[dict]]) -> list[str]:

@@ -28,6 +28,7 @@ local sampling = import 'sampling.libsonnet';
         blocks: world.blocks,
         scale: 1,
         dropout: 0.05,
+        [if 'lora' in sizes then 'lora']: sizes.lora,
       },
       gradient_checkpointing: sizes.gradient_checkpointing,
     },
@@ -39,7 +40,7 @@ local sampling = import 'sampling.libsonnet';
         name: 'warm-up',
         steps: sizes.warmup_steps,
         objective: { kind: 'supervised' },
-        tasks_per_step: sizes.tasks_per_step * sizes.group_size,
+        tasks_per_step: sizes.warmup_tasks,
         group_size: 1,
         learning_rate: sizes.warmup_learning_rate,
       },
@@ -58,7 +59,7 @@ local sampling = import 'sampling.libsonnet';
     },
     advantage: { kind: 'group' },
     // The source's 0.2 is for sums over the 65536 numbers of a picture of 512 px; of their mean it is 3e-6.
-    objective: objectives.grpo(3e-6) { kl: { kind: 'velocity', weight: 0.1 } },
+    objective: objectives.grpo(3e-6) { kl: { kind: 'velocity', weight: sizes.kl } },
   },
 
   // Against all pictures of the step: what the source calls PPO. It has no critic.
@@ -71,10 +72,11 @@ local sampling = import 'sampling.libsonnet';
     objective: objectives.nft { reference_weight: 1e-4 },
   },
 
-  // `--ocr_weight` and `--vlm_weight`. What the reader read counts, and not how sure it was of it.
-  two_weights(ocr, vlm, column, ocr_weight=0.5, vlm_weight=0.5):: {
+  // `--ocr_weight` and `--vlm_weight`. What the reader read counts, and not how sure it was of it. `column` is of whoever looks at
+  // the rest of the picture: a vision-language model, or what stands in for it under another `name`.
+  two_weights(ocr, looks, column, ocr_weight=0.5, vlm_weight=0.5, name='vlm'):: {
     kind: 'several',
-    rewards: { ocr: ocr, vlm: vlm },
-    combine: '%g * ocr/correctness + %g * vlm/%s' % [ocr_weight, vlm_weight, column],
+    rewards: { ocr: ocr, [name]: looks },
+    combine: '%g * ocr/correctness + %g * %s/%s' % [ocr_weight, vlm_weight, name, column],
   },
 }

@@ -1,0 +1,61 @@
+"""What an IP-Adapter has of its references: a run's held-out scores as it is, with the adapter switched off, and with references
+that were exchanged between tasks while the judge keeps to each task's own.
+
+    python benchmarks/references.py runs/flux-fill-ip-adapter-grpo-playground
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from retouch.models import ip_adapter
+from retouch.runs.assembly import Assembly
+from retouch.runs.evaluation import Evaluator, table
+from retouch.runs.journal import unkept
+from retouch.runs.opening import open_target
+from retouch.types import Batch, Sample, Task
+
+
+@dataclass(frozen=True)
+class ByOwn:
+    """A judge who sees the tasks as they are, whatever the policy was shown."""
+
+    judge: object
+    own: Mapping[str, Task]
+
+    def __call__(self, batch: Batch, samples: Sequence[Sample]) -> object:
+        return self.judge(batch, [replace(sample, task=self.own[sample.task.id]) for sample in samples])
+
+
+def exchanged(evaluate: Evaluator) -> Evaluator:
+    """The same tasks, each shown the reference of the next."""
+    tasks = evaluate.tasks
+    shown = [replace(task, reference=other.reference) for task, other in zip(tasks, [*tasks[1:], tasks[0]], strict=True)]
+    return replace(evaluate, tasks=shown, judge=ByOwn(evaluate.judge, {task.id: task for task in tasks}))
+
+
+def switch_off(parts: Assembly) -> None:
+    for part in ip_adapter.modules(parts.model.module):
+        if hasattr(part, "to_k_ip"):
+            part.scale = 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", help="a folder of a run with an IP-Adapter, or its recipe")
+    parts, step = open_target(parser.parse_args().run)
+    evaluate, policy = parts.evaluator(unkept(parts.judge)), parts.policy(parts.recipe.rollout)
+    found = {f"as it is (step {step})": evaluate(policy), "another's reference": exchanged(evaluate)(policy)}
+    switch_off(parts)
+    found["switched off"] = evaluate(policy)
+    ceiling = evaluate.ceiling(policy)
+    if ceiling is not None:
+        found["right picture"] = ceiling
+    parts.judge.close()
+    for name, evaluated in found.items():
+        means = table(evaluated)[0]["all"]
+        print(f"{name:24}" + "  ".join(f"{column} {value:.3f}" for column, value in means.items() if isinstance(value, float)))
+
+
+if __name__ == "__main__":
+    main()
