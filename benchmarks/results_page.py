@@ -119,7 +119,7 @@ SECTIONS = (
         "The same painter, of words whose ink and paper the picture does not have: both of its signs are in another style, and an "
         "IP-Adapter, with a LoRA beside it, is shown a sign in the right one. The reward is half what the reader reads and half "
         "the style: how near paper and ink are to the reference's. First a supervised warm-up, whose demonstrations have as many "
-        "wrong letters as the base's, so that style is all that they teach; then RL. The columns are told before, after the warm-up "
+        "wrong letters as the base's, so that style is all that they teach; then RL. Columns are told before, after the warm-up "
         "and at the end. The ceiling is the right picture through the autoencoder, which keeps papers and little of an ink's hue.",
         (
             Entry("GRPO", "recipes/flux-fill/ip-adapter-grpo-playground.jsonnet"),
