@@ -19,6 +19,7 @@ from retouch.models.flux_kontext import FluxKontext
 from retouch.models.qwen_image import QwenImage
 from retouch.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from retouch.models.sd3 import SD3
+from retouch.models.z_image import ZImage
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +101,24 @@ def test_flux(tmp_path, cls):
     assert model.decode(x, conditioning)[0].size == (40, 24)
 
 
+@pytest.mark.parametrize("head", [True, False])
+def test_z_image(tmp_path, head):
+    folder = tiny.save_z_image(tmp_path, head=head)
+    model = ZImage.from_pretrained(folder, dtype=torch.bfloat16, device="cpu", size=(24, 40))
+    assert model.module.dtype == model.latents.vae.dtype == model.text.encoder.dtype == torch.bfloat16
+    assert not any(weight.requires_grad for part in (model.latents.vae, model.text.encoder) for weight in part.parameters())
+    assert all(weight.requires_grad for weight in model.module.parameters())
+    assert model.scheduler_config["shift"] == 3.0
+    saved = tiny.qwen3(tiny.chat_tokenizer()).model.bfloat16()
+    assert all(torch.equal(weight, saved.get_parameter(name)) for name, weight in model.text.encoder.named_parameters())
+    conditioning = model.encode([tiny.task("a", "red")])
+    x = model.initial_noise(conditioning, tiny.generators(1))
+    assert (x.shape, x.dtype) == ((1, 3 * 5, 64), torch.float32)
+    velocity = model.velocity(model.module, x, torch.tensor([0.5]), conditioning)
+    assert (velocity.shape, velocity.dtype) == (x.shape, torch.float32)
+    assert model.decode(x, conditioning)[0].size == (40, 24)
+
+
 def test_another_flux_is_refused_before_its_weights_are_read(tmp_path):
     folder = tiny.save_flux(tmp_path, distilled=False)
     (folder / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
@@ -109,7 +128,7 @@ def test_another_flux_is_refused_before_its_weights_are_read(tmp_path):
         Flux.from_pretrained(folder, dtype=torch.float32, device="cpu", guidance=3.5)
 
 
-@pytest.mark.parametrize("cls", [QwenImage, QwenImageEdit, SD3, FluxFill])
+@pytest.mark.parametrize("cls", [QwenImage, QwenImageEdit, SD3, ZImage, FluxFill])
 def test_a_folder_that_is_none(tmp_path, cls):
     with pytest.raises(ValueError, match=r"no model_index\.json"):
         cls.from_pretrained(tmp_path, dtype=torch.float32, device="cpu")

@@ -182,8 +182,8 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Any) -> None:
 DRAWING = Drawing(rows=2, size=(32, 32), source=(32, 32), sources=1, text=24, dtype=torch.float32)
 
 
-def sd3() -> dict[str, Any]:
-    made = {"transformer": tiny.sd3_transformer(), "vae": tiny.sd3_vae()}
+def drawer(transformer: nn.Module) -> dict[str, Any]:
+    made = {"transformer": transformer, "vae": tiny.sd3_vae()}
     return {name: {"class": type(module).__name__, "config": dict(module.config)} for name, module in made.items()}
 
 
@@ -194,19 +194,21 @@ def test_pictures_from_latents_take_what_they_take_on_the_cpu() -> None:
     with torch.no_grad():
         vae.decode(latents)
         seen = measured_peak(lambda: vae.decode(latents))
-    planned = rows(image_model_plan(sd3(), DRAWING))
+    planned = rows(image_model_plan(drawer(tiny.sd3_transformer()), DRAWING))
     assert planned["drawing: pictures from latents"] == pytest.approx(seen, rel=0.05)
 
 
-def test_drawing_more_at_once_takes_more_and_weights_stay() -> None:
-    one, two = (rows(image_model_plan(sd3(), replace(DRAWING, rows=count))) for count in (1, 2))
-    assert two["image model"] == one["image model"] == 4 * stored_count(sd3()["transformer"])
+@pytest.mark.parametrize("transformer", [tiny.sd3_transformer, tiny.z_image_transformer])
+def test_drawing_more_at_once_takes_more_and_weights_stay(transformer: Any) -> None:
+    model = drawer(transformer())
+    one, two = (rows(image_model_plan(model, replace(DRAWING, rows=count))) for count in (1, 2))
+    assert two["image model"] == one["image model"] == 4 * stored_count(model["transformer"])
     for name in ("drawing: one denoising step", "drawing: pictures from latents"):
         assert two[name] == pytest.approx(2 * one[name], rel=0.1)
 
 
 def test_a_part_that_lies_elsewhere_is_left_out() -> None:
-    assert "vae" not in rows(image_model_plan(sd3(), DRAWING, without=("vae",)))
+    assert "vae" not in rows(image_model_plan(drawer(tiny.sd3_transformer()), DRAWING, without=("vae",)))
 
 
 # Image tokens

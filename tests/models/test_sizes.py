@@ -5,12 +5,17 @@ import tiny
 import torch
 from peft import LoraConfig
 
-from retouch.models import flux, qwen_flow, sd3
+from retouch.models import flux, qwen_flow, sd3, z_image
 from retouch.models.memory import Lora, Setup, activation_bytes, plan
 from retouch.models.sizes import known_models, lora_count, parameter_count, parts, stored_count
 
 QWEN_LORA = Lora(qwen_flow.LORA_RANK, qwen_flow.LORA_TARGETS)
-TINY = {"qwen": tiny.qwen_transformer, "sd3": tiny.sd3_transformer, "flux": tiny.flux_transformer}
+TINY = {
+    "qwen": tiny.qwen_transformer,
+    "sd3": tiny.sd3_transformer,
+    "flux": tiny.flux_transformer,
+    "z-image": tiny.z_image_transformer,
+}
 
 
 def described(name):
@@ -41,6 +46,9 @@ def rows(setup, name="qwen-image"):
         ("flux.1-dev", "text_encoder", 0.123),
         ("flux.1-dev", "text_encoder_2", 4.76),
         ("flux.1-dev", "vae", 0.084),
+        ("z-image", "transformer", 6.15),
+        ("z-image", "text_encoder", 4.02),
+        ("z-image", "vae", 0.084),
         ("emu3", "writer", 8.49),
         ("emu3", "autoencoder", 0.271),
     ],
@@ -58,7 +66,7 @@ def test_bytes_of_qwen_image_in_bf16():
 def test_unknown_models_are_named():
     assert known_models() == [
         *("emu3", "flux.1-dev", "flux.1-fill-dev", "flux.1-schnell"),
-        *("qwen-image", "qwen-image-edit-2511", "sd3-medium", "sd3.5-large", "sd3.5-medium"),
+        *("qwen-image", "qwen-image-edit-2511", "sd3-medium", "sd3.5-large", "sd3.5-medium", "z-image"),
     ]
     with pytest.raises(ValueError, match=r"'sd4'.*sd3\.5-large"):
         parts("sd4")
@@ -82,7 +90,13 @@ def test_counts_are_those_of_real_models(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "targets"), [("qwen", qwen_flow.LORA_TARGETS), ("sd3", sd3.LORA_TARGETS), ("flux", flux.LORA_TARGETS)]
+    ("name", "targets"),
+    [
+        ("qwen", qwen_flow.LORA_TARGETS),
+        ("sd3", sd3.LORA_TARGETS),
+        ("flux", flux.LORA_TARGETS),
+        ("z-image", z_image.LORA_TARGETS),
+    ],
 )
 def test_adapters_are_as_large_as_peft_makes_them(name, targets):
     module, part = described(name)
@@ -134,7 +148,10 @@ def saved_bytes(run, module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activations_are_about_what_autograd_keeps(name, dtype):
     module, part = described(name)
-    part["config"] |= {"num_layers": 6, "attention_head_dim": 32, "num_attention_heads": 4}
+    if name == "z-image":
+        part["config"] |= {"n_layers": 6, "n_heads": 4, "n_kv_heads": 4, "dim": 128}
+    else:
+        part["config"] |= {"num_layers": 6, "attention_head_dim": 32, "num_attention_heads": 4}
     if name == "flux":
         part["config"] |= {"num_layers": 3, "num_single_layers": 6}
     if name == "sd3":
@@ -148,17 +165,38 @@ def test_activations_are_about_what_autograd_keeps(name, dtype):
         inputs["pooled_projections"] = torch.randn(2, 16)
         more = {"timestep": torch.tensor([0.5, 0.1]), "guidance": torch.full((2,), 3.5)}
         more |= {"img_ids": torch.zeros(256, 3), "txt_ids": torch.zeros(40, 3)}
+    elif name == "z-image":
+        inputs = {"x": torch.randn(2, 16, 1, 32, 32), "cap_feats": torch.randn(2, 40, 32)}
+        more = {"t": torch.tensor([0.5, 0.1])}
     else:
         inputs = {"hidden_states": torch.randn(2, 16, 32, 32), "encoder_hidden_states": torch.randn(2, 40, 48)}
         inputs["pooled_projections"] = torch.randn(2, 40)
         more = {"timestep": torch.tensor([500.0, 100.0])}
     inputs = {key: value.to(dtype) for key, value in inputs.items()}
+    if name == "z-image":
+        inputs = {key: list(value) for key, value in inputs.items()}
     setup = {"lora": None, "rows": 2, "tokens": 296, "dtype": dtype}
     measured = saved_bytes(lambda: module(**inputs, **more), module)
     assert activation_bytes(part, Setup(**setup, gradient_checkpointing=False)) == pytest.approx(measured, rel=0.2)
     module.enable_gradient_checkpointing()
     inputs_kept = saved_bytes(lambda: module(**inputs, **more), module)
     assert inputs_kept < activation_bytes(part, Setup(**setup)) < measured
+
+
+def test_z_image_is_counted_as_it_is_built():
+    width, text, read = 3840, 2560, 256
+    feed = int(width / 3 * 8)
+    block = 4 * width**2 + 3 * width * feed + 4 * width + 2 * 128  # no biases; four norms of tokens, two of heads
+    told = (read + 1) * 4 * width
+    ends = (64 + 1) * width + (width + 1) * 64 + (read + 1) * width  # tokens in and out, and what the last layer is told
+    time, words, padding = (read + 1) * 1024 + (1024 + 1) * read, text + (text + 1) * width, 2 * width
+    whole = 34 * block + 32 * told + ends + time + words + padding
+    assert parameter_count(parts("z-image")["transformer"]) == whole == 6_154_908_736
+    lora = Lora(32, z_image.LORA_TARGETS)
+    made = rows(Setup(lora=lora, rows=1, tokens=4096 + 512, ranks=8, sharding="fsdp"), "z-image")
+    assert made["two gathered blocks"] == 2 * 2 * (block + told)
+    setup = Setup(lora=lora, rows=1, tokens=4096 + 512)
+    assert rows(setup, "z-image")["gradients"] == 4 * 32 * 34 * (4 * 2 * width + 3 * (width + feed))
 
 
 def test_fsdp_shares_the_transformer_and_nothing_else():

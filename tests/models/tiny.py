@@ -15,6 +15,8 @@ from diffusers import (
     FluxTransformer2DModel,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
 from peft import LoraConfig
 from PIL.Image import Image, fromarray
@@ -29,6 +31,8 @@ from transformers import (
     Qwen2_5_VLProcessor,
     Qwen2Tokenizer,
     Qwen2VLImageProcessorPil,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -253,6 +257,73 @@ def save_flux(folder: Path, *, fills: bool = False, distilled: bool = True) -> P
         text_encoder_2=t5(48, 3),
         tokenizer_2=t5_tokenizer(),
         scheduler=FlowMatchEulerDiscreteScheduler(**SCHEDULER),
+    ).save_pretrained(folder)
+    return folder
+
+
+CHAT_TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+
+
+def chat_tokenizer() -> Qwen2Tokenizer:
+    """Qwen3's: a chat template in which thinking is on where it is asked for."""
+    tokenizer = qwen_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def qwen3(tokenizer: Qwen2Tokenizer, seed: int = 0) -> Qwen3ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def z_image_transformer(seed: int = 0) -> ZImageTransformer2DModel:
+    """Two blocks, and one each that refines picture and text; its tokens for padding are not zero, as it is made with."""
+    torch.manual_seed(seed)
+    made = ZImageTransformer2DModel(
+        dim=64,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=32,
+        axes_dims=[8, 12, 12],
+        axes_lens=[576, 16, 16],
+    )
+    with torch.no_grad():
+        for token in (made.x_pad_token, made.cap_pad_token):
+            token.normal_()
+    return made.eval()
+
+
+def save_z_image(folder: Path, *, head: bool = True) -> Path:
+    """A folder as its pipeline saves it, whose text encoder has a language model's ``head`` or not."""
+    tokenizer = chat_tokenizer()
+    encoder = qwen3(tokenizer)
+    ZImagePipeline(
+        transformer=z_image_transformer(),
+        vae=sd3_vae(),
+        text_encoder=encoder if head else encoder.model,
+        tokenizer=tokenizer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
     ).save_pretrained(folder)
     return folder
 

@@ -16,6 +16,7 @@ from token_mutants import TOKENS
 from value_mutants import VALUES
 from watching_mutants import WATCHING
 from writing_mutants import WRITING
+from z_image_mutants import Z_IMAGE
 
 CONTRACT = "tests/policies/test_denoising.py::test_keeps_the_contract"
 
@@ -271,4 +272,5 @@ MUTANTS = (
     *LEDGER,
     *REFERENCES,
     *FLUX,
+    *Z_IMAGE,
 )

@@ -10,13 +10,9 @@ from typing import Any, Literal
 
 import torch
 
+from retouch.models.shapes import shape_of
 from retouch.models.sizes import build_meta, lora_count, parameter_count, parts, stored_count
 
-# Bytes that autograd saves for one block of a two-stream transformer, or of Flux's single stream, per token and channel, by bytes
-# per number: measured on the families here with torch.autograd.graph.saved_tensors_hooks (norms and rotary positions are kept in
-# fp32 in either case).
-_SAVED_PER_BLOCK = {2: 60, 4: 100}
-_SAVED_PER_SINGLE_BLOCK = {2: 50, 4: 85}
 _ADAMW_BYTES = 8  # two fp32 moments
 
 
@@ -75,7 +71,7 @@ class Setup:
     def __post_init__(self) -> None:
         if min(self.rows, self.tokens, self.ranks) < 1 or self.copies < 0:
             raise ValueError("rows, tokens and ranks are at least 1, and copies at least 0")
-        if self.dtype.itemsize not in _SAVED_PER_BLOCK:
+        if self.dtype.itemsize not in (2, 4):
             raise ValueError(f"{self.dtype}: the computation runs in a 16-bit or 32-bit type")
 
 
@@ -126,17 +122,16 @@ def activation_bytes(transformer: Mapping[str, Any], setup: Setup) -> int:
 
     That is all of every block; with checkpointing, every block's input and all of one block.
     """
-    config = transformer["config"]
-    blocks, singles = config["num_layers"], config.get("num_single_layers", 0)
-    numbers = setup.rows * setup.tokens * config["num_attention_heads"] * config["attention_head_dim"]
-    whole = _SAVED_PER_BLOCK[setup.dtype.itemsize]
+    shape, size = shape_of(transformer), setup.dtype.itemsize
+    numbers = setup.rows * setup.tokens * shape.width
     if setup.gradient_checkpointing:
-        return int(numbers * ((blocks + singles) * setup.dtype.itemsize + whole))
-    return int(numbers * (blocks * whole + singles * _SAVED_PER_SINGLE_BLOCK[setup.dtype.itemsize]))
+        return numbers * (sum(each.count for each in shape.blocks) * size + max(each.saved[size] for each in shape.blocks))
+    return numbers * sum(each.count * each.saved[size] for each in shape.blocks)
 
 
 def _largest_block(transformer: Mapping[str, Any]) -> int:
-    blocks = build_meta(transformer).get_submodule("transformer_blocks").children()
+    module = build_meta(transformer)
+    blocks = [block for block in module.modules() if type(block).__name__ in (module._no_split_modules or ())]
     return max(sum(weight.numel() for weight in block.parameters()) for block in blocks)
 
 

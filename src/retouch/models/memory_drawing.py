@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from retouch.models.live_bytes import in_dtype, most_alive
 from retouch.models.memory import MemoryPlan, Row
@@ -70,37 +71,48 @@ def codes_plan(autoencoder: Part, *, rows: int, read: int, size: tuple[int, int]
 
 
 def _step_bytes(transformer: Part, vae: Part, drawing: Drawing) -> int:
-    config = {**transformer["config"], "num_layers": 1}
-    if "num_single_layers" in config:
-        config["num_single_layers"] = 1
+    one = {key: 1 for key in ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers") if key in transformer["config"]}
+    config = {**transformer["config"], **one}
     if "dual_attention_layers" in config:
         config["dual_attention_layers"] = [0] if config["dual_attention_layers"] else []
     module = in_dtype(copy.deepcopy(build_meta({"class": transformer["class"], "config": config})), drawing.dtype)
-    given: dict[str, Any] = {"timestep": torch.empty(drawing.rows, device=_META), "return_dict": False}
+    noisy, told = _step_inputs(transformer, vae, drawing)
+    inputs = [value for value in tree_leaves(told) if isinstance(value, Tensor)]
+    with torch.no_grad():
+        made = most_alive(lambda: module(**told), given=[*inputs, *module.parameters(), *module.buffers()])
+    # Latents, and velocities of both branches under guidance, are kept in fp32 from step to step.
+    return made + sum(value.numel() * value.element_size() for value in inputs) + 3 * 4 * noisy
+
+
+def _step_inputs(transformer: Part, vae: Part, drawing: Drawing) -> tuple[int, dict[str, Any]]:
+    """How many numbers are denoised, and everything that the transformer is given."""
+    config, time = transformer["config"], torch.empty(drawing.rows, device=_META)
+    if transformer["class"] == "ZImageTransformer2DModel":
+        side = 2 ** (len(vae["config"]["block_out_channels"]) - 1)
+        latents = _empty(drawing, config["in_channels"], 1, *(edge // side for edge in drawing.size))
+        text = _empty(drawing, drawing.text, config["cap_feat_dim"])
+        return latents.numel(), {"x": list(latents), "t": time, "cap_feats": list(text), "return_dict": False}
+    told: dict[str, Any] = {"timestep": time, "return_dict": False}
     if transformer["class"] == "SD3Transformer2DModel":
         side = 2 ** (len(vae["config"]["block_out_channels"]) - 1)
-        given["hidden_states"] = _empty(drawing, config["in_channels"], *(edge // side for edge in drawing.size))
-        given["pooled_projections"] = _empty(drawing, config["pooled_projection_dim"])
+        told["hidden_states"] = _empty(drawing, config["in_channels"], *(edge // side for edge in drawing.size))
+        told["pooled_projections"] = _empty(drawing, config["pooled_projection_dim"])
     elif transformer["class"] == "FluxTransformer2DModel":
         side = 2 * 2 ** (len(vae["config"]["block_out_channels"]) - 1)
         tokens = (drawing.size[0] // side) * (drawing.size[1] // side)
-        given["hidden_states"] = _empty(drawing, tokens, config["in_channels"])
-        given["pooled_projections"] = _empty(drawing, config["pooled_projection_dim"])
-        given["img_ids"], given["txt_ids"] = (torch.empty(count, 3, device=_META) for count in (tokens, drawing.text))
+        told["hidden_states"] = _empty(drawing, tokens, config["in_channels"])
+        told["pooled_projections"] = _empty(drawing, config["pooled_projection_dim"])
+        told["img_ids"], told["txt_ids"] = (torch.empty(count, 3, device=_META) for count in (tokens, drawing.text))
         if config["guidance_embeds"]:
-            given["guidance"] = torch.empty(drawing.rows, device=_META)
+            told["guidance"] = torch.empty(drawing.rows, device=_META)
     else:
         side = 2 * 2 ** len(vae["config"]["temperal_downsample"])
         grids = [drawing.size, *[drawing.source] * drawing.sources]
         shapes = [(1, height // side, width // side) for height, width in grids]
-        given["hidden_states"] = _empty(drawing, sum(height * width for _, height, width in shapes), config["in_channels"])
-        given["img_shapes"] = [shapes] * drawing.rows
-    given["encoder_hidden_states"] = _empty(drawing, drawing.text, config["joint_attention_dim"])
-    inputs = [value for value in given.values() if isinstance(value, Tensor)]
-    with torch.no_grad():
-        made = most_alive(lambda: module(**given), given=[*inputs, *module.parameters(), *module.buffers()])
-    # Latents, and velocities of both branches under guidance, are kept in fp32 from step to step.
-    return made + sum(value.numel() * value.element_size() for value in inputs) + 3 * 4 * given["hidden_states"].numel()
+        told["hidden_states"] = _empty(drawing, sum(height * width for _, height, width in shapes), config["in_channels"])
+        told["img_shapes"] = [shapes] * drawing.rows
+    told["encoder_hidden_states"] = _empty(drawing, drawing.text, config["joint_attention_dim"])
+    return told["hidden_states"].numel(), told
 
 
 def _decoding_bytes(vae: Part, drawing: Drawing) -> int:

@@ -3,10 +3,11 @@
 from retouch.models.flux import Flux
 from retouch.models.qwen_image import QwenImage
 from retouch.models.sd3 import SD3
+from retouch.models.z_image import ZImage
 from retouch.types import Task
 
 
-def readable(model: SD3 | Flux | QwenImage, prompt: str) -> bool:
+def readable(model: SD3 | Flux | QwenImage | ZImage, prompt: str) -> bool:
     """False where the model would refuse the prompt: too long for it, or spelling one of its special tokens."""
     try:
         if isinstance(model, QwenImage):

@@ -18,6 +18,7 @@ from diffusers import (
     FluxTransformer2DModel,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
+    ZImageTransformer2DModel,
 )
 from torch import nn
 from transformers import (
@@ -39,6 +40,7 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3Model,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     SiglipVisionConfig,
@@ -154,6 +156,8 @@ def _build(part: str) -> nn.Module:
                 return SD3Transformer2DModel.from_config(config)
             case "FluxTransformer2DModel":
                 return FluxTransformer2DModel.from_config(config)
+            case "ZImageTransformer2DModel":
+                return ZImageTransformer2DModel.from_config(config)
             case "AutoencoderKLQwenImage":
                 return AutoencoderKLQwenImage.from_config(config)
             case "AutoencoderKL":
@@ -174,6 +178,8 @@ def _build(part: str) -> nn.Module:
                 return Qwen2ForCausalLM(Qwen2Config(**config))
             case "Qwen3ForCausalLM":
                 return Qwen3ForCausalLM(Qwen3Config(**config))
+            case "Qwen3Model":
+                return Qwen3Model(Qwen3Config(**config))
             case "CLIPTextModel":
                 return CLIPTextModel(CLIPTextConfig(**config))
             case "Emu3ForCausalLM":

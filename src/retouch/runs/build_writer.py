@@ -21,6 +21,7 @@ from retouch.models.qwen_writer import QwenWriter
 from retouch.models.qwen_writer_load import load_writer
 from retouch.models.readable import readable
 from retouch.models.sd3 import SD3
+from retouch.models.z_image import ZImage
 from retouch.policies.weights import WeightCopies
 from retouch.renderers.answers import enhancer_prompt
 from retouch.renderers.blind import Blind
@@ -139,7 +140,7 @@ def build_renderer(
             sharded=in_step and image_model.text.encoder is writer.module,
         )
         return Blind(responses) if section.blind else responses
-    reads = partial(readable, image_model) if isinstance(image_model, SD3 | Flux | QwenImage) else _anything
+    reads = partial(readable, image_model) if isinstance(image_model, SD3 | Flux | QwenImage | ZImage) else _anything
     prompts = PromptRenderer(
         FlowPainter(image_model, num_steps=steps, guidance_scale=section.guidance_scale, reads=reads),
         cut_off=section.cut_off,

@@ -12,6 +12,7 @@ from retouch.models import memory
 from retouch.models.ip_adapter_sizes import adapter_count, embed_width, vision_part
 from retouch.models.memory import MemoryPlan, Setup, plan_parts
 from retouch.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
+from retouch.models.shapes import shape_of
 from retouch.models.sizes import image_encoder, model_in, parts, parts_in, stored_count
 from retouch.playground.scenes import SIZE
 from retouch.playground.words import HEIGHT, WIDTH
@@ -34,8 +35,8 @@ Described = Mapping[str, Mapping[str, Any]]
 
 EDITORS = {"qwen-image-edit": QwenImageEdit, "qwen-image-edit-plus": QwenImageEditPlus}
 INSTRUCTION_TOKENS = 256
-# What the text becomes in each family whose prompts are padded to one length.
-TEXT_TOKENS = {"sd3": 77 + 256, "flux": 512, "flux-fill": 512, "flux-kontext": 512, "playground-words": 14}
+# What the text becomes at most; in all but Z-Image, whose prompts are not padded, at least too.
+TEXT_TOKENS = {"sd3": 77 + 256, "z-image": 512, "flux": 512, "flux-fill": 512, "flux-kontext": 512, "playground-words": 14}
 _MEGAPIXEL = (1024, 1024)
 _ENCODER = "image_encoder"
 LEFT_FREE = 0.1
@@ -82,10 +83,12 @@ def _with_encoder(described: Described, path: str) -> Described | None:
 
 
 def _published(model: DiffusersModel) -> str | None:
-    """The configuration of the published model. All of Qwen's image models have one size; SD3's are told apart by their names, and
-    of FLUX.1 the distilled one (schnell) has a little less."""
+    """The configuration of the published model. All of Qwen's image models have one size, and both of Z-Image; SD3's are told apart
+    by their names, and of FLUX.1 the distilled one (schnell) has a little less."""
     name = Path(model.path).name.lower()
     match model.kind:
+        case "z-image":
+            return "z-image"
         case "flux-fill":
             return "flux.1-fill-dev"
         case "flux" | "flux-kontext":
@@ -131,11 +134,10 @@ def footprint(recipe: Recipe, described: Described) -> Footprint:
 def _seen_by_head(described: Described) -> int:
     """Numbers that a value head reads: of latents and sources, which are no wider than the transformer's input, of the text, and of
     the reference that an IP-Adapter is shown."""
-    transformer = described["transformer"]["config"]
-    channels: int = 2 * transformer["in_channels"] + transformer["joint_attention_dim"]
-    pooled: int = transformer.get("pooled_projection_dim", 0)
+    shape = shape_of(described["transformer"])
+    pooled: int = described["transformer"]["config"].get("pooled_projection_dim", 0)
     shown = embed_width(described[_ENCODER]) if _ENCODER in described else 0
-    return 2 * channels + pooled + shown + 1
+    return 2 * (2 * shape.latents + shape.text) + pooled + shown + 1
 
 
 def _tokens(model: PlaygroundModel | DiffusersModel, described: Described) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from retouch.models import flux, qwen_flow, sd3
+from retouch.models import flux, qwen_flow, sd3, z_image
 from retouch.models.flux_fill import FluxFill
 from retouch.models.flux_kontext import FluxKontext
 from retouch.models.qwen_image import QwenImage
@@ -38,6 +38,7 @@ FAMILIES = {
     "qwen-image-edit": _qwen(QwenImageEdit, "QwenImageEditPipeline"),
     "qwen-image-edit-plus": _qwen(QwenImageEditPlus, "QwenImageEditPlusPipeline"),
     "sd3": Family(adapter=sd3.SD3, lora_targets=sd3.LORA_TARGETS, pipeline="StableDiffusion3Pipeline"),
+    "z-image": Family(adapter=z_image.ZImage, lora_targets=z_image.LORA_TARGETS, pipeline="ZImagePipeline"),
     "flux": _flux(flux.Flux, "FluxPipeline"),
     "flux-fill": _flux(FluxFill, "FluxFillPipeline"),
     "flux-kontext": _flux(FluxKontext, "FluxKontextPipeline"),

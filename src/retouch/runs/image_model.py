@@ -7,12 +7,13 @@ from retouch.models.flux import Flux
 from retouch.models.qwen_flow import QwenFlow
 from retouch.models.qwen_image_edit import QwenImageEdit
 from retouch.models.sd3 import SD3
+from retouch.models.z_image import ZImage
 from retouch.types import DenoisingModel
 
 
 def parts_of(model: DenoisingModel) -> list[nn.Module]:
     """Its modules. ValueError for an imported model, of which only the transformer is known."""
-    if isinstance(model, QwenFlow):
+    if isinstance(model, QwenFlow | ZImage):
         return [model.module, model.latents.vae, model.text.encoder]
     if isinstance(model, SD3):
         return [model.module, model.vae, *model.text.encoders]

@@ -29,6 +29,7 @@ TAKES = {
     "qwen-image-edit": Takes(pictures=(1, 1), responses=True),
     "qwen-image-edit-plus": Takes(pictures=(1, 8), responses=True),
     "sd3": Takes(pictures=(0, 0)),
+    "z-image": Takes(pictures=(0, 0)),
     "flux": Takes(pictures=(0, 0), guidance=True),
     "flux-fill": Takes(pictures=(1, 1), mask=True, guidance=True),
     "flux-kontext": Takes(pictures=(1, 1), guidance=True),

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from retouch.runs.recipe import Recipe
 
 _DOUBLE_ALONE = ("qwen-image", "qwen-image-edit", "qwen-image-edit-plus", "playground", "playground-painter")
-_WITHOUT = ("sd3", "import")
+_WITHOUT = ("sd3", "z-image", "import")
 
 
 def ip_adapter_problems(recipe: "Recipe") -> Iterator[str]:

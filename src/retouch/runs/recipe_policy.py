@@ -39,7 +39,7 @@ class PlaygroundWords(PlaygroundModel):
 class DiffusersModel(Section):
     """A model of one of the families known here, in the layout of its diffusers pipeline."""
 
-    kind: Literal["qwen-image", "qwen-image-edit", "qwen-image-edit-plus", "sd3", "flux", "flux-fill", "flux-kontext"]
+    kind: Literal["qwen-image", "qwen-image-edit", "qwen-image-edit-plus", "sd3", "z-image", "flux", "flux-fill", "flux-kontext"]
     path: str
     """Folder or Hugging Face id of the pipeline."""
     size: Pixels | None = None

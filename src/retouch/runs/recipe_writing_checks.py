@@ -64,8 +64,8 @@ def renderer_problems(recipe: "Recipe") -> Iterator[str]:
         takes = takes_of(renderer.model.kind)
         if takes is not None and takes.pictures[0] > 0:
             yield (
-                f"renderer.model.kind: {renderer.model.kind} edits a source picture, and a prompt has none; take qwen-image, sd3 "
-                f"or flux{', or renderer.kind response' if takes.responses else ''}"
+                f"renderer.model.kind: {renderer.model.kind} edits a source picture, and a prompt has none; take qwen-image, "
+                f"sd3, z-image or flux{', or renderer.kind response' if takes.responses else ''}"
             )
         if writer.kind == "playground-writer":
             yield "policy.model.kind: playground-writer writes for an editor; take playground-enhancer, or renderer.kind response"

@@ -1,0 +1,65 @@
+"""Deliberate bugs in Z-Image: its time, its sign, what it is told of a prompt, and how far prompts reach."""
+
+from mutant import Mutant
+
+_TEST = "tests/models/test_z_image.py"
+_WALK = f"{_TEST}::test_walks_with_the_pipeline"
+
+Z_IMAGE = (
+    Mutant(
+        "time runs the other way",
+        "models/z_image.py",
+        "(1000 - sigma * 1000) / 1000",
+        "sigma",
+        f"{_WALK}[0.0-turbo]",
+    ),
+    Mutant(
+        "a velocity towards the noise",
+        "models/z_image.py",
+        "return -pack(",
+        "return pack(",
+        f"{_WALK}[0.0-turbo]",
+    ),
+    Mutant(
+        "the negative of Z-Image has the words too",
+        "models/z_image.py",
+        'return self._condition([""] * len(tasks))',
+        "return self._condition([task.instruction for task in tasks])",
+        f"{_WALK}[3.0-turbo]",
+    ),
+    Mutant(
+        "a row reads the padding of its batch",
+        "models/z_image.py",
+        "[row[:length] for row",
+        "[row for row",
+        f"{_TEST}::test_it_is_a_denoising_model_and_a_row_does_not_see_its_batch",
+    ),
+    Mutant(
+        "the last hidden states",
+        "models/z_image_text.py",
+        "output.hidden_states[-2]",
+        "output.hidden_states[-1]",
+        f"{_WALK}[0.0-by size]",
+    ),
+    Mutant(
+        "a thought that is thought already",
+        "models/z_image_text.py",
+        "enable_thinking=True",
+        "enable_thinking=False",
+        f"{_WALK}[0.0-by size]",
+    ),
+    Mutant(
+        "padding that is not zero",
+        "models/z_image_text.py",
+        "torch.where(mask[..., None].bool(), states, 0)",
+        "states",
+        f"{_TEST}::test_it_is_a_denoising_model_and_a_row_does_not_see_its_batch",
+    ),
+    Mutant(
+        "steps in equal parts of the scheduler's own",
+        "models/z_image.py",
+        "image_tokens=height * width, start=start)",
+        "image_tokens=height * width)",
+        f"{_WALK}[0.0-turbo]",
+    ),
+)
