@@ -6,12 +6,14 @@ that were exchanged between tasks while the judge keeps to each task's own.
 
 import argparse
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from retouch.models import ip_adapter
+from retouch.rewards.judging import Judged
 from retouch.runs.assembly import Assembly
 from retouch.runs.evaluation import Evaluator, table
-from retouch.runs.journal import unkept
+from retouch.runs.journal import JudgeBatch, unkept
 from retouch.runs.opening import open_target
 from retouch.types import Batch, Sample, Task
 
@@ -20,10 +22,10 @@ from retouch.types import Batch, Sample, Task
 class ByOwn:
     """A judge who sees the tasks as they are, whatever the policy was shown."""
 
-    judge: object
+    judge: JudgeBatch
     own: Mapping[str, Task]
 
-    def __call__(self, batch: Batch, samples: Sequence[Sample]) -> object:
+    def __call__(self, batch: Batch, samples: Sequence[Sample]) -> Future[Judged]:
         return self.judge(batch, [replace(sample, task=self.own[sample.task.id]) for sample in samples])
 
 
