@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from test_sharding import on_two_ranks
 
 from models import tiny, tiny_encoders
 from retouch.models import ip_adapter, ip_adapter_files
@@ -16,8 +18,9 @@ from retouch.runs import checkpoint
 from retouch.runs.assembly import Assembly, assemble
 from retouch.runs.build_model import playground_weights
 from retouch.runs.doctor_memory import describe, footprint
-from retouch.runs.exporting import export_target
+from retouch.runs.exporting import export_target, write_export
 from retouch.runs.files import read_json
+from retouch.runs.folder import RunFolder
 from retouch.runs.opening import open_target
 from retouch.runs.ranks import Ranks
 from retouch.runs.recipe import Recipe, parse
@@ -27,6 +30,7 @@ from tiny_recipes import SMALL
 
 RL = {"kind": "policy_gradient", "clip_low": 1e-4, "clip_high": 1e-4, "kl": {"kind": "velocity", "weight": 0.1}}
 
+LORA = {"kind": "lora", "rank": 2, "alpha": 4}
 NARROW = {"class": "CLIPVisionModelWithProjection", "config": {"projection_dim": 1}}
 
 
@@ -219,6 +223,20 @@ def test_doctor_counts_it_and_its_encoder(world: Path, tmp_path: Path) -> None:
         assert rows["image_encoder"] == 4 * sum(weight.numel() for weight in parts.model.encoder.model.parameters())  # type: ignore[union-attr]
 
 
+def test_doctor_counts_what_stays_whole_where_ranks_share_the_weights(world: Path, tmp_path: Path) -> None:
+    made = recipe(world, out=str(tmp_path), sharding="fsdp2", ranks=2)
+    described = describe(made, playground_weights())
+    assert described is not None
+    rows = {row.name: row.bytes for row in footprint(made, described).plan.rows}
+    parts = assemble(made, Ranks())
+    numbers = {name: weight.numel() for name, weight in parts.copies.parameters.items()}
+    projection = sum(count for name, count in numbers.items() if name.startswith("encoder_hid_proj."))
+    spread = sum(numbers.values()) - projection
+    assert min(projection, spread) > 0
+    assert rows["transformer, trained weights"] == rows["gradients"] == 4 * projection + 4 * spread // 2
+    assert rows["AdamW's two moments"] == 2 * rows["gradients"]
+
+
 def test_doctor_counts_what_a_value_head_reads_of_the_reference(world: Path, tmp_path: Path) -> None:
     made = recipe(world, out=str(tmp_path), advantage={"kind": "gae", "head": {"width": 512}}, group_size=1)
     described = describe(made, playground_weights())
@@ -230,3 +248,33 @@ def test_doctor_counts_what_a_value_head_reads_of_the_reference(world: Path, tmp
     (row,), (narrow,) = ([row.bytes for row in rows if row.name == "value head"] for rows in (planned, without))
     assert row - narrow == 16 * 512 * (parts.model.encoder.width - NARROW["config"]["projection_dim"])  # type: ignore[union-attr]
     assert 0.7 * row < 16 * count <= row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [{"projection": "mlp"}, {"projection": "linear", "lora": LORA}], ids=["mlp", "linear-lora"])
+def test_two_ranks_that_share_the_weights_learn_what_one_does(world: Path, tmp_path: Path, form: dict[str, Any]) -> None:
+    """The projection is whole on each of them, the blocks' attention is spread."""
+    # Where a gradient is nothing but rounding AdamW would take a step of full length.
+    reward = {"kind": "import", "class": "tiny_recipes:Middle", "combine": {"red": 1}}
+    settings = {"optimizer": {"eps": 1e-4}, "train": form, "reward": reward, "out": str(tmp_path)}
+    alone = recipe(world, name="alone", **settings)
+    assert run(alone, fresh=False) == 0
+    file = tmp_path / "shared.json"
+    file.write_text(json.dumps(recipe(world, name="shared", sharding="fsdp2", **settings).document()))
+    on_two_ranks(["-m", "retouch.cli", "train", str(file)], tmp_path / "logs")
+    wanted, found = (RunFolder(tmp_path / name).read_metrics() for name in ("alone", "shared"))
+    assert len(wanted) == len(found) == 4
+    for one, other in zip(wanted, found, strict=True):
+        assert one["policy/grad_norm"] > 1e-3
+        for name in ("policy/loss", "policy/grad_norm"):
+            assert other[name] == pytest.approx(one[name], rel=1e-5, abs=1e-7), name
+    files = [export_target(str(tmp_path / name), to=tmp_path / f"{name}-weights") for name in ("alone", "shared")]
+    weights, shared, start = (
+        {f"{file.stem}/{key}": tensor for file in some if file.suffix == ".safetensors" for key, tensor in load_file(file).items()}
+        for some in (*files, write_export(assemble(alone, Ranks()), tmp_path / "start", step=0))
+    )
+    assert weights.keys() == shared.keys() == start.keys()
+    assert max(float((weights[name] - shared[name]).abs().max()) for name in weights) <= 1e-6
+    moved = {name: float((weights[name] - start[name]).abs().max()) for name in weights if name.startswith("ip_adapter")}
+    assert len(moved) > 8
+    assert min(moved.values()) > 1e-5

@@ -28,9 +28,10 @@ def embed_width(encoder: Mapping[str, Any]) -> int:
     return width_of({"model_type": _TYPES[encoder["class"]], **encoder["config"]})
 
 
-def adapter_count(transformer: Mapping[str, Any], encoder: Mapping[str, Any], form: Form) -> int:
-    """Numbers of the adapter on a described transformer, with a described vision model to read."""
+def adapter_counts(transformer: Mapping[str, Any], encoder: Mapping[str, Any], form: Form) -> tuple[int, int]:
+    """Numbers of the adapter on a described transformer, with a described vision model to read, and of its projection alone."""
     module = copy.deepcopy(build_meta(transformer))
     with torch.device("meta"):
         attach(module, form, embed_width=embed_width(encoder), seed=0)
-    return sum(weight.numel() for part in modules(module) for weight in part.parameters())
+    projection, *blocks = (sum(weight.numel() for weight in part.parameters()) for part in modules(module))
+    return projection + sum(blocks), projection

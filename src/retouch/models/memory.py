@@ -49,15 +49,16 @@ class Setup:
     """How a model is trained.
 
     ``lora`` and ``adapter`` None train every weight of the transformer; ``adapter`` is how many numbers an IP-Adapter has, whose
-    frozen encoder is one of the model's parts. ``dtype``: of frozen weights and of the computation; ``trained_dtype``:
-    of trained weights and their gradients. ``copies``: further sets of the trained weights (a weight average, an old policy, the
-    reference of a full fine-tune). ``rows``: samples in one forward with gradient; ``tokens``: of one sample, text and sources
-    included. ``ranks`` GPUs hold everything each ("ddp"), or a share of the optimizer's state ("zero2"), or of the
-    transformer's whole state ("fsdp").
+    frozen encoder is one of the model's parts, and ``projection`` how many of them stay whole under "fsdp". ``dtype``: of frozen
+    weights and of the computation; ``trained_dtype``: of trained weights and their gradients. ``copies``: further sets of the
+    trained weights (a weight average, an old policy, the reference of a full fine-tune). ``rows``: samples in one forward with
+    gradient; ``tokens``: of one sample, text and sources included. ``ranks`` GPUs hold everything each ("ddp"), or a share of the
+    optimizer's state ("zero2"), or of the transformer's whole state ("fsdp").
     """
 
     lora: Lora | None
     adapter: int | None = None
+    projection: int = 0
     rows: int
     tokens: int
     dtype: torch.dtype = torch.bfloat16
@@ -98,12 +99,14 @@ def plan_parts(described: Mapping[str, Mapping[str, Any]], setup: Setup) -> Memo
     elif setup.lora is None:
         trained = casts = parameter_count(transformer)
         frozen -= trained
-    trained_bytes = _share(trained * setup.trained_dtype.itemsize, share)
+    whole = setup.projection if setup.sharding == "fsdp" else 0
+    trained_bytes = _share((trained - whole) * setup.trained_dtype.itemsize, share) + whole * setup.trained_dtype.itemsize
+    moments = _share((trained - whole) * _ADAMW_BYTES, 1 if setup.sharding == "ddp" else setup.ranks) + whole * _ADAMW_BYTES
     rows = [
         Row("transformer, frozen weights", _share(frozen * setup.dtype.itemsize, share)),
         Row("transformer, trained weights", trained_bytes),
         Row("gradients", trained_bytes),
-        Row("AdamW's two moments", _share(trained * _ADAMW_BYTES, 1 if setup.sharding == "ddp" else setup.ranks)),
+        Row("AdamW's two moments", moments),
         Row("copies of the trained weights", setup.copies * trained_bytes),
     ]
     if setup.sharding == "fsdp":

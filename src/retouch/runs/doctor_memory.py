@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from retouch.models import memory
-from retouch.models.ip_adapter_sizes import adapter_count, embed_width, vision_part
+from retouch.models.ip_adapter_sizes import adapter_counts, embed_width, vision_part
 from retouch.models.memory import MemoryPlan, Setup, plan_parts
 from retouch.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from retouch.models.shapes import shape_of
@@ -109,12 +109,13 @@ def footprint(recipe: Recipe, described: Described) -> Footprint:
     rollouts = [phase.rollout for phase in recipe.resolved_phases()]
     branches = max(2 if isinstance(each, DenoisingRollout) and each.guidance_scale > 1 else 1 for each in rollouts)
     tokens = _tokens(model, described)
-    adapter = None
+    adapter, projection = None, 0
     if isinstance(train, IpAdapter):
-        adapter = adapter_count(described["transformer"], described[_ENCODER], form_of(train))
+        adapter, projection = adapter_counts(described["transformer"], described[_ENCODER], form_of(train))
     setup = Setup(
         lora=None if lora is None else memory.Lora(lora.rank, tuple(lora_targets(recipe.policy))),
         adapter=adapter,
+        projection=projection,
         rows=recipe.microbatch * branches,
         tokens=tokens,
         dtype=dtype,

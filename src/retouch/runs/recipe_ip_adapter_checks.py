@@ -23,8 +23,6 @@ def ip_adapter_problems(recipe: "Recipe") -> Iterator[str]:
         yield f"policy.train.kind: ip-adapter is for models of Flux and Qwen-Image, and not for {kind}; take lora"
     if train.blocks == "all" and kind in _DOUBLE_ALONE:
         yield "policy.train.blocks: Qwen-Image has double blocks alone; take double"
-    if recipe.sharding == "fsdp2":
-        yield "sharding: the projection of an IP-Adapter is called by itself, which fsdp2 does not spread; take zero2"
     phases = recipe.resolved_phases()
     if train.dropout > 0 and not any(isinstance(phase.objective, Supervised) for phase in phases):
         yield "policy.train.dropout: no phase is supervised, and every other shows each reference; take 0"

@@ -2,7 +2,8 @@
 
 The blocks of the trained model are gathered one by one when they compute, and what its forward holds beside them together. Parts
 that are called by themselves, and perhaps more often on one rank than on another (the head and the embeddings of a language model,
-its vision tower), stay whole on every rank. Ranks must make equally many forwards of all the rest, which the kernels see to.
+its vision tower, the projection of an IP-Adapter), stay whole on every rank. Ranks must make equally many forwards of all the
+rest, which the kernels see to.
 """
 
 import math
@@ -30,7 +31,7 @@ def shard(module: nn.Module, ranks: Ranks) -> None:
     # Resharded even after the last forward: weights are swapped between forwards, and gathered anew then.
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
-    called_alone = set() if root is module else {weight for weight in _embeddings(module) if weight is not None}
+    called_alone = {weight for weight in _called_alone(module, root) if weight is not None}
     fully_shard(root, mesh=mesh, reshard_after_forward=True, ignored_params=called_alone)
     for inner in root.modules():
         if isinstance(inner, FSDPModule):
@@ -108,6 +109,9 @@ def _root(module: nn.Module) -> nn.Module:
     return found
 
 
-def _embeddings(module: nn.Module) -> list[nn.Parameter | None]:
+def _called_alone(module: nn.Module, root: nn.Module) -> list[nn.Parameter | None]:
+    """A language model's embeddings; of a transformer, the projection of its IP-Adapter, which is called before it."""
     made: Any = module
+    if root is module:
+        return [weight for name, weight in module.named_parameters() if name.startswith("encoder_hid_proj.")]
     return [getattr(part, "weight", None) for part in (made.get_input_embeddings(), made.get_output_embeddings())]
