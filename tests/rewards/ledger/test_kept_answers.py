@@ -220,14 +220,19 @@ def test_what_is_under_way_for_one_thread_is_not_asked_for_another(reopen):
 
     asker = Waiting()
     remembering = RememberingAsker(asker, reopen())
-    threads = [threading.Thread(target=lambda n=n: results.update({n: remembering.ask([question()])[0]})) for n in range(2)]
+
+    def ask(number):
+        results[number] = remembering.ask([question()])[0]
+
+    threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(2)]
     threads[0].start()
     assert asked.wait(60)
     threads[1].start()
     may_answer.set()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     assert len(asker.asked) == 1
+    assert results.keys() == {0, 1}, "one of them waits for ever"
     assert results[0].scores == results[1].scores
 
 
