@@ -120,7 +120,8 @@ SECTIONS = (
         "IP-Adapter, with a LoRA beside it, is shown a sign in the right one. The reward is half what the reader reads and half "
         "the style: how near paper and ink are to the reference's. First a supervised warm-up, whose demonstrations have as many "
         "wrong letters as the base's, so that style is all that they teach; then RL. Columns are told before, after the warm-up "
-        "and at the end. The ceiling is the right picture through the autoencoder, which keeps papers and little of an ink's hue.",
+        "and at the end. The ceiling is the right picture through the autoencoder, which keeps papers and little of an ink's hue. "
+        "Settings were chosen on these same tasks, and there is no control of as many passes.",
         (
             Entry("GRPO", "recipes/flux-fill/ip-adapter-grpo-playground.jsonnet"),
             Entry("DiffusionNFT", "recipes/flux-fill/ip-adapter-nft-playground.jsonnet", (0,)),

@@ -2,9 +2,7 @@
 //
 //   retouch train recipes/flux-fill/ip-adapter-ppo-playground.jsonnet
 //
-// A healthy run. The picture's own signs are in another style than what is asked for, so untrained `signs/style` is 0.24 of the 0.6 that
-// the autoencoder lets through. In the warm-up it comes to 0.5 and `ocr/correctness` stays near 0.35, since demonstrations have wrong
-// letters. In RL correctness rises, and style must not fall: if it does, raise `objective.kl.weight`.
+// A healthy run is as GRPO's, whose figures stand in ip-adapter-grpo-playground.jsonnet; this one was not run to its end.
 local ip_adapter = import '../lib/ip_adapter.libsonnet';
 local worlds = import '../lib/ip_adapter_worlds.libsonnet';
 
