@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
-from diffusers.utils.torch_utils import randn_tensor
 from jaxtyping import Float
 from PIL.Image import Image
 from torch import Tensor, nn
@@ -22,7 +21,6 @@ from retouch.models.flux_text import FluxText
 from retouch.models.folders import LOCAL, diffusers_folder
 from retouch.models.frozen import evaluating
 from retouch.models.ip_adapter import attention_inputs
-from retouch.models.qwen_layout import pack
 from retouch.models.schedule import pipeline_sigmas
 from retouch.types import Conditioning, Task
 
@@ -144,10 +142,7 @@ class Flux:
         return negative + guidance_scale * (positive - negative)
 
     def initial_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator]) -> Float[Tensor, "r s d"]:
-        height, width = self.latents.grid(conditioning.shared["size"])
-        shape, device = (1, self.latents.channels, 2 * height, 2 * width), conditioning.tensors["embeds"].device
-        rows = [randn_tensor(shape, generator=generator, device=device, dtype=torch.float32) for generator in generators]
-        return pack(torch.cat(rows))
+        return self.latents.noise(conditioning.shared["size"], generators, conditioning.tensors["embeds"].device)
 
     def sigmas(self, num_steps: int, conditioning: Conditioning) -> Float[Tensor, " num_steps_plus_1"]:
         height, width = self.latents.grid(conditioning.shared["size"])

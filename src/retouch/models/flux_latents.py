@@ -10,6 +10,7 @@ from typing import TypeAlias
 import torch
 from diffusers import AutoencoderKL
 from diffusers.image_processor import VaeImageProcessor
+from diffusers.utils.torch_utils import randn_tensor
 from jaxtyping import Float
 from PIL.Image import Image
 from torch import Tensor
@@ -63,6 +64,13 @@ class FluxLatents:
             pixels = self.vae.decode(latents.to(self.vae.dtype)).sample
         pictures: list[Image] = self._images.postprocess(pixels.float())
         return pictures
+
+    def noise(self, size: Size, generators: Sequence[torch.Generator], device: torch.device | str) -> Float[Tensor, "r s d"]:
+        """Packed noise for pictures of ``size`` px, a row from each generator, drawn as the pipelines draw it."""
+        height, width = self.grid(size)
+        shape = (1, self.channels, 2 * height, 2 * width)
+        rows = [randn_tensor(shape, generator=generator, device=device, dtype=torch.float32) for generator in generators]
+        return pack(torch.cat(rows))
 
     def mask(self, masks: Sequence[Image], size: Size) -> Float[Tensor, "r 1 h w"]:
         """1 where the picture is to change, 0 where it is to stay."""

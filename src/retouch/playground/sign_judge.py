@@ -14,7 +14,7 @@ from PIL.Image import Image
 
 from retouch.types import Column, Sample, Scores, Task
 
-DARKEST = 8
+FARTHEST = 8
 CONTRAST = 60.0
 SAME, OTHER = 16.0, 80.0
 
@@ -54,7 +54,7 @@ def paper_and_ink(pixels: Pixels) -> tuple[Colour, Colour]:
     """Of a sign's pixels; where nothing is written the ink is all but the paper."""
     paper = np.median(pixels, axis=0)
     away = np.linalg.norm(pixels - paper, axis=1)
-    return paper, pixels[np.argsort(-away, kind="stable")[:DARKEST]].mean(axis=0)
+    return paper, pixels[np.argsort(-away, kind="stable")[:FARTHEST]].mean(axis=0)
 
 
 def _alike(pixels: Pixels, paper: Colour, ink: Colour) -> tuple[float, float]:
