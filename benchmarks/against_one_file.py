@@ -12,7 +12,7 @@ from functools import partial
 from opened import ROOT, opened
 from tiny_sd3 import one_file, one_file_batch
 
-from retouch.loop import collect, update
+from retouch.training.loop import collect, update
 
 EDGE = 6  # steps at each end of a run whose rewards are averaged
 

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 from servers import Ours, serving
 
-from retouch.runs import checkpoint
+from retouch.training import checkpoint
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = {
@@ -42,7 +42,16 @@ def measure(server: Ours, *, ranks: int, deadline: float) -> dict[str, object]:
         settings = {**SETTINGS, "out": out, "reward": reward}
         words = [word for name, value in settings.items() for word in ("--set", f"{name}={json.dumps(value)}")]
         launch = ["launch", "--nproc", str(ranks)] if ranks > 1 else ["train"]
-        command = [sys.executable, "-W", "ignore", "-m", "retouch.cli", *launch, str(ROOT / "recipes/quickstart.jsonnet"), *words]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "retouch.cli",
+            *launch,
+            str(ROOT / "recipes/quickstart.jsonnet"),
+            *words,
+        ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
         metrics = Path(out) / "run" / "metrics.jsonl"

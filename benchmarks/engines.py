@@ -18,7 +18,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import tiny_writing
 from models import tiny_writers
-from retouch.policies.decoding import CachedDecoding, Decoding
+from retouch.policies.autoregressive.decoding import CachedDecoding, Decoding
 from retouch.types import Batch
 
 GROUPS, SIZE, LONGEST, ROUNDS = 8, 8, 64, 3

@@ -17,11 +17,11 @@ from pathlib import Path
 from opened import ROOT
 from scorers import Drifting
 
-from retouch.runs.alarms import Alarm
-from retouch.runs.folder import RunFolder
-from retouch.runs.looks import Looks
-from retouch.runs.recipe import load
-from retouch.runs.session import run
+from retouch.recipe.recipe import load
+from retouch.records.folder import RunFolder
+from retouch.session.session import run
+from retouch.watch.alarms import Alarm
+from retouch.watch.looks import Looks
 
 OUT = ROOT / "runs" / "gamed"
 WATCH = {

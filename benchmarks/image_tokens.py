@@ -16,10 +16,10 @@ from transformers import Emu3Config, Emu3ForConditionalGeneration, GenerationCon
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from models import tiny, tiny_emu3
-from retouch.models.emu3 import Emu3Editor
-from retouch.models.emu3_load import language_model
-from retouch.models.emu3_words import Emu3Words
-from retouch.policies.decoding import CachedDecoding, Decoding
+from retouch.models.emu3.load import language_model
+from retouch.models.emu3.model import Emu3Editor
+from retouch.models.emu3.tokens import Emu3Words
+from retouch.policies.autoregressive.decoding import CachedDecoding, Decoding
 from retouch.types import Batch
 
 SIDE, WIDTH, GROUPS, SAMPLES, ROUNDS = 16, 256, 4, 8, 3

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from opened import opened
 
-from retouch.loop import collect, update
-from retouch.runs.journal import Journal, Seen
+from retouch.training.journal import Journal, Seen
+from retouch.training.loop import collect, update
 
 
 def main() -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retouch.loop import Run
-from retouch.models.qwen_image_edit import QwenImageEdit
-from retouch.models.sd3 import SD3
-from retouch.runs.stepper import ReplicatedStepper
+from retouch.distributed.stepper import ReplicatedStepper
+from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.models.sd3.model import SD3
+from retouch.training.loop import Run
 from retouch.types import DenoisingModel
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from retouch.runs.folder import RunFolder
+from retouch.records.folder import RunFolder
 
 SIDE, GAP, LINE, LEFT = 120, 10, 15, 10
 ACROSS, LETTERS = 520, 78  # px of a line, at least, and how many letters they hold

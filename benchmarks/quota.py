@@ -21,8 +21,8 @@ from tempfile import TemporaryDirectory
 from PIL import Image
 
 from retouch.rewards.judges import ChatClient, Patience, Question
-from retouch.rewards.judges.forms import ScoresForm
-from retouch.rewards.judges.scales import Scale
+from retouch.rewards.judges.answers.forms import ScoresForm
+from retouch.rewards.judges.answers.scales import Scale
 from retouch.rewards.quota.quota import Quota
 
 REQUESTS = 600

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from retouch.models import ip_adapter
+from retouch.assembly.assembly import Assembly
+from retouch.inference.opening import open_target
+from retouch.models.ip_adapter import adapter as ip_adapter
 from retouch.rewards.judging import Judged
-from retouch.runs.assembly import Assembly
-from retouch.runs.evaluation import Evaluator, table
-from retouch.runs.journal import JudgeBatch, unkept
-from retouch.runs.opening import open_target
+from retouch.training.evaluation import Evaluator, table
+from retouch.training.journal import JudgeBatch, unkept
 from retouch.types import Batch, Sample, Task
 
 

@@ -22,9 +22,9 @@ from typing import Any
 from results_page import SECTIONS, Entry, page
 from results_plot import draw
 
-from retouch.runs.recipe import Recipe, load
-from retouch.runs.recipe_emu3 import PlaygroundEmu3
-from retouch.runs.recipe_ip_adapter import IpAdapter
+from retouch.recipe.emu3 import PlaygroundEmu3
+from retouch.recipe.ip_adapter import IpAdapter
+from retouch.recipe.recipe import Recipe, load
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / "benchmarks" / "cache"
@@ -42,79 +42,79 @@ SHIPPED = {
 }
 # What runs of the playground compute with; how they are assembled and kept decides no number.
 DENOISING = (
-    "retouch.loop",
+    "retouch.training.loop",
     "retouch.data.sampler",
-    "retouch.models.guidance",
-    "retouch.models.qwen_image_edit",
+    "retouch.models.common.guidance",
+    "retouch.models.qwen_image.edit",
     "retouch.objectives.nft",
     "retouch.objectives.policy_gradient",
     "retouch.objectives.supervised",
-    "retouch.playground.judge",
-    "retouch.playground.tasks",
-    "retouch.policies.denoising",
+    "retouch.playground.judges.judge",
+    "retouch.playground.world.tasks",
+    "retouch.policies.denoising.policy",
     "retouch.renderers.latents",
 )
 WRITING = (
-    "retouch.loop",
+    "retouch.training.loop",
     "retouch.data.sampler",
-    "retouch.models.qwen_image_edit",
-    "retouch.models.qwen_responses",
-    "retouch.models.qwen_writer",
+    "retouch.models.qwen_image.edit",
+    "retouch.models.qwen_image.responses",
+    "retouch.models.qwen_vl.model",
     "retouch.objectives.cross_entropy",
     "retouch.objectives.policy_gradient",
-    "retouch.playground.indirect",
-    "retouch.playground.judge",
-    "retouch.playground.tasks",
-    "retouch.policies.autoregressive",
+    "retouch.playground.world.indirect",
+    "retouch.playground.judges.judge",
+    "retouch.playground.world.tasks",
+    "retouch.policies.autoregressive.policy",
     "retouch.renderers.blind",
     "retouch.renderers.responses",
 )
 REWRITING = (
-    "retouch.loop",
+    "retouch.training.loop",
     "retouch.data.sampler",
-    "retouch.models.qwen_image",
-    "retouch.models.qwen_writer",
+    "retouch.models.qwen_image.model",
+    "retouch.models.qwen_vl.model",
     "retouch.objectives.cross_entropy",
     "retouch.objectives.policy_gradient",
-    "retouch.playground.painting_judge",
-    "retouch.playground.paintings",
-    "retouch.policies.autoregressive",
+    "retouch.playground.judges.painting_judge",
+    "retouch.playground.world.paintings",
+    "retouch.policies.autoregressive.policy",
     "retouch.renderers.blind",
     "retouch.renderers.prompts",
 )
 IMAGE_TOKENS = (
-    "retouch.loop",
+    "retouch.training.loop",
     "retouch.data.sampler",
-    "retouch.models.emu3",
+    "retouch.models.emu3.model",
     "retouch.objectives.cross_entropy",
     "retouch.objectives.policy_gradient",
-    "retouch.playground.judge",
-    "retouch.playground.tasks",
-    "retouch.policies.autoregressive",
+    "retouch.playground.judges.judge",
+    "retouch.playground.world.tasks",
+    "retouch.policies.autoregressive.policy",
     "retouch.renderers.codes",
 )
 WORDS = (
-    "retouch.loop",
+    "retouch.training.loop",
     "retouch.data.sampler",
-    "retouch.models.flux_fill",
+    "retouch.models.flux.fill",
     "retouch.objectives.actor_critic",
     "retouch.objectives.awm",
     "retouch.objectives.dpo",
     "retouch.objectives.nft",
     "retouch.objectives.policy_gradient",
     "retouch.objectives.supervised",
-    "retouch.playground.words",
-    "retouch.policies.denoising",
+    "retouch.playground.world.words",
+    "retouch.policies.denoising.policy",
     "retouch.renderers.latents",
-    "retouch.rewards.ocr",
+    "retouch.rewards.text.ocr",
 )
 # Beside what the model computes with.
 REFERENCED = (
-    "retouch.models.image_encoder",
-    "retouch.models.ip_adapter",
-    "retouch.models.referenced",
-    "retouch.playground.sign_judge",
-    "retouch.policies.reference_dropout",
+    "retouch.models.ip_adapter.image_encoder",
+    "retouch.models.ip_adapter.adapter",
+    "retouch.models.ip_adapter.reference_model",
+    "retouch.playground.judges.sign_judge",
+    "retouch.policies.denoising.reference_dropout",
 )
 # By the kind of renderer; a policy without one makes its own pictures, and is named by its model where that is another.
 DECIDING = {None: DENOISING, "response": WRITING, "prompt": REWRITING, "codes": IMAGE_TOKENS, "playground-words": WORDS}

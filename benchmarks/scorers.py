@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from PIL import ImageStat
 
-from retouch.playground.judge import PlaygroundJudge
+from retouch.playground.judges.judge import PlaygroundJudge
 from retouch.types import Column, Sample, Scores
 
 

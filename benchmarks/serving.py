@@ -27,7 +27,7 @@ from PIL import Image
 from scorers import corner_score
 from servers import ours, plain
 
-from retouch.rewards.remote.client import RemoteReward
+from retouch.rewards.client.client import RemoteReward
 from retouch.rewards.wire.bodies import put_together
 from retouch.rewards.wire.packing import pack
 from retouch.serving.decoding import decode

@@ -26,7 +26,7 @@ from scorers import digest_score
 from servers import HERE, Ours, ours
 
 from retouch.core.advantages import group_relative
-from retouch.rewards.remote.client import RemoteReward
+from retouch.rewards.client.client import RemoteReward
 from retouch.types import Sample, Task
 
 REPLICAS = 3

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from model_calls import Recorder
 from opened import Opened, opened
 
-from retouch.loop import collect, update
+from retouch.training.loop import collect, update
 
 STAGES = ("rollout", "render", "judge", "update")
 

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-from retouch.models.sd3 import SD3
+from retouch.models.sd3.model import SD3
 from retouch.types import Batch, Task
 
 ROOT = Path(__file__).resolve().parent.parent

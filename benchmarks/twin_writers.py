@@ -15,24 +15,24 @@ from peft import LoraConfig, get_peft_model
 from PIL import Image
 from trl import GRPOConfig, GRPOTrainer
 
-from retouch.bases.writer import untrained_writer
+from retouch.assembly.model import build_model
 from retouch.core.advantages import group_relative
+from retouch.distributed.ranks import Ranks
+from retouch.distributed.stepper import ReplicatedStepper
 from retouch.integrations.trl import PictureReward
 from retouch.integrations.trl_prompts import dataset_of, processor_for
-from retouch.loop import Phase, Run, collect, update
-from retouch.models.qwen_responses import writer_for
-from retouch.models.qwen_writer import LORA_ALPHA, LORA_RANK, LORA_TARGETS, QwenWriter
+from retouch.models.qwen_image.responses import writer_for
+from retouch.models.qwen_vl.model import LORA_ALPHA, LORA_RANK, LORA_TARGETS, QwenWriter
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.playground.tasks import PlaygroundTasks
-from retouch.policies.autoregressive import AutoregressivePolicy
-from retouch.policies.decoding import Decoding
+from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.policies.autoregressive.decoding import Decoding
+from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.weights import WeightCopies
+from retouch.pretraining.networks.writer import untrained_writer
+from retouch.recipe.policy import PlaygroundModel
 from retouch.rewards.judging import Judge
-from retouch.runs.build_model import build_model
-from retouch.runs.clock import Clock
-from retouch.runs.ranks import Ranks
-from retouch.runs.recipe_policy import PlaygroundModel
-from retouch.runs.stepper import ReplicatedStepper
+from retouch.training.clock import Clock
+from retouch.training.loop import Phase, Run, collect, update
 from retouch.types import Batch, Column, Sample, Scores, Task
 
 TASKS_PER_STEP, GROUP_SIZE = 4, 8

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from retouch.runs.recipe import Recipe
-from retouch.runs.recipe_schema import alternatives, is_list, is_map, keys_of, kinds_of
-from retouch.runs.recipe_section import Section
+from retouch.config.schema import alternatives, is_list, is_map, keys_of, kinds_of
+from retouch.config.section import Section
+from retouch.recipe.recipe import Recipe
 
 PAGE = Path(__file__).parent / "recipes.md"
 _INTRODUCTION = """# The keys of a recipe

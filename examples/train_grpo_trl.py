@@ -21,25 +21,25 @@ from peft import get_peft_model
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
 
-from retouch.data.folder import read_folder
+from retouch.assembly.model import build_model
+from retouch.assembly.writer import build_writer
+from retouch.data.sources.folder import read_folder
 from retouch.data.tasks import Tasks
 from retouch.integrations.trl import PictureReward
 from retouch.integrations.trl_prompts import dataset_of, processor_for
-from retouch.models.encoder import Encoder
-from retouch.models.qwen_responses import QwenResponses
-from retouch.models.qwen_writer import LORA_TARGETS
-from retouch.playground.changed import Changed
-from retouch.playground.indirect import indirect
-from retouch.playground.judge import PlaygroundJudge
-from retouch.playground.tasks import PlaygroundTasks
+from retouch.models.common.encoder import Encoder
+from retouch.models.qwen_image.responses import QwenResponses
+from retouch.models.qwen_vl.model import LORA_TARGETS
+from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.playground.world.changed import Changed
+from retouch.playground.world.indirect import indirect
+from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.recipe.policy import DiffusersModel, PlaygroundModel
+from retouch.recipe.writer import AutoregressivePolicy, PlaygroundWriter, QwenWriter
 from retouch.renderers.responses import ResponseRenderer
 from retouch.rewards.judges.aspects import AspectsReward
-from retouch.rewards.judges.client import ChatClient
 from retouch.rewards.judges.panel import Panel
-from retouch.runs.build_model import build_model
-from retouch.runs.build_writer import build_writer
-from retouch.runs.recipe_policy import DiffusersModel, PlaygroundModel
-from retouch.runs.recipe_writer import AutoregressivePolicy, PlaygroundWriter, QwenWriter
+from retouch.rewards.vlm.chat import ChatClient
 from retouch.types import Reward, Task
 
 

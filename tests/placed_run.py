@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 import several_devices
-from retouch.loop import accumulate, collect, cut
-from retouch.rewards.share import ShareReward
-from retouch.runs import assembly
-from retouch.runs.image_model import parts_of
-from retouch.runs.placement import Placement
-from retouch.runs.ranks import Ranks
-from retouch.runs.recipe import parse
+from retouch.assembly import assembly
+from retouch.assembly.image_model import parts_of
+from retouch.distributed.placement import Placement
+from retouch.distributed.ranks import Ranks
+from retouch.recipe.recipe import parse
+from retouch.rewards.scorers.share import ShareReward
+from retouch.training.loop import accumulate, collect, cut
 
 
 class Told(ShareReward):

@@ -15,12 +15,12 @@ from torch import Tensor
 
 import tiny_writing
 from models import tiny_writers
+from retouch.distributed.fsdp import FsdpStepper, shard
+from retouch.distributed.ranks import Ranks, join
+from retouch.distributed.sharded_copies import ShardedCopies, fill, whole
+from retouch.distributed.stepper import NonFiniteGradient, ReplicatedStepper, Stepper
+from retouch.distributed.zero import ZeroStepper
 from retouch.policies.weights import WeightCopies
-from retouch.runs.ranks import Ranks, join
-from retouch.runs.sharded_copies import ShardedCopies, fill, whole
-from retouch.runs.stepper import NonFiniteGradient, ReplicatedStepper, Stepper
-from retouch.runs.stepper_fsdp import FsdpStepper, shard
-from retouch.runs.stepper_zero import ZeroStepper
 from retouch.types import Needs
 
 SETTINGS: dict[str, Any] = {"betas": (0.8, 0.95), "weight_decay": 0.01, "max_grad_norm": 0.05}

@@ -62,7 +62,7 @@ def test_a_fault_in_what_we_call_is_not_blamed_on_the_user(monkeypatch: pytest.M
     def broken(path: str, overrides: list[str]) -> None:
         json.loads("{")
 
-    from retouch.runs import recipe
+    from retouch.recipe import recipe
 
     monkeypatch.setattr(recipe, "load", broken)
     with pytest.raises(json.JSONDecodeError):
@@ -70,7 +70,7 @@ def test_a_fault_in_what_we_call_is_not_blamed_on_the_user(monkeypatch: pytest.M
 
 
 def test_launch_hands_on_recipe_or_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from retouch.runs import launching
+    from retouch.distributed import launching
 
     calls = []
 
@@ -94,7 +94,7 @@ def test_launch_hands_on_recipe_or_command(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_launching_afresh_sets_the_old_run_aside_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from retouch.runs import launching
+    from retouch.distributed import launching
 
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "metrics.jsonl").write_text("old")

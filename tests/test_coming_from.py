@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from retouch.runs.recipe import Recipe
-from retouch.runs.recipe_overrides import value_of
-from retouch.runs.recipe_schema import alternatives, is_list, keys_of
+from retouch.config.schema import alternatives, is_list, keys_of
+from retouch.recipe.overrides import value_of
+from retouch.recipe.recipe import Recipe
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming-from.md"
 SECTIONS = dict(re.findall(r"^## (\w)\. [^\n]*\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL))

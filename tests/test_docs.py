@@ -23,11 +23,11 @@ import torch
 from PIL import Image
 
 from retouch import cli
-from retouch.runs.build_data import build_sets
-from retouch.runs.out_of_memory import OutOfMemory, named
-from retouch.runs.recipe import Recipe, load
-from retouch.runs.recipe_policy import DiffusersModel
-from retouch.runs.recipe_schema import places
+from retouch.assembly.data import build_sets
+from retouch.config.schema import places
+from retouch.recipe.out_of_memory import OutOfMemory, named
+from retouch.recipe.policy import DiffusersModel
+from retouch.recipe.recipe import Recipe, load
 from retouch.testing import check_reward
 from retouch.types import Sample, Task
 

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 import tiny_loop
 import tiny_policies as tiny
 from retouch.core.advantages import batch_relative, group_relative
-from retouch.loop import Collected, TooManyMissing, collect, train
+from retouch.distributed.stepper import NonFiniteGradient
 from retouch.objectives.nft import NFT
 from retouch.objectives.supervised import Supervised
 from retouch.rewards.quota.quota import BudgetSpent
-from retouch.runs.stepper import NonFiniteGradient
+from retouch.training.loop import Collected, TooManyMissing, collect, train
 from retouch.types import Batch, Loss
 
 TESTS = Path(__file__).parent

@@ -9,14 +9,14 @@ from PIL import Image, ImageDraw, ImageFont
 
 import tiny_loop
 import tiny_policies as tiny
-from retouch.bases.tiny_fill import TinyFluxFill
 from retouch.core.advantages import group_relative
-from retouch.loop import train
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.policies.denoising import DenoisingPolicy
+from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.policies.weights import WeightCopies
+from retouch.pretraining.networks.tiny_fill import TinyFluxFill
 from retouch.rewards.judging import Judge
-from retouch.rewards.ocr import OcrReward
+from retouch.rewards.text.ocr import OcrReward
+from retouch.training.loop import train
 from retouch.types import Task
 
 pytest.importorskip("rapidocr")

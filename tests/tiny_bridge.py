@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import torch
 from PIL import Image
 
+from retouch.distributed.ranks import join, leave
 from retouch.integrations.trl import PictureReward
-from retouch.loop import TooManyMissing
-from retouch.runs.ranks import join, leave
+from retouch.training.loop import TooManyMissing
 from retouch.types import Column, Task
 
 ENDS = (2, 3)

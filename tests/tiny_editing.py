@@ -6,11 +6,11 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from models import tiny, tiny_writers
-from retouch.models.encoder import Encoder
-from retouch.models.qwen_image_edit import QwenImageEdit
-from retouch.models.qwen_responses import QwenResponses, writer_for
-from retouch.policies.autoregressive import AutoregressivePolicy
-from retouch.policies.decoding import Decoding
+from retouch.models.common.encoder import Encoder
+from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.models.qwen_image.responses import QwenResponses, writer_for
+from retouch.policies.autoregressive.decoding import Decoding
+from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.weights import WeightCopies
 from retouch.types import Batch
 

@@ -9,14 +9,14 @@ import torch
 import tiny_policies as tiny
 from retouch.core.advantages import group_relative
 from retouch.data.sampler import assign, global_rows
-from retouch.loop import Phase, Run
+from retouch.distributed.ranks import Ranks
+from retouch.distributed.stepper import ReplicatedStepper
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.renderers.latents import LatentRenderer
 from retouch.rewards.judging import Judge
-from retouch.rewards.share import ShareReward
-from retouch.runs.clock import Clock
-from retouch.runs.ranks import Ranks
-from retouch.runs.stepper import ReplicatedStepper
+from retouch.rewards.scorers.share import ShareReward
+from retouch.training.clock import Clock
+from retouch.training.loop import Phase, Run
 
 ALONE = Ranks()
 GRPO = PolicyGradient(clip_low=1e-4, clip_high=1e-4, kl="closed", kl_weight=0.01)

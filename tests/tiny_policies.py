@@ -7,12 +7,12 @@ import torch
 from models import tiny
 from retouch.core.random import generator
 from retouch.core.weights import loss_weights
-from retouch.models.guidance import Guided
-from retouch.models.qwen_image_edit import QwenImageEdit
-from retouch.models.sd3 import SD3
-from retouch.policies.denoising import DenoisingPolicy, Sampling
+from retouch.models.common.guidance import Guided
+from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.models.sd3.model import SD3
+from retouch.policies.denoising.policy import DenoisingPolicy, Sampling
+from retouch.policies.denoising.windows import Window
 from retouch.policies.weights import WeightCopies
-from retouch.policies.windows import Window
 from retouch.testing.figures import relative_distance
 from retouch.types import Batch, Minibatch, Task
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from PIL import ImageStat
 
+from retouch.recipe.files import find
+from retouch.recipe.jsonnet import evaluate
 from retouch.rewards.judges import Answer, Panel
-from retouch.rewards.judges.forms import ScoresForm
+from retouch.rewards.judges.answers.forms import ScoresForm
+from retouch.rewards.judges.answers.scales import Scale
 from retouch.rewards.judges.panel import Prompt
-from retouch.rewards.judges.scales import Scale
-from retouch.runs.recipe_files import find
-from retouch.runs.recipe_jsonnet import evaluate
 from retouch.types import Column
 
 

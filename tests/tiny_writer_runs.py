@@ -7,15 +7,15 @@ from typing import Any
 import torch
 
 from models import tiny, tiny_writers
-from retouch.bases import parts
-from retouch.bases.emu3 import LONGEST, emu3_tokenizer, untrained_emu3
-from retouch.bases.image_codes import untrained_codes
-from retouch.bases.writer import untrained_writer
-from retouch.models.qwen_image_edit import QwenImageEdit
-from retouch.models.sd3 import SD3
-from retouch.runs.build_model import build_model
-from retouch.runs.recipe_overrides import apply
-from retouch.runs.recipe_policy import PlaygroundModel
+from retouch.assembly.model import build_model
+from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.models.sd3.model import SD3
+from retouch.pretraining.networks import parts
+from retouch.pretraining.networks.emu3 import LONGEST, emu3_tokenizer, untrained_emu3
+from retouch.pretraining.networks.image_codes import untrained_codes
+from retouch.pretraining.networks.writer import untrained_writer
+from retouch.recipe.overrides import apply
+from retouch.recipe.policy import PlaygroundModel
 
 
 def save_writer(folder: Path) -> None:

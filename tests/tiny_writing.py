@@ -3,8 +3,8 @@
 import torch
 
 from models import tiny_writers
-from retouch.policies.autoregressive import AutoregressivePolicy
-from retouch.policies.decoding import Decoding
+from retouch.policies.autoregressive.decoding import Decoding
+from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.weights import WeightCopies
 from retouch.types import Batch, Kind
 

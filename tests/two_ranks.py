@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 
 import tiny_loop
 import tiny_policies as tiny
-from retouch.loop import train
-from retouch.runs.ranks import join
+from retouch.distributed.ranks import join
+from retouch.training.loop import train
 
 
 def main(folder: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 INTERFACE = "vllm.v1.worker.gpu.sample.logits_processor"
-PLUGIN = "retouch.policies.vllm.plugin"
+PLUGIN = "retouch.policies.engines.plugin"
 
 
 @dataclass(frozen=True)

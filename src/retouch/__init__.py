@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from retouch.runs.writers import OpenWriter
+    from retouch.inference.writers import OpenWriter
 
 __version__ = "0.1.0"
 
@@ -14,6 +14,6 @@ def open_writer(target: str, overrides: Sequence[str] = ()) -> "OpenWriter":
 
     ValueError for a policy that does not write.
     """
-    from retouch.runs.opening import open_writer as opened  # loads torch
+    from retouch.inference.opening import open_writer as opened  # loads torch
 
     return opened(target, overrides)

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from retouch.bases import parts
-from retouch.bases.autoencoder import AutoencoderTraining
-from retouch.bases.build import build, measure
-from retouch.bases.editor import EditorTraining, Round
-from retouch.bases.tokenizer import SPECIAL_TOKENS
-from retouch.runs.build_model import build_model, playground_weights
-from retouch.runs.files import read_json
-from retouch.runs.recipe_policy import PlaygroundModel
+from retouch.assembly.model import build_model, playground_weights
+from retouch.pretraining.build import build, measure
+from retouch.pretraining.networks import parts
+from retouch.pretraining.networks.autoencoder import AutoencoderTraining
+from retouch.pretraining.networks.editor import EditorTraining, Round
+from retouch.pretraining.networks.tokenizer import SPECIAL_TOKENS
+from retouch.recipe.policy import PlaygroundModel
+from retouch.records.files import read_json
 
 TINY = {
     "autoencoder": AutoencoderTraining(steps=3, decoder_steps=2, batch=8),
@@ -27,7 +27,7 @@ def load(path: Path):
 
 
 def test_the_same_seed_gives_the_same_bits_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retouch.bases.build.HELD_OUT", 8)
+    monkeypatch.setattr("retouch.pretraining.build.HELD_OUT", 8)
     for name in ("one", "two"):
         build(tmp_path / name, seed=3, **TINY)
     files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.safetensors"))

@@ -6,12 +6,12 @@ from itertools import combinations
 import pytest
 import torch
 
-from retouch.bases.build_emu3 import build_emu3
-from retouch.bases.emu3 import Emu3Training
-from retouch.bases.image_codes import CodesTraining
-from retouch.runs import build_emu3 as building
-from retouch.runs.build_model import playground_weights
-from retouch.runs.recipe_emu3 import PlaygroundEmu3
+from retouch.assembly import emu3 as building
+from retouch.assembly.model import playground_weights
+from retouch.pretraining.build_emu3 import build_emu3
+from retouch.pretraining.networks.emu3 import Emu3Training
+from retouch.pretraining.networks.image_codes import CodesTraining
+from retouch.recipe.emu3 import PlaygroundEmu3
 
 CODES = CodesTraining(steps=3, free_steps=2, batch=4)
 STARTS = {

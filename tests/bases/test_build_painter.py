@@ -9,16 +9,16 @@ import torch
 from diffusers import QwenImagePipeline
 
 from bases.builds import three
-from retouch.bases import build_painter as building
-from retouch.bases.build_painter import build_painter, measure
-from retouch.bases.enhancer import EnhancerTraining
-from retouch.bases.painter import PainterTraining, described
-from retouch.playground.paintings import PaintingTasks
-from retouch.runs.build_model import build_model, playground_weights
-from retouch.runs.build_writer import build_writer
-from retouch.runs.files import read_json
-from retouch.runs.recipe_policy import PlaygroundPainter
-from retouch.runs.recipe_writer import AutoregressivePolicy, PlaygroundEnhancer
+from retouch.assembly.model import build_model, playground_weights
+from retouch.assembly.writer import build_writer
+from retouch.playground.world.paintings import PaintingTasks
+from retouch.pretraining import build_painter as building
+from retouch.pretraining.build_painter import build_painter, measure
+from retouch.pretraining.networks.enhancer import EnhancerTraining
+from retouch.pretraining.networks.painter import PainterTraining, described
+from retouch.recipe.policy import PlaygroundPainter
+from retouch.recipe.writer import AutoregressivePolicy, PlaygroundEnhancer
+from retouch.records.files import read_json
 
 TINY = {
     "painter": PainterTraining(steps=2, batch=4, warmup=1),

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from bases.builds import three
-from retouch.bases import build_words as building
-from retouch.bases.build_words import build_words
-from retouch.bases.word_parts import text
-from retouch.bases.words import WordAutoencoderTraining, WordRound, WordTraining
-from retouch.models.flux_fill import FluxFill
-from retouch.playground.words import WordTasks
-from retouch.rewards.ocr import OcrReward
-from retouch.runs.build_model import build_model, playground_weights
-from retouch.runs.files import read_json
-from retouch.runs.recipe_policy import PlaygroundWords
+from retouch.assembly.model import build_model, playground_weights
+from retouch.models.flux.fill import FluxFill
+from retouch.playground.world.words import WordTasks
+from retouch.pretraining import build_words as building
+from retouch.pretraining.build_words import build_words
+from retouch.pretraining.networks.word_parts import text
+from retouch.pretraining.networks.words import WordAutoencoderTraining, WordRound, WordTraining
+from retouch.recipe.policy import PlaygroundWords
+from retouch.records.files import read_json
+from retouch.rewards.text.ocr import OcrReward
 
 TINY = {
     "autoencoder": WordAutoencoderTraining(steps=2, batch=2),

@@ -4,9 +4,9 @@ from functools import partial
 from pathlib import Path
 
 from bases.builds import three
-from retouch.bases import build_writer as building
-from retouch.bases.build_writer import build_writer
-from retouch.bases.writer import Round, WriterTraining
+from retouch.pretraining import build_writer as building
+from retouch.pretraining.build_writer import build_writer
+from retouch.pretraining.networks.writer import Round, WriterTraining
 
 ROUNDS = (Round(2, 2e-3, (1,)), Round(2, 1e-3, (1, 2), legible=1.0))
 TINY = WriterTraining(rounds=ROUNDS, batch=4, warmup=1)

@@ -2,9 +2,17 @@
 
 import torch
 
-from retouch.bases import image_codes
-from retouch.bases.image_codes import CodesTraining, decoded, encoded, exchanged, k_means, train_codes, untrained_codes
 from retouch.core.random import generator
+from retouch.pretraining.networks import image_codes
+from retouch.pretraining.networks.image_codes import (
+    CodesTraining,
+    decoded,
+    encoded,
+    exchanged,
+    k_means,
+    train_codes,
+    untrained_codes,
+)
 
 SETTINGS = CodesTraining(steps=3, free_steps=2, batch=4)
 

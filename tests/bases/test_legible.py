@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from retouch.bases.legible import Legible
-from retouch.bases.writer import untrained_writer
-from retouch.models.encoder import Encoder
-from retouch.models.qwen_image_edit import QwenImageEdit
-from retouch.models.qwen_responses import QwenResponses
-from retouch.playground.changed import Changed
-from retouch.playground.indirect import indirect
-from retouch.playground.tasks import PlaygroundTasks
-from retouch.runs.build_model import build_model
-from retouch.runs.recipe_policy import PlaygroundModel
+from retouch.assembly.model import build_model
+from retouch.models.common.encoder import Encoder
+from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.models.qwen_image.responses import QwenResponses
+from retouch.playground.world.changed import Changed
+from retouch.playground.world.indirect import indirect
+from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.pretraining.legible import Legible
+from retouch.pretraining.networks.writer import untrained_writer
+from retouch.recipe.policy import PlaygroundModel
 
 TASKS = tuple(Changed(PlaygroundTasks(seed=0, count=6, complexity=[1, 2, 3], split="train"), indirect)[:])
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from retouch.models.image_encoder import ImageEncoder
-from retouch.playground.sign_judge import paper_and_ink
-from retouch.playground.words import INKS, PAPERS, WordTasks
-from retouch.runs.pretrained import fetch_encoder
+from retouch.models.common.pretrained import fetch_encoder
+from retouch.models.ip_adapter.image_encoder import ImageEncoder
+from retouch.playground.judges.sign_judge import paper_and_ink
+from retouch.playground.world.words import INKS, PAPERS, WordTasks
 
 SIGNS = WordTasks(seed=0, count=900, split="train")
 HELD_OUT = 200

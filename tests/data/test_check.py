@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 from retouch.data.check import accept, check, read_path
-from retouch.data.folder import read_folder
 from retouch.data.problems import Problem
+from retouch.data.sources.folder import read_folder
 from retouch.data.tasks import Subset, Tasks
 
 

@@ -6,14 +6,14 @@ import datasets
 import pytest
 from PIL import Image
 
+from retouch.assembly.data import build_sets
 from retouch.data.check import check
-from retouch.data.complex_edit import levels, read_complex_edit
 from retouch.data.rows import sources
+from retouch.data.sources.complex_edit import levels, read_complex_edit
 from retouch.data.split import split_by_source
 from retouch.data.tasks import Tasks
-from retouch.runs.build_data import build_sets
-from retouch.runs.recipe import parse
-from retouch.runs.recipe_checks import problems
+from retouch.recipe.checks import problems
+from retouch.recipe.recipe import parse
 
 PICTURES = 12
 

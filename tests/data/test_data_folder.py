@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from retouch.data.folder import path_under, read_folder
 from retouch.data.images import Area, Exact
 from retouch.data.rows import JoinedRows, sources
+from retouch.data.sources.folder import path_under, read_folder
 from retouch.data.tasks import Subset, Tasks
 
 

@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from retouch.data.check import check, read_path
-from retouch.data.hub import read_hub
 from retouch.data.rows import sources
+from retouch.data.sources.hub import read_hub
 from retouch.data.tasks import Tasks
 
 

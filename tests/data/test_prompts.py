@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from retouch.data.prompts import quoted, read_prompts
+from retouch.data.sources.prompts import quoted, read_prompts
 from retouch.data.tasks import Tasks
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from PIL.Image import new
 
 from retouch.data.check import accept, check, read_path
-from retouch.data.features import LONGEST_THOUGHT, Feature, read_feature, thought_of
+from retouch.data.sources.features import LONGEST_THOUGHT, Feature, read_feature, thought_of
+from retouch.data.sources.tokens import DecodedTasks, TokenRows, mixed
 from retouch.data.tasks import Tasks
-from retouch.data.tokens import DecodedTasks, TokenRows, mixed
 
 GRID = (2, 3)
 

@@ -9,8 +9,8 @@ from PIL import Image, ImageDraw
 from retouch.data.check import accept, check, read_path
 from retouch.data.guard import refuse_test_sets
 from retouch.data.problems import BadRow
+from retouch.data.sources.triplets import TripletRows
 from retouch.data.tasks import Tasks
-from retouch.data.triplets import TripletRows
 
 SIZE = (48, 32)
 BOX = (8, 8, 30, 20)

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from retouch.core.advantages import group_relative
-from retouch.models.sd3 import SD3
+from retouch.models.sd3.model import SD3
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.policies.denoising import DenoisingPolicy, Sampling
+from retouch.policies.denoising.policy import DenoisingPolicy, Sampling
+from retouch.policies.denoising.windows import Window
 from retouch.policies.weights import WeightCopies
-from retouch.policies.windows import Window
 from retouch.types import Batch, Minibatch, Task
 
 PATH = Path(__file__).parents[2] / "examples" / "one_file_flow_grpo.py"

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from retouch.loop import accumulate, collect, cut
-from retouch.runs.assembly import assemble
-from retouch.runs.ranks import Ranks
-from retouch.runs.recipe import load
+from retouch.assembly.assembly import assemble
+from retouch.distributed.ranks import Ranks
+from retouch.recipe.recipe import load
+from retouch.training.loop import accumulate, collect, cut
 
 ROOT = Path(__file__).parents[2]
 SEED = 0

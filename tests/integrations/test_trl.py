@@ -11,17 +11,17 @@ import torch
 import tiny_editing
 import tiny_writer_runs
 from models import tiny_writers
+from retouch.distributed.launching import environments, run_ranks
 from retouch.integrations.trl import PictureReward
 from retouch.integrations.trl_prompts import dataset_of, processor_for
-from retouch.loop import TooManyMissing
-from retouch.models.encoder import Encoder
-from retouch.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
-from retouch.models.qwen_responses import QwenResponses, writer_for
-from retouch.models.qwen_template import TURNS
-from retouch.models.qwen_writer import QwenWriter
+from retouch.models.common.encoder import Encoder
+from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
+from retouch.models.qwen_image.responses import QwenResponses, writer_for
+from retouch.models.qwen_image.template import TURNS
+from retouch.models.qwen_vl.model import QwenWriter
 from retouch.renderers.responses import ResponseRenderer
-from retouch.rewards.share import ShareReward
-from retouch.runs.launching import environments, run_ranks
+from retouch.rewards.scorers.share import ShareReward
+from retouch.training.loop import TooManyMissing
 from tiny_bridge import bridge, call
 
 TESTS = Path(__file__).parents[1]

@@ -12,8 +12,8 @@ import torch
 from retouch.core.advantages import group_relative
 from retouch.core.weights import loss_weights
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.policies.autoregressive import AutoregressivePolicy
-from retouch.policies.decoding import Completion, Decoding
+from retouch.policies.autoregressive.decoding import Completion, Decoding
+from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.weights import WeightCopies
 from retouch.types import Batch, Minibatch, Slice
 

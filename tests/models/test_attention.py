@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models import tiny_writers
-from retouch.models.qwen_writer_load import load_writer, require_attention
+from retouch.models.qwen_vl.load import load_writer, require_attention
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 

@@ -8,8 +8,8 @@ import torch
 
 import tiny_writing
 from models import tiny, tiny_emu3
-from retouch.models.emu3 import DRAW, END_OF_THOUGHT, THINK, Emu3Editor
-from retouch.models.emu3_words import BOI, BOS, EOF, EOI, EOL, EOS, IMG
+from retouch.models.emu3.model import DRAW, END_OF_THOUGHT, THINK, Emu3Editor
+from retouch.models.emu3.tokens import BOI, BOS, EOF, EOI, EOL, EOS, IMG
 from retouch.renderers.codes import CodesModel, CodesRenderer
 from retouch.testing import check_policy, check_renderer
 from retouch.types import AutoregressiveModel, Grammar, Kind, Needs, Task, Written

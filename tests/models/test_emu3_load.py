@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from models import tiny, tiny_emu3
-from retouch.models.emu3 import DRAW
-from retouch.models.emu3_load import load_emu3
+from retouch.models.emu3.load import load_emu3
+from retouch.models.emu3.model import DRAW
 from retouch.types import Task
 
 SETTINGS = {"size": tiny_emu3.SIZE, "prefill": DRAW, "dtype": torch.float32, "device": "cpu"}

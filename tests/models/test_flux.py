@@ -7,9 +7,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxFillPipeline, FluxKon
 from diffusers.pipelines.flux import pipeline_flux_fill
 from PIL import Image, ImageDraw
 
-from retouch.models.flux import Flux
-from retouch.models.flux_fill import FluxFill
-from retouch.models.flux_kontext import FluxKontext
+from retouch.models.flux.fill import FluxFill
+from retouch.models.flux.kontext import FluxKontext
+from retouch.models.flux.model import Flux
 from retouch.types import DenoisingModel, Task
 
 TEXTS = ["a red circle", "blue"]

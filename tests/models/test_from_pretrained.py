@@ -12,14 +12,14 @@ from diffusers import (
 )
 from PIL import Image
 
-from retouch.models import qwen_text
-from retouch.models.flux import Flux
-from retouch.models.flux_fill import FluxFill
-from retouch.models.flux_kontext import FluxKontext
-from retouch.models.qwen_image import QwenImage
-from retouch.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
-from retouch.models.sd3 import SD3
-from retouch.models.z_image import ZImage
+from retouch.models.flux.fill import FluxFill
+from retouch.models.flux.kontext import FluxKontext
+from retouch.models.flux.model import Flux
+from retouch.models.qwen_image import text as qwen_text
+from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
+from retouch.models.qwen_image.model import QwenImage
+from retouch.models.sd3.model import SD3
+from retouch.models.z_image.model import ZImage
 
 
 @pytest.fixture(scope="module")

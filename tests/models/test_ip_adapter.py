@@ -20,16 +20,17 @@ from transformers import (
     SiglipVisionModel,
 )
 
-from retouch.models import ip_adapter, ip_adapter_files
-from retouch.models.flux import Flux
-from retouch.models.flux_fill import FluxFill
-from retouch.models.guidance import Guided
-from retouch.models.image_encoder import ImageEncoder, embed_width
-from retouch.models.ip_adapter import Form
-from retouch.models.ip_adapter_sizes import adapter_counts, vision_part
-from retouch.models.qwen_image_edit import QwenImageEdit
-from retouch.models.referenced import Referenced
-from retouch.models.sizes import image_encoder, model_in, parameter_count
+from retouch.memory.ip_adapter import adapter_counts, vision_part
+from retouch.memory.sizes import image_encoder, model_in, parameter_count
+from retouch.models.common.guidance import Guided
+from retouch.models.flux.fill import FluxFill
+from retouch.models.flux.model import Flux
+from retouch.models.ip_adapter import adapter as ip_adapter
+from retouch.models.ip_adapter import files as ip_adapter_files
+from retouch.models.ip_adapter.adapter import Form
+from retouch.models.ip_adapter.image_encoder import ImageEncoder, embed_width
+from retouch.models.ip_adapter.reference_model import Referenced
+from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.testing.models import check_model
 from retouch.types import Conditioning, Task
 

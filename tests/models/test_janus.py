@@ -10,8 +10,8 @@ import tiny_policies
 import tiny_writing
 from models import tiny, tiny_janus
 from models.tiny_janus import CODES, SIDE
-from retouch.models.janus import BEGIN, TEMPLATE, JanusDrawing, JanusPainter
-from retouch.models.janus_load import JanusFromFolder
+from retouch.models.janus.load import JanusFromFolder
+from retouch.models.janus.model import BEGIN, TEMPLATE, JanusDrawing, JanusPainter
 from retouch.objectives.cross_entropy import CrossEntropy
 from retouch.renderers.codes import CodesModel, CodesRenderer
 from retouch.testing import check_policy, check_renderer

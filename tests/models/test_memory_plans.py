@@ -12,12 +12,12 @@ from transformers import DynamicCache
 
 from measured_memory import measured_peak
 from models import tiny, tiny_emu3, tiny_writers
-from retouch.models.live_bytes import most_alive
-from retouch.models.memory import Lora, MemoryPlan
-from retouch.models.memory_drawing import Drawing, codes_plan, image_model_plan
-from retouch.models.memory_writing import Writing, writer_plan
-from retouch.models.recompute import recomputing
-from retouch.models.sizes import judge, model_in, parts, stored_count, writer
+from retouch.memory.images import Drawing, codes_plan, image_model_plan
+from retouch.memory.peak import most_alive
+from retouch.memory.plan import Lora, MemoryPlan
+from retouch.memory.sizes import judge, model_in, parts, stored_count, writer
+from retouch.memory.tokens import Writing, writer_plan
+from retouch.models.common.recompute import recomputing
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 VLM = "Qwen/Qwen2.5-VL-7B-Instruct"

@@ -6,9 +6,9 @@ from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline
 
 import tiny_editing
 from models import tiny, tiny_writers
-from retouch.models.encoder import Encoder
-from retouch.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
-from retouch.models.qwen_responses import QwenResponses, writer_for
+from retouch.models.common.encoder import Encoder
+from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
+from retouch.models.qwen_image.responses import QwenResponses, writer_for
 
 ODD = (3, 200, 255, 7, 180)  # bytes that are no text: decoded and tokenised again they would be others
 

@@ -8,11 +8,11 @@ from peft import LoraConfig
 from transformers import Qwen2_5_VLProcessor, Qwen2Tokenizer, Qwen3VLProcessor
 
 from models import tiny, tiny_writers
-from retouch.models.qwen_layout import fit
-from retouch.models.qwen_template import TURNS, VISION
-from retouch.models.qwen_text import EDIT, EDIT_PLUS, QwenText
-from retouch.models.qwen_writer import LORA_ALPHA, LORA_RANK, LORA_TARGETS, QwenWriter
-from retouch.models.qwen_writer_load import load_writer
+from retouch.models.qwen_image.layout import fit
+from retouch.models.qwen_image.template import TURNS, VISION
+from retouch.models.qwen_image.text import EDIT, EDIT_PLUS, QwenText
+from retouch.models.qwen_vl.load import load_writer
+from retouch.models.qwen_vl.model import LORA_ALPHA, LORA_RANK, LORA_TARGETS, QwenWriter
 from retouch.types import Prompts, Task
 
 
@@ -185,7 +185,7 @@ def test_the_usual_lora_sits_on_the_language_model(kind):
 @pytest.mark.parametrize(("template", "picture"), [(EDIT, ""), (EDIT_PLUS, "Picture {}: " + VISION)])
 def test_the_editors_own_prompt_is_the_writers(template, picture, monkeypatch):
     """What the writer reads is, token for token, what Qwen-Image-Edit's encoder would read."""
-    monkeypatch.setattr("retouch.models.qwen_text.OFFICIAL_PREFIX", {})  # the tiny tokenizer knows bytes only
+    monkeypatch.setattr("retouch.models.qwen_image.text.OFFICIAL_PREFIX", {})  # the tiny tokenizer knows bytes only
     module, processor = tiny_writers.module(), tiny_writers.image_processor("qwen2.5-vl")
     writer = QwenWriter(
         module, tiny_writers.tokenizer(), template=template, image_processor=processor, picture=picture, area=32 * 32

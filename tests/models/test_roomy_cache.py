@@ -5,8 +5,8 @@ import torch
 from transformers import DynamicCache
 
 from models import tiny_writers
-from retouch.models.causal import new_cache
-from retouch.models.roomy_cache import ROOM, RoomyLayer, roomy
+from retouch.models.common.causal import new_cache
+from retouch.models.common.preallocated_cache import ROOM, RoomyLayer, roomy
 
 
 def caches(**text):

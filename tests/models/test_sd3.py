@@ -5,7 +5,7 @@ import tiny
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
-from retouch.models.sd3 import LORA_TARGETS, SD3
+from retouch.models.sd3.model import LORA_TARGETS, SD3
 from retouch.types import DenoisingModel
 
 SCHEDULER = {"shift": 3.0, "num_train_timesteps": 1000}

@@ -5,9 +5,12 @@ import tiny
 import torch
 from peft import LoraConfig
 
-from retouch.models import flux, qwen_flow, sd3, z_image
-from retouch.models.memory import Lora, Setup, activation_bytes, plan
-from retouch.models.sizes import known_models, lora_count, parameter_count, parts, stored_count
+from retouch.memory.plan import Lora, Setup, activation_bytes, plan
+from retouch.memory.sizes import known_models, lora_count, parameter_count, parts, stored_count
+from retouch.models.flux import model as flux
+from retouch.models.qwen_image import flow as qwen_flow
+from retouch.models.sd3 import model as sd3
+from retouch.models.z_image import model as z_image
 
 QWEN_LORA = Lora(qwen_flow.LORA_RANK, qwen_flow.LORA_TARGETS)
 TINY = {

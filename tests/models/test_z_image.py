@@ -5,9 +5,9 @@ import tiny
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
 
-from retouch.models.qwen_layout import pack
-from retouch.models.z_image import LORA_TARGETS, ZImage
-from retouch.models.z_image_text import ZImageText
+from retouch.models.qwen_image.layout import pack
+from retouch.models.z_image.model import LORA_TARGETS, ZImage
+from retouch.models.z_image.text import ZImageText
 from retouch.types import Conditioning, DenoisingModel
 
 SCHEDULERS = {"turbo": {"shift": 3.0}, "by size": {"use_dynamic_shifting": True, "max_shift": 0.9}}

@@ -7,9 +7,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Emu3Config, Emu3ForConditionalGeneration, Qwen2Tokenizer
 
 from models import tiny
-from retouch.models.emu3 import DRAW, LORA_TARGETS, Emu3Editor
-from retouch.models.emu3_load import language_model
-from retouch.models.emu3_words import BOI, BOS, EOF, EOI, EOL, EOS, IMG
+from retouch.models.emu3.load import language_model
+from retouch.models.emu3.model import DRAW, LORA_TARGETS, Emu3Editor
+from retouch.models.emu3.tokens import BOI, BOS, EOF, EOI, EOL, EOS, IMG
 
 CODES = 32
 SIZE = (16, 24)

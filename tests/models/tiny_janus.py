@@ -7,7 +7,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import JanusConfig, JanusForConditionalGeneration, Qwen2Tokenizer
 
 from models import tiny
-from retouch.models.janus import BEGIN, LORA_TARGETS, JanusDrawing, JanusPainter
+from retouch.models.janus.model import BEGIN, LORA_TARGETS, JanusDrawing, JanusPainter
 from retouch.types import Prompts
 
 CODES, SIDE = 32, 4

@@ -19,8 +19,8 @@ from transformers import (
 
 from models import tiny
 from retouch.core.random import generator
-from retouch.models.qwen_template import TURNS
-from retouch.models.qwen_writer import LORA_TARGETS, QwenWriter
+from retouch.models.qwen_image.template import TURNS
+from retouch.models.qwen_vl.model import LORA_TARGETS, QwenWriter
 from retouch.types import Task
 
 SEES = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl")

@@ -24,14 +24,14 @@ MUTANTS = (
     # Acting
     Mutant(
         "noise from the global generator",
-        "policies/denoising.py",
+        "policies/denoising/policy.py",
         'torch.randn(x.shape[1:], generator=generator(seed, "transition", step, gid, slot, action)) for gid, slot in keys',
         "torch.randn(x.shape[1:]) for gid, slot in keys",
         f"{CONTRACT}[sde-all-1.0]",
     ),
     Mutant(
         "noise keyed by place in the batch",
-        "policies/denoising.py",
+        "policies/denoising/policy.py",
         '[generator(seed, "noise", step, gid, slot) for gid, slot in keys]',
         '[generator(seed, "noise", step, place) for place, _ in enumerate(keys)]',
         f"{CONTRACT}[cps-window-1.0]",
@@ -45,7 +45,7 @@ MUTANTS = (
     ),
     Mutant(
         "groups known by their prompt",
-        "policies/denoising.py",
+        "policies/denoising/policy.py",
         "return torch.tensor(batch.group, device",
         "words = [task.instruction for task in batch.tasks]\n"
         "        return torch.tensor([words.index(words[k]) for k in batch.group], device",
@@ -53,14 +53,14 @@ MUTANTS = (
     ),
     Mutant(
         "averaged weights act in training",
-        "policies/denoising.py",
+        "policies/denoising/policy.py",
         'self.copies.using("old") if self.sampling.weights == "old" else nullcontext()',
         'self.copies.using("average") if "average" in self.copies.copies else nullcontext()',
         "tests/policies/test_denoising.py::test_training_acts_and_learns_under_the_current_weights",
     ),
     Mutant(
         "NFT's pictures are not its old policy's",
-        "policies/denoising.py",
+        "policies/denoising/policy.py",
         'self.copies.using("old") if self.sampling.weights == "old" else nullcontext()',
         "nullcontext()",
         "tests/test_loop.py::test_nft_learns_from_pictures_of_the_old_policy_which_then_follows",
@@ -82,28 +82,28 @@ MUTANTS = (
     # Evaluating
     Mutant(
         "wrong sigma when steps are cut",
-        "policies/denoising.py",
+        "policies/denoising/policy.py",
         "torch.arange(part.actions.start, part.actions.stop, device",
         "torch.arange(part.actions.stop - part.actions.start, device",
         f"{CONTRACT}[sde-all-1.0]",
     ),
     Mutant(
         "state off by one",
-        "policies/denoising.py",
+        "policies/denoising/policy.py",
         "x = trajectory.latents[part.rows, part.actions].flatten(0, 1)",
         "x = trajectory.latents[part.rows, part.actions.start + 1 : part.actions.stop + 1].flatten(0, 1)",
         f"{CONTRACT}[dance-window-1.0]",
     ),
     Mutant(
         "guidance in the rollout only",
-        "models/guidance.py",
+        "models/common/guidance.py",
         "return self.combine(positive, negative, self.guidance_scale)",
         "return positive if torch.is_grad_enabled() else self.combine(positive, negative, self.guidance_scale)",
         f"{CONTRACT}[sde-all-3.0]",
     ),
     Mutant(
         "no gradient through the negative branch",
-        "models/guidance.py",
+        "models/common/guidance.py",
         "return self.combine(positive, negative, self.guidance_scale)",
         "return self.combine(positive, negative.detach(), self.guidance_scale)",
         "tests/models/test_guidance.py::test_both_branches_have_gradient",
@@ -117,7 +117,7 @@ MUTANTS = (
     ),
     Mutant(
         "chunks share the first one's conditioning",
-        "policies/denoising_trajectory.py",
+        "policies/denoising/trajectory.py",
         "[part.group + offset for part, offset in zip(parts, offsets, strict=True)]",
         "[part.group for part in parts]",
         "tests/test_loop.py::test_chunks_change_nothing_but_rounding[4]",
@@ -131,7 +131,7 @@ MUTANTS = (
     ),
     Mutant(
         "the KL compares the policy to itself",
-        "policies/denoising.py",
+        "policies/denoising/policy.py",
         'with torch.no_grad(), self.copies.using("reference"):',
         "with torch.no_grad():",
         "tests/policies/test_denoising.py::test_kl_is_its_formula[closed-sde]",
@@ -146,7 +146,7 @@ MUTANTS = (
     # Judging and comparing
     Mutant(
         "a missing score counts as zero",
-        "loop.py",
+        "training/loop.py",
         "rewards = gathered[:, 0]\n",
         "rewards = gathered[:, 0].nan_to_num(0.0)\n",
         "tests/test_loop.py::test_a_missing_score_is_as_if_the_row_were_not_there",
@@ -174,7 +174,7 @@ MUTANTS = (
     ),
     Mutant(
         "advantages of rank 0 for every rank",
-        "loop.py",
+        "training/loop.py",
         "phase.order.view(run.ranks.world, -1)[run.ranks.rank]",
         "phase.order.view(run.ranks.world, -1)[0]",
         "tests/test_loop.py::test_ranks_share_one_gradient[grpo-3]",
@@ -189,14 +189,14 @@ MUTANTS = (
     ),
     Mutant(
         "normaliser per rank",
-        "loop.py",
+        "training/loop.py",
         "total = run.ranks.sum(denominator(mask, valid, normalise=phase.normalise, max_length=phase.max_length))",
         "total = denominator(mask, valid, normalise=phase.normalise, max_length=phase.max_length) * run.ranks.world",
         "tests/test_loop.py::test_ranks_share_one_gradient[grpo-3]",
     ),
     Mutant(
         "gradients averaged over ranks",
-        "runs/stepper.py",
+        "distributed/stepper.py",
         "self.ranks.sum(torch.cat([gradient.flatten() for gradient in gradients]))",
         "self.ranks.sum(torch.cat([gradient.flatten() for gradient in gradients])) / self.ranks.world",
         "tests/test_loop.py::test_ranks_share_one_gradient[nft-2]",
@@ -217,7 +217,7 @@ MUTANTS = (
     ),
     Mutant(
         "RatioNorm around the new mean",
-        "policies/denoising.py",
+        "policies/denoising/policy.py",
         "ratio_norm(after, made.mean, means, step_std",
         "ratio_norm(after, made.mean, made.mean, step_std",
         "tests/objectives/test_policy_gradient.py::test_ratio_norm_takes_its_ratio_and_scale_from_the_stored_means",
@@ -238,7 +238,7 @@ MUTANTS = (
     ),
     Mutant(
         "optimizer steps counted from 0 in every step",
-        "loop.py",
+        "training/loop.py",
         "taken = (step - phase.steps.start) * phase.epochs * phase.minibatches",
         "taken = 0",
         "tests/test_loop.py::test_a_phase_goes_on_where_it_stopped",

@@ -41,7 +41,7 @@ SERVING = (
     ),
     Mutant(
         "a fault is a zero",
-        "rewards/remote/client.py",
+        "rewards/client/client.py",
         'nan = float("nan")',
         "nan = 0.0",
         f"{ALONE}[500]",
@@ -49,14 +49,14 @@ SERVING = (
     # Whom to ask
     Mutant(
         "the last endpoint is given up",
-        "rewards/remote/pool.py",
+        "rewards/client/pool.py",
         "endpoint.breaker.failed(now, last=not others)",
         "endpoint.breaker.failed(now, last=False)",
         f"{CLIENT}::test_the_last_endpoint_stays_closed_until_another_is_back",
     ),
     Mutant(
         "an endpoint that recovers is never asked again",
-        "rewards/remote/session.py",
+        "rewards/client/session.py",
         "well = judges_of(info, self._settings.rewards) == self._expected.judges",
         "well = False",
         f"{CLIENT}::test_a_server_that_comes_back_is_asked_again",
@@ -85,14 +85,14 @@ SERVING = (
     ),
     Mutant(
         "asking again costs no call of the budget",
-        "rewards/remote/session.py",
+        "rewards/client/session.py",
         "if again and not await asyncio.to_thread(self._quota.claim_another):",
         "if False:",
         f"{CLIENT}::test_an_attempt_too_many_for_the_budget_is_not_made",
     ),
     Mutant(
         "a spent budget is one rank's own affair",
-        "loop.py",
+        "training/loop.py",
         "if ranks.any(spent is not None):",
         "if ranks.any(False):",
         "tests/test_loop.py::test_a_spent_budget_stops_all_ranks_once_what_is_under_way_is_there",

@@ -9,7 +9,7 @@ import tiny_policies
 import tiny_writing
 from models import tiny, tiny_emu3
 from retouch.core.weights import loss_weights
-from retouch.models.emu3 import DRAW, THINK
+from retouch.models.emu3.model import DRAW, THINK
 from retouch.objectives.cross_entropy import CrossEntropy
 from retouch.types import Minibatch
 

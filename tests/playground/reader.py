@@ -2,8 +2,8 @@
 
 import re
 
-from retouch.playground.edits import Edit
-from retouch.playground.scenes import COLOURS, PLACES, SHAPES, THINGS, Thing
+from retouch.playground.world.edits import Edit
+from retouch.playground.world.scenes import COLOURS, PLACES, SHAPES, THINGS, Thing
 
 COLOUR, SHAPE, PLACE = (f"({'|'.join(words)})" for words in (COLOURS, SHAPES, PLACES))
 ONE = rf"{COLOUR} {SHAPE}"

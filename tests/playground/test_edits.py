@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retouch.core.random import generator
-from retouch.playground.edits import KINDS, Edit, apply, edits_of_kinds, random_edits, random_kinds, things_needed
-from retouch.playground.scenes import Scene, Thing, random_scene
+from retouch.playground.world.edits import KINDS, Edit, apply, edits_of_kinds, random_edits, random_kinds, things_needed
+from retouch.playground.world.scenes import Scene, Thing, random_scene
 
 RED, BLUE, GREEN = Thing("red", "circle"), Thing("blue", "circle"), Thing("green", "triangle")
 SCENE = Scene(1, (RED, None, None, None, GREEN, None, None, None, None))

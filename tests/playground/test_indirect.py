@@ -2,12 +2,12 @@
 
 from functools import partial
 
-from retouch.playground.changed import Changed
-from retouch.playground.edits import Edit
-from retouch.playground.indirect import completion, indirect, names
-from retouch.playground.instructions import JOINS, PHRASES, content, phrase, vocabulary
-from retouch.playground.scenes import COLOURS, Scene, Thing
-from retouch.playground.tasks import PlaygroundTasks
+from retouch.playground.world.changed import Changed
+from retouch.playground.world.edits import Edit
+from retouch.playground.world.indirect import completion, indirect, names
+from retouch.playground.world.instructions import JOINS, PHRASES, content, phrase, vocabulary
+from retouch.playground.world.scenes import COLOURS, Scene, Thing
+from retouch.playground.world.tasks import PlaygroundTasks
 
 TASKS = PlaygroundTasks(seed=2, count=150, complexity=[1, 2, 3], split="train")[:]
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from playground.reader import meaning, read, singles
 from retouch.core.random import generator
-from retouch.playground.edits import Edit, random_edits
-from retouch.playground.instructions import KEEPS, PHRASES, content, corpus, instruction, phrase, untouched, vocabulary
-from retouch.playground.scenes import THINGS, Scene, Thing, random_scene
+from retouch.playground.world.edits import Edit, random_edits
+from retouch.playground.world.instructions import KEEPS, PHRASES, content, corpus, instruction, phrase, untouched, vocabulary
+from retouch.playground.world.scenes import THINGS, Scene, Thing, random_scene
 
 
 def test_no_two_single_edits_share_a_text() -> None:

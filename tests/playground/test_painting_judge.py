@@ -7,9 +7,9 @@ import pytest
 from numpy import ndarray
 from PIL import Image
 
-from retouch.playground.painting_judge import PaintingJudge
-from retouch.playground.paintings import PaintingTasks
-from retouch.playground.scenes import BACKGROUNDS, CELL, CODES, SIZE, TEMPLATES, Scene, Thing, render
+from retouch.playground.judges.painting_judge import PaintingJudge
+from retouch.playground.world.paintings import PaintingTasks
+from retouch.playground.world.scenes import BACKGROUNDS, CELL, CODES, SIZE, TEMPLATES, Scene, Thing, render
 from retouch.types import Reward, Sample, Task
 
 JUDGE = PaintingJudge()

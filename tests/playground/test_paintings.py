@@ -8,12 +8,12 @@ from collections import Counter
 import pytest
 
 from retouch.core.random import generator
-from retouch.playground import descriptions, requests
-from retouch.playground.descriptions import GROUNDS, Placed, description, free_description, placed
-from retouch.playground.drawn import SPLITS
-from retouch.playground.paintings import PaintingTasks
-from retouch.playground.scenes import COLOURS, PLACES, SHAPES, Scene, Thing, render
-from retouch.playground.tasks import canonical
+from retouch.playground.world import descriptions, requests
+from retouch.playground.world.descriptions import GROUNDS, Placed, description, free_description, placed
+from retouch.playground.world.drawn import SPLITS
+from retouch.playground.world.paintings import PaintingTasks
+from retouch.playground.world.scenes import COLOURS, PLACES, SHAPES, Scene, Thing, render
+from retouch.playground.world.tasks import canonical
 from retouch.types import Task
 
 LEVELS = [1, 2, 3, 4]

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from numpy import ndarray
 from PIL import Image
 
-from retouch.playground.edits import KINDS, Edit, apply
-from retouch.playground.judge import PlaygroundJudge
-from retouch.playground.scenes import BACKGROUNDS, CELL, CODES, SIZE, TEMPLATES, THINGS, Scene, Thing, render
-from retouch.playground.tasks import PlaygroundTasks
+from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.playground.world.edits import KINDS, Edit, apply
+from retouch.playground.world.scenes import BACKGROUNDS, CELL, CODES, SIZE, TEMPLATES, THINGS, Scene, Thing, render
+from retouch.playground.world.tasks import PlaygroundTasks
 from retouch.types import Reward, Sample, Scores, Task
 
 JUDGE = PlaygroundJudge()

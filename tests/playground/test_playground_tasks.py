@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from playground.reader import meaning, read, singles
-from retouch.playground.drawn import SPLITS, Split
-from retouch.playground.edits import KINDS, Edit, apply
-from retouch.playground.instructions import content
-from retouch.playground.scenes import Scene, Thing, render
-from retouch.playground.tasks import PlaygroundTasks, canonical, split_of
+from retouch.playground.world.drawn import SPLITS, Split
+from retouch.playground.world.edits import KINDS, Edit, apply
+from retouch.playground.world.instructions import content
+from retouch.playground.world.scenes import Scene, Thing, render
+from retouch.playground.world.tasks import PlaygroundTasks, canonical, split_of
 from retouch.types import Task
 
 LEVELS = [1, 2, 3, 4]

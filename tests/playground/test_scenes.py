@@ -9,8 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retouch.core.random import generator
-from retouch.playground.judge import DEAD, SCALE
-from retouch.playground.scenes import BACKGROUNDS, CELL, CODES, SIZE, TEMPLATES, THINGS, Scene, Thing, pixels, random_scene, render
+from retouch.playground.judges.judge import DEAD, SCALE
+from retouch.playground.world.scenes import (
+    BACKGROUNDS,
+    CELL,
+    CODES,
+    SIZE,
+    TEMPLATES,
+    THINGS,
+    Scene,
+    Thing,
+    pixels,
+    random_scene,
+    render,
+)
 
 seeds = st.integers(0, 10**6)
 

@@ -8,13 +8,13 @@ import torch
 from diffusers import AutoencoderKL
 from PIL import Image
 
-from retouch.bases.words import targets
-from retouch.playground import words
-from retouch.playground.sign_judge import SignJudge, paper_and_ink
-from retouch.playground.words import INKS, PAPERS, Style, WordTasks
-from retouch.runs.build_model import playground_weights
-from retouch.runs.build_reward import build_reward
-from retouch.runs.recipe import load
+from retouch.assembly.model import playground_weights
+from retouch.assembly.reward import build_reward
+from retouch.playground.judges.sign_judge import SignJudge, paper_and_ink
+from retouch.playground.world import words
+from retouch.playground.world.words import INKS, PAPERS, Style, WordTasks
+from retouch.pretraining.networks.words import targets
+from retouch.recipe.recipe import load
 from retouch.types import Reward, Sample, Task
 
 JUDGE = SignJudge()

@@ -1,9 +1,9 @@
 """A thought for each of the playground's tasks."""
 
-from retouch.playground.changed import Changed
-from retouch.playground.edits import Edit
-from retouch.playground.tasks import PlaygroundTasks
-from retouch.playground.thoughts import thinking
+from retouch.playground.world.changed import Changed
+from retouch.playground.world.edits import Edit
+from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.playground.world.thoughts import thinking
 
 
 def test_a_thought_says_the_edits_in_plain_words():

@@ -3,11 +3,11 @@
 from contextlib import suppress
 from functools import partial
 
-from retouch.playground.changed import Changed
-from retouch.playground.edits import Edit, apply
-from retouch.playground.scenes import Scene, render
-from retouch.playground.tasks import PlaygroundTasks
-from retouch.playground.unfinished import unfinished
+from retouch.playground.world.changed import Changed
+from retouch.playground.world.edits import Edit, apply
+from retouch.playground.world.scenes import Scene, render
+from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.playground.world.unfinished import unfinished
 
 TASKS = PlaygroundTasks(seed=0, count=120, complexity=[1, 2, 3], split="train")
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from PIL import ImageChops
 
-from retouch.data.triplets import PROMPT as TRIPLETS_PROMPT
-from retouch.playground import words
-from retouch.playground.drawn import SPLITS
-from retouch.playground.words import CELL, CONSONANTS, LETTERS, LINE, VOWELS, WordTasks, split_of_word
-from retouch.rewards.ocr import OcrReward
+from retouch.data.sources.triplets import PROMPT as TRIPLETS_PROMPT
+from retouch.playground.world import words
+from retouch.playground.world.drawn import SPLITS
+from retouch.playground.world.words import CELL, CONSONANTS, LETTERS, LINE, VOWELS, WordTasks, split_of_word
+from retouch.rewards.text.ocr import OcrReward
 from retouch.types import Sample
 
 

@@ -10,9 +10,9 @@ import tiny_writing
 from models import tiny_writers
 from retouch.core.random import generator
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.policies.autoregressive_trajectory import AutoregressiveTrajectory
-from retouch.policies.decoding import CachedDecoding, Completion
-from retouch.policies.mismatch import Tolerance
+from retouch.policies.autoregressive.decoding import CachedDecoding, Completion
+from retouch.policies.autoregressive.mismatch import Tolerance
+from retouch.policies.autoregressive.trajectory import AutoregressiveTrajectory
 from retouch.testing import check_policy
 from retouch.types import AutoregressiveModel, Kind, Needs, Policy, Slice, Written
 

@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 import tiny_writing
 from models import tiny_writers
 from retouch.core.tokens import draw
-from retouch.policies.decoding import CachedDecoding, Decoding, uniforms
+from retouch.policies.autoregressive.decoding import CachedDecoding, Decoding, uniforms
 
 
 def write(writer, batch, **how):

@@ -8,7 +8,7 @@ import torch
 
 import tiny_policies as tiny
 from retouch.core.random import generator
-from retouch.policies.denoising import DenoisingPolicy
+from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.renderers.latents import LatentRenderer
 from retouch.testing import check_model, check_policy, check_renderer
 from retouch.types import Batch, Kind, Needs, Slice, VelocityPolicy

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 import tiny_writing
 from models import tiny_writers
-from retouch.policies.measuring import measure, spread
+from retouch.policies.autoregressive.measuring import measure, spread
 from retouch.types import Needs, Slice
 
 VOCABULARY = 152_064

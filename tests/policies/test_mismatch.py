@@ -10,11 +10,11 @@ import tiny_policies
 import tiny_writing
 from models import tiny_writers
 from retouch.core.random import generator
+from retouch.distributed.ranks import Ranks
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.policies.decoding import CachedDecoding
-from retouch.policies.mismatch import EngineFault, Tolerance, importance
-from retouch.runs.completions import describe
-from retouch.runs.ranks import Ranks
+from retouch.policies.autoregressive.decoding import CachedDecoding
+from retouch.policies.autoregressive.mismatch import EngineFault, Tolerance, importance
+from retouch.training.completions import describe
 from retouch.types import Needs, Slice
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])

@@ -16,15 +16,15 @@ import tiny_writing
 import vllm_double
 import vllm_runner
 from models import tiny, tiny_emu3, tiny_writers
-from retouch.models.emu3 import DRAW
+from retouch.models.common.lora_files import write_lora
+from retouch.models.emu3.model import DRAW
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.policies.mismatch import EngineFault, Tolerance
-from retouch.policies.vllm.adapters import Adapters
-from retouch.policies.vllm.client import Client
-from retouch.policies.vllm.engine import Served, VllmEngine
-from retouch.policies.vllm.form import PLUGIN
-from retouch.policies.vllm.server import ask, keeps_to_forms
-from retouch.runs.lora_files import write_lora
+from retouch.policies.autoregressive.mismatch import EngineFault, Tolerance
+from retouch.policies.engines.adapters import Adapters
+from retouch.policies.engines.client import Client
+from retouch.policies.engines.engine import Served, VllmEngine
+from retouch.policies.engines.form import PLUGIN
+from retouch.policies.engines.server import ask, keeps_to_forms
 from retouch.types import Needs, Slice
 from vllm_double import CHANGES, GENERATE, LOAD, UNLOAD, Double, always, at_first, serving
 

@@ -12,9 +12,9 @@ import torch
 import retouch
 import vllm_runner
 from models import tiny_emu3
-from retouch.models.emu3_words import Emu3Words
-from retouch.models.grid_grammar import GridGrammar
-from retouch.policies.vllm.form import KEY, Formed, check, told
+from retouch.models.common.grid_grammar import GridGrammar
+from retouch.models.emu3.tokens import Emu3Words
+from retouch.policies.engines.form import KEY, Formed, check, told
 from retouch.types import Prompts
 from vllm_runner import Request, Runner, params
 
@@ -220,4 +220,4 @@ def test_the_servers_half_needs_nothing_but_torch_and_vllm():
         for line in ast.parse((root / f"{file}.py").read_text()).body:
             names |= {line.module} if isinstance(line, ast.ImportFrom) else set()
             names |= {each.name for each in line.names} if isinstance(line, ast.Import) else set()
-    assert names <= {"collections.abc", "json", "typing", "torch", vllm_runner.INTERFACE, "retouch.policies.vllm.form"}
+    assert names <= {"collections.abc", "json", "typing", "torch", vllm_runner.INTERFACE, "retouch.policies.engines.form"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from retouch.policies.windows import Window
+from retouch.policies.denoising.windows import Window
 
 
 @pytest.mark.parametrize("mode", ["window", "branch"])

@@ -10,15 +10,15 @@ import tiny_loop
 import tiny_policies
 import tiny_writing
 from models import tiny_writers
+from retouch.assembly.learning import build_kinds
 from retouch.data.sampler import assign
-from retouch.loop import Run, accumulate, collect, cut, train
+from retouch.distributed.stepper import ReplicatedStepper
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.policies.decoding import CachedDecoding
-from retouch.runs.build_learning import build_kinds
-from retouch.runs.clock import Clock
-from retouch.runs.recipe_learning import PolicyGradient as PolicyGradientSection
-from retouch.runs.recipe_learning import TokenCycle
-from retouch.runs.stepper import ReplicatedStepper
+from retouch.policies.autoregressive.decoding import CachedDecoding
+from retouch.recipe.learning import PolicyGradient as PolicyGradientSection
+from retouch.recipe.learning import TokenCycle
+from retouch.training.clock import Clock
+from retouch.training.loop import Run, accumulate, collect, cut, train
 from retouch.types import Needs
 
 GRPO = PolicyGradient(clip_low=0.2, clip_high=0.2, kl="k3", kl_weight=0.01)

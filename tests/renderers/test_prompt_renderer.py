@@ -12,11 +12,11 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, QwenImagePi
 import tiny_editing
 import tiny_writing
 from models import tiny, tiny_writers
-from retouch.models.flux import Flux
-from retouch.models.flux_text import FluxText
-from retouch.models.qwen_image import QwenImage
-from retouch.models.readable import readable
-from retouch.models.sd3 import SD3
+from retouch.models.common.readable import readable
+from retouch.models.flux.model import Flux
+from retouch.models.flux.text import FluxText
+from retouch.models.qwen_image.model import QwenImage
+from retouch.models.sd3.model import SD3
 from retouch.renderers.blind import Blind
 from retouch.renderers.pipelines import PipelinePainter
 from retouch.renderers.prompts import FlowPainter, Painter, PromptRenderer

@@ -12,9 +12,9 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus_m
 
 import tiny_editing
 from models import tiny
-from retouch.models.encoder import Encoder
-from retouch.models.qwen_image_edit import QwenImageEditPlus
-from retouch.models.qwen_responses import QwenResponses
+from retouch.models.common.encoder import Encoder
+from retouch.models.qwen_image.edit import QwenImageEditPlus
+from retouch.models.qwen_image.responses import QwenResponses
 from retouch.renderers.responses import ResponseRenderer
 from retouch.renderers.sampling import noise
 from retouch.testing import check_renderer

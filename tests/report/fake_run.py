@@ -8,12 +8,12 @@ import torch
 from PIL import Image
 
 from retouch.core.random import generator
-from retouch.playground.edits import Edit, apply
-from retouch.playground.judge import PlaygroundJudge
-from retouch.playground.scenes import Scene, render
-from retouch.playground.tasks import PlaygroundTasks
-from retouch.runs.folder import Judged, RunFolder
-from retouch.runs.summary import Summary
+from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.playground.world.edits import Edit, apply
+from retouch.playground.world.scenes import Scene, render
+from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.records.folder import Judged, RunFolder
+from retouch.records.summary import Summary
 from retouch.types import Sample, Task
 
 

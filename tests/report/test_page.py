@@ -13,9 +13,9 @@ from fake_run import write_run, write_start
 from html_check import Page, assert_needs_nothing, read
 from PIL import Image
 
+from retouch.records.folder import Judged, RunFolder
+from retouch.records.summary import Summary
 from retouch.report.page import write_report
-from retouch.runs.folder import Judged, RunFolder
-from retouch.runs.summary import Summary
 from retouch.types import Sample, Task
 
 HOSTILE = [

@@ -8,9 +8,9 @@ from fake_run import write_start
 from html_check import Page, read
 from PIL import Image
 
+from retouch.records.folder import Judged, RunFolder
 from retouch.report.page import write_report
-from retouch.rewards.prompt_quality import prompt_quality
-from retouch.runs.folder import Judged, RunFolder
+from retouch.rewards.text.prompt_quality import prompt_quality
 from retouch.types import Sample, Task
 
 ASKED = "a scarlet disc at twelve"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from retouch.rewards.appearance import AppearanceReward
+from retouch.rewards.scorers.appearance import AppearanceReward
 from retouch.testing import check_reward
 from retouch.types import Sample, Task
 

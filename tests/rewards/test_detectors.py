@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from transformers import OwlViTImageProcessorPil
 
-from retouch.rewards.detectors import Found, load_detector, thinned
+from retouch.rewards.scorers.detectors import Found, load_detector, thinned
 
 NAMES = ["dog", "red car", "cup"]
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from retouch.rewards.detectors import Found
-from retouch.rewards.geneval import COLOURS, DIRECTIONS, ClipColours, GenEvalReward, directions, met, requirements
+from retouch.rewards.scorers.detectors import Found
+from retouch.rewards.scorers.geneval import COLOURS, DIRECTIONS, ClipColours, GenEvalReward, directions, met, requirements
 from retouch.testing import check_reward
 from retouch.types import Sample, Task
 

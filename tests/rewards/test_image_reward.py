@@ -8,9 +8,9 @@ import tiny_towers
 import torch
 from PIL import Image
 
-from retouch.rewards.hps import HpsReward
-from retouch.rewards.image_reward import ImageRewardScore
-from retouch.rewards.two_towers import TwoTowers
+from retouch.rewards.scorers.hps import HpsReward
+from retouch.rewards.scorers.image_reward import ImageRewardScore
+from retouch.rewards.scorers.two_towers import TwoTowers
 from retouch.testing import check_reward
 from retouch.types import Sample, Task
 

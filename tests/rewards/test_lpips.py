@@ -7,7 +7,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
-from retouch.rewards.lpips import LpipsPreservation
+from retouch.rewards.scorers.lpips import LpipsPreservation
 from retouch.testing import check_reward
 from retouch.types import Sample, Task
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
-from retouch.rewards.edit_distance import comparable, edit_distance, similarity
-from retouch.rewards.ocr import OcrReward
-from retouch.rewards.text_readers import Line, RapidReader
+from retouch.rewards.text.edit_distance import comparable, edit_distance, similarity
+from retouch.rewards.text.ocr import OcrReward
+from retouch.rewards.text.text_readers import Line, RapidReader
 from retouch.testing import check_reward
 from retouch.types import Reward, Sample, Task
 

@@ -11,16 +11,16 @@ import paddle_double
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 
+from retouch.assembly import assembly
+from retouch.assembly.reward import build_reward
+from retouch.distributed.ranks import Ranks
+from retouch.doctor.judge import check_reward as check_reward_of
+from retouch.recipe.recipe import load
+from retouch.recipe.reward_words import parse_reward
 from retouch.rewards.identity import describe
-from retouch.rewards.ocr import OcrReward
-from retouch.rewards.paddle_reader import PaddleReader
-from retouch.rewards.text_readers import Line, RapidReader
-from retouch.runs import assembly
-from retouch.runs.build_reward import build_reward
-from retouch.runs.doctor_judge import check_reward as check_reward_of
-from retouch.runs.ranks import Ranks
-from retouch.runs.recipe import load
-from retouch.runs.reward_words import parse_reward
+from retouch.rewards.text.ocr import OcrReward
+from retouch.rewards.text.paddle_reader import PaddleReader
+from retouch.rewards.text.text_readers import Line, RapidReader
 from retouch.testing import check_reward
 from retouch.types import Sample, Task
 

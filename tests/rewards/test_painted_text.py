@@ -3,8 +3,8 @@
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 
-from retouch.rewards.painted_text import PaintedTextReward
-from retouch.rewards.text_readers import Line, RapidReader
+from retouch.rewards.text.painted_text import PaintedTextReward
+from retouch.rewards.text.text_readers import Line, RapidReader
 from retouch.testing import check_reward
 from retouch.types import Sample, Task
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from retouch.rewards.photos import PhotosReward
+from retouch.rewards.scorers.photos import PhotosReward
 from retouch.testing import check_reward
 from retouch.types import Reward, Sample, Task
 

@@ -14,16 +14,16 @@ import torch
 
 from bad_server import bad_server
 from live_server import host, live, samples_of
-from retouch.playground.judge import PlaygroundJudge
-from retouch.playground.tasks import PlaygroundTasks
+from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.rewards.client import discovery
+from retouch.rewards.client.breaker import Breaker
+from retouch.rewards.client.budget import Budget
+from retouch.rewards.client.client import RemoteReward
+from retouch.rewards.client.faults import Fault, of_status
+from retouch.rewards.client.pool import Pool
 from retouch.rewards.judging import Judge
 from retouch.rewards.quota.quota import BudgetSpent
-from retouch.rewards.remote import discovery
-from retouch.rewards.remote.breaker import Breaker
-from retouch.rewards.remote.budget import Budget
-from retouch.rewards.remote.client import RemoteReward
-from retouch.rewards.remote.faults import Fault, of_status
-from retouch.rewards.remote.pool import Pool
 from retouch.testing import check_reward
 from retouch.types import AsyncReward, Sample
 from served_rewards import Digest, digest_score
@@ -221,7 +221,7 @@ def test_a_fork_asks_over_connections_of_its_own() -> None:
 import os, sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from live_server import samples_of
-from retouch.rewards.remote.client import RemoteReward
+from retouch.rewards.client.client import RemoteReward
 reward = RemoteReward([sys.argv[1]])
 samples = samples_of(4)
 first = reward(samples)["digest"].tolist()

@@ -8,7 +8,7 @@ import torch
 
 from bad_server import HARMLESS, KINDS, STATUSES, bad_server
 from live_server import samples_of
-from retouch.rewards.remote.client import RemoteReward
+from retouch.rewards.client.client import RemoteReward
 from served_rewards import digest_score
 
 FINAL = {"404", "400", "401"}

@@ -8,11 +8,11 @@ import pytest
 import torch
 from PIL import Image
 
+from retouch.rewards.combine.composite import Several
 from retouch.rewards.judging import Judge
-from retouch.rewards.prompt_quality import PromptQualityReward, prompt_quality
-from retouch.rewards.several import Several
-from retouch.rewards.share import ShareReward
-from retouch.rewards.thinking import ThinkReward
+from retouch.rewards.scorers.share import ShareReward
+from retouch.rewards.text.prompt_quality import PromptQualityReward, prompt_quality
+from retouch.rewards.text.thinking import ThinkReward
 from retouch.testing import check_reward
 from retouch.types import AsyncReward, Column, Reward, Sample, Task
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from retouch.rewards.share import ShareReward
+from retouch.rewards.scorers.share import ShareReward
 from retouch.testing import check_reward
 from retouch.types import Reward, Sample, Task
 

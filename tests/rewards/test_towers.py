@@ -11,12 +11,12 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import CLIPModel, SiglipModel
 
-from retouch.rewards.aesthetic import AestheticReward
-from retouch.rewards.clip import ClipReward
-from retouch.rewards.pickscore import PickScoreReward
-from retouch.rewards.preservation import DinoPreservation
-from retouch.rewards.two_towers import TwoTowers
-from retouch.rewards.weights_folder import weights_folder
+from retouch.rewards.scorers.aesthetic import AestheticReward
+from retouch.rewards.scorers.clip import ClipReward
+from retouch.rewards.scorers.pickscore import PickScoreReward
+from retouch.rewards.scorers.preservation import DinoPreservation
+from retouch.rewards.scorers.two_towers import TwoTowers
+from retouch.rewards.scorers.weights_folder import weights_folder
 from retouch.testing import check_reward
 from retouch.types import Reward, Sample, Task
 

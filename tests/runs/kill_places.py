@@ -17,46 +17,46 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from retouch.runs.recipe import Recipe, parse
-from retouch.runs.recipe_files import find
-from retouch.runs.recipe_jsonnet import evaluate
+from retouch.recipe.files import find
+from retouch.recipe.jsonnet import evaluate
+from retouch.recipe.recipe import Recipe, parse
 
 STEPS = 4
 PHASES = "phases"
 PLACES = (
-    ("retouch.runs.checkpoint:save_file", 1, "before"),
-    ("retouch.runs.checkpoint:save_file", 3, "after"),
-    ("retouch.runs.checkpoint:save_file", 6, "before"),
-    ("retouch.runs.checkpoint:save", 1, "after"),
-    ("retouch.runs.checkpoint:prune", 2, "before"),
-    ("retouch.policies.denoising:DenoisingPolicy.rollout", 2, "after"),
-    ("retouch.policies.denoising:DenoisingPolicy.rollout", 5, "before"),
-    ("retouch.policies.denoising:DenoisingPolicy.evaluate", 4, "after"),
+    ("retouch.training.checkpoint:save_file", 1, "before"),
+    ("retouch.training.checkpoint:save_file", 3, "after"),
+    ("retouch.training.checkpoint:save_file", 6, "before"),
+    ("retouch.training.checkpoint:save", 1, "after"),
+    ("retouch.training.checkpoint:prune", 2, "before"),
+    ("retouch.policies.denoising.policy:DenoisingPolicy.rollout", 2, "after"),
+    ("retouch.policies.denoising.policy:DenoisingPolicy.rollout", 5, "before"),
+    ("retouch.policies.denoising.policy:DenoisingPolicy.evaluate", 4, "after"),
     ("retouch.rewards.judging:Judge.__call__", 3, "before"),
     ("retouch.rewards.judging:Judge.__call__", 4, "after"),
-    ("retouch.runs.journal:Journal.record", 1, "after"),
-    ("retouch.runs.journal:Journal.record", 4, "before"),
-    ("retouch.runs.stepper:ReplicatedStepper.backward", 5, "after"),
-    ("retouch.runs.stepper:ReplicatedStepper.step", 3, "before"),
-    ("retouch.runs.stepper:ReplicatedStepper.step", 4, "after"),
-    ("retouch.runs.files:append_line", 2, "after"),
-    ("retouch.runs.files:append_line", 5, "before"),
-    ("retouch.runs.files:append_line", 6, "after"),
-    ("retouch.runs.files:write_atomic", 7, "before"),
-    ("retouch.runs.recording:Recorder.step", 3, "after"),
-    ("retouch.runs.outcome:Outcome.sum_up", 1, "before"),
-    ("retouch.runs.folder:RunFolder.write_samples", 2, "before"),
+    ("retouch.training.journal:Journal.record", 1, "after"),
+    ("retouch.training.journal:Journal.record", 4, "before"),
+    ("retouch.distributed.stepper:ReplicatedStepper.backward", 5, "after"),
+    ("retouch.distributed.stepper:ReplicatedStepper.step", 3, "before"),
+    ("retouch.distributed.stepper:ReplicatedStepper.step", 4, "after"),
+    ("retouch.records.files:append_line", 2, "after"),
+    ("retouch.records.files:append_line", 5, "before"),
+    ("retouch.records.files:append_line", 6, "after"),
+    ("retouch.records.files:write_atomic", 7, "before"),
+    ("retouch.training.recorder:Recorder.step", 3, "after"),
+    ("retouch.session.outcome:Outcome.sum_up", 1, "before"),
+    ("retouch.records.folder:RunFolder.write_samples", 2, "before"),
 )
 # In the warm-up; between the phases; in a rollout, and between two inner passes. A trial step of each phase comes first.
 OF_PHASES = (
-    ("retouch.policies.denoising:DenoisingPolicy.demonstrate", 4, "before"),
-    ("retouch.runs.stepper:ReplicatedStepper.backward", 3, "after"),
-    ("retouch.runs.assembly:Assembly.begin", 2, "before"),
-    ("retouch.runs.assembly:Assembly.begin", 2, "after"),
-    ("retouch.policies.denoising:DenoisingPolicy.rollout", 2, "after"),
-    ("retouch.runs.stepper:ReplicatedStepper.step", 7, "after"),
-    ("retouch.policies.denoising:DenoisingPolicy.rollout", 3, "before"),
-    ("retouch.runs.checkpoint:save", 1, "after"),
+    ("retouch.policies.denoising.policy:DenoisingPolicy.demonstrate", 4, "before"),
+    ("retouch.distributed.stepper:ReplicatedStepper.backward", 3, "after"),
+    ("retouch.assembly.assembly:Assembly.begin", 2, "before"),
+    ("retouch.assembly.assembly:Assembly.begin", 2, "after"),
+    ("retouch.policies.denoising.policy:DenoisingPolicy.rollout", 2, "after"),
+    ("retouch.distributed.stepper:ReplicatedStepper.step", 7, "after"),
+    ("retouch.policies.denoising.policy:DenoisingPolicy.rollout", 3, "before"),
+    ("retouch.training.checkpoint:save", 1, "after"),
 )
 
 
@@ -98,7 +98,7 @@ def recipe(out: Path, name: str, writer: str | None) -> Recipe:
 
 
 def train(out: Path, name: str, writer: str | None) -> None:
-    from retouch.runs.session import run
+    from retouch.session.session import run
 
     assert run(recipe(out, name, writer), fresh=False) == 0
 
@@ -151,13 +151,13 @@ def bits(folder: Path) -> dict[str, str]:
 def places(writer: str | None) -> list[tuple[str, int, str]]:
     if writer == PHASES:
         return list(OF_PHASES)
-    acting = "retouch.policies.autoregressive:AutoregressivePolicy"
-    denoising = "retouch.policies.denoising:DenoisingPolicy"
+    acting = "retouch.policies.autoregressive.policy:AutoregressivePolicy"
+    denoising = "retouch.policies.denoising.policy:DenoisingPolicy"
     return [(place if writer is None else place.replace(denoising, acting), call, when) for place, call, when in PLACES]
 
 
 def main(out: Path, count: int, writer: str | None = None) -> None:
-    import retouch.runs.session  # noqa: F401  (loaded once, before the forks)
+    import retouch.session.session  # noqa: F401  (loaded once, before the forks)
 
     assert in_child(lambda: train(out, "whole", writer)) == 0
     expected = bits(out / "whole")

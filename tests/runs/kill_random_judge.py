@@ -13,17 +13,17 @@ from pathlib import Path
 from kill_places import bits, in_child, kill_at, recipe
 from random_judge import said
 
-from retouch.runs.recipe import Recipe, parse
+from retouch.recipe.recipe import Recipe, parse
 
 PLACES = (
     ("retouch.rewards.judging:Judge.__call__", 3, "before"),
-    ("retouch.runs.journal:Journal.record", 3, "after"),
+    ("retouch.training.journal:Journal.record", 3, "after"),
     ("retouch.rewards.judging:Judge.__call__", 5, "after"),
-    ("retouch.runs.journal:Journal.record", 5, "before"),
-    ("retouch.runs.checkpoint:save", 1, "after"),
-    ("retouch.runs.stepper:ReplicatedStepper.step", 3, "before"),
-    ("retouch.runs.files:append_line", 5, "after"),
-    ("retouch.runs.outcome:Outcome.sum_up", 1, "before"),
+    ("retouch.training.journal:Journal.record", 5, "before"),
+    ("retouch.training.checkpoint:save", 1, "after"),
+    ("retouch.distributed.stepper:ReplicatedStepper.step", 3, "before"),
+    ("retouch.records.files:append_line", 5, "after"),
+    ("retouch.session.outcome:Outcome.sum_up", 1, "before"),
 )
 
 
@@ -36,7 +36,7 @@ def by_luck(out: Path, name: str, log: Path, *, replay: bool = False) -> Recipe:
 
 
 def train(made: Recipe) -> None:
-    from retouch.runs.session import run
+    from retouch.session.session import run
 
     assert run(made, fresh=False) == 0
 
@@ -48,7 +48,7 @@ def in_ledger(folder: Path) -> set[str]:
 
 
 def main(out: Path, count: int) -> None:
-    import retouch.runs.session  # noqa: F401  (loaded once, before the forks)
+    import retouch.session.session  # noqa: F401  (loaded once, before the forks)
 
     for number, (place, call, when) in enumerate(PLACES[:: max(1, len(PLACES) // count)][:count]):
         log = out / f"said-{number}.jsonl"

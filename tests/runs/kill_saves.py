@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from retouch.runs import checkpoint
-from retouch.runs.checkpoint import State
+from retouch.training import checkpoint
+from retouch.training.checkpoint import State
 
 DISK = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir", "shutil.rmtree", "pathlib.Path.glob"}
 

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from retouch.runs.alarms import canary_shift, diversity_ratio, raised, since_best
-from retouch.runs.looks import Look, Looks, change
-from retouch.runs.recipe_watch import Canaries, HeldOutJudge, PaintedText, Watch
+from retouch.recipe.watch import Canaries, HeldOutJudge, PaintedText, Watch
 from retouch.types import Column
+from retouch.watch.alarms import canary_shift, diversity_ratio, raised, since_best
+from retouch.watch.looks import Look, Looks, change
 
 COLUMNS = {"score": Column(0.0, 10.0), "other": Column(-1.0, 1.0)}
 WATCH = Watch(

@@ -11,13 +11,13 @@ from PIL import Image
 
 from live_server import live
 from models import tiny
+from retouch.assembly.reward import build_reward
+from retouch.recipe.jsonnet import evaluate
+from retouch.recipe.reward_classes import columns_of
+from retouch.recipe.reward_words import parse_reward
 from retouch.rewards.closing import close
-from retouch.rewards.judges.in_process import InProcessJudge
-from retouch.rewards.several import Several
-from retouch.runs.build_reward import build_reward
-from retouch.runs.recipe_jsonnet import evaluate
-from retouch.runs.reward_classes import columns_of
-from retouch.runs.reward_words import parse_reward
+from retouch.rewards.combine.composite import Several
+from retouch.rewards.vlm.in_process import InProcessJudge
 from retouch.types import Reward, Sample, Task
 from rewards import tiny_towers
 from rewards.judges.double import KEY, Double

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from retouch.runs import checkpoint
-from retouch.runs.checkpoint import State
+from retouch.training import checkpoint
+from retouch.training.checkpoint import State
 
 KINDS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
 

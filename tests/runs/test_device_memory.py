@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from retouch.runs.device_memory import Memory, limit_memory, peak_bytes
-from retouch.runs.folder import RunFolder
-from retouch.runs.placement import Placement
-from retouch.runs.ranks import Ranks
-from retouch.runs.recipe import parse
-from retouch.runs.recipe_devices import Devices
-from retouch.runs.recipe_overrides import apply
-from retouch.runs.session import run
+from retouch.distributed.device_memory import Memory, limit_memory, peak_bytes
+from retouch.distributed.placement import Placement
+from retouch.distributed.ranks import Ranks
+from retouch.recipe.devices import Devices
+from retouch.recipe.overrides import apply
+from retouch.recipe.recipe import parse
+from retouch.records.folder import RunFolder
+from retouch.session.session import run
 from tiny_recipes import SMALL
 
 CPU = torch.device("cpu")

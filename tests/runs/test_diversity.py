@@ -8,9 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
-from retouch.runs.diversity import group_diversity
-from retouch.runs.ranks import Ranks
+from retouch.distributed.ranks import Ranks
 from retouch.types import Batch, Task
+from retouch.watch.diversity import group_diversity
 from tiny_loop import together
 
 

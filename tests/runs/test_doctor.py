@@ -14,29 +14,29 @@ from packaging.requirements import Requirement
 from PIL import Image
 
 from retouch import cli
-from retouch.models.memory import Lora, Setup, plan
-from retouch.models.qwen_flow import LORA_TARGETS
-from retouch.models.sizes import parts_in, stored_count
-from retouch.runs import trackers
-from retouch.runs.assembly import assemble
-from retouch.runs.build_data import build_sets
-from retouch.runs.build_model import playground_weights
-from retouch.runs.doctor_checks import check_batch, check_data, check_disk, check_folder, check_trackers
-from retouch.runs.doctor_device import CARDS, Place, check_device
-from retouch.runs.doctor_findings import Finding, failed, note, ok
-from retouch.runs.doctor_install import check_install, check_playground, check_versions
-from retouch.runs.doctor_judge import check_judge
-from retouch.runs.doctor_memory import check_memory, describe, footprint
-from retouch.runs.doctor_ranks import Meeting, check_all_reduce, check_devices, check_same
-from retouch.runs.folder import RunFolder
-from retouch.runs.launching import environments, run_ranks
-from retouch.runs.preflight import preflight
-from retouch.runs.pretrained import fetch_weights, find_weights
-from retouch.runs.ranks import Ranks
-from retouch.runs.recipe import Recipe, load, parse
-from retouch.runs.recipe_overrides import apply
-from retouch.runs.session import run
-from retouch.runs.state import capture
+from retouch.assembly.assembly import assemble
+from retouch.assembly.data import build_sets
+from retouch.assembly.model import playground_weights
+from retouch.assembly.state import capture
+from retouch.distributed.launching import environments, run_ranks
+from retouch.distributed.ranks import Ranks
+from retouch.doctor.checks import check_batch, check_data, check_disk, check_folder, check_trackers
+from retouch.doctor.device import CARDS, Place, check_device
+from retouch.doctor.findings import Finding, failed, note, ok
+from retouch.doctor.install import check_install, check_playground, check_versions
+from retouch.doctor.judge import check_judge
+from retouch.doctor.memory import check_memory, describe, footprint
+from retouch.doctor.ranks import Meeting, check_all_reduce, check_devices, check_same
+from retouch.memory.plan import Lora, Setup, plan
+from retouch.memory.sizes import parts_in, stored_count
+from retouch.models.common.pretrained import fetch_weights, find_weights
+from retouch.models.qwen_image.flow import LORA_TARGETS
+from retouch.recipe.overrides import apply
+from retouch.recipe.recipe import Recipe, load, parse
+from retouch.records import trackers
+from retouch.records.folder import RunFolder
+from retouch.session.session import run
+from retouch.training.preflight import preflight
 from retouch.types import Column
 from tiny_recipes import SMALL
 

@@ -7,14 +7,14 @@ from huggingface_hub import constants
 from safetensors.torch import load_file
 
 from retouch import cli
-from retouch.runs.build_emu3 import find_emu3
-from retouch.runs.build_learning import copies_needed
-from retouch.runs.doctor_checks import check_data
-from retouch.runs.doctor_device import CARDS, Place
-from retouch.runs.doctor_findings import Finding
-from retouch.runs.doctor_writing import check_writing_memory
-from retouch.runs.recipe import load
-from retouch.runs.recipe_emu3 import PlaygroundEmu3
+from retouch.assembly.emu3 import find_emu3
+from retouch.assembly.learning import copies_needed
+from retouch.doctor.checks import check_data
+from retouch.doctor.device import CARDS, Place
+from retouch.doctor.findings import Finding
+from retouch.doctor.writer_memory import check_writing_memory
+from retouch.recipe.emu3 import PlaygroundEmu3
+from retouch.recipe.recipe import load
 
 A = "recipes/qwen-image-edit/writer-grpo.jsonnet"
 FROZEN = "recipes/qwen-image-edit/writer-grpo-frozen.jsonnet"

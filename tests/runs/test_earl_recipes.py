@@ -8,16 +8,16 @@ import pytest
 import torch
 
 import tiny_writer_runs
+from retouch.assembly.assembly import assemble
 from retouch.cli import main
-from retouch.data.features import Feature
-from retouch.runs.assembly import assemble
-from retouch.runs.ranks import Ranks
-from retouch.runs.recipe import Push, Recipe, load, parse
-from retouch.runs.recipe_checks import check_ranks
-from retouch.runs.recipe_files import available, find
-from retouch.runs.recipe_jsonnet import evaluate
-from retouch.runs.recipe_overrides import apply
-from retouch.runs.session import run
+from retouch.data.sources.features import Feature
+from retouch.distributed.ranks import Ranks
+from retouch.recipe.checks import check_ranks
+from retouch.recipe.files import available, find
+from retouch.recipe.jsonnet import evaluate
+from retouch.recipe.overrides import apply
+from retouch.recipe.recipe import Push, Recipe, load, parse
+from retouch.session.session import run
 
 RL = {
     **{"sft_s__rl_s": "s", "sft_s__rl_c": "c", "sft_s__rl_sc": "sc", "sft_sc__rl_c": "c", "sft_sc__rl_sc": "sc"},

@@ -8,10 +8,10 @@ from PIL import Image
 
 import tiny_writer_runs
 from retouch.cli import main
-from retouch.models.emu3 import DRAW
-from retouch.models.emu3_load import load_emu3
-from retouch.runs.recipe import load, parse
-from retouch.runs.recipe_files import available
+from retouch.models.emu3.load import load_emu3
+from retouch.models.emu3.model import DRAW
+from retouch.recipe.files import available
+from retouch.recipe.recipe import load, parse
 
 
 @pytest.fixture(scope="module")

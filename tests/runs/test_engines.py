@@ -14,17 +14,18 @@ from transformers import Emu3ForConditionalGeneration, Qwen2_5_VLForConditionalG
 import tiny_writer_runs
 import vllm_runner
 from retouch import cli
-from retouch.models.emu3_load import language_model
-from retouch.policies.mismatch import EngineFault
-from retouch.policies.vllm.form import PLUGIN
-from retouch.runs import checkpoint, doctor_engine
-from retouch.runs.assembly import assemble
-from retouch.runs.doctor_engine import check_engines
-from retouch.runs.folder import RunFolder
-from retouch.runs.ranks import Ranks
-from retouch.runs.recipe import parse
-from retouch.runs.recipe_differences import differences
-from retouch.runs.session import run
+from retouch.assembly.assembly import assemble
+from retouch.distributed.ranks import Ranks
+from retouch.doctor import engine as doctor_engine
+from retouch.doctor.engine import check_engines
+from retouch.models.emu3.load import language_model
+from retouch.policies.autoregressive.mismatch import EngineFault
+from retouch.policies.engines.form import PLUGIN
+from retouch.recipe.differences import differences
+from retouch.recipe.recipe import parse
+from retouch.records.folder import RunFolder
+from retouch.session.session import run
+from retouch.training import checkpoint
 from vllm_double import Double, always, at_first, serving
 
 Make = Callable[..., dict[str, Any]]

@@ -11,10 +11,10 @@ from PIL import Image
 
 import tiny_writing
 from models import tiny_writers
+from retouch.distributed.ranks import Ranks
 from retouch.rewards.judging import Judge, Judged
-from retouch.runs.evaluation import Evaluated, Evaluator, chosen, paired_gain, table
-from retouch.runs.journal import unkept
-from retouch.runs.ranks import Ranks
+from retouch.training.evaluation import Evaluated, Evaluator, chosen, paired_gain, table
+from retouch.training.journal import unkept
 from retouch.types import Batch, Column, Sample, Task
 
 

@@ -11,12 +11,12 @@ from peft import LoraConfig, PeftModel
 
 from models import tiny
 from retouch import cli
-from retouch.runs.build_model import playground_weights
-from retouch.runs.exporting import export_target, write_lora
-from retouch.runs.files import read_json
-from retouch.runs.opening import open_target
-from retouch.runs.recipe import parse
-from retouch.runs.session import run
+from retouch.assembly.model import playground_weights
+from retouch.inference.exporting import export_target, write_lora
+from retouch.inference.opening import open_target
+from retouch.recipe.recipe import parse
+from retouch.records.files import read_json
+from retouch.session.session import run
 from tiny_recipes import SMALL
 
 FULL = {"train": {"kind": "full"}, "ema": {"decay": 0.9}}

@@ -13,22 +13,22 @@ from safetensors.torch import load_file
 import tiny_flux_runs
 from models import tiny
 from retouch import cli
+from retouch.assembly.families import FAMILIES
+from retouch.assembly.model import build_model, lora_targets
 from retouch.data.fitting import FittingRows
 from retouch.data.problems import BadRow
-from retouch.data.triplets import TripletRows
-from retouch.models.flux_kontext import FluxKontext
-from retouch.models.flux_text import FluxText
-from retouch.models.memory import Lora, Setup, plan
-from retouch.runs.build_model import build_model, lora_targets
-from retouch.runs.doctor_memory import describe, footprint
-from retouch.runs.exporting import export_target
-from retouch.runs.families import FAMILIES
-from retouch.runs.opening import open_target
-from retouch.runs.recipe import parse
-from retouch.runs.recipe_families import TAKES
-from retouch.runs.recipe_policy import DiffusersModel
-from retouch.runs.sampling import sample_target
-from retouch.runs.session import run
+from retouch.data.sources.triplets import TripletRows
+from retouch.doctor.memory import describe, footprint
+from retouch.inference.exporting import export_target
+from retouch.inference.opening import open_target
+from retouch.inference.sampling import sample_target
+from retouch.memory.plan import Lora, Setup, plan
+from retouch.models.flux.kontext import FluxKontext
+from retouch.models.flux.text import FluxText
+from retouch.recipe.families import TAKES
+from retouch.recipe.policy import DiffusersModel
+from retouch.recipe.recipe import parse
+from retouch.session.session import run
 
 KINDS = {"flux": FluxPipeline, "flux-fill": FluxFillPipeline, "flux-kontext": FluxKontextPipeline}
 PROMPTS = {"kind": "prompts", "held_out": 1}

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from retouch.runs import files
-from retouch.runs.folder import Judged, RunFolder
-from retouch.runs.summary import Summary
+from retouch.records import files
+from retouch.records.folder import Judged, RunFolder
+from retouch.records.summary import Summary
 from retouch.types import Sample, Task
 
 NAMES = st.text(st.characters(exclude_categories=("Cs",)), max_size=12)
@@ -235,7 +235,7 @@ def test_a_log_for_each_rank(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from retouch.runs import files
+from retouch.records import files
 folder, big = Path(sys.argv[1]), ["x" * 1000] * 500
 for count in range(10**9):
     files.write_json(folder / "whole.json", {"count": count, "big": big, "again": count})

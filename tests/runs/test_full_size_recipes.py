@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from retouch.data.prompts import read_prompts
-from retouch.runs.build_data import build_sets
-from retouch.runs.recipe import load
-from retouch.runs.recipe_checks import check_ranks
-from retouch.runs.recipe_files import find, shipped
+from retouch.assembly.data import build_sets
+from retouch.data.sources.prompts import read_prompts
+from retouch.recipe.checks import check_ranks
+from retouch.recipe.files import find, shipped
+from retouch.recipe.recipe import load
 
 EDITOR = "recipes/qwen-image-edit/"
 ENHANCER = "recipes/sd3/prompt-enhancer.jsonnet"
@@ -71,7 +71,7 @@ def test_system_a() -> None:
 
 
 def test_the_writers_adapters_sit_on_the_four_projections_of_attention() -> None:
-    from retouch.runs.build_model import lora_targets
+    from retouch.assembly.model import lora_targets
 
     for name in (*WRITERS, ENHANCER):
         assert sorted(target.rpartition(".")[2] for target in lora_targets(load(name).policy)) == [

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from retouch.bases import word_parts
-from retouch.bases.build_words import write
-from retouch.bases.sight import build_sight
-from retouch.runs.doctor_memory import describe, footprint
-from retouch.runs.pretrained import find_encoder
-from retouch.runs.recipe import load
-from retouch.runs.recipe_checks import check_ranks
-from retouch.runs.recipe_files import find
-from retouch.runs.session import run
+from retouch.doctor.memory import describe, footprint
+from retouch.models.common.pretrained import find_encoder
+from retouch.pretraining.build_words import write
+from retouch.pretraining.networks import word_parts
+from retouch.pretraining.networks.sight import build_sight
+from retouch.recipe.checks import check_ranks
+from retouch.recipe.files import find
+from retouch.recipe.recipe import load
+from retouch.session.session import run
 
 FILL = "recipes/flux-fill/ip-adapter-{}.jsonnet"
 QWEN = "recipes/qwen-image-edit/ip-adapter-grpo.jsonnet"

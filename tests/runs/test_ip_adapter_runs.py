@@ -11,20 +11,21 @@ from safetensors.torch import load_file
 from test_sharding import on_two_ranks
 
 from models import tiny, tiny_encoders
-from retouch.models import ip_adapter, ip_adapter_files
-from retouch.playground.tasks import PlaygroundTasks
-from retouch.policies.reference_dropout import unshown
-from retouch.runs import checkpoint
-from retouch.runs.assembly import Assembly, assemble
-from retouch.runs.build_model import playground_weights
-from retouch.runs.doctor_memory import describe, footprint
-from retouch.runs.exporting import export_target, write_export
-from retouch.runs.files import read_json
-from retouch.runs.folder import RunFolder
-from retouch.runs.opening import open_target
-from retouch.runs.ranks import Ranks
-from retouch.runs.recipe import Recipe, parse
-from retouch.runs.session import run
+from retouch.assembly.assembly import Assembly, assemble
+from retouch.assembly.model import playground_weights
+from retouch.distributed.ranks import Ranks
+from retouch.doctor.memory import describe, footprint
+from retouch.inference.exporting import export_target, write_export
+from retouch.inference.opening import open_target
+from retouch.models.ip_adapter import adapter as ip_adapter
+from retouch.models.ip_adapter import files as ip_adapter_files
+from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.policies.denoising.reference_dropout import unshown
+from retouch.recipe.recipe import Recipe, parse
+from retouch.records.files import read_json
+from retouch.records.folder import RunFolder
+from retouch.session.session import run
+from retouch.training import checkpoint
 from retouch.types import Batch, Conditioning
 from tiny_recipes import SMALL
 

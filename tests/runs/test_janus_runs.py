@@ -11,8 +11,8 @@ import tiny_writing
 from models import tiny_janus
 from models.tiny_janus import SIDE
 from retouch.cli import main
-from retouch.models.janus_load import JanusFromFolder
-from retouch.runs.opening import open_target
+from retouch.inference.opening import open_target
+from retouch.models.janus.load import JanusFromFolder
 from retouch.types import Task
 
 
@@ -21,7 +21,7 @@ def document(tmp_path):
     folder = tmp_path / "janus"
     tiny_janus.whole().save_pretrained(folder)
     tiny_janus.tokenizer().save_pretrained(folder)
-    model = {"class": "retouch.models.janus_load:JanusFromFolder", "args": {"path": str(folder), "dtype": "float32"}}
+    model = {"class": "retouch.models.janus.load:JanusFromFolder", "args": {"path": str(folder), "dtype": "float32"}}
 
     def made(**changes):
         settings = {

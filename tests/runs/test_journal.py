@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from retouch.records.kept_images import KeptPictures
 from retouch.rewards.judging import Judge, Judged
 from retouch.rewards.ledger.content import of_picture
 from retouch.rewards.ledger.database import Database
-from retouch.runs.journal import Journal, JournaledJudge, Page, Seen
-from retouch.runs.kept_pictures import KeptPictures
-from retouch.runs.ledger import ledger_path
+from retouch.training.journal import Journal, JournaledJudge, Page, Seen
+from retouch.training.ledger import ledger_path
 from retouch.types import Batch, Column, Sample, Scores, Task
 
 NAN = float("nan")
@@ -389,7 +389,7 @@ import torch
 from pathlib import Path
 from test_journal import batch, page, seen
 from retouch.rewards.ledger.database import Database
-from retouch.runs.journal import Journal
+from retouch.training.journal import Journal
 kills = int(sys.argv[3])
 for kill in range(kills):
     reading, writing = os.pipe()

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from retouch.runs import recipe_files
-from retouch.runs.recipe import Recipe, load
-from retouch.runs.recipe_files import available, find, packaged_recipes
-from retouch.runs.recipe_jsonnet import evaluate
+from retouch.recipe import files as recipe_files
+from retouch.recipe.files import available, find, packaged_recipes
+from retouch.recipe.jsonnet import evaluate
+from retouch.recipe.recipe import Recipe, load
 
 PACKAGED = available()
 
@@ -135,12 +135,12 @@ def test_an_installed_package_has_its_recipes_inside(tmp_path: Path) -> None:
     """As the wheel lays it out: ``retouch/recipes`` beside the modules, and no source tree around."""
     package = tmp_path / "site" / "retouch"
     (package / "runs").mkdir(parents=True)
-    for module in ("__init__.py", "runs/__init__.py", "runs/recipe_files.py"):
+    for module in ("__init__.py", "runs/__init__.py", "recipe/files.py"):
         (package / module).write_text((Path(recipe_files.__file__).parents[1] / module).read_text())
     (package / "recipes" / "lib").mkdir(parents=True)
     (package / "recipes" / "mine.jsonnet").write_text("{}")
     (package / "recipes" / "lib" / "x.libsonnet").write_text("{}")
-    code = "from retouch.runs.recipe_files import *; print(available(), find('recipes/mine.jsonnet'))"
+    code = "from retouch.recipe.files import *; print(available(), find('recipes/mine.jsonnet'))"
     done = subprocess.run(
         [sys.executable, "-S", "-c", code],
         cwd=tmp_path,

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from retouch import cli
-from retouch.runs.build_data import build_sets
-from retouch.runs.doctor_findings import Finding
-from retouch.runs.doctor_judge import check_calls, check_judge, check_keys
-from retouch.runs.judge_calls import judge_calls
-from retouch.runs.recipe import Recipe, load, parse
-from retouch.runs.recipe_overrides import apply
+from retouch.assembly.data import build_sets
+from retouch.doctor.findings import Finding
+from retouch.doctor.judge import check_calls, check_judge, check_keys
+from retouch.recipe.judge_calls import judge_calls
+from retouch.recipe.overrides import apply
+from retouch.recipe.recipe import Recipe, load, parse
 from rewards.judges.double import KEY, Double
 
 

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import pytest
 
 from live_server import live
-from retouch.runs import checkpoint
-from retouch.runs.folder import RunFolder
+from retouch.records.folder import RunFolder
+from retouch.training import checkpoint
 
 TINY = {
     "tasks_per_step": 2,

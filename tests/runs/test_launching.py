@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from retouch.runs.launching import environments, launch, run_ranks
+from retouch.distributed.launching import environments, launch, run_ranks
 
 WAIT = "import time; time.sleep(60)"
 
@@ -137,7 +137,7 @@ sys.exit(130 if os.environ['RANK'] == '0' else 0)
 LAUNCHER = """
 import signal, sys
 from pathlib import Path
-from retouch.runs.launching import environments, run_ranks
+from retouch.distributed.launching import environments, run_ranks
 signal.signal(signal.SIGHUP, signal.{hang_up})  # whoever runs the tests may stand under nohup, which is inherited
 sys.exit(run_ranks([sys.executable, '-c', sys.argv[1]], environments(2), logs=Path(sys.argv[2]), grace=20.0))
 """

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from retouch.distributed.ranks import Ranks
+from retouch.recipe.differences import differences
+from retouch.recipe.recipe import load
 from retouch.rewards import identity
+from retouch.rewards.combine.composite import Several
 from retouch.rewards.judges import Answer, Panel, YesReward
 from retouch.rewards.judging import Judge
 from retouch.rewards.ledger.asking import RememberingAsker
-from retouch.rewards.several import Several
-from retouch.rewards.share import ShareReward
-from retouch.runs.ledger import Ledger
-from retouch.runs.ranks import Ranks
-from retouch.runs.recipe import load
-from retouch.runs.recipe_differences import differences
+from retouch.rewards.scorers.share import ShareReward
+from retouch.training.ledger import Ledger
 from retouch.types import Batch, Reward, Sample, Task
 
 
@@ -96,7 +96,7 @@ def test_code_that_changed_is_another_judge(tmp_path: Path, monkeypatch: pytest.
     reward = ShareReward()
     meet(tmp_path, reward, since=0)
     monkeypatch.setattr("inspect.getsource", lambda module: "edited")
-    with pytest.raises(ValueError, match=r"the code of retouch.rewards.share:ShareReward was changed"):
+    with pytest.raises(ValueError, match=r"the code of retouch.rewards.scorers.share:ShareReward was changed"):
         meet(tmp_path, reward, since=1)
 
 

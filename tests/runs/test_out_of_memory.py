@@ -9,19 +9,20 @@ import pytest
 import torch
 
 import tiny_writer_runs
-from retouch import cli, loop
-from retouch.policies.denoising import DenoisingPolicy
+from retouch import cli
+from retouch.config.schema import places
+from retouch.policies.denoising.policy import DenoisingPolicy
+from retouch.recipe.differences import differences
+from retouch.recipe.files import available
+from retouch.recipe.out_of_memory import LESS_AT_ONCE, OutOfMemory, named, suggestions
+from retouch.recipe.overrides import apply
+from retouch.recipe.recipe import Recipe, load, parse
+from retouch.records.folder import RunFolder
 from retouch.renderers.latents import LatentRenderer
 from retouch.rewards.judging import Judge
-from retouch.runs.clock import Clock
-from retouch.runs.folder import RunFolder
-from retouch.runs.out_of_memory import LESS_AT_ONCE, OutOfMemory, named, suggestions
-from retouch.runs.recipe import Recipe, load, parse
-from retouch.runs.recipe_differences import differences
-from retouch.runs.recipe_files import available
-from retouch.runs.recipe_overrides import apply
-from retouch.runs.recipe_schema import places
-from retouch.runs.session import run
+from retouch.session.session import run
+from retouch.training import loop
+from retouch.training.clock import Clock
 from tiny_recipes import SMALL
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB.\nMore about fragments"

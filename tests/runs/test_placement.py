@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 import tiny_writer_runs
+from retouch.assembly.assembly import assemble
+from retouch.assembly.image_model import parts_of
+from retouch.assembly.model import playground_weights
+from retouch.distributed.placement import Placement, gpus_of_a_rank, join_ranks, own_device, place
+from retouch.distributed.ranks import Ranks
+from retouch.recipe.devices import Devices
+from retouch.recipe.recipe import parse
 from retouch.renderers.offloaded import Offloaded, lent_to
-from retouch.runs.assembly import assemble
-from retouch.runs.build_model import playground_weights
-from retouch.runs.image_model import parts_of
-from retouch.runs.placement import Placement, gpus_of_a_rank, join_ranks, own_device, place
-from retouch.runs.ranks import Ranks
-from retouch.runs.recipe import parse
-from retouch.runs.recipe_devices import Devices
 
 TESTS = Path(__file__).parents[1]
 CPU = torch.device("cpu")

@@ -13,13 +13,13 @@ from safetensors.torch import load
 
 import hub_double
 from hub_double import Hub
-from retouch.runs import publishing
-from retouch.runs.doctor_checks import check_push
-from retouch.runs.exporting import export_target
-from retouch.runs.folder import RunFolder
-from retouch.runs.publishing import unable
-from retouch.runs.recipe import Recipe, parse
-from retouch.runs.session import run
+from retouch.doctor.checks import check_push
+from retouch.inference import publishing
+from retouch.inference.exporting import export_target
+from retouch.inference.publishing import unable
+from retouch.recipe.recipe import Recipe, parse
+from retouch.records.folder import RunFolder
+from retouch.session.session import run
 from tiny_recipes import SMALL
 
 REPO = "someone/edits"

@@ -9,15 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from retouch.config.errors import nearest
+from retouch.config.imports import import_class
+from retouch.config.schema import alternatives, keys_of, places
+from retouch.config.section import Section
 from retouch.core.windows import random_window, sliding_window
-from retouch.runs.imports import import_class
-from retouch.runs.recipe import Recipe, parse
-from retouch.runs.recipe_checks import check_ranks
-from retouch.runs.recipe_differences import differences
-from retouch.runs.recipe_errors import nearest
-from retouch.runs.recipe_overrides import apply, value_of
-from retouch.runs.recipe_schema import alternatives, keys_of, places
-from retouch.runs.recipe_section import Section
+from retouch.recipe.checks import check_ranks
+from retouch.recipe.differences import differences
+from retouch.recipe.overrides import apply, value_of
+from retouch.recipe.recipe import Recipe, parse
 
 GRPO = {"kind": "policy_gradient", "clip_low": 1e-5, "clip_high": 1e-5}
 BASE: dict[str, Any] = {

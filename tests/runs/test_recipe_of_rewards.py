@@ -8,14 +8,15 @@ from typing import Any, get_args
 import pytest
 from test_recipe import BASE
 
-from retouch.runs import recipe_judges, recipe_reward_local
-from retouch.runs.recipe import parse
-from retouch.runs.recipe_differences import differences
-from retouch.runs.recipe_overrides import apply
-from retouch.runs.recipe_reward import Part, RemoteReward
-from retouch.runs.recipe_schema import kinds_of
-from retouch.runs.reward_classes import columns_of, reward_class
-from retouch.runs.reward_words import parse_reward, read_combined, read_reward
+from retouch.config.schema import kinds_of
+from retouch.recipe import judges as recipe_judges
+from retouch.recipe import reward_local as recipe_reward_local
+from retouch.recipe.differences import differences
+from retouch.recipe.overrides import apply
+from retouch.recipe.recipe import parse
+from retouch.recipe.reward import Part, RemoteReward
+from retouch.recipe.reward_classes import columns_of, reward_class
+from retouch.recipe.reward_words import parse_reward, read_combined, read_reward
 
 ROOT = Path(__file__).parents[2]
 JUDGE = {"kind": "endpoint", "model": "m", "base_url": "http://127.0.0.1:9/v1"}

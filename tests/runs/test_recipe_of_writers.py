@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from retouch.runs.recipe import parse
-from retouch.runs.recipe_differences import differences
-from retouch.runs.recipe_files import find
-from retouch.runs.recipe_jsonnet import evaluate
-from retouch.runs.recipe_overrides import apply
+from retouch.recipe.differences import differences
+from retouch.recipe.files import find
+from retouch.recipe.jsonnet import evaluate
+from retouch.recipe.overrides import apply
+from retouch.recipe.recipe import parse
 
 BASE: dict[str, Any] = {
     "name": "try",

@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 
 from retouch import cli
-from retouch.playground.judge import PlaygroundJudge
-from retouch.playground.tasks import PlaygroundTasks
-from retouch.rewards.compressibility import CompressibilityReward
+from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.rewards.scorers.compressibility import CompressibilityReward
 from retouch.rewards.scoring import score
 from retouch.types import Sample
 from rewards.judges.double import KEY, Double, clean

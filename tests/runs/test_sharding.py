@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import tiny_writer_runs
-from retouch.runs import checkpoint
-from retouch.runs.build_model import playground_weights
-from retouch.runs.folder import RunFolder
-from retouch.runs.launching import environments, run_ranks
-from retouch.runs.recipe import parse
-from retouch.runs.recipe_overrides import apply
+from retouch.assembly.model import playground_weights
+from retouch.distributed.launching import environments, run_ranks
+from retouch.recipe.overrides import apply
+from retouch.recipe.recipe import parse
+from retouch.records.folder import RunFolder
+from retouch.training import checkpoint
 from tiny_recipes import SMALL
 
 TESTS = Path(__file__).parents[1]
@@ -175,9 +175,9 @@ def test_zero3_is_refused_with_the_reason_and_what_to_take(tmp_path: Path, write
 
 
 def test_one_rank_alone_shares_nothing(tmp_path: Path, writer: Path) -> None:
-    from retouch.runs.assembly import assemble
-    from retouch.runs.ranks import Ranks
-    from retouch.runs.stepper import ReplicatedStepper
+    from retouch.assembly.assembly import assemble
+    from retouch.distributed.ranks import Ranks
+    from retouch.distributed.stepper import ReplicatedStepper
 
     for sharding in ("zero2", "fsdp2"):
         parts = assemble(parse(tiny_writer_runs.recipe(tmp_path, writer, sharding=sharding)), Ranks())

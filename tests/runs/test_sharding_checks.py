@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import tiny_writer_runs
-from retouch.runs.doctor_checks import check_ranks_share
-from retouch.runs.folder import RunFolder
-from retouch.runs.launching import environments
-from retouch.runs.recipe import Recipe, parse
-from retouch.runs.recipe_files import packaged_recipes
-from retouch.runs.sharding_checks import check_sharding
+from retouch.distributed.launching import environments
+from retouch.distributed.sharding_checks import check_sharding
+from retouch.doctor.checks import check_ranks_share
+from retouch.recipe.files import packaged_recipes
+from retouch.recipe.recipe import Recipe, parse
+from retouch.records.folder import RunFolder
 from tiny_recipes import SMALL
 
 TESTS = Path(__file__).parents[1]

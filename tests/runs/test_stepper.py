@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from retouch.runs.ranks import Ranks
-from retouch.runs.stepper import NonFiniteGradient, ReplicatedStepper
+from retouch.distributed.ranks import Ranks
+from retouch.distributed.stepper import NonFiniteGradient, ReplicatedStepper
 
 
 def stepper(weight_decay: float = 0.0) -> ReplicatedStepper:

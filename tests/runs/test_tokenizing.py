@@ -8,17 +8,17 @@ import torch
 from safetensors import safe_open
 
 import tiny_writer_runs
+from retouch.assembly.assembly import assemble
+from retouch.audit.opening import Scored
+from retouch.audit.tasks import RunTasks
 from retouch.cli import main
-from retouch.data.features import read_feature
-from retouch.models.emu3 import DRAW, THINK
-from retouch.models.emu3_load import load_emu3
-from retouch.runs.assembly import assemble
-from retouch.runs.audit.opening import Scored
-from retouch.runs.audit.tasks import RunTasks
-from retouch.runs.ranks import Ranks
-from retouch.runs.recipe import parse
-from retouch.runs.recipe_differences import differences
-from retouch.runs.tokenizing import Job, merge, read_tasks, tokenize_shard
+from retouch.data.sources.features import read_feature
+from retouch.distributed.ranks import Ranks
+from retouch.inference.tokenizing import Job, merge, read_tasks, tokenize_shard
+from retouch.models.emu3.load import load_emu3
+from retouch.models.emu3.model import DRAW, THINK
+from retouch.recipe.differences import differences
+from retouch.recipe.recipe import parse
 
 PLAYGROUND = {"kind": "playground", "complexity": [1, 2], "count": 12}
 

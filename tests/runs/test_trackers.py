@@ -7,8 +7,8 @@ import pytest
 from accelerate import PartialState
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from retouch.runs.folder import RunFolder
-from retouch.runs.trackers import Trackers, open_trackers, require_trackers
+from retouch.records.folder import RunFolder
+from retouch.records.trackers import Trackers, open_trackers, require_trackers
 
 
 def scalars(folder: RunFolder, name: str) -> list[tuple[int, float]]:
@@ -84,7 +84,7 @@ def test_an_unknown_tracker_is_refused_with_the_choice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_tracker_that_is_not_installed_says_what_to_install(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retouch.runs.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("retouch.records.trackers.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'retouch\[track\]'"):
         require_trackers(["tensorboard", name])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=name):

@@ -12,9 +12,9 @@ import tiny_writer_runs
 from models import tiny
 from retouch import cli
 from retouch.data.images import load_image
-from retouch.runs.folder import RunFolder
-from retouch.runs.recipe import parse
-from retouch.runs.session import run
+from retouch.recipe.recipe import parse
+from retouch.records.folder import RunFolder
+from retouch.session.session import run
 
 PROMPTS = ["a red cat", "a very long prompt with many words about a blue dog at night", "x", "two cats", "the sea"]
 Start = Callable[..., Path]

@@ -12,26 +12,26 @@ from torch import nn
 
 import tiny_loop
 import tiny_policies as tiny
+from retouch.assembly.model import playground_weights
 from retouch.core.advantages import on_scale
 from retouch.core.random import generator
-from retouch.loop import Run, train
-from retouch.models.sizes import parts_in
+from retouch.distributed.head_stepper import HeadStepper
+from retouch.distributed.stepper import NonFiniteGradient, ReplicatedStepper
+from retouch.doctor.memory import footprint
+from retouch.inference.exporting import export_target
+from retouch.memory.sizes import parts_in
 from retouch.objectives.actor_critic import ActorCritic
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.value_heads import LatentValues, channels_of, summary
-from retouch.runs import checkpoint
-from retouch.runs.build_model import playground_weights
-from retouch.runs.clock import Clock
-from retouch.runs.crediting import ByValue
-from retouch.runs.doctor_memory import footprint
-from retouch.runs.exporting import export_target
-from retouch.runs.folder import RunFolder
-from retouch.runs.preflight import preflight
-from retouch.runs.recipe import parse
-from retouch.runs.recipe_overrides import apply
-from retouch.runs.session import run as run_session
-from retouch.runs.stepper import NonFiniteGradient, ReplicatedStepper
-from retouch.runs.stepper_head import HeadStepper
+from retouch.recipe.overrides import apply
+from retouch.recipe.recipe import parse
+from retouch.records.folder import RunFolder
+from retouch.session.session import run as run_session
+from retouch.training import checkpoint
+from retouch.training.clock import Clock
+from retouch.training.crediting import ByValue
+from retouch.training.loop import Run, train
+from retouch.training.preflight import preflight
 from retouch.types import Evaluation, Kind, Slice, Trajectory
 from tiny_recipes import SMALL
 

@@ -12,15 +12,15 @@ import torch
 from PIL import Image
 
 import tiny_watched
+from retouch.distributed.launching import environments, run_ranks
+from retouch.recipe.recipe import parse
+from retouch.records.folder import RunFolder
 from retouch.report.page import write_report
-from retouch.runs import checkpoint
-from retouch.runs.alarms import Alarm
-from retouch.runs.folder import RunFolder
-from retouch.runs.launching import environments, run_ranks
-from retouch.runs.ledger import ledger_path
-from retouch.runs.looks import Looks
-from retouch.runs.recipe import parse
-from retouch.runs.session import run
+from retouch.session.session import run
+from retouch.training import checkpoint
+from retouch.training.ledger import ledger_path
+from retouch.watch.alarms import Alarm
+from retouch.watch.looks import Looks
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ import math
 
 import pytest
 
+from retouch.assembly.data import build_sets
 from retouch.cli import main
-from retouch.runs.build_data import build_sets
-from retouch.runs.recipe import load
-from retouch.runs.recipe_files import available
+from retouch.recipe.files import available
+from retouch.recipe.recipe import load
 
 RECIPES = [name for name in available() if "playground/words-" in name]
 SMALL = ("tasks_per_step=2", "group_size=4", "steps=1", "microbatch=8", "eval.tasks=3", "eval.every=0", "eval.best_of_k=0")

@@ -11,14 +11,14 @@ import torch
 
 import tiny_writer_runs
 from retouch import cli
-from retouch.playground.tasks import PlaygroundTasks
-from retouch.runs.assembly import assemble
-from retouch.runs.evaluating import evaluate_target
-from retouch.runs.folder import RunFolder
-from retouch.runs.launching import environments, run_ranks
-from retouch.runs.ranks import Ranks
-from retouch.runs.recipe import parse
-from retouch.runs.session import run
+from retouch.assembly.assembly import assemble
+from retouch.distributed.launching import environments, run_ranks
+from retouch.distributed.ranks import Ranks
+from retouch.inference.evaluating import evaluate_target
+from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.recipe.recipe import parse
+from retouch.records.folder import RunFolder
+from retouch.session.session import run
 
 Make = Callable[..., dict[str, Any]]
 

@@ -10,19 +10,19 @@ from diffusers import ZImagePipeline
 
 import tiny_flux_runs
 from models import tiny
-from retouch.models.memory import Lora, Setup, plan
-from retouch.models.readable import readable
-from retouch.models.z_image import ZImage
-from retouch.runs.build_head import build_head
-from retouch.runs.build_model import build_model, lora_targets
-from retouch.runs.doctor_memory import describe, footprint
-from retouch.runs.exporting import export_target
-from retouch.runs.image_model import parts_of
-from retouch.runs.opening import open_target
-from retouch.runs.recipe import parse
-from retouch.runs.recipe_learning import GaeAdvantage
-from retouch.runs.recipe_policy import DiffusersModel
-from retouch.runs.session import run
+from retouch.assembly.image_model import parts_of
+from retouch.assembly.model import build_model, lora_targets
+from retouch.assembly.value_head import build_head
+from retouch.doctor.memory import describe, footprint
+from retouch.inference.exporting import export_target
+from retouch.inference.opening import open_target
+from retouch.memory.plan import Lora, Setup, plan
+from retouch.models.common.readable import readable
+from retouch.models.z_image.model import ZImage
+from retouch.recipe.learning import GaeAdvantage
+from retouch.recipe.policy import DiffusersModel
+from retouch.recipe.recipe import parse
+from retouch.session.session import run
 
 PUBLISHED = {"kind": "z-image", "path": "Tongyi-MAI/Z-Image-Turbo", "size": [512, 768], "dtype": "bfloat16"}
 

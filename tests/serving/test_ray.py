@@ -16,7 +16,7 @@ import torch
 
 from live_server import body_of, samples_of
 from ray_server import ON_RAY, RayServer, ray_server
-from retouch.rewards.remote.client import RemoteReward
+from retouch.rewards.client.client import RemoteReward
 from served_rewards import digest_score
 
 TESTS = Path(__file__).parents[1]

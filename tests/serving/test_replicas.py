@@ -22,7 +22,7 @@ import torch
 
 from live_server import body_of, samples_of
 from retouch import cli
-from retouch.rewards.remote.client import RemoteReward
+from retouch.rewards.client.client import RemoteReward
 from retouch.serving.replica import bound
 from retouch.serving.supervisor import _kept_ports, is_loopback
 from served_rewards import digest_score

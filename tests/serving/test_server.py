@@ -15,8 +15,8 @@ from starlette.routing import Route
 
 from live_server import LIMITS, Live, body_of, host, live, picture, png, samples_of
 from ray_server import ON_RAY, RayServer, ray_server
-from retouch.playground.judge import PlaygroundJudge
-from retouch.playground.tasks import PlaygroundTasks
+from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.playground.world.tasks import PlaygroundTasks
 from retouch.rewards.wire.bodies import BodyForm
 from retouch.rewards.wire.info import Info
 from retouch.rewards.wire.replies import Expected, read_reply

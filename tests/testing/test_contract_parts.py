@@ -8,10 +8,10 @@ import torch
 from PIL import Image
 
 import tiny_policies as tiny
-from retouch.playground.judge import PlaygroundJudge
-from retouch.playground.tasks import PlaygroundTasks
+from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.playground.world.tasks import PlaygroundTasks
 from retouch.renderers.latents import LatentRenderer
-from retouch.rewards.share import ShareReward
+from retouch.rewards.scorers.share import ShareReward
 from retouch.testing import check_model, check_renderer, check_reward
 from retouch.types import Column, Sample
 

@@ -11,15 +11,15 @@ from typing import Literal, TypeAlias
 
 from PIL import Image
 
-from retouch.data.folder import METADATA, read_folder
 from retouch.data.images import MAX_PIXELS, Picture, load_image, load_mask, read_header
 from retouch.data.problems import BadRow, Problem
-from retouch.data.prompts import read_prompts
 from retouch.data.rows import Row, Rows
+from retouch.data.sources.folder import METADATA, read_folder
+from retouch.data.sources.prompts import read_prompts
+from retouch.data.sources.tokens import LIST as TOKENS
+from retouch.data.sources.tokens import TokenRows
+from retouch.data.sources.triplets import LIST, TripletRows
 from retouch.data.tasks import require_same_size
-from retouch.data.tokens import LIST as TOKENS
-from retouch.data.tokens import TokenRows
-from retouch.data.triplets import LIST, TripletRows
 
 OnBadRow: TypeAlias = Literal["refuse", "skip"]
 SHOWN = 5
@@ -58,7 +58,7 @@ def read_path(path: str | Path) -> Rows:
         return TokenRows([where], trusted=False)
     if where.suffix in (".txt", ".jsonl"):
         return read_prompts(where)
-    from retouch.data.hub import read_hub  # slow to import
+    from retouch.data.sources.hub import read_hub  # slow to import
 
     return read_hub(where)
 

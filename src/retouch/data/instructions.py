@@ -8,9 +8,9 @@ all must have.
 from pathlib import Path
 
 from retouch.data.check import accept
-from retouch.data.folder import picture_under
 from retouch.data.rows import Layout, TableRows, find_columns
-from retouch.data.tables import read_table
+from retouch.data.sources.folder import picture_under
+from retouch.data.sources.tables import read_table
 from retouch.data.tasks import Subset, Tasks
 
 _COLUMNS = {

@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from retouch.data.images import Picture
 from retouch.data.problems import BadRow, Problem
-from retouch.data.tables import Table
+from retouch.data.sources.tables import Table
 from retouch.types import Json
 
 FIELDS = ("id", "instruction", "image", "mask", "reference", "target", "text", "source")

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 
-from retouch.loop import TooManyMissing
-from retouch.rewards.combining import Combine
+from retouch.distributed.ranks import Ranks
+from retouch.rewards.combine.combination import Combine
 from retouch.rewards.judging import Judge, Judged
-from retouch.runs.ranks import Ranks
+from retouch.training.loop import TooManyMissing
 from retouch.types import AutoregressiveModel, Renderer, Reward, Sample, Task, Written
 
 NOT_COLUMNS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")

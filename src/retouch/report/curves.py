@@ -4,12 +4,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from retouch.records.summary import Summary
 from retouch.report.charts import Chart, Level, Line, bars, draw
 from retouch.report.markup import Html, tag
 from retouch.report.numbers import duration, percent, short
 from retouch.report.series import Point, averaged, enveloped, running_mean
 from retouch.report.tables import columns_of, interval
-from retouch.runs.summary import Summary
 
 # The signals that everyone looks at first, and what each one says.
 SIGNALS = {

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from retouch.records.folder import RunFolder
 from retouch.report.curves import number
 from retouch.report.markup import Html, tag
 from retouch.report.numbers import brief, decimals_for, score, signed
 from retouch.report.pictures import LARGE, SMALL, picture
 from retouch.report.writing import rewrites_prompts, written
-from retouch.runs.folder import RunFolder
 
 MOST_TASKS = 24
 MOST_GROUPS = 8

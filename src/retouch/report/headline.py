@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from retouch.records.summary import Summary
 from retouch.report.markup import Html, tag
 from retouch.report.numbers import decimals_for, duration, percent, score, signed
-from retouch.runs.summary import Summary
 
 
 def verdict(summary: Summary | None, *, last_step: int, steps: int | None) -> Html:

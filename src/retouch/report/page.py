@@ -7,11 +7,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from retouch.records.files import write_atomic
+from retouch.records.folder import RunFolder
+from retouch.records.summary import standing
 from retouch.report import curves, grids, headline, tables
 from retouch.report.markup import Html, join, tag
-from retouch.runs.files import write_atomic
-from retouch.runs.folder import RunFolder
-from retouch.runs.summary import standing
 
 
 def write_report(run: Path) -> Path:

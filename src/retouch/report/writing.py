@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
+from retouch.records.folder import RunFolder
 from retouch.renderers.answers import answer_in
 from retouch.report.markup import Html, join, tag
-from retouch.rewards.prompt_quality import prompt_quality
-from retouch.runs.folder import RunFolder
+from retouch.rewards.text.prompt_quality import prompt_quality
 
 
 def rewrites_prompts(folder: RunFolder) -> bool:

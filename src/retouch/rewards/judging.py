@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from retouch.rewards.closing import close
-from retouch.rewards.combining import Combine, combination
-from retouch.rewards.written import shown
+from retouch.rewards.combine.combination import Combine, combination
+from retouch.rewards.text.written import shown
 from retouch.types import AsyncReward, Column, Reward, Sample, Scores
 
 
@@ -39,7 +39,7 @@ class Judged:
 
 
 class Judge:
-    """A reward and how its columns combine, a weighted sum or a formula (``rewards/combining.py::combination``).
+    """A reward and how its columns combine, a weighted sum or a formula (``rewards/combine/combination.py::combination``).
 
     ``combine`` names the columns that train; every other one is logged and decides nothing. Samples without a picture are never
     shown to the reward: the policy's own fault is each column's worst (NaN for a diagnostic), and the combination's lowest.

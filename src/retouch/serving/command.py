@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retouch.runs.recipe_errors import nearest
+from retouch.config.errors import nearest
 
 if TYPE_CHECKING:
     from retouch.serving.replica import Settings

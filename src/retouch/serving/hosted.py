@@ -1,6 +1,6 @@
 """Rewards that a server hosts: named on the command line, built as a recipe builds them, with a fingerprint of what they judge by.
 
-A reward is named as ``runs/reward_words.py::read_reward`` reads it. ``NAME=`` before it names it in the server.
+A reward is named as ``recipe/reward_words.py::read_reward`` reads it. ``NAME=`` before it names it in the server.
 """
 
 import importlib
@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from retouch.assembly.reward import build_reward
+from retouch.recipe.reward_words import parse_reward, read_reward
 from retouch.rewards import identity
 from retouch.rewards.wire.info import ColumnInfo, RewardInfo
 from retouch.rewards.wire.schema import NAME
-from retouch.runs.build_reward import build_reward
-from retouch.runs.reward_words import parse_reward, read_reward
 from retouch.types import Column, Reward
 
 _NAMED = re.compile(r"^([A-Za-z0-9_.-]{1,64})=(.+)$", re.DOTALL)

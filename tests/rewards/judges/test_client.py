@@ -13,12 +13,13 @@ import torch
 from double import FAULTS, KEY, Double, clean
 from PIL import Image
 
-from retouch.rewards.judges import Asker, AspectsReward, Backoff, ChatClient, Panel, Patience, Question, credentials
-from retouch.rewards.judges.backoff import retry_after
-from retouch.rewards.judges.forms import ScoresForm
-from retouch.rewards.judges.prices import Prices
-from retouch.rewards.judges.scales import Scale
+from retouch.rewards.judges import Asker, AspectsReward, Backoff, ChatClient, Panel, Patience, Question
+from retouch.rewards.judges.answers.forms import ScoresForm
+from retouch.rewards.judges.answers.scales import Scale
 from retouch.rewards.quota.quota import BudgetSpent, Quota
+from retouch.rewards.vlm import credentials
+from retouch.rewards.vlm.backoff import retry_after
+from retouch.rewards.vlm.prices import Prices
 from retouch.testing import check_reward
 from retouch.types import AsyncReward, Reward, Sample, Task
 

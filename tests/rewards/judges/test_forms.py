@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retouch.rewards.judges.forms import ChoiceForm, Reply, ScoresForm, WordForm
-from retouch.rewards.judges.scales import Scale
+from retouch.rewards.judges.answers.forms import ChoiceForm, Reply, ScoresForm, WordForm
+from retouch.rewards.judges.answers.scales import Scale
 
 VOTE = ChoiceForm("yes", {"no": 0.0, "yes": 1.0})
 YES = WordForm("yes", {"no": 0.0, "yes": 1.0})

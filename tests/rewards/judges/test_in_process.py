@@ -9,9 +9,9 @@ from PIL import Image
 
 from models import tiny_writers
 from retouch.rewards.judges import Asker, DigitReward, Panel, Question, YesReward
-from retouch.rewards.judges.forms import ScoresForm, WordForm
-from retouch.rewards.judges.in_process import InProcessJudge
-from retouch.rewards.judges.scales import Scale
+from retouch.rewards.judges.answers.forms import ScoresForm, WordForm
+from retouch.rewards.judges.answers.scales import Scale
+from retouch.rewards.vlm.in_process import InProcessJudge
 from retouch.testing import check_reward
 from retouch.types import Sample, Task
 

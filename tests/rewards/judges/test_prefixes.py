@@ -23,7 +23,7 @@ from retouch.rewards.judges import (
     WinRateReward,
     YesReward,
 )
-from retouch.rewards.judges.in_process import InProcessJudge
+from retouch.rewards.vlm.in_process import InProcessJudge
 from retouch.types import Sample, Task
 
 DOCS = Path(__file__).parents[3] / "docs"

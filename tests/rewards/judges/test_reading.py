@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retouch.rewards.judges.reading import LONGEST, read_score, read_scores
-from retouch.rewards.judges.scales import Scale
+from retouch.rewards.judges.answers.reading import LONGEST, read_score, read_scores
+from retouch.rewards.judges.answers.scales import Scale
 
 CORPUS = [json.loads(line) for line in (Path(__file__).parent / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
 KINDS = {

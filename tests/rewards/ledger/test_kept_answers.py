@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 
 from retouch.rewards.judges import Answer, Panel, Question, VieScore
-from retouch.rewards.judges.forms import ScoresForm, WordForm
+from retouch.rewards.judges.answers.forms import ScoresForm, WordForm
+from retouch.rewards.judges.answers.scales import Scale
 from retouch.rewards.judges.rubrics import fingerprint
-from retouch.rewards.judges.scales import Scale
 from retouch.rewards.ledger import content
 from retouch.rewards.ledger.answers import Answers
 from retouch.rewards.ledger.asking import RememberingAsker

@@ -11,21 +11,21 @@ import torch
 from PIL import Image
 
 from retouch import cli
+from retouch.assembly.data import build_sets
+from retouch.assembly.learning import build_phase
+from retouch.audit.opening import LedgerView
 from retouch.core import agreement
-from retouch.playground.judge import PlaygroundJudge
+from retouch.distributed.ranks import Ranks
+from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.recipe.recipe import Recipe, load
+from retouch.records.folder import Judged as Pictured
+from retouch.records.folder import RunFolder
 from retouch.rewards.judging import Judge
 from retouch.rewards.ledger.answers import Answers, Call
 from retouch.rewards.ledger.content import of_picture
 from retouch.rewards.ledger.database import Database
-from retouch.rewards.share import ShareReward
-from retouch.runs.audit.opening import LedgerView
-from retouch.runs.build_data import build_sets
-from retouch.runs.build_learning import build_phase
-from retouch.runs.folder import Judged as Pictured
-from retouch.runs.folder import RunFolder
-from retouch.runs.ledger import Ledger, ledger_path
-from retouch.runs.ranks import Ranks
-from retouch.runs.recipe import Recipe, load
+from retouch.rewards.scorers.share import ShareReward
+from retouch.training.ledger import Ledger, ledger_path
 from retouch.types import Batch, Sample
 
 STEPS = 3
@@ -124,7 +124,7 @@ def test_what_was_scored_by_whom(kept, unkept, ask):
     assert "overall" not in train["missing"]
     assert any(name.startswith("success/") for name in train["missing"])
     (judge,) = found["judges"]
-    assert (judge["about"]["class"], judge["since"]) == ("retouch.playground.judge:PlaygroundJudge", 0)
+    assert (judge["about"]["class"], judge["since"]) == ("retouch.playground.judges.judge:PlaygroundJudge", 0)
     assert (found["asked"], found["cost"]) == ([], None)
     few = ask(unkept, "cost")["samples"]
     assert (few["train"]["pictures"], few["train"]["pictured_steps"], few["heldout"]["pictures"]) == (3, [2], 0)

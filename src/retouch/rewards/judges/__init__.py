@@ -7,16 +7,16 @@ Example::
     reward([Sample(task, image)])  # {"alignment": ..., "quality": ..., "identity": ...}
 """
 
-from retouch.rewards.judges.asking import Answer, Asker, Question
 from retouch.rewards.judges.aspects import AspectsReward
-from retouch.rewards.judges.backoff import Backoff
-from retouch.rewards.judges.client import ChatClient, Patience
 from retouch.rewards.judges.complex_edit import ComplexEditReward
 from retouch.rewards.judges.ground import GroundReward
 from retouch.rewards.judges.pairwise import WinRateReward
 from retouch.rewards.judges.panel import Panel
 from retouch.rewards.judges.viescore import EditScore, VieScore
 from retouch.rewards.judges.words import DigitReward, YesReward
+from retouch.rewards.vlm.asking import Answer, Asker, Question
+from retouch.rewards.vlm.backoff import Backoff
+from retouch.rewards.vlm.chat import ChatClient, Patience
 
 __all__ = [
     "Answer",

@@ -5,10 +5,10 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from retouch.rewards.judges.forms import ScoresForm
+from retouch.rewards.judges.answers.forms import ScoresForm
+from retouch.rewards.judges.answers.scales import Scale
 from retouch.rewards.judges.panel import OfPanel, Panel, Prompt
 from retouch.rewards.judges.rubrics import edit_parts, picture_parts, quoted, rubric
-from retouch.rewards.judges.scales import Scale
 from retouch.types import Column, Sample, Scores
 
 Aspect: TypeAlias = Literal["alignment", "quality", "identity"]

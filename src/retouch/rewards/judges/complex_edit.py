@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from retouch.rewards.judges.forms import ScoresForm
+from retouch.rewards.judges.answers.forms import ScoresForm
+from retouch.rewards.judges.answers.scales import Scale
 from retouch.rewards.judges.panel import NAN, OfPanel, Prompt, Verdict
 from retouch.rewards.judges.rubrics import edit_parts, picture_parts, quoted, rubric
-from retouch.rewards.judges.scales import Scale
 from retouch.types import Column, Sample, Scores, Task
 
 _BANDS = Scale(0, 10, whole=True)

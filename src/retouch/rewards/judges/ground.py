@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from retouch.rewards.judges.forms import ScoresForm
+from retouch.rewards.judges.answers.forms import ScoresForm
+from retouch.rewards.judges.answers.scales import Scale
 from retouch.rewards.judges.panel import OfPanel, Prompt
 from retouch.rewards.judges.rubrics import made, rubric
-from retouch.rewards.judges.scales import Scale
 from retouch.types import Column, Sample, Scores
 
 

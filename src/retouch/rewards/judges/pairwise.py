@@ -5,7 +5,7 @@ from itertools import combinations
 
 import torch
 
-from retouch.rewards.judges.forms import WordForm
+from retouch.rewards.judges.answers.forms import WordForm
 from retouch.rewards.judges.panel import NAN, OfPanel, Prompt, Verdict
 from retouch.rewards.judges.rubrics import made, quoted, rubric
 from retouch.types import Column, Sample, Scores

@@ -10,9 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from retouch.rewards.closing import close
-from retouch.rewards.judges.asking import Answer, Asker, Part, Question
-from retouch.rewards.judges.forms import Form
+from retouch.rewards.judges.answers.forms import Form
 from retouch.rewards.judges.rubrics import fingerprint, rubric
+from retouch.rewards.vlm.asking import Answer, Asker, Part, Question
 from retouch.types import Sample, Scores
 
 NAN = float("nan")

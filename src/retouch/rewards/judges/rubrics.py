@@ -11,7 +11,7 @@ from importlib import resources
 
 from PIL.Image import Image
 
-from retouch.rewards.judges.asking import Part
+from retouch.rewards.vlm.asking import Part
 from retouch.types import Json, Sample, Task
 
 _FOLDER = resources.files("retouch.rewards.judges") / "prompts"

@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from retouch.rewards.judges.forms import ScoresForm
+from retouch.rewards.judges.answers.forms import ScoresForm
+from retouch.rewards.judges.answers.scales import Scale
 from retouch.rewards.judges.panel import NAN, OfPanel, Panel, Prompt, Verdict
 from retouch.rewards.judges.rubrics import edit_parts, picture_parts, quoted, rubric
-from retouch.rewards.judges.scales import Scale
 from retouch.types import Column, Sample, Scores
 
 _DID = ("success", "restraint")

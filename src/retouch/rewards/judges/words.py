@@ -5,7 +5,7 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from retouch.rewards.judges.forms import ChoiceForm, Form, WordForm
+from retouch.rewards.judges.answers.forms import ChoiceForm, Form, WordForm
 from retouch.rewards.judges.panel import OfPanel, Panel, Prompt
 from retouch.rewards.judges.rubrics import edit_parts, picture_parts, quoted, rubric
 from retouch.types import Column, Sample, Scores

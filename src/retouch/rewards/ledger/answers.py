@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
 
-from retouch.rewards.judges import credentials
 from retouch.rewards.ledger import numbers
 from retouch.rewards.ledger.database import Database, text
+from retouch.rewards.vlm import credentials
 
 _MOST = 500  # names in one query
 

@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 from retouch.rewards.closing import close
-from retouch.rewards.judges.asking import Answer, Asker, Question
 from retouch.rewards.judges.rubrics import fingerprint
 from retouch.rewards.ledger import content
 from retouch.rewards.ledger.answers import Answers, Call
 from retouch.rewards.ledger.once import Once
+from retouch.rewards.vlm.asking import Answer, Asker, Question
 
 
 class RememberingAsker:

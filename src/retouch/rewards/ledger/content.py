@@ -8,7 +8,7 @@ from dataclasses import is_dataclass
 
 from PIL.Image import Image
 
-from retouch.rewards.judges.asking import Question
+from retouch.rewards.vlm.asking import Question
 from retouch.types import Json, Sample
 
 

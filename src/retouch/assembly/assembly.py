@@ -1,0 +1,289 @@
+"""A run's parts, built from its recipe: everything that the session drives."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from retouch.assembly.data import Sets, sets_of, steps_of, with_pictures
+from retouch.assembly.engine import Writing, build_engine
+from retouch.assembly.image_model import parts_of
+from retouch.assembly.learning import build_phase, copies_needed
+from retouch.assembly.model import make_trainable
+from retouch.assembly.policy import TrainedPolicy, build_models, build_policy
+from retouch.assembly.reward import build_reward
+from retouch.assembly.value_head import build_head
+from retouch.assembly.writer import Averaged, build_renderer
+from retouch.core.advantages import check_scale
+from retouch.distributed.fsdp import FsdpStepper, shard
+from retouch.distributed.head_stepper import HeadStepper
+from retouch.distributed.placement import Placement, place
+from retouch.distributed.ranks import Ranks
+from retouch.distributed.sharded_copies import ShardedCopies
+from retouch.distributed.stepper import ReplicatedStepper, Stepper
+from retouch.distributed.zero import ZeroStepper
+from retouch.policies.autoregressive.demonstrating import Drawing, demonstrates
+from retouch.policies.value_heads import LatentValues, TokenValues
+from retouch.policies.weights import WeightCopies
+from retouch.recipe import learning as recipe_learning
+from retouch.recipe.checks import check_ranks
+from retouch.recipe.engine import Engine
+from retouch.recipe.learning import GaeAdvantage
+from retouch.recipe.phases import ResolvedPhase
+from retouch.recipe.policy import ImportedModel
+from retouch.recipe.recipe import Recipe
+from retouch.recipe.renderer import ResponseRenderer
+from retouch.recipe.rollout import Rollout, TokenRollout
+from retouch.recipe.train import Lora
+from retouch.renderers.latents import LatentRenderer
+from retouch.renderers.offloaded import Offloaded
+from retouch.rewards.judging import Judge
+from retouch.training.clock import Clock
+from retouch.training.completions import describe, texts
+from retouch.training.evaluation import Evaluator
+from retouch.training.journal import JudgeBatch
+from retouch.training.ledger import Ledger
+from retouch.training.loop import Phase, Run
+from retouch.types import AutoregressiveModel, DenoisingModel, Renderer, Reward, Task
+
+_STEPPERS: dict[str | None, type[ReplicatedStepper] | type[ZeroStepper]] = {
+    None: ReplicatedStepper,
+    "zero2": ZeroStepper,
+    "fsdp2": FsdpStepper,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembly:
+    """``placement``: where things lie. ``model``: what trains. ``image_model``: what makes pictures, the same but for writers of
+    text. ``plan``: each phase with the steps of the run that it takes. ``copies``: weights kept beside the current ones. ``head``:
+    the value head that trains beside the policy, where one does. ``writing``: engines by what names them.
+    """
+
+    recipe: Recipe
+    ranks: Ranks
+    placement: Placement
+    model: DenoisingModel | AutoregressiveModel
+    image_model: DenoisingModel | AutoregressiveModel
+    copies: WeightCopies
+    judge: Judge
+    sets: Sequence[Sets]
+    plan: Sequence[tuple[ResolvedPhase, range]]
+    head: LatentValues | TokenValues | None = None
+    clock: Clock = field(default_factory=Clock)
+    writing: dict[Engine | None, Writing] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        return self.plan[-1][1].stop
+
+    def policy(
+        self,
+        rollout: Rollout,
+        *,
+        acting: Literal["current", "old"] = "current",
+        keep_means: bool = False,
+        writing: Writing | None = None,
+    ) -> TrainedPolicy:
+        """The policy acting as ``rollout`` says under the given weights; all policies of a run share their weights.
+
+        ``writing``: the engine of a writer's rollouts; without one it writes by itself.
+        """
+        return build_policy(
+            self.recipe,
+            rollout,
+            model=self.model,
+            copies=self.copies,
+            acting=acting,
+            keep_means=keep_means,
+            writing=writing,
+            any_rank=self.ranks.any if self._in_step else bool,
+            head=self.head,
+        )
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether ranks must call the trained model equally often."""
+        return self.recipe.sharding == "fsdp2" and self.ranks.world > 1
+
+    def renderer(self, *, num_steps: int | None = None) -> Renderer:
+        """What makes pictures of what the policy did; a writer's in ``num_steps`` denoising steps, None: as the recipe says."""
+        if isinstance(self.model, DenoisingModel):
+            return LatentRenderer(self.model)
+        assert self.recipe.renderer is not None, "the recipe's checks see to it"
+        renderer = build_renderer(
+            self.recipe.renderer,
+            self.image_model,
+            writer=self.model,
+            copies=self.copies,
+            num_steps=num_steps,
+            in_step=self._in_step,
+        )
+        if not self.placement.offload:
+            return renderer
+        assert isinstance(self.image_model, DenoisingModel), "the recipe's checks see to it"
+        parts = [part for part in parts_of(self.image_model) if part is not self.model.module]
+        return Offloaded(renderer, parts, self.placement.renderer)
+
+    def users_renderer(self) -> Renderer:
+        """The same for what the policy's ``sample`` did: where the policy reads for the editor, it too is its average."""
+        renderer = self.renderer(num_steps=self.recipe.eval.num_steps)
+        match self.recipe.renderer:
+            case ResponseRenderer(encoder="policy") if "average" in self.copies.copies:
+                return Averaged(renderer, self.copies)
+        return renderer
+
+    def stepper(self) -> Stepper:
+        """A new optimizer over what trains. One rank alone has nothing to share."""
+        options = self.recipe.optimizer.model_dump(include={"betas", "eps", "weight_decay", "max_grad_norm"})
+        sharding = self.recipe.sharding if self.ranks.world > 1 else None
+        stepper = _STEPPERS[sharding](self.model.module, self.ranks, **options)
+        advantage = self.recipe.advantage
+        if self.head is None or not isinstance(advantage, GaeAdvantage):
+            return stepper
+        return HeadStepper(
+            stepper,
+            ReplicatedStepper(self.head, self.ranks, **options),
+            learning_rate=advantage.head.learning_rate,
+            loss_times=self.ranks.world if sharding == "zero2" else 1,
+        )
+
+    def phase(self, index: int, *, stepper: Stepper, judge: JudgeBatch) -> tuple[Run, Phase]:
+        """What the loop takes for a phase."""
+        resolved, steps = self.plan[index]
+        guarded = isinstance(resolved.objective, recipe_learning.PolicyGradient) and resolved.objective.ratio_norm
+        acting: Literal["current", "old"] = "old" if isinstance(resolved.objective, recipe_learning.Nft) else "current"
+        policy = self.policy(resolved.rollout, acting=acting, keep_means=guarded, writing=self._writing(resolved.rollout))
+        policy.module = stepper.module
+        run = Run(
+            policy=policy,
+            renderer=self.renderer(),
+            judge=judge,
+            stepper=stepper,
+            ranks=self.ranks,
+            chunk=resolved.rollout.chunk,
+            max_missing=self.recipe.reward.max_missing,
+            average=self._average,
+            clock=self.clock,
+            describe=partial(describe, ranks=self.ranks),
+            written=texts,
+            counted=[name for name, column in self.judge.reward.columns.items() if not column.diagnostic],
+        )
+        combined = self.judge.combination
+        phase = build_phase(
+            self.recipe,
+            resolved,
+            steps=steps,
+            tasks=self.sets[index].train,
+            ranks=self.ranks,
+            bounds=(combined.low, combined.high),
+        )
+        return run, phase
+
+    def begin(self, index: int) -> None:
+        """At a phase's first step: NFT's old policy starts as the current one, and the reference is what a supervised phase before
+        made of it, since a pull to what was before a warm-up would undo it. A frozen encoder's weights stay those of the start.
+        """
+        if isinstance(self.plan[index][0].objective, recipe_learning.Nft):
+            self.copies.keep("old")
+        warmed_up = index > 0 and self.plan[index - 1][0].imitates
+        if warmed_up and "reference" in self.copies.copies and not isinstance(self.recipe.renderer, ResponseRenderer):
+            self.copies.keep("reference")
+
+    def evaluator(self, judge: JudgeBatch) -> Evaluator:
+        """Held-out evaluation of the run."""
+        return Evaluator(
+            tasks=[self.sets[0].heldout[index] for index in range(len(self.sets[0].heldout))],
+            renderer=self.users_renderer(),
+            judge=judge,
+            ranks=self.ranks,
+            seed=self.recipe.eval.seed,
+            batch=self.recipe.eval.batch,
+            pictures=self.recipe.samples.tasks,
+            demonstrates=_has_target if isinstance(self.model, DenoisingModel | Drawing) else demonstrates,
+        )
+
+    def _writing(self, rollout: Rollout) -> Writing | None:
+        """The engine that the rollout names, one for all phases that name the same."""
+        if not isinstance(rollout, TokenRollout):
+            return None
+        assert not isinstance(self.model, DenoisingModel), "the recipe's checks see to it"
+        if rollout.engine not in self.writing:
+            self.writing[rollout.engine] = build_engine(
+                rollout.engine, model=self.model, copies=self.copies, ranks=self.ranks, folder=self.recipe.folder
+            )
+        return self.writing[rollout.engine]
+
+    def _average(self, taken: int) -> None:
+        ema = self.recipe.policy.ema
+        if ema is not None and taken % ema.every == 0:
+            # Warm-up of the average, as in diffusers' EMAModel: an average of few steps must not be mostly the start.
+            self.copies.blend("average", min((1 + taken) / (10 + taken), ema.decay))
+
+
+def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> Assembly:
+    """Build a run's parts; whoever judges stands behind the ``ledger``, where there is one.
+
+    ValueError, before any weight of a policy is loaded, where the ranks cannot share a step, the data are bad, or the judge is
+    another one than the ledger knows.
+    """
+    check_ranks(recipe, ranks.world)
+    placement = place(recipe, ranks)
+    reward = build_reward(recipe.reward, device=placement.reward, keep=_unkept if ledger is None else ledger.keep)
+    if ledger is not None:
+        ledger.meet(reward)
+    judge = Judge(reward, recipe.reward.combine)
+    if isinstance(recipe.advantage, GaeAdvantage):
+        check_scale(judge.combination.low, judge.combination.high)
+    phases = recipe.resolved_phases()
+    section = recipe.image_model
+    size = None if isinstance(section, ImportedModel) else section.size
+    sets = sets_of(recipe, phases, size=size)
+    plan = list(zip(phases, steps_of(phases, sets), strict=True))
+    model, image_model = build_models(recipe, placement)
+    sets = [with_pictures(each, image_model) for each in sets]
+    copies = make_trainable(model.module, recipe.policy, seed=recipe.seed, waiting=placement.waiting)
+    if recipe.sharding == "fsdp2" and ranks.world > 1:
+        shard(model.module, ranks)
+        copies = ShardedCopies(model.module)
+    for name in sorted(_copies(recipe, model, image_model)):
+        if name == "reference" and isinstance(recipe.policy.train, Lora):
+            copies.keep_without_adapter(name)
+        else:
+            copies.keep(name)
+    head = None
+    if isinstance(recipe.advantage, GaeAdvantage):
+        head = build_head(recipe.advantage.head, model, tasks=sets[0].train, seed=recipe.seed)
+    return Assembly(
+        recipe=recipe,
+        ranks=ranks,
+        placement=placement,
+        model=model,
+        image_model=image_model,
+        copies=copies,
+        judge=judge,
+        sets=sets,
+        plan=plan,
+        head=head,
+    )
+
+
+def _unkept(reward: Reward) -> Reward:
+    return reward
+
+
+def _copies(
+    recipe: Recipe, model: DenoisingModel | AutoregressiveModel, image_model: DenoisingModel | AutoregressiveModel
+) -> set[str]:
+    """The weights to keep beside the current ones: what learning needs, and what a frozen encoder reads with that is held once."""
+    match recipe.renderer:
+        case ResponseRenderer(encoder="frozen") if isinstance(image_model, DenoisingModel) and model.module in parts_of(
+            image_model
+        ):
+            return {*copies_needed(recipe), "reference"}
+    return copies_needed(recipe)
+
+
+def _has_target(task: Task) -> bool:
+    return task.target is not None

@@ -1,0 +1,119 @@
+"""The policy that a recipe names, of either kind, and the models that it and its pictures need."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal, TypeAlias
+
+import torch
+
+from retouch.assembly.engine import Writing
+from retouch.assembly.image_model import move, share_encoder
+from retouch.assembly.ip_adapter import show_references
+from retouch.assembly.learning import build_sampling
+from retouch.assembly.model import DTYPES, build_model
+from retouch.assembly.writer import build_writer
+from retouch.distributed.placement import Placement
+from retouch.models.common.guidance import Guided
+from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.policies.autoregressive.decoding import Decoding
+from retouch.policies.autoregressive.mismatch import Tolerance
+from retouch.policies.autoregressive.policy import AutoregressivePolicy
+from retouch.policies.denoising.policy import DenoisingPolicy
+from retouch.policies.value_heads import LatentValues, TokenValues
+from retouch.policies.weights import WeightCopies
+from retouch.recipe import policy as recipe_policy
+from retouch.recipe import train as recipe_train
+from retouch.recipe.ip_adapter import IpAdapter
+from retouch.recipe.recipe import Recipe
+from retouch.recipe.renderer import CodesRenderer, ResponseRenderer
+from retouch.recipe.rollout import Rollout, TokenRollout
+from retouch.types import AutoregressiveModel, DenoisingModel
+
+_CPU = torch.device("cpu")
+TrainedPolicy: TypeAlias = DenoisingPolicy | AutoregressivePolicy
+TrainedModel: TypeAlias = DenoisingModel | AutoregressiveModel
+
+
+def build_models(recipe: Recipe, placement: Placement) -> tuple[TrainedModel, TrainedModel]:
+    """What trains, and what makes the pictures: one and the same but for writers of text. Weights that both need are held once."""
+    policy, renderer = recipe.policy, recipe.renderer
+    if isinstance(policy, recipe_policy.DenoisingPolicy):
+        model = _shown(policy, build_model(policy.model, device=placement.policy), placement)
+        return model, model
+    assert renderer is not None, "the recipe's checks see to it"
+    if isinstance(renderer, CodesRenderer):
+        drawing = build_writer(policy, before=None, device=placement.policy)
+        return drawing, drawing
+    rests = _CPU if placement.offload else placement.renderer
+    if not isinstance(renderer, ResponseRenderer):
+        image_model = build_model(renderer.model, device=rests)
+        return build_writer(policy, before=None, device=placement.policy), image_model
+    editor = build_model(renderer.model, device=_CPU)
+    writer = build_writer(policy, before=editor, device=placement.policy)
+    assert isinstance(editor, QwenImageEdit), "the recipe's checks see to it"
+    share_encoder(
+        editor, writer.module, policy_reads=renderer.encoder == "policy", base_stays=isinstance(policy.train, recipe_train.Lora)
+    )
+    move(editor, rests, but=writer.module)
+    return writer, editor
+
+
+def _shown(policy: recipe_policy.DenoisingPolicy, model: DenoisingModel, placement: Placement) -> DenoisingModel:
+    """The model, shown references where an IP-Adapter trains."""
+    if not isinstance(policy.train, IpAdapter):
+        return model
+    assert not isinstance(policy.model, recipe_policy.ImportedModel), "the recipe's checks see to it"
+    return show_references(model, policy.train, dtype=DTYPES[policy.model.dtype], device=placement.policy)
+
+
+def build_policy(
+    recipe: Recipe,
+    rollout: Rollout,
+    *,
+    model: DenoisingModel | AutoregressiveModel,
+    copies: WeightCopies,
+    acting: Literal["current", "old"],
+    keep_means: bool,
+    writing: Writing | None = None,
+    any_rank: Callable[[bool], bool] = bool,
+    head: LatentValues | TokenValues | None = None,
+) -> TrainedPolicy:
+    """The policy acting as ``rollout`` says under the given weights; ``writing``: a writer's engine, None its own decoding.
+
+    ``any_rank``: whether something holds on one of the ranks that must call the model equally often. ``head``: a value head, of the
+    kind for this policy.
+    """
+    if isinstance(rollout, TokenRollout):
+        assert not isinstance(model, DenoisingModel)
+        assert not isinstance(recipe.policy, recipe_policy.DenoisingPolicy)
+        assert not isinstance(head, LatentValues)
+        return AutoregressivePolicy(
+            model,
+            decoding=Decoding(
+                max_new_tokens=rollout.max_new_tokens,
+                temperature=rollout.temperature,
+                top_k=rollout.top_k,
+                top_p=rollout.top_p,
+            ),
+            microbatch=recipe.microbatch,
+            copies=copies,
+            chunk=recipe.policy.logits_at_once,
+            mask_truncated=recipe.policy.mask_truncated,
+            engine=None if writing is None else writing.engine,
+            tolerance=Tolerance() if writing is None else writing.tolerance,
+            any_rank=any_rank,
+            head=head,
+        )
+    assert isinstance(model, DenoisingModel)
+    assert not isinstance(head, TokenValues)
+    train = recipe.policy.train
+    return DenoisingPolicy(
+        Guided(model, rollout.guidance_scale) if rollout.guidance_scale > 1 else model,
+        sampling=replace(build_sampling(rollout), weights=acting),
+        eval_steps=recipe.eval.num_steps or rollout.num_steps,
+        microbatch=recipe.microbatch,
+        copies=copies,
+        keep_means=keep_means,
+        head=head,
+        reference_dropout=train.dropout if isinstance(train, IpAdapter) else 0.0,
+    )

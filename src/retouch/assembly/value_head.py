@@ -1,0 +1,48 @@
+"""The value head that a recipe asks for, as wide as what it will read."""
+
+from collections.abc import Sequence
+
+import torch
+
+from retouch.core.random import generator
+from retouch.memory.plan import MemoryPlan, Row
+from retouch.policies.value_heads import LatentValues, TokenValues, channels_of, summary
+from retouch.recipe.learning import GaeAdvantage, ValueHead
+from retouch.recipe.recipe import Recipe
+from retouch.types import AutoregressiveModel, DenoisingModel, Task
+
+HEAD_ROW = "value head"
+SAMPLED = 32
+"""Tasks by which a head learns how conditioning differs."""
+
+
+@torch.no_grad()
+def build_head(
+    section: ValueHead, model: DenoisingModel | AutoregressiveModel, *, tasks: Sequence[Task], seed: int
+) -> LatentValues | TokenValues:
+    """A head for the model's states. ``tasks``: of training, of which the first are read; every rank gives the same ones."""
+    device = next(model.module.parameters()).device
+    if not isinstance(model, DenoisingModel):
+        states, _ = model.prefill(model.module, model.encode([tasks[0]]))
+        return TokenValues(states.shape[1], width=section.width, seed=seed, coefficient=section.coefficient).to(device)
+    conditioning = [model.encode([tasks[index]]) for index in range(min(SAMPLED, len(tasks)))]
+    x = model.initial_noise(conditioning[0], [generator(seed, "size of a state")])
+    sampled = torch.cat([summary(each) for each in conditioning])
+    return LatentValues(channels_of(x), sampled, width=section.width, seed=seed).to(device)
+
+
+def with_head(plan: MemoryPlan, recipe: Recipe, features: int) -> MemoryPlan:
+    """The plan with a row for the value head, where the recipe has one: its weights, gradients and AdamW's moments, all in fp32.
+
+    ``features``: numbers that the head reads of a state.
+    """
+    if not isinstance(recipe.advantage, GaeAdvantage):
+        return plan
+    width = recipe.advantage.head.width
+    count = width * (features + 2) + 1
+    return MemoryPlan((*plan.rows, Row(HEAD_ROW, 4 * count * torch.float32.itemsize)), plan.phases)
+
+
+def saved_of_head(plan: MemoryPlan) -> int:
+    """Bytes of a checkpoint that are the head's: all but its gradients."""
+    return sum(row.bytes for row in plan.rows if row.name == HEAD_ROW) * 3 // 4

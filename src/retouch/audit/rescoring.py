@@ -1,0 +1,138 @@
+"""A run's pictures, judged again by another reward, whose scores go to rescored/NAME.sqlite; the run's own ledger is left alone.
+
+What was judged again is not judged a third time, so a command that was stopped goes on where it was; what could not be judged is.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from retouch.assembly.reward import build_reward
+from retouch.audit.images import Shown
+from retouch.audit.opening import RESCORED, LedgerView, Scored, chosen
+from retouch.audit.tasks import RunTasks
+from retouch.recipe.recipe import parse
+from retouch.recipe.reward_words import parse_reward, read_reward
+from retouch.records.folder import RunFolder
+from retouch.rewards import identity
+from retouch.rewards.closing import close
+from retouch.rewards.judging import scores_of
+from retouch.rewards.ledger.answers import Answers
+from retouch.rewards.ledger.database import Database
+from retouch.rewards.ledger.keeping import remembered
+from retouch.training.journal import Journal, Page, Seen, rows_of
+from retouch.types import Batch, Reward, Sample
+
+_ROWS = 64
+
+
+def rescore(run: Path, words: str, *, name: str | None, split: str | None, steps: tuple[int, int] | None) -> dict[str, Any]:
+    """Judge what is left by the reward that ``words`` name (``recipe/reward_words.py``), under ``name``. What was done, as JSON.
+
+    ValueError: no such reward, no picture is left, or the name holds the scores of another judge.
+    """
+    called = name or default_name(words)
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", called):
+        raise ValueError(f"{called!r} cannot be the name of a judge: letters, digits, dots and dashes; give one with --name")
+    section = parse_reward(read_reward(words))
+    samples = chosen(LedgerView.open(run).samples, split=split, steps=steps)
+    shown = Shown(run)
+    pictured = [sample for sample in samples if shown.path(sample) is not None]
+    if not pictured:
+        raise ValueError(
+            f"none of the {len(samples)} samples has a picture left; a run keeps every one with `ledger: {{keep_images: true}}`, "
+            "and some every samples.every steps"
+        )
+    tasks = RunTasks(parse(RunFolder(run).read_recipe()["recipe"]))
+    with closing(Database(run / RESCORED / f"{called}.sqlite")) as database:
+        answers = Answers(database)
+        reward = build_reward(section, device=_device(), keep=lambda made: remembered(made, answers))
+        try:
+            fresh, absent = _judge(reward, Journal(database, judge=_only(database, reward)), pictured, shown=shown, tasks=tasks)
+        finally:
+            close(reward)
+    return {
+        "name": called,
+        "columns": [f"{called}:{column}" for column in reward.columns],
+        "samples": len(samples),
+        "judged": len(pictured) - absent,
+        "judged_now": fresh,
+        "without_picture": len(samples) - len(pictured) + absent,
+        "steps": sorted({sample.step for sample in pictured}),
+    }
+
+
+def default_name(words: str) -> str:
+    """A name for a judge that was named so: ``clip:/models/b`` becomes ``clip-b``."""
+    return re.sub(r"[^A-Za-z0-9._]+", "-", re.sub(r"[^:=]*/", "", words)).strip("-.")[:40]
+
+
+def _judge(reward: Reward, journal: Journal, samples: Sequence[Scored], *, shown: Shown, tasks: RunTasks) -> tuple[int, int]:
+    """How many samples were judged now, and how many pictures were not those of the ledger any more."""
+    fresh = absent = 0
+    wanted = [name for name, column in reward.columns.items() if not column.diagnostic]
+    for page in dict.fromkeys(_page(row.split, row.step) for row in samples):
+        journal.forget_missing(page, wanted)
+    for page, rows in _chunks(samples):
+        made = [Sample(tasks(row), shown.image(row), row.written) for row in rows]
+        whole = [number for number, sample in enumerate(made) if sample.image is not None]
+        absent += len(made) - len(whole)
+        batch = rows_of(_batch(rows, made), whole)
+        judged = [made[number] for number in whole]
+        seen = Seen.of(judged)
+        known, _ = journal.recall(page, batch, seen, reward.columns)
+        new = (~known).nonzero().flatten().tolist()
+        if new:
+            scores = scores_of(reward, [judged[number] for number in new])
+            journal.record(page, rows_of(batch, new), [seen[number] for number in new], scores)
+        fresh += len(new)
+    return fresh, absent
+
+
+def _chunks(samples: Sequence[Scored]) -> Iterator[tuple[Page, list[Scored]]]:
+    """A page's samples at a time, whole groups together where they are not too many."""
+    for (split, step), page in groupby(samples, key=lambda sample: (sample.split, sample.step)):
+        chunk: list[Scored] = []
+        for _, members in groupby(page, key=lambda sample: sample.group):
+            group = list(members)
+            if chunk and len(chunk) + len(group) > _ROWS:
+                yield _page(split, step), chunk
+                chunk = []
+            chunk += group
+        yield _page(split, step), chunk
+
+
+def _page(split: Any, step: int) -> Page:
+    return Page(split, step - 1 if split == "train" else step)
+
+
+def _batch(rows: Sequence[Scored], made: Sequence[Sample]) -> Batch:
+    groups = list(dict.fromkeys(row.group for row in rows))
+    first = {row.group: sample.task for row, sample in zip(reversed(rows), reversed(made), strict=True)}
+    return Batch(
+        seed=0,
+        step=rows[0].step,
+        tasks=tuple(first[group] for group in groups),
+        group_ids=tuple(groups),
+        group=tuple(groups.index(row.group) for row in rows),
+        slot=tuple(row.slot for row in rows),
+    )
+
+
+def _only(database: Database, reward: Reward) -> str:
+    """The reward's fingerprint. ValueError where the file holds another one's scores."""
+    own = identity.fingerprint(reward)
+    with database.reading() as connection:
+        others = [judge for (judge,) in connection.execute("SELECT DISTINCT judge FROM samples") if judge != own]
+    if others:
+        raise ValueError(f"{database.path} holds the scores of another judge; give this one another --name, or remove the file")
+    return own
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"

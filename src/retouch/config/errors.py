@@ -1,0 +1,137 @@
+"""What is wrong with a recipe, in short lines: the full path of the key, the mistake, and what was probably meant."""
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from retouch.config.schema import alternatives, field_at, is_list, is_map, keys_of, kinds_of, places, section_for
+from retouch.config.section import UNTAGGED, Section
+
+Path = tuple[str | int, ...]
+
+_PLACES_NAMED = 3
+
+
+def unknown_keys(document: Mapping[str, Any], root: type[Section]) -> list[str]:
+    """A line for each key that the schema does not have."""
+    return list(_unknown(document, root, root, (root,), ()))
+
+
+def _unknown(
+    value: Mapping[str, Any], section: type[Section], root: type[Section], siblings: tuple[type[Section], ...], path: Path
+) -> Iterator[str]:
+    known = keys_of(section)
+    for key, inner in value.items():
+        here = (*path, key)
+        if key not in known:
+            yield f"{dotted(here)}: unknown key{_hint(key, section, root, siblings, path)}"
+            continue
+        annotation = known[key].annotation
+        if is_list(annotation):
+            entries = [((*here, k), entry) for k, entry in enumerate(inner)] if isinstance(inner, list) else []
+        elif is_map(annotation):
+            entries = [((*here, name), entry) for name, entry in inner.items()] if isinstance(inner, dict) else []
+        else:
+            entries = [(here, inner)]
+        for place, entry in entries:
+            if isinstance(entry, dict) and (found := section_for(annotation, entry)) is not None:
+                yield from _unknown(entry, found, root, alternatives(annotation), place)
+
+
+def _hint(key: str, section: type[Section], root: type[Section], siblings: tuple[type[Section], ...], path: Path) -> str:
+    """The nearest key of the section, the kinds that have the key, and where else the key is known; else what is known here."""
+    if others := [kind for sibling in siblings if key in keys_of(sibling) for kind in _kinds(sibling)]:
+        own = f"this is {' or '.join(map(repr, _kinds(section)))}" if _kinds(section) else "this has no kind"
+        return f"; only {' or '.join(map(repr, others))} has it, and {own}"
+    hints = []
+    if near := nearest(key, keys_of(section)):
+        hints.append(f"did you mean {dotted((*path, near))}?")
+    if elsewhere := [place for place in places(root).get(key, ()) if place != dotted((*path, key))]:
+        hints.append(f"there is {_listed(elsewhere)}")
+    if not hints and (near := nearest(key, places(root))):
+        hints.append(f"did you mean {_listed(list(places(root)[near]))}?")
+    return "; " + "; ".join(hints or [f"known here: {', '.join(keys_of(section))}"])
+
+
+def _kinds(section: type[Section]) -> tuple[str, ...]:
+    tagged = kinds_of(section)
+    return () if tagged is None else tagged[1]
+
+
+def _listed(paths: list[str]) -> str:
+    return " or ".join(paths[:_PLACES_NAMED]) + (" or ..." if len(paths) > _PLACES_NAMED else "")
+
+
+def wrong_values(error: ValidationError, document: Mapping[str, Any], root: type[Section]) -> list[str]:
+    """A line for each value that pydantic refused, unknown keys left out."""
+    return [
+        _line(dict(one), document, root)
+        for one in error.errors(include_url=False, include_context=True)
+        if one["type"] != "extra_forbidden"
+    ]
+
+
+def _line(error: dict[str, Any], document: Mapping[str, Any], root: type[Section]) -> str:
+    path = document_path(error["loc"], document)
+    context, given = error.get("ctx", {}), error["input"]
+    match error["type"]:
+        case "missing":
+            field = field_at(root, document, path)
+            return f"{dotted(path)}: missing{': ' + field.description if field is not None and field.description else ''}"
+        case "union_tag_not_found":
+            return f"{_tag_path(path, context)}: missing: one of {_tags(field_at(root, document, path))}"
+        case "union_tag_invalid":
+            given, options = context["tag"], context["expected_tags"]
+            return f"{_tag_path(path, context)}: {given!r} is not one of {options}{_meant(given, options)}"
+        case "literal_error":
+            return f"{dotted(path)}: {given!r} is not {context['expected']}{_meant(given, context['expected'])}"
+        case "string_pattern_mismatch":
+            return f"{dotted(path)}: {given!r} does not match {context['pattern']}"
+        case "value_error":
+            return f"{dotted(path)}: {context['error']}" if path else str(context["error"])
+    return f"{dotted(path)}: {error['msg'][error['msg'].find('should') :]}, not {given!r}"
+
+
+def _tag_path(path: Path, context: Mapping[str, Any]) -> str:
+    given = context["discriminator"].strip("'")
+    return dotted((*path, "kind" if given.endswith("()") else given))
+
+
+def _tags(field: FieldInfo | None) -> str:
+    """The kinds that the field's sections may be of."""
+    sections = alternatives(field.annotation) if field is not None else ()
+    return ", ".join(repr(kind) for section in sections for kind in _kinds(section))
+
+
+def _meant(given: object, expected: str) -> str:
+    options = [option.strip(" '") for option in expected.replace(" or ", ",").split(",")]
+    near = nearest(given, options) if isinstance(given, str) else None
+    return f"; did you mean {near!r}?" if near else ""
+
+
+def document_path(location: tuple[int | str, ...], document: Any) -> Path:
+    """Where in the document an error is: pydantic's location without the names of the kinds that it puts between the keys."""
+    path: list[str | int] = []
+    node = document
+    for part in location:
+        if part in ("[key]", UNTAGGED, "formula") and not (isinstance(node, dict) and part in node):
+            continue
+        if isinstance(node, dict) and part not in node and part in (node.get("kind"), node.get("mode")):
+            continue
+        path.append(part)
+        inside = isinstance(node, dict) or (isinstance(node, list) and isinstance(part, int) and part < len(node))
+        node = (node.get(part) if isinstance(node, dict) else node[part]) if inside else None
+    return tuple(path)
+
+
+def dotted(path: Path) -> str:
+    """``("phases", 0, "steps")`` as ``phases.0.steps``."""
+    return ".".join(map(str, path))
+
+
+def nearest(word: str, known: Any) -> str | None:
+    """The known word that is most like this one, if any is."""
+    return next(iter(get_close_matches(word, list(known), n=1)), None)

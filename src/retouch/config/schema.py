@@ -1,0 +1,99 @@
+"""The recipe's keys as a tree: which section a value belongs to, which keys it takes, and where else a key is known."""
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from retouch.config.section import Section
+
+_TAGS = ("kind", "mode")
+
+
+def keys_of(section: type[Section]) -> dict[str, FieldInfo]:
+    """The keys that the section takes, as a recipe spells them."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}
+
+
+def kinds_of(section: type[Section]) -> tuple[str, tuple[str, ...]] | None:
+    """The key that tells the section from its alternatives, and its values there: ("kind", ("lora",))."""
+    for tag in _TAGS:
+        annotation = section.model_fields[tag].annotation if tag in section.model_fields else None
+        if get_origin(annotation) is Literal:
+            return tag, get_args(annotation)
+    return None
+
+
+def alternatives(annotation: Any) -> tuple[type[Section], ...]:
+    """The sections that a field may hold, alone or as entries of its list."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return (annotation,)
+    if get_origin(annotation) is Annotated:
+        return alternatives(get_args(annotation)[0])
+    return tuple(section for argument in get_args(annotation) for section in alternatives(argument))
+
+
+def section_for(annotation: Any, value: Mapping[str, Any]) -> type[Section] | None:
+    """The section that this value is one of; None where its kind is missing or unknown."""
+    sections = alternatives(annotation)
+    if len(sections) == 1:
+        return sections[0]
+    for section in sections:
+        match kinds_of(section):
+            case (tag, kinds) if value.get(tag) in kinds:
+                return section
+    untagged = [section for section in sections if kinds_of(section) is None]
+    return untagged[0] if len(untagged) == 1 and not any(tag in value for tag in _TAGS) else None
+
+
+def field_at(root: type[Section], document: Any, path: tuple[str | int, ...]) -> FieldInfo | None:
+    """The field at ``path``, following the kinds that the document chose; the last part need not be in the document.
+
+    An entry of a list or map has the field that holds them all.
+    """
+    section: type[Section] | None = root
+    node, field, named = document, None, False
+    for part in path:
+        if isinstance(part, str) and not named:
+            field = keys_of(section).get(part) if section is not None else None
+        if field is None:
+            return None
+        node = node.get(part) if isinstance(node, dict) else node[part]
+        named = not named and is_map(field.annotation)
+        section = section_for(field.annotation, node) if isinstance(node, dict) and not named else None
+    return field
+
+
+@cache
+def places(root: type[Section]) -> dict[str, tuple[str, ...]]:
+    """Every key of the schema, and the dotted paths at which it is known. Left out are entries of lists and maps, which repeat
+    others, and sections that stand elsewhere by themselves (of ``watch.judge.reward.combine`` and ``reward.combine`` the first)."""
+    found: dict[str, list[str]] = {}
+    for path in _paths(root, ""):
+        known = found.setdefault(path.rpartition(".")[2], [])
+        if path not in known:
+            known.append(path)
+    return {
+        key: tuple(path for path in paths if not any(path.endswith(f".{other}") for other in paths if "." in other))
+        for key, paths in found.items()
+    }
+
+
+def _paths(section: type[Section], prefix: str) -> Iterator[str]:
+    for key, field in keys_of(section).items():
+        yield prefix + key
+        for inner in () if is_list(field.annotation) or is_map(field.annotation) else alternatives(field.annotation):
+            yield from _paths(inner, f"{prefix}{key}.")
+
+
+def is_list(annotation: Any) -> bool:
+    """Whether a field's sections stand in a list."""
+    return get_origin(annotation) is tuple or any(is_list(argument) for argument in get_args(annotation))
+
+
+def is_map(annotation: Any) -> bool:
+    """Whether a field's sections stand in a map, under names of the user's choice."""
+    if get_origin(annotation) is Annotated:
+        return is_map(get_args(annotation)[0])
+    return get_origin(annotation) is dict and bool(alternatives(annotation))

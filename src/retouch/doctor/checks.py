@@ -1,0 +1,161 @@
+"""What can be checked of a recipe without loading its model: arithmetic, trackers, run folder, data and disk space."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from retouch.assembly.data import Sets, build_sets
+from retouch.data.guard import refuse_test_sets
+from retouch.distributed.sharding_checks import check_sharding
+from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
+from retouch.inference.publishing import unable
+from retouch.recipe.checks import check_ranks, unmeant_ranks
+from retouch.recipe.data import ComplexEditData, Data, DrawnData, HubData, TokenData
+from retouch.recipe.differences import differences
+from retouch.recipe.policy import ImportedModel
+from retouch.recipe.recipe import Recipe, parse
+from retouch.records.folder import RunFolder
+from retouch.records.summary import standing
+from retouch.records.trackers import require_trackers
+from retouch.training import checkpoint
+from retouch.training.evaluation import chosen
+
+_SHOWN = 5
+
+
+def check_batch(recipe: Recipe, *, world: int) -> Iterator[Finding]:
+    """Whether ``world`` ranks can share the steps of each phase, and what each then has."""
+    try:
+        check_ranks(recipe, world)
+    except ValueError as error:
+        yield failed("batch", str(error), mend="choose one of the numbers above in the recipe, or with --set")
+        return
+    for phase in recipe.resolved_phases():
+        share = phase.rows // world
+        ranks = f"; {share} on each of {world} ranks" if world > 1 else ""
+        parts = f", {share // recipe.minibatches} for each optimizer step" if recipe.minibatches > 1 else ""
+        text = f"{phase.tasks_per_step} tasks x {phase.group_size} samples = {phase.rows} a step{ranks}{parts}"
+        yield ok("batch", text if recipe.phases is None else f"phase {phase.name}: {text}")
+    if (unmeant := unmeant_ranks(recipe, world)) is not None:
+        yield note("batch", unmeant)
+
+
+def check_ranks_share(recipe: Recipe, *, world: int) -> Iterator[Finding]:
+    """Whether the ranks can share as the recipe says, and as the launcher was told."""
+    try:
+        check_sharding(recipe, {**os.environ, "WORLD_SIZE": str(world)})
+    except ValueError as error:
+        wants = "pip install 'retouch[deepspeed]'" if "pip install" in str(error) else "change the launcher's configuration"
+        yield failed("sharding", str(error), mend=wants)
+        return
+    if recipe.sharding is not None:
+        yield ok("sharding", f"{recipe.sharding}, over {world} ranks" if world > 1 else "one rank alone shares nothing")
+
+
+def check_trackers(recipe: Recipe) -> Finding:
+    """Whether what the recipe wants its curves shown by is installed."""
+    try:
+        require_trackers(recipe.trackers)
+    except ValueError as error:
+        return failed("trackers", str(error), mend="pip install 'retouch[track]'")
+    return ok("trackers", ", ".join(recipe.trackers) or "none")
+
+
+def check_push(recipe: Recipe) -> Iterator[Finding]:
+    """Whether what the recipe wants pushed can be; the Hub itself is not asked."""
+    if recipe.push is None:
+        return
+    if (reason := unable()) is not None:
+        yield note("push", f"nothing will be pushed to {recipe.push.repo}: {reason}")
+        return
+    cadence = f"every {recipe.push.every} steps and " if recipe.push.every else ""
+    yield ok("push", f"to {recipe.push.repo}, {cadence}at the end")
+
+
+def check_folder(recipe: Recipe) -> Finding:
+    """Whether the run's folder is free, or holds a run that this recipe may go on with."""
+    folder = RunFolder(recipe.folder)
+    if not folder.recipe.exists():
+        return ok("run folder", f"{folder.root}, a new run")
+    try:
+        changed = differences(parse(folder.read_recipe()["recipe"]), recipe)
+    except ValueError as error:
+        return failed("run folder", f"{folder.root} holds a run that cannot be read: {error}", mend="--set name=ANOTHER")
+    if changed:
+        listed = "\n".join(f"  {line}" for line in changed)
+        return failed("run folder", f"{folder.root} holds a run of another recipe:\n{listed}", mend="--set name=ANOTHER")
+    found = checkpoint.latest(folder.checkpoints)
+    where = "from its start: it has no checkpoint" if found is None else f"from {found}"
+    return note("run folder", f"{folder.root} holds this run already; it goes on {where}")
+
+
+def check_data(recipe: Recipe) -> Iterator[tuple[Finding, Sets | None]]:
+    """Each data set of the recipe, read as training would."""
+    model = recipe.image_model
+    size = None if isinstance(model, ImportedModel) else model.size
+    done: list[Data] = []
+    for phase in recipe.resolved_phases():
+        if phase.data not in done:
+            done.append(phase.data)
+            yield _read(recipe, phase.data, size)
+
+
+def _read(recipe: Recipe, data: Data, size: tuple[int, int] | None) -> tuple[Finding, Sets | None]:
+    path, there = _place(data)
+    if isinstance(data, ComplexEditData | HubData) and not there:
+        try:
+            refuse_test_sets([path], split=data.split, allow_test_sets=data.allow_test_sets)
+        except ValueError as error:
+            return failed(
+                "data", str(error), mend="name data to train on, or data.allow_test_sets where that is what you mean"
+            ), None
+        return note("data", f"{path} is not in a folder here: it is read from the Hugging Face hub when training starts"), None
+    try:
+        sets = build_sets(recipe, data, size=size)
+    except ValueError as error:
+        elsewhere = "--set data.lists=[DIR, ...]" if isinstance(data, TokenData) else "--set data.path=DIR"
+        return failed("data", str(error), mend=f"retouch data check {path}" if there else elsewhere), None
+    return _described(recipe, path, sets), sets
+
+
+def _place(data: Data) -> tuple[str, bool]:
+    """What the data are called, and whether they are on this machine."""
+    if isinstance(data, DrawnData):
+        return "the playground", True
+    if isinstance(data, TokenData):
+        missing = [place for place in (*data.lists, *data.validation_lists) if not Path(place).exists()]
+        return (missing or list(data.lists))[0], not missing
+    return data.path, Path(data.path).exists()
+
+
+def _described(recipe: Recipe, path: str, sets: Sets) -> Finding:
+    judged = "held out" if standing(recipe.eval.split) == "held-out" else "of them judge the run, none held out"
+    text = f"{path}: {len(sets.train)} tasks to train on, {len(sets.heldout)} {judged}"
+    if recipe.eval.headline:
+        try:
+            chosen([sets.heldout[index] for index in range(len(sets.heldout))], recipe.eval.headline)
+        except ValueError as error:
+            return failed("data", str(error), mend="--set eval.headline=null")
+    if not sets.problems:
+        return ok("data", text)
+    lines = [f"{text}; found while reading:", *(f"  {problem}" for problem in sets.problems[:_SHOWN])]
+    if len(sets.problems) > _SHOWN:
+        lines.append(f"  and {len(sets.problems) - _SHOWN} more: retouch data check {path}")
+    return note("data", "\n".join(lines))
+
+
+def check_disk(recipe: Recipe, bytes_each: int) -> Finding:
+    """Whether the disk holds the checkpoints that are kept, and one more while it is written."""
+    folder = recipe.folder.absolute()
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(there).free
+    steps = sum(phase.steps or 0 for phase in recipe.resolved_phases())
+    for_good = 0 if recipe.checkpoints.keep_every is None else steps // recipe.checkpoints.keep_every
+    kept = recipe.checkpoints.keep + for_good
+    needed = (kept + 1) * bytes_each
+    each = gigabytes(bytes_each) if bytes_each >= 10**7 else f"{bytes_each / 1e6:.2f} MB"
+    text = f"{kept} checkpoints of {each}, and one being written; {gigabytes(free)} are free under {there}"
+    if needed > free:
+        return failed("disk", text, mend="--set out=FOLDER_ON_A_LARGER_DISK")
+    return ok("disk", text)

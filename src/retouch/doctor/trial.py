@@ -1,0 +1,59 @@
+"""The model is loaded and a step of each phase is tried, as a run does at its start; no judge is asked and nothing is kept."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+
+import torch
+from safetensors import SafetensorError
+
+from retouch.assembly.assembly import Assembly, assemble
+from retouch.distributed.ranks import Ranks
+from retouch.doctor.findings import Finding, failed, gigabytes, ok
+from retouch.recipe.recipe import Recipe
+from retouch.rewards.judging import Judged
+from retouch.session.trials import trial_steps
+from retouch.types import Batch, Sample
+
+
+def check_trial(recipe: Recipe, ranks: Ranks) -> Iterator[Finding]:
+    """Load, try a step of each phase, say what it took. Every rank takes part."""
+    smaller = "--set microbatch=1" if recipe.microbatch > 1 else "--set policy.gradient_checkpointing=true"
+    try:
+        parts = assemble(recipe, ranks)
+    except (ValueError, OSError, SafetensorError) as error:
+        yield failed("model", str(error), mend="mend what policy.model names")
+        return
+    except torch.OutOfMemoryError as error:
+        yield failed("model", f"{ranks.device} is full before the first step: {error}", mend="--device of more memory")
+        return
+    try:
+        yield _loaded(parts)
+        for check in trial_steps(parts, stepper=parts.stepper(), judge=_not_asked, done=0):
+            yield ok("trial step", check.text) if check.ok else failed("trial step", check.text, mend=_advice(check.name))
+    except ValueError as error:
+        yield failed("trial step", str(error), mend="mend the recipe as it says")
+    except torch.OutOfMemoryError as error:
+        yield failed("trial step", f"{ranks.device} is full: {error}", mend=smaller)
+    finally:
+        parts.judge.close()
+    if ranks.device.type == "cuda":
+        yield ok("measured", f"at most {gigabytes(torch.cuda.max_memory_allocated(ranks.device))} in use on {ranks.device}")
+
+
+def _loaded(parts: Assembly) -> Finding:
+    weights = list(parts.model.module.parameters())
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    total = sum(weight.numel() for weight in weights)
+    return ok(
+        "model", f"loaded on {parts.ranks.device}: {trained / 1e6:.2f} M of the transformer's {total / 1e6:.2f} M numbers train"
+    )
+
+
+def _advice(check: str) -> str:
+    if check == "ratio_before":
+        return "--set policy.model.dtype=float32, to see whether it is rounding"
+    return "--set policy.train.targets=null, and a higher learning_rate"
+
+
+def _not_asked(batch: Batch, samples: Sequence[Sample]) -> "Future[Judged]":
+    raise AssertionError("a trial step asks no judge")

@@ -1,0 +1,18 @@
+"""`retouch eval`: judge a run, or a recipe's untrained policy, on its held-out tasks."""
+
+from collections.abc import Sequence
+
+from retouch.inference.opening import open_target
+from retouch.training.evaluation import chosen, table
+from retouch.training.journal import unkept
+
+
+def evaluate_target(target: str, overrides: Sequence[str]) -> dict[str, object]:
+    """Column means and 95 % intervals by row of the held-out table, with the step whose weights were judged."""
+    parts, step = open_target(target, overrides)
+    try:
+        evaluated = parts.evaluator(unkept(parts.judge))(parts.policy(parts.recipe.rollout))
+        means, intervals = table(evaluated, chosen(evaluated.tasks, parts.recipe.eval.headline))
+    finally:
+        parts.judge.close()
+    return {"name": parts.recipe.name, "step": step, "table": means, "ci95": intervals}

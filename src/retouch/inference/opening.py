@@ -1,0 +1,77 @@
+"""A policy to use, from a recipe (as it is before training) or from a run's folder (as it is after its newest checkpoint)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from retouch.assembly.assembly import Assembly, assemble
+from retouch.assembly.model import build_model, make_trainable
+from retouch.assembly.policy import build_policy
+from retouch.assembly.state import restore_weights
+from retouch.assembly.writer import build_writer
+from retouch.distributed.placement import join_ranks
+from retouch.inference.writers import OpenWriter
+from retouch.policies.autoregressive.policy import AutoregressivePolicy
+from retouch.recipe import writer as recipe_writer
+from retouch.recipe.overrides import apply
+from retouch.recipe.recipe import Recipe, load, parse
+from retouch.recipe.renderer import ResponseRenderer
+from retouch.recipe.rollout import TokenRollout
+from retouch.records.folder import RunFolder
+from retouch.records.quiet import quiet
+from retouch.training import checkpoint
+from retouch.training.checkpoint import State
+
+
+def open_target(target: str, overrides: Sequence[str] = ()) -> tuple[Assembly, int]:
+    """The parts of a recipe or run, and the step whose weights they have (0: untrained)."""
+    quiet()
+    recipe, folder = _recipe(target, overrides)
+    parts = assemble(recipe, join_ranks(recipe))
+    state = _newest(folder)
+    if state is None:
+        return parts, 0
+    restore_weights(parts.copies, state)
+    return parts, state.step
+
+
+def open_writer(target: str, overrides: Sequence[str] = ()) -> OpenWriter:
+    """The writer of a recipe or run, alone: no data, no judge, and the image model only where it gives the writer its template.
+
+    ValueError for a policy that does not write.
+    """
+    quiet()
+    recipe, folder = _recipe(target, overrides)
+    policy, renderer, rollout = recipe.policy, recipe.renderer, recipe.rollout
+    if not isinstance(policy, recipe_writer.AutoregressivePolicy) or not isinstance(rollout, TokenRollout):
+        raise ValueError(f"{target}: its policy makes pictures and writes nothing; `retouch sample` uses it")
+    device = join_ranks(recipe).device
+    before = build_model(renderer.model, device=torch.device("cpu")) if isinstance(renderer, ResponseRenderer) else None
+    model = build_writer(policy, before=before, device=device)
+    copies = make_trainable(model.module, policy, seed=recipe.seed)
+    state = _newest(folder)
+    if state is not None:
+        for name in {key.partition("/")[0] for key in state.tensors["copies"]}:
+            copies.keep(name)
+        restore_weights(copies, state)
+    built = build_policy(recipe, rollout, model=model, copies=copies, acting="current", keep_means=False)
+    assert isinstance(built, AutoregressivePolicy)
+    return OpenWriter(built, rows=recipe.eval.batch)
+
+
+def _newest(folder: RunFolder | None) -> State | None:
+    """What the newest checkpoint of a run holds; None for a recipe. ValueError where a run has none."""
+    if folder is None:
+        return None
+    found = checkpoint.latest(folder.checkpoints)
+    if found is None:
+        raise ValueError(f"{folder.root} has no checkpoint yet; name its recipe to use the untrained policy")
+    return checkpoint.load(found)
+
+
+def _recipe(target: str, overrides: Sequence[str]) -> tuple[Recipe, RunFolder | None]:
+    folder = RunFolder(Path(target))
+    if folder.recipe.is_file():
+        return parse(apply(folder.read_recipe()["recipe"], list(overrides))), folder
+    return load(target, overrides), None

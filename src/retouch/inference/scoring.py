@@ -1,0 +1,104 @@
+"""`retouch score`: one reward on one picture, from files."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from retouch.assembly.reward import build_reward
+from retouch.data.images import load_image, load_mask
+from retouch.recipe.reward_words import parse_reward, read_combined
+from retouch.records.files import plain
+from retouch.rewards.closing import close
+from retouch.rewards.combine.combination import Combination, combination
+from retouch.rewards.scoring import score
+from retouch.types import Column, Json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scored:
+    """``scores``: NaN where missing. ``reward``: what ``combined`` makes of them, where the reward says how."""
+
+    columns: dict[str, Column]
+    scores: dict[str, float]
+    combined: Combination | None
+    reward: float | None
+
+    @property
+    def missing(self) -> list[str]:
+        """The columns that could not be judged."""
+        return [name for name, value in self.scores.items() if math.isnan(value) and not self.columns[name].diagnostic]
+
+    def to_json(self) -> str:
+        """One line: null where a score is missing."""
+        combined = {} if self.combined is None else {"reward": self.reward}
+        return json.dumps(plain({"scores": self.scores, **combined, "missing": self.missing}), allow_nan=False)
+
+    def __str__(self) -> str:
+        ranges = {name: (column.low, column.high) for name, column in self.columns.items()}
+        values = dict(self.scores)
+        if self.combined is not None and self.reward is not None:
+            values["reward"], ranges["reward"] = self.reward, (self.combined.low, self.combined.high)
+        width = max(map(len, values))
+        lines = []
+        for name, value in values.items():
+            low, high = ranges[name]
+            absent = "missing" if name in self.missing or name == "reward" else "none"
+            shown = absent if math.isnan(value) else f"{value:.4f}"
+            told = f" = {self.combined}" if name == "reward" and self.combined is not None else ""
+            lines.append(f"{name:<{width}}  {shown:>8}  ({low:g} to {high:g}){told}")
+        return "\n".join(lines)
+
+
+def score_files(
+    reward: str,
+    *,
+    image: Path,
+    sources: Sequence[Path] = (),
+    mask: Path | None = None,
+    reference: Path | None = None,
+    target: Path | None = None,
+    instruction: str = "",
+    text: str | None = None,
+    written: str | None = None,
+    meta: str | None = None,
+) -> Scored:
+    """Judge the picture in ``image`` by the reward that a word names (``recipe/reward_words.py``). ``meta``: JSON.
+
+    ValueError: a file that cannot be read, no such reward, or one that needs what is not given.
+    """
+    document = read_combined(reward)
+    section = parse_reward(document)
+    made = build_reward(section, device="cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        columns = dict(made.columns)
+        combined = combination(section.combine, columns) if document.get("combine") else None
+        scores = score(
+            made,
+            load_image(image),
+            instruction=instruction,
+            source=[load_image(source) for source in sources],
+            mask=None if mask is None else load_mask(mask),
+            reference=None if reference is None else load_image(reference),
+            target=None if target is None else load_image(target),
+            text=text,
+            written=written,
+            meta=_meta(meta),
+        )
+    finally:
+        close(made)
+    total = None if combined is None else combined({name: torch.tensor([value]) for name, value in scores.items()}).item()
+    return Scored(columns=columns, scores=scores, combined=combined, reward=total)
+
+
+def _meta(text: str | None) -> dict[str, Json]:
+    try:
+        meta = json.loads(text or "{}")
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--meta is not JSON: {error}") from None
+    if not isinstance(meta, dict):
+        raise ValueError('--meta is an object of JSON, {"operations": [...]} say')
+    return meta

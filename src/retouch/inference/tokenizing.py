@@ -1,0 +1,227 @@
+"""Data sets as image tokens: every picture of a data set is encoded once, and a run trains on the codes.
+
+The rows are shared out over shards, row k to shard k modulo their number. Each shard writes the features of its own rows and a list
+of its own; whoever finds all lists there puts them together, by renaming a whole file into place, so that shards may end at once.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import torch
+from jaxtyping import Int
+from PIL.Image import Image
+from pydantic import ValidationError
+from torch import Tensor
+
+from retouch.assembly.data import playground_tasks, read_rows
+from retouch.assembly.model import playground_weights
+from retouch.config.errors import unknown_keys, wrong_values
+from retouch.config.section import Section
+from retouch.data.check import accept, read_path
+from retouch.data.images import Exact
+from retouch.data.rows import Rows
+from retouch.data.sources.features import Feature
+from retouch.data.sources.tokens import FEATURES, LIST
+from retouch.data.tasks import Subset, Tasks
+from retouch.distributed.ranks import find_device
+from retouch.models.common.pretrained import fetch_writer
+from retouch.models.emu3.images import Emu3Pictures
+from retouch.models.emu3.load import load_autoencoder
+from retouch.recipe.data import Data, DrawnData, PromptData, TokenData
+from retouch.recipe.files import SUFFIXES, find
+from retouch.recipe.jsonnet import evaluate
+from retouch.records.files import read_json, write_atomic, write_json
+from retouch.types import Codes, Task
+
+LONGEST_NAME = 200
+Encode = Callable[[Sequence[Image]], Int[Tensor, "r h w"]]
+
+
+class _Holder(Section):
+    data: Data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be tokenized, by words that another process understands.
+
+    ``source``: a folder or data set, a ``data`` section (JSON or its file), or a recipe. ``model``: folder or id that holds the
+    autoencoder, "playground" for the built-in one. ``size``: (height, width) in px. ``pictures``: keep them beside the codes.
+    """
+
+    source: str
+    model: str
+    out: Path
+    size: tuple[int, int]
+    batch: int = 8
+    device: str = "auto"
+    pictures: bool = False
+    skip: bool = False
+
+    def stamp(self, *, of: int, rows: int) -> str:
+        """What two shards' lists have in common if they belong together."""
+        told = [self.source, self.model, self.size, self.pictures, of, rows]
+        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+
+def tokenize(job: Job, *, processes: int = 1) -> Path:
+    """Tokenize everything, in so many processes of this machine. The list of the features. ValueError as ``tokenize_shard``."""
+    if processes < 1:
+        raise ValueError(f"{processes} processes: give at least 1")
+    if processes == 1:
+        found = tokenize_shard(job, 0, of=1)
+    else:
+        with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+            found = [*pool.map(partial(tokenize_shard, job, of=processes), range(processes))][-1]
+            found = merge(job.out, of=processes) if found is None else found
+    assert found is not None, "every shard has ended"
+    return found
+
+
+def tokenize_shard(job: Job, shard: int, *, of: int) -> Path | None:
+    """One shard's rows. The list of all features, where all other shards are done too.
+
+    ValueError: a shard that there is not, rows that cannot be used, or a task without exactly one source picture, or with a mask or
+    a reference, which the layout has not.
+    """
+    if not 0 <= shard < of or job.batch < 1:
+        raise ValueError(f"shard {shard}/{of}, batch {job.batch}: shards count from 0 to one below their number; batches from 1")
+    tasks = read_tasks(job.source, size=job.size, skip=job.skip)
+    own = _list_of(job.out, shard, of)
+    own.unlink(missing_ok=True)
+    for folder in (own.parent, job.out / FEATURES, *([job.out / "pictures"] if job.pictures else [])):
+        folder.mkdir(parents=True, exist_ok=True)
+    encode = _autoencoder(job, shard).encode
+    names = []
+    mine = range(shard, len(tasks), of)
+    for first in range(0, len(mine), job.batch):
+        rows = mine[first : first + job.batch]
+        for row, (name, content) in zip(rows, _features(job, [tasks[row] for row in rows], encode), strict=True):
+            write_atomic(job.out / FEATURES / name, content)
+            names.append([row, name])
+    write_json(own, {"stamp": job.stamp(of=of, rows=len(tasks)), "rows": len(tasks), "names": names})
+    return merge(job.out, of=of)
+
+
+def merge(out: Path, *, of: int) -> Path | None:
+    """Put the lists of all shards together, in the order of the rows; None where one is not there yet, or is of another job."""
+    files = [_list_of(out, shard, of) for shard in range(of)]
+    if not all(file.is_file() for file in files):
+        return None
+    lists = [read_json(file) for file in files]
+    if len({told["stamp"] for told in lists}) > 1:
+        return None
+    names = dict(sorted((row, name) for told in lists for row, name in told["names"]))
+    assert len(names) == lists[0]["rows"], "shards share out every row"
+    if len(set(names.values())) < len(names):
+        raise ValueError("two tasks have one id, and so one file; give the rows of the data set ids of their own")
+    aside, merged = out / LIST, out / "list" / f".merged-{os.getpid()}.json"
+    write_json(merged, {"prefix": str((out / FEATURES).resolve()), "path_list": list(names.values())})
+    os.replace(merged, aside)
+    return aside
+
+
+def read_tasks(source: str, *, size: tuple[int, int], skip: bool = False) -> Sequence[Task]:
+    """The tasks of a data set, with pictures as training on them would have them. ValueError: no such data, or rows with faults."""
+    rows = _rows(source)
+    if isinstance(rows, Sequence):
+        return rows
+    good, _ = accept(rows, on_bad_row="skip" if skip else "refuse")
+    return Subset(Tasks(rows, resize=Exact(width=size[1], height=size[0])), good)
+
+
+def _rows(source: str) -> Rows | Sequence[Task]:
+    if source.lstrip().startswith("{"):
+        try:
+            section = _section(json.loads(source))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{source!r} is not JSON ({error.msg}); give a data section as in a recipe") from None
+    elif source.endswith(SUFFIXES):
+        section = _section(evaluate(find(source)))
+    else:
+        return read_path(source)
+    if isinstance(section, DrawnData):
+        return playground_tasks(section)
+    if isinstance(section, TokenData | PromptData):
+        raise ValueError(f"data.kind: {section.kind} have no pictures to tokenize")
+    return read_rows(section, seed=0)
+
+
+def _section(document: Mapping[str, Any]) -> Data:
+    """The data of a recipe, or the section itself."""
+    held = {"data": document.get("data", document)}
+    lines = unknown_keys(held, _Holder)
+    try:
+        return _Holder.model_validate_json(json.dumps(held)).data
+    except ValidationError as error:
+        raise ValueError("\n".join(lines + wrong_values(error, held, _Holder))) from None
+
+
+def _autoencoder(job: Job, shard: int) -> Emu3Pictures:
+    device = find_device(job.device)
+    if job.device == "auto" and device.type == "cuda":
+        device = torch.device("cuda", shard % torch.cuda.device_count())
+    path = playground_weights("emu3") / "autoencoder" if job.model == "playground" else fetch_writer(job.model)
+    return Emu3Pictures(load_autoencoder(path).to(device), job.size)
+
+
+def _features(job: Job, tasks: Sequence[Task], encode: Encode) -> Iterator[tuple[str, bytes]]:
+    """Each task's file, by name and content; a batch's pictures are encoded together."""
+    for task in tasks:
+        if len(task.images) != 1:
+            raise ValueError(
+                f"task {task.id!r} has {len(task.images)} pictures; image tokens are of edits, with one source picture"
+            )
+        if task.mask is not None or task.reference is not None:
+            raise ValueError(f"task {task.id!r} has a mask or a reference picture, which this layout does not hold")
+    sources = encode([task.images[0] for task in tasks])
+    edited = [task.target for task in tasks if task.target is not None]
+    targets = iter(encode(edited) if edited else ())
+    for task, source in zip(tasks, sources, strict=True):
+        thought = task.meta.get(Codes.THOUGHT)
+        name = _file_name(task.id)
+        kept = {"original": task.images[0], **({} if task.target is None else {"edited": task.target})} if job.pictures else {}
+        yield (
+            f"{name}.safetensors",
+            Feature(
+                id=task.id,
+                instruction=task.instruction,
+                source=source,
+                target=None if task.target is None else next(targets),
+                thought=thought if isinstance(thought, str) else None,
+                task={
+                    "text": task.text,
+                    "tags": dict(task.tags),
+                    "meta": {key: value for key, value in task.meta.items() if key != Codes.THOUGHT},
+                    "pictures": {part: _keep(job.out, f"{name}.{part}.png", image) for part, image in kept.items()},
+                },
+            ).to_bytes(),
+        )
+
+
+def _keep(out: Path, name: str, image: Image) -> str:
+    """Write the picture, and say where it lies in the data set."""
+    content = BytesIO()
+    image.save(content, format="PNG")
+    write_atomic(out / "pictures" / name, content.getvalue())
+    return f"pictures/{name}"
+
+
+def _file_name(identity: str) -> str:
+    """A name for a file that no other id has."""
+    name = quote(identity, safe=" ()+,=@")
+    return name if len(name) <= LONGEST_NAME else hashlib.sha256(identity.encode()).hexdigest()
+
+
+def _list_of(out: Path, shard: int, of: int) -> Path:
+    return out / "list" / "shards" / f"{shard:05d}-of-{of:05d}.json"

@@ -1,0 +1,142 @@
+"""What a training run of a published model keeps on each GPU, worked out before anything is loaded.
+
+Weights, gradients and optimizer states follow from counts and are exact. Activations are an estimate, and the CUDA context,
+fragmentation, NCCL's buffers and the autoencoder's decoding are not counted: leave a tenth free.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from retouch.memory.shapes import shape_of
+from retouch.memory.sizes import build_meta, lora_count, parameter_count, parts, stored_count
+
+_ADAMW_BYTES = 8  # two fp32 moments
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """Low-rank adapters: their rank, and the endings of the names of the linear layers that they sit on."""
+
+    rank: int
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a memory plan. ``bytes`` on each GPU."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What one GPU keeps at the peak of a training step: all of ``rows``, and one of ``phases``, which take turns."""
+
+    rows: tuple[Row, ...]
+    phases: tuple[Row, ...] = ()
+
+    @property
+    def total(self) -> int:
+        return sum(row.bytes for row in self.rows) + max((phase.bytes for phase in self.phases), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """How a model is trained.
+
+    ``lora`` and ``adapter`` None train every weight of the transformer; ``adapter`` is how many numbers an IP-Adapter has, whose
+    frozen encoder is one of the model's parts, and ``projection`` how many of them stay whole under "fsdp". ``dtype``: of frozen
+    weights and of the computation; ``trained_dtype``: of trained weights and their gradients. ``copies``: further sets of the
+    trained weights (a weight average, an old policy, the reference of a full fine-tune). ``rows``: samples in one forward with
+    gradient; ``tokens``: of one sample, text and sources included. ``ranks`` GPUs hold everything each ("ddp"), or a share of the
+    optimizer's state ("zero2"), or of the transformer's whole state ("fsdp").
+    """
+
+    lora: Lora | None
+    adapter: int | None = None
+    projection: int = 0
+    rows: int
+    tokens: int
+    dtype: torch.dtype = torch.bfloat16
+    trained_dtype: torch.dtype = torch.float32
+    copies: int = 0
+    gradient_checkpointing: bool = True
+    ranks: int = 1
+    sharding: Literal["ddp", "zero2", "fsdp"] = "ddp"
+    without: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if min(self.rows, self.tokens, self.ranks) < 1 or self.copies < 0:
+            raise ValueError("rows, tokens and ranks are at least 1, and copies at least 0")
+        if self.dtype.itemsize not in (2, 4):
+            raise ValueError(f"{self.dtype}: the computation runs in a 16-bit or 32-bit type")
+
+
+def plan(name: str, setup: Setup) -> MemoryPlan:
+    """The memory plan of a published model (see ``sizes.known_models``). ``setup.without`` names parts that live elsewhere.
+
+    ValueError for an unknown model, part or target.
+    """
+    return plan_parts(parts(name), setup)
+
+
+def plan_parts(described: Mapping[str, Mapping[str, Any]], setup: Setup) -> MemoryPlan:
+    """As ``plan``, for a model that is described part by part, as ``sizes.parts`` does."""
+    unknown = [part for part in setup.without if part not in described or part == "transformer"]
+    if unknown:
+        raise ValueError(f"the model has no part {unknown[0]!r} to leave out; it has {', '.join(described)}")
+    transformer = described["transformer"]
+    share = setup.ranks if setup.sharding == "fsdp" else 1
+    frozen = stored_count(transformer)
+    trained = 0 if setup.lora is None else lora_count(transformer, rank=setup.lora.rank, targets=setup.lora.targets)
+    casts = trained  # an IP-Adapter computes in its own type
+    if setup.adapter is not None:
+        trained += setup.adapter
+    elif setup.lora is None:
+        trained = casts = parameter_count(transformer)
+        frozen -= trained
+    whole = setup.projection if setup.sharding == "fsdp" else 0
+    trained_bytes = _share((trained - whole) * setup.trained_dtype.itemsize, share) + whole * setup.trained_dtype.itemsize
+    moments = _share((trained - whole) * _ADAMW_BYTES, 1 if setup.sharding == "ddp" else setup.ranks) + whole * _ADAMW_BYTES
+    rows = [
+        Row("transformer, frozen weights", _share(frozen * setup.dtype.itemsize, share)),
+        Row("transformer, trained weights", trained_bytes),
+        Row("gradients", trained_bytes),
+        Row("AdamW's two moments", moments),
+        Row("copies of the trained weights", setup.copies * trained_bytes),
+    ]
+    if setup.sharding == "fsdp":
+        rows.append(Row("two gathered blocks", 2 * _largest_block(transformer) * setup.dtype.itemsize))
+    elif setup.trained_dtype.itemsize > setup.dtype.itemsize:
+        rows.append(Row("autocast's copy of the trained weights", casts * setup.dtype.itemsize))
+    for part, description in described.items():
+        if part != "transformer" and part not in setup.without:
+            rows.append(Row(part, stored_count(description) * setup.dtype.itemsize))
+    rows.append(Row("activations (estimate)", activation_bytes(transformer, setup)))
+    return MemoryPlan(tuple(row for row in rows if row.bytes))
+
+
+def activation_bytes(transformer: Mapping[str, Any], setup: Setup) -> int:
+    """What autograd keeps of one forward, roughly.
+
+    That is all of every block; with checkpointing, every block's input and all of one block.
+    """
+    shape, size = shape_of(transformer), setup.dtype.itemsize
+    numbers = setup.rows * setup.tokens * shape.width
+    if setup.gradient_checkpointing:
+        return numbers * (sum(each.count for each in shape.blocks) * size + max(each.saved[size] for each in shape.blocks))
+    return numbers * sum(each.count * each.saved[size] for each in shape.blocks)
+
+
+def _largest_block(transformer: Mapping[str, Any]) -> int:
+    module = build_meta(transformer)
+    blocks = [block for block in module.modules() if type(block).__name__ in (module._no_split_modules or ())]
+    return max(sum(weight.numel() for weight in block.parameters()) for block in blocks)
+
+
+def _share(total: int, ranks: int) -> int:
+    return -(-total // ranks)

@@ -1,0 +1,82 @@
+"""What decoders over one sequence of tokens have in common, pictures being tokens like any other: positions on one axis."""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedTokenizerBase
+
+from retouch.models.common import causal
+from retouch.models.common.recompute import recomputing
+from retouch.types import Prompts, Task
+
+
+class CausalText:
+    """The part of ``retouch.types.AutoregressiveModel`` that hangs on the decoder alone.
+
+    ``gradient_checkpointing``: an update keeps each layer's input alone, and reads a prompt for every row.
+    """
+
+    def __init__(self, module: nn.Module, *, gradient_checkpointing: bool = False) -> None:
+        self.module: nn.Module = module
+        self.gradient_checkpointing = gradient_checkpointing
+        self.shares_prompts = not gradient_checkpointing
+
+    @staticmethod
+    @abstractmethod
+    def decoder(module: nn.Module) -> nn.Module:
+        """The part below the head."""
+        ...
+
+    def embed(self, module: nn.Module, ids: Int[Tensor, "r k"]) -> Float[Tensor, "r k d"]:
+        """What the decoder reads of written tokens; of prompts it reads the module's own input embeddings."""
+        embeds: Tensor = module.get_input_embeddings()(ids)
+        return embeds
+
+    def prompts(self, rows: Sequence[Sequence[int]]) -> Prompts:
+        """Rows of ids as prompts, padded on the left."""
+        device = next(self.module.parameters()).device
+        ids, mask = causal.padded_left([torch.tensor(row, device=device) for row in rows])
+        return Prompts(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0)[..., None], tuple({} for _ in rows))
+
+    def prefill(self, module: nn.Module, prompts: Prompts) -> tuple[Float[Tensor, "p d"], Cache]:
+        assert not (self.gradient_checkpointing and torch.is_grad_enabled())  # its layers would not fill the cache
+        decoder = self.decoder(module)
+        cache = causal.new_cache(decoder)
+        embeds = module.get_input_embeddings()(prompts.ids)
+        states = causal.run(decoder, embeds, mask=prompts.mask, positions=prompts.positions, cache=cache)
+        return states[:, -1], cache
+
+    def extend(
+        self, module: nn.Module, ids: Int[Tensor, "r k"], *, mask: Bool[Tensor, "r l"], positions: Int[Tensor, "r k"], cache: Cache
+    ) -> Float[Tensor, "r k d"]:
+        return causal.run(self.decoder(module), self.embed(module, ids), mask=mask, positions=positions[..., None], cache=cache)
+
+    def select(self, cache: Cache, rows: Int[Tensor, " r"]) -> Cache:
+        return causal.select(cache, rows)
+
+    def states(
+        self, module: nn.Module, prompts: Prompts, ids: Int[Tensor, "r k"], mask: Bool[Tensor, "r k"]
+    ) -> Float[Tensor, "r k d"]:
+        more = ids.shape[1] - 1  # the state after the last token is nobody's
+        where = prompts.next_positions()[:, None] + torch.arange(more, device=ids.device)
+        positions = torch.cat([prompts.positions, where[..., None]], dim=1)
+        whole = torch.cat([prompts.mask, mask[:, :more]], dim=1)
+        with recomputing(module, on=self.gradient_checkpointing and torch.is_grad_enabled()):
+            embeds = torch.cat([module.get_input_embeddings()(prompts.ids), self.embed(module, ids[:, :more])], dim=1)
+            states = causal.run(self.decoder(module), embeds, mask=whole, positions=positions)
+        return states[:, -ids.shape[1] :]
+
+    def logits(self, module: nn.Module, states: Float[Tensor, "n d"]) -> Float[Tensor, "n v"]:
+        logits: Tensor = module.get_output_embeddings()(states)
+        return logits.float()
+
+
+def require_plain(tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase) -> None:
+    """ValueError where an instruction spells a special token, which would be read as a picture or a turn of the dialogue."""
+    special = set(tokenizer.get_added_vocab())
+    for task in tasks:
+        if spelt := [token for token in special if token in task.instruction]:
+            raise ValueError(f"the instruction of task {task.id!r} spells the special token {spelt[0]}; say it otherwise")

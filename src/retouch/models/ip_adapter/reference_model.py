@@ -1,0 +1,40 @@
+"""A flow-matching model that is also shown a task's reference picture, through an IP-Adapter on its transformer."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from retouch.models.common.wrapper import Around
+from retouch.models.ip_adapter.image_encoder import ImageEncoder
+from retouch.types import Conditioning, DenoisingModel, Task
+
+
+class Referenced(Around[DenoisingModel]):
+    """``model``, told of each task's reference too; it is itself a ``DenoisingModel``.
+
+    The unconditional branch of guidance has a reference of zeros, which is what dropout in supervised learning shows as well.
+    ValueError for a task without a reference.
+    """
+
+    def __init__(self, model: DenoisingModel, encoder: ImageEncoder) -> None:
+        super().__init__(model)
+        self.encoder = encoder
+
+    def encode(self, tasks: Sequence[Task]) -> Conditioning:
+        references = []
+        for task in tasks:
+            if task.reference is None:
+                raise ValueError(f"task {task.id!r} has no reference picture, which an IP-Adapter reads; give the data one")
+            references.append(task.reference)
+        return _told(self.model.encode(tasks), self.encoder.embed(references))
+
+    def encode_negative(self, tasks: Sequence[Task]) -> Conditioning:
+        return _told(self.model.encode_negative(tasks), torch.zeros(len(tasks), self.encoder.width))
+
+
+def _told(conditioning: Conditioning, embeds: Float[Tensor, "p d"]) -> Conditioning:
+    device = next(iter(conditioning.tensors.values())).device
+    return replace(conditioning, tensors={**conditioning.tensors, Conditioning.REFERENCE: embeds.to(device)})

@@ -1,0 +1,148 @@
+"""Qwen-Image's transformer as a velocity field: what text-to-image and editing have in common.
+
+x is (r, s, 64) packed tokens in fp32. A conditioning has "embeds" (r, L, d) and "mask" (r, L) for the text, "source" (r, S, 64)
+where there are pictures to edit, and in ``shared`` "grids", the (1, height, width) in tokens of the output and of each source, and
+"size", the output's (height, width) in px.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+from diffusers.utils.torch_utils import randn_tensor
+from jaxtyping import Float
+from PIL.Image import Image
+from torch import Tensor, nn
+
+from retouch.models.common.frozen import evaluating
+from retouch.models.common.schedule import pipeline_sigmas
+from retouch.models.ip_adapter.adapter import attention_inputs
+from retouch.models.qwen_image.layout import QwenLatents, pack
+from retouch.models.qwen_image.text import QwenText, Tokens
+from retouch.types import Conditioning, Task
+
+LORA_RANK, LORA_ALPHA = 64, 128
+LORA_TARGETS = (
+    *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+    *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+    *("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
+)
+"""Flow-GRPO's adapters for Qwen-Image and Qwen-Image-Edit: all of the attention and both feed-forward layers of a block."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """Tasks on their way into the model: what the text encoder reads, the packed source latents, and the common sizes."""
+
+    tokens: Tokens
+    source: Float[Tensor, "p s d"] | None
+    shared: Mapping[str, Any]
+
+
+class QwenFlow(ABC):
+    """What Qwen-Image and Qwen-Image-Edit have in common; to be derived from (implements ``retouch.types.DenoisingModel``).
+
+    ValueError for guidance-distilled weights, whose guidance is an input that no adapter here gives.
+    """
+
+    def __init__(
+        self,
+        *,
+        transformer: QwenImageTransformer2DModel,
+        vae: AutoencoderKLQwenImage,
+        text: QwenText,
+        scheduler_config: Mapping[str, Any],
+    ) -> None:
+        if transformer.config.guidance_embeds:
+            raise ValueError("this transformer is guidance-distilled (guidance_embeds); take the undistilled weights")
+        self.module: nn.Module = transformer
+        self.latents = QwenLatents(vae)
+        self.text = text
+        self.scheduler_config = dict(scheduler_config)
+
+    @abstractmethod
+    def prepare(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> Prepared:
+        """Everything that needs no gradient; ``instructions`` replace the tasks' own."""
+
+    @abstractmethod
+    def encode_images(self, images: Sequence[Image]) -> Float[Tensor, "r s d"]:
+        """Clean x for pictures."""
+
+    def embed(self, prepared: Prepared) -> Conditioning:
+        """The conditioning with gradient to the text encoder, in the mode the encoder is in: for training it as well.
+
+        ValueError where the text and the pictures together are longer than the transformer's table of rotary positions.
+        """
+        embeds, mask = self.text.embed(prepared.tokens)
+        table = self.module.get_submodule("pos_embed").pos_freqs.shape[0]
+        sides = [side for grid in prepared.shared["grids"] for side in grid[1:]]
+        start = max(side // 2 for side in sides)
+        if start + embeds.shape[1] > table:
+            raise ValueError(
+                f"{embeds.shape[1]} text tokens beside pictures of up to {max(sides)} tokens a side need {start + embeds.shape[1]} "
+                f"rotary positions, and the transformer has {table}; shorten the instruction or shrink the pictures"
+            )
+        device = next(self.module.parameters()).device
+        tensors = {"embeds": embeds.to(device), "mask": mask.to(device)}
+        if prepared.source is not None:
+            tensors["source"] = prepared.source.to(device)
+        return Conditioning(tensors, frozenset({"embeds", "mask"}), prepared.shared)
+
+    def encode(self, tasks: Sequence[Task]) -> Conditioning:
+        with evaluating(self.text.encoder):
+            return self.embed(self.prepare(tasks))
+
+    def encode_negative(self, tasks: Sequence[Task]) -> Conditioning:
+        """The same pictures, where there are any, with the instruction " "."""
+        with evaluating(self.text.encoder):
+            return self.embed(self.prepare(tasks, instructions=[" "] * len(tasks)))
+
+    def combine(self, positive: Tensor, negative: Tensor, guidance_scale: float) -> Tensor:
+        """Guidance with each token's velocity brought back to the length it has without (Qwen-Image's "true CFG"); in fp32."""
+        guided = negative + guidance_scale * (positive - negative)
+        return guided * (positive.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+
+    def initial_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator]) -> Float[Tensor, "r s d"]:
+        """Standard normal tokens, row i drawn from generator i as (1, 1, channels, h, w) latents and then packed."""
+        _, height, width = conditioning.shared["grids"][0]
+        device = conditioning.tensors["embeds"].device
+        shape = (1, 1, self.latents.channels, 2 * height, 2 * width)
+        rows = [randn_tensor(shape, generator=generator, device=device, dtype=torch.float32)[:, 0] for generator in generators]
+        return pack(torch.cat(rows))
+
+    def sigmas(self, num_steps: int, conditioning: Conditioning) -> Float[Tensor, " num_steps_plus_1"]:
+        """1 to 1 / num_steps in equal steps, shifted for the number of tokens of the output, then 0."""
+        _, height, width = conditioning.shared["grids"][0]
+        start = np.linspace(1.0, 1 / num_steps, num_steps).tolist()
+        return pipeline_sigmas(self.scheduler_config, num_steps, image_tokens=height * width, start=start)
+
+    def velocity(
+        self, module: nn.Module, x: Float[Tensor, "r s d"], sigma: Float[Tensor, " r"], conditioning: Conditioning
+    ) -> Float[Tensor, "r s d"]:
+        """noise - data in fp32 at ``x``; the tokens of the sources are read and not predicted. ValueError for x of another size."""
+        embeds, mask = conditioning.tensors["embeds"], conditioning.tensors["mask"]
+        grids = list(conditioning.shared["grids"])
+        if x.shape[1] != grids[0][1] * grids[0][2]:
+            raise ValueError(f"x has {x.shape[1]} tokens, and its conditioning is for {grids[0][1]} x {grids[0][2]}")
+        lengths = mask.sum(1).tolist()  # one transfer to the host says both how much is padding and whether a mask is needed
+        longest = max(lengths)
+        tokens = torch.cat([x, conditioning.tensors["source"]], dim=1) if "source" in conditioning.tensors else x
+        dtype = next(module.parameters()).dtype
+        output = module(
+            hidden_states=tokens.to(dtype),
+            # The pipelines hand timesteps over in thousandths and divide again; the rounding reaches the highest frequencies.
+            timestep=sigma * 1000 / 1000,
+            encoder_hidden_states=embeds[:, :longest].to(dtype),
+            encoder_hidden_states_mask=None if min(lengths) == longest else mask[:, :longest],
+            img_shapes=[grids] * len(x),
+            attention_kwargs=attention_inputs(module, conditioning),
+            return_dict=False,
+        )[0]
+        return output[:, : x.shape[1]].float()
+
+    def decode(self, x: Float[Tensor, "r s d"], conditioning: Conditioning) -> list[Image]:
+        return self.latents.decode(x, conditioning.shared["size"])

@@ -1,0 +1,80 @@
+"""Qwen-Image, text to image, as diffusers runs it."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+from jaxtyping import Float
+from PIL.Image import Image
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration
+
+from retouch.models.qwen_image import load as qwen_load
+from retouch.models.qwen_image.flow import Prepared, QwenFlow
+from retouch.models.qwen_image.layout import Size
+from retouch.models.qwen_image.text import TEXT_TO_IMAGE, QwenText
+from retouch.types import Task
+
+
+class QwenImage(QwenFlow):
+    """Qwen-Image: a picture from words alone; a task's own pictures are not looked at.
+
+    ``size``: (height, width) of the output in px; None is the pipeline's 1024 x 1024 (128 latents a side). ``template``: None is
+    the official one. ``max_tokens``: the longest text in tokens, the template's end included; a longer one is a ValueError.
+    """
+
+    def __init__(
+        self,
+        *,
+        transformer: QwenImageTransformer2DModel,
+        vae: AutoencoderKLQwenImage,
+        text_encoder: Qwen2_5_VLForConditionalGeneration,
+        tokenizer: PreTrainedTokenizerBase,
+        scheduler_config: Mapping[str, Any],
+        size: Size | None = None,
+        template: str | None = None,
+        max_tokens: int = 512,
+    ) -> None:
+        text = QwenText(text_encoder, tokenizer, template=TEXT_TO_IMAGE if template is None else template)
+        super().__init__(transformer=transformer, vae=vae, text=text, scheduler_config=scheduler_config)
+        self.size: Size = (64 * self.latents.token_pixels,) * 2 if size is None else size
+        self.max_tokens = max_tokens
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: Path | str,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        size: Size | None = None,
+        template: str | None = None,
+    ) -> "QwenImage":
+        """The parts of a local diffusers folder (safetensors, no remote code); all but the transformer frozen."""
+        parts = qwen_load.load(path, dtype=dtype, device=device)
+        return cls(
+            transformer=parts.transformer,
+            vae=parts.vae,
+            text_encoder=parts.text_encoder,
+            tokenizer=parts.tokenizer,
+            scheduler_config=parts.scheduler_config,
+            size=size,
+            template=template,
+        )
+
+    def prepare(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> Prepared:
+        """Everything that needs no gradient: the tokens; ``instructions`` replace the tasks' own."""
+        texts = [task.instruction for task in tasks] if instructions is None else list(instructions)
+        for task, text in zip(tasks, texts, strict=True):
+            self.text.check(text, task.id)
+        tokens = self.text.tokenise(texts, [()] * len(texts))
+        lengths = tokens["attention_mask"].sum(1) - self.text.prefix
+        if lengths.max() > self.max_tokens:
+            worst = int(lengths.argmax())
+            raise ValueError(f"the text of task {tasks[worst].id!r} has {lengths[worst]} tokens; at most {self.max_tokens}")
+        return Prepared(tokens, None, {"grids": (self.latents.grid(self.size),), "size": self.size})
+
+    def encode_images(self, images: Sequence[Image]) -> Float[Tensor, "r s d"]:
+        return self.latents.encode(images, self.size)

@@ -1,0 +1,149 @@
+"""Qwen-Image-Edit and Edit-Plus conditioned on more than an instruction: on what a writer answered to it.
+
+The encoder reads the pipeline's template with the task in it, which ends in an open assistant turn, then a response's ids as they
+were sampled, then the token that closes the turn. An empty response adds nothing, not even that token. The template's beginning is
+dropped as the pipeline drops it, so the image model sees [user, pictures, instruction, assistant, response].
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from retouch.models.common.encoder import Encoder
+from retouch.models.common.frozen import evaluating
+from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
+from retouch.models.qwen_image.flow import Prepared
+from retouch.models.qwen_image.template import VISION, Tokens
+from retouch.models.qwen_image.text import QwenText
+from retouch.models.qwen_vl.model import STOP, QwenWriter, Reader
+from retouch.types import Conditioning, Task
+
+CLOSING = "<|im_end|>"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Question:
+    """A task as it stands before a response: its tokens, source latents and sizes, and the most ids that may follow."""
+
+    prepared: Prepared
+    room: int
+
+    @property
+    def size(self) -> tuple[tuple[int, int, int], ...]:
+        """The output's and the sources' sizes; questions of one size can be drawn together."""
+        grids: tuple[tuple[int, int, int], ...] = self.prepared.shared["grids"]
+        return grids
+
+    @property
+    def length(self) -> int:
+        """Tokens before a response."""
+        return self.prepared.tokens["input_ids"].shape[1]
+
+
+class QwenResponses:
+    """An editor whose embeddings of a task go on into a response (implements ``retouch.renderers.responses.ResponseEditor``).
+
+    ``encoder`` reads in the place of the editor's own text encoder, with the editor's tokenizer, template and sizes; its states are
+    those of the last layer after the final norm. The autoencoder is frozen by this.
+    """
+
+    def __init__(self, editor: QwenImageEdit, encoder: Encoder) -> None:
+        self.model = editor
+        self.encoder = encoder
+        words = editor.text
+        template = words.template.head + "{}" + words.template.tail
+        self.text = QwenText(encoder.module, words.tokenizer, template=template, image_processor=words.image_processor)
+        editor.latents.vae.requires_grad_(False).eval()
+        config = encoder.module.config
+        self._closing: int = words.tokenizer.convert_tokens_to_ids(CLOSING)
+        self._vocabulary: int = encoder.module.get_input_embeddings().weight.shape[0]
+        self._pictures = {config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id}
+
+    def prepare(self, task: Task) -> Question:
+        """Everything about a task that a response does not change. ValueError where it leaves no room for one."""
+        with torch.no_grad():
+            prepared = self.model.prepare([task])
+        positions: Any = self.model.module.get_submodule("pos_embed")
+        table: int = positions.pos_freqs.shape[0]
+        start = max(side // 2 for grid in prepared.shared["grids"] for side in grid[1:])
+        length = prepared.tokens["input_ids"].shape[1]
+        room = table - start - (length - self.text.prefix) - 1
+        if room < 1:
+            raise ValueError(
+                f"the {length} tokens of task {task.id!r} fill the transformer's {table} rotary positions; "
+                "shorten its instruction, or shrink its pictures"
+            )
+        return Question(prepared, room)
+
+    def takes(self, question: Question, response: Sequence[int]) -> bool:
+        """Whether these ids can be read: known to the encoder, none that stands for a picture, no more than fit."""
+        return len(response) <= question.room and all(0 <= k < self._vocabulary and k not in self._pictures for k in response)
+
+    def read(self, questions: Sequence[Question], responses: Sequence[Sequence[int]]) -> list[Float[Tensor, "_ d"]]:
+        """Embeddings of each question with its response, in one forward of the encoder; sizes and lengths may differ."""
+        return self._embed([_extended(q.prepared.tokens, r, self._closing) for q, r in zip(questions, responses, strict=True)])
+
+    def read_negative(self, tasks: Sequence[Task]) -> list[Float[Tensor, "_ d"]]:
+        """The pipeline's own negative branch: the same pictures with the instruction " ", under the published weights."""
+        tokens = [self.model.tokenise([task], instructions=[" "]) for task in tasks]
+        with self.encoder.published():
+            return self._embed(tokens)
+
+    def condition(self, questions: Sequence[Question], states: Sequence[Float[Tensor, "_ d"]]) -> Conditioning:
+        """Questions of one size as a conditioning, padded on the right, on the transformer's device."""
+        shared = questions[0].prepared.shared
+        assert all(question.size == questions[0].size for question in questions)
+        device = next(self.model.module.parameters()).device
+        lengths = torch.tensor([len(row) for row in states], device=device)
+        embeds = pad_sequence([row.to(device) for row in states], batch_first=True)
+        mask = torch.arange(embeds.shape[1], device=device) < lengths[:, None]
+        source = [question.prepared.source.to(device) for question in questions if question.prepared.source is not None]
+        return Conditioning({"embeds": embeds, "mask": mask, "source": torch.cat(source)}, frozenset({"embeds", "mask"}), shared)
+
+    def _embed(self, rows: Sequence[Tokens]) -> list[Float[Tensor, "_ d"]]:
+        joined = _joined(rows, pad=self.text.tokenizer.pad_token_id)
+        with self.encoder.reading(), evaluating(self.encoder.module):
+            embeds, mask = self.text.embed(joined)
+        return [row[real] for row, real in zip(embeds, mask, strict=True)]
+
+
+def writer_for(
+    editor: QwenImageEdit, module: Reader, *, stop: Sequence[str] = STOP, gradient_checkpointing: bool = False
+) -> QwenWriter:
+    """A writer that reads a task exactly as ``QwenResponses`` does before a response: same template, pictures and tokenizer.
+
+    So a response is read in the context that it was written in.
+    """
+    words = editor.text
+    return QwenWriter(
+        module,
+        words.tokenizer,
+        template=words.template.head + "{}" + words.template.tail,
+        image_processor=words.image_processor,
+        picture="Picture {}: " + VISION if isinstance(editor, QwenImageEditPlus) else "",
+        area=editor.condition_area,
+        stop=stop,
+        gradient_checkpointing=gradient_checkpointing,
+    )
+
+
+def _extended(tokens: Tokens, response: Sequence[int], closing: int) -> Tokens:
+    """One row's tokens, with the response and the end of its turn where there is one."""
+    ids = tokens["input_ids"]
+    more = ids.new_tensor([[*response, closing]] if len(response) else [[]])
+    return {**tokens, "input_ids": torch.cat([ids, more], dim=1)}
+
+
+def _joined(rows: Sequence[Tokens], *, pad: int) -> Tokens:
+    """Single rows without padding as one batch, padded on the right."""
+    ids = [row["input_ids"][0] for row in rows]
+    joined = {
+        "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+    }
+    return joined | {name: torch.cat([row[name] for row in rows]) for name in ("pixel_values", "image_grid_thw")}

@@ -1,0 +1,83 @@
+"""What Qwen-Image knows of an instruction: hidden states of Qwen2.5-VL over a chat template, without the template's beginning.
+
+The last hidden state (after the final norm) of the real tokens, less the system turn and the user header: (r, L, d) with a mask.
+Pictures come as runs of image tokens, one for each merged patch, and have three-axis positions (time, height, width).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from PIL.Image import Image
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration
+
+from retouch.models.qwen_image.template import TURNS, VISION, QwenTemplate, Tokens
+
+_DESCRIBE = (
+    "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the objects and "
+    "background:"
+)
+_MODIFY = (
+    "Describe the key features of the input image (color, shape, size, texture, objects, background), then explain how the user's "
+    "text instruction should alter or modify the image. Generate a new image that meets the user's requirements while maintaining "
+    "consistency with the original input where appropriate."
+)
+TEXT_TO_IMAGE = TURNS.format(system=_DESCRIBE, user="{}")
+EDIT = TURNS.format(system=_MODIFY, user=VISION + "{}")
+EDIT_PLUS = TURNS.format(system=_MODIFY, user="{}")
+OFFICIAL_PREFIX = {TEXT_TO_IMAGE: 34, EDIT: 64, EDIT_PLUS: 64}
+
+
+class QwenText:
+    """A Qwen2.5-VL text encoder with its tokenizer and image processor, and the template that it reads.
+
+    ``template`` has one placeholder ``{}``; what stands before it, or before its first vision block, is the prefix that is
+    dropped. ValueError where an official template has another number of prefix tokens than the models were trained with.
+    """
+
+    def __init__(
+        self,
+        encoder: Qwen2_5_VLForConditionalGeneration,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        template: str,
+        image_processor: Any = None,
+    ) -> None:
+        self._image_token = encoder.config.image_token_id
+        self.template = QwenTemplate(tokenizer, template=template, image_processor=image_processor, image_token=self._image_token)
+        self.encoder = encoder
+        self.tokenizer = tokenizer
+        self.image_processor = image_processor
+        before_vision = self.template.head.partition("<|vision_start|>")[0]
+        self.prefix = len(tokenizer(before_vision)["input_ids"]) if before_vision else 0
+        if self.prefix != OFFICIAL_PREFIX.get(template, self.prefix):
+            raise ValueError(
+                f"the official template begins with {OFFICIAL_PREFIX[template]} tokens, and with {self.prefix} in this tokenizer: "
+                "give the model's own tokenizer, or a template of your own"
+            )
+
+    def check(self, instruction: str, task: str) -> None:
+        """ValueError where an instruction spells one of the tokenizer's special tokens, which would change the template."""
+        self.template.check(instruction, task)
+
+    def tokenise(self, bodies: Sequence[str], pictures: Sequence[Sequence[Image]]) -> Tokens:
+        """The encoder's inputs for these bodies (what replaces the placeholder) and each row's pictures; see ``QwenTemplate``."""
+        return self.template.tokenise(bodies, pictures)
+
+    def embed(self, tokens: Tokens) -> tuple[Float[Tensor, "r l d"], Bool[Tensor, "r l"]]:
+        """Embeddings and their mask, padded on the right with zeros; with gradient where the caller has not turned it off.
+
+        Padding in ``tokens`` may be on either side. Rows that differ in length do not change one another.
+        """
+        tokens = {name: tensor.to(self.encoder.device) for name, tensor in tokens.items()}
+        keep = tokens["attention_mask"].bool()
+        # Without the token types the encoder silently gives image tokens positions as if they were text.
+        types = (tokens["input_ids"] == self._image_token).int()
+        states = self.encoder.model(**tokens, mm_token_type_ids=types, use_cache=False).last_hidden_state
+        rows = [state[real][self.prefix :] for state, real in zip(states, keep, strict=True)]
+        lengths = torch.tensor([len(row) for row in rows], device=states.device)
+        embeds = pad_sequence(rows, batch_first=True)
+        return embeds, torch.arange(embeds.shape[1], device=states.device) < lengths[:, None]

@@ -1,0 +1,151 @@
+"""Qwen's instruct models as writers: Qwen2-VL, Qwen2.5-VL and Qwen3-VL with pictures, Qwen2.5 and Qwen3 without.
+
+A prompt is a chat template with a task's pictures and instruction in it. Tokens that stand for pictures are never written.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from jaxtyping import Bool, Float, Int
+from PIL.Image import Image, Resampling
+from torch import Tensor, nn
+from transformers import (
+    Cache,
+    PreTrainedTokenizerBase,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2ForCausalLM,
+    Qwen2VLForConditionalGeneration,
+    Qwen3ForCausalLM,
+    Qwen3VLForConditionalGeneration,
+)
+
+from retouch.models.common import causal
+from retouch.models.common.causal import Sight
+from retouch.models.common.recompute import recomputing
+from retouch.models.common.text_grammar import WithoutVision
+from retouch.models.qwen_image.layout import Area, fit
+from retouch.models.qwen_image.template import VISION, QwenTemplate
+from retouch.models.qwen_vl import vision as qwen_sight
+from retouch.types import Prompts, Task
+
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")  # of the language model alone: the vision towers name theirs otherwise
+LORA_RANK, LORA_ALPHA = 32, 64
+STOP = ("<|im_end|>", "<|endoftext|>")
+Reader: TypeAlias = Qwen2VLForConditionalGeneration | Qwen2_5_VLForConditionalGeneration | Qwen3VLForConditionalGeneration
+Speaker: TypeAlias = Qwen2ForCausalLM | Qwen3ForCausalLM
+
+
+class QwenWriter:
+    """A Qwen instruct model (implements ``retouch.types.AutoregressiveModel``).
+
+    ``template``: ``TURNS.format(system=..., user="{}")``, say. ``picture``: what stands for each picture before the instruction,
+    with ``{}`` for its number from 1; "" where the template has the vision block. ``area``: px of a picture as the model sees it
+    (see ``qwen_layout.fit``). ``stop``: the tokens that end a completion. ``gradient_checkpointing``: an update keeps each layer's
+    input alone, and reads a prompt for every row.
+    """
+
+    def __init__(
+        self,
+        module: Reader | Speaker,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        template: str,
+        image_processor: Any = None,
+        picture: str = VISION,
+        area: Area = "as_is",
+        stop: Sequence[str] = STOP,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        reads = isinstance(module, Reader)
+        if image_processor is not None and not reads:
+            raise ValueError(f"{type(module).__name__} sees no pictures; leave image_processor out")
+        known = tokenizer.get_vocab()
+        if any(token not in known for token in stop):
+            raise ValueError(f"stop {list(stop)}: the tokenizer has no token {[token for token in stop if token not in known]}")
+        self.module: nn.Module = module
+        self.image_token: int | None = module.config.image_token_id if reads else None
+        self.template = QwenTemplate(tokenizer, template=template, image_processor=image_processor, image_token=self.image_token)
+        self.picture = picture
+        self.area: Area = area
+        self.gradient_checkpointing = gradient_checkpointing
+        self.shares_prompts = not gradient_checkpointing
+        self.grammar = WithoutVision(tokenizer, module.get_output_embeddings().weight.shape[0], module.device)
+        self.stop = tuple(known[token] for token in stop)
+        self.pad = known["<|endoftext|>"]
+
+    def seen(self, task: Task) -> list[Image]:
+        """A task's pictures at the size at which the image processor gets them."""
+        return [image.resize(fit(image, self.area)[::-1], Resampling.LANCZOS) for image in task.images]
+
+    def encode(self, tasks: Sequence[Task]) -> Prompts:
+        """The tasks' prompts. ValueError where an instruction spells a special token, or a picture has no place."""
+        for task in tasks:
+            self.template.check(task.instruction, task.id)
+        blocks = ["".join(self.picture.format(k) for k in range(1, len(task.images) + 1)) for task in tasks]
+        seen = [self.seen(task) for task in tasks]
+        tokens = self.template.tokenise([block + task.instruction for block, task in zip(blocks, tasks, strict=True)], seen)
+        tokens = {name: tensor.to(self.module.device) for name, tensor in tokens.items()}
+        real = tokens["attention_mask"].bool()
+        ids, mask = causal.padded_left([row[keep] for row, keep in zip(tokens["input_ids"], real, strict=True)])
+        if self.image_token is None:
+            return Prompts(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0)[..., None], tuple({} for _ in tasks))
+        # Always given: what the model works out by itself it remembers, and takes for the next batch's.
+        grids = tokens.get("image_grid_thw")
+        types = (ids == self.image_token).int()
+        positions, _ = self.module.model.get_rope_index(ids, types, image_grid_thw=grids, attention_mask=mask)
+        pictures: tuple[dict[str, Tensor], ...] = tuple({} for _ in tasks)
+        if grids is not None:
+            numbers, merge = [len(row) for row in seen], self.template.image_processor.merge_size
+            pictures = qwen_sight.by_row(self.module, tokens["pixel_values"], grids, numbers=numbers, merge=merge)
+        return Prompts(ids, mask, positions.permute(1, 2, 0), pictures)
+
+    def prefill(self, module: nn.Module, prompts: Prompts) -> tuple[Float[Tensor, "p d"], Cache]:
+        assert not (self.gradient_checkpointing and torch.is_grad_enabled())  # its layers would not fill the cache
+        embeds, sight = qwen_sight.embed(module, prompts, self.image_token)
+        decoder = _decoder(module)
+        cache = causal.new_cache(decoder)
+        states = causal.run(decoder, embeds, mask=prompts.mask, positions=prompts.positions, cache=cache, sight=sight)
+        return states[:, -1], cache
+
+    def extend(
+        self, module: nn.Module, ids: Int[Tensor, "r k"], *, mask: Bool[Tensor, "r l"], positions: Int[Tensor, "r k"], cache: Cache
+    ) -> Float[Tensor, "r k d"]:
+        where = positions[..., None].expand(*positions.shape, 1 if self.image_token is None else 3)
+        return causal.run(_decoder(module), module.get_input_embeddings()(ids), mask=mask, positions=where, cache=cache)
+
+    def select(self, cache: Cache, rows: Int[Tensor, " r"]) -> Cache:
+        return causal.select(cache, rows)
+
+    def states(
+        self, module: nn.Module, prompts: Prompts, ids: Int[Tensor, "r k"], mask: Bool[Tensor, "r k"]
+    ) -> Float[Tensor, "r k d"]:
+        more = ids.shape[1] - 1  # the state after the last token is nobody's
+        where = prompts.next_positions()[:, None] + torch.arange(more, device=ids.device)
+        positions = torch.cat([prompts.positions, where[..., None].expand(*where.shape, prompts.positions.shape[-1])], dim=1)
+        with recomputing(module, on=self.gradient_checkpointing and torch.is_grad_enabled()):
+            embeds, sight = qwen_sight.embed(module, prompts, self.image_token)
+            if sight is not None:
+                sight = Sight(nn.functional.pad(sight.places, (0, more)), sight.features)
+            embeds = torch.cat([embeds, module.get_input_embeddings()(ids[:, :more])], dim=1)
+            whole = torch.cat([prompts.mask, mask[:, :more]], dim=1)
+            states = causal.run(_decoder(module), embeds, mask=whole, positions=positions, sight=sight)
+        return states[:, -ids.shape[1] :]
+
+    def logits(self, module: nn.Module, states: Float[Tensor, "n d"]) -> Float[Tensor, "n v"]:
+        logits: Tensor = module.get_output_embeddings()(states)
+        return logits.float()
+
+    def spell(self, text: str) -> list[int]:
+        """The ids of a text. ValueError where it spells a special token."""
+        self.template.check(text, text)
+        ids: list[int] = self.template.tokenizer(text).input_ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self.template.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+
+def _decoder(module: nn.Module) -> nn.Module:
+    return module.model.language_model if isinstance(module, Reader) else module.model

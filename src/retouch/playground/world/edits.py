@@ -1,0 +1,177 @@
+"""Edits of a scene: five kinds, alone or several in one instruction.
+
+The edits of one instruction touch different cells and all refer to the scene as it was: what an edit creates is new to the scene,
+so nothing that is named can be confused with it, and the order of the edits does not matter.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+import torch
+
+from retouch.playground.world.draws import Draws
+from retouch.playground.world.scenes import CELLS, CODES, COLOURS, SHAPES, THINGS, Scene, Thing
+from retouch.types import Json
+
+Kind: TypeAlias = Literal["recolour", "reshape", "remove", "add", "move"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+MOST_EDITS = 4
+_MOST_THINGS = 4
+_MOST_ADDED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """One change: ``thing`` stands in ``cell`` (for ``add``: comes there), and is then ``result`` in ``to_cell``.
+
+    ``remove`` has no result; ``to_cell`` is ``cell`` but for ``move``.
+    """
+
+    kind: Kind
+    cell: int
+    thing: Thing
+    to_cell: int
+    result: Thing | None
+
+    def __post_init__(self) -> None:
+        thing, result = self.thing, self.result
+        right = {
+            "recolour": result is not None and result.shape == thing.shape and result != thing,
+            "reshape": result is not None and result.colour == thing.colour and result != thing,
+            "remove": result is None,
+            "add": result == thing,
+            "move": result == thing,
+        }
+        if not right.get(self.kind, False) or (self.to_cell != self.cell) != (self.kind == "move"):
+            raise ValueError(f"not an edit of the kind {self.kind!r}: {thing} in {self.cell} to {result} in {self.to_cell}")
+        if thing not in CODES or result not in CODES or not 0 <= self.cell < CELLS or not 0 <= self.to_cell < CELLS:
+            raise ValueError(f"an edit of something unknown: {thing} in {self.cell} to {result} in {self.to_cell}")
+
+    @property
+    def touches(self) -> tuple[int, ...]:
+        """The cells that look different afterwards."""
+        return (self.cell,) if self.cell == self.to_cell else (self.cell, self.to_cell)
+
+    @property
+    def creates(self) -> Thing | None:
+        """The (colour, shape) that the scene did not have before."""
+        return self.result if self.kind in ("recolour", "reshape", "add") else None
+
+    def to_json(self) -> dict[str, Json]:
+        """A flat dictionary of the fields."""
+        result: Json = None if self.result is None else list(self.result)
+        return {"kind": self.kind, "cell": self.cell, "thing": list(self.thing), "to_cell": self.to_cell, "result": result}
+
+    @classmethod
+    def from_json(cls, value: Json) -> "Edit":
+        """The edit of ``to_json``. ValueError where the value is no edit."""
+        match value:
+            case {
+                "kind": str(kind),
+                "cell": int(cell),
+                "thing": [str(colour), str(shape)],
+                "to_cell": int(to_cell),
+                "result": ([str(), str()] | None) as result,
+            }:
+                return cls(kind, cell, Thing(colour, shape), to_cell, None if result is None else Thing(*result))  # type: ignore[arg-type]
+        raise ValueError(f"not an edit: {value!r}")
+
+
+def apply(scene: Scene, edits: Sequence[Edit]) -> Scene:
+    """The scene after the edits. ValueError where they do not fit it, get in each other's way or leave it empty."""
+    cells = list(scene.cells)
+    touched: set[int] = set()
+    known = {thing for thing in scene.cells if thing is not None}
+    for edit in edits:
+        before = None if edit.kind == "add" else edit.thing
+        if scene.cells[edit.cell] != before or (edit.kind == "move" and scene.cells[edit.to_cell] is not None):
+            raise ValueError(f"{edit} does not fit {scene}: the thing must be in its cell, and the place it comes to empty")
+        if not touched.isdisjoint(edit.touches):
+            raise ValueError(f"{edit} touches a cell that another edit of the instruction touches")
+        if edit.creates is not None:
+            if edit.creates in known:
+                raise ValueError(f"{edit} makes a second {' '.join(edit.creates)}; references would be ambiguous")
+            known.add(edit.creates)
+        touched.update(edit.touches)
+        cells[edit.cell] = None
+        cells[edit.to_cell] = edit.result
+    if not any(cells):
+        raise ValueError("the edits leave an empty scene")
+    return Scene(scene.background, tuple(cells))
+
+
+def random_kinds(complexity: int, generator: torch.Generator) -> tuple[Kind, ...]:
+    """Kinds for so many edits, each drawn from the five; drawn anew where no scene of 2 to 4 things could have them."""
+    if not 1 <= complexity <= MOST_EDITS:
+        raise ValueError(f"complexity is the number of edits in an instruction, 1 to {MOST_EDITS}, not {complexity}")
+    draws = Draws(generator)
+    while True:
+        kinds = tuple(draws.choose(KINDS) for _ in range(complexity))
+        if kinds.count("add") <= _MOST_ADDED and kinds.count("remove") < _MOST_THINGS:
+            return kinds
+
+
+def things_needed(kinds: Sequence[Kind]) -> int:
+    """The least number of things, from 2, of a scene that can have edits of these kinds."""
+    named = sum(kind != "add" for kind in kinds)
+    return max(2, named + (kinds.count("remove") == len(kinds)))
+
+
+def edits_of_kinds(scene: Scene, kinds: Sequence[Kind], generator: torch.Generator) -> tuple[Edit, ...] | None:
+    """Random edits of these kinds, in this order; None where the draw met a dead end (another draw or scene may not)."""
+    draws = Draws(generator)
+    objects = scene.objects
+    named = draws.sample(list(objects), len(objects))
+    free = draws.sample(scene.empty, len(scene.empty))
+    known = set(objects.values())
+    edits: list[Edit] = []
+    for kind in kinds:
+        if kind == "add":
+            options: Sequence[Thing | None] = [new for new in THINGS if new not in known]
+            cell = to_cell = free.pop() if free else -1
+        elif not named:
+            return None
+        else:
+            cell = to_cell = named.pop()
+            options = _results(kind, objects[cell], known)
+            if kind == "move":
+                to_cell = free.pop() if free else -1
+        if not options or to_cell < 0:
+            return None
+        result = draws.choose(options)
+        thing = result if kind == "add" else objects[cell]
+        assert thing is not None
+        known.add(result or thing)
+        edits.append(Edit(kind, cell, thing, to_cell, result))
+    left = len(objects) + kinds.count("add") - kinds.count("remove")
+    return tuple(edits) if left > 0 else None
+
+
+def _results(kind: Kind, thing: Thing, known: set[Thing]) -> Sequence[Thing | None]:
+    """What the thing may become."""
+    if kind == "recolour":
+        return [made for colour in COLOURS if (made := Thing(colour, thing.shape)) not in known]
+    if kind == "reshape":
+        return [made for shape in SHAPES if (made := Thing(thing.colour, shape)) not in known]
+    return [None] if kind == "remove" else [thing]
+
+
+def vain_edit(scene: Scene, edits: Sequence[Edit], generator: torch.Generator) -> Edit:
+    """A random edit of a thing that the scene does not hold and that ``edits`` do not make: nothing comes of it."""
+    draws = Draws(generator)
+    known = {*scene.objects.values(), *(edit.creates for edit in edits)}
+    thing = draws.choose([thing for thing in THINGS if thing not in known])
+    kind = draws.choose([kind for kind in KINDS if kind != "add"])
+    cell, to_cell = draws.sample(range(CELLS), 2)
+    result = draws.choose(_results(kind, thing, {thing}))
+    return Edit(kind, cell, thing, to_cell if kind == "move" else cell, result)
+
+
+def random_edits(scene: Scene, complexity: int, generator: torch.Generator) -> tuple[Edit, ...]:
+    """So many random edits that the scene can have. ValueError where no draw of many fits."""
+    for _ in range(1000):
+        edits = edits_of_kinds(scene, random_kinds(complexity, generator), generator)
+        if edits is not None:
+            return edits
+    raise ValueError(f"no {complexity} edits found for {scene}; it needs more things or more empty cells")

@@ -1,0 +1,278 @@
+"""The denoising kernel: a flow-matching model acts by denoising, and is evaluated transition by transition.
+
+Conventions: sigma runs 1 to 0, velocity = noise - data. Action ``j`` of a trajectory is the transition from
+``latents[:, j]`` to ``latents[:, j + 1]``, at ``sigmas[first + j]``; all other steps of the chain are deterministic Euler
+steps. Noise is keyed by (seed, step, group, slot) and drawn on the CPU.
+"""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from retouch.core.divergences import gaussian_kl, velocity_mse
+from retouch.core.random import generator
+from retouch.core.ratio_norm import gradient_balance, ratio_norm
+from retouch.core.transitions import Transition, transition
+from retouch.policies.denoising.reference_dropout import unshown
+from retouch.policies.denoising.trajectory import DenoisingTrajectory
+from retouch.policies.denoising.windows import Window
+from retouch.policies.value_heads import LatentValues, summary
+from retouch.policies.weights import WeightCopies
+from retouch.types import Batch, Conditioning, DenoisingModel, Evaluation, Kind, Needs, Slice, Weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a rollout denoises.
+
+    ``kind`` and ``noise_level``: the transition of the trained steps (``ode``: no exploration, no log-probabilities, for
+    objectives that need only pictures). ``reduction``: of the Gaussian log-probability over a latent's elements; clip ranges
+    depend on it. ``shared_noise``: the samples of a group start from the same noise. ``weights``: those that act; NFT compares to
+    its old policy, so that one makes its pictures.
+    """
+
+    num_steps: int
+    kind: Literal["sde", "cps", "dance", "ode"]
+    noise_level: float
+    reduction: Literal["mean", "sum"]
+    window: Window
+    shared_noise: bool = False
+    weights: Literal["current", "old"] = "current"
+
+
+class DenoisingPolicy:
+    """A flow-matching model as policy (implements ``retouch.types.VelocityPolicy``).
+
+    ``microbatch``: velocities per forward with gradient. ``eval_steps``: steps of the deterministic sampling that
+    evaluation and the end user see. ``copies`` may hold ``reference``, ``old`` and ``average`` weights. ``head``: says
+    before each action what reward is to be expected. ``reference_dropout``: share of tasks whose reference picture a demonstration
+    does not show; a rollout always does, or its ratio would not be 1.
+    """
+
+    def __init__(
+        self,
+        model: DenoisingModel,
+        *,
+        sampling: Sampling,
+        eval_steps: int,
+        microbatch: int,
+        copies: WeightCopies,
+        keep_means: bool = False,
+        head: LatentValues | None = None,
+        reference_dropout: float = 0.0,
+    ) -> None:
+        self.model = model
+        self.module: nn.Module = model.module
+        self.sampling = sampling
+        self.eval_steps = eval_steps
+        self.microbatch = microbatch
+        self.copies = copies
+        self.keep_means = keep_means
+        self.head = head
+        self.reference_dropout = reference_dropout
+
+    # Acting
+
+    @torch.no_grad()
+    def rollout(self, batch: Batch) -> DenoisingTrajectory:
+        """Act with exploration in this step's window of the chain. ``outputs``: clean latents (b, ...), fp32."""
+        window = self.sampling.window.actions(num_steps=self.sampling.num_steps, seed=batch.seed, step=batch.step)
+        actions = range(0) if self.sampling.kind == "ode" else window
+        with self.copies.using("old") if self.sampling.weights == "old" else nullcontext():
+            made = self._denoise(batch, num_steps=self.sampling.num_steps, actions=actions, shared_noise=self.sampling.shared_noise)
+        if self.head is None:
+            return made
+        rows, count = made.mask.shape
+        return replace(made, values=self._values(made, Slice(slice(0, rows), slice(0, count))))
+
+    def sample(self, batch: Batch) -> DenoisingTrajectory:
+        """Denoise deterministically, under the averaged weights where there are any."""
+        with self.copies.using("average") if "average" in self.copies.copies else nullcontext():
+            return self._denoise(batch, num_steps=self.eval_steps, actions=range(0), shared_noise=False)
+
+    def demonstrate(self, batch: Batch) -> DenoisingTrajectory:
+        """The tasks' targets as outputs. ValueError where a task has none."""
+        targets = [batch.tasks[k].target for k in batch.group]
+        images = [target for target in targets if target is not None]
+        if len(images) < len(targets):
+            lacking = next(batch.tasks[k].id for k in batch.group if batch.tasks[k].target is None)
+            raise ValueError(f"task {lacking} has no target picture, which supervised learning imitates; give the data a `target`")
+        conditioning = unshown(self.model.encode(batch.tasks), batch, share=self.reference_dropout)
+        with torch.no_grad():
+            x = self.model.encode_images(images)
+        return self._pictures(x, sigmas=x.new_zeros(1), conditioning=conditioning, group=self._group(batch))
+
+    @torch.no_grad()
+    def _denoise(self, batch: Batch, *, num_steps: int, actions: range, shared_noise: bool) -> DenoisingTrajectory:
+        conditioning = self.model.encode(batch.tasks)
+        group = self._group(batch)
+        sigmas = self.model.sigmas(num_steps, conditioning).to(group.device)
+        branch = self.sampling.window.mode == "branch" and len(actions) > 0
+        rows = conditioning if branch else conditioning.take(group)
+        x = self._initial_noise(batch, rows, per_group=branch, shared=shared_noise)
+
+        latents, log_probs, means = [], [], []
+        for k in range(num_steps):
+            if branch and k == actions.start:
+                x, rows = x[group], conditioning.take(group)
+            if k == actions.start and len(actions):
+                latents.append(x)
+            sigma, sigma_next = sigmas[k].expand(len(x)), sigmas[k + 1].expand(len(x))
+            velocity = self.model.velocity(self.model.module, x, sigma, rows)
+            if k in actions:
+                noise = self._transition_noise(batch, x, k - actions.start)
+                made = self._transition(x, velocity, sigma, sigma_next, sigmas, noise=noise)
+                x = made.next
+                latents.append(x)
+                log_probs.append(made.log_prob)
+                means.append(made.mean)
+            else:
+                x = x + (sigma_next - sigma).view(-1, *[1] * (x.dim() - 1)) * velocity
+
+        if not len(actions):
+            return self._pictures(x, sigmas=sigmas, conditioning=conditioning, group=group)
+        logged = torch.stack(log_probs, dim=1)
+        return DenoisingTrajectory(
+            log_probs=logged,
+            mask=torch.ones_like(logged, dtype=torch.bool),
+            kind=torch.full_like(logged, Kind.TRANSITION, dtype=torch.long),
+            outputs=x,
+            latents=torch.stack(latents, dim=1),
+            means=torch.stack(means, dim=1) if self.keep_means else None,
+            sigmas=sigmas,
+            first=actions.start,
+            conditioning=conditioning,
+            group=group,
+        )
+
+    @staticmethod
+    def _pictures(x: Tensor, *, sigmas: Tensor, conditioning: Conditioning, group: Tensor) -> DenoisingTrajectory:
+        """A trajectory without transitions: the whole picture is one action, and has no log-probability."""
+        log_probs = x.new_full((len(x), 1), torch.nan)
+        return DenoisingTrajectory(
+            log_probs=log_probs,
+            mask=torch.ones_like(log_probs, dtype=torch.bool),
+            kind=torch.full_like(log_probs, Kind.PICTURE, dtype=torch.long),
+            outputs=x,
+            latents=x.unsqueeze(1),
+            means=None,
+            sigmas=sigmas,
+            first=len(sigmas) - 1,
+            conditioning=conditioning,
+            group=group,
+        )
+
+    def _group(self, batch: Batch) -> Tensor:
+        return torch.tensor(batch.group, device=next(self.model.module.parameters()).device)
+
+    def _initial_noise(self, batch: Batch, rows: Conditioning, *, per_group: bool, shared: bool) -> Tensor:
+        seed, step = batch.seed, batch.step
+        if per_group:
+            return self.model.initial_noise(rows, [generator(seed, "noise", step, gid) for gid in batch.group_ids])
+        keys = [(batch.group_ids[k], slot) for k, slot in zip(batch.group, batch.slot, strict=True)]
+        if shared:
+            return self.model.initial_noise(rows, [generator(seed, "noise", step, gid) for gid, _ in keys])
+        return self.model.initial_noise(rows, [generator(seed, "noise", step, gid, slot) for gid, slot in keys])
+
+    @staticmethod
+    def _transition_noise(batch: Batch, x: Tensor, action: int) -> Tensor:
+        keys = [(batch.group_ids[k], slot) for k, slot in zip(batch.group, batch.slot, strict=True)]
+        seed, step = batch.seed, batch.step
+        draws = [torch.randn(x.shape[1:], generator=generator(seed, "transition", step, gid, slot, action)) for gid, slot in keys]
+        return torch.stack(draws).to(x.device)
+
+    # Evaluating
+
+    def microbatches(self, trajectory: DenoisingTrajectory) -> Iterator[Slice]:
+        """All actions of a few rows where they fit in a microbatch, else a few actions of one row."""
+        rows, actions = trajectory.mask.shape
+        per_row = min(actions, self.microbatch)
+        at_once = max(1, self.microbatch // actions)
+        for row in range(0, rows, at_once):
+            for action in range(0, actions, per_row):
+                yield Slice(slice(row, min(row + at_once, rows)), slice(action, min(action + per_row, actions)))
+
+    def row_slices(self, trajectory: DenoisingTrajectory) -> Iterator[slice]:
+        for row in range(0, len(trajectory), self.microbatch):
+            yield slice(row, min(row + self.microbatch, len(trajectory)))
+
+    def evaluate(self, trajectory: DenoisingTrajectory, part: Slice, needs: Needs) -> Evaluation:
+        """Log-probability of the stored transitions under the current weights; KL to the reference where asked for."""
+        old_log_probs = trajectory.log_probs[part.rows, part.actions]
+        shape = old_log_probs.shape
+        count = shape[1]
+        index = trajectory.first + torch.arange(part.actions.start, part.actions.stop, device=trajectory.latents.device)
+        x = trajectory.latents[part.rows, part.actions].flatten(0, 1)
+        after = trajectory.latents[part.rows, part.actions.start + 1 : part.actions.stop + 1].flatten(0, 1)
+        sigma = trajectory.sigmas[index].repeat(shape[0])
+        sigma_next = trajectory.sigmas[index + 1].repeat(shape[0])
+        conditioning = trajectory.conditioning.take(trajectory.group[part.rows].repeat_interleave(count))
+
+        velocity = self.model.velocity(self.module, x, sigma, conditioning)
+        made = self._transition(x, velocity, sigma, sigma_next, trajectory.sigmas, next=after)
+        log_ratio, scale = made.log_prob.view(shape) - old_log_probs, None
+        if needs.log_ratio == "norm":
+            assert trajectory.means is not None, "RatioNorm needs the acting means: build the policy with keep_means"
+            means = trajectory.means[part.rows, part.actions].flatten(0, 1)
+            log_ratio = ratio_norm(after, made.mean, means, step_std=made.step_std, reduction=self.sampling.reduction).view(shape)
+            scale = gradient_balance(sigma, sigma_next).view(shape)
+
+        kl = None
+        if needs.kl is not None:
+            with torch.no_grad(), self.copies.using("reference"):
+                reference_velocity = self.model.velocity(self.model.module, x, sigma, conditioning)
+            if needs.kl == "velocity":
+                kl = velocity_mse(velocity, reference_velocity).view(shape)
+            else:
+                reference = self._transition(x, reference_velocity, sigma, sigma_next, trajectory.sigmas, next=after)
+                kl = gaussian_kl(made.mean, reference.mean, made.step_std, reduction=self.sampling.reduction).view(shape)
+        values = self._values(trajectory, part) if needs.values else None
+        return Evaluation(log_probs=made.log_prob.view(shape), log_ratio=log_ratio, kl=kl, values=values, scale=scale)
+
+    def _values(self, trajectory: DenoisingTrajectory, part: Slice) -> Float[Tensor, "r t"]:
+        """What the head expects before each of these actions."""
+        assert self.head is not None, "values are asked of a policy with a value head"
+        sigmas = trajectory.sigmas[trajectory.first : -1][part.actions]
+        of_task = summary(trajectory.conditioning)[trajectory.group[part.rows]]
+        return self.head(trajectory.latents[part.rows, part.actions], sigmas, of_task)
+
+    def velocity(self, trajectory: DenoisingTrajectory, rows: slice, x: Tensor, sigma: Tensor, weights: Weights) -> Tensor:
+        """The velocity field at ``x`` and ``sigma`` under the rows' conditioning; gradient under current weights only."""
+        conditioning = trajectory.conditioning.take(trajectory.group[rows])
+        if weights == "current":
+            return self.model.velocity(self.module, x, sigma, conditioning)
+        with torch.no_grad(), self.copies.using(weights):
+            return self.model.velocity(self.model.module, x, sigma, conditioning)
+
+    def follow_old(self, decay: float) -> None:
+        """Move the old weights towards the current ones."""
+        self.copies.blend("old", decay)
+
+    def _transition(
+        self,
+        x: Tensor,
+        velocity: Tensor,
+        sigma: Tensor,
+        sigma_next: Tensor,
+        sigmas: Tensor,
+        *,
+        noise: Tensor | None = None,
+        next: Tensor | None = None,
+    ) -> Transition:
+        return transition(
+            self.sampling.kind,
+            x,
+            velocity,
+            sigma,
+            sigma_next,
+            noise_level=self.sampling.noise_level,
+            sigma_max=sigmas[1],
+            reduction=self.sampling.reduction,
+            noise=noise,
+            next=next,
+        )

@@ -1,0 +1,104 @@
+"""`retouch playground build --emu3`: trains the base editors of image tokens, and the autoencoder whose codes they write."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from retouch.assembly.emu3 import build_emu3 as load
+from retouch.assembly.model import playground_weights
+from retouch.models.emu3.load import language_model
+from retouch.models.emu3.model import Emu3Editor
+from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.playground.world.scenes import SIZE
+from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.policies.autoregressive.decoding import Decoding
+from retouch.policies.autoregressive.policy import AutoregressivePolicy
+from retouch.policies.weights import WeightCopies
+from retouch.pretraining.building import Building, halved, held_out, log, one_thread
+from retouch.pretraining.networks.emu3 import LONGEST, Emu3Training, emu3_tokenizer, train_emu3, train_rounds
+from retouch.pretraining.networks.image_codes import CodesTraining, train_codes
+from retouch.recipe.emu3 import Emu3
+from retouch.renderers.codes import CodesRenderer
+from retouch.training.evaluation import table
+
+COMMAND = "retouch playground build --emu3"
+FURTHER = "sc-unfinished"
+HELD_OUT = 330
+CODES = CodesTraining(steps=1500, free_steps=700)
+STARTS = {
+    "s": Emu3Training(complexity={1: 1.0}, rounds=(2200, 2200)),
+    "sc": Emu3Training(complexity={1: 0.75, 2: 0.125, 3: 0.125}, rounds=(2200, 2200)),
+}
+"""Taught single edits, or also some of two and three."""
+UNFINISHED = replace(STARTS["sc"], rounds=(500,), before=2, learning_rate=5e-4, warmup=50, unfinished=0.9)
+"""What the third start goes on with from the second: complex edits of which most demonstrations lack one."""
+
+
+def build_emu3(
+    out: Path | None,
+    *,
+    seed: int,
+    codes: CodesTraining = CODES,
+    starts: Mapping[str, Emu3Training] = STARTS,
+    further: Emu3Training = UNFINISHED,
+) -> dict[str, float]:
+    """Train autoencoder and editors and write them to ``out`` (None: into the package). Returns held-out means.
+
+    One thread, so that the bits do not depend on how many cores there are.
+    """
+    building = Building(seed=seed, command=COMMAND)
+    folder = playground_weights("emu3") if out is None else out
+    with one_thread():
+        vq = train_codes(replace(codes, seed=seed), log.info)
+        words = emu3_tokenizer(seed)
+        halved(vq).save_pretrained(folder / "autoencoder")
+        words.save_pretrained(folder / "tokenizer")
+        scores = {}
+        for name, settings in starts.items():
+            whole = train_emu3(vq, words, replace(settings, seed=seed), _named(name))
+            halved(language_model(whole)).save_pretrained(folder / name)
+            editor = Emu3Editor(language_model(whole), words, vq=whole.model.vqmodel, size=(SIZE, SIZE))
+            scores |= {f"{name}, {what}": value for what, value in measure(editor).items()}
+        scores |= build_further(folder, replace(further, seed=seed))
+    building.finish(scores, folder)
+    return scores
+
+
+def build_further(folder: Path, settings: Emu3Training) -> dict[str, float]:
+    """Go on from the start ``sc`` as it was written to ``folder``, and write the third there. Returns held-out means."""
+    written = Emu3(
+        kind="emu3",
+        path=str(folder / "sc"),
+        tokenizer=str(folder / "tokenizer"),
+        autoencoder=str(folder / "autoencoder"),
+        size=(SIZE, SIZE),
+        dtype="float32",
+    )
+    editor = load(written, device=torch.device("cpu"), gradient_checkpointing=False)
+    train_rounds(editor, settings, _named(FURTHER))
+    halved(editor.module).save_pretrained(folder / FURTHER)
+    return {f"{FURTHER}, {what}": value for what, value in measure(editor).items()}
+
+
+def measure(editor: Emu3Editor) -> dict[str, float]:
+    """Held-out means of its likeliest pictures, and of the true targets through its codes, by complexity."""
+    decoding = Decoding(max_new_tokens=LONGEST)
+    policy = AutoregressivePolicy(editor, decoding=decoding, microbatch=HELD_OUT, copies=WeightCopies(editor.module))
+    ceiling, edited = held_out(
+        policy,
+        tasks=PlaygroundTasks(seed=1, count=HELD_OUT, complexity=[1, 2, 3], split="test"),
+        renderer=CodesRenderer(editor, rows=HELD_OUT),
+        reward=PlaygroundJudge(),
+        column="overall",
+    )
+    found = {f"ceiling {name}": float(value) for name, value in table(ceiling)[0]["all"].items() if name in ("overall", "exact")}
+    for row, means in table(edited)[0].items():
+        if "kinds" not in row:
+            found |= {f"{row} {name}": float(means[name]) for name in ("overall", "IF", "IP", "PQ", "exact")}
+    return found
+
+
+def _named(name: str) -> Callable[[str], None]:
+    return lambda line: log.info("%s %s", name, line)

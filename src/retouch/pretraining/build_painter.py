@@ -1,0 +1,103 @@
+"""`retouch playground build --painter`: trains the playground's painter, and the base enhancer in front of it, from a seed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from retouch.assembly.model import build_model, playground_weights
+from retouch.models.common.readable import readable
+from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.models.qwen_image.model import QwenImage
+from retouch.models.qwen_vl.model import QwenWriter
+from retouch.playground.judges.painting_judge import PaintingJudge
+from retouch.playground.world.paintings import PaintingTasks
+from retouch.policies.autoregressive.decoding import Decoding
+from retouch.policies.autoregressive.demonstrating import demonstrates
+from retouch.policies.autoregressive.policy import AutoregressivePolicy
+from retouch.policies.weights import WeightCopies
+from retouch.pretraining.build import PARTS
+from retouch.pretraining.building import Building, halved, held_out, log, one_thread, write_index
+from retouch.pretraining.networks import parts
+from retouch.pretraining.networks.enhancer import LONGEST, EnhancerTraining, train_enhancer
+from retouch.pretraining.networks.enhancer import TEMPLATE as ENHANCING
+from retouch.pretraining.networks.painter import TEMPLATE, PainterTraining, train_painter
+from retouch.recipe.policy import PlaygroundModel
+from retouch.records import files
+from retouch.renderers.prompts import FlowPainter, PromptRenderer
+from retouch.training.evaluation import table
+
+PAINTER = PainterTraining(steps=2600)
+ENHANCER = EnhancerTraining(steps=1500)
+COMMAND = "retouch playground build --painter"
+HELD_OUT = 320
+EVAL_STEPS = 6
+
+
+def build_painter(
+    out: Path | None, *, seed: int, painter: PainterTraining = PAINTER, enhancer: EnhancerTraining = ENHANCER
+) -> dict[str, float]:
+    """Train both and write them to ``out``/painter and ``out``/enhancer (None: into the package). Returns held-out means.
+
+    About half an hour on one core of a laptop. One thread, so that the bits do not depend on how many cores there are.
+    """
+    building = Building(seed=seed, command=COMMAND)
+    folders = [playground_weights(name) if out is None else out / name for name in ("painter", "enhancer")]
+    with one_thread():
+        editor = build_model(PlaygroundModel(kind="playground"), device=torch.device("cpu"))
+        assert isinstance(editor, QwenImageEdit)
+        model = train_painter(editor, replace(painter, seed=seed), log.info)
+        writer = train_enhancer(replace(enhancer, seed=seed), log.info)
+    write_painter(model, folders[0])
+    write_enhancer(writer, folders[1])
+    scores = measure(model, writer)
+    building.finish(scores, *folders)
+    return scores
+
+
+def write_painter(model: QwenImage, folder: Path) -> None:
+    """The painter in diffusers' own layout, in half precision, and what its adapter must be told beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    halved(model.module).save_pretrained(folder / "transformer")
+    halved(model.latents.vae).save_pretrained(folder / "vae")
+    halved(model.text.encoder).save_pretrained(folder / "text_encoder")
+    model.text.tokenizer.save_pretrained(folder / "tokenizer")
+    parts.scheduler().save_pretrained(folder / "scheduler")
+    write_index(folder, "QwenImagePipeline", {name: found for name, found in PARTS.items() if name != "processor"})
+    files.write_json(folder / "adapter.json", {"template": TEMPLATE, "size": list(model.size)})
+    for part in ("transformer", "vae"):
+        _forget_where(folder / part / "config.json")
+
+
+def write_enhancer(writer: QwenWriter, folder: Path) -> None:
+    """The enhancer in transformers' own layout, in half precision, with its template beside it."""
+    halved(writer.module).save_pretrained(folder)
+    writer.template.tokenizer.save_pretrained(folder)
+    parts.image_processor().save_pretrained(folder)
+    files.write_json(folder / "adapter.json", {"template": ENHANCING})
+
+
+def _forget_where(config: Path) -> None:
+    """Take out of a configuration where on this machine its weights were read from."""
+    files.write_json(config, {key: value for key, value in files.read_json(config).items() if key != "_name_or_path"})
+
+
+def measure(model: QwenImage, writer: QwenWriter) -> dict[str, float]:
+    """Held-out means of what the painter makes of the right words, of people's own, and of the enhancer's likeliest ones."""
+    policy = AutoregressivePolicy(
+        writer, decoding=Decoding(max_new_tokens=LONGEST), microbatch=HELD_OUT, copies=WeightCopies(writer.module)
+    )
+    painter = FlowPainter(model, num_steps=EVAL_STEPS, reads=lambda prompt: readable(model, prompt))
+    right, enhanced = held_out(
+        policy,
+        tasks=PaintingTasks(seed=1, count=HELD_OUT, complexity=[1, 2, 3, 4], split="test"),
+        renderer=PromptRenderer(painter, cut_off="fault", rows=HELD_OUT),
+        reward=PaintingJudge(),
+        column="overall",
+        demonstrates=demonstrates,
+    )
+    found = {}
+    for words, evaluated in (("right words", right), ("enhancer", enhanced)):
+        for row, means in table(evaluated)[0].items():
+            found |= {f"{words}, {row} {name}": float(means[name]) for name in ("overall", "alignment", "quality", "exact")}
+    return found

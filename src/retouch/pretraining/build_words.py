@@ -1,0 +1,86 @@
+"""`retouch playground build --words`: trains the playground's painter of words and its autoencoder from a seed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from retouch.assembly.model import playground_weights
+from retouch.models.flux.fill import FluxFill
+from retouch.playground.world.words import WordTasks
+from retouch.policies.denoising.policy import DenoisingPolicy, Sampling
+from retouch.policies.denoising.windows import Window
+from retouch.policies.weights import WeightCopies
+from retouch.pretraining.building import Building, halved, held_out, log, one_thread, write_index
+from retouch.pretraining.networks import word_parts
+from retouch.pretraining.networks.words import WordAutoencoderTraining, WordRound, WordTraining, train_word_autoencoder, train_words
+from retouch.records import files
+from retouch.renderers.latents import LatentRenderer
+from retouch.rewards.text.ocr import OcrReward
+from retouch.training.evaluation import table
+
+AUTOENCODER = WordAutoencoderTraining(steps=700)
+WORDS = WordTraining(
+    rounds=(WordRound(steps=900, learning_rate=2e-3, slips=0.0), WordRound(steps=150, learning_rate=1e-3, slips=0.5))
+)
+COMMAND = "retouch playground build --words"
+PARTS = {
+    "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+    "text_encoder": ("transformers", "CLIPTextModel"),
+    "text_encoder_2": ("transformers", "T5EncoderModel"),
+    "tokenizer": ("transformers", "CLIPTokenizer"),
+    "tokenizer_2": ("transformers", "T5Tokenizer"),
+    "transformer": ("diffusers", "FluxTransformer2DModel"),
+    "vae": ("diffusers", "AutoencoderKL"),
+}
+HELD_OUT = 200
+EVAL_STEPS = 6
+
+
+def build_words(
+    out: Path | None, *, seed: int, autoencoder: WordAutoencoderTraining = AUTOENCODER, words: WordTraining = WORDS
+) -> dict[str, float]:
+    """Train both and write them to ``out`` (None: into the package). Returns held-out means. The OCR model measures them, so
+    the extra ``ocr`` must be installed.
+
+    About 20 minutes on one core of a laptop. One thread, so that the bits do not depend on how many cores there are.
+    """
+    building = Building(seed=seed, command=COMMAND)
+    folder = playground_weights("words") if out is None else out
+    judge = OcrReward(where="box", line_width=160)
+    with one_thread():
+        vae = train_word_autoencoder(replace(autoencoder, seed=seed), log.info)
+        model = train_words(vae, replace(words, seed=seed), log.info)
+    write(model, folder)
+    scores = measure(model, judge)
+    building.finish(scores, folder)
+    return scores
+
+
+def write(model: FluxFill, folder: Path) -> None:
+    """The painter in diffusers' own layout, its transformer in half precision, and what its adapter must be told beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    halved(model.module).save_pretrained(folder / "transformer")
+    model.latents.vae.save_pretrained(folder / "vae")
+    model.text.clip.save_pretrained(folder / "text_encoder")
+    model.text.t5.save_pretrained(folder / "text_encoder_2")
+    model.text.clip_tokenizer.save_pretrained(folder / "tokenizer")
+    model.text.t5_tokenizer.save_pretrained(folder / "tokenizer_2")
+    word_parts.scheduler().save_pretrained(folder / "scheduler")
+    write_index(folder, "FluxFillPipeline", PARTS)
+    files.write_json(folder / "adapter.json", {"max_sequence_length": model.text.max_sequence_length})
+
+
+def measure(model: FluxFill, judge: OcrReward) -> dict[str, float]:
+    """Held-out means of the painter, and of the true targets through its autoencoder, by the length of the word."""
+    sampling = Sampling(num_steps=EVAL_STEPS, kind="ode", noise_level=0.0, reduction="mean", window=Window())
+    policy = DenoisingPolicy(
+        model, sampling=sampling, eval_steps=EVAL_STEPS, microbatch=HELD_OUT, copies=WeightCopies(model.module)
+    )
+    ceiling, painted = held_out(
+        policy,
+        tasks=WordTasks(seed=1, count=HELD_OUT, split="test"),
+        renderer=LatentRenderer(model),
+        reward=judge,
+        column="correctness",
+    )
+    found = {"ceiling correctness": float(table(ceiling)[0]["all"]["correctness"])}
+    return found | {f"{row} correctness": float(means["correctness"]) for row, means in table(painted)[0].items()}

@@ -1,0 +1,92 @@
+"""What every build of base models does beside its training: one thread, held-out means, and a record of how it was made."""
+
+import copy
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from retouch.distributed.ranks import Ranks
+from retouch.records import files
+from retouch.rewards.judging import Judge
+from retouch.training.evaluation import Evaluated, Evaluator
+from retouch.training.journal import unkept
+from retouch.types import Renderer, Reward, Task
+
+log = logging.getLogger("retouch")
+
+
+class Building:
+    """A build from ``seed`` that tells on the standard output how it goes. ``command``: kept with its scores, where given."""
+
+    def __init__(self, *, seed: int, command: str | None = None) -> None:
+        logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s", force=True)
+        self._made: dict[str, str | int] = (
+            {"seed": seed} if command is None else {"command": f"{command} --seed {seed}", "seed": seed}
+        )
+        self._began = time.perf_counter()
+
+    def finish(self, scores: Mapping[str, float], *folders: Path) -> None:
+        """Keep held-out means and how the weights were made in each folder's ``build.json``, and tell them."""
+        for folder in folders:
+            files.write_json(folder / "build.json", {**self._made, "held_out": scores})
+        log.info("built in %.0f s: %s", time.perf_counter() - self._began, ", ".join(map(str, folders)))
+        width = max(map(len, scores))
+        for name, value in scores.items():
+            log.info("  %-*s %.3f", width, name, value)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Computes with one thread, so that the bits do not depend on how many cores there are."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def held_out(
+    policy: Any,
+    *,
+    tasks: Sequence[Task],
+    renderer: Renderer,
+    reward: Reward,
+    column: str,
+    demonstrates: Callable[[Task], bool] = lambda task: task.target is not None,
+) -> tuple[Evaluated, Evaluated]:
+    """What the tasks' own targets or completions score by ``reward`` through the renderer, and what the policy's outputs do.
+
+    ``column``: the one that is the reward. All tasks go in one batch, and each must be one that the policy ``demonstrates``.
+    """
+    evaluate = Evaluator(
+        tasks=tasks,
+        renderer=renderer,
+        judge=unkept(Judge(reward, {column: 1.0})),
+        ranks=Ranks(),
+        seed=1,
+        batch=len(tasks),
+        demonstrates=demonstrates,
+    )
+    ceiling = evaluate.ceiling(policy)
+    assert ceiling is not None
+    return ceiling, evaluate(policy)
+
+
+def write_index(folder: Path, pipeline: str, parts: Mapping[str, tuple[str, str]]) -> None:
+    """diffusers' own index of a pipeline's folder, so that the pipeline finds its parts: of each a library and a class of it."""
+    index = {"_class_name": pipeline, "_diffusers_version": "0.40.0", **parts}
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def halved(module: nn.Module) -> Any:
+    """A copy of a module in half precision, to be saved."""
+    return copy.deepcopy(module).half()

@@ -1,0 +1,100 @@
+"""Training an image model of the Qwen-Image family together with its text encoder, through the project's own loop and objective.
+
+Only the model differs from a run's, in that its text encoder is part of what trains. What comes out is the running average.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from retouch.models.common.wrapper import Around
+from retouch.models.qwen_image.flow import Prepared, QwenFlow
+from retouch.objectives.supervised import Supervised
+from retouch.policies.denoising.policy import DenoisingPolicy, Sampling
+from retouch.policies.denoising.windows import Window
+from retouch.policies.weights import WeightCopies
+from retouch.pretraining.teaching import teach
+from retouch.types import Batch, Conditioning, DenoisingModel, Task
+
+NO_INSTRUCTION = " "
+
+
+class JointModel(Around[QwenFlow]):
+    """A Qwen-Image or Qwen-Image-Edit whose text encoder trains with the transformer.
+
+    Its conditioning is what the text encoder reads, and the velocity embeds it on the way, with gradient.
+    """
+
+    def __init__(self, model: QwenFlow) -> None:
+        super().__init__(model)
+        self.module = nn.ModuleDict({"transformer": model.module, "text_encoder": model.text.encoder})
+
+    def encode(self, tasks: Sequence[Task]) -> Conditioning:
+        prepared = self.model.prepare(tasks)
+        tensors = dict(prepared.tokens)
+        if prepared.source is not None:
+            tensors["pixel_values"] = tensors["pixel_values"].unflatten(0, (len(tasks), -1))
+            tensors["source"] = prepared.source
+        return Conditioning(tensors, frozenset({"input_ids", "attention_mask"}), prepared.shared)
+
+    def velocity(self, module: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Float[Tensor, "r s d"]:
+        tokens = dict(conditioning.tensors)
+        source = tokens.pop("source", None)
+        if source is not None:
+            tokens["pixel_values"] = tokens["pixel_values"].flatten(0, 1)
+        embedded = self.model.embed(Prepared(tokens, source, conditioning.shared))
+        return self.model.velocity(module.get_submodule("transformer"), x, sigma, embedded)
+
+    def encode_negative(self, tasks: Sequence[Task]) -> Conditioning:
+        return self.encode([replace(task, instruction=NO_INSTRUCTION) for task in tasks])
+
+
+def train_jointly(
+    joint: DenoisingModel,
+    batch: Callable[[int], Batch],
+    *,
+    rows: int,
+    steps: int,
+    learning_rate: float,
+    warmup: int,
+    shift: float,
+    average_decay: float,
+    log: Callable[[str], None],
+) -> None:
+    """Train on ``steps`` batches of ``rows`` tasks; what it leaves is what a folder holds (the transformer is as exact as half
+    precision is), so that training can go on from there.
+
+    ``joint``: a model whose module has the ``transformer`` and what else trains, as ``JointModel`` makes it.
+    ``learning_rate``: the peak, after ``warmup`` steps; from there it falls to 0 as a cosine. ``log`` takes the lines.
+    """
+    joint.module.requires_grad_(True)
+    copies = WeightCopies(joint.module)
+    copies.keep("average")
+    sampling = Sampling(num_steps=1, kind="ode", noise_level=0.0, reduction="mean", window=Window())
+    teach(
+        DenoisingPolicy(joint, sampling=sampling, eval_steps=1, microbatch=rows, copies=copies),
+        batch,
+        objective=Supervised(sigma_sampling="uniform", shift=shift),
+        normalise="sequence",
+        rows=rows,
+        steps=steps,
+        learning_rate=learning_rate,
+        warmup=warmup,
+        second_beta=0.99,
+        log=log,
+        average=lambda taken: copies.blend("average", min((1 + taken) / (10 + taken), average_decay)),
+    )
+    with torch.no_grad():
+        for name, parameter in copies.parameters.items():
+            average = copies.copies["average"][name]
+            parameter.copy_(average.half() if name.startswith("transformer.") else average)
+    joint.module.requires_grad_(False).eval()
+
+
+def with_blanks(tasks: Sequence[Task], share: float, random: torch.Generator) -> list[Task]:
+    """The tasks, of which a share is asked for nothing: what guidance compares with."""
+    blank = torch.rand(len(tasks), generator=random) < share
+    return [replace(task, instruction=NO_INSTRUCTION) if empty else task for task, empty in zip(tasks, blank, strict=True)]

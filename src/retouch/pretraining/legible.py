@@ -1,0 +1,58 @@
+"""An objective for a writer whose own states an editor is to read: it says what it should, and reads as the editor's encoder."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.models.qwen_image.responses import CLOSING
+from retouch.models.qwen_image.text import QwenText
+from retouch.objectives.cross_entropy import CrossEntropy
+from retouch.types import Loss, Minibatch, Task
+
+READ = 2  # of so many tasks one is read, which is enough and halves the cost
+
+
+class Legible:
+    """Cross-entropy, and the distance of the writer's states from those of the editor's text encoder over the same dialogues.
+
+    Distance: squared error over variance of what the editor makes of a state first (its text norm and projection). Directions that
+    it hardly looks at are left to the writer, which needs them to say what comes next.
+    """
+
+    def __init__(self, editor: QwenImageEdit, module: Qwen2_5_VLForConditionalGeneration, *, weight: float) -> None:
+        words = editor.text
+        self.says = CrossEntropy()
+        self.weight = weight
+        self._norm, self._project = (editor.module.get_submodule(name) for name in ("txt_norm", "txt_in"))
+        self._turn = words.template.tail + "{}" + CLOSING
+        self._theirs, self._ours = (
+            QwenText(encoder, words.tokenizer, template=words.template.head + "{}", image_processor=words.image_processor)
+            for encoder in (words.encoder, module)
+        )
+
+    def losses(self, policy: Any, minibatch: Minibatch) -> Iterator[Loss]:
+        yield from self.says.losses(policy, minibatch)
+        distance = self.distance(minibatch.batch.tasks[::READ])
+        yield Loss(self.weight * distance, {"policy/distance": distance.detach()})
+
+    def distance(self, tasks: tuple[Task, ...]) -> Float[Tensor, ""]:
+        """Of the tasks with their completions (``completion`` in their meta); 0 is the editor's own encoder."""
+        bodies = [task.instruction + self._turn.format(task.meta["completion"]) for task in tasks]
+        tokens = self._theirs.tokenise(bodies, [task.images for task in tasks])
+        with torch.no_grad():
+            states, real = self._theirs.embed(tokens)
+            wanted = self._taken_in(states[real])
+        found = self._taken_in(self._ours.embed(tokens)[0][real])
+        return (found - wanted).square().mean() / (wanted - wanted.mean(dim=0)).square().mean()
+
+    def after_step(self, policy: Any, step: int) -> None:
+        """Nothing: there is no second policy."""
+
+    def _taken_in(self, states: Float[Tensor, "n d"]) -> Float[Tensor, "n e"]:
+        taken: Tensor = self._project(self._norm(states))
+        return taken

@@ -1,0 +1,97 @@
+"""The playground's base editor: transformer and text encoder trained together by supervised flow matching on single edits.
+
+See ``retouch.pretraining.joint``; the shipped weights are the running average.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from diffusers import AutoencoderKLQwenImage
+
+from retouch.core.random import generator
+from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.pretraining.joint import JointModel, train_jointly, with_blanks
+from retouch.pretraining.networks import parts
+from retouch.pretraining.teaching import each_alone
+from retouch.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """``learning_rate``: the peak, after the warm-up; from there it falls to 0 as a cosine. ``vain``: see ``PlaygroundTasks``."""
+
+    steps: int
+    learning_rate: float
+    vain: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EditorTraining:
+    """``rounds``, one after the other, each with tasks and an average of its own.
+
+    ``unconditional``: the share of tasks whose instruction is blank, which guidance needs.
+    ``filler``: the share of batches whose instructions hold more than the edit, so that later positions in a text are met, and
+    clauses that must be told apart.
+    """
+
+    rounds: tuple[Round, ...]
+    seed: int = 0
+    batch: int = 64
+    warmup: int = 100
+    average_decay: float = 0.997
+    unconditional: float = 0.05
+    filler: float = 0.5
+    shift: float = 3.0
+
+
+def untrained(vae: AutoencoderKLQwenImage, seed: int) -> QwenImageEdit:
+    """The editor before training, its weights drawn from the seed."""
+    parts.seeded(seed)
+    words = parts.tokenizer(seed)
+    return QwenImageEdit(
+        transformer=parts.transformer(),
+        vae=vae,
+        text_encoder=parts.text_encoder(words),
+        tokenizer=words,
+        image_processor=parts.image_processor(),
+        scheduler_config=dict(parts.scheduler().config),
+        template=parts.TEMPLATE,
+        condition_area="as_is",
+        source_area="as_is",
+    )
+
+
+def train_editor(vae: AutoencoderKLQwenImage, settings: EditorTraining, log: Callable[[str], None]) -> QwenImageEdit:
+    """Train from the seed; the editor comes back with its averaged weights, the transformer's as exact as half precision is."""
+    model = untrained(vae, settings.seed)
+    for number in range(len(settings.rounds)):
+        train_round(model, settings, number, log)
+    return model
+
+
+def train_round(model: QwenImageEdit, settings: EditorTraining, number: int, log: Callable[[str], None]) -> None:
+    """Train one of the rounds; what it leaves is what a folder holds, so a round can go on from there."""
+    seed, this = settings.seed + number, settings.rounds[number]
+    plain, filled = (
+        PlaygroundTasks(seed=seed, count=settings.batch * this.steps, complexity=[1], split="train", filler=filler, vain=this.vain)
+        for filler in (0.0, 1.0)
+    )
+
+    def batch(step: int) -> Batch:
+        tasks = filled if torch.rand((), generator=generator(seed, "filler", step)) < settings.filler else plain
+        rows = tasks[step * settings.batch : (step + 1) * settings.batch]
+        return each_alone(with_blanks(rows, settings.unconditional, generator(seed, "unconditional", step)), seed=seed, step=step)
+
+    train_jointly(
+        JointModel(model),
+        batch,
+        rows=settings.batch,
+        steps=this.steps,
+        learning_rate=this.learning_rate,
+        warmup=settings.warmup,
+        shift=settings.shift,
+        average_decay=settings.average_decay,
+        log=lambda line: log(f"editor round {number + 1}  {line}"),
+    )

@@ -1,0 +1,119 @@
+"""The playground's base image-token editor: Emu3's own classes in small, taught by the project's own supervised objective."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from tokenizers import AddedToken
+from transformers import Emu3Config, Emu3ForConditionalGeneration, Emu3VQVAE, Qwen2Tokenizer
+
+from retouch.core.random import generator
+from retouch.models.emu3.load import language_model
+from retouch.models.emu3.model import Emu3Editor
+from retouch.models.emu3.tokens import BOI, BOS, EOF, EOI, EOL, EOS, IMG, PAD
+from retouch.playground.world.changed import Changed
+from retouch.playground.world.instructions import corpus
+from retouch.playground.world.scenes import SIZE
+from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.playground.world.unfinished import unfinished
+from retouch.pretraining.imitating import imitate
+from retouch.pretraining.networks.image_codes import CODES
+from retouch.pretraining.networks.parts import seeded
+from retouch.pretraining.networks.tokenizer import build_tokenizer
+
+THOUGHTS = ("<|start thinking|>", "<|end thinking|>")
+LONGEST = 24
+_WIDTH = 96
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emu3Training:
+    """``complexity``: numbers of edits in an instruction, by weight. ``rounds``: their steps, each with tasks and an optimizer of
+    its own. ``learning_rate``: the peak of each, after ``warmup`` steps; from there it falls to 0 as a cosine. ``unfinished``: the
+    share of complex edits whose demonstration lacks one. ``before``: rounds that it has had before these.
+    """
+
+    complexity: Mapping[int, float]
+    rounds: tuple[int, ...]
+    seed: int = 0
+    batch: int = 32
+    learning_rate: float = 2e-3
+    warmup: int = 100
+    filler: float = 0.25
+    unfinished: float = 0.0
+    before: int = 0
+
+
+def emu3_tokenizer(seed: int) -> Qwen2Tokenizer:
+    """Learned from the playground's instructions, with Emu3's own special tokens and one for each code."""
+    words = build_tokenizer([*corpus(generator(seed, "tokenizer"), 4000)], vocabulary=640, special=(PAD,))
+    visual = [f"<|visual token {code:06d}|>" for code in range(CODES)]
+    words.add_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in (BOS, EOS, BOI, IMG, EOL, EOF, EOI, *THOUGHTS, *visual)],
+        special_tokens=True,
+    )
+    return words
+
+
+def untrained_emu3(words: Qwen2Tokenizer, vq: Emu3VQVAE) -> Emu3ForConditionalGeneration:
+    """Four layers of width 96 beside the trained autoencoder."""
+    config = Emu3Config(
+        vq_config=vq.config.to_dict(),
+        text_config={
+            "vocab_size": len(words),
+            "hidden_size": _WIDTH,
+            "intermediate_size": 3 * _WIDTH,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "max_position_embeddings": 512,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+            "attention_dropout": 0.0,  # the class also applies it to the residuals
+            "initializer_range": _WIDTH**-0.5,
+            "bos_token_id": words.convert_tokens_to_ids(BOS),
+            "eos_token_id": words.convert_tokens_to_ids(EOS),
+            "pad_token_id": words.convert_tokens_to_ids(PAD),
+        },
+        vocabulary_map={**words.get_vocab(), "<image>": words.convert_tokens_to_ids(IMG)},
+    )
+    module = Emu3ForConditionalGeneration(config)
+    module.model.vqmodel.load_state_dict(vq.state_dict())
+    return module.requires_grad_(False).eval()
+
+
+def train_emu3(
+    vq: Emu3VQVAE, words: Qwen2Tokenizer, settings: Emu3Training, log: Callable[[str], None]
+) -> Emu3ForConditionalGeneration:
+    """Teach an editor of tokens from the seed, by cross-entropy of the target picture's codes."""
+    seeded(settings.seed)
+    whole = untrained_emu3(words, vq)
+    train_rounds(Emu3Editor(language_model(whole), words, vq=whole.model.vqmodel, size=(SIZE, SIZE)), settings, log)
+    return whole.requires_grad_(False).eval()
+
+
+def train_rounds(editor: Emu3Editor, settings: Emu3Training, log: Callable[[str], None]) -> None:
+    """Teach the editor all rounds."""
+    for number, steps in enumerate(settings.rounds, start=settings.before):
+        seed = settings.seed + number
+        tasks = PlaygroundTasks(
+            seed=seed + 200,
+            count=settings.batch * steps,
+            complexity=settings.complexity,
+            split="train",
+            filler=settings.filler,
+        )
+        imitate(
+            editor,
+            Changed(tasks, partial(unfinished, share=settings.unfinished)),
+            rows=settings.batch,
+            steps=steps,
+            learning_rate=settings.learning_rate,
+            warmup=settings.warmup,
+            longest=LONGEST,
+            seed=seed,
+            log=partial(_told, log, number + 1),
+        )
+
+
+def _told(log: Callable[[str], None], number: int, line: str) -> None:
+    log(f"round {number}  {line}")

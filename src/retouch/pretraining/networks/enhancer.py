@@ -1,0 +1,92 @@
+"""The playground's base enhancer: Qwen2-VL's own classes in small, which says people's requests in the painter's words.
+
+It learns from imperfect completions: where several things are asked for, most of them stop after the first or the second.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+from retouch.models.qwen_image.template import TURNS
+from retouch.models.qwen_vl.model import QwenWriter
+from retouch.playground.world.paintings import PaintingTasks
+from retouch.pretraining.imitating import imitate
+from retouch.pretraining.networks.parts import INITIALIZER_RANGE, WIDTH, picture_tokens, seeded, text_config
+from retouch.pretraining.networks.tokenizer import build_tokenizer
+
+SYSTEM = "Say it for the painter."
+TEMPLATE = TURNS.format(system=SYSTEM, user="{}")
+LONGEST = 26
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnhancerTraining:
+    """``learning_rate``: the peak, after ``warmup`` steps; from there it falls to 0 as a cosine.
+
+    ``complexity``: numbers of things in a request, cycled through. ``lazy``: see ``PaintingTasks``.
+    """
+
+    steps: int
+    seed: int = 0
+    batch: int = 32
+    learning_rate: float = 2e-3
+    warmup: int = 50
+    complexity: tuple[int, ...] = (1, 2, 3, 4)
+    lazy: float = 0.8
+
+
+def tokenizer(seed: int) -> Qwen2Tokenizer:
+    """Learned from requests and from what should be written for them, so that each word of both has a token."""
+    tasks = PaintingTasks(seed=seed, count=2000, complexity=[1, 2, 3, 4], split="train")
+    texts = [text for task in tasks for text in (task.instruction, str(task.meta["completion"]))]
+    return build_tokenizer([*texts, *[f"{SYSTEM}\nuser\nsystem\nassistant\n"] * 50], vocabulary=480)
+
+
+def untrained_enhancer(words: Qwen2Tokenizer) -> Qwen2VLForConditionalGeneration:
+    """Four layers of width 64; the vision tower sees nothing."""
+    config = Qwen2VLConfig(
+        text_config=text_config(words, layers=4, heads=4, inner=192),
+        vision_config={
+            "depth": 1,
+            "embed_dim": 16,
+            "hidden_size": WIDTH,
+            "num_heads": 1,
+            "mlp_ratio": 1,
+            "patch_size": 4,
+            "temporal_patch_size": 1,
+            "spatial_merge_size": 2,
+            "initializer_range": INITIALIZER_RANGE,
+        },
+        tie_word_embeddings=False,
+        initializer_range=INITIALIZER_RANGE,
+        **picture_tokens(words),
+    )
+    return Qwen2VLForConditionalGeneration(config)
+
+
+def train_enhancer(settings: EnhancerTraining, log: Callable[[str], None]) -> QwenWriter:
+    """Train from the seed; the weights come back as exact as half precision is."""
+    seeded(settings.seed)
+    words = tokenizer(settings.seed)
+    writer = QwenWriter(untrained_enhancer(words), words, template=TEMPLATE)
+    tasks = PaintingTasks(
+        seed=settings.seed + 100,
+        count=settings.batch * settings.steps,
+        complexity=settings.complexity,
+        split="train",
+        lazy=settings.lazy,
+    )
+    imitate(
+        writer,
+        tasks,
+        rows=settings.batch,
+        steps=settings.steps,
+        learning_rate=settings.learning_rate,
+        warmup=settings.warmup,
+        longest=LONGEST,
+        seed=settings.seed,
+        log=lambda line: log(f"enhancer {line}"),
+    )
+    writer.module.half().float()
+    return writer

@@ -1,0 +1,82 @@
+"""The playground's painter: Qwen-Image's own classes in small, trained by supervised flow matching to paint what is described.
+
+It goes on from the editor, which knows most of the words. Those of ``retouch.playground.world.descriptions`` are all that it learns; a
+person's requests, in other words, mean nothing to it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from retouch.core.random import generator
+from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.models.qwen_image.model import QwenImage
+from retouch.models.qwen_image.template import TURNS
+from retouch.playground.world.descriptions import free_description
+from retouch.playground.world.paintings import PaintingTasks
+from retouch.playground.world.scenes import SIZE, Scene
+from retouch.pretraining.joint import JointModel, train_jointly, with_blanks
+from retouch.pretraining.teaching import each_alone
+from retouch.types import Batch, Task
+
+TEMPLATE = TURNS.format(system="Paint the picture.", user="{}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PainterTraining:
+    """``learning_rate``: the peak, after the warm-up; from there it falls to 0 as a cosine. ``unconditional``: the share of tasks
+    whose description is blank, which guidance needs.
+    """
+
+    steps: int
+    seed: int = 0
+    batch: int = 64
+    learning_rate: float = 1.5e-3
+    warmup: int = 100
+    average_decay: float = 0.997
+    unconditional: float = 0.05
+    shift: float = 3.0
+
+
+def from_editor(editor: QwenImageEdit) -> QwenImage:
+    """The editor's parts as a model that makes pictures from words alone: what the painter starts from.
+
+    The editor knows what a red circle is and where the top left is; it has never painted without a source picture.
+    """
+    return QwenImage(
+        transformer=editor.module,
+        vae=editor.latents.vae,
+        text_encoder=editor.text.encoder,
+        tokenizer=editor.text.tokenizer,
+        scheduler_config=editor.scheduler_config,
+        size=(SIZE, SIZE),
+        template=TEMPLATE,
+    )
+
+
+def train_painter(editor: QwenImageEdit, settings: PainterTraining, log: Callable[[str], None]) -> QwenImage:
+    """Train the editor into a painter, with the seed's tasks and noise; it comes back with its averaged weights."""
+    model, seed, rows = from_editor(editor), settings.seed, settings.batch
+    tasks = PaintingTasks(seed=seed, count=rows * settings.steps, complexity=[1, 2, 3, 4], split="train")
+
+    def batch(step: int) -> Batch:
+        told = [described(task) for task in tasks[step * rows : (step + 1) * rows]]
+        return each_alone(with_blanks(told, settings.unconditional, generator(seed, "unconditional", step)), seed=seed, step=step)
+
+    train_jointly(
+        JointModel(model),
+        batch,
+        rows=rows,
+        steps=settings.steps,
+        learning_rate=settings.learning_rate,
+        warmup=settings.warmup,
+        shift=settings.shift,
+        average_decay=settings.average_decay,
+        log=lambda line: log(f"painter {line}"),
+    )
+    return model
+
+
+def described(task: Task) -> Task:
+    """The task of ``PaintingTasks`` in the painter's own words, drawn by its id."""
+    scene = Scene.from_json(task.meta["scene"])
+    return replace(task, instruction=free_description(scene, generator(0, "description", task.id)))

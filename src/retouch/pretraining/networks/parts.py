@@ -1,0 +1,116 @@
+"""The playground's editor, untrained: the classes of Qwen-Image-Edit in small, with the tokenizer's real special tokens."""
+
+from typing import Any
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from retouch.core.random import generator
+from retouch.models.qwen_image.text import VISION
+from retouch.playground.world.instructions import corpus
+from retouch.pretraining.networks.tokenizer import build_tokenizer
+
+SYSTEM = "Edit the picture."
+TEMPLATE = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{VISION}{{}}<|im_end|>\n<|im_start|>assistant\n"
+
+WIDTH = 64
+# 1 / sqrt(width): the classes' own 0.02 is made for widths of thousands.
+INITIALIZER_RANGE = 0.125
+
+
+def tokenizer(seed: int) -> Qwen2Tokenizer:
+    """Learned from the playground's instructions and the words of the template."""
+    texts = [*corpus(generator(seed, "tokenizer"), 4000), *[f"{SYSTEM}\nuser\nsystem\nassistant\n"] * 50]
+    return build_tokenizer(texts, vocabulary=640)
+
+
+def image_processor() -> Qwen2VLImageProcessorPil:
+    """A 24 px picture becomes 6 x 6 patches of 4 px, merged to 9 tokens: one for each cell."""
+    return Qwen2VLImageProcessorPil(
+        patch_size=4, temporal_patch_size=1, merge_size=2, size={"shortest_edge": 8 * 8, "longest_edge": 256 * 256}
+    )
+
+
+def text_encoder(words: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
+    """Two layers of width 64 that look 3 tokens back: a word knows its clause and no more, so longer texts read the same."""
+    near = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+    config = Qwen2_5_VLConfig(
+        text_config=text_config(words, layers=2, heads=2, inner=192) | near,
+        vision_config=vision_config(),
+        tie_word_embeddings=True,
+        initializer_range=INITIALIZER_RANGE,
+        **picture_tokens(words),
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def text_config(words: Qwen2Tokenizer, *, layers: int, heads: int, inner: int) -> dict[str, Any]:
+    """The part of a Qwen configuration that reads and writes: width 64, and ``inner`` inside its multilayer perceptrons."""
+    pairs = WIDTH // heads // 2
+    return {
+        "vocab_size": len(words),
+        "hidden_size": WIDTH,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": 2048,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "mrope_section": [pairs // 4, 3 * pairs // 8, 3 * pairs // 8],
+        },
+        "bos_token_id": words.eos_token_id,
+        "eos_token_id": words.eos_token_id,
+        "pad_token_id": words.pad_token_id,
+        "initializer_range": INITIALIZER_RANGE,
+    }
+
+
+def vision_config() -> dict[str, Any]:
+    """The part of a Qwen2.5-VL configuration that sees: two layers of width 32 over patches of 4 px."""
+    return {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "patch_size": 4,
+        "temporal_patch_size": 1,
+        "spatial_merge_size": 2,
+        "window_size": 32,
+        "fullatt_block_indexes": [1],
+        "out_hidden_size": WIDTH,
+        "initializer_range": INITIALIZER_RANGE,
+    }
+
+
+def picture_tokens(words: Qwen2Tokenizer) -> dict[str, int]:
+    """What a Qwen configuration must know of the tokens around and in place of pictures."""
+    names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+    return {f"{name}_token_id": words.convert_tokens_to_ids(f"<|{token}|>") for name, token in names.items()}
+
+
+def transformer() -> QwenImageTransformer2DModel:
+    """Four joint blocks of width 128: 2.5 M parameters. Half the width learns what an instruction means several times slower."""
+    return QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=32,
+        out_channels=8,
+        num_layers=4,
+        attention_head_dim=32,
+        num_attention_heads=4,
+        joint_attention_dim=WIDTH,
+        axes_dims_rope=(8, 12, 12),
+    )
+
+
+def scheduler() -> FlowMatchEulerDiscreteScheduler:
+    """A static shift of 2: small pictures need little of it."""
+    return FlowMatchEulerDiscreteScheduler(shift=2.0)
+
+
+def seeded(seed: int) -> None:
+    """What the classes' own initialisation draws from."""
+    torch.manual_seed(seed)

@@ -1,0 +1,145 @@
+"""The playground's painter of words: its autoencoder, and then transformer and text encoders together by supervised flow matching.
+
+It imitates demonstrations of which a share of the letters is wrong, and so writes wrongly as often: more of the same teaching
+leaves it there, and a reward that reads does not.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from retouch.core.random import generator
+from retouch.models.common.wrapper import Around
+from retouch.models.flux.fill import FluxFill
+from retouch.playground.world.words import WordTasks
+from retouch.pretraining.joint import train_jointly
+from retouch.pretraining.networks.word_parts import autoencoder, untrained
+from retouch.pretraining.teaching import each_alone
+from retouch.types import Batch, Conditioning, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class WordAutoencoderTraining:
+    """``latent_noise``: added to the latents in training, as a share of their spread, so that the decoder forgives a denoiser."""
+
+    steps: int
+    seed: int = 0
+    batch: int = 16
+    learning_rate: float = 5e-3
+    latent_noise: float = 0.1
+    kl_weight: float = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class WordRound:
+    """``learning_rate``: the peak, after the warm-up; from there it falls to 0 as a cosine. ``slips``: see ``WordTasks``."""
+
+    steps: int
+    learning_rate: float
+    slips: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class WordTraining:
+    """``rounds``, one after the other, each with tasks and an average of its own."""
+
+    rounds: tuple[WordRound, ...]
+    seed: int = 0
+    batch: int = 32
+    warmup: int = 50
+    average_decay: float = 0.997
+    shift: float = 3.0
+
+
+def train_word_autoencoder(settings: WordAutoencoderTraining, log: Callable[[str], None]) -> AutoencoderKL:
+    """Train from the seed to repeat targets, and return the model with the mean and spread of its latents in its configuration."""
+    torch.manual_seed(settings.seed)
+    vae, rows = autoencoder(), settings.batch
+    tasks = WordTasks(seed=settings.seed, count=rows * settings.steps, split="train")
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=settings.learning_rate, weight_decay=1e-4)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, total_steps=settings.steps, pct_start=0.05)
+    for step in range(settings.steps):
+        pictures = targets(tasks[step * rows : (step + 1) * rows])
+        posterior = vae.encode(pictures).latent_dist
+        latents = posterior.mode()
+        noise = torch.randn(latents.shape, generator=generator(settings.seed, "latent noise", step))
+        miss = vae.decode(latents + settings.latent_noise * latents.detach().std() * noise).sample - pictures
+        loss = miss.abs().mean() + miss.square().mean() + settings.kl_weight * posterior.kl().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 100 == 0 or step == settings.steps - 1:
+            log(f"word autoencoder step {step}/{settings.steps}  loss {loss.item():.4f}")
+    with torch.no_grad():
+        seen = vae.encode(targets(WordTasks(seed=settings.seed + 1, count=256, split="train")[:])).latent_dist.mode()
+    measured = autoencoder(round(seen.mean().item(), 4), round(1 / seen.std().item(), 4))
+    measured.load_state_dict(vae.state_dict())
+    return measured.requires_grad_(False).eval()
+
+
+def targets(tasks: Sequence[Task]) -> Float[Tensor, "b 3 h w"]:
+    """The tasks' targets in [-1, 1]."""
+    images = [task.target for task in tasks if task.target is not None]
+    return torch.from_numpy(np.stack([np.asarray(image) for image in images])).permute(0, 3, 1, 2).float().div(127.5).sub(1.0)
+
+
+def train_words(vae: AutoencoderKL, settings: WordTraining, log: Callable[[str], None]) -> FluxFill:
+    """Train with the seed's tasks and noise; the painter comes back with its averaged weights."""
+    model = untrained(vae, settings.seed)
+    for number in range(len(settings.rounds)):
+        train_round(model, settings, number, log)
+    return model
+
+
+def train_round(model: FluxFill, settings: WordTraining, number: int, log: Callable[[str], None]) -> None:
+    """Train the model, in place, through one of the rounds."""
+    this, rows = settings.rounds[number], settings.batch
+    seed = settings.seed + number
+    tasks = WordTasks(seed=seed, count=rows * this.steps, split="train", slips=this.slips)
+
+    def batch(step: int) -> Batch:
+        return each_alone(tasks[step * rows : (step + 1) * rows], seed=seed, step=step)
+
+    train_jointly(
+        JointFill(model),
+        batch,
+        rows=rows,
+        steps=this.steps,
+        learning_rate=this.learning_rate,
+        warmup=settings.warmup,
+        shift=settings.shift,
+        average_decay=settings.average_decay,
+        log=lambda line: log(f"words, round {number}, {line}"),
+    )
+
+
+class JointFill(Around[FluxFill]):
+    """A FluxFill whose text encoders train with the transformer.
+
+    Its conditioning is what the text encoders read, and the velocity embeds it on the way, with gradient.
+    """
+
+    def __init__(self, model: FluxFill) -> None:
+        super().__init__(model)
+        self.module = nn.ModuleDict({"transformer": model.module, "clip": model.text.clip, "t5": model.text.t5})
+
+    def encode(self, tasks: Sequence[Task]) -> Conditioning:
+        clip_ids, t5_ids = self.model.text.tokenise([task.instruction for task in tasks])
+        known = self.model.encode(tasks)
+        return Conditioning({"clip_ids": clip_ids, "t5_ids": t5_ids, "source": known.tensors["source"]}, shared=known.shared)
+
+    def velocity(self, module: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Float[Tensor, "r s d"]:
+        tensors = conditioning.tensors
+        embeds, pooled = self.model.text.read(tensors["clip_ids"], tensors["t5_ids"])
+        known = Conditioning({"embeds": embeds, "pooled": pooled, "source": tensors["source"]}, shared=conditioning.shared)
+        return self.model.velocity(module.get_submodule("transformer"), x, sigma, known)
+
+    def encode_negative(self, tasks: Sequence[Task]) -> Conditioning:
+        raise NotImplementedError("imitation takes no guidance")

@@ -1,0 +1,97 @@
+"""The playground's base writer: Qwen2.5-VL's own classes in small, over the editor's tokenizer, in front of the editor.
+
+It learns by the project's own supervised objective to look at the picture and name things in full, from imperfect completions:
+where several edits are asked for, most of them say nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+
+from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.models.qwen_image.responses import writer_for
+from retouch.playground.world.changed import Changed
+from retouch.playground.world.indirect import indirect
+from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.pretraining.imitating import imitate
+from retouch.pretraining.legible import Legible
+from retouch.pretraining.networks.parts import INITIALIZER_RANGE, picture_tokens, seeded, text_config, vision_config
+
+LONGEST = 40
+
+
+@dataclass(frozen=True)
+class Round:
+    """``learning_rate``: the peak, after the warm-up; from there it falls to 0 as a cosine.
+
+    ``complexity``: numbers of edits in an instruction, cycled through. ``legible``: weight of the distance of states (``Legible``).
+    """
+
+    steps: int
+    learning_rate: float
+    complexity: tuple[int, ...]
+    legible: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriterTraining:
+    """``rounds``, one after the other, each with tasks of its own.
+
+    What stands where is learned suddenly, or not at all in the time, so first it is all there is to learn: single edits, and states
+    of any kind. ``lazy``: see ``indirect``.
+    """
+
+    rounds: tuple[Round, ...]
+    seed: int = 0
+    batch: int = 32
+    warmup: int = 50
+    lazy: float = 0.75
+
+
+def untrained_writer(words: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
+    """Four layers that see the whole text. As wide as the editor's text encoder, so that the editor can be shown its states."""
+    config = Qwen2_5_VLConfig(
+        text_config=text_config(words, layers=4, heads=4, inner=256),
+        vision_config=vision_config(),
+        tie_word_embeddings=False,
+        initializer_range=INITIALIZER_RANGE,
+        **picture_tokens(words),
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def train_writer(editor: QwenImageEdit, settings: WriterTraining, log: Callable[[str], None]) -> Qwen2_5_VLForConditionalGeneration:
+    """Train a writer in front of the editor from the seed."""
+    seeded(settings.seed)
+    module = untrained_writer(editor.text.tokenizer)
+    for number in range(len(settings.rounds)):
+        train_round(editor, module, settings, number, log)
+    module.requires_grad_(False).eval()
+    return module
+
+
+def train_round(
+    editor: QwenImageEdit,
+    module: Qwen2_5_VLForConditionalGeneration,
+    settings: WriterTraining,
+    number: int,
+    log: Callable[[str], None],
+) -> None:
+    """Train one of the rounds, with an optimizer of its own."""
+    this, seed = settings.rounds[number], settings.seed + number
+    count = settings.batch * this.steps
+    tasks = PlaygroundTasks(seed=seed + 100, count=count, complexity=this.complexity, split="train")
+    imitate(
+        writer_for(editor, module),
+        Changed(tasks, partial(indirect, lazy=settings.lazy)),
+        rows=settings.batch,
+        steps=this.steps,
+        learning_rate=this.learning_rate,
+        warmup=settings.warmup,
+        longest=LONGEST,
+        seed=seed,
+        log=lambda line: log(f"writer round {number + 1}  {line}"),
+        objective=Legible(editor, module, weight=this.legible) if this.legible > 0 else None,
+    )

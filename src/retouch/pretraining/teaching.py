@@ -1,0 +1,84 @@
+"""Teaching a base model by demonstrations, through the project's own loop and objectives."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from retouch.core.weights import Normalise
+from retouch.distributed.ranks import Ranks
+from retouch.distributed.stepper import ReplicatedStepper
+from retouch.training.clock import Clock
+from retouch.training.loop import Phase, Run, train
+from retouch.types import Batch, Objective, Task
+
+
+def teach(
+    policy: Any,
+    batch: Callable[[int], Batch],
+    *,
+    objective: Objective,
+    normalise: Normalise,
+    rows: int,
+    steps: int,
+    learning_rate: float,
+    warmup: int,
+    second_beta: float,
+    log: Callable[[str], None],
+    average: Callable[[int], None] = lambda taken: None,
+) -> None:
+    """Train all of the policy's weights on ``steps`` batches of ``rows`` tasks.
+
+    ``learning_rate``: the peak, after ``warmup`` steps; from there it falls to 0 as a cosine. ``second_beta``: AdamW's.
+    ``average``: told after each step how many were taken. ``log`` takes the lines.
+    """
+    ranks = Ranks()
+    run = Run(
+        policy=policy,
+        renderer=_no_renderer,
+        judge=_no_judge,
+        stepper=ReplicatedStepper(policy.module, ranks, betas=(0.9, second_beta), weight_decay=0.01),
+        ranks=ranks,
+        chunk=rows,
+        max_missing=0.0,
+        average=average,
+        clock=Clock(),
+    )
+    phase = Phase(
+        name="supervised",
+        steps=range(steps),
+        objective=objective,
+        batch=batch,
+        order=torch.arange(rows),
+        group=torch.arange(rows),
+        advantage=None,
+        normalise=normalise,
+        max_length=None,
+        epochs=1,
+        minibatches=1,
+        learning_rate=lambda step: cosine(learning_rate, step, warmup=warmup, steps=steps),
+    )
+    for step, _, metrics in train(run, phase, start=0):
+        if step % 50 == 0 or step == steps - 1:
+            told = [f"{name} {metrics[f'policy/{name}']:.4f}" for name in ("loss", "distance") if f"policy/{name}" in metrics]
+            log("  ".join([f"step {step}/{steps}", *told]))
+
+
+def each_alone(tasks: Sequence[Task], *, seed: int, step: int) -> Batch:
+    """A batch of tasks that are not compared with one another."""
+    ids = tuple(range(len(tasks)))
+    return Batch(seed=seed, step=step, tasks=tuple(tasks), group_ids=ids, group=ids, slot=(0,) * len(tasks))
+
+
+def cosine(peak: float, step: int, *, warmup: int, steps: int) -> float:
+    """Up to the peak in ``warmup`` steps, and from there down to 0."""
+    return peak * min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+def _no_judge(batch: Batch, samples: Sequence[Any]) -> Any:
+    raise AssertionError("imitation asks no judge")
+
+
+def _no_renderer(tasks: Sequence[Task], trajectory: Any) -> Any:
+    raise AssertionError("imitation makes no pictures")

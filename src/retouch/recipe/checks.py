@@ -1,0 +1,268 @@
+"""What a recipe's values mean together: checked before anything is loaded, each with what to do about it."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from retouch.core.surrogates import check_clip
+from retouch.data.sampler import check_arithmetic
+from retouch.recipe.data import PicturedData, PromptData, TokenData
+from retouch.recipe.emu3 import TokenModel
+from retouch.recipe.image_checks import image_model_problems, picture_problems
+from retouch.recipe.ip_adapter import lora_of
+from retouch.recipe.ip_adapter_checks import ip_adapter_problems
+from retouch.recipe.learning import GroupAdvantage, PolicyGradient
+from retouch.recipe.phases import ResolvedPhase
+from retouch.recipe.policy import ImportedModel
+from retouch.recipe.renderer import CodesRenderer
+from retouch.recipe.reward_checks import reward_data_problems, reward_problems
+from retouch.recipe.rollout import (
+    AllSteps,
+    CpsTransition,
+    DenoisingRollout,
+    DrawnWindow,
+    OdeTransition,
+    Rollout,
+    SdeTransition,
+    SlidingWindow,
+)
+from retouch.recipe.value_checks import value_problems
+from retouch.recipe.watch_checks import watch_problems
+from retouch.recipe.writer_checks import (
+    engine_problems,
+    parts_problems,
+    phase_problems,
+    renderer_problems,
+    token_problems,
+)
+
+if TYPE_CHECKING:
+    from retouch.recipe.recipe import Recipe
+
+
+ZERO3 = (
+    "zero3 takes weights apart in every call of the model, and rollouts and renderers call it, or parts of it, outside of the "
+    'engine and not equally often on all ranks: they hang, or fail with "pop from an empty deque"'
+)
+_LAST = "which never trains"
+
+
+def problems(recipe: "Recipe") -> list[str]:
+    """A line for everything in the recipe that cannot stand together; empty for a good one."""
+    found = [*_length(recipe), *_kept(recipe), *_trackers(recipe), *_devices(recipe)]
+    if recipe.watch is not None:
+        found += watch_problems(recipe.watch, recipe.reward)
+    if unlike := list(parts_problems(recipe)):
+        return [*found, *unlike]
+    found += [*reward_problems(recipe), *image_model_problems(recipe), *renderer_problems(recipe), *engine_problems(recipe)]
+    found += [*ip_adapter_problems(recipe), *_phases(recipe), *_batch(recipe)]
+    return list(dict.fromkeys(found))
+
+
+def check_ranks(recipe: "Recipe", world: int) -> None:
+    """ValueError, naming legal numbers, where so many ranks cannot share the steps of some phase equally."""
+    for phase in recipe.resolved_phases():
+        check_arithmetic(
+            tasks_per_step=phase.tasks_per_step, group_size=phase.group_size, minibatches=recipe.minibatches, world=world
+        )
+
+
+def unmeant_ranks(recipe: "Recipe", world: int) -> str | None:
+    """What to say where a run has another number of ranks than its recipe is meant for; None where there is nothing to say."""
+    if recipe.ranks is None or recipe.ranks == world:
+        return None
+    there = "is 1" if world == 1 else f"are {world}"
+    return f"the recipe is meant for {recipe.ranks} rank{'s' * (recipe.ranks > 1)}, and there {there}"
+
+
+def _length(recipe: "Recipe") -> Iterator[str]:
+    if recipe.phases is None:
+        if (recipe.steps is None) == (recipe.passes is None):
+            yield "steps: give either steps or passes (or phases with either), and not both"
+        return
+    if not recipe.phases:
+        yield "phases: an empty list is no run; name a phase, or give null and steps"
+        return
+    if recipe.steps is not None or recipe.passes is not None:
+        yield "steps: with phases each phase has its own length; take steps and passes off the top"
+    names = [phase.name for phase in recipe.phases]
+    for index, phase in enumerate(recipe.phases):
+        if (phase.steps is None) == (phase.passes is None):
+            yield f"phases.{index}.steps: give either steps or passes, and not both"
+        if phase.name in names[:index]:
+            yield f"phases.{index}.name: a second phase of the name {phase.name!r}; name them differently"
+    if all(phase.steps == 0 for phase in recipe.phases):
+        yield "phases: none of them takes a step; give one of them steps, or judge the model as it is with `retouch eval`"
+    if recipe.phases[0].keep_optimizer:
+        yield "phases.0.keep_optimizer: there is no phase before the first; leave it out"
+
+
+def _kept(recipe: "Recipe") -> Iterator[str]:
+    every, kept = recipe.checkpoints.every, recipe.checkpoints.keep_every
+    if kept is not None and (every == 0 or kept % every):
+        yield f"checkpoints.keep_every: of every {kept} steps none is saved (checkpoints.every is {every}); give a multiple of it"
+    if recipe.push is not None and recipe.sharding == "fsdp2":
+        yield "push: fsdp2 leaves no rank with whole weights; train without, then `retouch export` and `hf upload`"
+
+
+def _trackers(recipe: "Recipe") -> Iterator[str]:
+    if len(set(recipe.trackers)) < len(recipe.trackers):
+        yield "trackers: one of them is named twice; name each once"
+
+
+def _devices(recipe: "Recipe") -> Iterator[str]:
+    if recipe.sharding == "zero3":
+        yield f"sharding: {ZERO3}; take zero2, or fsdp2 where the weights themselves are too large"
+    devices = recipe.devices
+    if devices is None:
+        return
+    if devices.policy is not None and recipe.device != "auto":
+        yield f"device, devices.policy: {recipe.device} and {devices.policy} both say where the policy is; give one of them"
+    if recipe.renderer is None or isinstance(recipe.renderer, CodesRenderer):
+        for key in ("renderer", "offload"):
+            if getattr(devices, key):
+                yield f"devices.{key}: this policy makes its own pictures, where it is; leave it out"
+    if devices.reference is not None and not (recipe.policy.kind == "autoregressive" and recipe.policy.train.kind == "full"):
+        yield "devices.reference: it is for writers whose weights all train; a LoRA's reference is small, so leave it out"
+    if devices.reference is not None and recipe.sharding == "fsdp2":
+        yield "devices.reference: fsdp2 spreads the reference over the ranks already; take zero2, or leave it out"
+
+
+def _batch(recipe: "Recipe") -> Iterator[str]:
+    """More than one rank is for ``check_ranks`` to say; what even one cannot share out is a mistake already."""
+    try:
+        check_ranks(recipe, 1)
+    except ValueError as error:
+        yield f"minibatches: {error}"
+
+
+def _phases(recipe: "Recipe") -> Iterator[str]:
+    for index, phase in enumerate(recipe.resolved_phases()):
+        own = recipe.phases[index].model_dump(exclude_none=True) if recipe.phases is not None else {}
+        at = {key: f"phases.{index}.{key}" if key in own else key for key in ("objective", "rollout", "data", "group_size")}
+        yield from phase_problems(phase, at)
+        yield from value_problems(recipe, phase, at["objective"])
+        if phase.imitates:
+            if isinstance(phase.data, PromptData):
+                yield f"{at['data']}: prompts have no targets, which {phase.objective.kind} imitates; take folder or hub data"
+        else:
+            yield from _exploration(recipe, phase, at)
+        if isinstance(phase.objective, PolicyGradient):
+            yield from _policy_gradient(recipe, phase.objective, phase.rollout, at)
+            yield from token_problems(recipe, phase.objective, at["objective"])
+        yield from _data(recipe, phase, at["data"])
+        if index == 0:
+            yield from _held_out(recipe, phase, at["data"])
+        warmup = recipe.optimizer.warmup_steps
+        if phase.steps and warmup > phase.steps:
+            yield f"optimizer.warmup_steps: {warmup} exceeds the {phase.steps} steps of phase {phase.name!r}; take fewer"
+
+
+def _exploration(recipe: "Recipe", phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
+    """Samples of a group must be able to differ, and an advantage must be able to be other than 0."""
+    if isinstance(recipe.advantage, GroupAdvantage) and phase.group_size < 2:
+        yield f"{at['group_size']}: 1 gives every sample the advantage 0; take 2 or more, or advantage.kind batch or gae"
+    elif phase.rows < 2:
+        yield "tasks_per_step: a step of one sample gives it the advantage 0; take more tasks or a larger group_size"
+    if not isinstance(phase.rollout, DenoisingRollout):
+        return
+    if not isinstance(phase.rollout.transition, OdeTransition):
+        yield from _window(phase.rollout, at["rollout"])
+    elif phase.rollout.shared_noise:
+        yield f"{at['rollout']}.shared_noise: with ode all samples of a group would be equal; leave it out, or take cps"
+
+
+def _data(recipe: "Recipe", phase: ResolvedPhase, at: str) -> Iterator[str]:
+    model = recipe.image_model
+    yield from reward_data_problems(recipe, phase, at)
+    yield from picture_problems(recipe, phase, at)
+    if isinstance(phase.data, TokenData):
+        if not isinstance(model, TokenModel | ImportedModel):
+            yield f"{at}.kind: tokens are for a policy that writes pictures as tokens, emu3 say, and not for {model.kind}"
+        yield from _coefficients(phase.data, at)
+
+
+def _held_out(recipe: "Recipe", phase: ResolvedPhase, at: str) -> Iterator[str]:
+    """The run is judged by what its first phase's data hold out, unless it says that it is judged by what trains."""
+    if not isinstance(phase.data, PicturedData | PromptData | TokenData):
+        return
+    if isinstance(phase.data, TokenData) and phase.data.validation_lists:
+        return
+    if recipe.eval.split == "train" and (phase.data.held_out or isinstance(phase.data, TokenData)):
+        yield f"eval.split: train judges by tasks that train, so none need be held out; take {at}.held_out 0, or another split"
+    if recipe.eval.split != "train" and not phase.data.held_out:
+        yield f"{at}.held_out: 0 leaves nothing to judge the run by; give 0.1, or eval.split train where there is too little"
+
+
+def _coefficients(data: TokenData, at: str) -> Iterator[str]:
+    for prefix in ("", "validation_"):
+        names, numbers = getattr(data, f"{prefix}lists"), getattr(data, f"{prefix}coefficients")
+        if numbers and len(numbers) != len(names):
+            yield f"{at}.{prefix}coefficients: {len(numbers)} for {len(names)} lists; give one each, or none"
+
+
+def _policy_gradient(recipe: "Recipe", objective: PolicyGradient, rollout: Rollout, at: dict[str, str]) -> Iterator[str]:
+    train = recipe.policy.train
+    if isinstance(rollout, DenoisingRollout):
+        match rollout.transition:
+            case OdeTransition():
+                here = f"{at['rollout']}.transition.kind"
+                yield f"{here}: ode has no log-probabilities, which a policy gradient needs; take cps or sde"
+            case SdeTransition(noise_level=level) | CpsTransition(noise_level=level) if level == 0:
+                yield f"{at['rollout']}.transition.noise_level: 0 explores nothing, so nothing would be learnt; 0.7 is usual"
+    if objective.surrogate == "reinforce":
+        yield from _reinforce(recipe, objective, at["objective"])
+    else:
+        yield from _clip(objective, rollout, at["objective"])
+        lora = lora_of(train)
+        if lora is not None and lora.dropout > 0:
+            at_lora = "policy.train" if lora is train else "policy.train.lora"
+            yield f"{at_lora}.dropout: {lora.dropout} makes the ratio differ from 1 before anything was learnt; take 0"
+    if objective.surrogate == "gspo" and isinstance(rollout, DenoisingRollout):
+        window = rollout.window
+        actions = rollout.num_steps - 1 if isinstance(window, AllSteps) else window.size
+        if recipe.microbatch < actions:
+            yield f"microbatch: {recipe.microbatch} cuts a row's {actions} actions, whose ratio gspo needs at once; take {actions}"
+    if objective.dual is not None and objective.surrogate not in ("clip", "gspo"):
+        yield f"{at['objective']}.dual: {objective.surrogate} does not read it; leave it out"
+
+
+def _reinforce(recipe: "Recipe", objective: PolicyGradient, at: str) -> Iterator[str]:
+    if objective.clip_low is not None or objective.clip_high is not None:
+        yield f"{at}.clip_low, {at}.clip_high: reinforce does not clip; leave both out"
+    if objective.ratio_norm:
+        yield f"{at}.ratio_norm: reinforce has no ratio; leave it out"
+    if recipe.epochs * recipe.minibatches > 1:
+        yield "epochs, minibatches: reinforce allows one optimizer step on a rollout; take 1 and 1, or surrogate clip"
+
+
+def _clip(objective: PolicyGradient, rollout: Rollout, at: str) -> Iterator[str]:
+    low, high = objective.clip_low, objective.clip_high
+    if high is None or (low is None and objective.surrogate != "cispo"):
+        usual = "1e-5 is usual with reduction mean, 0.2 with sum" if isinstance(rollout, DenoisingRollout) else "0.2 is usual"
+        yield f"{at}.clip_low, {at}.clip_high: {objective.surrogate} needs both; {usual}"
+        return
+    try:
+        check_clip(rollout.reduction if isinstance(rollout, DenoisingRollout) else "token", high if low is None else low, high)
+    except ValueError as error:
+        yield f"{at}.clip_low, {at}.clip_high: {error}"
+
+
+def _window(rollout: DenoisingRollout, at: str) -> Iterator[str]:
+    trainable = rollout.num_steps - 1
+    if trainable < 1:
+        yield f"{at}.num_steps: {rollout.num_steps} leaves no step to train beside the last, {_LAST}; take 2 or more"
+        return
+    match rollout.window:
+        case AllSteps():
+            return
+        case DrawnWindow(size=size, low=low, high=high):
+            end = trainable if high is None else high
+            if end > trainable:
+                yield f"{at}.window.high: {end} takes in the last of {rollout.num_steps} steps, {_LAST}; take {trainable} or less"
+            elif size > end - low:
+                yield f"{at}.window.size: {size} steps do not fit in [{low}, {end}); take fewer, or widen the range"
+        case SlidingWindow(size=size, stride=stride):
+            if size > trainable:
+                yield f"{at}.window.size: {size} of {rollout.num_steps} steps takes in the last, {_LAST}; take {trainable} or less"
+            if stride > size:
+                yield f"{at}.window.stride: {stride} would jump over steps of a window of {size}; take {size} or less"

@@ -1,0 +1,56 @@
+"""May a run go on under this recipe? Only what changes no number of what was already done may differ."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from retouch.recipe.out_of_memory import LESS_AT_ONCE
+from retouch.recipe.recipe import Recipe
+
+_FREE = re.compile(
+    r"steps|passes|eval\.every|ledger.*|(samples|checkpoints)\..*|push.*|trackers(\.\d+)?|devices?(\..*)?|sharding|ranks|out"
+    r"|(phases\.\d+\.)?data\.(path|(validation_)?lists\.\d+)"
+    # How a judge is reached, and how long it is waited for.
+    r"|(watch\.judge\.)?reward\.(rewards\.\w+\.)?((judge\.)?(device|base_url|key|concurrency|timeout|deadline|attempts|pause|longest_pause"
+    r"|prices.*|quota.*)|endpoints.*|encoding|batch|retry_share|hedge(_share)?|(samples|requests)_per_minute|calls|rate_file|wait|threads)"
+    # The same of an engine.
+    r"|(phases\.\d+\.)?rollout\.engine\.(url|adapters|timeout|patience)"
+    r"|watch\.every|watch\.\w+\.(on_alarm|limit|sigmas|window)|watch\.(diversity|preservation|brightness|saturation|detail)"
+)
+
+
+def differences(old: Recipe, new: Recipe, *, new_judge: bool = False) -> list[str]:
+    """A line for each key that differs and may not, old value first; empty where the old run can go on as the new recipe says.
+
+    Length (of the last phase, where there are phases), cadences, pushes, trackers, devices, ranks, how much is computed at once,
+    folders of data and runs, how judges and engines are reached, and the limits of ``watch`` may differ; with ``new_judge`` all
+    that judges.
+    """
+    before, after = dict(_leaves(old.document(), "")), dict(_leaves(new.document(), ""))
+    lines = []
+    for key in sorted(before.keys() | after.keys()):
+        was, now = before.get(key, "(nothing)"), after.get(key, "(nothing)")
+        free = _free(key) or key in _last_phase_length(new) or (new_judge and key.startswith("reward."))
+        if was != now and not free:
+            lines.append(f"{key}: {was} in the run, {now} in the recipe")
+    return lines
+
+
+def _free(key: str) -> bool:
+    return bool(_FREE.fullmatch(key)) or re.sub(r"^phases\.\d+\.", "", key) in LESS_AT_ONCE
+
+
+def _last_phase_length(recipe: Recipe) -> tuple[str, ...]:
+    if recipe.phases is None:
+        return ()
+    last = len(recipe.phases) - 1
+    return f"phases.{last}.steps", f"phases.{last}.passes"
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict | list) and value:
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, inner in entries:
+            yield from _leaves(inner, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value

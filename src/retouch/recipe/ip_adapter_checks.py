@@ -1,0 +1,39 @@
+"""What an IP-Adapter and the rest of a recipe mean together, each with what to do about it."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from retouch.recipe.data import FolderData, HubData, TripletData, WordData
+from retouch.recipe.ip_adapter import IpAdapter
+from retouch.recipe.learning import Supervised
+
+if TYPE_CHECKING:
+    from retouch.recipe.recipe import Recipe
+
+_DOUBLE_ALONE = ("qwen-image", "qwen-image-edit", "qwen-image-edit-plus", "playground", "playground-painter")
+_WITHOUT = ("sd3", "z-image", "import")
+
+
+def ip_adapter_problems(recipe: "Recipe") -> Iterator[str]:
+    """Whether the model can have the adapter, and the tasks a reference to show it."""
+    train, kind = recipe.policy.train, recipe.policy.model.kind
+    if not isinstance(train, IpAdapter):
+        return
+    if kind in _WITHOUT:
+        yield f"policy.train.kind: ip-adapter is for models of Flux and Qwen-Image, and not for {kind}; take lora"
+    if train.blocks == "all" and kind in _DOUBLE_ALONE:
+        yield "policy.train.blocks: Qwen-Image has double blocks alone; take double"
+    phases = recipe.resolved_phases()
+    if train.dropout > 0 and not any(isinstance(phase.objective, Supervised) for phase in phases):
+        yield "policy.train.dropout: no phase is supervised, and every other shows each reference; take 0"
+    for index, phase in enumerate(phases):
+        own = recipe.phases is not None and recipe.phases[index].data is not None
+        at = f"phases.{index}.data" if own else "data"
+        match phase.data:
+            case WordData() | TripletData() | FolderData():
+                pass  # a row of a folder without one is named when it is read
+            case HubData(columns=columns):
+                if "reference" not in columns:
+                    yield f"{at}.columns: an IP-Adapter reads a reference picture; say which column `reference` is"
+            case other:
+                yield f"{at}.kind: {other.kind} have no reference picture, which an IP-Adapter reads; take triplets, folder or hub"

@@ -1,0 +1,74 @@
+"""A device that is full: which keys of the recipe lower what a stage keeps on it.
+
+These keys change memory and time alone (and rounding), so a run may go on with others than it began with.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from pydantic import JsonValue
+
+from retouch.recipe.recipe import Recipe
+
+_ROLLOUT = ("rollout.chunk",)
+_RENDER = ("renderer.batch", "renderer.encoder_batch")
+_UPDATE = ("microbatch", "policy.logits_at_once", "policy.gradient_checkpointing")
+KEYS: dict[str, tuple[str, ...]] = {
+    "loading": (),
+    "trial step": (*_ROLLOUT, *_UPDATE),
+    "evaluation": ("eval.batch", *_RENDER),
+    "rollout": _ROLLOUT,
+    "render": (*_RENDER, *_ROLLOUT),
+    "encode": _UPDATE,
+    "update": _UPDATE,
+    "judge": (),
+}
+LESS_AT_ONCE = frozenset(key for keys in KEYS.values() for key in keys)
+_FEWEST = {"policy.logits_at_once": 32}
+
+
+class OutOfMemory(ValueError):
+    """A device is full; the message names the keys to change."""
+
+
+@contextmanager
+def named(recipe: Recipe, doing: Callable[[], str]) -> Iterator[None]:
+    """Say of a full device what can be done about it. ``doing``: the stage at the time."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        stage, (first, *_) = doing(), [*str(error).splitlines(), ""]
+        raise OutOfMemory(f"the {stage} does not fit: {first}\n{_advice(recipe, stage)}") from error
+
+
+def suggestions(recipe: Recipe, stage: str) -> list[str]:
+    """What to hand to ``--set``: each key of the stage at half its value, or switched on; none where it cannot go lower."""
+    found = []
+    for key in KEYS.get(stage, ()):
+        value = _value(recipe, key)
+        if value is False:
+            found.append(f"{key}=true")
+        elif isinstance(value, int) and value > _FEWEST.get(key, 1):
+            found.append(f"{key}={max(value // 2, 1)}")
+    return found
+
+
+def _advice(recipe: Recipe, stage: str) -> str:
+    lower = suggestions(recipe, stage)
+    if lower:
+        said = " ".join(f"--set {each}" for each in lower)
+        return f"Go on from the last checkpoint with less at once, which changes memory and time alone: {said}"
+    if stage == "loading":
+        return "`retouch doctor RECIPE` says what the weights take and what would fit"
+    if stage == "judge":
+        return "It is the judge's: give it a device of its own, or serve it from another process (`retouch serve`)"
+    return "Nothing is left to lower that would not change what is learnt: take smaller pictures, fewer tokens, or a larger device"
+
+
+def _value(recipe: Recipe, key: str) -> JsonValue:
+    """What the recipe says there; None where this recipe has no such key."""
+    node: JsonValue = recipe.document()
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) else None
+    return node

@@ -1,0 +1,106 @@
+"""The section of a recipe against reward hacking: what is measured beside the reward, and what an alarm does."""
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field
+
+from retouch.config.section import Count, Positive, Section, Share
+from retouch.recipe.reward import Reward
+
+Response: TypeAlias = Literal["note", "stop", "roll_back"]
+
+
+class Rule(Section):
+    """What all rules have in common."""
+
+    on_alarm: Response = "note"
+    """``note`` says so in the log and goes on; ``stop`` saves a checkpoint and ends the run; ``roll_back`` ends it too, with the
+    newest checkpoint from before the alarm as the run's last state."""
+
+
+class HeldOutJudge(Rule):
+    """A judge that is never trained on. Alarm: since the look at which it thought best of the pictures its mean has fallen, by more
+    than ``sigmas`` standard errors of the paired difference, and the mean reward has not."""
+
+    reward: Reward
+    """What judges, and how its columns combine. It may not share a trained column with the reward."""
+    sigmas: Positive = 3.0
+    """Standard errors of a fall that is no accident."""
+
+
+class Canaries(Rule):
+    """The first pictures of the start, shown to the reward again and again. Alarm: the mean change of a column's scores of them is
+    above ``limit``, so it is the judge that has changed."""
+
+    count: Count = 8
+    """Pictures, at most ``watch.tasks``."""
+    limit: Share = 0.05
+    """Mean absolute change, as a share of the column's range."""
+
+
+class PaintedText(Rule):
+    """Text that nobody asked for and that speaks to a judge, found by OCR (extra ``ocr``). Alarm: the share of pictures with such
+    text is more than ``limit`` above that of the start."""
+
+    limit: Share = 0.05
+    """Rise of the share of pictures."""
+
+
+class Diversity(Rule):
+    """How far the pictures of a group are from each other, in every step. Alarm: its mean over the last ``window`` steps is below
+    ``limit`` times that over the first."""
+
+    window: Count = 10
+    """Steps that are averaged."""
+    limit: Share = 0.5
+    """Share of the first steps' diversity."""
+
+
+class Shift(Rule):
+    """A mean over the pictures. Alarm: it is more than ``limit`` from that of the start (for the preservation: below it)."""
+
+    limit: Share = 0.1
+    """Largest change, of a quantity from 0 to 1."""
+
+
+class Factor(Rule):
+    """A mean over the pictures. Alarm: it has grown, or shrunk, by more than ``limit`` times since the start."""
+
+    limit: Annotated[float, Field(gt=1.0)] = 1.5
+    """Largest factor."""
+
+
+class Watch(Section):
+    """Looks at the pictures that the policy makes for a few held-out tasks, always the same and from the same noise, and what they
+    must not show. All of it is logged as ``watch/...``; rules that are null only measure."""
+
+    every: Count = 10
+    """Steps between two looks; there is one before the first step."""
+    tasks: Count = 32
+    """Held-out tasks to look at, the first of them."""
+    judge: HeldOutJudge | None = None
+    """A held-out judge; null has none."""
+    canaries: Canaries | None = None
+    """Pictures that must keep their scores; null has none."""
+    text: PaintedText | None = None
+    """The tripwire for painted text; null does not read the pictures."""
+    diversity: Diversity | None = Diversity()
+    """Diversity within groups."""
+    preservation: Shift | None = Shift()
+    """The source outside the mask, where tasks have masks."""
+    brightness: Shift | None = Shift()
+    """Mean luminance."""
+    saturation: Shift | None = Shift()
+    """Mean saturation."""
+    detail: Factor | None = Factor()
+    """Energy of the finest frequencies: patterns as fine as the pixels, or blur."""
+
+    @property
+    def rules(self) -> dict[str, Rule]:
+        """The rules that can raise an alarm, by name."""
+        return {name: rule for name in type(self).model_fields if isinstance(rule := getattr(self, name), Rule)}
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether an alarm may go back to a checkpoint."""
+        return any(rule.on_alarm == "roll_back" for rule in self.rules.values())

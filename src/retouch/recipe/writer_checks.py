@@ -1,0 +1,128 @@
+"""What a recipe's values mean together where the policy writes, each with what to do about it."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from retouch.recipe.emu3 import TokenModel
+from retouch.recipe.engine import VllmEngine
+from retouch.recipe.families import EDITORS, takes_of
+from retouch.recipe.learning import Awm, Dpo, Kl, Nft, PolicyGradient, Sft, Supervised
+from retouch.recipe.phases import ResolvedPhase
+from retouch.recipe.policy import DenoisingPolicy, ImportedModel
+from retouch.recipe.renderer import CodesRenderer, PromptRenderer, ResponseRenderer
+from retouch.recipe.rollout import TokenRollout
+from retouch.recipe.train import FullWeights
+from retouch.recipe.writer import AutoregressivePolicy, QwenWriter
+
+if TYPE_CHECKING:
+    from retouch.recipe.recipe import Recipe
+
+VLLM_TEMPERATURE = 2.0
+
+
+def parts_problems(recipe: "Recipe") -> Iterator[str]:
+    """Whether policy, rollouts and renderer are of one kind; with any of these nothing else can be said."""
+    writes = isinstance(recipe.policy, AutoregressivePolicy)
+    if writes and recipe.renderer is None:
+        yield (
+            'renderer: missing; a policy that writes needs one: {"kind": "response"} before an editor, {"kind": "prompt"} before '
+            'another image model, {"kind": "codes"} where it writes image tokens'
+        )
+    if not writes and recipe.renderer is not None:
+        yield "renderer: a denoising policy makes its own pictures; leave it out, or take policy.kind autoregressive"
+    model = recipe.policy.model
+    if recipe.renderer is not None and writes and not isinstance(model, ImportedModel):
+        tokens = isinstance(model, TokenModel)
+        if isinstance(recipe.renderer, CodesRenderer) != tokens:
+            why = "writes image tokens: take renderer.kind codes" if tokens else "writes text, and codes are image tokens"
+            yield f"renderer.kind: {model.kind} {why}"
+    for index, rollout in enumerate([recipe.rollout, *(phase.rollout for phase in recipe.phases or ())]):
+        at = f"phases.{index - 1}.rollout" if index else "rollout"
+        if writes and rollout is not None and not isinstance(rollout, TokenRollout):
+            yield f'{at}.kind: missing; a policy that writes takes {{"kind": "tokens", "max_new_tokens": 100}}, no denoising'
+        if not writes and isinstance(rollout, TokenRollout):
+            yield f"{at}.kind: 'tokens' is for policies that write; take it out and give num_steps and transition"
+
+
+def renderer_problems(recipe: "Recipe") -> Iterator[str]:
+    """Whether writer and image model understand each other."""
+    policy, renderer = recipe.policy, recipe.renderer
+    if isinstance(policy, DenoisingPolicy):
+        return
+    writer = policy.model
+    if isinstance(renderer, ResponseRenderer):
+        if renderer.model.kind not in EDITORS:
+            yield f"renderer.model.kind: {renderer.model.kind} reads no responses; take one of {', '.join(EDITORS)}, or kind prompt"
+        if isinstance(writer, ImportedModel) or writer.kind in ("qwen", "playground-enhancer"):
+            yield (
+                f"policy.model.kind: an editor reads a writer's ids in its own tokens and pictures, so {writer.kind} cannot stand "
+                "before one; take qwen-vl, or renderer.kind prompt"
+            )
+        if isinstance(writer, QwenWriter) and (writer.system is not None or writer.area is not None):
+            yield "policy.model.system, policy.model.area: the editor's template and sizes hold for its writer too; leave both out"
+    if isinstance(renderer, PromptRenderer):
+        takes = takes_of(renderer.model.kind)
+        if takes is not None and takes.pictures[0] > 0:
+            yield (
+                f"renderer.model.kind: {renderer.model.kind} edits a source picture, and a prompt has none; take qwen-image, "
+                f"sd3, z-image or flux{', or renderer.kind response' if takes.responses else ''}"
+            )
+        if writer.kind == "playground-writer":
+            yield "policy.model.kind: playground-writer writes for an editor; take playground-enhancer, or renderer.kind response"
+
+
+def token_problems(recipe: "Recipe", objective: PolicyGradient, at: str) -> Iterator[str]:
+    """Whether the policy writes tokens of the kinds that are to train."""
+    model = recipe.policy.model
+    if isinstance(recipe.policy, DenoisingPolicy) or isinstance(model, ImportedModel) or objective.tokens == "all":
+        return
+    if not isinstance(model, TokenModel):
+        yield f"{at}.tokens: {model.kind} writes text alone; leave it out"
+    elif objective.tokens != "vision" and not model.think:
+        yield (
+            f"{at}.tokens: without policy.model.think no text is written before the picture, so nothing would train; take "
+            "think: true, or all"
+        )
+
+
+def engine_problems(recipe: "Recipe") -> Iterator[str]:
+    """Whether a server could write what the policy learns from."""
+    for index, rollout in enumerate([recipe.rollout, *(phase.rollout for phase in recipe.phases or ())]):
+        if not isinstance(rollout, TokenRollout) or not isinstance(rollout.engine, VllmEngine):
+            continue
+        at = f"phases.{index - 1}.rollout" if index else "rollout"
+        if isinstance(recipe.policy.train, FullWeights):
+            yield (
+                f"{at}.engine.kind: vllm takes a LoRA over HTTP after each update, but all weights only through the development "
+                "endpoints, over NCCL, which this does not speak; take policy.train.kind lora, or engine cached"
+            )
+        if rollout.temperature > VLLM_TEMPERATURE:
+            yield f"{at}.temperature: vllm takes no {rollout.temperature:g}; give {VLLM_TEMPERATURE:g} or less, or engine cached"
+        model = recipe.policy.model
+        cuts = rollout.top_k is not None or (rollout.top_p is not None and rollout.top_p < 1)
+        if isinstance(model, TokenModel) and model.grammar and cuts:
+            yield (
+                f"{at}.top_k, top_p: vllm does not tell which tokens these kept where a plug-in keeps to the grammar; leave both "
+                "out, or take engine cached"
+            )
+        elif rollout.top_p is not None and rollout.top_p < 1 and rollout.top_k is None:
+            yield f"{at}.top_p: vllm tells which tokens it kept only where top_k bounds them; give top_k too, 1000 say"
+
+
+def phase_problems(phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
+    """Whether what a phase learns is about what the policy does: tokens, or pictures. ``at``: the paths of its keys."""
+    objective, tokens = phase.objective, isinstance(phase.rollout, TokenRollout)
+    if isinstance(objective, Nft | Awm | Dpo | Supervised) and tokens:
+        other = "sft" if isinstance(objective, Supervised) else "policy_gradient"
+        yield f"{at['objective']}.kind: {objective.kind} learns velocities, which a writer has not; take {other}"
+    if isinstance(objective, Sft) and not tokens:
+        yield f"{at['objective']}.kind: sft imitates written completions; supervised imitates target pictures"
+    if not isinstance(objective, PolicyGradient):
+        return
+    if isinstance(objective.kl, Kl) and (objective.kl.kind == "k3") != tokens:
+        right = "k3 for tokens" if tokens else "closed or velocity for transitions"
+        yield f"{at['objective']}.kl.kind: {objective.kl.kind} is none of this policy's; take {right}"
+    if objective.tokens != "all" and not tokens:
+        yield f"{at['objective']}.tokens: a denoising policy has transitions and no tokens; leave it out"
+    if objective.ratio_norm and tokens:
+        yield f"{at['objective']}.ratio_norm: it centres the ratios of transitions, and tokens have none; leave it out"

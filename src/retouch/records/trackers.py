@@ -1,0 +1,136 @@
+"""Where a run's metrics are shown while it runs: TensorBoard by default, W&B and Trackio when asked for.
+
+A tracker shows; it does not keep. What the run itself needs stands in its folder.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from accelerate import PartialState
+from accelerate.tracking import TrackioTracker, WandBTracker
+from torch.utils.tensorboard import SummaryWriter
+
+from retouch.records.folder import RunFolder
+
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """Takes each step's metrics."""
+
+    def log(self, values: Mapping[str, float | None], step: int) -> None:
+        """Show these values at this step; None (could not be measured) is left out."""
+        ...
+
+    def close(self) -> None:
+        """Send what is still held back. Nothing may be logged afterwards."""
+        ...
+
+
+class TensorBoard:
+    """TensorBoard event files in the run's folder. Points at or after ``first_step``, of a run that was killed, are hidden."""
+
+    def __init__(self, folder: RunFolder, *, first_step: int) -> None:
+        self._writer = SummaryWriter(str(folder.tensorboard), purge_step=first_step)
+
+    def log(self, values: Mapping[str, float | None], step: int) -> None:
+        for name, value in _measured(values).items():
+            self._writer.add_scalar(name, value, global_step=step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """A page on Weights & Biases, through accelerate's tracker.
+
+    The page's id is WANDB_RUN_ID, else the run's name, and a page that exists is continued. Steps that it already has are ignored
+    by W&B, which is right: a resumed run makes the same numbers again.
+    """
+
+    def __init__(self, folder: RunFolder, *, project: str, recipe: Mapping[str, Any]) -> None:
+        _require("wandb")
+        PartialState()  # accelerate's trackers log through it
+        self._tracker = WandBTracker(
+            project, name=folder.name, id=os.environ.get("WANDB_RUN_ID") or folder.name, resume="allow", dir=str(folder.root)
+        )
+        self._tracker.start()
+        self._tracker.store_init_configuration(dict(recipe))
+
+    def log(self, values: Mapping[str, float | None], step: int) -> None:
+        self._tracker.log(_measured(values), step=step)
+
+    def close(self) -> None:
+        self._tracker.finish()
+
+
+class Trackio:
+    """A Trackio run of the run's name, through accelerate's tracker; one that exists is continued."""
+
+    def __init__(self, folder: RunFolder, *, project: str, recipe: Mapping[str, Any]) -> None:
+        _require("trackio")
+        PartialState()
+        self._tracker = TrackioTracker(project, name=folder.name, resume="allow", config=dict(recipe))
+        self._tracker.start()
+
+    def log(self, values: Mapping[str, float | None], step: int) -> None:
+        self._tracker.log(_measured(values), step=step)
+
+    def close(self) -> None:
+        self._tracker.finish()
+
+
+class Trackers:
+    """Several trackers as one."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = tuple(trackers)
+
+    def log(self, values: Mapping[str, float | None], step: int) -> None:
+        for tracker in self._trackers:
+            tracker.log(values, step)
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def open_trackers(
+    names: Sequence[TrackerName], folder: RunFolder, *, project: str, recipe: Mapping[str, Any], first_step: int
+) -> Trackers:
+    """The trackers of these names; call it on the rank that writes.
+
+    With several ranks, accelerate's process group must stand already. ``recipe`` is shown beside the curves; ``first_step`` is the
+    first step that will be logged (after a resume: the next one).
+    ValueError where one is unknown or not installed.
+    """
+    opened: list[Tracker] = []
+    for name in names:
+        if name == "tensorboard":
+            opened.append(TensorBoard(folder, first_step=first_step))
+        elif name == "wandb":
+            opened.append(Wandb(folder, project=project, recipe=recipe))
+        elif name == "trackio":
+            opened.append(Trackio(folder, project=project, recipe=recipe))
+        else:
+            raise ValueError(f"unknown tracker {name!r}; choose from tensorboard, wandb, trackio")
+    return Trackers(opened)
+
+
+def require_trackers(names: Sequence[TrackerName]) -> None:
+    """Check, before anything expensive, that these trackers are installed. ValueError says what to install."""
+    for name in names:
+        if name != "tensorboard":
+            _require(name)
+
+
+def _require(name: str) -> None:
+    if find_spec(name) is None:
+        raise ValueError(f"tracker {name!r} is not installed: run `pip install 'retouch[track]'`, or leave it out of the recipe")
+
+
+def _measured(values: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if value is not None}

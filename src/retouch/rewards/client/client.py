@@ -1,0 +1,154 @@
+"""A reward that reward servers judge: many endpoints behind one callable, which never turns a fault into a number."""
+
+import asyncio
+import importlib.util
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from retouch.rewards.client import event_loop
+from retouch.rewards.client.settings import Settings
+from retouch.rewards.ledger.receipts import Receipt
+from retouch.types import Column, Sample, Scores
+
+if TYPE_CHECKING:
+    from retouch.rewards.client.session import Session
+
+TOKEN = "RETOUCH_TOKEN"
+_LOG = logging.getLogger("retouch.rewards")
+
+
+class RemoteReward:
+    """Samples go out in requests of ``batch``, at most ``concurrency`` at once for each endpoint, to the one with least in hand;
+    ``encoding`` auto sends raw pixels to this machine and lossless WebP to others.
+
+    A request that fails is tried again on another endpoint, up to ``attempts`` times (refused connections and "busy" do not count),
+    with growing random pauses and for at most ``retry_share`` of all requests (and ten a second). One attempt takes at most
+    ``timeout`` seconds, all of a request's at most ``deadline``; those that wait in line give up when nothing at all was answered
+    for so long. What has no believable score by then is NaN. A reply is believed only with exactly the ids that were asked, every
+    column within its range, and the judge's fingerprint of the start. ``hedge``: ask a second endpoint when the first takes longer
+    than 95 % of the latest requests, for at most ``hedge_share`` of them. ``samples_per_minute``, ``requests_per_minute``, and
+    ``calls`` in all (BudgetSpent): never more, for all processes that name the same ``rate_file`` together
+    (``rewards/quota/quota.py::Quota``).
+
+    The token, where the servers want one, is in the environment as RETOUCH_TOKEN. ``columns`` are the servers' own.
+    ``wait``: seconds to wait for the first server to answer. ValueError: none does, they differ, or they refuse.
+    """
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        *,
+        rewards: Sequence[str] | None = None,
+        encoding: Literal["auto", "webp", "raw"] = "auto",
+        batch: int = 8,
+        concurrency: int = 4,
+        deadline: float = 120.0,
+        timeout: float = 60.0,
+        attempts: int = 5,
+        retry_share: float = 0.1,
+        hedge: bool = False,
+        hedge_share: float = 0.05,
+        samples_per_minute: float | None = None,
+        requests_per_minute: float | None = None,
+        calls: int | None = None,
+        rate_file: str | None = None,
+        wait: float = 60.0,
+    ) -> None:
+        if importlib.util.find_spec("httpx") is None:
+            raise ValueError("asking reward servers needs httpx: pip install 'retouch[serve]'")
+        from retouch.rewards.client.discovery import discover
+
+        self._settings = Settings(
+            endpoints=tuple(url.rstrip("/") for url in endpoints),
+            token=os.environ.get(TOKEN),
+            rewards=None if rewards is None else tuple(rewards),
+            encoding=encoding,
+            batch=batch,
+            concurrency=concurrency,
+            deadline=deadline,
+            timeout=timeout,
+            attempts=attempts,
+            retry_share=retry_share,
+            hedge=hedge,
+            hedge_share=hedge_share,
+            samples_per_minute=samples_per_minute,
+            requests_per_minute=requests_per_minute,
+            calls=calls,
+            rate_file=None if rate_file is None else Path(rate_file),
+        )
+        self._quota = self._settings.quota()
+        self._expected, most = event_loop.submit(discover(self._settings, wait=wait)).result()
+        self.columns: Mapping[str, Column] = self._expected.columns
+        self._batch = min(batch, most)
+        self._sessions: "dict[int, Session]" = {}
+
+    @property
+    def fingerprint(self) -> str:
+        """What the servers judge by; a resumed run compares it with the one that it began with."""
+        return ",".join(f"{name}={digest}" for name, digest in sorted(self._expected.judges.items()))
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """Each column as (b,), float32; NaN where a sample could not be judged.
+
+        BudgetSpent: ``calls`` does not have enough for these samples, and none was asked about.
+        """
+        return self.submit(samples).result()
+
+    def submit(self, samples: Sequence[Sample]) -> "Future[Scores]":
+        """Send the samples off and go on; any number of calls may be under way, from any thread."""
+        return event_loop.submit(self._scores(samples, time.monotonic()))
+
+    def submit_receipted(self, samples: Sequence[Sample]) -> "Future[tuple[Scores, list[Receipt]]]":
+        """The same, and what each sample took."""
+        return event_loop.submit(self._score(samples, time.monotonic()))
+
+    def close(self) -> None:
+        """End the connections; a later call makes new ones."""
+        event_loop.submit(self._close()).result()
+
+    def stats(self) -> dict[str, float]:
+        """How it went so far: ``calls``, ``hedges``, and failed attempts as ``faults/<kind>``."""
+        session = self._sessions.get(os.getpid())
+        if session is None:
+            return {"calls": 0.0, "hedges": 0.0}
+        faults = {f"faults/{kind}": float(count) for kind, count in sorted(session.faults.items())}
+        return {"calls": float(session.calls), "hedges": float(session.hedges), **faults}
+
+    async def _scores(self, samples: Sequence[Sample], begun: float) -> Scores:
+        scores, _ = await self._score(samples, begun)
+        return scores
+
+    async def _score(self, samples: Sequence[Sample], begun: float) -> tuple[Scores, list[Receipt]]:
+        from retouch.rewards.client.session import Chunk, Session
+
+        # A fork has its parent's session, but neither its loop nor its connections.
+        session = self._sessions.get(os.getpid())
+        if session is None:
+            session = self._sessions[os.getpid()] = Session(self._settings, self._expected, self._quota)
+        chunks = [Chunk.of(samples[first : first + self._batch], begun) for first in range(0, len(samples), self._batch)]
+        if self._quota is not None:
+            await asyncio.to_thread(self._quota.claim, len(chunks))
+        await asyncio.gather(*(session.score(chunk) for chunk in chunks))
+        answers = [chunk.answers.get(name) for chunk in chunks for name in chunk.samples]
+        open_ = sum(len(chunk.open) for chunk in chunks)
+        if open_:
+            faults = ", ".join(f"{kind} {count}" for kind, count in session.faults.most_common())
+            _LOG.warning("%d of %d samples could not be judged; failed attempts of the run so far: %s", open_, len(samples), faults)
+        nan = float("nan")
+        receipts = [Receipt(chunk.seconds, tuple(chunk.faults), chunk.attempts) for chunk in chunks for _ in chunk.samples]
+        return {
+            name: torch.tensor([nan if answer is None else answer.scores[name] for answer in answers], dtype=torch.float32)
+            for name in self.columns
+        }, receipts
+
+    async def _close(self) -> None:
+        session = self._sessions.pop(os.getpid(), None)
+        if session is not None:
+            await session.close()

@@ -1,0 +1,72 @@
+"""What pictures look like as numbers that no judge has to give: brightness, saturation, fine detail, and what the mask protects.
+
+A policy that games its judge often shows it here first: everything glows, is oversaturated, or carries a pattern of single pixels.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from jaxtyping import Float
+from PIL import Image
+from torch import Tensor
+
+from retouch.rewards.scorers.pixels import to_tensor
+from retouch.types import Column, Sample, Scores, Task
+
+LUMA = torch.tensor((0.299, 0.587, 0.114), dtype=torch.float64)  # ITU-R BT.601
+
+
+class AppearanceReward:
+    """Columns, each 0 to 1; to watch rather than to train on:
+
+    - ``brightness``: mean luminance.
+    - ``saturation``: mean of (max - min) / max over red, green and blue, 0 for black.
+    - ``detail``: the root mean square of the luminance's part above half the finest frequency along either axis. About 0.01 to
+      0.06 for photographs; noise of standard deviation s has 0.87 s.
+    - ``preservation``: 1 - the mean absolute difference to the source, weighed by what ``task.mask`` leaves alone (white is where
+      to change). A diagnostic: NaN for a task without source or mask, or whose mask leaves nothing alone.
+
+    A sample without a picture is the policy's own fault: 0.
+    """
+
+    columns: Mapping[str, Column] = {
+        "brightness": Column(0.0, 1.0),
+        "saturation": Column(0.0, 1.0),
+        "detail": Column(0.0, 1.0),
+        "preservation": Column(0.0, 1.0, diagnostic=True),
+    }
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """Each column as (b,), float32."""
+        table = torch.zeros(len(samples), len(self.columns), dtype=torch.float64)
+        for row, sample in enumerate(samples):
+            if sample.image is not None:
+                pixels = to_tensor(sample.image)
+                luminance = pixels @ LUMA
+                kept = _preservation(sample.task, sample.image)
+                table[row] = torch.stack([luminance.mean(), _saturation(pixels), _detail(luminance), kept])
+        return {name: column.float().clamp(0, 1) for name, column in zip(self.columns, table.unbind(dim=1), strict=True)}
+
+
+def _saturation(pixels: Float[Tensor, "h w 3"]) -> Float[Tensor, ""]:
+    most, least = pixels.amax(dim=2), pixels.amin(dim=2)
+    return ((most - least) / most.masked_fill(most == 0, 1)).mean()
+
+
+def _detail(luminance: Float[Tensor, "h w"]) -> Float[Tensor, ""]:
+    """By Parseval's theorem: sqrt of the sum of |F|^2 over the frequencies in question, over the number of pixels."""
+    spectrum = torch.fft.fft2(luminance)
+    down, across = (torch.fft.fftfreq(length, dtype=torch.float64).abs() > 0.25 for length in luminance.shape)
+    fine = down[:, None] | across[None, :]
+    return spectrum.abs().square()[fine].sum().sqrt() / luminance.numel()
+
+
+def _preservation(task: Task, image: Image.Image) -> Float[Tensor, ""]:
+    missing = torch.tensor(float("nan"), dtype=torch.float64)
+    if task.mask is None or not task.images:
+        return missing
+    source = task.images[0].convert("RGB")
+    mask = task.mask.convert("L").resize(image.size, Image.Resampling.BOX)
+    apart = (to_tensor(image) - to_tensor(source.resize(image.size, Image.Resampling.LANCZOS))).abs().mean(dim=2)
+    weight = 1 - to_tensor(mask)[:, :, 0]
+    return 1 - (weight * apart).sum() / weight.sum() if weight.sum() > 0 else missing
