@@ -3,6 +3,6 @@
 It may import every other package, but only inside the function of a command, so that ``retouch --help`` loads nothing.
 """
 
-from retouch.cli.command_line import main
+from retouch.cli.command_line import build_parser, main
 
-__all__ = ["main"]
+__all__ = ["build_parser", "main"]

@@ -2,15 +2,13 @@
 
 from pathlib import Path
 
-import retouch
-
 SUFFIXES = (".jsonnet", ".json")
 _FOLDER = "recipes"
 
 
 def packaged_recipes() -> Path:
     """The folder of recipes that come with the package; in a source tree it is the ``recipes`` folder beside ``src``."""
-    package = Path(retouch.__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     installed, source = package / _FOLDER, package.parents[1] / _FOLDER
     return installed if installed.is_dir() else source
 

@@ -1,7 +1,7 @@
 """The playground's painter: Qwen-Image's own classes in small, trained by supervised flow matching to paint what is described.
 
-It goes on from the editor, which knows most of the words. Those of ``retouch.playground.world.descriptions`` are all that it learns; a
-person's requests, in other words, mean nothing to it.
+Training starts from the weights of the editor, which knows most of the words. The vocabulary is that of
+``retouch.playground.world.descriptions``; user requests that use other words are out of distribution.
 """
 
 from collections.abc import Callable

@@ -16,7 +16,13 @@ _LONGEST = 64
 class TinyFluxFill(FluxFill):
     """The real classes with random weights from ``seed``; ``size``: (height, width) of its pictures in px, multiples of 8.
 
-    Example: ``policy.model: { kind: 'import', class: 'retouch.pretraining.networks.tiny_fill:TinyFluxFill', args: { seed: 0, size: [64, 64] } }``
+    Example, in a recipe::
+
+        policy.model: {
+          kind: 'import',
+          class: 'retouch.pretraining.networks.tiny_fill:TinyFluxFill',
+          args: { seed: 0, size: [64, 64] },
+        }
     """
 
     def __init__(self, *, seed: int, size: Sequence[int], device: torch.device | str = "cpu") -> None:
