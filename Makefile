@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 
-.PHONY: install quickstart test test-all test-floors lint bench results mutants
+.PHONY: install quickstart test test-all test-floors lint bench results mutants shape
 
 install: $(STAMP)
 
@@ -49,3 +49,7 @@ results: install
 
 mutants: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py
+
+# The size of the source tree, import circles and the cold start; the column `before` is from before the tree was rearranged.
+shape: install
+	$(BIN)/python benchmarks/shape.py --compare benchmarks/shape_before.json
