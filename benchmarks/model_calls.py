@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from retouch.distributed.stepper import ReplicatedStepper
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.sd3.model import SD3
+from retouch.protocols import DenoisingModel
 from retouch.training.loop import Run
-from retouch.types import DenoisingModel
 
 
 @dataclass(eq=False)

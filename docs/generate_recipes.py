@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from retouch.config.schema import alternatives, is_list, is_map, keys_of, kinds_of
+from retouch.config.schema import alternatives, annotation_of, is_list, is_map, keys_of, kinds_of, open_kinds
 from retouch.config.section import Section
 from retouch.recipe.recipe import Recipe
 
@@ -63,8 +63,9 @@ def _sharers(base: type[Section], path: str, found: list[tuple[str, type[Section
 def _sections(section: type[Section], path: str, done: dict[type[Section], str]) -> Iterator[tuple[str, type[Section]]]:
     """Every section with the place at which it is met first."""
     for key, field in keys_of(section).items():
-        place = f"{path}{key}" + (".0" if is_list(field.annotation) else ".NAME" if is_map(field.annotation) else "")
-        for inner in alternatives(field.annotation):
+        annotation = annotation_of(field)
+        place = f"{path}{key}" + (".0" if is_list(annotation) else ".NAME" if is_map(annotation) else "")
+        for inner in alternatives(annotation):
             if inner not in done:
                 done[inner] = place
                 yield place, inner
@@ -89,7 +90,7 @@ def _table(section: type[Section]) -> Iterator[str]:
 def _described(annotation: Any) -> str:
     """What a value may be, in words."""
     origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
+    if origin is Annotated and open_kinds(annotation) is None:
         bounds = [_bound(part) for part in _constraints(arguments[1:]) if isinstance(part, Ge | Gt | Le | Lt)]
         return " ".join([_described(arguments[0]), " and ".join(bounds)]).strip()
     if origin in (Union, types.UnionType):

@@ -34,13 +34,14 @@ from retouch.playground.judges.judge import PlaygroundJudge
 from retouch.playground.world.changed import Changed
 from retouch.playground.world.indirect import indirect
 from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.protocols import Reward
 from retouch.recipe.policy import DiffusersModel, PlaygroundModel
 from retouch.recipe.writer import AutoregressivePolicy, PlaygroundWriter, QwenWriter
 from retouch.renderers.responses import ResponseRenderer
 from retouch.rewards.judges.aspects import AspectsReward
 from retouch.rewards.judges.panel import Panel
 from retouch.rewards.vlm.chat import ChatClient
-from retouch.types import Reward, Task
+from retouch.types import Task
 
 
 @dataclass

@@ -29,7 +29,7 @@ class Words(Trajectory):
 
 
 class TokenPolicy:
-    """Implements ``retouch.types.Policy``, with the k3 KL."""
+    """Implements ``retouch.protocols.Policy``, with the k3 KL."""
 
     def __init__(self, microbatch=2, key=0):
         self.module = nn.Module()

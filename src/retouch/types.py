@@ -1,23 +1,26 @@
-"""The nouns of Retouch and the protocols between its parts.
+"""The nouns of Retouch: what flows between its parts.
 
 Conventions: ``p`` tasks (one per group), ``g`` samples a group, ``b`` rows on this rank (``p * g`` where groups are whole),
 ``t`` actions (a token, or one transition of a denoising chain). Row ``i`` of everything belongs to sample ``i``; the rows of
 a group are contiguous in the global order. Images are ``PIL.Image.Image`` in mode RGB (masks: mode L). Scores are float32
 tensors in which NaN means "could not be judged". Nothing here computes, and nothing that is passed on is changed on the way.
+
+This module imports no torch: recipes are read without it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
+from __future__ import annotations
 
-import torch
-from jaxtyping import Bool, Float, Int
-from PIL.Image import Image
-from torch import Tensor, nn
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+    from PIL.Image import Image
+    from torch import Tensor
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
-Scores: TypeAlias = dict[str, Float[Tensor, " b"]]
+Scores: TypeAlias = "dict[str, Float[Tensor, ' b']]"
 Weights: TypeAlias = Literal["current", "old", "reference"]
 
 
@@ -46,12 +49,13 @@ class Task:
 class Sample:
     """A task and the image made for it: what a judge sees, and all that it may see. ``image`` None: nothing usable was made.
 
-    ``written``: what the policy wrote for it, where it writes. It is for rewards of the text itself; nobody else is shown it.
+    ``completion``: the text that the policy wrote for it, if it writes text. Only rewards that declare
+    ``reads_completions`` receive it.
     """
 
     task: Task
     image: Image | None
-    written: str | None = None
+    completion: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,6 +200,8 @@ class Conditioning:
     @classmethod
     def concat(cls, parts: "Sequence[Conditioning]") -> "Conditioning":
         """The rows of the parts, in order, padded to the longest. ValueError where their shared sizes differ."""
+        import torch
+
         first = parts[0]
         if any(part.shared != first.shared for part in parts):
             raise ValueError(f"rows of different sizes in one batch: {[dict(part.shared) for part in parts]}; bucket them by size")
@@ -211,50 +217,6 @@ class Conditioning:
             joined[name] = torch.cat(tensors)
         negatives = [part.negative for part in parts if part.negative is not None]
         return cls(joined, first.padded, first.shared, cls.concat(negatives) if negatives else None)
-
-
-@runtime_checkable
-class DenoisingModel(Protocol):
-    """A flow-matching model as the denoising kernel sees it. It knows no RL and no loop.
-
-    ``x`` is in the layout the transformer takes (packed tokens for Qwen and Flux, (c, h, w) for SD3), fp32; sigma runs 1 to 0.
-    """
-
-    module: nn.Module  # the transformer, the only trainable part
-
-    def encode(self, tasks: Sequence[Task]) -> Conditioning:
-        """Each task's conditioning: p rows. Without gradient, frozen parts in eval mode."""
-        ...
-
-    def encode_negative(self, tasks: Sequence[Task]) -> Conditioning:
-        """The unconditional branch for each task (empty or negative prompt, same source images): p rows."""
-        ...
-
-    def combine(self, positive: Tensor, negative: Tensor, guidance_scale: float) -> Tensor:
-        """The guided velocity, as the model's diffusers pipeline makes it."""
-        ...
-
-    def initial_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator]) -> Float[Tensor, "r ..."]:
-        """Standard normal x at sigma 1, row i from generator i, drawn in the order in which the diffusers pipeline draws it."""
-        ...
-
-    def sigmas(self, num_steps: int, conditioning: Conditioning) -> Float[Tensor, " num_steps_plus_1"]:
-        """The pipeline's schedule, from its first sigma (about 1) to 0."""
-        ...
-
-    def velocity(
-        self, module: nn.Module, x: Float[Tensor, "r ..."], sigma: Float[Tensor, " r"], conditioning: Conditioning
-    ) -> Float[Tensor, "r ..."]:
-        """noise - data in fp32; ``module`` is the transformer, perhaps wrapped by a stepper."""
-        ...
-
-    def encode_images(self, images: Sequence[Image]) -> Float[Tensor, "r ..."]:
-        """Clean x for pictures (mode of the VAE's posterior, normalised): targets of supervised learning."""
-        ...
-
-    def decode(self, x: Float[Tensor, "r ..."], conditioning: Conditioning) -> list[Image]:
-        """Pictures for clean x."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -287,6 +249,8 @@ class Prompts:
     @classmethod
     def concat(cls, parts: "Sequence[Prompts]") -> "Prompts":
         """The rows of the parts, in order, padded to the longest."""
+        import torch
+
         longest = max(part.ids.shape[1] for part in parts)
 
         def padded(tensor: Tensor) -> Tensor:
@@ -302,7 +266,7 @@ class Prompts:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class Completion:
     """One completion, as a renderer takes it: the sampled ids without the token that ended it, and their text.
 
     ``cut_off``: it reached the longest length and had not ended. ``key``: the row's (seed, step, group, slot), by which a renderer
@@ -313,132 +277,6 @@ class Written:
     text: str
     cut_off: bool
     key: tuple[int, int, int, int] | None = None
-
-
-@runtime_checkable
-class Grammar(Protocol):
-    """Which tokens may follow which: part of the distribution, in sampling and in evaluation alike.
-
-    ``vocabularies``: a few sets of ids, True where an id may be drawn. ``kinds``: the ``Kind`` of each set's tokens.
-    """
-
-    vocabularies: Bool[Tensor, "s v"]
-    kinds: tuple[int, ...]
-
-    def parse(self, prompts: Prompts, ids: Int[Tensor, "r k"]) -> tuple[Int[Tensor, "r k_plus_1"], Int[Tensor, "r k_plus_1"]]:
-        """For each place of rows that have written ``ids``, and for the next place: the number of the set that its token is drawn
-        from, and the id that is forced there (-1: none, the token is drawn). A place depends on what stands before it alone."""
-        ...
-
-
-@runtime_checkable
-class AutoregressiveModel(Protocol):
-    """A causal language model, perhaps with eyes, as the autoregressive kernel sees it. It knows no RL and no loop.
-
-    A state is the last hidden state after the final norm; the state *before* a token is the one whose logits it is drawn from.
-    ``stop``: ids that end a completion; ``pad``: what stands after the end. ``shares_prompts``: caches carry a gradient, so that an
-    evaluation can read a prompt once for all its rows; where they do not (gradient checkpointing), rows are read whole.
-    ``module`` may be wrapped by a stepper.
-    """
-
-    module: nn.Module
-    grammar: Grammar
-    shares_prompts: bool
-    stop: tuple[int, ...]
-    pad: int
-
-    def encode(self, tasks: Sequence[Task]) -> Prompts:
-        """Each task's prompt: p rows. Without gradient, frozen parts in eval mode."""
-        ...
-
-    def prefill(self, module: nn.Module, prompts: Prompts) -> tuple[Float[Tensor, "p d"], Any]:
-        """The state before each row's first token, and a cache of the prompts."""
-        ...
-
-    def extend(
-        self,
-        module: nn.Module,
-        ids: Int[Tensor, "r k"],
-        *,
-        mask: Bool[Tensor, "r l_plus_k"],
-        positions: Int[Tensor, "r k"],
-        cache: Any,
-    ) -> Float[Tensor, "r k d"]:
-        """The states after k more tokens, which are added to the cache; ``mask`` covers what the cache has and them."""
-        ...
-
-    def select(self, cache: Any, rows: Int[Tensor, " r"]) -> Any:
-        """The cache of the given rows, which may repeat; the one that was handed in is used up."""
-        ...
-
-    def states(
-        self, module: nn.Module, prompts: Prompts, ids: Int[Tensor, "r k"], mask: Bool[Tensor, "r k"]
-    ) -> Float[Tensor, "r k d"]:
-        """The states before each of k tokens, in one forward without a cache (so with gradient checkpointing, where it is on)."""
-        ...
-
-    def logits(self, module: nn.Module, states: Float[Tensor, "n d"]) -> Float[Tensor, "n v"]:
-        """The head alone, in fp32, so that the kernel decides how many places have their logits at once."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids."""
-        ...
-
-
-@runtime_checkable
-class Policy(Protocol):
-    """What gets the gradient. It acts and evaluates; it does not own the optimizer."""
-
-    module: nn.Module  # trainable; a stepper may replace it by its wrapped self, and every forward with gradient goes through it
-
-    def rollout(self, batch: Batch) -> Trajectory:
-        """Act on every row of the batch, without gradient."""
-        ...
-
-    def sample(self, batch: Batch) -> Trajectory:
-        """Act as the end user would: deterministic given the row's key, averaged weights where there are any, no exploration."""
-        ...
-
-    def microbatches(self, trajectory: Trajectory) -> Iterator[Slice]:
-        """Slices that cover every row and action once, each small enough to evaluate at once; equally many on every rank."""
-        ...
-
-    def evaluate(self, trajectory: Trajectory, part: Slice, needs: Needs) -> Evaluation:
-        """Evaluate the slice under the current weights, with gradient."""
-        ...
-
-
-@runtime_checkable
-class VelocityPolicy(Policy, Protocol):
-    """A denoising policy as NFT, AWM, DPO and supervised flow matching see it: a velocity field under three sets of weights."""
-
-    def demonstrate(self, batch: Batch) -> Trajectory:
-        """The tasks' own targets, encoded as outputs: what supervised learning imitates."""
-        ...
-
-    def row_slices(self, trajectory: Trajectory) -> Iterator[slice]:
-        """Slices that cover every row once, each small enough for one forward with gradient."""
-        ...
-
-    def velocity(
-        self, trajectory: Trajectory, rows: slice, x: Float[Tensor, "r ..."], sigma: Float[Tensor, " r"], weights: Weights
-    ) -> Float[Tensor, "r ..."]:
-        """noise - data at ``x`` for these rows under the trajectory's conditioning; with gradient only under current weights."""
-        ...
-
-    def follow_old(self, decay: float) -> None:
-        """Move the old weights towards the current ones: old = decay * old + (1 - decay) * current."""
-        ...
-
-
-@runtime_checkable
-class Renderer(Protocol):
-    """The frozen way from a policy's outputs to pixels."""
-
-    def __call__(self, tasks: Sequence[Task], trajectory: Any) -> list[Image | None]:
-        """One image a row; None where the output cannot be drawn, which is the policy's own fault."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,22 +296,6 @@ class Column:
     def worst(self) -> float:
         """The worse end of the range."""
         return self.low if self.higher_is_better else self.high
-
-
-@runtime_checkable
-class Reward(Protocol):
-    """Judges samples. ``columns`` declares the scores; calling returns each as (b,), NaN where it could not judge."""
-
-    columns: Mapping[str, Column]
-
-    def __call__(self, samples: Sequence[Sample]) -> Scores: ...
-
-
-@runtime_checkable
-class AsyncReward(Reward, Protocol):
-    """A reward that can judge while sampling goes on."""
-
-    def submit(self, samples: Sequence[Sample]) -> "Future[Scores]": ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -499,16 +321,3 @@ class Minibatch:
     weights: Float[Tensor, "b t"]
     epoch: int = 0
     returns: Float[Tensor, "b t"] | None = None
-
-
-@runtime_checkable
-class Objective(Protocol):
-    """Turns (policy, trajectory, advantages) into a loss, microbatch by microbatch."""
-
-    def losses(self, policy: Any, minibatch: Minibatch) -> Iterator[Loss]:
-        """The shares of the loss, one by one (backward runs before the next is asked for); equally many on every rank."""
-        ...
-
-    def after_step(self, policy: Any, step: int) -> None:
-        """Called after each optimizer step: NFT moves its old policy here. Most objectives do nothing."""
-        ...

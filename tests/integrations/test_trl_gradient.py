@@ -12,7 +12,7 @@ import torch
 from retouch.core.advantages import group_relative
 from retouch.core.weights import loss_weights
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.policies.autoregressive.decoding import Completion, Decoding
+from retouch.policies.autoregressive.decoding import Decoding, Generation
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.weights import WeightCopies
 from retouch.types import Batch, Minibatch, Slice
@@ -60,7 +60,7 @@ def ours(twins, pair, batch):
         group=tuple(row // twins.GROUP_SIZE for row in rows),
         slot=tuple(row % twins.GROUP_SIZE for row in rows),
     )
-    written = Completion(ids=ids, lengths=mask.sum(-1), log_probs=torch.zeros(ids.shape))
+    written = Generation(ids=ids, lengths=mask.sum(-1), log_probs=torch.zeros(ids.shape))
     trajectory = policy._trajectory(asked, writer.encode(tasks), written)
     everything = Slice(slice(0, twins.ROWS), slice(0, ids.shape[1]))
     with torch.no_grad():

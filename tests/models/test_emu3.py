@@ -10,9 +10,10 @@ import tiny_writing
 from models import tiny, tiny_emu3
 from retouch.models.emu3.model import DRAW, END_OF_THOUGHT, THINK, Emu3Editor
 from retouch.models.emu3.tokens import BOI, BOS, EOF, EOI, EOL, EOS, IMG
+from retouch.protocols import AutoregressiveModel, Grammar
 from retouch.renderers.codes import CodesModel, CodesRenderer
 from retouch.testing import check_policy, check_renderer
-from retouch.types import AutoregressiveModel, Grammar, Kind, Needs, Task, Written
+from retouch.types import Completion, Kind, Needs, Task
 
 
 def tasks():
@@ -172,10 +173,10 @@ def test_rows_without_a_whole_picture_are_the_policys_fault(editor):
     whole = [tuple(editor.words.picture(each)[1:]) for each in codes]
     key = (0, 0, 0, 0)
     outputs = [
-        Written(ids=whole[0], text="", cut_off=False, key=key),
-        Written(ids=whole[1], text="", cut_off=True, key=key),
-        Written(ids=whole[1][:6], text="", cut_off=False, key=key),
-        Written(ids=whole[2], text="", cut_off=False, key=key),
+        Completion(ids=whole[0], text="", cut_off=False, key=key),
+        Completion(ids=whole[1], text="", cut_off=True, key=key),
+        Completion(ids=whole[1][:6], text="", cut_off=False, key=key),
+        Completion(ids=whole[2], text="", cut_off=False, key=key),
     ]
     images = CodesRenderer(editor, rows=1)([tasks()[0]] * 4, Said(outputs))
     assert [image is None for image in images] == [False, True, True, False]

@@ -10,7 +10,8 @@ from PIL import Image, ImageDraw
 from retouch.models.flux.fill import FluxFill
 from retouch.models.flux.kontext import FluxKontext
 from retouch.models.flux.model import Flux
-from retouch.types import DenoisingModel, Task
+from retouch.protocols import DenoisingModel
+from retouch.types import Task
 
 TEXTS = ["a red circle", "blue"]
 

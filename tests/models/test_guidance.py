@@ -5,7 +5,7 @@ import torch
 
 import tiny_policies as tiny
 from retouch.models.common.guidance import Guided
-from retouch.types import DenoisingModel
+from retouch.protocols import DenoisingModel
 
 
 @pytest.mark.parametrize("family", ["sd3", "edit"])

@@ -13,9 +13,10 @@ from models.tiny_janus import CODES, SIDE
 from retouch.models.janus.load import JanusFromFolder
 from retouch.models.janus.model import BEGIN, TEMPLATE, JanusDrawing, JanusPainter
 from retouch.objectives.cross_entropy import CrossEntropy
+from retouch.protocols import AutoregressiveModel, Grammar
 from retouch.renderers.codes import CodesModel, CodesRenderer
 from retouch.testing import check_policy, check_renderer
-from retouch.types import AutoregressiveModel, Grammar, Kind, Minibatch, Needs, Slice, Task
+from retouch.types import Kind, Minibatch, Needs, Slice, Task
 
 COUNT = SIDE * SIDE
 

@@ -15,7 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from retouch.models.qwen_image.flow import LORA_TARGETS
 from retouch.models.qwen_image.model import QwenImage
 from retouch.models.qwen_image.text import EDIT, EDIT_PLUS, OFFICIAL_PREFIX, TEXT_TO_IMAGE, QwenText
-from retouch.types import DenoisingModel
+from retouch.protocols import DenoisingModel
 
 TEXTS = ["a red circle", "blue"]
 

@@ -14,7 +14,8 @@ from PIL.Image import new
 
 from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
 from retouch.models.qwen_image.layout import fit, pack, unpack
-from retouch.types import Conditioning, DenoisingModel
+from retouch.protocols import DenoisingModel
+from retouch.types import Conditioning
 
 PLUS_TEMPLATE = tiny.TEXT_TEMPLATE
 AREA = 64 * 64

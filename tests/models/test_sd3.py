@@ -6,7 +6,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
 from retouch.models.sd3.model import LORA_TARGETS, SD3
-from retouch.types import DenoisingModel
+from retouch.protocols import DenoisingModel
 
 SCHEDULER = {"shift": 3.0, "num_train_timesteps": 1000}
 TEXTS = ["a red circle", "blue"]

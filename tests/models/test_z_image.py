@@ -8,7 +8,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
 from retouch.models.qwen_image.layout import pack
 from retouch.models.z_image.model import LORA_TARGETS, ZImage
 from retouch.models.z_image.text import ZImageText
-from retouch.types import Conditioning, DenoisingModel
+from retouch.protocols import DenoisingModel
+from retouch.types import Conditioning
 
 SCHEDULERS = {"turbo": {"shift": 3.0}, "by size": {"use_dynamic_shifting": True, "max_shift": 0.9}}
 TEXTS = ["a red circle on a green square, drawn by hand", "blue"]

@@ -41,7 +41,7 @@ LEDGER = (
     Mutant(
         "what was written is no part of a sample",
         "rewards/ledger/content.py",
-        "task.text, sample.written, dict",
+        "task.text, sample.completion, dict",
         "task.text, dict",
         f"{_KEPT}::test_another_text_or_picture_makes_another_sample",
     ),

@@ -12,8 +12,9 @@ from retouch.core.gae import clipped_value_loss, gae
 from retouch.objectives.actor_critic import ActorCritic
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.value_heads import LatentValues, TokenValues, channels_of, summary
+from retouch.protocols import Objective
 from retouch.testing import check_policy
-from retouch.types import Needs, Objective, Slice
+from retouch.types import Needs, Slice
 
 ACTOR = PolicyGradient(clip_low=1e-4, clip_high=1e-4, kl="closed", kl_weight=0.01)
 WORDS = PolicyGradient(clip_low=0.2, clip_high=0.2, kl="k3", kl_weight=0.01)

@@ -8,7 +8,7 @@ import torch
 import tiny_policies as tiny
 from retouch.objectives.flow_matching import draw_points
 from retouch.objectives.nft import NFT
-from retouch.types import Objective
+from retouch.protocols import Objective
 
 ADVANTAGES = [1.0, -0.5, 0.0, 7.0]
 

@@ -8,7 +8,8 @@ import torch
 import tiny_policies as tiny
 from retouch.core.ratio_norm import gradient_balance, ratio_norm
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.types import Needs, Objective, Slice
+from retouch.protocols import Objective
+from retouch.types import Needs, Slice
 from token_policy import STOP, TokenPolicy
 
 ADVANTAGES = [1.0, -0.5, 0.25, -2.0]

@@ -9,7 +9,7 @@ import tiny_policies as tiny
 from retouch.core.random import generator
 from retouch.objectives.flow_matching import draw_points
 from retouch.objectives.supervised import Supervised
-from retouch.types import Objective
+from retouch.protocols import Objective
 
 
 def drawn(batch, x0, rows=None, **options):

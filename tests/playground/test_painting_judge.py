@@ -10,7 +10,8 @@ from PIL import Image
 from retouch.playground.judges.painting_judge import PaintingJudge
 from retouch.playground.world.paintings import PaintingTasks
 from retouch.playground.world.scenes import BACKGROUNDS, CELL, CODES, SIZE, TEMPLATES, Scene, Thing, render
-from retouch.types import Reward, Sample, Task
+from retouch.protocols import Reward
+from retouch.types import Sample, Task
 
 JUDGE = PaintingJudge()
 TASKS = PaintingTasks(seed=5, count=400, complexity=[1, 2, 3, 4], split="train")

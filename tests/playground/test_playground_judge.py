@@ -15,7 +15,8 @@ from retouch.playground.judges.judge import PlaygroundJudge
 from retouch.playground.world.edits import KINDS, Edit, apply
 from retouch.playground.world.scenes import BACKGROUNDS, CELL, CODES, SIZE, TEMPLATES, THINGS, Scene, Thing, render
 from retouch.playground.world.tasks import PlaygroundTasks
-from retouch.types import Reward, Sample, Scores, Task
+from retouch.protocols import Reward
+from retouch.types import Sample, Scores, Task
 
 JUDGE = PlaygroundJudge()
 TASKS = PlaygroundTasks(seed=5, count=10**6, complexity=[1, 2, 3, 4], split="train", filler=0.2)

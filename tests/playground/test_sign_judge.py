@@ -14,8 +14,9 @@ from retouch.playground.judges.sign_judge import SignJudge, paper_and_ink
 from retouch.playground.world import words
 from retouch.playground.world.words import INKS, PAPERS, Style, WordTasks
 from retouch.pretraining.networks.words import targets
+from retouch.protocols import Reward
 from retouch.recipe.recipe import load
-from retouch.types import Reward, Sample, Task
+from retouch.types import Sample, Task
 
 JUDGE = SignJudge()
 TASKS = WordTasks(seed=5, count=120, split="test", apart=True)[:]

@@ -10,11 +10,12 @@ import tiny_writing
 from models import tiny_writers
 from retouch.core.random import generator
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.policies.autoregressive.decoding import CachedDecoding, Completion
+from retouch.policies.autoregressive.decoding import CachedDecoding, Generation
 from retouch.policies.autoregressive.mismatch import Tolerance
 from retouch.policies.autoregressive.trajectory import AutoregressiveTrajectory
+from retouch.protocols import AutoregressiveModel, Policy
 from retouch.testing import check_policy
-from retouch.types import AutoregressiveModel, Kind, Needs, Policy, Slice, Written
+from retouch.types import Completion, Kind, Needs, Slice
 
 TRUNCATED = {"top_k": 40, "top_p": 0.9, "temperature": 0.8}
 GRPO = PolicyGradient(clip_low=0.2, clip_high=0.2, kl="k3", kl_weight=0.1)
@@ -247,7 +248,7 @@ class Backwards:
 
     def __call__(self, batch, prompts, decoding):
         made = self.inner(batch, prompts, decoding)
-        return Completion(ids=made.ids, lengths=made.lengths, log_probs=made.log_probs - 0.25)
+        return Generation(ids=made.ids, lengths=made.lengths, log_probs=made.log_probs - 0.25)
 
 
 def test_another_engine_is_measured():
@@ -307,7 +308,7 @@ def test_what_tokens_do_not_have_is_refused():
 
 
 def test_written_is_a_value():
-    assert Written((1, 2), "a", False) == Written((1, 2), "a", False) != Written((1, 2), "a", True)
+    assert Written((1, 2), "a", False) == Completion((1, 2), "a", False) != Completion((1, 2), "a", True)
 
 
 def test_completions_know_their_rows():

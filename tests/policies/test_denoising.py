@@ -9,9 +9,10 @@ import torch
 import tiny_policies as tiny
 from retouch.core.random import generator
 from retouch.policies.denoising.policy import DenoisingPolicy
+from retouch.protocols import VelocityPolicy
 from retouch.renderers.latents import LatentRenderer
 from retouch.testing import check_model, check_policy, check_renderer
-from retouch.types import Batch, Kind, Needs, Slice, VelocityPolicy
+from retouch.types import Batch, Kind, Needs, Slice
 
 COMBINATIONS = list(itertools.product(["sde", "cps", "dance"], tiny.WINDOWS, [1.0, 3.0]))
 

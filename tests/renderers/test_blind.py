@@ -6,14 +6,14 @@ from typing import Any
 from PIL import Image
 
 from retouch.renderers.blind import Blind
-from retouch.types import Task, Written
+from retouch.types import Completion, Task
 
 
 class Seen:
     """Keeps what it was shown, and draws one grey picture a row."""
 
     def __init__(self) -> None:
-        self.outputs: list[Written] = []
+        self.outputs: list[Completion] = []
 
     def __call__(self, tasks: Sequence[Task], trajectory: Any) -> list[Image.Image | None]:
         self.outputs = list(trajectory.outputs)
@@ -22,8 +22,8 @@ class Seen:
 
 class Answers:
     outputs = (
-        Written(ids=(4, 5), text="make it red", cut_off=False, key=(0, 1, 2, 3)),
-        Written(ids=(4, 5, 6), text="make it red and", cut_off=True, key=(0, 1, 2, 4)),
+        Completion(ids=(4, 5), text="make it red", cut_off=False, key=(0, 1, 2, 3)),
+        Completion(ids=(4, 5, 6), text="make it red and", cut_off=True, key=(0, 1, 2, 4)),
     )
 
 
@@ -32,6 +32,6 @@ def test_only_the_keys_of_the_noise_and_the_tasks_own_words_come_through() -> No
     tasks = [Task(id=name, instruction=f"paint {name}") for name in ("one", "two")]
     assert len(Blind(seen)(tasks, Answers())) == 2
     assert seen.outputs == [
-        Written(ids=(), text=task.instruction, cut_off=False, key=written.key)
+        Completion(ids=(), text=task.instruction, cut_off=False, key=written.key)
         for task, written in zip(tasks, Answers.outputs, strict=True)
     ]

@@ -17,12 +17,13 @@ from retouch.models.flux.model import Flux
 from retouch.models.flux.text import FluxText
 from retouch.models.qwen_image.model import QwenImage
 from retouch.models.sd3.model import SD3
+from retouch.protocols import Renderer
 from retouch.renderers.blind import Blind
 from retouch.renderers.pipelines import PipelinePainter
 from retouch.renderers.prompts import FlowPainter, Painter, PromptRenderer
 from retouch.renderers.sampling import noise
 from retouch.testing import check_renderer
-from retouch.types import Renderer, Written
+from retouch.types import Completion
 
 STEPS, SIZE = 4, (24, 40)
 SHIFT = {"shift": 3.0, "num_train_timesteps": 1000}
@@ -130,7 +131,7 @@ def renderer(model, guidance_scale=4.0, **options):
 
 
 def outputs(*texts, cut_off=False):
-    return SimpleNamespace(outputs=tuple(Written((1,), text, cut_off, (3, 5, 0, slot)) for slot, text in enumerate(texts)))
+    return SimpleNamespace(outputs=tuple(Completion((1,), text, cut_off, (3, 5, 0, slot)) for slot, text in enumerate(texts)))
 
 
 def tasks(count):

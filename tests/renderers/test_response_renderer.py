@@ -15,10 +15,11 @@ from models import tiny
 from retouch.models.common.encoder import Encoder
 from retouch.models.qwen_image.edit import QwenImageEditPlus
 from retouch.models.qwen_image.responses import QwenResponses
+from retouch.protocols import Renderer
 from retouch.renderers.responses import ResponseRenderer
 from retouch.renderers.sampling import noise
 from retouch.testing import check_renderer
-from retouch.types import Renderer, Written
+from retouch.types import Completion
 
 STEPS = 3
 
@@ -55,7 +56,9 @@ def frozen(editor):
 def outputs(*ids, cut_off=False, groups=None):
     """Completions of the first group, or of those given, in step 5."""
     groups = [0] * len(ids) if groups is None else groups
-    written = [Written(said, "", cut_off, (3, 5, group, slot)) for slot, (said, group) in enumerate(zip(ids, groups, strict=True))]
+    written = [
+        Completion(said, "", cut_off, (3, 5, group, slot)) for slot, (said, group) in enumerate(zip(ids, groups, strict=True))
+    ]
     return SimpleNamespace(outputs=tuple(written))
 
 
@@ -157,7 +160,7 @@ def test_keys_are_the_batchs(policy):
     chunk = batch.take(slice(3, 6))
     assert [output.key for output in policy.rollout(chunk).outputs] == keys[3:6]
     with pytest.raises(ValueError, match="output 0 has no key"):
-        noise([Written((1,), "", False)], shared=True)
+        noise([Completion((1,), "", False)], shared=True)
 
 
 def test_cut_off_is_a_fault_where_the_recipe_says_so(editor):

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
+from retouch.protocols import Reward
 from retouch.rewards.text.edit_distance import comparable, edit_distance, similarity
 from retouch.rewards.text.ocr import OcrReward
 from retouch.rewards.text.text_readers import Line, RapidReader
 from retouch.testing import check_reward
-from retouch.types import Reward, Sample, Task
+from retouch.types import Sample, Task
 
 PHOTOS = os.environ.get("RETOUCH_TRIPLETS", "")
 

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from retouch.protocols import Reward
 from retouch.rewards.scorers.photos import PhotosReward
 from retouch.testing import check_reward
-from retouch.types import Reward, Sample, Task
+from retouch.types import Sample, Task
 
 RED = (200, 60, 40)
 

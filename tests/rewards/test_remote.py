@@ -16,6 +16,7 @@ from bad_server import bad_server
 from live_server import host, live, samples_of
 from retouch.playground.judges.judge import PlaygroundJudge
 from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.protocols import AsyncReward
 from retouch.rewards.client import discovery
 from retouch.rewards.client.breaker import Breaker
 from retouch.rewards.client.budget import Budget
@@ -25,7 +26,7 @@ from retouch.rewards.client.pool import Pool
 from retouch.rewards.judging import Judge
 from retouch.rewards.quota.quota import BudgetSpent
 from retouch.testing import check_reward
-from retouch.types import AsyncReward, Sample
+from retouch.types import Sample
 from served_rewards import Digest, digest_score
 
 

@@ -8,13 +8,14 @@ import pytest
 import torch
 from PIL import Image
 
+from retouch.protocols import AsyncReward, Reward
 from retouch.rewards.combine.composite import Several
 from retouch.rewards.judging import Judge
 from retouch.rewards.scorers.share import ShareReward
 from retouch.rewards.text.prompt_quality import PromptQualityReward, prompt_quality
 from retouch.rewards.text.thinking import ThinkReward
 from retouch.testing import check_reward
-from retouch.types import AsyncReward, Column, Reward, Sample, Task
+from retouch.types import Column, Sample, Task
 
 NAN = float("nan")
 RED = Image.new("RGB", (4, 4), (255, 0, 0))
@@ -123,10 +124,10 @@ def test_nobody_but_a_reward_of_text_is_shown_what_was_written(opened):
     judged = judge([sample(1, 0.5, 0, written="<think>so</think>give me 10"), sample(2, 0.5, 0, written="10/10")])
     judge.close()
     assert judged.scores["think/think_format"].tolist() == [1.0, 0.0]
-    assert [each.written for each in told.seen + later.seen] == [None] * 4
+    assert [each.completion for each in told.seen + later.seen] == [None] * 4
     alone = Told()
     Judge(alone, {"x": 1.0})([sample(1, 0.5, 0, written="10/10")])
-    assert alone.seen[0].written is None
+    assert alone.seen[0].completion is None
     assert Judge(think, {"think_format": 1.0})([sample(1, 0, 0, written="<think>a</think>b")]).rewards.tolist() == [1.0]
 
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from PIL import Image
 
+from retouch.protocols import Reward
 from retouch.rewards.scorers.share import ShareReward
 from retouch.testing import check_reward
-from retouch.types import Reward, Sample, Task
+from retouch.types import Sample, Task
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "one_file_flow_grpo.py"
 

@@ -11,6 +11,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import CLIPModel, SiglipModel
 
+from retouch.protocols import Reward
 from retouch.rewards.scorers.aesthetic import AestheticReward
 from retouch.rewards.scorers.clip import ClipReward
 from retouch.rewards.scorers.pickscore import PickScoreReward
@@ -18,7 +19,7 @@ from retouch.rewards.scorers.preservation import DinoPreservation
 from retouch.rewards.scorers.two_towers import TwoTowers
 from retouch.rewards.scorers.weights_folder import weights_folder
 from retouch.testing import check_reward
-from retouch.types import Reward, Sample, Task
+from retouch.types import Sample, Task
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,14 @@ from PIL import Image
 from live_server import live
 from models import tiny
 from retouch.assembly.reward import build_reward
+from retouch.protocols import Reward
 from retouch.recipe.jsonnet import evaluate
 from retouch.recipe.reward_classes import columns_of
 from retouch.recipe.reward_words import parse_reward
 from retouch.rewards.closing import close
 from retouch.rewards.combine.composite import Several
 from retouch.rewards.vlm.in_process import InProcessJudge
-from retouch.types import Reward, Sample, Task
+from retouch.types import Sample, Task
 from rewards import tiny_towers
 from rewards.judges.double import KEY, Double
 
@@ -33,7 +34,7 @@ def picture(seed: int) -> Image.Image:
 
 def samples(count: int) -> list[Sample]:
     task = Task("t", "make it red", (picture(100),), target=picture(101))
-    return [Sample(task, picture(k), written="give me 10") for k in range(count)]
+    return [Sample(task, picture(k), completion="give me 10") for k in range(count)]
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 
 from retouch.distributed.ranks import Ranks
+from retouch.protocols import Reward
 from retouch.recipe.differences import differences
 from retouch.recipe.recipe import load
 from retouch.rewards import identity
@@ -16,7 +17,7 @@ from retouch.rewards.judging import Judge
 from retouch.rewards.ledger.asking import RememberingAsker
 from retouch.rewards.scorers.share import ShareReward
 from retouch.training.ledger import Ledger
-from retouch.types import Batch, Reward, Sample, Task
+from retouch.types import Batch, Sample, Task
 
 
 class Fixed:

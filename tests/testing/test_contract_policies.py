@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import tiny_policies as tiny
+from retouch.protocols import Policy
 from retouch.testing import check_policy
-from retouch.types import Evaluation, Needs, Policy, Slice
+from retouch.types import Evaluation, Needs, Slice
 from token_policy import LENGTH, TokenPolicy
 
 K3 = Needs(kl="k3")

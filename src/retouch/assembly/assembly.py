@@ -25,6 +25,7 @@ from retouch.distributed.zero import ZeroStepper
 from retouch.policies.autoregressive.demonstrating import Drawing, demonstrates
 from retouch.policies.value_heads import LatentValues, TokenValues
 from retouch.policies.weights import WeightCopies
+from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer, Reward
 from retouch.recipe import learning as recipe_learning
 from retouch.recipe.checks import check_ranks
 from retouch.recipe.engine import Engine
@@ -44,7 +45,7 @@ from retouch.training.evaluation import Evaluator
 from retouch.training.journal import JudgeBatch
 from retouch.training.ledger import Ledger
 from retouch.training.loop import Phase, Run
-from retouch.types import AutoregressiveModel, DenoisingModel, Renderer, Reward, Task
+from retouch.types import Task
 
 _STEPPERS: dict[str | None, type[ReplicatedStepper] | type[ZeroStepper]] = {
     None: ReplicatedStepper,

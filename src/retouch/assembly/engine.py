@@ -14,8 +14,8 @@ from retouch.models.common.lora_files import write_lora
 from retouch.policies.autoregressive.decoding import CachedDecoding, Engine
 from retouch.policies.autoregressive.mismatch import Tolerance
 from retouch.policies.weights import WeightCopies
+from retouch.protocols import AutoregressiveModel
 from retouch.recipe.engine import CachedEngine, VllmEngine
-from retouch.types import AutoregressiveModel
 
 if TYPE_CHECKING:
     from retouch.policies.engines.client import Client

@@ -8,7 +8,7 @@ from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.qwen_image.flow import QwenFlow
 from retouch.models.sd3.model import SD3
 from retouch.models.z_image.model import ZImage
-from retouch.types import DenoisingModel
+from retouch.protocols import DenoisingModel
 
 
 def parts_of(model: DenoisingModel) -> list[nn.Module]:

@@ -11,9 +11,9 @@ from retouch.models.ip_adapter import adapter as ip_adapter
 from retouch.models.ip_adapter import files as ip_adapter_files
 from retouch.models.ip_adapter.image_encoder import ImageEncoder, embed_width
 from retouch.models.ip_adapter.reference_model import Referenced
+from retouch.protocols import DenoisingModel
 from retouch.recipe.ip_adapter import IpAdapter
 from retouch.records.files import write_json
-from retouch.types import DenoisingModel
 
 
 def form_of(section: IpAdapter) -> ip_adapter.Form:

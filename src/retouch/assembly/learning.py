@@ -19,6 +19,7 @@ from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.objectives.supervised import Supervised
 from retouch.policies.denoising.policy import Sampling
 from retouch.policies.denoising.windows import Window
+from retouch.protocols import Objective
 from retouch.recipe import learning as recipe_learning
 from retouch.recipe import renderer as recipe_renderer
 from retouch.recipe import rollout as recipe_rollout
@@ -28,7 +29,7 @@ from retouch.recipe.writer import AutoregressivePolicy
 from retouch.training.crediting import ByValue, Crediting, each_action
 from retouch.training.loop import Phase
 from retouch.training.schedules import learning_rate
-from retouch.types import Batch, Kind, Objective, Task
+from retouch.types import Batch, Kind, Task
 
 _KINDS: dict[str, Sequence[int] | None] = {"all": None, "text": [Kind.TEXT_TOKEN], "vision": [Kind.IMAGE_TOKEN]}
 

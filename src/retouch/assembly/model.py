@@ -21,6 +21,7 @@ from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.qwen_image.model import QwenImage
 from retouch.models.qwen_vl.model import LORA_TARGETS as WRITER_TARGETS
 from retouch.policies.weights import WeightCopies
+from retouch.protocols import DenoisingModel
 from retouch.recipe.ip_adapter import IpAdapter, lora_of
 from retouch.recipe.policy import (
     DenoisingPolicy,
@@ -33,7 +34,6 @@ from retouch.recipe.policy import (
 from retouch.recipe.train import FullWeights, Lora
 from retouch.recipe.writer import AutoregressivePolicy
 from retouch.records.files import read_json
-from retouch.types import DenoisingModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LORA_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors", "weights.safetensors")

@@ -21,13 +21,13 @@ from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.policies.value_heads import LatentValues, TokenValues
 from retouch.policies.weights import WeightCopies
+from retouch.protocols import AutoregressiveModel, DenoisingModel
 from retouch.recipe import policy as recipe_policy
 from retouch.recipe import train as recipe_train
 from retouch.recipe.ip_adapter import IpAdapter
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.renderer import CodesRenderer, ResponseRenderer
 from retouch.recipe.rollout import Rollout, TokenRollout
-from retouch.types import AutoregressiveModel, DenoisingModel
 
 _CPU = torch.device("cpu")
 TrainedPolicy: TypeAlias = DenoisingPolicy | AutoregressivePolicy

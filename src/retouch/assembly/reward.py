@@ -7,6 +7,7 @@ import torch
 
 from retouch.assembly.judge_clients import Askers
 from retouch.config.imports import build_class
+from retouch.protocols import Reward
 from retouch.recipe import judges as recipe_judges
 from retouch.recipe import reward as recipe_reward
 from retouch.recipe import reward_local as recipe_reward_local
@@ -17,7 +18,6 @@ from retouch.rewards.client.client import RemoteReward
 from retouch.rewards.combine.composite import Several
 from retouch.rewards.judges.panel import Panel
 from retouch.rewards.text.paddle_reader import PaddleReader
-from retouch.types import Reward
 
 _PANEL = {"judge", "n_evals", "temperature", "seed"}
 

@@ -7,9 +7,10 @@ import torch
 from retouch.core.random import generator
 from retouch.memory.plan import MemoryPlan, Row
 from retouch.policies.value_heads import LatentValues, TokenValues, channels_of, summary
+from retouch.protocols import AutoregressiveModel, DenoisingModel
 from retouch.recipe.learning import GaeAdvantage, ValueHead
 from retouch.recipe.recipe import Recipe
-from retouch.types import AutoregressiveModel, DenoisingModel, Task
+from retouch.types import Task
 
 HEAD_ROW = "value head"
 SAMPLED = 32

@@ -27,6 +27,7 @@ from retouch.models.qwen_vl.model import QwenWriter
 from retouch.models.sd3.model import SD3
 from retouch.models.z_image.model import ZImage
 from retouch.policies.weights import WeightCopies
+from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer
 from retouch.recipe import renderer as recipe_renderer
 from retouch.recipe.emu3 import TokenModel
 from retouch.recipe.policy import ImportedModel
@@ -37,7 +38,7 @@ from retouch.renderers.blind import Blind
 from retouch.renderers.codes import CodesModel, CodesRenderer
 from retouch.renderers.prompts import FlowPainter, PromptRenderer
 from retouch.renderers.responses import ResponseRenderer
-from retouch.types import AutoregressiveModel, DenoisingModel, Renderer, Task
+from retouch.types import Task
 
 
 def playground_writer_weights() -> Path:

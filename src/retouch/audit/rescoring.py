@@ -16,6 +16,7 @@ from retouch.assembly.reward import build_reward
 from retouch.audit.images import Shown
 from retouch.audit.opening import RESCORED, LedgerView, Scored, chosen
 from retouch.audit.tasks import RunTasks
+from retouch.protocols import Reward
 from retouch.recipe.recipe import parse
 from retouch.recipe.reward_words import parse_reward, read_reward
 from retouch.records.folder import RunFolder
@@ -26,7 +27,7 @@ from retouch.rewards.ledger.answers import Answers
 from retouch.rewards.ledger.database import Database
 from retouch.rewards.ledger.keeping import remembered
 from retouch.training.journal import Journal, Page, Seen, rows_of
-from retouch.types import Batch, Reward, Sample
+from retouch.types import Batch, Sample
 
 _ROWS = 64
 

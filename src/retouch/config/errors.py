@@ -1,13 +1,15 @@
 """What is wrong with a recipe, in short lines: the full path of the key, the mistake, and what was probably meant."""
 
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
+from contextlib import suppress
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from retouch.config.schema import alternatives, field_at, is_list, is_map, keys_of, kinds_of, places, section_for
+from retouch.config.imports import import_class, nearest
+from retouch.config.kinds import Imported
+from retouch.config.schema import alternatives, annotation_of, field_at, is_list, is_map, keys_of, kinds_of, places, section_for
 from retouch.config.section import UNTAGGED, Section
 
 Path = tuple[str | int, ...]
@@ -29,7 +31,7 @@ def _unknown(
         if key not in known:
             yield f"{dotted(here)}: unknown key{_hint(key, section, root, siblings, path)}"
             continue
-        annotation = known[key].annotation
+        annotation = annotation_of(known[key])
         if is_list(annotation):
             entries = [((*here, k), entry) for k, entry in enumerate(inner)] if isinstance(inner, list) else []
         elif is_map(annotation):
@@ -39,6 +41,16 @@ def _unknown(
         for place, entry in entries:
             if isinstance(entry, dict) and (found := section_for(annotation, entry)) is not None:
                 yield from _unknown(entry, found, root, alternatives(annotation), place)
+                yield from _unknown_arguments(entry, found, root, place)
+
+
+def _unknown_arguments(value: Mapping[str, Any], section: type[Section], root: type[Section], path: Path) -> Iterator[str]:
+    """The same for the ``args`` of an imported class, which are its fields."""
+    arguments = value.get("args")
+    if section is Imported and isinstance(arguments, dict) and isinstance(value.get("class"), str):
+        with suppress(ValueError):  # reported when the value itself is validated
+            own = import_class(value["class"])
+            yield from _unknown(arguments, own, root, (own,), (*path, "args"))
 
 
 def _hint(key: str, section: type[Section], root: type[Section], siblings: tuple[type[Section], ...], path: Path) -> str:
@@ -90,6 +102,8 @@ def _line(error: dict[str, Any], document: Mapping[str, Any], root: type[Section
             return f"{dotted(path)}: {given!r} is not {context['expected']}{_meant(given, context['expected'])}"
         case "string_pattern_mismatch":
             return f"{dotted(path)}: {given!r} does not match {context['pattern']}"
+        case "kind_value":
+            return f"{dotted(path)}: {context['message']}"
         case "value_error":
             return f"{dotted(path)}: {context['error']}" if path else str(context["error"])
     return f"{dotted(path)}: {error['msg'][error['msg'].find('should') :]}, not {given!r}"
@@ -102,7 +116,7 @@ def _tag_path(path: Path, context: Mapping[str, Any]) -> str:
 
 def _tags(field: FieldInfo | None) -> str:
     """The kinds that the field's sections may be of."""
-    sections = alternatives(field.annotation) if field is not None else ()
+    sections = alternatives(annotation_of(field)) if field is not None else ()
     return ", ".join(repr(kind) for section in sections for kind in _kinds(section))
 
 
@@ -130,8 +144,3 @@ def document_path(location: tuple[int | str, ...], document: Any) -> Path:
 def dotted(path: Path) -> str:
     """``("phases", 0, "steps")`` as ``phases.0.steps``."""
     return ".".join(map(str, path))
-
-
-def nearest(word: str, known: Any) -> str | None:
-    """The known word that is most like this one, if any is."""
-    return next(iter(get_close_matches(word, list(known), n=1)), None)

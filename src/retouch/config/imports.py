@@ -1,14 +1,19 @@
-"""Classes that a recipe names as ``package.module:Class``."""
+"""Classes named as ``package.module:Class``, and the nearest known name to a mistyped one."""
 
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from retouch.config.errors import nearest
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that is most similar to this one, if any is similar."""
+    return next(iter(get_close_matches(word, list(known), n=1)), None)
 
 
 def import_class(path: str) -> type:
@@ -27,7 +32,7 @@ def import_class(path: str) -> type:
     return found
 
 
-def build_class(path: str, args: Mapping[str, Any], *, device: torch.device) -> Any:
+def build_class(path: str, args: Mapping[str, Any], *, device: "torch.device") -> Any:
     """One of the class of that name, made with ``args``; and with ``device``, where its constructor takes one and ``args`` names
     none."""
     wanted = import_class(path)

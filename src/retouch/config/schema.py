@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from retouch.config.kinds import Kinds
 from retouch.config.section import Section
 
 _TAGS = ("kind", "mode")
@@ -25,10 +26,27 @@ def kinds_of(section: type[Section]) -> tuple[str, tuple[str, ...]] | None:
     return None
 
 
+def annotation_of(field: FieldInfo) -> Any:
+    """The field's annotation, with the open set of kinds that pydantic keeps apart as metadata."""
+    kinds = [entry for entry in field.metadata if isinstance(entry, Kinds)]
+    return Annotated[field.annotation, kinds[0]] if kinds else field.annotation
+
+
+def open_kinds(annotation: Any) -> Kinds | None:
+    """The open set of kinds of an annotation, alone, optional, or as entries of a list or map."""
+    if get_origin(annotation) is Annotated:
+        for entry in annotation.__metadata__:
+            if isinstance(entry, Kinds):
+                return entry
+    return next((found for argument in get_args(annotation) if (found := open_kinds(argument)) is not None), None)
+
+
 def alternatives(annotation: Any) -> tuple[type[Section], ...]:
-    """The sections that a field may hold, alone or as entries of its list."""
+    """The sections that a field may hold, alone or as entries of its list. Imports all classes of an open set."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return (annotation,)
+    if (kinds := open_kinds(annotation)) is not None:
+        return kinds.classes()
     if get_origin(annotation) is Annotated:
         return alternatives(get_args(annotation)[0])
     return tuple(section for argument in get_args(annotation) for section in alternatives(argument))
@@ -36,6 +54,8 @@ def alternatives(annotation: Any) -> tuple[type[Section], ...]:
 
 def section_for(annotation: Any, value: Mapping[str, Any]) -> type[Section] | None:
     """The section that this value is one of; None where its kind is missing or unknown."""
+    if (open_set := open_kinds(annotation)) is not None:
+        return open_set.class_for(value)
     sections = alternatives(annotation)
     if len(sections) == 1:
         return sections[0]
@@ -60,8 +80,8 @@ def field_at(root: type[Section], document: Any, path: tuple[str | int, ...]) ->
         if field is None:
             return None
         node = node.get(part) if isinstance(node, dict) else node[part]
-        named = not named and is_map(field.annotation)
-        section = section_for(field.annotation, node) if isinstance(node, dict) and not named else None
+        named = not named and is_map(annotation_of(field))
+        section = section_for(annotation_of(field), node) if isinstance(node, dict) and not named else None
     return field
 
 
@@ -83,7 +103,8 @@ def places(root: type[Section]) -> dict[str, tuple[str, ...]]:
 def _paths(section: type[Section], prefix: str) -> Iterator[str]:
     for key, field in keys_of(section).items():
         yield prefix + key
-        for inner in () if is_list(field.annotation) or is_map(field.annotation) else alternatives(field.annotation):
+        annotation = annotation_of(field)
+        for inner in () if is_list(annotation) or is_map(annotation) else alternatives(annotation):
             yield from _paths(inner, f"{prefix}{key}.")
 
 

@@ -94,6 +94,6 @@ def _device(recipe: Recipe) -> torch.device:
 def _tried(judge: Judge, task: Task) -> tuple[float, list[str]]:
     """The reward of the task's own source, and the combined columns that are missing."""
     image = task.images[0] if task.images else Image.new("RGB", (64, 64), "gray")
-    judged = judge([Sample(task, image, written=task.instruction)])
+    judged = judge([Sample(task, image, completion=task.instruction)])
     missing = [name for name in judge.combination.columns if judged.scores[name].isnan().any()]
     return judged.rewards.item(), missing

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from accelerate import PartialState
 
 from retouch.distributed.ranks import Ranks
+from retouch.protocols import AutoregressiveModel, Renderer, Reward
 from retouch.rewards.combine.combination import Combine
 from retouch.rewards.judging import Judge, Judged
 from retouch.training.loop import TooManyMissing
-from retouch.types import AutoregressiveModel, Renderer, Reward, Sample, Task, Written
+from retouch.types import Completion, Sample, Task
 
 NOT_COLUMNS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 
@@ -26,7 +27,7 @@ NOT_COLUMNS = ("prompts", "completions", "completion_ids", "trainer_state", "log
 class _Completions:
     """As much of a trajectory as a renderer of completions reads."""
 
-    outputs: tuple[Written, ...]
+    outputs: tuple[Completion, ...]
 
 
 class PictureReward:

@@ -6,7 +6,8 @@ from typing import Any
 
 from retouch.core.gae import clipped_value_loss
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.types import Loss, Minibatch, Policy
+from retouch.protocols import Policy
+from retouch.types import Loss, Minibatch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,8 @@ from typing import Any, Protocol
 from jaxtyping import Int
 from torch import Tensor
 
-from retouch.types import Loss, Minibatch, Needs, Policy
+from retouch.protocols import Policy
+from retouch.types import Loss, Minibatch, Needs
 
 
 class WritingPolicy(Policy, Protocol):

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from retouch.objectives.flow_matching import draw_points, mismatch
-from retouch.types import Loss, Minibatch, VelocityPolicy
+from retouch.protocols import VelocityPolicy
+from retouch.types import Loss, Minibatch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,8 @@ from typing import Literal
 from torch import Tensor
 
 from retouch.objectives.flow_matching import draw_points, mismatch
-from retouch.types import Loss, Minibatch, VelocityPolicy
+from retouch.protocols import VelocityPolicy
+from retouch.types import Loss, Minibatch
 
 
 @dataclass(frozen=True, kw_only=True)

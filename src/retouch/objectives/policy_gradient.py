@@ -8,7 +8,8 @@ from typing import Any, Literal
 import torch
 
 from retouch.core.surrogates import cispo, clipped, reinforce, sequence_log_ratio
-from retouch.types import Evaluation, Loss, Minibatch, Needs, Policy, Slice
+from retouch.protocols import Policy
+from retouch.types import Evaluation, Loss, Minibatch, Needs, Slice
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from retouch.objectives.flow_matching import draw_points, mismatch
-from retouch.types import Loss, Minibatch, VelocityPolicy
+from retouch.protocols import VelocityPolicy
+from retouch.types import Loss, Minibatch
 
 
 @dataclass(frozen=True, kw_only=True)

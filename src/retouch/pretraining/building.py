@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 from retouch.distributed.ranks import Ranks
+from retouch.protocols import Renderer, Reward
 from retouch.records import files
 from retouch.rewards.judging import Judge
 from retouch.training.evaluation import Evaluated, Evaluator
 from retouch.training.journal import unkept
-from retouch.types import Renderer, Reward, Task
+from retouch.types import Task
 
 log = logging.getLogger("retouch")
 

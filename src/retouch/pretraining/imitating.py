@@ -7,7 +7,8 @@ from retouch.policies.autoregressive.decoding import Decoding
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.weights import WeightCopies
 from retouch.pretraining.teaching import each_alone, teach
-from retouch.types import AutoregressiveModel, Objective, Task
+from retouch.protocols import AutoregressiveModel, Objective
+from retouch.types import Task
 
 
 def imitate(

@@ -17,7 +17,8 @@ from retouch.policies.denoising.policy import DenoisingPolicy, Sampling
 from retouch.policies.denoising.windows import Window
 from retouch.policies.weights import WeightCopies
 from retouch.pretraining.teaching import teach
-from retouch.types import Batch, Conditioning, DenoisingModel, Task
+from retouch.protocols import DenoisingModel
+from retouch.types import Batch, Conditioning, Task
 
 NO_INSTRUCTION = " "
 

@@ -9,9 +9,10 @@ import torch
 from retouch.core.weights import Normalise
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import ReplicatedStepper
+from retouch.protocols import Objective
 from retouch.training.clock import Clock
 from retouch.training.loop import Phase, Run, train
-from retouch.types import Batch, Objective, Task
+from retouch.types import Batch, Task
 
 
 def teach(

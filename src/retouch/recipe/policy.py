@@ -52,7 +52,7 @@ class DiffusersModel(Section):
 
 
 class ImportedModel(Section):
-    """A model adapter of your own (``retouch.types.DenoisingModel``)."""
+    """A model adapter of your own (``retouch.protocols.DenoisingModel``)."""
 
     kind: Literal["import"]
     class_: ClassPath = Field(alias="class")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from retouch.config.errors import nearest
+from retouch.config.imports import nearest
 from retouch.recipe import judges
 from retouch.recipe import reward_local as local
 from retouch.recipe.data import PaintingData, PlaygroundData, PromptData, WordData

@@ -203,7 +203,7 @@ class PromptQualityReward(RewardSection):
 
 
 class ImportedReward(RewardSection):
-    """A reward of your own (``retouch.types.Reward``)."""
+    """A reward of your own (``retouch.protocols.Reward``)."""
 
     kind: Literal["import"]
     class_: ClassPath = Field(alias="class")

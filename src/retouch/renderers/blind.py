@@ -5,20 +5,21 @@ from dataclasses import dataclass, replace
 
 from PIL.Image import Image
 
+from retouch.protocols import Renderer
 from retouch.renderers.sampling import Completed
-from retouch.types import Renderer, Task, Written
+from retouch.types import Completion, Task
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Unread:
     """A trajectory of which only the noise keys and the number of rows are left."""
 
-    outputs: Sequence[Written]
+    outputs: Sequence[Completion]
 
 
 class Blind:
     """Draws each row from its task alone: as an empty response, or as the prompt that was asked for (implements
-    ``retouch.types.Renderer``).
+    ``retouch.protocols.Renderer``).
     """
 
     def __init__(self, renderer: Renderer) -> None:

@@ -24,7 +24,7 @@ class CodesModel(Protocol):
 
 
 class CodesRenderer:
-    """Decodes ``rows`` pictures at once (implements ``retouch.types.Renderer``). A completion that was cut off gives None."""
+    """Decodes ``rows`` pictures at once (implements ``retouch.protocols.Renderer``). A completion that was cut off gives None."""
 
     def __init__(self, model: CodesModel, *, rows: int = 8) -> None:
         if rows < 1:

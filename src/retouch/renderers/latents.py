@@ -7,7 +7,8 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
-from retouch.types import Conditioning, DenoisingModel, Task
+from retouch.protocols import DenoisingModel
+from retouch.types import Conditioning, Task
 
 
 @runtime_checkable

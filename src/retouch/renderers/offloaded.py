@@ -11,7 +11,8 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from retouch.types import Renderer, Task
+from retouch.protocols import Renderer
+from retouch.types import Task
 
 
 class Offloaded:

@@ -10,9 +10,10 @@ from typing import Protocol, runtime_checkable
 import torch
 from PIL.Image import Image
 
+from retouch.protocols import DenoisingModel
 from retouch.renderers.answers import answer_in
 from retouch.renderers.sampling import Completed, CutOff, OdeSampler, by_length, noise
-from retouch.types import Conditioning, DenoisingModel, Task
+from retouch.types import Conditioning, Task
 
 
 @runtime_checkable
@@ -52,7 +53,7 @@ class FlowPainter:
 
 
 class PromptRenderer:
-    """Draws what each row's completion asks for (implements ``retouch.types.Renderer``).
+    """Draws what each row's completion asks for (implements ``retouch.protocols.Renderer``).
 
     ``rows``: most rows in one call of the model. ``cut_off``: a completion that reached the longest length is drawn as far as it
     goes, or is the policy's own fault. ``shared_noise``: the samples of a group start alike.

@@ -15,8 +15,9 @@ from jaxtyping import Float
 from PIL.Image import Image
 from torch import Tensor
 
+from retouch.protocols import DenoisingModel
 from retouch.renderers.sampling import Completed, CutOff, OdeSampler, batches, by_length, noise, once
-from retouch.types import Conditioning, DenoisingModel, Task
+from retouch.types import Conditioning, Task
 
 States: TypeAlias = Float[Tensor, "_ d"]
 
@@ -60,7 +61,7 @@ class ResponseEditor(Protocol):
 
 
 class ResponseRenderer:
-    """Draws each row's task, edited as its response says (implements ``retouch.types.Renderer``).
+    """Draws each row's task, edited as its response says (implements ``retouch.protocols.Renderer``).
 
     ``encoder_rows`` and ``rows``: most rows in one call of the encoder and of the image model. ``cut_off``: a response that
     reached the longest length is drawn as it is, or is the policy's own fault. ``shared_noise``: the samples of a group start

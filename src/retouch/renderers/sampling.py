@@ -11,7 +11,8 @@ from PIL.Image import Image
 from torch import nn
 
 from retouch.core.random import generator
-from retouch.types import Conditioning, DenoisingModel, Written
+from retouch.protocols import DenoisingModel
+from retouch.types import Completion, Conditioning
 
 CutOff: TypeAlias = Literal["draw", "fault"]
 T = TypeVar("T")
@@ -22,7 +23,7 @@ class Completed(Protocol):
     """What a renderer of completions reads of a trajectory."""
 
     @property
-    def outputs(self) -> Sequence[Written]: ...
+    def outputs(self) -> Sequence[Completion]: ...
 
 
 class OdeSampler:
@@ -69,7 +70,7 @@ class OdeSampler:
         return [next(drawn) if usable else None for usable in finite.tolist()]
 
 
-def noise(outputs: Sequence[Written], *, shared: bool) -> list[torch.Generator]:
+def noise(outputs: Sequence[Completion], *, shared: bool) -> list[torch.Generator]:
     """A generator for each row's initial noise; ``shared``: equal for all rows of a group. ValueError: an output without a key."""
     keys = []
     for row, output in enumerate(outputs):

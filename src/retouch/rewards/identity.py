@@ -7,7 +7,8 @@ import sys
 from dataclasses import astuple
 from typing import Protocol, runtime_checkable
 
-from retouch.types import Json, Reward
+from retouch.protocols import Reward
+from retouch.types import Json
 
 
 @runtime_checkable

@@ -11,10 +11,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from retouch.protocols import AsyncReward, Reward
 from retouch.rewards.closing import close
 from retouch.rewards.combine.combination import Combine, combination
 from retouch.rewards.text.written import shown
-from retouch.types import AsyncReward, Column, Reward, Sample, Scores
+from retouch.types import Column, Sample, Scores
 
 
 @dataclass(frozen=True, slots=True, eq=False)

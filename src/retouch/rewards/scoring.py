@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from PIL.Image import Image
 
+from retouch.protocols import Reward
 from retouch.rewards.judging import scores_of
-from retouch.types import Json, Reward, Sample, Task
+from retouch.types import Json, Sample, Task
 
 
 def score(

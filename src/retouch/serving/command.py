@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retouch.config.errors import nearest
+from retouch.config.imports import nearest
 
 if TYPE_CHECKING:
     from retouch.serving.replica import Settings

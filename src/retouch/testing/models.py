@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from retouch.core.random import generator
+from retouch.protocols import DenoisingModel
 from retouch.testing.figures import own_random_only, require, require_close
-from retouch.types import Conditioning, DenoisingModel, Task
+from retouch.types import Conditioning, Task
 
 ROUNDING = 1e-4
 

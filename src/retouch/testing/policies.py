@@ -11,8 +11,9 @@ from torch import Tensor
 
 from retouch.core.random import generator
 from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.protocols import Policy, VelocityPolicy
 from retouch.testing.figures import relative_distance, require, require_close, twice
-from retouch.types import Batch, Kind, Minibatch, Needs, Policy, Slice, Trajectory, VelocityPolicy
+from retouch.types import Batch, Kind, Minibatch, Needs, Slice, Trajectory
 
 ROUNDING = 1e-4
 CUT_LIMIT = 1e-5

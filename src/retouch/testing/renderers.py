@@ -9,8 +9,9 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
+from retouch.protocols import Renderer
 from retouch.testing.figures import require, twice
-from retouch.types import Renderer, Task
+from retouch.types import Task
 
 
 def check_renderer(renderer: Renderer, tasks: Sequence[Task], trajectory: Any) -> None:

@@ -8,8 +8,9 @@ import torch
 from PIL import Image
 
 from retouch.core.random import generator
+from retouch.protocols import Reward
 from retouch.testing.figures import require, require_close, twice
-from retouch.types import Reward, Sample, Scores
+from retouch.types import Sample, Scores
 
 SAME = 1e-5
 

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from retouch.distributed.ranks import Ranks
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
+from retouch.protocols import Renderer
 from retouch.rewards.judging import Judged
 from retouch.training.completions import texts
 from retouch.training.journal import JudgeBatch
 from retouch.training.loop import awaited
-from retouch.types import Batch, Renderer, Sample, Scores, Task
+from retouch.types import Batch, Sample, Scores, Task
 
 # Training counts its steps from 0, so no training noise is ever keyed like this.
 EVALUATION_STEP = -1

@@ -43,7 +43,7 @@ class Seen(NamedTuple):
         """Of each sample."""
         pictures = content.Pictures()
         return [
-            cls(text(sample.task.id), pictures(sample.image), None if sample.written is None else text(sample.written))
+            cls(text(sample.task.id), pictures(sample.image), None if sample.completion is None else text(sample.completion))
             for sample in samples
         ]
 

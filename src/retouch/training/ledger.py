@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from retouch.distributed.ranks import Ranks
+from retouch.protocols import Reward
 from retouch.records.kept_images import KeptPictures
 from retouch.rewards import identity
 from retouch.rewards.judging import Judge
@@ -14,7 +15,7 @@ from retouch.rewards.ledger.answers import Answers
 from retouch.rewards.ledger.database import Database
 from retouch.rewards.ledger.keeping import remembered
 from retouch.training.journal import Journal, JournaledJudge
-from retouch.types import Json, Reward
+from retouch.types import Json
 
 log = logging.getLogger("retouch")
 

@@ -21,10 +21,11 @@ from retouch.core.advantages import zero_std_groups
 from retouch.core.weights import Normalise, denominator, loss_weights
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import Stepper
+from retouch.protocols import Objective, Renderer
 from retouch.rewards.judging import Judged
 from retouch.rewards.quota.quota import BudgetSpent
 from retouch.training.crediting import Crediting, each_action
-from retouch.types import Batch, Minibatch, Objective, Renderer, Sample, Trajectory
+from retouch.types import Batch, Minibatch, Sample, Trajectory
 
 Metrics = dict[str, float]
 

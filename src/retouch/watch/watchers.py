@@ -6,11 +6,12 @@ from dataclasses import dataclass
 import torch
 
 from retouch.assembly.reward import build_reward
+from retouch.protocols import Reward
 from retouch.recipe.watch import Watch
 from retouch.rewards.judging import Judge
 from retouch.rewards.scorers.appearance import AppearanceReward
 from retouch.rewards.text.painted_text import PaintedTextReward
-from retouch.types import Reward, Sample, Scores
+from retouch.types import Sample, Scores
 
 
 @dataclass(frozen=True, kw_only=True)

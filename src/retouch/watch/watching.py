@@ -145,7 +145,8 @@ class Watcher:
     def _kept_canaries(self) -> tuple[tuple[int, ...], list[Sample]]:
         """Places among the tasks, and the pictures that were made there at the start."""
         kept = {int(place): text for place, text in files.read_json(self._folder.watch / "canaries.json").items()}
-        pictures = [Sample(self.evaluator.tasks[place], _read(self._canary(place)), written=text) for place, text in kept.items()]
+        tasks = self.evaluator.tasks
+        pictures = [Sample(tasks[place], _read(self._canary(place)), completion=text) for place, text in kept.items()]
         return tuple(kept), pictures
 
     def _canary(self, place: int) -> Path:

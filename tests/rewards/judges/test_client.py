@@ -13,6 +13,7 @@ import torch
 from double import FAULTS, KEY, Double, clean
 from PIL import Image
 
+from retouch.protocols import AsyncReward, Reward
 from retouch.rewards.judges import Asker, AspectsReward, Backoff, ChatClient, Panel, Patience, Question
 from retouch.rewards.judges.answers.forms import ScoresForm
 from retouch.rewards.judges.answers.scales import Scale
@@ -21,7 +22,7 @@ from retouch.rewards.vlm import credentials
 from retouch.rewards.vlm.backoff import retry_after
 from retouch.rewards.vlm.prices import Prices
 from retouch.testing import check_reward
-from retouch.types import AsyncReward, Reward, Sample, Task
+from retouch.types import Sample, Task
 
 QUICK = Patience(timeout=30.0, deadline=120.0, attempts=6, backoff=Backoff(base=0.002, cap=0.01))
 ASPECTS = ("alignment", "quality", "identity")

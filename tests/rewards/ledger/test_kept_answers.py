@@ -343,8 +343,8 @@ def test_whatever_a_reward_may_see_makes_another_sample(remember, changes):
 def test_another_text_or_picture_makes_another_sample(remember):
     server, one = Server(), sample(1)
     remembering = remember(server)
-    remembering([one, replace(one, written="a red door"), replace(one, image=picture(9))])
-    remembering([one, replace(one, written="a blue door")])
+    remembering([one, replace(one, completion="a red door"), replace(one, image=picture(9))])
+    remembering([one, replace(one, completion="a blue door")])
     assert len(server.asked) == 4
 
 

@@ -14,7 +14,7 @@ from retouch.types import Prompts, Task
 
 
 class CausalText:
-    """The part of ``retouch.types.AutoregressiveModel`` that hangs on the decoder alone.
+    """The part of ``retouch.protocols.AutoregressiveModel`` that hangs on the decoder alone.
 
     ``gradient_checkpointing``: an update keeps each layer's input alone, and reads a prompt for every row.
     """

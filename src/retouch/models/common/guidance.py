@@ -8,7 +8,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from retouch.models.common.wrapper import Around
-from retouch.types import Conditioning, DenoisingModel, Task
+from retouch.protocols import DenoisingModel
+from retouch.types import Conditioning, Task
 
 
 class Guided(Around[DenoisingModel]):

@@ -8,7 +8,8 @@ from jaxtyping import Float
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from retouch.types import Conditioning, DenoisingModel, Task
+from retouch.protocols import DenoisingModel
+from retouch.types import Conditioning, Task
 
 Inner = TypeVar("Inner", bound=DenoisingModel)
 

@@ -15,7 +15,8 @@ from retouch.models.common.causal_text import CausalText, require_plain
 from retouch.models.common.grid_grammar import GridGrammar, NoGrammar
 from retouch.models.emu3.images import Emu3Pictures
 from retouch.models.emu3.tokens import Emu3Words
-from retouch.types import Codes, Grammar, Prompts, Task
+from retouch.protocols import Grammar
+from retouch.types import Codes, Prompts, Task
 
 DRAW = "<|image start|>"
 THINK = " Let's think step by step. <|start thinking|>"
@@ -25,7 +26,7 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class Emu3Editor(CausalText):
-    """Emu3's language model, which may train, and its autoencoder, which stays frozen (``retouch.types.AutoregressiveModel``).
+    """Emu3's language model, which may train, and its autoencoder, which stays frozen (``retouch.protocols.AutoregressiveModel``).
 
     A server can stand in for it (``policies/vllm``): it sees its pictures as ids.
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from retouch.models.common.wrapper import Around
 from retouch.models.ip_adapter.image_encoder import ImageEncoder
-from retouch.types import Conditioning, DenoisingModel, Task
+from retouch.protocols import DenoisingModel
+from retouch.types import Conditioning, Task
 
 
 class Referenced(Around[DenoisingModel]):

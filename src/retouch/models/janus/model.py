@@ -19,7 +19,8 @@ from transformers.models.janus.modeling_janus import JanusPreTrainedModel, Janus
 from retouch.models.common.causal_text import CausalText, require_plain
 from retouch.models.common.code_pixels import pictures, pixels
 from retouch.models.common.frozen import evaluating
-from retouch.types import Grammar, Kind, Prompts, Task
+from retouch.protocols import Grammar
+from retouch.types import Kind, Prompts, Task
 
 TEMPLATE = "<|User|>: {}\n\n<|Assistant|>:"
 BEGIN = "<begin_of_image>"
@@ -56,7 +57,7 @@ class WholePicture:
 
 
 class JanusPainter(CausalText):
-    """What draws, which may train, and the autoencoder, which stays frozen (``retouch.types.AutoregressiveModel``).
+    """What draws, which may train, and the autoencoder, which stays frozen (``retouch.protocols.AutoregressiveModel``).
 
     ``template``: the dialogue around an instruction, after which the picture begins. ``size``, (height, width) in px, and ``grid``,
     in codes, are the model's own. ValueError where the tokenizer does not know how a picture begins.

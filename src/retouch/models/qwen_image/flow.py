@@ -44,7 +44,7 @@ class Prepared:
 
 
 class QwenFlow(ABC):
-    """What Qwen-Image and Qwen-Image-Edit have in common; to be derived from (implements ``retouch.types.DenoisingModel``).
+    """What Qwen-Image and Qwen-Image-Edit have in common; to be derived from (implements ``retouch.protocols.DenoisingModel``).
 
     ValueError for guidance-distilled weights, whose guidance is an input that no adapter here gives.
     """

@@ -37,7 +37,7 @@ Speaker: TypeAlias = Qwen2ForCausalLM | Qwen3ForCausalLM
 
 
 class QwenWriter:
-    """A Qwen instruct model (implements ``retouch.types.AutoregressiveModel``).
+    """A Qwen instruct model (implements ``retouch.protocols.AutoregressiveModel``).
 
     ``template``: ``TURNS.format(system=..., user="{}")``, say. ``picture``: what stands for each picture before the instruction,
     with ``{}`` for its number from 1; "" where the template has the vision block. ``area``: px of a picture as the model sees it

@@ -16,7 +16,8 @@ from torch import Tensor
 from retouch.core.random import generator
 from retouch.core.tokens import draw, kept, kept_ids, log_prob, scaled
 from retouch.policies.autoregressive.measuring import allowed_ids
-from retouch.types import AutoregressiveModel, Batch, Prompts
+from retouch.protocols import AutoregressiveModel
+from retouch.types import Batch, Prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class Decoding:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Completion:
+class Generation:
     """What an engine wrote, row by row of the batch; t is ``max_new_tokens``, and what stands from the end on is ``pad``.
 
     ``lengths``: tokens with the one that ended the row. ``log_probs``: by the engine's own account, 0 where it did not draw.
@@ -71,7 +72,7 @@ class Engine(Protocol):
     @property
     def exact(self) -> bool: ...
 
-    def __call__(self, batch: Batch, prompts: Prompts, decoding: Decoding) -> Completion: ...
+    def __call__(self, batch: Batch, prompts: Prompts, decoding: Decoding) -> Generation: ...
 
 
 @dataclass(eq=False)
@@ -111,7 +112,7 @@ class CachedDecoding:
         return next(self.model.module.parameters()).dtype == torch.float32 if self._exact is None else self._exact
 
     @torch.no_grad()
-    def __call__(self, batch: Batch, prompts: Prompts, decoding: Decoding) -> Completion:
+    def __call__(self, batch: Batch, prompts: Prompts, decoding: Decoding) -> Generation:
         longest, device = decoding.max_new_tokens, prompts.ids.device
         uniform = uniforms(batch, longest) if decoding.temperature > 0 else None
         ids = torch.full((len(batch), longest), self.model.pad, device=device)
@@ -132,7 +133,7 @@ class CachedDecoding:
                 break
             if 0 < 2 * left <= len(numbers):
                 self._drop_ended(rows)
-        return Completion(ids=ids, lengths=lengths, log_probs=log_probs, support=_joined(rows.supports, lengths, longest))
+        return Generation(ids=ids, lengths=lengths, log_probs=log_probs, support=_joined(rows.supports, lengths, longest))
 
     def _read_prompts(self, batch: Batch, prompts: Prompts) -> _Rows:
         group = torch.tensor(batch.group, device=prompts.ids.device)

@@ -5,8 +5,9 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from retouch.policies.autoregressive.decoding import Completion
-from retouch.types import AutoregressiveModel, Batch, Task
+from retouch.policies.autoregressive.decoding import Generation
+from retouch.protocols import AutoregressiveModel
+from retouch.types import Batch, Task
 
 COMPLETION = "completion"  # the key in a task's meta
 
@@ -30,7 +31,7 @@ def demonstrates(task: Task) -> bool:
     return COMPLETION in task.meta
 
 
-def demonstrated(model: AutoregressiveModel, batch: Batch, *, longest: int, device: torch.device) -> Completion:
+def demonstrated(model: AutoregressiveModel, batch: Batch, *, longest: int, device: torch.device) -> Generation:
     """Each row's own completion and the token that ends it; ``log_probs`` are NaN, for nothing was drawn.
 
     ValueError where a task has none, where it does not fit in ``longest`` tokens, or where the model cannot spell.
@@ -47,7 +48,7 @@ def demonstrated(model: AutoregressiveModel, batch: Batch, *, longest: int, devi
     for row, group in enumerate(batch.group):
         ids[row, : len(said[group])] = said[group]
     lengths = torch.tensor([len(said[group]) for group in batch.group], device=device)
-    return Completion(ids=ids, lengths=lengths, log_probs=torch.full(ids.shape, torch.nan, device=device))
+    return Generation(ids=ids, lengths=lengths, log_probs=torch.full(ids.shape, torch.nan, device=device))
 
 
 def _spelt(model: AutoregressiveModel, task: Task) -> list[int]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from retouch.core.tokens import entropy, log_prob, scaled
-from retouch.types import AutoregressiveModel, Grammar
+from retouch.protocols import AutoregressiveModel, Grammar
 
 
 def allowed_ids(grammar: Grammar, vocabulary: Int[Tensor, " n"]) -> Bool[Tensor, "#n v"]:

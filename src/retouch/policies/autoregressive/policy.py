@@ -14,18 +14,19 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from retouch.core.divergences import k3
-from retouch.policies.autoregressive.decoding import CachedDecoding, Completion, Decoding, Engine
+from retouch.policies.autoregressive.decoding import CachedDecoding, Decoding, Engine, Generation
 from retouch.policies.autoregressive.demonstrating import demonstrated
 from retouch.policies.autoregressive.measuring import measure, spread
 from retouch.policies.autoregressive.mismatch import Tolerance, importance
 from retouch.policies.autoregressive.trajectory import AutoregressiveTrajectory
 from retouch.policies.value_heads import TokenValues
 from retouch.policies.weights import WeightCopies
-from retouch.types import AutoregressiveModel, Batch, Evaluation, Needs, Prompts, Slice, Written
+from retouch.protocols import AutoregressiveModel
+from retouch.types import Batch, Completion, Evaluation, Needs, Prompts, Slice
 
 
 class AutoregressivePolicy:
-    """A language model as policy (implements ``retouch.types.Policy``).
+    """A language model as policy (implements ``retouch.protocols.Policy``).
 
     ``microbatch``: rows per forward with gradient. ``chunk``: places whose logits exist at once. ``mask_truncated``: completions
     that were cut off at ``max_new_tokens`` teach nothing. ``copies`` may hold ``reference`` and ``average`` weights. ``engine``
@@ -66,7 +67,8 @@ class AutoregressivePolicy:
 
     @torch.no_grad()
     def rollout(self, batch: Batch) -> AutoregressiveTrajectory:
-        """Write a completion for each row. ``outputs``: (b,) of ``Written``. EngineFault: the engine failed, or is too far off."""
+        """Write a completion for each row. ``outputs``: (b,) of ``Completion``. EngineFault: the engine failed, or
+        its log-probabilities differ too much from the policy's."""
         prompts = self.model.encode(batch.tasks)
         completion = self.engine(batch, prompts, self.decoding)
         if self.decoding.truncates and completion.support is None:
@@ -98,7 +100,7 @@ class AutoregressivePolicy:
         told = demonstrated(self.model, batch, longest=self.decoding.max_new_tokens, device=prompts.ids.device)
         return self._trajectory(batch, prompts, told)
 
-    def _trajectory(self, batch: Batch, prompts: Prompts, completion: Completion) -> AutoregressiveTrajectory:
+    def _trajectory(self, batch: Batch, prompts: Prompts, completion: Generation) -> AutoregressiveTrajectory:
         grammar, ids = self.model.grammar, completion.ids
         group = torch.tensor(batch.group, device=ids.device)
         vocabulary, forced = (column[:, :-1] for column in grammar.parse(prompts.take(group), ids))
@@ -123,12 +125,12 @@ class AutoregressivePolicy:
             behaviour_log_probs=None,
         )
 
-    def _outputs(self, batch: Batch, ids: Tensor, lengths: Tensor, cut_off: Tensor) -> tuple[Written, ...]:
+    def _outputs(self, batch: Batch, ids: Tensor, lengths: Tensor, cut_off: Tensor) -> tuple[Completion, ...]:
         outputs = []
         keys = [(batch.seed, batch.step, batch.group_ids[k], slot) for k, slot in zip(batch.group, batch.slot, strict=True)]
         for row, length, cut, key in zip(ids.tolist(), lengths.tolist(), cut_off.tolist(), keys, strict=True):
             said = tuple(row[: length if cut else length - 1])
-            outputs.append(Written(said, self.model.decode(said), cut, key))
+            outputs.append(Completion(said, self.model.decode(said), cut, key))
         return tuple(outputs)
 
     # Evaluating

@@ -15,7 +15,7 @@ from retouch.types import Prompts, Trajectory
 class AutoregressiveTrajectory(Trajectory):
     """``ids``: what was written. ``lengths``: tokens of each row, with the one that ended it. ``vocabulary``: the grammar's set at
     each place. ``support``: what top-k and top-p kept there. ``group``: each row's row of ``prompts``. ``outputs``: (b,) of
-    ``Written``. ``behaviour_log_probs``: by the engine's account, where ``log_probs`` had to be measured anew.
+    ``Completion``. ``behaviour_log_probs``: by the engine's account, where ``log_probs`` had to be measured anew.
     """
 
     ids: Int[Tensor, "b t"]

@@ -23,7 +23,8 @@ from retouch.policies.denoising.trajectory import DenoisingTrajectory
 from retouch.policies.denoising.windows import Window
 from retouch.policies.value_heads import LatentValues, summary
 from retouch.policies.weights import WeightCopies
-from retouch.types import Batch, Conditioning, DenoisingModel, Evaluation, Kind, Needs, Slice, Weights
+from retouch.protocols import DenoisingModel
+from retouch.types import Batch, Conditioning, Evaluation, Kind, Needs, Slice, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class Sampling:
 
 
 class DenoisingPolicy:
-    """A flow-matching model as policy (implements ``retouch.types.VelocityPolicy``).
+    """A flow-matching model as policy (implements ``retouch.protocols.VelocityPolicy``).
 
     ``microbatch``: velocities per forward with gradient. ``eval_steps``: steps of the deterministic sampling that
     evaluation and the end user see. ``copies`` may hold ``reference``, ``old`` and ``average`` weights. ``head``: says

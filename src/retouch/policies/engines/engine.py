@@ -15,13 +15,14 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
-from retouch.policies.autoregressive.decoding import Completion, Decoding
+from retouch.policies.autoregressive.decoding import Decoding, Generation
 from retouch.policies.autoregressive.mismatch import EngineFault
 from retouch.policies.engines.adapters import Adapters
 from retouch.policies.engines.client import Client, Refused
 from retouch.policies.engines.form import PLUGIN, Formed, told
 from retouch.policies.engines.wire import GENERATE, MOST_BIASED, Answer, BadAnswer, Question, data_url, read
-from retouch.types import Batch, Grammar, Prompts, Task
+from retouch.protocols import Grammar
+from retouch.types import Batch, Prompts, Task
 
 _AT_ONCE = 64
 
@@ -83,7 +84,7 @@ class VllmEngine:
         self._adapters = adapters
         self._any_rank = any_rank
 
-    def __call__(self, batch: Batch, prompts: Prompts, decoding: Decoding) -> Completion:
+    def __call__(self, batch: Batch, prompts: Prompts, decoding: Decoding) -> Generation:
         """EngineFault, on all ranks, where the server fails on one of them, or gives an answer that cannot be believed."""
         if self._form is not None and decoding.truncates:
             raise ValueError("vLLM does not tell what top_k and top_p kept where a plug-in has a say; leave both out")
@@ -142,7 +143,7 @@ class VllmEngine:
         except BadAnswer as bad:
             raise EngineFault(f"the vLLM server at {client.url} cannot be believed: {bad}") from None
 
-    def _check(self, batch: Batch, prompts: Prompts, completion: Completion) -> None:
+    def _check(self, batch: Batch, prompts: Prompts, completion: Generation) -> None:
         """EngineFault where a token stands that the writer's grammar forbids."""
         grammar, ids = self.model.grammar, completion.ids
         rows = prompts.take(torch.tensor(batch.group, device=ids.device))
@@ -155,7 +156,7 @@ class VllmEngine:
                 f"--logits-processors {PLUGIN}"
             )
 
-    def _completion(self, prompts: Prompts, decoding: Decoding, answers: Sequence[Answer]) -> Completion:
+    def _completion(self, prompts: Prompts, decoding: Decoding, answers: Sequence[Answer]) -> Generation:
         device, longest = prompts.ids.device, decoding.max_new_tokens
         ids = _table([answer.ids for answer in answers], longest, self.model.pad)
         lengths = torch.tensor([len(answer.ids) for answer in answers])
@@ -164,7 +165,7 @@ class VllmEngine:
             width = max(len(among) for answer in answers for among in answer.kept or ())
             rows = [_table(answer.kept or (), width, -1) for answer in answers]
             support = torch.stack([torch.cat([row, row.new_full((longest - len(row), width), -1)]) for row in rows])
-        return Completion(
+        return Generation(
             ids=ids.to(device),
             lengths=lengths.to(device),
             log_probs=_table([answer.log_probs for answer in answers], longest, 0.0).to(device),

@@ -18,8 +18,8 @@ _MOST_PLACES, _MOST_RANGES = 2**17, 2**12
 
 @runtime_checkable
 class Formed(Protocol):
-    """A grammar (``retouch.types.Grammar``) of two sets: text is drawn from the first until ``begin``, and then, by tokens since
-    it, stands what ``form`` (f,) forces, or is drawn from the second set where that is -1."""
+    """A grammar (``retouch.protocols.Grammar``) of two sets. Text is drawn from the first set until ``begin``. After it, place
+    ``i`` holds the token ``form[i]`` (f,), or a token of the second set where that is -1."""
 
     vocabularies: Tensor
     begin: int

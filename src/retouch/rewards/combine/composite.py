@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Literal
 
+from retouch.protocols import AsyncReward, Reward
 from retouch.rewards import identity
 from retouch.rewards.closing import close
 from retouch.rewards.text.written import shown
-from retouch.types import AsyncReward, Column, Reward, Sample, Scores
+from retouch.types import Column, Sample, Scores
 
 
 class Several:
@@ -18,7 +19,7 @@ class Several:
     order in which they came. What one raises, the whole raises, once all have ended. ValueError: no rewards.
     """
 
-    reads_written: Literal[True] = True  # some may; each is shown what it may see
+    reads_completions: Literal[True] = True  # some may; each is shown what it may see
 
     def __init__(self, rewards: Mapping[str, Reward]) -> None:
         if not rewards:

@@ -39,7 +39,7 @@ def of_sample(sample: Sample, judge: str, pictures: Pictures) -> str:
     """All that a reward sees of a sample, and the reward's fingerprint."""
     task = sample.task
     others = [pictures(image) for image in (task.mask, task.reference, task.target, sample.image)]
-    words: list[Json] = [task.id, task.instruction, task.text, sample.written, dict(task.tags), dict(task.meta)]
+    words: list[Json] = [task.id, task.instruction, task.text, sample.completion, dict(task.tags), dict(task.meta)]
     return _digest([judge, *words, *others, *(pictures(image) for image in task.images)])
 
 

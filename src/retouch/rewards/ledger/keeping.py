@@ -5,12 +5,12 @@ A reward that computes in the run's own process is asked again rather than looke
 
 from typing import Protocol, runtime_checkable
 
+from retouch.protocols import Reward
 from retouch.rewards.judges.panel import Panel
 from retouch.rewards.ledger.answers import Answers
 from retouch.rewards.ledger.asking import RememberingAsker
 from retouch.rewards.ledger.receipts import Receipted
 from retouch.rewards.ledger.rewarding import RememberingReward
-from retouch.types import Reward
 
 
 @runtime_checkable

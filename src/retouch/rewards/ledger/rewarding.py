@@ -6,13 +6,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from retouch.protocols import Reward
 from retouch.rewards import identity
 from retouch.rewards.closing import close
 from retouch.rewards.ledger import content, numbers
 from retouch.rewards.ledger.answers import Answers, Call
 from retouch.rewards.ledger.once import Once
 from retouch.rewards.ledger.receipts import Receipt, Receipted
-from retouch.types import Column, Reward, Sample, Scores
+from retouch.types import Column, Sample, Scores
 
 _AT_ONCE = 256  # threads that wait
 

@@ -74,7 +74,7 @@ class PromptQualityReward:
         **dict.fromkeys(("length", "keywords", "details", "quality_words", "sentence"), Column(0.0, 1.0)),
         "total": Column(0.0, 5.0),
     }
-    reads_written: Literal[True] = True
+    reads_completions: Literal[True] = True
 
     def __init__(self, *, answer: Callable[[str], str | None] = str) -> None:
         self._answer = answer

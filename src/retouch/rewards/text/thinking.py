@@ -30,7 +30,7 @@ class ThinkReward:
     """
 
     columns: Mapping[str, Column] = {"think_format": Column(0.0, 1.0)}
-    reads_written: Literal[True] = True
+    reads_completions: Literal[True] = True
 
     def __init__(self, *, opening: str = "<think>", closing: str = "</think>") -> None:
         think_format("", opening=opening, closing=closing)

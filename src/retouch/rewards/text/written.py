@@ -3,25 +3,26 @@
 from collections.abc import Sequence
 from typing import Literal, Protocol, runtime_checkable
 
-from retouch.types import Reward, Sample
+from retouch.protocols import Reward
+from retouch.types import Sample
 
 
 @runtime_checkable
 class ReadsWritten(Protocol):
-    """A reward that judges the policy's own words, ``Sample.written``."""
+    """A reward that judges the policy's own words, ``Sample.completion``."""
 
-    reads_written: Literal[True]
+    reads_completions: Literal[True]
 
 
 def shown(samples: Sequence[Sample], reward: Reward) -> list[Sample]:
     """The samples as this reward may see them."""
     if isinstance(reward, ReadsWritten):
         return list(samples)
-    return [sample if sample.written is None else Sample(sample.task, sample.image) for sample in samples]
+    return [sample if sample.completion is None else Sample(sample.task, sample.image) for sample in samples]
 
 
 def written(sample: Sample) -> str:
     """What the policy wrote. ValueError where there is no such text."""
-    if sample.written is None:
+    if sample.completion is None:
         raise ValueError(f"task {sample.task.id!r} has nothing written, which this reward judges; it is for policies that write")
-    return sample.written
+    return sample.completion

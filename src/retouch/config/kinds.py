@@ -1,0 +1,144 @@
+"""Open sets of alternatives in a recipe: the value of ``kind`` names a class, which is imported when a recipe names it.
+
+A field is open when its annotation is ``Annotated[Base, KINDS]``, where ``KINDS`` is an instance of
+:class:`Kinds`. The alternatives come from three sources, in this order:
+
+* the table of the package itself (``{"nft": "retouch.objectives.nft:NFT"}``);
+* entry points of installed packages, group ``retouch.plugins``, named ``<set>.<kind>`` (``objective.theirs``);
+* ``{kind: 'import', class: 'my_module:MyClass', args: {...}}``, for any class on the Python path that derives from ``Base``.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from importlib.metadata import entry_points
+from typing import Any, Literal
+
+from pydantic import Field, GetCoreSchemaHandler, JsonValue, ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError, core_schema
+
+from retouch.config.imports import import_class
+from retouch.config.section import ClassPath, Section
+
+GROUP = "retouch.plugins"
+IMPORT = "import"
+
+
+class Imported(Section):
+    """A class of your own."""
+
+    kind: Literal["import"]
+    class_: ClassPath = Field(alias="class")
+    """The class, as ``package.module:Class``."""
+    args: dict[str, JsonValue] = Field(default={})
+    """Its fields."""
+
+
+class Kinds:
+    """One open set of alternatives.
+
+    ``name``: what an alternative is called in messages and entry points ("objective"). ``table``: kind to ``module:Class``; several
+    kinds may share a class. ``tag``: the key that holds the kind. A table with an entry ``import`` handles imported classes itself.
+
+    An imported class is validated like a built-in one: its fields are the keys of ``args``, unknown keys are errors.
+    """
+
+    def __init__(self, name: str, table: Mapping[str, str], *, tag: str = "kind") -> None:
+        self.name = name
+        self.tag = tag
+        self._table = dict(table)
+
+    def __iter__(self) -> Iterator[str]:
+        """Every kind, ``import`` included."""
+        yield from dict.fromkeys([*self._table, *self._plugins(), IMPORT])
+
+    def load(self, kind: object) -> type[Section] | None:
+        """The class of a kind, imported now; None for an unknown kind and for ``import`` without an entry in the table.
+
+        ValueError: a plugin whose class cannot be imported.
+        """
+        if not isinstance(kind, str):
+            return None
+        path = self._table.get(kind) or self._plugins().get(kind)
+        return None if path is None else import_class(path)
+
+    def classes(self) -> tuple[type[Section], ...]:
+        """All classes of the set. Imports every one of them; meant for documentation and error messages."""
+        known = dict.fromkeys(found for kind in self if (found := self.load(kind)) is not None)
+        return (*known, *(() if IMPORT in self._table else (Imported,)))
+
+    def class_for(self, value: Mapping[str, Any]) -> type[Section] | None:
+        """The class that describes this part of a document; None where its kind is missing or unknown."""
+        if value.get("kind") == IMPORT and IMPORT not in self._table:
+            return Imported
+        return self.load(value.get(self.tag))
+
+    def document(self, section: Section) -> dict[str, Any]:
+        """The section as JSON, with its kind or its class path, so that a recipe that contains it can be read back."""
+        return self._named(section, section.model_dump(mode="json"))
+
+    def _named(self, section: Section, dumped: dict[str, Any]) -> dict[str, Any]:
+        own = type(section)
+        kind = getattr(section, self.tag, None)
+        if own is Imported or (kind is not None and self.load(kind) is own):
+            return dumped
+        dumped.pop(self.tag, None)
+        return {"kind": IMPORT, "class": f"{own.__module__}:{own.__qualname__}", "args": dumped}
+
+    def _plugins(self) -> dict[str, str]:
+        """Kinds of installed packages: kind to ``module:Class``."""
+        prefix = f"{self.name}."
+        entries = [entry for entry in entry_points(group=GROUP) if entry.name.startswith(prefix)]
+        return {entry.name.removeprefix(prefix): entry.value for entry in entries}
+
+    def __get_pydantic_core_schema__(self, base: type[Section], handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        def validate(value: Any, info: core_schema.ValidationInfo) -> Any:
+            return value if isinstance(value, base) else self._parse(value, base, json_input=info.mode == "json")
+
+        def serialize(section: Section, handle: core_schema.SerializerFunctionWrapHandler) -> dict[str, Any]:
+            return self._named(section, handle(section))
+
+        dumped = core_schema.wrap_serializer_function_ser_schema(serialize, schema=core_schema.any_schema())
+        return core_schema.with_info_plain_validator_function(validate, serialization=dumped)
+
+    def _parse(self, value: Any, base: type[Section], *, json_input: bool) -> Any:
+        if not isinstance(value, Mapping):
+            raise PydanticCustomError("kind_type", f"Input should be an object with a {self.tag}")
+        if value.get("kind") == IMPORT and IMPORT not in self._table:
+            return self._import(_validated(Imported, value, json_input=json_input), base)
+        discriminator = {"discriminator": f"'{self.tag}'"}
+        if self.tag not in value:
+            raise PydanticCustomError("union_tag_not_found", "missing kind", discriminator)
+        kind = value[self.tag]
+        found = self.load(kind)
+        if found is None:
+            expected = ", ".join(repr(known) for known in self)
+            raise PydanticCustomError(
+                "union_tag_invalid", "unknown kind", {**discriminator, "tag": kind, "expected_tags": expected}
+            )
+        return _validated(found, value, json_input=json_input)
+
+    def _import(self, section: Imported, base: type[Section]) -> Section:
+        found = import_class(section.class_)
+        if not issubclass(found, base):
+            raise ValueError(f"{section.class_} is no {self.name}: derive the class from {base.__module__}.{base.__qualname__}")
+        try:
+            made: Section = _validated(found, section.args, json_input=True)
+            return made
+        except ValidationError as error:
+            raise _below("args", error) from None
+
+
+def _validated(section: type[Section], value: Mapping[str, Any], *, json_input: bool) -> Any:
+    # Strict JSON accepts a list for a tuple; strict Python input does not.
+    return section.model_validate_json(json.dumps(value)) if json_input else section.model_validate(value)
+
+
+def _below(key: str, error: ValidationError) -> ValidationError:
+    """The same errors, with ``key`` before their location."""
+    details: list[InitErrorDetails] = []
+    for one in error.errors(include_url=False):
+        kind: Any = one["type"]
+        if kind == "value_error" or "error" in one.get("ctx", {}):
+            kind = PydanticCustomError("kind_value", "{message}", {"message": str(one.get("ctx", {}).get("error", one["msg"]))})
+        details.append(InitErrorDetails(type=kind, loc=(key, *one["loc"]), input=one["input"], ctx=one.get("ctx", {})))
+    return ValidationError.from_exception_data(error.title, details)

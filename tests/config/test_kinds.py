@@ -1,0 +1,116 @@
+"""Open sets of kinds: the table, plugins, imported classes, their errors, and the way back to a document."""
+
+import sys
+from importlib.metadata import EntryPoint
+from types import ModuleType
+from typing import Annotated, Literal
+
+import pytest
+from pydantic import ValidationError
+
+from retouch.config import kinds
+from retouch.config.errors import unknown_keys, wrong_values
+from retouch.config.kinds import Imported, Kinds
+from retouch.config.schema import alternatives, annotation_of, keys_of
+from retouch.config.section import Count, Section
+
+
+class Shape(Section):
+    """What all shapes derive from."""
+
+
+class Circle(Shape):
+    kind: Literal["circle", "disc"] = "circle"
+    radius: Count
+    centre: tuple[int, ...] = (0, 0)
+
+
+class Mine(Shape):
+    side: Count = 1
+
+
+class Stranger(Section):
+    side: Count = 1
+
+
+SHAPES = Kinds("shape", {"circle": f"{__name__}:Circle", "disc": f"{__name__}:Circle"})
+
+
+class Drawing(Section):
+    shape: Annotated[Shape, SHAPES]
+    more: tuple[Annotated[Shape, SHAPES], ...] = ()
+    under: Annotated[Shape, SHAPES] | None = None
+
+
+def read(document: dict[str, object]) -> Drawing:
+    import json
+
+    lines = unknown_keys(document, Drawing)
+    try:
+        return Drawing.model_validate_json(json.dumps(document))
+    except ValidationError as error:
+        raise ValueError("\n".join(lines + wrong_values(error, document, Drawing))) from None
+
+
+def imported(name: str, **args: object) -> dict[str, object]:
+    return {"kind": "import", "class": f"{__name__}:{name}", "args": args}
+
+
+def test_the_kind_chooses_the_class_alone_in_lists_and_where_null_is_legal() -> None:
+    drawing = read({"shape": {"kind": "disc", "radius": 2, "centre": [1, 2]}, "more": [imported("Mine", side=3)], "under": None})
+    assert drawing.shape == Circle(kind="disc", radius=2, centre=(1, 2))
+    assert drawing.more == (Mine(side=3),)
+
+
+def test_a_document_of_it_is_read_back() -> None:
+    drawing = read({"shape": {"kind": "circle", "radius": 2}, "more": [imported("Mine", side=3)], "under": imported("Mine")})
+    document = drawing.model_dump(mode="json")
+    assert document["more"] == [imported("Mine", side=3)]
+    assert read(document) == drawing
+    assert SHAPES.document(Mine(side=3)) == imported("Mine", side=3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({"kind": "circel", "radius": 1}, "shape.kind: 'circel' is not one of 'circle', 'disc', 'import'; did you mean 'circle'"),
+        ({"radius": 1}, "shape.kind: missing: one of 'circle'"),
+        ({"kind": "circle", "radius": "a"}, "shape.radius: should be a valid integer, not 'a'"),
+        ({"kind": "circle", "radius": 1, "radios": 2}, r"shape.radios: unknown key; did you mean shape.radius\?"),
+        ({"kind": "circle", "radius": 0}, "shape.radius: should be greater than or equal to 1, not 0"),
+        (3, "shape: should be an object with a kind, not 3"),
+        (imported("Mine", side=0), "shape.args.side: should be greater than or equal to 1, not 0"),
+        (imported("Mine", sides=1), r"shape.args.sides: unknown key; did you mean shape.args.side\?"),
+        (imported("Stranger"), "shape: .*Stranger is no shape: derive the class from .*Shape"),
+        (imported("Nobody"), "shape: .* has no class Nobody"),
+        ({"kind": "import", "class": "no_such_module_of_mine:Thing"}, "there is no module no_such_module_of_mine"),
+    ],
+)
+def test_a_mistake_is_named_with_its_path(shape: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read({"shape": shape})
+
+
+def test_an_installed_package_adds_a_kind_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Square(Shape):
+        kind: Literal["square"] = "square"
+        side: Count
+
+    plugin = ModuleType("a_plugin")
+    plugin.Square = Square  # type: ignore[attr-defined]
+    Square.__module__ = "a_plugin"
+    monkeypatch.setitem(sys.modules, "a_plugin", plugin)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: plugin.__spec__ or object())
+    entries = [EntryPoint("shape.square", "a_plugin:Square", kinds.GROUP), EntryPoint("other.square", "a_plugin:None", kinds.GROUP)]
+    monkeypatch.setattr(kinds, "entry_points", lambda group: entries)
+    drawing = read({"shape": {"kind": "square", "side": 2}})
+    assert drawing.shape == Square(side=2)
+    assert drawing.model_dump(mode="json")["shape"] == {"kind": "square", "side": 2}
+    assert list(SHAPES) == ["circle", "disc", "square", "import"]
+    with pytest.raises(ValueError, match=r"shape\.side: missing"):
+        read({"shape": {"kind": "square"}})
+
+
+def test_the_schema_knows_every_alternative() -> None:
+    assert alternatives(annotation_of(keys_of(Drawing)["shape"])) == (Circle, Imported)
+    assert alternatives(annotation_of(keys_of(Drawing)["more"])) == (Circle, Imported)
