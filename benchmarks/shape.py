@@ -29,7 +29,7 @@ from shape_counts import read, structure
 ROOT = Path(__file__).parents[1]
 PROBE = Path(__file__).with_name("shape_probe.py")
 RECIPE = "recipes/quickstart.jsonnet"
-OWN_FAMILY = ("playground", "bases", "qwen")
+OWN_FAMILY = ("playground", "qwen")
 """A module of the quickstart's model family has one of these in its path: the playground's model is a small Qwen-Image-Edit."""
 OTHER_FAMILIES = ("sd3", "flux", "z_image", "emu3", "janus", "ip_adapter")
 Rows = dict[str, Any]
@@ -42,11 +42,15 @@ def cold_starts(trees: Sequence[Path]) -> list[Rows]:
     entries = [(_console_entry(tree), _recipe_reader(tree)) for tree in trees]
     for turn in range(8):
         for tree, (entry, reader), figures in zip(trees, entries, found, strict=True):
-            measured = {"help": _seconds(tree, ["-c", f"from {entry.replace(':', ' import ')} as main; main(['--help'])"])}
+            measured: dict[str, Any] = {
+                "help": _seconds(tree, ["-c", f"from {entry.replace(':', ' import ')} as main; main(['--help'])"])
+            }
             if turn < 4:
-                measured["torch"] = _seconds(tree, ["-c", "import torch"])
                 measured["load"] = _probe(tree, "load", reader)
                 measured["train"] = _probe(tree, "train", entry)
+                model = measured["train"]["model"].rpartition(".")[0]
+                measured["torch"] = _seconds(tree, ["-c", "import torch"])
+                measured["model"] = _seconds(tree, ["-c", f"import {model}"])
             if turn:
                 for name, value in measured.items():
                     figures[name].append(value)
@@ -66,7 +70,8 @@ def _cold_start(figures: Mapping[str, Sequence[Any]], counted: Any) -> Rows:
         "recipe read: modules of the project imported": len(load[0]["modules"]),
         "recipe read: torch imported": "yes" if load[0]["torch"] else "no",
         "first sampling step: seconds": round(statistics.median(found["seconds"] for found in train), 2),
-        "`import torch` alone, seconds": round(statistics.median(figures["torch"]), 2),
+        "of these, importing torch alone": round(statistics.median(figures["torch"]), 2),
+        "of these, importing torch and the model's class alone": round(statistics.median(figures["model"]), 2),
         "first sampling step: modules of the project imported": sum(modules.values()),
         "first sampling step: modules imported beyond the own family": sum(modules.values()) - modules["own family"],
         "first sampling step: files that ran a function": sum(ran.values()),
