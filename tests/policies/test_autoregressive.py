@@ -308,7 +308,7 @@ def test_what_tokens_do_not_have_is_refused():
 
 
 def test_written_is_a_value():
-    assert Written((1, 2), "a", False) == Completion((1, 2), "a", False) != Completion((1, 2), "a", True)
+    assert Completion((1, 2), "a", False) == Completion((1, 2), "a", False) != Completion((1, 2), "a", True)
 
 
 def test_completions_know_their_rows():
