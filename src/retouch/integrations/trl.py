@@ -82,10 +82,10 @@ class PictureReward:
         made = [self.task({name: values[row] for name, values in columns.items()}) for row in range(rows)]
         return [known.setdefault(task.id, task) for task in made]
 
-    def _written(self, ids: Sequence[int], *, key: tuple[int, int, int, int]) -> Written:
+    def _written(self, ids: Sequence[int], *, key: tuple[int, int, int, int]) -> Completion:
         ended = not ids or ids[-1] in self.writer.stop
         said = tuple(ids[:-1] if ended else ids)
-        return Written(said, self.writer.decode(said), not ended, key)
+        return Completion(said, self.writer.decode(said), not ended, key)
 
     def _account(self, judged: Judged, ranks: Ranks, log_metric: Callable[[str, float], None] | None) -> None:
         """Metrics of these rows; TooManyMissing on every rank where it holds over all."""
