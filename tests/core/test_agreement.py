@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retouch.core.agreement import kendall, ordered_alike, ranks, spearman
+from retouch.core.agreement import kendall, pairwise_agreement, ranks, spearman
 
 NAN = float("nan")
 # Of few values, so that there are ties; the two lists are of one length.
@@ -85,16 +85,16 @@ def test_a_missing_score_is_as_if_the_sample_were_not_there():
     for measure in (spearman, kendall):
         assert measure(a, b) == measure(a[kept], b[kept])
     group = torch.zeros(6, dtype=torch.long)
-    assert ordered_alike(a, b, group) == ordered_alike(a[kept], b[kept], group[kept])
+    assert pairwise_agreement(a, b, group) == pairwise_agreement(a[kept], b[kept], group[kept])
 
 
 def test_pairs_are_compared_within_their_group_alone():
     a = column([1, 2, 10, 11, 5, 5])
     b = column([2, 1, 30, 40, 1, 2])
     group = torch.tensor([7, 7, 3, 3, 4, 4])
-    share, pairs = ordered_alike(a, b, group)
+    share, pairs = pairwise_agreement(a, b, group)
     assert (share, pairs) == (0.5, 2)  # one turned, one alike, one tied
-    assert math.isnan(ordered_alike(a[4:], b[4:], group[4:])[0])
+    assert math.isnan(pairwise_agreement(a[4:], b[4:], group[4:])[0])
 
 
 def test_equal_values_share_their_ranks():

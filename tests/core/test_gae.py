@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 
-from retouch.core.gae import clipped_value_loss, discounted, explained_variance, gae, whitened
+from retouch.core.gae import clipped_value_loss, discounted_returns, explained_variance, gae, whiten
 
 NAN = math.nan
 REFUSED = (ValueError, TypeCheckError)
@@ -57,7 +57,7 @@ def test_with_gamma_and_lam_one_it_is_the_reward_less_the_value(chain):
 @given(chain=chains(), gamma=share, lam=share)
 def test_true_values_leave_nothing_to_be_gained(chain, gamma, lam):
     rewards, _, mask = (torch.tensor(part) for part in chain)
-    values = discounted(rewards.nan_to_num(0.0), mask, gamma=gamma)
+    values = discounted_returns(rewards.nan_to_num(0.0), mask, gamma=gamma)
     assert gae(rewards, values, mask, gamma=gamma, lam=lam).abs().max() < 1e-4
 
 
@@ -69,19 +69,19 @@ def test_no_time_passes_where_there_is_no_choice(chain, gamma, lam):
     order = (~mask).int().argsort(dim=1, stable=True)
     pushed = gae(rewards, values.gather(1, order), mask.gather(1, order), gamma=gamma, lam=lam)
     torch.testing.assert_close(pushed, found.gather(1, order))
-    together = discounted(rewards.nan_to_num(0.0), mask.gather(1, order), gamma=gamma)
-    torch.testing.assert_close(together, discounted(rewards.nan_to_num(0.0), mask, gamma=gamma).gather(1, order))
+    together = discounted_returns(rewards.nan_to_num(0.0), mask.gather(1, order), gamma=gamma)
+    torch.testing.assert_close(together, discounted_returns(rewards.nan_to_num(0.0), mask, gamma=gamma).gather(1, order))
 
 
 def test_what_is_still_to_come_is_discounted_once_for_each_choice_after():
     mask = torch.tensor([[True, False, True, True], [False, False, False, False]])
-    found = discounted(torch.tensor([8.0, 8.0]), mask, gamma=0.5)
+    found = discounted_returns(torch.tensor([8.0, 8.0]), mask, gamma=0.5)
     assert found.tolist() == [[2.0, 0.0, 4.0, 8.0], [0.0] * 4]
 
 
 @pytest.mark.parametrize("options", [{"gamma": 1.1, "lam": 1.0}, {"gamma": 1.0, "lam": -0.1}])
 def test_shares_outside_their_range_are_refused(options):
-    with pytest.raises(ValueError, match="both lie between 0 and 1"):
+    with pytest.raises(ValueError, match="both must be between 0 and 1"):
         gae(torch.zeros(1), torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), **options)
 
 
@@ -96,11 +96,11 @@ def test_an_infinite_reward_is_refused():
 def test_whitened_advantages_have_mean_0_and_deviation_1_over_what_counts():
     advantages = torch.tensor([[1.0, 2.0, 90.0], [4.0, -70.0, 5.0]])
     counted = torch.tensor([[True, True, False], [True, False, True]])
-    found = whitened(advantages, counted, eps=1e-9)
+    found = whiten(advantages, counted, eps=1e-9)
     assert found[~counted].abs().max() == 0
     torch.testing.assert_close(found[counted], torch.tensor([-2.0, -1.0, 1.0, 2.0]) / math.sqrt(2.5))
-    assert whitened(torch.full((2, 2), 0.1), torch.ones(2, 2, dtype=torch.bool)).abs().max() == 0
-    assert whitened(advantages, torch.zeros_like(counted)).abs().max() == 0
+    assert whiten(torch.full((2, 2), 0.1), torch.ones(2, 2, dtype=torch.bool)).abs().max() == 0
+    assert whiten(advantages, torch.zeros_like(counted)).abs().max() == 0
 
 
 # The value loss

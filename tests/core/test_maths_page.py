@@ -7,7 +7,7 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
 PAGE = (ROOT / "docs" / "maths.md").read_text()
-FORMULAS = ("advantages", "surrogates", "weights", "transitions", "ratio_norm", "divergences", "sigmas", "windows")
+FORMULAS = ("advantages", "surrogates", "weights", "transitions", "ratio_norm", "divergences", "windows")
 
 
 def functions(path: Path) -> set[str]:

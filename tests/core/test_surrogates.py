@@ -7,7 +7,7 @@ import torch
 from jaxtyping import TypeCheckError
 from torch import Tensor
 
-from retouch.core.surrogates import approx_kl, check_clip, cispo, clip_fraction, clipped, reinforce, sequence_log_ratio
+from retouch.core.surrogates import approx_kl, check_clip, cispo, clip_fraction, clipped_surrogate, reinforce, sequence_log_ratio
 
 B, T = 6, 40
 REFUSED = (ValueError, TypeCheckError)  # the second where annotations are checked at run time
@@ -34,7 +34,7 @@ def test_clipped_is_ppo(low, high, dual):
     expected = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
     if dual is not None:
         expected = torch.where(advantages < 0, torch.minimum(expected, -dual * advantages), expected)
-    ours = clipped(log_ratio, advantages, low=low, high=high, dual=dual)
+    ours = clipped_surrogate(log_ratio, advantages, low=low, high=high, dual=dual)
     torch.testing.assert_close(ours, expected)
     torch.testing.assert_close(gradient(ours, log_ratio), gradient(expected, log_ratio))
     assert 0.1 < (gradient(ours, log_ratio) == 0).float().mean() < 0.9
@@ -45,7 +45,7 @@ def test_clipped_gradient_closed_form():
     low, high = 0.2, 0.3
     ratio = log_ratio.detach().exp()
     cut = ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low))
-    grad = gradient(clipped(log_ratio, advantages, low=low, high=high), log_ratio)
+    grad = gradient(clipped_surrogate(log_ratio, advantages, low=low, high=high), log_ratio)
     torch.testing.assert_close(grad, torch.where(cut, 0.0, -advantages * ratio))
 
 
@@ -54,10 +54,10 @@ def test_clipped_gradient_finite_differences():
     options = {"low": 0.2, "high": 0.3, "dual": 2.0}
     h = 1e-2
     base = log_ratio.detach()
-    slope = (clipped(base + h, advantages, **options) - clipped(base - h, advantages, **options)) / (2 * h)
+    slope = (clipped_surrogate(base + h, advantages, **options) - clipped_surrogate(base - h, advantages, **options)) / (2 * h)
     corners = torch.tensor([0.8, 1.3, 2.0]).log()
     smooth = ((base[..., None] - corners).abs() > h).all(-1)
-    grad = gradient(clipped(log_ratio, advantages, **options), log_ratio)
+    grad = gradient(clipped_surrogate(log_ratio, advantages, **options), log_ratio)
     torch.testing.assert_close(grad[smooth], slope[smooth], atol=1e-3, rtol=1e-3)
     assert smooth.float().mean() > 0.8
 
@@ -65,16 +65,16 @@ def test_clipped_gradient_finite_differences():
 def test_a_huge_ratio_that_is_clipped_has_no_nan_gradient():
     log_ratio = torch.tensor([[200.0, 200.0, -200.0, 200.0]], requires_grad=True)
     advantages = torch.tensor([[1.0, 0.0, -1.0, -1.0]])
-    loss = clipped(log_ratio, advantages, low=0.2, high=0.25, dual=3.0)
+    loss = clipped_surrogate(log_ratio, advantages, low=0.2, high=0.25, dual=3.0)
     torch.testing.assert_close(loss, torch.tensor([[-1.25, 0.0, 0.8, 3.0]]))
     assert gradient(loss, log_ratio).tolist() == [[0, 0, 0, 0]]
-    single = clipped(log_ratio[:, :3], advantages[:, :3], low=0.2, high=0.25)
+    single = clipped_surrogate(log_ratio[:, :3], advantages[:, :3], low=0.2, high=0.25)
     assert torch.equal(single, loss[:, :3])
 
 
 def test_a_nan_that_counts_is_not_hidden():
     log_ratio, advantages = torch.tensor([[math.nan, 0.0]]), torch.ones(1, 2)
-    assert clipped(log_ratio, advantages, low=0.2, high=0.2).isnan().tolist() == [[True, False]]
+    assert clipped_surrogate(log_ratio, advantages, low=0.2, high=0.2).isnan().tolist() == [[True, False]]
     assert reinforce(log_ratio, advantages).isnan().tolist() == [[True, False]]
     assert cispo(log_ratio, log_ratio, advantages, low=None, high=4.0).isnan().tolist() == [[True, False]]
 
@@ -104,10 +104,10 @@ def test_at_ratio_one_every_surrogate_has_the_policy_gradient():
     log_probs, advantages = draw()
     log_ratio = log_probs - log_probs.detach()
     for loss in (
-        clipped(log_ratio, advantages, low=0.2, high=0.2, dual=3.0),
+        clipped_surrogate(log_ratio, advantages, low=0.2, high=0.2, dual=3.0),
         cispo(log_ratio, log_probs, advantages, low=None, high=0.2),
         reinforce(log_probs, advantages),
-        clipped(
+        clipped_surrogate(
             sequence_log_ratio(log_ratio, torch.ones(B, T, dtype=torch.bool), gradient="token"), advantages, low=3e-4, high=4e-4
         ),
     ):
@@ -115,11 +115,11 @@ def test_at_ratio_one_every_surrogate_has_the_policy_gradient():
 
 
 SURROGATES = {
-    "clipped": lambda x, a, m: clipped(x, a, low=0.2, high=0.2, mask=m),
+    "clipped": lambda x, a, m: clipped_surrogate(x, a, low=0.2, high=0.2, mask=m),
     "cispo": lambda x, a, m: cispo(x, x, a, low=0.2, high=0.2, mask=m),
     "reinforce": lambda x, a, m: reinforce(x, a, mask=m),
-    "gspo": lambda x, a, m: clipped(sequence_log_ratio(x, m), a, low=0.2, high=0.2, mask=m),
-    "gspo-token": lambda x, a, m: clipped(sequence_log_ratio(x, m, gradient="token"), a, low=0.2, high=0.2, mask=m),
+    "gspo": lambda x, a, m: clipped_surrogate(sequence_log_ratio(x, m), a, low=0.2, high=0.2, mask=m),
+    "gspo-token": lambda x, a, m: clipped_surrogate(sequence_log_ratio(x, m, gradient="token"), a, low=0.2, high=0.2, mask=m),
     "clip_fraction": lambda x, a, m: clip_fraction(x, a, low=0.2, high=0.2, mask=m) + 0 * x.nan_to_num(0, 0, 0),
     "approx_kl": lambda x, a, m: approx_kl(x, mask=m) + 0 * x.nan_to_num(0, 0, 0),
 }
@@ -162,7 +162,7 @@ def test_gspo_and_gspo_token_agree_for_equal_advantages():
     weights = mask / mask.sum(1, keepdim=True)
     options = {"low": 5.0 / 6, "high": 5.0, "mask": mask}
     sequence, token = (
-        gradient(weights * clipped(sequence_log_ratio(log_ratio, mask, gradient=kind), advantages, **options), log_ratio)
+        gradient(weights * clipped_surrogate(sequence_log_ratio(log_ratio, mask, gradient=kind), advantages, **options), log_ratio)
         for kind in ("sequence", "token")
     )
     torch.testing.assert_close(sequence, token)
@@ -170,13 +170,13 @@ def test_gspo_and_gspo_token_agree_for_equal_advantages():
     mean = (log_ratio * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
     torch.testing.assert_close(sequence, (-advantages * mean.exp() * weights).detach())
     uneven = advantages * torch.linspace(0.5, 2, T)
-    own = gradient(weights * clipped(sequence_log_ratio(log_ratio, mask, gradient="token"), uneven, **options), log_ratio)
+    own = gradient(weights * clipped_surrogate(sequence_log_ratio(log_ratio, mask, gradient="token"), uneven, **options), log_ratio)
     torch.testing.assert_close(own, (-uneven * mean.exp() * weights).detach())
 
 
 def test_clip_fraction_is_where_the_gradient_is_cut():
     log_ratio, advantages = draw()
-    grad = gradient(clipped(log_ratio, advantages, low=0.2, high=0.3), log_ratio)
+    grad = gradient(clipped_surrogate(log_ratio, advantages, low=0.2, high=0.3), log_ratio)
     cut = clip_fraction(log_ratio, advantages, low=0.2, high=0.3)
     assert torch.equal(cut.bool(), (grad == 0) & (advantages != 0))
     assert 0.1 < cut.mean() < 0.6
@@ -192,9 +192,9 @@ def test_approx_kl_is_the_kl_of_close_policies():
 
 def test_half_precision_is_computed_in_fp32():
     log_ratio, advantages = draw()
-    ours = clipped(log_ratio.bfloat16(), advantages.bfloat16(), low=0.2, high=0.2)
+    ours = clipped_surrogate(log_ratio.bfloat16(), advantages.bfloat16(), low=0.2, high=0.2)
     assert ours.dtype == torch.float32
-    assert torch.equal(ours, clipped(log_ratio.bfloat16().float(), advantages.bfloat16().float(), low=0.2, high=0.2))
+    assert torch.equal(ours, clipped_surrogate(log_ratio.bfloat16().float(), advantages.bfloat16().float(), low=0.2, high=0.2))
 
 
 def test_clip_ranges_that_fit_their_reduction_pass():
@@ -212,7 +212,7 @@ def test_clip_ranges_that_fit_their_reduction_pass():
     ("reduction", "low", "high", "says"),
     [
         ("mean", 1e-4, 0.2, "never clip; use .* or reduction 'sum'"),
-        ("sum", 1e-4, 0.2, "clip always; use about 0.2, or reduction 'mean'"),
+        ("sum", 1e-4, 0.2, "always clip; use about 0.2, or reduction 'mean'"),
         ("token", 1.0, 0.2, "0 <= low < 1"),
         ("token", 0.2, -0.1, "high >= 0"),
         ("max", 0.1, 0.1, "'mean', 'sum' or 'token'"),
@@ -226,7 +226,7 @@ def test_clip_ranges_that_do_not_fit_say_what_to_do(reduction, low, high, says):
 def test_bad_bounds_are_refused():
     log_ratio, advantages = draw()
     with pytest.raises(ValueError, match="dual"):
-        clipped(log_ratio, advantages, low=0.2, high=0.2, dual=1.0)
+        clipped_surrogate(log_ratio, advantages, low=0.2, high=0.2, dual=1.0)
     with pytest.raises(ValueError, match="low"):
         cispo(log_ratio, log_ratio, advantages, low=1.5, high=0.2)
     with pytest.raises(REFUSED, match=r"'sequence' or 'token'|Type-check"):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.distributions import Categorical
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from retouch.core.tokens import draw, entropy, kept, kept_ids, log_prob, on_ids, scaled
+from retouch.core.tokens import entropy, gather_logits, log_prob, mask_to_ids, sample_tokens, top_k_top_p_mask, warp_logits
 
 
 def logits(rows=6, size=13, seed=0, spread=3.0):
@@ -27,10 +27,10 @@ def test_equals_the_warpers_of_transformers(seed, temperature, top_k, top_p):
         theirs = TopKLogitsWarper(top_k)(None, theirs)
     if top_p is not None:
         theirs = TopPLogitsWarper(top_p)(None, theirs)
-    ours = scaled(raw, torch.ones(1, 13, dtype=torch.bool), temperature=temperature)
-    stays = kept(ours, top_k=top_k, top_p=top_p)
+    ours = warp_logits(raw, torch.ones(1, 13, dtype=torch.bool), temperature=temperature)
+    stays = top_k_top_p_mask(ours, top_k=top_k, top_p=top_p)
     assert torch.equal(stays, theirs > -torch.inf)
-    support = kept_ids(stays)
+    support = mask_to_ids(stays)
     ids = theirs.argmax(-1)
     twin = Categorical(logits=theirs)
     torch.testing.assert_close(log_prob(ours, ids, support=support), twin.log_prob(ids))
@@ -41,33 +41,33 @@ def test_equals_the_warpers_of_transformers(seed, temperature, top_k, top_p):
 def test_an_id_that_is_not_allowed_is_not_there():
     raw, allowed = logits(), torch.ones(1, 13, dtype=torch.bool)
     allowed[0, [2, 7]] = False
-    ours = scaled(raw, allowed, temperature=0.8)
+    ours = warp_logits(raw, allowed, temperature=0.8)
     left = [k for k in range(13) if k not in (2, 7)]
     twin = Categorical(logits=raw[:, left] / 0.8)
     for place, token in enumerate(left):
         ids = torch.full((6,), token)
         torch.testing.assert_close(log_prob(ours, ids), twin.log_prob(torch.full((6,), place)))
     torch.testing.assert_close(entropy(ours), twin.entropy())
-    assert not kept(ours, top_k=12, top_p=0.99)[:, [2, 7]].any()
+    assert not top_k_top_p_mask(ours, top_k=12, top_p=0.99)[:, [2, 7]].any()
 
 
 def test_ties_with_the_last_of_the_top_k_stay():
-    assert kept(torch.tensor([[1.0, 0.0, 1.0, 0.0, -1.0]]), top_k=3).tolist() == [[True, True, True, True, False]]
+    assert top_k_top_p_mask(torch.tensor([[1.0, 0.0, 1.0, 0.0, -1.0]]), top_k=3).tolist() == [[True, True, True, True, False]]
 
 
 def test_kept_ids_go_there_and_back():
     stays = torch.tensor([[True, False, True, True], [False, True, False, False]])
-    ids = kept_ids(stays)
+    ids = mask_to_ids(stays)
     assert ids.tolist() == [[0, 2, 3], [1, -1, -1]]
     raw = logits(2, 4)
-    assert on_ids(raw, ids)[1].tolist() == [raw[1, 1].item(), -torch.inf, -torch.inf]
+    assert gather_logits(raw, ids)[1].tolist() == [raw[1, 1].item(), -torch.inf, -torch.inf]
 
 
 def test_drawn_ids_have_the_distributions_frequencies():
     raw = logits(1, 9, seed=3, spread=1.0)
     count = 20_000
     uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count  # evenly spread: no chance, so no tolerance for it
-    ids = draw(raw.expand(count, -1), uniform)
+    ids = sample_tokens(raw.expand(count, -1), uniform)
     found = torch.bincount(ids, minlength=9) / count
     torch.testing.assert_close(found, raw[0].softmax(-1), atol=2 / count, rtol=0)
 
@@ -77,7 +77,7 @@ def test_what_cannot_be_drawn_is_never_drawn(uniform):
     raw = logits(4, 50_000, spread=0.01)
     raw[:, ::2] = -torch.inf
     raw[:, -10_000:] = -torch.inf
-    ids = draw(raw, torch.full((4,), uniform, dtype=torch.float64))
+    ids = sample_tokens(raw, torch.full((4,), uniform, dtype=torch.float64))
     assert (raw.gather(-1, ids[:, None]) > -torch.inf).all()
 
 
@@ -89,7 +89,7 @@ def test_gradients_are_those_of_finite_differences(support):
     allowed = torch.tensor([[True] * 5 + [False]])
 
     def measured(x):
-        # ``scaled`` computes in fp32, in which finite differences say little; its own gradient is 1 / temperature.
+        # ``warp_logits`` computes in fp32, in which finite differences say little; its own gradient is 1 / temperature.
         x = x.masked_fill(~allowed, -torch.inf)
         return log_prob(x, ids, support=support), entropy(x, support=support)
 
@@ -103,6 +103,6 @@ def test_the_gradient_passes_the_temperature():
     raw = logits(2, 6).requires_grad_()
     everything = torch.ones(1, 6, dtype=torch.bool)
     ids = torch.tensor([1, 2])
-    found = torch.autograd.grad(log_prob(scaled(raw, everything, temperature=0.5), ids).sum(), raw)[0]
+    found = torch.autograd.grad(log_prob(warp_logits(raw, everything, temperature=0.5), ids).sum(), raw)[0]
     wanted = (torch.nn.functional.one_hot(ids, 6) - (raw / 0.5).softmax(-1)) / 0.5
     torch.testing.assert_close(found, wanted)

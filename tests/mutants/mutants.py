@@ -204,8 +204,8 @@ MUTANTS = (
     Mutant(
         "clip sides swapped",
         "core/surrogates.py",
-        ".clamp(torch.where(worse, below, -math.inf), torch.where(worse, ceiling, above))",
-        ".clamp(torch.where(worse, -math.inf, below), torch.where(worse, above, ceiling))",
+        ".clamp(torch.where(negative, log_low, -math.inf), torch.where(negative, ceiling, log_high))",
+        ".clamp(torch.where(negative, -math.inf, log_low), torch.where(negative, log_high, ceiling))",
         "tests/objectives/test_policy_gradient.py::test_the_loss_and_its_gradient_are_those_by_hand[0-clip]",
     ),
     Mutant(

@@ -10,15 +10,15 @@ VALUES = (
     Mutant(
         "time passes where there is no choice",
         "core/gae.py",
-        "further = torch.where(here, advantage, further)",
-        "further = torch.where(here, advantage, gamma * lam * further)",
+        "next_advantage = torch.where(here, advantage, next_advantage)",
+        "next_advantage = torch.where(here, advantage, gamma * lam * next_advantage)",
         f"{_GAE}::test_no_time_passes_where_there_is_no_choice",
     ),
     Mutant(
         "the reward comes with every action",
         "core/gae.py",
-        "coming = coming.masked_fill(here, 0.0)",
-        "coming = coming.masked_fill(here, 0.0) if k < 0 else coming",
+        "reward = reward.masked_fill(here, 0.0)",
+        "reward = reward.masked_fill(here, 0.0) if k < 0 else reward",
         f"{_GAE}::test_with_gamma_and_lam_one_it_is_the_reward_less_the_value",
     ),
     Mutant(
@@ -80,8 +80,8 @@ VALUES = (
     Mutant(
         "each rank whitens by its own rows",
         "training/crediting.py",
-        "advantages = whitened(every, counting > 0)[first : first + len(worth)]",
-        "advantages = whitened(advantages, counted)",
+        "advantages = whiten(every, counting > 0)[first : first + len(worth)]",
+        "advantages = whiten(advantages, counted)",
         f"{_LOOP}::test_ranks_learn_what_one_rank_learns[2]",
     ),
     Mutant(

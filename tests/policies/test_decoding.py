@@ -7,7 +7,7 @@ from transformers import GenerationConfig
 
 import tiny_writing
 from models import tiny_writers
-from retouch.core.tokens import draw
+from retouch.core.tokens import sample_tokens
 from retouch.policies.autoregressive.decoding import CachedDecoding, Decoding, uniforms
 
 
@@ -113,7 +113,7 @@ def test_tokens_are_drawn_by_the_uniforms_from_the_full_forwards_distribution():
             logits = writer.logits(writer.module, states[0]).masked_fill(~writer.grammar.vocabularies, -torch.inf) / 0.7
         twin = Categorical(logits=logits)
         torch.testing.assert_close(made.log_probs[row, :length], twin.log_prob(ids[0]), atol=1e-5, rtol=0)
-        assert torch.equal(draw(logits, numbers[row, :length]), ids[0])
+        assert torch.equal(sample_tokens(logits, numbers[row, :length]), ids[0])
 
 
 @pytest.mark.parametrize("how", [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.8, "temperature": 1.3}])

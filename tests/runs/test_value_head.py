@@ -13,7 +13,7 @@ from torch import nn
 import tiny_loop
 import tiny_policies as tiny
 from retouch.assembly.model import playground_weights
-from retouch.core.advantages import on_scale
+from retouch.core.advantages import rescale_rewards
 from retouch.core.random import generator
 from retouch.distributed.head_stepper import HeadStepper
 from retouch.distributed.stepper import NonFiniteGradient, ReplicatedStepper
@@ -41,7 +41,7 @@ CREDIT = ByValue(gamma=1.0, lam=1.0, whiten=True, clip=5.0)
 
 
 def scaled(rewards, group):
-    return on_scale(rewards, low=0.0, high=1.0)
+    return rescale_rewards(rewards, low=0.0, high=1.0)
 
 
 # A chain of two choices

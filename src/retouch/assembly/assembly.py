@@ -14,7 +14,7 @@ from retouch.assembly.policy import TrainedPolicy, build_models, build_policy
 from retouch.assembly.reward import build_reward
 from retouch.assembly.value_head import build_head
 from retouch.assembly.writer import Averaged, build_renderer
-from retouch.core.advantages import check_scale
+from retouch.core.advantages import check_reward_range
 from retouch.distributed.fsdp import FsdpStepper, shard
 from retouch.distributed.head_stepper import HeadStepper
 from retouch.distributed.placement import Placement, place
@@ -236,7 +236,7 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
         ledger.meet(reward)
     judge = Judge(reward, recipe.reward.combine)
     if isinstance(recipe.advantage, GaeAdvantage):
-        check_scale(judge.combination.low, judge.combination.high)
+        check_reward_range(judge.combination.low, judge.combination.high)
     phases = recipe.resolved_phases()
     section = recipe.image_model
     size = None if isinstance(section, ImportedModel) else section.size

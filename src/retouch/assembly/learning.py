@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from retouch.core.advantages import batch_relative, group_relative, on_scale
+from retouch.core.advantages import batch_relative, group_relative, rescale_rewards
 from retouch.core.weights import Normalise
 from retouch.data.sampler import assign, global_rows, tasks_for_step
 from retouch.data.tasks import Subset
@@ -112,7 +112,7 @@ def build_advantage(
         case recipe_learning.GaeAdvantage():
             low, high = bounds
             credit = ByValue(gamma=section.gamma, lam=section.lam, whiten=section.whiten, clip=section.clip)
-            return lambda rewards, group: on_scale(rewards, low=low, high=high), credit
+            return lambda rewards, group: rescale_rewards(rewards, low=low, high=high), credit
         case recipe_learning.GroupAdvantage():
             options = section.model_dump(exclude={"kind"})
             return lambda rewards, group: group_relative(rewards, group, **options), each_action

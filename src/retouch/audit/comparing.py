@@ -40,7 +40,7 @@ class Compared:
         """As JSON. ``within_groups``: of the pairs of one group that neither ties, the share that both order alike."""
         groups: dict[tuple[str, int, int], int] = {}
         group = torch.tensor([groups.setdefault(sample.place[:3], len(groups)) for sample in self.samples])
-        share, pairs = agreement.ordered_alike(self.a, self.b, group)
+        share, pairs = agreement.pairwise_agreement(self.a, self.b, group)
         return {
             "columns": list(self.columns),
             "samples": len(self.samples),

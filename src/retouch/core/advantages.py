@@ -1,7 +1,7 @@
-"""How much better a sample is than what was to be expected: rewards (b,) to advantages (b,).
+"""Group-relative and batch-relative advantages: rewards (b,) to advantages (b,), in fp32.
 
-NaN is a missing reward: it takes no part in any mean or spread, and its advantage is exactly 0. A group is an integer id, never
-a prompt; groups may differ in size and need not be contiguous. fp32 throughout.
+A NaN reward is a missing one: it enters no mean and no standard deviation, and its advantage is exactly 0. A group is identified
+by an integer id, never by its prompt. Groups may differ in size and need not be contiguous.
 """
 
 import math
@@ -22,14 +22,18 @@ def group_relative(
     eps: float = 1e-4,
     clip: float | None = 5.0,
 ) -> Float[Tensor, " b"]:
-    """Reward less its group's baseline, over (spread + eps), clamped to +-clip.
+    """(reward - baseline) / (std + eps), clamped to [-clip, clip].
 
-    ``baseline``: the mean of the group's valid rewards (GRPO, arXiv 2402.03300) or of the *other* valid ones (RLOO, arXiv
-    2402.14740). ``scale``: divide by the group's standard deviation (GRPO), by that of all valid rewards around their common mean
-    (Flow-GRPO's global std, arXiv 2505.05470), or by nothing (Dr. GRPO, arXiv 2503.20783). ``ddof`` 0 is the population's
-    standard deviation (Flow-GRPO), 1 the sample's (TRL). A group with one valid reward, or with equal ones, gives exactly 0.
+    ``rewards``: (b,), in any unit, NaN where missing. ``group``: (b,), the integer id of each row's group.
+    ``baseline``: "mean" is the mean of the group's valid rewards (GRPO, DeepSeekMath, arXiv 2402.03300); "leave_one_out" is the
+    mean of the *other* valid rewards of the group (RLOO, arXiv 2402.14740).
+    ``scale``: "group" divides by the group's standard deviation (GRPO); "batch" by the standard deviation of all valid rewards
+    around their common mean (``global_std`` of Flow-GRPO, arXiv 2505.05470); "none" does not divide (Dr. GRPO, arXiv 2503.20783).
+    ``ddof``: 0 for the population standard deviation (Flow-GRPO), 1 for the sample standard deviation (TRL).
+    ``clip``: the largest absolute advantage; None for no clamp.
+    Returns (b,), exactly 0 for a missing reward and for a group with fewer than two valid rewards or with equal rewards.
 
-    ValueError: infinite rewards, ids that are not integers, or an option out of range.
+    Raises ValueError if a reward is infinite, a group id is not an integer, or an option is out of range.
     """
     if baseline not in ("mean", "leave_one_out"):
         raise ValueError(f"baseline {baseline!r}: choose 'mean' or 'leave_one_out'")
@@ -55,35 +59,36 @@ def group_relative(
 def batch_relative(
     rewards: Float[Tensor, " b"], *, ddof: int = 0, eps: float = 1e-4, clip: float | None = 5.0
 ) -> Float[Tensor, " b"]:
-    """Reward less the mean of all valid rewards, over (their standard deviation + eps), clamped to +-clip.
+    """(reward - mean) / (std + eps) over all valid rewards of the batch, clamped to [-clip, clip].
 
-    For one sample a task; some systems call this PPO mode although there is no critic. Options and errors as ``group_relative``.
+    For one sample per task: Flow-GRPO (arXiv 2505.05470) without ``per_prompt_stat_tracking``. Some systems call this PPO mode,
+    although it has no critic. Shapes, options and errors are those of ``group_relative``.
     """
     everything = torch.zeros(rewards.shape, dtype=torch.long, device=rewards.device)
     return group_relative(rewards, everything, ddof=ddof, eps=eps, clip=clip)
 
 
-def on_scale(rewards: Float[Tensor, " b"], *, low: float, high: float) -> Float[Tensor, " b"]:
-    """Rewards between ``low`` and ``high`` on a scale from -1 to 1, where a value head learns them. NaN stays.
+def rescale_rewards(rewards: Float[Tensor, " b"], *, low: float, high: float) -> Float[Tensor, " b"]:
+    """Map rewards (b,) linearly from [low, high] to [-1, 1], the range in which a value head learns. NaN stays NaN.
 
-    ValueError as ``check_scale``.
+    Raises ValueError as ``check_reward_range``.
     """
-    check_scale(low, high)
+    check_reward_range(low, high)
     return (2 * rewards.float() - (low + high)) / (high - low)
 
 
-def check_scale(low: float, high: float) -> None:
-    """ValueError where a range has no two finite ends."""
+def check_reward_range(low: float, high: float) -> None:
+    """Raise ValueError unless ``low`` and ``high`` are finite and ``low`` < ``high``."""
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError(
-            f"a value head needs a reward with a finite range, and this one goes from {low} to {high}; declare its true one"
+            f"a value head needs a reward with a finite range, but this one ranges from {low} to {high}; declare its true range"
         )
 
 
 def zero_std_groups(rewards: Float[Tensor, " b"], group: Int[Tensor, " b"]) -> float:
-    """The fraction, of the groups with at least two valid rewards, whose valid rewards are all equal: they teach nothing.
+    """The fraction, 0 to 1, of groups whose valid rewards are all equal, so that their advantages are 0.
 
-    NaN where no group has two valid rewards.
+    Counts only groups with at least two valid rewards; NaN if there is none. ``rewards`` and ``group`` as in ``group_relative``.
     """
     index, groups = _index(rewards, group)
     rewards = rewards.float()
@@ -98,18 +103,18 @@ def _check(rewards: Tensor, *, ddof: int, eps: float, clip: float | None) -> Non
     if ddof not in (0, 1):
         raise ValueError(f"ddof {ddof}: choose 0 (population) or 1 (sample)")
     if not eps > 0:
-        raise ValueError(f"eps {eps}: must be above 0, or a group of equal rewards divides by zero")
+        raise ValueError(f"eps {eps}: must be above 0, otherwise a group of equal rewards is divided by zero")
     if clip is not None and not clip > 0:
         raise ValueError(f"clip {clip}: must be above 0, or None for no clamp")
     if rewards.isinf().any():
-        raise ValueError("infinite rewards: a reward that could not be measured is NaN, and any other must be finite")
+        raise ValueError("infinite rewards: every reward must be finite, or NaN where it could not be measured")
 
 
 def _index(rewards: Tensor, group: Tensor) -> tuple[Tensor, int]:
-    """Each row's place in the list of distinct groups, and how many there are."""
+    """(b,) index of each row's group among the distinct groups, and the number of groups."""
     if group.is_floating_point() or group.shape != rewards.shape or rewards.ndim != 1:
         raise ValueError(
-            f"rewards {tuple(rewards.shape)} and group {tuple(group.shape)} {group.dtype}: give one reward and one integer id a row"
+            f"rewards {tuple(rewards.shape)}, group {tuple(group.shape)} {group.dtype}: give one reward and one integer id per row"
         )
     ids, index = torch.unique(group, return_inverse=True)
     return index, len(ids)
@@ -127,8 +132,8 @@ def _group_min(rewards: Tensor, valid: Tensor, index: Tensor, groups: int) -> Te
 def _centre(
     rewards: Float[Tensor, " b"], valid: Bool[Tensor, " b"], index: Int[Tensor, " b"], groups: int
 ) -> tuple[Float[Tensor, " b"], Float[Tensor, " groups"]]:
-    """Valid rewards less their group's mean (0 where missing), and how many are valid in each group."""
-    # Relative to the group's minimum first: equal rewards become exact zeros, which the rounded mean of 7 x 0.1 would not give.
+    """Valid rewards minus their group's mean (0 where missing), and the number of valid rewards in each group."""
+    # Subtract the group's minimum first, so that equal rewards give exact zeros: the rounded mean of 7 x 0.1 is not 0.1.
     above = (rewards - _group_min(rewards, valid, index, groups)[index]).masked_fill(~valid, 0)
     count = _group_sum(valid.float(), index, groups)
     mean = _group_sum(above, index, groups) / count.clamp(min=1)

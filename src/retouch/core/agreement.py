@@ -1,7 +1,7 @@
-"""How far two judges order the same samples alike: scores (n,) and (n,), of any scales.
+"""Rank agreement of two judges on the same samples: scores (n,) and (n,), each on any scale. Computed in float64.
 
-A pair of scores of which one is missing (NaN) takes no part. NaN comes back where nothing can be said: fewer than two samples, or
-a judge that scores them all the same. float64.
+A sample with a missing score (NaN) from either judge is left out. The result is NaN if fewer than two samples remain, or if one
+judge gives all of them the same score.
 """
 
 import math
@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-_FEW = 64
+_BRUTE_FORCE_LENGTH = 64
 
 
 def spearman(a: Float[Tensor, " n"], b: Float[Tensor, " n"]) -> float:
-    """Spearman's rho, -1 to 1: the correlation of the ranks, equal scores sharing the mean of theirs."""
+    """Spearman's rho, -1 to 1: the Pearson correlation of the ranks, with mean ranks for ties (Spearman, 1904)."""
     a, b = _both(a, b)
     if len(a) < 2:
         return math.nan
@@ -25,9 +25,9 @@ def spearman(a: Float[Tensor, " n"], b: Float[Tensor, " n"]) -> float:
 
 
 def kendall(a: Float[Tensor, " n"], b: Float[Tensor, " n"]) -> float:
-    """Kendall's tau-b, -1 to 1: (pairs ordered alike - pairs ordered otherwise) / sqrt(pairs untied in a * pairs untied in b).
+    """Kendall's tau-b, -1 to 1: (concordant - discordant pairs) / sqrt(pairs untied in a * pairs untied in b) (Kendall, 1945).
 
-    In n log(n)^2 steps (Knight, 1966): with the samples in the order of a, a pair ordered otherwise is an inversion of b.
+    Takes O(n log(n)^2) time (Knight, 1966): with the samples sorted by a, a discordant pair is an inversion of b.
     """
     a, b = _both(a, b)
     pairs = len(a) * (len(a) - 1) // 2
@@ -38,30 +38,31 @@ def kendall(a: Float[Tensor, " n"], b: Float[Tensor, " n"]) -> float:
     untied = (pairs - tied_a) * (pairs - tied_b)
     if untied == 0:
         return math.nan
-    otherwise = _inversions(y[both.argsort()])
-    return (pairs - tied_a - tied_b + tied_both - 2 * otherwise) / math.sqrt(untied)
+    discordant = _inversions(y[both.argsort()])
+    return (pairs - tied_a - tied_b + tied_both - 2 * discordant) / math.sqrt(untied)
 
 
-def ordered_alike(a: Float[Tensor, " n"], b: Float[Tensor, " n"], group: Int[Tensor, " n"]) -> tuple[float, int]:
-    """Of the pairs within a group that neither judge ties, the share that both order alike, and how many such pairs there are.
+def pairwise_agreement(a: Float[Tensor, " n"], b: Float[Tensor, " n"], group: Int[Tensor, " n"]) -> tuple[float, int]:
+    """The fraction, 0 to 1, of pairs within a group that both judges order the same way, and the number of pairs compared.
 
-    This is what group-relative advantages feel of a judge.
+    Pairs that either judge ties are not compared; the fraction is NaN if none remain. Group-relative advantages depend on a judge
+    through exactly these within-group orders.
     """
-    alike = total = 0
+    agreeing = total = 0
     present = ~(a.isnan() | b.isnan())
     for number in set(group[present].tolist()):
         rows = present & (group == number)
         signs = _signs(a[rows]) * _signs(b[rows])
-        alike += int((signs > 0).sum())
+        agreeing += int((signs > 0).sum())
         total += int((signs != 0).sum())
-    return (alike / total if total else math.nan), total // 2
+    return (agreeing / total if total else math.nan), total // 2
 
 
 def ranks(values: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """Ranks from 1, equal values sharing the mean of theirs."""
-    _, place, count = torch.unique(values, return_inverse=True, return_counts=True)
-    middle: Tensor = count.cumsum(0).double() - (count - 1) / 2
-    return middle[place]
+    """Ranks from 1 upwards; tied values get the mean of their ranks."""
+    _, index, count = torch.unique(values, return_inverse=True, return_counts=True)
+    mean_rank: Tensor = count.cumsum(0).double() - (count - 1) / 2
+    return mean_rank[index]
 
 
 def _both(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,14 +71,14 @@ def _both(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _tied(index: Int[Tensor, " n"]) -> int:
-    """Pairs of equal values."""
+    """The number of pairs of equal values."""
     _, count = torch.unique(index, return_counts=True)
     return int((count * (count - 1) // 2).sum())
 
 
 def _inversions(values: Int[Tensor, " n"]) -> int:
-    """Pairs i < j with a greater value at i."""
-    if len(values) <= _FEW:
+    """The number of pairs i < j with values[i] > values[j]."""
+    if len(values) <= _BRUTE_FORCE_LENGTH:
         return int((values[:, None] > values[None, :]).triu().sum())
     left, right = values[: len(values) // 2], values[len(values) // 2 :]
     between = len(left) * len(right) - int(torch.searchsorted(left.sort().values, right.contiguous(), right=True).sum())

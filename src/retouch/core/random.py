@@ -1,4 +1,4 @@
-"""Generators keyed by what they are for, so that no draw depends on what was drawn before it or where it runs."""
+"""Random generators seeded by a key, so that a draw depends neither on earlier draws nor on the device or rank."""
 
 import hashlib
 
@@ -6,10 +6,10 @@ import torch
 
 
 def generator(*key: int | str) -> torch.Generator:
-    """A CPU generator seeded by the key: (seed, "noise", step, group, slot), say.
+    """A CPU generator seeded by ``key``, for example ``generator(seed, "noise", step, group, slot)``.
 
-    Draws are made on the CPU and moved, so that a run sees the same noise on every device. Equal keys give equal streams;
-    keys that differ anywhere, in type or value, give unrelated ones (SHA-256 of the key's repr, first 63 bits).
+    Draw on the CPU and move the result, so that a run sees the same noise on every device. Equal keys give equal streams. Keys
+    that differ in any value or type give independent streams (the seed is the first 63 bits of the SHA-256 of the key's repr).
     """
     digest = hashlib.sha256(repr(key).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)

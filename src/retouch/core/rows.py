@@ -1,4 +1,4 @@
-"""Tensors whose axis 0 is rows, and the (b,) columns that belong to them."""
+"""Reductions to (b,) and broadcasts from (b,) for tensors whose axis 0 is rows."""
 
 from typing import Literal, TypeAlias
 
@@ -9,7 +9,7 @@ Reduction: TypeAlias = Literal["mean", "sum"]
 
 
 def reduce_rows(x: Float[Tensor, "b ..."], reduction: Reduction) -> Float[Tensor, " b"]:
-    """Mean or sum over every axis but the first. ``x`` has at least two axes."""
+    """Mean or sum over every axis except the first: (b, ...) with at least two axes to (b,)."""
     flat = x.flatten(1)
     if reduction == "mean":
         return flat.mean(1)
@@ -18,6 +18,6 @@ def reduce_rows(x: Float[Tensor, "b ..."], reduction: Reduction) -> Float[Tensor
     raise ValueError(f"reduction {reduction!r}: choose 'mean' or 'sum'")
 
 
-def per_row(column: Float[Tensor, " b"], like: Float[Tensor, "b ..."]) -> Float[Tensor, "b ..."]:
-    """The column as (b, 1, ..., 1), so that it multiplies the rows of ``like``."""
+def append_dims(column: Float[Tensor, " b"], like: Float[Tensor, "b ..."]) -> Float[Tensor, "b ..."]:
+    """Reshape (b,) to (b, 1, ..., 1) with as many axes as ``like``, so that it broadcasts over rows."""
     return column.view(-1, *(1,) * (like.ndim - 1))

@@ -1,9 +1,9 @@
-"""Policy-gradient surrogates: a loss per action (b, t), to be minimised, from log-ratios or log-probabilities with gradient.
+"""Policy-gradient surrogates: a loss per action (b, t), to be minimised, from log-ratios or log-probabilities. fp32.
 
-``log_ratio`` is log of new over acting probability; ``low`` and ``high`` are distances from 1, so the ratio is kept within
-[1 - low, 1 + high]. ``mask`` is True where an action counts; None means that all do. Elsewhere loss and gradient are exactly 0,
-whatever (inf and NaN included) stands there. fp32 throughout. Clipping is done on the log-ratio, before exp, where it
-gives the same loss and gradient and cannot overflow.
+``log_ratio`` is log(current probability / probability at rollout). ``low`` and ``high`` are distances from 1: the ratio is
+clipped to [1 - low, 1 + high]. ``mask`` is True for the actions that train; None means all of them. Where it is False, loss and
+gradient are exactly 0, even if the inputs there are inf or NaN. Clipping is applied to the log-ratio, before exp: loss and
+gradient are the same as when the ratio is clipped, and nothing overflows.
 """
 
 import math
@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 
-def clipped(
+def clipped_surrogate(
     log_ratio: Float[Tensor, "b t"],
     advantages: Float[Tensor, "b t"],
     *,
@@ -23,19 +23,19 @@ def clipped(
     dual: float | None = None,
     mask: Bool[Tensor, "b t"] | None = None,
 ) -> Float[Tensor, "b t"]:
-    """PPO's clipped surrogate, max(-A r, -A clamp(r, 1 - low, 1 + high)) (arXiv 1707.06347; unequal bounds: DAPO, 2503.14476).
+    """max(-A r, -A clamp(r, 1 - low, 1 + high)) (PPO, arXiv 1707.06347, eq. 7; unequal bounds: DAPO, arXiv 2503.14476).
 
-    ``dual``: a constant c > 1 that bounds the loss of actions with a negative advantage by c |A| (dual clip, arXiv 1912.09729).
-    ValueError: a bound out of range.
+    ``dual``: a constant c > 1 that bounds the loss of actions with a negative advantage by c |A| (dual-clip PPO, arXiv
+    1912.09729). Raises ValueError if a bound is out of range.
     """
-    below, above = _log_bounds(low, high)
+    log_low, log_high = _log_bounds(low, high)
     if dual is not None and not dual > 1:
         raise ValueError(f"dual {dual}: must be above 1, or None")
     ceiling = math.inf if dual is None else math.log(dual)
     advantages = advantages.float()
-    worse = advantages < 0
-    # The ratio is bounded only on the side to which the advantage pushes it.
-    bounded = _masked(log_ratio, mask).clamp(torch.where(worse, below, -math.inf), torch.where(worse, ceiling, above))
+    negative = advantages < 0
+    # The ratio is bounded only on the side towards which the advantage pushes it.
+    bounded = _masked(log_ratio, mask).clamp(torch.where(negative, log_low, -math.inf), torch.where(negative, ceiling, log_high))
     return _masked(-advantages * bounded.exp(), mask)
 
 
@@ -48,30 +48,36 @@ def cispo(
     high: float,
     mask: Bool[Tensor, "b t"] | None = None,
 ) -> Float[Tensor, "b t"]:
-    """-sg(clamp(r, 1 - low, 1 + high)) A log p (CISPO, arXiv 2506.13585): no action loses its gradient to the clip.
+    """-sg(clamp(r, 1 - low, 1 + high)) A log p, with sg the stop-gradient (CISPO, MiniMax-M1, arXiv 2506.13585).
 
-    ``sg`` stops the gradient; ``low`` None leaves the ratio unbounded below, as the paper does. ValueError: a bound out of range.
+    Clipping does not remove the gradient of any action. ``low`` None puts no lower bound on the ratio, as in the paper. Raises
+    ValueError if a bound is out of range.
     """
-    below, above = _log_bounds(0.0 if low is None else low, high)
-    ratio = _masked(log_ratio, mask).detach().clamp(-math.inf if low is None else below, above).exp()
+    log_low, log_high = _log_bounds(0.0 if low is None else low, high)
+    ratio = _masked(log_ratio, mask).detach().clamp(-math.inf if low is None else log_low, log_high).exp()
     return -ratio * advantages.float() * _masked(log_probs, mask)
 
 
 def reinforce(
     log_probs: Float[Tensor, "b t"], advantages: Float[Tensor, "b t"], *, mask: Bool[Tensor, "b t"] | None = None
 ) -> Float[Tensor, "b t"]:
-    """-A log p, with no ratio and no clip: right for one optimizer step a rollout (REINFORCE; EARL, arXiv 2508.01119)."""
+    """-A log p, without ratio or clipping (REINFORCE, Williams 1992; EARL, arXiv 2508.01119).
+
+    Unbiased only if there is one optimizer step per rollout.
+    """
     return -advantages.float() * _masked(log_probs, mask)
 
 
 def sequence_log_ratio(
     log_ratio: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], *, gradient: Literal["sequence", "token"] = "sequence"
 ) -> Float[Tensor, "b t"]:
-    """The mean of a row's log-ratios, at each of its actions: GSPO's length-normalised sequence ratio (arXiv 2507.18071).
+    """The mean of a row's log-ratios, repeated at each of its actions: the length-normalised sequence ratio of GSPO.
 
-    ``gradient`` "sequence": each action's value carries the gradient of the mean (GSPO). "token": the same value with, straight
-    through, the gradient of that action's own log-ratio (GSPO-token), so that actions of a row may have different advantages;
-    where they are equal and weighted equally the two give the same gradient. Masked actions are 0.
+    (arXiv 2507.18071, eq. 7.) ``gradient`` "sequence": every action carries the gradient of the mean (GSPO). "token": the same
+    value, but with the gradient of the action's own log-ratio (GSPO-token), so that the actions of a row may have different
+    advantages. If advantages and weights are equal within a row, both give the same gradient. Masked actions are 0.
+
+    Raises ValueError if ``gradient`` is neither of the two.
     """
     own = _masked(log_ratio, mask)
     mean = own.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
@@ -90,35 +96,39 @@ def clip_fraction(
     high: float,
     mask: Bool[Tensor, "b t"] | None = None,
 ) -> Float[Tensor, "b t"]:
-    """1 where ``clipped`` cuts the gradient, else 0: the ratio is out of bounds on the side to which the advantage pushes it."""
-    below, above = _log_bounds(low, high)
-    own, advantages = _masked(log_ratio.detach(), mask), advantages.float()
-    return (((advantages < 0) & (own < below)) | ((advantages > 0) & (own > above))).float()
+    """1 where ``clipped_surrogate`` removes the gradient, else 0, as (b, t). Its weighted mean is the clip fraction.
+
+    The gradient is removed where the ratio is outside the bound towards which the advantage pushes it: above 1 + high for a
+    positive advantage, below 1 - low for a negative one.
+    """
+    log_low, log_high = _log_bounds(low, high)
+    log_ratio, advantages = _masked(log_ratio.detach(), mask), advantages.float()
+    return (((advantages < 0) & (log_ratio < log_low)) | ((advantages > 0) & (log_ratio > log_high))).float()
 
 
 def approx_kl(log_ratio: Float[Tensor, "b t"], *, mask: Bool[Tensor, "b t"] | None = None) -> Float[Tensor, "b t"]:
-    """Half the squared log-ratio: a diagnostic of how far the policy has moved from the one that acted. Without gradient.
+    """Half the squared log-ratio, (b, t), without gradient: how far the policy has moved since the rollout.
 
-    Its mean over actions estimates their KL divergence to second order ("k2" of Schulman, Approximating KL divergence, 2020).
+    The mean over actions estimates the KL divergence to second order ("k2" of Schulman, Approximating KL Divergence, 2020).
     """
     return 0.5 * _masked(log_ratio.detach(), mask).square()
 
 
 def check_clip(reduction: Literal["mean", "sum", "token"], low: float, high: float) -> None:
-    """ValueError where a clip range does not belong to the scale of the log-probabilities; says what to do.
+    """Raise ValueError if a clip range does not match the scale of the log-probabilities.
 
-    ``reduction``: how a transition's log-probability was reduced over its elements, or "token". With D elements a clip of 0.2 on
-    the sum is one of 0.2 / D on the mean, so a range made for the one never or always clips on the other.
+    ``reduction``: how a transition's log-probability is reduced over its elements, or "token". With D elements, a clip range of
+    0.2 on the sum corresponds to 0.2 / D on the mean. A range made for one of them clips always or never on the other.
     """
     _log_bounds(low, high)
     if reduction == "mean" and max(low, high) > 1e-2:
         raise ValueError(
-            f"clip range {low}, {high} on log-probabilities averaged over a transition's elements: it would never clip; "
+            f"clip range {low}, {high} on log-probabilities averaged over a transition's elements would never clip; "
             "use 1e-6 to 1e-4, or reduction 'sum'"
         )
     if reduction == "sum" and min(low, high) < 1e-3:
         raise ValueError(
-            f"clip range {low}, {high} on log-probabilities summed over a transition's elements: it would clip always; "
+            f"clip range {low}, {high} on log-probabilities summed over a transition's elements would always clip; "
             "use about 0.2, or reduction 'mean'"
         )
     if reduction not in ("mean", "sum", "token"):
@@ -126,13 +136,13 @@ def check_clip(reduction: Literal["mean", "sum", "token"], low: float, high: flo
 
 
 def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
-    # Filling before exp matters: 0 * inf is NaN, in the loss and in its gradient.
+    # Fill before exp: 0 * inf would be NaN, in the loss and in its gradient.
     return x.float() if mask is None else x.float().masked_fill(~mask, 0)
 
 
 def _log_bounds(low: float, high: float) -> tuple[float, float]:
     if not 0 <= low < 1:
-        raise ValueError(f"clip range low {low}: the ratio is kept above 1 - low, so give 0 <= low < 1")
+        raise ValueError(f"clip range low {low}: the ratio is clipped below at 1 - low, so give 0 <= low < 1")
     if not 0 <= high < math.inf:
-        raise ValueError(f"clip range high {high}: the ratio is kept below 1 + high, so give a finite high >= 0")
+        raise ValueError(f"clip range high {high}: the ratio is clipped above at 1 + high, so give a finite high >= 0")
     return math.log1p(-low), math.log1p(high)

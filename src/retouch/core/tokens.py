@@ -1,9 +1,9 @@
-"""The distribution that a token is drawn from: logits that are restricted, divided by the temperature, and cut to the likeliest.
+"""The distribution from which a token is sampled: allowed ids, temperature, top-k and top-p.
 
-Logits are (n, v), one row a place, fp32; an id that cannot be drawn has the logit -inf. The order is that of transformers'
-warpers: temperature, then top-k, then top-p. What top-k and top-p kept is remembered as ids (n, w), filled up with -1: a policy
-that has moved is compared on the same ids, since on another set a ratio of probabilities means nothing (DeepSeek-V3.2, arXiv
-2512.02556).
+Logits are (n, v), one row per token position, in fp32; an id that cannot be sampled has the logit -inf. The order is the one of
+transformers' logits warpers: temperature, then top-k, then top-p. The ids that top-k and top-p keep are stored as (n, w), padded
+with -1. A later policy is evaluated on the same ids, because a ratio of probabilities over two different sets of ids is
+meaningless (DeepSeek-V3.2, "keep sampling mask", arXiv 2512.02556).
 """
 
 import torch
@@ -11,63 +11,63 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
-def scaled(logits: Float[Tensor, "n v"], allowed: Bool[Tensor, "#n v"], *, temperature: float) -> Float[Tensor, "n v"]:
-    """Logits over ``temperature`` (above 0), and -inf where an id is not allowed."""
+def warp_logits(logits: Float[Tensor, "n v"], allowed: Bool[Tensor, "#n v"], *, temperature: float) -> Float[Tensor, "n v"]:
+    """``logits / temperature``, and -inf where an id is not allowed. ``temperature`` is above 0."""
     return (logits.float() / temperature).masked_fill(~allowed, -torch.inf)
 
 
-def kept(logits: Float[Tensor, "n v"], *, top_k: int | None = None, top_p: float | None = None) -> Bool[Tensor, "n v"]:
-    """The ids that top-k and then top-p leave; all that can be drawn where both are None.
+def top_k_top_p_mask(logits: Float[Tensor, "n v"], *, top_k: int | None = None, top_p: float | None = None) -> Bool[Tensor, "n v"]:
+    """True for the ids that remain after top-k and then top-p; all ids with a finite logit if both are None.
 
-    top-k: the k likeliest, and all that are as likely as the last of them. top-p: the fewest of the likeliest that together have
-    a probability of at least top_p (Holtzman et al., arXiv 1904.09751).
+    top-k keeps the k most likely ids and every id tied with the last of them. top-p keeps the smallest set of most likely ids
+    whose probabilities sum to at least ``top_p``, 0 to 1 (nucleus sampling, Holtzman et al., arXiv 1904.09751).
     """
-    stays = logits > -torch.inf
+    keep = logits > -torch.inf
     if top_k is not None and top_k < logits.shape[-1]:
-        stays &= logits >= logits.topk(top_k, dim=-1).values[..., -1:]
+        keep &= logits >= logits.topk(top_k, dim=-1).values[..., -1:]
     if top_p is not None and top_p < 1:
-        falling, order = logits.masked_fill(~stays, -torch.inf).sort(dim=-1, descending=True)
-        chances = falling.softmax(-1)
-        enough = chances.cumsum(-1) - chances >= top_p
-        stays &= ~torch.zeros_like(stays).scatter(-1, order, enough)
-    return stays
+        sorted_logits, order = logits.masked_fill(~keep, -torch.inf).sort(dim=-1, descending=True)
+        probs = sorted_logits.softmax(-1)
+        beyond = probs.cumsum(-1) - probs >= top_p
+        keep &= ~torch.zeros_like(keep).scatter(-1, order, beyond)
+    return keep
 
 
-def kept_ids(stays: Bool[Tensor, "n v"]) -> Int[Tensor, "n w"]:
-    """The ids that are True in each row, rising, filled up with -1."""
-    counts = stays.sum(-1)
+def mask_to_ids(mask: Bool[Tensor, "n v"]) -> Int[Tensor, "n w"]:
+    """The ids that are True in each row, in ascending order, padded with -1 to the longest row."""
+    counts = mask.sum(-1)
     width = int(counts.max())
-    ids = stays.new_full((len(stays), width), -1, dtype=torch.int32)
-    ids[torch.arange(width, device=stays.device) < counts[:, None]] = stays.nonzero()[:, 1].int()
+    ids = mask.new_full((len(mask), width), -1, dtype=torch.int32)
+    ids[torch.arange(width, device=mask.device) < counts[:, None]] = mask.nonzero()[:, 1].int()
     return ids
 
 
-def on_ids(logits: Float[Tensor, "n v"], ids: Int[Tensor, "n w"]) -> Float[Tensor, "n w"]:
-    """The logits of the given ids of each row; -inf where there is none (-1)."""
+def gather_logits(logits: Float[Tensor, "n v"], ids: Int[Tensor, "n w"]) -> Float[Tensor, "n w"]:
+    """The logits of the given ids of each row; -inf where the id is -1."""
     return logits.gather(-1, ids.clamp(min=0).long()).masked_fill(ids < 0, -torch.inf)
 
 
-def draw(logits: Float[Tensor, "n v"], uniform: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
-    """An id for each row: the first whose cumulated probability is above ``uniform``, which lies in [0, 1).
+def sample_tokens(logits: Float[Tensor, "n v"], uniform: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
+    """Inverse-transform sampling: for each row the first id whose cumulative probability is above ``uniform``, in [0, 1).
 
-    Cumulated in fp64, so that no id of probability 0 is ever drawn and the tail of a large vocabulary is not lost.
+    Cumulates in fp64, so that an id of probability 0 is never sampled and the tail of a large vocabulary is not lost.
     """
     device = torch.device("cpu") if logits.device.type == "mps" else logits.device
-    chances = logits.detach().to(device).double().softmax(-1).cumsum(-1)
-    places = torch.searchsorted(chances, uniform.to(device, torch.float64)[:, None] * chances[:, -1:], right=True)
-    return places[:, 0].to(logits.device)
+    cumulative = logits.detach().to(device).double().softmax(-1).cumsum(-1)
+    ids = torch.searchsorted(cumulative, uniform.to(device, torch.float64)[:, None] * cumulative[:, -1:], right=True)
+    return ids[:, 0].to(logits.device)
 
 
 def log_prob(
     logits: Float[Tensor, "n v"], ids: Int[Tensor, " n"], *, support: Int[Tensor, "n w"] | None = None
 ) -> Float[Tensor, " n"]:
-    """log of the probability of ``ids``, among all that can be drawn, or among ``support`` alone."""
+    """The log-probability of ``ids`` in nats, (n,): a log-softmax over all ids, or over the ids in ``support`` only."""
     chosen = logits.gather(-1, ids[:, None]).squeeze(-1)
-    return chosen - (logits if support is None else on_ids(logits, support)).logsumexp(-1)
+    return chosen - (logits if support is None else gather_logits(logits, support)).logsumexp(-1)
 
 
 def entropy(logits: Float[Tensor, "n v"], *, support: Int[Tensor, "n w"] | None = None) -> Float[Tensor, " n"]:
-    """-sum p log p in nats over all that can be drawn, or over ``support`` alone."""
-    among = logits if support is None else on_ids(logits, support)
-    # 0 * -inf is NaN, in the gradient too: what cannot be drawn is taken out before the product.
-    return among.logsumexp(-1) - (among.softmax(-1) * among.masked_fill(among == -torch.inf, 0.0)).sum(-1)
+    """The entropy -sum p log p in nats, (n,), over all ids, or over the ids in ``support`` only."""
+    chosen = logits if support is None else gather_logits(logits, support)
+    # Replace -inf before the product: 0 * -inf would be NaN, in the gradient too.
+    return chosen.logsumexp(-1) - (chosen.softmax(-1) * chosen.masked_fill(chosen == -torch.inf, 0.0)).sum(-1)

@@ -1,12 +1,12 @@
-"""Loss weights of every row and action, so that the gradient depends neither on how a batch is cut nor on how many ranks share it.
+"""Loss weights (b, t), which make the gradient independent of microbatches and of the number of ranks.
 
-Two pure steps: ``numerators`` (b, t) and the ``denominator``, a scalar that is this rank's share. Summed over the ranks
-(all-reduce) it goes to ``loss_weights`` as ``total``; the weights then sum to 1 over the minibatch of all ranks ("token",
-"sequence"), and the loss is the plain sum of weight times loss. A row that is not valid has weight 0, and so has a masked action.
+The loss of a minibatch is the plain sum of weight times loss over its actions. ``denominator`` gives this rank's share of the
+normaliser, a scalar. Sum it over ranks (all-reduce) and pass the sum to ``loss_weights`` as ``total``. With "token" and "sequence"
+the weights then sum to 1 over the minibatch of all ranks. Invalid rows and masked actions have weight 0.
 
-"token": every action counts the same (DAPO, arXiv 2503.14476). "sequence": every row with an action counts the same, and its
-actions share its weight (GRPO, arXiv 2402.03300). "dr_grpo": every action weighs 1 / (valid rows * max_length) (Dr. GRPO, arXiv
-2503.20783).
+- "token": every action has the same weight (DAPO, arXiv 2503.14476);
+- "sequence": every row with an action has the same weight, divided equally among its actions (GRPO, arXiv 2402.03300);
+- "dr_grpo": every action has weight 1 / (valid rows * max_length) (Dr. GRPO, arXiv 2503.20783).
 """
 
 from typing import Literal, TypeAlias
@@ -25,14 +25,18 @@ def loss_weights(
     max_length: int | None = None,
     total: Float[Tensor, ""] | None = None,
 ) -> Float[Tensor, "b t"]:
-    """Numerators over ``total``, the sum of the denominators of all ranks; None: this rank is alone. All 0 where the total is 0."""
+    """``numerators / total``, as (b, t); all 0 if ``total`` is 0.
+
+    ``mask``: (b, t), True for the actions that train. ``valid``: (b,), False for rows without a reward. ``total``: the sum of
+    ``denominator`` over all ranks; None if there is one rank. Raises ValueError as ``denominator``.
+    """
     if total is None:
         total = denominator(mask, valid, normalise=normalise, max_length=max_length)
     return numerators(mask, valid, normalise=normalise) / total.masked_fill(total == 0, 1)
 
 
 def numerators(mask: Bool[Tensor, "b t"], valid: Bool[Tensor, " b"], *, normalise: Normalise) -> Float[Tensor, "b t"]:
-    """What each action counts, before division by the denominator of all ranks."""
+    """The weight (b, t) of each action before division by the denominator. Raises ValueError for an unknown ``normalise``."""
     counts = (mask & valid[:, None]).float()
     if normalise == "sequence":
         return counts / counts.sum(1, keepdim=True).clamp(min=1)
@@ -44,10 +48,11 @@ def numerators(mask: Bool[Tensor, "b t"], valid: Bool[Tensor, " b"], *, normalis
 def denominator(
     mask: Bool[Tensor, "b t"], valid: Bool[Tensor, " b"], *, normalise: Normalise, max_length: int | None = None
 ) -> Float[Tensor, ""]:
-    """This rank's share of the denominator: valid actions, valid rows with an action, or valid rows times ``max_length``.
+    """This rank's share of the denominator, a scalar.
 
-    ValueError: "dr_grpo" without a positive ``max_length`` (the longest row that the policy may make, in actions), or a
-    ``max_length`` that the other ways would not read.
+    The number of valid actions ("token"), of valid rows with an action ("sequence"), or of valid rows times ``max_length``
+    ("dr_grpo"). ``max_length`` is the largest number of actions of a row. Raises ValueError if "dr_grpo" has no positive
+    ``max_length``, if another mode has one, or if the mode is unknown.
     """
     if (normalise == "dr_grpo") != (max_length is not None):
         raise ValueError(f"normalise {normalise!r} with max_length {max_length}: 'dr_grpo' needs max_length, and only it takes one")

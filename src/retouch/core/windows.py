@@ -1,32 +1,33 @@
-"""Which steps of a denoising chain are actions: a ``range`` of step numbers, step 0 being the noisiest.
+"""Windows: the steps of a denoising chain that are actions, as a ``range`` of step numbers. Step 0 is the noisiest.
 
-The last step (to sigma 0) is never among them: it has no density under cps and a needle of one under sde. Outside the window a
-chain takes ode steps. Every rank must see the same window, so a draw takes a generator keyed by (seed, step), never by rank.
+Steps outside the window are ODE steps. The last step (to sigma 0) is never in a window: under "cps" it has no density, and under
+"sde" its standard deviation is almost 0. All ranks must use the same window, so key the generator by (seed, step), not by rank.
 """
 
 import torch
 
 
 def all_steps(num_steps: int, *, fraction: float = 1.0) -> range:
-    """Every step but the last, or the first ``fraction`` of the chain (Flow-GRPO, arXiv 2505.05470, finds half as good and faster).
+    """All steps except the last, or the first ``fraction`` (above 0, at most 1) of them: ``timestep_fraction`` of Flow-GRPO.
 
-    ValueError: where that leaves no step to train.
+    (arXiv 2505.05470; its authors report that half of the steps trains as well and faster.) Raises ValueError if no step is left.
     """
-    usable = _usable(num_steps)
+    trainable = _trainable_steps(num_steps)
     if not 0 < fraction <= 1 or int(num_steps * fraction) < 1:
-        raise ValueError(f"fraction {fraction} of {num_steps} steps leaves none: give at least {1 / num_steps:.3g}, at most 1")
-    return range(min(int(num_steps * fraction), usable))
+        raise ValueError(f"fraction {fraction} of {num_steps} steps leaves no step: give at least {1 / num_steps:.3g}, at most 1")
+    return range(min(int(num_steps * fraction), trainable))
 
 
 def random_window(num_steps: int, size: int, *, low: int, high: int, generator: torch.Generator) -> range:
-    """``size`` steps within [low, high), from a start drawn evenly (Flow-GRPO-Fast; windows belong in the noisy half).
+    """``size`` consecutive steps within [low, high), with a uniformly random start (Flow-GRPO-Fast, arXiv 2505.05470).
 
-    ValueError: where the window does not fit, or would hold the last step; names the legal values.
+    Choose [low, high) in the noisier half of the chain. Raises ValueError, with the legal values, if the window does not fit or
+    could contain the last step.
     """
-    usable = _usable(num_steps)
-    if not 0 <= low < high <= usable:
+    trainable = _trainable_steps(num_steps)
+    if not 0 <= low < high <= trainable:
         raise ValueError(
-            f"window range [{low}, {high}) of {num_steps} steps: give 0 <= low < high <= {usable} (the last step has no density)"
+            f"window range [{low}, {high}) of {num_steps} steps: give 0 <= low < high <= {trainable} (the last step has no density)"
         )
     if not 1 <= size <= high - low:
         raise ValueError(f"window size {size} in the range [{low}, {high}): give 1 to {high - low}")
@@ -35,25 +36,26 @@ def random_window(num_steps: int, size: int, *, low: int, high: int, generator: 
 
 
 def sliding_window(num_steps: int, size: int, *, step: int, every: int, stride: int) -> range:
-    """``size`` steps that move ``stride`` towards the end after ``every`` training steps, and begin anew after the end.
+    """``size`` consecutive steps that move ``stride`` towards the end every ``every`` training steps, then return to the start.
 
-    ``step`` is the training step, from 0. The last place ends at the last but one step of the chain even where ``stride`` would
-    pass it, so that every step but the last is trained (MixGRPO, arXiv 2507.21802). ValueError: names the legal values.
+    The sliding window of MixGRPO (arXiv 2507.21802). ``step`` is the training step, from 0. The last position ends at the
+    second-to-last step of the chain, also where ``stride`` would go past it, so that every step but the last is trained. Raises
+    ValueError with the legal values.
     """
-    usable = _usable(num_steps)
-    if not 1 <= size <= usable:
-        raise ValueError(f"window size {size} of {num_steps} steps: give 1 to {usable} (the last step has no density)")
+    trainable = _trainable_steps(num_steps)
+    if not 1 <= size <= trainable:
+        raise ValueError(f"window size {size} of {num_steps} steps: give 1 to {trainable} (the last step has no density)")
     if every < 1 or not 1 <= stride <= size or step < 0:
         raise ValueError(
             f"window at step {step}, every {every}, stride {stride}: give step >= 0, every >= 1 and stride 1 to {size} (the size)"
         )
-    furthest = usable - size
-    places = -(-furthest // stride) + 1
-    start = min(step // every % places * stride, furthest)
+    furthest = trainable - size
+    positions = -(-furthest // stride) + 1
+    start = min(step // every % positions * stride, furthest)
     return range(start, start + size)
 
 
-def _usable(num_steps: int) -> int:
+def _trainable_steps(num_steps: int) -> int:
     if num_steps < 2:
         raise ValueError(f"num_steps {num_steps}: the last step cannot be trained, so give at least 2")
     return num_steps - 1

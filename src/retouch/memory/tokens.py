@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
-from retouch.core.tokens import draw, log_prob, scaled
+from retouch.core.tokens import log_prob, sample_tokens, warp_logits
 from retouch.memory.peak import FusedAttention, Live, in_dtype, most_alive
 from retouch.memory.plan import Lora, MemoryPlan, Row
 from retouch.memory.sizes import build_meta, lora_count, parameter_count, stored_count
@@ -191,13 +191,15 @@ def _update_logits(count: int, vocabulary: int, width: int, setup: Writing) -> N
     states = torch.empty(count, width, dtype=setup.dtype, device=_META, requires_grad=True)
     head = torch.empty(vocabulary, width, dtype=setup.dtype, device=_META)
     allowed = _allowed(count, vocabulary, setup.sets)
-    logits = scaled((states @ head.T).float(), allowed, temperature=1.0)
+    logits = warp_logits((states @ head.T).float(), allowed, temperature=1.0)
     log_prob(logits, torch.empty(count, dtype=torch.long, device=_META)).sum().backward()
 
 
 def _draw(rows: int, vocabulary: int, sets: int) -> None:
     logits = torch.empty(rows, vocabulary, dtype=torch.float32, device=_META)
-    draw(scaled(logits, _allowed(rows, vocabulary, sets), temperature=1.0), torch.empty(rows, dtype=torch.float64, device=_META))
+    sample_tokens(
+        warp_logits(logits, _allowed(rows, vocabulary, sets), temperature=1.0), torch.empty(rows, dtype=torch.float64, device=_META)
+    )
 
 
 def _allowed(places: int, vocabulary: int, sets: int) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from retouch.core.surrogates import cispo, clipped, reinforce, sequence_log_ratio
+from retouch.core.surrogates import cispo, clipped_surrogate, reinforce, sequence_log_ratio
 from retouch.protocols import Policy
 from retouch.types import Evaluation, Loss, Minibatch, Needs, Slice
 
@@ -77,7 +77,7 @@ class PolicyGradient:
             return cispo(evaluation.log_ratio, evaluation.log_probs, advantages, mask=mask, low=low, high=high)
         assert low is not None
         log_ratio = sequence_log_ratio(evaluation.log_ratio, mask) if self.surrogate == "gspo" else evaluation.log_ratio
-        return clipped(log_ratio, advantages, mask=mask, low=low, high=high, dual=self.dual)
+        return clipped_surrogate(log_ratio, advantages, mask=mask, low=low, high=high, dual=self.dual)
 
     def _metrics(
         self, evaluation: Evaluation, mask: torch.Tensor, weights: torch.Tensor, value: torch.Tensor

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from retouch.core.gae import discounted, explained_variance, gae, whitened
+from retouch.core.gae import discounted_returns, explained_variance, gae, whiten
 from retouch.distributed.ranks import Ranks
 from retouch.types import Trajectory
 
@@ -48,13 +48,13 @@ class ByValue:
         advantages = gae(worth, values, mask, gamma=self.gamma, lam=self.lam)
         returns = advantages + values
         counted = mask & ~worth.isnan()[:, None]
-        earned = discounted(worth.nan_to_num(0.0), mask, gamma=self.gamma)
+        earned = discounted_returns(worth.nan_to_num(0.0), mask, gamma=self.gamma)
         columns = torch.stack([advantages, values, earned, counted.float()], dim=1)
         every, expected, came, counting = ranks.gather(columns).unbind(dim=1)
         metrics = {"value/explained_variance": explained_variance(came, expected, counting > 0)}
         if self.whiten:
             first = ranks.rank * len(worth)
-            advantages = whitened(every, counting > 0)[first : first + len(worth)]
+            advantages = whiten(every, counting > 0)[first : first + len(worth)]
         if self.clip is not None:
             advantages = advantages.clamp(-self.clip, self.clip)
         return Credit(advantages, returns, metrics)

@@ -226,7 +226,7 @@ def test_agreement_is_that_of_the_columns(kept, ask):
     group = torch.arange(24) // 4
     assert found["spearman"] == pytest.approx(agreement.spearman(a, b))
     assert found["kendall"] == pytest.approx(agreement.kendall(a, b))
-    share, pairs = agreement.ordered_alike(a, b, group)
+    share, pairs = agreement.pairwise_agreement(a, b, group)
     assert (found["within_groups"]["alike"], found["within_groups"]["pairs"]) == (pytest.approx(share), pairs)
     assert found["samples"] == 24
 

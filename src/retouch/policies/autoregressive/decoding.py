@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from retouch.core.random import generator
-from retouch.core.tokens import draw, kept, kept_ids, log_prob, scaled
+from retouch.core.tokens import log_prob, mask_to_ids, sample_tokens, top_k_top_p_mask, warp_logits
 from retouch.policies.autoregressive.measuring import allowed_ids
 from retouch.protocols import AutoregressiveModel
 from retouch.types import Batch, Prompts
@@ -24,7 +24,7 @@ from retouch.types import Batch, Prompts
 class Decoding:
     """The distribution of each token, and the longest completion.
 
-    ``temperature`` 0 takes the likeliest id (and then has no log-probability). ``top_k``, ``top_p``: see ``core.tokens.kept``;
+    ``temperature`` 0 takes the likeliest id (and then has no log-probability). ``top_k``, ``top_p``: see ``top_k_top_p_mask``;
     None or 1.0 keeps all. ValueError for what is no such setting.
     """
 
@@ -162,16 +162,16 @@ class CachedDecoding:
             return forced, torch.zeros(forced.shape, device=forced.device)
         self._read(rows, ids)
         allowed = allowed_ids(grammar, vocabulary)
-        logits = scaled(self.model.logits(self.model.module, rows.states), allowed, temperature=decoding.temperature or 1.0)
+        logits = warp_logits(self.model.logits(self.model.module, rows.states), allowed, temperature=decoding.temperature or 1.0)
         if uniform is None:
             return torch.where(forced >= 0, forced, logits.argmax(-1)), torch.full(forced.shape, torch.nan, device=forced.device)
         support = None
         if decoding.truncates:
-            stays = kept(logits, top_k=decoding.top_k, top_p=decoding.top_p)
-            support = kept_ids(stays)
+            stays = top_k_top_p_mask(logits, top_k=decoding.top_k, top_p=decoding.top_p)
+            support = mask_to_ids(stays)
             rows.supports.append((rows.numbers, place, support))
             logits = logits.masked_fill(~stays, -torch.inf)
-        drawn = draw(logits, uniform[rows.numbers.cpu(), place])
+        drawn = sample_tokens(logits, uniform[rows.numbers.cpu(), place])
         logged = log_prob(logits, drawn, support=support)
         return torch.where(forced >= 0, forced, drawn), torch.where(forced >= 0, 0.0, logged)
 

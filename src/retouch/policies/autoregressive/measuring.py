@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from retouch.core.tokens import entropy, log_prob, scaled
+from retouch.core.tokens import entropy, log_prob, warp_logits
 from retouch.protocols import AutoregressiveModel, Grammar
 
 
@@ -36,7 +36,7 @@ def measure(
     """
 
     def some(states: Tensor, ids: Tensor, vocabulary: Tensor, support: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        logits = scaled(model.logits(module, states), allowed_ids(model.grammar, vocabulary), temperature=temperature)
+        logits = warp_logits(model.logits(module, states), allowed_ids(model.grammar, vocabulary), temperature=temperature)
         return log_prob(logits, ids, support=support), entropy(logits, support=support) if with_entropy else None
 
     log_probs, entropies = [], []

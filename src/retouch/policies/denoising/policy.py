@@ -192,11 +192,11 @@ class DenoisingPolicy:
     def microbatches(self, trajectory: DenoisingTrajectory) -> Iterator[Slice]:
         """All actions of a few rows where they fit in a microbatch, else a few actions of one row."""
         rows, actions = trajectory.mask.shape
-        per_row = min(actions, self.microbatch)
+        append_dims = min(actions, self.microbatch)
         at_once = max(1, self.microbatch // actions)
         for row in range(0, rows, at_once):
-            for action in range(0, actions, per_row):
-                yield Slice(slice(row, min(row + at_once, rows)), slice(action, min(action + per_row, actions)))
+            for action in range(0, actions, append_dims):
+                yield Slice(slice(row, min(row + at_once, rows)), slice(action, min(action + append_dims, actions)))
 
     def row_slices(self, trajectory: DenoisingTrajectory) -> Iterator[slice]:
         for row in range(0, len(trajectory), self.microbatch):
