@@ -14,10 +14,10 @@ from models import tiny_writers
 from retouch.distributed.launching import environments, run_ranks
 from retouch.integrations.trl import PictureReward
 from retouch.integrations.trl_prompts import dataset_of, processor_for
+from retouch.models.common.chat_template import TURNS
 from retouch.models.common.encoder import Encoder
 from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
 from retouch.models.qwen_image.responses import QwenResponses, writer_for
-from retouch.models.qwen_image.template import TURNS
 from retouch.models.qwen_vl.model import QwenWriter
 from retouch.renderers.responses import ResponseRenderer
 from retouch.rewards.scorers.share import ShareReward

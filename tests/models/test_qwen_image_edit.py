@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL.Image import new
 
+from retouch.models.common.latents import fit, pack, unpack
 from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
-from retouch.models.qwen_image.layout import fit, pack, unpack
 from retouch.protocols import DenoisingModel
 from retouch.types import Conditioning
 

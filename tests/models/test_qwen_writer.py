@@ -8,8 +8,8 @@ from peft import LoraConfig
 from transformers import Qwen2_5_VLProcessor, Qwen2Tokenizer, Qwen3VLProcessor
 
 from models import tiny, tiny_writers
-from retouch.models.qwen_image.layout import fit
-from retouch.models.qwen_image.template import TURNS, VISION
+from retouch.models.common.chat_template import TURNS, VISION
+from retouch.models.common.latents import fit
 from retouch.models.qwen_image.text import EDIT, EDIT_PLUS, QwenText
 from retouch.models.qwen_vl.load import load_writer
 from retouch.models.qwen_vl.model import LORA_ALPHA, LORA_RANK, LORA_TARGETS, QwenWriter

@@ -5,9 +5,8 @@ import tiny
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
 
-from retouch.models.qwen_image.layout import pack
-from retouch.models.z_image.model import LORA_TARGETS, ZImage
-from retouch.models.z_image.text import ZImageText
+from retouch.models.common.latents import pack
+from retouch.models.z_image.model import LORA_TARGETS, ZImage, ZImageText
 from retouch.protocols import DenoisingModel
 from retouch.types import Conditioning
 

@@ -19,7 +19,7 @@ from transformers import (
 
 from models import tiny
 from retouch.core.random import generator
-from retouch.models.qwen_image.template import TURNS
+from retouch.models.common.chat_template import TURNS
 from retouch.models.qwen_vl.model import LORA_TARGETS, QwenWriter
 from retouch.types import Task
 

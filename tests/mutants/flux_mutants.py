@@ -28,16 +28,16 @@ FLUX = (
     ),
     Mutant(
         "the negative has the words too",
-        "models/flux/model.py",
-        'return self._condition(tasks, [""] * len(tasks))',
-        "return self._condition(tasks, [task.instruction for task in tasks])",
+        "models/common/pipeline_model.py",
+        "return self.condition(tasks, [self.NEGATIVE] * len(tasks))",
+        "return self.condition(tasks, [task.instruction for task in tasks])",
         f"{_FLUX}::test_true_guidance_walks_with_the_pipeline",
     ),
     Mutant(
         "latents scaled and not shifted",
-        "models/flux/latents.py",
-        "pack((latents - config.shift_factor) * config.scaling_factor)",
-        "pack(latents * config.scaling_factor)",
+        "models/common/latents.py",
+        "return (tokens - self.vae.config.shift_factor) * self.vae.config.scaling_factor",
+        "return tokens * self.vae.config.scaling_factor",
         f"{_FLUX}::test_pictures_come_back_from_their_latents",
     ),
     Mutant(

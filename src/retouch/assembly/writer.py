@@ -14,6 +14,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from retouch.assembly.emu3 import build_emu3
 from retouch.assembly.model import DTYPES, playground_weights
 from retouch.config.imports import build_class
+from retouch.models.common.chat_template import TURNS
 from retouch.models.common.encoder import Encoder
 from retouch.models.common.pretrained import fetch_writer
 from retouch.models.common.readable import readable
@@ -21,7 +22,6 @@ from retouch.models.flux.model import Flux
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.qwen_image.model import QwenImage
 from retouch.models.qwen_image.responses import QwenResponses, writer_for
-from retouch.models.qwen_image.template import TURNS
 from retouch.models.qwen_vl.load import load_writer
 from retouch.models.qwen_vl.model import QwenWriter
 from retouch.models.sd3.model import SD3

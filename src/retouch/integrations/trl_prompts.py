@@ -13,8 +13,8 @@ from datasets import Dataset
 from PIL.Image import Resampling
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from retouch.models.qwen_image.layout import Area, fit
-from retouch.models.qwen_image.template import PAD
+from retouch.models.common.chat_template import PAD
+from retouch.models.common.latents import Area, fit
 from retouch.models.qwen_vl.model import QwenWriter
 from retouch.types import Task
 

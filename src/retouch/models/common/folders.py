@@ -3,6 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, ModelMixin
+from torch import nn
+
 LOCAL: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
 """What every ``from_pretrained`` of weights is told."""
 
@@ -13,3 +17,22 @@ def diffusers_folder(path: Path | str) -> Path:
     if not (root / "model_index.json").is_file():
         raise ValueError(f"{root} is no diffusers folder (no model_index.json); download the model and give its local path")
     return root
+
+
+def load_parts(path: Path | str, *, dtype: torch.dtype, device: torch.device | str, **kinds: Any) -> dict[str, Any]:
+    """The parts of a local diffusers folder, by the names of their folders, and "scheduler", its configuration.
+
+    ``kinds``: the class of each part. Modules are loaded in ``dtype`` on ``device``, all but the transformer frozen. Raises
+    ``ValueError`` where it is no such folder.
+    """
+    root = diffusers_folder(path)
+    parts: dict[str, Any] = {}
+    for name, kind in kinds.items():
+        if not issubclass(kind, nn.Module):
+            parts[name] = kind.from_pretrained(root / name, local_files_only=True)
+            continue
+        told = {"torch_dtype" if issubclass(kind, ModelMixin) else "dtype": dtype}
+        parts[name] = kind.from_pretrained(root / name, **told, **LOCAL).to(device)
+        if name != "transformer":
+            parts[name].requires_grad_(False).eval()
+    return {**parts, "scheduler": FlowMatchEulerDiscreteScheduler.load_config(root / "scheduler", local_files_only=True)}

@@ -20,17 +20,24 @@ def dynamic_shift(config: Mapping[str, Any], image_tokens: int) -> float:
 
 
 def pipeline_sigmas(
-    config: Mapping[str, Any], num_steps: int, *, image_tokens: int, start: Sequence[float] | None = None
+    config: Mapping[str, Any],
+    num_steps: int,
+    *,
+    image_tokens: int,
+    start: Sequence[float] | None = None,
+    shift: float | None = None,
 ) -> Float[Tensor, " num_steps_plus_1"]:
     """The sigmas that FlowMatchEulerDiscreteScheduler goes through in ``num_steps`` steps, from about 1 to 0; on the CPU.
 
-    ``start``: the sigmas before shifting where the pipeline gives its own; else the scheduler's. ValueError where the
-    configuration has no schedule of this many steps.
+    ``start``: the sigmas before shifting where the pipeline gives its own; else the scheduler's. ``shift``: mu where
+    the pipeline computes it; else ``dynamic_shift``. ValueError where the configuration has no schedule of this many steps.
     """
     if num_steps < 1:
         raise ValueError(f"num_steps is {num_steps}; a schedule has at least one step")
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(dict(config))
-    mu = dynamic_shift(scheduler.config, image_tokens) if scheduler.config.use_dynamic_shifting else None
+    mu = None
+    if scheduler.config.use_dynamic_shifting:
+        mu = dynamic_shift(scheduler.config, image_tokens) if shift is None else shift
     if scheduler.config.shift_terminal and num_steps == 1:
         raise ValueError("this scheduler stretches its sigmas to shift_terminal, which takes at least 2 steps")
     scheduler.set_timesteps(None if start is not None else num_steps, sigmas=None if start is None else list(start), mu=mu)

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from PIL.Image import Image
 from torch import Tensor
 
-from retouch.models.flux.latents import Size
+from retouch.models.common.latents import Size
 from retouch.models.flux.model import Flux, places
 from retouch.types import Conditioning, Task
 

@@ -12,14 +12,15 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 from jaxtyping import Float
-from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokenizer
 
 from retouch.models.common.folders import LOCAL, diffusers_folder
 from retouch.models.common.frozen import evaluating
+from retouch.models.common.latents import Size
+from retouch.models.common.pipeline_model import PipelineModel
 from retouch.models.common.schedule import pipeline_sigmas
-from retouch.models.flux.latents import FluxLatents, Size
+from retouch.models.flux.latents import FluxLatents
 from retouch.models.flux.text import FluxText
 from retouch.models.ip_adapter.adapter import attention_inputs
 from retouch.types import Conditioning, Task
@@ -33,7 +34,7 @@ LORA_TARGETS = (
 """Flow-GRPO's adapters for Flux: attention, of the single blocks too, and the feed-forward layers of the double blocks."""
 
 
-class Flux:
+class Flux(PipelineModel):
     """FLUX.1-dev or -schnell: a picture from words alone.
 
     ``size``: (height, width) of the output in px; None is the pipeline's 1024 x 1024 (128 latents a side). ``guidance``: what a
@@ -41,6 +42,8 @@ class Flux:
     """
 
     GUIDANCE: ClassVar[float] = 3.5
+    latents: FluxLatents
+    text: FluxText
 
     def __init__(
         self,
@@ -52,15 +55,10 @@ class Flux:
         size: Size | None = None,
         guidance: float | None = None,
     ) -> None:
-        self.module: nn.Module = transformer
-        self.latents = FluxLatents(vae)
-        self._check(transformer.config, self.latents, guidance)
+        latents = FluxLatents(vae)
+        self._check(transformer.config, latents, guidance)
+        super().__init__(transformer=transformer, latents=latents, text=text, scheduler_config=scheduler_config, size=size)
         self._distilled: bool = transformer.config.guidance_embeds
-        self.text = text
-        self.scheduler_config = dict(scheduler_config)
-        self.size = size
-        if size is not None:
-            self.latents.grid(size)
         self.guidance = self.GUIDANCE if guidance is None else guidance
 
     @classmethod
@@ -117,16 +115,7 @@ class Flux:
         """Input channels of a token."""
         return 4 * latents.channels
 
-    def encode(self, tasks: Sequence[Task]) -> Conditioning:
-        for task in tasks:
-            self.text.check(task.instruction, task.id)
-        return self._condition(tasks, [task.instruction for task in tasks])
-
-    def encode_negative(self, tasks: Sequence[Task]) -> Conditioning:
-        """The same pictures with the empty prompt."""
-        return self._condition(tasks, [""] * len(tasks))
-
-    def _condition(self, tasks: Sequence[Task], prompts: Sequence[str]) -> Conditioning:
+    def condition(self, tasks: Sequence[Task], prompts: Sequence[str]) -> Conditioning:
         with evaluating(*self.text.encoders):
             embeds, pooled = self.text.embed(prompts)
         device = next(self.module.parameters()).device
@@ -137,12 +126,6 @@ class Flux:
     def _pictures(self, tasks: Sequence[Task]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What is read of the tasks' pictures, and the common sizes."""
         return {}, {"size": (128 * self.latents.latent_pixels,) * 2 if self.size is None else self.size}
-
-    def combine(self, positive: Tensor, negative: Tensor, guidance_scale: float) -> Tensor:
-        return negative + guidance_scale * (positive - negative)
-
-    def initial_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator]) -> Float[Tensor, "r s d"]:
-        return self.latents.noise(conditioning.shared["size"], generators, conditioning.tensors["embeds"].device)
 
     def sigmas(self, num_steps: int, conditioning: Conditioning) -> Float[Tensor, " num_steps_plus_1"]:
         height, width = self.latents.grid(conditioning.shared["size"])
@@ -171,18 +154,6 @@ class Flux:
     def _input(self, x: Float[Tensor, "r s d"], conditioning: Conditioning) -> tuple[Float[Tensor, "r t e"], Float[Tensor, "t 3"]]:
         """The transformer's tokens, those of x first, and their places (picture, row, column)."""
         return x, places(self.latents.grid(conditioning.shared["size"]))
-
-    def encode_images(self, images: Sequence[Image]) -> Float[Tensor, "r s d"]:
-        size = self.size
-        if size is None:
-            sizes = {(image.height, image.width) for image in images}
-            if len(sizes) != 1:
-                raise ValueError(f"pictures of different sizes in one batch: {sorted(sizes)}; bucket them by size")
-            size = sizes.pop()
-        return self.latents.encode(self.latents.pixels(images, size))
-
-    def decode(self, x: Float[Tensor, "r s d"], conditioning: Conditioning) -> list[Image]:
-        return self.latents.decode(x, conditioning.shared["size"])
 
 
 def places(grid: tuple[int, int], *, picture: int = 0) -> Float[Tensor, "t 3"]:

@@ -11,10 +11,10 @@ from PIL.Image import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration
 
+from retouch.models.common.chat_template import Tokens
+from retouch.models.common.latents import Area, Size, fit
 from retouch.models.qwen_image import load as qwen_load
 from retouch.models.qwen_image.flow import Prepared, QwenFlow
-from retouch.models.qwen_image.layout import Area, Size, fit
-from retouch.models.qwen_image.template import Tokens
 from retouch.models.qwen_image.text import EDIT, EDIT_PLUS, VISION, QwenText
 from retouch.types import Task
 

@@ -19,9 +19,10 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from retouch.models.common.frozen import evaluating
+from retouch.models.common.latents import pack
 from retouch.models.common.schedule import pipeline_sigmas
 from retouch.models.ip_adapter.adapter import attention_inputs
-from retouch.models.qwen_image.layout import QwenLatents, pack
+from retouch.models.qwen_image.layout import QwenLatents
 from retouch.models.qwen_image.text import QwenText, Tokens
 from retouch.types import Conditioning, Task
 

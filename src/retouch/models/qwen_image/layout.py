@@ -1,12 +1,10 @@
-"""Sizes and latents of the Qwen-Image family.
+"""Latents of the Qwen-Image family.
 
 A picture of (height, width) px becomes 16 latent channels of (height / 8, width / 8), normalised channel by channel and packed
-2 x 2 into tokens: (r, height / 16 * width / 16, 64), channel index c * 4 + dy * 2 + dx. Other autoencoders give other factors.
+2 x 2 into tokens: (r, height / 16 * width / 16, 64). Other autoencoders give other factors.
 """
 
-import math
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
 
 import torch
 from diffusers import AutoencoderKLQwenImage
@@ -16,36 +14,8 @@ from PIL.Image import Image
 from torch import Tensor
 
 from retouch.models.common.frozen import evaluating
+from retouch.models.common.latents import Size, pack, unpack
 from retouch.models.common.single_frame import for_single_frames
-
-Size: TypeAlias = tuple[int, int]
-Area: TypeAlias = int | Literal["as_is"]
-
-
-def pack(latents: Float[Tensor, "r c h w"]) -> Float[Tensor, "r s d"]:
-    """Latents to tokens, row by row of 2 x 2 patches."""
-    r, c, h, w = latents.shape
-    patches = latents.reshape(r, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5)
-    return patches.reshape(r, (h // 2) * (w // 2), c * 4)
-
-
-def unpack(tokens: Float[Tensor, "r s d"], *, height: int, width: int) -> Float[Tensor, "r c h w"]:
-    """Tokens to latents; ``height`` and ``width`` in tokens."""
-    r, _, d = tokens.shape
-    patches = tokens.reshape(r, height, width, d // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
-    return patches.reshape(r, d // 4, height * 2, width * 2)
-
-
-def fit(image: Image, area: Area) -> Size:
-    """(height, width) that a picture gets: about ``area`` px with its aspect ratio and sides of multiples of 32, or as it is.
-
-    Source: diffusers' Qwen-Image-Edit pipelines.
-    """
-    if area == "as_is":
-        return image.height, image.width
-    ratio = image.width / image.height
-    width = math.sqrt(area * ratio)
-    return round(width / ratio / 32) * 32, round(width / 32) * 32
 
 
 class QwenLatents:

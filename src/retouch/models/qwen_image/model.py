@@ -11,9 +11,9 @@ from PIL.Image import Image
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration
 
+from retouch.models.common.latents import Size
 from retouch.models.qwen_image import load as qwen_load
 from retouch.models.qwen_image.flow import Prepared, QwenFlow
-from retouch.models.qwen_image.layout import Size
 from retouch.models.qwen_image.text import TEXT_TO_IMAGE, QwenText
 from retouch.types import Task
 

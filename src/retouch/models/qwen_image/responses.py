@@ -14,11 +14,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from retouch.models.common.chat_template import VISION, Tokens
 from retouch.models.common.encoder import Encoder
 from retouch.models.common.frozen import evaluating
 from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
 from retouch.models.qwen_image.flow import Prepared
-from retouch.models.qwen_image.template import VISION, Tokens
 from retouch.models.qwen_image.text import QwenText
 from retouch.models.qwen_vl.model import STOP, QwenWriter, Reader
 from retouch.types import Conditioning, Task

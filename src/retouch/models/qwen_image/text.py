@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration
 
-from retouch.models.qwen_image.template import TURNS, VISION, QwenTemplate, Tokens
+from retouch.models.common.chat_template import TURNS, VISION, QwenTemplate, Tokens
 
 _DESCRIBE = (
     "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the objects and "

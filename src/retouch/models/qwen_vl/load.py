@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from retouch.models.common.causal import Attention
-from retouch.models.qwen_image.layout import Area
-from retouch.models.qwen_image.template import VISION
+from retouch.models.common.chat_template import VISION
+from retouch.models.common.latents import Area
 from retouch.models.qwen_vl.model import STOP, QwenWriter, Reader
 
 CLASSES: dict[str, Any] = {

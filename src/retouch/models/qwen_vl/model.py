@@ -22,10 +22,10 @@ from transformers import (
 
 from retouch.models.common import causal
 from retouch.models.common.causal import Sight
+from retouch.models.common.chat_template import VISION, QwenTemplate
+from retouch.models.common.latents import Area, fit
 from retouch.models.common.recompute import recomputing
 from retouch.models.common.text_grammar import WithoutVision
-from retouch.models.qwen_image.layout import Area, fit
-from retouch.models.qwen_image.template import VISION, QwenTemplate
 from retouch.models.qwen_vl import vision as qwen_sight
 from retouch.types import Prompts, Task
 
@@ -41,7 +41,7 @@ class QwenWriter:
 
     ``template``: ``TURNS.format(system=..., user="{}")``, say. ``picture``: what stands for each picture before the instruction,
     with ``{}`` for its number from 1; "" where the template has the vision block. ``area``: px of a picture as the model sees it
-    (see ``qwen_layout.fit``). ``stop``: the tokens that end a completion. ``gradient_checkpointing``: an update keeps each layer's
+    (see ``fit``). ``stop``: the tokens that end a completion. ``gradient_checkpointing``: an update keeps each layer's
     input alone, and reads a prompt for every row.
     """
 

@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, ZImageTransformer2DModel
-from jaxtyping import Float
-from PIL.Image import Image
+from diffusers import AutoencoderKL, ZImageTransformer2DModel
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Model
 
-from retouch.models.common.folders import LOCAL, diffusers_folder
+from retouch.models.common.folders import load_parts
 from retouch.models.common.frozen import evaluating
+from retouch.models.common.latents import PackedLatents, Size, pack, unpack
+from retouch.models.common.pipeline_model import PipelineModel
+from retouch.models.common.qwen3_text import Qwen3Text
 from retouch.models.common.schedule import pipeline_sigmas
-from retouch.models.flux.latents import FluxLatents, Size
-from retouch.models.qwen_image.layout import pack, unpack
-from retouch.models.z_image.text import ZImageText
 from retouch.types import Conditioning, Task
 
 LORA_TARGETS = (
@@ -30,7 +29,19 @@ LORA_TARGETS = (
 """Attention and feed-forward layers of every block, those that refine picture and text before they meet among them."""
 
 
-class ZImage:
+class ZImageText(Qwen3Text):
+    """(r, L, 2560) of Qwen3's last layer but one, for all tokens of the template with thinking on; padding is zero."""
+
+    FAMILY = "Z-Image"
+    LAYERS = (-2,)
+    THINKING = True
+
+    def embed(self, prompts: Sequence[str]) -> tuple[Float[Tensor, "r l d"], Bool[Tensor, "r l"]]:
+        states, mask = super().embed(prompts)
+        return torch.where(mask[..., None], states, 0), mask
+
+
+class ZImage(PipelineModel):
     """Z-Image: a picture from words alone.
 
     ``size``: (height, width) of the output in px; None is the pipeline's 1024 x 1024 (128 latents a side). ValueError for sides
@@ -39,6 +50,9 @@ class ZImage:
     Guidance here is that of the other models, negative + scale * (positive - negative). The pipeline adds its own scale to 1: its
     ``guidance_scale`` 4 is 5 here, and its 0, which Z-Image-Turbo asks for, is 1. Renormalised guidance is not made.
     """
+
+    latents: PackedLatents
+    text: ZImageText
 
     def __init__(
         self,
@@ -49,56 +63,35 @@ class ZImage:
         scheduler_config: Mapping[str, Any],
         size: Size | None = None,
     ) -> None:
-        self.module: nn.Module = transformer
-        self.latents = FluxLatents(vae)
-        self.text = text
-        self.scheduler_config = dict(scheduler_config)
-        self.size = (128 * self.latents.latent_pixels,) * 2 if size is None else size
-        most = tuple(places * self.latents.token_pixels for places in transformer.config.axes_lens[1:])
-        self.latents.grid(self.size)
-        if any(side > limit for side, limit in zip(self.size, most, strict=True)):
-            raise ValueError(f"size {self.size}: this transformer has places for at most {most[0]} x {most[1]} px (height x width)")
+        latents = PackedLatents(vae)
+        size = (128 * latents.latent_pixels,) * 2 if size is None else size
+        super().__init__(transformer=transformer, latents=latents, text=text, scheduler_config=scheduler_config, size=size)
+        most = tuple(places * latents.token_pixels for places in transformer.config.axes_lens[1:])
+        if any(side > limit for side, limit in zip(size, most, strict=True)):
+            raise ValueError(f"size {size}: this transformer has places for at most {most[0]} x {most[1]} px (height x width)")
 
     @classmethod
     def from_pretrained(
         cls, path: Path | str, *, dtype: torch.dtype, device: torch.device | str, size: Size | None = None
     ) -> "ZImage":
         """The parts of a local diffusers folder (safetensors, no remote code); all but the transformer frozen."""
-        root = diffusers_folder(path)
-        vae = AutoencoderKL.from_pretrained(root / "vae", torch_dtype=dtype, **LOCAL).to(device)
-        encoder = Qwen3Model.from_pretrained(root / "text_encoder", dtype=dtype, **LOCAL).to(device)
-        for frozen in (vae, encoder):
-            frozen.requires_grad_(False).eval()
+        kinds = {"transformer": ZImageTransformer2DModel, "vae": AutoencoderKL, "text_encoder": Qwen3Model}
+        parts = load_parts(path, dtype=dtype, device=device, **kinds, tokenizer=Qwen2Tokenizer)
         return cls(
-            transformer=ZImageTransformer2DModel.from_pretrained(root / "transformer", torch_dtype=dtype, **LOCAL).to(device),
-            vae=vae,
-            text=ZImageText(encoder, Qwen2Tokenizer.from_pretrained(root / "tokenizer", local_files_only=True)),
-            scheduler_config=FlowMatchEulerDiscreteScheduler.load_config(root / "scheduler", local_files_only=True),
+            transformer=parts["transformer"],
+            vae=parts["vae"],
+            text=ZImageText(parts["text_encoder"], parts["tokenizer"]),
+            scheduler_config=parts["scheduler"],
             size=size,
         )
 
-    def encode(self, tasks: Sequence[Task]) -> Conditioning:
-        for task in tasks:
-            self.text.check(task.instruction, task.id)
-        return self._condition([task.instruction for task in tasks])
-
-    def encode_negative(self, tasks: Sequence[Task]) -> Conditioning:
-        """The empty prompt, once a task."""
-        return self._condition([""] * len(tasks))
-
-    def _condition(self, prompts: Sequence[str]) -> Conditioning:
+    def condition(self, tasks: Sequence[Task], prompts: Sequence[str]) -> Conditioning:
         with evaluating(self.text.encoder):
             embeds, mask = self.text.embed(prompts)
         device = next(self.module.parameters()).device
         return Conditioning(
             {"embeds": embeds.to(device), "mask": mask.to(device)}, frozenset({"embeds", "mask"}), {"size": self.size}
         )
-
-    def combine(self, positive: Tensor, negative: Tensor, guidance_scale: float) -> Tensor:
-        return negative + guidance_scale * (positive - negative)
-
-    def initial_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator]) -> Float[Tensor, "r s d"]:
-        return self.latents.noise(conditioning.shared["size"], generators, conditioning.tensors["embeds"].device)
 
     def sigmas(self, num_steps: int, conditioning: Conditioning) -> Float[Tensor, " num_steps_plus_1"]:
         height, width = self.latents.grid(conditioning.shared["size"])
@@ -116,9 +109,3 @@ class ZImage:
         # Its time runs from noise, 0, to picture, 1, and so does the velocity that it gives.
         output = module(list(latents), (1000 - sigma * 1000) / 1000, embeds, return_dict=False)[0]
         return -pack(torch.stack(output).squeeze(2).float())
-
-    def encode_images(self, images: Sequence[Image]) -> Float[Tensor, "r s d"]:
-        return self.latents.encode(self.latents.pixels(images, self.size))
-
-    def decode(self, x: Float[Tensor, "r s d"], conditioning: Conditioning) -> list[Image]:
-        return self.latents.decode(x, conditioning.shared["size"])

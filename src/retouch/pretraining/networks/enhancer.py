@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-from retouch.models.qwen_image.template import TURNS
+from retouch.models.common.chat_template import TURNS
 from retouch.models.qwen_vl.model import QwenWriter
 from retouch.playground.world.paintings import PaintingTasks
 from retouch.pretraining.imitating import imitate

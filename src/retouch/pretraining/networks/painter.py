@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from retouch.core.random import generator
+from retouch.models.common.chat_template import TURNS
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.qwen_image.model import QwenImage
-from retouch.models.qwen_image.template import TURNS
 from retouch.playground.world.descriptions import free_description
 from retouch.playground.world.paintings import PaintingTasks
 from retouch.playground.world.scenes import SIZE, Scene

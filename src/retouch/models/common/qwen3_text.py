@@ -1,0 +1,62 @@
+"""Prompts as hidden states of a frozen Qwen3, read through its chat template: the text encoding of Z-Image and FLUX.2-klein."""
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase, Qwen3Model
+
+from retouch.models.common.chat_template import QwenTemplate
+
+
+class Qwen3Text:
+    """A Qwen3 text encoder with its tokenizer, whose chat template gets one turn of the user. Subclasses name the family.
+
+    ``FAMILY``: its name, for messages. ``LAYERS``: the hidden states that are concatenated (0 is the embedding). ``THINKING``: the
+    template's ``enable_thinking``. ``PADDING``: of a batch, to its longest prompt or to ``max_sequence_length``, which counts the
+    tokens of a prompt in its template.
+
+    Raises ``ValueError`` where the tokenizer has no chat template that contains the prompt unchanged.
+    """
+
+    FAMILY: ClassVar[str]
+    LAYERS: ClassVar[tuple[int, ...]]
+    THINKING: ClassVar[bool]
+    PADDING: ClassVar[Literal["longest", "max_length"]] = "longest"
+
+    def __init__(self, encoder: Qwen3Model, tokenizer: PreTrainedTokenizerBase, *, max_sequence_length: int = 512) -> None:
+        user = [{"role": "user", "content": "{}"}]
+        made = tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True, enable_thinking=self.THINKING)
+        self.template = QwenTemplate(tokenizer, template=str(made))
+        self.encoder = encoder
+        self.tokenizer = tokenizer
+        self.max_sequence_length = max_sequence_length
+
+    @property
+    def encoders(self) -> list[nn.Module]:
+        return [self.encoder]
+
+    def check(self, prompt: str, task: str) -> None:
+        """Raises ``ValueError`` where the prompt contains a special token of the tokenizer, or is not read to its end."""
+        self.template.check(prompt, task)
+        tokens = self.template.tokenise([prompt], [()])["input_ids"].shape[1]
+        if tokens > self.max_sequence_length:
+            raise ValueError(
+                f"the prompt of task {task!r} has {tokens} tokens in its template, and {self.FAMILY} reads "
+                f"{self.max_sequence_length}; shorten it"
+            )
+
+    def embed(self, prompts: Sequence[str]) -> tuple[Float[Tensor, "r l d"], Bool[Tensor, "r l"]]:
+        """Embeddings and their mask, on the encoder's device; padding gets whatever the encoder gives there.
+
+        A batch is padded to its longest prompt on the right, or to ``max_sequence_length`` on the tokenizer's own side.
+        """
+        texts = [self.template.head + prompt + self.template.tail for prompt in prompts]
+        told = {"max_length": self.max_sequence_length} if self.PADDING == "max_length" else {"padding_side": "right"}
+        tokens = self.tokenizer(texts, padding=self.PADDING, return_tensors="pt", **told)
+        ids, mask = (tokens[name].to(self.encoder.device) for name in ("input_ids", "attention_mask"))
+        states = self.encoder(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False).hidden_states
+        assert states is not None
+        return torch.cat([states[layer] for layer in self.LAYERS], dim=-1), mask.bool()
