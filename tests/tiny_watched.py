@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from PIL import ImageStat
 
-from retouch.recipe.files import find
+from retouch.config.packaged import find
 from retouch.recipe.jsonnet import evaluate
 from retouch.rewards.judges import Answer, Panel
 from retouch.rewards.judges.answers.forms import ScoresForm

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from retouch.recipe.files import find
+from retouch.config.packaged import find
 from retouch.recipe.jsonnet import evaluate
 from retouch.recipe.recipe import Recipe, parse
 

@@ -13,7 +13,7 @@ from retouch.cli import main
 from retouch.data.sources.features import Feature
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.checks import check_ranks
-from retouch.recipe.files import available, find
+from retouch.config.packaged import available, find
 from retouch.recipe.jsonnet import evaluate
 from retouch.recipe.overrides import apply
 from retouch.recipe.recipe import Push, Recipe, load, parse

@@ -10,7 +10,7 @@ import tiny_writer_runs
 from retouch.cli import main
 from retouch.models.emu3.load import load_emu3
 from retouch.models.emu3.model import DRAW
-from retouch.recipe.files import available
+from retouch.config.packaged import available
 from retouch.recipe.recipe import load, parse
 
 

@@ -7,7 +7,7 @@ import pytest
 from retouch.assembly.data import build_sets
 from retouch.data.sources.prompts import read_prompts
 from retouch.recipe.checks import check_ranks
-from retouch.recipe.files import find, shipped
+from retouch.config.packaged import find, shipped
 from retouch.recipe.recipe import load
 
 EDITOR = "recipes/qwen-image-edit/"

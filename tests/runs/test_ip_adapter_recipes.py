@@ -13,7 +13,7 @@ from retouch.pretraining.build_words import write
 from retouch.pretraining.networks import word_parts
 from retouch.pretraining.networks.sight import build_sight
 from retouch.recipe.checks import check_ranks
-from retouch.recipe.files import find
+from retouch.config.packaged import find
 from retouch.recipe.recipe import load
 from retouch.session.session import run
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from retouch.recipe import files as recipe_files
-from retouch.recipe.files import available, find, packaged_recipes
+from retouch.config import packaged
+from retouch.config.packaged import available, find, packaged_recipes
 from retouch.recipe.jsonnet import evaluate
 from retouch.recipe.recipe import Recipe, load
 
@@ -134,13 +134,13 @@ def test_only_recipes_are_found_among_the_packaged_ones(name: str, tmp_path: Pat
 def test_an_installed_package_has_its_recipes_inside(tmp_path: Path) -> None:
     """As the wheel lays it out: ``retouch/recipes`` beside the modules, and no source tree around."""
     package = tmp_path / "site" / "retouch"
-    (package / "runs").mkdir(parents=True)
-    for module in ("__init__.py", "runs/__init__.py", "recipe/files.py"):
-        (package / module).write_text((Path(recipe_files.__file__).parents[1] / module).read_text())
+    (package / "config").mkdir(parents=True)
+    for module in ("__init__.py", "config/__init__.py", "config/packaged.py"):
+        (package / module).write_text((Path(packaged.__file__).parents[1] / module).read_text())
     (package / "recipes" / "lib").mkdir(parents=True)
     (package / "recipes" / "mine.jsonnet").write_text("{}")
     (package / "recipes" / "lib" / "x.libsonnet").write_text("{}")
-    code = "from retouch.recipe.files import *; print(available(), find('recipes/mine.jsonnet'))"
+    code = "from retouch.config.packaged import *; print(available(), find('recipes/mine.jsonnet'))"
     done = subprocess.run(
         [sys.executable, "-S", "-c", code],
         cwd=tmp_path,

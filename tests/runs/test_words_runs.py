@@ -7,7 +7,7 @@ import pytest
 
 from retouch.assembly.data import build_sets
 from retouch.cli import main
-from retouch.recipe.files import available
+from retouch.config.packaged import available
 from retouch.recipe.recipe import load
 
 RECIPES = [name for name in available() if "playground/words-" in name]

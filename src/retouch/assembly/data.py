@@ -48,7 +48,7 @@ from retouch.recipe.data import (
     WordData,
 )
 from retouch.recipe.families import takes_of
-from retouch.recipe.files import shipped
+from retouch.config.packaged import shipped
 from retouch.recipe.ip_adapter import IpAdapter
 from retouch.recipe.phases import ResolvedPhase
 from retouch.recipe.recipe import Recipe

@@ -31,7 +31,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _recipes(arguments: argparse.Namespace) -> int:
-    from retouch.recipe.files import available
+    from retouch.config.packaged import available
 
     print("\n".join(available()))
     return 0

@@ -38,7 +38,7 @@ from retouch.models.common.pretrained import fetch_writer
 from retouch.models.emu3.images import Emu3Pictures
 from retouch.models.emu3.load import load_autoencoder
 from retouch.recipe.data import Data, DrawnData, PromptData, TokenData
-from retouch.recipe.files import SUFFIXES, find
+from retouch.config.packaged import SUFFIXES, find
 from retouch.recipe.jsonnet import evaluate
 from retouch.records.files import read_json, write_atomic, write_json
 from retouch.types import Codes, Task

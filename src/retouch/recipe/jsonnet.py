@@ -7,7 +7,7 @@ from typing import Any
 
 import rjsonnet
 
-from retouch.recipe.files import packaged_recipes
+from retouch.config.packaged import packaged_recipes
 
 PREFIX = "APP__"
 

@@ -17,7 +17,7 @@ from retouch.recipe.checks import problems
 from retouch.recipe.data import Data, DrawnData, IndirectPlaygroundData, Mixture, PaintingData, PlaygroundData, WordData
 from retouch.recipe.devices import Devices
 from retouch.recipe.emu3 import TokenModel
-from retouch.recipe.files import find
+from retouch.config.packaged import find
 from retouch.recipe.jsonnet import evaluate
 from retouch.recipe.learning import Advantage, GroupAdvantage, Objective, Optimizer
 from retouch.recipe.overrides import apply

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from retouch.config.errors import unknown_keys, wrong_values
 from retouch.config.section import Section
-from retouch.recipe.files import SUFFIXES, find
+from retouch.config.packaged import SUFFIXES, find
 from retouch.recipe.jsonnet import evaluate
 from retouch.recipe.recipe import parse
 from retouch.recipe.reward import Reward

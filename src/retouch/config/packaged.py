@@ -1,4 +1,4 @@
-"""Where recipes are: files of the user's, and those that come with the package."""
+"""Files that come with the package: recipes, and the prompt lists that they name."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ _FOLDER = "recipes"
 
 
 def packaged_recipes() -> Path:
-    """The folder of recipes that come with the package; in a source tree it is the ``recipes`` folder beside ``src``."""
+    """The folder of recipes that come with the package; in a source tree it is the ``recipes`` folder next to ``src``."""
     package = Path(__file__).resolve().parents[1]
     installed, source = package / _FOLDER, package.parents[1] / _FOLDER
     return installed if installed.is_dir() else source
@@ -20,7 +20,10 @@ def available() -> list[str]:
 
 
 def find(name: str | Path) -> Path:
-    """The file of that name if there is one, else the packaged recipe. ValueError: neither; lists the packaged ones."""
+    """The recipe file of that name, else the packaged recipe of that name.
+
+    Raises ValueError where there is neither; the message lists the packaged recipes.
+    """
     file = Path(name)
     if file.is_file():
         return file
@@ -31,7 +34,8 @@ def find(name: str | Path) -> Path:
 
 
 def shipped(name: str) -> Path:
-    """The file of that name if there is one, else the one that comes with the package's recipes, else the name as it is."""
+    """The path of a file that a recipe names: the file itself if it exists, else the packaged file ``recipes/...`` of that name,
+    else the name unchanged."""
     file = Path(name)
     packaged = packaged_recipes().joinpath(*file.parts[1:])
     return packaged if not file.exists() and file.parts[:1] == (_FOLDER,) and packaged.is_file() else file
