@@ -10,10 +10,10 @@ import torch
 import tiny_writer_runs
 from retouch.assembly.assembly import assemble
 from retouch.cli import main
+from retouch.config.packaged import available, find
 from retouch.data.sources.features import Feature
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.checks import check_ranks
-from retouch.config.packaged import available, find
 from retouch.recipe.jsonnet import evaluate
 from retouch.recipe.overrides import apply
 from retouch.recipe.recipe import Push, Recipe, load, parse

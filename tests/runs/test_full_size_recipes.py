@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from retouch.assembly.data import build_sets
+from retouch.config.packaged import find, shipped
 from retouch.data.sources.prompts import read_prompts
 from retouch.recipe.checks import check_ranks
-from retouch.config.packaged import find, shipped
 from retouch.recipe.recipe import load
 
 EDITOR = "recipes/qwen-image-edit/"

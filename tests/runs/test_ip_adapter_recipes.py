@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from retouch.config.packaged import find
 from retouch.doctor.memory import describe, footprint
 from retouch.models.common.pretrained import find_encoder
 from retouch.pretraining.build_words import write
 from retouch.pretraining.networks import word_parts
 from retouch.pretraining.networks.sight import build_sight
 from retouch.recipe.checks import check_ranks
-from retouch.config.packaged import find
 from retouch.recipe.recipe import load
 from retouch.session.session import run
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from retouch.recipe.differences import differences
 from retouch.config.packaged import find
+from retouch.recipe.differences import differences
 from retouch.recipe.jsonnet import evaluate
 from retouch.recipe.overrides import apply
 from retouch.recipe.recipe import parse

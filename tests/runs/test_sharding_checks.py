@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import tiny_writer_runs
+from retouch.config.packaged import packaged_recipes
 from retouch.distributed.launching import environments
 from retouch.distributed.sharding_checks import check_sharding
 from retouch.doctor.checks import check_ranks_share
-from retouch.config.packaged import packaged_recipes
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
 from tiny_recipes import SMALL

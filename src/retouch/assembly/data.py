@@ -11,6 +11,7 @@ from jaxtyping import Int
 from PIL.Image import Image
 from torch import Tensor
 
+from retouch.config.packaged import shipped
 from retouch.data.check import accept
 from retouch.data.fitting import FittingRows
 from retouch.data.guard import refuse_test_sets
@@ -48,7 +49,6 @@ from retouch.recipe.data import (
     WordData,
 )
 from retouch.recipe.families import takes_of
-from retouch.config.packaged import shipped
 from retouch.recipe.ip_adapter import IpAdapter
 from retouch.recipe.phases import ResolvedPhase
 from retouch.recipe.recipe import Recipe

@@ -26,6 +26,7 @@ from torch import Tensor
 from retouch.assembly.data import playground_tasks, read_rows
 from retouch.assembly.model import playground_weights
 from retouch.config.errors import unknown_keys, wrong_values
+from retouch.config.packaged import SUFFIXES, find
 from retouch.config.section import Section
 from retouch.data.check import accept, read_path
 from retouch.data.images import Exact
@@ -38,7 +39,6 @@ from retouch.models.common.pretrained import fetch_writer
 from retouch.models.emu3.images import Emu3Pictures
 from retouch.models.emu3.load import load_autoencoder
 from retouch.recipe.data import Data, DrawnData, PromptData, TokenData
-from retouch.config.packaged import SUFFIXES, find
 from retouch.recipe.jsonnet import evaluate
 from retouch.records.files import read_json, write_atomic, write_json
 from retouch.types import Codes, Task

@@ -12,12 +12,12 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from retouch.config.errors import unknown_keys, wrong_values
+from retouch.config.packaged import find
 from retouch.config.section import Cadence, Count, Positive, Section
 from retouch.recipe.checks import problems
 from retouch.recipe.data import Data, DrawnData, IndirectPlaygroundData, Mixture, PaintingData, PlaygroundData, WordData
 from retouch.recipe.devices import Devices
 from retouch.recipe.emu3 import TokenModel
-from retouch.config.packaged import find
 from retouch.recipe.jsonnet import evaluate
 from retouch.recipe.learning import Advantage, GroupAdvantage, Objective, Optimizer
 from retouch.recipe.overrides import apply

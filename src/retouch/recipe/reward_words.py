@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from retouch.config.errors import unknown_keys, wrong_values
-from retouch.config.section import Section
 from retouch.config.packaged import SUFFIXES, find
+from retouch.config.section import Section
 from retouch.recipe.jsonnet import evaluate
 from retouch.recipe.recipe import parse
 from retouch.recipe.reward import Reward
