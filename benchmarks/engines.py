@@ -15,9 +15,9 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+import tiny_writers
 import tiny_writing
-from models import tiny_writers
 from retouch.policies.autoregressive.decoding import CachedDecoding, Decoding
 from retouch.types import Batch
 

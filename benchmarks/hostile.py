@@ -19,7 +19,7 @@ from retouch.data.images import Picture, read_header
 from retouch.rewards.wire.bodies import put_together
 
 HERE = Path(__file__).parent
-sys.path += [str(HERE.parent / "tests"), str(HERE.parent / "tests" / "serving")]
+sys.path += [str(HERE.parent / "tests" / "support"), str(HERE.parent / "tests" / "serving")]
 import test_hostile as hostile  # noqa: E402
 from servers import ours  # noqa: E402
 

@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from transformers import Emu3Config, Emu3ForConditionalGeneration, GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from models import tiny, tiny_emu3
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+import tiny_emu3
+import tiny_models
 from retouch.models.emu3.load import language_model
 from retouch.models.emu3.model import Emu3Editor
 from retouch.models.emu3.tokens import Emu3Words
@@ -32,7 +33,7 @@ def main() -> None:
     batch = Batch(
         seed=0,
         step=0,
-        tasks=tuple(tiny.task(str(k), "make it red", tiny.picture(k, 2 * SIDE, 2 * SIDE)) for k in numbers),
+        tasks=tuple(tiny_models.task(str(k), "make it red", tiny_models.picture(k, 2 * SIDE, 2 * SIDE)) for k in numbers),
         group_ids=numbers,
         group=tuple(k for k in numbers for _ in range(SAMPLES)),
         slot=tuple(range(SAMPLES)) * GROUPS,

@@ -21,9 +21,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from rewards.judges.double import FAULTS, KEY, Double, picture_of  # noqa: E402
+from judge_double import FAULTS, KEY, Double, picture_of  # noqa: E402
 
 KINDS = [kind for kind in FAULTS if kind != "time-out"]  # its seconds would be all that is measured
 LAST = 10

@@ -13,7 +13,7 @@ from torch.distributions import Normal
 
 from retouch.core.transitions import Transition, transition
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "flow_transitions.json").read_text())["cases"]
+GOLDEN = json.loads((Path(__file__).parents[1] / "support" / "golden" / "flow_transitions.json").read_text())["cases"]
 REFUSED = (ValueError, TypeCheckError)  # the second where annotations are checked at run time
 STOCHASTIC = ["sde", "cps", "dance"]
 

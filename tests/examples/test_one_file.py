@@ -20,7 +20,7 @@ from retouch.policies.weights import WeightCopies
 from retouch.types import Batch, Minibatch, Task
 
 PATH = Path(__file__).parents[2] / "examples" / "one_file_flow_grpo.py"
-GOLDEN = Path(__file__).parents[1] / "golden" / "flow_transitions.json"
+GOLDEN = Path(__file__).parents[1] / "support" / "golden" / "flow_transitions.json"
 CPS_CASES = [case for case in json.loads(GOLDEN.read_text())["cases"] if case["kind"] == "cps"]
 SEED = 5
 

@@ -10,7 +10,7 @@ import torch
 
 import tiny_editing
 import tiny_writer_runs
-from models import tiny_writers
+import tiny_writers
 from retouch.distributed.launching import environments, run_ranks
 from retouch.integrations.trl import PictureReward
 from retouch.integrations.trl_prompts import dataset_of, processor_for
@@ -24,8 +24,8 @@ from retouch.rewards.scorers.share import ShareReward
 from retouch.training.loop import TooManyMissing
 from tiny_bridge import bridge, call
 
-TESTS = Path(__file__).parents[1]
-EXAMPLE = TESTS.parent / "examples" / "train_grpo_trl.py"
+SUPPORT = Path(__file__).parents[1] / "support"
+EXAMPLE = SUPPORT.parents[1] / "examples" / "train_grpo_trl.py"
 WITH_TRL = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed (extra `trl`)")
 # TRL and transformers warn of names that they themselves still use.
 THEIRS = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
@@ -95,9 +95,9 @@ def test_rows_of_a_group_share_one_task():
 
 
 def test_two_ranks_agree(tmp_path):
-    path = os.pathsep.join([str(TESTS), *sys.path[1:]])
+    path = os.pathsep.join([str(SUPPORT), *sys.path[1:]])
     ranks = [{**environment, "PYTHONPATH": path} for environment in environments(2)]
-    command = [sys.executable, "-W", "ignore", str(TESTS / "tiny_bridge.py"), str(tmp_path)]
+    command = [sys.executable, "-W", "ignore", str(SUPPORT / "tiny_bridge.py"), str(tmp_path)]
     assert run_ranks(command, ranks, logs=tmp_path / "logs", grace=20.0) == 0
     (group, slots, said), (other_group, other_slots, other_said) = (
         (tmp_path / f"{rank}.txt").read_text().splitlines() for rank in (0, 1)

@@ -3,8 +3,8 @@
 from mutant import Mutant
 
 BRIDGE = "tests/integrations/test_trl.py"
-CACHE = "tests/models/test_roomy_cache.py"
-MEMORY = "tests/runs/test_out_of_memory.py"
+CACHE = "tests/models/common/test_preallocated_cache.py"
+MEMORY = "tests/recipe/test_out_of_memory.py"
 
 BRIDGING = (
     Mutant(

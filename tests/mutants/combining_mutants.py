@@ -2,9 +2,9 @@
 
 from mutant import Mutant
 
-_FORMULAS = "tests/rewards/test_formulas.py"
-_SEVERAL = "tests/rewards/test_several.py"
-_SECTIONS = "tests/runs/test_recipe_of_rewards.py"
+_FORMULAS = "tests/rewards/combine/test_formulas.py"
+_SEVERAL = "tests/rewards/combine/test_composite.py"
+_SECTIONS = "tests/recipe/test_recipe_of_rewards.py"
 
 COMBINING = (
     Mutant(
@@ -97,6 +97,6 @@ COMBINING = (
         "assembly/judge_clients.py",
         "        if name not in self._opened:",
         "        if True:",
-        "tests/runs/test_build_reward.py::test_rewards_that_name_the_same_judge_share_its_connections",
+        "tests/assembly/test_build_reward.py::test_rewards_that_name_the_same_judge_share_its_connections",
     ),
 )

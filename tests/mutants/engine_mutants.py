@@ -2,9 +2,9 @@
 
 from mutant import Mutant
 
-ENGINE = "tests/policies/test_vllm_engine.py"
-PLUGIN = "tests/policies/test_vllm_plugin.py"
-MISMATCH = "tests/policies/test_mismatch.py"
+ENGINE = "tests/policies/engines/test_vllm_engine.py"
+PLUGIN = "tests/policies/engines/test_vllm_plugin.py"
+MISMATCH = "tests/policies/autoregressive/test_mismatch.py"
 
 ENGINES = (
     Mutant(

@@ -2,7 +2,7 @@
 
 from mutant import Mutant
 
-_FLUX = "tests/models/test_flux.py"
+_FLUX = "tests/models/flux/test_flux.py"
 
 FLUX = (
     Mutant(

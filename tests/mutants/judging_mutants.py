@@ -2,10 +2,10 @@
 
 from mutant import Mutant
 
-_READS = "tests/rewards/judges/test_reading.py"
-_ASKS = "tests/rewards/judges/test_client.py"
+_READS = "tests/rewards/judges/answers/test_reading.py"
+_ASKS = "tests/rewards/vlm/test_vlm_client.py"
 _JUDGES = "tests/rewards/judges/test_judges.py"
-_FORMS = "tests/rewards/judges/test_forms.py"
+_FORMS = "tests/rewards/judges/answers/test_forms.py"
 
 JUDGING = (
     Mutant(
@@ -90,34 +90,34 @@ JUDGING = (
         "rewards/text/edit_distance.py",
         "    longest = max(len(wanted), len(found))",
         "    found = wanted if wanted in found else found\n    longest = max(len(wanted), len(found))",
-        "tests/rewards/test_ocr.py::test_correctness_is_of_all_that_was_read",
+        "tests/rewards/text/test_ocr.py::test_correctness_is_of_all_that_was_read",
     ),
     Mutant(
         "a reader is shown red for blue",
         "rewards/text/text_readers.py",
         'np.asarray(image.convert("RGB"))[:, :, ::-1]',
         'np.asarray(image.convert("RGB"))',
-        "tests/rewards/test_paddle_reader.py::test_lines_come_with_their_places_and_unsure_ones_not_at_all",
+        "tests/rewards/text/test_paddle_reader.py::test_lines_come_with_their_places_and_unsure_ones_not_at_all",
     ),
     Mutant(
         "a line that is too small to read moves the others up",
         "rewards/text/text_readers.py",
         'return [next(rest) if is_large(image) else Line("", 0.0) for image in images]',
         'return [*rest, *(Line("", 0.0) for image in images if not is_large(image))]',
-        "tests/rewards/test_paddle_reader.py::test_lines_of_known_boxes_keep_their_rows_where_some_are_too_small",
+        "tests/rewards/text/test_paddle_reader.py::test_lines_of_known_boxes_keep_their_rows_where_some_are_too_small",
     ),
     Mutant(
         "a package takes the signal that asks a run for its last checkpoint",
         "rewards/text/paddle_reader.py",
         "        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))",
         "        pass",
-        "tests/rewards/test_paddle_reader.py::test_who_listens_for_the_end_of_the_process_goes_on_listening",
+        "tests/rewards/text/test_paddle_reader.py::test_who_listens_for_the_end_of_the_process_goes_on_listening",
     ),
     Mutant(
         "the mask says what to keep",
         "rewards/scorers/preservation.py",
         "return 1 - torch.from_numpy(np.asarray(small).astype(np.float64)).flatten() / 255",
         "return torch.from_numpy(np.asarray(small).astype(np.float64)).flatten() / 255",
-        "tests/rewards/test_towers.py::test_preservation_looks_only_where_nothing_was_to_change",
+        "tests/rewards/scorers/test_towers.py::test_preservation_looks_only_where_nothing_was_to_change",
     ),
 )

@@ -3,9 +3,9 @@
 from mutant import Mutant
 
 _KEPT = "tests/rewards/ledger/test_kept_answers.py"
-_JOURNAL = "tests/runs/test_journal.py"
-_LEDGER = "tests/runs/test_ledger.py"
-_AUDIT = "tests/runs/audit/test_audit.py"
+_JOURNAL = "tests/training/test_journal.py"
+_LEDGER = "tests/training/test_ledger.py"
+_AUDIT = "tests/audit/test_audit.py"
 _AGREEMENT = "tests/core/test_agreement.py"
 
 LEDGER = (

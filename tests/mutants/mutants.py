@@ -18,7 +18,7 @@ from watching_mutants import WATCHING
 from writing_mutants import WRITING
 from z_image_mutants import Z_IMAGE
 
-CONTRACT = "tests/policies/test_denoising.py::test_keeps_the_contract"
+CONTRACT = "tests/policies/denoising/test_denoising.py::test_keeps_the_contract"
 
 MUTANTS = (
     # Acting
@@ -49,21 +49,21 @@ MUTANTS = (
         "return torch.tensor(batch.group, device",
         "words = [task.instruction for task in batch.tasks]\n"
         "        return torch.tensor([words.index(words[k]) for k in batch.group], device",
-        "tests/policies/test_denoising.py::test_tasks_with_the_same_words_stay_two_tasks",
+        "tests/policies/denoising/test_denoising.py::test_tasks_with_the_same_words_stay_two_tasks",
     ),
     Mutant(
         "averaged weights act in training",
         "policies/denoising/policy.py",
         'self.copies.using("old") if self.sampling.weights == "old" else nullcontext()',
         'self.copies.using("average") if "average" in self.copies.copies else nullcontext()',
-        "tests/policies/test_denoising.py::test_training_acts_and_learns_under_the_current_weights",
+        "tests/policies/denoising/test_denoising.py::test_training_acts_and_learns_under_the_current_weights",
     ),
     Mutant(
         "NFT's pictures are not its old policy's",
         "policies/denoising/policy.py",
         'self.copies.using("old") if self.sampling.weights == "old" else nullcontext()',
         "nullcontext()",
-        "tests/test_loop.py::test_nft_learns_from_pictures_of_the_old_policy_which_then_follows",
+        "tests/training/test_loop.py::test_nft_learns_from_pictures_of_the_old_policy_which_then_follows",
     ),
     Mutant(
         "averaged weights stay after sampling",
@@ -106,21 +106,21 @@ MUTANTS = (
         "models/common/guidance.py",
         "return self.combine(positive, negative, self.guidance_scale)",
         "return self.combine(positive, negative.detach(), self.guidance_scale)",
-        "tests/models/test_guidance.py::test_both_branches_have_gradient",
+        "tests/models/common/test_guidance.py::test_both_branches_have_gradient",
     ),
     Mutant(
         "mask rows swapped against their texts",
         "types.py",
         "{name: tensor[rows] for name, tensor in self.tensors.items()}",
         '{name: tensor[rows].flip(0) if name == "mask" else tensor[rows] for name, tensor in self.tensors.items()}',
-        "tests/policies/test_denoising.py::test_models_and_their_renderer_keep_the_contract[1.0-edit]",
+        "tests/policies/denoising/test_denoising.py::test_models_and_their_renderer_keep_the_contract[1.0-edit]",
     ),
     Mutant(
         "chunks share the first one's conditioning",
         "policies/denoising/trajectory.py",
         "[part.group + offset for part, offset in zip(parts, offsets, strict=True)]",
         "[part.group for part in parts]",
-        "tests/test_loop.py::test_chunks_change_nothing_but_rounding[4]",
+        "tests/training/test_loop.py::test_chunks_change_nothing_but_rounding[4]",
     ),
     Mutant(
         "the reference moves with the policy",
@@ -134,14 +134,14 @@ MUTANTS = (
         "policies/denoising/policy.py",
         'with torch.no_grad(), self.copies.using("reference"):',
         "with torch.no_grad():",
-        "tests/policies/test_denoising.py::test_kl_is_its_formula[closed-sde]",
+        "tests/policies/denoising/test_denoising.py::test_kl_is_its_formula[closed-sde]",
     ),
     Mutant(
         "KL over the spread instead of the variance",
         "core/divergences.py",
         "variance = step_std.float().square()",
         "variance = step_std.float()",
-        "tests/policies/test_denoising.py::test_the_closed_kl_is_the_mean_log_ratio_of_what_the_policy_does",
+        "tests/policies/denoising/test_denoising.py::test_the_closed_kl_is_the_mean_log_ratio_of_what_the_policy_does",
     ),
     # Judging and comparing
     Mutant(
@@ -149,14 +149,14 @@ MUTANTS = (
         "training/loop.py",
         "rewards = gathered[:, 0]\n",
         "rewards = gathered[:, 0].nan_to_num(0.0)\n",
-        "tests/test_loop.py::test_a_missing_score_is_as_if_the_row_were_not_there",
+        "tests/training/test_loop.py::test_a_missing_score_is_as_if_the_row_were_not_there",
     ),
     Mutant(
         "a missing row keeps its weight",
         "core/weights.py",
         "counts = (mask & valid[:, None]).float()",
         "counts = mask.float()",
-        "tests/test_loop.py::test_a_missing_score_is_as_if_the_row_were_not_there",
+        "tests/training/test_loop.py::test_a_missing_score_is_as_if_the_row_were_not_there",
     ),
     Mutant(
         "a fault of the policy goes missing",
@@ -177,7 +177,7 @@ MUTANTS = (
         "training/loop.py",
         "phase.order.view(run.ranks.world, -1)[run.ranks.rank]",
         "phase.order.view(run.ranks.world, -1)[0]",
-        "tests/test_loop.py::test_ranks_share_one_gradient[grpo-3]",
+        "tests/training/test_loop.py::test_ranks_share_one_gradient[grpo-3]",
     ),
     # Learning
     Mutant(
@@ -185,21 +185,21 @@ MUTANTS = (
         "objectives/policy_gradient.py",
         "value = (weights * loss).sum()",
         "value = (weights * loss).sum() / weights.sum()",
-        "tests/test_loop.py::test_microbatches_do_not_change_the_gradient[1]",
+        "tests/training/test_loop.py::test_microbatches_do_not_change_the_gradient[1]",
     ),
     Mutant(
         "normaliser per rank",
         "training/loop.py",
         "total = run.ranks.sum(denominator(mask, valid, normalise=phase.normalise, max_length=phase.max_length))",
         "total = denominator(mask, valid, normalise=phase.normalise, max_length=phase.max_length) * run.ranks.world",
-        "tests/test_loop.py::test_ranks_share_one_gradient[grpo-3]",
+        "tests/training/test_loop.py::test_ranks_share_one_gradient[grpo-3]",
     ),
     Mutant(
         "gradients averaged over ranks",
         "distributed/stepper.py",
         "self.ranks.sum(torch.cat([gradient.flatten() for gradient in gradients]))",
         "self.ranks.sum(torch.cat([gradient.flatten() for gradient in gradients])) / self.ranks.world",
-        "tests/test_loop.py::test_ranks_share_one_gradient[nft-2]",
+        "tests/training/test_loop.py::test_ranks_share_one_gradient[nft-2]",
     ),
     Mutant(
         "clip sides swapped",
@@ -241,7 +241,7 @@ MUTANTS = (
         "training/loop.py",
         "taken = (step - phase.steps.start) * phase.epochs * phase.minibatches",
         "taken = 0",
-        "tests/test_loop.py::test_a_phase_goes_on_where_it_stopped",
+        "tests/training/test_loop.py::test_a_phase_goes_on_where_it_stopped",
     ),
     Mutant(
         "the same points in every epoch",

@@ -2,9 +2,9 @@
 
 from mutant import Mutant
 
-JUDGE = "tests/playground/test_painting_judge.py"
-TASKS = "tests/playground/test_paintings.py"
-USING = "tests/runs/test_using_writers.py"
+JUDGE = "tests/playground/judges/test_painting_judge.py"
+TASKS = "tests/playground/world/test_paintings.py"
+USING = "tests/inference/test_using_writers.py"
 
 PAINTING = (
     Mutant(
@@ -33,7 +33,7 @@ PAINTING = (
         "recipe/recipe.py",
         "if isinstance(self.data, IndirectPlaygroundData | PaintingData):",
         "if isinstance(self.data, IndirectPlaygroundData):",
-        "tests/runs/test_recipe_of_writers.py::test_held_out_paintings_bring_whole_completions",
+        "tests/recipe/test_recipe_of_writers.py::test_held_out_paintings_bring_whole_completions",
     ),
     Mutant(
         "a blind renderer hears what was written",

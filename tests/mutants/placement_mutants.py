@@ -2,11 +2,11 @@
 
 from mutant import Mutant
 
-SHARDING = "tests/runs/test_sharding.py"
-PLACEMENT = "tests/runs/test_placement.py"
-PLANS = "tests/models/test_memory_plans.py"
-DOCTOR = "tests/runs/test_doctor_writing.py"
-CHECKS = "tests/runs/test_sharding_checks.py"
+SHARDING = "tests/distributed/test_sharding.py"
+PLACEMENT = "tests/distributed/test_placement.py"
+PLANS = "tests/memory/test_memory_plans.py"
+DOCTOR = "tests/doctor/test_doctor_writing.py"
+CHECKS = "tests/distributed/test_sharding_checks.py"
 
 PLACING = (
     Mutant(
@@ -77,6 +77,6 @@ PLACING = (
         "distributed/device_memory.py",
         "devices.empty_cache_every or 0",
         "devices.empty_cache_every or 5",
-        "tests/runs/test_device_memory.py::test_the_cache_is_given_back_when_the_recipe_says_so_and_not_else",
+        "tests/distributed/test_device_memory.py::test_the_cache_is_given_back_when_the_recipe_says_so_and_not_else",
     ),
 )

@@ -2,10 +2,10 @@
 
 from mutant import Mutant
 
-ADAPTERS = "tests/models/test_ip_adapter.py"
-RUNS = "tests/runs/test_ip_adapter_runs.py"
-SIGNS = "tests/playground/test_sign_judge.py"
-WORDS = "tests/playground/test_words.py"
+ADAPTERS = "tests/models/ip_adapter/test_ip_adapter.py"
+RUNS = "tests/models/ip_adapter/test_ip_adapter_runs.py"
+SIGNS = "tests/playground/judges/test_sign_judge.py"
+WORDS = "tests/playground/world/test_words.py"
 
 REFERENCES = (
     Mutant(

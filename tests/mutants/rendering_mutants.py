@@ -2,7 +2,7 @@
 
 from mutant import Mutant
 
-READING = "tests/models/test_qwen_responses.py"
+READING = "tests/models/qwen_image/test_qwen_responses.py"
 DRAWING = "tests/renderers/test_response_renderer.py"
 PROMPTS = "tests/renderers/test_prompt_renderer.py"
 

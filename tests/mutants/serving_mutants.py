@@ -2,12 +2,12 @@
 
 from mutant import Mutant
 
-FAULTS = "tests/rewards/test_remote_faults.py"
+FAULTS = "tests/rewards/client/test_remote_faults.py"
 ALONE = f"{FAULTS}::test_without_another_server_the_samples_are_missing"
 HOSTILE = "tests/serving/test_hostile.py"
 SERVER = "tests/serving/test_server.py"
-CLIENT = "tests/rewards/test_remote.py"
-QUOTA = "tests/rewards/test_quota.py"
+CLIENT = "tests/rewards/client/test_remote.py"
+QUOTA = "tests/rewards/quota/test_quota.py"
 
 SERVING = (
     # What is believed
@@ -95,7 +95,7 @@ SERVING = (
         "training/loop.py",
         "if ranks.any(spent is not None):",
         "if ranks.any(False):",
-        "tests/test_loop.py::test_a_spent_budget_stops_all_ranks_once_what_is_under_way_is_there",
+        "tests/training/test_loop.py::test_a_spent_budget_stops_all_ranks_once_what_is_under_way_is_there",
     ),
     # What is let in
     Mutant(

@@ -2,10 +2,10 @@
 
 from mutant import Mutant
 
-DATA = "tests/data/test_token_data.py"
-LOOP = "tests/policies/test_writing_loop.py"
+DATA = "tests/data/sources/test_token_data.py"
+LOOP = "tests/policies/autoregressive/test_writing_loop.py"
 IMITATING = "tests/objectives/test_cross_entropy.py"
-JANUS = "tests/models/test_janus.py"
+JANUS = "tests/models/janus/test_janus.py"
 
 TOKENS = (
     Mutant(
@@ -62,7 +62,7 @@ TOKENS = (
         "inference/tokenizing.py",
         'if len({told["stamp"] for told in lists}) > 1:',
         "if not lists:",
-        "tests/runs/test_tokenizing.py::test_shards_make_what_one_process_makes",
+        "tests/inference/test_tokenizing.py::test_shards_make_what_one_process_makes",
     ),
     Mutant(
         "rows are sorted and their weights are not",

@@ -4,7 +4,7 @@ from mutant import Mutant
 
 _GAE = "tests/core/test_gae.py"
 _LOSSES = "tests/objectives/test_actor_critic.py"
-_LOOP = "tests/runs/test_value_head.py"
+_LOOP = "tests/training/test_value_head.py"
 
 VALUES = (
     Mutant(

@@ -2,10 +2,10 @@
 
 from mutant import Mutant
 
-_ALARMS = "tests/runs/test_alarms.py"
-_WATCH = "tests/runs/test_watching.py"
-_CORPUS = "tests/rewards/judges/test_reading.py::test_the_corpus"
-_OBJECTS = "tests/rewards/test_geneval.py"
+_ALARMS = "tests/watch/test_alarms.py"
+_WATCH = "tests/watch/test_watching.py"
+_CORPUS = "tests/rewards/judges/answers/test_reading.py::test_the_corpus"
+_OBJECTS = "tests/rewards/scorers/test_geneval.py"
 
 WATCHING = (
     Mutant(
@@ -55,7 +55,7 @@ WATCHING = (
         "rewards/text/painted_text.py",
         "if not any(line in text for text in known[id(task)])",
         "if line",
-        "tests/rewards/test_painted_text.py::test_what_was_asked_for_is_no_alarm",
+        "tests/rewards/text/test_painted_text.py::test_what_was_asked_for_is_no_alarm",
     ),
     Mutant(
         "a position holds where one pair has it",

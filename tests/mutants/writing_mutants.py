@@ -2,9 +2,9 @@
 
 from mutant import Mutant
 
-CONTRACT = "tests/policies/test_autoregressive.py::test_keeps_the_contract"
-DECODING = "tests/policies/test_decoding.py"
-WRITER = "tests/models/test_qwen_writer.py"
+CONTRACT = "tests/policies/autoregressive/test_autoregressive.py::test_keeps_the_contract"
+DECODING = "tests/policies/autoregressive/test_decoding.py"
+WRITER = "tests/models/qwen_vl/test_qwen_writer.py"
 
 WRITING = (
     # Acting
@@ -56,21 +56,21 @@ WRITING = (
         "policies/autoregressive/policy.py",
         "temperature=self.decoding.temperature,\n",
         "temperature=1.0,\n",
-        "tests/policies/test_autoregressive.py::test_the_ratio_is_one_before_a_step",
+        "tests/policies/autoregressive/test_autoregressive.py::test_the_ratio_is_one_before_a_step",
     ),
     Mutant(
         "what top-p kept is forgotten",
         "policies/autoregressive/policy.py",
         "support = None if trajectory.support is None else trajectory.support[part.rows, columns][choice]",
         "support = None",
-        "tests/policies/test_autoregressive.py::test_the_ratio_is_one_before_a_step",
+        "tests/policies/autoregressive/test_autoregressive.py::test_the_ratio_is_one_before_a_step",
     ),
     Mutant(
         "forced tokens count as choices",
         "policies/autoregressive/policy.py",
         "mask = written & (forced < 0)",
         "mask = written",
-        "tests/policies/test_autoregressive.py::test_keeps_the_contract_with_forced_tokens_and_two_vocabularies",
+        "tests/policies/autoregressive/test_autoregressive.py::test_keeps_the_contract_with_forced_tokens_and_two_vocabularies",
     ),
     Mutant(
         "one vocabulary for every place",
@@ -84,14 +84,14 @@ WRITING = (
         "policies/autoregressive/policy.py",
         "mask = mask & ~cut_off[:, None]",
         "mask = mask & (mask | ~cut_off[:, None])",
-        "tests/policies/test_autoregressive.py::test_what_was_cut_off_teaches_nothing_where_that_is_wanted",
+        "tests/policies/autoregressive/test_autoregressive.py::test_what_was_cut_off_teaches_nothing_where_that_is_wanted",
     ),
     Mutant(
         "the prompt is shared without its gradient",
         "policies/autoregressive/policy.py",
         "return torch.cat([first[index, None], rest], dim=1)[:, :end]",
         "return torch.cat([first[index, None].detach(), rest], dim=1)[:, :end]",
-        "tests/policies/test_autoregressive.py::test_a_shared_prompt_gives_the_same_gradient",
+        "tests/policies/autoregressive/test_autoregressive.py::test_a_shared_prompt_gives_the_same_gradient",
     ),
     Mutant(
         "the KL follows the policy",
@@ -105,14 +105,14 @@ WRITING = (
         "policies/autoregressive/measuring.py",
         "for start in range(0, len(ids), chunk):\n        part = slice(start, start + chunk)",
         "for start in range(0, len(ids), len(ids)):\n        part = slice(None)",
-        "tests/policies/test_measuring.py::test_the_update_never_holds_all_logits",
+        "tests/policies/autoregressive/test_measuring.py::test_the_update_never_holds_all_logits",
     ),
     Mutant(
         "16 bits as they come from the cache",
         "policies/autoregressive/decoding.py",
         "self.model.module.parameters()).dtype == torch.float32 if",
         "self.model.module.parameters()).is_floating_point() if",
-        "tests/policies/test_autoregressive.py::test_sixteen_bits_are_measured_in_the_shape_of_the_update",
+        "tests/policies/autoregressive/test_autoregressive.py::test_sixteen_bits_are_measured_in_the_shape_of_the_update",
     ),
     # Reading
     Mutant(
@@ -127,6 +127,6 @@ WRITING = (
         "models/common/recompute.py",
         "layer.gradient_checkpointing = layer.training = True",
         "layer.train().gradient_checkpointing = True",
-        "tests/policies/test_autoregressive.py::test_gradient_checkpointing_changes_memory_alone",
+        "tests/policies/autoregressive/test_autoregressive.py::test_gradient_checkpointing_changes_memory_alone",
     ),
 )

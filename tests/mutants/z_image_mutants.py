@@ -2,7 +2,7 @@
 
 from mutant import Mutant
 
-_TEST = "tests/models/test_z_image.py"
+_TEST = "tests/models/z_image/test_z_image.py"
 _WALK = f"{_TEST}::test_walks_with_the_pipeline"
 
 Z_IMAGE = (

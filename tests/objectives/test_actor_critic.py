@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tiny_policies as tiny
+import tiny_writers
 import tiny_writing
-from models import tiny_writers
 from retouch.core.gae import clipped_value_loss, gae
 from retouch.objectives.actor_critic import ActorCritic
 from retouch.objectives.policy_gradient import PolicyGradient

@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 import torch
 
+import tiny_emu3
+import tiny_models
 import tiny_policies
 import tiny_writing
-from models import tiny, tiny_emu3
 from retouch.core.weights import loss_weights
 from retouch.models.emu3.model import DRAW, THINK
 from retouch.objectives.cross_entropy import CrossEntropy
@@ -31,10 +32,10 @@ class AsTheyCome:
 
 
 def tasks():
-    picture = tiny.picture(0, 16, 24)
-    plain = tiny.task("plain", "make it red", picture)
+    picture = tiny_models.picture(0, 16, 24)
+    plain = tiny_models.task("plain", "make it red", picture)
     return tuple(
-        dataclasses.replace(plain, id=str(row), target=tiny.picture(row, 16, 24), meta={"thought": "a" * letters})
+        dataclasses.replace(plain, id=str(row), target=tiny_models.picture(row, 16, 24), meta={"thought": "a" * letters})
         for row, letters in enumerate(THOUGHTS)
     )
 

@@ -10,8 +10,9 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, QwenImagePipeline, StableDiffusion3Pipeline
 
 import tiny_editing
+import tiny_models
+import tiny_writers
 import tiny_writing
-from models import tiny, tiny_writers
 from retouch.models.common.readable import readable
 from retouch.models.flux.model import Flux
 from retouch.models.flux.text import FluxText
@@ -31,10 +32,10 @@ SHIFT = {"shift": 3.0, "num_train_timesteps": 1000}
 
 def sd3():
     return SD3(
-        transformer=tiny.sd3_transformer(),
-        vae=tiny.sd3_vae(),
-        text_encoders=(tiny.clip(16, 1), tiny.clip(24, 2), tiny.t5(48, 3)),
-        tokenizers=[tiny.clip_tokenizer(), tiny.clip_tokenizer(), tiny.t5_tokenizer()],
+        transformer=tiny_models.sd3_transformer(),
+        vae=tiny_models.sd3_vae(),
+        text_encoders=(tiny_models.clip(16, 1), tiny_models.clip(24, 2), tiny_models.t5(48, 3)),
+        tokenizers=[tiny_models.clip_tokenizer(), tiny_models.clip_tokenizer(), tiny_models.t5_tokenizer()],
         scheduler_config=SHIFT,
         size=SIZE,
         max_sequence_length=80,
@@ -57,35 +58,35 @@ def sd3_pipeline(model):
 
 
 def qwen():
-    options = {"template": tiny.TEXT_TEMPLATE, "size": SIZE, "max_tokens": 90}
-    return QwenImage(**tiny_editing.parts(), scheduler_config=tiny.SCHEDULER, **options)
+    options = {"template": tiny_models.TEXT_TEMPLATE, "size": SIZE, "max_tokens": 90}
+    return QwenImage(**tiny_editing.parts(), scheduler_config=tiny_models.SCHEDULER, **options)
 
 
 def qwen_pipeline(model):
     pipe = QwenImagePipeline(
         transformer=model.module,
-        vae=tiny.qwen_vae(),
-        scheduler=FlowMatchEulerDiscreteScheduler(**tiny.SCHEDULER),
+        vae=tiny_models.qwen_vae(),
+        scheduler=FlowMatchEulerDiscreteScheduler(**tiny_models.SCHEDULER),
         text_encoder=model.text.encoder,
         tokenizer=model.text.tokenizer,
     )
-    pipe.prompt_template_encode = tiny.TEXT_TEMPLATE
+    pipe.prompt_template_encode = tiny_models.TEXT_TEMPLATE
     pipe.prompt_template_encode_start_idx = model.text.prefix
     return pipe
 
 
 def flux():
     return Flux(
-        transformer=tiny.flux_transformer(),
-        vae=tiny.sd3_vae(),
+        transformer=tiny_models.flux_transformer(),
+        vae=tiny_models.sd3_vae(),
         text=FluxText(
-            tiny.clip_text(16, 1),
-            tiny.t5(48, 3),
-            clip_tokenizer=tiny.clip_tokenizer(),
-            t5_tokenizer=tiny.t5_tokenizer(),
+            tiny_models.clip_text(16, 1),
+            tiny_models.t5(48, 3),
+            clip_tokenizer=tiny_models.clip_tokenizer(),
+            t5_tokenizer=tiny_models.t5_tokenizer(),
             max_sequence_length=80,
         ),
-        scheduler_config=tiny.SCHEDULER,
+        scheduler_config=tiny_models.SCHEDULER,
         size=SIZE,
     )
 
@@ -94,7 +95,7 @@ def flux_pipeline(model):
     return FluxPipeline(
         transformer=model.module,
         vae=model.latents.vae,
-        scheduler=FlowMatchEulerDiscreteScheduler(**tiny.SCHEDULER),
+        scheduler=FlowMatchEulerDiscreteScheduler(**tiny_models.SCHEDULER),
         text_encoder=model.text.clip,
         tokenizer=model.text.clip_tokenizer,
         text_encoder_2=model.text.t5,
@@ -135,7 +136,7 @@ def outputs(*texts, cut_off=False):
 
 
 def tasks(count):
-    return [tiny.task("a", "a cat")] * count
+    return [tiny_models.task("a", "a cat")] * count
 
 
 def apart(a, b):
@@ -220,7 +221,7 @@ def test_the_writers_words_are_drawn_and_the_tasks_are_not(kind):
     model, _, _ = kind
     draws = renderer(model)
     said = outputs("a red circle", "a red circle", "a blue square")
-    first = draws([tiny.task(str(k), word, tiny.picture(k)) for k, word in enumerate(("cat", "dog", "cat"))], said)
+    first = draws([tiny_models.task(str(k), word, tiny_models.picture(k)) for k, word in enumerate(("cat", "dog", "cat"))], said)
     assert apart(first[0], first[1]) == 0
     assert apart(first[0], first[2]) > 0
     own = renderer(model, shared_noise=False)(tasks(3), said)

@@ -11,7 +11,7 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit_module
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus_module
 
 import tiny_editing
-from models import tiny
+import tiny_models
 from retouch.models.common.encoder import Encoder
 from retouch.models.qwen_image.edit import QwenImageEditPlus
 from retouch.models.qwen_image.responses import QwenResponses
@@ -94,13 +94,13 @@ def test_the_pictures_are_the_pipelines(made, monkeypatch, guidance_scale, said)
     monkeypatch.setattr(edit_module, "calculate_dimensions", lambda given, ratio: real(area, ratio))
     editor = tiny_editing.editor(made, condition_area=area, source_area=area)
     draws = renderer(editor, frozen(editor), guidance_scale=guidance_scale)
-    trajectory, task = outputs(said), tiny.task("a", "make it red", tiny.picture(0, 40, 56))
+    trajectory, task = outputs(said), tiny_models.task("a", "make it red", tiny_models.picture(0, 40, 56))
     (ours,) = draws([task], trajectory)
 
     questions = [draws.editor.prepare(task)]
     embeds = draws.editor.condition(questions, draws.editor.read(questions, [said])).tensors
     told = {"prompt": task.instruction} if not said else {"prompt_embeds": embeds["embeds"], "prompt_embeds_mask": embeds["mask"]}
-    pipe = tiny_editing.pipeline(QwenImageEditPipeline, made, tiny.TEMPLATE)
+    pipe = tiny_editing.pipeline(QwenImageEditPipeline, made, tiny_models.TEMPLATE)
     theirs = pipe(
         task.images[0],
         **told,
@@ -118,12 +118,15 @@ def test_several_sources_are_the_pipelines_too(made, monkeypatch):
     monkeypatch.setattr(plus_module, "CONDITION_IMAGE_SIZE", 32 * 32)
     monkeypatch.setattr(plus_module, "VAE_IMAGE_SIZE", 64 * 64)
     editor = tiny_editing.editor(made, QwenImageEditPlus, condition_area=32 * 32, source_area=64 * 64, size=(32, 48))
-    task, trajectory = tiny.task("a", "one on the other", tiny.picture(0, 40, 56), tiny.picture(1, 64, 32)), outputs((3, 200))
+    task, trajectory = (
+        tiny_models.task("a", "one on the other", tiny_models.picture(0, 40, 56), tiny_models.picture(1, 64, 32)),
+        outputs((3, 200)),
+    )
     draws = renderer(editor, frozen(editor))
     (ours,) = draws([task], trajectory)
     questions = [draws.editor.prepare(task)]
     embeds = draws.editor.condition(questions, draws.editor.read(questions, [(3, 200)])).tensors
-    theirs = tiny_editing.pipeline(QwenImageEditPlusPipeline, made, tiny.TEXT_TEMPLATE)(
+    theirs = tiny_editing.pipeline(QwenImageEditPlusPipeline, made, tiny_models.TEXT_TEMPLATE)(
         list(task.images),
         prompt_embeds=embeds["embeds"],
         prompt_embeds_mask=embeds["mask"],

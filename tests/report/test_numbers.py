@@ -6,10 +6,10 @@ import random
 import statistics
 
 import pytest
-from html_check import read
 from hypothesis import given
 from hypothesis import strategies as st
 
+from html_check import read
 from retouch.report import curves, numbers
 from retouch.report.charts import Chart, Line, draw
 from retouch.report.markup import join, tag, text

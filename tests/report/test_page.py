@@ -9,10 +9,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from fake_run import write_run, write_start
-from html_check import Page, assert_needs_nothing, read
 from PIL import Image
 
+from fake_run import write_run, write_start
+from html_check import Page, assert_needs_nothing, read
 from retouch.records.folder import Judged, RunFolder
 from retouch.records.summary import Summary
 from retouch.report.page import write_report

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from fake_run import write_start
-from html_check import Page, read
 from PIL import Image
 
+from fake_run import write_start
+from html_check import Page, read
 from retouch.records.folder import Judged, RunFolder
 from retouch.report.page import write_report
 from retouch.rewards.text.prompt_quality import prompt_quality

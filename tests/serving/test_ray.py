@@ -19,7 +19,7 @@ from ray_server import ON_RAY, RayServer, ray_server
 from retouch.rewards.client.client import RemoteReward
 from served_rewards import digest_score
 
-TESTS = Path(__file__).parents[1]
+SUPPORT = Path(__file__).parents[1] / "support"
 
 
 pytestmark = ON_RAY
@@ -88,7 +88,7 @@ def test_more_replicas_come_as_the_load_asks_for_them(tmp_path: Path) -> None:
 
 
 def test_a_reload_changes_the_judge_and_loses_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = (TESTS / "served_rewards.py").read_text()
+    source = (SUPPORT / "served_rewards.py").read_text()
     module = tmp_path / "my_judge.py"
     module.write_text(source)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))

@@ -27,7 +27,7 @@ from retouch.serving.replica import bound
 from retouch.serving.supervisor import _kept_ports, is_loopback
 from served_rewards import digest_score
 
-TESTS = Path(__file__).parents[1]
+SUPPORT = Path(__file__).parents[1] / "support"
 STARTED = re.compile(r"^replica (\d+): (http://\S+), pid (\d+)(?:, GPU (\d+))?, log (\S+)$")
 
 
@@ -58,7 +58,7 @@ class Serving:
 
 @contextmanager
 def serving(folder: Path, *words: str, ready: int = 1, **environment: str) -> Iterator[Serving]:
-    path = os.pathsep.join([str(TESTS), str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(SUPPORT), str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
         [sys.executable, "-m", "retouch.cli", "serve", *words, "--port", "0", "--logs", str(folder / "logs")],
         stdout=subprocess.PIPE,
@@ -146,7 +146,7 @@ def test_sigterm_answers_all_that_is_in_hand(tmp_path: Path) -> None:
 
 
 def test_rolling_restarts_lose_no_sample_and_a_reload_changes_the_judge(tmp_path: Path) -> None:
-    source = (TESTS / "served_rewards.py").read_text()
+    source = (SUPPORT / "served_rewards.py").read_text()
     (tmp_path / "my_judge.py").write_text(source)
     with serving(tmp_path, "my_judge:Digest", "--replicas", "2", ready=2) as serve:
         urls = [found[2] for found in serve.starts()]

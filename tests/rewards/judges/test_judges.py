@@ -7,9 +7,9 @@ from importlib import resources
 import numpy as np
 import pytest
 import torch
-from double import KEY, Double, clean, vote
 from PIL import Image
 
+from judge_double import KEY, Double, clean, vote
 from retouch.protocols import Reward
 from retouch.rewards.judges import (
     AspectsReward,

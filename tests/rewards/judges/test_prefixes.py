@@ -10,7 +10,8 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer, Qwen2VLImageProcessorPil
 
-from models import tiny, tiny_writers
+import tiny_models
+import tiny_writers
 from retouch.rewards.judges import (
     Answer,
     AspectsReward,
@@ -58,7 +59,7 @@ def english():
     made = Qwen2Tokenizer(
         vocab={**pieces["vocab"], "<|endoftext|>": len(pieces["vocab"])}, merges=[tuple(pair) for pair in pieces["merges"]]
     )
-    made.add_special_tokens({"additional_special_tokens": list(tiny.SPECIAL)})
+    made.add_special_tokens({"additional_special_tokens": list(tiny_models.SPECIAL)})
     return made
 
 

@@ -1,0 +1,187 @@
+"""Where the parts of a run lie: on devices of their own, in turn on one, and what ranks make of the names in a recipe."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tiny_writer_runs
+from retouch.assembly.assembly import assemble
+from retouch.assembly.image_model import parts_of
+from retouch.assembly.model import playground_weights
+from retouch.distributed.placement import Placement, gpus_of_a_rank, join_ranks, own_device, place
+from retouch.distributed.ranks import Ranks
+from retouch.recipe.devices import Devices
+from retouch.recipe.recipe import parse
+from retouch.renderers.offloaded import Offloaded, lent_to
+
+SUPPORT = Path(__file__).parents[1] / "support"
+CPU = torch.device("cpu")
+REWARD = {"kind": "import", "class": "placed_run:Told", "combine": {"share": 1}}
+
+
+def step(tmp_path: Path, writer: Path, where: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A step with its parts at these places, in a process of its own."""
+    file = tmp_path / "recipe.json"
+    file.write_text(json.dumps(tiny_writer_runs.recipe(tmp_path, writer, reward=REWARD, **changes)))
+    command = [sys.executable, str(SUPPORT / "placed_run.py"), str(file), json.dumps(where)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
+    made = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr[-3000:]
+    found: dict[str, Any] = json.loads(made.stdout)
+    return found
+
+
+HERE = {"policy": "cpu", "renderer": "cpu", "reward": "cpu"}
+APART = {"policy": "pretend:0", "renderer": "pretend:1", "reward": "pretend:2"}
+
+
+@pytest.mark.parametrize("encoder", ["frozen", "policy"])
+def test_parts_on_devices_of_their_own_do_what_they_do_on_one(tmp_path: Path, writer: Path, encoder: str) -> None:
+    changes = {"renderer__encoder": encoder, "renderer__guidance_scale": 2.0}
+    alone = step(tmp_path, writer, HERE, **changes)
+    apart = step(tmp_path, writer, APART, **changes)
+    for name in ("written", "pictures"):
+        assert apart[name] == alone[name], name
+    assert apart["loss"] == pytest.approx(alone["loss"], abs=1e-6)
+    assert apart["gradient"] == pytest.approx(alone["gradient"], rel=1e-4)
+    assert len(alone["pictures"]) == 8
+    assert alone["gradient"] > 0
+    places = {name: apart[name] for name in ("policy", "renderer", "drawn_on", "reward", "gradients")}
+    assert places == {
+        "policy": ["pretend:0"],
+        "renderer": ["pretend:1"],
+        "drawn_on": ["pretend:1"],
+        "reward": "pretend:2",
+        "gradients": ["pretend:0"],
+    }
+
+
+def test_one_device_is_shared_in_turn(tmp_path: Path, writer: Path) -> None:
+    shared = step(tmp_path, writer, {**dict.fromkeys(HERE, "pretend:0"), "offload": True})
+    assert shared["renderer"] == ["cpu"]
+    assert shared["drawn_on"] == ["pretend:0"]
+    assert shared["pictures"] == step(tmp_path, writer, HERE)["pictures"]
+
+
+# Weights that wait
+
+
+def test_what_waited_is_the_very_same_afterwards() -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    module.append(module[0])
+    before = dict([*module.named_parameters(), *module.named_buffers()])
+
+    def used() -> None:
+        with lent_to(torch.device("meta"), [module]):
+            assert {tensor.device.type for tensor in [*module.parameters(), *module.buffers()]} == {"meta"}
+            assert module[0].weight is module[2].weight
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        used()
+    after = dict([*module.named_parameters(), *module.named_buffers()])
+    assert after.keys() == before.keys()
+    assert all(after[name] is tensor for name, tensor in before.items())
+
+
+def test_offload_of_a_recipe(tmp_path: Path, writer: Path) -> None:
+    document = tiny_writer_runs.recipe(tmp_path, writer, devices={"offload": True}, renderer__encoder="policy")
+    parts = assemble(parse(document), Ranks())
+    renderer = parts.renderer()
+    assert isinstance(renderer, Offloaded)
+    assert parts.model.module not in renderer.parts
+    assert len(renderer.parts) == 2
+    parts.judge.close()
+
+
+def test_what_an_imported_model_is_made_of_is_not_known() -> None:
+    with pytest.raises(ValueError, match=r"devices\.offload.*SimpleNamespace"):
+        parts_of(SimpleNamespace())  # type: ignore[arg-type]
+
+
+# Weights that are held once
+
+
+def test_a_frozen_encoder_of_the_writers_own_weights_is_held_once(tmp_path: Path, writer: Path) -> None:
+    """The editor's text encoder is saved with the writer's weights; what is drawn is what two copies of them draw."""
+    editor = tmp_path / "editor"
+    shutil.copytree(playground_weights(), editor)
+    for file in ("model.safetensors", "config.json"):
+        shutil.copy(writer / file, editor / "text_encoder" / file)
+    pictures = []
+    for train in ({"kind": "lora", "rank": 4, "alpha": 8}, {"kind": "full"}):
+        changes = {"renderer__model": {"kind": "playground", "path": str(editor)}, "policy__train": train}
+        parts = assemble(parse(tiny_writer_runs.recipe(tmp_path, writer, **changes)), Ranks())
+        once = parts.image_model.text.encoder is parts.model.module  # type: ignore[attr-defined]
+        assert once == (train["kind"] == "lora")  # all weights that train would leave the frozen ones behind
+        assert "reference" in parts.copies.copies
+        run, phase = parts.phase(0, stepper=parts.stepper(), judge=parts.judge)  # type: ignore[arg-type]
+        batch = phase.batch(0)
+        trajectory = run.policy.rollout(batch)
+        with torch.no_grad():
+            for parameter in parts.copies.parameters.values():
+                parameter.add_(0.3)
+        drawn = run.renderer([batch.tasks[k] for k in batch.group], trajectory)
+        pictures.append([image.tobytes() for image in drawn if image is not None])
+        parts.judge.close()
+    assert len(pictures[0]) == 8
+    assert pictures[0] == pictures[1]
+
+
+@pytest.mark.parametrize("encoder", ["policy", "frozen"])
+def test_what_is_held_once_has_one_storage(tmp_path: Path, writer: Path, encoder: str) -> None:
+    editor = tmp_path / "editor"
+    shutil.copytree(playground_weights(), editor)
+    for file in ("model.safetensors", "config.json"):
+        shutil.copy(writer / file, editor / "text_encoder" / file)
+    changes = {"renderer__model": {"kind": "playground", "path": str(editor)}, "renderer__encoder": encoder}
+    parts = assemble(parse(tiny_writer_runs.recipe(tmp_path, writer, **changes)), Ranks())
+    image_model: Any = parts.image_model
+    written, drawn = parts.model.module, [image_model.module, image_model.latents.vae]
+    assert held([written, *parts_of(image_model)]) == held([written, *drawn]) == held([written]) + held(drawn)
+    parts.judge.close()
+
+
+def held(modules: list[nn.Module]) -> int:
+    """Bytes of the storages of all their weights, each once."""
+    storages = [weight.untyped_storage() for module in modules for weight in module.parameters()]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+# Names in a recipe
+
+
+def test_names_count_a_ranks_own_gpus() -> None:
+    three = Devices(policy="cuda:0", renderer="cuda:1", reward="cuda:2")
+    assert gpus_of_a_rank(three) == 3
+    assert [str(own_device(name, three, local_rank=2)) for name in three.named.values()] == ["cuda:6", "cuda:7", "cuda:8"]
+    assert gpus_of_a_rank(Devices(offload=True)) == gpus_of_a_rank(Devices(reward="cpu")) == 1
+    assert own_device("cpu", three, local_rank=2) == CPU
+
+
+def test_parts_without_a_name_are_where_the_policy_is(tmp_path: Path, writer: Path) -> None:
+    ranks = Ranks(device=torch.device("cuda:5"))
+    assert place(parse(tiny_writer_runs.recipe(tmp_path, writer)), ranks) == Placement(*[torch.device("cuda:5")] * 3)
+    some = parse(tiny_writer_runs.recipe(tmp_path, writer, devices={"reward": "cpu", "offload": True}))
+    assert place(some, ranks) == Placement(torch.device("cuda:5"), torch.device("cuda:5"), CPU, True)
+    kl = tiny_writer_runs.recipe(tmp_path, writer, devices={"reference": "cpu"})
+    kl["policy"]["train"] = {"kind": "full"}
+    assert place(parse(kl), ranks).waiting == {"reference": CPU}
+
+
+def test_devices_that_are_not_there_are_named(tmp_path: Path, writer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    recipe = parse(tiny_writer_runs.recipe(tmp_path, writer, devices={"renderer": "cuda:1", "reward": "cuda:2"}))
+    with pytest.raises(ValueError, match=r"devices\.renderer: cuda:1 of this rank is cuda:4.* has 4 CUDA devices.*takes 3"):
+        join_ranks(recipe)

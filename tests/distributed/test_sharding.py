@@ -1,0 +1,173 @@
+"""What ranks share of a run, by DeepSpeed's ZeRO-2 and by FSDP2: the steps of ranks that share nothing, to rounding."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny_writer_runs
+from rank_commands import SUPPORT, on_two_ranks
+from retouch.assembly.model import playground_weights
+from retouch.recipe.overrides import apply
+from retouch.recipe.recipe import parse
+from retouch.records.folder import RunFolder
+from retouch.training import checkpoint
+from tiny_recipes import SMALL
+
+NO_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+SHARED = [pytest.param("zero2", marks=NO_DEEPSPEED), "fsdp2"]
+
+
+@pytest.fixture(scope="module", params=SHARED)
+def stepped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What ``sharded_ranks`` found on each rank, with LoRA and with all weights."""
+    folder = tmp_path_factory.mktemp("ranks")
+    on_two_ranks([str(SUPPORT / "sharded_ranks.py"), request.param, str(folder)], folder / "logs")
+    found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    return [rank[train] for rank in found for train in ("lora", "full")]
+
+
+def test_the_steps_are_those_of_ranks_that_share_nothing(stepped: list[dict[str, Any]]) -> None:
+    for found in stepped:
+        assert found["begun_apart"] == 0
+        assert found["empty_state"] == {}
+        for plain, shared in found["norms"]:
+            assert shared == pytest.approx(plain, rel=1e-4)
+            assert plain > 0.05  # so it was clipped
+        assert found["moved"] > 1e-2
+        assert found["apart"] < 1e-4
+        assert found["same_state_names"]
+        assert found["state_apart"] < 1e-4
+
+
+def test_what_is_no_number_on_one_rank_changes_nothing_on_any(stepped: list[dict[str, Any]]) -> None:
+    for found in stepped:
+        assert found["refused"]
+        assert found["untouched"]
+
+
+def test_state_is_taken_up_to_the_same_bits_and_by_other_steppers(stepped: list[dict[str, Any]]) -> None:
+    for found in stepped:
+        assert found["resumed"]
+        assert found["renewed"]
+        shared, plain, apart = found["handed_over"]
+        assert plain == pytest.approx(shared, rel=1e-4)
+        assert apart < 1e-4
+
+
+def test_copies_of_shared_weights_are_swapped_and_blended(stepped: list[dict[str, Any]]) -> None:
+    for found in stepped:
+        assert found["reference_apart"] == 0
+        assert found["swapped_back"]
+        assert found["blend_apart"] < 1e-6
+
+
+# Whole runs
+
+
+def train(out: Path, writer: Path, name: str, **changes: Any) -> RunFolder:
+    """A run of two ranks in which the policy itself reads for the editor, with guidance, an average and a KL."""
+    settings: dict[str, Any] = {
+        "renderer__encoder": "policy",
+        "renderer__guidance_scale": 2.0,
+        "policy__ema": {"decay": 0.5},
+        "eval": {"tasks": 3, "complexity": [1]},
+        "checkpoints": {"every": 1, "keep": 9},
+    }
+    file = out / f"{name}.json"
+    file.write_text(json.dumps({**tiny_writer_runs.recipe(out, writer, **(settings | changes)), "name": name}))
+    on_two_ranks(["-m", "retouch.cli", "train", str(file)], out / "logs" / name)
+    return RunFolder(out / name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", SHARED)
+def test_a_run_learns_what_ranks_that_share_nothing_learn_and_resumes_to_the_same_bits(
+    tmp_path: Path, writer: Path, sharding: str
+) -> None:
+    plain = train(tmp_path, writer, "plain", steps=2)
+    whole = train(tmp_path, writer, "whole", steps=3, sharding=sharding)
+    train(tmp_path, writer, "stopped", steps=2, sharding=sharding)
+    resumed = train(tmp_path, writer, "stopped", steps=3, sharding=sharding)
+    for wanted, found in zip(plain.read_metrics(), whole.read_metrics(), strict=False):
+        for name in ("policy/grad_norm", "reward/mean", "completion/length", "policy/kl", "policy/ratio_max_first"):
+            assert found[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-5), name
+    assert whole.read_metrics() == resumed.read_metrics()
+    states = [checkpoint.load(folder.checkpoints / "step-000003").tensors for folder in (whole, resumed)]
+    assert states[0].keys() == states[1].keys()
+    for group in states[0]:
+        assert states[0][group].keys() == states[1][group].keys()
+        for name, tensor in states[0][group].items():
+            assert torch.equal(tensor.nan_to_num(), states[1][group][name].nan_to_num()), f"{group}/{name}"
+
+
+@pytest.mark.slow
+def test_a_frozen_reader_that_is_the_sharded_writer_itself_reads_as_its_own(tmp_path: Path, writer: Path) -> None:
+    """The editor's text encoder has the writer's weights, so it is held once, and spread over the ranks."""
+    editor = tmp_path / "editor"
+    shutil.copytree(playground_weights(), editor)
+    for file in ("model.safetensors", "config.json"):
+        shutil.copy(writer / file, editor / "text_encoder" / file)
+    settings = {"renderer__model": {"kind": "playground", "path": str(editor)}, "renderer__encoder": "frozen", "steps": 2}
+    plain = train(tmp_path, writer, "plain", **settings)
+    shared = train(tmp_path, writer, "shared", sharding="fsdp2", **settings)
+    for wanted, found in zip(plain.read_metrics(), shared.read_metrics(), strict=True):
+        for name in ("policy/grad_norm", "reward/mean", "completion/length"):
+            assert found[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", SHARED)
+def test_a_value_head_beside_a_shared_writer_learns_what_it_learns_beside_a_whole_one(
+    tmp_path: Path, writer: Path, sharding: str
+) -> None:
+    """Its loss goes into the writer's weights too."""
+    head = {"kind": "gae", "head": {"coefficient": 0.5}}
+    settings = {"advantage": head, "reward__combine": {"IP": 1}, "steps": 3}
+    plain = train(tmp_path, writer, "plain", **settings)
+    shared = train(tmp_path, writer, "shared", sharding=sharding, **settings)
+    for wanted, found in zip(plain.read_metrics(), shared.read_metrics(), strict=True):
+        for name in ("value/loss", "policy/loss", "policy/grad_norm", "policy/ratio_max_first"):
+            assert found[name] == pytest.approx(wanted[name], rel=2e-3, abs=1e-5), name
+    heads = [checkpoint.load(folder.checkpoints / "step-000003").tensors["optimizer"] for folder in (plain, shared)]
+    name = "value_head/weights/network.outer.weight"
+    torch.testing.assert_close(heads[1][name], heads[0][name], rtol=0, atol=1e-4)
+    assert heads[0][name].abs().max() > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", SHARED)
+def test_an_editor_learns_what_ranks_that_share_nothing_learn(tmp_path: Path, sharding: str) -> None:
+    metrics = []
+    for name, key in (("plain", "null"), (sharding, sharding)):
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps(apply(SMALL, [f"name={name}", f"out={tmp_path}", f"sharding={key}", "trackers=[]"])))
+        on_two_ranks(["-m", "retouch.cli", "train", str(file)], tmp_path / "logs" / name)
+        metrics.append(RunFolder(tmp_path / name).read_metrics())
+    assert len(metrics[0]) == len(metrics[1]) == 2
+    for wanted, found in zip(*metrics, strict=True):
+        for name in ("policy/grad_norm", "reward/mean", "policy/loss", "policy/ratio_max_first"):
+            assert found[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-5), name
+
+
+# What is refused
+
+
+def test_zero3_is_refused_with_the_reason_and_what_to_take(tmp_path: Path, writer: Path) -> None:
+    with pytest.raises(ValueError, match=r"sharding: zero3 takes weights apart in every call.*take zero2, or fsdp2"):
+        parse(tiny_writer_runs.recipe(tmp_path, writer, sharding="zero3", renderer__encoder="policy"))
+
+
+def test_one_rank_alone_shares_nothing(tmp_path: Path, writer: Path) -> None:
+    from retouch.assembly.assembly import assemble
+    from retouch.distributed.ranks import Ranks
+    from retouch.distributed.stepper import ReplicatedStepper
+
+    for sharding in ("zero2", "fsdp2"):
+        parts = assemble(parse(tiny_writer_runs.recipe(tmp_path, writer, sharding=sharding)), Ranks())
+        assert isinstance(parts.stepper(), ReplicatedStepper)
+        parts.judge.close()

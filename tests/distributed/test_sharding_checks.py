@@ -1,0 +1,97 @@
+"""What accelerate's configurations say of sharding: those that ship start ranks that share, others are refused with the reason."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tiny_writer_runs
+from retouch.config.packaged import packaged_recipes
+from retouch.distributed.launching import environments
+from retouch.distributed.sharding_checks import check_sharding
+from retouch.doctor.checks import check_ranks_share
+from retouch.recipe.recipe import Recipe, parse
+from retouch.records.folder import RunFolder
+from tiny_recipes import SMALL
+
+SUPPORT = Path(__file__).parents[1] / "support"
+NO_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+DEEPSPEED = {"ACCELERATE_USE_DEEPSPEED": "true"}
+FSDP = {"ACCELERATE_USE_FSDP": "true"}
+
+
+def sharded(sharding: str | None) -> Recipe:
+    return parse({**SMALL, "sharding": sharding})
+
+
+@pytest.mark.parametrize(
+    ("sharding", "environment"),
+    [
+        (None, {}),
+        ("fsdp2", {"WORLD_SIZE": "2"}),
+        ("fsdp2", {**FSDP, "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "false"}),
+        ("zero2", {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none"}),
+        (None, {"ACCELERATE_USE_DEEPSPEED": "false"}),
+    ],
+)
+def test_what_says_the_same_is_taken(sharding: str | None, environment: dict[str, str]) -> None:
+    check_sharding(sharded(sharding), environment)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "environment", "why"),
+    [
+        ("zero2", {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, r"zero_stage 3: .*pop from an empty deque.*zero2\.yaml"),
+        (None, {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}, r"says zero2, and the recipe's `sharding` nothing"),
+        ("fsdp2", {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}, r"or launch with recipes/accelerate/fsdp2\.yaml"),
+        ("zero2", {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}, "zero_stage 1; 2 is there"),
+        ("zero2", {**DEEPSPEED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, "a DeepSpeed file, which is not read"),
+        (
+            "zero2",
+            {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"},
+            "offloads DeepSpeed's optimizer",
+        ),
+        ("fsdp2", {**FSDP, "FSDP_VERSION": "1"}, "fsdp_version 1; 2 is there"),
+        ("fsdp2", {**FSDP, "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, "offloads FSDP's parameters"),
+        ("zero2", {**FSDP, "FSDP_VERSION": "2"}, "says fsdp2, and the recipe's `sharding` zero2"),
+    ],
+)
+def test_what_is_not_followed_is_refused(sharding: str | None, environment: dict[str, str], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        check_sharding(sharded(sharding), environment)
+
+
+def test_a_missing_library_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = sharded("zero2")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    check_sharding(recipe, {})  # one rank alone shares nothing
+    (found,) = check_ranks_share(recipe, world=2)
+    assert (found.status, found.mend) == ("FAILED", "pip install 'retouch[deepspeed]'")
+    (alone,) = check_ranks_share(recipe, world=1)
+    assert (alone.status, alone.text) == ("ok", "one rank alone shares nothing")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", [pytest.param("zero2", marks=NO_DEEPSPEED), "fsdp2"])
+def test_the_shipped_configurations_start_ranks_that_share(tmp_path: Path, sharding: str) -> None:
+    tiny_writer_runs.save_writer(tmp_path / "writer")
+    document = tiny_writer_runs.recipe(tmp_path, tmp_path / "writer", steps=1, sharding=sharding, eval={"tasks": 2}, ranks=2)
+    file = tmp_path / "recipe.json"
+    file.write_text(json.dumps(document))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path]), "OMP_NUM_THREADS": "1"}
+    environment |= {"DS_ACCELERATOR": "cpu"}
+    port = environments(2)[0]["MASTER_PORT"]
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    command += ["--config_file", str(packaged_recipes() / "accelerate" / f"{sharding}.yaml")]
+    command += ["--num_processes", "2", "--main_process_port", port, "-m", "retouch.cli", "train", str(file)]
+    made = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr[-3000:]
+    folder = RunFolder(tmp_path / "written")
+    assert f"2 ranks, which share by {sharding}" in folder.log(0).read_text()
+    timings = json.loads(folder.timings.read_text().splitlines()[0])
+    assert {"memory/peak_gb/rank-0", "memory/peak_gb/rank-1"} <= timings.keys()
+    assert folder.summary.exists()

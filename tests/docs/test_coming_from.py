@@ -1,0 +1,96 @@
+"""The page for those who come from other trainers: our keys exist, what is "not yet" does not, and nothing is left out."""
+
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from retouch.config.schema import alternatives, is_list, keys_of
+from retouch.recipe.overrides import value_of
+from retouch.recipe.recipe import Recipe
+
+PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
+SECTIONS = dict(re.findall(r"^## (\w)\. [^\n]*\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL))
+
+# What these systems are told, by their own names.
+THEIRS = {
+    "A": "model_name_or_path bf16 use_peft lora_r lora_alpha lora_target_modules learning_rate num_generations n_evals "
+    "per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_completion_length temperature beta epsilon "
+    "loss_type scale_rewards num_iterations gradient_checkpointing use_vllm reward_weights save_steps output_dir run_name seed "
+    "report_to resume_from_checkpoint attn_implementation OPENAI_API_KEY",
+    "B": "--model_type --ocr_weight --vlm_weight --rl_warmup_steps --rl_per_prompt_stat_tracking --rl_num_inner_epochs",
+    "C": "model_name device max_new_tokens temperature enhance_prompt enhance_prompts_batch CLIPRewardCalculator",
+    "D": "train_paths_file coefficients val_paths_file val_coefficients base_exp_dir model_path model_revision tokenizer_path "
+    "assistant_prefill random_seed max_prompt_len max_completion_len train_text_tokens_only train_vision_tokens_only "
+    "train_text_tokens_only_cycle_steps train_vision_tokens_only_cycle_steps text_only_steps reward_function_model_name "
+    "learning_rate num_iterations kl_coeff temperature per_device_batch_size episodes_per_iteration generations_per_sample "
+    "max_response_tokens top_p top_k model_context_size vllm_gpu_memory_utilization emu3_use_logit_processor "
+    "separate_language_and_vision_vocabs reward_function_api_base reward_function_api_model_name reward_compute_viescore "
+    "reward_compute_ground_score reward_final_reward run_name log_episodes_every_n_iterations "
+    "keep_checkpoints_every_n_iterations save_checkpoints_every_n_iterations push_to_hub_every_n_iterations push_to_hub_repo_id",
+}
+
+
+def rows(section: str) -> list[tuple[str, str, str]]:
+    """The rows of the section's first table: theirs, ours, what differs."""
+    table = SECTIONS[section][SECTIONS[section].index("| theirs | ours |") :].split("\n\n")[0]
+    lines = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    return [(first.removeprefix("| "), ours, rest[0].removesuffix("|").strip()) for first, ours, *rest in lines[2:]]
+
+
+def known(place: str) -> bool:
+    """Whether the schema has the key ("policy.train.rank"), and lets it have the value where one is said ("rollout.chunk: 4")."""
+    path, has_value, value = place.partition(": ")
+    sections, fields = [Recipe], []
+    for part in path.split("."):
+        fields = [keys_of(section)[part] for section in sections if part in keys_of(section)]
+        sections = [inner for field in fields if not is_list(field.annotation) for inner in alternatives(field.annotation)]
+    return any(not has_value or takes(field.annotation, value_of(value)) for field in fields)
+
+
+def takes(annotation: object, value: object) -> bool:
+    try:
+        TypeAdapter(annotation).validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    return True
+
+
+def test_the_check_knows_keys() -> None:
+    assert known("policy.train.rank")
+    assert known("policy.train.kind: lora")
+    assert known("renderer.encoder: policy")
+    assert not known("policy.train.kind: dora")
+    assert not known("policy.train.ranks")
+    assert not known("learning_rate.x")
+    assert [known(f"group_size: {value}") for value in (8, "many")] == [True, False]
+
+
+@pytest.mark.parametrize("section", THEIRS)
+def test_every_argument_has_a_row(section: str) -> None:
+    named = {name for theirs, _, _ in rows(section) for name in re.findall(r"`([^`]+)`", theirs)}
+    named |= {name.split()[0] for name in named}
+    assert set(THEIRS[section].split()) - named == set()
+
+
+@pytest.mark.parametrize("section", THEIRS)
+def test_what_is_ours_exists_and_what_is_not_yet_does_not(section: str) -> None:
+    for theirs, ours, why in rows(section):
+        places = re.findall(r"`([^`]+)`", ours)
+        if ours == "nothing":
+            assert why, f"{theirs}: say why it needs no key"
+        elif ours.startswith("not yet: "):
+            assert len(places) == 1, theirs
+            assert not known(places[0]), f"{places[0]} exists now: fill in the row of {theirs}"
+        else:
+            assert places, theirs
+            assert re.sub(r"`[^`]+`|, ", "", ours) == "", f"{theirs}: {ours}"
+            assert [place for place in places if not known(place)] == [], theirs
+
+
+@pytest.mark.parametrize("section", THEIRS)
+def test_keys_in_the_reasons_exist(section: str) -> None:
+    for theirs, _, why in rows(section):
+        for place in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+(?:: [\w-]+)?)`", why):
+            assert place.startswith("retouch.") or place.endswith((".jsonl", ".json")) or known(place), f"{theirs}: {place}"

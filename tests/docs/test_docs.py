@@ -1,0 +1,303 @@
+"""The documents: pages are followed to the letter, commands exist, links lead somewhere, and keys are the schema's."""
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import io
+import json
+import logging
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import get_args
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from PIL import Image
+
+from retouch import cli
+from retouch.assembly.data import build_sets
+from retouch.config.schema import places
+from retouch.recipe.out_of_memory import OutOfMemory, named
+from retouch.recipe.policy import DiffusersModel
+from retouch.recipe.recipe import Recipe, load
+from retouch.testing import check_reward
+from retouch.types import Sample, Task
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+YOUR_OWN = (ROOT / "docs" / "your-own.md").read_text()
+BLOCK = re.compile(r"(?:^`(?P<file>[\w./]+)`:\n\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+FILES = {block["file"]: block["text"] for block in BLOCK.finditer(YOUR_OWN) if block["file"]}
+MADE = (  # by commands that the pages name
+    "docs/results.md",
+    "docs/pictures/enhancer.png",
+    "docs/pictures/quickstart.png",
+    "docs/pictures/writer.png",
+)
+COMMANDS = [line for block in BLOCK.finditer(YOUR_OWN) if block["language"] == "sh" for line in block["text"].splitlines()]
+
+
+def words_of(command: str) -> list[str]:
+    """A command line as the shell hands it to `retouch`, without the comment."""
+    return shlex.split(command, comments=True)[1:]
+
+
+def commands(page: Path) -> Iterator[str]:
+    """Every `retouch ...` and `make ...` in a page: lines of shell blocks, and code within the text."""
+    text = page.read_text()
+    lines = [line for block in BLOCK.finditer(text) if block["language"] == "sh" for line in block["text"].splitlines()]
+    spans = re.findall(r"`([^`\n]+)`", BLOCK.sub("", text))
+    for command in [*lines, *spans]:
+        yield from re.findall(r"^(?:\w+=\S+ )*((?:retouch|make) .*)$", command.strip())
+
+
+def slug(heading: str) -> str:
+    """The anchor of a heading, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+# Your own data, reward and model, as the page has them
+
+
+def picture(number: int, *, mask: bool = False) -> Image.Image:
+    image = Image.new("L" if mask else "RGB", (64, 48))
+    image.paste(255 if mask else (40 * number % 256, 90, 200), (8, 8, 40, 40))
+    return image
+
+
+def png(number: int) -> bytes:
+    buffer = io.BytesIO()
+    picture(number).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def make_pictures(folder: Path) -> None:
+    """The files that the metadata names."""
+    for number, line in enumerate((folder / "metadata.jsonl").read_text().splitlines()):
+        for key, value in json.loads(line).items():
+            if key in ("file_name", "target", "mask"):
+                picture(number, mask=key == "mask").save(folder / value)
+
+
+def make_table(folder: Path, columns: dict[str, str]) -> None:
+    """A parquet file with the columns that the recipe maps."""
+    folder.mkdir()
+    made = {columns["instruction"]: [f"make it red, number {k}" for k in range(6)]}
+    made |= {columns[field]: [png(k) for k in range(6)] for field in ("image", "target")}
+    pyarrow.parquet.write_table(pyarrow.table(made), folder / "train.parquet")
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with every file of the page, entered, and importable as for `retouch`; everything is put back afterwards."""
+    folder = tmp_path_factory.mktemp("own")
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    make_pictures(folder / "my_photos")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", [*sys.path, str(folder)])
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+        make_table(folder / "my_table", load("my_table.jsonnet").data.columns)
+        yield folder
+    for name in FILES:
+        sys.modules.pop(Path(name).stem, None)
+    log = logging.getLogger("retouch")
+    for handler in [*log.handlers]:
+        log.removeHandler(handler)
+        handler.close()
+
+
+def module(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: " ".join(words_of(command)[:3]))
+def test_the_pages_commands_do_what_they_say(workplace: Path, command: str) -> None:
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert cli.main([*words_of(command), "--debug"]) == 0
+    assert said.getvalue()
+    words = words_of(command)
+    if words[0] == "train":
+        recipe = load(words[1], [words[k + 1] for k, word in enumerate(words) if word == "--set"])
+        summary = json.loads((recipe.folder / "summary.json").read_text())
+        assert summary["steps"] == 2
+        metrics = [json.loads(line) for line in (recipe.folder / "metrics.jsonl").read_text().splitlines()]
+        assert all(f"reward/{column}" in line for line in metrics for column in recipe.reward.combine)
+
+
+def test_the_page_has_a_command_for_each_of_its_parts() -> None:
+    kinds = {load_words[1] for command in COMMANDS if (load_words := words_of(command))[0] in ("train", "doctor")}
+    assert kinds >= {"recipes/photos.jsonnet", "recipes/quickstart.jsonnet", "my_table.jsonnet", "my_recipe.jsonnet"}
+    assert any("my_reward:Keeps" in command for command in COMMANDS)
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".jsonnet")])
+def test_the_pages_recipes_are_recipes(workplace: Path, name: str) -> None:
+    assert load(name).name == Path(name).stem.replace("_", "-").replace("my-recipe", "my-model")
+
+
+def test_the_pages_data_become_the_tasks_it_says(workplace: Path) -> None:
+    recipe = load("recipes/photos.jsonnet", ["data.path=my_photos"])
+    sets = build_sets(recipe, recipe.data, size=None)
+    tasks = {task.instruction: task for tasks in (sets.train, sets.heldout) for task in tasks}
+    assert len(tasks) == 4
+    assert tasks["paint the car red"].mask.size == tasks["paint the car red"].images[0].size == (64, 48)
+    assert tasks["remove the car"].target is not None
+    assert tasks["remove the car"].meta == {"photographer": "Ada"}
+    assert tasks['write "closed" on the gate'].text == "closed"
+    table = load("my_table.jsonnet")
+    assert all(task.target is not None and task.images for task in build_sets(table, table.data, size=None).train)
+    prompts = load("my_recipe.jsonnet")
+    prompts = build_sets(prompts, prompts.data, size=None)
+    assert {task.text for tasks in (prompts.train, prompts.heldout) for task in tasks} == {None, "open"}
+
+
+def test_the_pages_own_tests_pass(workplace: Path) -> None:
+    found = [made for name, made in vars(module("test_mine")).items() if name.startswith("test_")]
+    assert len(found) == 3
+    for test in found:
+        test()
+
+
+def test_the_pages_reward_is_ten_lines() -> None:
+    lines = [line for line in FILES["my_reward.py"].splitlines() if line and not line.startswith(("import", "from"))]
+    assert len(lines) <= 10
+
+
+def test_the_pages_model_kinds_are_the_schemas() -> None:
+    table = re.findall(r"^\| `([\w-]+)` \| `\w+Pipeline`", YOUR_OWN, re.MULTILINE)
+    assert sorted(table) == sorted(get_args(DiffusersModel.model_fields["kind"].annotation))
+
+
+def test_the_readmes_reward_keeps_its_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = [block["text"] for block in BLOCK.finditer((ROOT / "README.md").read_text()) if block["language"] == "python"]
+    (tmp_path / "bright.py").write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)
+    check_reward(module("bright").Bright(), [Sample(Task(id=str(k), instruction="brighter"), picture(k)) for k in range(4)])
+    sys.modules.pop("bright")
+
+
+# All pages
+
+
+def complaint(command: str) -> str | None:
+    """What the tool says of a command that it does not know; a command that is only named may lack its arguments."""
+    tool, *words = shlex.split(command, comments=True)
+    if tool == "make":
+        targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        unknown = [word for word in words if word not in targets]
+        return f"no target {unknown}" if unknown else None
+    named = all(re.fullmatch("[a-z]+", word) for word in words)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            cli.build_parser().parse_args([*words, *(["--help"] if named else [])])
+        except SystemExit as end:
+            return said.getvalue().splitlines()[-1] if end.code else None
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_exists(page: Path) -> None:
+    assert {command: found for command in commands(page) if (found := complaint(command))} == {}
+
+
+def test_invented_commands_are_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("`retouch conjure`, `retouch.types`, `makefile`, `make test` or:\n\n```sh\nA=1 make gold  # from lead\n```\n")
+    found = list(commands(page))
+    assert found == ["make gold  # from lead", "retouch conjure", "make test"]
+    assert [complaint(command) is None for command in found] == [False, False, True]
+    assert complaint("retouch train --hastily recipe.jsonnet") is not None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_resolves(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        place, _, anchor = target.partition("#")
+        file = page if not place else page.parent / place
+        assert file.exists(), target
+        if anchor:
+            assert anchor in [slug(line.lstrip("#")) for line in file.read_text().splitlines() if line.startswith("#")], target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_is_named_exists(page: Path) -> None:
+    named = re.findall(r"(?<![\w/.])((?:docs|tests|examples|benchmarks|recipes|src)/[\w./-]+\.\w+)", page.read_text())
+    assert [name for name in named if name not in MADE and not (ROOT / name).is_file()] == []
+
+
+def test_every_function_and_test_that_the_architecture_names_exists() -> None:
+    named = re.findall(r"`([\w/]+\.py)::([\w.]+)`", (ROOT / "docs" / "architecture.md").read_text())
+    assert len(named) > 30
+    for file, name in named:
+        root = ROOT / "tests" if name.startswith("test_") else ROOT / "src" / "retouch"
+        assert name in defined(root / file), f"{file}::{name}"
+
+
+def defined(file: Path) -> set[str]:
+    """Names of functions and classes, and of methods as ``Class.method``."""
+    found = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    return found
+
+
+def test_the_page_of_keys_is_the_schemas() -> None:
+    spec = importlib.util.spec_from_file_location("generate_recipes", ROOT / "docs" / "generate_recipes.py")
+    assert spec is not None
+    assert spec.loader is not None
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    again = "run `python docs/generate_recipes.py`"
+    assert (ROOT / "docs" / "recipes.md").read_text() == generator.page(), again
+
+
+def test_the_page_of_keys_has_every_key() -> None:
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    for key in places(Recipe):
+        assert key in ("kind", "mode") or f"| `{key}` |" in text, key
+
+
+TROUBLE = (ROOT / "docs" / "troubleshooting.md").read_text()
+CODE = re.findall(r"`([^`\n]+)`", BLOCK.sub("", TROUBLE))
+
+
+def test_every_key_that_troubleshooting_names_exists() -> None:
+    known = {path for paths in places(Recipe).values() for path in paths}
+    said = {span for span in CODE if re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", span)} - {"metrics.jsonl", "timings.jsonl", "report.html"}
+    assert len(said) > 20
+    assert {key for key in said if key not in known and not key.startswith("retouch.")} == set()
+
+
+def test_every_metric_that_troubleshooting_names_is_written() -> None:
+    source = "".join(file.read_text() for file in (ROOT / "src" / "retouch").rglob("*.py"))
+    said = {span for span in CODE if re.fullmatch(r"[a-z]+/[a-z_]+", span)}
+    assert len(said) > 8
+    stages = set(re.findall(r'clock\("(\w+)"\)', source))
+    assert {name for name in said if f'"{name}"' not in source and name.removeprefix("time/") not in stages} == set()
+
+
+def test_the_error_that_troubleshooting_shows_is_the_one_that_is_raised() -> None:
+    shown = next(block["text"] for block in BLOCK.finditer(TROUBLE) if "does not fit" in block["text"])
+    first, advice = shown.splitlines()
+    recipe = load("recipes/quickstart.jsonnet", ["microbatch=32"])
+    with pytest.raises(OutOfMemory) as raised, named(recipe, lambda: "update"):
+        raise torch.OutOfMemoryError(first.partition("fit: ")[2])
+    assert str(raised.value).splitlines() == [first, advice]

@@ -1,0 +1,118 @@
+"""Exported weights, loaded by the libraries they are for, compute what the run computes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import QwenImageEditPipeline, QwenImageTransformer2DModel, SD3Transformer2DModel, StableDiffusion3Pipeline
+from peft import LoraConfig, PeftModel
+
+import tiny_models
+from retouch import cli
+from retouch.assembly.model import playground_weights
+from retouch.inference.exporting import export_target, write_lora
+from retouch.inference.opening import open_target
+from retouch.recipe.recipe import parse
+from retouch.records.files import read_json
+from retouch.session.session import run
+from tiny_recipes import SMALL
+
+FULL = {"train": {"kind": "full"}, "ema": {"decay": 0.9}}
+NO_AVERAGE = {"ema": None}
+
+
+def trained(tmp_path: Path, **policy: Any) -> Path:
+    """A run of two steps."""
+    recipe = parse({**SMALL, "out": str(tmp_path / "runs"), "policy": {**SMALL["policy"], **policy}})
+    run(recipe, fresh=False)
+    return recipe.folder
+
+
+def qwen_output(module: Any) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        return module(
+            hidden_states=torch.randn(2, 18, 32, generator=draw),
+            timestep=torch.tensor([0.3, 0.9]),
+            encoder_hidden_states=torch.randn(2, 5, 64, generator=draw),
+            encoder_hidden_states_mask=torch.ones(2, 5, dtype=torch.bool),
+            img_shapes=[[(1, 3, 3), (1, 3, 3)]] * 2,
+            return_dict=False,
+        )[0]
+
+
+def expected(folder: Path, which: str) -> torch.Tensor:
+    """What the run's transformer computes with the weights of that name."""
+    parts, _ = open_target(str(folder))
+    if which == "current":
+        return qwen_output(parts.model.module)
+    with parts.copies.using(which):
+        return qwen_output(parts.model.module)
+
+
+def base() -> QwenImageTransformer2DModel:
+    return QwenImageTransformer2DModel.from_pretrained(playground_weights() / "transformer", torch_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("which", ["average", "current"])
+def test_peft_and_diffusers_load_an_adapter(tmp_path: Path, which: Any) -> None:
+    folder = trained(tmp_path)
+    written = export_target(str(folder), to=tmp_path / "out", which=which)
+    assert {path.name for path in written} == {
+        "adapter_config.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors", "export.json",
+    }  # fmt: skip
+    wanted = expected(folder, which)
+    assert not torch.equal(wanted, qwen_output(base()))
+    assert torch.equal(qwen_output(PeftModel.from_pretrained(base(), tmp_path / "out")), wanted)
+    others = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer", "processor"))
+    pipeline = QwenImageEditPipeline(transformer=base(), **others)
+    pipeline.load_lora_weights(tmp_path / "out")
+    assert torch.equal(qwen_output(pipeline.transformer), wanted)
+
+
+def test_diffusers_loads_full_weights(tmp_path: Path) -> None:
+    folder = trained(tmp_path, **FULL)
+    assert cli.main(["export", str(folder), "--to", str(tmp_path / "out")]) == 0
+    wanted = expected(folder, "average")
+    assert not torch.equal(wanted, expected(folder, "current"))
+    assert torch.equal(qwen_output(QwenImageTransformer2DModel.from_pretrained(tmp_path / "out" / "transformer")), wanted)
+    about = read_json(tmp_path / "out" / "export.json")
+    assert (about["step"], about["weights"], about["recipe"]["name"]) == (2, "average", "small")
+
+
+def test_a_stable_diffusion_3_pipeline_loads_an_adapter(tmp_path: Path) -> None:
+    def output(module: Any) -> torch.Tensor:
+        draw = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            return module(
+                hidden_states=torch.randn(2, module.config.in_channels, 8, 8, generator=draw),
+                timestep=torch.tensor([300.0, 900.0]),
+                encoder_hidden_states=torch.randn(2, 5, 48, generator=draw),
+                pooled_projections=torch.randn(2, 40, generator=draw),
+                return_dict=False,
+            )[0]
+
+    module: SD3Transformer2DModel = tiny_models.sd3_transformer()
+    module.add_adapter(LoraConfig(r=4, lora_alpha=12, init_lora_weights=False, target_modules=["to_q", "to_out.0"]))
+    write_lora(module, tmp_path, pipeline="StableDiffusion3Pipeline")
+    names = ("scheduler", "vae", "tokenizer", "tokenizer_2", "tokenizer_3", "text_encoder", "text_encoder_2", "text_encoder_3")
+    pipeline = StableDiffusion3Pipeline(transformer=tiny_models.sd3_transformer(), **dict.fromkeys(names))
+    assert not torch.equal(output(pipeline.transformer), output(module))
+    pipeline.load_lora_weights(tmp_path)
+    assert torch.equal(output(pipeline.transformer), output(module))
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["lora_alpha"] == 12
+
+
+def test_what_cannot_be_exported_is_refused_and_writes_nothing(tmp_path: Path) -> None:
+    folder = trained(tmp_path, **NO_AVERAGE)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    with pytest.raises(ValueError, match="something already"):
+        export_target(str(folder), to=tmp_path / "taken")
+    with pytest.raises(ValueError, match="kept no average"):
+        export_target(str(folder), to=tmp_path / "out", which="average")
+    with pytest.raises(ValueError, match="never trained"):
+        export_target("recipes/quickstart.jsonnet", to=tmp_path / "out")
+    assert not (tmp_path / "out").exists()

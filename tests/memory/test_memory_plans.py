@@ -1,0 +1,270 @@
+"""Memory plans of writers and of what draws for them, against what torch's profiler sees and against counts by hand."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+from transformers import DynamicCache
+
+import tiny_emu3
+import tiny_models
+import tiny_writers
+from measured_memory import measured_peak
+from retouch.memory.images import Drawing, codes_plan, image_model_plan
+from retouch.memory.peak import most_alive
+from retouch.memory.plan import Lora, MemoryPlan
+from retouch.memory.sizes import judge, model_in, parts, stored_count, writer
+from retouch.memory.tokens import Writing, writer_plan
+from retouch.models.common.recompute import recomputing
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+VLM = "Qwen/Qwen2.5-VL-7B-Instruct"
+SETUP = Writing(
+    lora=Lora(4, TARGETS),
+    prompt=100,
+    completion=28,
+    update=(1, 1),
+    rollout=(1, 1),
+    evaluation=1,
+    logits_at_once=8,
+    dtype=torch.float32,
+    trained_dtype=torch.float32,
+    copies=0,
+    gradient_checkpointing=False,
+)
+
+
+def rows(plan: MemoryPlan) -> dict[str, int]:
+    return {row.name: row.bytes for row in (*plan.rows, *plan.phases)}
+
+
+def small(layers: int) -> Any:
+    return tiny_writers.module(
+        "qwen2.5", num_hidden_layers=layers, hidden_size=64, intermediate_size=160, num_attention_heads=4, num_key_value_heads=2
+    )
+
+
+def described(module: nn.Module) -> dict[str, Any]:
+    return {"class": type(module).__name__, "config": module.config.to_dict()}  # type: ignore[union-attr, operator]
+
+
+# What is alive at once
+
+
+def test_what_is_computed_on_no_device_takes_what_the_cpus_allocator_gives_out() -> None:
+    net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64))
+    x = torch.randn(512, 64)
+
+    def learn(module: nn.Module, given: torch.Tensor) -> None:
+        module(given).sum().backward()
+        module.zero_grad(set_to_none=True)
+
+    learn(net, x)
+    bare, nowhere = copy.deepcopy(net).to("meta"), x.to("meta")
+    assert most_alive(lambda: learn(bare, nowhere), given=[nowhere, *bare.parameters()]) == measured_peak(lambda: learn(net, x))
+
+
+def test_what_is_let_go_is_not_counted_and_views_are_not_counted_twice() -> None:
+    def turns() -> None:
+        for _ in range(5):
+            made = torch.empty(1000, device="meta")
+            made.view(10, 100).T[3:]
+            del made
+
+    assert most_alive(turns) == 4000
+
+
+# A writer
+
+
+def test_the_known_anchors() -> None:
+    """16.6 GB for the 7B vision-language model, 41 GB for the 20.4 B transformer, in 16 bits."""
+    language = writer(VLM)
+    assert language is not None
+    setup = replace(SETUP, dtype=torch.bfloat16, lora=Lora(32, TARGETS))
+    assert rows(writer_plan(language, setup))["writer, frozen weights"] / 1e9 == pytest.approx(16.6, rel=0.005)
+    editor = parts("qwen-image-edit-2511")
+    assert stored_count(editor["transformer"]) * 2 / 1e9 == pytest.approx(41, rel=0.005)
+    assert stored_count(editor["text_encoder"]) * 2 / 1e9 == pytest.approx(16.6, rel=0.005)
+    clip = judge("openai/clip-vit-base-patch32")
+    assert clip is not None
+    assert stored_count(clip) == 151_277_313
+
+
+def test_what_trains_follows_from_counts() -> None:
+    language = writer(VLM)
+    assert language is not None
+    wide, narrow, layers = 3584, 512, 28
+    trained = 32 * layers * (2 * (wide + wide) + 2 * (wide + narrow))
+    setup = replace(SETUP, dtype=torch.bfloat16, lora=Lora(32, TARGETS), copies=2, ranks=8)
+    alone = rows(writer_plan(language, setup))
+    assert alone["writer, trained weights"] == alone["gradients"] == 4 * trained
+    assert alone["AdamW's two moments"] == 8 * trained
+    assert alone["copies of the trained weights"] == 2 * 4 * trained
+    zero = rows(writer_plan(language, replace(setup, sharding="zero2")))
+    assert zero["AdamW's two moments"] == trained
+    assert zero["writer, frozen weights"] == alone["writer, frozen weights"]
+    spread = rows(writer_plan(language, replace(setup, sharding="fsdp2")))
+    for name in ("writer, frozen weights", "writer, trained weights", "gradients", "AdamW's two moments"):
+        assert spread[name] == pytest.approx(alone[name] / 8, rel=1e-6)
+    whole = rows(writer_plan(language, replace(setup, lora=None)))
+    assert "writer, frozen weights" not in whole
+    assert whole["gradients"] == whole["writer, trained weights"]
+    away = writer_plan(language, replace(setup, lora=None, waiting=True))
+    assert rows(away)["copies of the trained weights"] == whole["writer, trained weights"], "one of two"
+    assert away.phases[-1].bytes > whole["writer, trained weights"], "it comes over to be asked"
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_layer_takes_in_an_update_what_it_takes_on_the_cpu(checkpointing: bool) -> None:
+    planned, seen = [], []
+    for layers in (2, 6):
+        model = small(layers)
+        planned.append(writer_plan(described(model), replace(SETUP, gradient_checkpointing=checkpointing)).phases[0].bytes)
+        model.requires_grad_(False)
+        inject_adapter_in_model(LoraConfig(r=4, target_modules=list(TARGETS)), model.model)
+        states = torch.randn(1, 128, 64, requires_grad=True)
+
+        def learn(model: Any = model, states: torch.Tensor = states) -> None:
+            with recomputing(model, on=checkpointing):
+                made = model.model(inputs_embeds=states, use_cache=False).last_hidden_state
+            made.sum().backward()
+            states.grad = None
+            model.zero_grad(set_to_none=True)
+
+        learn()
+        seen.append(measured_peak(learn))
+    assert planned[1] - planned[0] == pytest.approx(seen[1] - seen[0], rel=0.2)
+    assert planned[0] == pytest.approx(seen[0], rel=0.2)
+
+
+def test_the_cache_is_as_large_as_transformers_own() -> None:
+    model = small(3)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.zeros(1, 40, dtype=torch.long), past_key_values=cache)
+    kept = sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
+
+    def planned(stage: str, **changes: Any) -> int:
+        return rows(writer_plan(described(model), replace(SETUP, **changes)))[f"{stage}: cache and logits"]
+
+    assert planned("a rollout", completion=28 + 40) - planned("a rollout") == kept
+    assert planned("an evaluation", completion=28 + 40, evaluation=5) - planned("an evaluation", evaluation=5) == 5 * kept
+    assert planned("a rollout", rollout=(5, 5)) == planned("an evaluation", evaluation=5) > planned("an evaluation")
+
+
+def test_an_update_grows_with_its_rows_and_not_its_logits() -> None:
+    part = described(small(2))
+
+    def update(**changes: Any) -> int:
+        return writer_plan(part, replace(SETUP, gradient_checkpointing=True, **changes)).phases[0].bytes
+
+    one, two, three = (update(update=(1, count)) for count in (1, 2, 3))
+    assert three - two == pytest.approx(two - one, rel=0.01)
+    assert update(logits_at_once=16) - update() == pytest.approx(update(logits_at_once=24) - update(logits_at_once=16), rel=0.01)
+    assert update() < writer_plan(part, SETUP).phases[0].bytes
+
+
+def test_targets_that_match_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="no linear layer is called 'query'"):
+        writer_plan(described(small(1)), replace(SETUP, lora=Lora(4, ("query",))))
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Any) -> None:
+    with pytest.raises(ValueError, match="holds no model"):
+        model_in(tmp_path)
+
+
+# What draws
+
+DRAWING = Drawing(rows=2, size=(32, 32), source=(32, 32), sources=1, text=24, dtype=torch.float32)
+
+
+def drawer(transformer: nn.Module) -> dict[str, Any]:
+    made = {"transformer": transformer, "vae": tiny_models.sd3_vae()}
+    return {name: {"class": type(module).__name__, "config": dict(module.config)} for name, module in made.items()}
+
+
+def test_pictures_from_latents_take_what_they_take_on_the_cpu() -> None:
+    vae = tiny_models.sd3_vae()
+    side = 32 // 2 ** (len(vae.config.block_out_channels) - 1)
+    latents = torch.randn(2, vae.config.latent_channels, side, side)
+    with torch.no_grad():
+        vae.decode(latents)
+        seen = measured_peak(lambda: vae.decode(latents))
+    planned = rows(image_model_plan(drawer(tiny_models.sd3_transformer()), DRAWING))
+    assert planned["drawing: pictures from latents"] == pytest.approx(seen, rel=0.05)
+
+
+@pytest.mark.parametrize("transformer", [tiny_models.sd3_transformer, tiny_models.z_image_transformer])
+def test_drawing_more_at_once_takes_more_and_weights_stay(transformer: Any) -> None:
+    model = drawer(transformer())
+    one, two = (rows(image_model_plan(model, replace(DRAWING, rows=count))) for count in (1, 2))
+    assert two["image model"] == one["image model"] == 4 * stored_count(model["transformer"])
+    for name in ("drawing: one denoising step", "drawing: pictures from latents"):
+        assert two[name] == pytest.approx(2 * one[name], rel=0.1)
+
+
+def test_a_part_that_lies_elsewhere_is_left_out() -> None:
+    assert "vae" not in rows(image_model_plan(drawer(tiny_models.sd3_transformer()), DRAWING, without=("vae",)))
+
+
+# Image tokens
+
+
+def test_emu3_from_its_published_configuration() -> None:
+    """Counts by hand: embeddings and head, and 32 layers of grouped-query attention and a gated MLP."""
+    described = parts("emu3")
+    width, inner, layers, narrow, vocabulary = 4096, 14336, 32, 1024, 184_622
+    layer = 2 * width * width + 2 * width * narrow + 3 * width * inner + 2 * width
+    count = 2 * vocabulary * width + layers * layer + width
+    assert stored_count(described["writer"]) == count == 8_492_011_520
+    setup = replace(
+        SETUP,
+        lora=None,
+        prompt=1328,
+        completion=2048,
+        update=(1, 1),
+        rollout=(2, 16),
+        evaluation=8,
+        logits_at_once=256,
+        dtype=torch.bfloat16,
+        trained_dtype=torch.bfloat16,
+        copies=1,
+        gradient_checkpointing=True,
+        ranks=8,
+        sharding="zero2",
+        sets=2,
+    )
+    plan = rows(writer_plan(described["writer"], setup))
+    assert "writer, frozen weights" not in plan
+    assert plan["writer, trained weights"] == plan["gradients"] == plan["copies of the trained weights"] == 2 * count
+    assert plan["AdamW's two moments"] == count
+    token = 2 * 2 * layers * narrow  # keys and values, two bytes each
+    cache = token * (2 * 1328 + 16 * (1328 + 2048))
+    assert 0 <= plan["a rollout: cache and logits"] - cache < 0.6e9
+    assert 0 <= plan["an evaluation: cache and logits"] - token * (8 * 1328 + 8 * (1328 + 2048)) < 2e9
+    alone = rows(writer_plan(described["writer"], replace(setup, sets=1)))
+    fp32 = 256 * vocabulary * 4
+    assert plan["an update: activations and logits"] > 3 * fp32
+    # What may be drawn, and what may not, of each place and not of all at once.
+    assert plan["an update: activations and logits"] - alone["an update: activations and logits"] == 2 * 255 * vocabulary
+
+
+def test_pictures_of_codes_take_what_the_cpus_allocator_gives_out() -> None:
+    vq = tiny_emu3.module(deep=True).model.vqmodel
+    plan = codes_plan(described(vq), rows=3, read=2, size=(32, 48))
+    planned = rows(plan)
+    assert planned["autoencoder"] == 4 * sum(tensor.numel() for tensor in vq.state_dict().values())
+    height, width = 32 // vq.spatial_scale_factor, 48 // vq.spatial_scale_factor
+    codes, pixels = torch.zeros(3, height, width, dtype=torch.long), torch.zeros(2, 3, 32, 48)
+    with torch.no_grad():
+        drawing = measured_peak(lambda: vq.decode(codes))
+        reading = measured_peak(lambda: vq.encode(pixels, torch.tensor([[32, 48]] * 2)))
+    # Convolutions and attention have workspaces of their own on a CPU.
+    assert planned["drawing: pictures from codes"] == pytest.approx(drawing, rel=0.3)
+    assert planned["reading: codes of pictures"] == pytest.approx(reading, rel=0.3)

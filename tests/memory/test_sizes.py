@@ -1,0 +1,232 @@
+"""Sizes of the published models, and the memory plan, against published figures and real tiny models."""
+
+import pytest
+import torch
+from peft import LoraConfig
+
+import tiny_models
+from retouch.memory.plan import Lora, Setup, activation_bytes, plan
+from retouch.memory.sizes import known_models, lora_count, parameter_count, parts, stored_count
+from retouch.models.flux import model as flux
+from retouch.models.qwen_image import flow as qwen_flow
+from retouch.models.sd3 import model as sd3
+from retouch.models.z_image import model as z_image
+
+QWEN_LORA = Lora(qwen_flow.LORA_RANK, qwen_flow.LORA_TARGETS)
+TINY = {
+    "qwen": tiny_models.qwen_transformer,
+    "sd3": tiny_models.sd3_transformer,
+    "flux": tiny_models.flux_transformer,
+    "z-image": tiny_models.z_image_transformer,
+}
+
+
+def described(name):
+    """A tiny transformer and what ``parts`` would say of it."""
+    module = TINY[name]()
+    config = {key: value for key, value in module.config.items() if not key.startswith("_")}
+    return module, {"class": type(module).__name__, "config": config}
+
+
+def rows(setup, name="qwen-image"):
+    return {row.name: row.bytes for row in plan(name, setup).rows}
+
+
+@pytest.mark.parametrize(
+    ("model", "part", "billions"),
+    [
+        ("qwen-image", "transformer", 20.4),
+        ("qwen-image-edit-2511", "transformer", 20.4),
+        ("qwen-image", "text_encoder", 8.3),
+        ("qwen-image", "vae", 0.127),
+        ("sd3-medium", "transformer", 2.08),
+        ("sd3.5-medium", "transformer", 2.5),
+        ("sd3.5-large", "transformer", 8.1),
+        ("sd3.5-large", "text_encoder_3", 4.76),
+        ("flux.1-dev", "transformer", 11.9),
+        ("flux.1-schnell", "transformer", 11.9),
+        ("flux.1-fill-dev", "transformer", 11.9),
+        ("flux.1-dev", "text_encoder", 0.123),
+        ("flux.1-dev", "text_encoder_2", 4.76),
+        ("flux.1-dev", "vae", 0.084),
+        ("z-image", "transformer", 6.15),
+        ("z-image", "text_encoder", 4.02),
+        ("z-image", "vae", 0.084),
+        ("emu3", "writer", 8.49),
+        ("emu3", "autoencoder", 0.271),
+    ],
+)
+def test_published_sizes(model, part, billions):
+    assert stored_count(parts(model)[part]) / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_bytes_of_qwen_image_in_bf16():
+    made = rows(Setup(lora=QWEN_LORA, rows=1, tokens=9000))
+    assert made["text_encoder"] / 1e9 == pytest.approx(16.6, rel=0.02)
+    assert made["transformer, frozen weights"] / 1e9 == pytest.approx(41, rel=0.02)
+
+
+def test_unknown_models_are_named():
+    assert known_models() == [
+        *("emu3", "flux.1-dev", "flux.1-fill-dev", "flux.1-schnell"),
+        *("qwen-image", "qwen-image-edit-2511", "sd3-medium", "sd3.5-large", "sd3.5-medium", "z-image"),
+    ]
+    with pytest.raises(ValueError, match=r"'sd4'.*sd3\.5-large"):
+        parts("sd4")
+    with pytest.raises(ValueError, match="'Other' cannot be counted"):
+        parameter_count({"class": "Other", "config": {}})
+
+
+def test_what_sets_fluxs_siblings_apart():
+    """Fill reads 320 channels more of each token, and the distilled model is not told of guidance."""
+    dev, fill, schnell = (parts(f"flux.1-{name}")["transformer"] for name in ("dev", "fill-dev", "schnell"))
+    width = 24 * 128
+    assert parameter_count(fill) - parameter_count(dev) == (384 - 64) * width
+    assert parameter_count(dev) - parameter_count(schnell) == (256 + 1) * width + (width + 1) * width
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_counts_are_those_of_real_models(name):
+    module, part = described(name)
+    assert parameter_count(part) == module.num_parameters()
+    assert stored_count(part) == sum(tensor.numel() for tensor in module.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("qwen", qwen_flow.LORA_TARGETS),
+        ("sd3", sd3.LORA_TARGETS),
+        ("flux", flux.LORA_TARGETS),
+        ("z-image", z_image.LORA_TARGETS),
+    ],
+)
+def test_adapters_are_as_large_as_peft_makes_them(name, targets):
+    module, part = described(name)
+    module.requires_grad_(False)
+    module.add_adapter(LoraConfig(r=4, target_modules=list(targets)))
+    assert lora_count(part, rank=4, targets=targets) == sum(w.numel() for w in module.parameters() if w.requires_grad)
+
+
+def test_a_target_that_matches_nothing():
+    with pytest.raises(ValueError, match=r"'attn\.to_queue'"):
+        plan("qwen-image", Setup(lora=Lora(4, ("attn.to_q", "attn.to_queue")), rows=1, tokens=1))
+
+
+def test_state_of_a_full_fine_tune_is_what_adamw_keeps():
+    module, part = described("qwen")
+    optimizer = torch.optim.AdamW(module.parameters())
+    for weight in module.parameters():
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    kept = sum(state[key].nbytes for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq"))
+    count = parameter_count(part)
+    assert kept == 8 * count
+    made = rows(Setup(lora=None, rows=1, tokens=10))
+    whole = parameter_count(parts("qwen-image")["transformer"])
+    assert made["AdamW's two moments"] == 8 * whole
+    assert made["gradients"] == made["transformer, trained weights"] == 4 * whole
+    assert made["autocast's copy of the trained weights"] == 2 * whole
+    assert "transformer, frozen weights" not in made
+    table = rows(Setup(lora=None, rows=1, tokens=10), "sd3.5-medium")["transformer, frozen weights"]
+    assert table == 2 * 384 * 384 * 1536  # its positions are a table that is not trained
+
+
+def saved_bytes(run, module):
+    """Bytes of the storages that autograd keeps of a forward, weights aside."""
+    weights, kept = {weight.untyped_storage().data_ptr() for weight in module.parameters()}, {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = (storage.nbytes(), storage)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        run()
+    return sum(size for size, _ in kept.values())
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_are_about_what_autograd_keeps(name, dtype):
+    module, part = described(name)
+    if name == "z-image":
+        part["config"] |= {"n_layers": 6, "n_heads": 4, "n_kv_heads": 4, "dim": 128}
+    else:
+        part["config"] |= {"num_layers": 6, "attention_head_dim": 32, "num_attention_heads": 4}
+    if name == "flux":
+        part["config"] |= {"num_layers": 3, "num_single_layers": 6}
+    if name == "sd3":
+        part["config"] |= {"dual_attention_layers": (), "caption_projection_dim": 128, "sample_size": 32, "pos_embed_max_size": 32}
+    module = type(module)(**part["config"]).to(dtype).train()
+    if name == "qwen":
+        inputs = {"hidden_states": torch.randn(2, 256, 64), "encoder_hidden_states": torch.randn(2, 40, 32)}
+        more = {"timestep": torch.tensor([0.5, 0.1]), "img_shapes": [[(1, 16, 16)]] * 2}
+    elif name == "flux":
+        inputs = {"hidden_states": torch.randn(2, 256, 64), "encoder_hidden_states": torch.randn(2, 40, 48)}
+        inputs["pooled_projections"] = torch.randn(2, 16)
+        more = {"timestep": torch.tensor([0.5, 0.1]), "guidance": torch.full((2,), 3.5)}
+        more |= {"img_ids": torch.zeros(256, 3), "txt_ids": torch.zeros(40, 3)}
+    elif name == "z-image":
+        inputs = {"x": torch.randn(2, 16, 1, 32, 32), "cap_feats": torch.randn(2, 40, 32)}
+        more = {"t": torch.tensor([0.5, 0.1])}
+    else:
+        inputs = {"hidden_states": torch.randn(2, 16, 32, 32), "encoder_hidden_states": torch.randn(2, 40, 48)}
+        inputs["pooled_projections"] = torch.randn(2, 40)
+        more = {"timestep": torch.tensor([500.0, 100.0])}
+    inputs = {key: value.to(dtype) for key, value in inputs.items()}
+    if name == "z-image":
+        inputs = {key: list(value) for key, value in inputs.items()}
+    setup = {"lora": None, "rows": 2, "tokens": 296, "dtype": dtype}
+    measured = saved_bytes(lambda: module(**inputs, **more), module)
+    assert activation_bytes(part, Setup(**setup, gradient_checkpointing=False)) == pytest.approx(measured, rel=0.2)
+    module.enable_gradient_checkpointing()
+    inputs_kept = saved_bytes(lambda: module(**inputs, **more), module)
+    assert inputs_kept < activation_bytes(part, Setup(**setup)) < measured
+
+
+def test_z_image_is_counted_as_it_is_built():
+    width, text, read = 3840, 2560, 256
+    feed = int(width / 3 * 8)
+    block = 4 * width**2 + 3 * width * feed + 4 * width + 2 * 128  # no biases; four norms of tokens, two of heads
+    told = (read + 1) * 4 * width
+    ends = (64 + 1) * width + (width + 1) * 64 + (read + 1) * width  # tokens in and out, and what the last layer is told
+    time, words, padding = (read + 1) * 1024 + (1024 + 1) * read, text + (text + 1) * width, 2 * width
+    whole = 34 * block + 32 * told + ends + time + words + padding
+    assert parameter_count(parts("z-image")["transformer"]) == whole == 6_154_908_736
+    lora = Lora(32, z_image.LORA_TARGETS)
+    made = rows(Setup(lora=lora, rows=1, tokens=4096 + 512, ranks=8, sharding="fsdp"), "z-image")
+    assert made["two gathered blocks"] == 2 * 2 * (block + told)
+    setup = Setup(lora=lora, rows=1, tokens=4096 + 512)
+    assert rows(setup, "z-image")["gradients"] == 4 * 32 * 34 * (4 * 2 * width + 3 * (width + feed))
+
+
+def test_fsdp_shares_the_transformer_and_nothing_else():
+    one = rows(Setup(lora=QWEN_LORA, rows=1, tokens=9000))
+    eight = rows(Setup(lora=QWEN_LORA, rows=1, tokens=9000, ranks=8, sharding="fsdp"))
+    for name in ("transformer, frozen weights", "transformer, trained weights", "gradients", "AdamW's two moments"):
+        assert 0 <= eight[name] * 8 - one[name] < 8
+    for name in ("text_encoder", "vae", "activations (estimate)"):
+        assert eight[name] == one[name]
+    block = 2 * 20.4e9 / 60  # bytes of one of the sixty blocks
+    assert eight["two gathered blocks"] == pytest.approx(2 * block, rel=0.02)
+    assert rows(Setup(lora=QWEN_LORA, rows=1, tokens=9000, ranks=8)) == one
+
+
+def test_parts_elsewhere_and_copies():
+    setup = {"lora": QWEN_LORA, "rows": 1, "tokens": 100}
+    base, less = rows(Setup(**setup)), rows(Setup(**setup, without=("text_encoder",), copies=2))
+    assert less == {
+        **{k: v for k, v in base.items() if k != "text_encoder"},
+        "copies of the trained weights": 2 * base["gradients"],
+    }
+    assert plan("qwen-image", Setup(**setup)).total == sum(base.values())
+    with pytest.raises(ValueError, match="'transformer'"):
+        plan("qwen-image", Setup(**setup, without=("transformer",)))
+
+
+@pytest.mark.parametrize("wrong", [{"rows": 0}, {"tokens": 0}, {"ranks": 0}, {"copies": -1}, {"dtype": torch.float8_e4m3fn}])
+def test_impossible_setups(wrong):
+    with pytest.raises(ValueError, match=r"at least|16-bit"):
+        Setup(**{"lora": None, "rows": 1, "tokens": 1, **wrong})

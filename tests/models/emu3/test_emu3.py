@@ -1,0 +1,205 @@
+"""Emu3 as an editor: its prompts, its pictures as codes, and the form of what it writes."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+import tiny_emu3
+import tiny_models
+import tiny_writing
+from retouch.models.emu3.model import DRAW, END_OF_THOUGHT, THINK, Emu3Editor
+from retouch.models.emu3.tokens import BOI, BOS, EOF, EOI, EOL, EOS, IMG
+from retouch.protocols import AutoregressiveModel, Grammar
+from retouch.renderers.codes import CodesModel, CodesRenderer
+from retouch.testing import check_policy, check_renderer
+from retouch.types import Completion, Kind, Needs, Task
+
+
+def tasks():
+    return (
+        tiny_models.task("one", "make it red", tiny_models.picture(0, 16, 24)),
+        tiny_models.task("two", "no", tiny_models.picture(1, 32, 32)),
+        tiny_models.task("three", "add a blue circle", tiny_models.picture(2, 16, 24)),
+    )
+
+
+@pytest.fixture(scope="module")
+def editor():
+    made = tiny_emu3.editor()
+    factor = made.vq.spatial_scale_factor
+    assert made.grid == (16 // factor, 24 // factor)
+    return made
+
+
+def names(editor, ids):
+    return editor.words.tokenizer.convert_ids_to_tokens(list(ids))
+
+
+def test_a_prompt_is_the_picture_the_instruction_and_the_prefill(editor):
+    prompts = editor.encode(tasks())
+    height, width = editor.grid
+    row = prompts.ids[0][prompts.mask[0]].tolist()
+    codes = editor.encode_codes([tasks()[0].images[0]])[0]
+    rows = [[f"<|visual token {code:06d}|>" for code in line] + [EOL] for line in codes.tolist()]
+    expected = [BOS, BOI, *f"{height}*{width}", IMG, *(each for line in rows for each in line), EOF, EOI]
+    assert names(editor, row[: len(expected)]) == expected
+    assert editor.words.tokenizer.decode(row[len(expected) :]) == "make it red" + DRAW
+    assert isinstance(editor, AutoregressiveModel)
+    assert isinstance(editor.grammar, Grammar)
+
+
+def test_codes_are_the_autoencoders_own(editor):
+    picture = tiny_models.picture(3, 16, 24)
+    pixels = torch.from_numpy(np.array(picture)).float().permute(2, 0, 1)[None] / 127.5 - 1
+    with torch.no_grad():
+        expected = editor.vq.encode(pixels, torch.tensor([[16, 24]]), return_dict=True).image_tokens[0]
+        again = editor.vq.decode(expected[None])[0]
+    codes = editor.encode_codes([picture, tiny_models.picture(4, 16, 24)])
+    assert torch.equal(codes[0], expected)
+    shown = editor.decode_codes(codes[:1])[0]
+    assert shown.size == (24, 16)
+    seen = torch.from_numpy(np.array(shown)).float().permute(2, 0, 1)
+    assert (seen - (again.clamp(-1, 1) + 1) * 127.5).abs().max() <= 0.51
+
+
+def test_a_written_picture_comes_back(editor):
+    codes = editor.encode_codes([tiny_models.picture(5, 16, 24)])[0]
+    ids = editor.words.picture(codes)[1:]  # boi is the prefill
+    assert torch.equal(editor.codes_in(ids), codes)
+    place = ids.index(editor.words.img) + 1
+    assert editor.codes_in(ids[: place + 3]) is None
+    assert editor.codes_in([*ids[:place], editor.words.eol, *ids[place + 1 :]]) is None
+    assert editor.codes_in([*ids, editor.words.img]) is None
+    assert editor.codes_in(editor.words.spell("no picture")) is None
+
+
+def test_what_is_imitated_is_the_target_picture(editor):
+    target = tiny_models.picture(7, 16, 24)
+    task = dataclasses.replace(tasks()[0], target=target)
+    codes = editor.encode_codes([target])[0]
+    (drawn,) = editor.drawn([task])
+    assert torch.equal(editor.codes_in(drawn), codes)
+    batch = tiny_writing.batch((task,), group_size=2)
+    shown = tiny_writing.policy(writer=editor, decoding={"max_new_tokens": len(drawn) + 1}).demonstrate(batch)
+    assert [list(written.ids) for written in shown.outputs] == [drawn] * 2
+    assert shown.mask.sum(1).tolist() == [codes.numel()] * 2
+    with pytest.raises(ValueError, match="no target picture"):
+        editor.drawn(tasks()[:1])
+
+
+def test_a_thought_comes_before_the_picture():
+    made = tiny_emu3.editor(prefill=THINK)
+    task = dataclasses.replace(tasks()[0], target=tiny_models.picture(7, 16, 24))
+    with pytest.raises(ValueError, match="'thought'"):
+        made.drawn([task])
+    (drawn,) = made.drawn([dataclasses.replace(task, meta={"thought": "hm"})])
+    told = made.words.tokenizer.decode(drawn[: drawn.index(made.words.img)])
+    assert told == f"hm{END_OF_THOUGHT}{BOI}{made.grid[0]}*{made.grid[1]}"
+    assert made.codes_in(drawn) is not None
+    assert made.codes_in(drawn[:-6]) is None
+
+
+@pytest.mark.parametrize(("prefill", "train"), [(DRAW, "lora"), (DRAW, "full"), (THINK, "lora")])
+@pytest.mark.parametrize("decoding", [{}, {"temperature": 0.7, "top_p": 0.9}], ids=str)
+def test_the_policy_keeps_the_contract(prefill, train, decoding):
+    made = tiny_emu3.editor(prefill=prefill, train=train)
+    height, width = made.grid
+    longest = len(made.words.header(height, width)) + height * (width + 1) + 3 + (12 if prefill == THINK else 0)
+    policy = tiny_writing.policy(writer=made, train=train, decoding={"max_new_tokens": longest, **decoding})
+    batch = tiny_writing.batch(tasks())
+    check_policy(policy, batch, needs=Needs(kl="k3"))
+    trajectory = policy.rollout(batch)
+    if prefill == DRAW:
+        drawn = trajectory.mask.sum(1)
+        assert drawn.tolist() == [height * width] * len(batch)
+        assert set(trajectory.kind[trajectory.mask].tolist()) == {Kind.IMAGE_TOKEN}
+        assert not any(written.cut_off for written in trajectory.outputs)
+
+
+def test_every_sample_of_a_random_model_is_a_picture():
+    made = tiny_emu3.editor(seed=3)
+    height, width = made.grid
+    longest = len(made.words.header(height, width)) + height * (width + 1) + 3
+    policy = tiny_writing.policy(writer=made, decoding={"max_new_tokens": longest, "temperature": 2.0})
+    for step in range(3):
+        batch = tiny_writing.batch(tasks(), group_size=30, step=step)
+        trajectory = policy.rollout(batch)
+        images = CodesRenderer(made, rows=64)([batch.tasks[k] for k in batch.group], trajectory)
+        assert all(image is not None and image.size == (24, 16) for image in images)
+        ends = {tuple(written.ids[-2:]) for written in trajectory.outputs}
+        assert ends == {(made.words.eof, made.words.eoi)}
+
+
+def test_text_may_come_first_and_may_end_without_a_picture():
+    made = tiny_emu3.editor(prefill=THINK)
+    prompts = made.encode(tasks()[:1])
+    words = made.words
+    text = made.words.spell("hm")
+    ids = torch.tensor([[*text, words.boi, *words.header(*made.grid)]])
+    vocabulary, forced = made.grammar.parse(prompts, ids)
+    header = words.header(*made.grid)
+    assert vocabulary[0].tolist() == [0] * 3 + [1] * (len(header) + 1)
+    assert forced[0].tolist() == [-1] * 3 + header + [-1]
+    assert made.grammar.vocabularies[0, words.eos]
+    assert not made.grammar.vocabularies[0, [words.img, words.eol, words.eof, words.eoi, words.pad]].any()
+    assert not (made.grammar.vocabularies[0] & made.grammar.vocabularies[1]).any()
+    assert made.codes_in([*text]) is None
+
+
+def test_without_the_grammar_a_malformed_picture_is_the_policys_fault():
+    made = tiny_emu3.editor(grammar=False)
+    longest = len(made.drawn([dataclasses.replace(tasks()[0], target=tiny_models.picture(7, 16, 24))])[0]) + 1
+    policy = tiny_writing.policy(writer=made, decoding={"max_new_tokens": longest})
+    batch = tiny_writing.batch(tasks(), group_size=8)
+    check_policy(policy, batch, needs=Needs())
+    trajectory = policy.rollout(batch)
+    assert torch.equal(trajectory.mask.sum(1), trajectory.lengths)  # nothing is forced
+    images = CodesRenderer(made)([batch.tasks[k] for k in batch.group], trajectory)
+    assert images == [None] * len(batch)
+    # The same ids, where they are a picture, are one; and of what was drawn in it the kind is the image's.
+    shown = policy.demonstrate(tiny_writing.batch((dataclasses.replace(tasks()[0], target=tiny_models.picture(7, 16, 24)),)))
+    assert CodesRenderer(made)(batch.tasks[:1], shown)[0] is not None
+    assert shown.kind[0].tolist().count(Kind.IMAGE_TOKEN) == longest - len(made.words.header(*made.grid))
+
+
+class Said:
+    def __init__(self, outputs):
+        self.outputs = outputs
+
+
+def test_rows_without_a_whole_picture_are_the_policys_fault(editor):
+    codes = editor.encode_codes([tiny_models.picture(k, 16, 24) for k in range(3)])
+    whole = [tuple(editor.words.picture(each)[1:]) for each in codes]
+    key = (0, 0, 0, 0)
+    outputs = [
+        Completion(ids=whole[0], text="", cut_off=False, key=key),
+        Completion(ids=whole[1], text="", cut_off=True, key=key),
+        Completion(ids=whole[1][:6], text="", cut_off=False, key=key),
+        Completion(ids=whole[2], text="", cut_off=False, key=key),
+    ]
+    images = CodesRenderer(editor, rows=1)([tasks()[0]] * 4, Said(outputs))
+    assert [image is None for image in images] == [False, True, True, False]
+    expected = editor.decode_codes(codes[[0, 2]])
+    assert [images[0].tobytes(), images[3].tobytes()] == [image.tobytes() for image in expected]
+    assert isinstance(editor, CodesModel)
+
+
+def test_the_renderer_keeps_the_contract(editor):
+    height, width = editor.grid
+    longest = len(editor.words.header(height, width)) + height * (width + 1) + 3
+    policy = tiny_writing.policy(writer=editor, decoding={"max_new_tokens": longest})
+    batch = tiny_writing.batch(tasks())
+    check_renderer(CodesRenderer(editor), [batch.tasks[k] for k in batch.group], policy.rollout(batch))
+
+
+def test_what_cannot_be_is_said(editor):
+    with pytest.raises(ValueError, match="0 pictures"):
+        editor.encode([Task(id="x", instruction="red")])
+    with pytest.raises(ValueError, match="special token"):
+        editor.encode([tiny_models.task("x", f"red {EOS}", tiny_models.picture(0))])
+    with pytest.raises(ValueError, match="multiples of"):
+        Emu3Editor(editor.module, tiny_emu3.tokenizer(), vq=editor.vq, size=(15, 24))
+    with pytest.raises(ValueError, match="has no token"):
+        Emu3Editor(editor.module, tiny_models.qwen_tokenizer(), vq=editor.vq, size=(16, 24))

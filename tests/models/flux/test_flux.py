@@ -1,0 +1,195 @@
+"""FLUX.1, FLUX.1-Fill and FLUX.1-Kontext against diffusers' own pipelines, with tiny random models."""
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxFillPipeline, FluxKontextPipeline, FluxPipeline
+from diffusers.pipelines.flux import pipeline_flux_fill
+from PIL import Image, ImageDraw
+
+import tiny_models
+from retouch.models.flux.fill import FluxFill
+from retouch.models.flux.kontext import FluxKontext
+from retouch.models.flux.model import Flux
+from retouch.protocols import DenoisingModel
+from retouch.types import Task
+
+TEXTS = ["a red circle", "blue"]
+
+
+@pytest.fixture(scope="module")
+def text():
+    return tiny_models.flux_text()
+
+
+def build(kind, text, *, distilled=True, **options):
+    channels = tiny_models.FILL_CHANNELS if kind is FluxFill else 64
+    transformer = tiny_models.flux_transformer(channels=channels, distilled=distilled)
+    return kind(
+        transformer=transformer, vae=tiny_models.sd3_vae(), text=text, scheduler_config=tiny_models.FLUX_SCHEDULER, **options
+    )
+
+
+def pipeline(kind, model):
+    pipe = kind(
+        transformer=model.module,
+        scheduler=FlowMatchEulerDiscreteScheduler(**tiny_models.FLUX_SCHEDULER),
+        vae=model.latents.vae,
+        text_encoder=model.text.clip,
+        tokenizer=model.text.clip_tokenizer,
+        text_encoder_2=model.text.t5,
+        tokenizer_2=model.text.t5_tokenizer,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def masked(name, prompt, seed=0, size=(40, 24)):
+    mask = Image.new("L", size)
+    ImageDraw.Draw(mask).rectangle((5, 3, 21 + seed, 14), fill=255)
+    return Task(id=name, instruction=prompt, images=(tiny_models.picture(seed, size[1], size[0]),), mask=mask)
+
+
+SETTINGS = {"num_inference_steps": 4, "max_sequence_length": 20, "output_type": "latent"}
+
+
+@pytest.mark.parametrize("distilled", [True, False])
+def test_walks_with_the_pipeline(text, distilled):
+    model = build(Flux, text, distilled=distilled, size=(24, 40), guidance=2.0 if distilled else None)
+    pipe = pipeline(FluxPipeline, model)
+    theirs = pipe(TEXTS, height=24, width=40, guidance_scale=2.0, generator=tiny_models.generators(2), **SETTINGS).images
+    conditioning = model.encode([tiny_models.task(prompt, prompt) for prompt in TEXTS])
+    ours = tiny_models.euler(model, conditioning, tiny_models.generators(2), num_steps=4)
+    torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)
+    assert model.decode(ours, conditioning)[0].size == (40, 24)
+
+
+def test_true_guidance_walks_with_the_pipeline(text):
+    model = build(Flux, text, distilled=False, size=(24, 40))
+    settings = SETTINGS | {"negative_prompt": ["", ""], "true_cfg_scale": 3.0}
+    theirs = pipeline(FluxPipeline, model)(TEXTS, height=24, width=40, generator=tiny_models.generators(2), **settings).images
+    tasks = [tiny_models.task(prompt, prompt) for prompt in TEXTS]
+    conditioning, negative = model.encode(tasks), model.encode_negative(tasks)
+    ours = tiny_models.euler(model, conditioning, tiny_models.generators(2), num_steps=4, negative=negative, guidance_scale=3.0)
+    torch.testing.assert_close(ours, theirs, atol=5e-6, rtol=0)
+
+
+def test_the_mask_is_packed_to_the_pipelines_bits(text):
+    model = build(FluxFill, text)
+    pipe = pipeline(FluxFillPipeline, model)
+    mask = torch.stack([model.latents.mask([masked("m", "x", seed).mask], (24, 40))[0] for seed in range(2)])
+    theirs, _ = pipe.prepare_mask_latents(
+        mask, torch.zeros(2, 3, 24, 40), 2, 16, 1, 24, 40, torch.float32, torch.device("cpu"), tiny_models.generators(1)[0]
+    )
+    assert torch.equal(model.latents.pack_mask(mask), theirs)
+    assert set(mask.unique().tolist()) == {0.0, 1.0}
+
+
+def test_at_512_px_shapes_are_those_of_the_pipeline(text):
+    model = build(FluxFill, text)
+    mask = torch.zeros(1, 1, 512, 512)
+    eight = build(FluxFill, text)
+    eight.latents.latent_pixels = 8
+    assert eight.latents.pack_mask(mask).shape == (1, 1024, 256)
+    assert model.latents.pack_mask(mask).shape == (1, 4096, 64)
+
+
+def test_fill_walks_with_the_pipeline(text, monkeypatch):
+    model = build(FluxFill, text)
+    # The pipeline draws the masked picture's latents from their posterior; ours are its mode, so that equal tasks are equal.
+    monkeypatch.setattr(pipeline_flux_fill, "retrieve_latents", lambda encoded, generator=None: encoded.latent_dist.mode())
+    tasks = [masked(prompt, prompt, seed) for seed, prompt in enumerate(TEXTS)]
+    theirs = pipeline(FluxFillPipeline, model)(
+        TEXTS,
+        image=[task.images[0] for task in tasks],
+        mask_image=[task.mask for task in tasks],
+        height=24,
+        width=40,
+        guidance_scale=30.0,
+        generator=tiny_models.generators(2),
+        **SETTINGS,
+    ).images
+    ours = tiny_models.euler(model, model.encode(tasks), tiny_models.generators(2), num_steps=4)
+    torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)
+
+
+def test_fill_does_not_see_what_it_is_to_make(text):
+    model = build(FluxFill, text)
+    task = masked("one", "blue")
+    changed = task.images[0].copy()
+    ImageDraw.Draw(changed).rectangle((5, 3, 21, 14), fill=(1, 2, 3))
+    other = Task(id="two", instruction="blue", images=(changed,), mask=task.mask)
+    both = model.encode([task, other]).tensors["source"]
+    assert torch.equal(both[0], both[1])
+
+
+def test_kontext_walks_with_the_pipeline(text):
+    model = build(FluxKontext, text, size=(24, 40))
+    model.source_as_is = True
+    tasks = [tiny_models.task(prompt, prompt, tiny_models.picture(seed, 16, 32)) for seed, prompt in enumerate(TEXTS)]
+    theirs = pipeline(FluxKontextPipeline, model)(
+        [task.images[0] for task in tasks],
+        TEXTS,
+        height=24,
+        width=40,
+        max_area=24 * 40,
+        guidance_scale=3.5,
+        generator=tiny_models.generators(2),
+        _auto_resize=False,
+        **SETTINGS,
+    ).images
+    ours = tiny_models.euler(model, model.encode(tasks), tiny_models.generators(2), num_steps=4)
+    torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)
+
+
+def test_kontext_takes_a_size_that_it_was_trained_at(text):
+    model = build(FluxKontext, text)
+    assert model._trained_at(tiny_models.picture(0, 300, 200)) == (1248, 832)
+    assert model._trained_at(tiny_models.picture(0, 64, 64)) == (1024, 1024)
+
+
+@pytest.mark.parametrize("kind", [Flux, FluxFill, FluxKontext])
+def test_it_is_a_denoising_model_and_a_row_does_not_see_its_batch(text, kind):
+    model = build(kind, text, size=(24, 40))
+    assert isinstance(model, DenoisingModel)
+    if kind is FluxKontext:
+        model.source_as_is = True
+    tasks = [masked(prompt, prompt, seed) for seed, prompt in enumerate(TEXTS)]
+    together = model.encode(tasks)
+    x, sigma = model.initial_noise(together, tiny_models.generators(2)), torch.tensor([0.9, 0.3])
+    velocities = model.velocity(model.module, x, sigma, together)
+    for row, task in enumerate(tasks):
+        alone = model.velocity(model.module, x[row : row + 1], sigma[row : row + 1], model.encode([task]))
+        torch.testing.assert_close(velocities[row], alone[0], atol=3e-6, rtol=0)
+
+
+def test_pictures_come_back_from_their_latents(text):
+    model = build(Flux, text, size=(24, 40))
+    tokens = model.encode_images([tiny_models.picture(0, 24, 40)])
+    vae = model.latents.vae
+    mode = vae.encode(model.latents.pixels([tiny_models.picture(0, 24, 40)], (24, 40))).latent_dist.mode()
+    expected = FluxPipeline._pack_latents((mode - vae.config.shift_factor) * vae.config.scaling_factor, 1, 16, 6, 10)
+    torch.testing.assert_close(tokens, expected, atol=1e-6, rtol=0)
+
+
+def test_what_cannot_be_is_said(text):
+    fill, kontext = build(FluxFill, text), build(FluxKontext, text)
+    whole = masked("one", "blue")
+    with pytest.raises(ValueError, match="1 pictures and no mask"):
+        fill.encode([tiny_models.task("x", "blue", whole.images[0])])
+    with pytest.raises(ValueError, match="different sizes"):
+        fill.encode([whole, masked("two", "blue", size=(24, 24))])
+    with pytest.raises(ValueError, match="takes one"):
+        kontext.encode([tiny_models.task("x", "blue")])
+    with pytest.raises(ValueError, match="does not divide into tokens of 8 px"):
+        build(Flux, text, size=(20, 40))
+    with pytest.raises(ValueError, match="shorten it"):
+        build(Flux, text, size=(24, 40)).encode([tiny_models.task("x", "blue " * 30)])
+    with pytest.raises(ValueError, match="not told of guidance"):
+        build(Flux, text, distilled=False, guidance=2.0)
+    with pytest.raises(ValueError, match="this one takes 64"):
+        FluxFill(
+            transformer=tiny_models.flux_transformer(),
+            vae=tiny_models.sd3_vae(),
+            text=text,
+            scheduler_config=tiny_models.FLUX_SCHEDULER,
+        )

@@ -1,0 +1,234 @@
+"""The FLUX.1 family in recipes: what each kind takes, whole runs with tiny models, and what diffusers reads of them."""
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from diffusers import FluxFillPipeline, FluxKontextPipeline, FluxPipeline
+from PIL import Image, ImageChops
+from safetensors.torch import load_file
+
+import tiny_flux_runs
+import tiny_models
+from retouch import cli
+from retouch.assembly.families import FAMILIES
+from retouch.assembly.model import build_model, lora_targets
+from retouch.data.fitting import FittingRows
+from retouch.data.problems import BadRow
+from retouch.data.sources.triplets import TripletRows
+from retouch.doctor.memory import describe, footprint
+from retouch.inference.exporting import export_target
+from retouch.inference.opening import open_target
+from retouch.inference.sampling import sample_target
+from retouch.memory.plan import Lora, Setup, plan
+from retouch.models.flux.kontext import FluxKontext
+from retouch.models.flux.text import FluxText
+from retouch.recipe.families import TAKES
+from retouch.recipe.policy import DiffusersModel
+from retouch.recipe.recipe import parse
+from retouch.session.session import run
+
+KINDS = {"flux": FluxPipeline, "flux-fill": FluxFillPipeline, "flux-kontext": FluxKontextPipeline}
+PROMPTS = {"kind": "prompts", "held_out": 1}
+
+
+@pytest.fixture(autouse=True)
+def little_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """T5 pads to 30 tokens and not to 512, and a source stays small: tiny models would spend all their time on that."""
+    original = FluxText.__init__
+
+    def shorter(self: FluxText, *parts: Any, max_sequence_length: int = 30, **named: Any) -> None:
+        original(self, *parts, max_sequence_length=max_sequence_length, **named)
+
+    monkeypatch.setattr(FluxText, "__init__", shorter)
+    monkeypatch.setattr(FluxKontext, "source_as_is", True)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = tmp_path_factory.mktemp("flux")
+    tiny_models.save_flux(made / "flux")
+    tiny_models.save_flux(made / "fill", fills=True)
+    return {"flux": made / "flux", "flux-fill": made / "fill", "flux-kontext": made / "flux"}
+
+
+@pytest.fixture
+def triplets(tmp_path: Path) -> Path:
+    return tiny_flux_runs.make_triplets(tmp_path / "triplets", {3: "red", 11: "blue-ish", 17: "green"})
+
+
+def recipe_of(kind: str, folders: dict[str, Path], triplets: Path) -> dict[str, Any]:
+    model = {"kind": kind, "path": str(folders[kind]), "size": [32, 48]}
+    made = tiny_flux_runs.small(model, triplets, triplets.parent / "runs")
+    if kind == "flux":
+        prompts = triplets.parent / "prompts.txt"
+        prompts.write_text("a red circle\nblue\ngreen\n")
+        made["data"] = {**PROMPTS, "path": str(prompts)}
+    return made
+
+
+# What a family says of itself
+
+
+def test_every_kind_that_a_recipe_can_name_says_what_it_is() -> None:
+    kinds = get_args(DiffusersModel.model_fields["kind"].annotation)
+    assert set(kinds) <= FAMILIES.keys() & TAKES.keys()
+    for kind in ("qwen-image-edit", "qwen-image-edit-plus"):
+        assert TAKES[kind].pictures == (1, FAMILIES[kind].adapter.MOST_SOURCES)
+
+
+def test_guidance_is_told_and_left_out_where_it_is_not(folders: dict[str, Path], triplets: Path) -> None:
+    told = recipe_of("flux-fill", folders, triplets)
+    assert "guidance" not in parse(told).document()["policy"]["model"]
+    told["policy"]["model"]["guidance"] = 12.0
+    recipe = parse(told)
+    assert recipe.document()["policy"]["model"]["guidance"] == 12.0
+    assert parse(recipe.document()) == recipe
+    model = recipe.policy.model
+    built = build_model(model, device=torch.device("cpu"))
+    assert built.guidance == 12.0
+    assert build_model(model.model_copy(update={"guidance": None}), device=torch.device("cpu")).guidance == 30.0
+
+
+def test_a_row_without_a_mask_or_with_pictures_too_many_is_named_by_its_line(triplets: Path) -> None:
+    rows = TripletRows(triplets, reference="own")
+    assert FittingRows(rows, pictures=(1, 1), mask=True, model="flux-fill", takes="one picture and a mask")[1].text == "blue-ish"
+    with pytest.raises(BadRow, match=r"self_bench\.txt:2: error: flux takes no picture, and this row has 1 picture$"):
+        FittingRows(rows, pictures=(0, 0), mask=False, model="flux", takes="no picture")[1]
+
+
+def test_folders_are_read_before_the_model_is(tmp_path: Path, folders: dict[str, Path], triplets: Path) -> None:
+    tiny_models.picture(0, 32, 48).save(tmp_path / "a.png")
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "instruction": "red"}\n')
+    made = recipe_of("flux-fill", folders, triplets) | {"data": {"kind": "folder", "path": str(tmp_path)}}
+    made["policy"]["model"]["path"] = "nowhere/nothing"
+    with pytest.raises(
+        ValueError, match=r"metadata\.jsonl:1: error: flux-fill takes one picture and a mask, and this row has no mask"
+    ):
+        run(parse(made), fresh=False)
+
+
+def test_what_memory_it_takes_is_planned_from_the_published_configuration(folders: dict[str, Path], triplets: Path) -> None:
+    made = recipe_of("flux-fill", folders, triplets)
+    made["policy"]["model"] = {"kind": "flux-fill", "path": "black-forest-labs/FLUX.1-Fill-dev", "size": [512, 512]}
+    recipe = parse(made)
+    described = describe(recipe, None)
+    assert described is not None
+    found = footprint(recipe, described)
+    assert found.tokens == (512 // 16) ** 2 + 512
+    setup = Setup(lora=Lora(4, tuple(lora_targets(recipe.policy))), rows=32, tokens=found.tokens, gradient_checkpointing=False)
+    assert found.plan == plan("flux.1-fill-dev", setup)
+    made["policy"]["model"] |= {"kind": "flux-kontext", "path": "black-forest-labs/FLUX.1-Kontext-dev"}
+    edits = parse(made)
+    described = describe(edits, None)
+    assert described is not None
+    assert footprint(edits, described).tokens == (512 // 16) ** 2 + (1024 // 16) ** 2 + 512
+
+
+# Whole runs
+
+
+@pytest.fixture
+def trained(request: Any, folders: dict[str, Path], triplets: Path) -> tuple[str, Path]:
+    kind = request.param
+    recipe = parse(recipe_of(kind, folders, triplets))
+    assert run(recipe, fresh=False) == 0
+    return kind, recipe.folder
+
+
+def pictures(pipe: Any, kind: str) -> torch.Tensor:
+    pipe.set_progress_bar_config(disable=True)
+    given: dict[str, Any] = {} if kind == "flux" else {"image": tiny_models.picture(0, 32, 48)}
+    if kind == "flux-fill":
+        given["mask_image"] = Image.new("L", (48, 32), 255)
+    if kind == "flux-kontext":
+        given |= {"max_area": 32 * 48, "_auto_resize": False}
+    settings = {"height": 32, "width": 48, "num_inference_steps": 2, "max_sequence_length": 30, "output_type": "pt"}
+    made: torch.Tensor = pipe(prompt="a red circle", **given, **settings, generator=torch.Generator().manual_seed(3)).images
+    return made
+
+
+@pytest.mark.parametrize("trained", KINDS, indirect=True)
+def test_diffusers_loads_its_adapter_and_makes_the_same_pictures(
+    trained: tuple[str, Path], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    kind, folder = trained
+    export_target(str(folder), to=tmp_path / "out")
+    parts, _ = open_target(str(folder))
+    parts.judge.close()
+    ours = KINDS[kind].from_pretrained(folders[kind], transformer=parts.model.module)
+    theirs = KINDS[kind].from_pretrained(folders[kind])
+    untrained = pictures(theirs, kind)
+    theirs.load_lora_weights(tmp_path / "out")
+    assert torch.equal(pictures(theirs, kind), pictures(ours, kind))
+    assert not torch.equal(pictures(theirs, kind), untrained)
+
+
+@pytest.mark.parametrize("trained", ["flux-fill"], indirect=True)
+def test_it_is_used_as_its_user_would(trained: tuple[str, Path], triplets: Path, tmp_path: Path) -> None:
+    _, folder = trained
+    given = {"image": triplets / "test3_source.png", "mask": triplets / "test3_mask.png", "seed": 0}
+    first = sample_target(str(folder), instruction="blue", out=tmp_path / "a.png", **given)
+    other = sample_target(str(folder), instruction="green", out=tmp_path / "b.png", **given)
+    assert first.image.size == tiny_flux_runs.SIZE
+    assert ImageChops.difference(first.image, other.image).getbbox() is not None
+    with pytest.raises(ValueError, match="1 pictures and no mask"):
+        sample_target(str(folder), instruction="blue", out=tmp_path / "c.png", **{**given, "mask": None})
+
+
+# A warm-up and then RL on triplets
+
+TINY = "recipes/flux-fill/tiny_models.jsonnet"
+
+
+def tiny_run(root: Path, name: str, *, warm_up: int, rl: int) -> tuple[Path, str]:
+    """A run of the tiny recipe on a folder with one good and one broken item, and what its log says."""
+    data = tiny_flux_runs.make_triplets(root / "items", {11: "Azir", 17: "Baby"})
+    (data / "test17_ref.png").unlink()
+    changes = {"data.path": data, "data.allow_test_sets": "true", "out": root / "runs", "name": name, "trackers": "[]"}
+    changes |= {"phases.0.steps": warm_up, "phases.1.steps": rl, "phases.0.tasks_per_step": 1}
+    words = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    assert cli.main(["train", TINY, *words]) == 0
+    folder = root / "runs" / name
+    return folder, (folder / "train.log").read_text()
+
+
+def test_the_tiny_recipe_trains_on_the_good_item_and_names_the_broken_one(tmp_path: Path) -> None:
+    pytest.importorskip("rapidocr")
+    folder, log = tiny_run(tmp_path, "whole", warm_up=1, rl=1)
+    for once in ("self_bench.txt:2: error: 'test17_ref.png': no such file", "skipped 1 of 2 rows", "items is Calligrapher's bench"):
+        assert log.count(once) == 1, once
+    assert "judged by the tasks that train" in log
+    assert "trained-on tasks after step 2" in log
+    assert "held-out" not in log
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["phase"] for line in lines] == ["warm-up", "rl"]
+    assert lines[1]["policy/ratio_max_first"] <= 1e-6 < lines[1]["policy/ratio_max"]  # two inner passes
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["steps"], summary["on"]) == (2, "1 trained-on task")
+    page = (folder / "report.html").read_text()
+    assert "<h2>Trained-on scores</h2>" in page
+    assert "fit and no gain" in page
+    assert "eld-out" not in page
+    with pytest.raises(ValueError, match="are for testing, not for training"):
+        cli.main(["train", TINY, "--set", f"data.path={tmp_path / 'items'}", "--set", f"out={tmp_path / 'other'}", "--debug"])
+
+
+def test_either_phase_may_have_no_steps_and_rl_may_be_added_later(tmp_path: Path) -> None:
+    pytest.importorskip("rapidocr")
+
+    def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
+        return load_file(folder / "checkpoints" / f"step-{step:06d}" / "weights.safetensors")
+
+    whole, _ = tiny_run(tmp_path, "whole", warm_up=1, rl=1)
+    parts, log = tiny_run(tmp_path, "parts", warm_up=1, rl=0)
+    assert "phase warm-up: steps 1 to 1" in log
+    assert "phase rl" not in log
+    parts, _ = tiny_run(tmp_path, "parts", warm_up=1, rl=1)
+    found, wanted = weights(parts, 2), weights(whole, 2)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    _, log = tiny_run(tmp_path, "rl", warm_up=0, rl=1)
+    assert "phase warm-up" not in log
+    assert "phase rl: steps 1 to 1" in log

@@ -1,0 +1,457 @@
+"""IP-Adapters on Flux and Qwen-Image: against diffusers' loading and pipelines, and the larger layout against its definition."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
+from diffusers.loaders import FluxIPAdapterMixin
+from diffusers.models.embeddings import ImageProjection
+from safetensors.torch import load_file, save_file
+from transformers import (
+    CLIPImageProcessorPil,
+    CLIPModel,
+    CLIPVisionModelWithProjection,
+    SiglipImageProcessorPil,
+    SiglipModel,
+    SiglipVisionModel,
+)
+
+import tiny_encoders
+import tiny_models
+from retouch.memory.ip_adapter import adapter_counts, vision_part
+from retouch.memory.sizes import image_encoder, model_in, parameter_count
+from retouch.models.common.guidance import Guided
+from retouch.models.flux.fill import FluxFill
+from retouch.models.flux.model import Flux
+from retouch.models.ip_adapter import adapter as ip_adapter
+from retouch.models.ip_adapter import files as ip_adapter_files
+from retouch.models.ip_adapter.adapter import Form
+from retouch.models.ip_adapter.image_encoder import ImageEncoder, embed_width
+from retouch.models.ip_adapter.reference_model import Referenced
+from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.testing.models import check_model
+from retouch.types import Conditioning, Task
+
+SMALL = Form(tokens=4, projection="linear", blocks="double")
+LARGE = Form(tokens=6, projection="mlp", blocks="all")
+QWEN = Form(tokens=6, projection="mlp", blocks="double")
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory):
+    """Folders of a CLIP vision model (12 wide) and a SigLIP one (16 wide)."""
+    return tiny_encoders.write(tmp_path_factory.mktemp("encoders"))
+
+
+def encoder(encoders, name="clip"):
+    return ImageEncoder.from_pretrained(encoders / name, dtype=torch.float32, device="cpu")
+
+
+def flux(kind=Flux, form=SMALL, *, width=12, moved=True, dtype=torch.float32):
+    channels = tiny_models.FILL_CHANNELS if kind is FluxFill else 64
+    transformer = tiny_models.flux_transformer(channels=channels).to(dtype)
+    model = kind(
+        transformer=transformer,
+        vae=tiny_models.sd3_vae(),
+        text=tiny_models.flux_text(),
+        scheduler_config=tiny_models.FLUX_SCHEDULER,
+        size=(24, 40),
+    )
+    return adapted(model, form, width=width, moved=moved)
+
+
+def qwen(form=QWEN, *, width=12, moved=True):
+    tokenizer = tiny_models.qwen_tokenizer()
+    model = QwenImageEdit(
+        transformer=tiny_models.qwen_transformer(),
+        vae=tiny_models.qwen_vae(),
+        text_encoder=tiny_models.qwen_text_encoder(tokenizer),
+        tokenizer=tokenizer,
+        image_processor=tiny_models.qwen_image_processor(),
+        scheduler_config=tiny_models.SCHEDULER,
+        template=tiny_models.TEMPLATE,
+        condition_area="as_is",
+        source_area="as_is",
+    )
+    return adapted(model, form, width=width, moved=moved)
+
+
+def adapted(model, form, *, width, moved):
+    model.module.requires_grad_(False)
+    ip_adapter.attach(model.module, form, embed_width=width, seed=3)
+    if moved:
+        move(model.module)
+    return model
+
+
+@torch.no_grad()
+def move(transformer):
+    torch.manual_seed(8)
+    for name, parameter in transformer.named_parameters():
+        if parameter.requires_grad and "norm" not in name:
+            parameter.normal_(0, 0.2)
+
+
+def tasks():
+    return [
+        replace(
+            tiny_models.task(words, words, tiny_models.picture(seed, 24, 40)),
+            reference=tiny_models.picture(10 + seed, 20 + seed, 30),
+            mask=mask(),
+        )
+        for seed, words in enumerate(["a red circle", "blue"])
+    ]
+
+
+def mask():
+    made = tiny_models.picture(0, 24, 40).convert("L")
+    made.paste(0, (0, 0, 40, 24))
+    made.paste(255, (5, 3, 21, 14))
+    return made
+
+
+def velocity(model, conditioning, *, grad=False):
+    x = model.initial_noise(conditioning, tiny_models.generators(len(next(iter(conditioning.tensors.values())))))
+    with torch.set_grad_enabled(grad):
+        return model.velocity(model.module, x, torch.linspace(0.9, 0.4, len(x)), conditioning)
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_a_picture_is_what_transformers_makes_of_it(encoders, name):
+    ours = encoder(encoders, name)
+    pictures = [tiny_models.picture(0, 20, 30), tiny_models.picture(1, 40, 17)]
+    kind, processor, field = {
+        "clip": (CLIPVisionModelWithProjection, CLIPImageProcessorPil, "image_embeds"),
+        "siglip": (SiglipVisionModel, SiglipImageProcessorPil, "pooler_output"),
+    }[name]
+    theirs = kind.from_pretrained(encoders / name)
+    for row, picture in enumerate(pictures):
+        pixels = processor.from_pretrained(encoders / name)(images=picture, return_tensors="pt")["pixel_values"]
+        expected = getattr(theirs(pixels), field)
+        torch.testing.assert_close(ours.embed(pictures)[row : row + 1], expected, atol=1e-5, rtol=1e-5)
+    assert ours.width == embed_width(encoders / name) == expected.shape[1]
+    assert not any(parameter.requires_grad for parameter in ours.model.parameters())
+
+
+@pytest.mark.parametrize(("name", "kind"), [("two-clip", CLIPModel), ("two-siglip", SiglipModel)])
+def test_of_two_towers_it_takes_the_one_that_sees(encoders, name, kind):
+    ours, whole = encoder(encoders, name), kind.from_pretrained(encoders / name)
+    picture = tiny_models.picture(0, 20, 30)
+    pixels = ours._processor(images=picture, return_tensors="pt")["pixel_values"]
+    expected = whole.get_image_features(pixel_values=pixels)
+    expected = expected if isinstance(expected, torch.Tensor) else expected.pooler_output
+    torch.testing.assert_close(ours.embed([picture]), expected, atol=1e-5, rtol=1e-5)
+    assert ours.width == expected.shape[1]
+
+
+@pytest.mark.parametrize("name", ["clip", "siglip", "two-clip", "two-siglip"])
+@pytest.mark.parametrize("form", [SMALL, LARGE])
+def test_its_size_is_known_before_it_is_loaded(encoders, name, form):
+    described = vision_part(model_in(encoders / name))
+    assert parameter_count(described) == sum(weight.numel() for weight in encoder(encoders, name).model.parameters())
+    transformer = tiny_models.flux_transformer()
+    part = {"class": "FluxTransformer2DModel", "config": dict(transformer.config)}
+    ip_adapter.attach(transformer, form, embed_width=embed_width(encoders / name), seed=0)
+    made = sum(weight.numel() for part in ip_adapter.modules(transformer) for weight in part.parameters())
+    assert adapter_counts(part, described, form)[0] == made
+
+
+def test_published_sizes():
+    """The large adapter: 1152 to 2304 to 128 x 4096, its norm, and keys and values of 4096 to 3072 in 57 blocks."""
+    siglip, clip = (image_encoder(name) for name in ("google/siglip-so400m-patch14-384", "openai/clip-vit-large-patch14"))
+    assert parameter_count(siglip) == 428_225_600
+    assert parameter_count(clip) == 303_966_208
+    flux_dev = {"class": "FluxTransformer2DModel", "config": {}}
+    projection = 1153 * 2304 + 2305 * 128 * 4096 + 2 * 4096
+    large = Form(tokens=128, projection="mlp", blocks="all")
+    counted = projection + 57 * 2 * 4096 * 3072
+    assert adapter_counts(flux_dev, siglip, large) == (counted, projection) == (2_645_600_512, 1_211_148_544)
+    small = 769 * 4 * 4096 + 2 * 4096 + 19 * 2 * 4097 * 3072
+    assert adapter_counts(flux_dev, clip, Form(tokens=4, projection="linear", blocks="double"))[0] == small
+
+
+def test_another_kind_of_encoder_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no config.json"):
+        embed_width(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "dinov2"}))
+    with pytest.raises(ValueError, match=r"'dinov2'; an IP-Adapter reads one of type clip"):
+        ImageEncoder.from_pretrained(tmp_path, dtype=torch.float32, device="cpu")
+
+
+EVERY = pytest.mark.parametrize(
+    "model",
+    [flux, lambda **o: flux(FluxFill, **o), lambda **o: flux(form=LARGE, **o), qwen],
+    ids=["flux", "fill", "flux-large", "qwen"],
+)
+
+
+@EVERY
+def test_it_keeps_the_contract(model, encoders):
+    check_model(Referenced(model(), encoder(encoders)), tasks())
+
+
+@EVERY
+def test_a_new_one_changes_no_bit(model, encoders):
+    made = Referenced(model(moved=False), encoder(encoders))
+    base = model(moved=False).__class__
+    told = made.encode(tasks())
+    plain = replace(told, tensors={name: each for name, each in told.tensors.items() if name != Conditioning.REFERENCE})
+    bare = unadapted(made.model, base)
+    assert torch.equal(velocity(made, told), velocity(bare, plain))
+
+
+@EVERY
+def test_at_scale_0_it_changes_no_bit(model, encoders):
+    made = Referenced(model(), encoder(encoders))
+    told = made.encode(tasks())
+    moved = velocity(made, told)
+    for part in ip_adapter.modules(made.module)[1:]:
+        part.scale = 0.0 if not isinstance(part.scale, list) else [0.0]
+    off = velocity(made, told)
+    assert torch.equal(off, velocity(unadapted(made.model, type(made.model)), told_nothing(told)))
+    assert (moved - off).abs().max() > 1e-3
+
+
+@EVERY
+def test_every_weight_of_it_is_trained_and_no_other(model, encoders):
+    made = Referenced(model(), encoder(encoders))
+    told = made.encode(tasks())
+    velocity(made, told, grad=True).square().mean().backward()
+    trained = {name for name, each in made.module.named_parameters() if each.grad is not None and each.grad.abs().max() > 0}
+    mine = {id(each) for part in ip_adapter.modules(made.module) for each in part.parameters()}
+    named = {name for name, each in made.module.named_parameters() if id(each) in mine}
+    # Every key sees the same bias, which no softmax can tell apart.
+    assert trained >= {name for name in named if not name.endswith("to_k_ip.0.bias")}
+    assert trained <= named == {name for name, each in made.module.named_parameters() if each.requires_grad}
+
+
+@EVERY
+def test_a_file_brings_it_back_to_the_bit(model, encoders, tmp_path):
+    made, other = model(), model(moved=False)
+    told = Referenced(made, encoder(encoders)).encode(tasks())
+    ip_adapter_files.write(made.module, tmp_path)
+    ip_adapter_files.read(other.module, tmp_path)
+    assert torch.equal(velocity(made, told), velocity(other, told))
+
+
+@EVERY
+def test_the_reference_counts_and_none_is_an_error(model, encoders):
+    made = Referenced(model(), encoder(encoders))
+    told = made.encode(tasks())
+    other = made.encode([replace(task, reference=tiny_models.picture(40)) for task in tasks()])
+    assert (velocity(made, told) - velocity(made, other)).abs().max() > 1e-3
+    negative = made.encode_negative(tasks())
+    assert torch.equal(negative.tensors[Conditioning.REFERENCE], torch.zeros(2, 12))
+    with pytest.raises(ValueError, match="'blue' has no reference picture"):
+        made.encode([tasks()[0], replace(tasks()[1], reference=None)])
+
+
+def told_nothing(conditioning):
+    tensors = {name: each for name, each in conditioning.tensors.items() if name != Conditioning.REFERENCE}
+    return replace(conditioning, tensors=tensors)
+
+
+def unadapted(model, kind):
+    """The model on a transformer of the same weights that never met an adapter."""
+    own = model.module
+    bare = own.__class__.from_config(own.config).eval()
+    theirs = own.state_dict()
+    bare.load_state_dict({name: theirs[name] for name in bare.state_dict()})
+    made = object.__new__(kind)
+    made.__dict__ = {**model.__dict__, "module": bare}
+    return made
+
+
+def test_guidance_goes_away_from_no_reference(encoders):
+    made = Referenced(qwen(), encoder(encoders))
+    guided = Guided(made, 3.0)
+    conditioning = guided.encode(tasks())
+    x = guided.initial_noise(conditioning, tiny_models.generators(2))
+    sigma = torch.tensor([0.9, 0.4])
+    positive = made.velocity(made.module, x, sigma, made.encode(tasks()))
+    negative = made.velocity(made.module, x, sigma, made.encode_negative(tasks()))
+    expected = made.combine(positive, negative, 3.0)
+    torch.testing.assert_close(guided.velocity(guided.module, x, sigma, conditioning), expected, atol=1e-5, rtol=1e-4)
+
+
+class FillWithReference(FluxIPAdapterMixin):
+    """What FluxFillPipeline lacks of loading; its transformer has it."""
+
+
+def pipeline(model):
+    pipe = FluxPipeline(
+        transformer=model.module,
+        scheduler=FlowMatchEulerDiscreteScheduler(**tiny_models.FLUX_SCHEDULER),
+        vae=model.latents.vae,
+        text_encoder=model.text.clip,
+        tokenizer=model.text.clip_tokenizer,
+        text_encoder_2=model.text.t5,
+        tokenizer_2=model.text.t5_tokenizer,
+        feature_extractor=CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}),
+    )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def test_a_pipeline_of_diffusers_loads_it_and_makes_the_same_picture(encoders, tmp_path):
+    made = flux()
+    told = Referenced(made, encoder(encoders)).encode(tasks()[:1])
+    ip_adapter_files.write(made.module, tmp_path)
+    theirs = unadapted(made, Flux)
+    pipe = pipeline(theirs)
+    pipe.load_ip_adapter(
+        str(tmp_path),
+        weight_name=ip_adapter_files.FILE,
+        image_encoder_pretrained_model_name_or_path=str(encoders / "clip"),
+        image_encoder_dtype=torch.float32,
+        local_files_only=True,
+    )
+    assert torch.equal(velocity(made, told), velocity(theirs, told))
+    drawn = pipe(
+        "a red circle",
+        ip_adapter_image=tasks()[0].reference,
+        height=24,
+        width=40,
+        num_inference_steps=3,
+        max_sequence_length=20,
+        guidance_scale=3.5,
+        generator=tiny_models.generators(1),
+    ).images[0]
+    latents = tiny_models.euler(Referenced(made, encoder(encoders)), told, tiny_models.generators(1), num_steps=3)
+    assert made.decode(latents, told)[0].tobytes() == drawn.tobytes()
+
+
+def test_fill_reads_the_same_file(encoders, tmp_path):
+    made = flux(FluxFill)
+    told = Referenced(made, encoder(encoders)).encode(tasks())
+    ip_adapter_files.write(made.module, tmp_path)
+    theirs = unadapted(made, FluxFill)
+    loader = FillWithReference()
+    loader.transformer = theirs.module
+    loader.load_ip_adapter(str(tmp_path), weight_name=ip_adapter_files.FILE, local_files_only=True)
+    assert torch.equal(velocity(made, told), velocity(theirs, told))
+
+
+def test_sixteen_tokens_are_known_by_their_number_of_rows(encoders, tmp_path):
+    torch.manual_seed(0)
+    transformer = tiny_models.flux_transformer().__class__(
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=32,
+        num_attention_heads=2,
+        joint_attention_dim=4096,
+        axes_dims_rope=(8, 12, 12),
+    )
+    sixteen = Form(tokens=16, projection="linear", blocks="double")
+    assert ip_adapter.read_by_diffusers(transformer, sixteen)
+    assert not ip_adapter.read_by_diffusers(tiny_models.flux_transformer(), sixteen)
+    ip_adapter.attach(transformer, sixteen, embed_width=12, seed=0)
+    move(transformer)
+    state = load_file(ip_adapter_files.write(transformer, tmp_path))
+    projection = {name.removeprefix("image_proj."): each for name, each in state.items() if name.startswith("image_proj.")}
+    theirs = transformer._convert_ip_adapter_image_proj_to_diffusers(projection)
+    assert isinstance(theirs, ImageProjection)
+    embeds = torch.randn(2, 12)
+    assert torch.equal(theirs(embeds), transformer.encoder_hid_proj([embeds[:, None]])[0][:, 0])
+
+
+def test_what_a_block_finds_goes_through_its_output_projection(encoders):
+    """softmax(q k / sqrt(d)) v over the reference's tokens, with q before rotation and k normed, times scale, before to_out."""
+    form = replace(LARGE, scale=0.7)
+    transformer = flux(form=form).module
+    torch.manual_seed(1)
+    picture, words, reference = torch.randn(2, 5, 64), torch.randn(2, 3, 64), torch.randn(2, 1, 6, 48)
+    angles = torch.randn(8, 32)
+    rotation = angles.cos(), angles.sin()
+    for block in (transformer.transformer_blocks[0], transformer.single_transformer_blocks[1]):
+        double = block is transformer.transformer_blocks[0]
+        given = (picture, words) if double else (torch.cat([words, picture], dim=1),)
+        attn, own = block.attn, block.attn.processor
+        query = attn.norm_q((given[0] @ attn.to_q.weight.T + attn.to_q.bias).view(2, -1, 2, 32))
+        key, value = ((reference[:, 0] @ layer.weight.T).view(2, 6, 2, 32) for layer in (own.to_k_ip, own.to_v_ip))
+        key = key / (key.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        weights = (torch.einsum("rshd,rnhd->rhsn", query, key) / 32**0.5).softmax(-1)
+        found = 0.7 * torch.einsum("rhsn,rnhd->rshd", weights, value).flatten(2)
+        base = own.base(attn, *given, image_rotary_emb=rotation)
+        ours = own(attn, *given, image_rotary_emb=rotation, ip_hidden_states=[reference])
+        if double:
+            torch.testing.assert_close(ours[0], base[0] + found @ attn.to_out[0].weight.T, atol=2e-6, rtol=1e-5)
+            assert torch.equal(ours[1], base[1])
+        else:
+            torch.testing.assert_close(ours, base + found, atol=2e-6, rtol=1e-5)
+
+
+def test_blocks_are_numbered_in_order(tmp_path):
+    transformer = flux(form=LARGE).module
+    state = load_file(ip_adapter_files.write(transformer, tmp_path))
+    blocks = [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
+    for k, block in enumerate(blocks):
+        for name in ("to_k_ip", "to_v_ip"):
+            assert torch.equal(state[f"ip_adapter.{k}.{name}.weight"], getattr(block.attn.processor, name).weight)
+    layers = {"proj.0.weight", "proj.0.bias", "proj.2.weight", "proj.2.bias", "norm.weight", "norm.bias"}
+    assert state.keys() == {f"ip_adapter.{k}.{name}.weight" for k in range(3) for name in ("to_k_ip", "to_v_ip")} | {
+        f"image_proj.{name}" for name in layers
+    }
+
+
+def test_names_of_other_files(encoders, tmp_path):
+    made, other = flux(), flux(moved=False)
+    state = load_file(ip_adapter_files.write(made.module, tmp_path))
+    theirs = {
+        name.replace("image_proj.", "ip_adapter_proj_model.")
+        .replace("ip_adapter.0.to_", "double_blocks.0.processor.ip_adapter_double_stream_")
+        .replace("_ip.", "_proj."): each
+        for name, each in state.items()
+    }
+    assert "double_blocks.0.processor.ip_adapter_double_stream_k_proj.weight" in theirs
+    save_file(theirs, tmp_path / "other.safetensors")
+    ip_adapter_files.read(other.module, tmp_path / "other.safetensors")
+    for one, two in zip(ip_adapter.modules(made.module), ip_adapter.modules(other.module), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
+
+
+def test_what_cannot_be_is_said(tmp_path):
+    with pytest.raises(ValueError, match="for Flux and Qwen-Image here, and not for SD3"):
+        ip_adapter.attach(tiny_models.sd3_transformer(), SMALL, embed_width=4, seed=0)
+    with pytest.raises(ValueError, match="double blocks alone"):
+        qwen(LARGE)
+    with pytest.raises(ValueError, match=r"no folder with ip_adapter.safetensors"):
+        ip_adapter_files.read(flux().module, tmp_path)
+    (tmp_path / "ip_adapter.safetensors").write_bytes(b"no")
+    with pytest.raises(ValueError, match="cannot be read"):
+        ip_adapter_files.read(flux().module, tmp_path)
+    ip_adapter_files.write(flux().module, tmp_path)
+    with pytest.raises(ValueError, match=r"another form than the recipe's: they differ at image_proj.proj.0.bias"):
+        ip_adapter_files.read(flux(form=replace(SMALL, tokens=4, projection="mlp")).module, tmp_path)
+
+
+def test_it_begins_alike_for_a_seed_and_takes_no_draw_from_elsewhere():
+    before = torch.random.get_rng_state()
+    torch.manual_seed(5)
+    state = torch.random.get_rng_state()
+    transformer = tiny_models.flux_transformer()
+    torch.random.set_rng_state(state)
+    ip_adapter.attach(transformer, LARGE, embed_width=12, seed=3)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    other = flux(form=LARGE, moved=False).module
+    for one, two in zip(ip_adapter.modules(transformer), ip_adapter.modules(other), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    torch.random.set_rng_state(before)
+
+
+@pytest.mark.parametrize("form", [SMALL, LARGE])
+def test_in_bf16_it_keeps_fp32_weights_and_close_numbers(form, encoders):
+    exact, rounded = flux(form=form), flux(form=form, dtype=torch.bfloat16)
+    assert {part.dtype for part in rounded.module.parameters() if part.requires_grad} == {torch.float32}
+    assert next(rounded.module.parameters()).dtype == torch.bfloat16
+    task = Task(id="a", instruction="blue", reference=tiny_models.picture(1))
+    told = Referenced(exact, encoder(encoders)).encode([task])
+    gap = (velocity(exact, told) - velocity(rounded, told)).norm() / velocity(exact, told).norm()
+    assert 0 < gap < 0.1
+    rounded.module.enable_gradient_checkpointing()
+    rounded.module.train()
+    velocity(rounded, told, grad=True).square().mean().backward()
+    gradient = ip_adapter.modules(rounded.module)[1].to_v_ip
+    assert all(each.grad.isfinite().all() for each in gradient.parameters())

@@ -1,0 +1,282 @@
+"""IP-Adapters in whole runs: phases, references, what is refused, resuming and exporting; on the playground's editor."""
+
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tiny_encoders
+import tiny_models
+from rank_commands import on_two_ranks
+from retouch.assembly.assembly import Assembly, assemble
+from retouch.assembly.model import playground_weights
+from retouch.distributed.ranks import Ranks
+from retouch.doctor.memory import describe, footprint
+from retouch.inference.exporting import export_target, write_export
+from retouch.inference.opening import open_target
+from retouch.models.ip_adapter import adapter as ip_adapter
+from retouch.models.ip_adapter import files as ip_adapter_files
+from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.policies.denoising.reference_dropout import unshown
+from retouch.recipe.recipe import Recipe, parse
+from retouch.records.files import read_json
+from retouch.records.folder import RunFolder
+from retouch.session.session import run
+from retouch.training import checkpoint
+from retouch.types import Batch, Conditioning
+from tiny_recipes import SMALL
+
+RL = {"kind": "policy_gradient", "clip_low": 1e-4, "clip_high": 1e-4, "kl": {"kind": "velocity", "weight": 0.1}}
+
+LORA = {"kind": "lora", "rank": 2, "alpha": 4}
+NARROW = {"class": "CLIPVisionModelWithProjection", "config": {"projection_dim": 1}}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny encoders, and edits of the playground with a reference each."""
+    root = tiny_encoders.write(tmp_path_factory.mktemp("world"))
+    photos = root / "photos"
+    photos.mkdir()
+    lines = []
+    for number, task in enumerate(PlaygroundTasks(seed=0, count=6, complexity=[1], split="train")):
+        assert task.target is not None
+        names = {part: f"{number}-{part}.png" for part in ("image", "target", "reference")}
+        task.images[0].save(photos / names["image"])
+        task.target.save(photos / names["target"])
+        tiny_models.picture(number, 20, 30).save(photos / names["reference"])
+        lines.append({"file_name": names.pop("image"), "instruction": task.instruction, **names})
+    (photos / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return root
+
+
+def recipe(world: Path, **changes: Any) -> Recipe:
+    """Two steps of warm-up, then two of RL."""
+    adapter = {"kind": "ip-adapter", "encoder": str(world / "clip"), "tokens": 4, "projection": "mlp", "dropout": 0.5}
+    phases = [{"name": "warm-up", "steps": 2, "objective": {"kind": "supervised"}}, {"name": "rl", "steps": 2}]
+    document = deepcopy(SMALL) | {"steps": None, "phases": phases, "objective": RL, "trackers": []}
+    document["policy"] |= {"train": adapter | changes.pop("train", {})}
+    document["data"] = {"kind": "folder", "path": str(world / "photos"), "held_out": 2}
+    document["reward"] = {"kind": "compressibility", "combine": {"compressibility": 1}}
+    return parse(document | changes)
+
+
+def adapter_of(parts: Assembly) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in parts.copies.parameters.items()}
+
+
+def test_it_warms_up_learns_by_reward_resumes_and_is_exported(world: Path, tmp_path: Path) -> None:
+    whole = recipe(world, out=str(tmp_path / "whole"), checkpoints={"every": 1, "keep": 9})
+    assert run(whole, fresh=False) == 0
+    saved = sorted((whole.folder / "checkpoints").glob("step-*"))
+    steps = {checkpoint.load(folder).step: checkpoint.load(folder).tensors for folder in saved}
+    # The reference is the start as long as there is warm-up, and then what that made of it.
+    reference = {step: _copy(tensors["copies"], "reference") for step, tensors in steps.items()}
+    assert _equal(reference[1], reference[2])
+    assert _equal(reference[3], steps[2]["weights"])
+    assert _equal(reference[4], steps[2]["weights"])
+    assert not _equal(reference[1], reference[3])
+    checks = {check["name"]: check for check in read_json(whole.folder / "preflight.json")}
+    assert all(check["ok"] for check in checks.values())
+
+    again = recipe(world, out=str(tmp_path / "again"), checkpoints={"every": 1, "keep": 9})
+    for stop in (1, 3):
+        _until(again, stop)
+    assert run(again, fresh=False) == 0
+    newest = checkpoint.latest(again.folder / "checkpoints")
+    assert newest is not None
+    for kind in ("weights", "copies", "optimizer"):
+        assert _equal(steps[4][kind], checkpoint.load(newest).tensors[kind])
+
+    written = export_target(str(whole.folder), to=tmp_path / "out", which="current")
+    assert {path.name for path in written} == {"ip_adapter.safetensors", "ip_adapter.json", "export.json"}
+    assert read_json(tmp_path / "out" / "ip_adapter.json")["tokens"] == 4
+    trained, _ = open_target(str(whole.folder))
+    warm = recipe(world, train={"init_from": str(tmp_path / "out")}, name="warm")
+    assert _equal(adapter_of(assemble(warm, Ranks())), adapter_of(trained))
+
+
+def _until(recipe: Recipe, stop: int) -> None:
+    """Run in this process until step ``stop`` is saved, and then be killed."""
+
+    class Killed(BaseException):
+        pass
+
+    save = checkpoint.save
+
+    def saving(folder: Path, state: checkpoint.State) -> None:
+        save(folder, state)
+        if state.step == stop:
+            raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "save", saving)
+        with pytest.raises(Killed):
+            run(recipe, fresh=False)
+
+
+def _copy(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    return {key.removeprefix(f"{name}/"): tensor for key, tensor in tensors.items() if key.startswith(f"{name}/")}
+
+
+def _equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_lora_trains_beside_it_and_is_exported_too(world: Path, tmp_path: Path) -> None:
+    both = recipe(world, train={"lora": {"kind": "lora", "rank": 2, "alpha": 4}}, out=str(tmp_path))
+    parts = assemble(both, Ranks())
+    names = set(parts.copies.parameters)
+    adapters = {name for name in names if "_ip." in name or "encoder_hid_proj" in name}
+    assert {name for name in names if "lora_" in name} == names - adapters
+    assert adapters
+    assert len(adapters) == sum(1 for part in ip_adapter.modules(parts.model.module) for _ in part.parameters())
+    assert run(both, fresh=False) == 0
+    written = {path.name for path in export_target(str(both.folder), to=tmp_path / "out")}
+    assert written >= {ip_adapter_files.FILE, "pytorch_lora_weights.safetensors", "adapter_model.safetensors"}
+
+
+def test_a_rollout_shows_every_reference_and_a_demonstration_some(world: Path) -> None:
+    parts = assemble(recipe(world, train={"dropout": 1.0}), Ranks())
+    policy = parts.policy(parts.recipe.rollout)
+    tasks = tuple(parts.sets[0].train[index] for index in range(2))
+    batch = Batch(seed=0, step=0, tasks=tasks, group_ids=(0, 1), group=(0, 0, 1), slot=(0, 1, 0))
+    shown = policy.rollout(batch).conditioning.tensors[Conditioning.REFERENCE]
+    hidden = policy.demonstrate(batch).conditioning.tensors[Conditioning.REFERENCE]
+    assert (shown.abs().sum(1) > 0).all()
+    assert not hidden.any()
+
+
+def test_dropout_takes_its_share_and_depends_on_step_and_group_alone() -> None:
+    count = 2000
+    batch = Batch(seed=1, step=2, tasks=(), group_ids=tuple(range(count)), group=(), slot=())
+    told = Conditioning({"embeds": torch.ones(count, 3), Conditioning.REFERENCE: torch.randn(count, 4).abs() + 1})
+    left = unshown(told, batch, share=0.2).tensors[Conditioning.REFERENCE]
+    rows = (left != 0).any(1)
+    assert torch.equal(left[rows], told.tensors[Conditioning.REFERENCE][rows])
+    assert abs(rows.float().mean() - 0.8) < 4 * (0.16 / count) ** 0.5
+    half = Batch(seed=1, step=2, tasks=(), group_ids=tuple(range(1000, count)), group=(), slot=())
+    assert torch.equal(unshown(told.take(slice(1000, count)), half, share=0.2).tensors[Conditioning.REFERENCE], left[1000:])
+    assert unshown(told, batch, share=0.0) is told
+
+
+def test_the_reference_copy_is_the_adapter_at_its_start(world: Path) -> None:
+    parts = assemble(recipe(world, train={"dropout": 0.0}), Ranks())
+    task = parts.sets[0].train[0]
+    policy = parts.policy(parts.recipe.rollout)
+    batch = Batch(seed=0, step=0, tasks=(task,), group_ids=(0,), group=(0,), slot=(0,))
+    trajectory = policy.demonstrate(batch)
+    x, sigma = trajectory.outputs, torch.tensor([0.5])
+    start = policy.velocity(trajectory, slice(0, 1), x, sigma, "current")
+    with torch.no_grad():
+        for part in ip_adapter.modules(parts.model.module)[1:]:
+            for parameter in part.parameters():
+                parameter.normal_(generator=torch.Generator().manual_seed(0))
+    moved = policy.velocity(trajectory, slice(0, 1), x, sigma, "current")
+    reference = policy.velocity(trajectory, slice(0, 1), x, sigma, "reference")
+    assert torch.equal(reference, start)
+    assert (moved - start).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"kind": "playground", "complexity": [1], "count": 4}}, r"data.kind: playground have no reference picture"),
+        ({"train": {"blocks": "all"}}, r"policy.train.blocks: Qwen-Image has double blocks alone"),
+        ({"phases": None, "steps": 2}, r"policy.train.dropout: no phase is supervised"),
+        ({"train": {"scale": 0}}, r"policy.train.scale"),
+        ({"train": {"lora": {"kind": "lora", "rank": 2, "alpha": 4, "dropout": 0.1}}}, r"policy.train.lora.dropout: 0.1 makes"),
+        (
+            {"data": {"kind": "hub", "path": "a/b", "columns": {"instruction": "x", "image": "y"}}},
+            r"data.columns: an IP-Adapter reads a reference picture",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_loaded(world: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        recipe(world, **changes)
+
+
+def test_a_row_without_a_reference_is_named(world: Path, tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in (world / "photos" / "metadata.jsonl").read_text().splitlines()]
+    for line in lines:
+        for part in ("file_name", "target"):
+            (tmp_path / line[part]).write_bytes((world / "photos" / line[part]).read_bytes())
+        del line["reference"]
+    (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match=r"metadata.jsonl:1: error: an IP-Adapter reads a reference picture, and this row"):
+        assemble(recipe(world, data={"kind": "folder", "path": str(tmp_path), "held_out": 2}), Ranks())
+
+
+def test_doctor_counts_it_and_its_encoder(world: Path, tmp_path: Path) -> None:
+    lora = {"kind": "lora", "rank": 2, "alpha": 4}
+    alone, beside = recipe(world, out=str(tmp_path)), recipe(world, out=str(tmp_path), train={"lora": lora})
+    for made in (alone, beside):
+        described = describe(made, playground_weights())
+        assert described is not None
+        rows = {row.name: row.bytes for row in footprint(made, described).plan.rows}
+        parts = assemble(made, Ranks())
+        trained = sum(weight.numel() for weight in parts.copies.parameters.values())
+        assert rows["transformer, trained weights"] == 4 * trained
+        assert rows["image_encoder"] == 4 * sum(weight.numel() for weight in parts.model.encoder.model.parameters())  # type: ignore[union-attr]
+
+
+def test_doctor_counts_what_stays_whole_where_ranks_share_the_weights(world: Path, tmp_path: Path) -> None:
+    made = recipe(world, out=str(tmp_path), sharding="fsdp2", ranks=2)
+    described = describe(made, playground_weights())
+    assert described is not None
+    rows = {row.name: row.bytes for row in footprint(made, described).plan.rows}
+    parts = assemble(made, Ranks())
+    numbers = {name: weight.numel() for name, weight in parts.copies.parameters.items()}
+    projection = sum(count for name, count in numbers.items() if name.startswith("encoder_hid_proj."))
+    spread = sum(numbers.values()) - projection
+    assert min(projection, spread) > 0
+    assert rows["transformer, trained weights"] == rows["gradients"] == 4 * projection + 4 * spread // 2
+    assert rows["AdamW's two moments"] == 2 * rows["gradients"]
+
+
+def test_doctor_counts_what_a_value_head_reads_of_the_reference(world: Path, tmp_path: Path) -> None:
+    made = recipe(world, out=str(tmp_path), advantage={"kind": "gae", "head": {"width": 512}}, group_size=1)
+    described = describe(made, playground_weights())
+    assert described is not None
+    planned, without = (footprint(made, each).plan.rows for each in (described, {**described, "image_encoder": NARROW}))
+    parts = assemble(made, Ranks())
+    assert parts.head is not None
+    count = sum(weight.numel() for weight in parts.head.parameters())
+    (row,), (narrow,) = ([row.bytes for row in rows if row.name == "value head"] for rows in (planned, without))
+    assert row - narrow == 16 * 512 * (parts.model.encoder.width - NARROW["config"]["projection_dim"])  # type: ignore[union-attr]
+    assert 0.7 * row < 16 * count <= row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [{"projection": "mlp"}, {"projection": "linear", "lora": LORA}], ids=["mlp", "linear-lora"])
+def test_two_ranks_that_share_the_weights_learn_what_one_does(world: Path, tmp_path: Path, form: dict[str, Any]) -> None:
+    """The projection is whole on each of them, the blocks' attention is spread."""
+    # Where a gradient is nothing but rounding AdamW would take a step of full length.
+    reward = {"kind": "import", "class": "tiny_recipes:Middle", "combine": {"red": 1}}
+    settings = {"optimizer": {"eps": 1e-4}, "train": form, "reward": reward, "out": str(tmp_path)}
+    alone = recipe(world, name="alone", **settings)
+    assert run(alone, fresh=False) == 0
+    file = tmp_path / "shared.json"
+    file.write_text(json.dumps(recipe(world, name="shared", sharding="fsdp2", **settings).document()))
+    on_two_ranks(["-m", "retouch.cli", "train", str(file)], tmp_path / "logs")
+    wanted, found = (RunFolder(tmp_path / name).read_metrics() for name in ("alone", "shared"))
+    assert len(wanted) == len(found) == 4
+    for one, other in zip(wanted, found, strict=True):
+        assert one["policy/grad_norm"] > 1e-3
+        for name in ("policy/loss", "policy/grad_norm"):
+            assert other[name] == pytest.approx(one[name], rel=1e-5, abs=1e-7), name
+    files = [export_target(str(tmp_path / name), to=tmp_path / f"{name}-weights") for name in ("alone", "shared")]
+    weights, shared, start = (
+        {f"{file.stem}/{key}": tensor for file in some if file.suffix == ".safetensors" for key, tensor in load_file(file).items()}
+        for some in (*files, write_export(assemble(alone, Ranks()), tmp_path / "start", step=0))
+    )
+    assert weights.keys() == shared.keys() == start.keys()
+    assert max(float((weights[name] - shared[name]).abs().max()) for name in weights) <= 1e-6
+    moved = {name: float((weights[name] - start[name]).abs().max()) for name in weights if name.startswith("ip_adapter")}
+    assert len(moved) > 8
+    assert min(moved.values()) > 1e-5

@@ -1,0 +1,148 @@
+"""Janus as a painter: transformers' own generation, its pictures, and the contract of a policy."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+import tiny_janus
+import tiny_models
+import tiny_policies
+import tiny_writing
+from retouch.models.janus.load import JanusFromFolder
+from retouch.models.janus.model import BEGIN, TEMPLATE, JanusDrawing, JanusPainter
+from retouch.objectives.cross_entropy import CrossEntropy
+from retouch.protocols import AutoregressiveModel, Grammar
+from retouch.renderers.codes import CodesModel, CodesRenderer
+from retouch.testing import check_policy, check_renderer
+from retouch.types import Kind, Minibatch, Needs, Slice, Task
+from tiny_janus import CODES, SIDE
+
+COUNT = SIDE * SIDE
+
+
+def tasks():
+    return (
+        Task(id="one", instruction="a red circle"),
+        Task(id="two", instruction="no"),
+        Task(id="three", instruction="two blue cats"),
+    )
+
+
+def policy(model, *, train="lora", **decoding):
+    return tiny_writing.policy(writer=model, train=train, decoding={"max_new_tokens": COUNT + 1, **decoding})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_likeliest_picture_is_transformers_own(seed):
+    whole = tiny_janus.whole(seed)
+    model = JanusPainter(JanusDrawing(whole), tiny_janus.tokenizer(), vq=whole.model.vqmodel)
+    prompts = model.encode(tasks())
+    assert (~prompts.mask).any()  # of unequal lengths
+    drawn = policy(model, train="full").sample(tiny_writing.batch(tasks(), group_size=1))
+    expected = tiny_janus.published(whole, prompts)
+    assert torch.equal(drawn.ids[:, :COUNT], expected)
+    assert len(expected.unique()) > 4
+    assert drawn.ids[:, COUNT].tolist() == [CODES] * 3
+
+
+def test_pictures_are_the_autoencoders_own():
+    model = tiny_janus.painter()
+    image = tiny_models.picture(3, *model.size)
+    given = torch.from_numpy(np.array(image)).float().permute(2, 0, 1)[None] / 127.5 - 1
+    with torch.no_grad():
+        codes = model.vq.encode(given, return_dict=True).image_tokens
+        again = model.vq.decode(codes.reshape(1, -1))[0]
+    assert torch.equal(model.encode_codes([image, tiny_models.picture(4, 40, 30)])[0].flatten(), codes.flatten())
+    (shown,) = model.decode_codes(codes.reshape(1, SIDE, SIDE))
+    assert shown.size == model.size
+    seen = torch.from_numpy(np.array(shown)).float().permute(2, 0, 1)
+    assert (seen - (again.clamp(-1, 1) + 1) * 127.5).abs().max() <= 0.51
+    assert torch.equal(model.codes_in(codes.flatten().tolist()), codes.reshape(SIDE, SIDE))
+    assert model.codes_in([0] * (COUNT - 1)) is None
+    assert model.codes_in([CODES] * COUNT) is None
+
+
+def test_a_prompt_is_the_dialogue_before_a_picture():
+    model = tiny_janus.painter()
+    prompts = model.encode(tasks())
+    words = model.tokenizer
+    assert words.decode(prompts.ids[2][prompts.mask[2]]) == words.bos_token + TEMPLATE.format("two blue cats") + BEGIN
+    assert isinstance(model, AutoregressiveModel)
+    assert isinstance(model, CodesModel)
+    assert isinstance(model.grammar, Grammar)
+    with pytest.raises(ValueError, match="from words alone"):
+        model.encode([tiny_models.task("edit", "x", tiny_models.picture(0, 8, 8))])
+    with pytest.raises(ValueError, match="spells the special token"):
+        model.encode([Task(id="x", instruction=f"a {BEGIN}")])
+
+
+@pytest.mark.parametrize("train", ["lora", "full"])
+@pytest.mark.parametrize("decoding", [{}, {"temperature": 0.7, "top_p": 0.9}], ids=str)
+def test_the_policy_keeps_the_contract(train, decoding):
+    made = policy(tiny_janus.painter(train=train), train=train, **decoding)
+    batch = tiny_writing.batch(tasks())
+    check_policy(made, batch, needs=Needs(kl="k3"))
+    trajectory = made.rollout(batch)
+    assert trajectory.mask.sum(1).tolist() == [COUNT] * len(batch)
+    assert set(trajectory.kind[trajectory.mask].tolist()) == {Kind.IMAGE_TOKEN}
+    evaluation = made.evaluate(trajectory, Slice(slice(0, 4), slice(0, COUNT + 1)), Needs())
+    assert (evaluation.log_ratio[trajectory.mask[:4]].exp() - 1).abs().max() <= 1e-5
+    images = CodesRenderer(made.model)([batch.tasks[k] for k in batch.group], trajectory)
+    assert all(image is not None and image.size == made.model.size for image in images)
+
+
+def test_every_part_that_draws_learns():
+    made = policy(tiny_janus.painter(train="full"), train="full")
+    aims = tuple(dataclasses.replace(task, target=tiny_models.picture(row, 16, 16)) for row, task in enumerate(tasks()))
+    batch = tiny_writing.batch(aims, group_size=1)
+    shown = made.demonstrate(batch)
+    assert torch.equal(made.model.codes_in(shown.outputs[1].ids), made.model.encode_codes([aims[1].target])[0])
+    weights = shown.mask.float() / shown.mask.sum()
+    gradient, _ = tiny_policies.gradient(made, CrossEntropy(), Minibatch(batch, shown, torch.ones_like(weights), weights, 0))
+    assert all(bool(part.any()) for part in gradient.values()), [name for name, part in gradient.items() if not part.any()]
+    assert {name.split(".")[1] for name in gradient} == {
+        *("language_model", "generation_embeddings", "generation_aligner", "generation_head")
+    }
+    with pytest.raises(ValueError, match="'two' has no target"):
+        made.model.drawn([aims[0], tasks()[1]])
+
+
+def test_with_checkpointing_the_gradient_is_the_same():
+    whole, kept = (policy(tiny_janus.painter(train="full", gradient_checkpointing=on), train="full") for on in (False, True))
+    batch = tiny_writing.batch(tasks())
+    trajectory = whole.rollout(batch)
+    part = Slice(slice(0, 4), slice(0, COUNT + 1))
+    found = []
+    for each in (whole, kept):
+        trained = tiny_policies.trained(each)
+        loss = each.evaluate(trajectory, part, Needs()).log_probs.sum()
+        found.append(dict(zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True)))
+    assert tiny_policies.distance(*found) <= 1e-5
+
+
+def test_a_picture_that_is_cut_off_is_the_policys_fault():
+    made = policy(tiny_janus.painter(), max_new_tokens=COUNT)
+    trajectory = made.rollout(tiny_writing.batch(tasks()))
+    assert all(written.cut_off for written in trajectory.outputs)
+    assert CodesRenderer(made.model)([tasks()[0]] * 6, trajectory) == [None] * 6
+
+
+def test_the_renderer_keeps_the_contract():
+    made = policy(tiny_janus.painter())
+    batch = tiny_writing.batch(tasks())
+    check_renderer(CodesRenderer(made.model, rows=2), [batch.tasks[k] for k in batch.group], made.rollout(batch))
+
+
+def test_a_folder_is_read_with_its_autoencoder_in_full_precision(tmp_path):
+    whole = tiny_janus.whole(1)
+    whole.save_pretrained(tmp_path)
+    tiny_janus.tokenizer().save_pretrained(tmp_path)
+    model = JanusFromFolder(path=str(tmp_path), dtype="bfloat16")
+    assert {parameter.dtype for parameter in model.module.parameters()} == {torch.bfloat16}
+    wanted = whole.model.vqmodel.state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.vq.state_dict().items())
+    assert not any(parameter.requires_grad for parameter in model.module.parameters())
+    with pytest.raises(ValueError, match="holds no Janus"):
+        JanusFromFolder(path=str(tmp_path / "nowhere"))

@@ -1,0 +1,91 @@
+"""Runs whose policy draws with Janus, which a recipe takes as an imported class."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tiny_janus
+import tiny_writer_runs
+import tiny_writing
+from retouch.cli import main
+from retouch.inference.opening import open_target
+from retouch.models.janus.load import JanusFromFolder
+from retouch.types import Task
+from tiny_janus import SIDE
+
+
+@pytest.fixture
+def document(tmp_path):
+    folder = tmp_path / "janus"
+    tiny_janus.whole().save_pretrained(folder)
+    tiny_janus.tokenizer().save_pretrained(folder)
+    model = {"class": "retouch.models.janus.load:JanusFromFolder", "args": {"path": str(folder), "dtype": "float32"}}
+
+    def made(**changes):
+        settings = {
+            "policy__model": {"kind": "import", **model},
+            "policy__train": {"kind": "lora", "rank": 4, "alpha": 8, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+            "renderer": {"kind": "codes"},
+            "rollout__max_new_tokens": SIDE * SIDE + 1,
+            "data": {"kind": "playground-paintings", "complexity": [1, 2], "count": 32},
+            "reward": {"kind": "compressibility", "quality": 20, "combine": {"compressibility": 1}},
+        }
+        return tiny_writer_runs.recipe(tmp_path / "runs", folder, **{**settings, **changes})
+
+    return made
+
+
+def trained(tmp_path, document):
+    file = tmp_path / "recipe.json"
+    file.write_text(json.dumps(document))
+    assert main(["train", str(file)]) == 0
+    run = tmp_path / "runs" / document["name"]
+    return run, [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_trains_and_what_it_exports_fits_the_whole_model(tmp_path, document):
+    run, steps = trained(tmp_path, document())
+    assert all(step["policy/ratio_max_first"] <= 1e-5 and step["policy/grad_norm"] > 0 for step in steps)
+    assert all(step["completion/cut_off_fraction"] == 0 for step in steps)
+    assert main(["export", str(run), "--to", str(tmp_path / "exported"), "--weights", "current"]) == 0
+    whole = tiny_janus.whole()
+    ids = torch.arange(8)[None]
+    before = whole.model.language_model(ids).last_hidden_state
+    whole.load_adapter(str(tmp_path / "exported"))
+    assert not torch.equal(whole.model.language_model(ids).last_hidden_state, before)
+
+
+def test_full_weights_are_exported_and_draw_the_same_pictures_when_they_are_read_again(tmp_path, document):
+    run, _ = trained(tmp_path, document(policy__train={"kind": "full"}, learning_rate=1e-2))
+    exported = tmp_path / "exported"
+    assert main(["export", str(run), "--to", str(exported), "--weights", "current"]) == 0
+    parts, _ = open_target(str(run))
+    parts.judge.close()
+    base = str(tmp_path / "janus")
+    again = JanusFromFolder(path=base, drawing=str(exported / "writer"), dtype="float32")
+    wanted, found = parts.model.module.state_dict(), again.module.state_dict()
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
+    tasks = (Task("1", "a red circle"), Task("2", "two cats"))
+    first, second, untrained = (greedy(model, tasks) for model in (parts.model, again, JanusFromFolder(path=base, dtype="float32")))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, untrained)
+    whole = tiny_janus.whole()
+    assert whole.load_state_dict(load_file(exported / "writer" / "model.safetensors"), strict=False).unexpected_keys == []
+    assert torch.equal(tiny_janus.published(whole, again.encode(tasks)), first[:, : SIDE * SIDE])
+    with pytest.raises(ValueError, match="does not hold the weights of what draws"):
+        JanusFromFolder(path=base, drawing=base)
+
+
+def greedy(model, tasks):
+    made = tiny_writing.policy(writer=model, train="full", decoding={"max_new_tokens": SIDE * SIDE + 1})
+    return made.sample(tiny_writing.batch(tasks, group_size=1)).ids
+
+
+def test_supervised_learning_imitates_the_targets(tmp_path, document):
+    objective = {"kind": "sft", "normalise": "token"}
+    changes = {"objective": objective, "steps": 12, "group_size": 1, "tasks_per_step": 4, "learning_rate": 3e-3}
+    _, steps = trained(tmp_path, document(policy__train={"kind": "full"}, **changes))
+    assert steps[-1]["policy/loss"] < 0.9 * steps[0]["policy/loss"]

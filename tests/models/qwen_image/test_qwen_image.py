@@ -1,0 +1,164 @@
+"""Qwen-Image against diffusers' own pipeline, with tiny random models; and the family's official templates."""
+
+import importlib.util
+import itertools
+from base64 import b64decode
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPipeline, QwenImageEditPlusPipeline, QwenImagePipeline
+from transformers import Qwen2Tokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+import tiny_models
+from retouch.models.qwen_image.flow import LORA_TARGETS
+from retouch.models.qwen_image.model import QwenImage
+from retouch.models.qwen_image.text import EDIT, EDIT_PLUS, OFFICIAL_PREFIX, TEXT_TO_IMAGE, QwenText
+from retouch.protocols import DenoisingModel
+
+TEXTS = ["a red circle", "blue"]
+
+
+@pytest.fixture(scope="module")
+def parts():
+    tokenizer = tiny_models.qwen_tokenizer()
+    return {
+        "transformer": tiny_models.qwen_transformer(),
+        "vae": tiny_models.qwen_vae(),
+        "text_encoder": tiny_models.qwen_text_encoder(tokenizer),
+        "tokenizer": tokenizer,
+    }
+
+
+def build(parts, **options):
+    return QwenImage(
+        **parts, scheduler_config=tiny_models.SCHEDULER, **{"template": tiny_models.TEXT_TEMPLATE, "size": (24, 40), **options}
+    )
+
+
+def tasks(texts=TEXTS):
+    return [tiny_models.task(text, text) for text in texts]
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
+def test_walks_with_the_pipeline(parts, guidance_scale):
+    pipe = QwenImagePipeline(**parts, scheduler=FlowMatchEulerDiscreteScheduler(**tiny_models.SCHEDULER))
+    pipe.prompt_template_encode = tiny_models.TEXT_TEMPLATE
+    pipe.prompt_template_encode_start_idx = len(parts["tokenizer"](tiny_models.TEXT_TEMPLATE.partition("{}")[0]).input_ids)
+    pipe.set_progress_bar_config(disable=True)
+    theirs = pipe(
+        TEXTS,
+        negative_prompt=[" "] * 2 if guidance_scale > 1 else None,
+        true_cfg_scale=guidance_scale,
+        height=24,
+        width=40,
+        num_inference_steps=5,
+        generator=tiny_models.generators(2),
+        output_type="latent",
+    ).images
+    model = build(parts)
+    negative = model.encode_negative(tasks()) if guidance_scale > 1 else None
+    conditioning = model.encode(tasks())
+    ours = tiny_models.euler(
+        model, conditioning, tiny_models.generators(2), num_steps=5, negative=negative, guidance_scale=guidance_scale
+    )
+    torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)
+
+
+def test_a_row_does_not_see_its_batch(parts):
+    model = build(parts)
+    together = model.encode(tasks())
+    x, sigma = model.initial_noise(together, tiny_models.generators(2)), torch.tensor([0.9, 0.3])
+    velocities = model.velocity(model.module, x, sigma, together)
+    for k, task in enumerate(tasks()):
+        alone, length = model.encode([task]), int(together.tensors["mask"][k].sum())
+        torch.testing.assert_close(together.tensors["embeds"][k, :length], alone.tensors["embeds"][0], atol=1e-6, rtol=0)
+        velocity = model.velocity(model.module, x[k : k + 1], sigma[k : k + 1], alone)
+        torch.testing.assert_close(velocities[k], velocity[0], atol=1e-6, rtol=0)
+
+
+def test_pictures_there_and_back(parts):
+    model = build(parts)
+    conditioning = model.encode(tasks())
+    x = model.encode_images([tiny_models.picture(k, 24, 40) for k in range(2)])
+    assert x.shape == (2, 15, 64)
+    assert [picture.size for picture in model.decode(x, conditioning)] == [(40, 24)] * 2
+
+
+def test_texts_have_a_limit(parts):
+    with pytest.raises(ValueError, match="'a red circle' has 25 tokens; at most 20"):
+        build(parts, max_tokens=20).encode(tasks())
+
+
+def test_its_own_size_is_1024_at_eight_times_down(parts):
+    assert build(parts, size=None).size == (512, 512)  # this autoencoder goes 4 times down
+    with pytest.raises(ValueError, match="multiples"):
+        build(parts, size=(24, 30)).encode(tasks())
+
+
+def test_adapters_find_every_target(parts):
+    names = [name for name, _ in parts["transformer"].named_modules()]
+    for target in LORA_TARGETS:
+        assert any(name.endswith(f".{target}") for name in names)
+
+
+def test_it_is_a_denoising_model(parts):
+    assert isinstance(build(parts), DenoisingModel)
+
+
+def test_official_templates_are_the_pipelines(parts):
+    empty = {"scheduler": None, "vae": None, "text_encoder": None, "tokenizer": None, "transformer": None}
+    for template, pipe in (
+        (TEXT_TO_IMAGE, QwenImagePipeline(**empty)),
+        (EDIT, QwenImageEditPipeline(**empty, processor=None)),
+        (EDIT_PLUS, QwenImageEditPlusPipeline(**empty, processor=None)),
+    ):
+        assert template == pipe.prompt_template_encode
+        assert OFFICIAL_PREFIX[template] == pipe.prompt_template_encode_start_idx
+
+
+def merge(word, ranks, below):
+    """Byte-pair encoding of a word with the ranks below a limit."""
+    parts = [word[k : k + 1] for k in range(len(word))]
+    while True:
+        pairs = [(ranks.get(left + right, below), k) for k, (left, right) in enumerate(itertools.pairwise(parts))]
+        rank, k = min(pairs, default=(below, 0))
+        if rank >= below:
+            return parts
+        parts[k : k + 2] = [parts[k] + parts[k + 1]]
+
+
+def official_tokenizer(text):
+    """Qwen's tokenizer, with those of its tokens that occur in the text (no other could take part in a merge)."""
+    found = importlib.util.find_spec("dashscope")
+    if found is None:
+        pytest.skip("Qwen's byte-pair ranks come with the package dashscope, which is not installed")
+    lines = (Path(found.submodule_search_locations[0]) / "resources" / "qwen.tiktoken").read_bytes().splitlines()
+    words = ((b64decode(word), int(rank)) for word, rank in map(bytes.split, lines))
+    ranks = {word: rank for word, rank in words if len(word) == 1 or word in text.encode()}
+    letters = bytes_to_unicode()
+    spell = {word: "".join(letters[value] for value in word) for word in ranks}
+    halves = [merge(word, ranks, ranks[word]) for word in sorted(ranks, key=ranks.get) if len(word) > 1]
+    merges = [tuple(spell[half] for half in pair) for pair in halves if len(pair) == 2]
+    tokenizer = Qwen2Tokenizer(vocab={spell[word]: rank for word, rank in ranks.items()} | {"<|endoftext|>": 151643}, merges=merges)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(tiny_models.SPECIAL)})
+    return tokenizer
+
+
+@pytest.mark.parametrize(("template", "prefix"), [(TEXT_TO_IMAGE, 34), (EDIT, 64), (EDIT_PLUS, 64)])
+def test_official_templates_begin_with_as_many_tokens_as_the_models_know(parts, template, prefix):
+    tokenizer = official_tokenizer(TEXT_TO_IMAGE + EDIT)
+    assert tokenizer.tokenize("Describe the image by detailing") == ["Describe", "Ġthe", "Ġimage", "Ġby", "Ġdetailing"]
+    assert QwenText(parts["text_encoder"], tokenizer, template=template).prefix == prefix
+
+
+def test_official_template_wants_the_official_tokenizer(parts):
+    with pytest.raises(ValueError, match="34 tokens"):
+        build(parts, template=None)
+
+
+@pytest.mark.parametrize("template", ["no place", "{} and {}"])
+def test_a_template_has_one_place(parts, template):
+    with pytest.raises(ValueError, match="exactly one placeholder"):
+        build(parts, template=template)

@@ -1,0 +1,147 @@
+"""Embeddings of a dialogue: without a response diffusers' to the bit, with one transformers' own."""
+
+import pytest
+import torch
+from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline
+
+import tiny_editing
+import tiny_models
+import tiny_writers
+from retouch.models.common.encoder import Encoder
+from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
+from retouch.models.qwen_image.responses import QwenResponses, writer_for
+
+ODD = (3, 200, 255, 7, 180)  # bytes that are no text: decoded and tokenised again they would be others
+
+
+def typed(encoder):
+    return tiny_models.typed(encoder).to(encoder.dtype)
+
+
+@pytest.fixture(scope="module")
+def made():
+    return tiny_editing.parts()
+
+
+@pytest.fixture(scope="module")
+def editor(made):
+    return tiny_editing.responses(tiny_editing.editor(made))
+
+
+def embeds(editor, tasks, responses):
+    questions = [editor.prepare(task) for task in tasks]
+    return editor.condition(questions, editor.read(questions, responses)).tensors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_empty_response_gives_the_pipelines_bits(dtype):
+    made = tiny_editing.parts(dtype)
+    pipe = tiny_editing.pipeline(QwenImageEditPipeline, made, tiny_models.TEMPLATE, typed=typed)
+    tasks = tiny_editing.tasks()[:2]
+    with torch.no_grad():
+        theirs, mask = pipe.encode_prompt([task.instruction for task in tasks], image=[task.images[0] for task in tasks])
+    ours = embeds(tiny_editing.responses(tiny_editing.editor(made)), tasks, [(), ()])
+    assert ours["embeds"].dtype == dtype
+    assert torch.equal(ours["embeds"], theirs)
+    assert torch.equal(ours["mask"], mask.bool())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_empty_response_gives_the_pipelines_bits_with_several_pictures(dtype):
+    made = tiny_editing.parts(dtype)
+    pipe = tiny_editing.pipeline(QwenImageEditPlusPipeline, made, tiny_models.TEXT_TEMPLATE, typed=typed)
+    task = tiny_models.task("a", "put one on the other", tiny_models.picture(0, 48, 32), tiny_models.picture(1, 32, 64))
+    with torch.no_grad():
+        theirs, mask = pipe.encode_prompt(task.instruction, image=list(task.images))
+    ours = embeds(tiny_editing.responses(tiny_editing.editor(made, QwenImageEditPlus)), [task], [()])
+    assert torch.equal(ours["embeds"], theirs)
+    assert mask is None
+    assert ours["mask"].all()
+
+
+def test_a_response_stands_in_the_open_turn_as_it_was_sampled(made, editor):
+    task, tokenizer = tiny_editing.tasks()[0], made["tokenizer"]
+    assert tuple(tokenizer(tokenizer.decode(ODD)).input_ids) != ODD
+    pipe = tiny_editing.pipeline(QwenImageEditPipeline, made, tiny_models.TEMPLATE)
+    inputs = pipe.processor(text=[tiny_models.TEMPLATE.format(task.instruction)], images=[task.images[0]], return_tensors="pt")
+    ids = torch.cat([inputs["input_ids"], torch.tensor([[*ODD, tokenizer.convert_tokens_to_ids("<|im_end|>")]])], dim=1)
+    with torch.no_grad():
+        states = pipe.text_encoder(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            pixel_values=inputs["pixel_values"],
+            image_grid_thw=inputs["image_grid_thw"],
+            output_hidden_states=True,
+        ).hidden_states[-1]
+    ours = embeds(editor, [task], [ODD])["embeds"]
+    torch.testing.assert_close(ours, states[:, pipe.prompt_template_encode_start_idx :], atol=1e-6, rtol=0)
+
+
+def test_a_row_does_not_see_its_batch(editor):
+    tasks, answers = tiny_editing.tasks(), [ODD, (), (65, 66)]
+    questions = [editor.prepare(task) for task in tasks]
+    together = editor.read(questions, answers)
+    for question, answer, row in zip(questions, answers, together, strict=True):
+        (alone,) = editor.read([question], [answer])
+        torch.testing.assert_close(row, alone, atol=1e-6, rtol=0)
+
+
+def test_the_negative_is_the_adapters(editor):
+    tasks = tiny_editing.tasks()[:2]
+    theirs = editor.model.encode_negative(tasks).tensors
+    questions = [editor.prepare(task) for task in tasks]
+    ours = editor.condition(questions, editor.read_negative(tasks)).tensors
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], atol=1e-6, rtol=0)
+
+
+def test_the_policys_encoder_moves_with_it_and_its_negative_does_not(made):
+    editor = tiny_editing.editor(made)
+    policy = tiny_editing.policy(editor)
+    reader, task = QwenResponses(editor, tiny_editing.policys_own(policy)), tiny_editing.tasks()[0]
+    with policy.copies.using("reference"):
+        published = reader.read([reader.prepare(task)], [ODD])[0]
+        negative = reader.read_negative([task])[0]
+    moved = reader.read([reader.prepare(task)], [ODD])[0]
+    assert (moved - published).abs().max() > 1e-2
+    assert torch.equal(reader.read_negative([task])[0], negative)
+
+
+@pytest.mark.parametrize("cls", [QwenImageEdit, QwenImageEditPlus])
+def test_a_writer_reads_what_stands_before_its_response(made, cls):
+    editor = tiny_editing.editor(made, cls, condition_area=48 * 32)
+    module = tiny_writers.module()
+    writer, reader = writer_for(editor, module.requires_grad_(False)), QwenResponses(editor, Encoder.frozen(module))
+    images = (
+        (tiny_models.picture(0, 40, 56),)
+        if cls is QwenImageEdit
+        else (tiny_models.picture(0, 40, 56), tiny_models.picture(1, 64, 32))
+    )
+    task = tiny_models.task("a", "make it red", *images)
+    prompts, question = writer.encode([task]), reader.prepare(task)
+    assert torch.equal(prompts.ids, question.prepared.tokens["input_ids"])
+    # The states that its tokens were drawn from are among those that condition the picture.
+    ids = torch.tensor([[*ODD, 0]])
+    with torch.no_grad():
+        drawn_from = writer.states(module, prompts, ids, torch.ones_like(ids, dtype=torch.bool))[0]
+    (states,) = reader.read([question], [ODD])
+    torch.testing.assert_close(states[-len(ODD) - 2 : -1], drawn_from, atol=1e-5, rtol=0)
+
+
+def test_what_cannot_be_read(made, editor):
+    question = editor.prepare(tiny_editing.tasks()[0])
+    image_token = made["text_encoder"].config.image_token_id
+    assert editor.takes(question, ())
+    assert editor.takes(question, (1,) * question.room)
+    assert not editor.takes(question, (1,) * (question.room + 1))
+    assert not editor.takes(question, (1, image_token))
+    assert not editor.takes(question, (len(made["tokenizer"]),))
+    states = torch.zeros(1, question.length - editor.text.prefix + question.room + 1, 32)
+    conditioning = editor.condition([question], list(states))
+    x = editor.model.initial_noise(conditioning, tiny_models.generators(1))
+    assert editor.model.velocity(editor.model.module, x, torch.ones(1), conditioning).isfinite().all()
+
+
+def test_a_task_must_leave_room(editor):
+    with pytest.raises(ValueError, match="task 'a' fill the transformer's 4096 rotary positions; shorten"):
+        editor.prepare(tiny_models.task("a", "x" * 4096, tiny_models.picture(0, 48, 48)))

@@ -1,0 +1,48 @@
+"""How a writer's attention is computed: as the recipe says, with the same numbers, or refused with the reason."""
+
+import importlib.util
+
+import pytest
+import torch
+
+import tiny_writers
+from retouch.models.qwen_vl.load import load_writer, require_attention
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.mark.parametrize("kind", ["qwen2.5-vl", "qwen2.5"])
+def test_both_ways_that_torch_has_give_the_same_states(kind, tmp_path):
+    made = tiny_writers.module(kind)
+    made.save_pretrained(tmp_path)
+    tiny_writers.tokenizer().save_pretrained(tmp_path)
+    if kind in tiny_writers.SEES:
+        tiny_writers.image_processor(kind).save_pretrained(tmp_path)
+    states = []
+    for attention in ("sdpa", "eager"):
+        writer = load_writer(tmp_path, template=tiny_writers.TEMPLATE, dtype=torch.float32, device="cpu", attention=attention)
+        text = writer.module.config.get_text_config()
+        assert text._attn_implementation == attention
+        with torch.no_grad():
+            states.append(writer.module(torch.arange(1, 40)[None]).logits)
+    assert (states[0] - states[1]).abs().max() < 1e-4
+    assert not torch.equal(states[0], states[1])  # so they were computed otherwise
+
+
+@pytest.mark.parametrize(
+    ("there", "dtype", "device", "why"),
+    [
+        (False, torch.bfloat16, CUDA, "flash-attn is not installed"),
+        (True, torch.bfloat16, CPU, "needs a CUDA device, and this is cpu"),
+        (True, torch.float32, CUDA, "computes in 16 bits, and dtype is float32"),
+    ],
+)
+def test_flash_attention_that_cannot_be_had_is_refused_with_what_to_take(monkeypatch, there, dtype, device, why):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if there else None)
+    with pytest.raises(ValueError, match=rf"policy\.model\.attention: flash_attention_2: .*{why}; take sdpa"):
+        require_attention("flash_attention_2", dtype=dtype, device=device)
+
+
+def test_flash_attention_that_can_be_had_is_let_through(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    require_attention("flash_attention_2", dtype=torch.bfloat16, device=CUDA)

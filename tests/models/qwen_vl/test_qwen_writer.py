@@ -1,0 +1,258 @@
+"""Qwen writers: prompts as transformers' processors make them, padding that is nothing, and folders."""
+
+import itertools
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import Qwen2_5_VLProcessor, Qwen2Tokenizer, Qwen3VLProcessor
+
+import tiny_models
+import tiny_writers
+from retouch.models.common.chat_template import TURNS, VISION
+from retouch.models.common.latents import fit
+from retouch.models.qwen_image.text import EDIT, EDIT_PLUS, QwenText
+from retouch.models.qwen_vl.load import load_writer
+from retouch.models.qwen_vl.model import LORA_ALPHA, LORA_RANK, LORA_TARGETS, QwenWriter
+from retouch.types import Prompts, Task
+
+
+class WithoutVideo(Qwen2_5_VLProcessor):
+    """transformers' processor less the video processor, which would need torchvision."""
+
+    def check_argument_for_proper_class(self, argument_name, argument):
+        return None if argument_name == "video_processor" else super().check_argument_for_proper_class(argument_name, argument)
+
+
+class Qwen3WithoutVideo(Qwen3VLProcessor):
+    def check_argument_for_proper_class(self, argument_name, argument):
+        return None if argument_name == "video_processor" else super().check_argument_for_proper_class(argument_name, argument)
+
+
+def alone(prompts, row):
+    return prompts.take(torch.tensor([row]))
+
+
+def more_padding(prompts, columns):
+    """The same prompts with ``columns`` more of padding on the left, in which anything may stand."""
+    rows = len(prompts)
+    return Prompts(
+        torch.cat([torch.full((rows, columns), 7), prompts.ids], dim=1),
+        torch.cat([torch.zeros(rows, columns, dtype=torch.bool), prompts.mask], dim=1),
+        torch.cat([torch.zeros(rows, columns, prompts.positions.shape[2], dtype=torch.long), prompts.positions], dim=1),
+        prompts.pictures,
+    )
+
+
+def prompts_of(kind, writer):
+    with torch.no_grad():
+        return writer.encode(tiny_writers.tasks(pictures=kind in tiny_writers.SEES))
+
+
+@pytest.mark.parametrize(
+    ("kind", "processor"), [("qwen2.5-vl", WithoutVideo), ("qwen2-vl", WithoutVideo), ("qwen3-vl", Qwen3WithoutVideo)]
+)
+def test_prompts_are_those_of_transformers_processor(kind, processor):
+    writer, tasks = tiny_writers.writer(kind, train="full"), tiny_writers.tasks()
+    theirs = processor(tiny_writers.image_processor(kind), tiny_writers.tokenizer(), video_processor=None)
+    texts = [writer.template.head + VISION * len(task.images) + task.instruction + writer.template.tail for task in tasks]
+    images = list(itertools.chain.from_iterable(task.images for task in tasks))
+    wanted = theirs(text=texts, images=images, padding=True, padding_side="left", return_tensors="pt")
+    found = writer.encode(tasks)
+    assert torch.equal(found.mask, wanted["attention_mask"].bool())
+    assert torch.equal(found.ids[found.mask], wanted["input_ids"][found.mask])
+    assert torch.equal(torch.cat([row["pixels"] for row in found.pictures if row]), wanted["pixel_values"])
+    grids = torch.cat([row["grids"] for row in found.pictures if row])
+    assert torch.equal(grids, wanted["image_grid_thw"])
+    positions, deltas = writer.module.model.get_rope_index(
+        wanted["input_ids"], wanted["mm_token_type_ids"], image_grid_thw=grids, attention_mask=wanted["attention_mask"]
+    )
+    assert torch.equal(found.positions.permute(2, 0, 1), positions)
+    assert torch.equal(found.next_positions(), found.mask.sum(1) + deltas[:, 0])
+
+
+@pytest.mark.parametrize("kind", tiny_writers.KINDS)
+def test_padding_and_company_change_no_state(kind):
+    writer = tiny_writers.writer(kind)
+    prompts = prompts_of(kind, writer)
+    ids = torch.randint(0, 200, (3, 6), generator=torch.Generator().manual_seed(0))
+    ends = torch.tensor([6, 2, 4])
+    mask = torch.arange(6) < ends[:, None]
+    with torch.no_grad():
+        together = writer.states(writer.module, prompts, ids, mask)
+        padded = writer.states(writer.module, more_padding(prompts, 5), ids, mask)
+        scribbled = writer.states(writer.module, prompts, ids.where(mask, 11), mask)
+        for row, end in enumerate(ends.tolist()):
+            single = writer.states(writer.module, alone(prompts, row), ids[row : row + 1, :end], mask[row : row + 1, :end])
+            for other in (together, padded, scribbled):
+                torch.testing.assert_close(other[row, :end], single[0], atol=2e-6, rtol=1e-6)
+        first, _ = writer.prefill(writer.module, more_padding(prompts, 3))
+    torch.testing.assert_close(first, together[:, 0], atol=2e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", tiny_writers.KINDS)
+def test_steps_are_the_whole_forward(kind):
+    """Three tokens at once, then one by one, for rows that repeat and change places; also with gradient."""
+    writer = tiny_writers.writer(kind)
+    tiny_writers.move(writer.module)
+    prompts = prompts_of(kind, writer)
+    rows = torch.tensor([2, 0, 0, 1])
+    ids = torch.randint(0, 200, (4, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(6) < torch.tensor([6, 3, 6, 5])[:, None]
+    whole = writer.states(writer.module, prompts.take(rows), ids, mask)
+    first, cache = writer.prefill(writer.module, prompts)
+    cache = writer.select(cache, rows)
+    parts, done = [first[rows, None]], 0
+    for count in (3, 1, 1):
+        done += count
+        seen = torch.cat([prompts.mask[rows], mask[:, :done]], dim=1)
+        positions = prompts.next_positions()[rows, None] + torch.arange(done - count, done)
+        parts.append(writer.extend(writer.module, ids[:, done - count : done], mask=seen, positions=positions, cache=cache))
+    steps = torch.cat(parts, dim=1)
+    torch.testing.assert_close(steps[mask], whole[mask], atol=1e-5, rtol=1e-5)
+    parameters = [p for p in writer.module.parameters() if p.requires_grad]
+    a, b = (torch.autograd.grad(x[mask].sum(), parameters) for x in (steps, whole))
+    assert all(bool(part.any()) for part in a[1::2])  # every B; A has none while B is 0, and it was moved
+    for found, wanted in zip(a, b, strict=True):
+        torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", tiny_writers.SEES)
+def test_a_tower_that_does_not_train_is_asked_once_a_task(kind):
+    frozen, training = (tiny_writers.writer(kind, train=train) for train in ("lora", "full"))
+    ids, mask = torch.tensor([[1, 2]] * 3), torch.ones(3, 2, dtype=torch.bool)
+    kept, looked = (prompts_of(kind, writer) for writer in (frozen, training))
+    assert "pixels" not in kept.pictures[0]
+    assert "pixels" in looked.pictures[0]
+    calls = []
+    frozen.module.model.visual.register_forward_hook(lambda *_: calls.append(0))
+    a = frozen.states(frozen.module, kept, ids, mask)
+    assert not calls
+    b = training.states(training.module, looked, ids, mask)
+    torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-6)
+    b.sum().backward()
+    gradient = training.module.model.visual.patch_embed.proj.weight.grad
+    assert gradient.isfinite().all()
+    assert gradient.abs().max() > 0
+
+
+@pytest.mark.parametrize("kind", tiny_writers.SEES)
+def test_pictures_are_seen(kind):
+    writer = tiny_writers.writer(kind)
+    shapes = ((16, 16), (32, 16))
+    tasks = [
+        Task(id=str(k), instruction="a", images=tuple(tiny_models.picture(k + 9 * n, *shape) for n, shape in enumerate(shapes)))
+        for k in (0, 1)
+    ]
+    with torch.no_grad():
+        states, _ = writer.prefill(writer.module, writer.encode(tasks))
+        swapped, _ = writer.prefill(writer.module, writer.encode([Task(id="s", instruction="a", images=tasks[0].images[::-1])]))
+    assert (states[0] - states[1]).abs().max() > 1e-3
+    assert (states[0] - swapped[0]).abs().max() > 1e-3
+
+
+def test_a_prompt_does_not_depend_on_what_was_read_before():
+    """transformers' models remember the positions of the last batch; explicit positions do not."""
+    writer = tiny_writers.writer()
+    first, second = tiny_writers.tasks(6)[:3], tiny_writers.tasks(6)[3:5]
+    with torch.no_grad():
+        fresh, _ = writer.prefill(writer.module, writer.encode(second))
+        writer.prefill(writer.module, writer.encode(first))
+        again, _ = writer.prefill(writer.module, writer.encode(second))
+    assert torch.equal(fresh, again)
+
+
+@pytest.mark.parametrize("kind", tiny_writers.KINDS)
+def test_what_stands_for_pictures_is_never_written(kind):
+    writer = tiny_writers.writer(kind)
+    allowed = writer.grammar.vocabularies[0]
+    tokenizer = tiny_writers.tokenizer()
+    banned = {tokenizer.convert_ids_to_tokens(k) for k in (~allowed[: len(tokenizer)]).nonzero()[:, 0].tolist()}
+    assert banned == {"<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"}
+    assert allowed.shape[0] == len(tokenizer) + 5
+    assert not allowed[len(tokenizer) :].any()
+    assert allowed[list(writer.stop)].all()
+
+
+@pytest.mark.parametrize("kind", tiny_writers.KINDS)
+def test_the_usual_lora_sits_on_the_language_model(kind):
+    module = tiny_writers.module(kind)
+    module.add_adapter(LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=list(LORA_TARGETS)))
+    names = [name for name, _ in module.named_parameters() if "lora_" in name]
+    assert len(names) == 2 * 4 * 2  # layers, targets, matrices
+    assert not any("visual" in name for name in names)
+
+
+@pytest.mark.parametrize(("template", "picture"), [(EDIT, ""), (EDIT_PLUS, "Picture {}: " + VISION)])
+def test_the_editors_own_prompt_is_the_writers(template, picture, monkeypatch):
+    """What the writer reads is, token for token, what Qwen-Image-Edit's encoder would read."""
+    monkeypatch.setattr("retouch.models.qwen_image.text.OFFICIAL_PREFIX", {})  # the tiny tokenizer knows bytes only
+    module, processor = tiny_writers.module(), tiny_writers.image_processor("qwen2.5-vl")
+    writer = QwenWriter(
+        module, tiny_writers.tokenizer(), template=template, image_processor=processor, picture=picture, area=32 * 32
+    )
+    text = QwenText(module, tiny_writers.tokenizer(), template=template, image_processor=processor)
+    image = tiny_models.picture(1, 40, 56)
+    prompts = writer.encode([Task(id="a", instruction="red", images=(image,))])
+    seen = image.resize(fit(image, 32 * 32)[::-1], 1)
+    tokens = text.tokenise(["Picture 1: " * bool(picture) + VISION * bool(picture) + "red"], [[seen]])
+    assert torch.equal(prompts.ids, tokens["input_ids"])
+    embeds, _ = text.embed(tokens)
+    with torch.no_grad():
+        state, _ = writer.prefill(module, prompts)
+    torch.testing.assert_close(state[0], embeds[0, -1], atol=2e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", tiny_writers.KINDS)
+def test_a_folder_is_read_again(kind, tmp_path):
+    writer = tiny_writers.writer(kind, train="none")
+    writer.module.save_pretrained(tmp_path)
+    tiny_writers.tokenizer().save_pretrained(tmp_path)
+    if kind in tiny_writers.SEES:
+        tiny_writers.image_processor(kind).save_pretrained(tmp_path)
+    read = load_writer(tmp_path, template=tiny_writers.TEMPLATE, dtype=torch.float32, device="cpu")
+    assert not any(parameter.requires_grad for parameter in read.module.parameters())
+    assert not read.module.training
+    with torch.no_grad():
+        states = [each.prefill(each.module, prompts_of(kind, each))[0] for each in (read, writer)]
+    assert torch.equal(*states)
+    assert isinstance(read.template.tokenizer, Qwen2Tokenizer)
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    given = {"template": tiny_writers.TEMPLATE, "dtype": torch.float32, "device": "cpu"}
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        load_writer(tmp_path, **given)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match=r"a model of type 'llama'; give the local folder of one of qwen2_vl"):
+        load_writer(tmp_path, **given)
+
+
+def test_mistakes_are_named():
+    module, tokenizer = tiny_writers.module("qwen3"), tiny_writers.tokenizer()
+    processor = tiny_writers.image_processor("qwen2.5-vl")
+    with pytest.raises(ValueError, match="sees no pictures"):
+        QwenWriter(module, tokenizer, template=tiny_writers.TEMPLATE, image_processor=processor)
+    with pytest.raises(ValueError, match=r"no token \['<end>'\]"):
+        QwenWriter(module, tokenizer, template=tiny_writers.TEMPLATE, stop=("<end>",))
+    with pytest.raises(ValueError, match="exactly one placeholder"):
+        QwenWriter(module, tokenizer, template=TURNS.format(system="a", user="b"))
+    writer = QwenWriter(module, tokenizer, template=tiny_writers.TEMPLATE)
+    with pytest.raises(ValueError, match="no image_processor was given"):
+        writer.encode(tiny_writers.tasks())
+    with pytest.raises(ValueError, match="special token"):
+        writer.encode([Task(id="a", instruction="<|im_end|>")])
+
+
+def test_prompts_join_and_part():
+    writer = tiny_writers.writer()
+    prompts = prompts_of("qwen2.5-vl", writer)
+    short = alone(prompts, 0)
+    assert short.ids.shape[1] == int(prompts.mask[0].sum())
+    joined = Prompts.concat([short, alone(prompts, 1), alone(prompts, 2)])
+    for name in ("mask", "positions"):
+        assert torch.equal(getattr(joined, name), getattr(prompts, name))
+    assert torch.equal(joined.ids * joined.mask, prompts.ids * prompts.mask)
+    with torch.no_grad():
+        a, b = (writer.prefill(writer.module, each)[0] for each in (joined, prompts))
+    torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-6)

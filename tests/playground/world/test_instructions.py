@@ -1,0 +1,78 @@
+"""Instructions: a reader that knows only the words gets the edits back, so a text means one thing."""
+
+import re
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retouch.core.random import generator
+from retouch.playground.world.edits import Edit, random_edits
+from retouch.playground.world.instructions import KEEPS, PHRASES, content, corpus, instruction, phrase, untouched, vocabulary
+from retouch.playground.world.scenes import THINGS, Scene, Thing, random_scene
+from scene_reader import meaning, read, singles
+
+
+def test_no_two_single_edits_share_a_text() -> None:
+    texts = [phrase(edit, pattern) for edit in singles() for pattern in PHRASES[edit.kind]]
+    assert len(singles()) == 18 * (5 + 2 + 1 + 9 + 9)
+    assert len(set(texts)) == len(texts)
+
+
+@given(st.integers(0, 10**6), st.integers(1, 4), st.booleans())
+def test_a_text_is_read_back_as_its_edits(seed: int, complexity: int, filler: bool) -> None:
+    random = generator("read", seed)
+    scene = random_scene(random, least=4)
+    edits = random_edits(scene, complexity, random)
+    text = instruction(edits, untouched(scene, edits), random, filler=filler)
+    assert read(text) == {meaning(edit) for edit in edits}
+
+
+@given(st.integers(0, 10**6), st.integers(1, 4))
+def test_content_knows_neither_order_nor_where_a_thing_was(seed: int, complexity: int) -> None:
+    random = generator("content", seed)
+    edits = random_edits(random_scene(random, least=4), complexity, random)
+    assert content(edits) == content(edits[::-1])
+    assert len(content(edits).split(" + ")) == complexity
+    first, second = Edit("move", 1, THINGS[0], 0, THINGS[0]), Edit("move", 2, THINGS[0], 0, THINGS[0])
+    assert content([first]) == content([second])
+
+
+def test_filler_puts_the_edit_at_other_positions() -> None:
+    scene = Scene(0, (THINGS[0], THINGS[5], *[None] * 7))
+    edit = Edit("remove", 0, THINGS[0], 0, None)
+    texts = [instruction([edit], untouched(scene, [edit]), generator(i), filler=True) for i in range(200)]
+    plain = {instruction([edit], untouched(scene, [edit]), generator(i), filler=False) for i in range(200)}
+    assert plain == {phrase(edit, pattern) for pattern in PHRASES["remove"]}
+    assert not plain & set(texts)
+    starts = {len(text[: re.search("red circle", text).start()].split()) for text in texts}  # type: ignore[union-attr]
+    lengths = {len(text.split()) for text in texts}
+    assert min(starts) <= 3
+    assert max(starts) >= 12
+    assert max(lengths) >= 20
+    assert scene.objects[edit.cell] == edit.thing
+
+
+def test_filler_may_name_what_stays() -> None:
+    scene = Scene(0, (*THINGS[:4], *[None] * 5))
+    edit = Edit("recolour", 2, THINGS[2], 2, Thing("cyan", THINGS[2].shape))
+    assert untouched(scene, [edit]) == [THINGS[0], THINGS[1], THINGS[3]]
+    texts = [instruction([edit], untouched(scene, [edit]), generator(i), filler=True) for i in range(200)]
+    kept = [{thing for thing in THINGS if any(keep.format(thing=" ".join(thing)) in text for keep in KEEPS)} for text in texts]
+    assert set().union(*kept) == set(untouched(scene, [edit]))
+    assert {len(things) for things in kept} == {0, 1, 2}
+    # Before the edit and after it.
+    named = [text.index(" ".join(THINGS[0])) < text.index(" ".join(THINGS[2])) for text in texts if " ".join(THINGS[0]) in text]
+    assert {True, False} == set(named)
+
+
+def test_the_vocabulary_is_closed_small_and_used() -> None:
+    words = {word for text in corpus(generator("corpus"), 4000) for word in text.replace(",", " , ").replace(";", " ; ").split()}
+    assert words == set(vocabulary())
+    assert len(words) < 200
+    assert all(word == word.lower() for word in words)
+
+
+def test_the_corpus_holds_every_complexity_with_and_without_filler() -> None:
+    texts = list(corpus(generator("corpus"), 80))
+    assert [len(read(text)) for text in texts] == [1 + i // 2 % 4 for i in range(80)]
+    assert texts == list(corpus(generator("corpus"), 80))

@@ -1,0 +1,353 @@
+"""The autoregressive policy with tiny writers of the real classes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tiny_policies
+import tiny_writers
+import tiny_writing
+from retouch.core.random import generator
+from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.policies.autoregressive.decoding import CachedDecoding, Generation
+from retouch.policies.autoregressive.mismatch import Tolerance
+from retouch.policies.autoregressive.trajectory import AutoregressiveTrajectory
+from retouch.protocols import AutoregressiveModel, Policy
+from retouch.testing import check_policy
+from retouch.types import Completion, Kind, Needs, Slice
+
+TRUNCATED = {"top_k": 40, "top_p": 0.9, "temperature": 0.8}
+GRPO = PolicyGradient(clip_low=0.2, clip_high=0.2, kl="k3", kl_weight=0.1)
+
+
+def everything(trajectory):
+    return Slice(slice(0, len(trajectory)), slice(0, trajectory.mask.shape[1]))
+
+
+def tasks_for(kind):
+    return tiny_writers.tasks(pictures=kind in tiny_writers.SEES)
+
+
+@pytest.mark.parametrize("kind", tiny_writers.KINDS)
+def test_keeps_the_contract(kind):
+    policy = tiny_writing.policy(kind)
+    assert isinstance(policy, Policy)
+    assert isinstance(policy.model, AutoregressiveModel)
+    batch = tiny_writing.batch(tasks_for(kind))
+    assert len(set(policy.rollout(batch).lengths.tolist())) > 1
+    check_policy(policy, batch, needs=Needs(kl="k3"))
+
+
+@pytest.mark.parametrize(
+    ("train", "options"),
+    [
+        ("lora", {"decoding": TRUNCATED}),
+        ("full", {}),
+        ("full", {"share": False, "decoding": TRUNCATED}),
+        ("lora", {"mask_truncated": True, "microbatch": 1}),
+    ],
+    ids=str,
+)
+def test_keeps_the_contract_in_every_way_of_writing(train, options):
+    check_policy(tiny_writing.policy("qwen3-vl", train=train, **options), tiny_writing.batch(), needs=Needs(kl="k3"))
+
+
+@pytest.mark.parametrize("kind", ["qwen2.5-vl", "qwen3-vl"])
+def test_keeps_the_contract_with_forced_tokens_and_two_vocabularies(kind):
+    writer = tiny_writers.writer(kind)
+    writer.grammar = tiny_writing.Form(writer)
+    policy = tiny_writing.policy(writer=writer)
+    batch = tiny_writing.batch()
+    check_policy(policy, batch, needs=Needs(kl="k3"))
+    trajectory = policy.rollout(batch)
+    assert trajectory.mask.tolist() == [[True, False, True, True, False, True, True]] * 6
+    assert trajectory.kind[0].tolist() == [Kind.TEXT_TOKEN] * 2 + [Kind.IMAGE_TOKEN] + [Kind.TEXT_TOKEN] * 4
+
+
+@pytest.mark.parametrize("decoding", [{}, TRUNCATED], ids=str)
+@pytest.mark.parametrize("kind", tiny_writers.KINDS)
+def test_the_ratio_is_one_before_a_step(kind, decoding):
+    policy = tiny_writing.policy(kind, decoding=decoding)
+    trajectory = policy.rollout(tiny_writing.batch(tasks_for(kind), 4))
+    for part in policy.microbatches(trajectory):
+        evaluation = policy.evaluate(trajectory, part, Needs())
+        assert (evaluation.log_ratio.exp() - 1).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("kind", tiny_writers.KINDS)
+def test_log_probs_are_those_of_transformers_own_forward(kind):
+    """One row at a time, without padding, through the whole model's forward."""
+    policy = tiny_writing.policy(kind, decoding={"temperature": 0.7})
+    tiny_writers.move(policy.module)
+    trajectory = policy.rollout(tiny_writing.batch(tasks_for(kind)))
+    writer = policy.model
+    for row, length in enumerate(trajectory.lengths.tolist()):
+        task = trajectory.group[row : row + 1]
+        prompt, said = trajectory.prompts.take(task), trajectory.ids[row : row + 1, :length]
+        ids = torch.cat([prompt.ids, said], dim=1)
+        inputs = {}
+        if pictures := tasks_for(kind)[int(task)].images:
+            seen = writer.template.image_processor(images=list(pictures), return_tensors="pt")
+            types = (ids == writer.image_token).int()
+            inputs = {"pixel_values": seen["pixel_values"], "image_grid_thw": seen["image_grid_thw"], "mm_token_type_ids": types}
+        with torch.no_grad():
+            logits = writer.module(input_ids=ids, **inputs).logits[0, -length - 1 : -1]
+        wanted = (logits / 0.7).masked_fill(~writer.grammar.vocabularies, -torch.inf).log_softmax(-1).gather(1, said[0, :, None])
+        torch.testing.assert_close(trajectory.log_probs[row, :length], wanted[:, 0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("kind", ["qwen2.5-vl", "qwen3-vl", "qwen2.5"])
+def test_a_row_is_evaluated_alike_alone_and_in_a_batch(kind, share):
+    policy = tiny_writing.policy(kind, share=share)
+    tiny_writers.move(policy.module)
+    trajectory = policy.rollout(tiny_writing.batch(tasks_for(kind)))
+    with torch.no_grad():
+        together = policy.evaluate(trajectory, everything(trajectory), Needs(entropy=True))
+        for row in range(len(trajectory)):
+            alone = policy.evaluate(trajectory.take(slice(row, row + 1)), Slice(slice(0, 1), slice(0, 7)), Needs(entropy=True))
+            torch.testing.assert_close(alone.log_probs[0], together.log_probs[row], atol=2e-6, rtol=0)
+            torch.testing.assert_close(alone.entropy[0], together.entropy[row], atol=4e-6, rtol=0)
+
+
+def test_a_shared_prompt_gives_the_same_gradient():
+    gradients = []
+    for share in (True, False):
+        policy = tiny_writing.policy(share=share)
+        tiny_writers.move(policy.module)
+        batch = tiny_writing.batch(group_size=4)
+        trajectory = policy.rollout(batch)
+        advantages = torch.randn(len(batch), generator=generator("advantages"))
+        gradients.append(tiny_policies.gradient(policy, GRPO, tiny_policies.minibatch(batch, trajectory, advantages))[0])
+    assert tiny_policies.distance(*gradients) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3"])
+def test_gradient_checkpointing_changes_memory_alone(kind):
+    gradients, saved = [], []
+    for checkpointing in (False, True):
+        writer = tiny_writers.writer(kind, stop=tiny_writing.STOPS, checkpointing=checkpointing, train="full")
+        policy = tiny_writing.policy(writer=writer, train="full", share=False)
+        batch = tiny_writing.batch(tasks_for(kind))
+        trajectory = policy.rollout(batch)
+        numbers = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, n=numbers: n.append(x.numel()) or x, lambda x: x):
+            policy.evaluate(trajectory, everything(trajectory), Needs())
+        saved.append(sum(numbers))
+        minibatch = tiny_policies.minibatch(batch, trajectory, torch.randn(len(batch), generator=generator("a")))
+        gradients.append(tiny_policies.gradient(policy, GRPO, minibatch)[0])
+        assert not any(part.training for part in writer.module.modules())
+    assert tiny_policies.distance(*gradients) < 1e-5
+    assert saved[1] < 0.5 * saved[0]
+
+
+def test_entropy_and_kl_are_those_of_the_distributions():
+    policy = tiny_writing.policy("qwen2.5", decoding={"temperature": 0.9})
+    tasks = tasks_for("qwen2.5")
+    tiny_writers.move(policy.module)
+    trajectory = policy.rollout(tiny_writing.batch(tasks))
+    evaluation = policy.evaluate(trajectory, everything(trajectory), Needs(kl="k3", entropy=True))
+    writer, spreads, kls = policy.model, [], []
+    prompts = trajectory.prompts.take(trajectory.group)
+    written = torch.arange(7) < trajectory.lengths[:, None]
+    for adapter in (True, False):
+        if not adapter:
+            writer.module.disable_adapters()
+        with torch.no_grad():
+            states = writer.states(writer.module, prompts, trajectory.ids, written).flatten(0, 1)
+            logits = writer.logits(writer.module, states).view(6, 7, -1) / 0.9
+        logged = logits.masked_fill(~writer.grammar.vocabularies, -torch.inf).log_softmax(-1)
+        spreads.append(-(logged.exp() * logged.masked_fill(~writer.grammar.vocabularies, 0)).sum(-1) * written)
+        kls.append(logged.gather(-1, trajectory.ids[..., None])[..., 0])
+    torch.testing.assert_close(evaluation.entropy, spreads[0], atol=1e-5, rtol=1e-5)
+    d = (kls[1] - kls[0]) * written
+    torch.testing.assert_close(evaluation.kl, d.exp() - d - 1, atol=1e-5, rtol=1e-4)
+    assert evaluation.kl.max() > 1e-3
+
+
+def test_masked_tokens_have_no_gradient_whatever_stands_there():
+    policy = tiny_writing.policy()
+    trajectory = policy.rollout(tiny_writing.batch())
+    mask = trajectory.mask & (torch.arange(7) % 2 == 0)
+    spoilt = replace(trajectory, mask=mask, log_probs=trajectory.log_probs.masked_fill(~mask, torch.nan))
+    evaluation = policy.evaluate(spoilt, everything(spoilt), Needs(kl="k3", entropy=True))
+    for column in (evaluation.log_probs, evaluation.log_ratio, evaluation.kl, evaluation.entropy):
+        assert (column[~mask] == 0).all()
+        assert column.isfinite().all()
+    parameters = [p for p in policy.module.parameters() if p.requires_grad]
+    found = torch.autograd.grad((evaluation.log_ratio * ~mask).sum(), parameters)
+    assert all((part == 0).all() for part in found)
+
+
+def test_what_was_cut_off_teaches_nothing_where_that_is_wanted():
+    batch = tiny_writing.batch(group_size=6)
+    plain, masked = (tiny_writing.policy(mask_truncated=how).rollout(batch) for how in (False, True))
+    cut = torch.tensor([written.cut_off for written in plain.outputs])
+    assert 0 < cut.sum() < len(cut)
+    assert masked.outputs == plain.outputs
+    assert torch.equal(masked.mask, plain.mask & ~cut[:, None])
+    assert plain.mask[cut].all()
+
+
+def test_rows_that_are_all_masked_are_evaluated_all_the_same():
+    policy = tiny_writing.policy(mask_truncated=True, decoding={"max_new_tokens": 1})
+    trajectory = policy.rollout(tiny_writing.batch(seed=1))
+    dead = replace(trajectory, mask=torch.zeros_like(trajectory.mask))
+    loss = policy.evaluate(dead, everything(dead), Needs(kl="k3", entropy=True))
+    found = torch.autograd.grad(loss.log_ratio.sum(), [p for p in policy.module.parameters() if p.requires_grad])
+    assert all((part == 0).all() for part in found)
+
+
+def test_outputs_are_the_ids_without_their_end_and_their_text():
+    policy = tiny_writing.policy()
+    trajectory = policy.rollout(tiny_writing.batch(group_size=6))
+    tokenizer = policy.model.template.tokenizer
+    for row, written in enumerate(trajectory.outputs):
+        length = int(trajectory.lengths[row])
+        last = int(trajectory.ids[row, length - 1])
+        assert written.cut_off == (last not in policy.model.stop)
+        assert list(written.ids) == trajectory.ids[row, : length if written.cut_off else length - 1].tolist()
+        assert written.text == tokenizer.decode(list(written.ids), skip_special_tokens=True)
+    assert {written.cut_off for written in trajectory.outputs} == {True, False}
+
+
+def test_trajectories_join_and_part():
+    for decoding in ({}, TRUNCATED):
+        policy = tiny_writing.policy(decoding=decoding)
+        batch = tiny_writing.batch()
+        parts = [policy.rollout(batch.take(rows)) for rows in (slice(0, 2), slice(2, 3), slice(3, 6))]
+        joined, whole = AutoregressiveTrajectory.concat(parts), policy.rollout(batch)
+        assert torch.equal(joined.ids, whole.ids)
+        assert joined.outputs == whole.outputs
+        assert len(joined.prompts) == 4  # the second task's rows came in two parts
+        evaluations = [policy.evaluate(each, everything(each), Needs()).log_probs for each in (joined, whole)]
+        torch.testing.assert_close(*evaluations, atol=2e-6, rtol=0)
+
+
+def test_the_end_user_sees_the_likeliest_words_of_the_average():
+    policy = tiny_writing.policy(copies=("reference", "average"))
+    batch = tiny_writing.batch(group_size=1)
+    before = policy.sample(batch)
+    words = [written.ids for written in before.outputs]
+    assert before.log_probs[before.mask].isnan().all()
+    assert [written.ids for written in policy.sample(tiny_writing.batch(group_size=1, seed=9)).outputs] == words
+    tiny_writers.move(policy.module, size=0.5)
+    assert policy.sample(batch).outputs == before.outputs
+    policy.copies.keep("average")
+    assert policy.sample(batch).outputs != before.outputs
+
+
+class Backwards:
+    """An engine of its own mind: it writes what the built-in one does, and says other probabilities."""
+
+    exact = False
+
+    def __init__(self, model):
+        self.inner = CachedDecoding(model)
+
+    def __call__(self, batch, prompts, decoding):
+        made = self.inner(batch, prompts, decoding)
+        return Generation(ids=made.ids, lengths=made.lengths, log_probs=made.log_probs - 0.25)
+
+
+def test_another_engine_is_measured():
+    writer = tiny_writers.writer(stop=tiny_writing.STOPS)
+    policy = tiny_writing.policy(writer=writer, engine=Backwards(writer), tolerance=Tolerance(limit=0.3))
+    batch = tiny_writing.batch()
+    trajectory, own = policy.rollout(batch), tiny_writing.policy(writer=writer).rollout(batch)
+    assert own.behaviour_log_probs is None
+    torch.testing.assert_close(trajectory.log_probs[own.mask], own.log_probs[own.mask], atol=1e-5, rtol=0)
+    assert torch.equal(trajectory.behaviour_log_probs, own.log_probs - 0.25)
+    assert torch.equal(trajectory.take(slice(1, 3)).behaviour_log_probs, trajectory.behaviour_log_probs[1:3])
+    check_policy(policy, batch)
+    policy = tiny_writing.policy(writer=writer, engine=Backwards(writer), decoding=TRUNCATED)
+    with pytest.raises(ValueError, match="does not say which ids"):
+        policy.rollout(batch)
+
+
+@pytest.mark.parametrize("kind", ["qwen2.5-vl", "qwen3-vl", "qwen3"])
+def test_sixteen_bits_are_measured_in_the_shape_of_the_update(kind):
+    """Decoding in bf16 may be off by far more than a ratio may; what is stored is the evaluation's own number, in fp32."""
+    writer = tiny_writers.writer(kind, stop=tiny_writing.STOPS)
+    for name, parameter in writer.module.named_parameters():
+        if "lora_" not in name:
+            parameter.data = parameter.data.bfloat16()
+    policy = tiny_writing.policy(writer=writer)
+    trajectory = policy.rollout(tiny_writing.batch(tasks_for(kind)))
+    assert trajectory.log_probs.dtype == torch.float32
+    assert trajectory.behaviour_log_probs is not None
+    for part in policy.microbatches(trajectory):
+        evaluation = policy.evaluate(trajectory, part, Needs())
+        assert evaluation.log_probs.dtype == torch.float32
+        assert (evaluation.log_ratio.exp() - 1).abs().max() <= 1e-6
+
+
+def test_learning_makes_what_was_good_likelier():
+    policy = tiny_writing.policy()
+    batch = tiny_writing.batch(group_size=4)
+    trajectory = policy.rollout(batch)
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0] * 3)
+    gradient, losses = tiny_policies.gradient(policy, GRPO, tiny_policies.minibatch(batch, trajectory, advantages))
+    assert max(float(loss.maxima["policy/ratio_max"]) for loss in losses) <= 1e-5
+    with torch.no_grad():
+        for name, parameter in tiny_policies.trained(policy).items():
+            parameter.sub_(0.01 * gradient[name])
+        moved = policy.evaluate(trajectory, everything(trajectory), Needs()).log_ratio.sum(1)
+    assert (moved * advantages).sum() > 0.1
+
+
+def test_what_tokens_do_not_have_is_refused():
+    policy = tiny_writing.policy()
+    trajectory = policy.rollout(tiny_writing.batch())
+    for needs in (Needs(kl="closed"), Needs(log_ratio="norm"), Needs(values=True)):
+        with pytest.raises(ValueError, match="k3 KL and the plain ratio"):
+            policy.evaluate(trajectory, everything(trajectory), needs)
+    with pytest.raises(ValueError, match="does not explore"):
+        tiny_writing.policy(decoding={"temperature": 0.0})
+
+
+def test_written_is_a_value():
+    assert Completion((1, 2), "a", False) == Completion((1, 2), "a", False) != Completion((1, 2), "a", True)
+
+
+def test_completions_know_their_rows():
+    batch = tiny_writing.batch()
+    keys = [(batch.seed, batch.step, batch.group_ids[k], slot) for k, slot in zip(batch.group, batch.slot, strict=True)]
+    for acted in (tiny_writing.policy().rollout(batch), tiny_writing.policy().sample(batch)):
+        assert [written.key for written in acted.outputs] == keys
+
+
+def test_a_completion_that_a_task_brings_is_as_if_it_had_been_written():
+    policy = tiny_writing.policy(decoding={"max_new_tokens": 9})
+    stop = policy.model.template.tokenizer.decode([policy.model.stop[0]])
+    told = ["RED 1", "", "2 3 4"]
+    tasks = tuple(replace(task, meta={"completion": text}) for task, text in zip(tiny_writers.tasks(), told, strict=True))
+    acted = policy.demonstrate(tiny_writing.batch(tasks))
+    assert [written.text for written in acted.outputs] == [text for text in told for _ in range(2)]
+    assert not any(written.cut_off for written in acted.outputs)
+    assert acted.lengths.tolist() == [len(written.ids) + 1 for written in acted.outputs]
+    assert acted.mask.sum(1).tolist() == acted.lengths.tolist()
+    measured = policy.evaluate(acted, everything(acted), Needs()).log_probs
+    for row, text in enumerate(text for text in told for _ in range(2)):
+        prompt = acted.prompts.take(acted.group[row : row + 1])
+        ids = torch.tensor([policy.model.template.tokenizer(text + stop).input_ids])
+        with torch.no_grad():
+            states = policy.model.states(policy.module, prompt, ids, torch.ones_like(ids, dtype=torch.bool))
+            logits = policy.model.logits(policy.module, states[0]).masked_fill(~policy.model.grammar.vocabularies, -torch.inf)
+        wanted = logits.log_softmax(-1).gather(1, ids[0, :, None])[:, 0]
+        torch.testing.assert_close(measured[row, : ids.shape[1]], wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("meta", "says"),
+    [
+        ({}, "no text in meta"),
+        ({"completion": 3}, "no text in meta"),
+        ({"completion": "A B C D E"}, "raise max_new_tokens above 7"),
+    ],
+)
+def test_a_completion_that_cannot_be_imitated_is_refused(meta, says):
+    tasks = tuple(replace(task, meta=meta) for task in tiny_writers.tasks())
+    with pytest.raises(ValueError, match=says):
+        tiny_writing.policy().demonstrate(tiny_writing.batch(tasks))

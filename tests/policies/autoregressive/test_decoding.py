@@ -1,0 +1,177 @@
+"""Decoding: transformers' own generate as the oracle, keys of rows, ends of rows, and a grammar."""
+
+import pytest
+import torch
+from torch.distributions import Categorical
+from transformers import GenerationConfig
+
+import tiny_writers
+import tiny_writing
+from retouch.core.tokens import sample_tokens
+from retouch.policies.autoregressive.decoding import CachedDecoding, Decoding, uniforms
+
+
+def write(writer, batch, **how):
+    with torch.no_grad():
+        prompts = writer.encode(batch.tasks)
+        return CachedDecoding(writer)(batch, prompts, Decoding(**{"max_new_tokens": 7, **how}))
+
+
+def generate(writer, tasks, longest):
+    """transformers' greedy generation from the same prompts, and the logits of each token."""
+    prompts = writer.encode(tasks)
+    inputs = {"input_ids": prompts.ids, "attention_mask": prompts.mask.long()}
+    if any(task.images for task in tasks):
+        texts = [writer.picture * len(task.images) + task.instruction for task in tasks]
+        tokens = writer.template.tokenise(texts, [task.images for task in tasks])
+        types = (prompts.ids == writer.image_token).int()
+        inputs |= {"mm_token_type_ids": types, "pixel_values": tokens["pixel_values"], "image_grid_thw": tokens["image_grid_thw"]}
+    banned = (~writer.grammar.vocabularies[0]).nonzero()[:, 0].tolist()
+    settings = GenerationConfig(
+        max_new_tokens=longest,
+        do_sample=False,
+        eos_token_id=list(writer.stop),
+        pad_token_id=writer.pad,
+        suppress_tokens=banned,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    made = writer.module.generate(**inputs, generation_config=settings)
+    return made.sequences[:, prompts.ids.shape[1] :], torch.stack(made.logits, dim=1)
+
+
+@pytest.mark.parametrize("kind", tiny_writers.KINDS)
+def test_greedy_is_generate(kind):
+    writer = tiny_writers.writer(kind, stop=tiny_writing.STOPS)
+    tasks = tiny_writers.tasks(6, pictures=kind in tiny_writers.SEES)
+    theirs, _ = generate(writer, tasks, 12)
+    ours = write(writer, tiny_writing.batch(tasks, 1), max_new_tokens=12, temperature=0.0)
+    assert torch.equal(ours.ids[:, : theirs.shape[1]], theirs)
+    assert (ours.ids[:, theirs.shape[1] :] == writer.pad).all()
+
+
+def test_a_sliding_window_is_generates():
+    text = {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 0}
+    writer = tiny_writers.writer("qwen2.5-vl", text=text)
+    tasks = tiny_writers.tasks()
+    theirs, _ = generate(writer, tasks, 12)
+    ours = write(writer, tiny_writing.batch(tasks, 1), max_new_tokens=12, temperature=0.0)
+    assert torch.equal(ours.ids[:, : theirs.shape[1]], theirs)
+    assert len({tuple(row) for row in theirs.tolist()}) == 3
+    full = write(tiny_writers.writer("qwen2.5-vl"), tiny_writing.batch(tasks, 1), max_new_tokens=12, temperature=0.0)
+    assert not torch.equal(full.ids, ours.ids)
+
+
+def test_generate_would_write_what_is_banned():
+    """The tiny writers like vision tokens and rows beyond the tokenizer well enough for the ban to matter."""
+    writer = tiny_writers.writer("qwen2.5-vl")
+    likes = write(writer, tiny_writing.batch(group_size=40), max_new_tokens=12)
+    allowed = writer.grammar.vocabularies[0]
+    assert allowed[likes.ids].all()
+    assert 0 < (~allowed).sum() < 20
+    writer.grammar.vocabularies = torch.ones_like(writer.grammar.vocabularies)
+    assert not allowed[write(writer, tiny_writing.batch(group_size=40), max_new_tokens=1).ids].all()
+
+
+def test_rows_end_where_they_stop_and_the_rest_is_padding():
+    writer = tiny_writers.writer(stop=tiny_writing.STOPS)
+    made = write(writer, tiny_writing.batch(group_size=20))
+    lengths = made.lengths.tolist()
+    assert len(set(lengths)) > 3
+    for row, length, logged in zip(made.ids.tolist(), lengths, made.log_probs, strict=True):
+        assert not set(row[: length - 1]) & set(writer.stop)
+        assert row[length - 1] in writer.stop or length == 7
+        assert set(row[length:]) <= {writer.pad}
+        assert (logged[length:] == 0).all()
+        assert (logged[:length] < 0).all()
+
+
+def test_a_row_is_its_key_wherever_it_is_written():
+    writer = tiny_writers.writer(stop=tiny_writing.STOPS)
+    batch = tiny_writing.batch(group_size=6)
+    together = write(writer, batch)
+    for rows in (slice(0, 1), slice(5, 9), slice(17, 18)):
+        alone = write(writer, batch.take(rows))
+        assert torch.equal(alone.ids, together.ids[rows])
+        torch.testing.assert_close(alone.log_probs, together.log_probs[rows], atol=2e-6, rtol=0)
+    assert len({tuple(row) for row in together.ids.tolist()}) > 15
+    for other in (tiny_writing.batch(group_size=6, seed=4), tiny_writing.batch(group_size=6, step=6)):
+        assert not torch.equal(write(writer, other).ids, together.ids)
+
+
+def test_tokens_are_drawn_by_the_uniforms_from_the_full_forwards_distribution():
+    writer = tiny_writers.writer(stop=tiny_writing.STOPS)
+    batch = tiny_writing.batch()
+    made = write(writer, batch, temperature=0.7)
+    numbers = uniforms(batch, 7)
+    prompts = writer.encode(batch.tasks).take(torch.tensor(batch.group))
+    for row in range(len(batch)):
+        length = int(made.lengths[row])
+        one, ids = prompts.take(torch.tensor([row])), made.ids[row : row + 1, :length]
+        with torch.no_grad():
+            states = writer.states(writer.module, one, ids, torch.ones_like(ids, dtype=torch.bool))
+            logits = writer.logits(writer.module, states[0]).masked_fill(~writer.grammar.vocabularies, -torch.inf) / 0.7
+        twin = Categorical(logits=logits)
+        torch.testing.assert_close(made.log_probs[row, :length], twin.log_prob(ids[0]), atol=1e-5, rtol=0)
+        assert torch.equal(sample_tokens(logits, numbers[row, :length]), ids[0])
+
+
+@pytest.mark.parametrize("how", [{"top_k": 3}, {"top_p": 0.6}, {"top_k": 9, "top_p": 0.8, "temperature": 1.3}])
+def test_what_was_kept_is_recorded(how):
+    writer = tiny_writers.writer(stop=tiny_writing.STOPS)
+    made = write(writer, tiny_writing.batch(group_size=8), **how)
+    for row, length in enumerate(made.lengths.tolist()):
+        for place in range(length):
+            kept = made.support[row, place]
+            kept = kept[kept >= 0]
+            assert int(made.ids[row, place]) in kept.tolist()
+            assert len(kept) <= how.get("top_k", 400)
+        assert (made.support[row, length:] == -1).all()
+    assert write(writer, tiny_writing.batch()).support is None
+
+
+def test_a_grammar_forces_and_restricts():
+    writer = tiny_writers.writer()
+    digits = writer.template.tokenizer.convert_tokens_to_ids(list("0123456789"))
+    writer.grammar = tiny_writing.Form(writer)
+    made = write(writer, tiny_writing.batch(group_size=4))
+    assert (made.ids[:, 1] == 65).all()
+    assert (made.ids[:, 4] == 66).all()
+    assert set(made.ids[:, 2].tolist()) <= set(digits)
+    assert len(set(made.ids[:, 2].tolist())) > 1
+    assert (made.log_probs[:, [1, 4]] == 0).all()
+    assert (made.log_probs[:, [0, 2, 3, 5, 6]] < 0).all()
+    greedy = write(writer, tiny_writing.batch(), temperature=0.0)
+    assert (greedy.ids[:, 1] == 65).all()
+    assert set(greedy.ids[:, 2].tolist()) <= set(digits)
+
+
+def test_forced_tokens_are_read_with_the_next_that_is_not():
+    writer = tiny_writers.writer()
+    writer.grammar = tiny_writing.Form(writer)
+    read = []
+    extend = writer.extend
+    writer.extend = lambda module, ids, **given: read.append(ids.shape[1]) or extend(module, ids, **given)
+    made = write(writer, tiny_writing.batch())
+    assert made.lengths.tolist() == [7] * 6
+    assert read == [2, 1, 2, 1]  # places 0 and 1, 2, 3 and 4, 5; nothing is drawn after the last
+
+
+def test_a_forced_token_can_end_a_row():
+    writer = tiny_writers.writer()
+    writer.grammar = tiny_writing.Form(writer, forced=(65, writer.stop[0]))
+    assert write(writer, tiny_writing.batch()).lengths.tolist() == [5] * 6
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}], ids=str
+)
+def test_settings_that_are_none(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Decoding(**{"max_new_tokens": 3, **wrong})
+
+
+@pytest.mark.parametrize(("how", "truncates"), [({}, False), ({"top_p": 1.0}, False), ({"top_p": 0.9}, True), ({"top_k": 5}, True)])
+def test_what_truncates(how, truncates):
+    assert Decoding(max_new_tokens=3, **how).truncates is truncates
+    assert not Decoding(max_new_tokens=3, temperature=0.0, **how).truncates

@@ -1,0 +1,116 @@
+"""What an engine's own numbers do: weights that make the gradient unbiased, a bound, and metrics."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tiny_policies
+import tiny_writers
+import tiny_writing
+from retouch.core.random import generator
+from retouch.distributed.ranks import Ranks
+from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.policies.autoregressive.decoding import CachedDecoding
+from retouch.policies.autoregressive.mismatch import EngineFault, Tolerance, importance
+from retouch.training.completions import describe
+from retouch.types import Needs, Slice
+
+MASK = torch.tensor([[True, True, False], [True, False, False]])
+OURS = torch.tensor([[-1.0, -2.0, math.nan], [-0.5, 0.0, 0.0]])
+THEIRS = torch.tensor([[-1.5, -1.8, 0.0], [-2.5, math.nan, 0.0]])
+
+
+def test_tokens_weigh_ours_over_theirs_up_to_the_cap():
+    found = importance(OURS, THEIRS, MASK, cap=3.0)
+    wanted = torch.tensor([[math.exp(0.5), math.exp(-0.2), 1.0], [3.0, 1.0, 1.0]])
+    torch.testing.assert_close(found, wanted)
+
+
+def test_the_weights_make_an_average_under_theirs_one_under_ours():
+    ours, theirs = (torch.randn(50, generator=generator("spread", k), dtype=torch.float64).log_softmax(-1) for k in range(2))
+    values = torch.randn(50, generator=generator("values"), dtype=torch.float64)
+    weights = importance(ours[None], theirs[None], torch.ones(1, 50, dtype=torch.bool), cap=math.inf)[0]
+    torch.testing.assert_close((theirs.exp() * weights * values).sum(), (ours.exp() * values).sum())
+
+
+@pytest.mark.parametrize(("limit", "stops"), [(0.91, False), (0.89, True)])
+def test_the_mean_of_all_tokens_is_bounded(limit, stops):
+    """(0.5 + 0.2 + 2) / 3 = 0.9."""
+    tolerance = Tolerance(limit=limit)
+    if not stops:
+        tolerance.check(OURS, THEIRS, MASK)
+        return
+    with pytest.raises(EngineFault, match=r"by 0\.9 nats a token"):
+        tolerance.check(OURS, THEIRS, MASK)
+
+
+def test_no_number_is_no_agreement():
+    with pytest.raises(EngineFault, match="nan"):
+        Tolerance().check(OURS, THEIRS, torch.ones_like(MASK))
+    Tolerance(limit=1e-9).check(OURS, THEIRS, torch.zeros_like(MASK))
+
+
+def test_one_rank_too_far_off_stops_all():
+    with pytest.raises(EngineFault):
+        Tolerance(any_rank=lambda flag: True).check(OURS, OURS, torch.zeros_like(MASK))
+
+
+class Off:
+    """Writes what the model writes, and says that it was likelier than it was."""
+
+    exact = False
+
+    def __init__(self, model, by):
+        self.inner, self.by = CachedDecoding(model), by
+
+    def __call__(self, batch, prompts, decoding):
+        made = self.inner(batch, prompts, decoding)
+        return replace(made, log_probs=made.log_probs + self.by)
+
+
+def policy(by, *, cap):
+    writer = tiny_writers.writer(stop=tiny_writing.STOPS)
+    return tiny_writing.policy(writer=writer, engine=Off(writer, by), tolerance=Tolerance(limit=1.0, cap=cap))
+
+
+@pytest.mark.parametrize(("by", "cap", "weight"), [(0.5, 3.0, math.exp(-0.5)), (-0.5, 1.2, 1.2), (0.5, None, 1.0)])
+def test_the_gradient_is_weighted_and_the_ratio_is_not(by, cap, weight):
+    """Every token is off by as much, so the gradient is the plain one, times the weight."""
+    found = []
+    for way in (policy(by, cap=cap), tiny_writing.policy(writer=tiny_writers.writer(stop=tiny_writing.STOPS))):
+        batch = tiny_writing.batch()
+        trajectory = way.rollout(batch)
+        advantages = torch.tensor([1.0, -1.0] * 3)
+        objective = PolicyGradient(clip_low=0.2, clip_high=0.2)
+        gradient, losses = tiny_policies.gradient(way, objective, tiny_policies.minibatch(batch, trajectory, advantages))
+        assert max(float(loss.maxima["policy/ratio_max"]) for loss in losses) <= 1e-5
+        found.append(gradient)
+    for name, plain in found[1].items():
+        torch.testing.assert_close(found[0][name], plain * weight, atol=1e-6, rtol=1e-3)
+
+
+def test_metrics_tell_how_far_off_an_engine_is():
+    way = policy(0.5, cap=None)
+    batch = tiny_writing.batch()
+    trajectory = way.rollout(batch)
+    told = describe(trajectory, ranks=Ranks())
+    assert told["engine/mismatch"] == pytest.approx(0.5, abs=1e-5)
+    assert told["engine/mismatch_max"] == pytest.approx(0.5, abs=1e-4)
+    assert told["engine/kl"] == pytest.approx(0.5, abs=1e-5)
+    off = replace(trajectory, behaviour_log_probs=trajectory.log_probs - trajectory.ids * 1e-3)
+    told = describe(off, ranks=Ranks())
+    drawn = trajectory.ids[trajectory.mask] * 1e-3
+    assert told["engine/mismatch"] == pytest.approx(drawn.mean().item(), rel=1e-3)
+    assert told["engine/mismatch_max"] == pytest.approx(drawn.max().item(), rel=1e-3)
+    assert told["engine/kl"] == pytest.approx(-drawn.mean().item(), rel=1e-3)
+    alone = tiny_writing.policy(writer=way.model).rollout(batch)
+    assert not any(name.startswith("engine/") for name in describe(alone, ranks=Ranks()))
+
+
+def test_an_engine_with_our_own_numbers_weighs_nothing():
+    way = tiny_writing.policy(tolerance=Tolerance(cap=2.0))
+    trajectory = way.rollout(tiny_writing.batch())
+    whole = Slice(slice(0, len(trajectory)), slice(0, trajectory.mask.shape[1]))
+    assert way.evaluate(trajectory, whole, Needs()).scale is None

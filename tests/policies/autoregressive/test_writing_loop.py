@@ -1,0 +1,170 @@
+"""The loop around a writer: it learns to write what pays, and cuts, chunks and ranks change nothing."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from PIL.Image import new
+
+import tiny_loop
+import tiny_policies
+import tiny_writers
+import tiny_writing
+from retouch.assembly.learning import build_kinds
+from retouch.data.sampler import assign
+from retouch.distributed.stepper import ReplicatedStepper
+from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.policies.autoregressive.decoding import CachedDecoding
+from retouch.recipe.learning import PolicyGradient as PolicyGradientSection
+from retouch.recipe.learning import TokenCycle
+from retouch.training.clock import Clock
+from retouch.training.loop import Run, accumulate, collect, cut, train
+from retouch.types import Needs
+
+GRPO = PolicyGradient(clip_low=0.2, clip_high=0.2, kl="k3", kl_weight=0.01)
+TASKS = tiny_writers.tasks(2)
+
+
+def redness(tasks, trajectory):
+    """A picture for each completion, as red as its ids are even; none for one that was cut off."""
+    return [
+        None
+        if written.cut_off
+        else new("RGB", (1, 1), (int(255 * sum(k % 2 == 0 for k in written.ids) / max(len(written.ids), 1)), 255, 0))
+        for written in trajectory.outputs
+    ]
+
+
+def run(policy, *, ranks=tiny_loop.ALONE, chunk):
+    stepper = ReplicatedStepper(policy.module, ranks, max_grad_norm=None)
+    return Run(
+        policy=policy,
+        renderer=redness,
+        judge=tiny_loop.Share(),
+        stepper=stepper,
+        ranks=ranks,
+        chunk=chunk,
+        max_missing=0.5,
+        average=lambda taken: None,
+        clock=Clock(),
+    )
+
+
+def phase(*, ranks=tiny_loop.ALONE, group_size=4, minibatches=1, **options):
+    made = tiny_loop.phase(GRPO, group_size=group_size, ranks=ranks, minibatches=minibatches, **options)
+
+    def batch(step):
+        shares = {"minibatches": minibatches, "rank": ranks.rank, "world": ranks.world}
+        return assign(seed=3, step=step, tasks=TASKS, group_size=group_size, **shares)
+
+    return replace(made, batch=batch)
+
+
+def first_gradient(policy, ranks=tiny_loop.ALONE, *, chunk=4):
+    made = run(policy, ranks=ranks, chunk=chunk)
+    ((_, _, metrics),) = train(made, phase(ranks=ranks, steps=range(1)), start=0)
+    return tiny_loop.gradient(made), metrics
+
+
+def test_it_learns_to_write_what_pays():
+    policy = tiny_writing.policy(decoding={"max_new_tokens": 4}, microbatch=32)
+    made = run(policy, chunk=32)
+    learning = phase(group_size=16, steps=range(25), learning_rate=lambda step: 0.02)
+    means = [metrics["reward/mean"] for _, _, metrics in train(made, learning, start=0)]
+    assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.1
+    collected = collect(made, learning, 99)
+    for part in policy.microbatches(collected.trajectory):
+        ratio = policy.evaluate(collected.trajectory, part, Needs()).log_ratio.exp()
+        assert (ratio - 1).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("other", [{"chunk": 3}, {"chunk": 100}, {"microbatch": 1}, {"microbatch": 8}, {"share": False}], ids=str)
+def test_cuts_do_not_change_the_gradient(other):
+    wanted, metrics = first_gradient(tiny_writing.policy())
+    chunk = other.get("chunk", 4)
+    found, same = first_gradient(tiny_writing.policy(**{key: value for key, value in other.items() if key != "chunk"}), chunk=chunk)
+    assert tiny_policies.distance(found, wanted) < 1e-5
+    assert same["reward/mean"] == pytest.approx(metrics["reward/mean"])
+
+
+def test_two_ranks_share_one_gradient():
+    wanted, metrics = first_gradient(tiny_writing.policy())
+    policies = [tiny_writing.policy() for _ in range(2)]
+    for found, same in tiny_loop.together(2, lambda ranks: first_gradient(policies[ranks.rank], ranks)):
+        assert tiny_policies.distance(found, wanted) < 1e-5
+        assert same == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+
+
+EARL = PolicyGradient(surrogate="reinforce", kl="k3", kl_weight=3e-4)
+
+
+class Uneven:
+    """Ends the completions of the first group at once: one token each, where the others have seven."""
+
+    exact = True
+
+    def __init__(self, model):
+        self.decoder = CachedDecoding(model)
+        self.model = model
+
+    def __call__(self, batch, prompts, decoding):
+        made = self.decoder(batch, prompts, decoding)
+        first = torch.tensor(batch.group_ids)[torch.tensor(batch.group)] == 0
+        ids, lengths = made.ids.clone(), torch.full_like(made.lengths, made.ids.shape[1])
+        ids[first, 0], ids[first, 1:], lengths[first] = self.model.stop[0], self.model.pad, 1
+        ids[~first] = torch.where(torch.isin(ids, torch.tensor([*self.model.stop, self.model.pad])), 65, ids)[~first]
+        return replace(made, ids=ids, lengths=lengths)
+
+
+def uneven_gradient(policy, ranks=tiny_loop.ALONE, *, alone=False):
+    """``alone``: each rank divides by its own tokens, as the source does."""
+    policy.engine = Uneven(policy.model)
+    made = run(policy, ranks=ranks, chunk=4)
+    learning = replace(phase(ranks=ranks, steps=range(1)), objective=EARL, normalise="token")
+    collected = collect(made, learning, 0)
+    paid = torch.tensor([[float(slot) - 1.5] for slot in collected.batch.slot]).expand_as(collected.advantages)
+    dividing = replace(made, ranks=tiny_loop.ALONE) if alone else made
+    accumulate(made, EARL, cut(dividing, learning, replace(collected, advantages=paid), slice(0, len(paid)), 0))
+    made.stepper.step(1e-3)
+    return tiny_loop.gradient(made), collected.trajectory.mask.sum().item()
+
+
+def test_two_ranks_of_very_different_lengths_share_one_gradient():
+    wanted, tokens = uneven_gradient(tiny_writing.policy())
+    policies = [tiny_writing.policy() for _ in range(2)]
+    shared = tiny_loop.together(2, lambda ranks: uneven_gradient(policies[ranks.rank], ranks))
+    assert [written for _, written in shared] == [4, 28]
+    assert tokens == 32
+    assert all(tiny_policies.distance(found, wanted) < 1e-5 for found, _ in shared)
+    policies = [tiny_writing.policy() for _ in range(2)]
+    biased = tiny_loop.together(2, lambda ranks: uneven_gradient(policies[ranks.rank], ranks, alone=True))
+    assert all(tiny_policies.distance(found, wanted) > 0.1 for found, _ in biased)
+
+
+def test_only_the_tokens_of_the_chosen_kind_train():
+    writer = tiny_writers.writer("qwen2.5-vl")
+    writer.grammar = tiny_writing.Form(writer)
+    policy = tiny_writing.policy(writer=writer)
+    made = run(policy, chunk=4)
+    turns = build_kinds(
+        PolicyGradientSection(kind="policy_gradient", tokens=TokenCycle(text_steps=2, vision_steps=1)), range(5, 99)
+    )
+    assert [turns(step) for step in range(5, 12)] == [[0], [0], [1], [0], [0], [1], [0]]
+    everything, weighed = phase(steps=range(1)), {}
+    made = replace(made, renderer=lambda tasks, trajectory: [new("RGB", (1, 1), (9 * row, 0, 0)) for row in range(len(tasks))])
+    for tokens in ("all", "text", "vision"):
+        section = PolicyGradientSection(kind="policy_gradient", tokens=tokens)
+        learning = replace(everything, normalise="token", kinds=build_kinds(section, range(1)))
+        collected = collect(made, learning, 0)
+        weighed[tokens] = cut(made, learning, collected, slice(0, len(collected.batch)), 0).weights
+    mask, kind = collected.trajectory.mask, collected.trajectory.kind
+    for tokens, right in (("all", mask), ("text", mask & (kind == 0)), ("vision", mask & (kind == 1))):
+        assert right.any()
+        assert torch.equal(weighed[tokens], right / right.sum()), tokens
+
+
+def test_ranks_make_equally_many_slices_whatever_they_wrote():
+    policy = tiny_writing.policy(microbatch=2)
+    long, short = (policy.rollout(tiny_writing.batch(seed=seed)) for seed in (3, 4))
+    assert not torch.equal(long.lengths, short.lengths)
+    assert list(policy.microbatches(long)) == list(policy.microbatches(short))

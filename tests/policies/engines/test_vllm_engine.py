@@ -1,0 +1,468 @@
+"""The vLLM engine against a double of the server that samples from the same weights and the adapters that it was told to load."""
+
+import copy
+import logging
+import re
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import Qwen2VLImageProcessorPil
+
+import tiny_emu3
+import tiny_models
+import tiny_policies
+import tiny_writers
+import tiny_writing
+import vllm_double
+import vllm_runner
+from retouch.models.common.lora_files import write_lora
+from retouch.models.emu3.model import DRAW
+from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.policies.autoregressive.mismatch import EngineFault, Tolerance
+from retouch.policies.engines.adapters import Adapters
+from retouch.policies.engines.client import Client
+from retouch.policies.engines.engine import Served, VllmEngine
+from retouch.policies.engines.form import PLUGIN
+from retouch.policies.engines.server import ask, keeps_to_forms
+from retouch.types import Needs, Slice
+from vllm_double import CHANGES, GENERATE, LOAD, UNLOAD, Double, always, at_first, serving
+
+GRPO = PolicyGradient(clip_low=0.2, clip_high=0.2)
+
+
+class Waiting:
+    """A clock that moves only when somebody sleeps."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.pauses = []
+        self.lock = threading.Lock()
+
+    def sleep(self, seconds):
+        with self.lock:
+            self.pauses.append(seconds)
+            self.now += seconds
+
+    def clock(self):
+        return self.now
+
+
+def tasks_for(kind):
+    return tiny_writers.tasks(pictures=kind in tiny_writers.SEES)
+
+
+@contextmanager
+def served(tmp_path, kind="qwen2.5-vl", *, decoding=None, tolerance=None, seconds=600.0, patience=60.0, ranks=None, **double):
+    """A policy with the engine, the double behind it, and the clock between its tries."""
+    writer = tiny_writers.writer(kind, train="none", stop=tiny_writing.STOPS)
+    twin = Double(
+        copy.deepcopy(writer.module),
+        image_processor=tiny_writers.image_processor(kind) if kind in tiny_writers.SEES else None,
+        image_token=writer.image_token,
+        **double,
+    )
+    tiny_writers.make_trainable(writer.module, "lora")
+    waiting = Waiting()
+    with serving(twin) as url:
+        policy = tiny_writing.policy(writer=writer, decoding=decoding, tolerance=tolerance or Tolerance())
+        adapters = Adapters(
+            weights=policy.copies.parameters,
+            save=lambda folder: write_lora(writer.module, folder, pipeline=None),
+            folder=tmp_path / "adapters",
+            name="retouch-test",
+            **(ranks or {}),
+        )
+
+        def connect():
+            return Client(url, seconds=seconds, patience=patience, sleep=waiting.sleep, clock=waiting.clock)
+
+        any_rank = {"any_rank": ranks["any_rank"]} if ranks else {}
+        policy.engine = VllmEngine(writer, connect=connect, adapters=adapters, **any_rank)
+        yield policy, twin, waiting
+
+
+def everything(trajectory):
+    return Slice(slice(0, len(trajectory)), slice(0, trajectory.mask.shape[1]))
+
+
+def off(trajectory):
+    return (trajectory.log_probs - trajectory.behaviour_log_probs)[trajectory.mask].abs().max()
+
+
+@pytest.mark.parametrize("kind", tiny_writers.KINDS)
+def test_the_server_writes_from_the_policys_distribution(tmp_path, kind):
+    with served(tmp_path, kind, decoding={"temperature": 0.8}) as (policy, twin, _):
+        assert isinstance(policy.model, Served)
+        tiny_writers.move(policy.module)
+        batch = tiny_writing.batch(tasks_for(kind), 4)
+        trajectory = policy.rollout(batch)
+        assert off(trajectory) < 1e-4
+        assert len(set(trajectory.lengths.tolist())) > 2
+        assert len({written.ids for written in trajectory.outputs}) > 8
+        evaluation = policy.evaluate(trajectory, everything(trajectory), Needs())
+        assert (evaluation.log_ratio.exp() - 1).abs().max() <= 1e-5
+        assert [asked.sampling_params.n for asked in twin.asked] == [4] * 3
+        assert policy.model.grammar.vocabularies[0][trajectory.ids[trajectory.mask]].all()
+
+
+@pytest.mark.parametrize("decoding", [{"top_k": 5}, {"top_k": 40, "top_p": 0.8, "temperature": 1.3}], ids=str)
+def test_what_top_k_and_top_p_kept_comes_with_the_ids(tmp_path, decoding):
+    with served(tmp_path, decoding=decoding, sampling_mask=True) as (policy, _, _):
+        tiny_writers.move(policy.module)
+        trajectory = policy.rollout(tiny_writing.batch(group_size=4))
+        assert off(trajectory) < 1e-4
+        kept = (trajectory.support >= 0).sum(-1)
+        assert (kept[trajectory.mask] <= decoding["top_k"]).all()
+        assert (kept[~trajectory.mask] == 0).all()
+
+
+def test_a_server_that_does_not_say_what_it_kept_is_not_believed(tmp_path):
+    with (
+        served(tmp_path, decoding={"top_k": 5}) as (policy, _, _),
+        pytest.raises(EngineFault, match="start the server with --return-sampling-mask"),
+    ):
+        policy.rollout(tiny_writing.batch())
+
+
+def test_every_update_is_loaded_before_the_next_rollout(tmp_path):
+    """Large steps: with the adapter of the step before, the numbers would be far off."""
+    with served(tmp_path, tolerance=Tolerance(limit=1e-3)) as (policy, twin, _):
+        optimizer = torch.optim.SGD(tiny_policies.trained(policy).values(), lr=2.0)
+        for step in range(3):
+            batch = tiny_writing.batch(group_size=4, step=step)
+            trajectory = policy.rollout(batch)
+            assert off(policy.rollout(batch.take(slice(4, 8)))) < 1e-4  # the next chunk of a step finds it there
+            advantages = torch.tensor([1.0, -1.0] * 6)
+            found, _ = tiny_policies.gradient(policy, GRPO, tiny_policies.minibatch(batch, trajectory, advantages))
+            for name, parameter in tiny_policies.trained(policy).items():
+                parameter.grad = found[name]
+            optimizer.step()
+            moved = policy.evaluate(trajectory, everything(trajectory), Needs()).log_ratio
+            assert moved.abs().max() > 0.05
+        assert len(twin.loaded) == len(set(twin.loaded)) == 3
+        assert twin.unloaded == twin.loaded[:-1]
+        assert list(twin.adapters) == [folder.name for folder in (tmp_path / "adapters").iterdir()] == twin.loaded[-1:]
+
+
+def test_rows_have_seeds_by_group_and_slot(tmp_path):
+    with served(tmp_path) as (policy, twin, _):
+        batch = tiny_writing.batch(group_size=6)
+        together = policy.rollout(batch)
+        for rows in (slice(0, 1), slice(4, 9), slice(17, 18)):
+            assert torch.equal(policy.rollout(batch.take(rows)).ids, together.ids[rows])
+        for other in (tiny_writing.batch(group_size=6, seed=4), tiny_writing.batch(group_size=6, step=6)):
+            assert not torch.equal(policy.rollout(other).ids, together.ids)
+        seeds = [asked.sampling_params.seed + k for asked in twin.asked[:3] for k in range(6)]
+        assert len(set(seeds)) == 18
+        assert len(twin.loaded) == 1
+
+
+def test_forbidden_tokens_are_told_to_the_server(tmp_path):
+    with served(tmp_path) as (policy, twin, _):
+        policy.rollout(tiny_writing.batch())
+        banned = (~policy.model.grammar.vocabularies[0]).nonzero()[:, 0].tolist()
+        assert twin.asked[0].sampling_params.logit_bias == dict.fromkeys(banned, -100.0)
+        how = twin.asked[0].sampling_params
+        assert (how.stop_token_ids, how.max_tokens, how.ignore_eos) == (list(policy.model.stop), 7, True)
+
+
+def test_a_grammar_that_the_server_cannot_be_told_is_refused(tmp_path):
+    with served(tmp_path) as (policy, _, _):
+        writer, engine = policy.model, policy.engine
+        plain = writer.grammar
+        writer.grammar = tiny_writing.Form(writer)
+        with pytest.raises(ValueError, match="one set of tokens"):
+            VllmEngine(writer, connect=engine._connect, adapters=engine._adapters)
+        writer.grammar.vocabularies = plain.vocabularies.expand(2, -1)
+        with pytest.raises(EngineFault, match="wrote what this writer's grammar forbids"):
+            engine(tiny_writing.batch(), writer.encode(tiny_writers.tasks()), policy.decoding)
+        plain.vocabularies = torch.arange(2000)[None] < 900
+        writer.grammar = plain
+        with pytest.raises(ValueError, match="may be told 1024"):
+            VllmEngine(writer, connect=engine._connect, adapters=engine._adapters)
+
+
+# What goes wrong
+
+
+def test_passing_faults_pass_and_nothing_of_them_stays(tmp_path, caplog):
+    with served(tmp_path) as (policy, twin, waiting), caplog.at_level(logging.WARNING, "retouch"):
+        batch = tiny_writing.batch()
+        wanted = policy.rollout(batch)
+        assert not waiting.pauses
+        for ways in (("503", "429", "503"), ("reset", "close mid-body"), ("502", "500", "500")):
+            twin.fault = at_first(*ways)
+            assert torch.equal(policy.rollout(batch).ids, wanted.ids)
+        assert len(waiting.pauses) >= 8  # a busy machine may drop a connection more
+        assert max(waiting.pauses) <= 2.0
+        twin.fault = at_first("503", "502", path=LOAD)
+        tiny_writers.move(policy.module)
+        assert off(policy.rollout(batch)) < 1e-4
+        assert any("HTTP 503: told to answer 503; trying again for 60 s" in line for line in caplog.messages)
+
+
+def test_a_server_that_says_nothing_is_away(tmp_path):
+    with (
+        served(tmp_path, seconds=0.2, patience=0.0, fault=always("hang", path=LOAD)) as (policy, _, _),
+        pytest.raises(EngineFault, match=r"within 0 s .* no answer in time"),
+    ):
+        policy.rollout(tiny_writing.batch())
+
+
+@pytest.mark.parametrize("way", ["503", "429", "reset", "close mid-body"])
+def test_patience_ends_with_a_message(tmp_path, way):
+    with served(tmp_path, patience=40.0) as (policy, twin, waiting):
+        twin.fault = always(way)
+        with pytest.raises(EngineFault, match=r"did not answer /inference/v1/generate within 40 s \(rollout.engine.patience\)"):
+            policy.rollout(tiny_writing.batch().take(slice(0, 2)))
+        assert sum(waiting.pauses) == pytest.approx(40.0)
+        assert len(waiting.pauses) < 20
+
+
+def test_a_server_that_is_not_there(tmp_path):
+    with served(tmp_path) as (policy, _, waiting):
+        pass
+    with pytest.raises(EngineFault, match=r"did not answer /v1/load_lora_adapter within 60 s.*ConnectError"):
+        policy.rollout(tiny_writing.batch())
+    assert sum(waiting.pauses) == pytest.approx(60.0)
+
+
+def test_a_server_started_anew_gets_its_adapter_again(tmp_path):
+    with served(tmp_path) as (policy, twin, _):
+        tiny_writers.move(policy.module)
+        batch = tiny_writing.batch()
+        wanted = policy.rollout(batch)
+        twin.fault = at_first("forgets its adapters")
+        again = policy.rollout(batch)
+        assert torch.equal(again.ids, wanted.ids)
+        assert off(again) < 1e-4
+        assert twin.loaded == twin.loaded[:1] * 2
+
+
+def test_an_adapter_that_cannot_be_loaded_stops_with_the_servers_words(tmp_path):
+    for double, says in (
+        ({"runtime_lora": False}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"),
+        ({"max_lora_rank": 2}, "LoRA rank 4 is greater than max_lora_rank 2"),
+        ({"key": "secret"}, "HTTP 401"),
+    ):
+        with served(tmp_path, **double) as (policy, _, _), pytest.raises(EngineFault, match=says):
+            policy.rollout(tiny_writing.batch())
+    with served(tmp_path, scale_out=False) as (policy, _, _), pytest.raises(EngineFault, match="--enable-scale-out"):
+        policy.rollout(tiny_writing.batch())
+
+
+def test_a_folder_that_the_server_does_not_see(tmp_path):
+    with served(tmp_path) as (policy, _, _):
+        policy.engine._adapters._save = lambda folder: None
+        with pytest.raises(EngineFault, match="No adapter found"):
+            policy.rollout(tiny_writing.batch())
+
+
+def test_a_key_opens(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    with served(tmp_path, key="secret") as (policy, _, _):
+        policy.rollout(tiny_writing.batch())
+
+
+@pytest.mark.parametrize("way", [way for way in CHANGES if way != "log-probabilities off"])
+def test_an_answer_that_is_wrong_somewhere_is_not_believed(tmp_path, way):
+    with served(tmp_path) as (policy, twin, waiting):
+        twin.fault = always(way)
+        with pytest.raises(EngineFault, match="cannot be believed"):
+            policy.rollout(tiny_writing.batch())
+        assert not waiting.pauses
+
+
+def test_a_server_with_room_for_less_is_not_believed(tmp_path):
+    with served(tmp_path, max_model_len=40) as (policy, _, _), pytest.raises(EngineFault, match="--max-model-len"):
+        policy.rollout(tiny_writing.batch())
+
+
+def test_another_image_processor_is_noticed(tmp_path):
+    with served(tmp_path) as (policy, twin, _):
+        twin.image_processor = Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, min_pixels=16 * 16, max_pixels=24 * 24)
+        with pytest.raises(EngineFault, match="image processor is another"):
+            policy.rollout(tiny_writing.batch())
+
+
+def test_numbers_that_are_too_far_off_stop_the_run(tmp_path):
+    with served(tmp_path) as (policy, twin, _):
+        twin.fault = always("log-probabilities off")
+        with pytest.raises(EngineFault, match=r"off from the policy's own by 0\.5 nats a token.*allows 0\.1"):
+            policy.rollout(tiny_writing.batch())
+        policy.tolerance = Tolerance(limit=0.6, cap=1.5)
+        trajectory = policy.rollout(tiny_writing.batch())
+        scale = policy.evaluate(trajectory, everything(trajectory), Needs()).scale
+        torch.testing.assert_close(scale[trajectory.mask], torch.full_like(scale[trajectory.mask], 1.5))
+    with (
+        served(tmp_path, processed=False, decoding={"temperature": 0.5}) as (policy, _, _),
+        pytest.raises(EngineFault, match="--logprobs-mode processed_logprobs"),
+    ):
+        policy.rollout(tiny_writing.batch())
+
+
+def test_ranks_fail_together(tmp_path):
+    """Two ranks in step: what one meets, both raise, at the same call."""
+    meeting, told = threading.Barrier(2), []
+
+    def any_rank(flag):
+        told.append(flag)
+        meeting.wait(timeout=30)
+        found = any(told[-2:] if len(told) % 2 == 0 else told[-3:])
+        meeting.wait(timeout=30)
+        return found
+
+    with (
+        served(tmp_path / "a", ranks={"first": True, "any_rank": any_rank}) as (first, double, _),
+        served(tmp_path / "b", ranks={"first": False, "any_rank": any_rank}) as (second, _, _),
+    ):
+        second.engine._connect = first.engine._connect
+        second.engine._adapters._folder = tmp_path / "a" / "adapters"
+        batch = tiny_writing.batch()
+        caught = [None, None]
+
+        def act(number, policy, rows):
+            try:
+                policy.rollout(batch.take(rows))
+            except EngineFault as fault:
+                caught[number] = str(fault)
+
+        def both():
+            threads = [
+                threading.Thread(target=act, args=(number, policy, rows))
+                for number, policy, rows in ((0, first, slice(0, 3)), (1, second, slice(3, 6)))
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+        first.tolerance = second.tolerance = replace(first.tolerance, any_rank=any_rank)
+        both()
+        assert caught == [None, None]
+        assert len(double.loaded) == 1
+        double.fault = at_first("aborted")
+        both()
+        assert sorted(text.split(":")[0][:24] for text in caught) == ["the vLLM server at http", "the vLLM server failed a"]
+        double.fault = always("500", path=LOAD)
+        for policy in (first, second):
+            tiny_writers.move(policy.module)
+        both()
+        assert "rank 0 could not load the adapter" in caught[1]
+        assert "did not load the adapter" in caught[0]
+
+
+# What it says of itself
+
+
+def test_what_a_server_says_of_itself(tmp_path):
+    with served(tmp_path) as (policy, twin, _), policy.engine._connect() as client:
+        found = ask(client)
+        assert (found.version, found.base.id, found.loads_adapters, found.takes_ids) == ("0.33.0", "base", True, True)
+        twin.runtime_lora = twin.scale_out = False
+        found = ask(client)
+        assert (found.loads_adapters, found.takes_ids) == (False, False)
+        assert not twin.loaded
+        twin.key = "secret"
+        with pytest.raises(EngineFault, match="HTTP 401"):
+            ask(client)
+
+
+def test_the_double_is_strict(tmp_path):
+    good = {"token_ids": [1], "sampling_params": {"max_tokens": 1, "logit_bias": {"3": -1.0}}}
+    with served(tmp_path, "qwen2.5") as (_, double, _):
+        assert double.answer("POST", GENERATE, vllm_double.json.dumps(good).encode())
+        for wrong in (
+            {**good, "prompt": "x"},
+            {**good, "token_ids": "1"},
+            {**good, "token_ids": []},
+            {**good, "sampling_params": {**good["sampling_params"], "temperature": 3}},
+            {**good, "sampling_params": {**good["sampling_params"], "top_k": 2.5}},
+            {**good, "sampling_params": {**good["sampling_params"], "allowed": [1]}},
+            {**good, "sampling_params": {**good["sampling_params"], "logit_bias": {"9999": -1.0}}},
+        ):
+            with pytest.raises(vllm_double.Refusal):
+                double.answer("POST", GENERATE, vllm_double.json.dumps(wrong).encode())
+        with pytest.raises(vllm_double.Refusal):
+            double.answer("POST", UNLOAD, b'{"lora_name": "x"}')
+
+
+# Image tokens
+
+
+@contextmanager
+def drawing(tmp_path, *, prefill=DRAW, grammar=True, **double):
+    """A policy of image tokens with the engine, and the double behind it."""
+    editor = tiny_emu3.editor(prefill=prefill, grammar=grammar)
+    twin = Double(copy.deepcopy(editor.module), **double)
+    twin.base.delete_adapter("default")
+    tiny_writers.move(editor.module)
+    height, width = editor.grid
+    longest = len(editor.words.header(height, width)) + height * (width + 1) + 3
+    with serving(twin) as url:
+        policy = tiny_writing.policy(writer=editor, decoding={"max_new_tokens": longest, "temperature": 0.7})
+        policy.engine = VllmEngine(
+            editor,
+            connect=lambda: Client(url, seconds=600.0, patience=1.0),
+            adapters=Adapters(
+                weights=policy.copies.parameters,
+                save=lambda folder: write_lora(editor.module, folder, pipeline=None),
+                folder=tmp_path / "adapters",
+                name="retouch-test",
+            ),
+        )
+        yield policy, twin
+
+
+def edits():
+    return (
+        tiny_models.task("one", "make it red", tiny_models.picture(0, 16, 24)),
+        tiny_models.task("two", "no", tiny_models.picture(1, 32, 32)),
+    )
+
+
+def test_a_server_with_the_plug_in_writes_pictures_from_the_policys_distribution(tmp_path, monkeypatch):
+    with drawing(tmp_path, processor=vllm_runner.installed(monkeypatch)) as (policy, twin):
+        assert isinstance(policy.model, Served)
+        batch = tiny_writing.batch(edits())
+        trajectory = policy.rollout(batch)
+        assert off(trajectory) < 1e-4
+        assert (trajectory.behaviour_log_probs[~trajectory.mask] == 0).all()
+        assert all(policy.model.codes_in(written.ids) is not None for written in trajectory.outputs)
+        evaluation = policy.evaluate(trajectory, everything(trajectory), Needs())
+        assert (evaluation.log_ratio.exp() - 1).abs().max() <= 1e-5
+        assert not any(asked.content_parts for asked in twin.asked)
+        assert all(asked.sampling_params.logit_bias == {} for asked in twin.asked)
+
+
+def test_a_server_without_the_plug_in_is_not_believed(tmp_path):
+    with drawing(tmp_path) as (policy, _), pytest.raises(EngineFault, match=re.escape(f"--logits-processors {PLUGIN}")):
+        policy.rollout(tiny_writing.batch(edits()))
+
+
+def test_what_the_plug_in_is_told_is_checked_by_the_server(tmp_path, monkeypatch):
+    with drawing(tmp_path, processor=vllm_runner.installed(monkeypatch)) as (policy, twin):
+        policy.engine._form = {**policy.engine._form, "begin": -1}
+        with pytest.raises(EngineFault, match=r"refuses to write: HTTP 400: extra_args\.retouch_form\.begin"):
+            policy.rollout(tiny_writing.batch(edits()))
+        with policy.engine._connect() as client:
+            assert keeps_to_forms(client)
+            twin.processor = None
+            assert not keeps_to_forms(client)
+
+
+def test_without_a_grammar_any_server_writes_image_tokens(tmp_path):
+    with drawing(tmp_path, grammar=False) as (policy, twin):
+        trajectory = policy.rollout(tiny_writing.batch(edits()))
+        assert off(trajectory) < 1e-4
+        assert all(asked.sampling_params.extra_args is None for asked in twin.asked)
+
+
+def test_nothing_is_cut_where_the_server_would_not_tell_what(tmp_path, monkeypatch):
+    with drawing(tmp_path, processor=vllm_runner.installed(monkeypatch)) as (policy, _):
+        policy.decoding = replace(policy.decoding, top_k=5)
+        with pytest.raises(ValueError, match="leave both out"):
+            policy.rollout(tiny_writing.batch(edits()))

@@ -1,0 +1,223 @@
+"""The grammar inside a vLLM server, against a double of what a model runner does with it, and against the grammar of the policy."""
+
+import ast
+import functools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import retouch
+import tiny_emu3
+import vllm_runner
+from retouch.models.common.grid_grammar import GridGrammar
+from retouch.models.emu3.tokens import Emu3Words
+from retouch.policies.engines.form import KEY, Formed, check, told
+from retouch.types import Prompts
+from vllm_runner import Request, Runner, params
+
+HEIGHT, WIDTH, SLOTS, LONGEST = 2, 3, 400, 64
+FORM = 3 + 1 + HEIGHT * (WIDTH + 1) + 3  # "2*3" and img, the rows, eof eoi eos
+
+
+@pytest.fixture
+def processor(monkeypatch):
+    return vllm_runner.installed(monkeypatch)
+
+
+@functools.cache
+def words():
+    return Emu3Words(tiny_emu3.tokenizer())
+
+
+def grammar():
+    rows = len(words().tokenizer) + 5
+    return GridGrammar(words(), height=HEIGHT, width=WIDTH, vocabulary=rows, device=torch.device("cpu"))
+
+
+def request(number, random, *, thinks):
+    """A prompt with a picture between two texts, which begins one more unless text may come first."""
+    before, after = (random.integers(0, 200, random.integers(0, 6)).tolist() for _ in range(2))
+    source = words().picture(torch.from_numpy(random.integers(0, tiny_emu3.CODES, (HEIGHT, WIDTH))))
+    prompt = [words().bos, *before, *source, *after, *([] if thinks else [words().boi])]
+    return Request(prompt, params(**{KEY: told(grammar())}, number=number))
+
+
+def sampled(processor, requests, *, seed, bias=None):
+    """The requests written by a model of random logits, and what could be drawn at each place of each."""
+    law, random = grammar(), np.random.default_rng(seed)
+    vocabulary = law.vocabularies.shape[1]
+    runner = Runner(processor, slots=SLOTS, longest=LONGEST, vocabulary=vocabulary, random=random)
+    draws = torch.Generator().manual_seed(seed)
+    waiting, allowed, done = list(requests), {id(each): [] for each in requests}, []
+
+    def logits(rows):
+        made = 4 * torch.randn(len(rows), vocabulary, generator=draws)
+        if bias is not None:
+            made[:, bias] += 12
+        return made
+
+    while waiting or runner.here:
+        while waiting and runner.free:
+            runner.add(waiting.pop())
+        chosen = runner.step(logits)
+        if not chosen:
+            continue
+        table = torch.stack([row for _, row in chosen])
+        open_to = table > -torch.inf
+        tokens = torch.multinomial(table.softmax(-1), 1, generator=draws)[:, 0].tolist()
+        for (each, _), row, token in zip(chosen, open_to, tokens, strict=True):
+            allowed[id(each)].append(row)
+            runner.write(each, token)
+            if token == words().eos or len(each.tokens) == LONGEST:
+                runner.remove(each)
+                done.append(each)
+        for each in runner.here[:]:
+            if random.random() < 0.01:  # set aside
+                runner.remove(each)
+                waiting.insert(0, each)
+    return done, allowed
+
+
+def lawful(done):
+    """For each request in turn what the policy's grammar allows at each of its places, (t, v)."""
+    law = grammar()
+    for first in range(0, len(done), 500):
+        part = done[first : first + 500]
+        ends = torch.tensor([each.prompt[-1:] for each in part])
+        prompts = Prompts(ends, ends >= 0, ends[..., None], ({},) * len(part))
+        longest = max(len(each.written) for each in part)
+        ids = torch.tensor([[*each.written, *[0] * (longest - len(each.written))] for each in part])
+        sets, forced = law.parse(prompts, ids)
+        only = torch.nn.functional.one_hot(forced.clamp(min=0), law.vocabularies.shape[1]).bool()
+        table = torch.where(forced[..., None] >= 0, only, law.vocabularies[sets])
+        yield from (row[: len(each.written)] for each, row in zip(part, table, strict=True))
+
+
+def test_ten_thousand_pictures_of_a_random_model_can_all_be_decoded(processor):
+    random = np.random.default_rng(1)
+    requests = [request(number, random, thinks=False) for number in range(10_000)]
+    done, allowed = sampled(processor, requests, seed=2)
+    assert len(done) == 10_000
+    for each in done:
+        assert len(each.written) == FORM
+        assert words().codes([words().boi, *each.written], height=HEIGHT, width=WIDTH) is not None
+    assert all(torch.equal(torch.stack(allowed[id(each)]), law) for each, law in zip(done, lawful(done), strict=True))
+    drawn = torch.tensor([words().codes(each.written, height=HEIGHT, width=WIDTH).tolist() for each in done])
+    assert len(drawn.unique()) == tiny_emu3.CODES
+
+
+def test_after_text_the_same_tokens_may_stand_as_in_the_policy(processor):
+    random = np.random.default_rng(3)
+    requests = [request(number, random, thinks=True) for number in range(1000)]
+    done, allowed = sampled(processor, requests, seed=4, bias=words().boi)
+    pictures = 0
+    for each, law in zip(done, lawful(done), strict=True):
+        assert torch.equal(torch.stack(allowed[id(each)]), law)
+        drawn = words().codes(each.written, height=HEIGHT, width=WIDTH)
+        assert (drawn is not None) == (words().img in each.written and each.written[-1] == words().eos)
+        pictures += drawn is not None
+    assert 500 < pictures < 1000
+
+
+@pytest.mark.parametrize("before", [0, 3])
+@pytest.mark.parametrize("after", [0, 4])
+def test_neither_a_pictures_place_in_the_prompt_nor_what_was_left_behind_it_begins_the_form(processor, before, after):
+    """The source picture begins and ends wherever it stands; a slot's tokens beyond the last are another request's."""
+    law = grammar()
+    runner = Runner(processor, slots=1, longest=LONGEST, vocabulary=law.vocabularies.shape[1])
+    runner.ids.gpu[:] = words().boi
+    source = words().picture(torch.zeros(HEIGHT, WIDTH, dtype=torch.long))
+    prompt = [words().bos, *[7] * before, *source, *[9] * after]
+    each = Request(prompt, params(**{KEY: told(law)}))
+    runner.add(each)
+    logits = torch.zeros(1, law.vocabularies.shape[1])
+    for token in (11, 12, words().boi):
+        ((_, row),) = runner.step(lambda rows: logits)
+        assert torch.equal(row > -torch.inf, law.vocabularies[0])
+        runner.write(each, token)
+    for wanted in law.form[law.form >= 0][:3].tolist():
+        ((_, row),) = runner.step(lambda rows: logits)
+        assert (row > -torch.inf).nonzero()[:, 0].tolist() == [wanted]
+        runner.write(each, wanted)
+
+
+def test_requests_without_a_grammar_are_left_as_they_are_also_in_a_slot_that_had_one(processor):
+    random = np.random.default_rng(5)
+    law = grammar()
+    vocabulary = law.vocabularies.shape[1]
+    runner = Runner(processor, slots=2, longest=LONGEST, vocabulary=vocabulary)
+    given = torch.randn(2, vocabulary)
+    bound = request(0, random, thinks=False)
+    runner.add(bound)
+    assert (runner.step(lambda rows: given[:1])[0][1] > -torch.inf).sum() == 1
+    runner.remove(bound)
+    for free in (Request([1, 2], params()), Request([words().boi], params(other={"begin": 1}))):
+        runner.add(free)
+    for (_, row), raw in zip(runner.step(lambda rows: given), given, strict=True):
+        assert torch.equal(row, raw)
+
+
+def test_drafted_tokens_are_refused_at_the_start(processor):
+    with pytest.raises(ValueError, match="without speculative decoding"):
+        Runner(processor, slots=1, longest=8, vocabulary=9, speculative={"method": "ngram"})
+
+
+def test_ids_beyond_the_logits_end_nobody(processor):
+    said = {**told(grammar()), "form": [10**6, -1], "drawn": [[5, 10**6]]}
+    runner = Runner(processor, slots=1, longest=8, vocabulary=9)
+    runner.add(Request([words().boi], params(**{KEY: said})))
+    ((_, row),) = runner.step(lambda rows: torch.zeros(1, 9))
+    assert (row > -torch.inf).nonzero()[:, 0].tolist() == [8]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"begin": -1},
+        {"begin": True},
+        {"begin": "7"},
+        {"form": []},
+        {"form": [1, -2]},
+        {"form": [1.5]},
+        {"text": []},
+        {"drawn": [[3, 3]]},
+        {"drawn": [[1, 2, 3]]},
+        {"drawn": 4},
+        {"more": 1},
+    ],
+    ids=str,
+)
+def test_what_is_no_grammar_is_refused_before_it_is_written_from(processor, changes):
+    said = json.loads(json.dumps(told(grammar())))
+    processor.validate_params(params(**{KEY: said}))
+    processor.validate_params(params())
+    with pytest.raises(ValueError, match=KEY):
+        processor.validate_params(params(**{KEY: {**said, **changes}}))
+    with pytest.raises(ValueError, match="give begin, form, text and drawn"):
+        check([1])
+
+
+def test_what_is_told_is_the_grammar():
+    law = grammar()
+    assert isinstance(law, Formed)
+    said = told(law)
+    assert len(said["form"]) == FORM + 1
+    assert said["drawn"] == [[int(words().visual.min()), int(words().visual.max()) + 1]]
+    text = torch.zeros(law.vocabularies.shape[1], dtype=torch.bool)
+    for first, after in said["text"]:
+        text[first:after] = True
+    assert torch.equal(text, law.vocabularies[0])
+
+
+def test_the_servers_half_needs_nothing_but_torch_and_vllm():
+    """It runs in vLLM's own environment, where little else of what this package needs is installed."""
+    root = Path(retouch.__file__).parent
+    names = set()
+    for file in ("__init__", "policies/__init__", "policies/vllm/__init__", "policies/vllm/form", "policies/vllm/plugin"):
+        for line in ast.parse((root / f"{file}.py").read_text()).body:
+            names |= {line.module} if isinstance(line, ast.ImportFrom) else set()
+            names |= {each.name for each in line.names} if isinstance(line, ast.Import) else set()
+    assert names <= {"collections.abc", "json", "typing", "torch", vllm_runner.INTERFACE, "retouch.policies.engines.form"}

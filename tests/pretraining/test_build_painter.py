@@ -1,0 +1,103 @@
+"""Building the playground's painter and its enhancer: the same bits from the same seed, in the layout that others load."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+
+from retouch.assembly.model import build_model, playground_weights
+from retouch.assembly.writer import build_writer
+from retouch.playground.world.paintings import PaintingTasks
+from retouch.pretraining import build_painter as building
+from retouch.pretraining.build_painter import build_painter, measure
+from retouch.pretraining.networks.enhancer import EnhancerTraining
+from retouch.pretraining.networks.painter import PainterTraining, described
+from retouch.recipe.policy import PlaygroundPainter
+from retouch.recipe.writer import AutoregressivePolicy, PlaygroundEnhancer
+from retouch.records.files import read_json
+from small_builds import three
+
+TINY = {
+    "painter": PainterTraining(steps=2, batch=4, warmup=1),
+    "enhancer": EnhancerTraining(steps=2, batch=4, warmup=1),
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two builds of one seed, and one of another."""
+    folder = tmp_path_factory.mktemp("built")
+    for scores in three(folder, partial(build_painter, **TINY), measured_by=building):
+        assert 0 <= scores["right words, all overall"] <= 10
+    return folder
+
+
+def test_the_same_seed_gives_the_same_bits(built: Path) -> None:
+    parts = sorted(path.relative_to(built / "one") for path in (built / "one").rglob("*.safetensors"))
+    assert len(parts) == 4
+    trained = [part for part in parts if "vae" not in part.parts]
+    for part in parts:
+        assert (built / "one" / part).read_bytes() == (built / "two" / part).read_bytes()
+    for part in trained:
+        assert (built / "one" / part).read_bytes() != (built / "other" / part).read_bytes()
+
+
+def test_nothing_that_is_written_says_where(built: Path) -> None:
+    for file in (built / "one").rglob("*.json"):
+        assert "/weights/" not in file.read_text()
+        assert str(built) not in file.read_text()
+
+
+@torch.no_grad()
+def test_diffusers_paints_the_same_picture(built: Path) -> None:
+    folder = built / "one" / "painter"
+    model = build_model(PlaygroundPainter(kind="playground-painter", path=str(folder)), device=torch.device("cpu"))
+    pipeline = QwenImagePipeline.from_pretrained(folder, local_files_only=True).to(torch.float32)
+    task = described(PaintingTasks(seed=0, count=1, complexity=[3], split="test")[0])
+    ours = model.encode([task])
+    pipeline.prompt_template_encode = model.text.template.head + "{}" + model.text.template.tail
+    pipeline.prompt_template_encode_start_idx = model.text.prefix
+    embeds, mask = pipeline.encode_prompt(task.instruction)
+    assert torch.equal(embeds, ours.tensors["embeds"])
+    assert mask is None or torch.equal(mask.bool(), ours.tensors["mask"])
+    x = model.initial_noise(ours, [torch.Generator().manual_seed(0)])
+    sigmas = model.sigmas(4, ours)
+    for k in range(4):
+        x = x + (sigmas[k + 1] - sigmas[k]) * model.velocity(model.module, x, sigmas[k][None], ours)
+    drawn = pipeline(
+        prompt_embeds=embeds,
+        prompt_embeds_mask=ours.tensors["mask"].long(),
+        height=24,
+        width=24,
+        num_inference_steps=4,
+        true_cfg_scale=1.0,
+        generator=torch.Generator().manual_seed(0),
+        output_type="latent",
+    ).images
+    torch.testing.assert_close(drawn, x, atol=1e-4, rtol=1e-4)
+
+
+def test_a_folder_without_a_painter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="playground build --painter"):
+        build_model(PlaygroundPainter(kind="playground-painter", path=str(tmp_path)), device=torch.device("cpu"))
+
+
+def test_the_shipped_weights_score_what_their_build_measured() -> None:
+    """A single thing is named rightly, and of several mostly the first: what the enhancer's recipe begins with."""
+    painter, enhancer = (read_json(playground_weights(name) / "build.json")["held_out"] for name in ("painter", "enhancer"))
+    assert painter == enhancer
+    cpu = torch.device("cpu")
+    model: Any = build_model(PlaygroundPainter(kind="playground-painter"), device=cpu)
+    policy = AutoregressivePolicy(kind="autoregressive", model=PlaygroundEnhancer(kind="playground-enhancer"))
+    writer: Any = build_writer(policy, before=None, device=cpu)
+    found = measure(model, writer)
+    assert found.keys() == painter.keys()
+    assert max(abs(found[name] - painter[name]) for name in painter) <= 0.1
+
+
+def test_what_ships_is_small() -> None:
+    files = [file for name in ("painter", "enhancer") for file in playground_weights(name).rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) <= 8_000_000

@@ -1,0 +1,88 @@
+"""Building the painter of words: the same bits from the same seed, in the layout that diffusers loads."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from retouch.assembly.model import build_model, playground_weights
+from retouch.models.flux.fill import FluxFill
+from retouch.playground.world.words import WordTasks
+from retouch.pretraining import build_words as building
+from retouch.pretraining.build_words import build_words
+from retouch.pretraining.networks.word_parts import text
+from retouch.pretraining.networks.words import WordAutoencoderTraining, WordRound, WordTraining
+from retouch.recipe.policy import PlaygroundWords
+from retouch.records.files import read_json
+from retouch.rewards.text.ocr import OcrReward
+from small_builds import three
+
+TINY = {
+    "autoencoder": WordAutoencoderTraining(steps=2, batch=2),
+    "words": WordTraining(rounds=(WordRound(steps=2, learning_rate=1e-3, slips=0.4),), batch=4, warmup=1),
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two builds of one seed, and one of another."""
+    folder = tmp_path_factory.mktemp("built")
+    for scores in three(folder, partial(build_words, **TINY), measured_by=building):
+        assert 0 <= scores["all correctness"] <= 1
+    return folder
+
+
+def test_the_same_seed_gives_the_same_bits(built: Path) -> None:
+    parts = sorted(path.relative_to(built / "one") for path in (built / "one").rglob("*.safetensors"))
+    assert {part.parts[0] for part in parts} == {"transformer", "vae", "text_encoder", "text_encoder_2"}
+    for part in parts:
+        assert (built / "one" / part).read_bytes() == (built / "two" / part).read_bytes()
+        assert (built / "one" / part).read_bytes() != (built / "other" / part).read_bytes()
+
+
+def test_what_is_written_says_how_and_not_where(built: Path) -> None:
+    told = read_json(built / "one" / "build.json")
+    assert told["command"] == "retouch playground build --words --seed 3"
+    for file in (built / "one").rglob("*.json"):
+        assert str(built) not in file.read_text()
+
+
+@torch.no_grad()
+def test_it_loads_as_any_fill_model(built: Path) -> None:
+    folder, cpu = built / "one", torch.device("cpu")
+    model: Any = build_model(PlaygroundWords(kind="playground-words", path=str(folder)), device=cpu)
+    assert isinstance(model, FluxFill)
+    task = WordTasks(seed=0, count=1, split="test")[0]
+    known = model.encode([task])
+    x = model.initial_noise(known, [torch.Generator().manual_seed(0)])
+    velocity = model.velocity(model.module, x, torch.tensor([0.9]), known)
+    assert velocity.shape == (1, 32, 32)
+    assert velocity.isfinite().all()
+    assert model.text.t5_tokenizer.tokenize(task.instruction)[3:-2] == ["▁'", *task.text]
+    assert model.decode(x, known)[0].size == (64, 32)
+
+
+def test_a_folder_without_a_painter_of_words_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="playground build --words"):
+        build_model(PlaygroundWords(kind="playground-words", path=str(tmp_path)), device=torch.device("cpu"))
+
+
+def test_the_shipped_weights_score_what_their_build_measured() -> None:
+    told = read_json(playground_weights("words") / "build.json")["held_out"]
+    model: Any = build_model(PlaygroundWords(kind="playground-words"), device=torch.device("cpu"))
+    found = building.measure(model, OcrReward(where="box", line_width=160))
+    assert found.keys() == told.keys()
+    assert max(abs(found[name] - told[name]) for name in told) <= 0.05
+    assert found["ceiling correctness"] >= 0.97
+
+
+def test_what_ships_is_small() -> None:
+    assert sum(file.stat().st_size for file in playground_weights("words").rglob("*") if file.is_file()) <= 4_000_000
+
+
+def test_every_instruction_fits() -> None:
+    encoder = text()
+    for task in WordTasks(seed=0, count=100, split="train")[:]:
+        encoder.check(task.instruction, task.id)

@@ -1,0 +1,20 @@
+"""Building the playground's base writer: the same bits from the same seed."""
+
+from functools import partial
+from pathlib import Path
+
+from retouch.pretraining import build_writer as building
+from retouch.pretraining.build_writer import build_writer
+from retouch.pretraining.networks.writer import Round, WriterTraining
+from small_builds import three
+
+ROUNDS = (Round(2, 2e-3, (1,)), Round(2, 1e-3, (1, 2), legible=1.0))
+TINY = WriterTraining(rounds=ROUNDS, batch=4, warmup=1)
+
+
+def test_the_same_seed_gives_the_same_bits(tmp_path: Path) -> None:
+    for scores in three(tmp_path, partial(build_writer, writer=TINY), measured_by=building):
+        assert len(scores) == 2 * 2 * 4
+        assert all(0 <= score <= 10 for score in scores.values())
+    one, two, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two", "other"))
+    assert one == two != other

@@ -1,0 +1,319 @@
+"""The client of reward servers: the numbers are those of the reward itself, in order, whatever happens to the servers."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from bad_server import bad_server
+from live_server import host, live, samples_of
+from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.protocols import AsyncReward
+from retouch.rewards.client import discovery
+from retouch.rewards.client.breaker import Breaker
+from retouch.rewards.client.budget import Budget
+from retouch.rewards.client.client import RemoteReward
+from retouch.rewards.client.faults import Fault, of_status
+from retouch.rewards.client.pool import Pool
+from retouch.rewards.judging import Judge
+from retouch.rewards.quota.quota import BudgetSpent
+from retouch.testing import check_reward
+from retouch.types import Sample
+from served_rewards import Digest, digest_score
+
+SUPPORT = Path(__file__).parents[3] / "tests" / "support"
+
+
+def expected(samples: list[Sample]) -> torch.Tensor:
+    return torch.tensor([digest_score(sample) for sample in samples])
+
+
+def equal(given: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(given, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def ask_until(true: Callable[[], bool], reward: RemoteReward, samples: list[Sample]) -> None:
+    """Ask for right scores until it is true; a minute of that is an error."""
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end, "it never came true"
+        equal(reward(samples)["digest"], expected(samples))
+
+
+def test_a_served_judge_gives_the_same_numbers_and_keeps_its_promises() -> None:
+    tasks = PlaygroundTasks(seed=0, count=5, complexity=[1, 2], split="train")
+    samples = [Sample(task, task.images[0] if row % 2 else task.target) for row, task in enumerate(tasks)]
+    with live("playground") as server, closing(RemoteReward([server.url], batch=2)) as reward:
+        assert isinstance(reward, AsyncReward)
+        check_reward(reward, samples)
+        assert dict(reward.columns) == dict(PlaygroundJudge.columns)
+        for name, column in PlaygroundJudge()(samples).items():
+            equal(reward(samples)[name], column)
+        judged = Judge(reward, {"overall": 1.0})([*samples, Sample(tasks[0], None)])
+        assert judged.rewards[-1] == 0  # the policy's own fault, decided by the judge
+        assert not judged.rewards.isnan().any()
+
+
+def test_one_object_serves_many_calls_from_many_threads() -> None:
+    reward_object = Digest()
+    with (
+        live(host(reward_object)) as one,
+        live(host(reward_object)) as two,
+        closing(RemoteReward([one.url, two.url], batch=4)) as reward,
+    ):
+        groups = [samples_of(10, instruction=f"call {k}") for k in range(100)]
+        with ThreadPoolExecutor(4) as threads:
+            for samples, scores in zip(groups, threads.map(reward, groups), strict=True):
+                equal(scores["digest"], expected(samples))
+        assert not any(name.startswith("faults/") for name in reward.stats())
+        reward.close()
+        equal(reward(groups[0])["digest"], expected(groups[0]))
+
+
+def test_submitting_does_not_wait() -> None:
+    go = threading.Event()
+
+    class Held(Digest):
+        def __call__(self, samples: list[Sample]) -> dict[str, torch.Tensor]:
+            assert go.wait(timeout=30)
+            return super().__call__(samples)
+
+    samples = samples_of(4)
+    with live(host(Held())) as server, closing(RemoteReward([server.url])) as reward:
+        futures = [reward.submit(samples), reward.submit(samples[::-1])]
+        assert not any(future.done() for future in futures)
+        go.set()
+        equal(futures[0].result()["digest"], expected(samples))
+        equal(futures[1].result()["digest"], expected(samples[::-1]))
+
+
+def test_no_samples_are_no_call() -> None:
+    with bad_server("none") as server, closing(RemoteReward([server.url])) as reward:
+        assert {name: column.shape for name, column in reward([]).items()} == {"digest": (0,), "odd": (0,)}
+        assert server.asked == 0
+
+
+def test_one_of_several_rewards_can_be_asked_alone() -> None:
+    with live("a=share:red", "b=share:blue") as server:
+        with closing(RemoteReward([server.url], rewards=["b"])) as reward:
+            assert list(reward.columns) == ["b/share"]
+            assert not reward(samples_of(3))["b/share"].isnan().any()
+        with pytest.raises(ValueError, match="no reward c; they have a, b"):
+            RemoteReward([server.url], rewards=["c"])
+
+
+def test_servers_that_cannot_be_used_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "_ASK_SECONDS", 30.0)  # both are heard, however busy the machine
+    with live("share:red", token="a-token-of-enough-characters") as closed, live("share:blue") as blue, live("share:red") as red:
+        with pytest.raises(ValueError, match="another token: set RETOUCH_TOKEN"):
+            RemoteReward([closed.url])
+        with pytest.raises(ValueError, match="judges by something else"):
+            RemoteReward([blue.url, red.url])
+        monkeypatch.setenv("RETOUCH_TOKEN", "a-token-of-enough-characters")
+        with closing(RemoteReward([closed.url])) as reward:
+            assert not reward(samples_of(2))["share"].isnan().any()
+    with pytest.raises(ValueError, match="no reward server answers"):
+        RemoteReward(["http://127.0.0.1:9"], wait=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"endpoints": []}, "at least one"),
+        ({"endpoints": ["127.0.0.1:80"]}, "give http://host:port"),
+        ({"endpoints": ["http://a", "http://a/"]}, "each once"),
+        ({"endpoints": ["http://a"], "batch": 0}, "batch 0"),
+        ({"endpoints": ["http://a"], "deadline": 0.0}, "deadline"),
+        ({"endpoints": ["http://a"], "retry_share": 2.0}, "retry_share"),
+        ({"endpoints": ["http://a"], "encoding": "jpeg"}, "choose auto, webp or raw"),
+        ({"endpoints": ["http://a"], "rate_file": "x"}, "samples_per_minute"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        RemoteReward(**arguments)
+
+
+def test_when_all_servers_are_gone_the_call_ends_with_nothing_as_its_time_is_over() -> None:
+    with bad_server("none") as one, bad_server("none") as two:
+        reward = RemoteReward([one.url, two.url], batch=8, deadline=1.0)
+    with closing(reward):
+        assert reward(samples_of(20))["digest"].isnan().all()
+        assert reward.stats()["faults/out_of_time"] == 3
+
+
+def test_a_server_that_comes_back_is_asked_again() -> None:
+    state = {"kind": "500"}
+    with (
+        bad_server(lambda: state["kind"]) as flaky,
+        bad_server("none") as good,
+        closing(RemoteReward([flaky.url, good.url], batch=1)) as reward,
+    ):
+        samples = samples_of(40)
+        equal(reward(samples)["digest"], expected(samples))
+        failed = flaky.asked
+        state["kind"] = "none"
+        ask_until(lambda: flaky.asked >= failed + 10, reward, samples)
+
+
+def test_a_slow_server_is_hedged() -> None:
+    state = {"kind": "none"}
+    samples = samples_of(2)
+    with (
+        bad_server(lambda: state["kind"]) as slow,
+        bad_server("none") as good,
+        closing(RemoteReward([slow.url, good.url], batch=1, concurrency=1, hedge=True, hedge_share=1.0)) as reward,
+    ):
+        ask_until(lambda: reward.stats()["calls"] >= 40, reward, samples)  # by then it is known how long a request takes
+        state["kind"] = "hang"
+        before = reward.stats()["hedges"]
+        hung = slow.asked
+        ask_until(lambda: slow.asked > hung, reward, samples)
+        assert reward.stats()["hedges"] > before
+        assert "faults/timeout" not in reward.stats()
+
+
+def test_a_rate_is_kept_and_what_comes_too_late_is_missing() -> None:
+    samples = samples_of(4)
+    with (
+        bad_server("none") as server,
+        closing(RemoteReward([server.url], batch=2, concurrency=1, samples_per_minute=2.0, deadline=60.0)) as reward,
+    ):
+        scores = reward(samples)["digest"]  # the second turn would come a minute after the first
+        equal(scores[:2], expected(samples)[:2])
+        assert scores[2:].isnan().all()
+        assert reward.stats()["faults/rate_limit"] == 1
+        assert server.asked == 1
+
+
+def test_every_attempt_is_a_call_of_the_budget_and_samples_that_it_has_no_calls_for_are_not_begun(tmp_path: Path) -> None:
+    turns = iter(["500", "none", "500"])
+    samples = samples_of(4)
+    with (
+        bad_server(lambda: next(turns, "none")) as server,
+        closing(RemoteReward([server.url], batch=2, concurrency=1, calls=5, rate_file=str(tmp_path / "quota"))) as reward,
+    ):
+        equal(reward(samples)["digest"], expected(samples))
+        assert server.asked == 4
+        with pytest.raises(BudgetSpent, match=r"5 calls .* 4 are made, 2 more are needed"):
+            reward(samples)
+        equal(reward(samples[:2])["digest"], expected(samples)[:2])
+        with pytest.raises(BudgetSpent):
+            reward.submit(samples[:1]).result()
+        assert server.asked == 5
+
+
+def test_an_attempt_too_many_for_the_budget_is_not_made() -> None:
+    with bad_server("500") as server, closing(RemoteReward([server.url], calls=2)) as reward:
+        assert reward(samples_of(1))["digest"].isnan().all()
+        assert server.asked == 2
+        assert reward.stats()["faults/budget"] == 1
+
+
+def test_a_fork_asks_over_connections_of_its_own() -> None:
+    samples = samples_of(4)
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(SUPPORT)!r})
+from live_server import samples_of
+from retouch.rewards.client.client import RemoteReward
+reward = RemoteReward([sys.argv[1]])
+samples = samples_of(4)
+first = reward(samples)["digest"].tolist()
+child = os.fork()
+if child == 0:
+    os._exit(0 if reward(samples)["digest"].tolist() == first else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert reward(samples)["digest"].tolist() == first
+print(first)
+"""
+    with bad_server("none") as server:
+        done = subprocess.run([sys.executable, "-c", code, server.url], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == str(expected(samples).tolist()), done.stderr
+
+
+# The parts
+
+
+def test_a_breaker_opens_after_failures_in_a_row_and_waits_longer_each_time() -> None:
+    breaker = Breaker(failures=3, pause=1.0, longest=3.0)
+    for now, closed in [(0.0, True), (0.1, True), (0.2, False)]:
+        breaker.failed(now, last=False)
+        assert breaker.closed is closed
+    assert not breaker.due(1.19)
+    assert breaker.due(1.2)
+    breaker.open(2.0)
+    assert not breaker.due(3.99)
+    assert breaker.due(4.0)
+    breaker.open(5.0)
+    assert breaker.due(8.0)
+    breaker.succeeded()
+    assert breaker.closed
+    breaker.failed(9.0, last=False)
+    breaker.succeeded()
+    breaker.failed(9.1, last=False)
+    breaker.failed(9.2, last=False)
+    assert breaker.closed
+
+
+def test_the_last_endpoint_stays_closed_until_another_is_back() -> None:
+    clock = [0.0]
+    pool = Pool(["http://a", "http://b", "http://c"], clock=lambda: clock[0])
+    for endpoint in pool.endpoints:
+        for _ in range(9):
+            pool.failed(endpoint, Fault("timeout"))
+    assert [each.breaker.closed for each in pool.endpoints] == [False, False, True]
+    assert pool.choose() is pool.endpoints[2]
+    clock[0] = 100.0
+    assert pool.due() == pool.endpoints[:2]
+    pool.probed(pool.endpoints[0], well=True)
+    pool.failed(pool.endpoints[2], Fault("timeout"))
+    assert [each.breaker.closed for each in pool.endpoints] == [True, False, False]
+
+
+def test_the_least_loaded_is_chosen_and_another_than_failed_before() -> None:
+    pool = Pool(["http://a", "http://b", "http://c"], clock=lambda: 0.0)
+    a, b, c = pool.endpoints
+    a.in_hand, b.in_hand, c.in_hand = 5, 2, 9
+    assert pool.choose() is b
+    assert pool.choose([b]) is a
+    assert pool.choose([a, b, c]) is b
+    pool.failed(b, of_status(429, 3.0))
+    assert b.breaker.in_a_row == 0
+    assert pool.choose() is a
+    a.in_hand = c.in_hand = 0
+    assert {pool.choose() for _ in range(50)} == {a, c}
+
+
+def test_a_pool_that_is_told_to_rest_says_so() -> None:
+    clock = [0.0]
+    pool = Pool(["http://a"], clock=lambda: clock[0])
+    pool.failed(pool.endpoints[0], of_status(429, 2.0))
+    assert pool.choose() is None
+    clock[0] = 2.0
+    assert pool.choose() is pool.endpoints[0]
+
+
+def test_a_budget_allows_a_share_and_a_floor() -> None:
+    budget = Budget(share=0.1, floor=0.0, most=3.0)
+    assert [budget.take(0.0) for _ in range(4)] == [True, True, True, False]
+    for _ in range(100):
+        budget.first()
+    assert [budget.take(0.0) for _ in range(4)] == [True, True, True, False]
+    slow = Budget(share=0.0, floor=2.0, most=1.0)
+    assert [slow.take(now) for now in (0.0, 0.1, 0.5, 0.7, 1.1)] == [True, False, True, False, True]
+
+
+def test_what_a_status_means() -> None:
+    assert [of_status(status, 0.0).final for status in (400, 401, 404, 413, 422)] == [True] * 5
+    assert [of_status(status, 0.0).final for status in (408, 429, 500, 502, 503, 504)] == [False] * 6
+    assert not of_status(429, 1.0).blame
+    assert not of_status(503, 1.0).tried

@@ -1,0 +1,175 @@
+"""GenEval's rules on boxes that are given, and the whole reward on a detector and a CLIP of random weights."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+import tiny_detectors
+import tiny_towers
+from retouch.rewards.scorers.detectors import Found
+from retouch.rewards.scorers.geneval import COLOURS, DIRECTIONS, ClipColours, GenEvalReward, directions, met, requirements
+from retouch.testing import check_reward
+from retouch.types import Sample, Task
+
+WHITE = Image.new("RGB", (100, 100), "white")
+LEFT, RIGHT, UP, DOWN = (0.0, 40.0, 20.0, 60.0), (80.0, 40.0, 100.0, 60.0), (40.0, 0.0, 60.0, 20.0), (40.0, 80.0, 60.0, 100.0)
+
+
+class Told:
+    """Names the colours that it was told, by box."""
+
+    def __init__(self, colours):
+        self.colours = colours
+
+    def __call__(self, image, boxes, name):
+        return [self.colours[box] for box in boxes]
+
+
+def holds(meta, *found, colours=None):
+    wanted = requirements(Task("t", "", meta=meta))
+    surest_first = sorted((Found(*one) for one in found), key=lambda one: -one.confidence)
+    return met(wanted, surest_first, WHITE, None if colours is None else Told(colours))
+
+
+def include(*wanted, **more):
+    return {"include": list(wanted), **more}
+
+
+def test_one_object_and_two():
+    dog = {"class": "dog", "count": 1}
+    assert holds(include(dog), ("dog", 0.9, LEFT)) == [True]
+    assert holds(include(dog), ("cat", 0.9, LEFT)) == [False]
+    assert holds(include(dog, {"class": "cat", "count": 1}), ("dog", 0.9, LEFT)) == [True, False]
+    assert holds(include(dog)) == [False]
+
+
+def test_counts_are_met_from_below_by_include_and_from_above_by_exclude():
+    three = {"include": [{"class": "dog", "count": 3}], "exclude": [{"class": "dog", "count": 4}], "tag": "counting"}
+    dogs = [("dog", 0.9, LEFT), ("dog", 0.8, RIGHT), ("dog", 0.7, UP), ("dog", 0.6, DOWN)]
+    assert holds(three, *dogs[:2]) == [False, True]
+    assert holds(three, *dogs[:3]) == [True, True]
+    assert holds(three, *dogs) == [True, False]
+
+
+def test_colours_are_asked_of_the_surest_objects_alone():
+    red = include({"class": "car", "count": 1, "color": "red"})
+    colours = {LEFT: "red", RIGHT: "blue"}
+    assert holds(red, ("car", 0.9, LEFT), ("car", 0.5, RIGHT), colours=colours) == [True]
+    assert holds(red, ("car", 0.5, LEFT), ("car", 0.9, RIGHT), colours=colours) == [False]
+    two = include({"class": "car", "count": 2, "color": "red"})
+    assert holds(two, ("car", 0.9, LEFT), ("car", 0.5, RIGHT), colours=colours) == [False]
+    assert holds(two, ("car", 0.9, LEFT), ("car", 0.5, RIGHT), colours={LEFT: "red", RIGHT: "red"}) == [True]
+
+
+def test_a_position_is_that_of_every_pair_and_needs_its_target():
+    meta = include({"class": "dog", "count": 1}, {"class": "tie", "count": 1, "position": ["right of", 0]})
+    assert holds(meta, ("dog", 0.9, LEFT), ("tie", 0.9, RIGHT)) == [True, True]
+    assert holds(meta, ("dog", 0.9, RIGHT), ("tie", 0.9, LEFT)) == [True, False]
+    assert holds(meta, ("tie", 0.9, RIGHT)) == [False, False]
+    two = include({"class": "dog", "count": 2}, {"class": "tie", "count": 1, "position": ["right of", 0]})
+    assert holds(two, ("dog", 0.9, LEFT), ("dog", 0.8, UP), ("tie", 0.9, RIGHT)) == [True, True]
+    assert holds(two, ("dog", 0.9, LEFT), ("dog", 0.8, RIGHT), ("tie", 0.9, UP)) == [True, False]
+
+
+def test_directions_on_the_picture():
+    assert directions(LEFT, RIGHT) == {"left of"}
+    assert directions(UP, DOWN) == {"above"}
+    assert directions((0, 0, 10, 10), (60, 60, 70, 70)) == {"left of", "above"}
+    assert directions(LEFT, LEFT) == set()
+    # Offset 4 of sizes 20 + 20: a tenth of them is as much, so it is no direction.
+    assert directions((0, 0, 20, 20), (4, 0, 24, 20)) == set()
+    # Offset 7: less 4 leaves 3 of 7, under a half; at 9 it is 5 of 9.
+    assert directions((0, 0, 20, 20), (7, 0, 27, 20)) == set()
+    assert directions((0, 0, 20, 20), (9, 0, 29, 20)) == {"left of"}
+
+
+corners = st.tuples(*[st.floats(0, 100)] * 2, *[st.floats(1, 60)] * 2)
+boxes = corners.map(lambda box: (box[0], box[1], box[0] + box[2], box[1] + box[3]))
+
+
+@given(boxes, boxes)
+def test_directions_mirror_each_other(a, b):
+    opposite = dict(zip(DIRECTIONS, ("right of", "left of", "below", "above"), strict=True))
+    seen = directions(a, b)
+    assert {opposite[direction] for direction in directions(b, a)} == seen
+    turned = {"left of": "above", "above": "left of", "right of": "below", "below": "right of"}
+    swap = [(box[1], box[0], box[3], box[2]) for box in (a, b)]
+    assert {turned[direction] for direction in directions(*swap)} == seen
+    assert not {"left of", "right of"} <= seen
+    assert not {"above", "below"} <= seen
+
+
+@pytest.mark.parametrize(
+    ("meta", "told"),
+    [
+        ({}, "no requirements"),
+        ({"include": []}, "no requirements"),
+        ({"include": [{"count": 1}]}, "include.0.class"),
+        ({"include": [{"class": "dog", "count": 0}]}, "include.0.count"),
+        ({"include": [{"class": "dog", "colour": "red"}]}, "include.0.colour"),
+        ({"include": [{"class": "dog", "color": "reddish"}]}, "GenEval's are red"),
+        ({"include": [{"class": "dog", "position": ["left of", 0]}]}, "earlier requirement"),
+        ({"include": [{"class": "dog"}, {"class": "cat", "position": ["beside", 0]}]}, "left of, right of"),
+        ({"exclude": [{"class": "dog"}]}, "exclude.0.count"),
+    ],
+)
+def test_requirements_that_are_none_are_named(meta, told):
+    with pytest.raises(ValueError, match=told):
+        requirements(Task("t", "", meta=meta))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("geneval")
+    tiny_detectors.owl(root / "owl", kind="owlv2")
+    tiny_towers.clip(root / "clip", longest=48)
+    return root
+
+
+def task(number, **meta):
+    return Task(f"t{number}", "a dog", meta=meta)
+
+
+def samples():
+    meta = [
+        include({"class": "dog", "count": 1}),
+        include({"class": "dog", "count": 2, "color": "red"}, {"class": "cup", "position": ["left of", 0]}),
+        {"include": [{"class": "cup", "count": 3}], "exclude": [{"class": "cup", "count": 4}], "tag": "counting"},
+    ]
+    return [Sample(task(k, **given), Image.effect_noise((40 + k, 30), 90 + k).convert("RGB")) for k, given in enumerate(meta)]
+
+
+def test_the_whole_reward_keeps_the_contract(folder):
+    reward = GenEvalReward(folder / "owl", clip=folder / "clip", threshold=0.2, counting_threshold=0.2)
+    check_reward(reward, samples())
+    scores = reward([*samples(), Sample(samples()[0].task, None)])
+    assert scores["correct"][-1] == scores["met"][-1] == 0
+    assert (scores["met"] >= scores["correct"]).all()
+
+
+def test_a_colour_needs_a_clip(folder):
+    with pytest.raises(ValueError, match="give `clip`"):
+        GenEvalReward(folder / "owl")(samples())
+    with pytest.raises(ValueError, match="thresholds"):
+        GenEvalReward(folder / "owl", threshold=1.5)
+
+
+def test_colours_are_those_of_the_mean_prompt(folder):
+    """The nearest of the colours' vectors, each the mean of three prompts', as zero-shot classifiers are built."""
+    namer = ClipColours(folder / "clip")
+    image = Image.effect_noise((60, 40), 100).convert("RGB")
+    boxes = [(0.0, 0.0, 30.0, 40.0), (20.0, 5.0, 60.0, 35.0), (-5.0, 38.0, 3.0, 90.0)]
+    towers = namer._towers
+    best = []
+    for left, top, right, bottom in [(0, 0, 30, 40), (20, 5, 60, 35), (0, 38, 3, 40)]:
+        (seen,) = towers.images([image.crop((left, top, right, bottom))])
+        similarity = {}
+        for colour in COLOURS:
+            texts = [f"a photo of a {colour} cup", f"a photo of a {colour}-colored cup", f"a photo of a {colour} object"]
+            mean = towers.texts(texts).vectors.mean(dim=0)
+            similarity[colour] = float(mean @ seen) / math.sqrt(float(mean @ mean))
+        best.append(max(similarity, key=similarity.get))
+    assert namer(image, boxes, "cup") == best

@@ -1,0 +1,99 @@
+"""ImageReward through its published package, of which a strict double stands here, and HPS through transformers."""
+
+import sys
+import types
+
+import pytest
+import torch
+from PIL import Image
+
+import tiny_towers
+from retouch.rewards.scorers.hps import HpsReward
+from retouch.rewards.scorers.image_reward import ImageRewardScore
+from retouch.rewards.scorers.two_towers import TwoTowers
+from retouch.testing import check_reward
+from retouch.types import Sample, Task
+
+
+class Model:
+    """Opens one picture as the package does, and scores it by its text and mean."""
+
+    def __init__(self, device):
+        self.device = device
+        self.asked = []
+        self.answer = None
+
+    def score(self, prompt, image_path):
+        assert isinstance(prompt, str)
+        assert type(image_path).__name__ != "list"
+        assert not torch.is_grad_enabled()
+        pixels = Image.open(image_path).convert("RGB")
+        self.asked.append((prompt, pixels.tobytes()))
+        return len(prompt) / 10 - sum(pixels.resize((1, 1)).getpixel((0, 0))) / 300 if self.answer is None else self.answer
+
+
+@pytest.fixture
+def package(monkeypatch):
+    """The package's one function, with its arguments' names and order."""
+    made = types.ModuleType("ImageReward")
+    made.loaded = []
+
+    def load(name="ImageReward-v1.0", device="cpu", download_root=None):
+        assert isinstance(name, str)
+        assert isinstance(device, str)
+        sys.stdout.write(f"load checkpoint from {name}\n")
+        made.loaded.append((name, device, download_root, Model(device)))
+        return made.loaded[-1][-1]
+
+    made.load = load
+    monkeypatch.setitem(sys.modules, "ImageReward", made)
+    return made
+
+
+def samples():
+    return [Sample(Task(str(k), "a red barn " * k), Image.new("RGB", (9, 7), (60 * k, 30, 200 - 50 * k))) for k in (1, 2, 3)]
+
+
+def test_pictures_reach_the_package_to_the_pixel(package, capsys):
+    reward = ImageRewardScore()
+    check_reward(reward, samples())
+    (name, device, cache, model) = package.loaded[0]
+    assert (name, device, cache) == ("ImageReward-v1.0", "cpu", None)
+    assert model.asked[:3] == [(sample.task.instruction, sample.image.tobytes()) for sample in samples()]
+    assert capsys.readouterr().out == ""
+
+
+def test_its_own_weights_and_cache(package, tmp_path):
+    weights = tmp_path / "ImageReward.pt"
+    weights.touch()
+    ImageRewardScore(weights, cache=tmp_path, device="cpu")
+    assert package.loaded[0][:3] == (str(weights), "cpu", str(tmp_path))
+    with pytest.raises(ValueError, match="is no file"):
+        ImageRewardScore(tmp_path / "nowhere.pt")
+
+
+def test_what_is_no_number_is_missing_and_no_picture_is_the_minimum(package):
+    reward = ImageRewardScore()
+    model = package.loaded[0][-1]
+    assert reward([Sample(Task("t", ""), None)])["image_reward"].tolist() == [-10]
+    assert model.asked == []
+    model.answer = float("nan")
+    assert reward(samples()[:1])["image_reward"].isnan().all()
+    model.answer = 99.0
+    assert reward(samples()[:1])["image_reward"].tolist() == [10]
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ImageReward", None)
+    with pytest.raises(ValueError, match="pip install image-reward"):
+        ImageRewardScore()
+
+
+def test_hps_is_the_cosine(tmp_path):
+    folder = tiny_towers.clip(tmp_path / "clip")
+    given = [Sample(Task(str(k), "a barn " * k), sample.image) for k, sample in enumerate(samples(), start=1)]
+    check_reward(HpsReward(folder), given)
+    cosines, _ = TwoTowers(folder).cosines([sample.task.instruction for sample in given], [sample.image for sample in given])
+    scores = HpsReward(folder)([*given, Sample(given[0].task, None)])["hps"]
+    torch.testing.assert_close(scores[:3], cosines.clamp(min=0))
+    assert scores[3] == 0

@@ -1,0 +1,64 @@
+"""The share of a colour, against the few lines of the example in one file."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from retouch.protocols import Reward
+from retouch.rewards.scorers.share import ShareReward
+from retouch.testing import check_reward
+from retouch.types import Sample, Task
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "one_file_flow_grpo.py"
+
+
+def samples(pictures):
+    return [Sample(Task(str(k), ""), Image.fromarray(picture)) for k, picture in enumerate(pictures)]
+
+
+def pictures(seed, count=5):
+    drawn = np.random.default_rng(seed).integers(0, 256, (count, 6, 9, 3), dtype=np.uint8)
+    drawn[:, 0, 0] = 0
+    return drawn
+
+
+@pytest.fixture(scope="module")
+def example():
+    spec = importlib.util.spec_from_file_location("one_file_flow_grpo", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_keeps_the_contract():
+    assert isinstance(ShareReward(), Reward)
+    check_reward(ShareReward("blue"), samples(pictures(0)))
+
+
+def test_is_the_reward_of_the_one_file_example(example):
+    given = pictures(1)
+    theirs = example.share_of_red(torch.from_numpy(given).permute(0, 3, 1, 2))
+    torch.testing.assert_close(ShareReward("red")(samples(given))["share"], theirs, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("colour", "red", "blue"), [((255, 0, 0), 1, 0), ((9, 9, 9), 1 / 3, 1 / 3), ((0, 0, 0), 1 / 3, 1 / 3), ((0, 1, 3), 0, 0.75)]
+)
+def test_of_one_colour(colour, red, blue):
+    plain = [Sample(Task("t", ""), Image.new("RGB", (3, 2), colour))]
+    assert ShareReward("red")(plain)["share"].item() == pytest.approx(red)
+    assert ShareReward("blue")(plain)["share"].item() == pytest.approx(blue)
+
+
+def test_pixels_count_the_same_however_bright():
+    picture = np.array([[[250, 0, 0], [0, 1, 0]]], dtype=np.uint8)
+    assert ShareReward("red")(samples([picture]))["share"].item() == 0.5
+
+
+def test_refuses_an_unknown_channel():
+    with pytest.raises(ValueError, match="red, green or blue"):
+        ShareReward("yellow")

@@ -1,0 +1,106 @@
+"""`retouch score`, and one call on one picture."""
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from judge_double import KEY, Double, clean
+from retouch import cli
+from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.rewards.scorers.compressibility import CompressibilityReward
+from retouch.rewards.scoring import score
+from retouch.types import Sample
+
+RED = Image.new("RGB", (8, 8), (200, 50, 0))
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.chdir(tmp_path)
+    RED.save("out.png")
+    Image.new("RGB", (8, 8), (0, 50, 200)).save("in.png")
+    return tmp_path
+
+
+def judge(url: str, combine: object = "sqrt(alignment * quality)") -> str:
+    section = {"kind": "aspects", "n_evals": 1, "judge": {"kind": "endpoint", "model": "m", "base_url": url, "attempts": 1}}
+    return json.dumps(section | ({} if combine is None else {"combine": combine}))
+
+
+def test_a_column_and_its_range(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["score", "share:red", "--image", "out.png"]) == 0
+    assert capsys.readouterr().out == "share    0.8000  (0 to 1)\n"
+    assert cli.main(["score", "share:red", "--image", "out.png", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"scores": {"share": pytest.approx(0.8)}, "missing": []}
+
+
+def test_a_judge_is_asked_about_the_files_and_its_columns_combined(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Double() as double:
+        words = ["score", judge(double.url), "--image", "out.png", "--source", "in.png", "--instruction", "make it red", "--json"]
+        assert cli.main(words) == 0
+        # Of the aspects, which are asked at once, quality is judged without the instruction.
+        told = ["make it red" in json.dumps(request["messages"]) for request in double.requests]
+    assert sorted(told) == [False, True, True]
+    said = json.loads(capsys.readouterr().out)
+    expected = {name: clean(RED, name, 0, low=0, high=1) for name in ("alignment", "quality", "identity")}
+    assert said["scores"] == pytest.approx(expected, abs=1e-6)
+    assert said["reward"] == pytest.approx((expected["alignment"] * expected["quality"]) ** 0.5, abs=1e-6)
+
+
+def test_what_could_not_be_judged_is_missing_and_the_exit_code_says_so(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Double(lambda digest, times: "500") as double:
+        words = ["score", judge(double.url), "--image", "out.png", "--source", "in.png", "--instruction", "make it red"]
+        assert cli.main([*words, "--json"]) == 1
+        said = json.loads(capsys.readouterr().out)
+        assert said["scores"] == {"alignment": None, "quality": None, "identity": None}
+        assert said["reward"] is None
+        assert said["missing"] == ["alignment", "quality", "identity"]
+        assert cli.main(words) == 1
+        out = capsys.readouterr().out.splitlines()
+    assert out[0].split()[:2] == ["alignment", "missing"]
+    assert out[-1].endswith("(0 to 1) = sqrt(alignment * quality)")
+
+
+def test_a_file_or_a_recipe_names_its_reward(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (files / "reward.json").write_text('{"kind": "compressibility", "combine": {"compressibility": 2}}')
+    assert cli.main(["score", "reward.json", "--image", "out.png", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["scores"]["compressibility"] == pytest.approx(score(CompressibilityReward(), RED)["compressibility"])
+    assert said["reward"] == pytest.approx(2 * said["scores"]["compressibility"])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["lpips", "--image", "out.png"], "reward.weights: missing"),
+        (["photos:red", "--image", "out.png"], "has no source picture"),
+        (["shar", "--image", "out.png"], "did you mean 'share'"),
+        (["share:red", "--image", "nowhere.png"], "nowhere.png"),
+        (["clip:nowhere", "--image", "out.png"], "nowhere are not on this machine"),
+        (["thinking", "--image", "out.png"], "has nothing written"),
+        (["playground", "--image", "out.png"], "has no scene"),
+        (["share:red", "--image", "out.png", "--meta", "{"], "--meta is not JSON"),
+        (["share:red", "--image", "out.png", "--meta", "[]"], "--meta is an object"),
+    ],
+)
+def test_what_cannot_be_judged_is_said(files: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str) -> None:
+    assert cli.main(["score", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_reward_of_text_is_given_the_text(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["score", "thinking", "--image", "out.png", "--written", "<think>hm</think>so", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["scores"] == {"think_format": 1.0}
+
+
+def test_one_pair_scores_as_it_does_among_many() -> None:
+    reward = PlaygroundJudge()
+    tasks = [PlaygroundTasks(seed=1, count=3, complexity=[1], split="train")[k] for k in range(3)]
+    many = reward([Sample(task, task.images[0]) for task in tasks])
+    for row, task in enumerate(tasks):
+        alone = score(reward, task.images[0], instruction=task.instruction, source=task.images, meta=task.meta)
+        assert {name: alone[name] for name in ("IF", "IP", "PQ")} == {name: many[name][row].item() for name in ("IF", "IP", "PQ")}

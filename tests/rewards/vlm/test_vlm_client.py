@@ -1,0 +1,339 @@
+"""The client of judges against a strict double of their server: faults, deadlines, loops and keys."""
+
+import hashlib
+import logging
+import threading
+import time
+from contextlib import closing
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from judge_double import FAULTS, KEY, Double, clean
+from retouch.protocols import AsyncReward, Reward
+from retouch.rewards.judges import Asker, AspectsReward, Backoff, ChatClient, Panel, Patience, Question
+from retouch.rewards.judges.answers.forms import ScoresForm
+from retouch.rewards.judges.answers.scales import Scale
+from retouch.rewards.quota.quota import BudgetSpent, Quota
+from retouch.rewards.vlm import credentials
+from retouch.rewards.vlm.backoff import retry_after
+from retouch.rewards.vlm.prices import Prices
+from retouch.testing import check_reward
+from retouch.types import Sample, Task
+
+QUICK = Patience(timeout=30.0, deadline=120.0, attempts=6, backoff=Backoff(base=0.002, cap=0.01))
+ASPECTS = ("alignment", "quality", "identity")
+
+
+def picture(seed: int, size: int = 8) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8))
+
+
+def samples(count: int) -> list[Sample]:
+    return [Sample(Task(f"t{k}", f"make it {k}", images=(picture(1000 + k),)), picture(k)) for k in range(count)]
+
+
+def mean(sample: Sample, name: str, repeats: int) -> float:
+    return float(np.mean([clean(sample.image, name, seed, low=0, high=1) for seed in range(repeats)]))
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+
+
+@pytest.fixture
+def open_client():
+    """Clients, closed at the end."""
+    made = []
+
+    def make(double, patience=QUICK, **more):
+        made.append(ChatClient(model="judge", base_url=double.url, patience=patience, **more))
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.close()
+
+
+def question(seed: int = 0) -> Question:
+    form = ScoresForm({"score": Scale(0, 10)})
+    return Question("Judge.", ("Picture:", picture(seed)), form, seed=0, temperature=0.3)
+
+
+COUNTED = set(FAULTS[FAULTS.index("refusal") :]) - {"no message"}
+
+
+def always(kind):
+    return lambda digest, times: kind
+
+
+def once(kind):
+    return lambda digest, times: kind if times == 0 else None
+
+
+def test_a_clean_server_gives_clean_values_and_the_contract_holds(open_client):
+    with Double() as double:
+        client = open_client(double)
+        assert isinstance(client, Asker)
+        reward = AspectsReward(Panel(client, repeats=3, temperature=0.7))
+        assert isinstance(reward, Reward)
+        given = samples(4)
+        scores = reward(given)
+        for name in ASPECTS:
+            expected = torch.tensor([mean(sample, name, 3) for sample in given])
+            torch.testing.assert_close(scores[name], expected, atol=1e-6, rtol=0)
+        assert double.refused == []
+        assert {body["seed"] for body in double.requests} == {0, 1, 2}
+        assert {body["temperature"] for body in double.requests} == {0.7}
+        assert len(double.requests) == 4 * 3 * 3
+        check_reward(reward, given)
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_every_fault_that_passes_leaves_the_clean_value(open_client, kind):
+    patience = replace(QUICK, timeout=0.5, attempts=30) if kind == "time-out" else QUICK
+    with Double(once(kind)) as double:
+        (answer,) = open_client(double, patience).ask([question()])
+        assert answer.fault == ""
+        assert answer.scores == {"score": clean(picture(0), "score", 0, low=0, high=10)}
+        assert answer.attempts == 2 or kind == "time-out"  # a busy machine may be too slow twice
+        assert answer.seed == 1_000_003 * (answer.attempts - 1)
+        assert answer.temperature == 0.3
+        assert len(answer.faults) == answer.attempts - 1
+        paid = answer.attempts if kind in COUNTED else 1  # a reply that could be read was paid for, whatever it said
+        assert (answer.input_tokens, answer.output_tokens) == (100 * paid, 10 * paid)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FAULTS if kind != "time-out"])
+def test_every_fault_that_stays_is_missing(open_client, kind):
+    patience = replace(QUICK, attempts=3, deadline=0.5 if kind == "429" else 120.0)
+    with Double(always(kind)) as double:
+        (answer,) = open_client(double, patience).ask([question()])
+        assert answer.scores == {}
+        assert answer.fault
+        assert len(double.requests) == 3 or kind == "429"  # which is put off until the deadline
+
+
+@pytest.mark.parametrize("status", ["400", "401", "403", "404", "422"])
+def test_what_is_refused_for_good_is_asked_once(open_client, status):
+    with Double(always(status)) as double:
+        (answer,) = open_client(double).ask([question()])
+        assert answer.scores == {}
+        assert answer.fault.startswith(f"HTTP {status}: ")
+        assert KEY not in answer.fault
+        assert len(double.requests) == 1
+
+
+def test_ten_in_a_hundred_faults_end_with_the_clean_values(open_client):
+    kinds = [kind for kind in FAULTS if kind != "time-out"]
+
+    def fault(digest, times):
+        draw = int(hashlib.sha256(f"{digest}{times}".encode()).hexdigest()[:8], 16)
+        return kinds[draw // 10 % len(kinds)] if draw % 10 == 0 else None
+
+    given = samples(24)
+    with Double(fault) as double, Double() as healthy:
+        faulty = AspectsReward(Panel(open_client(double), repeats=3))(given)
+        whole = AspectsReward(Panel(open_client(healthy), repeats=3))(given)
+        asked = len(double.requests)
+    assert asked > 24 * 3 * 3 * 1.05
+    for name in ASPECTS:
+        assert torch.equal(faulty[name], whole[name])
+        assert not whole[name].isnan().any()
+
+
+def test_one_lost_repeat_of_one_aspect_misses_that_sample_alone(open_client):
+    given = samples(3)
+    lost = clean(given[1].image, "quality", 2, low=0, high=1)
+
+    class Picky(Double):
+        def respond(self, handler, body, fault):
+            content, _ = self.content(body)
+            super().respond(handler, body, "prose" if f'"quality": {lost}' in content else None)
+
+    with Picky() as double:
+        scores = AspectsReward(Panel(open_client(double), repeats=3))(given)
+    assert scores["quality"].isnan().tolist() == [False, True, False]
+    assert not scores["alignment"].isnan().any()
+
+
+def test_a_dead_judge_is_missing_everywhere_within_the_deadline(open_client):
+    with Double() as double:
+        pass  # nobody listens there any more
+    patience = Patience(timeout=0.5, deadline=1.0, attempts=10_000, backoff=Backoff(base=0.05, cap=0.2))
+    client = open_client(double, patience)
+    answers = client.ask([question(k) for k in range(6)])
+    assert all(answer.scores == {} and answer.attempts < 1000 for answer in answers)  # the deadline ended them, not the attempts
+    scores = AspectsReward(Panel(client, repeats=2))(samples(5))
+    assert all(column.isnan().all() for column in scores.values())
+
+
+def test_a_judge_that_hangs_is_missing_everywhere_within_the_deadline(open_client):
+    patience = Patience(timeout=60, deadline=0.5, attempts=3)
+    with Double(always("time-out"), hang=1.5) as double:
+        answers = open_client(double, patience, concurrency=2).ask([question(k) for k in range(6)])
+    assert [answer.fault for answer in answers] == ["deadline"] * 6
+
+
+def test_a_server_that_says_when_is_asked_then_and_not_counted(open_client):
+    patience = replace(QUICK, attempts=1)
+    with Double(lambda digest, times: "429" if times < 4 else None) as double:
+        (answer,) = open_client(double, patience).ask([question()])
+    assert answer.attempts == 5
+    assert answer.scores
+
+
+def test_no_more_in_flight_than_allowed(open_client):
+    with Double() as double:
+        answers = open_client(double, concurrency=3).ask([question(k) for k in range(20)])
+        assert all(answer.scores for answer in answers)
+        assert double.most <= 3
+
+
+def test_a_client_is_used_again_and_again_from_four_threads(open_client):
+    """A loop a call would fail, or silently score nothing, from the second call on."""
+    with Double() as double:
+        client = open_client(double, concurrency=2)
+        expected = {k: {"score": clean(picture(k), "score", 0, low=0, high=10)} for k in range(4)}
+        found = []
+
+        def work(k):
+            found.extend(client.ask([question(k)] * 3)[2].scores == expected[k] for _ in range(10))
+
+        threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == [True] * 40
+
+
+def test_every_attempt_is_a_call_of_the_budget_and_questions_that_it_has_no_calls_for_are_not_asked(open_client):
+    quota = Quota(calls=5)
+    with Double(once("500")) as double:
+        client = open_client(double, quota=quota)
+        assert all(answer.attempts == 2 for answer in client.ask([question(k) for k in range(2)]))
+        assert quota.spent() == (4, 0.0)
+        with pytest.raises(BudgetSpent, match="4 are made, 2 more are needed"):
+            client.ask([question(2), question(3)])
+        (answer,) = client.ask([question(2)])  # which fails once, and there is no call left to ask again
+        assert (answer.scores, answer.fault, answer.attempts) == ({}, "budget", 1)
+        assert len(double.requests) == 5
+
+
+def test_a_budget_of_money_counts_what_every_reply_cost(open_client):
+    """A reply of the double reads 100 tokens and writes 10; unusable ones cost as much."""
+    quota = Quota(cost=0.001)
+    with Double(once("prose")) as double:
+        client = open_client(double, quota=quota, prices=Prices(2.0, 20.0))
+        client.ask([question(k) for k in range(2)])
+        assert quota.spent() == (4, pytest.approx(4 * 400e-6))
+        with pytest.raises(BudgetSpent, match="raise its `cost`"):
+            client.ask([question(2)])
+        with pytest.raises(ValueError, match="needs prices"):
+            open_client(double, quota=quota)
+
+
+def test_a_rate_of_tokens_gives_back_what_was_not_taken(open_client):
+    """A question may take more than half of a minute's tokens, so two have room only if the first one's are given back."""
+    quota = Quota(units_per_minute=1e6, largest=6e5)
+    with Double() as double:
+        answers = open_client(double, replace(QUICK, deadline=30.0), quota=quota, concurrency=1).ask(
+            [question(k) for k in range(3)]
+        )
+        assert all(answer.scores for answer in answers)
+
+
+def test_what_an_attempt_without_a_reply_took_is_not_known_and_so_not_given_back(open_client):
+    quota = Quota(units_per_minute=1e6, largest=6e5)
+    with Double(always("500")) as double:
+        (answer,) = open_client(double, replace(QUICK, deadline=30.0), quota=quota).ask([question()])
+        assert (answer.fault, answer.attempts) == ("rate limit", 1)
+        assert len(double.requests) == 1
+
+
+def test_calls_are_under_way_together_and_a_reward_judges_while_its_caller_goes_on(open_client):
+    """No question is answered before every chunk's first one has come."""
+    chunks = [samples(3)[k : k + 1] for k in range(3)]
+    together = threading.Barrier(len(chunks))
+
+    class Patient(Double):
+        def respond(self, handler, body, fault):
+            together.wait(timeout=120)
+            super().respond(handler, body, fault)
+
+    with Patient() as double, closing(AspectsReward(Panel(open_client(double)), aspects=["quality"])) as reward:
+        assert isinstance(reward, AsyncReward)
+        given = [future.result() for future in [reward.submit(chunk) for chunk in chunks]]
+        for chunk, scores in zip(chunks, given, strict=True):
+            assert scores["quality"].item() == pytest.approx(mean(chunk[0], "quality", 1), abs=1e-6)
+
+
+def test_the_key_is_in_no_log_error_or_answer(open_client, caplog):
+    with caplog.at_level(logging.DEBUG), Double(lambda digest, times: "401" if times else "500") as double:
+        client = open_client(double)
+        answers = client.ask([question(k) for k in range(3)])
+        assert all(answer.fault.startswith("HTTP 401") for answer in answers)
+        said = caplog.text + repr(answers) + repr(client.patience)
+        assert KEY not in said
+        assert KEY not in repr(client)
+        assert KEY not in client.identity
+        assert "3 of 3 answers are missing" in caplog.text
+        with pytest.raises(ValueError, match="concurrency") as raised:
+            open_client(double, concurrency=0)
+        assert KEY not in str(raised.value)
+
+
+def test_a_judge_that_repeats_the_key_is_not_quoted(open_client):
+    class Leaky(Double):
+        def content(self, body):
+            return f'{{"reasoning": "you sent Bearer {KEY}", "score": 5}}', None
+
+    with Leaky() as double:
+        (answer,) = open_client(double).ask([question()])
+    assert answer.scores == {"score": 5.0}
+    assert KEY not in answer.text
+    assert "[key]" in answer.text
+
+
+def test_without_a_key_it_says_what_to_set(monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY")
+    with pytest.raises(ValueError, match="OPENAI_API_KEY is not set"):
+        ChatClient(model="judge")
+
+
+def test_redaction():
+    assert credentials.redacted("a key-of-mine b", "key-of-mine") == "a [key] b"
+    assert credentials.redacted("sk-abcdefghijkl and Bearer xyz123", "none") == "[key] and [key]"
+    assert credentials.redacted("nothing here", "x") == "nothing here"
+
+
+def test_pauses_are_jittered_and_bounded():
+    backoff = Backoff(base=0.5, cap=4)
+    for attempt in range(8):
+        pauses = [backoff.pause(attempt, str(k)) for k in range(200)]
+        top = min(4, 0.5 * 2**attempt)
+        assert all(0 <= pause <= top for pause in pauses)
+        assert max(pauses) > 0.9 * top
+        assert min(pauses) < 0.1 * top
+    assert backoff.pause(3, "a") == backoff.pause(3, "a") != backoff.pause(3, "b")
+    with pytest.raises(ValueError, match="pause"):
+        Backoff(base=2, cap=1)
+
+
+def test_retry_after_as_seconds_as_a_date_and_as_nonsense():
+    assert retry_after("1.5") == 1.5
+    assert retry_after("-3") == 0
+    assert retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
+    assert 3000 < retry_after(time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + 3600))) < 3700
+    assert [retry_after(value) for value in (None, "soon", "nan", "inf")] == [None] * 4
+
+
+@pytest.mark.parametrize("wrong", [{"timeout": 0}, {"deadline": -1}, {"attempts": 0}])
+def test_patience_out_of_range_is_refused(wrong):
+    with pytest.raises(ValueError, match="above 0 seconds"):
+        Patience(**wrong)

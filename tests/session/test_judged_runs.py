@@ -1,0 +1,207 @@
+"""Runs whose reward asks a server: it is asked what was foretold, what it fails at is missing, and its key is nowhere."""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from judge_double import KEY, Double
+from retouch import cli
+from retouch.assembly.data import build_sets
+from retouch.doctor.findings import Finding
+from retouch.doctor.judge import check_calls, check_judge, check_keys
+from retouch.recipe.judge_calls import judge_calls
+from retouch.recipe.overrides import apply
+from retouch.recipe.recipe import Recipe, load, parse
+
+
+class Leaky(Double):
+    """It says the caller's key in every answer and every error."""
+
+    def content(self, body: dict[str, Any]) -> tuple[str, Any]:
+        content, words = super().content(body)
+        return json.dumps({**json.loads(content), "reasoning": f"you sent Bearer {KEY}"}), words
+
+
+def document(url: str, out: Path, **changes: Any) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "name": "judged",
+        "out": str(out),
+        "steps": 3,
+        "tasks_per_step": 2,
+        "group_size": 3,
+        "learning_rate": 1e-4,
+        "device": "cpu",
+        "policy": {"kind": "denoising", "model": {"kind": "playground"}, "train": {"kind": "lora", "rank": 4, "alpha": 8}},
+        "rollout": {"num_steps": 3, "transition": {"kind": "cps", "noise_level": 0.7}, "window": {"mode": "window", "size": 1}},
+        "data": {"kind": "playground", "complexity": [1], "count": 8},
+        "reward": {
+            "kind": "several",
+            "rewards": {
+                "judge": {
+                    "kind": "aspects",
+                    "n_evals": 2,
+                    "judge": {
+                        "kind": "endpoint",
+                        "model": "m",
+                        "base_url": url,
+                        "pause": 0.01,
+                        "prices": {"input": 2, "output": 8},
+                    },
+                },
+                "exact": {"kind": "playground"},
+            },
+            "combine": "0.6 * alignment + 0.4 * quality",
+            "max_missing": 0.9,
+        },
+        "objective": {"kind": "policy_gradient", "clip_low": 1e-4, "clip_high": 1e-4},
+        "eval": {"tasks": 3, "every": 1, "column": "judge/alignment"},
+    }
+    return apply(made, [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in changes.items()])
+
+
+def write(folder: Path, made: dict[str, Any]) -> str:
+    file = folder / "judged.json"
+    file.write_text(json.dumps(made))
+    return str(file)
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The canary in the environment; the log's files are closed afterwards."""
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    yield
+    log = logging.getLogger("retouch")
+    for handler in [*log.handlers]:
+        log.removeHandler(handler)
+        handler.close()
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_a_run_asks_what_was_foretold_and_its_key_is_nowhere(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with Leaky() as double:
+        file = write(tmp_path, document(double.url, tmp_path / "runs"))
+        assert cli.main(["train", file, "--debug"]) == 0
+        asked = len(double.requests)
+        assert double.refused == []
+    (calls,) = judge_calls(load(file), steps=[3], heldout=3)
+    assert calls.training == 3 * 6 * 3 * 2
+    assert asked == calls.training + calls.evaluation
+    said = capfd.readouterr()
+    assert f"{calls.training} questions in training" in said.out
+    metrics = lines(tmp_path / "runs" / "judged" / "metrics.jsonl")
+    assert all(line["missing/judge/alignment"] == line["reward/missing_fraction"] == 0 for line in metrics)
+    assert {"reward/exact/overall", "reward/judge/identity"} <= metrics[0].keys()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {"ledger.sqlite", "report.html", "train.log", "recipe.json"} <= {path.name for path in files}
+    assert any("tfevents" in path.name for path in files)
+    assert any(path.suffix == ".safetensors" for path in files)
+    assert [path.name for path in files if KEY.encode() in path.read_bytes()] == []
+    assert KEY not in said.out + said.err
+
+
+def test_what_a_judge_fails_at_is_missing_column_by_column_and_the_log_says_why(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fault(digest: str, times: int) -> str | None:
+        return "400" if int(digest[:8], 16) % 8 == 0 else None  # whose answer says the key
+
+    with Double(fault) as double:
+        assert cli.main(["train", write(tmp_path, document(double.url, tmp_path / "runs")), "--debug"]) == 0
+    said = capfd.readouterr()
+    assert "HTTP 400" in said.out
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path.name for path in files if KEY.encode() in path.read_bytes()] == []
+    assert KEY not in said.out + said.err
+    metrics = lines(tmp_path / "runs" / "judged" / "metrics.jsonl")
+    shares = [line["reward/missing_fraction"] for line in metrics]
+    assert 0 < sum(shares) / len(shares) < 0.9
+    for line in metrics:
+        parts = line["missing/judge/alignment"], line["missing/judge/quality"]
+        assert max(parts) <= line["reward/missing_fraction"] <= sum(parts) + 1e-9
+        assert line["missing/exact/overall"] == 0
+        assert not any(name.startswith("missing/exact/success") for name in line)
+
+
+# Before a run
+
+
+def recipe(url: str = "http://127.0.0.1:9/v1", **changes: Any) -> Recipe:
+    return parse(document(url, Path("runs"), **changes))
+
+
+def test_the_doctor_names_the_key_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert list(check_keys(recipe())) == []
+    monkeypatch.delenv("OPENAI_API_KEY")
+    (finding,) = check_keys(recipe())
+    assert finding.text == "OPENAI_API_KEY is not set, and reward.rewards.judge asks m at http://127.0.0.1:9/v1"
+    assert finding.mend.startswith("export OPENAI_API_KEY=")
+    assert list(check_keys(recipe(reward__rewards__judge__judge__key=None))) == []
+    (other,) = check_keys(recipe(reward__rewards__judge__judge__key="MY_JUDGES_KEY"))
+    assert "MY_JUDGES_KEY is not set" in other.text
+    (tmp_path / "key").write_text("k")
+    monkeypatch.setenv("MY_JUDGES_KEY_FILE", str(tmp_path / "key"))
+    assert list(check_keys(recipe(reward__rewards__judge__judge__key="MY_JUDGES_KEY"))) == []
+
+
+def test_the_doctor_tries_the_judge_and_says_which_column_is_missing() -> None:
+    with Double() as double:
+        assert tried(double.url).status == "ok"
+        asked = len(double.requests)
+        blind = check_judge(recipe(double.url), None)
+        assert len(double.requests) == asked == 6
+    assert "not tried" in blind.text
+    with Double(lambda digest, times: "401") as double:
+        failing = tried(double.url)
+    assert failing.status == "FAILED"
+    assert "judge/alignment, judge/quality missing" in failing.text
+
+
+def tried(url: str) -> Finding:
+    made = recipe(url)
+    return check_judge(made, build_sets(made, made.data, size=None))
+
+
+def test_an_estimate_has_calls_tokens_and_dollars() -> None:
+    (finding,) = check_calls(recipe(), None)
+    assert finding.text.startswith("reward.rewards.judge asks m at http://127.0.0.1:9/v1 108 questions in training and 90 in")
+    (calls,) = judge_calls(recipe(), steps=[3], heldout=3)
+    assert calls.dollars == pytest.approx((2 * calls.input_tokens + 8 * calls.output_tokens) / 1e6, rel=1e-6)
+    assert calls.output_tokens == 150 * 198
+    (free,) = judge_calls(recipe(reward__rewards__judge__judge__prices=None), steps=[3], heldout=3)
+    assert free.dollars is None
+    assert "$" not in str(free)
+    pairs = {"kind": "win_rate", "judge": {"kind": "endpoint", "model": "m"}, "combine": {"win_rate": 1}}
+    (won,) = judge_calls(recipe(reward=pairs, eval__column="win_rate"), steps=[3], heldout=3)
+    assert (won.training, won.evaluation, won.output_tokens) == (3 * 6 * 2, 0, 36)
+    assert judge_calls(recipe(reward={"kind": "playground", "combine": {"IF": 1}}, eval__column=None), steps=[3], heldout=3) == []
+
+
+def test_a_recipe_with_a_key_in_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = document(
+        "http://127.0.0.1:9/v1", tmp_path, reward={"kind": "import", "class": "a:B", "args": {"k": KEY}, "combine": {"a": 1}}
+    )
+    assert cli.main(["train", write(tmp_path, made)]) == 2
+    said = capsys.readouterr()
+    assert "reward.args.k: holds the value of OPENAI_API_KEY" in said.err
+    assert KEY not in said.err + said.out
+
+
+def test_a_judge_that_is_down_ends_the_run_before_its_first_step_and_nothing_is_kept(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path, document("http://127.0.0.1:9/v1", tmp_path / "runs", reward__rewards__judge__judge__attempts=1))
+    assert cli.main(["train", file]) == 2
+    assert "100% of the held-out pictures have no judge/alignment" in capfd.readouterr().err
+    folder = tmp_path / "runs" / "judged"
+    assert not (folder / "evals.jsonl").exists()
+    assert not (folder / "metrics.jsonl").exists()
+    with Double() as double:
+        assert cli.main(["train", write(tmp_path, document(double.url, tmp_path / "runs")), "--debug"]) == 0
+    assert json.loads((folder / "summary.json").read_text())["before"] is not None

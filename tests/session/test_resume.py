@@ -1,0 +1,86 @@
+"""A run that is killed anywhere and started again ends with the bits of one that was left alone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tiny_writer_runs
+
+PROGRAM = Path(__file__).parents[1] / "support" / "kill_places.py"
+BY_LUCK = Path(__file__).parents[1] / "support" / "kill_random_judge.py"
+
+
+def killed_and_resumed(out: Path, count: int, *more: str, program: Path = PROGRAM) -> list[dict[str, object]]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", str(program), str(out), str(count), *more]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=PROGRAM.parents[2], check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(found: list[dict[str, object]], count: int) -> None:
+    assert len(found) == count
+    assert [place for place in found if place["ended"] != -signal.SIGKILL] == [], "a place that was never reached proves nothing"
+    assert [place for place in found if place["resumed"] != 0] == []
+    assert [place for place in found if place["differing"]] == []
+
+
+def test_killed_at_four_places(tmp_path: Path) -> None:
+    check(killed_and_resumed(tmp_path, 4), 4)
+
+
+def test_killed_in_a_warm_up_and_between_phases_and_in_a_rollout(tmp_path: Path) -> None:
+    found = killed_and_resumed(tmp_path, 3, "phases")
+    check(found, 3)
+    assert [place["done"] for place in found] == [1, 2, 2]
+
+
+def test_a_writer_killed_at_three_places(tmp_path: Path) -> None:
+    tiny_writer_runs.save_writer(tmp_path / "writer")
+    check(killed_and_resumed(tmp_path, 3, str(tmp_path / "writer")), 3)
+
+
+def test_image_tokens_killed_at_three_places(tmp_path: Path) -> None:
+    tiny_writer_runs.save_emu3(tmp_path / "emu3")
+    check(killed_and_resumed(tmp_path, 3, str(tmp_path / "emu3")), 3)
+
+
+def check_by_luck(found: list[dict[str, object]], count: int) -> None:
+    """The bits of a run that was never killed and was told the same scores; what the ledger held was asked for no second time."""
+    assert len(found) == count
+    assert [place for place in found if place["ended"] != -signal.SIGKILL] == [], "a place that was never reached proves nothing"
+    assert [place for place in found if place["resumed"] != [0, 0]] == []
+    assert any(place["held"] for place in found)
+    assert [place for place in found if place["asked_again"] or place["differing"]] == []
+
+
+def test_a_random_judge_killed_at_two_places(tmp_path: Path) -> None:
+    check_by_luck(killed_and_resumed(tmp_path, 2, program=BY_LUCK), 2)
+
+
+@pytest.mark.slow
+def test_a_random_judge_killed_at_eight_places(tmp_path: Path) -> None:
+    check_by_luck(killed_and_resumed(tmp_path, 8, program=BY_LUCK), 8)
+
+
+@pytest.mark.slow
+def test_a_writer_killed_at_twenty_two_places(tmp_path: Path) -> None:
+    tiny_writer_runs.save_writer(tmp_path / "writer")
+    check(killed_and_resumed(tmp_path, 22, str(tmp_path / "writer")), 22)
+
+
+@pytest.mark.slow
+def test_phases_killed_at_eight_places(tmp_path: Path) -> None:
+    found = killed_and_resumed(tmp_path, 8, "phases")
+    check(found, 8)
+    assert [place["done"] for place in found] == [1, 0, 2, 2, 2, 2, 3, 2]
+
+
+@pytest.mark.slow
+def test_killed_at_twenty_two_places(tmp_path: Path) -> None:
+    check(killed_and_resumed(tmp_path, 22), 22)

@@ -1,0 +1,190 @@
+"""Runs a tiny recipe, kills it with SIGKILL at one place after another, resumes it, and says whether any bit differs.
+
+A program of its own, so that it can fork before any thread runs: `python tests/support/kill_places.py OUT COUNT [WHAT]` prints a
+JSON line a place. WHAT is the folder of a writer, and the policy writes; that of an Emu3, and it writes pictures beside a value
+head; or "phases", and it imitates before it acts. A place is a function and how often it was called before the kill, which comes
+before or after that call.
+"""
+
+import hashlib
+import importlib
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from retouch.config.packaged import find
+from retouch.recipe.jsonnet import evaluate
+from retouch.recipe.recipe import Recipe, parse
+
+STEPS = 4
+PHASES = "phases"
+PLACES = (
+    ("retouch.training.checkpoint:save_file", 1, "before"),
+    ("retouch.training.checkpoint:save_file", 3, "after"),
+    ("retouch.training.checkpoint:save_file", 6, "before"),
+    ("retouch.training.checkpoint:save", 1, "after"),
+    ("retouch.training.checkpoint:prune", 2, "before"),
+    ("retouch.policies.denoising.policy:DenoisingPolicy.rollout", 2, "after"),
+    ("retouch.policies.denoising.policy:DenoisingPolicy.rollout", 5, "before"),
+    ("retouch.policies.denoising.policy:DenoisingPolicy.evaluate", 4, "after"),
+    ("retouch.rewards.judging:Judge.__call__", 3, "before"),
+    ("retouch.rewards.judging:Judge.__call__", 4, "after"),
+    ("retouch.training.journal:Journal.record", 1, "after"),
+    ("retouch.training.journal:Journal.record", 4, "before"),
+    ("retouch.distributed.stepper:ReplicatedStepper.backward", 5, "after"),
+    ("retouch.distributed.stepper:ReplicatedStepper.step", 3, "before"),
+    ("retouch.distributed.stepper:ReplicatedStepper.step", 4, "after"),
+    ("retouch.records.files:append_line", 2, "after"),
+    ("retouch.records.files:append_line", 5, "before"),
+    ("retouch.records.files:append_line", 6, "after"),
+    ("retouch.records.files:write_atomic", 7, "before"),
+    ("retouch.training.recorder:Recorder.step", 3, "after"),
+    ("retouch.session.outcome:Outcome.sum_up", 1, "before"),
+    ("retouch.records.folder:RunFolder.write_samples", 2, "before"),
+)
+# In the warm-up; between the phases; in a rollout, and between two inner passes. A trial step of each phase comes first.
+OF_PHASES = (
+    ("retouch.policies.denoising.policy:DenoisingPolicy.demonstrate", 4, "before"),
+    ("retouch.distributed.stepper:ReplicatedStepper.backward", 3, "after"),
+    ("retouch.assembly.assembly:Assembly.begin", 2, "before"),
+    ("retouch.assembly.assembly:Assembly.begin", 2, "after"),
+    ("retouch.policies.denoising.policy:DenoisingPolicy.rollout", 2, "after"),
+    ("retouch.distributed.stepper:ReplicatedStepper.step", 7, "after"),
+    ("retouch.policies.denoising.policy:DenoisingPolicy.rollout", 3, "before"),
+    ("retouch.training.checkpoint:save", 1, "after"),
+)
+
+
+def recipe(out: Path, name: str, writer: str | None) -> Recipe:
+    """Four steps of GRPO with an average, checkpoints every other step, on a handful of rows."""
+    document: Any = evaluate(find("recipes/quickstart.jsonnet"))
+    document |= {
+        "name": name,
+        "out": str(out),
+        "steps": STEPS,
+        "tasks_per_step": 2,
+        "group_size": 2,
+        "microbatch": 4,
+        "device": "cpu",
+        "trackers": [],
+        "checkpoints": {"every": 2, "keep": 1},
+        "samples": {"every": 2, "tasks": 2, "groups": 1},
+        "eval": {"tasks": 6, "complexity": [1, 2]},
+    }
+    window = {"mode": "window", "size": 2, "high": 3}
+    document["rollout"] = {"num_steps": 4, "transition": {"kind": "cps", "noise_level": 0.7}, "window": window}
+    document["objective"] = {"kind": "policy_gradient", "clip_low": 1e-4, "clip_high": 1e-4}
+    document["policy"]["ema"] = {"decay": 0.9}
+    if writer == PHASES:
+        imitates = {"name": "warm-up", "steps": 2, "objective": {"kind": "supervised"}, "group_size": 1}
+        passed_over = {"name": "nothing", "steps": 0, "objective": {"kind": "nft"}}
+        document |= {"steps": None, "phases": [imitates, passed_over, {"name": "learn", "steps": 2}], "epochs": 2}
+    elif writer is not None:
+        document["policy"] |= {"kind": "autoregressive", "model": {"kind": "playground-writer", "path": writer}}
+        document["rollout"] = {"kind": "tokens", "max_new_tokens": 5, "top_k": 20}
+        model = {"kind": "playground"}
+        document["renderer"] = {"kind": "response", "model": model, "encoder": "frozen", "num_steps": 2, "cut_off": "draw"}
+        document["objective"] |= {"clip_low": 0.2, "clip_high": 0.2, "kl": {"kind": "k3", "weight": 0.1}}
+        if json.loads((Path(writer) / "config.json").read_text())["model_type"] == "emu3":
+            document["policy"]["model"] = {"kind": "emu3", "path": writer, "size": [24, 24], "dtype": "float32"}
+            document |= {"rollout": {"kind": "tokens", "max_new_tokens": 24, "temperature": 0.7}, "renderer": {"kind": "codes"}}
+            document["advantage"] = {"kind": "gae"}  # so that a value head is killed too
+    return parse(document)
+
+
+def train(out: Path, name: str, writer: str | None) -> None:
+    from retouch.session.session import run
+
+    assert run(recipe(out, name, writer), fresh=False) == 0
+
+
+def kill_at(place: str, call: int, when: str) -> None:
+    """Replace the function by itself, with a SIGKILL to this process before or after its n-th call."""
+    module_name, _, path = place.partition(":")
+    owner: Any = importlib.import_module(module_name)
+    *outer, name = path.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    whole: Callable[..., Any] = vars(owner)[name]
+    calls = 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = whole(*args, **kwargs)
+        if calls == call and when == "after":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, counted)
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Do the work in a fork, silently; its exit code, or minus the signal that ended it."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    code = 1
+    try:
+        work()
+        code = 0
+    except BaseException:  # noqa: BLE001  (a fork must not run its parent's code)
+        traceback.print_exc()
+    os._exit(code)
+
+
+def bits(folder: Path) -> dict[str, str]:
+    """SHA-256 of what must not differ: the last checkpoint's tensors, the metrics, every held-out score."""
+    names = [f"checkpoints/step-{STEPS:06d}/{group}.safetensors" for group in ("weights", "optimizer", "copies", "random")]
+    names += ["metrics.jsonl", f"evals/step-{STEPS:06d}.json", "evals.jsonl"]
+    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+
+
+def places(writer: str | None) -> list[tuple[str, int, str]]:
+    if writer == PHASES:
+        return list(OF_PHASES)
+    acting = "retouch.policies.autoregressive.policy:AutoregressivePolicy"
+    denoising = "retouch.policies.denoising.policy:DenoisingPolicy"
+    return [(place if writer is None else place.replace(denoising, acting), call, when) for place, call, when in PLACES]
+
+
+def main(out: Path, count: int, writer: str | None = None) -> None:
+    import retouch.session.session  # noqa: F401  (loaded once, before the forks)
+
+    assert in_child(lambda: train(out, "whole", writer)) == 0
+    expected = bits(out / "whole")
+    known = places(writer)
+    for number, (place, call, when) in enumerate(known[:: max(1, len(known) // count)][:count]):
+        name = f"killed-{number}"
+
+        def killed(place: str = place, call: int = call, when: str = when, name: str = name) -> None:
+            kill_at(place, call, when)
+            train(out, name, writer)
+
+        ended = in_child(killed)
+        metrics = out / name / "metrics.jsonl"
+        done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+        resumed = in_child(lambda name=name: train(out, name, writer))
+        found = bits(out / name) if resumed == 0 else {}
+        differing = sorted(key for key in expected if found.get(key) != expected[key])
+        result = {
+            "place": f"{when} call {call} of {place}",
+            "ended": ended,
+            "resumed": resumed,
+            "differing": differing,
+            "done": done,
+        }
+        sys.stdout.write(json.dumps(result) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

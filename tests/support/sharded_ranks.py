@@ -1,0 +1,122 @@
+"""Two ranks step side by side: weights that are whole on each, and what a sharding stepper makes of the same gradients.
+
+    WORLD_SIZE=2 ... python sharded_ranks.py zero2|fsdp2 OUT
+
+Each rank writes OUT/rank-N.json.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tiny_writers
+import tiny_writing
+from retouch.distributed.fsdp import FsdpStepper, shard
+from retouch.distributed.ranks import Ranks, join
+from retouch.distributed.sharded_copies import ShardedCopies, fill, whole
+from retouch.distributed.stepper import NonFiniteGradient, ReplicatedStepper, Stepper
+from retouch.distributed.zero import ZeroStepper
+from retouch.policies.weights import WeightCopies
+from retouch.types import Needs
+
+SETTINGS: dict[str, Any] = {"betas": (0.8, 0.95), "weight_decay": 0.01, "max_grad_norm": 0.05}
+
+
+class Trained:
+    """A tiny writer with a stepper, and the loss of its own completions."""
+
+    def __init__(self, kind: str, ranks: Ranks, train: str) -> None:
+        self.ranks = ranks
+        model = tiny_writers.writer("qwen2.5-vl", train=train, stop=tiny_writing.STOPS)
+        if kind == "fsdp2":
+            shard(model.module, ranks)
+        self.copies = (ShardedCopies if kind == "fsdp2" else WeightCopies)(model.module)
+        self.copies.keep("reference")
+        self.policy = tiny_writing.policy(writer=model, train="full", copies=(), any_rank=ranks.any)
+        self.policy.copies = self.copies
+        steppers = {"replicated": ReplicatedStepper, "zero2": ZeroStepper, "fsdp2": FsdpStepper}
+        self.stepper: Stepper = steppers[kind](model.module, ranks, **SETTINGS)
+
+    def step(self, number: int, *, spoilt: bool = False) -> float:
+        """A step on what an untrained twin wrote, other rows on each rank, in several backwards."""
+        batch = tiny_writing.batch(seed=self.ranks.rank, step=number)
+        trajectory = self.policy.rollout(batch)
+        for part in self.policy.microbatches(trajectory):
+            made = self.policy.evaluate(trajectory, part, Needs(kl="k3"))
+            loss = made.log_probs.sum() * 0.1 + made.kl.sum()
+            self.stepper.backward(loss * (torch.nan if spoilt and self.ranks.rank == 1 else 1.0))
+        return self.stepper.step(0.01)
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return {name: whole(parameter.detach()).clone() for name, parameter in self.copies.parameters.items()}
+
+    def continue_from(self, weights: dict[str, Tensor], state: dict[str, Tensor]) -> None:
+        for name, tensor in weights.items():
+            fill(self.copies.parameters[name], tensor)
+        self.stepper.load(state)
+
+
+def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys(), one.keys() ^ other.keys()
+    return max(float((one[name].float() - other[name].float()).abs().max()) for name in one)
+
+
+def main(kind: str, ranks: Ranks, train: str) -> dict[str, Any]:
+    plain, shared = Trained("replicated", ranks, train), Trained(kind, ranks, train)
+    begun = shared.weights
+    found: dict[str, Any] = {"begun_apart": apart(plain.weights, begun), "empty_state": shared.stepper.state()}
+    found["norms"] = [[plain.step(number), shared.step(number)] for number in range(3)]
+    found["apart"] = apart(plain.weights, shared.weights)
+    found["moved"] = apart(begun, shared.weights)
+    states = plain.stepper.state(), shared.stepper.state()
+    found["same_state_names"] = states[0].keys() == {name for name in states[1] if not name.endswith("/master")}
+    found["state_apart"] = apart(states[0], {name: states[1][name] for name in states[0]})
+
+    # What is no number on one rank is refused on both, and changes nothing.
+    before = shared.weights
+    try:
+        shared.step(3, spoilt=True)
+        found["refused"] = False
+    except NonFiniteGradient:
+        found["refused"] = True
+    found["untouched"] = apart(before, shared.weights) == 0 == apart(states[1], shared.stepper.state())
+
+    # Another, from the state of this one: the same bits, on a module that had a stepper before too.
+    again = Trained(kind, ranks, train)
+    again.step(0)
+    again.continue_from(shared.weights, shared.stepper.state())
+    norms = [trained.step(4) for trained in (shared, again)]
+    found["resumed"] = norms[0] == norms[1] and apart(shared.weights, again.weights) == 0
+    renewed = type(again.stepper)(again.stepper.module, ranks, **SETTINGS)
+    renewed.load(again.stepper.state())
+    again.stepper = renewed
+    norms = [trained.step(5) for trained in (shared, again)]
+    found["renewed"] = norms[0] == norms[1] and apart(shared.weights, again.weights) == 0
+
+    # And the plain one goes on from the state of this one.
+    plain.continue_from(
+        shared.weights, {name: value for name, value in shared.stepper.state().items() if not name.endswith("/master")}
+    )
+    norms = [trained.step(6) for trained in (shared, plain)]
+    found["handed_over"] = [*norms, apart(shared.weights, plain.weights)]
+
+    # Copies are swapped in, and out again, without a trace.
+    now = shared.weights
+    with shared.copies.using("reference"):
+        found["reference_apart"] = apart(begun, shared.weights)
+    found["swapped_back"] = apart(now, shared.weights) == 0
+    shared.copies.blend("reference", 0.25)
+    wanted = {name: 0.25 * begun[name] + 0.75 * now[name] for name in now}
+    found["blend_apart"] = apart(wanted, {name: shared.copies.state()[f"reference/{name}"] for name in now})
+    return found
+
+
+if __name__ == "__main__":
+    ranks = join("cpu")
+    made = {train: main(sys.argv[1], ranks, train) for train in ("lora", "full")}
+    (Path(sys.argv[2]) / f"rank-{ranks.rank}.json").write_text(json.dumps(made))

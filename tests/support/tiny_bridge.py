@@ -1,0 +1,80 @@
+"""A reward for TRL over ids that are brightnesses, for tests of the bridge on one rank and on two.
+
+python tests/support/tiny_bridge.py FOLDER    (as a rank: judges its half of one group and writes what came of it)
+"""
+
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from PIL import Image
+
+from retouch.distributed.ranks import join, leave
+from retouch.integrations.trl import PictureReward
+from retouch.training.loop import TooManyMissing
+from retouch.types import Column, Task
+
+ENDS = (2, 3)
+
+
+class Spy:
+    """Draws a picture as bright as a completion's first id (9 where it is empty), none where that is 0; keeps what it was shown."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, tasks, trajectory):
+        self.seen.append((list(tasks), trajectory.outputs))
+        firsts = [output.ids[0] if output.ids else 9 for output in trajectory.outputs]
+        return [Image.new("RGB", (1, 1), (first, first, first)) if first else None for first in firsts]
+
+
+class Brightness:
+    """``unread``: the brightness for which only ``dark`` can be told."""
+
+    def __init__(self, unread=None):
+        self.columns = {"light": Column(-1.0, 255.0), "dark": Column(0.0, 255.0)}
+        self.unread = unread
+
+    def __call__(self, samples):
+        light = torch.tensor([float(sample.image.getpixel((0, 0))[0]) for sample in samples])
+        dark = 255 - light
+        light[light == self.unread] = math.nan
+        return {"light": light, "dark": dark}
+
+
+def bridge(*, unread=None, **options):
+    """The reward, whose tasks are named by the column ``name``, and its renderer."""
+    spy = Spy()
+    writer = SimpleNamespace(stop=ENDS, decode=lambda ids: " ".join(map(str, ids)))
+    options = {"combine": {"light": 1.0}, "task": lambda row: Task(row["name"], "x"), **options}
+    return PictureReward(writer, spy, Brightness(unread), **options), spy
+
+
+def call(function, ids, *, names=None, step=0, **more):
+    """As TRL calls it."""
+    names = ["a"] * len(ids) if names is None else names
+    state = SimpleNamespace(global_step=step)
+    return function(
+        prompts=[""] * len(ids), completions=["?"] * len(ids), completion_ids=ids, name=names, trainer_state=state, **more
+    )
+
+
+def main(folder: Path) -> None:
+    ranks = join("cpu")
+    function, spy = bridge(unread=5)
+    said = ""
+    try:
+        call(function, [[7], [5 if ranks.first else 6]])
+    except TooManyMissing as error:
+        said = str(error)
+    keys = [output.key for output in spy.seen[0][1]]
+    lines = [{key[2] for key in keys}, [key[3] for key in keys], said]
+    (folder / f"{ranks.rank}.txt").write_text("\n".join(map(str, lines)))
+    leave()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,96 @@
+"""Tiny editors that read responses, with the pipelines they are held to, and writers in front of them."""
+
+import functools
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+import tiny_models
+import tiny_writers
+from retouch.models.common.encoder import Encoder
+from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.models.qwen_image.responses import QwenResponses, writer_for
+from retouch.policies.autoregressive.decoding import Decoding
+from retouch.policies.autoregressive.policy import AutoregressivePolicy
+from retouch.policies.weights import WeightCopies
+from retouch.types import Batch
+
+LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
+
+
+def parts(dtype=torch.float32):
+    tokenizer = tiny_models.qwen_tokenizer()
+    models = {
+        "transformer": tiny_models.qwen_transformer(),
+        "vae": tiny_models.qwen_vae(),
+        "text_encoder": tiny_models.qwen_text_encoder(tokenizer),
+    }
+    if dtype != torch.float32:
+        models = {name: model.to(dtype) for name, model in models.items()}
+    return {**models, "tokenizer": tokenizer}
+
+
+def editor(made, cls=QwenImageEdit, **options):
+    template = tiny_models.TEMPLATE if cls is QwenImageEdit else tiny_models.TEXT_TEMPLATE
+    options = {"template": template, "condition_area": "as_is", "source_area": "as_is", **options}
+    return cls(**made, image_processor=tiny_models.qwen_image_processor(), scheduler_config=tiny_models.SCHEDULER, **options)
+
+
+def pipeline(cls, made, template, *, typed=tiny_models.typed):
+    """diffusers' own, over the same weights."""
+    pipe = cls(
+        **{**made, "text_encoder": typed(made["text_encoder"])},
+        scheduler=FlowMatchEulerDiscreteScheduler(**tiny_models.SCHEDULER),
+        processor=tiny_models.ImageProcessorOnly(image_processor=tiny_models.qwen_image_processor(), tokenizer=made["tokenizer"]),
+    )
+    pipe.prompt_template_encode = template
+    before = template.partition("<|vision_start|>")[0].partition("{}")[0]
+    pipe.prompt_template_encode_start_idx = len(made["tokenizer"](before).input_ids)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def policy(editor, *, longest=6):
+    """A writer in front of an editor, and what its encoder is made of: a LoRA that has moved, and copies with its reference."""
+    module = tiny_writers.module()
+    tiny_writers.make_trainable(module, "lora")
+    copies = WeightCopies(module)
+    copies.keep_without_adapter("reference")
+    writer = writer_for(editor, module, stop=LETTERS)
+    made = AutoregressivePolicy(writer, decoding=Decoding(max_new_tokens=longest), microbatch=4, copies=copies)
+    tiny_writers.move(module)
+    return made
+
+
+def policys_own(policy):
+    return Encoder.policy(policy.model.module, published=functools.partial(policy.copies.using, "reference"))
+
+
+def tasks():
+    """Two of one size, and one of another; instructions of unequal lengths."""
+    return (
+        tiny_models.task("a", "make it red", tiny_models.picture(0, 48, 48)),
+        tiny_models.task("b", "blue", tiny_models.picture(1, 48, 48)),
+        tiny_models.task("c", "turn it round and round", tiny_models.picture(2, 32, 48)),
+    )
+
+
+def batch(tasks, group_size=2, *, seed=3, step=5):
+    rows = range(len(tasks) * group_size)
+    return Batch(
+        seed=seed,
+        step=step,
+        tasks=tuple(tasks),
+        group_ids=tuple(7 + k for k in range(len(tasks))),
+        group=tuple(row // group_size for row in rows),
+        slot=tuple(row % group_size for row in rows),
+    )
+
+
+def acted(policy, made):
+    """A rollout as the renderer takes it, with each row's task."""
+    return [made.tasks[k] for k in made.group], policy.rollout(made)
+
+
+def responses(made, encoder=None):
+    return QwenResponses(made, Encoder.frozen(made.text.encoder) if encoder is None else encoder)

@@ -1,0 +1,70 @@
+"""Emu3 in small: the real classes, a tokenizer of bytes with Emu3's own special tokens, and an autoencoder of 32 codes."""
+
+import functools
+
+import torch
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import Emu3Config, Emu3ForConditionalGeneration, Qwen2Tokenizer
+
+import tiny_models
+from retouch.models.emu3.load import language_model
+from retouch.models.emu3.model import DRAW, LORA_TARGETS, Emu3Editor
+from retouch.models.emu3.tokens import BOI, BOS, EOF, EOI, EOL, EOS, IMG
+
+CODES = 32
+SIZE = (16, 24)
+SPREAD = 0.12
+
+
+@functools.cache
+def tokenizer() -> Qwen2Tokenizer:
+    vocab = {symbol: k for k, symbol in enumerate(sorted(ByteLevel.alphabet()))}
+    made = Qwen2Tokenizer(vocab={**vocab, "<|endoftext|>": len(vocab)}, merges=[])
+    thoughts = ["<|start thinking|>", "<|end thinking|>"]
+    visual = [f"<|visual token {code:06d}|>" for code in range(CODES)]
+    made.add_special_tokens({"additional_special_tokens": [BOS, EOS, BOI, IMG, EOL, EOF, EOI, *thoughts, *visual]})
+    return made
+
+
+def module(seed: int = 0, *, deep: bool = False) -> Emu3ForConditionalGeneration:
+    """``deep``: with attention in the autoencoder's stages, as the published one has it in its last."""
+    words = tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = Emu3Config(
+            vq_config={
+                "codebook_size": CODES,
+                "embed_dim": 4,
+                "latent_channels": 4,
+                "base_channels": 32,
+                "channel_multiplier": [1, 1],
+                "num_res_blocks": 1,
+                "attn_resolutions": [1] if deep else [],
+                "hidden_size": 32,
+                "temporal_downsample_factor": 1,
+            },
+            text_config={
+                "vocab_size": len(words) + 5,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "max_position_embeddings": 512,
+                "attention_dropout": 0.0,
+                "initializer_range": SPREAD,
+                "bos_token_id": words.convert_tokens_to_ids(BOS),
+                "eos_token_id": words.convert_tokens_to_ids(EOS),
+                "pad_token_id": words.pad_token_id,
+            },
+            vocabulary_map={**words.get_vocab(), "<image>": words.convert_tokens_to_ids(IMG)},
+        )
+        return Emu3ForConditionalGeneration(config).eval()
+
+
+def editor(*, prefill: str = DRAW, train: str = "lora", seed: int = 0, **options) -> Emu3Editor:
+    """Trainable as a recipe would have it."""
+    whole = module(seed).requires_grad_(False)
+    made = language_model(whole)
+    tiny_models.make_trainable(made, train, LORA_TARGETS, seed=seed + 1)
+    return Emu3Editor(made, tokenizer(), vq=whole.model.vqmodel, size=SIZE, prefill=prefill, **options)

@@ -1,0 +1,91 @@
+"""Janus in small: the real classes, and a tokenizer of bytes with Janus' own special tokens."""
+
+import functools
+
+import torch
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import JanusConfig, JanusForConditionalGeneration, Qwen2Tokenizer
+
+import tiny_models
+from retouch.models.janus.model import BEGIN, LORA_TARGETS, JanusDrawing, JanusPainter
+from retouch.types import Prompts
+
+CODES, SIDE = 32, 4
+BOS, EOS, END = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<end_of_image>"
+SPREAD = 0.12
+
+
+@functools.cache
+def tokenizer() -> Qwen2Tokenizer:
+    vocab = {symbol: k for k, symbol in enumerate(sorted(ByteLevel.alphabet()))}
+    made = Qwen2Tokenizer(vocab={**vocab, "<|endoftext|>": len(vocab)}, merges=[])
+    made.add_special_tokens({"bos_token": BOS, "eos_token": EOS, "additional_special_tokens": [BEGIN, END, "<image_placeholder>"]})
+    return made
+
+
+def whole(seed: int = 0) -> JanusForConditionalGeneration:
+    words = tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = JanusConfig(
+            text_config={
+                "model_type": "llama",
+                "vocab_size": len(words) + 5,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 1,
+                "max_position_embeddings": 256,
+                "initializer_range": SPREAD,
+                "bos_token_id": words.bos_token_id,
+                "eos_token_id": words.eos_token_id,
+                "pad_token_id": words.pad_token_id,
+            },
+            vision_config={
+                "hidden_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 4 * SIDE,
+                "patch_size": 4,
+                "projection_dim": 32,
+                "num_image_tokens": SIDE * SIDE,
+            },
+            vq_config={
+                "embed_dim": 8,
+                "num_embeddings": CODES,
+                "latent_channels": 32,
+                "base_channels": 32,
+                "channel_multiplier": [1, 1, 1, 1],
+                "num_res_blocks": 1,
+                "projection_dim": 32,
+                "image_token_embed_dim": 32,
+                "initializer_range": SPREAD,
+            },
+            image_token_id=words.convert_tokens_to_ids("<image_placeholder>"),
+        )
+        return JanusForConditionalGeneration(config).eval()
+
+
+def painter(*, train: str = "lora", seed: int = 0, **options) -> JanusPainter:
+    """Trainable as a recipe would have it."""
+    made = whole(seed).requires_grad_(False)
+    module = JanusDrawing(made)
+    tiny_models.make_trainable(module, train, LORA_TARGETS, seed=seed + 1)
+    return JanusPainter(module, tokenizer(), vq=made.model.vqmodel, **options)
+
+
+def published(whole: JanusForConditionalGeneration, prompts: Prompts) -> torch.Tensor:
+    """Greedy codes by transformers' own generation, whose guidance is all but 1: at 1 itself it does not run."""
+    words = tokenizer()
+    settings = whole.generation_config
+    settings.generation_kwargs = {"boi_token_id": words.convert_tokens_to_ids(BEGIN)}
+    settings.bos_token_id, settings.pad_token_id = words.bos_token_id, words.pad_token_id
+    return whole.generate(
+        inputs=prompts.ids,
+        attention_mask=prompts.mask.long(),
+        generation_mode="image",
+        do_sample=False,
+        guidance_scale=1 + 1e-9,
+        max_length=prompts.ids.shape[1] + SIDE * SIDE,
+    )

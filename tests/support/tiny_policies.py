@@ -1,0 +1,161 @@
+"""Tiny real policies and batches, for tests of everything that drives a policy."""
+
+import functools
+
+import torch
+
+import tiny_models
+from retouch.core.random import generator
+from retouch.core.weights import loss_weights
+from retouch.models.common.guidance import Guided
+from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.models.sd3.model import SD3
+from retouch.policies.denoising.policy import DenoisingPolicy, Sampling
+from retouch.policies.denoising.windows import Window
+from retouch.policies.weights import WeightCopies
+from retouch.testing.figures import relative_distance
+from retouch.types import Batch, Minibatch, Task
+
+NUM_STEPS = 4
+WINDOWS = {
+    "all": Window(mode="all"),
+    "window": Window(mode="window", size=2, low=0, high=3),
+    "sliding": Window(mode="sliding", size=2, every=1, stride=1),
+    "branch": Window(mode="branch", size=2, low=1, high=3),
+}
+NOISE_LEVELS = {"sde": 0.7, "cps": 0.8, "dance": 0.5, "ode": 0.0}
+LORA_TARGETS = ("attn.to_q", "attn.to_v", "attn.to_out.0", "attn.add_k_proj")
+
+
+@functools.cache
+def _qwen_parts():
+    return {"vae": tiny_models.qwen_vae(), "text_encoder": tiny_models.qwen_text_encoder(tiny_models.qwen_tokenizer())}
+
+
+def edit_model():
+    """Qwen-Image-Edit for pictures of 16 x 16 px: 4 tokens of output beside 4 of source."""
+    return QwenImageEdit(
+        **_qwen_parts(),
+        tokenizer=tiny_models.qwen_tokenizer(),
+        transformer=tiny_models.qwen_transformer(),
+        image_processor=tiny_models.qwen_image_processor(),
+        scheduler_config=tiny_models.SCHEDULER,
+        template=tiny_models.TEMPLATE,
+        condition_area="as_is",
+        source_area="as_is",
+    )
+
+
+@functools.cache
+def _sd3_parts():
+    return {"vae": tiny_models.sd3_vae(), "text_encoders": (tiny_models.clip(16, 1), None, None)}
+
+
+def sd3_model():
+    """Stable Diffusion 3 for pictures of 8 x 16 px, with one text encoder: x is (r, 16, 2, 4)."""
+    return SD3(
+        **_sd3_parts(),
+        # One for each: a tokenizer keeps its padding from call to call, and the ranks of a test are threads.
+        tokenizers=[tiny_models.clip_tokenizer(), None, None],
+        transformer=tiny_models.sd3_transformer(),
+        scheduler_config={"shift": 3.0, "num_train_timesteps": 1000},
+        size=(8, 16),
+        max_sequence_length=2,
+    )
+
+
+MODELS = {"edit": edit_model, "sd3": sd3_model}
+
+
+make_trainable = functools.partial(tiny_models.make_trainable, targets=LORA_TARGETS)
+
+
+def sampling(kind="sde", mode="all", **options):
+    options = {"num_steps": NUM_STEPS, "noise_level": NOISE_LEVELS[kind], "reduction": "mean", **options}
+    return Sampling(kind=kind, window=WINDOWS[mode], **options)
+
+
+def policy(family="sd3", *, train="lora", guidance=1.0, microbatch=4, copies=("reference",), keep_means=False, **how):
+    """A new policy at its reference; ``how`` goes to ``sampling``."""
+    model = MODELS[family]()
+    make_trainable(model.module, train)
+    kept = WeightCopies(model.module)
+    for name in copies:
+        if name == "reference" and train == "lora":
+            kept.keep_without_adapter(name)
+        else:
+            kept.keep(name)
+    return DenoisingPolicy(
+        Guided(model, guidance) if guidance > 1 else model,
+        sampling=sampling(**how),
+        eval_steps=NUM_STEPS,
+        microbatch=microbatch,
+        copies=kept,
+        keep_means=keep_means,
+    )
+
+
+def trained(policy):
+    return {name: parameter for name, parameter in policy.module.named_parameters() if parameter.requires_grad}
+
+
+@torch.no_grad()
+def move(policy, size=0.05, key=0):
+    """Put the trained weights somewhere else."""
+    random = generator("move", key)
+    for parameter in trained(policy).values():
+        parameter.add_(size * torch.randn(parameter.shape, generator=random))
+
+
+def tasks(count=2, *, pictures=True):
+    """Instructions of unequal lengths, each with a source and a target."""
+    texts = ["red", "make it blue", "a", "put it left of that"]
+    return tuple(
+        Task(
+            id=f"t{k}",
+            instruction=texts[k % len(texts)],
+            images=(tiny_models.picture(k, 16, 16),) if pictures else (),
+            target=tiny_models.picture(100 + k, 16, 16),
+        )
+        for k in range(count)
+    )
+
+
+def batch(count=2, group_size=2, *, seed=3, step=5, tasks=tasks):
+    """Groups of ``group_size`` rows, one a task."""
+    rows = range(count * group_size)
+    return Batch(
+        seed=seed,
+        step=step,
+        tasks=tasks(count),
+        group_ids=tuple(range(count)),
+        group=tuple(row // group_size for row in rows),
+        slot=tuple(row % group_size for row in rows),
+    )
+
+
+def minibatch(batch, trajectory, advantages, *, valid=None, normalise="sequence", epoch=0):
+    """What one optimizer step learns from; ``advantages`` one a row."""
+    valid = torch.ones(len(batch), dtype=torch.bool) if valid is None else valid
+    weights = loss_weights(trajectory.mask, valid, normalise=normalise)
+    return Minibatch(batch, trajectory, torch.as_tensor(advantages)[:, None].expand_as(weights), weights, epoch)
+
+
+def gradient(policy, objective, minibatch):
+    """The gradient of the loss by parameter, over all the objective's microbatches; and the losses."""
+    parameters = trained(policy)
+    total = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    losses = []
+    for loss in objective.losses(policy, minibatch):
+        losses.append(loss)
+        if loss.value.requires_grad:
+            found = torch.autograd.grad(loss.value, list(parameters.values()), allow_unused=True)
+            for name, part in zip(parameters, found, strict=True):
+                total[name] += torch.zeros_like(total[name]) if part is None else part
+    return total, losses
+
+
+def distance(a, b):
+    """|a - b| / |b| of two gradients by name."""
+    assert a.keys() == b.keys()
+    return relative_distance([a[name] for name in b], list(b.values()))

@@ -1,0 +1,61 @@
+"""Tiny writing policies and batches, for tests of everything that drives one."""
+
+import torch
+
+import tiny_writers
+from retouch.policies.autoregressive.decoding import Decoding
+from retouch.policies.autoregressive.policy import AutoregressivePolicy
+from retouch.policies.weights import WeightCopies
+from retouch.types import Batch, Kind
+
+STOPS = tuple("abcdefghijklmnopqrstuvwxyz")  # so many that random rows end at different places
+LONGEST = 7
+
+
+def policy(
+    kind="qwen2.5-vl", *, writer=None, train="lora", copies=("reference",), decoding=None, microbatch=4, share=True, **options
+):
+    """A new policy at its reference, ``writer`` unless one is given."""
+    model = tiny_writers.writer(kind, train=train, stop=STOPS) if writer is None else writer
+    model.shares_prompts = model.shares_prompts and share
+    kept = WeightCopies(model.module)
+    for name in copies:
+        if name == "reference" and train == "lora":
+            kept.keep_without_adapter(name)
+        else:
+            kept.keep(name)
+    decoding = Decoding(**{"max_new_tokens": LONGEST, **(decoding or {})})
+    return AutoregressivePolicy(model, decoding=decoding, microbatch=microbatch, copies=kept, **{"chunk": 5, **options})
+
+
+def batch(tasks=None, group_size=2, *, seed=3, step=5):
+    """Groups of ``group_size`` rows, one a task."""
+    tasks = tiny_writers.tasks() if tasks is None else tasks
+    rows = range(len(tasks) * group_size)
+    return Batch(
+        seed=seed,
+        step=step,
+        tasks=tasks,
+        group_ids=tuple(range(len(tasks))),
+        group=tuple(row // group_size for row in rows),
+        slot=tuple(row % group_size for row in rows),
+    )
+
+
+class Form:
+    """A grammar: the second token is always the first of ``forced``, the third a digit, the fifth the second of ``forced``."""
+
+    kinds = (Kind.TEXT_TOKEN, Kind.IMAGE_TOKEN)
+
+    def __init__(self, writer, forced=(65, 66)):
+        digits = torch.zeros_like(writer.grammar.vocabularies)
+        digits[:, [writer.template.tokenizer.convert_tokens_to_ids(sign) for sign in "0123456789"]] = True
+        self.vocabularies = torch.cat([writer.grammar.vocabularies, digits])
+        self.forced = forced
+
+    def parse(self, prompts, ids):
+        assert len(prompts) == len(ids)
+        places = torch.arange(ids.shape[1] + 1).expand(len(ids), -1)
+        forced = torch.full_like(places, -1)
+        forced[places == 1], forced[places == 4] = self.forced
+        return (places == 2).long(), forced

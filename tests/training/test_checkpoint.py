@@ -1,0 +1,290 @@
+"""Checkpoints: the same bits back, damage seen, and nothing lost to a kill or a full disk."""
+
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from retouch.training import checkpoint
+from retouch.training.checkpoint import State
+
+KINDS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
+
+# In memory where there is such a file system: what a kill leaves there is the same, and flushing costs nothing.
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+@pytest.fixture(scope="module")
+def memory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def folder(memory: Path) -> Path:
+    return Path(tempfile.mkdtemp(dir=memory))
+
+
+def bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
+    return tensor.dtype, tuple(tensor.shape), tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def all_bits(state: State) -> dict[tuple[str, str], object]:
+    return {(group, name): bits(tensor) for group, tensors in state.tensors.items() for name, tensor in tensors.items()}
+
+
+def small(step: int) -> State:
+    weights = {"a": torch.randn(3, 5, generator=torch.Generator().manual_seed(step)), "b": torch.arange(4)}
+    return State(step, {"weights": weights, "optimizer": {"step": torch.tensor(float(step))}}, {"phase": "main", "seen": step})
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+@given(data=st.data(), shape=st.lists(st.integers(0, 4), max_size=3), seed=st.integers(0, 2**32))
+@settings(max_examples=40)
+def test_every_bit_comes_back(data: st.DataObject, shape: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for kind in data.draw(st.lists(st.sampled_from(KINDS), unique=True)):
+        size = torch.empty(shape, dtype=kind).numel() * kind.itemsize
+        raw = torch.randint(0, 2 if kind == torch.bool else 256, (size,), generator=generator, dtype=torch.uint8)
+        tensors[f"model.{kind}"] = raw.view(kind).view(shape)  # every pattern of bits, NaNs of all sorts among them
+    state = State(7, {"weights": tensors, "nothing": {}}, {"note": "Grüße \ud800", "list": [1, 2.5, None, {"deep": True}]})
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        back = checkpoint.load(checkpoint.save(Path(folder), state))
+        assert (back.step, back.numbers, back.tensors.keys()) == (7, state.numbers, state.tensors.keys())
+        assert all_bits(back) == all_bits(state)
+
+
+def test_views_shared_storage_and_parameters_are_kept_as_they_look(folder: Path) -> None:
+    base = torch.randn(4, 6)
+    odd = {"whole": base, "again": base, "row": base[1], "turned": base.t(), "wide": torch.tensor(2.0).expand(3, 2)}
+    state = State(1, {"weights": {**odd, "trained": torch.nn.Parameter(base)}}, {})
+    assert all_bits(checkpoint.load(checkpoint.save(folder, state))) == all_bits(
+        State(1, {"weights": {name: tensor.detach() for name, tensor in state.tensors["weights"].items()}}, {})
+    )
+
+
+def test_what_was_loaded_may_be_changed_and_the_file_is_not(folder: Path) -> None:
+    path = checkpoint.save(folder, small(1))
+    loaded = checkpoint.load(path)
+    for tensor in loaded.tensors["weights"].values():
+        tensor.add_(1)
+    assert all_bits(checkpoint.load(path)) == all_bits(small(1))
+
+
+def test_only_safetensors_and_json(folder: Path) -> None:
+    path = checkpoint.save(folder, small(1))
+    assert {file.name for file in path.iterdir()} == {"weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"}
+    assert os.listdir(folder) == ["step-000001"]
+
+
+def test_everything_is_on_the_disk_before_it_gets_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def noted_fsync(handle: int) -> None:
+        fsync(handle)
+        done.append(os.path.basename(os.readlink(f"/proc/self/fd/{handle}")))
+
+    def noted_rename(old: Path, new: Path) -> None:
+        rename(old, new)
+        done.append("renamed")
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    checkpoint.save(folder, small(3))
+    named = done.index("renamed")
+    assert set(done[: named - 1]) == {"weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"}
+    assert done[named - 1 :] == [".tmp-step-000003", "renamed", folder.name]
+
+
+def test_a_step_is_saved_once(folder: Path) -> None:
+    path = checkpoint.save(folder, small(3))
+    before = {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in path.iterdir()}
+    assert checkpoint.save(folder, State(3, {"other": {}}, {})) == path
+    assert {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in path.iterdir()} == before
+
+
+def test_a_damaged_one_is_replaced(folder: Path) -> None:
+    path = checkpoint.save(folder, small(3))
+    (path / "weights.safetensors").write_bytes(b"")
+    assert checkpoint.save(folder, small(3)) == path
+    assert all_bits(checkpoint.load(path)) == all_bits(small(3))
+    assert os.listdir(folder) == ["step-000003"]
+
+
+def test_numbers_that_json_cannot_hold_are_refused_before_anything_is_written(folder: Path) -> None:
+    with pytest.raises(ValueError, match="nan"):
+        checkpoint.save(folder / "checkpoints", State(1, {}, {"best": float("nan")}))
+    assert not (folder / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+@pytest.mark.parametrize("damage", ["missing", "cut", "empty", "longer", "a folder"])
+def test_damage_is_seen_and_passed_over(folder: Path, name: str, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    older, newer = checkpoint.save(folder, small(1)), checkpoint.save(folder, small(2))
+    content = (newer / name).read_bytes()
+    if damage == "missing":
+        (newer / name).unlink()
+    elif damage == "a folder":
+        (newer / name).unlink()
+        (newer / name).mkdir()
+    else:
+        (newer / name).write_bytes({"cut": content[:-3], "empty": b"", "longer": content + b"x"}[damage])
+    with pytest.raises(ValueError, match=r"step-000002.*use another"):
+        checkpoint.load(newer)
+    assert checkpoint.latest(folder) == older
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "step-000002" in caplog.text
+
+
+@pytest.fixture(scope="module")
+def pristine(memory: Path) -> Path:
+    return checkpoint.save(memory / "pristine", small(2))
+
+
+@given(data=st.data())
+@settings(max_examples=150)
+def test_a_flipped_bit_never_changes_what_is_loaded(pristine: Path, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(file.name for file in pristine.iterdir())))
+    bit = data.draw(st.integers(0, 8 * (pristine / name).stat().st_size - 1))
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        path = Path(folder) / pristine.name
+        shutil.copytree(pristine, path)
+        flip(path / name, bit)
+        try:
+            back = checkpoint.load(path)
+        except ValueError:
+            return
+        assert name == "manifest.json", "only where the manifest means the same (white space) may a flip go unseen"
+        assert (back.step, back.numbers, all_bits(back)) == (2, small(2).numbers, all_bits(small(2)))
+
+
+def test_a_manifest_cannot_name_files_elsewhere(folder: Path) -> None:
+    path = checkpoint.save(folder, small(1))
+    manifest = path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("weights.safetensors", "../weights.safetensors"))
+    with pytest.raises(ValueError, match="does not describe a checkpoint"):
+        checkpoint.load(path)
+
+
+def test_another_format_is_refused(folder: Path) -> None:
+    path = checkpoint.save(folder, small(1))
+    manifest = path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(ValueError, match="format 2; this version of Retouch reads 1"):
+        checkpoint.load(path)
+
+
+def test_the_newest_is_by_number_and_other_names_are_left_alone(folder: Path) -> None:
+    assert checkpoint.latest(folder / "nowhere") is None
+    for step in (2, 999_999, 1_000_000):
+        checkpoint.save(folder, small(step))
+    for name in ("step-best", "step-9999999.bak", "notes"):
+        (folder / name).mkdir()
+    assert checkpoint.latest(folder) == folder / "step-1000000"
+    checkpoint.prune(folder, 1)
+    assert sorted(os.listdir(folder)) == ["notes", "step-1000000", "step-9999999.bak", "step-best"]
+
+
+@given(good=st.lists(st.booleans(), max_size=6), keep=st.integers(1, 4), every=st.none() | st.integers(1, 3))
+@settings(max_examples=60)
+def test_prune_keeps_the_newest_the_newest_good_one_and_one_of_so_many(good: list[bool], keep: int, every: int | None) -> None:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as name:
+        folder = Path(name)
+        for step, whole in enumerate(good):
+            path = checkpoint.save(folder, State(step, {}, {}))
+            if not whole:
+                (path / "state.json").unlink()
+        checkpoint.prune(folder, keep, keep_every=every)
+        newest = set(range(len(good))[-keep:])
+        best = {max(step for step, whole in enumerate(good) if whole)} if any(good) else set()
+        for_good = set() if every is None else set(range(0, len(good), every))
+        assert {int(path.name[5:]) for path in folder.iterdir()} == newest | best | for_good
+
+
+def test_prune_refuses_to_keep_none(folder: Path) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        checkpoint.prune(folder, 0)
+
+
+def test_tidy_removes_only_what_was_left_behind(folder: Path) -> None:
+    checkpoint.save(folder, small(1))
+    (folder / ".tmp-step-000002").mkdir()
+    (folder / ".tmp-step-000002" / "weights.safetensors").write_bytes(b"half")
+    checkpoint.tidy(folder)
+    assert os.listdir(folder) == ["step-000001"]
+
+
+@pytest.mark.parametrize("limit", [100, 1_000, 12_000])
+def test_a_full_disk_leaves_the_last_one(folder: Path, limit: int) -> None:
+    """At the first tensors, at state.json, and at tensors after some that fitted."""
+    checkpoint.save(folder, small(1))
+    tensors = {
+        "first": {"a": torch.zeros(1 if limit == 1_000 else 2_000)},
+        "second": {"a": torch.zeros(1 if limit == 1_000 else 4_000)},
+    }
+    state = State(2, tensors, {"text": "x" * 2_000})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(ValueError, match=r"could not write the checkpoint .*step-000002: .*File too large.* free some space"):
+            checkpoint.save(folder, state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert os.listdir(folder) == ["step-000001"]
+    assert all_bits(checkpoint.load(folder / "step-000001")) == all_bits(small(1))
+    assert all_bits(checkpoint.load(checkpoint.save(folder, state))) == all_bits(state)
+
+
+def test_a_kill_at_any_point_loses_nothing(folder: Path) -> None:
+    program = Path(__file__).parents[1] / "support" / "kill_saves.py"
+    done = subprocess.run([sys.executable, program, folder, "0", "40", "20"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def draws() -> list[object]:
+    """Odd numbers of normal draws leave half of a pair inside the generators."""
+    return [random.gauss(0, 1), random.random(), numpy.random.normal(), numpy.random.bytes(3), torch.randn(3).tolist()]
+
+
+def test_random_numbers_go_on_where_they_were(folder: Path) -> None:
+    before = checkpoint.rng_state()
+    try:
+        for _ in range(2):  # with and without a spare normal draw inside
+            path = checkpoint.save(folder, State(len(os.listdir(folder)), {"random": checkpoint.rng_state()}, {}))
+            expected = [draws(), draws()]
+            random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+            checkpoint.restore_rng(checkpoint.load(path).tensors["random"])
+            assert [draws(), draws()] == expected
+            draws()
+    finally:
+        checkpoint.restore_rng(before)
+    assert all(torch.equal(value, before[name]) or value.isnan() for name, value in checkpoint.rng_state().items())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_random_numbers_of_a_gpu_go_on_where_they_were() -> None:
+    torch.randn(3, device="cuda")
+    state = checkpoint.rng_state()
+    expected = torch.randn(5, device="cuda")
+    torch.randn(7, device="cuda")
+    checkpoint.restore_rng(state)
+    assert torch.equal(torch.randn(5, device="cuda"), expected)

@@ -1,0 +1,101 @@
+"""The held-out table: means, intervals, the headline's row; the gain between two evaluations of the same tasks."""
+
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+import pytest
+import torch
+from PIL import Image
+
+import tiny_writers
+import tiny_writing
+from retouch.distributed.ranks import Ranks
+from retouch.rewards.judging import Judge, Judged
+from retouch.training.evaluation import Evaluated, Evaluator, chosen, paired_gain, table
+from retouch.training.journal import unkept
+from retouch.types import Batch, Column, Sample, Task
+
+
+def evaluated() -> Evaluated:
+    tasks = [Task(id=str(i), instruction="x", tags={"complexity": "1" if i < 1 else "2"}) for i in range(4)]
+    overall = torch.tensor([8.0, 1.0, 3.0, float("nan")])
+    return Evaluated(tasks, {"overall": overall}, overall)
+
+
+def test_rows_and_intervals() -> None:
+    means, intervals = table(evaluated())
+    assert list(means) == ["all", "complexity=1", "complexity=2"]
+    assert means["all"] == {"n": 4, "reward": 4.0, "overall": 4.0}
+    half = 1.96 * math.sqrt(13.0) / math.sqrt(3)  # the variance of 8, 1 and 3
+    assert intervals["all"]["overall"] == pytest.approx((4.0 - half, 4.0 + half))
+
+
+def test_one_value_has_a_mean_and_no_interval() -> None:
+    means, intervals = table(evaluated())
+    assert means["complexity=1"]["overall"] == 8.0
+    assert intervals["complexity=1"] == {}
+
+
+def test_the_headline_has_a_row_unless_it_is_all() -> None:
+    some = evaluated()
+    means, _ = table(some, chosen(some.tasks, {"complexity": ["2"]}))
+    assert list(means) == ["all", "headline", "complexity=1", "complexity=2"]
+    assert means["headline"] == means["complexity=2"]
+    assert "headline" not in table(some, chosen(some.tasks, None))[0]
+
+
+def test_the_gain_is_paired() -> None:
+    before, after = torch.tensor([1.0, 5.0, 9.0, float("nan")]), torch.tensor([2.0, 6.0, 10.0, 3.0])
+    gain, interval = paired_gain(before, after)
+    assert gain == 1.0
+    assert interval == (1.0, 1.0)
+    assert paired_gain(before[:1], after[:1]) == (1.0, None)
+
+
+class Said:
+    """Paints a grey that hangs on every id that was written."""
+
+    def __call__(self, tasks, trajectory):
+        return [Image.new("L", (1, 1), sum(written.ids) % 251) for written in trajectory.outputs]
+
+
+class Grey:
+    columns: Mapping[str, Column] = {"grey": Column(0.0, 255.0)}
+
+    def __call__(self, samples):
+        return {"grey": torch.tensor([float(sample.image.getpixel((0, 0))) for sample in samples])}
+
+
+def test_what_is_asked_is_awaited_when_all_is_asked() -> None:
+    """Nothing is judged before the last batch has come, so that a dead judge costs one deadline and not one for each batch."""
+    tasks = tiny_writers.tasks()
+    judge = Judge(Grey(), {"grey": 1.0})
+    asked: list[tuple[Future, list]] = []
+
+    def patient(batch: Batch, samples: Sequence[Sample]) -> "Future[Judged]":
+        asked.append((Future(), samples))
+        if len(asked) == len(tasks):
+            for future, waiting in asked:
+                future.set_result(judge(waiting))
+        return asked[-1][0]
+
+    one_by_one = Evaluator(tasks=tasks, renderer=Said(), judge=patient, ranks=Ranks(), seed=0, batch=1)
+    at_once = replace(one_by_one, judge=unkept(judge), batch=len(tasks))
+    policy = tiny_writing.policy()
+    assert torch.equal(one_by_one(policy).rewards, at_once(policy).rewards)
+    judge.close()
+
+
+def test_the_best_of_a_writers_samples_is_of_words_that_differ() -> None:
+    tasks = tiny_writers.tasks()
+    judge = Judge(Grey(), {"grey": 1.0})
+    evaluate = Evaluator(tasks=tasks, renderer=Said(), judge=unkept(judge), ranks=Ranks(), seed=0, batch=len(tasks))
+    policy = tiny_writing.policy()
+    likeliest = evaluate(policy).rewards
+    assert torch.equal(likeliest, evaluate(policy).rewards)
+    three, eight = (evaluate.best_of(policy, k=k).rewards for k in (3, 8))
+    assert (eight >= three).all()
+    assert (eight > three).any()
+    judge.close()

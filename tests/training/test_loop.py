@@ -1,0 +1,371 @@
+"""The loop: what it learns from a step does not depend on chunks, microbatches, ranks, or rows that could not be judged."""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tiny_loop
+import tiny_policies as tiny
+from retouch.core.advantages import batch_relative, group_relative
+from retouch.distributed.stepper import NonFiniteGradient
+from retouch.objectives.nft import NFT
+from retouch.objectives.supervised import Supervised
+from retouch.rewards.quota.quota import BudgetSpent
+from retouch.training.loop import Collected, TooManyMissing, collect, train
+from retouch.types import Batch, Loss
+
+SUPPORT = Path(__file__).parents[1] / "support"
+NFT_OPTIONS = {"kind": "ode", "copies": ("old",), "weights": "old"}
+
+
+def first_step(policy=None, *, missing=(), chunk=4, phase=None, **options):
+    """The gradient and the metrics of a run's first step."""
+    run = tiny_loop.run(policy or tiny.policy(mode="window"), judge=tiny_loop.Share(missing), chunk=chunk, **options)
+    ((_, _, metrics),) = train(run, phase or tiny_loop.phase(steps=range(1)), start=0)
+    return tiny_loop.gradient(run), metrics
+
+
+# What a step is
+
+
+def test_a_run_is_the_loop_written_by_hand():
+    """Two epochs of two minibatches: rollout, rewards, advantages, four AdamW steps."""
+    policy = tiny.policy(mode="window")
+    run = tiny_loop.run(policy)
+    phase = tiny_loop.phase(count=2, group_size=4, minibatches=2, epochs=2, steps=range(1))
+    ((step, collected, metrics),) = train(run, phase, start=0)
+
+    twin = tiny.policy(mode="window")
+    batch = phase.batch(0)
+    trajectory = twin.rollout(batch)
+    images = tiny_loop.LatentRenderer(twin.model)([batch.tasks[k] for k in batch.group], trajectory)
+    rewards = torch.tensor([_share_of_red(image) for image in images], dtype=torch.float32)
+    advantages = torch.cat([(group - group.mean()) / (group.std(correction=0) + 1e-4) for group in rewards.split(4)])
+    optimizer = torch.optim.AdamW(tiny.trained(twin).values(), lr=1e-3, weight_decay=0.0)
+    for epoch in range(2):
+        for rows in (slice(0, 4), slice(4, 8)):
+            minibatch = tiny.minibatch(batch.take(rows), trajectory.take(rows), advantages[rows], epoch=epoch)
+            found, _ = tiny.gradient(twin, tiny_loop.GRPO, minibatch)
+            for name, parameter in tiny.trained(twin).items():
+                parameter.grad = found[name]
+            optimizer.step()
+    for name, parameter in tiny.trained(twin).items():
+        torch.testing.assert_close(tiny.trained(policy)[name], parameter, atol=2e-5, rtol=0)
+    torch.testing.assert_close(collected.advantages, advantages[:, None].expand(-1, 2), atol=1e-3, rtol=1e-3)
+    assert step == 0
+    assert metrics["reward/mean"] == pytest.approx(rewards.mean().item(), abs=1e-6)
+    assert metrics["policy/ratio_max_first"] <= 1e-6 < metrics["policy/ratio_max"]
+    assert metrics["policy/learning_rate"] == 1e-3
+
+
+def _share_of_red(image):
+    pixels = np.asarray(image).astype(float)
+    return (pixels[..., 0] / pixels.sum(-1)).mean()
+
+
+def test_collected_rows_belong_together():
+    run, phase = tiny_loop.run(tiny.policy(mode="window"), chunk=4), tiny_loop.phase(count=3, group_size=2)
+    collected = collect(run, phase, 0)
+    assert run.judge.asked == [4, 2]
+    assert len(collected.images) == len(collected.trajectory) == len(collected.advantages) == 6
+    drawn = [_share_of_red(image) for image in collected.images]
+    assert collected.judged.rewards.tolist() == pytest.approx(drawn, abs=1e-6)
+    wanted = group_relative(collected.judged.rewards, torch.arange(6) // 2)
+    torch.testing.assert_close(collected.advantages, wanted[:, None].expand(-1, 2))
+    again = run.renderer([collected.batch.tasks[k] for k in collected.batch.group], collected.trajectory)
+    assert [image.tobytes() for image in again] == [image.tobytes() for image in collected.images]
+
+
+def test_tasks_with_equal_words_are_compared_within_themselves():
+    alike = tuple(replace(task, instruction="the same") for task in tiny.tasks(2))
+    phase = tiny_loop.phase(count=2, group_size=3)
+    batch = replace(phase.batch(0), tasks=alike)
+    collected = collect(tiny_loop.run(tiny.policy(mode="window")), replace(phase, batch=lambda step: batch), 0)
+    for group in collected.advantages[:, 0].view(2, 3):
+        assert group.sum().item() == pytest.approx(0, abs=1e-3)
+        assert group.abs().max() > 0.1
+
+
+# Nothing depends on the cut
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return first_step(tiny.policy(mode="window", microbatch=100), chunk=100)
+
+
+@pytest.mark.parametrize("microbatch", [1, 3])
+def test_microbatches_do_not_change_the_gradient(whole, microbatch):
+    found, metrics = first_step(tiny.policy(mode="window", microbatch=microbatch), chunk=100)
+    assert tiny.distance(found, whole[0]) < 1e-5
+    for name in ("policy/loss", "policy/kl", "policy/approx_kl", "policy/grad_norm", "reward/mean"):
+        assert metrics[name] == pytest.approx(whole[1][name], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+def test_chunks_change_nothing_but_rounding(whole, chunk):
+    """Groups of three in chunks of four: a group's rows are sampled and judged apart, and encoded twice."""
+    found, _ = first_step(tiny.policy(mode="window", microbatch=100), chunk=chunk)
+    # Rewards move by less than a level of 255, which the advantages divide by a small spread.
+    assert tiny.distance(found, whole[0]) < 1e-2
+    runs = [tiny_loop.run(tiny.policy(mode="window"), chunk=size) for size in (chunk, 100)]
+    parts = [collect(run, tiny_loop.phase(), 0).trajectory for run in runs]
+    for a, b in [
+        (parts[0].latents, parts[1].latents),
+        (parts[0].outputs, parts[1].outputs),
+        (parts[0].log_probs, parts[1].log_probs),
+    ]:
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
+
+
+def step_on(ranks, policy, objective, missing):
+    run = tiny_loop.run(policy, judge=tiny_loop.Share(missing), ranks=ranks, chunk=100)
+    phase = tiny_loop.phase(objective, count=3, group_size=2, ranks=ranks, steps=range(1))
+    ((_, collected, metrics),) = train(run, phase, start=0)
+    return tiny_loop.gradient(run), metrics, collected
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("objective", "options"), [(tiny_loop.GRPO, {"mode": "window"}), (NFT(), NFT_OPTIONS)], ids=["grpo", "nft"]
+)
+def test_ranks_share_one_gradient(world, objective, options):
+    """Three groups of two over two or three ranks, one row missing: groups span ranks, and the ranks' valid rows are unequal."""
+    alone, wanted, _ = step_on(tiny_loop.ALONE, tiny.policy(microbatch=2, **options), objective, [(1, 1)])
+    policies = [tiny.policy(microbatch=2, **options) for _ in range(world)]
+    results = tiny_loop.together(world, lambda ranks: step_on(ranks, policies[ranks.rank], objective, [(1, 1)]))
+    for found, metrics, collected in results:
+        assert len(collected.batch) == 6 // world
+        assert tiny.distance(found, alone) < 1e-5
+        for name, value in wanted.items():
+            assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    for policy in policies[1:]:
+        for name, parameter in tiny.trained(policy).items():
+            assert torch.equal(parameter, tiny.trained(policies[0])[name])
+
+
+def test_batch_relative_advantages_are_relative_to_the_rows_of_all_ranks():
+    policies = [tiny.policy(mode="window") for _ in range(3)]
+
+    def advantages(policy, ranks):
+        run = tiny_loop.run(policy, judge=tiny_loop.Share(), ranks=ranks, chunk=100)
+        phase = tiny_loop.phase(count=4, group_size=1, ranks=ranks, advantage=lambda rewards, group: batch_relative(rewards))
+        return collect(run, phase, 0).advantages[:, 0]
+
+    wanted = advantages(policies[0], tiny_loop.ALONE)
+    shared = tiny_loop.together(2, lambda ranks: advantages(policies[1 + ranks.rank], ranks))
+    torch.testing.assert_close(torch.cat(shared), wanted, atol=1e-3, rtol=1e-3)
+    assert wanted.abs().min() > 1e-2
+
+
+def test_two_real_ranks_share_one_gradient(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path[1:]]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*command, str(SUPPORT / "two_ranks.py"), str(tmp_path)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    alone, wanted, _ = step_on(tiny_loop.ALONE, tiny.policy(mode="window", microbatch=2), tiny_loop.GRPO, [(1, 1)])
+    assert tiny.distance(load_file(tmp_path / "gradient.safetensors"), alone) < 1e-5
+    # Pictures drawn two at a time may differ by a level of 255 in a pixel or two.
+    assert json.loads((tmp_path / "metrics.json").read_text()) == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+
+
+# Rows that could not be judged
+
+
+@pytest.mark.parametrize(
+    ("objective", "options"),
+    [(replace(tiny_loop.GRPO, kl_weight=10.0), {"mode": "window", "copies": ("reference",)}), (NFT(), NFT_OPTIONS)],
+    ids=["grpo", "nft"],
+)
+def test_a_missing_score_is_as_if_the_row_were_not_there(objective, options):
+    """Away from reference and old policy, where a row without an advantage would be pulled back there if it had a weight."""
+
+    def step(missing, **cut):
+        policy = tiny.policy(**options)
+        tiny.move(policy)
+        phase = tiny_loop.phase(objective, steps=range(1), **cut)
+        batch = phase.batch(0).take(slice(0, len(phase.order)))
+        return first_step(policy, missing=missing, chunk=100, phase=replace(phase, batch=lambda step: batch))
+
+    missing, metrics = step([(1, 2)])
+    absent, _ = step([], order=torch.arange(5), group=torch.tensor([0, 0, 0, 1, 1]))
+    assert tiny.distance(missing, absent) < 1e-5
+    assert metrics["reward/missing_fraction"] == pytest.approx(1 / 6)
+    assert metrics["reward/count"] == 5
+    everything, _ = step([])
+    assert tiny.distance(everything, missing) > 0.05
+
+
+def test_a_fault_of_the_policy_is_the_lowest_score_and_not_missing():
+    policy = tiny.policy(mode="window")
+    run = tiny_loop.run(policy, chunk=100)
+    draw = run.renderer
+    run = replace(run, renderer=lambda tasks, trajectory: [None, *draw(tasks, trajectory)[1:]])
+    collected = collect(run, tiny_loop.phase(), 0)
+    assert collected.judged.rewards[0] == 0.0
+    assert collected.valid.all()
+    assert (collected.advantages[0] < -0.5).all()
+    assert collected.metrics["reward/fault_fraction"] == pytest.approx(1 / 6)
+    assert collected.metrics["reward/missing_fraction"] == 0
+
+
+def test_too_many_missing_stops_the_run_and_nothing_was_learned():
+    policy = tiny.policy(mode="window")
+    before = {name: parameter.detach().clone() for name, parameter in tiny.trained(policy).items()}
+    run = tiny_loop.run(policy, judge=tiny_loop.Share([(0, 0), (0, 1), (1, 0)]), max_missing=0.4)
+    with pytest.raises(TooManyMissing, match=r"50% of the samples could not be judged, and the recipe allows 40%"):
+        list(train(run, tiny_loop.phase(), start=0))
+    assert all(torch.equal(parameter, before[name]) for name, parameter in tiny.trained(policy).items())
+
+
+def test_exactly_the_allowed_share_may_be_missing():
+    """A fifth of ten: 0.2 in fp32 is above 0.2."""
+    run = tiny_loop.run(tiny.policy(mode="window"), judge=tiny_loop.Share([(0, 0), (1, 0)]), max_missing=0.2, chunk=100)
+    collected = collect(run, tiny_loop.phase(group_size=5), 0)
+    assert collected.valid.tolist() == [False, True, True, True, True] * 2
+
+
+def test_too_many_missing_is_decided_by_all_ranks_together():
+    """The judge fails rank 1's rows alone, and both ranks stop."""
+    policies = [tiny.policy(mode="window") for _ in range(2)]
+
+    def act(ranks):
+        run = tiny_loop.run(policies[ranks.rank], judge=tiny_loop.Share([(1, 0), (1, 1)]), ranks=ranks, max_missing=0.4)
+        with pytest.raises(TooManyMissing):
+            collect(run, tiny_loop.phase(count=2, group_size=2, ranks=ranks), 0)
+        return ranks.rank
+
+    assert tiny_loop.together(2, act) == [0, 1]
+
+
+def test_a_spent_budget_stops_all_ranks_once_what_is_under_way_is_there():
+    """Rank 1's second chunk has no calls left; both ranks stop, and rank 1 has awaited its third."""
+    awaited = []
+
+    class Spent(tiny_loop.Share):
+        def __call__(self, batch, samples):
+            future = super().__call__(batch, samples)
+            if len(self.asked) == 2:
+                future = Future()
+                future.set_exception(BudgetSpent("10 of 10"))
+            awaited.append(future)
+            return future
+
+    policies = [tiny.policy(mode="window") for _ in range(2)]
+
+    def act(ranks):
+        judge = tiny_loop.Share() if ranks.first else Spent()
+        run = tiny_loop.run(policies[ranks.rank], judge=judge, ranks=ranks, chunk=1)
+        with pytest.raises(BudgetSpent, match="as another rank's log says" if ranks.first else "10 of 10"):
+            collect(run, tiny_loop.phase(count=2, group_size=3, ranks=ranks), 0)
+        return ranks.rank
+
+    assert tiny_loop.together(2, act) == [0, 1]
+    assert len(awaited) == 3
+
+
+# Steps, epochs and minibatches
+
+
+class Counting:
+    """An objective that learns nothing and notes what it was given."""
+
+    def __init__(self):
+        self.seen, self.taken = [], []
+
+    def losses(self, policy, minibatch):
+        self.seen.append((minibatch.batch.step, minibatch.epoch, minibatch.batch.group_ids, len(minibatch.batch)))
+        assert minibatch.weights.sum().item() == pytest.approx(1)
+        parameter = next(iter(tiny.trained(policy).values()))
+        yield Loss((parameter * 0).sum(), {"policy/loss": 2.0})
+
+    def after_step(self, policy, step):
+        self.taken.append(step)
+
+
+def test_epochs_pass_over_the_minibatches_and_steps_are_counted():
+    objective, averaged = Counting(), []
+    run = tiny_loop.run(tiny.policy(mode="window"), average=averaged.append)
+    phase = tiny_loop.phase(objective, count=2, group_size=2, minibatches=2, epochs=3, steps=range(5, 7))
+    assert [step for step, _, _ in train(run, phase, start=0)] == [5, 6]
+    assert objective.seen == [(step, epoch, (group,), 2) for step in (5, 6) for epoch in range(3) for group in range(2)]
+    assert objective.taken == averaged == list(range(1, 13))
+
+
+def test_a_phase_goes_on_where_it_stopped():
+    objective = Counting()
+    phase = tiny_loop.phase(objective, count=1, group_size=2, epochs=2, steps=range(5, 8))
+    assert [step for step, _, _ in train(tiny_loop.run(tiny.policy(mode="window")), phase, start=6)] == [6, 7]
+    assert objective.taken == [3, 4, 5, 6]
+
+
+def test_metrics_are_means_over_optimizer_steps():
+    phase = tiny_loop.phase(Counting(), count=2, group_size=2, minibatches=2, epochs=3, steps=range(1))
+    ((_, _, metrics),) = train(tiny_loop.run(tiny.policy(mode="window")), phase, start=0)
+    assert metrics["policy/loss"] == pytest.approx(2.0)
+    assert metrics["policy/grad_norm"] == 0.0
+
+
+def test_imitation_asks_no_judge_and_weighs_every_row_alike():
+    policy = tiny.policy(train="full")
+    run = tiny_loop.run(policy)
+    phase = tiny_loop.phase(Supervised(), count=3, group_size=1, advantage=None, steps=range(1))
+    ((_, collected, metrics),) = train(run, phase, start=0)
+    assert run.judge.asked == []
+    assert isinstance(collected, Collected)
+    assert collected.judged is None
+    twin = tiny.policy(train="full")
+    batch = phase.batch(0)
+    wanted, losses = tiny.gradient(twin, Supervised(), tiny.minibatch(batch, twin.demonstrate(batch), torch.ones(3)))
+    assert tiny.distance(tiny_loop.gradient(run), wanted) < 1e-5
+    assert metrics["policy/loss"] == pytest.approx(sum(loss.value.item() for loss in losses), rel=1e-5)
+
+
+def test_nft_learns_from_pictures_of_the_old_policy_which_then_follows():
+    policy = tiny.policy(**NFT_OPTIONS)
+    run = tiny_loop.run(policy)
+    phase = tiny_loop.phase(NFT(old_rate=0.4, old_max=0.9), steps=range(2), learning_rate=lambda step: 0.05)
+    name = next(name for name in tiny.trained(policy) if "lora_B" in name)
+    old = policy.copies.copies["old"][name].clone()
+    for step, (_, collected, _) in enumerate(train(run, phase, start=0)):
+        decay = 0.4 * (step + 1)
+        old = decay * old + (1 - decay) * tiny.trained(policy)[name].detach()
+        torch.testing.assert_close(policy.copies.copies["old"][name], old)
+        assert old.abs().max() > 0
+        followed = collected
+    twin = tiny.policy(**NFT_OPTIONS)
+    ((_, _, _),) = train(tiny_loop.run(twin), replace(phase, steps=range(1)), start=0)
+    twin.sampling = replace(twin.sampling, weights="current")
+    with twin.copies.using("old"):
+        torch.testing.assert_close(twin.rollout(phase.batch(1)).outputs, followed.trajectory.outputs, atol=1e-4, rtol=0)
+    assert (twin.rollout(phase.batch(1)).outputs - followed.trajectory.outputs).abs().max() > 1e-2
+
+
+def test_a_gradient_that_is_no_number_changes_no_weight():
+    class Broken(Counting):
+        def losses(self, policy, minibatch):
+            yield Loss(sum((parameter * torch.nan).sum() for parameter in tiny.trained(policy).values()))
+
+    policy = tiny.policy(mode="window")
+    before = {name: parameter.detach().clone() for name, parameter in tiny.trained(policy).items()}
+    run = tiny_loop.run(policy)
+    with pytest.raises(NonFiniteGradient, match="no step was taken"):
+        list(train(run, tiny_loop.phase(Broken()), start=0))
+    assert all(torch.equal(parameter, before[name]) for name, parameter in tiny.trained(policy).items())
+    assert all(parameter.grad is None for parameter in tiny.trained(policy).values())
+
+
+def test_a_batch_keeps_the_tasks_of_its_rows():
+    tasks = tiny.tasks(3)
+    batch = Batch(0, 0, tasks, (4, 5, 9), (0, 0, 1, 2, 2), (0, 1, 0, 0, 1))
+    part = batch.take(slice(2, 4))
+    assert (part.tasks, part.group_ids, part.group, part.slot) == (tasks[1:], (5, 9), (0, 1), (0, 0))
