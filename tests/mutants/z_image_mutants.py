@@ -58,8 +58,8 @@ Z_IMAGE = (
     Mutant(
         "steps in equal parts of the scheduler's own",
         "models/z_image/model.py",
-        "image_tokens=height * width, start=start)",
-        "image_tokens=height * width)",
+        "return list(torch.linspace(1.0, 1 / num_steps, num_steps).tolist())",
+        "return list(torch.linspace(1.0, 0.001, num_steps).tolist())",
         f"{_WALK}[0.0-turbo]",
     ),
 )

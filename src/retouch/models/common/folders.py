@@ -1,5 +1,6 @@
 """Models in local folders: safetensors only, named classes only, no code from the folder."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ def diffusers_folder(path: Path | str) -> Path:
 
 
 def load_parts(path: Path | str, *, dtype: torch.dtype, device: torch.device | str, **kinds: Any) -> dict[str, Any]:
-    """The parts of a local diffusers folder, by the names of their folders, and "scheduler", its configuration.
+    """The parts of a local diffusers folder, by the names of their folders.
+
+    Besides them "scheduler", its configuration, and "index", the pipeline's own (``model_index.json``).
 
     ``kinds``: the class of each part. Modules are loaded in ``dtype`` on ``device``, all but the transformer frozen. Raises
     ``ValueError`` where it is no such folder.
@@ -35,4 +38,6 @@ def load_parts(path: Path | str, *, dtype: torch.dtype, device: torch.device | s
         parts[name] = kind.from_pretrained(root / name, **told, **LOCAL).to(device)
         if name != "transformer":
             parts[name].requires_grad_(False).eval()
-    return {**parts, "scheduler": FlowMatchEulerDiscreteScheduler.load_config(root / "scheduler", local_files_only=True)}
+    scheduler = FlowMatchEulerDiscreteScheduler.load_config(root / "scheduler", local_files_only=True)
+    index = json.loads((root / "model_index.json").read_text(encoding="utf-8"))
+    return {**parts, "scheduler": scheduler, "index": index}

@@ -1,15 +1,18 @@
-"""What the adapters of diffusers pipelines have in common: prompts, guidance, noise, and images."""
+"""What the adapters of diffusers pipelines have in common: prompts, guidance, schedule, noise, and images."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from PIL.Image import Image
 from torch import Tensor, nn
 
 from retouch.models.common.latents import Size
+from retouch.models.common.schedule import pipeline_sigmas
 from retouch.types import Conditioning, Task
 
 
@@ -56,7 +59,7 @@ class PromptEncoder(Protocol):
 
 
 class PipelineModel(ABC):
-    """A ``retouch.protocols.DenoisingModel`` of packed tokens; subclasses give ``condition``, ``sigmas`` and ``velocity``.
+    """A ``retouch.protocols.DenoisingModel`` of packed tokens; subclasses give ``condition`` and ``velocity``.
 
     ``size``: (height, width) of the output in px; None leaves it to ``condition``. ``NEGATIVE``: the negative prompt. Raises
     ``ValueError`` for a size that does not divide into tokens.
@@ -91,12 +94,44 @@ class PipelineModel(ABC):
         """The conditioning of the tasks with these prompts instead of their own; without gradient."""
 
     @abstractmethod
-    def sigmas(self, num_steps: int, conditioning: Conditioning) -> Float[Tensor, " num_steps_plus_1"]: ...
-
-    @abstractmethod
     def velocity(
         self, module: nn.Module, x: Float[Tensor, "r s d"], sigma: Float[Tensor, " r"], conditioning: Conditioning
     ) -> Float[Tensor, "r s d"]: ...
+
+    def conditioning(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        size: Size,
+        images: Sequence[Sequence[Image]] = (),
+        sizes: Sequence[Size] = (),
+        padded: frozenset[str] = frozenset(),
+    ) -> Conditioning:
+        """A conditioning on the transformer's device, with "size" and "sources", the ``sizes`` of source images, in ``shared``.
+
+        ``images``: the source images of each row; their tokens, one image after the other, become "source" (r, s, d).
+        """
+        if sizes:
+            columns = zip(sizes, zip(*images, strict=True), strict=True)
+            tokens = [self.latents.encode(self.latents.pixels(column, each)) for each, column in columns]
+            tensors = {**tensors, "source": torch.cat(tokens, dim=1)}
+        device = next(self.module.parameters()).device
+        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+        return Conditioning(tensors, padded, {"size": size, "sources": tuple(sizes)})
+
+    def sigmas(self, num_steps: int, conditioning: Conditioning) -> Float[Tensor, " num_steps_plus_1"]:
+        """``start``, shifted for the number of tokens of the output, then 0."""
+        tokens = math.prod(self.latents.grid(conditioning.shared["size"]))
+        start, shift = self.start(max(num_steps, 1)), self.shift(tokens, num_steps)
+        return pipeline_sigmas(self.scheduler_config, num_steps, image_tokens=tokens, start=start, shift=shift)
+
+    def start(self, num_steps: int) -> list[float]:
+        """The sigmas that the pipeline gives its scheduler: 1 to 1 / num_steps in equal steps."""
+        return list(np.linspace(1.0, 1 / num_steps, num_steps).tolist())
+
+    def shift(self, tokens: int, num_steps: int) -> float | None:
+        """mu of the time shift where the pipeline computes it itself; None leaves it to the scheduler's configuration."""
+        return None
 
     def encode(self, tasks: Sequence[Task]) -> Conditioning:
         for task in tasks:

@@ -1,7 +1,7 @@
-"""Prompts as hidden states of a frozen Qwen3, read through its chat template: the text encoding of Z-Image and FLUX.2-klein."""
+"""Prompts in a chat template, and as hidden states of a frozen Qwen3: the text encoding of Z-Image and FLUX.2-klein."""
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -11,28 +11,21 @@ from transformers import PreTrainedTokenizerBase, Qwen3Model
 from retouch.models.common.chat_template import QwenTemplate
 
 
-class Qwen3Text:
-    """A Qwen3 text encoder with its tokenizer, whose chat template gets one turn of the user. Subclasses name the family.
+class ChatPrompts:
+    """A text encoder that reads a prompt in a chat template, to be derived from.
 
-    ``FAMILY``: its name, for messages. ``LAYERS``: the hidden states that are concatenated (0 is the embedding). ``THINKING``: the
-    template's ``enable_thinking``. ``PADDING``: of a batch, to its longest prompt or to ``max_sequence_length``, which counts the
-    tokens of a prompt in its template.
-
-    Raises ``ValueError`` where the tokenizer has no chat template that contains the prompt unchanged.
+    ``FAMILY``: name of the models, for messages. ``max_sequence_length``: tokens of a prompt in its template, without the first
+    ``prefix``, which are not kept.
     """
 
     FAMILY: ClassVar[str]
-    LAYERS: ClassVar[tuple[int, ...]]
-    THINKING: ClassVar[bool]
-    PADDING: ClassVar[Literal["longest", "max_length"]] = "longest"
 
-    def __init__(self, encoder: Qwen3Model, tokenizer: PreTrainedTokenizerBase, *, max_sequence_length: int = 512) -> None:
-        user = [{"role": "user", "content": "{}"}]
-        made = tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True, enable_thinking=self.THINKING)
-        self.template = QwenTemplate(tokenizer, template=str(made))
+    def __init__(self, encoder: Any, template: QwenTemplate, *, max_sequence_length: int, prefix: int = 0) -> None:
         self.encoder = encoder
-        self.tokenizer = tokenizer
+        self.template = template
+        self.tokenizer = template.tokenizer
         self.max_sequence_length = max_sequence_length
+        self.prefix = prefix
 
     @property
     def encoders(self) -> list[nn.Module]:
@@ -41,12 +34,32 @@ class Qwen3Text:
     def check(self, prompt: str, task: str) -> None:
         """Raises ``ValueError`` where the prompt contains a special token of the tokenizer, or is not read to its end."""
         self.template.check(prompt, task)
-        tokens = self.template.tokenise([prompt], [()])["input_ids"].shape[1]
+        tokens = self.template.tokenise([prompt], [()])["input_ids"].shape[1] - self.prefix
         if tokens > self.max_sequence_length:
             raise ValueError(
                 f"the prompt of task {task!r} has {tokens} tokens in its template, and {self.FAMILY} reads "
                 f"{self.max_sequence_length}; shorten it"
             )
+
+
+class Qwen3Text(ChatPrompts):
+    """A Qwen3 text encoder with its tokenizer, whose chat template gets one turn of the user; to be derived from.
+
+    ``LAYERS``: the hidden states that are concatenated (0 is the embedding). ``THINKING``: the template's ``enable_thinking``.
+    ``PADDING``: of a batch, to its longest prompt or to ``max_sequence_length``.
+
+    Raises ``ValueError`` where the tokenizer has no chat template that contains the prompt unchanged.
+    """
+
+    LAYERS: ClassVar[tuple[int, ...]]
+    THINKING: ClassVar[bool]
+    PADDING: ClassVar[Literal["longest", "max_length"]] = "longest"
+    encoder: Qwen3Model
+
+    def __init__(self, encoder: Qwen3Model, tokenizer: PreTrainedTokenizerBase, *, max_sequence_length: int = 512) -> None:
+        user = [{"role": "user", "content": "{}"}]
+        made = tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True, enable_thinking=self.THINKING)
+        super().__init__(encoder, QwenTemplate(tokenizer, template=str(made)), max_sequence_length=max_sequence_length)
 
     def embed(self, prompts: Sequence[str]) -> tuple[Float[Tensor, "r l d"], Bool[Tensor, "r l"]]:
         """Embeddings and their mask, on the encoder's device; padding gets whatever the encoder gives there.

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
 from jaxtyping import Float
@@ -19,7 +18,6 @@ from retouch.models.common.folders import LOCAL, diffusers_folder
 from retouch.models.common.frozen import evaluating
 from retouch.models.common.latents import Size
 from retouch.models.common.pipeline_model import PipelineModel
-from retouch.models.common.schedule import pipeline_sigmas
 from retouch.models.flux.latents import FluxLatents
 from retouch.models.flux.text import FluxText
 from retouch.models.ip_adapter.adapter import attention_inputs
@@ -126,11 +124,6 @@ class Flux(PipelineModel):
     def _pictures(self, tasks: Sequence[Task]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """What is read of the tasks' pictures, and the common sizes."""
         return {}, {"size": (128 * self.latents.latent_pixels,) * 2 if self.size is None else self.size}
-
-    def sigmas(self, num_steps: int, conditioning: Conditioning) -> Float[Tensor, " num_steps_plus_1"]:
-        height, width = self.latents.grid(conditioning.shared["size"])
-        start = np.linspace(1.0, 1 / num_steps, num_steps).tolist()
-        return pipeline_sigmas(self.scheduler_config, num_steps, image_tokens=height * width, start=start)
 
     def velocity(
         self, module: nn.Module, x: Float[Tensor, "r s d"], sigma: Float[Tensor, " r"], conditioning: Conditioning

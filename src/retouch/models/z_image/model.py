@@ -19,7 +19,6 @@ from retouch.models.common.frozen import evaluating
 from retouch.models.common.latents import PackedLatents, Size, pack, unpack
 from retouch.models.common.pipeline_model import PipelineModel
 from retouch.models.common.qwen3_text import Qwen3Text
-from retouch.models.common.schedule import pipeline_sigmas
 from retouch.types import Conditioning, Task
 
 LORA_TARGETS = (
@@ -88,15 +87,11 @@ class ZImage(PipelineModel):
     def condition(self, tasks: Sequence[Task], prompts: Sequence[str]) -> Conditioning:
         with evaluating(self.text.encoder):
             embeds, mask = self.text.embed(prompts)
-        device = next(self.module.parameters()).device
-        return Conditioning(
-            {"embeds": embeds.to(device), "mask": mask.to(device)}, frozenset({"embeds", "mask"}), {"size": self.size}
-        )
+        assert self.size is not None
+        return self.conditioning({"embeds": embeds, "mask": mask}, size=self.size, padded=frozenset({"embeds", "mask"}))
 
-    def sigmas(self, num_steps: int, conditioning: Conditioning) -> Float[Tensor, " num_steps_plus_1"]:
-        height, width = self.latents.grid(conditioning.shared["size"])
-        start = torch.linspace(1.0, 1 / max(num_steps, 1), max(num_steps, 1)).tolist()
-        return pipeline_sigmas(self.scheduler_config, num_steps, image_tokens=height * width, start=start)
+    def start(self, num_steps: int) -> list[float]:
+        return list(torch.linspace(1.0, 1 / num_steps, num_steps).tolist())
 
     def velocity(
         self, module: nn.Module, x: Float[Tensor, "r s d"], sigma: Float[Tensor, " r"], conditioning: Conditioning
