@@ -42,14 +42,14 @@ test-floors:
 	OMP_NUM_THREADS=1 .venv-floors/bin/pytest -n $(JOBS) --dist loadfile -m "not slow"
 
 bench: install
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/speed/run.py
 
 results: install
-	$(BIN)/python benchmarks/results.py
+	$(BIN)/python benchmarks/results/results.py
 
 mutants: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py
 
 # The size of the source tree, import circles and the cold start; the column `before` is from before the tree was rearranged.
 shape: install
-	$(BIN)/python benchmarks/shape.py --compare benchmarks/shape_before.json
+	$(BIN)/python benchmarks/structure/shape.py --compare benchmarks/structure/shape_before.json

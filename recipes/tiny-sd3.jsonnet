@@ -1,7 +1,7 @@
 // The benchmark: a Stable Diffusion 3 of the real classes, tiny and untrained, learns to make its pictures redder. Settings,
 // models and seeds are those of examples/one_file_flow_grpo.py, whose first gradient is this recipe's. In a checkout:
 //
-//   PYTHONPATH=benchmarks retouch train recipes/tiny-sd3.jsonnet
+//   PYTHONPATH=benchmarks/speed retouch train recipes/tiny-sd3.jsonnet
 local objectives = import 'lib/objectives.libsonnet';
 local sampling = import 'lib/sampling.libsonnet';
 
@@ -26,7 +26,7 @@ local sampling = import 'lib/sampling.libsonnet';
     },
   },
   rollout: sampling.window(num_steps=6, size=2, high=3, transition=sampling.cps(0.8)),
-  data: { kind: 'prompts', path: 'benchmarks/prompts.txt', held_out: 2 },
+  data: { kind: 'prompts', path: 'benchmarks/speed/prompts.txt', held_out: 2 },
   reward: { kind: 'share', channel: 'red', combine: { share: 1 } },
   objective: objectives.grpo(1e-5),
   optimizer: { weight_decay: 1e-4 },

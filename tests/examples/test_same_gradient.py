@@ -22,14 +22,14 @@ SEED = 0
 @pytest.fixture(scope="module")
 def first_step():
     """The recipe's parts on the example's first batch: (example, what was collected, gradient by name, metrics)."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
+    sys.path.insert(0, str(ROOT / "benchmarks" / "speed"))
     try:
         from tiny_sd3 import one_file, one_file_batch
 
-        recipe = load(ROOT / "recipes" / "tiny-sd3.jsonnet", [f"data.path={ROOT / 'benchmarks' / 'prompts.txt'}"])
+        recipe = load(ROOT / "recipes" / "tiny-sd3.jsonnet", [f"data.path={ROOT / 'benchmarks' / 'speed' / 'prompts.txt'}"])
         parts = assemble(recipe, Ranks())
     finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+        sys.path.remove(str(ROOT / "benchmarks" / "speed"))
     run, phase = parts.phase(0, stepper=parts.stepper(), judge=lambda batch, samples: parts.judge.submit(samples))
     phase = replace(phase, batch=partial(one_file_batch, SEED))
     collected = collect(run, phase, 0)

@@ -17,7 +17,7 @@ from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.weights import WeightCopies
 from retouch.types import Batch, Minibatch, Slice
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "speed"
 
 
 @pytest.fixture(scope="module")

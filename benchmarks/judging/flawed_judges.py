@@ -1,0 +1,30 @@
+"""Two rewards with known faults, for `gamed_judge.py`: one that a policy can exploit, and one that drifts."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from PIL import ImageStat
+
+from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.types import Column, Sample, Scores
+
+
+class Glow:
+    """Half of what the playground's exact judge says, half the picture's mean luminance."""
+
+    columns: Mapping[str, Column] = {"liking": Column(0.0, 10.0)}
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        light = torch.tensor([ImageStat.Stat(sample.image.convert("L")).mean[0] / 255 for sample in samples])
+        return {"liking": 0.5 * PlaygroundJudge()(samples)["overall"] + 5 * light}
+
+
+class Drifting:
+    """The exact judge's overall, and a point less from the 400th picture on."""
+
+    columns: Mapping[str, Column] = {"overall": Column(-1.0, 10.0)}
+    seen = 0
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        type(self).seen += len(samples)
+        return {"overall": PlaygroundJudge()(samples)["overall"] - float(self.seen > 400)}

@@ -1,0 +1,89 @@
+"""A judge that can be gamed, watched: does a run end when its reward and a held-out judge part ways, and does an honest one not?
+
+    python benchmarks/judging/gamed_judge.py [--steps 40] [--seeds 0] [--gentle]
+
+Three runs of the quickstart's policy on the playground, a look every 5 steps, the exact judge's ``exact`` column held out:
+`honest` is trained on the exact judge's ``overall``; `gamed` on a judge with a taste for light (half what the exact judge says,
+half the picture's mean luminance); `drifting` on the exact judge until, from the 400th picture on, it gives a point less to all.
+Each ends by itself or by an alarm; with --gentle only the held-out judge may end one, so that its alarm is seen alone. Prints a
+table, and writes every look as JSON.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+from flawed_judges import Drifting
+
+from retouch.recipe.recipe import load
+from retouch.records.folder import RunFolder
+from retouch.session.session import run
+from retouch.watch.alarms import Alarm
+from retouch.watch.looks import Looks
+
+ROOT = Path(__file__).resolve().parents[2]
+OUT = ROOT / "runs" / "gamed"
+WATCH = {
+    "every": 5,
+    "tasks": 48,
+    "judge": {"reward": {"kind": "playground", "combine": {"exact": 1}}, "on_alarm": "stop"},
+    "canaries": {"count": 8, "on_alarm": "stop"},
+    "diversity": {"on_alarm": "stop"},
+    "brightness": {"on_alarm": "stop"},
+    "saturation": {"on_alarm": "stop"},
+    "detail": {"on_alarm": "stop"},
+}
+
+
+def watched(name: str, seed: int, steps: int, *, gentle: bool) -> dict[str, object]:
+    """One run, and how it ended. ``gentle``: only the held-out judge may end it, to see that alarm alone."""
+    rewards = {
+        "honest": {"kind": "playground", "combine": {"overall": 1}},
+        "gamed": {"kind": "import", "class": "flawed_judges:Glow", "combine": {"liking": 1}},
+        "drifting": {"kind": "import", "class": "flawed_judges:Drifting", "combine": {"overall": 1}},
+    }
+    watch = {key: value if key in ("every", "tasks", "judge") or not gentle else None for key, value in WATCH.items()}
+    shutil.rmtree(OUT / f"{name}-{seed}", ignore_errors=True)
+    sets = {"name": f"{name}-{seed}", "out": str(OUT), "seed": seed, "steps": steps, "reward": rewards[name], "watch": watch}
+    sets |= {"tasks_per_step": 4, "group_size": 8, "microbatch": 32}
+    sets |= {"eval.tasks": 48, "eval.best_of_k": 0, "eval.column": None, "eval.headline": None, "trackers": [], "samples.every": 0}
+    Drifting.seen = 0
+    recipe = load("recipes/quickstart.jsonnet", [f"{key}={json.dumps(value)}" for key, value in sets.items()])
+    try:
+        run(recipe, fresh=False)
+    except Alarm as alarm:
+        print(f"{name}: {alarm}\n")
+    folder = RunFolder(recipe.folder)
+    looks = [{"step": look.step} | {key: look.mean(key) for key in look.scores} for look in Looks(folder.watch).until(steps)]
+    ended = folder.read_alarm()
+    rules = [] if ended is None else [alarm["rule"] for alarm in ended["alarms"]]
+    times = folder.read_timings()
+    share = sum(line.get("time/watch", 0.0) for line in times) / sum(line["time/step"] for line in times)
+    step = None if ended is None else ended["step"]
+    return {"run": name, "seed": seed, "ended_at": step, "rules": rules, "watch_share": share, "looks": looks}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0])
+    parser.add_argument("--runs", nargs="*", default=["gamed", "drifting", "honest"])
+    parser.add_argument("--gentle", action="store_true", help="only the held-out judge may end a run")
+    arguments = parser.parse_args()
+    results = [watched(name, seed, arguments.steps, gentle=arguments.gentle) for seed in arguments.seeds for name in arguments.runs]
+    print("| run | seed | ended | by | reward, first and last look | held out | brightness | share of time |")
+    print("| --- " * 8 + "|")
+    for one in results:
+        first, last = one["looks"][0], one["looks"][-1]
+        ended = "at its end" if one["ended_at"] is None else f"step {one['ended_at']}"
+        cells = [one["run"], str(one["seed"]), ended, ", ".join(one["rules"]) or "-"]
+        cells += [f"{first[key]:.2f} -> {last[key]:.2f}" for key in ("proxy", "heldout", "brightness")]
+        print(f"| {' | '.join(cells)} | {one['watch_share']:.1%} |")
+    path = Path(OUT) / "looks.json"
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Eight processes share a quota: what a server sees of them in any minute, beside the limit.
+
+    python benchmarks/judging/quota.py [--seconds 150] [--processes 8]
+
+Each process asks all the time, through the client of judges, at a server that counts requests and tokens as they come in.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from PIL import Image
+
+from retouch.rewards.judges import ChatClient, Patience, Question
+from retouch.rewards.judges.answers.forms import ScoresForm
+from retouch.rewards.judges.answers.scales import Scale
+from retouch.rewards.quota.quota import Quota
+
+REQUESTS = 600
+TOKENS, LARGEST = 60_000, 200
+REPLY_SECONDS = 0.5
+
+
+class Server(ThreadingHTTPServer):
+    """Answers every question, and knows when each came and how many tokens it took."""
+
+    daemon_threads = True
+    request_queue_size = 256
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.seen: list[tuple[float, int]] = []
+        self.draw = random.Random(0)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass  # a client whose time was over
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        came = time.monotonic()
+        self.rfile.read(int(self.headers["Content-Length"]))
+        tokens = self.server.draw.randint(LARGEST // 4, LARGEST)
+        self.server.seen.append((came, tokens))
+        time.sleep(REPLY_SECONDS)
+        choice = {"index": 0, "message": {"role": "assistant", "content": '{"score": 5}'}, "finish_reason": "stop"}
+        usage = {"prompt_tokens": tokens - 10, "completion_tokens": 10, "total_tokens": tokens}
+        body = json.dumps({"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice], "usage": usage})
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+
+def ask(url: str, file: str, limits: dict[str, float], until: float) -> None:
+    """One process: questions, as many as it may, until the time is over."""
+    client = ChatClient(
+        model="m",
+        base_url=f"{url}/v1",
+        patience=Patience(timeout=30, deadline=30),
+        quota=Quota(**limits, file=file),  # type: ignore[arg-type]
+    )
+    form = ScoresForm({"score": Scale(0, 10)})
+    picture = Image.new("RGB", (8, 8))
+    while time.monotonic() < until:
+        client.ask([Question("Judge.", (picture,), form, seed=0, temperature=0.0)] * 32)
+    client.close()
+
+
+def measure(limits: dict[str, float], *, processes: int, seconds: float) -> list[tuple[float, int]]:
+    """When each request came, and its tokens; those after the time is over are left out."""
+    server = Server()
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    with TemporaryDirectory() as folder:
+        until = time.monotonic() + seconds
+        words = [sys.executable, __file__, "--ask", url, str(Path(folder) / "quota"), json.dumps(limits), str(until)]
+        environment = {**os.environ, "OPENAI_API_KEY": "none", "OMP_NUM_THREADS": "1"}
+        asking = [subprocess.Popen(words, env=environment) for _ in range(processes)]
+        for process in asking:
+            process.wait()
+    server.shutdown()
+    server.server_close()
+    thread.join()
+    return [each for each in server.seen if each[0] <= until]
+
+
+def shares(seen: Sequence[tuple[float, float]], limit: float) -> dict[str, float]:
+    """Of the limit: the most in any 60 seconds, and what came on average from the first to the last."""
+    times = [came for came, _ in seen]
+    most, inside, first = 0.0, 0.0, 0
+    for came, units in seen:
+        inside += units
+        while times[first] <= came - 60:
+            inside -= seen[first][1]
+            first += 1
+        most = max(most, inside)
+    average = sum(units for _, units in seen[:-1]) * 60 / (times[-1] - times[0])
+    return {"most_in_any_minute": most / limit, "average": average / limit, "count": len(seen)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=150)
+    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--ask", nargs=4, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.ask:
+        url, file, limits, until = arguments.ask
+        ask(url, file, json.loads(limits), float(until))
+        return
+    options = {"processes": arguments.processes, "seconds": arguments.seconds}
+    seen = measure({"requests_per_minute": REQUESTS}, **options)
+    print("requests", json.dumps(shares([(came, 1.0) for came, _ in sorted(seen)], REQUESTS)), flush=True)
+    seen = measure({"units_per_minute": TOKENS, "largest": LARGEST}, **options)
+    print("tokens", json.dumps(shares(sorted(seen), TOKENS)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

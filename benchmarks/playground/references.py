@@ -1,0 +1,63 @@
+"""What an IP-Adapter has of its references: a run's held-out scores as it is, with the adapter switched off, and with references
+that were exchanged between tasks while the judge keeps to each task's own.
+
+    python benchmarks/playground/references.py runs/flux-fill-ip-adapter-grpo-playground
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+from retouch.assembly.assembly import Assembly
+from retouch.inference.opening import open_target
+from retouch.models.ip_adapter import adapter as ip_adapter
+from retouch.rewards.judging import Judged
+from retouch.training.evaluation import Evaluator, table
+from retouch.training.journal import JudgeBatch, unkept
+from retouch.types import Batch, Sample, Task
+
+
+@dataclass(frozen=True)
+class ByOwn:
+    """A judge who sees the tasks as they are, whatever the policy was shown."""
+
+    judge: JudgeBatch
+    own: Mapping[str, Task]
+
+    def __call__(self, batch: Batch, samples: Sequence[Sample]) -> Future[Judged]:
+        return self.judge(batch, [replace(sample, task=self.own[sample.task.id]) for sample in samples])
+
+
+def exchanged(evaluate: Evaluator) -> Evaluator:
+    """The same tasks, each shown the reference of the next."""
+    tasks = evaluate.tasks
+    shown = [replace(task, reference=other.reference) for task, other in zip(tasks, [*tasks[1:], tasks[0]], strict=True)]
+    return replace(evaluate, tasks=shown, judge=ByOwn(evaluate.judge, {task.id: task for task in tasks}))
+
+
+def switch_off(parts: Assembly) -> None:
+    for part in ip_adapter.modules(parts.model.module):
+        if hasattr(part, "to_k_ip"):
+            part.scale = 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", help="a folder of a run with an IP-Adapter, or its recipe")
+    parts, step = open_target(parser.parse_args().run)
+    evaluate, policy = parts.evaluator(unkept(parts.judge)), parts.policy(parts.recipe.rollout)
+    found = {f"as it is (step {step})": evaluate(policy), "another's reference": exchanged(evaluate)(policy)}
+    switch_off(parts)
+    found["switched off"] = evaluate(policy)
+    ceiling = evaluate.ceiling(policy)
+    if ceiling is not None:
+        found["right picture"] = ceiling
+    parts.judge.close()
+    for name, evaluated in found.items():
+        means = table(evaluated)[0]["all"]
+        print(f"{name:24}" + "  ".join(f"{column} {value:.3f}" for column, value in means.items() if isinstance(value, float)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""The runs behind docs/results.md: one file per recipe and seed in `kept/`, and the digests that say whether it is still valid.
+
+A kept run belongs to its recipe as long as ``settings`` is the digest of what the recipe's file evaluates to and of the shipped
+weights that it reads. If ``code`` contains the digest of today's code, this code is known to compute the same run; otherwise the
+first steps must be made again (see `results.py`).
+"""
+
+import ast
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from page import Entry
+
+from retouch.recipe.emu3 import PlaygroundEmu3
+from retouch.recipe.ip_adapter import IpAdapter
+from retouch.recipe.jsonnet import evaluate
+from retouch.recipe.recipe import Recipe, load
+
+ROOT = Path(__file__).resolve().parents[2]
+KEPT = Path(__file__).parent / "kept"
+SOURCE = ROOT / "src"
+WEIGHTS = SOURCE / "retouch" / "playground" / "weights"
+SHIPPED = {
+    "playground": "editor",
+    "playground-writer": "writer",
+    "playground-painter": "painter",
+    "playground-enhancer": "enhancer",
+    "playground-words": "words",
+}
+# The modules whose results reach the numbers of a run. How a run is assembled and recorded changes none of them.
+DENOISING = (
+    "retouch.training.loop",
+    "retouch.data.sampler",
+    "retouch.models.common.guidance",
+    "retouch.models.qwen_image.edit",
+    "retouch.objectives.nft",
+    "retouch.objectives.policy_gradient",
+    "retouch.objectives.supervised",
+    "retouch.playground.judges.judge",
+    "retouch.playground.world.tasks",
+    "retouch.policies.denoising.policy",
+    "retouch.renderers.latents",
+)
+WRITING = (
+    "retouch.training.loop",
+    "retouch.data.sampler",
+    "retouch.models.qwen_image.edit",
+    "retouch.models.qwen_image.responses",
+    "retouch.models.qwen_vl.model",
+    "retouch.objectives.cross_entropy",
+    "retouch.objectives.policy_gradient",
+    "retouch.playground.world.indirect",
+    "retouch.playground.judges.judge",
+    "retouch.playground.world.tasks",
+    "retouch.policies.autoregressive.policy",
+    "retouch.renderers.blind",
+    "retouch.renderers.responses",
+)
+REWRITING = (
+    "retouch.training.loop",
+    "retouch.data.sampler",
+    "retouch.models.qwen_image.model",
+    "retouch.models.qwen_vl.model",
+    "retouch.objectives.cross_entropy",
+    "retouch.objectives.policy_gradient",
+    "retouch.playground.judges.painting_judge",
+    "retouch.playground.world.paintings",
+    "retouch.policies.autoregressive.policy",
+    "retouch.renderers.blind",
+    "retouch.renderers.prompts",
+)
+IMAGE_TOKENS = (
+    "retouch.training.loop",
+    "retouch.data.sampler",
+    "retouch.models.emu3.model",
+    "retouch.objectives.cross_entropy",
+    "retouch.objectives.policy_gradient",
+    "retouch.playground.judges.judge",
+    "retouch.playground.world.tasks",
+    "retouch.policies.autoregressive.policy",
+    "retouch.renderers.codes",
+)
+WORDS = (
+    "retouch.training.loop",
+    "retouch.data.sampler",
+    "retouch.models.flux.fill",
+    "retouch.objectives.actor_critic",
+    "retouch.objectives.awm",
+    "retouch.objectives.dpo",
+    "retouch.objectives.nft",
+    "retouch.objectives.policy_gradient",
+    "retouch.objectives.supervised",
+    "retouch.playground.world.words",
+    "retouch.policies.denoising.policy",
+    "retouch.renderers.latents",
+    "retouch.rewards.text.ocr",
+)
+# In addition to those of the model, for a run that trains an IP-Adapter.
+REFERENCED = (
+    "retouch.models.ip_adapter.image_encoder",
+    "retouch.models.ip_adapter.adapter",
+    "retouch.models.ip_adapter.reference_model",
+    "retouch.playground.judges.sign_judge",
+    "retouch.policies.denoising.reference_dropout",
+)
+# By the kind of the renderer; None where the policy renders its own images, or the kind of a model that has modules of its own.
+DECIDING = {None: DENOISING, "response": WRITING, "prompt": REWRITING, "codes": IMAGE_TOKENS, "playground-words": WORDS}
+
+
+def place(entry: Entry, seed: int) -> Path:
+    """The file of one run: `quickstart-seed-0.json`, or `playground-nft-seed-0.json` for a recipe in a folder."""
+    name = entry.recipe.removeprefix("recipes/").removesuffix(".jsonnet").replace("/", "-")
+    return KEPT / f"{name}-seed-{seed}.json"
+
+
+def read(entry: Entry, seed: int) -> dict | None:
+    """The kept run of a recipe and seed, or None where there is no file."""
+    file = place(entry, seed)
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def write(entry: Entry, known: dict) -> None:
+    """Keep a run: its ``result``, the ``trace`` of its first steps, and the digests of its settings and code."""
+    KEPT.mkdir(exist_ok=True)
+    place(entry, known["result"]["seed"]).write_text(json.dumps(known, indent=2) + "\n")
+
+
+def settings_digest(entry: Entry) -> str:
+    """SHA-256 of what the recipe's file sets, and of the shipped weights that the run reads.
+
+    Defaults are not in it, so a new key in the schema leaves kept runs valid. `code_digest` notices a default that changed.
+    """
+    whole = hashlib.sha256(_text(evaluate(ROOT / entry.recipe)))
+    recipe = load(ROOT / entry.recipe)
+    for file in sorted(file for name in _used_weights(recipe) for file in (WEIGHTS / name).rglob("*.safetensors")):
+        whole.update(file.relative_to(SOURCE).as_posix().encode() + hashlib.sha256(file.read_bytes()).digest())
+    return whole.hexdigest()[:16]
+
+
+def code_digest(entry: Entry) -> str:
+    """SHA-256 of the recipe with its defaults and of the code that such a run computes with, without docstrings and annotations."""
+    recipe = load(ROOT / entry.recipe)
+    own: Any = recipe.policy.model.kind
+    modules = DECIDING[own if own in DECIDING else recipe.renderer and recipe.renderer.kind]
+    whole = hashlib.sha256(_text(recipe.document()))
+    for file in _with_imports((*modules, *REFERENCED) if isinstance(recipe.policy.train, IpAdapter) else modules):
+        if file.name not in ("types.py", "protocols.py"):  # declarations
+            whole.update(file.relative_to(SOURCE).as_posix().encode() + _without_prose(file.read_text()).encode())
+    return whole.hexdigest()[:16]
+
+
+def _text(document: dict[str, Any]) -> bytes:
+    settings = {key: value for key, value in document.items() if key not in ("seed", "name", "out")}
+    return json.dumps(settings, sort_keys=True).encode()
+
+
+def _used_weights(recipe: Recipe) -> set[str]:
+    """Folders of the shipped weights that the recipe's models are read from."""
+    model = recipe.policy.model
+    if isinstance(model, PlaygroundEmu3):
+        return {"emu3/autoencoder", f"emu3/{model.start}"}
+    sight = {"sight"} if isinstance(recipe.policy.train, IpAdapter) else set()
+    return sight | {SHIPPED[model.kind] for model in (model, recipe.image_model) if model.kind in SHIPPED}
+
+
+def _with_imports(modules: Sequence[str]) -> list[Path]:
+    """The files of the modules and of everything that they import from the package, sorted."""
+    missing = [module for module in modules if not _file(module).is_file()]
+    assert not missing, f"benchmarks/results/kept.py lists modules that are gone: {missing}"
+    found: set[Path] = set()
+    open_ends = list(modules)
+    while open_ends:
+        file = _file(open_ends.pop())
+        if not file.is_file() or file in found:
+            continue
+        found.add(file)
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("retouch"):
+                open_ends += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return sorted(found)
+
+
+def _file(module: str) -> Path:
+    return SOURCE / (module.replace(".", "/") + ".py")
+
+
+def _without_prose(code: str) -> str:
+    """The syntax tree without docstrings and annotations of arguments, which change no number."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        if isinstance(node, ast.FunctionDef):
+            node.returns = None
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.dump(tree)

@@ -1,0 +1,56 @@
+"""The tiny, untrained Stable Diffusion 3 of examples/one_file_flow_grpo.py as a model of the library, and that file's own batches.
+
+A recipe names the class as ``tiny_sd3:TinySD3``, with this folder on PYTHONPATH.
+"""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from retouch.models.sd3.model import SD3
+from retouch.types import Batch, Task
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("one_file_flow_grpo", ROOT / "examples" / "one_file_flow_grpo.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+one_file = _load()
+
+
+class TinySD3(SD3):
+    """The example's models with random weights from ``seed``: the same tensors that the example itself draws."""
+
+    def __init__(self, *, seed: int) -> None:
+        pipeline = one_file.build_models(seed)
+        super().__init__(
+            transformer=pipeline.transformer,
+            vae=pipeline.vae,
+            text_encoders=(pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3),
+            tokenizers=[pipeline.tokenizer, pipeline.tokenizer_2, pipeline.tokenizer_3],
+            scheduler_config=dict(pipeline.scheduler.config),
+            max_sequence_length=128,
+        )
+
+
+def one_file_batch(seed: int, step: int) -> Batch:
+    """The rows that the example acts on in a step: its prompts in its order, so that both draw the same noise for them."""
+    order = torch.randperm(len(one_file.PROMPTS), generator=one_file.generator(seed, "prompts", step))
+    prompts = [one_file.PROMPTS[k] for k in order[: one_file.PROMPTS_PER_STEP]]
+    return Batch(
+        seed=seed,
+        step=step,
+        tasks=tuple(Task(id=prompt, instruction=prompt) for prompt in prompts),
+        group_ids=tuple(range(len(prompts))),
+        group=tuple(k for k in range(len(prompts)) for _ in range(one_file.GROUP_SIZE)),
+        slot=tuple(range(one_file.GROUP_SIZE)) * len(prompts),
+    )

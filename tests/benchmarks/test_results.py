@@ -1,0 +1,46 @@
+"""The kept runs behind docs/results.md: each belongs to a row of the page, and the lists of modules name files that exist."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+@pytest.fixture(scope="module")
+def kept() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield importlib.import_module("kept")
+    finally:
+        sys.path.remove(str(FOLDER))
+        for name in ("kept", "page"):
+            sys.modules.pop(name, None)
+
+
+def test_every_row_has_its_kept_runs_and_no_file_is_left_over(kept: ModuleType) -> None:
+    sections = sys.modules["page"].SECTIONS
+    rows = [(entry, seed) for section in sections for entry in section.entries for seed in entry.seeds]
+    assert {kept.place(*row) for row in rows} == set(kept.KEPT.iterdir())
+    assert len({kept.place(*row) for row in rows}) == len(rows)
+    for entry, seed in rows:
+        assert kept.read(entry, seed)["result"]["seed"] == seed
+
+
+def test_the_listed_modules_exist(kept: ModuleType) -> None:
+    modules = {module for listed in (*kept.DECIDING.values(), kept.REFERENCED) for module in listed}
+    assert [module for module in sorted(modules) if not (kept.SOURCE / (module.replace(".", "/") + ".py")).is_file()] == []
+
+
+def test_a_digest_changes_with_the_settings_and_not_with_the_name(kept: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = sys.modules["page"].SECTIONS[0].entries[0]
+    document = kept.evaluate(kept.ROOT / entry.recipe)
+    before = kept.settings_digest(entry)
+    monkeypatch.setattr(kept, "evaluate", lambda path: {**document, "name": "another", "out": "elsewhere", "seed": 9})
+    assert kept.settings_digest(entry) == before
+    monkeypatch.setattr(kept, "evaluate", lambda path: {**document, "steps": 7})
+    assert kept.settings_digest(entry) != before
