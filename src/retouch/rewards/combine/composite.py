@@ -1,25 +1,24 @@
-"""Several rewards as one: each on a thread of its own, its columns under its name."""
+"""Several rewards as one: each reward's columns stand under its name."""
 
 import json
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
-from retouch.protocols import AsyncReward, Reward
+from retouch.protocols import Reward
 from retouch.rewards import identity
 from retouch.rewards.closing import close
 from retouch.rewards.text.written import shown
 from retouch.types import Column, Sample, Scores
 
 
-class Several:
-    """``rewards`` by name; the column ``alignment`` of the reward ``judge`` is ``judge/alignment``.
+class CompositeReward:
+    """``rewards`` by name; the column ``alignment`` of the reward ``judge`` is ``judge/alignment``. ValueError: no rewards.
 
-    All judge at the same time: those that can by themselves (``submit``), the others each on one thread, batch after batch in the
-    order in which they came. What one raises, the whole raises, once all have ended. ValueError: no rewards.
+    A call runs all rewards at the same time, each on a thread. A ``Judge`` runs them itself, so that batches overlap as well.
     """
 
-    reads_completions: Literal[True] = True  # some may; each is shown what it may see
+    reads_completions: Literal[True] = True  # some may; each reward is given only what it may see
 
     def __init__(self, rewards: Mapping[str, Reward]) -> None:
         if not rewards:
@@ -28,12 +27,6 @@ class Several:
         self.columns: Mapping[str, Column] = {
             f"{name}/{own}": column for name, reward in self.rewards.items() for own, column in reward.columns.items()
         }
-        self._threads = {
-            name: ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-            for name, reward in self.rewards.items()
-            if not isinstance(reward, AsyncReward)
-        }
-        self._gathering = ThreadPoolExecutor(max_workers=1, thread_name_prefix="several")
 
     @property
     def fingerprint(self) -> str:
@@ -41,27 +34,24 @@ class Several:
         return json.dumps({name: identity.describe(reward) for name, reward in self.rewards.items()}, sort_keys=True)
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column as (b,)."""
-        return self.submit(samples).result()
-
-    def submit(self, samples: Sequence[Sample]) -> "Future[Scores]":
-        """Judge while the caller goes on."""
-        parts = {name: self._begin(name, reward, samples) for name, reward in self.rewards.items()}
-        return self._gathering.submit(_gathered, parts)
+        """Every reward's columns under their full names, (b,) each. Raises the first reward's error once all have ended."""
+        with ThreadPoolExecutor(max_workers=len(self.rewards), thread_name_prefix="reward") as threads:
+            parts = {name: threads.submit(reward, shown(samples, reward)) for name, reward in self.rewards.items()}
+        return gathered(parts)
 
     def close(self) -> None:
-        """End the threads, and what the rewards hold open."""
-        for thread in (*self._threads.values(), self._gathering):
-            thread.shutdown(wait=True, cancel_futures=True)
+        """Close every reward."""
         for reward in self.rewards.values():
             close(reward)
 
-    def _begin(self, name: str, reward: Reward, samples: Sequence[Sample]) -> "Future[Scores]":
-        seen = shown(samples, reward)
-        return reward.submit(seen) if isinstance(reward, AsyncReward) else self._threads[name].submit(reward, seen)
+
+def parts_of(reward: Reward) -> Mapping[str, Reward]:
+    """The rewards of a composite by name; any other reward alone, under the empty name."""
+    return reward.rewards if isinstance(reward, CompositeReward) else {"": reward}
 
 
-def _gathered(parts: "Mapping[str, Future[Scores]]") -> Scores:
-    """All parts' columns under their names, when the last has ended; the first one's error where any failed."""
-    wait(parts.values())
-    return {f"{name}/{own}": column for name, part in parts.items() for own, column in part.result().items()}
+def gathered(parts: "Mapping[str, Future[Scores]]") -> Scores:
+    """The columns of ``parts_of`` a reward under their full names. Waits for all parts, then raises the first one's error."""
+    for part in parts.values():
+        part.exception()
+    return {f"{name}/{own}" if name else own: column for name, part in parts.items() for own, column in part.result().items()}
