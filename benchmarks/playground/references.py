@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from retouch.assembly.assembly import Assembly
 from retouch.inference.opening import open_target
 from retouch.models.ip_adapter import adapter as ip_adapter
-from retouch.rewards.judging import Judged
+from retouch.rewards.judging import JudgeBatch, Judged
 from retouch.training.evaluation import Evaluator, table
-from retouch.training.journal import JudgeBatch, unkept
 from retouch.types import Batch, Sample, Task
 
 
@@ -46,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="a folder of a run with an IP-Adapter, or its recipe")
     parts, step = open_target(parser.parse_args().run)
-    evaluate, policy = parts.evaluator(unkept(parts.judge)), parts.policy(parts.recipe.rollout)
+    evaluate, policy = parts.evaluator(parts.judge.for_split("heldout", 0)), parts.policy(parts.recipe.rollout)
     found = {f"as it is (step {step})": evaluate(policy), "another's reference": exchanged(evaluate)(policy)}
     switch_off(parts)
     found["switched off"] = evaluate(policy)

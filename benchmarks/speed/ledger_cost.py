@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from opened import opened
 
-from retouch.training.journal import Journal, Seen
+import retouch.rewards.judging as judging
+from retouch.rewards.ledger.journal import Journal
 from retouch.training.loop import collect, update
 
 
@@ -34,7 +35,7 @@ def main() -> None:
 def measure(recipe: str, rounds: int) -> dict[str, Any]:
     """Medians over the rounds, of which the first only warms up."""
     spent: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    Seen.of = staticmethod(timed("naming pictures", Seen.of, spent))  # type: ignore[method-assign,assignment]
+    judging.journal_rows = timed("naming pictures", judging.journal_rows, spent)
     Journal.recall = timed("looking up", Journal.recall, spent)  # type: ignore[method-assign]
     Journal.record = timed("writing", Journal.record, spent)  # type: ignore[method-assign]
     steps, kept = [], []

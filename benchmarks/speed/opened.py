@@ -31,7 +31,8 @@ def opened(recipe: str, overrides: Sequence[str] = ()) -> Iterator[Opened]:
         parts = assemble(load(ROOT / "recipes" / recipe, overrides), Ranks(), ledger=ledger)
         try:
             parts.begin(0)
-            run, phase = parts.phase(0, stepper=parts.stepper(), judge=ledger.open(parts.judge, since=0))
+            ledger.attach(parts.judge, since=0)
+            run, phase = parts.phase(0, stepper=parts.stepper(), judge=parts.judge.for_split("train"))
             yield Opened(parts, run, phase)
         finally:
             parts.judge.close()

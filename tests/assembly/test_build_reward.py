@@ -19,7 +19,7 @@ from retouch.recipe.jsonnet import evaluate
 from retouch.recipe.reward_classes import columns_of
 from retouch.recipe.reward_words import parse_reward
 from retouch.rewards.closing import close
-from retouch.rewards.combine.composite import Several
+from retouch.rewards.combine.composite import CompositeReward
 from retouch.rewards.vlm.in_process import InProcessJudge
 from retouch.types import Sample, Task
 
@@ -85,7 +85,7 @@ def test_rewards_that_name_the_same_judge_share_its_connections(build: Any) -> N
             "c": {"kind": "yes", "judge": other},
         }
         several = build({"kind": "several", "rewards": rewards})
-        assert isinstance(several, Several)
+        assert isinstance(several, CompositeReward)
         askers = [reward.panel.asker for reward in several.rewards.values()]
         assert askers[0] is askers[1]
         assert askers[1] is not askers[2]

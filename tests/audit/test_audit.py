@@ -62,10 +62,10 @@ def judge_run(made: Recipe, *, keep_images: bool) -> Path:
     folder.write_recipe(made.document())
     training, heldout = batches(made)
     with closing(Ledger(folder.root, Ranks(), keep_images=keep_images, new_judge=False)) as ledger:
-        reward = ledger.keep(PlaygroundJudge())
-        ledger.meet(reward)
+        reward = ledger.cached(PlaygroundJudge())
+        ledger.require_same_judge(reward)
         judge = Judge(reward, {"overall": 1.0})
-        judged = ledger.open(judge, since=0)
+        ledger.attach(judge, since=0)
         for batch in training:
             samples = [
                 Sample(batch.tasks[group], attempt(batch.tasks[group], batch.step, group, slot))
@@ -73,7 +73,7 @@ def judge_run(made: Recipe, *, keep_images: bool) -> Path:
             ]
             if batch.step == 1:
                 samples[3] = Sample(samples[3].task, None)
-            judged(batch, samples).result()
+            judge.for_split("train")(batch, samples).result()
             if batch.step == 1:
                 scores = judge(samples)
                 kept = [
@@ -82,7 +82,7 @@ def judge_run(made: Recipe, *, keep_images: bool) -> Path:
                 ]
                 folder.write_samples(2, "group", kept)
         pictures = [Sample(task, attempt(task, 77, number)) for number, task in enumerate(heldout.tasks)]
-        judged.on("heldout", 0)(heldout, pictures).result()
+        judge.for_split("heldout", 0)(heldout, pictures).result()
         judge.close()
     return folder.root
 
@@ -312,9 +312,9 @@ def test_the_files_of_all_ranks_are_one_ledger_and_the_later_score_counts(tmp_pa
     half = batch.take(slice(4, 8))  # the second group, as another rank would judge it
     with closing(Ledger(run, Ranks(rank=1), keep_images=False, new_judge=False)) as ledger:
         judge = Judge(PlaygroundJudge(), {"overall": 1.0})
-        judged = ledger.open(judge, since=0)
-        judged(half, [Sample(half.tasks[0], half.tasks[0].target)] * 4).result()
-        judged.on("train", 3)(half, [Sample(half.tasks[0], half.tasks[0].target)] * 4).result()
+        ledger.attach(judge, since=0)
+        judge.for_split("train")(half, [Sample(half.tasks[0], half.tasks[0].target)] * 4).result()
+        judge.for_split("train", 3)(half, [Sample(half.tasks[0], half.tasks[0].target)] * 4).result()
         judge.close()
     view = LedgerView.open(run)
     assert [file.name for file in view.files] == ["ledger.sqlite", "ledger.rank1.sqlite"]

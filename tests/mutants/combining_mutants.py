@@ -80,9 +80,8 @@ COMBINING = (
     Mutant(
         "several rewards judge one after the other",
         "rewards/combine/composite.py",
-        "        parts = {name: self._begin(name, reward, samples) for name, reward in self.rewards.items()}\n",
-        "        parts = {}\n        for name, reward in self.rewards.items():\n"
-        "            parts[name] = self._begin(name, reward, samples)\n            wait([parts[name]])\n",
+        "max_workers=len(self.rewards)",
+        "max_workers=1",
         f"{_SEVERAL}::test_rewards_judge_at_the_same_time",
     ),
     Mutant(

@@ -1,6 +1,7 @@
 """The judge: three outcomes, and every way in which a reward can be wrong."""
 
 import math
+import time
 from concurrent.futures import Future
 from contextlib import closing
 
@@ -134,6 +135,13 @@ class Posted(Told):
         self.posted.append((samples, Future()))
         return self.posted[-1][1]
 
+    def wait_until_posted(self, count):
+        for _ in range(6000):
+            if len(self.posted) == count:
+                return
+            time.sleep(0.01)
+        raise AssertionError(f"{len(self.posted)} batches were posted, and not {count}")
+
     def answer(self, number):
         samples, future = self.posted[number]
         future.set_result(self(samples))
@@ -142,6 +150,7 @@ class Posted(Told):
 def test_a_reward_that_judges_by_itself_has_every_batch_at_once_and_they_come_back_in_order():
     with closing(Judge(Posted(), {"a": 0.1})) as judge:
         futures = [judge.submit([sample(str(k), float(k), 0.0), sample("fault", 9.0, 0.0, image=None)]) for k in range(4)]
+        judge.reward.wait_until_posted(4)
         assert [[each.task.id for each in samples] for samples, _ in judge.reward.posted] == [["0"], ["1"], ["2"], ["3"]]
         for number in (3, 1, 2):  # the last first
             judge.reward.answer(number)
@@ -155,6 +164,7 @@ def test_a_reward_that_judges_by_itself_has_every_batch_at_once_and_they_come_ba
 def test_what_such_a_reward_raises_or_gets_wrong_is_raised_where_it_is_awaited():
     with closing(Judge(Posted(), {"a": 0.1})) as judge:
         futures = [judge.submit([sample("x", value, 0.0)]) for value in (11.0, 5.0, 6.0)]
+        judge.reward.wait_until_posted(3)
         judge.reward.posted[1][1].set_exception(ValueError("gone"))
         judge.reward.answer(2)
         judge.reward.answer(0)

@@ -14,7 +14,6 @@ import tiny_writing
 from retouch.distributed.ranks import Ranks
 from retouch.rewards.judging import Judge, Judged
 from retouch.training.evaluation import Evaluated, Evaluator, chosen, paired_gain, table
-from retouch.training.journal import unkept
 from retouch.types import Batch, Column, Sample, Task
 
 
@@ -82,7 +81,7 @@ def test_what_is_asked_is_awaited_when_all_is_asked() -> None:
         return asked[-1][0]
 
     one_by_one = Evaluator(tasks=tasks, renderer=Said(), judge=patient, ranks=Ranks(), seed=0, batch=1)
-    at_once = replace(one_by_one, judge=unkept(judge), batch=len(tasks))
+    at_once = replace(one_by_one, judge=judge.for_split("heldout", 0), batch=len(tasks))
     policy = tiny_writing.policy()
     assert torch.equal(one_by_one(policy).rewards, at_once(policy).rewards)
     judge.close()
@@ -91,7 +90,7 @@ def test_what_is_asked_is_awaited_when_all_is_asked() -> None:
 def test_the_best_of_a_writers_samples_is_of_words_that_differ() -> None:
     tasks = tiny_writers.tasks()
     judge = Judge(Grey(), {"grey": 1.0})
-    evaluate = Evaluator(tasks=tasks, renderer=Said(), judge=unkept(judge), ranks=Ranks(), seed=0, batch=len(tasks))
+    evaluate = Evaluator(tasks=tasks, renderer=Said(), judge=judge.for_split("heldout", 0), ranks=Ranks(), seed=0, batch=len(tasks))
     policy = tiny_writing.policy()
     likeliest = evaluate(policy).rewards
     assert torch.equal(likeliest, evaluate(policy).rewards)

@@ -11,7 +11,7 @@ from retouch.protocols import Reward
 from retouch.recipe.differences import differences
 from retouch.recipe.recipe import load
 from retouch.rewards import identity
-from retouch.rewards.combine.composite import Several
+from retouch.rewards.combine.composite import CompositeReward
 from retouch.rewards.judges import Answer, Panel, YesReward
 from retouch.rewards.judging import Judge
 from retouch.rewards.ledger.asking import RememberingAsker
@@ -35,10 +35,10 @@ class Fixed:
 def meet(run: Path, reward: Reward, *, since: int, new_judge: bool = False) -> list[tuple[str, int]]:
     """A start of the run with this judge; which judges the ledger then knows."""
     with closing(Ledger(run, Ranks(), keep_images=False, new_judge=new_judge)) as ledger:
-        kept = ledger.keep(reward)
-        ledger.meet(kept)
+        kept = ledger.cached(reward)
+        ledger.require_same_judge(kept)
         judge = Judge(kept, dict.fromkeys(kept.columns, 1.0))
-        ledger.open(judge, since=since)
+        ledger.attach(judge, since=since)
         judge.close()
         with ledger._database.reading() as connection:
             return connection.execute("SELECT fingerprint, since FROM judges ORDER BY number").fetchall()
@@ -63,14 +63,14 @@ def test_a_changed_judge_stops_a_resume_unless_told_otherwise(tmp_path: Path) ->
         YesReward(Panel(Fixed(), temperature=0.5)),
         YesReward(Panel(Fixed(), seed=1)),
         YesReward(Panel(Fixed()), min_mass=0.6),
-        Several({"a": YesReward(Panel(Fixed()))}),
+        CompositeReward({"a": YesReward(Panel(Fixed()))}),
         ShareReward(),
     ],
     ids=["repeats", "temperature", "seed", "settings", "several", "class"],
 )
 def test_what_could_change_a_score_is_another_judge(tmp_path: Path, other: Reward) -> None:
     meet(tmp_path, YesReward(Panel(Fixed())), since=0)
-    with pytest.raises(ValueError, match="what judges is not what it was"):
+    with pytest.raises(ValueError, match="the judge is not the one"):
         meet(tmp_path, other, since=1)
 
 
@@ -83,12 +83,12 @@ def test_a_rubric_that_changed_is_another_judge(tmp_path: Path, monkeypatch: pyt
 
 
 def test_one_part_of_several_that_changed_is_another_judge(tmp_path: Path) -> None:
-    def both(name: str) -> Several:
-        return Several({"judge": YesReward(Panel(Fixed(name))), "share": ShareReward()})
+    def both(name: str) -> CompositeReward:
+        return CompositeReward({"judge": YesReward(Panel(Fixed(name))), "share": ShareReward()})
 
     meet(tmp_path, both("model a"), since=0)
     meet(tmp_path, both("model a"), since=1)
-    with pytest.raises(ValueError, match="what judges is not what it was"):
+    with pytest.raises(ValueError, match="the judge is not the one"):
         meet(tmp_path, both("model b"), since=1)
 
 
@@ -110,8 +110,8 @@ class TwoRanks(Ranks):
 
 def test_all_ranks_stop_where_one_has_another_judge(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, TwoRanks(), keep_images=False, new_judge=False)
-    with closing(ledger), pytest.raises(ValueError, match="as another rank's message says"):
-        ledger.meet(ShareReward())
+    with closing(ledger), pytest.raises(ValueError, match="another rank's message says how"):
+        ledger.require_same_judge(ShareReward())
 
 
 def test_a_judge_behind_the_ledger_is_asked_once_and_is_who_it_was(tmp_path: Path) -> None:
@@ -119,22 +119,22 @@ def test_a_judge_behind_the_ledger_is_asked_once_and_is_who_it_was(tmp_path: Pat
     reward = YesReward(Panel(asker))
     before = identity.describe(reward)
     with closing(Ledger(tmp_path, Ranks(), keep_images=False, new_judge=False)) as ledger:
-        kept = ledger.keep(reward)
+        kept = ledger.cached(reward)
         assert isinstance(reward.panel.asker, RememberingAsker)
         assert identity.describe(kept) == before
         judge = Judge(kept, {"yes": 1.0})
-        judged = ledger.open(judge, since=0)
+        ledger.attach(judge, since=0)
         task = Task("t", "make it blue", images=(Image.new("RGB", (4, 4)),))
         pictures = [Sample(task, Image.new("RGB", (4, 4), (value, 0, 0))) for value in (1, 2, 1)]
         batch = Batch(0, 0, (task,), (0,), (0, 0, 0), (0, 1, 2))
-        judged(batch, pictures).result()
+        judge.for_split("train")(batch, pictures).result()
         assert asker.asked == 2
-        judged.on("heldout", 0)(batch, pictures).result()
+        judge.for_split("heldout", 0)(batch, pictures).result()
         assert asker.asked == 2
         with ledger.answers.bypassed():
-            judged.on("canary", 0)(batch, pictures).result()
+            judge.for_split("canary", 0)(batch, pictures).result()
         assert asker.asked == 5
-        judged.on("canary", 0)(batch, pictures).result()
+        judge.for_split("canary", 0)(batch, pictures).result()
         assert asker.asked == 5
         judge.close()
 
@@ -145,10 +145,10 @@ def test_a_users_own_judge_asks_through_the_ledger_too(tmp_path: Path) -> None:
 
     reward = Mine(Panel(Fixed()))
     with closing(Ledger(tmp_path, Ranks(), keep_images=False, new_judge=False)) as ledger:
-        assert ledger.keep(reward) is reward
+        assert ledger.cached(reward) is reward
         assert isinstance(reward.panel.asker, RememberingAsker)
         plain = ShareReward()
-        assert ledger.keep(plain) is plain
+        assert ledger.cached(plain) is plain
 
 
 def test_keeping_pictures_may_be_turned_on_and_judges_changed_where_that_is_said() -> None:

@@ -38,11 +38,10 @@ from retouch.recipe.rollout import Rollout, TokenRollout
 from retouch.recipe.train import Lora
 from retouch.renderers.latents import LatentRenderer
 from retouch.renderers.offloaded import Offloaded
-from retouch.rewards.judging import Judge
+from retouch.rewards.judging import Judge, JudgeBatch
 from retouch.training.clock import Clock
 from retouch.training.completions import describe, texts
 from retouch.training.evaluation import Evaluator
-from retouch.training.journal import JudgeBatch
 from retouch.training.ledger import Ledger
 from retouch.training.loop import Phase, Run
 from retouch.types import Task
@@ -231,9 +230,9 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
     """
     check_ranks(recipe, ranks.world)
     placement = place(recipe, ranks)
-    reward = build_reward(recipe.reward, device=placement.reward, keep=_unkept if ledger is None else ledger.keep)
+    reward = build_reward(recipe.reward, device=placement.reward, keep=_unkept if ledger is None else ledger.cached)
     if ledger is not None:
-        ledger.meet(reward)
+        ledger.require_same_judge(reward)
     judge = Judge(reward, recipe.reward.combine)
     if isinstance(recipe.advantage, GaeAdvantage):
         check_reward_range(judge.combination.low, judge.combination.high)

@@ -15,7 +15,7 @@ from retouch.recipe.reward_classes import reward_class
 from retouch.recipe.reward_section import RewardSection
 from retouch.renderers.answers import answer_in
 from retouch.rewards.client.client import RemoteReward
-from retouch.rewards.combine.composite import Several
+from retouch.rewards.combine.composite import CompositeReward
 from retouch.rewards.judges.panel import Panel
 from retouch.rewards.text.paddle_reader import PaddleReader
 
@@ -33,7 +33,7 @@ def build_reward(
     """
     askers = Askers(device)
     if isinstance(section, recipe_reward.Several):
-        return Several({name: keep(_build(part, device, askers)) for name, part in section.rewards.items()})
+        return CompositeReward({name: keep(_build(part, device, askers)) for name, part in section.rewards.items()})
     return keep(_build(section, device, askers))
 
 

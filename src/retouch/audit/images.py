@@ -7,7 +7,7 @@ from PIL import Image
 
 from retouch.audit.opening import Scored
 from retouch.records.folder import RunFolder
-from retouch.records.kept_images import KeptPictures, read_picture
+from retouch.rewards.ledger.kept_images import KeptImages, read_image
 
 _SETS = {"group": "train", "heldout": "heldout"}
 
@@ -17,7 +17,7 @@ class Shown:
 
     def __init__(self, run: Path) -> None:
         self._folder = RunFolder(run)
-        self._kept = KeptPictures(run)
+        self._kept = KeptImages(run)
 
     def path(self, sample: Scored) -> Path | None:
         """The file of the sample's picture; None where there is none any more."""
@@ -29,7 +29,7 @@ class Shown:
     def image(self, sample: Scored) -> Image.Image | None:
         """The very picture that was judged; None where it is not there, or another one stands in its place."""
         path = self.path(sample)
-        return None if path is None else read_picture(path, sample.picture)
+        return None if path is None else read_image(path, sample.picture)
 
     @cached_property
     def _sampled(self) -> dict[tuple[str, int, int, int], Path]:

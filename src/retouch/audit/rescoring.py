@@ -25,9 +25,9 @@ from retouch.rewards.closing import close
 from retouch.rewards.judging import scores_of
 from retouch.rewards.ledger.answers import Answers
 from retouch.rewards.ledger.database import Database
+from retouch.rewards.ledger.journal import Journal, JournalRow
 from retouch.rewards.ledger.keeping import remembered
-from retouch.training.journal import Journal, Page, Seen, rows_of
-from retouch.types import Batch, Sample
+from retouch.types import Sample
 
 _ROWS = 64
 
@@ -77,52 +77,38 @@ def _judge(reward: Reward, journal: Journal, samples: Sequence[Scored], *, shown
     """How many samples were judged now, and how many pictures were not those of the ledger any more."""
     fresh = absent = 0
     wanted = [name for name, column in reward.columns.items() if not column.diagnostic]
-    for page in dict.fromkeys(_page(row.split, row.step) for row in samples):
-        journal.forget_missing(page, wanted)
-    for page, rows in _chunks(samples):
-        made = [Sample(tasks(row), shown.image(row), row.written) for row in rows]
-        whole = [number for number, sample in enumerate(made) if sample.image is not None]
-        absent += len(made) - len(whole)
-        batch = rows_of(_batch(rows, made), whole)
-        judged = [made[number] for number in whole]
-        seen = Seen.of(judged)
-        known, _ = journal.recall(page, batch, seen, reward.columns)
-        new = (~known).nonzero().flatten().tolist()
+    for split, step in dict.fromkeys(_row(sample)[:2] for sample in samples):
+        journal.forget_missing(wanted, split=split, step=step)
+    for chunk in _chunks(samples):
+        made = [(_row(sample), Sample(tasks(sample), shown.image(sample), sample.written)) for sample in chunk]
+        there = [(row, sample) for row, sample in made if sample.image is not None]
+        absent += len(made) - len(there)
+        known, _ = journal.recall([row for row, _ in there], reward.columns)
+        new = [pair for pair, is_known in zip(there, known.tolist(), strict=True) if not is_known]
         if new:
-            scores = scores_of(reward, [judged[number] for number in new])
-            journal.record(page, rows_of(batch, new), [seen[number] for number in new], scores)
+            journal.record([row for row, _ in new], scores_of(reward, [sample for _, sample in new]))
         fresh += len(new)
     return fresh, absent
 
 
-def _chunks(samples: Sequence[Scored]) -> Iterator[tuple[Page, list[Scored]]]:
-    """A page's samples at a time, whole groups together where they are not too many."""
-    for (split, step), page in groupby(samples, key=lambda sample: (sample.split, sample.step)):
+def _chunks(samples: Sequence[Scored]) -> Iterator[list[Scored]]:
+    """The samples of one split and step at a time, whole groups together where they are not too many."""
+    for _, same_step in groupby(samples, key=lambda sample: (sample.split, sample.step)):
         chunk: list[Scored] = []
-        for _, members in groupby(page, key=lambda sample: sample.group):
+        for _, members in groupby(same_step, key=lambda sample: sample.group):
             group = list(members)
             if chunk and len(chunk) + len(group) > _ROWS:
-                yield _page(split, step), chunk
+                yield chunk
                 chunk = []
             chunk += group
-        yield _page(split, step), chunk
+        yield chunk
 
 
-def _page(split: Any, step: int) -> Page:
-    return Page(split, step - 1 if split == "train" else step)
-
-
-def _batch(rows: Sequence[Scored], made: Sequence[Sample]) -> Batch:
-    groups = list(dict.fromkeys(row.group for row in rows))
-    first = {row.group: sample.task for row, sample in zip(reversed(rows), reversed(made), strict=True)}
-    return Batch(
-        seed=0,
-        step=rows[0].step,
-        tasks=tuple(first[group] for group in groups),
-        group_ids=tuple(groups),
-        group=tuple(groups.index(row.group) for row in rows),
-        slot=tuple(row.slot for row in rows),
-    )
+def _row(sample: Scored) -> JournalRow:
+    """The sample's row in the journal, which counts the steps before a training step."""
+    step = sample.step - 1 if sample.split == "train" else sample.step
+    split: Any = sample.split
+    return JournalRow(split, step, sample.group, sample.slot, sample.task, sample.picture, sample.written)
 
 
 def _only(database: Database, reward: Reward) -> str:

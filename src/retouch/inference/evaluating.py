@@ -4,14 +4,13 @@ from collections.abc import Sequence
 
 from retouch.inference.opening import open_target
 from retouch.training.evaluation import chosen, table
-from retouch.training.journal import unkept
 
 
 def evaluate_target(target: str, overrides: Sequence[str]) -> dict[str, object]:
     """Column means and 95 % intervals by row of the held-out table, with the step whose weights were judged."""
     parts, step = open_target(target, overrides)
     try:
-        evaluated = parts.evaluator(unkept(parts.judge))(parts.policy(parts.recipe.rollout))
+        evaluated = parts.evaluator(parts.judge.for_split("heldout", step))(parts.policy(parts.recipe.rollout))
         means, intervals = table(evaluated, chosen(evaluated.tasks, parts.recipe.eval.headline))
     finally:
         parts.judge.close()

@@ -18,7 +18,6 @@ from retouch.protocols import Renderer, Reward
 from retouch.records import files
 from retouch.rewards.judging import Judge
 from retouch.training.evaluation import Evaluated, Evaluator
-from retouch.training.journal import unkept
 from retouch.types import Task
 
 log = logging.getLogger("retouch")
@@ -71,7 +70,7 @@ def held_out(
     evaluate = Evaluator(
         tasks=tasks,
         renderer=renderer,
-        judge=unkept(Judge(reward, {column: 1.0})),
+        judge=Judge(reward, {column: 1.0}).for_split("heldout", 0),
         ranks=Ranks(),
         seed=1,
         batch=len(tasks),

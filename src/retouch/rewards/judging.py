@@ -82,7 +82,7 @@ class Judge:
         """``submit`` as training and evaluations call it, with (batch, samples), and with the journal, where there is one.
 
         What the journal knows is not scored again, not even scores that were missing, so that a resumed run goes on to the same
-        bits. New scores are on the disk before the future gives them. ``step``: steps of the run before; by default the batch's own.
+        bits. New scores are on the disk before the future gives them. ``step``: steps of the run so far, by default ``batch.step``.
         """
 
         def judge(batch: Batch, samples: Sequence[Sample]) -> "Future[Judged]":

@@ -14,7 +14,6 @@ from retouch.records.folder import RunFolder
 from retouch.records.summary import Summary, standing
 from retouch.rewards.combine.combination import WeightedSum
 from retouch.training.evaluation import Evaluated, chosen, paired_gain, table
-from retouch.training.journal import JournaledJudge
 from retouch.training.loop import TooManyMissing
 
 REWARD = "reward"
@@ -23,12 +22,11 @@ REWARD = "reward"
 class Outcome:
     """Evaluates, and compares with the start. Every rank evaluates; the first writes."""
 
-    def __init__(self, recipe: Recipe, folder: RunFolder, parts: Assembly, judged: JournaledJudge) -> None:
+    def __init__(self, recipe: Recipe, folder: RunFolder, parts: Assembly) -> None:
         self.recipe = recipe
         self.folder = folder
         self.parts = parts
-        self.judged = judged
-        self.evaluator = parts.evaluator(judged.on("heldout", 0))
+        self.evaluator = parts.evaluator(parts.judge.for_split("heldout", 0))
         self.policy = parts.policy(recipe.rollout)
         self.kept = chosen(self.evaluator.tasks, recipe.eval.headline)
         if recipe.eval.column is not None and recipe.eval.column not in parts.judge.reward.columns:
@@ -41,7 +39,7 @@ class Outcome:
 
         TooManyMissing, on every rank and with nothing kept: the judge fails at more of them than the recipe allows.
         """
-        evaluated = replace(self.evaluator, judge=self.judged.on("heldout", step))(self.policy)
+        evaluated = replace(self.evaluator, judge=self.parts.judge.for_split("heldout", step))(self.policy)
         self._require_judged(evaluated, step)
         if self.parts.ranks.first:
             means, intervals = table(evaluated, self.kept)
@@ -56,7 +54,7 @@ class Outcome:
         column = self.parts.judge.reward.columns.get(self._column)
         missing, allowed = self._values(evaluated).isnan().double().mean().item(), self.recipe.reward.max_missing
         if missing > allowed and not (column is not None and column.diagnostic):
-            self.judged.forget_missing(step, split="heldout", column=None if column is None else self._column)
+            self.parts.judge.forget_missing("heldout", step, column=None if column is None else self._column)
             raise TooManyMissing(
                 f"{missing:.0%} of the {self._standing} pictures have no {self._column}, and the recipe allows {allowed:.0%} "
                 "(reward.max_missing): the judge is failing. Start the run again when it answers"
@@ -66,9 +64,9 @@ class Outcome:
         """What the start stands beside: the targets through the renderer, and the best of k of its own samples."""
         if self._baselines.exists():
             return
-        ceiling = replace(self.evaluator, judge=self.judged.on("ceiling", 0)).ceiling(self.policy)
+        ceiling = replace(self.evaluator, judge=self.parts.judge.for_split("ceiling", 0)).ceiling(self.policy)
         k = self.recipe.eval.best_of_k
-        best = replace(self.evaluator, judge=self.judged.on("best", 0)).best_of(self.policy, k=k) if k else None
+        best = replace(self.evaluator, judge=self.parts.judge.for_split("best", 0)).best_of(self.policy, k=k) if k else None
         if self.parts.ranks.first:
             found = {
                 "ceiling": None if ceiling is None else self._headline(self._values(ceiling)),

@@ -68,7 +68,7 @@ def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
     keep_images = recipe.ledger is not None and recipe.ledger.keep_images
     with closing(Ledger(folder.root, ranks, keep_images=keep_images, new_judge=new_judge)) as ledger:
         with named(recipe, lambda: "loading"):
-            watchers = None if recipe.watch is None else build_watchers(recipe.watch, device=ranks.device, keep=ledger.keep)
+            watchers = None if recipe.watch is None else build_watchers(recipe.watch, device=ranks.device, keep=ledger.cached)
             parts = assemble(recipe, ranks, ledger=ledger)
         for test_set in dict.fromkeys(test_set for sets in parts.sets for test_set in sets.test_sets):
             log.warning("trains on a known test set, as the recipe allows: %s", test_set)
@@ -149,8 +149,8 @@ class _Session:
             self.folder.truncate_after(self.done)
         self.parts.ranks.barrier()
         self.trackers = self._trackers()
-        self.judged = self.ledger.open(self.parts.judge, since=self.done)
-        self.outcome = Outcome(self.recipe, self.folder, self.parts, self.judged)
+        self.ledger.attach(self.parts.judge, since=self.done)
+        self.outcome = Outcome(self.recipe, self.folder, self.parts)
         self.recorder = Recorder(self.folder, self.trackers, total=self.parts.steps, pictured_groups=self.recipe.samples.groups)
         try:
             return self._train(stepper)
@@ -158,7 +158,6 @@ class _Session:
             if self.publisher is not None:
                 self.publisher.close()
             self.trackers.close()
-            self.judged.close()
             self.parts.judge.close()
             if self.watcher is not None:
                 self.watcher.watchers.close()
@@ -169,7 +168,7 @@ class _Session:
         if self.done == 0:
             self._heldout(baseline=True)
         if self.watcher is not None:
-            self.watcher.open(self.ledger, self.judged, done=self.done)
+            self.watcher.open(self.ledger, self.parts.judge, done=self.done)
             if self.watcher.watch.rolls_back and self.done == 0:
                 self._save(stepper)
         for index, (resolved, steps) in enumerate(self.parts.plan):
@@ -179,7 +178,7 @@ class _Session:
                 self.parts.begin(index)
                 if index and not resolved.keep_optimizer:
                     stepper = self.parts.stepper()
-            run, phase = self.parts.phase(index, stepper=stepper, judge=self.judged)
+            run, phase = self.parts.phase(index, stepper=stepper, judge=self.parts.judge.for_split("train"))
             log.info("phase %s: steps %d to %d", phase.name, steps.start + 1, steps.stop)
             try:
                 self.recorder.resume_clock()
@@ -190,7 +189,7 @@ class _Session:
             except (TooManyMissing, BudgetSpent):
                 # Raised on every rank, before any weight changed; the next start asks the judge again.
                 self._save(stepper)
-                self.judged.forget_missing(self.done)
+                self.parts.judge.forget_missing("train", self.done)
                 raise
             except EngineFault:
                 # The same, before the step's rows were whole.
@@ -260,7 +259,7 @@ class _Session:
 
     def _preflight(self, stepper: Stepper) -> None:
         with named(self.recipe, lambda: "trial step"):
-            checks = list(trial_steps(self.parts, stepper=stepper, judge=self.judged, done=self.done))
+            checks = list(trial_steps(self.parts, stepper=stepper, judge=self.parts.judge.for_split("train"), done=self.done))
         if self.parts.ranks.first:
             self.folder.write_preflight([check.to_json() for check in checks])
         for check in checks:

@@ -13,9 +13,8 @@ from torch import Tensor
 from retouch.distributed.ranks import Ranks
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.protocols import Renderer
-from retouch.rewards.judging import Judged
+from retouch.rewards.judging import JudgeBatch, Judged
 from retouch.training.completions import texts
-from retouch.training.journal import JudgeBatch
 from retouch.training.loop import awaited
 from retouch.types import Batch, Sample, Scores, Task
 

@@ -19,9 +19,8 @@ from retouch.assembly.assembly import Assembly
 from retouch.recipe.watch import Watch
 from retouch.records import files
 from retouch.records.folder import RunFolder
-from retouch.rewards.judging import Judged
+from retouch.rewards.judging import Judge, JudgeBatch, Judged
 from retouch.training.evaluation import EVALUATION_STEP, Evaluator
-from retouch.training.journal import JournaledJudge, JudgeBatch, unkept
 from retouch.training.ledger import Ledger
 from retouch.training.loop import Collected, Metrics, answers
 from retouch.types import Batch, Sample, Scores
@@ -51,14 +50,15 @@ class Watcher:
         self._looks: list[Look] = []
         self._diversity: list[float] = []
 
-    def open(self, ledger: Ledger, judged: JournaledJudge, *, done: int) -> None:
+    def open(self, ledger: Ledger, judge: Judge, *, done: int) -> None:
         """Take up what was seen in ``done`` steps, with which the metrics end; a run that has seen nothing takes its first look.
 
-        ``judged``: what trains. ValueError where the held-out judge is another one than the looks were made with.
+        ``judge``: what trains. ValueError where the held-out judge is another one than the looks were made with.
         """
         self._ledger = ledger
-        self._judged = judged
-        self._heldout = None if self.watchers.heldout is None else ledger.beside(self.watchers.heldout)
+        self._judge = judge
+        if self.watchers.heldout is not None:
+            ledger.attach_heldout(self.watchers.heldout)
         self._looks = self._files.until(done)
         if any(look.judge != self._fingerprint for look in self._looks):
             raise ValueError(
@@ -78,7 +78,7 @@ class Watcher:
         if done % self.watch.every:
             return metrics, []
         look = self._look(done)
-        found = raised(self.watch, self._looks, self._diversity, self._judged.judge.reward.columns)
+        found = raised(self.watch, self._looks, self._diversity, self._judge.reward.columns)
         for one in found:
             log.warning("ALARM at step %d: %s", done, one.text)
         return {**metrics, **self._figures(look), **{f"watch/alarm/{one.rule}": 1.0 for one in found}}, found
@@ -99,9 +99,9 @@ class Watcher:
         """What is seen of pictures after so many steps: ``proxy`` and ``heldout``, the two judges' numbers, and every measure."""
 
         def see(batch: Batch, samples: Sequence[Sample]) -> "Future[Judged]":
-            asked = {"proxy": self._judged.on("heldout", step)(batch, samples)}
-            if self._heldout is not None:
-                asked["heldout"] = self._heldout.on("watch", step)(batch, samples)
+            asked = {"proxy": self._judge.for_split("heldout", step)(batch, samples)}
+            if self.watchers.heldout is not None:
+                asked["heldout"] = self.watchers.heldout.for_split("watch", step)(batch, samples)
             return joining.submit(self._joined, samples, asked)
 
         return see
@@ -113,7 +113,8 @@ class Watcher:
 
     @property
     def _fingerprint(self) -> str:
-        return "" if self._heldout is None else self._heldout.journal.judge
+        heldout = self.watchers.heldout
+        return "" if heldout is None or heldout.journal is None else heldout.journal.judge
 
     def _keep_canaries(self, images: Sequence[Image.Image | None], texts: Sequence[str | None]) -> None:
         """The first rank's first pictures, the only ones that are kept as such, and what was written for them."""
@@ -126,7 +127,7 @@ class Watcher:
 
     def _canaries(self, step: int) -> Scores:
         """The reward's scores of the kept pictures, asked anew by the first rank and told to all; diagnostics are left out."""
-        names = [name for name, column in self._judged.judge.reward.columns.items() if not column.diagnostic]
+        names = [name for name, column in self._judge.reward.columns.items() if not column.diagnostic]
         places, samples = self._kept_canaries() if self.ranks.first and self.watch.canaries is not None else ((), [])
         count = int(self.ranks.max(torch.tensor(float(len(samples)))))
         asked = []
@@ -135,7 +136,7 @@ class Watcher:
                 rows = tuple(range(len(samples)))
                 tasks = tuple(sample.task for sample in samples)
                 batch = Batch(seed=0, step=EVALUATION_STEP, tasks=tasks, group_ids=places, group=rows, slot=(0,) * len(samples))
-                asked = [self._judged.on("canary", step)(batch, samples)]
+                asked = [self._judge.for_split("canary", step)(batch, samples)]
             said = answers(self.ranks, asked)
         table = torch.zeros(len(names), count)
         for judged in said:
@@ -160,7 +161,7 @@ class Watcher:
             figures["watch/heldout_missing"] = look.scores["heldout"].isnan().double().mean().item()
             figures["watch/heldout_sigmas"] = since_best(self._looks)[2].sigmas
         if look.canaries:
-            figures["watch/canary_shift"] = canary_shift(look, self._looks[0], self._judged.judge.reward.columns)[1]
+            figures["watch/canary_shift"] = canary_shift(look, self._looks[0], self._judge.reward.columns)[1]
         return figures
 
 
@@ -170,7 +171,7 @@ def watcher_of(parts: Assembly, folder: RunFolder, watchers: Watchers) -> Watche
     return Watcher(
         parts.recipe.watch,
         folder,
-        evaluator=parts.evaluator(unkept(parts.judge)),
+        evaluator=parts.evaluator(parts.judge.for_split("heldout", 0)),
         watchers=watchers,
         policy=parts.policy(parts.recipe.rollout),
     )

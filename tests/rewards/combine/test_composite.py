@@ -3,13 +3,14 @@
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import closing
 
 import pytest
 import torch
 from PIL import Image
 
-from retouch.protocols import AsyncReward, Reward
-from retouch.rewards.combine.composite import Several
+from retouch.protocols import Reward
+from retouch.rewards.combine.composite import CompositeReward
 from retouch.rewards.judging import Judge
 from retouch.rewards.scorers.share import ShareReward
 from retouch.rewards.text.prompt_quality import PromptQualityReward, prompt_quality
@@ -58,7 +59,7 @@ def opened():
     made = []
 
     def make(**rewards):
-        made.append(Several(rewards))
+        made.append(CompositeReward(rewards))
         return made[-1]
 
     yield make
@@ -70,7 +71,6 @@ def test_columns_stand_under_their_rewards_names(opened):
     one, other = Told("x"), Later("y")
     several = opened(one=one, other=other, red=ShareReward("red"))
     assert isinstance(several, Reward)
-    assert isinstance(several, AsyncReward)
     assert list(several.columns) == ["one/x", "one/note", "other/x", "other/note", "red/share"]
     scores = several([sample(1, 0.25, 0.75), sample(2, 0.5, 1.0)])
     assert scores["one/x"].tolist() == [0.25, 0.5]
@@ -78,7 +78,7 @@ def test_columns_stand_under_their_rewards_names(opened):
     assert scores["red/share"].tolist() == [1.0, 1.0]
     check_reward(opened(red=ShareReward("red"), blue=ShareReward("blue")), [sample(k, 0, 0) for k in range(3)])
     with pytest.raises(ValueError, match="none is named"):
-        Several({})
+        CompositeReward({})
 
 
 def test_only_columns_of_the_combination_make_a_sample_missing(opened):
@@ -100,8 +100,33 @@ def test_rewards_judge_at_the_same_time(opened):
             return super().__call__(samples)
 
     several = opened(one=Meets(), other=Meets())
-    futures = [several.submit([sample(k, 0.5, 0.5)]) for k in range(3)]
-    assert [future.result(timeout=60)["one/x"].item() for future in futures] == [0.5] * 3
+    assert several([sample(0, 0.5, 0.5)])["one/x"].item() == 0.5
+    with closing(Judge(several, "one/x")) as judge:
+        futures = [judge.submit([sample(k, 0.5, 0.5)]) for k in range(3)]
+        assert [future.result(timeout=60).scores["one/x"].item() for future in futures] == [0.5] * 3
+
+
+def test_a_reward_that_judges_by_itself_does_not_wait_for_the_slow_ones(opened):
+    """It has all batches at once, while another reward has not ended its first."""
+    release, all_there = threading.Event(), threading.Barrier(2, timeout=30)
+
+    class Slow(Told):
+        def __call__(self, samples):
+            assert release.wait(60)
+            return super().__call__(samples)
+
+    class Counts(Later):
+        def submit(self, samples):
+            if samples[0].task.id == "2":
+                all_there.wait()
+            return super().submit(samples)
+
+    with closing(Judge(opened(slow=Slow(), counts=Counts()), "slow/x")) as judge:
+        futures = [judge.submit([sample(k, k / 4, 0)]) for k in range(3)]
+        all_there.wait()
+        assert not any(future.done() for future in futures)
+        release.set()
+        assert [future.result(timeout=60).rewards.item() for future in futures] == [0.0, 0.25, 0.5]
 
 
 def test_what_one_raises_the_whole_raises_and_the_next_batch_is_judged(opened):
@@ -112,10 +137,13 @@ def test_what_one_raises_the_whole_raises_and_the_next_batch_is_judged(opened):
             return super().__call__(samples)
 
     several = opened(one=Told(), other=Breaks())
-    bad, good = several.submit([sample("bad", 0, 0)]), several.submit([sample("good", 1, 1)])
     with pytest.raises(ValueError, match="no source picture"):
-        bad.result()
-    assert good.result()["other/x"].item() == 1
+        several([sample("bad", 0, 0)])
+    with closing(Judge(several, "other/x")) as judge:
+        bad, good = judge.submit([sample("bad", 0, 0)]), judge.submit([sample("good", 1, 1)])
+        with pytest.raises(ValueError, match="no source picture"):
+            bad.result()
+        assert good.result().scores["other/x"].item() == 1
 
 
 def test_nobody_but_a_reward_of_text_is_shown_what_was_written(opened):

@@ -1,6 +1,8 @@
 """An asker that remembers: what was answered before is not asked again, and whatever is asked is recorded."""
 
+import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 
 from retouch.rewards.closing import close
 from retouch.rewards.judges.rubrics import fingerprint
@@ -8,6 +10,7 @@ from retouch.rewards.ledger import content
 from retouch.rewards.ledger.answers import Answers, Call
 from retouch.rewards.ledger.once import Once
 from retouch.rewards.vlm.asking import Answer, Asker, Question
+from retouch.types import Json
 
 
 class RememberingAsker:
@@ -22,7 +25,7 @@ class RememberingAsker:
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
         """An answer each, in order; equal questions share one."""
         pictures = content.Pictures()
-        names = [content.of_question(question, self.identity, pictures) for question in questions]
+        names = [of_question(question, self.identity, pictures) for question in questions]
         if self.answers.fresh:
             return self._asked(names, questions, pictures)
         by_name = dict(zip(names, questions, strict=True))
@@ -47,6 +50,18 @@ class RememberingAsker:
         asked = zip(names, questions, given, strict=True)
         self.answers.record([_call(*each, judge=self.identity, pictures=pictures) for each in asked])
         return given
+
+
+def of_question(question: Question, judge: str, pictures: content.Pictures) -> str:
+    """The name of a question: a hash of all that decides its answer: what is asked, of whom, how it is read, temperature and seed.
+
+    Where the form is no dataclass, nothing says whether two of them are equal: such a question has another name each time.
+    """
+    if not is_dataclass(question.form):
+        return secrets.token_hex(32)
+    parts: list[Json] = [part if isinstance(part, str) else {"picture": pictures(part)} for part in question.parts]
+    form = f"{type(question.form).__module__}.{question.form!r}"
+    return content.digest([judge, question.rubric, parts, form, question.temperature, question.seed])
 
 
 def _call(name: str, question: Question, answer: Answer, *, judge: str, pictures: content.Pictures) -> Call:

@@ -2,13 +2,10 @@
 
 import hashlib
 import json
-import secrets
 from collections.abc import Sequence
-from dataclasses import is_dataclass
 
 from PIL.Image import Image
 
-from retouch.rewards.vlm.asking import Question
 from retouch.types import Json, Sample
 
 
@@ -40,20 +37,9 @@ def of_sample(sample: Sample, judge: str, pictures: Pictures) -> str:
     task = sample.task
     others = [pictures(image) for image in (task.mask, task.reference, task.target, sample.image)]
     words: list[Json] = [task.id, task.instruction, task.text, sample.completion, dict(task.tags), dict(task.meta)]
-    return _digest([judge, *words, *others, *(pictures(image) for image in task.images)])
+    return digest([judge, *words, *others, *(pictures(image) for image in task.images)])
 
 
-def of_question(question: Question, judge: str, pictures: Pictures) -> str:
-    """All that decides an answer: what is asked, of whom, how it is read, temperature and seed.
-
-    Where the form is no dataclass, nothing says whether two of them are equal: such a question has a name of its own each time.
-    """
-    if not is_dataclass(question.form):
-        return secrets.token_hex(32)
-    parts: list[Json] = [part if isinstance(part, str) else {"picture": pictures(part)} for part in question.parts]
-    form = f"{type(question.form).__module__}.{question.form!r}"
-    return _digest([judge, question.rubric, parts, form, question.temperature, question.seed])
-
-
-def _digest(parts: Sequence[Json]) -> str:
+def digest(parts: Sequence[Json]) -> str:
+    """The SHA-256 of JSON values."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

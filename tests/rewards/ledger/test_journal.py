@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from retouch.records.kept_images import KeptPictures
 from retouch.rewards.judging import Judge, Judged
 from retouch.rewards.ledger.content import of_picture
 from retouch.rewards.ledger.database import Database
-from retouch.training.journal import Journal, JournaledJudge, Page, Seen
+from retouch.rewards.ledger.journal import Journal, JournalRow, journal_rows
+from retouch.rewards.ledger.kept_images import KeptImages
 from retouch.training.ledger import ledger_path
 from retouch.types import Batch, Column, Sample, Scores, Task
 
@@ -59,12 +59,8 @@ def pictures(batch: Batch, *, seed: int = 0) -> list[Sample]:
     return drawn
 
 
-def seen(batch: Batch) -> list[Seen]:
-    return Seen.of(pictures(batch))
-
-
-def page(batch: Batch) -> Page:
-    return Page("train", batch.step)
+def rows_of(batch: Batch) -> list[JournalRow]:
+    return journal_rows(batch, pictures(batch), split="train", step=batch.step)
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -83,24 +79,24 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
     opened.close()
 
 
-Start = Callable[..., JournaledJudge]
+Start = Callable[..., Judge]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a run's judge over the same file again and again."""
-    started: list[JournaledJudge] = []
+    started: list[Judge] = []
 
     def end() -> None:
         for judge in started:
-            judge.judge.close()
             judge.close()
+            assert judge.journal is not None
             judge.journal.database.close()
 
-    def begin(reward: Counting, fingerprint: str = "one") -> JournaledJudge:
+    def begin(reward: Counting, fingerprint: str = "one") -> Judge:
         end()
-        journal = Journal(Database(tmp_path / "ledger.sqlite"), judge=fingerprint)
-        started[:] = [JournaledJudge(Judge(reward, {"quality": 2.0}), journal)]
+        started[:] = [Judge(reward, {"quality": 2.0})]
+        started[0].journal = Journal(Database(tmp_path / "ledger.sqlite"), judge=fingerprint)
         return started[0]
 
     yield begin
@@ -109,34 +105,34 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def test_a_resumed_run_asks_nothing_twice(start: Start) -> None:
     rows, reward = batch(), Counting()
-    first = start(reward)(rows, pictures(rows)).result()
+    first = start(reward).for_split("train")(rows, pictures(rows)).result()
     assert len(reward.asked) == 6
-    assert equal(start(reward)(rows, pictures(rows)).result(), first)
+    assert equal(start(reward).for_split("train")(rows, pictures(rows)).result(), first)
     assert len(reward.asked) == 6
 
 
 def test_what_the_judge_could_not_say_is_replayed_until_forgotten(start: Start) -> None:
     rows, mended = batch(), Counting()
-    first = start(Counting(broken=True))(rows, pictures(rows)).result()
+    first = start(Counting(broken=True)).for_split("train")(rows, pictures(rows)).result()
     assert first.rewards.isnan().all()
     judge = start(mended)
-    assert equal(judge(rows, pictures(rows)).result(), first)
+    assert equal(judge.for_split("train")(rows, pictures(rows)).result(), first)
     assert not mended.asked
-    judge.forget_missing(rows.step + 1)
-    judge(rows, pictures(rows)).result()
+    judge.forget_missing("train", rows.step + 1)
+    judge.for_split("train")(rows, pictures(rows)).result()
     assert not mended.asked
-    judge.forget_missing(rows.step)
-    assert not judge(rows, pictures(rows)).result().rewards.isnan().any()
+    judge.forget_missing("train", rows.step)
+    assert not judge.for_split("train")(rows, pictures(rows)).result().rewards.isnan().any()
     assert len(mended.asked) == 6
 
 
 def test_a_missing_diagnostic_is_no_reason_to_ask_again(start: Start) -> None:
     rows, reward = batch(), Counting()
     judge = start(reward)
-    first = judge(rows, pictures(rows)).result()
+    first = judge.for_split("train")(rows, pictures(rows)).result()
     assert first.scores["notes"].isnan().any()
-    judge.forget_missing(rows.step)
-    assert equal(judge(rows, pictures(rows)).result(), first)
+    judge.forget_missing("train", rows.step)
+    assert equal(judge.for_split("train")(rows, pictures(rows)).result(), first)
     assert len(reward.asked) == 6
 
 
@@ -144,13 +140,13 @@ def test_only_new_pictures_are_judged_and_they_replace_the_old(start: Start) -> 
     rows, reward = batch(), Counting()
     judge = start(reward)
     old = pictures(rows)
-    first = judge(rows, old).result()
+    first = judge.for_split("train")(rows, old).result()
     mixed = [new if row in (1, 4) else before for row, (before, new) in enumerate(zip(old, pictures(rows, seed=9), strict=True))]
-    second = judge(rows, mixed).result()
+    second = judge.for_split("train")(rows, mixed).result()
     assert [sample.image for sample in reward.asked[6:]] == [mixed[1].image, mixed[4].image]
     assert [bool(x) for x in first.rewards == second.rewards] == [True, False, True, True, False, True]
-    assert equal(judge(rows, mixed).result(), second)
-    judge(rows, old).result()
+    assert equal(judge.for_split("train")(rows, mixed).result(), second)
+    judge.for_split("train")(rows, old).result()
     assert [sample.image for sample in reward.asked[8:]] == [old[1].image, old[4].image]
 
 
@@ -159,7 +155,7 @@ def test_the_same_picture_elsewhere_is_another_row(start: Start, change: str) ->
     rows, reward = batch(groups=1, slots=1), Counting()
     samples = pictures(rows)
     judge = start(reward)
-    judge(rows, samples).result()
+    judge.for_split("train")(rows, samples).result()
     other = {
         "step": Batch(1, 4, rows.tasks, (0,), (0,), (0,)),
         "group": Batch(1, 3, rows.tasks, (7,), (0,), (0,)),
@@ -168,16 +164,16 @@ def test_the_same_picture_elsewhere_is_another_row(start: Start, change: str) ->
     }[change]
     if change == "task":
         samples = [Sample(Task(id="task/other", instruction="make it red"), samples[0].image)]
-    judge(other, samples).result()
+    judge.for_split("train")(other, samples).result()
     assert len(reward.asked) == 2
 
 
 def test_another_judge_is_asked_anew(start: Start) -> None:
     rows, reward = batch(), Counting()
-    start(reward)(rows, pictures(rows)).result()
-    second = start(reward, "two")(rows, pictures(rows)).result()
+    start(reward).for_split("train")(rows, pictures(rows)).result()
+    second = start(reward, "two").for_split("train")(rows, pictures(rows)).result()
     assert len(reward.asked) == 12
-    assert equal(start(reward, "two")(rows, pictures(rows)).result(), second)
+    assert equal(start(reward, "two").for_split("train")(rows, pictures(rows)).result(), second)
     assert len(reward.asked) == 12
 
 
@@ -186,10 +182,10 @@ def test_evaluations_have_pages_of_their_own(start: Start) -> None:
     rows, reward = batch(-1), Counting()
     judge = start(reward)
     pages = [("train", -1), ("heldout", 0), ("heldout", 25), ("ceiling", 0)]
-    first = [judge.on(*page)(rows, pictures(rows, seed=seed)).result() for seed, page in enumerate(pages)]
+    first = [judge.for_split(*page)(rows, pictures(rows, seed=seed)).result() for seed, page in enumerate(pages)]
     assert len(reward.asked) == 24
     judge = start(reward)
-    again = [judge.on(*page)(rows, pictures(rows, seed=seed)).result() for seed, page in enumerate(pages)]
+    again = [judge.for_split(*page)(rows, pictures(rows, seed=seed)).result() for seed, page in enumerate(pages)]
     assert all(equal(one, other) for one, other in zip(first, again, strict=True))
     assert len(reward.asked) == 24
 
@@ -200,21 +196,21 @@ def test_of_a_place_that_is_filled_twice_the_first_counts(start: Start) -> None:
     rows = Batch(0, -1, (task,), (4,), (0, 0), (0, 0))
     samples = [Sample(task, PIL.Image.new("RGB", (2, 2)))] * 2
     reward = Counting()
-    first = start(reward).on("heldout", 0)(rows, samples).result()
+    first = start(reward).for_split("heldout", 0)(rows, samples).result()
     assert first.rewards[0] != first.rewards[1]
-    again = start(reward).on("heldout", 0)(rows, samples).result()
+    again = start(reward).for_split("heldout", 0)(rows, samples).result()
     assert again.rewards.tolist() == [first.rewards[0].item()] * 2
     assert len(reward.asked) == 2
 
 
 def test_pictures_are_kept_by_what_they_are(tmp_path: Path) -> None:
-    rows, kept = batch(), KeptPictures(tmp_path)
+    rows, kept = batch(), KeptImages(tmp_path)
     samples = pictures(rows)
     samples[1] = Sample(samples[1].task, None)
     judge = Judge(Counting(), {"quality": 1.0})
     database = Database(tmp_path / "ledger.sqlite")
-    journaled = JournaledJudge(judge, Journal(database), pictures=kept)
-    journaled(rows, samples).result()
+    judge.journal = Journal(database, images=kept)
+    judge.for_split("train")(rows, samples).result()
     query = "SELECT picture FROM samples WHERE picture != '' ORDER BY group_id, slot"
     names = [name for (name,) in database._connection.execute(query)]
     for name, sample in zip(names, [samples[0], *samples[2:]], strict=True):
@@ -226,17 +222,16 @@ def test_pictures_are_kept_by_what_they_are(tmp_path: Path) -> None:
     kept.path(names[1]).write_bytes(b"cut")
     assert kept.read(names[1]) is None
     judge.close()
-    journaled.close()
     database.close()
 
 
 def test_a_fault_of_the_policy_reaches_no_reward_and_counts_every_time(start: Start) -> None:
     rows, reward = batch(), Counting()
     samples = [Sample(sample.task, None if row % 2 else sample.image) for row, sample in enumerate(pictures(rows))]
-    first = start(reward)(rows, samples).result()
+    first = start(reward).for_split("train")(rows, samples).result()
     assert first.faults == 3
     assert first.scores["quality"][1::2].tolist() == [-1.0] * 3
-    assert equal(start(reward)(rows, samples).result(), first)
+    assert equal(start(reward).for_split("train")(rows, samples).result(), first)
     assert len(reward.asked) == 3
 
 
@@ -244,17 +239,17 @@ def test_chunks_of_a_step_do_not_disturb_each_other(start: Start) -> None:
     rows, reward = batch(groups=3), Counting()
     samples = pictures(rows)
     judge = start(reward)
-    parts = [judge(rows.take(slice(k, k + 2)), samples[k : k + 2]) for k in range(0, 9, 2)]
+    parts = [judge.for_split("train")(rows.take(slice(k, k + 2)), samples[k : k + 2]) for k in range(0, 9, 2)]
     first = Judged.concat([part.result() for part in parts])
-    assert equal(start(reward)(rows, samples).result(), first)
+    assert equal(start(reward).for_split("train")(rows, samples).result(), first)
     assert len(reward.asked) == 9
 
 
 def test_a_column_that_is_new_is_asked_for(journal: Journal) -> None:
     rows = batch()
-    journal.record(page(rows), rows, seen(rows), {"quality": torch.zeros(6)})
-    assert journal.recall(page(rows), rows, seen(rows), ["quality"])[0].all()
-    assert not journal.recall(page(rows), rows, seen(rows), ["quality", "notes"])[0].any()
+    journal.record(rows_of(rows), {"quality": torch.zeros(6)})
+    assert journal.recall(rows_of(rows), ["quality"])[0].all()
+    assert not journal.recall(rows_of(rows), ["quality", "notes"])[0].any()
 
 
 def test_judging_goes_on_while_the_caller_does(start: Start) -> None:
@@ -267,7 +262,7 @@ def test_judging_goes_on_while_the_caller_does(start: Start) -> None:
             return super().__call__(samples)
 
     rows = batch()
-    futures: list[Future[Judged]] = [start(Waiting())(rows, pictures(rows))]
+    futures: list[Future[Judged]] = [start(Waiting()).for_split("train")(rows, pictures(rows))]
     assert not futures[0].done()
     may_answer.set()
     assert len(futures[0].result().rewards) == 6
@@ -276,7 +271,7 @@ def test_judging_goes_on_while_the_caller_does(start: Start) -> None:
 def test_scores_are_in_the_file_before_the_future_gives_them(start: Start, tmp_path: Path) -> None:
     rows, counts = batch(), []
     judge = start(Counting())
-    future = judge(rows, pictures(rows))
+    future = judge.for_split("train")(rows, pictures(rows))
     future.result()
     reader = sqlite3.connect(tmp_path / "ledger.sqlite")
     counts.append(reader.execute("SELECT count(*) FROM scores").fetchone()[0])
@@ -291,8 +286,8 @@ def test_a_reward_that_fails_leaves_no_trace(start: Start) -> None:
 
     rows, reward = batch(), Counting()
     with pytest.raises(ValueError, match="no answer"):
-        start(Failing())(rows, pictures(rows)).result()
-    start(reward)(rows, pictures(rows)).result()
+        start(Failing()).for_split("train")(rows, pictures(rows)).result()
+    start(reward).for_split("train")(rows, pictures(rows)).result()
     assert len(reward.asked) == 6
 
 
@@ -306,10 +301,10 @@ def test_every_float_comes_back(tmp_path_factory: pytest.TempPathFactory, patter
     path = tmp_path_factory.mktemp("floats") / "ledger.sqlite"
     journal = Journal(Database(path))
     journal.database._connection.execute("PRAGMA synchronous = OFF")
-    journal.record(page(rows), rows, seen(rows), {"any": column})
+    journal.record(rows_of(rows), {"any": column})
     journal.database.close()
     again = Journal(Database(path))
-    known, scores = again.recall(page(rows), rows, seen(rows), ["any"])
+    known, scores = again.recall(rows_of(rows), ["any"])
     again.database.close()
     assert known.all()
     assert same(scores["any"][~column.isnan()], column[~column.isnan()])
@@ -320,8 +315,8 @@ def test_names_that_have_no_utf8(journal: Journal) -> None:
     task = Task(id="half \ud800 pair", instruction="")
     rows = Batch(1, 1, (task,), (0,), (0,), (0,))
     samples = [Sample(task, PIL.Image.new("RGB", (2, 2)))]
-    journal.record(page(rows), rows, Seen.of(samples), {"any": torch.ones(1)})
-    assert journal.recall(page(rows), rows, Seen.of(samples), ["any"])[0].all()
+    journal.record(journal_rows(rows, samples, split="train", step=1), {"any": torch.ones(1)})
+    assert journal.recall(journal_rows(rows, samples, split="train", step=1), ["any"])[0].all()
 
 
 def test_a_pictures_name_knows_size_mode_and_every_pixel() -> None:
@@ -348,7 +343,7 @@ def test_readers_never_wait_and_see_whole_batches(journal: Journal) -> None:
     try:
         for step in range(20):
             rows = batch(step)
-            journal.record(page(rows), rows, seen(rows), {"quality": torch.zeros(6), "notes": torch.ones(6)})
+            journal.record(rows_of(rows), {"quality": torch.zeros(6), "notes": torch.ones(6)})
     finally:
         done.set()
         thread.join()
@@ -360,7 +355,7 @@ def test_threads_may_share_it(journal: Journal) -> None:
     def write(first: int) -> None:
         for step in range(5):
             rows = batch(step, groups=1, first=first)
-            journal.record(page(rows), rows, seen(rows), {"quality": torch.full((3,), float(first))})
+            journal.record(rows_of(rows), {"quality": torch.full((3,), float(first))})
 
     threads = [threading.Thread(target=write, args=(first,)) for first in range(4)]
     for thread in threads:
@@ -369,7 +364,7 @@ def test_threads_may_share_it(journal: Journal) -> None:
         thread.join()
     for step in range(5):
         rows = batch(step, groups=4)
-        known, scores = journal.recall(page(rows), rows, seen(rows), ["quality"])
+        known, scores = journal.recall(rows_of(rows), ["quality"])
         assert known.all()
         assert scores["quality"].tolist() == [float(first) for first in range(4) for _ in range(3)]
 
@@ -387,9 +382,9 @@ import os, sys
 sys.path.insert(0, sys.argv[2])
 import torch
 from pathlib import Path
-from test_journal import batch, page, seen
+from test_journal import batch, rows_of
 from retouch.rewards.ledger.database import Database
-from retouch.training.journal import Journal
+from retouch.rewards.ledger.journal import Journal
 kills = int(sys.argv[3])
 for kill in range(kills):
     reading, writing = os.pipe()
@@ -398,7 +393,7 @@ for kill in range(kills):
         journal = Journal(Database(Path(sys.argv[1])))
         for step in range(1000 * kill, 1000 * kill + 1000):
             rows = batch(step)
-            journal.record(page(rows), rows, seen(rows), {"quality": torch.full((6,), float(step))})
+            journal.record(rows_of(rows), {"quality": torch.full((6,), float(step))})
             os.write(writing, step.to_bytes(4, "big"))
         os._exit(3)
     os.close(writing)
@@ -427,7 +422,7 @@ def test_a_kill_loses_no_row_that_was_answered(tmp_path: Path) -> None:
     for kill, safe in enumerate(last):
         for step in range(1000 * kill, safe + 1):
             rows = batch(step)
-            known, scores = journal.recall(page(rows), rows, seen(rows), ["quality"])
+            known, scores = journal.recall(rows_of(rows), ["quality"])
             assert known.all()
             assert scores["quality"].tolist() == [float(step)] * 6
     (sound,) = journal.database._connection.execute("PRAGMA integrity_check").fetchone()
@@ -453,14 +448,14 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
 
 def test_a_full_disk_keeps_what_was_there(journal: Journal) -> None:
     rows = batch()
-    journal.record(page(rows), rows, seen(rows), {"quality": torch.zeros(6)})
+    journal.record(rows_of(rows), {"quality": torch.zeros(6)})
     pages = journal.database._connection.execute("PRAGMA page_count").fetchone()[0]
     journal.database._connection.execute(f"PRAGMA max_page_count = {pages}")
     large = batch(4, slots=200)
     with pytest.raises(ValueError, match="disk is full"):
-        journal.record(page(large), large, seen(large), {"quality": torch.zeros(400)})
-    assert journal.recall(page(rows), rows, seen(rows), ["quality"])[0].all()
-    assert not journal.recall(page(large), large, seen(large), ["quality"])[0].any()
+        journal.record(rows_of(large), {"quality": torch.zeros(400)})
+    assert journal.recall(rows_of(rows), ["quality"])[0].all()
+    assert not journal.recall(rows_of(large), ["quality"])[0].any()
     journal.database._connection.execute("PRAGMA max_page_count = 100000")
-    journal.record(page(large), large, seen(large), {"quality": torch.zeros(400)})
-    assert journal.recall(page(large), large, seen(large), ["quality"])[0].all()
+    journal.record(rows_of(large), {"quality": torch.zeros(400)})
+    assert journal.recall(rows_of(large), ["quality"])[0].all()
