@@ -3,7 +3,7 @@
 from mutant import Mutant
 
 _KEPT = "tests/rewards/ledger/test_kept_answers.py"
-_JOURNAL = "tests/training/test_journal.py"
+_JOURNAL = "tests/rewards/ledger/test_journal.py"
 _LEDGER = "tests/training/test_ledger.py"
 _AUDIT = "tests/audit/test_audit.py"
 _AGREEMENT = "tests/core/test_agreement.py"
