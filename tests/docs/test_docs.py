@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import logging
+import pkgutil
 import re
 import shlex
 import sys
@@ -24,6 +25,7 @@ from PIL import Image
 
 from retouch import cli
 from retouch.assembly.data import build_sets
+from retouch.config.kinds import GROUP
 from retouch.config.schema import places
 from retouch.recipe.out_of_memory import OutOfMemory, named
 from retouch.recipe.policy import DiffusersModel
@@ -32,7 +34,7 @@ from retouch.testing import check_reward
 from retouch.types import Sample, Task
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 YOUR_OWN = (ROOT / "docs" / "your-own.md").read_text()
 BLOCK = re.compile(r"(?:^`(?P<file>[\w./]+)`:\n\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 FILES = {block["file"]: block["text"] for block in BLOCK.finditer(YOUR_OWN) if block["file"]}
@@ -246,6 +248,20 @@ def test_every_function_and_test_that_the_architecture_names_exists() -> None:
     for file, name in named:
         root = ROOT / "tests" if name.startswith("test_") else ROOT / "src" / "retouch"
         assert name in defined(root / file), f"{file}::{name}"
+
+
+def test_every_name_of_the_package_that_is_named_exists() -> None:
+    named = {name for page in PAGES for name in re.findall(r"`(retouch(?:\.\w+)+)(?::\w+)?`", page.read_text())}
+    assert len(named) > 20
+    assert [name for name in sorted(named) if not importable(name)] == []
+
+
+def importable(name: str) -> bool:
+    """Whether it is a module of the package, an attribute of one, or the entry-point group."""
+    try:
+        return name == GROUP or pkgutil.resolve_name(name) is not None
+    except (ImportError, AttributeError):
+        return False
 
 
 def defined(file: Path) -> set[str]:
