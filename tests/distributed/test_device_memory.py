@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from retouch.distributed.device_memory import Memory, limit_memory, peak_bytes
+from retouch.distributed.device_memory import DeviceMemory, limit_memory, peak_bytes
 from retouch.distributed.placement import Placement
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.devices import Devices
@@ -46,14 +46,14 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
 
 
 def test_each_device_has_its_peak_of_each_step(gpus: Gpus) -> None:
-    memory = Memory(Ranks(), THREE, Devices())
+    memory = DeviceMemory(Ranks(), THREE, Devices())
     assert memory.after_step(1) == {"memory/peak_gb/policy": 1.0, "memory/peak_gb/renderer": 2.0, "memory/peak_gb/reward": 3.0}
     gpus.peaks[1] = 5 * 10**8
     assert memory.after_step(2) == {"memory/peak_gb/policy": 0.0, "memory/peak_gb/renderer": 0.5, "memory/peak_gb/reward": 0.0}
 
 
 def test_one_device_has_one_number() -> None:
-    found = Memory(Ranks(), Placement(CPU, CPU, CPU), None).after_step(1)
+    found = DeviceMemory(Ranks(), Placement(CPU, CPU, CPU), None).after_step(1)
     assert list(found) == ["memory/peak_gb"]
     assert found["memory/peak_gb"] == pytest.approx(peak_bytes(CPU) / 1e9, rel=0.05)
     assert found["memory/peak_gb"] > 0.05  # torch alone takes that
@@ -62,7 +62,7 @@ def test_one_device_has_one_number() -> None:
 def test_the_cache_is_given_back_when_the_recipe_says_so_and_not_else(gpus: Gpus) -> None:
     for every, times in ((None, 0), (5, 2), (3, 4)):
         gpus.emptied = 0
-        memory = Memory(Ranks(), THREE, Devices(empty_cache_every=every))
+        memory = DeviceMemory(Ranks(), THREE, Devices(empty_cache_every=every))
         for done in range(1, 13):
             memory.after_step(done)
         assert gpus.emptied == times

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from retouch.distributed.launching import environments, launch, run_ranks
+from retouch.distributed.launching import launch, rank_environments, run_ranks
 
 WAIT = "import time; time.sleep(60)"
 
 
 def run(code: str, ranks: int, logs: Path, *, grace: float = 20.0) -> int:
-    return run_ranks([sys.executable, "-c", code], environments(ranks), logs=logs, grace=grace)
+    return run_ranks([sys.executable, "-c", code], rank_environments(ranks), logs=logs, grace=grace)
 
 
 def test_each_rank_knows_its_place(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -34,23 +34,26 @@ def test_each_rank_knows_its_place(tmp_path: Path, capfd: pytest.CaptureFixture[
 def test_threads_are_shared_unless_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cores = len(os.sched_getaffinity(0))
-    assert {one["OMP_NUM_THREADS"] for one in environments(2)} == {str(max(1, cores // 2))}
-    assert {one["OMP_NUM_THREADS"] for one in environments(10 * cores)} == {"1"}
+    assert {one["OMP_NUM_THREADS"] for one in rank_environments(2)} == {str(max(1, cores // 2))}
+    assert {one["OMP_NUM_THREADS"] for one in rank_environments(10 * cores)} == {"1"}
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert {one["OMP_NUM_THREADS"] for one in environments(2)} == {"7"}
+    assert {one["OMP_NUM_THREADS"] for one in rank_environments(2)} == {"7"}
 
 
 def test_devices_are_given_to_all_and_told_apart_by_local_rank() -> None:
-    assert [(one["CUDA_VISIBLE_DEVICES"], one["LOCAL_RANK"]) for one in environments(2, [1, 3])] == [("1,3", "0"), ("1,3", "1")]
+    assert [(one["CUDA_VISIBLE_DEVICES"], one["LOCAL_RANK"]) for one in rank_environments(2, [1, 3])] == [
+        ("1,3", "0"),
+        ("1,3", "1"),
+    ]
 
 
 @pytest.mark.parametrize(
     ("nproc", "gpus", "says"),
     [
         (0, None, "--nproc 0"),
-        (2, [1], "one device for each of the 2 ranks"),
-        (2, [1, 1], "each once"),
-        (2, [1, 2, 3], "or equally many"),
+        (2, [1], "devices for each of the 2 ranks"),
+        (2, [1, 1], "each device once"),
+        (2, [1, 2, 3], "the same number of devices"),
     ],
 )
 def test_impossible_numbers_are_refused(nproc: int, gpus: list[int] | None, says: str, tmp_path: Path) -> None:
@@ -137,9 +140,9 @@ sys.exit(130 if os.environ['RANK'] == '0' else 0)
 LAUNCHER = """
 import signal, sys
 from pathlib import Path
-from retouch.distributed.launching import environments, run_ranks
+from retouch.distributed.launching import rank_environments, run_ranks
 signal.signal(signal.SIGHUP, signal.{hang_up})  # whoever runs the tests may stand under nohup, which is inherited
-sys.exit(run_ranks([sys.executable, '-c', sys.argv[1]], environments(2), logs=Path(sys.argv[2]), grace=20.0))
+sys.exit(run_ranks([sys.executable, '-c', sys.argv[1]], rank_environments(2), logs=Path(sys.argv[2]), grace=20.0))
 """
 
 

@@ -17,7 +17,7 @@ import tiny_writer_runs
 from retouch.assembly.assembly import assemble
 from retouch.assembly.image_model import parts_of
 from retouch.assembly.model import playground_weights
-from retouch.distributed.placement import Placement, gpus_of_a_rank, join_ranks, own_device, place
+from retouch.distributed.placement import Placement, gpus_per_rank, init_distributed_from_recipe, plan_placement, resolve_device
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.devices import Devices
 from retouch.recipe.recipe import parse
@@ -162,20 +162,20 @@ def held(modules: list[nn.Module]) -> int:
 
 def test_names_count_a_ranks_own_gpus() -> None:
     three = Devices(policy="cuda:0", renderer="cuda:1", reward="cuda:2")
-    assert gpus_of_a_rank(three) == 3
-    assert [str(own_device(name, three, local_rank=2)) for name in three.named.values()] == ["cuda:6", "cuda:7", "cuda:8"]
-    assert gpus_of_a_rank(Devices(offload=True)) == gpus_of_a_rank(Devices(reward="cpu")) == 1
-    assert own_device("cpu", three, local_rank=2) == CPU
+    assert gpus_per_rank(three) == 3
+    assert [str(resolve_device(name, three, local_rank=2)) for name in three.named.values()] == ["cuda:6", "cuda:7", "cuda:8"]
+    assert gpus_per_rank(Devices(offload=True)) == gpus_per_rank(Devices(reward="cpu")) == 1
+    assert resolve_device("cpu", three, local_rank=2) == CPU
 
 
 def test_parts_without_a_name_are_where_the_policy_is(tmp_path: Path, writer: Path) -> None:
     ranks = Ranks(device=torch.device("cuda:5"))
-    assert place(parse(tiny_writer_runs.recipe(tmp_path, writer)), ranks) == Placement(*[torch.device("cuda:5")] * 3)
+    assert plan_placement(parse(tiny_writer_runs.recipe(tmp_path, writer)), ranks) == Placement(*[torch.device("cuda:5")] * 3)
     some = parse(tiny_writer_runs.recipe(tmp_path, writer, devices={"reward": "cpu", "offload": True}))
-    assert place(some, ranks) == Placement(torch.device("cuda:5"), torch.device("cuda:5"), CPU, True)
+    assert plan_placement(some, ranks) == Placement(torch.device("cuda:5"), torch.device("cuda:5"), CPU, True)
     kl = tiny_writer_runs.recipe(tmp_path, writer, devices={"reference": "cpu"})
     kl["policy"]["train"] = {"kind": "full"}
-    assert place(parse(kl), ranks).waiting == {"reference": CPU}
+    assert plan_placement(parse(kl), ranks).copy_devices == {"reference": CPU}
 
 
 def test_devices_that_are_not_there_are_named(tmp_path: Path, writer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,5 +183,5 @@ def test_devices_that_are_not_there_are_named(tmp_path: Path, writer: Path, monk
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("LOCAL_RANK", "1")
     recipe = parse(tiny_writer_runs.recipe(tmp_path, writer, devices={"renderer": "cuda:1", "reward": "cuda:2"}))
-    with pytest.raises(ValueError, match=r"devices\.renderer: cuda:1 of this rank is cuda:4.* has 4 CUDA devices.*takes 3"):
-        join_ranks(recipe)
+    with pytest.raises(ValueError, match=r"devices\.renderer: cuda:1 of this rank is cuda:4.* has 4 CUDA devices.*uses 3"):
+        init_distributed_from_recipe(recipe)

@@ -11,7 +11,7 @@ import pytest
 
 import tiny_writer_runs
 from retouch.config.packaged import packaged_recipes
-from retouch.distributed.launching import environments
+from retouch.distributed.launching import rank_environments
 from retouch.distributed.sharding_checks import check_sharding
 from retouch.doctor.checks import check_ranks_share
 from retouch.recipe.recipe import Recipe, parse
@@ -46,18 +46,18 @@ def test_what_says_the_same_is_taken(sharding: str | None, environment: dict[str
     ("sharding", "environment", "why"),
     [
         ("zero2", {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, r"zero_stage 3: .*pop from an empty deque.*zero2\.yaml"),
-        (None, {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}, r"says zero2, and the recipe's `sharding` nothing"),
+        (None, {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}, r"has sharding zero2, but the recipe has none"),
         ("fsdp2", {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"}, r"or launch with recipes/accelerate/fsdp2\.yaml"),
-        ("zero2", {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}, "zero_stage 1; 2 is there"),
-        ("zero2", {**DEEPSPEED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, "a DeepSpeed file, which is not read"),
+        ("zero2", {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}, "zero_stage 1; only 2 is supported"),
+        ("zero2", {**DEEPSPEED, "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, "a DeepSpeed file, which is ignored"),
         (
             "zero2",
             {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"},
             "offloads DeepSpeed's optimizer",
         ),
-        ("fsdp2", {**FSDP, "FSDP_VERSION": "1"}, "fsdp_version 1; 2 is there"),
+        ("fsdp2", {**FSDP, "FSDP_VERSION": "1"}, "fsdp_version 1; only 2 is supported"),
         ("fsdp2", {**FSDP, "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, "offloads FSDP's parameters"),
-        ("zero2", {**FSDP, "FSDP_VERSION": "2"}, "says fsdp2, and the recipe's `sharding` zero2"),
+        ("zero2", {**FSDP, "FSDP_VERSION": "2"}, "has sharding fsdp2, but the recipe has zero2"),
     ],
 )
 def test_what_is_not_followed_is_refused(sharding: str | None, environment: dict[str, str], why: str) -> None:
@@ -84,7 +84,7 @@ def test_the_shipped_configurations_start_ranks_that_share(tmp_path: Path, shard
     file.write_text(json.dumps(document))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path]), "OMP_NUM_THREADS": "1"}
     environment |= {"DS_ACCELERATOR": "cpu"}
-    port = environments(2)[0]["MASTER_PORT"]
+    port = rank_environments(2)[0]["MASTER_PORT"]
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     command += ["--config_file", str(packaged_recipes() / "accelerate" / f"{sharding}.yaml")]
     command += ["--num_processes", "2", "--main_process_port", port, "-m", "retouch.cli", "train", str(file)]

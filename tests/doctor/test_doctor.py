@@ -18,7 +18,7 @@ from retouch.assembly.assembly import assemble
 from retouch.assembly.data import build_sets
 from retouch.assembly.model import playground_weights
 from retouch.assembly.state import capture
-from retouch.distributed.launching import environments, run_ranks
+from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.distributed.ranks import Ranks
 from retouch.doctor.checks import check_batch, check_data, check_disk, check_folder, check_trackers
 from retouch.doctor.device import CARDS, Place, check_device
@@ -493,7 +493,7 @@ def test_ranks_agree_through_the_launcher(tmp_path: Path, photos: Path) -> None:
     recipe = written(tmp_path, "ranks=2")
     (tmp_path / "elsewhere").mkdir()
     command = [sys.executable, "-c", TOGETHER, recipe, str(photos.parent), str(tmp_path / "elsewhere")]
-    assert run_ranks(command, environments(2), logs=tmp_path / "logs", grace=20.0) == 0
+    assert run_ranks(command, rank_environments(2), logs=tmp_path / "logs", grace=20.0) == 0
     first, second = ((tmp_path / "logs" / f"rank-{rank}.log").read_text() for rank in range(2))
     assert "codes 0 1 1" in first
     assert "codes 0 1 1" in second

@@ -11,7 +11,7 @@ import torch
 import tiny_editing
 import tiny_writer_runs
 import tiny_writers
-from retouch.distributed.launching import environments, run_ranks
+from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.integrations.trl import PictureReward
 from retouch.integrations.trl_prompts import dataset_of, processor_for
 from retouch.models.common.chat_template import TURNS
@@ -96,7 +96,7 @@ def test_rows_of_a_group_share_one_task():
 
 def test_two_ranks_agree(tmp_path):
     path = os.pathsep.join([str(SUPPORT), *sys.path[1:]])
-    ranks = [{**environment, "PYTHONPATH": path} for environment in environments(2)]
+    ranks = [{**environment, "PYTHONPATH": path} for environment in rank_environments(2)]
     command = [sys.executable, "-W", "ignore", str(SUPPORT / "tiny_bridge.py"), str(tmp_path)]
     assert run_ranks(command, ranks, logs=tmp_path / "logs", grace=20.0) == 0
     (group, slots, said), (other_group, other_slots, other_said) = (

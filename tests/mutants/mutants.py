@@ -125,8 +125,8 @@ MUTANTS = (
     Mutant(
         "the reference moves with the policy",
         "policies/weights.py",
-        "self.waiting.get(copy, parameter.device), copy=True)",
-        "self.waiting.get(copy, parameter.device))",
+        "self.devices.get(copy, parameter.device), copy=True)",
+        "self.devices.get(copy, parameter.device))",
         f"{CONTRACT}[sde-all-1.0]",
     ),
     Mutant(

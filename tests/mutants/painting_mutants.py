@@ -52,8 +52,8 @@ PAINTING = (
     Mutant(
         "a writer opens without its average",
         "inference/opening.py",
-        "copies.keep(name)",
-        "copies.keep('reference')",
+        "copies.snapshot(name)",
+        "copies.snapshot('reference')",
         f"{USING}::test_a_trained_writer_is_opened_with_what_it_has_learnt",
     ),
     Mutant(

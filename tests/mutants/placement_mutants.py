@@ -19,15 +19,15 @@ PLACING = (
     Mutant(
         "weights that are whole on every rank learn from their own rank alone",
         "distributed/fsdp.py",
-        "flat = self.ranks.sum(torch.cat([gradient.flatten() for gradient in alone]))",
-        "flat = torch.cat([gradient.flatten() for gradient in alone])",
+        "flat = self.ranks.sum(torch.cat([gradient.flatten() for gradient in replicated]))",
+        "flat = torch.cat([gradient.flatten() for gradient in replicated])",
         f"{SHARDING}::test_the_steps_are_those_of_ranks_that_share_nothing[fsdp2]",
     ),
     Mutant(
         "a copy of shared weights stays where it was swapped in",
         "distributed/sharded_copies.py",
-        "share.copy_(current[name])",
-        "share.add_(0.0)",
+        "shard.copy_(current[name])",
+        "shard.add_(0.0)",
         f"{SHARDING}::test_copies_of_shared_weights_are_swapped_and_blended[fsdp2]",
     ),
     Mutant(

@@ -42,7 +42,7 @@ def test_a_swap_restores_every_bit_and_the_graph():
 def test_a_swap_ends_where_the_block_raises():
     module = linear()
     copies = WeightCopies(module)
-    copies.keep("reference")
+    copies.snapshot("reference")
     with torch.no_grad():
         module.weight.add_(1)
     now = module.weight.detach().clone()
@@ -59,7 +59,7 @@ def test_a_swap_ends_where_the_block_raises():
 def test_a_copy_holds_what_trains_and_stays_where_it_is():
     module = linear()
     copies = WeightCopies(module)
-    copies.keep("old")
+    copies.snapshot("old")
     assert list(copies.copies["old"]) == ["weight"]
     kept = module.weight.detach().clone()
     with torch.no_grad():
@@ -68,13 +68,13 @@ def test_a_copy_holds_what_trains_and_stays_where_it_is():
 
 
 def test_a_copy_may_wait_elsewhere_and_comes_over_for_its_block():
-    copies = WeightCopies(linear(), waiting={"reference": torch.device("meta")})
+    copies = WeightCopies(linear(), devices={"reference": torch.device("meta")})
     for name in ("reference", "old"):
-        copies.keep(name)
+        copies.snapshot(name)
     assert {name: copy["weight"].device.type for name, copy in copies.copies.items()} == {"reference": "meta", "old": "cpu"}
     # A device that needs no GPU: the weights are on "meta", and the copy in memory.
     module = linear().to("meta")
-    copies = WeightCopies(module, waiting={"reference": torch.device("cpu")})
+    copies = WeightCopies(module, devices={"reference": torch.device("cpu")})
     kept = linear().weight.detach()
     copies.copies["reference"] = {"weight": kept}
     here = module.weight.data
@@ -89,12 +89,12 @@ def test_a_copy_may_wait_elsewhere_and_comes_over_for_its_block():
 def test_blend_keeps_the_share_decay_of_the_copy(decay):
     module = linear()
     copies = WeightCopies(module)
-    copies.keep("average")
+    copies.snapshot("average")
     old = module.weight.detach().clone()
     with torch.no_grad():
         module.weight.copy_(torch.randn(2, 3, generator=torch.Generator().manual_seed(0)))
     now = module.weight.detach().clone()
-    copies.blend("average", decay)
+    copies.update_ema("average", decay)
     torch.testing.assert_close(copies.copies["average"]["weight"], decay * old + (1 - decay) * now)
     assert torch.equal(module.weight, now)
 
@@ -117,19 +117,19 @@ def test_the_reference_of_a_lora_is_the_model_without_it(family):
 def test_an_adapter_cannot_be_switched_off_where_other_weights_train():
     policy = tiny.policy(copies=())
     policy.module.proj_out.weight.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"proj_out.weight trains too and is no LoRA matrix"):
-        WeightCopies(policy.module).keep_without_adapter("reference")
+    with pytest.raises(ValueError, match=r"proj_out.weight trains too but is not a LoRA matrix"):
+        WeightCopies(policy.module).snapshot_without_adapter("reference")
 
 
 def test_state_goes_there_and_back():
     module = linear()
     copies = WeightCopies(module)
     for name in ("old", "average"):
-        copies.keep(name)
+        copies.snapshot(name)
         with torch.no_grad():
             module.weight.add_(1)
     state = {name: tensor.clone() for name, tensor in copies.state().items()}
-    copies.blend("old", 0.5)
+    copies.update_ema("old", 0.5)
     copies.load(state)
     assert state.keys() == {"old/weight", "average/weight"}
     assert all(torch.equal(tensor, state[name]) for name, tensor in copies.state().items())

@@ -12,7 +12,7 @@ import torch
 import tiny_writer_runs
 from retouch import cli
 from retouch.assembly.assembly import assemble
-from retouch.distributed.launching import environments, run_ranks
+from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.distributed.ranks import Ranks
 from retouch.inference.evaluating import evaluate_target
 from retouch.playground.world.tasks import PlaygroundTasks
@@ -75,7 +75,7 @@ def test_two_ranks_learn_what_one_does(make: Make, tmp_path: Path) -> None:
     shared = make(name="two", steps=1, policy__entropy=False)
     (tmp_path / "two.json").write_text(json.dumps(shared))
     command = [sys.executable, "-W", "ignore", "-m", "retouch.cli", "train", str(tmp_path / "two.json")]
-    assert run_ranks(command, environments(2), logs=tmp_path / "logs", grace=20.0) == 0
+    assert run_ranks(command, rank_environments(2), logs=tmp_path / "logs", grace=20.0) == 0
     (wanted,), (found,) = (RunFolder(tmp_path / name).read_metrics() for name in ("one", "two"))
     for name in ("policy/grad_norm", "reward/mean", "completion/length", "completion/cut_off_fraction", "policy/kl"):
         assert found[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-6), name

@@ -37,7 +37,7 @@ def main(path: str, where: dict[str, Any]) -> dict[str, Any]:
         recipe = parse(json.load(file))
     offload = where.pop("offload", False)
     placement = Placement(**{part: torch.device(name) for part, name in where.items()}, offload=offload)
-    assembly.place = lambda recipe, ranks: placement
+    assembly.plan_placement = lambda recipe, ranks: placement
     with several_devices.Machine():
         parts = assembly.assemble(recipe, Ranks(device=placement.policy))
         drawn_on: set[str] = set()

@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from retouch.distributed.launching import environments, run_ranks
+from retouch.distributed.launching import rank_environments, run_ranks
 
 SUPPORT = Path(__file__).parent
 
@@ -13,6 +13,6 @@ def on_two_ranks(command: list[str], logs: Path) -> None:
     """Runs a command as two ranks on the CPU."""
     logs.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join([str(SUPPORT), *sys.path])
-    ranks = [{**one, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"} for one in environments(2)]
+    ranks = [{**one, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"} for one in rank_environments(2)]
     code = run_ranks([sys.executable, "-W", "ignore", *command], ranks, logs=logs, grace=20.0)
     assert code == 0, "\n".join(log.read_text()[-3000:] for log in sorted(logs.glob("rank-*.log")))

@@ -16,8 +16,8 @@ from torch import Tensor
 import tiny_writers
 import tiny_writing
 from retouch.distributed.fsdp import FsdpStepper, shard
-from retouch.distributed.ranks import Ranks, join
-from retouch.distributed.sharded_copies import ShardedCopies, fill, whole
+from retouch.distributed.ranks import Ranks, init_distributed
+from retouch.distributed.sharded_copies import ShardedCopies, fill_shards, full_tensor
 from retouch.distributed.stepper import NonFiniteGradient, ReplicatedStepper, Stepper
 from retouch.distributed.zero import ZeroStepper
 from retouch.policies.weights import WeightCopies
@@ -35,7 +35,7 @@ class Trained:
         if kind == "fsdp2":
             shard(model.module, ranks)
         self.copies = (ShardedCopies if kind == "fsdp2" else WeightCopies)(model.module)
-        self.copies.keep("reference")
+        self.copies.snapshot("reference")
         self.policy = tiny_writing.policy(writer=model, train="full", copies=(), any_rank=ranks.any)
         self.policy.copies = self.copies
         steppers = {"replicated": ReplicatedStepper, "zero2": ZeroStepper, "fsdp2": FsdpStepper}
@@ -53,11 +53,11 @@ class Trained:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        return {name: whole(parameter.detach()).clone() for name, parameter in self.copies.parameters.items()}
+        return {name: full_tensor(parameter.detach()).clone() for name, parameter in self.copies.parameters.items()}
 
     def continue_from(self, weights: dict[str, Tensor], state: dict[str, Tensor]) -> None:
         for name, tensor in weights.items():
-            fill(self.copies.parameters[name], tensor)
+            fill_shards(self.copies.parameters[name], tensor)
         self.stepper.load(state)
 
 
@@ -110,13 +110,13 @@ def main(kind: str, ranks: Ranks, train: str) -> dict[str, Any]:
     with shared.copies.using("reference"):
         found["reference_apart"] = apart(begun, shared.weights)
     found["swapped_back"] = apart(now, shared.weights) == 0
-    shared.copies.blend("reference", 0.25)
+    shared.copies.update_ema("reference", 0.25)
     wanted = {name: 0.25 * begun[name] + 0.75 * now[name] for name in now}
     found["blend_apart"] = apart(wanted, {name: shared.copies.state()[f"reference/{name}"] for name in now})
     return found
 
 
 if __name__ == "__main__":
-    ranks = join("cpu")
+    ranks = init_distributed("cpu")
     made = {train: main(sys.argv[1], ranks, train) for train in ("lora", "full")}
     (Path(sys.argv[2]) / f"rank-{ranks.rank}.json").write_text(json.dumps(made))

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 from PIL import Image
 
-from retouch.distributed.ranks import join, leave
+from retouch.distributed.ranks import destroy_distributed, init_distributed
 from retouch.integrations.trl import PictureReward
 from retouch.training.loop import TooManyMissing
 from retouch.types import Column, Task
@@ -63,17 +63,17 @@ def call(function, ids, *, names=None, step=0, **more):
 
 
 def main(folder: Path) -> None:
-    ranks = join("cpu")
+    ranks = init_distributed("cpu")
     function, spy = bridge(unread=5)
     said = ""
     try:
-        call(function, [[7], [5 if ranks.first else 6]])
+        call(function, [[7], [5 if ranks.is_main else 6]])
     except TooManyMissing as error:
         said = str(error)
     keys = [output.key for output in spy.seen[0][1]]
     lines = [{key[2] for key in keys}, [key[3] for key in keys], said]
     (folder / f"{ranks.rank}.txt").write_text("\n".join(map(str, lines)))
-    leave()
+    destroy_distributed()
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def policy(editor, *, longest=6):
     module = tiny_writers.module()
     tiny_writers.make_trainable(module, "lora")
     copies = WeightCopies(module)
-    copies.keep_without_adapter("reference")
+    copies.snapshot_without_adapter("reference")
     writer = writer_for(editor, module, stop=LETTERS)
     made = AutoregressivePolicy(writer, decoding=Decoding(max_new_tokens=longest), microbatch=4, copies=copies)
     tiny_writers.move(module)

@@ -82,9 +82,9 @@ def policy(family="sd3", *, train="lora", guidance=1.0, microbatch=4, copies=("r
     kept = WeightCopies(model.module)
     for name in copies:
         if name == "reference" and train == "lora":
-            kept.keep_without_adapter(name)
+            kept.snapshot_without_adapter(name)
         else:
-            kept.keep(name)
+            kept.snapshot(name)
     return DenoisingPolicy(
         Guided(model, guidance) if guidance > 1 else model,
         sampling=sampling(**how),

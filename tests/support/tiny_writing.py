@@ -21,9 +21,9 @@ def policy(
     kept = WeightCopies(model.module)
     for name in copies:
         if name == "reference" and train == "lora":
-            kept.keep_without_adapter(name)
+            kept.snapshot_without_adapter(name)
         else:
-            kept.keep(name)
+            kept.snapshot(name)
     decoding = Decoding(**{"max_new_tokens": LONGEST, **(decoding or {})})
     return AutoregressivePolicy(model, decoding=decoding, microbatch=microbatch, copies=kept, **{"chunk": 5, **options})
 

@@ -35,7 +35,7 @@ class TokenPolicy:
         self.module = nn.Module()
         self.module.table = nn.Parameter(torch.randn(LENGTH, WORDS, WORDS, generator=generator("table", key)))
         self.copies = WeightCopies(self.module)
-        self.copies.keep("reference")
+        self.copies.snapshot("reference")
         self.microbatch = microbatch
 
     def _log_probs(self, tokens):

@@ -9,18 +9,18 @@ from safetensors.torch import save_file
 
 import tiny_loop
 import tiny_policies as tiny
-from retouch.distributed.ranks import join
+from retouch.distributed.ranks import init_distributed
 from retouch.training.loop import train
 
 
 def main(folder: Path) -> None:
-    ranks = join("cpu")
+    ranks = init_distributed("cpu")
     policy = tiny.policy(mode="window", microbatch=2)
     run = tiny_loop.run(policy, judge=tiny_loop.Share(missing=[(1, 1)]), ranks=ranks, chunk=2)
     phase = tiny_loop.phase(count=3, group_size=2, ranks=ranks, steps=range(1))
     ((_, collected, metrics),) = train(run, phase, start=0)
     assert len(collected.batch) == 3
-    if ranks.first:
+    if ranks.is_main:
         save_file({name: tensor.contiguous() for name, tensor in tiny_loop.gradient(run).items()}, folder / "gradient.safetensors")
         (folder / "metrics.json").write_text(json.dumps(metrics))
     dist.destroy_process_group()

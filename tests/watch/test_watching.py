@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 import tiny_watched
-from retouch.distributed.launching import environments, run_ranks
+from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.report.page import write_report
@@ -180,7 +180,7 @@ def test_two_ranks_see_what_one_sees(tmp_path, watched):
     path = tmp_path / "recipe.json"
     path.write_text(json.dumps(recipe))
     command = [sys.executable, "-m", "retouch.cli", "train", str(path)]
-    assert run_ranks(command, environments(2), logs=tmp_path / "logs", grace=20.0) == 0
+    assert run_ranks(command, rank_environments(2), logs=tmp_path / "logs", grace=20.0) == 0
     _, folder, _ = watched
     one, two = (RunFolder(root).read_metrics()[1] for root in (folder.root, tmp_path / recipe["name"]))
     for name in ("proxy", "heldout", "brightness", "detail", "diversity"):

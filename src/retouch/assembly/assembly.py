@@ -17,7 +17,7 @@ from retouch.assembly.writer import Averaged, build_renderer
 from retouch.core.advantages import check_reward_range
 from retouch.distributed.fsdp import FsdpStepper, shard
 from retouch.distributed.head_stepper import HeadStepper
-from retouch.distributed.placement import Placement, place
+from retouch.distributed.placement import Placement, plan_placement
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.sharded_copies import ShardedCopies
 from retouch.distributed.stepper import ReplicatedStepper, Stepper
@@ -186,10 +186,10 @@ class Assembly:
         made of it, since a pull to what was before a warm-up would undo it. A frozen encoder's weights stay those of the start.
         """
         if isinstance(self.plan[index][0].objective, recipe_learning.Nft):
-            self.copies.keep("old")
+            self.copies.snapshot("old")
         warmed_up = index > 0 and self.plan[index - 1][0].imitates
         if warmed_up and "reference" in self.copies.copies and not isinstance(self.recipe.renderer, ResponseRenderer):
-            self.copies.keep("reference")
+            self.copies.snapshot("reference")
 
     def evaluator(self, judge: JudgeBatch) -> Evaluator:
         """Held-out evaluation of the run."""
@@ -219,7 +219,7 @@ class Assembly:
         ema = self.recipe.policy.ema
         if ema is not None and taken % ema.every == 0:
             # Warm-up of the average, as in diffusers' EMAModel: an average of few steps must not be mostly the start.
-            self.copies.blend("average", min((1 + taken) / (10 + taken), ema.decay))
+            self.copies.update_ema("average", min((1 + taken) / (10 + taken), ema.decay))
 
 
 def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> Assembly:
@@ -229,7 +229,7 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
     another one than the ledger knows.
     """
     check_ranks(recipe, ranks.world)
-    placement = place(recipe, ranks)
+    placement = plan_placement(recipe, ranks)
     reward = build_reward(recipe.reward, device=placement.reward, keep=_unkept if ledger is None else ledger.cached)
     if ledger is not None:
         ledger.require_same_judge(reward)
@@ -243,15 +243,15 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
     plan = list(zip(phases, steps_of(phases, sets), strict=True))
     model, image_model = build_models(recipe, placement)
     sets = [with_pictures(each, image_model) for each in sets]
-    copies = make_trainable(model.module, recipe.policy, seed=recipe.seed, waiting=placement.waiting)
+    copies = make_trainable(model.module, recipe.policy, seed=recipe.seed, copy_devices=placement.copy_devices)
     if recipe.sharding == "fsdp2" and ranks.world > 1:
         shard(model.module, ranks)
         copies = ShardedCopies(model.module)
     for name in sorted(_copies(recipe, model, image_model)):
         if name == "reference" and isinstance(recipe.policy.train, Lora):
-            copies.keep_without_adapter(name)
+            copies.snapshot_without_adapter(name)
         else:
-            copies.keep(name)
+            copies.snapshot(name)
     head = None
     if isinstance(recipe.advantage, GaeAdvantage):
         head = build_head(recipe.advantage.head, model, tasks=sets[0].train, seed=recipe.seed)

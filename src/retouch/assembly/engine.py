@@ -75,12 +75,12 @@ def _server(section: VllmEngine, *, model: AutoregressiveModel, copies: WeightCo
             save=lambda path: write_lora(module, path, pipeline=None),
             folder=folder,
             name=f"retouch-{run.name}",
-            first=ranks.first,
+            first=ranks.is_main,
             any_rank=ranks.any,
         ),
         any_rank=ranks.any,
     )
-    if section.adapters is None and ranks.first:
+    if section.adapters is None and ranks.is_main:
         _clear(folder)
         weakref.finalize(made, _clear, folder)
     return made

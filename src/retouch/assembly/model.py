@@ -96,9 +96,9 @@ def make_trainable(
     policy: DenoisingPolicy | AutoregressivePolicy,
     *,
     seed: int,
-    waiting: Mapping[str, torch.device] | None = None,
+    copy_devices: Mapping[str, torch.device] | None = None,
 ) -> WeightCopies:
-    """Freeze everything, then let train what the recipe says: all weights of the module, or adapters in fp32. ``waiting``: see
+    """Freeze everything, then let train what the recipe says: all weights of the module, or adapters in fp32. ``copy_devices``: see
     ``WeightCopies``."""
     module.requires_grad_(isinstance(policy.train, FullWeights)).eval()
     if (lora := lora_of(policy.train)) is not None:
@@ -108,7 +108,7 @@ def make_trainable(
     if policy.gradient_checkpointing and isinstance(policy, DenoisingPolicy):
         # A module without it raises its own clear error.
         module.enable_gradient_checkpointing()  # type: ignore[operator]
-    return WeightCopies(module, waiting=waiting)
+    return WeightCopies(module, devices=copy_devices)
 
 
 def lora_targets(policy: DenoisingPolicy | AutoregressivePolicy) -> Sequence[str]:

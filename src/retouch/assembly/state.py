@@ -6,7 +6,7 @@ from torch import Tensor
 
 from retouch.assembly.assembly import Assembly
 from retouch.distributed.ranks import Ranks
-from retouch.distributed.sharded_copies import fill, whole
+from retouch.distributed.sharded_copies import fill_shards, full_tensor
 from retouch.distributed.stepper import Stepper
 from retouch.policies.weights import WeightCopies
 from retouch.training import checkpoint
@@ -20,7 +20,7 @@ def capture(parts: Assembly, stepper: Stepper, *, step: int) -> State:
     Schedules, samplers and noise are functions of the step and the recipe's seed, so there is nothing of theirs to keep.
     """
     tensors = {
-        "weights": {name: whole(parameter.detach()) for name, parameter in parts.copies.parameters.items()},
+        "weights": {name: full_tensor(parameter.detach()) for name, parameter in parts.copies.parameters.items()},
         "optimizer": stepper.state(),
         "copies": parts.copies.state(),
         "random": _generators(parts.ranks),
@@ -34,7 +34,7 @@ def restore_weights(copies: WeightCopies, state: State) -> None:
     if trained.keys() != state.tensors["weights"].keys():
         raise ValueError(f"the checkpoint of step {state.step} holds other weights than the recipe trains")
     for name, parameter in trained.items():
-        fill(parameter, state.tensors["weights"][name])
+        fill_shards(parameter, state.tensors["weights"][name])
     copies.load(state.tensors["copies"])
 
 

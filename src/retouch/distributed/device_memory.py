@@ -1,4 +1,4 @@
-"""The memory of a run's devices: how much of it a step took at most, and a limit to it."""
+"""Peak memory of a run's devices per step, and an upper limit for it."""
 
 import resource
 import sys
@@ -13,8 +13,8 @@ PEAK = "memory/peak_gb"
 _GB = 1e9
 
 
-class Memory:
-    """Looks after the devices' memory from step to step."""
+class DeviceMemory:
+    """Measures the memory of this rank's devices after each step, and empties torch's cache as often as the recipe says."""
 
     def __init__(self, ranks: Ranks, placement: Placement, devices: Devices | None) -> None:
         self.ranks = ranks
@@ -24,8 +24,10 @@ class Memory:
         self.names = [f"/{parts[device]}" if len(self.devices) > 1 else "" for device in self.devices]
 
     def after_step(self, done: int) -> dict[str, float]:
-        """What was in use at most during the step that brought the run to ``done``, by ``PEAK`` and, where there are
-        several, its device and rank; all ranks call it. Gives torch's cache back where that is due."""
+        """Peak memory in GB of the step that ended as number ``done``, by metric name. All ranks call it.
+
+        The name is ``PEAK``, followed by the part of the run if there are several devices, and the rank if there are several ranks.
+        """
         peaks = torch.tensor([[peak_bytes(device) / _GB for device in self.devices]], dtype=torch.float64)
         if self.empty_every and done % self.empty_every == 0 and torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -37,7 +39,7 @@ class Memory:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Bytes of tensors on a CUDA device at most since the last call; elsewhere what this process has taken at most, ever."""
+    """On CUDA the largest number of bytes of tensors since the last call; elsewhere the largest memory this process ever used."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -47,7 +49,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def limit_memory(devices: Devices | None, placement: Placement) -> None:
-    """Let this process take no more than the share that the recipe grants, where it does."""
+    """Limit this process to the fraction of each GPU's memory that the recipe allows, if it sets one."""
     if devices is None or devices.memory_fraction is None:
         return
     for device in placement.devices:

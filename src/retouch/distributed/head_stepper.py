@@ -1,4 +1,4 @@
-"""A value head's optimizer beside the policy's: one backward for both, each with its own learning rate and clipping."""
+"""The stepper of a policy with a value head: one backward pass for both, but separate optimizers, learning rates and clipping."""
 
 from collections.abc import Mapping
 
@@ -11,11 +11,11 @@ _WEIGHTS = "weights/"
 
 
 class HeadStepper:
-    """The policy's stepper and the head's (implements ``retouch.distributed.stepper.Stepper``).
+    """The policy's stepper together with the value head's (implements ``retouch.distributed.stepper.Stepper``).
 
-    Every rank holds the head whole, and its learning rate stays. The head's weights are part of the state, since training alone has
-    a use for them: copies, exports and those who only sample know nothing of it. ``loss_times``: what the policy's stepper
-    multiplies losses by in its backward. ``module`` is the policy's; the head has no wrapper.
+    The head is replicated on every rank and has a constant learning rate. Its weights are part of ``state``, because only training
+    uses them; weight copies, exports and inference do not contain the head. ``loss_times``: the factor by which the policy's
+    stepper multiplies losses in its backward pass. ``module`` is the policy's module; the head has no wrapper.
     """
 
     def __init__(self, policy: Stepper, head: ReplicatedStepper, *, learning_rate: float, loss_times: int = 1) -> None:
@@ -26,26 +26,26 @@ class HeadStepper:
         self.loss_times = loss_times
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of this rank's share to both."""
+        """Add the gradients of this rank's share of the loss to policy and head."""
         self.policy.backward(loss)
 
     def step(self, learning_rate: float) -> float:
-        """As ``ReplicatedStepper.step``, of the policy; the norm is of its gradient alone."""
+        """As ``ReplicatedStepper.step``. The returned norm is that of the policy's gradient only."""
         gradients = [parameter.grad for parameter in self.head.parameters.values() if parameter.grad is not None]
-        if gradients:  # none in a phase without values
+        if gradients:  # a phase without a value loss has none
             for gradient in gradients:
                 gradient.div_(self.loss_times)
-            # First, so that a loss that is no number changes neither.
+            # The head steps first, so that a loss that is not finite changes neither.
             self.head.step(self.learning_rate)
         return self.policy.step(learning_rate)
 
     def state(self) -> dict[str, Tensor]:
-        """The policy's, and under names of their own the head's weights and moments."""
+        """The policy's state, and under ``value_head/`` the head's weights and optimizer state."""
         weights = {f"{_HEAD}{_WEIGHTS}{name}": tensor for name, tensor in self.head.module.state_dict().items()}
         return {**self.policy.state(), **weights, **{f"{_HEAD}{name}": tensor for name, tensor in self.head.state().items()}}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what ``state`` gave."""
+        """Restore the result of ``state``."""
         own = {name.removeprefix(_HEAD): tensor for name, tensor in state.items() if name.startswith(_HEAD)}
         self.policy.load({name: tensor for name, tensor in state.items() if not name.startswith(_HEAD)})
         for name, tensor in self.head.module.state_dict().items():

@@ -1,6 +1,8 @@
-"""Several ranks on this machine: one process each, under torchrun's environment variables; all end if one dies.
+"""The launcher of several ranks on this machine: one process per rank, with torchrun's environment variables.
 
-The ranks stand in process groups of their own, so Ctrl-C in the terminal reaches only the launcher, which passes it on once.
+If one rank fails, all are terminated. Each rank has its own process group, so Ctrl-C in the terminal reaches only the launcher,
+which forwards it once. torchrun's agent does not fit: after the first signal it kills ranks that need more than 30 s to save a
+checkpoint, signals the ranks' own worker processes too, and always exits with 1.
 """
 
 import os
@@ -22,25 +24,25 @@ _STDOUT = 1
 
 
 def launch(nproc: int, gpus: Sequence[int] | None, argv: Sequence[str], *, logs: Path) -> int:
-    """Run ``retouch <argv>`` as ``nproc`` ranks and return the exit code of the first that failed, or 0.
+    """Run ``retouch <argv>`` on ``nproc`` ranks and return the exit code of the first rank that failed, or 0.
 
-    ``gpus``: the CUDA devices to use, equally many a rank; None leaves the choice to each rank. ``logs``: folder of ``rank-N.log``;
-    what rank 0 says also goes to the terminal. ValueError: an impossible number of ranks or devices, or ranks already under a
-    launcher.
+    ``gpus``: the CUDA devices to use, the same number per rank; None lets each rank choose. ``logs``: the folder of ``rank-N.log``;
+    the output of rank 0 also goes to the terminal. Raises ValueError if the number of ranks or devices is impossible, or if this
+    process is already a rank of a launcher.
     """
     if nproc < 1:
-        raise ValueError(f"--nproc {nproc}: take 1 or more")
+        raise ValueError(f"--nproc {nproc}: give 1 or more")
     if gpus is not None and (not gpus or len(gpus) % nproc or len(set(gpus)) != len(gpus)):
         named = ",".join(map(str, gpus))
-        raise ValueError(f"--gpus {named}: name one device for each of the {nproc} ranks, or equally many, and each once")
+        raise ValueError(f"--gpus {named}: give the same number of devices for each of the {nproc} ranks, and each device once")
     if "RANK" in os.environ:
-        raise ValueError(f"this is rank {os.environ['RANK']} of a launcher already; start the command itself, without launch")
+        raise ValueError(f"this process is already rank {os.environ['RANK']} of a launcher; run the command without `launch`")
     command = [sys.executable, "-m", "retouch.cli", *argv]
-    return run_ranks(command, environments(nproc, gpus), logs=logs, grace=GRACE_SECONDS)
+    return run_ranks(command, rank_environments(nproc, gpus), logs=logs, grace=GRACE_SECONDS)
 
 
-def environments(nproc: int, gpus: Sequence[int] | None = None) -> list[dict[str, str]]:
-    """The environment of each rank: this process's own, torchrun's variables, and a fair share of the CPU's threads unless set."""
+def rank_environments(nproc: int, gpus: Sequence[int] | None = None) -> list[dict[str, str]]:
+    """The environment of each rank: this process's own, torchrun's variables, and OMP_NUM_THREADS = cores / ranks unless set."""
     shared = {
         "WORLD_SIZE": str(nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
@@ -55,18 +57,18 @@ def environments(nproc: int, gpus: Sequence[int] | None = None) -> list[dict[str
 
 
 def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]], *, logs: Path, grace: float) -> int:
-    """Run the command once under each environment, until all have ended; the exit code of the first that failed, or 0.
+    """Run the command once under each environment until all have ended; return the exit code of the first that failed, or 0.
 
-    When one fails, the others get SIGTERM, and ``grace`` seconds later SIGKILL with all that they started. The first SIGINT or
-    SIGTERM that comes here is passed on, and ranks may end in their own time (``grace`` from the first that fails); a second kills.
-    A rank that dies of signal n counts as 128 + n.
+    If a rank fails, the others get SIGTERM, and after ``grace`` seconds SIGKILL together with their child processes. The first
+    SIGINT or SIGTERM sent to this process is forwarded to the ranks, which may take as long as they need to stop (``grace`` seconds
+    once one has failed); a second one kills them. A rank that dies of signal n has the exit code 128 + n.
     """
     logs.mkdir(parents=True, exist_ok=True)
     ranks: list[subprocess.Popen[bytes]] = []
     with _signals() as stop:
         try:
             ranks.append(_start(command, environments[0], subprocess.PIPE))
-            copier = threading.Thread(target=_copy, args=(ranks[0].stdout, logs / "rank-0.log"), daemon=True)
+            copier = threading.Thread(target=_tee, args=(ranks[0].stdout, logs / "rank-0.log"), daemon=True)
             copier.start()
             for number, environment in enumerate(environments[1:], start=1):
                 with open(logs / f"rank-{number}.log", "wb") as log:
@@ -74,7 +76,7 @@ def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]],
             code = _wait(ranks, stop, grace)
         finally:
             _kill(ranks)
-    # Something that rank 0 left behind may hold its output open for ever.
+    # A process that rank 0 left behind may keep its output open forever.
     copier.join(timeout=5.0)
     return code
 
@@ -85,32 +87,32 @@ def _start(command: Sequence[str], environment: Mapping[str, str], output: IO[by
     )
 
 
-def _copy(source: IO[bytes], log: Path) -> None:
-    """To the log and to the terminal, as it comes; to the log alone once the terminal is gone."""
-    with source, open(log, "wb", buffering=0) as kept:
+def _tee(source: IO[bytes], log: Path) -> None:
+    """Copy rank 0's output to its log and to the terminal as it arrives; only to the log once the terminal is closed."""
+    with source, open(log, "wb", buffering=0) as file:
         while block := os.read(source.fileno(), 65536):
-            kept.write(block)
+            file.write(block)
             with suppress(OSError):
                 os.write(_STDOUT, block)
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], stop: list[int], grace: float) -> int:
-    """Watch the ranks until all have ended, passing signals on and ending the rest after a failure."""
-    first_failure, deadline, passed_on = 0, float("inf"), 0
+    """Wait until all ranks have ended; forward signals, and terminate the other ranks after a failure."""
+    first_failure, deadline, forwarded = 0, float("inf"), 0
     while running := [rank for rank in ranks if rank.poll() is None]:
         if not first_failure:
             first_failure = next((_exit_code(rank) for rank in ranks if rank.returncode), 0)
             if first_failure:
                 deadline = time.monotonic() + grace
-                # Ranks that were told to stop are saving; a second signal would disturb them.
-                if not passed_on:
+                # Ranks that have already been told to stop are saving a checkpoint; a second signal would interrupt it.
+                if not forwarded:
                     _send(running, signal.SIGTERM)
-        if len(stop) > passed_on:
-            if passed_on or first_failure:
+        if len(stop) > forwarded:
+            if forwarded or first_failure:
                 deadline = 0.0
             else:
                 _send(running, stop[0])
-            passed_on = len(stop)
+            forwarded = len(stop)
         if time.monotonic() > deadline:
             _kill(running)
         time.sleep(_POLL_SECONDS)
@@ -122,13 +124,13 @@ def _exit_code(rank: subprocess.Popen[bytes]) -> int:
 
 
 def _send(ranks: Sequence[subprocess.Popen[bytes]], number: int) -> None:
-    """To the ranks alone: what they started (workers that load data, say) is theirs to end."""
+    """Signal the ranks only: their child processes (data loading workers, for example) are theirs to stop."""
     for rank in ranks:
         rank.send_signal(number)
 
 
 def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End what still runs, with all that it started."""
+    """Kill the ranks that still run, with all their child processes."""
     for rank in ranks:
         if rank.poll() is None:
             os.killpg(rank.pid, signal.SIGKILL)
@@ -137,16 +139,16 @@ def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """The SIGINTs and SIGTERMs that came while the block ran, in order. A closed terminal counts as SIGTERM, save under nohup."""
-    came: list[int] = []
+    """The SIGINTs and SIGTERMs received inside the block, in order. SIGHUP counts as SIGTERM, unless ignored (nohup)."""
+    received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        came.append(signal.SIGTERM if number == signal.SIGHUP else number)
+        received.append(signal.SIGTERM if number == signal.SIGHUP else number)
 
     hang_up = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, *hang_up)}
     try:
-        yield came
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

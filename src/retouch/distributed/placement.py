@@ -1,4 +1,4 @@
-"""Which device each part of a rank's work lies on, from what the recipe says and which rank this is."""
+"""The device of each part of a rank's work (policy, renderer, rewards), from the recipe and the rank's number."""
 
 import os
 from collections.abc import Mapping
@@ -6,76 +6,79 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from retouch.distributed.ranks import Ranks, join
+from retouch.distributed.ranks import Ranks, init_distributed
 from retouch.recipe.devices import Devices
 from retouch.recipe.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the parts of one rank lie. ``offload``: the renderer waits in the CPU's memory while nothing is drawn. ``waiting``:
-    where copies of the weights lie while they are not used, by their names; the others are with the policy."""
+    """The devices of one rank's parts.
+
+    ``offload``: the renderer is kept in CPU memory while nothing is rendered. ``copies``: the device that stores a weight copy
+    while it is not used, by the copy's name; other copies stay on the policy's device.
+    """
 
     policy: torch.device
     renderer: torch.device
     reward: torch.device
     offload: bool = False
-    waiting: Mapping[str, torch.device] = field(default_factory=dict)
+    copy_devices: Mapping[str, torch.device] = field(default_factory=dict)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """Each device once."""
+        """The distinct devices of this rank."""
         return tuple(dict.fromkeys((self.policy, self.renderer, self.reward)))
 
 
-def place(recipe: Recipe, ranks: Ranks) -> Placement:
-    """The rank's devices; its policy's is the one that it joined with."""
+def plan_placement(recipe: Recipe, ranks: Ranks) -> Placement:
+    """The devices of this rank; the policy's is ``ranks.device``."""
     devices = recipe.devices or Devices()
     renderer, reward = (
-        ranks.device if name is None else own_device(name, devices, local_rank=_local_rank())
+        ranks.device if name is None else resolve_device(name, devices, local_rank=_local_rank())
         for name in (devices.renderer, devices.reward)
     )
-    waiting = {} if devices.reference is None else {"reference": torch.device(devices.reference)}
-    return Placement(ranks.device, renderer, reward, devices.offload, waiting)
+    copy_devices = {} if devices.reference is None else {"reference": torch.device(devices.reference)}
+    return Placement(ranks.device, renderer, reward, devices.offload, copy_devices)
 
 
-def join_ranks(recipe: Recipe) -> Ranks:
-    """As ``join``, where the recipe may name more than one device. ValueError where one of them is not there."""
+def init_distributed_from_recipe(recipe: Recipe) -> Ranks:
+    """Join the process group as the recipe's ``device`` or ``devices`` say. Raises ValueError if a device does not exist."""
     devices = recipe.devices
     if devices is None:
-        return join(recipe.device)
+        return init_distributed(recipe.device)
     for part, name in devices.named.items():
-        device = own_device(name, devices, local_rank=_local_rank())
+        device = resolve_device(name, devices, local_rank=_local_rank())
         if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):
             there = torch.cuda.device_count() if torch.cuda.is_available() else 0
             raise ValueError(
-                f"devices.{part}: {name} of this rank is {device}, and this machine has {there} CUDA devices; every rank takes "
-                f"{gpus_of_a_rank(devices)} of them. Start fewer ranks, or name fewer devices"
+                f"devices.{part}: {name} of this rank is {device}, but this machine has {there} CUDA devices, and every rank uses "
+                f"{gpus_per_rank(devices)} of them. Start fewer ranks, or use fewer devices"
             )
-    policy = _policys(devices, fallback=recipe.device)
-    ranks = join(policy)
-    device = own_device(policy, devices, local_rank=_local_rank()) if policy.startswith("cuda") else ranks.device
+    policy = _policy_device(devices, fallback=recipe.device)
+    ranks = init_distributed(policy)
+    device = resolve_device(policy, devices, local_rank=_local_rank()) if policy.startswith("cuda") else ranks.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return replace(ranks, device=device)
 
 
-def own_device(name: str, devices: Devices, *, local_rank: int) -> torch.device:
-    """The device that a name in ``devices`` means on the rank of this number on its machine."""
+def resolve_device(name: str, devices: Devices, *, local_rank: int) -> torch.device:
+    """The device that ``name`` in the recipe's ``devices`` means on the rank with this number on its machine."""
     device = torch.device(name)
     if device.type != "cuda":
         return device
-    return torch.device("cuda", local_rank * gpus_of_a_rank(devices) + (device.index or 0))
+    return torch.device("cuda", local_rank * gpus_per_rank(devices) + (device.index or 0))
 
 
-def gpus_of_a_rank(devices: Devices) -> int:
-    """How many GPUs each rank takes."""
+def gpus_per_rank(devices: Devices) -> int:
+    """The number of GPUs that each rank uses."""
     named = [torch.device(name) for name in devices.named.values()]
     return max((1 + (device.index or 0) for device in named if device.type == "cuda"), default=1)
 
 
-def _policys(devices: Devices, *, fallback: str) -> str:
-    """Its name in ``devices``, or the first of the rank's GPUs where ``device`` leaves it open and there are any."""
+def _policy_device(devices: Devices, *, fallback: str) -> str:
+    """The policy's device in ``devices``; if not given, the rank's first GPU where ``device`` is "auto" and there is a GPU."""
     if devices.policy is not None:
         return devices.policy
     return "cuda:0" if fallback == "auto" and torch.cuda.is_available() else fallback

@@ -1,4 +1,4 @@
-"""What the ranks of a run say to each other. One rank alone needs no process group."""
+"""Process group and collectives of a run's ranks. A single rank needs no process group."""
 
 import atexit
 import os
@@ -12,19 +12,22 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Ranks:
-    """``rank`` of ``world``; collectives that every rank calls in the same order. ``device``: where this rank computes."""
+    """This process is ``rank`` of ``world`` ranks. All ranks must call the collectives in the same order.
+
+    ``device``: the device on which this rank computes.
+    """
 
     rank: int = 0
     world: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
-    def first(self) -> bool:
-        """Rank 0 writes what is written once."""
+    def is_main(self) -> bool:
+        """True on rank 0, which writes files that exist once per run."""
         return self.rank == 0
 
     def gather(self, values: Tensor) -> Tensor:
-        """Equal-length rows of every rank, in the order of ranks: (n, ...) to (world * n, ...), on the CPU."""
+        """Concatenate the rows of all ranks in rank order: (n, ...) to (world * n, ...), on the CPU. n is equal on all ranks."""
         if self.world == 1:
             return values.cpu()
         mine = values.to(self.device).contiguous()
@@ -33,19 +36,19 @@ class Ranks:
         return torch.cat(parts).cpu()
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over ranks, on the device that ``values`` came from."""
+        """The sum over ranks, on the device of ``values``."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
     def max(self, values: Tensor) -> Tensor:
-        """The maximum over ranks."""
+        """The maximum over ranks, on the device of ``values``."""
         return self._reduced(values, dist.ReduceOp.MAX)
 
     def any(self, flag: bool) -> bool:
-        """True on every rank where it is true on one."""
+        """True on all ranks if ``flag`` is true on at least one."""
         return bool(self.max(torch.tensor(float(flag))) > 0)
 
     def barrier(self) -> None:
-        """Wait for every rank."""
+        """Wait until all ranks have arrived here."""
         if self.world > 1:
             dist.barrier()
 
@@ -57,36 +60,36 @@ class Ranks:
         return reduced.to(values.device)
 
 
-def join(device: str) -> Ranks:
-    """This process's place among the ranks that accelerate's and torchrun's variables describe, and its device.
+def init_distributed(device: str) -> Ranks:
+    """Join the process group that the environment variables of torchrun or accelerate describe, and choose this rank's device.
 
-    ``device``: ``auto`` takes CUDA, then MPS, then CPU; ``cpu``, ``cuda`` or ``cuda:N`` are taken as said. ValueError where there
-    is no such device.
+    ``device``: "auto" chooses CUDA, then MPS, then CPU; "cpu", "cuda" and "cuda:N" are used as given. Raises ValueError if the
+    device does not exist.
     """
     chosen = find_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Ranks(device=chosen)
     state = PartialState(cpu=chosen.type == "cpu")
-    atexit.unregister(leave)
-    atexit.register(leave)
+    atexit.unregister(destroy_distributed)
+    atexit.register(destroy_distributed)
     return Ranks(rank=state.process_index, world=state.num_processes, device=state.device)
 
 
-def leave() -> None:
-    """End the process group. At the interpreter's own end gloo's threads would still hold tensors, and abort the process."""
+def destroy_distributed() -> None:
+    """Destroy the process group. At interpreter exit gloo's threads would still hold tensors and abort the process."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def find_device(device: str) -> torch.device:
-    """The device that is said; ``auto`` takes CUDA, then MPS, then CPU. ValueError where it is not there."""
+    """The torch device for ``device``; "auto" chooses CUDA, then MPS, then CPU. Raises ValueError if the device does not exist."""
     if device == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     chosen = torch.device(device)
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {device!r}: no CUDA device is here; set device to auto or cpu")
+        raise ValueError(f"device {device!r}: this machine has no CUDA device; set device to auto or cpu")
     if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device {device!r}: this machine has {torch.cuda.device_count()} CUDA devices")
     return chosen

@@ -1,4 +1,4 @@
-"""Weights that FSDP2 has spread over the ranks: whole for a checkpoint, and copies of them to swap in."""
+"""Weight copies of a model that FSDP2 has sharded, and conversions between sharded and full tensors."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,64 +11,65 @@ from retouch.policies.weights import WeightCopies
 
 
 class ShardedCopies(WeightCopies):
-    """Copies of sharded weights, sharded alike.
+    """Copies of sharded weights, with the same sharding.
 
-    Shares are swapped in by their contents, since FSDP gathers from storage of its own, which a parameter's ``data`` does not
-    reach; weights that are whole by their ``data``, since autograd may have kept them. ``state`` and ``load`` deal in whole tensors
-    and are called by all ranks.
+    Sharded weights are swapped by content, because FSDP gathers from storage of its own that a parameter's ``data`` does not reach.
+    Replicated weights are swapped by ``data``, because autograd may have saved them. ``state`` and ``load`` use full tensors and
+    are called by all ranks.
     """
 
     @torch.no_grad()
-    def blend(self, copy: str, decay: float) -> None:
+    def update_ema(self, copy: str, decay: float) -> None:
         for name, parameter in self.parameters.items():
-            local(self.copies[copy][name]).lerp_(local(parameter), 1.0 - decay)
+            local_shard(self.copies[copy][name]).lerp_(local_shard(parameter), 1.0 - decay)
 
     @contextmanager
     def using(self, copy: str) -> Iterator[None]:
-        shares = {name: local(parameter) for name, parameter in self.parameters.items() if isinstance(parameter, DTensor)}
-        current = {name: share.clone() for name, share in shares.items()}
-        alone = {name: parameter.data for name, parameter in self.parameters.items() if name not in shares}
+        shards = {name: local_shard(parameter) for name, parameter in self.parameters.items() if isinstance(parameter, DTensor)}
+        current = {name: shard.clone() for name, shard in shards.items()}
+        replicated = {name: parameter.data for name, parameter in self.parameters.items() if name not in shards}
         with torch.no_grad():
-            for name, share in shares.items():
-                share.copy_(local(self.copies[copy][name]))
-        for name in alone:
+            for name, shard in shards.items():
+                shard.copy_(local_shard(self.copies[copy][name]))
+        for name in replicated:
             self.parameters[name].data = self.copies[copy][name]
         try:
             yield
         finally:
             with torch.no_grad():
-                for name, share in shares.items():
-                    share.copy_(current[name])
-            for name, data in alone.items():
+                for name, shard in shards.items():
+                    shard.copy_(current[name])
+            for name, data in replicated.items():
                 self.parameters[name].data = data
 
     def state(self) -> dict[str, Tensor]:
-        return {name: whole(tensor) for name, tensor in super().state().items()}
+        return {name: full_tensor(tensor) for name, tensor in super().state().items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        kept = super().state()
-        if state.keys() != kept.keys():
-            super().load(state)  # says which
-        for name, tensor in kept.items():
-            fill(tensor, state[name])
+        current = super().state()
+        if state.keys() != current.keys():
+            super().load(state)  # raises, with the names that differ
+        for name, tensor in current.items():
+            fill_shards(tensor, state[name])
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's share of a tensor; all of one that is not shared. They have one storage."""
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's shard of a sharded tensor, or all of a replicated one, with the same storage as ``tensor``."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor. All ranks call it."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The full tensor, gathered from all ranks. All ranks call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
-def fill(tensor: Tensor, content: Tensor) -> None:
-    """Write all of a tensor, each rank its share. All ranks call it with the same content."""
+def fill_shards(tensor: Tensor, content: Tensor) -> None:
+    """Write the full ``content`` into ``tensor``, each rank its own shard. All ranks call it with the same content."""
     if isinstance(tensor, DTensor):
         content = content.to(tensor.device, tensor.dtype)
-        shared = distribute_tensor(content, tensor.device_mesh, tensor.placements, src_data_rank=None)  # all ranks have it
-        tensor.to_local().copy_(shared.to_local())
+        # src_data_rank None: every rank already has the content, so nothing is sent.
+        sharded = distribute_tensor(content, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor.to_local().copy_(sharded.to_local())
     else:
         tensor.copy_(content)

@@ -1,4 +1,4 @@
-"""Who owns backward, clipping and the optimizer's step. The loop and the objectives do not know which one it is."""
+"""Steppers: they own the backward pass, gradient clipping and the optimizer step, for any kind of sharding."""
 
 import math
 from collections.abc import Mapping
@@ -11,32 +11,40 @@ from retouch.distributed.ranks import Ranks
 
 
 class NonFiniteGradient(ValueError):
-    """The loss or its gradient is NaN or infinite; the step was not taken."""
+    """The loss or its gradient is NaN or infinite; the optimizer step was skipped."""
 
 
 @runtime_checkable
 class Stepper(Protocol):
-    """Accumulates gradients over backward calls and takes optimizer steps.
+    """Accumulates gradients over calls of ``backward`` and takes optimizer steps.
 
-    ``module``: what every forward with gradient goes through.
+    ``module``: the module through which every forward pass with gradient must go.
     """
 
     module: nn.Module
 
-    def backward(self, loss: Tensor) -> None: ...
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of ``loss``, this rank's scalar share of the global loss."""
+        ...
 
-    def step(self, learning_rate: float) -> float: ...
+    def step(self, learning_rate: float) -> float:
+        """Take one optimizer step and clear the gradients. Returns the gradient norm before clipping."""
+        ...
 
-    def state(self) -> dict[str, Tensor]: ...
+    def state(self) -> dict[str, Tensor]:
+        """The optimizer state, by ``<parameter>/<name>``. All ranks call it."""
+        ...
 
-    def load(self, state: Mapping[str, Tensor]) -> None: ...
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Restore the result of ``state``. All ranks call it."""
+        ...
 
 
 class ReplicatedStepper:
-    """AdamW over weights that every rank holds whole.
+    """AdamW over weights that are replicated on every rank.
 
-    Losses are shares of one global loss, so gradients are summed over ranks, in one flat all-reduce a step. That is what DDP
-    does with all but the last backward outside its synchronisation, without its need to know which parameters take part.
+    Losses are shares of one global loss, so gradients are summed over ranks, in one flat all-reduce per step. DDP does the same
+    if all backward passes but the last run under ``no_sync``; unlike DDP this needs no list of the parameters that take part.
     """
 
     def __init__(
@@ -53,30 +61,34 @@ class ReplicatedStepper:
         self.ranks = ranks
         self.max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
         self.parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        self._strayed = False
+        self._nonfinite_loss = False
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of this rank's share."""
-        # A clamp lets a NaN through in the value and stops it in the gradient, so the gradient alone would not tell.
-        self._strayed = self._strayed or not bool(torch.isfinite(loss))
+        """Add the gradient of ``loss``, this rank's scalar share of the global loss."""
+        # clamp passes a NaN on in the value but not in the gradient, so checking the gradient alone is not enough.
+        self._nonfinite_loss = self._nonfinite_loss or not bool(torch.isfinite(loss))
         loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self, learning_rate: float) -> float:
-        """Reduce, clip, step, forget the gradient. Returns the norm before clipping; NonFiniteGradient where it is no number."""
-        if self.ranks.any(self._strayed):
-            self._strayed = False
+        """Reduce over ranks, clip, take the optimizer step, clear the gradients. Returns the norm before clipping.
+
+        Raises NonFiniteGradient if the loss or the norm is not finite; the weights are then unchanged.
+        """
+        if self.ranks.any(self._nonfinite_loss):
+            self._nonfinite_loss = False
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteGradient(
-                "the loss is not finite: no step was taken. Lower learning_rate, and look at the last pictures in samples/"
+                "the loss is not finite: the optimizer step was skipped. Lower learning_rate, and look at the last images in "
+                "samples/ for what went wrong before"
             )
         self._reduce()
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.max_grad_norm)
         if not torch.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteGradient(
-                f"the gradient's norm is {norm.item()}: no step was taken. Lower learning_rate, and look at the last pictures in "
-                "samples/ for what went wrong before"
+                f"the gradient norm is {norm.item()}: the optimizer step was skipped. Lower learning_rate, and look at the last "
+                "images in samples/ for what went wrong before"
             )
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -87,7 +99,7 @@ class ReplicatedStepper:
     def _reduce(self) -> None:
         if self.ranks.world == 1:
             return
-        # A parameter that took no part has no gradient on any rank, and must keep none: AdamW would decay it.
+        # A parameter without a gradient must keep None on all ranks: AdamW would apply weight decay to a zero gradient.
         touched = [parameter for parameter in self.parameters.values() if parameter.grad is not None]
         gradients = [parameter.grad for parameter in touched if parameter.grad is not None]
         flat = self.ranks.sum(torch.cat([gradient.flatten() for gradient in gradients]))
@@ -104,15 +116,15 @@ class ReplicatedStepper:
         }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what ``state`` gave."""
+        """Restore the result of ``state``. Raises ValueError if it names a parameter that does not train here."""
         self.optimizer.state.clear()
         for name, tensor in state.items():
             parameter_name, key = name.rsplit("/", 1)
             if parameter_name not in self.parameters:
-                raise ValueError(f"the checkpoint's optimizer knows {parameter_name}, which does not train in this run")
+                raise ValueError(f"the checkpoint has optimizer state of {parameter_name}, which does not train in this run")
             parameter = self.parameters[parameter_name]
-            self.optimizer.state[parameter][key] = self._kept(parameter, tensor)
+            self.optimizer.state[parameter][key] = self._restored(parameter, tensor)
 
-    def _kept(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        """What the optimizer keeps of a parameter's tensor in a checkpoint."""
+    def _restored(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
+        """The tensor that the optimizer stores for this entry of a checkpoint."""
         return tensor.clone()

@@ -1,7 +1,7 @@
-"""Optimizer state and gradients spread over the ranks by DeepSpeed's ZeRO-2; every rank still holds all weights.
+"""DeepSpeed ZeRO-2: optimizer state and gradients are sharded over the ranks; every rank still holds all weights.
 
-DeepSpeed is given what trains and every loss, and nothing of the model: ZeRO-2 changes no forward. Its state is handed out whole,
-in the form of ``ReplicatedStepper``, so that a run may go on with another stepper or another number of ranks.
+ZeRO-2 changes no forward pass, so DeepSpeed is given the trainable parameters and every loss, but not the model. Its state is
+saved unsharded in the format of ``ReplicatedStepper``, so that a run can resume with another stepper or number of ranks.
 """
 
 import importlib
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import NonFiniteGradient
 
-_MASTER = "master"  # the weights in fp32, where they train in 16 bits
+_MASTER = "master"  # fp32 master weights, if the trained weights are in 16 bits
 _engines: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()
 
 
 class _Losses(nn.Module):
-    """What DeepSpeed takes for the model: what trains, and a forward that hands each loss on, so that it sees each backward."""
+    """The module given to DeepSpeed: the trainable parameters, and a forward that returns the loss and so sees every backward."""
 
     def __init__(self, trained: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
@@ -35,10 +35,11 @@ class _Losses(nn.Module):
 
 
 class ZeroStepper:
-    """AdamW over the ranks' shares (implements ``retouch.distributed.stepper.Stepper``). Every rank makes equally many backwards.
+    """AdamW over sharded optimizer state (implements ``retouch.distributed.stepper.Stepper``).
 
-    A parameter that took no part counts as one with a gradient of 0, which weight decay shrinks all the same. ValueError where
-    DeepSpeed is not installed, or where what trains is in fp16.
+    All ranks must make the same number of backward passes. A parameter without a gradient is treated as one with gradient 0, to
+    which weight decay still applies. Raises ValueError if DeepSpeed is not installed, or if trainable parameters are neither all
+    float32 nor all bfloat16.
     """
 
     def __init__(
@@ -57,15 +58,15 @@ class ZeroStepper:
         dtypes = {parameter.dtype for parameter in self.parameters.values()}
         if not dtypes <= {torch.float32} and not dtypes <= {torch.bfloat16}:
             listed = ", ".join(sorted(map(str, dtypes)))
-            raise ValueError(f"sharding zero2: what trains is in {listed}; take float32 or bfloat16 for all of it")
-        self._strayed = False
-        # The hooks of an earlier engine would reduce every gradient a second time.
+            raise ValueError(f"sharding zero2: trainable parameters are in {listed}; use float32 or bfloat16 for all of them")
+        self._nonfinite_loss = False
+        # The hooks of an earlier engine on the same module would reduce every gradient twice.
         if (earlier := _engines.pop(module, None)) is not None:
             earlier.destroy()
         weights = list(self.parameters.values())
         optimizer = torch.optim.AdamW(weights, lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay)
         config = {
-            # Sizes that it wants to know, of batches that it never sees.
+            # DeepSpeed requires batch sizes, although it never sees a batch.
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
             "managed_gradient_accumulation": False,
@@ -80,30 +81,30 @@ class ZeroStepper:
         _engines[module] = self.engine
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of this rank's share."""
-        self._strayed = self._strayed or not bool(torch.isfinite(loss))
-        # It takes means over ranks, and these are shares of one loss, so their sum is wanted.
+        """Add the gradient of ``loss``, this rank's scalar share of the global loss."""
+        self._nonfinite_loss = self._nonfinite_loss or not bool(torch.isfinite(loss))
+        # DeepSpeed averages over ranks, but the losses are shares of one global loss and must be summed.
         self.engine.backward(self.engine(loss * self.ranks.world))
 
     def step(self, learning_rate: float) -> float:
         """As ``ReplicatedStepper.step``."""
-        strayed = self.ranks.any(self._strayed)
-        self._strayed = False
-        if strayed:
-            # A gradient that is no number anywhere is how DeepSpeed is told to forget this step.
+        nonfinite = self.ranks.any(self._nonfinite_loss)
+        self._nonfinite_loss = False
+        if nonfinite:
+            # A NaN gradient makes DeepSpeed discard the accumulated gradients and skip this step.
             self.engine.backward(self.engine(math.nan * sum(weight.float().sum() for weight in self.parameters.values())))
         for group in self._zero.param_groups:
             group["lr"] = learning_rate
         self.engine.step()
-        if strayed or self._zero.overflow:
+        if nonfinite or self._zero.overflow:
             raise NonFiniteGradient(
-                "the loss or its gradient is not finite: no step was taken. Lower learning_rate, and look at the last pictures in "
-                "samples/ for what went wrong before"
+                "the loss or its gradient is not finite: the optimizer step was skipped. Lower learning_rate, and look at the last "
+                "images in samples/ for what went wrong before"
             )
         return float(self.engine.get_global_grad_norm())
 
     def state(self) -> dict[str, Tensor]:
-        """The optimizer's tensors, whole, by ``<parameter>/<name>``, on the CPU; empty before the first step. All ranks call it."""
+        """The unsharded optimizer tensors on the CPU, by ``<parameter>/<name>``; empty before the first step. All ranks call it."""
         flat = self._flat
         kept = self._zero.optimizer.state.get(flat, {})
         shares = {key: value for key, value in kept.items() if value.shape == flat.shape}
@@ -115,21 +116,21 @@ class ZeroStepper:
         return state | {f"{name}/{key}": value.detach().cpu() for key, value in singles.items() for name in self.parameters}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what ``state`` gave, on this rank and number of ranks or others; the weights are those of the module now."""
+        """Restore the result of ``state``, from any number of ranks; the weights are those of the module now. All ranks call it."""
         self._zero.refresh_fp32_params()
         self._zero.optimizer.state.clear()
         by_key: dict[str, dict[str, Tensor]] = {}
         for name, tensor in state.items():
             parameter, key = name.rsplit("/", 1)
             if parameter not in self.parameters:
-                raise ValueError(f"the checkpoint's optimizer knows {parameter}, which does not train in this run")
+                raise ValueError(f"the checkpoint has optimizer state of {parameter}, which does not train in this run")
             by_key.setdefault(key, {})[parameter] = tensor
         for key, tensors in by_key.items():
             first = next(iter(tensors.values()))
             if key == _MASTER:
-                self._flat.data.copy_(self._share(tensors))
+                self._flat.data.copy_(self._shard(tensors))
             else:
-                self._zero.optimizer.state[self._flat][key] = first.clone() if first.dim() == 0 else self._share(tensors)
+                self._zero.optimizer.state[self._flat][key] = first.clone() if first.dim() == 0 else self._shard(tensors)
 
     @property
     def _zero(self) -> Any:
@@ -137,20 +138,20 @@ class ZeroStepper:
 
     @property
     def _flat(self) -> Tensor:
-        """This rank's share of all that trains, one after the other, in fp32."""
+        """This rank's shard of all trainable weights, concatenated, in fp32."""
         (share,) = self._zero.single_partition_of_fp32_groups
         flat: Tensor = share
         return flat
 
     def _parts(self, whole: Tensor) -> dict[str, Tensor]:
-        """All ranks' shares, joined, as what they are of."""
+        """Split the concatenated shards of all ranks into one tensor per parameter."""
         sizes = [parameter.numel() for parameter in self.parameters.values()]
-        pieces = torch.split(whole[: sum(sizes)], sizes)  # what is left over fills up the last share
+        pieces = torch.split(whole[: sum(sizes)], sizes)  # the last shard may end with padding
         shapes = [parameter.shape for parameter in self.parameters.values()]
         return {name: piece.view(shape) for name, piece, shape in zip(self.parameters, pieces, shapes, strict=True)}
 
-    def _share(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """This rank's share of them; 0 for a parameter that has none."""
+    def _shard(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """This rank's shard of ``tensors``; 0 for a parameter that is not in them."""
         flat = self._flat
         whole = torch.zeros(flat.numel() * self.ranks.world, dtype=flat.dtype)
         for name, piece in self._parts(whole).items():
@@ -160,9 +161,9 @@ class ZeroStepper:
 
 
 def require_deepspeed() -> None:
-    """ValueError where it is not installed."""
+    """Raise ValueError if DeepSpeed is not installed."""
     if importlib.util.find_spec("deepspeed") is None:
-        raise ValueError("sharding zero2 needs DeepSpeed: pip install 'retouch[deepspeed]', or take fsdp2, which comes with torch")
+        raise ValueError("sharding zero2 needs DeepSpeed: pip install 'retouch[deepspeed]', or use fsdp2, which is part of torch")
 
 
 def _deepspeed(device: torch.device) -> Any:
@@ -170,8 +171,8 @@ def _deepspeed(device: torch.device) -> Any:
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    deepspeed = importlib.import_module("deepspeed")  # slow, and talkative
+    deepspeed = importlib.import_module("deepspeed")  # a slow import that logs a lot
     if device.type == "cpu":
-        # Its shared memory between CPU ranks would first have to be compiled; gloo does.
+        # Shared-memory communication between CPU ranks would have to be compiled first; gloo works without.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

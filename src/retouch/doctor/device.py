@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from retouch.distributed.ranks import join
+from retouch.distributed.ranks import init_distributed
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
 
 _GIB = 2**30
@@ -61,7 +61,7 @@ def check_device(name: str, *, device: torch.device | None, weights_here: bool) 
         return Place(PLANNED, CARDS[PLANNED], None), note("device", planned)
     if device is None:
         try:
-            device = join(name).device
+            device = init_distributed(name).device
         except ValueError as error:
             return None, failed("device", str(error), mend="--device auto")
     place = measured(device)

@@ -62,7 +62,7 @@ def examine(recipe: Recipe | None, *, distributed: bool, device: str | None, nam
         report = _Report(named, first=True, world=world)
         report.add([meeting])
         return report.verdict({meeting: [0]}, recipe)
-    report = _Report(named, first=meeting.ranks.first, world=world if together else None)
+    report = _Report(named, first=meeting.ranks.is_main, world=world if together else None)
     if together:
         report.add(check_ranks_together(meeting, recipe))
     if not meeting.failures(report.found):

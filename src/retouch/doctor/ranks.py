@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from retouch.distributed.ranks import Ranks, join
+from retouch.distributed.ranks import Ranks, init_distributed
 from retouch.doctor.findings import Finding, failed, ok
 from retouch.recipe.recipe import Recipe
 from retouch.records.versions import versions
@@ -50,7 +50,7 @@ class Meeting:
 
 def meet(device: str) -> Meeting:
     """Join the ranks that the launcher's variables describe. torch.distributed.DistError where they do not come together."""
-    ranks = join(device)
+    ranks = init_distributed(device)
     return Meeting(ranks, None if ranks.world == 1 else dist.new_group(backend="gloo"))
 
 

@@ -10,7 +10,7 @@ from retouch.assembly.model import build_model, make_trainable
 from retouch.assembly.policy import build_policy
 from retouch.assembly.state import restore_weights
 from retouch.assembly.writer import build_writer
-from retouch.distributed.placement import join_ranks
+from retouch.distributed.placement import init_distributed_from_recipe
 from retouch.inference.writers import OpenWriter
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.recipe import writer as recipe_writer
@@ -28,7 +28,7 @@ def open_target(target: str, overrides: Sequence[str] = ()) -> tuple[Assembly, i
     """The parts of a recipe or run, and the step whose weights they have (0: untrained)."""
     quiet()
     recipe, folder = _recipe(target, overrides)
-    parts = assemble(recipe, join_ranks(recipe))
+    parts = assemble(recipe, init_distributed_from_recipe(recipe))
     state = _newest(folder)
     if state is None:
         return parts, 0
@@ -46,14 +46,14 @@ def open_writer(target: str, overrides: Sequence[str] = ()) -> OpenWriter:
     policy, renderer, rollout = recipe.policy, recipe.renderer, recipe.rollout
     if not isinstance(policy, recipe_writer.AutoregressivePolicy) or not isinstance(rollout, TokenRollout):
         raise ValueError(f"{target}: its policy makes pictures and writes nothing; `retouch sample` uses it")
-    device = join_ranks(recipe).device
+    device = init_distributed_from_recipe(recipe).device
     before = build_model(renderer.model, device=torch.device("cpu")) if isinstance(renderer, ResponseRenderer) else None
     model = build_writer(policy, before=before, device=device)
     copies = make_trainable(model.module, policy, seed=recipe.seed)
     state = _newest(folder)
     if state is not None:
         for name in {key.partition("/")[0] for key in state.tensors["copies"]}:
-            copies.keep(name)
+            copies.snapshot(name)
         restore_weights(copies, state)
     built = build_policy(recipe, rollout, model=model, copies=copies, acting="current", keep_means=False)
     assert isinstance(built, AutoregressivePolicy)

@@ -1,4 +1,4 @@
-"""Named copies of a module's trainable weights (reference, old, average), swapped in for the length of a block."""
+"""Named copies of a module's trainable weights ("reference", "old", "average"), which can be swapped in for a block of code."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,41 +8,44 @@ from torch import Tensor, nn
 
 
 class WeightCopies:
-    """Copies of the trainable parameters of ``module``, by name of the copy.
+    """Copies of the trainable parameters of ``module``, by the copy's name.
 
-    A copy holds only what trains: the LoRA matrices, or all weights. Memory: one trainable set per copy. ``waiting``: where
-    copies of some names lie while they are not used; the others lie beside the weights.
+    A copy holds only the trainable parameters: the LoRA matrices, or all weights. Each copy needs as much memory as they do.
+    ``devices``: the device that stores a copy while it is not used, by the copy's name; the default is the device of the weights.
     """
 
-    def __init__(self, module: nn.Module, *, waiting: Mapping[str, torch.device] | None = None) -> None:
-        self.waiting = dict(waiting or {})
+    def __init__(self, module: nn.Module, *, devices: Mapping[str, torch.device] | None = None) -> None:
+        self.devices = dict(devices or {})
         self.parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.copies: dict[str, dict[str, Tensor]] = {}
 
-    def keep(self, copy: str) -> None:
-        """Make (or overwrite) a copy of the weights as they are now."""
+    def snapshot(self, copy: str) -> None:
+        """Copy the current weights to ``copy``, which may exist already."""
         self.copies[copy] = {
-            name: parameter.detach().to(self.waiting.get(copy, parameter.device), copy=True)
+            name: parameter.detach().to(self.devices.get(copy, parameter.device), copy=True)
             for name, parameter in self.parameters.items()
         }
 
-    def keep_without_adapter(self, copy: str) -> None:
-        """Make a copy that acts as the frozen weights alone: every LoRA B matrix is zero, so the adapter adds exactly 0."""
-        self.keep(copy)
+    def snapshot_without_adapter(self, copy: str) -> None:
+        """Make a copy that behaves like the frozen base weights: all LoRA B matrices are zero, so the adapter adds exactly 0.
+
+        Raises ValueError if a trainable parameter is not a LoRA matrix.
+        """
+        self.snapshot(copy)
         for name, tensor in self.copies[copy].items():
             if "lora_B" in name:
                 tensor.zero_()
             elif "lora_A" not in name:
-                raise ValueError(f"cannot switch off the adapter: {name} trains too and is no LoRA matrix; train one or the other")
+                raise ValueError(f"cannot disable the adapter: {name} trains too but is not a LoRA matrix; train one or the other")
 
     @torch.no_grad()
-    def blend(self, copy: str, decay: float) -> None:
-        """Move a copy towards the current weights: copy = decay * copy + (1 - decay) * current. ``decay`` in [0, 1]."""
+    def update_ema(self, copy: str, decay: float) -> None:
+        """Exponential moving average: copy = decay * copy + (1 - decay) * current, with ``decay`` in [0, 1]."""
         torch._foreach_lerp_(list(self.copies[copy].values()), [p.detach() for p in self.parameters.values()], 1.0 - decay)
 
     @contextmanager
     def using(self, copy: str) -> Iterator[None]:
-        """Inside the block the module computes with the copy; no graph may be built there and kept."""
+        """Swap the copy's weights into the module inside the block. Do not keep an autograd graph built inside."""
         current = {name: parameter.data for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
             parameter.data = self.copies[copy][name].to(parameter.device)
@@ -53,14 +56,15 @@ class WeightCopies:
                 parameter.data = current[name]
 
     def state(self) -> dict[str, Tensor]:
-        """Every copy's tensors under ``<copy>/<parameter>``."""
+        """The tensors of all copies, by ``<copy>/<parameter>``."""
         return {f"{copy}/{name}": tensor for copy, tensors in self.copies.items() for name, tensor in tensors.items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what ``state`` gave. ValueError where the names differ: the checkpoint belongs to another recipe."""
+        """Restore the result of ``state``. Raises ValueError if the names differ: the checkpoint is of another recipe."""
         if state.keys() != self.state().keys():
-            odd = sorted(state.keys() ^ self.state().keys())
-            raise ValueError(f"the checkpoint's weight copies differ from this run's: {odd[:4]}{' ...' if len(odd) > 4 else ''}")
+            differing = sorted(state.keys() ^ self.state().keys())
+            shown = f"{differing[:4]}{' ...' if len(differing) > 4 else ''}"
+            raise ValueError(f"the checkpoint's weight copies differ from this run's: {shown}")
         for copy, tensors in self.copies.items():
             for name, tensor in tensors.items():
                 tensor.copy_(state[f"{copy}/{name}"])

@@ -73,7 +73,7 @@ def train_jointly(
     """
     joint.module.requires_grad_(True)
     copies = WeightCopies(joint.module)
-    copies.keep("average")
+    copies.snapshot("average")
     sampling = Sampling(num_steps=1, kind="ode", noise_level=0.0, reduction="mean", window=Window())
     teach(
         DenoisingPolicy(joint, sampling=sampling, eval_steps=1, microbatch=rows, copies=copies),
@@ -86,7 +86,7 @@ def train_jointly(
         warmup=warmup,
         second_beta=0.99,
         log=log,
-        average=lambda taken: copies.blend("average", min((1 + taken) / (10 + taken), average_decay)),
+        average=lambda taken: copies.update_ema("average", min((1 + taken) / (10 + taken), average_decay)),
     )
     with torch.no_grad():
         for name, parameter in copies.parameters.items():

@@ -41,7 +41,7 @@ class Outcome:
         """
         evaluated = replace(self.evaluator, judge=self.parts.judge.for_split("heldout", step))(self.policy)
         self._require_judged(evaluated, step)
-        if self.parts.ranks.first:
+        if self.parts.ranks.is_main:
             means, intervals = table(evaluated, self.kept)
             columns = self.parts.judge.reward.columns
             lower = [name for name, column in columns.items() if not column.higher_is_better]
@@ -67,7 +67,7 @@ class Outcome:
         ceiling = replace(self.evaluator, judge=self.parts.judge.for_split("ceiling", 0)).ceiling(self.policy)
         k = self.recipe.eval.best_of_k
         best = replace(self.evaluator, judge=self.parts.judge.for_split("best", 0)).best_of(self.policy, k=k) if k else None
-        if self.parts.ranks.first:
+        if self.parts.ranks.is_main:
             found = {
                 "ceiling": None if ceiling is None else self._headline(self._values(ceiling)),
                 "best_of_k": None if best is None else self._headline(self._values(best)),
@@ -93,7 +93,7 @@ class Outcome:
 
     def sum_up(self, step: int) -> None:
         """Write the summary of a finished run."""
-        if not self.parts.ranks.first:
+        if not self.parts.ranks.is_main:
             return
         tasks = self.evaluator.tasks
         before, after = (Evaluated.from_json(files.read_json(self._path(at)), tasks) for at in (0, step))

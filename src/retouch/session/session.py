@@ -11,8 +11,8 @@ import accelerate.utils
 
 from retouch.assembly.assembly import Assembly, assemble
 from retouch.assembly.state import capture, restore
-from retouch.distributed.device_memory import Memory, limit_memory
-from retouch.distributed.placement import join_ranks, place
+from retouch.distributed.device_memory import DeviceMemory, limit_memory
+from retouch.distributed.placement import init_distributed_from_recipe, plan_placement
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.sharding_checks import check_sharding
 from retouch.distributed.stepper import Stepper
@@ -53,7 +53,7 @@ def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
     """
     require_trackers(recipe.trackers)
     check_sharding(recipe, os.environ)
-    ranks = join_ranks(recipe)
+    ranks = init_distributed_from_recipe(recipe)
     folder = RunFolder(recipe.folder)
     _open_folder(folder, recipe, ranks, fresh=fresh, new_judge=new_judge)
     _log_to(folder, ranks)
@@ -63,8 +63,8 @@ def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
     if (unmeant := unmeant_ranks(recipe, ranks.world)) is not None:
         log.warning("%s", unmeant)
     accelerate.utils.set_seed(recipe.seed)  # nothing of ours draws from the global generators; a user's reward may
-    limit_memory(recipe.devices, place(recipe, ranks))
-    publisher = open_publisher(recipe, folder, first=ranks.first)
+    limit_memory(recipe.devices, plan_placement(recipe, ranks))
+    publisher = open_publisher(recipe, folder, first=ranks.is_main)
     keep_images = recipe.ledger is not None and recipe.ledger.keep_images
     with closing(Ledger(folder.root, ranks, keep_images=keep_images, new_judge=new_judge)) as ledger:
         with named(recipe, lambda: "loading"):
@@ -95,7 +95,7 @@ def _open_folder(folder: RunFolder, recipe: Recipe, ranks: Ranks, *, fresh: bool
                 "Give this one another name, or set the old one aside with --fresh"
             )
     ranks.barrier()
-    if ranks.first:
+    if ranks.is_main:
         if fresh and folder.recipe.exists():
             log.info("the old run is now %s", folder.set_aside())
         folder.create()
@@ -112,7 +112,7 @@ def _log_to(folder: RunFolder, ranks: Ranks) -> None:
     file = logging.FileHandler(folder.log(ranks.rank))
     file.setFormatter(logging.Formatter("%(asctime)s  %(message)s"))
     log.addHandler(file)
-    if ranks.first:
+    if ranks.is_main:
         log.addHandler(logging.StreamHandler(sys.stdout))
     log.setLevel(logging.INFO)
     log.propagate = False
@@ -137,7 +137,7 @@ class _Session:
             )
         state = None if found is None else checkpoint.load(found)
         self.done = 0 if state is None else state.step
-        self.memory = Memory(self.parts.ranks, self.parts.placement, self.recipe.devices)
+        self.memory = DeviceMemory(self.parts.ranks, self.parts.placement, self.recipe.devices)
         stepper = self.parts.stepper()
         if state is not None:
             restore(self.parts, state, stepper)
@@ -145,7 +145,7 @@ class _Session:
                 log.info("this run is done: %s. More `steps` extend it, --fresh starts it anew", self.folder.report)
                 return 0
             log.info("resumed after step %d", self.done)
-        if self.parts.ranks.first:
+        if self.parts.ranks.is_main:
             self.folder.truncate_after(self.done)
         self.parts.ranks.barrier()
         self.trackers = self._trackers()
@@ -200,7 +200,7 @@ class _Session:
             self.publisher.after(self.parts, self.done, last=True)
         self._heldout(baseline=False)
         self.outcome.sum_up(self.done)
-        if self.parts.ranks.first:
+        if self.parts.ranks.is_main:
             self._report()
         return 0
 
@@ -218,7 +218,7 @@ class _Session:
         self._record(phase, collected, metrics)
         if ending(alarms):
             self._end(stepper, ending(alarms))
-        first = self.parts.ranks.first
+        first = self.parts.ranks.is_main
         last = self.done == self.parts.steps
         # Evaluated before saved: a run killed in between goes back to an older checkpoint and loses nothing of either.
         if not last and _due(self.done, self.recipe.eval.every):
@@ -238,7 +238,7 @@ class _Session:
 
     def _record(self, phase: str, collected: Any, metrics: dict[str, float]) -> None:
         seconds = self.parts.clock.take() | self.memory.after_step(self.done)
-        if self.parts.ranks.first:
+        if self.parts.ranks.is_main:
             self.recorder.step(self.done, phase, metrics, seconds)
             if _due(self.done, self.recipe.samples.every):
                 self.recorder.groups(self.done, collected)
@@ -252,7 +252,7 @@ class _Session:
             back_to = checkpoint.load(newest).step
         else:
             self._save(stepper)
-        if self.parts.ranks.first:
+        if self.parts.ranks.is_main:
             write_ended(self.folder, found, step=self.done, back_to=back_to)
             self._report()
         raise Alarm(message(found, step=self.done, back_to=back_to))
@@ -260,7 +260,7 @@ class _Session:
     def _preflight(self, stepper: Stepper) -> None:
         with named(self.recipe, lambda: "trial step"):
             checks = list(trial_steps(self.parts, stepper=stepper, judge=self.parts.judge.for_split("train"), done=self.done))
-        if self.parts.ranks.first:
+        if self.parts.ranks.is_main:
             self.folder.write_preflight([check.to_json() for check in checks])
         for check in checks:
             log.info("preflight  %s  %s", "ok    " if check.ok else "FAILED", check.text)
@@ -271,7 +271,7 @@ class _Session:
         evaluated = self.outcome.evaluate(self.done)
         if baseline:
             self.outcome.baselines()
-        if self.parts.ranks.first:
+        if self.parts.ranks.is_main:
             self.recorder.heldout(self.done, evaluated)
             for line in self.outcome.table(self.done):
                 log.info(line)
@@ -281,14 +281,14 @@ class _Session:
 
     def _save(self, stepper: Stepper) -> None:
         state = capture(self.parts, stepper, step=self.done)
-        if self.parts.ranks.first:
+        if self.parts.ranks.is_main:
             checkpoint.save(self.folder.checkpoints, state)
             kept = self.recipe.checkpoints
             checkpoint.prune(self.folder.checkpoints, kept.keep, keep_every=kept.keep_every)
         self.parts.ranks.barrier()
 
     def _trackers(self) -> Trackers:
-        if not self.parts.ranks.first:
+        if not self.parts.ranks.is_main:
             return Trackers([])
         return open_trackers(
             self.recipe.trackers, self.folder, project="retouch", recipe=self.recipe.document(), first_step=self.done + 1

@@ -155,7 +155,7 @@ def _kl_gradient(run: Run, objective: PolicyGradient, minibatch: Minibatch) -> f
     assert evaluation.kl is not None
     stepper = run.stepper.policy if isinstance(run.stepper, HeadStepper) else run.stepper
     if isinstance(stepper, FsdpStepper):  # its gradients come about in backward passes alone
-        return stepper.norm_of(evaluation.kl.mean())
+        return stepper.gradient_norm(evaluation.kl.mean())
     parameters = [p for p in run.policy.module.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(evaluation.kl.mean(), parameters, allow_unused=True)
     return math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients if gradient is not None))

@@ -52,5 +52,5 @@ def refuse_if_ended(folder: RunFolder, watch: Watch, *, columns: Mapping[str, Co
     if found:
         raise Alarm(f"{folder.root} was {message(found, step=kept['step'], back_to=kept['back_to'])}")
     ranks.barrier()
-    if ranks.first:
+    if ranks.is_main:
         folder.alarm.unlink()

@@ -90,7 +90,7 @@ class Watcher:
             self._keep_canaries(evaluated.images, evaluated.texts)
         tasks = tuple(task.id for task in evaluated.tasks)
         look = Look(step, tasks, evaluated.scores, self._canaries(step), self._fingerprint)
-        if self.ranks.first:
+        if self.ranks.is_main:
             self._files.write(look)
         self._looks.append(look)
         return look
@@ -118,7 +118,7 @@ class Watcher:
 
     def _keep_canaries(self, images: Sequence[Image.Image | None], texts: Sequence[str | None]) -> None:
         """The first rank's first pictures, the only ones that are kept as such, and what was written for them."""
-        if self.ranks.first and images:
+        if self.ranks.is_main and images:
             self._folder.watch.mkdir(parents=True, exist_ok=True)
             drawn = [(place, image) for place, image in enumerate(images) if image is not None]
             for place, image in drawn:
@@ -128,7 +128,7 @@ class Watcher:
     def _canaries(self, step: int) -> Scores:
         """The reward's scores of the kept pictures, asked anew by the first rank and told to all; diagnostics are left out."""
         names = [name for name, column in self._judge.reward.columns.items() if not column.diagnostic]
-        places, samples = self._kept_canaries() if self.ranks.first and self.watch.canaries is not None else ((), [])
+        places, samples = self._kept_canaries() if self.ranks.is_main and self.watch.canaries is not None else ((), [])
         count = int(self.ranks.max(torch.tensor(float(len(samples)))))
         asked = []
         with self._ledger.answers.bypassed():

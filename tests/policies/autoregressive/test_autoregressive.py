@@ -234,7 +234,7 @@ def test_the_end_user_sees_the_likeliest_words_of_the_average():
     assert [written.ids for written in policy.sample(tiny_writing.batch(group_size=1, seed=9)).outputs] == words
     tiny_writers.move(policy.module, size=0.5)
     assert policy.sample(batch).outputs == before.outputs
-    policy.copies.keep("average")
+    policy.copies.snapshot("average")
     assert policy.sample(batch).outputs != before.outputs
 
 

@@ -144,7 +144,7 @@ def test_the_end_user_gets_the_averaged_weights():
     before = policy.sample(batch).outputs
     tiny.move(policy)
     assert torch.equal(policy.sample(batch).outputs, before)
-    policy.copies.keep("average")
+    policy.copies.snapshot("average")
     assert not torch.equal(policy.sample(batch).outputs, before)
 
 

@@ -252,7 +252,7 @@ class DenoisingPolicy:
 
     def follow_old(self, decay: float) -> None:
         """Move the old weights towards the current ones."""
-        self.copies.blend("old", decay)
+        self.copies.update_ema("old", decay)
 
     def _transition(
         self,
