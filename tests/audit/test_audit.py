@@ -21,15 +21,15 @@ from retouch.recipe.recipe import Recipe, load
 from retouch.records.folder import Judged as Pictured
 from retouch.records.folder import RunFolder
 from retouch.rewards.judging import Judge
-from retouch.rewards.ledger.answers import Answers, Call
-from retouch.rewards.ledger.content import of_picture
+from retouch.rewards.ledger.answers import AnswerCache, JudgeCall
 from retouch.rewards.ledger.database import Database
+from retouch.rewards.ledger.hashing import image_hash
 from retouch.rewards.scorers.share import ShareReward
 from retouch.training.ledger import Ledger, ledger_path
 from retouch.types import Batch, Sample
 
 STEPS = 3
-CALL = {"content": "c", "judge": "gpt, typed", "picture": "p", "input_tokens": 1000, "output_tokens": 100, "seconds": 2.0}
+CALL = {"content": "c", "judge": "gpt, typed", "image": "p", "input_tokens": 1000, "output_tokens": 100, "seconds": 2.0}
 
 
 def recipe(out: Path) -> Recipe:
@@ -133,8 +133,10 @@ def test_what_was_scored_by_whom(kept, unkept, ask):
 def test_what_it_cost_with_prices_known_then_and_given_now(tmp_path, ask):
     run = judge_run(recipe(tmp_path), keep_images=False)
     with closing(Database(ledger_path(run, 0))) as first, closing(Database(ledger_path(run, 1))) as second:
-        Answers(first).record([Call(**CALL, scores={"x": 1.0}, attempts=2, cost=0.5), Call(**CALL, scores=None, fault="HTTP 503")])
-        Answers(second).record([Call(**CALL, scores={"x": 1.0}, cost=0.25)])
+        AnswerCache(first).record(
+            [JudgeCall(**CALL, scores={"x": 1.0}, attempts=2, cost=0.5), JudgeCall(**CALL, scores=None, fault="HTTP 503")]
+        )
+        AnswerCache(second).record([JudgeCall(**CALL, scores={"x": 1.0}, cost=0.25)])
     found = ask(run)
     (asked,) = found["asked"]
     assert {name: asked[name] for name in ("calls", "failed", "attempts")} == {"calls": 3, "failed": 1, "attempts": 4}
@@ -146,7 +148,7 @@ def test_what_it_cost_with_prices_known_then_and_given_now(tmp_path, ask):
 def test_a_cost_that_nobody_knows_is_not_nothing(tmp_path, ask):
     run = judge_run(recipe(tmp_path), keep_images=False)
     with closing(Database(ledger_path(run, 0))) as database:
-        Answers(database).record([Call(**CALL, scores={"x": 1.0})])
+        AnswerCache(database).record([JudgeCall(**CALL, scores={"x": 1.0})])
     assert ask(run)["cost"] is None
     assert ask(run, "--prices", "1,1")["cost"] == pytest.approx(1100 / 1e6)
 
@@ -163,7 +165,7 @@ def test_judged_again_by_the_same_judge_every_score_is_the_same(kept, ask):
 
 def test_another_judge_sees_the_pictures_that_were_judged_and_none_twice(kept, ask, monkeypatch):
     ask(kept, "rescore", "share:red", "--split", "train", "--steps", "1:2")
-    shown = {of_picture(Image.open(path)): path for path in (kept / "pictures").rglob("*.png")}
+    shown = {image_hash(Image.open(path)): path for path in (kept / "pictures").rglob("*.png")}
     rows = [sample for sample in LedgerView.open(kept).samples if "share-red:share" in sample.scores]
     assert {(sample.split, sample.step) for sample in rows} == {("train", 1), ("train", 2)}
     assert len(rows) == 15
@@ -240,7 +242,7 @@ def test_the_worst_disagreements_come_first_with_their_pictures(kept, ask):
     assert (first["IF"], first["IP"]) == (a[apart.argmax()].item(), b[apart.argmax()].item())
     for each in found:
         if each["picture"]:
-            assert of_picture(Image.open(each["file"])) == each["picture"]
+            assert image_hash(Image.open(each["file"])) == each["picture"]
     assert len(ask(kept, "worst", "IF", "IP", "--top", "5")) == 5
 
 
@@ -249,7 +251,7 @@ def test_peoples_ratings_name_pictures_in_three_ways(kept, ask, tmp_path):
     rated = [3.0, 1.0, 4.0, 1.5, 9.0, 2.6]
     scores = torch.tensor([sample.scores["overall"] for sample in rows])
     wanted = agreement.spearman(scores, torch.tensor(rated))
-    shown = {of_picture(Image.open(path)): path for path in (kept / "pictures").rglob("*.png")}
+    shown = {image_hash(Image.open(path)): path for path in (kept / "pictures").rglob("*.png")}
     files = {
         "picture": [f"{sample.picture}," for sample in rows],
         "image": [f"{shown[sample.picture].relative_to(kept)}," for sample in rows],

@@ -32,7 +32,7 @@ WATCHING = (
     Mutant(
         "canaries are answered from memory",
         "watch/watching.py",
-        "with self._ledger.answers.bypassed():",
+        "with self._ledger.cache.bypass():",
         "if True:",
         f"{_WATCH}::test_canaries_are_never_answered_from_memory",
     ),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from retouch.rewards.ledger.content import of_picture
+from retouch.rewards.ledger.hashing import image_hash
 from retouch.types import Column, Sample, Scores
 
 
@@ -22,7 +22,7 @@ class RandomJudge:
         self.known = dict(said(self.log)) if replay else None
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        names = [f"{sample.task.id} {of_picture(sample.image)}" for sample in samples]
+        names = [f"{sample.task.id} {image_hash(sample.image)}" for sample in samples]
         if self.known is not None:
             return {"luck": torch.tensor([self.known[name] for name in names])}
         lucks = torch.tensor([random.SystemRandom().random() for _ in samples])

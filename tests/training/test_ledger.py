@@ -14,7 +14,7 @@ from retouch.rewards import identity
 from retouch.rewards.combine.composite import CompositeReward
 from retouch.rewards.judges import Answer, Panel, YesReward
 from retouch.rewards.judging import Judge
-from retouch.rewards.ledger.asking import RememberingAsker
+from retouch.rewards.ledger.caching import CachedJudgeClient
 from retouch.rewards.scorers.share import ShareReward
 from retouch.training.ledger import Ledger
 from retouch.types import Batch, Sample, Task
@@ -120,7 +120,7 @@ def test_a_judge_behind_the_ledger_is_asked_once_and_is_who_it_was(tmp_path: Pat
     before = identity.describe(reward)
     with closing(Ledger(tmp_path, Ranks(), keep_images=False, new_judge=False)) as ledger:
         kept = ledger.cached(reward)
-        assert isinstance(reward.panel.asker, RememberingAsker)
+        assert isinstance(reward.panel.asker, CachedJudgeClient)
         assert identity.describe(kept) == before
         judge = Judge(kept, {"yes": 1.0})
         ledger.attach(judge, since=0)
@@ -131,7 +131,7 @@ def test_a_judge_behind_the_ledger_is_asked_once_and_is_who_it_was(tmp_path: Pat
         assert asker.asked == 2
         judge.for_split("heldout", 0)(batch, pictures).result()
         assert asker.asked == 2
-        with ledger.answers.bypassed():
+        with ledger.cache.bypass():
             judge.for_split("canary", 0)(batch, pictures).result()
         assert asker.asked == 5
         judge.for_split("canary", 0)(batch, pictures).result()
@@ -146,7 +146,7 @@ def test_a_users_own_judge_asks_through_the_ledger_too(tmp_path: Path) -> None:
     reward = Mine(Panel(Fixed()))
     with closing(Ledger(tmp_path, Ranks(), keep_images=False, new_judge=False)) as ledger:
         assert ledger.cached(reward) is reward
-        assert isinstance(reward.panel.asker, RememberingAsker)
+        assert isinstance(reward.panel.asker, CachedJudgeClient)
         plain = ShareReward()
         assert ledger.cached(plain) is plain
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from retouch.rewards.ledger import numbers
-from retouch.rewards.ledger.database import open_to_read
+from retouch.rewards.ledger.database import decode_scores, open_read_only
 
 RESCORED = "rescored"
 _SAMPLES = "SELECT split, step, group_id, slot, task, picture, written, judge, scores, seconds, at FROM samples"
@@ -75,7 +74,7 @@ class LedgerView:
     def query(self, question: str) -> Iterator[dict[str, Any]]:
         """The rows of all files, those that were scored again included."""
         for file in [*self.files, *self.rescored.values()]:
-            with closing(open_to_read(file)) as connection:
+            with closing(open_read_only(file)) as connection:
                 connection.row_factory = sqlite3.Row
                 yield from (dict(row) for row in connection.execute(question))
 
@@ -87,7 +86,7 @@ def chosen(samples: Sequence[Scored], *, split: str | None, steps: tuple[int, in
 
 
 def _samples(file: Path) -> Iterator[Scored]:
-    with closing(open_to_read(file)) as connection:
+    with closing(open_read_only(file)) as connection:
         for split, step, group, slot, task, picture, written, judge, scores, seconds, at in connection.execute(_SAMPLES):
             number = step + 1 if split == "train" else step
-            yield Scored(split, number, group, slot, task, picture, written, judge, numbers.read(scores), seconds, at)
+            yield Scored(split, number, group, slot, task, picture, written, judge, decode_scores(scores), seconds, at)

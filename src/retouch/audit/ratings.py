@@ -14,7 +14,7 @@ from pathlib import Path
 from PIL import Image
 
 from retouch.audit.opening import Scored
-from retouch.rewards.ledger.content import of_picture
+from retouch.rewards.ledger.hashing import image_hash
 
 COLUMN = "rating"
 _PLACE = ("step", "group", "slot")
@@ -86,7 +86,7 @@ def _name_of(image: str, roots: Sequence[Path]) -> str:
         path = root / image
         if path.is_file():
             with Image.open(path) as opened:
-                return of_picture(opened)
+                return image_hash(opened)
     raise ValueError(f"there is no file {image} beside the CSV or in the run's folder")
 
 

@@ -23,10 +23,10 @@ from retouch.records.folder import RunFolder
 from retouch.rewards import identity
 from retouch.rewards.closing import close
 from retouch.rewards.judging import scores_of
-from retouch.rewards.ledger.answers import Answers
+from retouch.rewards.ledger.answers import AnswerCache
+from retouch.rewards.ledger.caching import with_cache
 from retouch.rewards.ledger.database import Database
 from retouch.rewards.ledger.journal import Journal, JournalRow
-from retouch.rewards.ledger.keeping import remembered
 from retouch.types import Sample
 
 _ROWS = 64
@@ -51,8 +51,8 @@ def rescore(run: Path, words: str, *, name: str | None, split: str | None, steps
         )
     tasks = RunTasks(parse(RunFolder(run).read_recipe()["recipe"]))
     with closing(Database(run / RESCORED / f"{called}.sqlite")) as database:
-        answers = Answers(database)
-        reward = build_reward(section, device=_device(), keep=lambda made: remembered(made, answers))
+        answers = AnswerCache(database)
+        reward = build_reward(section, device=_device(), keep=lambda made: with_cache(made, answers))
         try:
             fresh, absent = _judge(reward, Journal(database, judge=_only(database, reward)), pictured, shown=shown, tasks=tasks)
         finally:

@@ -7,7 +7,7 @@ from retouch.audit.opening import Scored
 from retouch.data.sampler import tasks_for_step
 from retouch.recipe.policy import ImportedModel
 from retouch.recipe.recipe import Recipe
-from retouch.rewards.ledger.database import text
+from retouch.rewards.ledger.database import encode_text
 from retouch.types import Codes, Task
 
 
@@ -30,7 +30,7 @@ class RunTasks:
             task = self._sets[phase].train[rows[sample.group]]
         else:
             task = self._sets[0].heldout[sample.group]
-        if text(task.id) != sample.task:
+        if encode_text(task.id) != sample.task:
             raise ValueError(f"the data have the task {task.id!r} where the run judged {sample.task!r}; they were changed since")
         if Codes.SOURCE in task.meta and not task.images:
             raise ValueError(

@@ -1,6 +1,6 @@
 """The ledger of a training run on one rank: the file that holds every score of the run, and every answer of a judge or a server.
 
-It is opened before the rewards are built, so that their calls go through its cache.
+It is opened before the rewards are built, so that calls to judges and servers go through its cache of answers.
 """
 
 import json
@@ -13,10 +13,10 @@ from retouch.distributed.ranks import Ranks
 from retouch.protocols import Reward
 from retouch.rewards import identity
 from retouch.rewards.judging import Judge
-from retouch.rewards.ledger.answers import Answers
+from retouch.rewards.ledger.answers import AnswerCache
+from retouch.rewards.ledger.caching import with_cache
 from retouch.rewards.ledger.database import Database
 from retouch.rewards.ledger.journal import Journal
-from retouch.rewards.ledger.keeping import remembered
 from retouch.rewards.ledger.kept_images import KeptImages
 from retouch.types import Json
 
@@ -33,11 +33,11 @@ class Ledger:
         self._new_judge = new_judge
         self._images = KeptImages(run) if keep_images else None
         self._database = Database(ledger_path(run, ranks.rank))
-        self.answers = Answers(self._database)
+        self.cache = AnswerCache(self._database)
 
     def cached(self, reward: Reward) -> Reward:
         """The reward with its calls to judges and reward servers going through the ledger; other rewards as they are."""
-        return remembered(reward, self.answers)
+        return with_cache(reward, self.cache)
 
     def require_same_judge(self, reward: Reward) -> None:
         """ValueError, on every rank, where the run began with another reward and ``new_judge`` is False."""

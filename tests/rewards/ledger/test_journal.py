@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from retouch.rewards.judging import Judge, Judged
-from retouch.rewards.ledger.content import of_picture
 from retouch.rewards.ledger.database import Database
+from retouch.rewards.ledger.hashing import image_hash
 from retouch.rewards.ledger.journal import Journal, JournalRow, journal_rows
 from retouch.rewards.ledger.kept_images import KeptImages
 from retouch.training.ledger import ledger_path
@@ -216,7 +216,7 @@ def test_pictures_are_kept_by_what_they_are(tmp_path: Path) -> None:
     for name, sample in zip(names, [samples[0], *samples[2:]], strict=True):
         found = kept.read(name)
         assert found is not None
-        assert of_picture(found) == of_picture(sample.image)
+        assert image_hash(found) == image_hash(sample.image)
     kept.path(names[0]).write_bytes(kept.path(names[1]).read_bytes())
     assert kept.read(names[0]) is None
     kept.path(names[1]).write_bytes(b"cut")
@@ -324,8 +324,8 @@ def test_a_pictures_name_knows_size_mode_and_every_pixel() -> None:
     speck = black.copy()
     speck.putpixel((3, 5), (0, 0, 1))
     others = [None, speck, PIL.Image.new("RGB", (6, 4)), PIL.Image.new("L", (4, 18)), PIL.Image.new("RGB", (2, 12))]
-    assert of_picture(black) == of_picture(black.copy())
-    assert len({of_picture(image) for image in [black, *others]}) == 6
+    assert image_hash(black) == image_hash(black.copy())
+    assert len({image_hash(image) for image in [black, *others]}) == 6
 
 
 def test_readers_never_wait_and_see_whole_batches(journal: Journal) -> None:

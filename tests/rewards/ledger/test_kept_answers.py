@@ -16,12 +16,10 @@ from retouch.rewards.judges import Answer, Panel, Question, VieScore
 from retouch.rewards.judges.answers.forms import ScoresForm, WordForm
 from retouch.rewards.judges.answers.scales import Scale
 from retouch.rewards.judges.rubrics import fingerprint
-from retouch.rewards.ledger import content
-from retouch.rewards.ledger.answers import Answers
-from retouch.rewards.ledger.asking import RememberingAsker
-from retouch.rewards.ledger.database import Database, open_to_read
-from retouch.rewards.ledger.receipts import Receipt
-from retouch.rewards.ledger.rewarding import RememberingReward
+from retouch.rewards.ledger.answers import AnswerCache, RequestStats
+from retouch.rewards.ledger.caching import CachedJudgeClient, CachedReward
+from retouch.rewards.ledger.database import Database, open_read_only
+from retouch.rewards.ledger.hashing import image_hash
 from retouch.types import Column, Sample, Task
 
 KEY = "canary-0a1b2c3d4e5f"
@@ -72,11 +70,11 @@ def reopen(tmp_path):
     """Opens the same ledger again and again, as restarts do."""
     opened = []
 
-    def begin() -> Answers:
+    def begin() -> AnswerCache:
         for database in opened:
             database.close()
         opened[:] = [Database(tmp_path / "ledger.sqlite")]
-        return Answers(opened[0])
+        return AnswerCache(opened[0])
 
     yield begin
     for database in opened:
@@ -84,7 +82,7 @@ def reopen(tmp_path):
 
 
 def rows(path, columns: str) -> list[tuple]:
-    reader = open_to_read(path)
+    reader = open_read_only(path)
     found = reader.execute(f"SELECT {columns} FROM answers ORDER BY number").fetchall()
     reader.close()
     return found
@@ -92,10 +90,10 @@ def rows(path, columns: str) -> list[tuple]:
 
 def test_the_same_question_is_asked_once_also_after_a_restart(reopen):
     asker, wanted = Random(), [question(seed, image=image) for image in range(3) for seed in range(2)]
-    first = RememberingAsker(asker, reopen()).ask(wanted)
+    first = CachedJudgeClient(asker, reopen()).ask(wanted)
     assert len(asker.asked) == 6
     for _ in range(2):
-        again = RememberingAsker(asker, reopen()).ask(wanted[::-1])[::-1]
+        again = CachedJudgeClient(asker, reopen()).ask(wanted[::-1])[::-1]
         assert [answer.scores for answer in again] == [answer.scores for answer in first]
         assert [(answer.text, answer.seed) for answer in again] == [(answer.text, answer.seed) for answer in first]
         assert all((answer.attempts, answer.input_tokens, answer.seconds, answer.cost) == (0, 0, 0.0, None) for answer in again)
@@ -105,7 +103,7 @@ def test_the_same_question_is_asked_once_also_after_a_restart(reopen):
 def test_equal_questions_of_one_call_are_asked_once(reopen):
     """Pictures of a group may be the same to the pixel."""
     asker = Random()
-    answers = RememberingAsker(asker, reopen()).ask([question(), question(1), question(), question()])
+    answers = CachedJudgeClient(asker, reopen()).ask([question(), question(1), question(), question()])
     assert len(asker.asked) == 2
     assert answers[0].scores == answers[2].scores == answers[3].scores != answers[1].scores
 
@@ -113,12 +111,12 @@ def test_equal_questions_of_one_call_are_asked_once(reopen):
 def test_judges_with_a_panel_pay_nothing_for_what_they_saw_before(reopen):
     asker = Random()
     given = [Sample(Task(f"t{k}", "make it blue", images=(picture(50 + k),)), picture(k)) for k in range(3)]
-    first = VieScore(Panel(RememberingAsker(asker, reopen()), repeats=3, temperature=0.7))(given)
+    first = VieScore(Panel(CachedJudgeClient(asker, reopen()), repeats=3, temperature=0.7))(given)
     assert len(asker.asked) == 3 * 2 * 3
-    again = VieScore(Panel(RememberingAsker(asker, reopen()), repeats=3, temperature=0.7))(given)
+    again = VieScore(Panel(CachedJudgeClient(asker, reopen()), repeats=3, temperature=0.7))(given)
     assert len(asker.asked) == 18
     assert all(torch.equal(first[name], again[name]) for name in first)
-    VieScore(Panel(RememberingAsker(asker, reopen()), repeats=4, temperature=0.7))(given)
+    VieScore(Panel(CachedJudgeClient(asker, reopen()), repeats=4, temperature=0.7))(given)
     assert len(asker.asked) == 18 + 6  # the fourth repeat alone is new
 
 
@@ -139,17 +137,17 @@ def test_judges_with_a_panel_pay_nothing_for_what_they_saw_before(reopen):
 )
 def test_whatever_could_change_an_answer_is_asked_anew(reopen, other):
     asker = Random()
-    remembering = RememberingAsker(asker, reopen())
-    remembering.ask([question()])
-    remembering.ask([other])
+    cached = CachedJudgeClient(asker, reopen())
+    cached.ask([question()])
+    cached.ask([other])
     assert len(asker.asked) == 2
 
 
 def test_another_judge_is_asked_anew(reopen):
     asker = Random()
-    RememberingAsker(asker, reopen()).ask([question()])
+    CachedJudgeClient(asker, reopen()).ask([question()])
     asker.identity = "another"
-    RememberingAsker(asker, reopen()).ask([question()])
+    CachedJudgeClient(asker, reopen()).ask([question()])
     assert len(asker.asked) == 2
 
 
@@ -165,19 +163,19 @@ def test_a_form_that_cannot_be_compared_is_never_remembered(reopen):
             return None
 
     asker = Random()
-    remembering = RememberingAsker(asker, reopen())
+    cached = CachedJudgeClient(asker, reopen())
     for _ in range(2):
-        remembering.ask([question(form=Odd()), question()])
+        cached.ask([question(form=Odd()), question()])
     assert len(asker.asked) == 3
 
 
 def test_what_failed_is_on_record_and_asked_again(reopen, tmp_path):
     asker = Random()
     asker.faulty = True
-    (missing,) = RememberingAsker(asker, reopen()).ask([question()])
+    (missing,) = CachedJudgeClient(asker, reopen()).ask([question()])
     assert missing.fault == "HTTP 503"
     asker.faulty = False
-    (answer,) = RememberingAsker(asker, reopen()).ask([question()])
+    (answer,) = CachedJudgeClient(asker, reopen()).ask([question()])
     assert answer.scores
     assert len(asker.asked) == 2
     kept = rows(tmp_path / "ledger.sqlite", "scores IS NULL, fault, attempts, faults")
@@ -185,10 +183,10 @@ def test_what_failed_is_on_record_and_asked_again(reopen, tmp_path):
 
 
 def test_every_call_is_on_record(reopen, tmp_path):
-    RememberingAsker(Random(), reopen()).ask([question(3)])
+    CachedJudgeClient(Random(), reopen()).ask([question(3)])
     columns = "picture, judge, rubric, seed, temperature, text, seconds, input_tokens, output_tokens, cost"
     ((shown, judge, rubric, seed, temperature, text, *cost),) = rows(tmp_path / "ledger.sqlite", columns)
-    assert shown == content.of_picture(picture(0))
+    assert shown == image_hash(picture(0))
     assert (judge, rubric, seed, temperature) == ("random", fingerprint("Judge."), 10, 0.5)
     assert text.startswith("I say ")
     assert cost == [0.25, 100, 10, 0.001]
@@ -196,16 +194,16 @@ def test_every_call_is_on_record(reopen, tmp_path):
 
 def test_canaries_go_past_the_memory_and_leave_it_alone(reopen):
     asker, answers = Random(), reopen()
-    remembering = RememberingAsker(asker, answers)
-    first = remembering.ask([question()])
-    with answers.bypassed():
-        fresh = remembering.ask([question(), question()])
+    cached = CachedJudgeClient(asker, answers)
+    first = cached.ask([question()])
+    with answers.bypass():
+        fresh = cached.ask([question(), question()])
     assert len(asker.asked) == 3
-    assert remembering.ask([question()])[0].scores == first[0].scores not in [answer.scores for answer in fresh]
+    assert cached.ask([question()])[0].scores == first[0].scores not in [answer.scores for answer in fresh]
     assert len(asker.asked) == 3
-    with answers.bypassed():
-        remembering.ask([question(image=8)])
-    remembering.ask([question(image=8)])
+    with answers.bypass():
+        cached.ask([question(image=8)])
+    cached.ask([question(image=8)])
     assert len(asker.asked) == 5
 
 
@@ -219,10 +217,10 @@ def test_what_is_under_way_for_one_thread_is_not_asked_for_another(reopen):
             return super().ask(questions)
 
     asker = Waiting()
-    remembering = RememberingAsker(asker, reopen())
+    cached = CachedJudgeClient(asker, reopen())
 
     def ask(number):
-        results[number] = remembering.ask([question()])[0]
+        results[number] = cached.ask([question()])[0]
 
     threads = [threading.Thread(target=ask, args=(number,), daemon=True) for number in range(2)]
     threads[0].start()
@@ -244,10 +242,10 @@ def test_an_error_reaches_all_who_wait_and_nothing_stays_under_way(reopen):
                 raise ValueError("no such judge")
             return super().ask(questions)
 
-    remembering = RememberingAsker(Broken(), reopen())
+    cached = CachedJudgeClient(Broken(), reopen())
     with pytest.raises(ValueError, match="no such judge"):
-        remembering.ask([question()])
-    assert remembering.ask([question()])[0].scores
+        cached.ask([question()])
+    assert cached.ask([question()])[0].scores
 
 
 def test_a_key_of_the_environment_is_written_nowhere(reopen, tmp_path, monkeypatch):
@@ -261,7 +259,7 @@ def test_a_key_of_the_environment_is_written_nowhere(reopen, tmp_path, monkeypat
             leaked = f"you sent {KEY} and {KEY[::-1]}"
             return [Answer(scores={"score": 1.0}, text=leaked, fault=leaked, faults=(leaked,), attempts=1) for _ in questions]
 
-    RememberingAsker(Leaky(), reopen()).ask([question()])
+    CachedJudgeClient(Leaky(), reopen()).ask([question()])
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"you sent [key] and [key]" in written
     assert KEY.encode() not in written
@@ -289,10 +287,10 @@ class Server:
 def remember(reopen):
     made = []
 
-    def make(reward) -> RememberingReward:
+    def make(reward) -> CachedReward:
         for one in made:
             one.close()
-        made[:] = [RememberingReward(reward, reopen())]
+        made[:] = [CachedReward(reward, reopen())]
         return made[0]
 
     yield make
@@ -334,17 +332,17 @@ def test_a_sample_is_sent_once_also_after_a_restart(remember):
 )
 def test_whatever_a_reward_may_see_makes_another_sample(remember, changes):
     server = Server()
-    remembering = remember(server)
-    remembering([sample(1)])
-    remembering([sample(1, **changes)])
+    cached = remember(server)
+    cached([sample(1)])
+    cached([sample(1, **changes)])
     assert len(server.asked) == 2
 
 
 def test_another_text_or_picture_makes_another_sample(remember):
     server, one = Server(), sample(1)
-    remembering = remember(server)
-    remembering([one, replace(one, completion="a red door"), replace(one, image=picture(9))])
-    remembering([one, replace(one, completion="a blue door")])
+    cached = remember(server)
+    cached([one, replace(one, completion="a red door"), replace(one, image=picture(9))])
+    cached([one, replace(one, completion="a blue door")])
     assert len(server.asked) == 4
 
 
@@ -368,9 +366,9 @@ def test_a_sample_that_misses_a_column_is_sent_again(remember, tmp_path):
 
 def test_what_a_client_knows_of_each_sample_is_on_record(remember, tmp_path):
     class Client(Server):
-        def submit_receipted(self, samples):
+        def submit_with_stats(self, samples):
             done = Future()
-            done.set_result((self(samples), [Receipt(0.5, ("timeout", "http_503"), attempts=3)] * len(samples)))
+            done.set_result((self(samples), [RequestStats(0.5, ("timeout", "http_503"), attempts=3)] * len(samples)))
             return done
 
     remember(Client())([sample(0)])
@@ -380,13 +378,13 @@ def test_what_a_client_knows_of_each_sample_is_on_record(remember, tmp_path):
 
 def test_a_reader_cannot_write_and_another_format_is_refused(tmp_path):
     database = Database(tmp_path / "ledger.sqlite")
-    reader = open_to_read(tmp_path / "ledger.sqlite")
+    reader = open_read_only(tmp_path / "ledger.sqlite")
     with pytest.raises(sqlite3.OperationalError, match="readonly"):
         reader.execute("DELETE FROM answers")
     reader.close()
     database.close()
     sqlite3.connect(tmp_path / "other.sqlite").close()
     with pytest.raises(ValueError, match="has format 0"):
-        open_to_read(tmp_path / "other.sqlite")
+        open_read_only(tmp_path / "other.sqlite")
     with pytest.raises(ValueError, match="cannot be used"):
-        open_to_read(tmp_path / "none.sqlite")
+        open_read_only(tmp_path / "none.sqlite")

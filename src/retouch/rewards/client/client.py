@@ -14,7 +14,7 @@ import torch
 
 from retouch.rewards.client import event_loop
 from retouch.rewards.client.settings import Settings
-from retouch.rewards.ledger.receipts import Receipt
+from retouch.rewards.ledger.answers import RequestStats
 from retouch.types import Column, Sample, Scores
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class RemoteReward:
         """Send the samples off and go on; any number of calls may be under way, from any thread."""
         return event_loop.submit(self._scores(samples, time.monotonic()))
 
-    def submit_receipted(self, samples: Sequence[Sample]) -> "Future[tuple[Scores, list[Receipt]]]":
+    def submit_with_stats(self, samples: Sequence[Sample]) -> "Future[tuple[Scores, list[RequestStats]]]":
         """The same, and what each sample took."""
         return event_loop.submit(self._score(samples, time.monotonic()))
 
@@ -125,7 +125,7 @@ class RemoteReward:
         scores, _ = await self._score(samples, begun)
         return scores
 
-    async def _score(self, samples: Sequence[Sample], begun: float) -> tuple[Scores, list[Receipt]]:
+    async def _score(self, samples: Sequence[Sample], begun: float) -> tuple[Scores, list[RequestStats]]:
         from retouch.rewards.client.session import Chunk, Session
 
         # A fork has its parent's session, but neither its loop nor its connections.
@@ -142,11 +142,11 @@ class RemoteReward:
             faults = ", ".join(f"{kind} {count}" for kind, count in session.faults.most_common())
             _LOG.warning("%d of %d samples could not be judged; failed attempts of the run so far: %s", open_, len(samples), faults)
         nan = float("nan")
-        receipts = [Receipt(chunk.seconds, tuple(chunk.faults), chunk.attempts) for chunk in chunks for _ in chunk.samples]
+        stats = [RequestStats(chunk.seconds, tuple(chunk.faults), chunk.attempts) for chunk in chunks for _ in chunk.samples]
         return {
             name: torch.tensor([nan if answer is None else answer.scores[name] for answer in answers], dtype=torch.float32)
             for name in self.columns
-        }, receipts
+        }, stats
 
     async def _close(self) -> None:
         session = self._sessions.pop(os.getpid(), None)

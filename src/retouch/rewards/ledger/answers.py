@@ -1,35 +1,58 @@
-"""The content cache: what judges and reward servers said of a content, and every call that was made for it.
+"""The cache of answers: what judges and reward servers said about a content, and every call that was made for it.
 
-An answer that could be used is found again by content, so the same content is paid for once, also after a restart. One that could
-not is kept for the record and never found: what failed is asked again.
+A usable answer is found again by its content, so no content is paid for twice, also after a restart. A call that failed is kept for
+the record and never found, so it is made again.
 """
 
 import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
+from typing import Protocol, runtime_checkable
 
-from retouch.rewards.ledger import numbers
-from retouch.rewards.ledger.database import Database, text
+from retouch.rewards.ledger.database import Database, decode_scores, encode_scores, encode_text
 from retouch.rewards.vlm import credentials
+from retouch.types import Sample, Scores
 
-_MOST = 500  # names in one query
+_MAX_NAMES = 500  # in one query
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """What it took to score one sample on a reward server.
+
+    ``seconds``: total time, waiting included. ``faults``: why attempts failed, in order.
+    """
+
+    seconds: float
+    faults: tuple[str, ...] = ()
+    attempts: int = 1
+
+
+@runtime_checkable
+class ReportsRequestStats(Protocol):
+    """A reward that can say what each sample took."""
+
+    def submit_with_stats(self, samples: Sequence[Sample]) -> "Future[tuple[Scores, list[RequestStats]]]":
+        """The scores as ``submit`` gives them, and the statistics of each sample."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Call:
-    """A question that a judge was asked, or a sample that a reward server was sent, and what came of it.
+class JudgeCall:
+    """A question to a judge, or a sample sent to a reward server, and its answer.
 
-    ``content``: the name under which the answer is found again; ``picture``: that of the picture that was judged. ``scores``: None
-    where nothing could be used, and ``fault`` then says why. ``faults``: why earlier attempts failed. ``cost``: None where no price
-    is known.
+    ``content``: the hash under which the answer is found again. ``image``: the hash of the judged image. ``judge``: who answered.
+    ``scores``: None where the answer could not be used, and ``fault`` then says why. ``faults``: why earlier attempts failed.
+    ``seconds``: total time. ``cost``: in the currency of the price list, None where no price is known.
     """
 
     content: str
-    picture: str
+    image: str
     judge: str
     scores: Mapping[str, float] | None
     rubric: str = ""
@@ -46,79 +69,79 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Found:
-    """A kept answer."""
+class CachedAnswer:
+    """An answer from the cache: scores by name, the judge's text and the seed with which it was asked."""
 
     scores: dict[str, float]
     text: str
     seed: int
 
 
-class Answers:
+class AnswerCache:
     """The answers in a ledger. May be used from several threads."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._lock = Lock()
-        self._bypassing = 0
+        self._bypasses = 0
 
-    def recall(self, contents: Iterable[str]) -> dict[str, Found]:
-        """The kept answers among these contents; the oldest of each. Nothing while bypassed."""
-        if self.fresh:
+    def recall(self, contents: Iterable[str]) -> dict[str, CachedAnswer]:
+        """The cached answers to these contents, the oldest of each; nothing inside ``bypass``."""
+        if self.bypassed:
             return {}
         wanted, found = list(dict.fromkeys(contents)), {}
         with self._database.reading() as connection:
-            for first in range(0, len(wanted), _MOST):
-                part = wanted[first : first + _MOST]
+            for first in range(0, len(wanted), _MAX_NAMES):
+                part = wanted[first : first + _MAX_NAMES]
                 query = (
                     "SELECT content, scores, text, seed FROM answers WHERE scores IS NOT NULL AND NOT fresh "
                     f"AND content IN ({', '.join('?' * len(part))}) ORDER BY number DESC"
                 )
-                for content, scores, words, seed in connection.execute(query, part):
-                    found[content] = Found(numbers.read(scores), words, seed)
+                for content, scores, text, seed in connection.execute(query, part):
+                    found[content] = CachedAnswer(decode_scores(scores), text, seed)
         return found
 
-    def record(self, calls: Iterable[Call]) -> None:
-        """Keep the calls; on the disk when this returns. No key of the environment is written, whoever answered with it."""
+    def record(self, calls: Iterable[JudgeCall]) -> None:
+        """Store the calls; on the disk when this returns. API keys of the environment are removed from every text."""
         now, secrets = time.time(), list(credentials.secrets(os.environ).values())
-        rows = [_row(call, fresh=self.fresh, now=now, secrets=secrets) for call in calls]
+        rows = [_row(call, fresh=self.bypassed, now=now, secrets=secrets) for call in calls]
         with self._database.writing() as connection:
             connection.executemany(f"INSERT INTO answers VALUES (NULL{', ?' * 17})", rows)
 
     @property
-    def fresh(self) -> bool:
-        """Whether judges are asked anew just now."""
-        return self._bypassing > 0
+    def bypassed(self) -> bool:
+        """Whether a ``bypass`` block is running, in any thread."""
+        return self._bypasses > 0
 
     @contextmanager
-    def bypassed(self) -> Iterator[None]:
-        """While this lasts every question goes to its judge: for canaries, which ask whether the judge is what it was.
+    def bypass(self) -> Iterator[None]:
+        """Inside the block, in all threads, every question goes to its judge; the answers are recorded and never found again.
 
-        What is said meanwhile is recorded and never found again. It holds for all threads.
+        For canaries: they ask whether a judge still scores a known image as it did.
         """
         with self._lock:
-            self._bypassing += 1
+            self._bypasses += 1
         try:
             yield
         finally:
             with self._lock:
-                self._bypassing -= 1
+                self._bypasses -= 1
 
 
-def _row(call: Call, *, fresh: bool, now: float, secrets: Sequence[str]) -> tuple[object, ...]:
+def _row(call: JudgeCall, *, fresh: bool, now: float, secrets: Sequence[str]) -> tuple[object, ...]:
     def clean(words: str) -> str:
         for secret in secrets:
             words = credentials.redacted(words, secret)
-        return text(words)
+        return encode_text(words)
 
     return (
         call.content,
-        call.picture,
+        call.image,
         clean(call.judge),
         call.rubric,
         call.seed,
         call.temperature,
-        None if call.scores is None else numbers.written(call.scores),
+        None if call.scores is None else encode_scores(call.scores),
         clean(call.fault),
         clean(call.text),
         call.attempts,

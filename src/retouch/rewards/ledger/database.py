@@ -1,13 +1,15 @@
-"""The file of a ledger: SQLite in write-ahead mode, written by one process, read by anyone at any time.
+"""The ledger's file: SQLite in write-ahead mode, written by one process and readable by others at any time.
 
-Three tables. ``judges``: what judged, and since which step. ``samples``: the journal, a row for each sample that was scored, found
-again by where in the run it stood. ``answers``: a row for each question that went to a judge, or sample that went to a reward
-server, found again by its content. Scores are JSON, in which null means "could not be judged".
+Three tables. ``judges``: the fingerprint of each judge of the run, and the step from which it judged. ``samples``: the journal, one
+row for each scored sample, found by its place in the run. ``answers``: one row for each question to a judge, or sample sent to a
+reward server, found by its content. Scores are JSON objects by column, in which null means "could not be judged".
 """
 
+import json
+import math
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
@@ -37,7 +39,7 @@ _SCHEMA = (
     """,
     "CREATE INDEX IF NOT EXISTS answers_by_content ON answers (content) WHERE scores IS NOT NULL AND NOT fresh",
     "CREATE INDEX IF NOT EXISTS answers_by_picture ON answers (picture)",
-    # For whoever looks into the file: a row for each score.
+    # For people who query the file: one row for each score.
     """
     CREATE VIEW IF NOT EXISTS scores AS
     SELECT split, step, group_id, slot, task, picture, judge, key AS "column", value FROM samples, json_each(samples.scores)
@@ -46,21 +48,18 @@ _SCHEMA = (
 
 
 class Database:
-    """May be used from several threads; what one ``with database.writing()`` does is kept whole or not at all.
-
-    ValueError where the file is damaged, full or another version's.
-    """
+    """Opens the file, or creates it. May be used from several threads. ValueError: damaged, full, or another version's format."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
-        with explained(path):
+        with _explained(path):
             self._connection = sqlite3.connect(path, timeout=60.0, isolation_level=None, check_same_thread=False)
             try:
                 self._connection.execute("PRAGMA journal_mode = WAL")
                 self._connection.execute("PRAGMA synchronous = FULL")
-                require_format(self._connection, path, also_new=True)
+                _require_format(self._connection, path, allow_new=True)
                 for statement in _SCHEMA:
                     self._connection.execute(statement)
                 self._connection.execute(f"PRAGMA user_version = {FORMAT}")
@@ -70,8 +69,8 @@ class Database:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction, on the disk when the block ends."""
-        with self._lock, explained(self.path):
+        """One transaction: on the disk when the block ends, or undone as a whole if it raises."""
+        with self._lock, _explained(self.path):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection
@@ -82,38 +81,58 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """The connection, to read with."""
-        with self._lock, explained(self.path):
+        """The connection, for queries."""
+        with self._lock, _explained(self.path):
             yield self._connection
 
     def close(self) -> None:
-        """Fold the write-ahead log into the file and let go of it."""
-        with self._lock, explained(self.path):
+        """Merge the write-ahead log into the file and close it."""
+        with self._lock, _explained(self.path):
             self._connection.close()
 
 
-def open_to_read(path: Path) -> sqlite3.Connection:
-    """A connection that writes nothing, beside a run that may be writing. ValueError where it is no ledger of this version."""
-    with explained(path):
+def open_read_only(path: Path) -> sqlite3.Connection:
+    """A read-only connection, also while a run is writing. ValueError: not a ledger of this version."""
+    with _explained(path):
         connection = sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro", uri=True, timeout=60.0, isolation_level=None)
         try:
-            require_format(connection, path, also_new=False)
+            _require_format(connection, path, allow_new=False)
         except BaseException:
             connection.close()
             raise
         return connection
 
 
-def require_format(connection: sqlite3.Connection, path: Path, *, also_new: bool) -> None:
-    """ValueError where the file has another format; ``also_new``: one that has none yet will do."""
+def encode_text(value: str) -> str:
+    """Text that SQLite can store: half of a surrogate pair has no UTF-8 and is escaped."""
+    return value.encode("utf-8", "backslashreplace").decode()
+
+
+def encode_scores(scores: Mapping[str, float]) -> str:
+    """Scores by column as JSON that keeps every bit: NaN becomes null, an infinity a number that overflows to one."""
+    return "{" + ", ".join(f"{json.dumps(name)}: {_number(value)}" for name, value in scores.items()) + "}"
+
+
+def decode_scores(text: str) -> dict[str, float]:
+    """The scores that ``encode_scores`` wrote."""
+    return {name: math.nan if value is None else float(value) for name, value in json.loads(text).items()}
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "null"
+    return repr(value) if math.isfinite(value) else "1e999" if value > 0 else "-1e999"
+
+
+def _require_format(connection: sqlite3.Connection, path: Path, *, allow_new: bool) -> None:
     found = connection.execute("PRAGMA user_version").fetchone()[0]
-    if found != FORMAT and not (also_new and found == 0):
+    if found != FORMAT and not (allow_new and found == 0):
         raise ValueError(f"{path} has format {found}; this version of Retouch reads {FORMAT}: use the version that wrote it")
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """SQLite's errors as a ValueError that says what to do."""
+def _explained(path: Path) -> Iterator[None]:
+    """Turns errors of SQLite into a ValueError that says what to do."""
     try:
         yield
     except sqlite3.Error as error:
@@ -121,8 +140,3 @@ def explained(path: Path) -> Iterator[None]:
             f"the ledger {path} cannot be used: {error}. If the disk is full, free some space; if the file is damaged, move it "
             "away (the judge is then asked again for what it held) and start the run again"
         ) from error
-
-
-def text(value: str) -> str:
-    """Text that SQLite takes: half of a surrogate pair has no UTF-8."""
-    return value.encode("utf-8", "backslashreplace").decode()

@@ -13,8 +13,8 @@ from jaxtyping import Bool
 from PIL.Image import Image
 from torch import Tensor
 
-from retouch.rewards.ledger import content, numbers
-from retouch.rewards.ledger.database import Database, text
+from retouch.rewards.ledger.database import Database, decode_scores, encode_scores, encode_text
+from retouch.rewards.ledger.hashing import ImageHasher
 from retouch.rewards.ledger.kept_images import KeptImages
 from retouch.types import Batch, Sample, Scores
 
@@ -39,16 +39,16 @@ class JournalRow(NamedTuple):
 
 def journal_rows(batch: Batch, samples: Iterable[Sample], *, split: Split, step: int) -> list[JournalRow]:
     """The journal's row for each sample of a batch. Hashes every image once."""
-    digest = content.Pictures()
+    hasher = ImageHasher()
     return [
         JournalRow(
             split,
             step,
             batch.group_ids[group],
             slot,
-            text(sample.task.id),
-            digest(sample.image),
-            None if sample.completion is None else text(sample.completion),
+            encode_text(sample.task.id),
+            hasher(sample.image),
+            None if sample.completion is None else encode_text(sample.completion),
         )
         for group, slot, sample in zip(batch.group, batch.slot, samples, strict=True)
     ]
@@ -99,7 +99,7 @@ class Journal:
         columns = {name: column.tolist() for name, column in scores.items()}
         values: dict[tuple[object, ...], tuple[object, ...]] = {}
         for index, row in enumerate(rows):
-            given = numbers.written({name: column[index] for name, column in columns.items()})
+            given = encode_scores({name: column[index] for name, column in columns.items()})
             values.setdefault(row[:4], (*row, self.judge, given, seconds, now))
         with self.database.writing() as connection:
             connection.executemany(f"INSERT OR REPLACE INTO samples VALUES (?{', ?' * 10})", values.values())
@@ -109,7 +109,7 @@ class Journal:
         names = list(columns)
         with self.database.writing() as connection:
             kept = connection.execute("SELECT group_id, slot, scores FROM samples WHERE split = ? AND step = ?", (split, step))
-            missing = [(split, step, group, slot) for group, slot, given in kept.fetchall() if _misses(numbers.read(given), names)]
+            missing = [(split, step, group, slot) for group, slot, given in kept.fetchall() if _misses(decode_scores(given), names)]
             connection.executemany("DELETE FROM samples WHERE split = ? AND step = ? AND group_id = ? AND slot = ?", missing)
 
     def _kept(self, rows: Sequence[JournalRow]) -> dict[JournalRow, dict[str, float]]:
@@ -125,7 +125,7 @@ class Journal:
         groups = [row.group for row in rows]
         with self.database.reading() as connection:
             found = connection.execute(query, (split, step, min(groups), max(groups), self.judge)).fetchall()
-        return {JournalRow(*row): numbers.read(scores) for *row, scores in found}
+        return {JournalRow(*row): decode_scores(scores) for *row, scores in found}
 
 
 def _misses(scores: Mapping[str, float], names: Iterable[str]) -> bool:

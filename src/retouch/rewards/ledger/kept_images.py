@@ -6,7 +6,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from retouch.rewards.ledger.content import of_picture
+from retouch.rewards.ledger.hashing import image_hash
 
 
 class KeptImages:
@@ -44,4 +44,4 @@ def read_image(path: Path, digest: str) -> Image.Image | None:
             image = file.copy()
     except OSError:
         return None
-    return image if of_picture(image) == digest else None
+    return image if image_hash(image) == digest else None

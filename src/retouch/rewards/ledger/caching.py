@@ -1,0 +1,186 @@
+"""Judges and reward servers behind the cache of answers: what was answered before is not asked again; every call is recorded.
+
+Judges are cached question by question, reward servers sample by sample. A reward that computes in the run's own process is not
+cached: it is called again, unless the journal has its scores.
+"""
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import is_dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from retouch.protocols import Reward
+from retouch.rewards import identity
+from retouch.rewards.closing import close
+from retouch.rewards.judges.panel import Panel
+from retouch.rewards.judges.rubrics import fingerprint
+from retouch.rewards.ledger.answers import AnswerCache, JudgeCall, ReportsRequestStats, RequestStats
+from retouch.rewards.ledger.database import encode_scores
+from retouch.rewards.ledger.hashing import ImageHasher, json_hash, sample_hash
+from retouch.rewards.ledger.single_flight import SingleFlight
+from retouch.rewards.vlm.asking import Answer, Asker, Question
+from retouch.types import Column, Json, Sample, Scores
+
+_MAX_BATCHES = 256  # that wait at the same time, each on a thread
+
+
+@runtime_checkable
+class _HasPanel(Protocol):
+    panel: Panel
+
+
+def with_cache(reward: Reward, cache: AnswerCache) -> Reward:
+    """The reward behind the cache: a judge whose panel asks through it (the same object), or a ``CachedReward``.
+
+    Rewards that call nobody are returned as they are.
+    """
+    if isinstance(reward, _HasPanel) and isinstance(reward.panel, Panel):
+        reward.panel = reward.panel.through(lambda client: CachedJudgeClient(client, cache))
+    return CachedReward(reward, cache) if isinstance(reward, ReportsRequestStats) else reward
+
+
+class CachedJudgeClient:
+    """Asks ``client`` the questions that ``cache`` has no answer to. A cached answer has taken no attempt, time or tokens."""
+
+    def __init__(self, client: Asker, cache: AnswerCache) -> None:
+        self.client = client
+        self.cache = cache
+        self.identity = client.identity
+        self._flights: SingleFlight[Answer] = SingleFlight()
+
+    def ask(self, questions: Sequence[Question]) -> list[Answer]:
+        """An answer to each question, in order; equal questions share one."""
+        hasher = ImageHasher()
+        keys = [question_hash(question, self.identity, hasher) for question in questions]
+        if self.cache.bypassed:
+            return self._ask(keys, questions, hasher)
+        by_key = dict(zip(keys, questions, strict=True))
+        return self._flights.get(
+            keys,
+            recall=lambda wanted: self._recall(wanted, by_key),
+            ask=lambda wanted: self._ask(wanted, [by_key[key] for key in wanted], hasher),
+        )
+
+    def close(self) -> None:
+        """Close the client."""
+        close(self.client)
+
+    def _recall(self, keys: Sequence[str], questions: Mapping[str, Question]) -> dict[str, Answer]:
+        return {
+            key: Answer(scores=cached.scores, text=cached.text, seed=cached.seed, temperature=questions[key].temperature)
+            for key, cached in self.cache.recall(keys).items()
+        }
+
+    def _ask(self, keys: Sequence[str], questions: Sequence[Question], hasher: ImageHasher) -> list[Answer]:
+        answers = self.client.ask(questions)
+        asked = zip(keys, questions, answers, strict=True)
+        self.cache.record([_question_call(*each, judge=self.identity, hasher=hasher) for each in asked])
+        return answers
+
+
+class CachedReward:
+    """Sends ``reward`` the samples that ``cache`` has no scores for; for rewards that are slow or cost money.
+
+    The reward must score each sample independently of the others in the call, and bear calls from several threads. A sample that
+    misses a column, diagnostics aside, is sent again the next time.
+    """
+
+    def __init__(self, reward: Reward, cache: AnswerCache) -> None:
+        self.wrapped = reward
+        self.cache = cache
+        self.columns: Mapping[str, Column] = reward.columns
+        self._judge = identity.fingerprint(reward)
+        self._flights: SingleFlight[dict[str, float]] = SingleFlight()
+        self._threads = ThreadPoolExecutor(max_workers=_MAX_BATCHES, thread_name_prefix="cached-reward")
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """Each column as (b,), float32."""
+        hasher = ImageHasher()
+        keys = [sample_hash(sample, self._judge, hasher) for sample in samples]
+        by_key = dict(zip(keys, samples, strict=True))
+
+        def ask(wanted: Sequence[str]) -> list[dict[str, float]]:
+            return self._score(wanted, [by_key[key] for key in wanted], hasher)
+
+        given = self._score(keys, samples, hasher) if self.cache.bypassed else self._flights.get(keys, recall=self._recall, ask=ask)
+        return {name: torch.tensor([scores[name] for scores in given], dtype=torch.float32) for name in self.columns}
+
+    def submit(self, samples: Sequence[Sample]) -> "Future[Scores]":
+        """Score in the background; batches may overtake each other."""
+        return self._threads.submit(self, samples)
+
+    def close(self) -> None:
+        """End the threads and close the reward."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        close(self.wrapped)
+
+    def _recall(self, keys: Sequence[str]) -> dict[str, dict[str, float]]:
+        return {key: cached.scores for key, cached in self.cache.recall(keys).items()}
+
+    def _score(self, keys: Sequence[str], samples: Sequence[Sample], hasher: ImageHasher) -> list[dict[str, float]]:
+        scores, stats = self._with_stats(samples)
+        columns = {name: scores[name].tolist() for name in self.columns}
+        given = [{name: values[row] for name, values in columns.items()} for row in range(len(samples))]
+        self.cache.record(
+            self._sample_call(key, hasher(sample.image), row, each)
+            for key, sample, row, each in zip(keys, samples, given, stats, strict=True)
+        )
+        return given
+
+    def _with_stats(self, samples: Sequence[Sample]) -> tuple[Scores, Sequence[RequestStats]]:
+        if isinstance(self.wrapped, ReportsRequestStats):
+            return self.wrapped.submit_with_stats(samples).result()
+        began = time.monotonic()
+        scores = self.wrapped(samples)
+        return scores, [RequestStats(time.monotonic() - began)] * len(samples)
+
+    def _sample_call(self, key: str, image: str, scores: Mapping[str, float], stats: RequestStats) -> JudgeCall:
+        missing = [column for column, value in scores.items() if value != value and not self.columns[column].diagnostic]
+        return JudgeCall(
+            content=key,
+            image=image,
+            judge=self._judge,
+            scores=None if missing else scores,
+            fault=f"missing {', '.join(missing)}" if missing else "",
+            text=encode_scores(scores) if missing else "",
+            attempts=stats.attempts,
+            faults=stats.faults,
+            seconds=stats.seconds,
+        )
+
+
+def question_hash(question: Question, judge: str, hasher: ImageHasher) -> str:
+    """A hash of all that decides the answer: the judge, the question, the form of the answer, temperature and seed.
+
+    Two forms that are not dataclasses cannot be compared, so such a question has a random hash and is never found again.
+    """
+    if not is_dataclass(question.form):
+        return secrets.token_hex(32)
+    parts: list[Json] = [part if isinstance(part, str) else {"picture": hasher(part)} for part in question.parts]
+    form = f"{type(question.form).__module__}.{question.form!r}"
+    return json_hash([judge, question.rubric, parts, form, question.temperature, question.seed])
+
+
+def _question_call(key: str, question: Question, answer: Answer, *, judge: str, hasher: ImageHasher) -> JudgeCall:
+    judged = next((part for part in reversed(question.parts) if not isinstance(part, str)), None)
+    return JudgeCall(
+        content=key,
+        image=hasher(judged),
+        judge=judge,
+        scores=answer.scores or None,
+        rubric=fingerprint(question.rubric),
+        seed=answer.seed,
+        temperature=answer.temperature,
+        fault=answer.fault,
+        text=answer.text,
+        attempts=answer.attempts,
+        faults=answer.faults,
+        seconds=answer.seconds,
+        input_tokens=answer.input_tokens,
+        output_tokens=answer.output_tokens,
+        cost=answer.cost,
+    )

@@ -1,0 +1,45 @@
+"""SHA-256 hashes of images and samples, by which the ledger finds them again."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+from PIL.Image import Image
+
+from retouch.types import Json, Sample
+
+
+def image_hash(image: Image | None) -> str:
+    """A hash of the image's mode, size and pixels; empty where there is no image."""
+    if image is None:
+        return ""
+    digest = hashlib.sha256(f"{image.mode} {image.width}x{image.height}\n".encode())
+    digest.update(image.tobytes())
+    return digest.hexdigest()
+
+
+class ImageHasher:
+    """``image_hash`` that hashes each image object once: the samples of a group share their source images."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Image, str]] = {}  # holds the image, so that no other object gets its id
+
+    def __call__(self, image: Image | None) -> str:
+        if image is None:
+            return ""
+        if id(image) not in self._known:
+            self._known[id(image)] = image, image_hash(image)
+        return self._known[id(image)][1]
+
+
+def sample_hash(sample: Sample, judge: str, hasher: ImageHasher) -> str:
+    """A hash of all that a reward can see of a sample, and of the reward's fingerprint ``judge``."""
+    task = sample.task
+    images = [hasher(image) for image in (task.mask, task.reference, task.target, sample.image)]
+    texts: list[Json] = [task.id, task.instruction, task.text, sample.completion, dict(task.tags), dict(task.meta)]
+    return json_hash([judge, *texts, *images, *(hasher(image) for image in task.images)])
+
+
+def json_hash(values: Sequence[Json]) -> str:
+    """A hash of JSON values."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
