@@ -131,7 +131,7 @@ def test_what_cannot_be_drawn_falls_back_to_the_instruction_and_is_counted(
     cut_off = [reply.cut_off for reply in retouch.open_writer(str(strict)).many(PROMPTS)]
     assert [line["fell_back"] for line in lines] == cut_off
     assert any(cut_off)
-    assert f"{len(fallen)} of 5 are of the instruction itself" in capsys.readouterr().err
+    assert f"{len(fallen)} of 5 images were made from the instruction itself" in capsys.readouterr().err
 
 
 def test_a_list_with_pictures_is_edited(tmp_path: Path, writer: Path) -> None:

@@ -3,36 +3,38 @@
 import argparse
 from pathlib import Path
 
-from retouch.cli.parsing import Commands
+from retouch.cli.arguments import Commands, debug_option
 
 
-def add_ledger(commands: Commands, debug: argparse.ArgumentParser) -> None:
-    """Add the command and what it is asked for."""
-    ledger = commands.add_parser("ledger", parents=[debug], help="what a run scored, by whom, at what cost; judging it again")
+def add_ledger(commands: Commands) -> None:
+    """Add the command and its subcommands."""
+    ledger = commands.add_parser(
+        "ledger", parents=[debug_option()], help="the scores of a run, their judges and cost; score the images again"
+    )
     ledger.add_argument("ledger_of", type=Path, metavar="RUN", help="the folder of a run")
     ledger.add_argument("--json", action="store_true")
-    ledger.add_argument("--prices", type=_prices, metavar="IN,OUT", help="of a million tokens, where the recipe named none")
+    ledger.add_argument("--prices", type=_prices, metavar="IN,OUT", help="per million tokens, if the recipe names none")
     ledger.set_defaults(run=_ledger, what="cost")
     what = ledger.add_subparsers(metavar="WHAT")
 
     as_json = argparse.ArgumentParser(add_help=False)
     as_json.add_argument("--json", action="store_true", default=argparse.SUPPRESS)
-    some = argparse.ArgumentParser(add_help=False, parents=[as_json])
-    some.add_argument("--split", choices=("train", "heldout", "ceiling", "best", "watch", "canary"), help="by default all")
-    some.add_argument("--steps", type=_steps, metavar="A:B", help="from step A to step B, both included")
-    cost = what.add_parser("cost", parents=[as_json], help="what was scored, by whom, and what it cost so far; the default")
+    subset = argparse.ArgumentParser(add_help=False, parents=[as_json])
+    subset.add_argument("--split", choices=("train", "heldout", "ceiling", "best", "watch", "canary"), help="the default is all")
+    subset.add_argument("--steps", type=_steps, metavar="A:B", help="from step A to step B, both included")
+    cost = what.add_parser("cost", parents=[as_json], help="what was scored, by which judges, and the cost so far; the default")
     cost.add_argument("--prices", type=_prices, metavar="IN,OUT", default=argparse.SUPPRESS)
     cost.set_defaults(what="cost")
-    for name, says in (("agree", "how far two columns agree"), ("worst", "the samples on which two columns are furthest apart")):
-        compare = what.add_parser(name, parents=[some], help=says)
+    for name, description in (("agree", "agreement of two columns"), ("worst", "the samples on which two columns differ most")):
+        compare = what.add_parser(name, parents=[subset], help=description)
         compare.add_argument("column", metavar="COLUMN")
-        compare.add_argument("other", nargs="?", metavar="OTHER", help="a second column, NAME:COLUMN where it was judged again")
-        compare.add_argument("--ratings", type=Path, metavar="FILE.csv", help="people's ratings in place of a second column")
-        compare.add_argument("--top", type=int, default=20, metavar="N", help="of the worst")
+        compare.add_argument("other", nargs="?", metavar="OTHER", help="a second column; NAME:COLUMN if it was scored again")
+        compare.add_argument("--ratings", type=Path, metavar="FILE.csv", help="human ratings instead of a second column")
+        compare.add_argument("--top", type=int, default=20, metavar="N", help="the number of samples that `worst` shows")
         compare.set_defaults(what=name)
-    rescore = what.add_parser("rescore", parents=[some], help="judge the pictures that are left by another reward")
+    rescore = what.add_parser("rescore", parents=[subset], help="score the stored images with another reward")
     rescore.add_argument("reward", metavar="REWARD", help="as in `retouch score`")
-    rescore.add_argument("--name", help="what its columns are called by; by default after the reward")
+    rescore.add_argument("--name", help="prefix of its columns; the default is the name of the reward")
     rescore.set_defaults(what="rescore")
 
 
@@ -44,8 +46,8 @@ def _ledger(arguments: argparse.Namespace) -> int:
 
 
 def _prices(text: str) -> tuple[float, float]:
-    read, written = text.split(",")
-    return float(read), float(written)
+    input_price, output_price = text.split(",")
+    return float(input_price), float(output_price)
 
 
 def _steps(text: str) -> tuple[int, int]:

@@ -1,0 +1,32 @@
+"""Argument types and option groups that several commands share."""
+
+import argparse
+from typing import TypeAlias
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def integers(text: str) -> list[int]:
+    """Parse "1,2,3"."""
+    return [int(part) for part in text.split(",")]
+
+
+def debug_option() -> argparse.ArgumentParser:
+    """The parent parser with ``--debug``."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error that has a plain message")
+    return parser
+
+
+def set_option() -> argparse.ArgumentParser:
+    """The parent parser with ``--set``, which changes keys of the recipe."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        action="append",
+        default=[],
+        metavar="A.B=C",
+        help="change a key of the recipe; the value is read as JSON, otherwise as text",
+    )
+    return parser

@@ -1,0 +1,22 @@
+"""``retouch eval``."""
+
+import argparse
+import json
+
+from retouch.cli.arguments import Commands, debug_option, set_option
+
+
+def add_eval(commands: Commands) -> None:
+    """Add the command."""
+    evaluate = commands.add_parser(
+        "eval", parents=[debug_option(), set_option()], help="evaluate a run, or a recipe's untrained policy, on held-out tasks"
+    )
+    evaluate.add_argument("target", metavar="RECIPE_OR_RUN")
+    evaluate.set_defaults(run=_eval)
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from retouch.inference.evaluating import evaluate_target
+
+    print(json.dumps(evaluate_target(arguments.target, arguments.overrides), indent=2))
+    return 0

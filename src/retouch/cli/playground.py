@@ -1,0 +1,55 @@
+"""``retouch playground build``."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from retouch.cli.arguments import Commands, debug_option
+
+_BASES = {
+    "writer": "build the writer for the existing editor, and not the editor",
+    "painter": "build the text-to-image model, which starts from the editor's weights, and its prompt enhancer",
+    "emu3": "build the editors that generate image tokens, and their autoencoder",
+    "words": "build the text-to-image model that renders words, and its autoencoder",
+}
+
+
+def add_playground(commands: Commands) -> None:
+    """Add the command."""
+    playground = commands.add_parser("playground", help="the built-in toy world").add_subparsers(
+        dest="what", required=True, metavar="WHAT"
+    )
+    build = playground.add_parser("build", parents=[debug_option()], help="train the base models of the playground again")
+    build.add_argument("--out", type=Path, metavar="DIR", help="folder for the weights; the default is the package's own")
+    build.add_argument("--seed", type=int, default=0)
+    which = build.add_mutually_exclusive_group()
+    for base, description in _BASES.items():
+        which.add_argument(f"--{base}", dest="base", action="store_const", const=base, help=description)
+    build.set_defaults(run=_playground_build, base="editor")
+
+
+def _playground_build(arguments: argparse.Namespace) -> int:
+    build: Callable[..., object]
+    match arguments.base:
+        case "writer":
+            from retouch.pretraining.build_writer import build_writer
+
+            build = build_writer
+        case "painter":
+            from retouch.pretraining.build_painter import build_painter
+
+            build = build_painter
+        case "emu3":
+            from retouch.pretraining.build_emu3 import build_emu3
+
+            build = build_emu3
+        case "words":
+            from retouch.pretraining.build_words import build_words
+
+            build = build_words
+        case _:
+            from retouch.pretraining.build import build as build_editor
+
+            build = build_editor
+    build(arguments.out, seed=arguments.seed)
+    return 0

@@ -1,0 +1,53 @@
+"""``retouch sample``."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from retouch.cli.arguments import Commands, debug_option
+
+
+def add_sample(commands: Commands) -> None:
+    """Add the command."""
+    sample = commands.add_parser("sample", parents=[debug_option()], help="generate or edit images with a policy")
+    sample.add_argument("target", metavar="RECIPE_OR_RUN")
+    instructions = sample.add_mutually_exclusive_group(required=True)
+    instructions.add_argument("--instruction", help="what to generate or to change")
+    instructions.add_argument(
+        "--instructions", type=Path, metavar="FILE", help=".txt with one instruction per line, or .jsonl with images too"
+    )
+    sample.add_argument("--image", type=Path, metavar="IN.png", help="source image, with --instruction")
+    sample.add_argument("--mask", type=Path, metavar="MASK.png", help="where to edit, with --instruction")
+    sample.add_argument("--reference", type=Path, metavar="REF.png", help="reference image, with --instruction")
+    sample.add_argument("--out", type=Path, required=True, metavar="OUT", help="the image; with --instructions a new folder")
+    sample.add_argument("--seed", type=int, default=0)
+    sample.set_defaults(run=_sample)
+
+
+def _sample(arguments: argparse.Namespace) -> int:
+    if arguments.instructions is not None and (arguments.image or arguments.mask or arguments.reference):
+        raise ValueError("--image, --mask and --reference need --instruction; a .jsonl file names the images of each line")
+    from retouch.inference.sampling import sample_list, sample_target
+
+    if arguments.instructions is not None:
+        made = sample_list(arguments.target, instructions=arguments.instructions, out=arguments.out, seed=arguments.seed)
+        print(f"{len(made)} images in {arguments.out}")
+    else:
+        one = sample_target(
+            arguments.target,
+            instruction=arguments.instruction,
+            image=arguments.image,
+            mask=arguments.mask,
+            reference=arguments.reference,
+            out=arguments.out,
+            seed=arguments.seed,
+        )
+        made = [one]
+        if one.text is not None:
+            print(one.text)
+    if fallbacks := sum(each.fell_back for each in made):
+        print(
+            f"{fallbacks} of {len(made)} images were made from the instruction itself, because the completion cannot be rendered",
+            file=sys.stderr,
+        )
+    return 0

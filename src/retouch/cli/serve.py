@@ -1,0 +1,45 @@
+"""``retouch serve``."""
+
+import argparse
+from pathlib import Path
+
+from retouch.cli.arguments import Commands, debug_option, integers
+
+
+def add_serve(commands: Commands) -> None:
+    """Add the command."""
+    serve = commands.add_parser("serve", parents=[debug_option()], help="serve rewards over HTTP, with one or more replicas")
+    serve.add_argument(
+        "rewards",
+        nargs="+",
+        metavar="REWARD",
+        help="[NAME=]playground, ocr, clip:FOLDER, package.module:Class, a reward section (JSON or its file), or a recipe",
+    )
+    serve.add_argument("--host", default="127.0.0.1", help="any other address than this machine's own needs a token")
+    serve.add_argument("--port", type=int, default=8700, help="of the first replica; the others count up; 0 chooses free ports")
+    serve.add_argument("--replicas", type=int, default=1, metavar="N")
+    serve.add_argument("--gpus", type=integers, metavar="1,2,3", help="CUDA devices, assigned to the replicas in turn")
+    serve.add_argument("--engine", choices=["own", "ray"], default="own", help="replicas run by this command, or by Ray Serve")
+    serve.add_argument("--most-replicas", type=int, metavar="N", help="with ray: the upper limit of autoscaling")
+    serve.add_argument("--ray-address", metavar="ADDRESS", help="of a running Ray cluster; otherwise one is started here")
+    serve.add_argument("--logs", type=Path, default=Path("runs/serve/logs"), metavar="DIR", help="one log per replica")
+    serve.add_argument("--token-file", type=Path, metavar="FILE", help="file with the token; otherwise the variable RETOUCH_TOKEN")
+    serve.add_argument("--vlm", metavar="COLUMN", help="the column that POST /score returns as vlm_score")
+    serve.add_argument("--ocr", metavar="COLUMN", help="the column that POST /score returns as ocr_confidence")
+    serve.add_argument("--vlm-weight", type=float, default=1.0, metavar="W", help="of vlm_score in combined_score")
+    serve.add_argument("--ocr-weight", type=float, default=0.0, metavar="W", help="of ocr_confidence in combined_score")
+    serve.add_argument(
+        "--limit",
+        dest="limits",
+        action="append",
+        default=[],
+        metavar="NAME=N",
+        help="max_batch=64, window=0.01, max_queue=2048, ...",
+    )
+    serve.set_defaults(run=_serve)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from retouch.serving.command import serve_command
+
+    return serve_command(arguments)
