@@ -169,7 +169,7 @@ def test_bad_options_say_what_to_do(change, says):
 def test_bad_rewards_and_groups_are_refused():
     with pytest.raises(ValueError, match="infinite"):
         group_relative(torch.tensor([0.0, math.inf]), torch.tensor([0, 0]))
-    with pytest.raises(REFUSED, match=r"one integer id a row|Type-check"):
+    with pytest.raises(REFUSED, match=r"one integer id per row|Type-check"):
         group_relative(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 0.0]))
-    with pytest.raises(REFUSED, match=r"one integer id a row|Type-check"):
+    with pytest.raises(REFUSED, match=r"one integer id per row|Type-check"):
         group_relative(torch.tensor([0.0, 1.0]), torch.tensor([0]))

@@ -96,7 +96,7 @@ def test_a_list_of_prompts(enhancer: Path, tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "list.txt").write_text("\n".join(PROMPTS), encoding="utf-8")
     arguments = ["sample", str(enhancer), "--instructions", str(tmp_path / "list.txt"), "--out", str(tmp_path / "out")]
     assert cli.main(arguments) == 0
-    assert "5 pictures" in capsys.readouterr().out
+    assert "5 images" in capsys.readouterr().out
     lines = lines_of(tmp_path / "out")
     assert [line["instruction"] for line in lines] == PROMPTS
     write = retouch.open_writer(str(enhancer))
@@ -170,4 +170,4 @@ def test_a_bad_list_is_refused_before_anything_is_loaded(
 def test_a_picture_beside_a_list_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["sample", "x", "--instructions", "list.txt", "--image", "in.png", "--out", str(tmp_path / "out")]
     assert cli.main(arguments) == 2
-    assert "go with --instruction" in capsys.readouterr().err
+    assert "need --instruction" in capsys.readouterr().err
