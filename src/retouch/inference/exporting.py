@@ -21,7 +21,7 @@ from retouch.recipe.policy import ImportedModel
 from retouch.recipe.train import FullWeights
 from retouch.recipe.writer import AutoregressivePolicy
 from retouch.records import files
-from retouch.records.versions import versions
+from retouch.records.libraries import versions
 
 Which = Literal["average", "current"]
 
