@@ -48,7 +48,12 @@ def page() -> str:
 def _bases(section: type[Section]) -> list[type[Section]]:
     """What the section has in common with others, outermost first: sections with keys that are of no kind themselves."""
     above = [base for base in section.__mro__[:0:-1] if issubclass(base, Section) and base is not Section]
-    return [base for base in above if base.model_fields and kinds_of(base) is None]
+    return [base for base in above if _own(base) - {"kind"} and kinds_of(base) is None]
+
+
+def _own(section: type[Section]) -> set[str]:
+    """The fields that the section itself declares."""
+    return set(vars(section).get("__annotations__", {})) & set(section.model_fields)
 
 
 def _sharers(base: type[Section], path: str, found: list[tuple[str, type[Section]]]) -> str:
@@ -75,8 +80,8 @@ def _sections(section: type[Section], path: str, done: dict[type[Section], str])
 def _table(section: type[Section]) -> Iterator[str]:
     """The section's own keys; what it shares with others stands once, above them."""
     tagged = kinds_of(section)
-    shared = {name for base in _bases(section) for name in base.model_fields} - set(vars(section).get("__annotations__", {}))
-    keys = {key: field for key, field in keys_of(section).items() if key not in shared and (tagged is None or key != tagged[0])}
+    shared = {name for base in _bases(section) for name in base.model_fields} - _own(section)
+    keys = {key: field for key, field in keys_of(section).items() if key not in shared and key != (tagged or ("kind",))[0]}
     if not keys:
         yield "No keys of its own."
         return

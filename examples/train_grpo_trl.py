@@ -21,21 +21,21 @@ from peft import get_peft_model
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
 
-from retouch.assembly.model import build_model
 from retouch.assembly.writer import build_writer
 from retouch.data.sources.folder import read_folder
 from retouch.data.tasks import Tasks
 from retouch.integrations.trl import PictureReward
 from retouch.integrations.trl_prompts import dataset_of, processor_for
 from retouch.models.common.encoder import Encoder
+from retouch.models.kinds import IMAGE_MODELS
 from retouch.models.qwen_image.responses import QwenResponses
 from retouch.models.qwen_vl.model import LORA_TARGETS
 from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.playground.models import PlaygroundModel
 from retouch.playground.world.changed import Changed
 from retouch.playground.world.indirect import indirect
 from retouch.playground.world.tasks import PlaygroundTasks
 from retouch.protocols import Reward
-from retouch.recipe.policy import DiffusersModel, PlaygroundModel
 from retouch.recipe.writer import AutoregressivePolicy, PlaygroundWriter, QwenWriter
 from retouch.renderers.responses import ResponseRenderer
 from retouch.rewards.judges.aspects import AspectsReward
@@ -67,11 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> GRPOTrainer:
     if script.encoder == "policy" and is_deepspeed_zero3_enabled():
         raise ValueError("ZeRO-3 shards the weights that read responses, which a reward function cannot gather; take ZeRO-2")
     dtype = model.dtype if model.dtype in ("bfloat16", "float16") else "float32"
-    if script.editor is None:
-        image_model = PlaygroundModel(kind="playground")
-    else:
-        image_model = DiffusersModel(kind=script.editor_kind, path=script.editor, dtype=dtype)
-    editor = build_model(image_model, device=training.device)
+    published = IMAGE_MODELS.load(script.editor_kind)
+    image_model = PlaygroundModel() if script.editor is None else published(path=script.editor, dtype=dtype)
+    editor = image_model.build(device=training.device)
     if model.model_name_or_path is None or script.editor is None:
         section = PlaygroundWriter(kind="playground-writer", path=model.model_name_or_path)
     else:

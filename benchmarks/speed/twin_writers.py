@@ -15,7 +15,6 @@ from peft import LoraConfig, get_peft_model
 from PIL import Image
 from trl import GRPOConfig, GRPOTrainer
 
-from retouch.assembly.model import build_model
 from retouch.core.advantages import group_relative
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import ReplicatedStepper
@@ -24,12 +23,12 @@ from retouch.integrations.trl_prompts import dataset_of, processor_for
 from retouch.models.qwen_image.responses import writer_for
 from retouch.models.qwen_vl.model import LORA_ALPHA, LORA_RANK, LORA_TARGETS, QwenWriter
 from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.playground.models import PlaygroundModel
 from retouch.playground.world.tasks import PlaygroundTasks
 from retouch.policies.autoregressive.decoding import Decoding
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.weights import WeightCopies
 from retouch.pretraining.networks.writer import untrained_writer
-from retouch.recipe.policy import PlaygroundModel
 from retouch.rewards.judging import Judge
 from retouch.training.clock import Clock
 from retouch.training.loop import Phase, Run, collect, update
@@ -85,7 +84,7 @@ class Twins:
 
 def twins(setting: Setting, *, seed: int, steps: int) -> Twins:
     """The writers, and as many tasks as the steps take."""
-    editor: Any = build_model(PlaygroundModel(kind="playground"), device=torch.device("cpu"))
+    editor: Any = PlaygroundModel(kind="playground").build(device=torch.device("cpu"))
     config = LoraConfig(
         r=LORA_RANK, lora_alpha=LORA_ALPHA, lora_dropout=0.0, init_lora_weights="gaussian", target_modules=list(LORA_TARGETS)
     )

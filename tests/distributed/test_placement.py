@@ -16,9 +16,9 @@ from torch import nn
 import tiny_writer_runs
 from retouch.assembly.assembly import assemble
 from retouch.assembly.image_model import parts_of
-from retouch.assembly.model import playground_weights
 from retouch.distributed.placement import Placement, gpus_per_rank, init_distributed_from_recipe, plan_placement, resolve_device
 from retouch.distributed.ranks import Ranks
+from retouch.playground.models import playground_weights
 from retouch.recipe.devices import Devices
 from retouch.recipe.recipe import parse
 from retouch.renderers.offloaded import Offloaded, lent_to

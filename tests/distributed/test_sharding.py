@@ -11,7 +11,7 @@ import torch
 
 import tiny_writer_runs
 from rank_commands import SUPPORT, on_two_ranks
-from retouch.assembly.model import playground_weights
+from retouch.playground.models import playground_weights
 from retouch.recipe.overrides import apply
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder

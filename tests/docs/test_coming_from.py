@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from retouch.config.schema import alternatives, is_list, keys_of
+from retouch.config.schema import alternatives, annotation_of, is_list, keys_of
 from retouch.recipe.overrides import value_of
 from retouch.recipe.recipe import Recipe
 
@@ -45,7 +45,7 @@ def known(place: str) -> bool:
     sections, fields = [Recipe], []
     for part in path.split("."):
         fields = [keys_of(section)[part] for section in sections if part in keys_of(section)]
-        sections = [inner for field in fields if not is_list(field.annotation) for inner in alternatives(field.annotation)]
+        sections = [inner for field in fields if not is_list(field.annotation) for inner in alternatives(annotation_of(field))]
     return any(not has_value or takes(field.annotation, value_of(value)) for field in fields)
 
 

@@ -13,10 +13,10 @@ from huggingface_hub import constants
 from packaging.requirements import Requirement
 from PIL import Image
 
+from published_plans import plan
 from retouch import cli
 from retouch.assembly.assembly import assemble
 from retouch.assembly.data import build_sets
-from retouch.assembly.model import playground_weights
 from retouch.assembly.state import capture
 from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.distributed.ranks import Ranks
@@ -27,10 +27,11 @@ from retouch.doctor.install import check_install, check_playground, check_versio
 from retouch.doctor.judge import check_judge
 from retouch.doctor.memory import check_memory, describe, footprint
 from retouch.doctor.ranks import Meeting, check_all_reduce, check_devices, check_same
-from retouch.memory.plan import Lora, Setup, plan
+from retouch.memory.plan import Lora, Setup
 from retouch.memory.sizes import parts_in, stored_count
 from retouch.models.common.pretrained import fetch_weights, find_weights
-from retouch.models.qwen_image.flow import LORA_TARGETS
+from retouch.models.qwen_image.family import QwenImageModel
+from retouch.playground.models import playground_weights
 from retouch.recipe.overrides import apply
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.records import trackers
@@ -191,8 +192,9 @@ def test_the_plan_of_the_full_size_recipe_is_that_of_its_settings() -> None:
     found = footprint(recipe, described)
     image, seen = (1024 // 16) ** 2, 1024 * 1024 // 28**2
     assert found.tokens == 2 * image + seen + 256
-    setup = Setup(lora=Lora(64, LORA_TARGETS), rows=2, tokens=found.tokens, ranks=8)  # both branches of guidance at once
-    assert found.plan == plan("qwen-image", setup)
+    lora = Lora(64, QwenImageModel.lora_targets)
+    setup = Setup(lora=lora, rows=2, tokens=found.tokens, ranks=8)  # both branches of guidance at once
+    assert found.plan == plan(QwenImageModel(path="Qwen/Qwen-Image"), setup)
 
 
 def test_what_fits_narrowly_is_said() -> None:

@@ -11,9 +11,9 @@ from peft import LoraConfig, PeftModel
 
 import tiny_models
 from retouch import cli
-from retouch.assembly.model import playground_weights
 from retouch.inference.exporting import export_target, write_lora
 from retouch.inference.opening import open_target
+from retouch.playground.models import playground_weights
 from retouch.recipe.recipe import parse
 from retouch.records.files import read_json
 from retouch.session.session import run

@@ -14,12 +14,15 @@ import tiny_emu3
 import tiny_models
 import tiny_writers
 from measured_memory import measured_peak
-from retouch.memory.images import Drawing, codes_plan, image_model_plan
+from retouch.memory.images import codes_plan, image_model_plan
 from retouch.memory.peak import most_alive
 from retouch.memory.plan import Lora, MemoryPlan
 from retouch.memory.sizes import judge, model_in, parts, stored_count, writer
 from retouch.memory.tokens import Writing, writer_plan
+from retouch.models.base import ImageBatch
 from retouch.models.common.recompute import recomputing
+from retouch.models.sd3.family import SD3Model
+from retouch.models.z_image.family import ZImageModel
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 VLM = "Qwen/Qwen2.5-VL-7B-Instruct"
@@ -181,7 +184,10 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Any) -> None:
 
 # What draws
 
-DRAWING = Drawing(rows=2, size=(32, 32), source=(32, 32), sources=1, text=24, dtype=torch.float32)
+DRAWING = ImageBatch(rows=2, size=(32, 32), source=(32, 32), sources=1, text=24, dtype=torch.float32)
+
+
+SD3, Z_IMAGE = SD3Model(path="sd3"), ZImageModel(path="z-image")
 
 
 def drawer(transformer: nn.Module) -> dict[str, Any]:
@@ -196,21 +202,21 @@ def test_pictures_from_latents_take_what_they_take_on_the_cpu() -> None:
     with torch.no_grad():
         vae.decode(latents)
         seen = measured_peak(lambda: vae.decode(latents))
-    planned = rows(image_model_plan(drawer(tiny_models.sd3_transformer()), DRAWING))
+    planned = rows(image_model_plan(SD3, drawer(tiny_models.sd3_transformer()), DRAWING))
     assert planned["drawing: pictures from latents"] == pytest.approx(seen, rel=0.05)
 
 
-@pytest.mark.parametrize("transformer", [tiny_models.sd3_transformer, tiny_models.z_image_transformer])
-def test_drawing_more_at_once_takes_more_and_weights_stay(transformer: Any) -> None:
-    model = drawer(transformer())
-    one, two = (rows(image_model_plan(model, replace(DRAWING, rows=count))) for count in (1, 2))
+@pytest.mark.parametrize(("family", "transformer"), [(SD3, "sd3"), (Z_IMAGE, "z_image")])
+def test_drawing_more_at_once_takes_more_and_weights_stay(family: Any, transformer: str) -> None:
+    model = drawer(getattr(tiny_models, f"{transformer}_transformer")())
+    one, two = (rows(image_model_plan(family, model, replace(DRAWING, rows=count))) for count in (1, 2))
     assert two["image model"] == one["image model"] == 4 * stored_count(model["transformer"])
     for name in ("drawing: one denoising step", "drawing: pictures from latents"):
         assert two[name] == pytest.approx(2 * one[name], rel=0.1)
 
 
 def test_a_part_that_lies_elsewhere_is_left_out() -> None:
-    assert "vae" not in rows(image_model_plan(drawer(tiny_models.sd3_transformer()), DRAWING, without=("vae",)))
+    assert "vae" not in rows(image_model_plan(SD3, drawer(tiny_models.sd3_transformer()), DRAWING, without=("vae",)))
 
 
 # Image tokens

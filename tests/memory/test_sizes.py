@@ -5,14 +5,19 @@ import torch
 from peft import LoraConfig
 
 import tiny_models
-from retouch.memory.plan import Lora, Setup, activation_bytes, plan
+from published_plans import plan
+from retouch.memory.plan import Lora, Setup, activation_bytes
 from retouch.memory.sizes import known_models, lora_count, parameter_count, parts, stored_count
-from retouch.models.flux import model as flux
-from retouch.models.qwen_image import flow as qwen_flow
-from retouch.models.sd3 import model as sd3
-from retouch.models.z_image import model as z_image
+from retouch.models.flux.family import FluxModel
+from retouch.models.qwen_image.family import QwenImageModel
+from retouch.models.sd3.family import SD3Model
+from retouch.models.z_image.family import ZImageModel
 
-QWEN_LORA = Lora(qwen_flow.LORA_RANK, qwen_flow.LORA_TARGETS)
+QWEN = QwenImageModel(path="Qwen/Qwen-Image")
+SD3_MEDIUM = SD3Model(path="stabilityai/stable-diffusion-3.5-medium")
+Z_IMAGE = ZImageModel(path="Tongyi-MAI/Z-Image")
+FAMILIES = {"qwen": QWEN, "sd3": SD3_MEDIUM, "flux": FluxModel(path="black-forest-labs/FLUX.1-dev"), "z-image": Z_IMAGE}
+QWEN_LORA = Lora(64, QWEN.lora_targets)
 TINY = {
     "qwen": tiny_models.qwen_transformer,
     "sd3": tiny_models.sd3_transformer,
@@ -28,8 +33,8 @@ def described(name):
     return module, {"class": type(module).__name__, "config": config}
 
 
-def rows(setup, name="qwen-image"):
-    return {row.name: row.bytes for row in plan(name, setup).rows}
+def rows(setup, model=QWEN):
+    return {row.name: row.bytes for row in plan(model, setup).rows}
 
 
 @pytest.mark.parametrize(
@@ -92,17 +97,10 @@ def test_counts_are_those_of_real_models(name):
     assert stored_count(part) == sum(tensor.numel() for tensor in module.state_dict().values())
 
 
-@pytest.mark.parametrize(
-    ("name", "targets"),
-    [
-        ("qwen", qwen_flow.LORA_TARGETS),
-        ("sd3", sd3.LORA_TARGETS),
-        ("flux", flux.LORA_TARGETS),
-        ("z-image", z_image.LORA_TARGETS),
-    ],
-)
-def test_adapters_are_as_large_as_peft_makes_them(name, targets):
+@pytest.mark.parametrize("name", TINY)
+def test_adapters_are_as_large_as_peft_makes_them(name):
     module, part = described(name)
+    targets = FAMILIES[name].lora_targets
     module.requires_grad_(False)
     module.add_adapter(LoraConfig(r=4, target_modules=list(targets)))
     assert lora_count(part, rank=4, targets=targets) == sum(w.numel() for w in module.parameters() if w.requires_grad)
@@ -110,7 +108,7 @@ def test_adapters_are_as_large_as_peft_makes_them(name, targets):
 
 def test_a_target_that_matches_nothing():
     with pytest.raises(ValueError, match=r"'attn\.to_queue'"):
-        plan("qwen-image", Setup(lora=Lora(4, ("attn.to_q", "attn.to_queue")), rows=1, tokens=1))
+        plan(QWEN, Setup(lora=Lora(4, ("attn.to_q", "attn.to_queue")), rows=1, tokens=1))
 
 
 def test_state_of_a_full_fine_tune_is_what_adamw_keeps():
@@ -128,7 +126,7 @@ def test_state_of_a_full_fine_tune_is_what_adamw_keeps():
     assert made["gradients"] == made["transformer, trained weights"] == 4 * whole
     assert made["autocast's copy of the trained weights"] == 2 * whole
     assert "transformer, frozen weights" not in made
-    table = rows(Setup(lora=None, rows=1, tokens=10), "sd3.5-medium")["transformer, frozen weights"]
+    table = rows(Setup(lora=None, rows=1, tokens=10), SD3_MEDIUM)["transformer, frozen weights"]
     assert table == 2 * 384 * 384 * 1536  # its positions are a table that is not trained
 
 
@@ -180,10 +178,11 @@ def test_activations_are_about_what_autograd_keeps(name, dtype):
         inputs = {key: list(value) for key, value in inputs.items()}
     setup = {"lora": None, "rows": 2, "tokens": 296, "dtype": dtype}
     measured = saved_bytes(lambda: module(**inputs, **more), module)
-    assert activation_bytes(part, Setup(**setup, gradient_checkpointing=False)) == pytest.approx(measured, rel=0.2)
+    shape = FAMILIES[name].shape(part)
+    assert activation_bytes(shape, Setup(**setup, gradient_checkpointing=False)) == pytest.approx(measured, rel=0.2)
     module.enable_gradient_checkpointing()
     inputs_kept = saved_bytes(lambda: module(**inputs, **more), module)
-    assert inputs_kept < activation_bytes(part, Setup(**setup)) < measured
+    assert inputs_kept < activation_bytes(shape, Setup(**setup)) < measured
 
 
 def test_z_image_is_counted_as_it_is_built():
@@ -195,11 +194,11 @@ def test_z_image_is_counted_as_it_is_built():
     time, words, padding = (read + 1) * 1024 + (1024 + 1) * read, text + (text + 1) * width, 2 * width
     whole = 34 * block + 32 * told + ends + time + words + padding
     assert parameter_count(parts("z-image")["transformer"]) == whole == 6_154_908_736
-    lora = Lora(32, z_image.LORA_TARGETS)
-    made = rows(Setup(lora=lora, rows=1, tokens=4096 + 512, ranks=8, sharding="fsdp"), "z-image")
+    lora = Lora(32, Z_IMAGE.lora_targets)
+    made = rows(Setup(lora=lora, rows=1, tokens=4096 + 512, ranks=8, sharding="fsdp"), Z_IMAGE)
     assert made["two gathered blocks"] == 2 * 2 * (block + told)
     setup = Setup(lora=lora, rows=1, tokens=4096 + 512)
-    assert rows(setup, "z-image")["gradients"] == 4 * 32 * 34 * (4 * 2 * width + 3 * (width + feed))
+    assert rows(setup, Z_IMAGE)["gradients"] == 4 * 32 * 34 * (4 * 2 * width + 3 * (width + feed))
 
 
 def test_fsdp_shares_the_transformer_and_nothing_else():
@@ -221,9 +220,9 @@ def test_parts_elsewhere_and_copies():
         **{k: v for k, v in base.items() if k != "text_encoder"},
         "copies of the trained weights": 2 * base["gradients"],
     }
-    assert plan("qwen-image", Setup(**setup)).total == sum(base.values())
+    assert plan(QWEN, Setup(**setup)).total == sum(base.values())
     with pytest.raises(ValueError, match="'transformer'"):
-        plan("qwen-image", Setup(**setup, without=("transformer",)))
+        plan(QWEN, Setup(**setup, without=("transformer",)))
 
 
 @pytest.mark.parametrize("wrong", [{"rows": 0}, {"tokens": 0}, {"ranks": 0}, {"copies": -1}, {"dtype": torch.float8_e4m3fn}])

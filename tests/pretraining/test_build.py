@@ -5,13 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from retouch.assembly.model import build_model, playground_weights
+from retouch.playground.models import PlaygroundModel, playground_weights
 from retouch.pretraining.build import build, measure
 from retouch.pretraining.networks import parts
 from retouch.pretraining.networks.autoencoder import AutoencoderTraining
 from retouch.pretraining.networks.editor import EditorTraining, Round
 from retouch.pretraining.networks.tokenizer import SPECIAL_TOKENS
-from retouch.recipe.policy import PlaygroundModel
 from retouch.records.files import read_json
 
 TINY = {
@@ -23,7 +22,7 @@ TINY = {
 
 
 def load(path: Path):
-    return build_model(PlaygroundModel(kind="playground", path=str(path)), device=torch.device("cpu"))
+    return PlaygroundModel(path=str(path)).build(device=torch.device("cpu"))
 
 
 def test_the_same_seed_gives_the_same_bits_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from retouch.assembly import emu3 as building
-from retouch.assembly.model import playground_weights
+from retouch.playground.models import playground_weights
 from retouch.pretraining.build_emu3 import build_emu3
 from retouch.pretraining.networks.emu3 import Emu3Training
 from retouch.pretraining.networks.image_codes import CodesTraining

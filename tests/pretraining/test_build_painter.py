@@ -8,14 +8,13 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline
 
-from retouch.assembly.model import build_model, playground_weights
 from retouch.assembly.writer import build_writer
+from retouch.playground.models import PlaygroundPainter, playground_weights
 from retouch.playground.world.paintings import PaintingTasks
 from retouch.pretraining import build_painter as building
 from retouch.pretraining.build_painter import build_painter, measure
 from retouch.pretraining.networks.enhancer import EnhancerTraining
 from retouch.pretraining.networks.painter import PainterTraining, described
-from retouch.recipe.policy import PlaygroundPainter
 from retouch.recipe.writer import AutoregressivePolicy, PlaygroundEnhancer
 from retouch.records.files import read_json
 from small_builds import three
@@ -54,7 +53,7 @@ def test_nothing_that_is_written_says_where(built: Path) -> None:
 @torch.no_grad()
 def test_diffusers_paints_the_same_picture(built: Path) -> None:
     folder = built / "one" / "painter"
-    model = build_model(PlaygroundPainter(kind="playground-painter", path=str(folder)), device=torch.device("cpu"))
+    model = PlaygroundPainter(path=str(folder)).build(device=torch.device("cpu"))
     pipeline = QwenImagePipeline.from_pretrained(folder, local_files_only=True).to(torch.float32)
     task = described(PaintingTasks(seed=0, count=1, complexity=[3], split="test")[0])
     ours = model.encode([task])
@@ -82,7 +81,7 @@ def test_diffusers_paints_the_same_picture(built: Path) -> None:
 
 def test_a_folder_without_a_painter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="playground build --painter"):
-        build_model(PlaygroundPainter(kind="playground-painter", path=str(tmp_path)), device=torch.device("cpu"))
+        PlaygroundPainter(path=str(tmp_path)).build(device=torch.device("cpu"))
 
 
 def test_the_shipped_weights_score_what_their_build_measured() -> None:
@@ -90,7 +89,7 @@ def test_the_shipped_weights_score_what_their_build_measured() -> None:
     painter, enhancer = (read_json(playground_weights(name) / "build.json")["held_out"] for name in ("painter", "enhancer"))
     assert painter == enhancer
     cpu = torch.device("cpu")
-    model: Any = build_model(PlaygroundPainter(kind="playground-painter"), device=cpu)
+    model: Any = PlaygroundPainter().build(device=cpu)
     policy = AutoregressivePolicy(kind="autoregressive", model=PlaygroundEnhancer(kind="playground-enhancer"))
     writer: Any = build_writer(policy, before=None, device=cpu)
     found = measure(model, writer)

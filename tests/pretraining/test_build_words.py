@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from retouch.assembly.model import build_model, playground_weights
 from retouch.models.flux.fill import FluxFill
+from retouch.playground.models import PlaygroundWords, playground_weights
 from retouch.playground.world.words import WordTasks
 from retouch.pretraining import build_words as building
 from retouch.pretraining.build_words import build_words
 from retouch.pretraining.networks.word_parts import text
 from retouch.pretraining.networks.words import WordAutoencoderTraining, WordRound, WordTraining
-from retouch.recipe.policy import PlaygroundWords
 from retouch.records.files import read_json
 from retouch.rewards.text.ocr import OcrReward
 from small_builds import three
@@ -52,7 +51,7 @@ def test_what_is_written_says_how_and_not_where(built: Path) -> None:
 @torch.no_grad()
 def test_it_loads_as_any_fill_model(built: Path) -> None:
     folder, cpu = built / "one", torch.device("cpu")
-    model: Any = build_model(PlaygroundWords(kind="playground-words", path=str(folder)), device=cpu)
+    model: Any = PlaygroundWords(path=str(folder)).build(device=cpu)
     assert isinstance(model, FluxFill)
     task = WordTasks(seed=0, count=1, split="test")[0]
     known = model.encode([task])
@@ -66,12 +65,12 @@ def test_it_loads_as_any_fill_model(built: Path) -> None:
 
 def test_a_folder_without_a_painter_of_words_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="playground build --words"):
-        build_model(PlaygroundWords(kind="playground-words", path=str(tmp_path)), device=torch.device("cpu"))
+        PlaygroundWords(path=str(tmp_path)).build(device=torch.device("cpu"))
 
 
 def test_the_shipped_weights_score_what_their_build_measured() -> None:
     told = read_json(playground_weights("words") / "build.json")["held_out"]
-    model: Any = build_model(PlaygroundWords(kind="playground-words"), device=torch.device("cpu"))
+    model: Any = PlaygroundWords().build(device=torch.device("cpu"))
     found = building.measure(model, OcrReward(where="box", line_width=160))
     assert found.keys() == told.keys()
     assert max(abs(found[name] - told[name]) for name in told) <= 0.05

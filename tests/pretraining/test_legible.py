@@ -6,23 +6,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from retouch.assembly.model import build_model
 from retouch.models.common.encoder import Encoder
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.qwen_image.responses import QwenResponses
+from retouch.playground.models import PlaygroundModel
 from retouch.playground.world.changed import Changed
 from retouch.playground.world.indirect import indirect
 from retouch.playground.world.tasks import PlaygroundTasks
 from retouch.pretraining.legible import Legible
 from retouch.pretraining.networks.writer import untrained_writer
-from retouch.recipe.policy import PlaygroundModel
 
 TASKS = tuple(Changed(PlaygroundTasks(seed=0, count=6, complexity=[1, 2, 3], split="train"), indirect)[:])
 
 
 @pytest.fixture(scope="module")
 def editor() -> QwenImageEdit:
-    made = build_model(PlaygroundModel(kind="playground"), device=torch.device("cpu"))
+    made = PlaygroundModel(kind="playground").build(device=torch.device("cpu"))
     assert isinstance(made, QwenImageEdit)
     return made
 

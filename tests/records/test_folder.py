@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from retouch.records import files
-from retouch.records.folder import RunFolder, SampleRecord
+from retouch.records.folder import Judged, RunFolder
 from retouch.records.summary import Summary
 from retouch.types import Sample, Task
 
@@ -27,9 +27,7 @@ def picture(colour: tuple[int, int, int]) -> Image.Image:
     return Image.new("RGB", (8, 8), colour)
 
 
-def judged(
-    group: int, slot: int, *, colour: tuple[int, int, int] = (9, 9, 9), source: tuple[int, int, int] = (1, 2, 3)
-) -> SampleRecord:
+def judged(group: int, slot: int, *, colour: tuple[int, int, int] = (9, 9, 9), source: tuple[int, int, int] = (1, 2, 3)) -> Judged:
     task = Task(
         id=f"a/b/../{group}",
         instruction="make it <b>red</b>\n",
@@ -37,7 +35,7 @@ def judged(
         target=picture((7, 7, 7)),
         tags={"kind": "recolour"},
     )
-    return SampleRecord(
+    return Judged(
         sample=Sample(task, picture(colour)), group=group, slot=slot, scores={"overall": 5.0, "ocr": math.nan}, reward=5.0
     )
 
@@ -159,7 +157,7 @@ def test_pictures_made_again_replace_only_their_own_kind(tmp_path: Path) -> None
 
 def test_a_sample_without_pictures_or_verdict(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    nothing = SampleRecord(
+    nothing = Judged(
         sample=Sample(Task(id="t", instruction="a cat"), None), group=0, slot=0, scores={}, reward=math.nan, advantage=0.0
     )
     folder.write_samples(1, "group", [nothing])
@@ -256,5 +254,5 @@ def test_kill_9_leaves_whole_files(tmp_path: Path) -> None:
         kept = files.read_json(tmp_path / "whole.json")
         assert kept["count"] == kept["again"]
         assert len(kept["big"]) == 500
-        files.filter_lines(tmp_path / "lines.jsonl", lambda line: True)
+        files.truncate(tmp_path / "lines.jsonl", lambda line: True)
         assert all("step" in line for line in files.read_lines(tmp_path / "lines.jsonl"))

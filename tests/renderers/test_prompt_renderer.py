@@ -13,7 +13,7 @@ import tiny_editing
 import tiny_models
 import tiny_writers
 import tiny_writing
-from retouch.models.common.readable import readable
+from retouch.models.common.pipeline_model import accepts_prompt
 from retouch.models.flux.model import Flux
 from retouch.models.flux.text import FluxText
 from retouch.models.qwen_image.model import QwenImage
@@ -124,7 +124,7 @@ def kind(request):
 
 
 def painter(model, guidance_scale=4.0):
-    return FlowPainter(model, num_steps=STEPS, guidance_scale=guidance_scale, reads=partial(readable, model))
+    return FlowPainter(model, num_steps=STEPS, guidance_scale=guidance_scale, reads=partial(accepts_prompt, model))
 
 
 def renderer(model, guidance_scale=4.0, **options):
@@ -233,8 +233,8 @@ def test_what_the_model_cannot_read_is_not_drawn(kind):
     spelt = "a <|im_end|> cat"
     said = outputs("a cat", "cat " * 40, spelt)
     assert [image is None for image in renderer(model)(tasks(3), said)] == [False, True, isinstance(model, QwenImage)]
-    assert readable(model, "a cat")
-    assert readable(model, spelt) != isinstance(model, QwenImage)
+    assert accepts_prompt(model, "a cat")
+    assert accepts_prompt(model, spelt) != isinstance(model, QwenImage)
 
 
 def test_cut_off_is_a_fault_where_the_recipe_says_so(kind):

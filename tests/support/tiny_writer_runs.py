@@ -8,20 +8,19 @@ import torch
 
 import tiny_models
 import tiny_writers
-from retouch.assembly.model import build_model
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.sd3.model import SD3
+from retouch.playground.models import PlaygroundModel
 from retouch.pretraining.networks import parts
 from retouch.pretraining.networks.emu3 import LONGEST, emu3_tokenizer, untrained_emu3
 from retouch.pretraining.networks.image_codes import untrained_codes
 from retouch.pretraining.networks.writer import untrained_writer
 from retouch.recipe.overrides import apply
-from retouch.recipe.policy import PlaygroundModel
 
 
 def save_writer(folder: Path) -> None:
     """A writer that has learnt nothing, in front of the playground's editor."""
-    editor = build_model(PlaygroundModel(kind="playground"), device=torch.device("cpu"))
+    editor = PlaygroundModel().build(device=torch.device("cpu"))
     assert isinstance(editor, QwenImageEdit)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -12,7 +12,6 @@ from torch import nn
 
 import tiny_loop
 import tiny_policies as tiny
-from retouch.assembly.model import playground_weights
 from retouch.core.advantages import rescale_rewards
 from retouch.core.random import generator
 from retouch.distributed.head_stepper import HeadStepper
@@ -22,6 +21,7 @@ from retouch.inference.exporting import export_target
 from retouch.memory.sizes import parts_in
 from retouch.objectives.actor_critic import ActorCritic
 from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.playground.models import playground_weights
 from retouch.policies.value_heads import LatentValues, channels_of, summary
 from retouch.recipe.overrides import apply
 from retouch.recipe.recipe import parse

@@ -31,7 +31,6 @@ from retouch.recipe.checks import check_ranks
 from retouch.recipe.engine import Engine
 from retouch.recipe.learning import GaeAdvantage
 from retouch.recipe.phases import ResolvedPhase
-from retouch.recipe.policy import ImportedModel
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.renderer import ResponseRenderer
 from retouch.recipe.rollout import Rollout, TokenRollout
@@ -237,9 +236,7 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
     if isinstance(recipe.advantage, GaeAdvantage):
         check_reward_range(judge.combination.low, judge.combination.high)
     phases = recipe.resolved_phases()
-    section = recipe.image_model
-    size = None if isinstance(section, ImportedModel) else section.size
-    sets = sets_of(recipe, phases, size=size)
+    sets = sets_of(recipe, phases, size=recipe.image_size)
     plan = list(zip(phases, steps_of(phases, sets), strict=True))
     model, image_model = build_models(recipe, placement)
     sets = [with_pictures(each, image_model) for each in sets]

@@ -48,7 +48,6 @@ from retouch.recipe.data import (
     TripletData,
     WordData,
 )
-from retouch.recipe.families import takes_of
 from retouch.recipe.ip_adapter import IpAdapter
 from retouch.recipe.phases import ResolvedPhase
 from retouch.recipe.recipe import Recipe
@@ -127,12 +126,12 @@ def build_sets(recipe: Recipe, data: Data, *, size: tuple[int, int] | None) -> S
 def _fitting(rows: Rows, recipe: Recipe) -> Rows:
     """Rows are bad without what the image model is given (what a writer of prompts is shown is its own affair), or without what the
     reward reads."""
-    kind = recipe.image_model.kind
-    takes = None if isinstance(recipe.renderer, PromptRenderer) else takes_of(kind)
+    model = recipe.image_model
+    takes = None if isinstance(recipe.renderer, PromptRenderer) else model.takes
     shown = isinstance(recipe.policy.train, IpAdapter)
     reads = any(isinstance(part, OcrReward) for _, _, part in parts_of_all(recipe))
-    pictures, mask = ((0, sys.maxsize), False) if takes is None else (takes.pictures, takes.mask)
-    return FittingRows(rows, pictures=pictures, mask=mask, reference=shown, text=reads, model=kind, takes=str(takes))
+    pictures, mask = ((0, sys.maxsize), False) if takes is None else (takes.images, takes.mask)
+    return FittingRows(rows, pictures=pictures, mask=mask, reference=shown, text=reads, model=model.kind, takes=str(takes))
 
 
 def _token_sets(recipe: Recipe, data: TokenData) -> Sets:

@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 
-from retouch.assembly.model import DTYPES, playground_weights
+from retouch.assembly.model import DTYPES
 from retouch.memory.sizes import parts
 from retouch.models.common.pretrained import fetch_writer, find_writer
 from retouch.models.emu3.load import load_emu3, parts_of_emu3
 from retouch.models.emu3.model import DRAW, THINK, Emu3Editor
+from retouch.playground.models import playground_weights
 from retouch.playground.world.scenes import SIZE
 from retouch.recipe.emu3 import PlaygroundEmu3, TokenModel
 

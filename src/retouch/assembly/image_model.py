@@ -3,23 +3,16 @@
 import torch
 from torch import nn
 
-from retouch.models.flux.model import Flux
 from retouch.models.qwen_image.edit import QwenImageEdit
-from retouch.models.qwen_image.flow import QwenFlow
-from retouch.models.sd3.model import SD3
-from retouch.models.z_image.model import ZImage
 from retouch.protocols import DenoisingModel
 
 
 def parts_of(model: DenoisingModel) -> list[nn.Module]:
-    """Its modules. ValueError for an imported model, of which only the transformer is known."""
-    if isinstance(model, QwenFlow | ZImage):
-        return [model.module, model.latents.vae, model.text.encoder]
-    if isinstance(model, SD3):
-        return [model.module, model.vae, *model.text.encoders]
-    if isinstance(model, Flux):
-        return [model.module, model.latents.vae, *model.text.encoders]
-    raise ValueError(f"devices.offload: what {type(model).__name__} is made of is not known here; take false")
+    """Its modules. Raises ValueError for a model without a property ``parts``, of which only the transformer is known."""
+    parts: list[nn.Module] | None = getattr(model, "parts", None)
+    if parts is None:
+        raise ValueError(f"devices.offload: what {type(model).__name__} is made of is not known here; take false")
+    return parts
 
 
 def share_encoder(editor: QwenImageEdit, writer: nn.Module, *, policy_reads: bool, base_stays: bool) -> bool:

@@ -1,9 +1,7 @@
 """The model that a recipe names, with what trains of it made trainable."""
 
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig
@@ -11,84 +9,18 @@ from peft.utils import set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import nn
 
-from retouch.assembly.families import FAMILIES
 from retouch.assembly.ip_adapter import add_ip_adapter
-from retouch.config.imports import build_class
 from retouch.core.random import generator
-from retouch.models.common.pretrained import fetch_weights
-from retouch.models.flux.fill import FluxFill
-from retouch.models.qwen_image.edit import QwenImageEdit
-from retouch.models.qwen_image.model import QwenImage
+from retouch.models.base import ImageModel
 from retouch.models.qwen_vl.model import LORA_TARGETS as WRITER_TARGETS
 from retouch.policies.weights import WeightCopies
-from retouch.protocols import DenoisingModel
 from retouch.recipe.ip_adapter import IpAdapter, lora_of
-from retouch.recipe.policy import (
-    DenoisingPolicy,
-    ImportedModel,
-    Model,
-    PlaygroundModel,
-    PlaygroundPainter,
-    PlaygroundWords,
-)
+from retouch.recipe.policy import DenoisingPolicy
 from retouch.recipe.train import FullWeights, Lora
 from retouch.recipe.writer import AutoregressivePolicy
-from retouch.records.files import read_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _LORA_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors", "weights.safetensors")
-# Of each kind its folder among the package's, what it is, and the flag of the command that makes it.
-_PLAYGROUND = {
-    "playground": ("editor", "model", ""),
-    "playground-painter": ("painter", "painter", " --painter"),
-    "playground-words": ("words", "painter of words", " --words"),
-}
-
-
-def playground_weights(name: str = "editor") -> Path:
-    """The base ``editor`` that ships with the package, or its ``painter``, or ``words``, its painter of words."""
-    return Path(str(files("retouch.playground"))) / "weights" / name
-
-
-def playground_folder(model: PlaygroundModel) -> Path:
-    """Where its weights lie: where the recipe says, or in the package."""
-    return Path(model.path) if model.path else playground_weights(_PLAYGROUND[model.kind][0])
-
-
-def build_model(model: Model, *, device: torch.device) -> DenoisingModel:
-    """Load the model, all of it frozen but for the transformer."""
-    if isinstance(model, ImportedModel):
-        made: DenoisingModel = build_class(model.class_, model.args, device=device)
-        return made
-    dtype = DTYPES[model.dtype]
-    size = None if model.size is None else (model.size[0], model.size[1])
-    if isinstance(model, PlaygroundModel):
-        return _playground(model, dtype=dtype, device=device, size=size)
-    told: dict[str, Any] = {} if model.guidance is None else {"guidance": model.guidance}
-    adapter = FAMILIES[model.kind].adapter
-    loaded: DenoisingModel = adapter.from_pretrained(fetch_weights(model.path), dtype=dtype, device=device, size=size, **told)
-    return loaded
-
-
-def _playground(
-    model: PlaygroundModel, *, dtype: torch.dtype, device: torch.device, size: tuple[int, int] | None
-) -> DenoisingModel:
-    """A published family in small: the same loading, told what the folder states beside its weights."""
-    _, called, flag = _PLAYGROUND[model.kind]
-    path = playground_folder(model)
-    if not (path / "adapter.json").is_file():
-        raise ValueError(f"{path} holds no playground {called}; `retouch playground build{flag}` makes it")
-    stated = read_json(path / "adapter.json")
-    match model:
-        case PlaygroundPainter():
-            size = (stated["size"][0], stated["size"][1]) if size is None else size
-            return QwenImage.from_pretrained(path, dtype=dtype, device=device, size=size, template=stated["template"])
-        case PlaygroundWords():
-            length = stated["max_sequence_length"]
-            return FluxFill.from_pretrained(path, dtype=dtype, device=device, size=size, max_sequence_length=length)
-        case _:
-            told = {key: stated[key] for key in ("template", "condition_area", "source_area")}
-            return QwenImageEdit.from_pretrained(path, dtype=dtype, device=device, size=size, **told)
 
 
 def make_trainable(
@@ -117,11 +49,13 @@ def lora_targets(policy: DenoisingPolicy | AutoregressivePolicy) -> Sequence[str
     assert lora is not None
     if lora.targets is not None:
         return lora.targets
-    if isinstance(policy.model, ImportedModel):
+    if not isinstance(policy.model, ImageModel):
+        return WRITER_TARGETS
+    if not policy.model.lora_targets:
         raise ValueError(
             "policy.train.targets: an imported model has no usual LoRA targets; name the linear layers that get an adapter"
         )
-    return FAMILIES[policy.model.kind].lora_targets if isinstance(policy, DenoisingPolicy) else WRITER_TARGETS
+    return policy.model.lora_targets
 
 
 def _add_lora(module: nn.Module, lora: Lora, targets: Sequence[str], *, seed: int) -> None:

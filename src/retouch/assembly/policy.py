@@ -10,9 +10,10 @@ from retouch.assembly.engine import Writing
 from retouch.assembly.image_model import move, share_encoder
 from retouch.assembly.ip_adapter import show_references
 from retouch.assembly.learning import build_sampling
-from retouch.assembly.model import DTYPES, build_model
+from retouch.assembly.model import DTYPES
 from retouch.assembly.writer import build_writer
 from retouch.distributed.placement import Placement
+from retouch.models.base import DiffusersModel
 from retouch.models.common.guidance import Guided
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.policies.autoregressive.decoding import Decoding
@@ -38,7 +39,7 @@ def build_models(recipe: Recipe, placement: Placement) -> tuple[TrainedModel, Tr
     """What trains, and what makes the pictures: one and the same but for writers of text. Weights that both need are held once."""
     policy, renderer = recipe.policy, recipe.renderer
     if isinstance(policy, recipe_policy.DenoisingPolicy):
-        model = _shown(policy, build_model(policy.model, device=placement.policy), placement)
+        model = _shown(policy, policy.model.build(device=placement.policy), placement)
         return model, model
     assert renderer is not None, "the recipe's checks see to it"
     if isinstance(renderer, CodesRenderer):
@@ -46,9 +47,9 @@ def build_models(recipe: Recipe, placement: Placement) -> tuple[TrainedModel, Tr
         return drawing, drawing
     rests = _CPU if placement.offload else placement.renderer
     if not isinstance(renderer, ResponseRenderer):
-        image_model = build_model(renderer.model, device=rests)
+        image_model = renderer.model.build(device=rests)
         return build_writer(policy, before=None, device=placement.policy), image_model
-    editor = build_model(renderer.model, device=_CPU)
+    editor = renderer.model.build(device=_CPU)
     writer = build_writer(policy, before=editor, device=placement.policy)
     assert isinstance(editor, QwenImageEdit), "the recipe's checks see to it"
     share_encoder(
@@ -62,7 +63,7 @@ def _shown(policy: recipe_policy.DenoisingPolicy, model: DenoisingModel, placeme
     """The model, shown references where an IP-Adapter trains."""
     if not isinstance(policy.train, IpAdapter):
         return model
-    assert not isinstance(policy.model, recipe_policy.ImportedModel), "the recipe's checks see to it"
+    assert isinstance(policy.model, DiffusersModel), "the recipe's checks ensure it"
     return show_references(model, policy.train, dtype=DTYPES[policy.model.dtype], device=placement.policy)
 
 

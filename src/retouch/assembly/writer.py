@@ -12,25 +12,22 @@ from PIL.Image import Image
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from retouch.assembly.emu3 import build_emu3
-from retouch.assembly.model import DTYPES, playground_weights
+from retouch.assembly.model import DTYPES
 from retouch.config.imports import build_class
+from retouch.models.base import ImportedModel
 from retouch.models.common.chat_template import TURNS
 from retouch.models.common.encoder import Encoder
+from retouch.models.common.pipeline_model import accepts_prompt
 from retouch.models.common.pretrained import fetch_writer
-from retouch.models.common.readable import readable
-from retouch.models.flux.model import Flux
 from retouch.models.qwen_image.edit import QwenImageEdit
-from retouch.models.qwen_image.model import QwenImage
 from retouch.models.qwen_image.responses import QwenResponses, writer_for
 from retouch.models.qwen_vl.load import load_writer
 from retouch.models.qwen_vl.model import QwenWriter
-from retouch.models.sd3.model import SD3
-from retouch.models.z_image.model import ZImage
+from retouch.playground.models import playground_weights
 from retouch.policies.weights import WeightCopies
 from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer
 from retouch.recipe import renderer as recipe_renderer
 from retouch.recipe.emu3 import TokenModel
-from retouch.recipe.policy import ImportedModel
 from retouch.recipe.writer import AutoregressivePolicy, PlaygroundEnhancer, PlaygroundWriter
 from retouch.records.files import read_json
 from retouch.renderers.answers import enhancer_prompt
@@ -141,7 +138,7 @@ def build_renderer(
             sharded=in_step and image_model.text.encoder is writer.module,
         )
         return Blind(responses) if section.blind else responses
-    reads = partial(readable, image_model) if isinstance(image_model, SD3 | Flux | QwenImage | ZImage) else _anything
+    reads = partial(accepts_prompt, image_model)
     prompts = PromptRenderer(
         FlowPainter(image_model, num_steps=steps, guidance_scale=section.guidance_scale, reads=reads),
         cut_off=section.cut_off,
@@ -149,11 +146,6 @@ def build_renderer(
         rows=section.batch,
     )
     return Blind(prompts) if section.blind else prompts
-
-
-def _anything(prompt: str) -> bool:
-    """What an imported model reads only it knows."""
-    return True
 
 
 def _encoder(

@@ -5,7 +5,6 @@ from functools import cache
 from retouch.assembly.data import sets_of, steps_of
 from retouch.audit.opening import Scored
 from retouch.data.sampler import tasks_for_step
-from retouch.recipe.policy import ImportedModel
 from retouch.recipe.recipe import Recipe
 from retouch.rewards.ledger.database import encode_text
 from retouch.types import Codes, Task
@@ -15,11 +14,9 @@ class RunTasks:
     """ValueError: the data are not where the recipe says. Tasks that bring tokens can be had where they have pictures too."""
 
     def __init__(self, recipe: Recipe) -> None:
-        section = recipe.image_model
-        size = None if isinstance(section, ImportedModel) else section.size
         self._recipe = recipe
         self._phases = recipe.resolved_phases()
-        self._sets = sets_of(recipe, self._phases, size=size)
+        self._sets = sets_of(recipe, self._phases, size=recipe.image_size)
         self._steps = steps_of(self._phases, self._sets)
         self._drawn = cache(self._draw)
 

@@ -8,8 +8,19 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from retouch.config.imports import import_class, nearest
-from retouch.config.kinds import Imported
-from retouch.config.schema import alternatives, annotation_of, field_at, is_list, is_map, keys_of, kinds_of, places, section_for
+from retouch.config.kinds import IMPORT
+from retouch.config.schema import (
+    alternatives,
+    annotation_of,
+    field_at,
+    is_list,
+    is_map,
+    keys_of,
+    kinds_of,
+    open_kinds,
+    places,
+    section_for,
+)
 from retouch.config.section import UNTAGGED, Section
 
 Path = tuple[str | int, ...]
@@ -41,16 +52,18 @@ def _unknown(
         for place, entry in entries:
             if isinstance(entry, dict) and (found := section_for(annotation, entry)) is not None:
                 yield from _unknown(entry, found, root, alternatives(annotation), place)
-                yield from _unknown_arguments(entry, found, root, place)
+                if open_kinds(annotation) is not None and entry.get("kind") == IMPORT:
+                    yield from _unknown_arguments(entry, root, place)
 
 
-def _unknown_arguments(value: Mapping[str, Any], section: type[Section], root: type[Section], path: Path) -> Iterator[str]:
-    """The same for the ``args`` of an imported class, which are its fields."""
+def _unknown_arguments(value: Mapping[str, Any], root: type[Section], path: Path) -> Iterator[str]:
+    """The same for the ``args`` of an imported class that is a section, which are its fields."""
     arguments = value.get("args")
-    if section is Imported and isinstance(arguments, dict) and isinstance(value.get("class"), str):
+    if isinstance(arguments, dict) and isinstance(value.get("class"), str):
         with suppress(ValueError):  # reported when the value itself is validated
             own = import_class(value["class"])
-            yield from _unknown(arguments, own, root, (own,), (*path, "args"))
+            if issubclass(own, Section):
+                yield from _unknown(arguments, own, root, (own,), (*path, "args"))
 
 
 def _hint(key: str, section: type[Section], root: type[Section], siblings: tuple[type[Section], ...], path: Path) -> str:

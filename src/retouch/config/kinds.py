@@ -37,9 +37,10 @@ class Kinds:
     """One open set of alternatives.
 
     ``name``: what an alternative is called in messages and entry points ("objective"). ``table``: kind to ``module:Class``; several
-    kinds may share a class. ``tag``: the key that holds the kind. A table with an entry ``import`` handles imported classes itself.
+    kinds may share a class. ``tag``: the key that holds the kind.
 
-    An imported class is validated like a built-in one: its fields are the keys of ``args``, unknown keys are errors.
+    An imported class is validated like a built-in one: its fields are the keys of ``args``, unknown keys are errors. An entry
+    ``import`` in the table is the section for imported classes that do not derive from the set's base.
     """
 
     def __init__(self, name: str, table: Mapping[str, str], *, tag: str = "kind") -> None:
@@ -80,7 +81,7 @@ class Kinds:
         own = type(section)
         kind = getattr(section, self.tag, None)
         if own is Imported or (kind is not None and self.load(kind) is own):
-            return dumped
+            return {self.tag: kind, **dumped}
         dumped.pop(self.tag, None)
         return {"kind": IMPORT, "class": f"{own.__module__}:{own.__qualname__}", "args": dumped}
 
@@ -103,7 +104,7 @@ class Kinds:
     def _parse(self, value: Any, base: type[Section], *, json_input: bool) -> Any:
         if not isinstance(value, Mapping):
             raise PydanticCustomError("kind_type", f"Input should be an object with a {self.tag}")
-        if value.get("kind") == IMPORT and IMPORT not in self._table:
+        if value.get("kind") == IMPORT and (IMPORT not in self._table or _derives(value.get("class"), base)):
             return self._import(_validated(Imported, value, json_input=json_input), base)
         discriminator = {"discriminator": f"'{self.tag}'"}
         if self.tag not in value:
@@ -126,6 +127,14 @@ class Kinds:
             return made
         except ValidationError as error:
             raise _below("args", error) from None
+
+
+def _derives(path: object, base: type[Section]) -> bool:
+    """Whether a class of this path can be imported and derives from the base."""
+    try:
+        return isinstance(path, str) and issubclass(import_class(path), base)
+    except ValueError:
+        return False
 
 
 def _validated(section: type[Section], value: Mapping[str, Any], *, json_input: bool) -> Any:

@@ -13,10 +13,9 @@ from retouch.inference.publishing import unable
 from retouch.recipe.checks import check_ranks, unmeant_ranks
 from retouch.recipe.data import ComplexEditData, Data, DrawnData, HubData, TokenData
 from retouch.recipe.differences import differences
-from retouch.recipe.policy import ImportedModel
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
-from retouch.records.summary import split_label
+from retouch.records.summary import standing
 from retouch.records.trackers import require_trackers
 from retouch.training import checkpoint
 from retouch.training.evaluation import chosen
@@ -92,8 +91,7 @@ def check_folder(recipe: Recipe) -> Finding:
 
 def check_data(recipe: Recipe) -> Iterator[tuple[Finding, Sets | None]]:
     """Each data set of the recipe, read as training would."""
-    model = recipe.image_model
-    size = None if isinstance(model, ImportedModel) else model.size
+    size = recipe.image_size
     done: list[Data] = []
     for phase in recipe.resolved_phases():
         if phase.data not in done:
@@ -130,7 +128,7 @@ def _place(data: Data) -> tuple[str, bool]:
 
 
 def _described(recipe: Recipe, path: str, sets: Sets) -> Finding:
-    judged = "held out" if split_label(recipe.eval.split) == "held-out" else "of them judge the run, none held out"
+    judged = "held out" if standing(recipe.eval.split) == "held-out" else "of them judge the run, none held out"
     text = f"{path}: {len(sets.train)} tasks to train on, {len(sets.heldout)} {judged}"
     if recipe.eval.headline:
         try:

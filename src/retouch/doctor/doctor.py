@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from retouch.assembly.emu3 import find_emu3
-from retouch.assembly.model import playground_folder, playground_weights
 from retouch.distributed.ranks import Ranks
 from retouch.doctor.checks import (
     check_batch,
@@ -35,12 +34,14 @@ from retouch.doctor.memory import check_memory
 from retouch.doctor.ranks import Meeting, check_ranks_together, meet, ranks_named
 from retouch.doctor.trial import check_trial
 from retouch.doctor.writer_memory import check_writing_memory
-from retouch.models.common.pretrained import find_weights, find_writer
+from retouch.models.base import ImageModel
+from retouch.models.common.pretrained import find_writer
+from retouch.playground.models import playground_weights
 from retouch.recipe.emu3 import TokenModel
-from retouch.recipe.policy import DenoisingPolicy, ImportedModel, Model, PlaygroundModel
+from retouch.recipe.policy import DenoisingPolicy
 from retouch.recipe.recipe import Recipe
-from retouch.recipe.writer import QwenWriter, WriterModel
-from retouch.records.libraries import silence_libraries
+from retouch.recipe.writer import QwenWriter
+from retouch.records.quiet import quiet
 
 _QUICKSTART = ("recipes/quickstart.jsonnet",)
 
@@ -52,7 +53,7 @@ def examine(recipe: Recipe | None, *, distributed: bool, device: str | None, nam
     machine, or a GPU by name ("h200") to plan for, in place of the recipe's. ``named``: the recipe as the user typed it, file and
     overrides, for the command to type next. ValueError for a device that is not known.
     """
-    silence_libraries()
+    quiet()
     wanted = device or ("auto" if recipe is None else recipe.device)
     require_known(wanted)
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -178,24 +179,19 @@ def _weights(recipe: Recipe) -> tuple[Path | None, bool]:
     writer = recipe.policy.model
     written = not isinstance(writer, QwenWriter) or find_writer(writer.path) is not None
     model = recipe.image_model
-    if isinstance(model, ImportedModel):
-        return None, written
     if isinstance(model, TokenModel):
         return find_emu3(model)
-    if isinstance(model, PlaygroundModel):
-        return playground_folder(model), written
-    folder = find_weights(model.path)
-    return folder, folder is not None and written
+    folder, here = model.find_weights()
+    return folder, here and written
 
 
 def _where(recipe: Recipe, folder: Path | None, weights_here: bool) -> Finding:
-    model: Model | WriterModel | TokenModel = recipe.image_model
+    model = recipe.image_model
+    source = model.source if isinstance(model, ImageModel) else model.path
     if not weights_here and isinstance(recipe.policy.model, QwenWriter) and find_writer(recipe.policy.model.path) is None:
-        model = recipe.policy.model
-    if isinstance(model, ImportedModel):
-        return ok("weights", f"loaded by {model.class_}")
+        source = recipe.policy.model.path
     if not weights_here:
-        return note(
-            "weights", f"the weights of {model.path} are not on this machine: they would be downloaded when training starts"
-        )
+        return note("weights", f"the weights of {source} are not on this machine: they would be downloaded when training starts")
+    if folder is None:
+        return ok("weights", f"loaded by {source}")
     return ok("weights", str(folder))

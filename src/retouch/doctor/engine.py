@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 from retouch.assembly.engine import connect
 from retouch.doctor.findings import Finding, failed, note, ok
+from retouch.models.base import ImageModel
 from retouch.policies.autoregressive.mismatch import EngineFault
 from retouch.recipe.emu3 import TokenModel
 from retouch.recipe.engine import VllmEngine
-from retouch.recipe.policy import ImportedModel
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.rollout import TokenRollout
 
@@ -52,7 +52,7 @@ def _check(recipe: Recipe, rollout: TokenRollout) -> Iterator[Finding]:
     yield note("engine", f"this engine was tested against a double of vLLM {INTERFACE}'s interface, and has never run on vLLM")
     if server.version != INTERFACE:
         yield note("engine", f"{where} may speak otherwise than {INTERFACE}, which this was written for")
-    if not isinstance(model, ImportedModel) and model.path and server.base.root not in (None, model.path):
+    if not isinstance(model, ImageModel) and model.path and server.base.root not in (None, model.path):
         yield note("engine", f"it serves {server.base.root}, and policy.model.path is {model.path}; the weights must be the same")
     if not server.loads_adapters:
         text = f"{where} lets no LoRA be loaded: it was started without VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"

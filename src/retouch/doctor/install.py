@@ -10,14 +10,13 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from safetensors import SafetensorError
 
-from retouch.assembly.model import build_model
 from retouch.doctor.findings import Finding, failed, ok
 from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.playground.models import PlaygroundModel
 from retouch.playground.world.tasks import PlaygroundTasks
 from retouch.policies.denoising.policy import DenoisingPolicy, Sampling
 from retouch.policies.denoising.windows import Window
 from retouch.policies.weights import WeightCopies
-from retouch.recipe.policy import PlaygroundModel
 from retouch.renderers.latents import LatentRenderer
 from retouch.types import Batch, Sample
 
@@ -67,7 +66,7 @@ def _compared(name: str, found: str, asked: SpecifierSet, *, mend: str) -> Findi
 def check_playground(folder: Path) -> Finding:
     """The built-in model in ``folder`` loads, acts, and makes a few pictures that are judged, on the CPU."""
     try:
-        model = build_model(PlaygroundModel(kind="playground", path=str(folder)), device=torch.device("cpu"))
+        model = PlaygroundModel(path=str(folder)).build(device=torch.device("cpu"))
         sampling = Sampling(num_steps=_STEPS, kind="cps", noise_level=0.7, reduction="mean", window=Window())
         policy = DenoisingPolicy(model, sampling=sampling, eval_steps=_STEPS, microbatch=1, copies=WeightCopies(model.module))
         tasks = tuple(PlaygroundTasks(seed=0, count=_PICTURES, complexity=[1], split="train")[:])

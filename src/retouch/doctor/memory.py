@@ -1,10 +1,8 @@
 """What a recipe's run keeps on each device and in each checkpoint, planned from the model's configuration: its folder's, or for
 weights that are not here the published one."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,26 +16,17 @@ from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
 from retouch.memory import plan as memory
 from retouch.memory.ip_adapter import adapter_counts, embed_width, vision_part
 from retouch.memory.plan import MemoryPlan, Setup, plan_parts
-from retouch.memory.shapes import shape_of
-from retouch.memory.sizes import image_encoder, model_in, parts, parts_in, stored_count
+from retouch.memory.sizes import image_encoder, model_in, parts_in, stored_count
+from retouch.models.base import Described, DiffusersModel, Shape
 from retouch.models.common.pretrained import find_encoder
-from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
-from retouch.playground.world.scenes import SIZE
-from retouch.playground.world.words import HEIGHT, WIDTH
+from retouch.recipe.data import PaintingData, PromptData
 from retouch.recipe.emu3 import TokenModel
 from retouch.recipe.ip_adapter import IpAdapter, lora_of
-from retouch.recipe.policy import DenoisingPolicy, DiffusersModel, ImportedModel, PlaygroundModel, PlaygroundWords
+from retouch.recipe.policy import DenoisingPolicy
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.rollout import DenoisingRollout
 from retouch.recipe.train import FullWeights
 
-Described = Mapping[str, Mapping[str, Any]]
-
-EDITORS = {"qwen-image-edit": QwenImageEdit, "qwen-image-edit-plus": QwenImageEditPlus}
-INSTRUCTION_TOKENS = 256
-# What the text becomes at most; in all but Z-Image, whose prompts are not padded, at least too.
-TEXT_TOKENS = {"sd3": 77 + 256, "z-image": 512, "flux": 512, "flux-fill": 512, "flux-kontext": 512, "playground-words": 14}
-_MEGAPIXEL = (1024, 1024)
 _ENCODER = "image_encoder"
 LEFT_FREE = 0.1
 SHOWN_FROM = 10**9
@@ -59,20 +48,13 @@ def describe(recipe: Recipe, folder: Path | None) -> Described | None:
     ``folder``: where its weights lie; None, not on this machine. ValueError for a folder that holds no such model.
     """
     model = recipe.image_model
-    if isinstance(model, ImportedModel):
-        return None
     if isinstance(model, TokenModel):
         return describe_emu3(model, folder)
-    if folder is not None:
-        described: Described = parts_in(folder)
-    else:
-        assert isinstance(model, DiffusersModel), "the playground's model has a folder"
-        published = _published(model)
-        if published is None:
-            return None
-        described = parts(published)
+    if not isinstance(model, DiffusersModel):
+        return None
+    described = model.published() if folder is None else parts_in(folder)
     train = recipe.policy.train
-    return _with_encoder(described, train.encoder) if isinstance(train, IpAdapter) else described
+    return described if described is None or not isinstance(train, IpAdapter) else _with_encoder(described, train.encoder)
 
 
 def _with_encoder(described: Described, path: str) -> Described | None:
@@ -82,33 +64,18 @@ def _with_encoder(described: Described, path: str) -> Described | None:
     return None if found is None else {**described, _ENCODER: vision_part(found)}
 
 
-def _published(model: DiffusersModel) -> str | None:
-    """The configuration of the published model. All of Qwen's image models have one size, and both of Z-Image; SD3's are told apart
-    by their names, and of FLUX.1 the distilled one (schnell) has a little less."""
-    name = Path(model.path).name.lower()
-    match model.kind:
-        case "z-image":
-            return "z-image"
-        case "flux-fill":
-            return "flux.1-fill-dev"
-        case "flux" | "flux-kontext":
-            return "flux.1-schnell" if "schnell" in name else "flux.1-dev"
-        case "qwen-image" | "qwen-image-edit" | "qwen-image-edit-plus":
-            return "qwen-image-edit-2511" if "2511" in name else "qwen-image"
-    known = {"3.5-large": "sd3.5-large", "3.5-medium": "sd3.5-medium", "3-medium": "sd3-medium"}
-    return next((config for part, config in known.items() if part in name), None)
-
-
 def footprint(recipe: Recipe, described: Described) -> Footprint:
     """What the recipe's run keeps. ValueError where it cannot be planned (LoRA targets that match nothing, say)."""
     assert isinstance(recipe.policy, DenoisingPolicy), "a writer's memory is not planned"
     model, train = recipe.policy.model, recipe.policy.train
-    assert not isinstance(model, ImportedModel)
+    assert isinstance(model, DiffusersModel)
     copies, dtype, lora = len(copies_needed(recipe)), DTYPES[model.dtype], lora_of(train)
     # Both branches of guidance go through one forward.
     rollouts = [phase.rollout for phase in recipe.resolved_phases()]
     branches = max(2 if isinstance(each, DenoisingRollout) and each.guidance_scale > 1 else 1 for each in rollouts)
-    tokens = _tokens(model, described)
+    images = not all(isinstance(phase.data, PromptData | PaintingData) for phase in recipe.resolved_phases())
+    tokens = model.tokens(described, sources=max(model.takes.images[0], min(1, model.takes.images[1]) * images))
+    shape = model.shape(described["transformer"])
     adapter, projection = None, 0
     if isinstance(train, IpAdapter):
         adapter, projection = adapter_counts(described["transformer"], described[_ENCODER], form_of(train))
@@ -125,49 +92,19 @@ def footprint(recipe: Recipe, described: Described) -> Footprint:
         ranks=recipe.ranks or 1,
         sharding="zero2" if recipe.sharding == "zero2" else "fsdp" if recipe.sharding == "fsdp2" else "ddp",
     )
-    planned = with_head(plan_parts(described, setup), recipe, _seen_by_head(described))
+    planned = with_head(plan_parts(described, setup, shape=shape), recipe, _seen_by_head(described, shape))
     rows = {row.name: row.bytes for row in planned.rows}
     checkpoint = (1 + copies) * rows["transformer, trained weights"] + rows["AdamW's two moments"] + saved_of_head(planned)
     counts = ", ".join(f"{name} {stored_count(part) / 1e9:.2f} B" for name, part in described.items())
     return Footprint(planned, tokens, checkpoint, counts)
 
 
-def _seen_by_head(described: Described) -> int:
+def _seen_by_head(described: Described, shape: Shape) -> int:
     """Numbers that a value head reads: of latents and sources, which are no wider than the transformer's input, of the text, and of
     the reference that an IP-Adapter is shown."""
-    shape = shape_of(described["transformer"])
     pooled: int = described["transformer"]["config"].get("pooled_projection_dim", 0)
     shown = embed_width(described[_ENCODER]) if _ENCODER in described else 0
     return 2 * (2 * shape.latents + shape.text) + pooled + shown + 1
-
-
-def _tokens(model: PlaygroundModel | DiffusersModel, described: Described) -> int:
-    """Tokens of one row: its text, its output and one source picture where it has any."""
-    transformer, vae = described["transformer"]["config"], described["vae"]["config"]
-    if model.kind in TEXT_TOKENS:
-        # Flux packs 2 x 2 latents into a token before its transformer, whose own patches are of 1.
-        side = 2 ** (len(vae["block_out_channels"]) - 1) * (transformer["patch_size"] if model.kind == "sd3" else 2)
-        alone = (HEIGHT, WIDTH) if isinstance(model, PlaygroundWords) else _MEGAPIXEL
-        sizes = [model.size or alone, *([_MEGAPIXEL] if model.kind == "flux-kontext" else [])]
-        return sum(_squares(size, side) for size in sizes) + TEXT_TOKENS[model.kind]
-    side = 2 * 2 ** len(vae["temperal_downsample"])
-    if model.kind == "qwen-image":
-        assert model.size is not None, "the recipe's checks see to it"
-        return _squares(model.size, side) + INSTRUCTION_TOKENS
-    vision = described["text_encoder"]["config"]["vision_config"]
-    seen: int = vision["patch_size"] * vision["spatial_merge_size"]
-    if isinstance(model, PlaygroundModel):
-        size = model.size or (SIZE, SIZE)
-        return 2 * _squares(size, side) + _squares(size, seen) + INSTRUCTION_TOKENS
-    editor = EDITORS[model.kind]
-    source: int = editor.SOURCE_AREA // side**2
-    output = source if model.size is None else _squares(model.size, side)
-    read: int = editor.CONDITION_AREA // seen**2
-    return output + source + read + INSTRUCTION_TOKENS
-
-
-def _squares(size: tuple[int, int], side: int) -> int:
-    return (size[0] // side) * (size[1] // side)
 
 
 def check_memory(recipe: Recipe, folder: Path | None, place: Place | None) -> tuple[Finding, int | None]:
@@ -176,8 +113,7 @@ def check_memory(recipe: Recipe, folder: Path | None, place: Place | None) -> tu
     ``folder``: where the weights lie; None, not on this machine.
     """
     assert isinstance(recipe.policy, DenoisingPolicy)
-    model = recipe.policy.model
-    subject = model.class_ if isinstance(model, ImportedModel) else model.path or "the built-in model"
+    subject = recipe.policy.model.source
     try:
         described = describe(recipe, folder)
         found = None if described is None else footprint(recipe, described)

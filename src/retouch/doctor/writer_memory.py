@@ -8,24 +8,25 @@ from typing import Any
 import torch
 
 from retouch.assembly.learning import copies_needed
-from retouch.assembly.model import DTYPES, lora_targets, playground_weights
+from retouch.assembly.model import DTYPES, lora_targets
 from retouch.assembly.value_head import saved_of_head, with_head
 from retouch.assembly.writer import playground_writer_weights
 from retouch.doctor.device import CARDS, Place, place_of
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
 from retouch.doctor.judge_memory import judge_rows, uncounted
-from retouch.doctor.memory import LEFT_FREE, SHOWN_FROM, Described, describe, table
+from retouch.doctor.memory import LEFT_FREE, SHOWN_FROM, describe, table
 from retouch.doctor.writer_setup import codes_setup, drawing_setup, held_out_rows, image_dtype, rank_rows, writing_setup
 from retouch.memory.images import codes_plan, image_model_plan
 from retouch.memory.plan import MemoryPlan, Row
 from retouch.memory.sizes import lora_count, model_in, parameter_count, stored_count, writer
 from retouch.memory.tokens import reading_bytes, writer_plan
+from retouch.models.base import Described, DiffusersModel, ImportedModel
 from retouch.models.common.pretrained import find_writer
+from retouch.playground.models import playground_weights
 from retouch.recipe import train as recipe_train
 from retouch.recipe.devices import Devices
 from retouch.recipe.emu3 import TokenModel
 from retouch.recipe.out_of_memory import suggestions
-from retouch.recipe.policy import ImportedModel
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.renderer import CodesRenderer, ResponseRenderer
 from retouch.recipe.writer import AutoregressivePolicy, PlaygroundEnhancer, PlaygroundWriter
@@ -93,8 +94,9 @@ def plans(recipe: Recipe, written: Mapping[str, Any], described: Described) -> I
     if isinstance(renderer, CodesRenderer):
         for_renderer = codes_plan(described["autoencoder"], **codes_setup(recipe, policy))
     else:
+        assert isinstance(renderer.model, DiffusersModel)
         for_renderer = image_model_plan(
-            described, drawing_setup(recipe, described, setup), without=("text_encoder",) if shared else ()
+            renderer.model, described, drawing_setup(recipe, described, setup), without=("text_encoder",) if shared else ()
         )
     if isinstance(renderer, ResponseRenderer):
         rows = min(renderer.encoder_batch, max(rank_rows(recipe), held_out_rows(recipe)))

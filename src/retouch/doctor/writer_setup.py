@@ -8,14 +8,12 @@ import torch
 
 from retouch.assembly.learning import copies_needed
 from retouch.assembly.model import DTYPES, lora_targets
-from retouch.doctor.memory import EDITORS, INSTRUCTION_TOKENS, TEXT_TOKENS, Described
-from retouch.memory.images import Drawing
 from retouch.memory.plan import Lora
 from retouch.memory.tokens import Writing
+from retouch.models.base import INSTRUCTION_TOKENS, Described, DiffusersModel, ImageBatch, ImportedModel
 from retouch.playground.world.scenes import SIZE
 from retouch.recipe import train as recipe_train
 from retouch.recipe.emu3 import TokenModel
-from retouch.recipe.policy import ImportedModel, PlaygroundModel
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.renderer import CodesRenderer, ResponseRenderer
 from retouch.recipe.rollout import TokenRollout
@@ -76,29 +74,23 @@ def _prompt_tokens(recipe: Recipe, described: Described) -> int:
     text = _TEMPLATE_TOKENS + INSTRUCTION_TOKENS
     if not isinstance(recipe.renderer, ResponseRenderer):
         return text
-    vision = described["text_encoder"]["config"]["vision_config"]
-    seen: int = vision["patch_size"] * vision["spatial_merge_size"]
     model = recipe.renderer.model
-    if isinstance(model, PlaygroundModel):
-        return text + (SIZE // seen) ** 2
-    return text + int(EDITORS[model.kind].CONDITION_AREA // seen**2)
+    assert isinstance(model, DiffusersModel)
+    return text + model.condition_tokens(described)
 
 
-def drawing_setup(recipe: Recipe, described: Described, setup: Writing) -> Drawing:
+def drawing_setup(recipe: Recipe, described: Described, setup: Writing) -> ImageBatch:
     """How the image model behind it draws on one rank."""
     assert recipe.renderer is not None
     assert not isinstance(recipe.renderer, CodesRenderer), "it draws with the policy itself"
     model = recipe.renderer.model
-    assert not isinstance(model, ImportedModel)
-    editor = EDITORS.get(model.kind)
-    side = SIZE if isinstance(model, PlaygroundModel) else math.isqrt(editor.SOURCE_AREA) if editor is not None else 1024
-    size = model.size or (side, side)
-    return Drawing(
+    assert isinstance(model, DiffusersModel)
+    return ImageBatch(
         rows=min(recipe.renderer.batch, max(rank_rows(recipe), held_out_rows(recipe))),
-        size=(size[0], size[1]),
-        source=(side, side),
+        size=model.size or model.planned_size,
+        source=model.planned_size,
         sources=int(isinstance(recipe.renderer, ResponseRenderer)),
-        text=TEXT_TOKENS.get(model.kind, setup.prompt + setup.completion),
+        text=model.text_tokens or setup.prompt + setup.completion,
         dtype=image_dtype(recipe),
     )
 
@@ -127,5 +119,5 @@ def _pixels(model: TokenModel) -> tuple[int, int]:
 def image_dtype(recipe: Recipe) -> torch.dtype:
     """Of the image model."""
     model = recipe.image_model
-    assert not isinstance(model, ImportedModel)
+    assert isinstance(model, DiffusersModel | TokenModel)
     return DTYPES[model.dtype]

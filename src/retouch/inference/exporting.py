@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from retouch.assembly.assembly import Assembly
-from retouch.assembly.families import FAMILIES
 from retouch.assembly.ip_adapter import write_ip_adapter
 from retouch.inference.opening import open_target
+from retouch.models.base import ImageModel
 from retouch.models.common.lora_files import write_lora
 from retouch.recipe.ip_adapter import IpAdapter, lora_of
-from retouch.recipe.policy import ImportedModel
 from retouch.recipe.train import FullWeights
 from retouch.recipe.writer import AutoregressivePolicy
 from retouch.records import files
-from retouch.records.libraries import versions
+from retouch.records.versions import versions
 
 Which = Literal["average", "current"]
 
@@ -65,4 +64,4 @@ def _write_weights(parts: Assembly, to: Path) -> None:
     if isinstance(train, IpAdapter):
         write_ip_adapter(module, train, to)
     if lora_of(train) is not None:
-        write_lora(module, to, pipeline=None if writes or isinstance(model, ImportedModel) else FAMILIES[model.kind].pipeline)
+        write_lora(module, to, pipeline=model.pipeline if isinstance(model, ImageModel) and not writes else None)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from retouch.assembly.assembly import Assembly, assemble
-from retouch.assembly.model import build_model, make_trainable
+from retouch.assembly.model import make_trainable
 from retouch.assembly.policy import build_policy
 from retouch.assembly.state import restore_weights
 from retouch.assembly.writer import build_writer
@@ -19,14 +19,14 @@ from retouch.recipe.recipe import Recipe, load, parse
 from retouch.recipe.renderer import ResponseRenderer
 from retouch.recipe.rollout import TokenRollout
 from retouch.records.folder import RunFolder
-from retouch.records.libraries import silence_libraries
+from retouch.records.quiet import quiet
 from retouch.training import checkpoint
 from retouch.training.checkpoint import State
 
 
 def open_target(target: str, overrides: Sequence[str] = ()) -> tuple[Assembly, int]:
     """The parts of a recipe or run, and the step whose weights they have (0: untrained)."""
-    silence_libraries()
+    quiet()
     recipe, folder = _recipe(target, overrides)
     parts = assemble(recipe, init_distributed_from_recipe(recipe))
     state = _newest(folder)
@@ -41,13 +41,13 @@ def open_writer(target: str, overrides: Sequence[str] = ()) -> OpenWriter:
 
     ValueError for a policy that does not write.
     """
-    silence_libraries()
+    quiet()
     recipe, folder = _recipe(target, overrides)
     policy, renderer, rollout = recipe.policy, recipe.renderer, recipe.rollout
     if not isinstance(policy, recipe_writer.AutoregressivePolicy) or not isinstance(rollout, TokenRollout):
         raise ValueError(f"{target}: its policy makes pictures and writes nothing; `retouch sample` uses it")
     device = init_distributed_from_recipe(recipe).device
-    before = build_model(renderer.model, device=torch.device("cpu")) if isinstance(renderer, ResponseRenderer) else None
+    before = renderer.model.build(device=torch.device("cpu")) if isinstance(renderer, ResponseRenderer) else None
     model = build_writer(policy, before=before, device=device)
     copies = make_trainable(model.module, policy, seed=recipe.seed)
     state = _newest(folder)

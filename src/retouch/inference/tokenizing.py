@@ -24,7 +24,6 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from retouch.assembly.data import playground_tasks, read_rows
-from retouch.assembly.model import playground_weights
 from retouch.config.errors import unknown_keys, wrong_values
 from retouch.config.packaged import SUFFIXES, find
 from retouch.config.section import Section
@@ -38,6 +37,7 @@ from retouch.distributed.ranks import find_device
 from retouch.models.common.pretrained import fetch_writer
 from retouch.models.emu3.images import Emu3Pictures
 from retouch.models.emu3.load import load_autoencoder
+from retouch.playground.models import playground_weights
 from retouch.recipe.data import Data, DrawnData, PromptData, TokenData
 from retouch.recipe.jsonnet import evaluate
 from retouch.records.files import read_json, write_atomic, write_json

@@ -4,14 +4,14 @@ Weights, gradients and optimizer states follow from counts and are exact. Activa
 fragmentation, NCCL's buffers and the autoencoder's decoding are not counted: leave a tenth free.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from retouch.memory.shapes import shape_of
-from retouch.memory.sizes import build_meta, lora_count, parameter_count, parts, stored_count
+from retouch.memory.sizes import build_meta, lora_count, parameter_count, stored_count
+from retouch.models.base import Described, Part, Shape
 
 _ADAMW_BYTES = 8  # two fp32 moments
 
@@ -76,16 +76,12 @@ class Setup:
             raise ValueError(f"{self.dtype}: the computation runs in a 16-bit or 32-bit type")
 
 
-def plan(name: str, setup: Setup) -> MemoryPlan:
-    """The memory plan of a published model (see ``sizes.known_models``). ``setup.without`` names parts that live elsewhere.
+def plan_parts(described: Described, setup: Setup, *, shape: Shape) -> MemoryPlan:
+    """The memory plan of a model that is described part by part, whose transformer has this shape. ``setup.without`` names parts
+    that live elsewhere.
 
-    ValueError for an unknown model, part or target.
+    Raises ValueError for an unknown part or LoRA target.
     """
-    return plan_parts(parts(name), setup)
-
-
-def plan_parts(described: Mapping[str, Mapping[str, Any]], setup: Setup) -> MemoryPlan:
-    """As ``plan``, for a model that is described part by part, as ``sizes.parts`` does."""
     unknown = [part for part in setup.without if part not in described or part == "transformer"]
     if unknown:
         raise ValueError(f"the model has no part {unknown[0]!r} to leave out; it has {', '.join(described)}")
@@ -116,23 +112,23 @@ def plan_parts(described: Mapping[str, Mapping[str, Any]], setup: Setup) -> Memo
     for part, description in described.items():
         if part != "transformer" and part not in setup.without:
             rows.append(Row(part, stored_count(description) * setup.dtype.itemsize))
-    rows.append(Row("activations (estimate)", activation_bytes(transformer, setup)))
+    rows.append(Row("activations (estimate)", activation_bytes(shape, setup)))
     return MemoryPlan(tuple(row for row in rows if row.bytes))
 
 
-def activation_bytes(transformer: Mapping[str, Any], setup: Setup) -> int:
+def activation_bytes(shape: Shape, setup: Setup) -> int:
     """What autograd keeps of one forward, roughly.
 
     That is all of every block; with checkpointing, every block's input and all of one block.
     """
-    shape, size = shape_of(transformer), setup.dtype.itemsize
+    size = setup.dtype.itemsize
     numbers = setup.rows * setup.tokens * shape.width
     if setup.gradient_checkpointing:
         return numbers * (sum(each.count for each in shape.blocks) * size + max(each.saved[size] for each in shape.blocks))
     return numbers * sum(each.count * each.saved[size] for each in shape.blocks)
 
 
-def _largest_block(transformer: Mapping[str, Any]) -> int:
+def _largest_block(transformer: Part) -> int:
     module = build_meta(transformer)
     blocks = [block for block in module.modules() if type(block).__name__ in (module._no_split_modules or ())]
     return max(sum(weight.numel() for weight in block.parameters()) for block in blocks)

@@ -1,7 +1,8 @@
 """How large the published models are, counted on the meta device from their configurations: no weight is loaded or made.
 
-``configs/*.json`` hold each model's parts as ``{"class": ..., "config": ...}`` with their source, ``configs/writers/*.json`` one
-language model each, ``configs/judges/*.json`` one model of a reward each, ``configs/encoders/*.json`` one image encoder each.
+``models/<family>/*.json`` hold each model's parts as ``{"class": ..., "config": ...}`` with their source,
+``models/configs/writers/*.json`` one language model each, ``models/configs/judges/*.json`` one model of a reward each,
+``models/configs/encoders/*.json`` one image encoder each.
 """
 
 import json
@@ -11,59 +12,25 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import (
-    AutoencoderKL,
-    AutoencoderKLQwenImage,
-    FluxTransformer2DModel,
-    QwenImageTransformer2DModel,
-    SD3Transformer2DModel,
-    ZImageTransformer2DModel,
-)
+import transformers
 from torch import nn
-from transformers import (
-    CLIPConfig,
-    CLIPModel,
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTextModelWithProjection,
-    CLIPVisionConfig,
-    CLIPVisionModelWithProjection,
-    Emu3ForCausalLM,
-    Emu3TextConfig,
-    Emu3VQVAE,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3Model,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    SiglipVisionConfig,
-    SiglipVisionModel,
-    T5Config,
-    T5EncoderModel,
-)
-from transformers.models.emu3.configuration_emu3 import Emu3VQVAEConfig
 
-_CONFIGS = files("retouch.models") / "configs"
+_MODELS = Path(str(files("retouch.models")))
 
 
 def known_models() -> list[str]:
     """The names that ``parts`` takes."""
-    return sorted(entry.name.removesuffix(".json") for entry in _CONFIGS.iterdir() if entry.name.endswith(".json"))
+    return sorted(file.stem for file in _MODELS.glob("*/*.json"))
 
 
 def parts(name: str) -> dict[str, dict[str, Any]]:
     """The parts of a published model: part name to its class and configuration. ValueError for a name that is not known."""
     if name not in known_models():
         raise ValueError(f"no configuration of {name!r}; there are {', '.join(known_models())}")
-    description = json.loads((_CONFIGS / f"{name}.json").read_text(encoding="utf-8"))
-    return dict(description["parts"])
+    file = next(_MODELS.glob(f"*/{name}.json"))
+    return dict(json.loads(file.read_text(encoding="utf-8"))["parts"])
 
 
 def parts_in(folder: Path) -> dict[str, dict[str, Any]]:
@@ -105,12 +72,12 @@ def model_in(folder: Path) -> dict[str, Any]:
 
 
 def _one(kind: str, name: str) -> dict[str, Any] | None:
-    place = _CONFIGS / kind / f"{name.rpartition('/')[2].lower()}.json"
+    place = _MODELS / "configs" / kind / f"{name.rpartition('/')[2].lower()}.json"
     return dict(json.loads(place.read_text(encoding="utf-8"))) if place.is_file() else None
 
 
 def build_meta(part: Mapping[str, Any]) -> nn.Module:
-    """The part on the meta device: shapes without storage. ValueError for a class that is not among those built here."""
+    """The part on the meta device: shapes without storage. ValueError for a class that is in neither diffusers nor transformers."""
     return _build(json.dumps(part, sort_keys=True))
 
 
@@ -147,48 +114,13 @@ def _matches(name: str, target: str) -> bool:
 def _build(part: str) -> nn.Module:
     described = json.loads(part)
     config = described["config"]
-    # diffusers' from_config passes over keys of other versions, as its from_pretrained does.
+    name = described["class"]
+    found = getattr(diffusers, name, None) or getattr(transformers, name, None)
     with torch.device("meta"):
-        match described["class"]:
-            case "QwenImageTransformer2DModel":
-                return QwenImageTransformer2DModel.from_config(config)
-            case "SD3Transformer2DModel":
-                return SD3Transformer2DModel.from_config(config)
-            case "FluxTransformer2DModel":
-                return FluxTransformer2DModel.from_config(config)
-            case "ZImageTransformer2DModel":
-                return ZImageTransformer2DModel.from_config(config)
-            case "AutoencoderKLQwenImage":
-                return AutoencoderKLQwenImage.from_config(config)
-            case "AutoencoderKL":
-                return AutoencoderKL.from_config(config)
-            case "CLIPModel":
-                return CLIPModel(CLIPConfig(**config))
-            case "CLIPVisionModelWithProjection":
-                return CLIPVisionModelWithProjection(CLIPVisionConfig(**config))
-            case "SiglipVisionModel":
-                return SiglipVisionModel(SiglipVisionConfig(**config))
-            case "Qwen2_5_VLForConditionalGeneration":
-                return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**config))
-            case "Qwen2VLForConditionalGeneration":
-                return Qwen2VLForConditionalGeneration(Qwen2VLConfig(**config))
-            case "Qwen3VLForConditionalGeneration":
-                return Qwen3VLForConditionalGeneration(Qwen3VLConfig(**config))
-            case "Qwen2ForCausalLM":
-                return Qwen2ForCausalLM(Qwen2Config(**config))
-            case "Qwen3ForCausalLM":
-                return Qwen3ForCausalLM(Qwen3Config(**config))
-            case "Qwen3Model":
-                return Qwen3Model(Qwen3Config(**config))
-            case "CLIPTextModel":
-                return CLIPTextModel(CLIPTextConfig(**config))
-            case "Emu3ForCausalLM":
-                return Emu3ForCausalLM(Emu3TextConfig(**config))
-            case "Emu3VQVAE":
-                return Emu3VQVAE(Emu3VQVAEConfig(**config))
-            case "CLIPTextModelWithProjection":
-                return CLIPTextModelWithProjection(CLIPTextConfig(**config))
-            case "T5EncoderModel":
-                return T5EncoderModel(T5Config(**config))
-            case other:
-                raise ValueError(f"a part of class {other!r} cannot be counted")
+        if isinstance(found, type) and issubclass(found, diffusers.ModelMixin):
+            # from_config ignores keys of other versions, as from_pretrained does.
+            module: nn.Module = found.from_config(config)
+            return module
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+            return found(found.config_class(**config))
+    raise ValueError(f"a part of class {name!r} cannot be counted")

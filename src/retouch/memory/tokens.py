@@ -7,7 +7,6 @@ fragmentation and NCCL's buffers are not counted: leave a tenth free.
 
 import copy
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -19,8 +18,8 @@ from retouch.core.tokens import log_prob, sample_tokens, warp_logits
 from retouch.memory.peak import FusedAttention, Live, in_dtype, most_alive
 from retouch.memory.plan import Lora, MemoryPlan, Row
 from retouch.memory.sizes import build_meta, lora_count, parameter_count, stored_count
+from retouch.models.base import Part
 
-Part: TypeAlias = Mapping[str, Any]
 Sharding: TypeAlias = Literal["replicated", "zero2", "fsdp2"]
 _ADAMW_BYTES = 8  # two fp32 moments
 _META = torch.device("meta")

@@ -4,9 +4,9 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from retouch.assembly.model import playground_weights
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.playground.models import playground_weights
 from retouch.playground.world.tasks import PlaygroundTasks
 from retouch.policies.denoising.policy import DenoisingPolicy, Sampling
 from retouch.policies.denoising.windows import Window

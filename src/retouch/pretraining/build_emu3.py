@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 
 from retouch.assembly.emu3 import build_emu3 as load
-from retouch.assembly.model import playground_weights
 from retouch.models.emu3.load import language_model
 from retouch.models.emu3.model import Emu3Editor
 from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.playground.models import playground_weights
 from retouch.playground.world.scenes import SIZE
 from retouch.playground.world.tasks import PlaygroundTasks
 from retouch.policies.autoregressive.decoding import Decoding

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import torch
 
-from retouch.assembly.model import build_model, playground_weights
-from retouch.models.common.readable import readable
+from retouch.models.common.pipeline_model import accepts_prompt
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.qwen_image.model import QwenImage
 from retouch.models.qwen_vl.model import QwenWriter
 from retouch.playground.judges.painting_judge import PaintingJudge
+from retouch.playground.models import PlaygroundModel, playground_weights
 from retouch.playground.world.paintings import PaintingTasks
 from retouch.policies.autoregressive.decoding import Decoding
 from retouch.policies.autoregressive.demonstrating import demonstrates
@@ -22,7 +22,6 @@ from retouch.pretraining.networks import parts
 from retouch.pretraining.networks.enhancer import LONGEST, EnhancerTraining, train_enhancer
 from retouch.pretraining.networks.enhancer import TEMPLATE as ENHANCING
 from retouch.pretraining.networks.painter import TEMPLATE, PainterTraining, train_painter
-from retouch.recipe.policy import PlaygroundModel
 from retouch.records import files
 from retouch.renderers.prompts import FlowPainter, PromptRenderer
 from retouch.training.evaluation import table
@@ -44,7 +43,7 @@ def build_painter(
     building = Building(seed=seed, command=COMMAND)
     folders = [playground_weights(name) if out is None else out / name for name in ("painter", "enhancer")]
     with one_thread():
-        editor = build_model(PlaygroundModel(kind="playground"), device=torch.device("cpu"))
+        editor = PlaygroundModel(kind="playground").build(device=torch.device("cpu"))
         assert isinstance(editor, QwenImageEdit)
         model = train_painter(editor, replace(painter, seed=seed), log.info)
         writer = train_enhancer(replace(enhancer, seed=seed), log.info)
@@ -87,7 +86,7 @@ def measure(model: QwenImage, writer: QwenWriter) -> dict[str, float]:
     policy = AutoregressivePolicy(
         writer, decoding=Decoding(max_new_tokens=LONGEST), microbatch=HELD_OUT, copies=WeightCopies(writer.module)
     )
-    painter = FlowPainter(model, num_steps=EVAL_STEPS, reads=lambda prompt: readable(model, prompt))
+    painter = FlowPainter(model, num_steps=EVAL_STEPS, reads=lambda prompt: accepts_prompt(model, prompt))
     right, enhanced = held_out(
         policy,
         tasks=PaintingTasks(seed=1, count=HELD_OUT, complexity=[1, 2, 3, 4], split="test"),

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from retouch.assembly.model import playground_weights
 from retouch.models.flux.fill import FluxFill
+from retouch.playground.models import playground_weights
 from retouch.playground.world.words import WordTasks
 from retouch.policies.denoising.policy import DenoisingPolicy, Sampling
 from retouch.policies.denoising.windows import Window

@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from retouch.assembly.model import build_model
 from retouch.assembly.writer import playground_writer_weights
 from retouch.models.common.encoder import Encoder
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.qwen_image.responses import QwenResponses, writer_for
 from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.playground.models import PlaygroundModel
 from retouch.playground.world.changed import Changed
 from retouch.playground.world.indirect import indirect
 from retouch.playground.world.tasks import PlaygroundTasks
@@ -22,7 +22,6 @@ from retouch.policies.weights import WeightCopies
 from retouch.pretraining.building import Building, held_out, log, one_thread
 from retouch.pretraining.networks import parts
 from retouch.pretraining.networks.writer import LONGEST, Round, WriterTraining, train_writer
-from retouch.recipe.policy import PlaygroundModel
 from retouch.renderers.responses import ResponseRenderer
 from retouch.training.evaluation import table
 
@@ -46,7 +45,7 @@ def build_writer(out: Path | None, *, seed: int, writer: WriterTraining = WRITER
     building = Building(seed=seed)
     folder = playground_writer_weights() if out is None else out
     with one_thread():
-        editor = build_model(PlaygroundModel(kind="playground"), device=torch.device("cpu"))
+        editor = PlaygroundModel(kind="playground").build(device=torch.device("cpu"))
         assert isinstance(editor, QwenImageEdit)
         module = train_writer(editor, replace(writer, seed=seed), log.info)
     module.save_pretrained(folder)

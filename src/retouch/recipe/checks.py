@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from retouch.core.surrogates import check_clip
 from retouch.data.sampler import check_arithmetic
+from retouch.models.base import ImportedModel
 from retouch.recipe.data import PicturedData, PromptData, TokenData
 from retouch.recipe.emu3 import TokenModel
 from retouch.recipe.image_checks import image_model_problems, picture_problems
@@ -12,7 +13,6 @@ from retouch.recipe.ip_adapter import lora_of
 from retouch.recipe.ip_adapter_checks import ip_adapter_problems
 from retouch.recipe.learning import GroupAdvantage, PolicyGradient
 from retouch.recipe.phases import ResolvedPhase
-from retouch.recipe.policy import ImportedModel
 from retouch.recipe.renderer import CodesRenderer
 from retouch.recipe.reward_checks import reward_data_problems, reward_problems
 from retouch.recipe.rollout import (

@@ -1,9 +1,10 @@
 """Sections of a recipe about a policy that writes a picture as tokens."""
 
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 from retouch.config.section import Pixels, Section
-from retouch.recipe.policy import Attention, Dtype
+from retouch.models.base import Dtype, Takes
+from retouch.recipe.policy import Attention
 
 
 class Emu3(Section):
@@ -28,6 +29,8 @@ class Emu3(Section):
     attention: Attention = "sdpa"
     """How attention is computed; ``flash_attention_2`` needs the flash-attn package and a GPU."""
 
+    takes: ClassVar[Takes] = Takes(images=(1, 1))
+
 
 class PlaygroundEmu3(Section):
     """The built-in tiny Emu3, which edits the playground's pictures."""
@@ -46,6 +49,8 @@ class PlaygroundEmu3(Section):
     """Type of the frozen weights and of the forward pass; log-probabilities are fp32 in any case."""
     attention: Attention = "sdpa"
     """How attention is computed."""
+
+    takes: ClassVar[Takes] = Takes(images=(1, 1))
 
     @property
     def size(self) -> tuple[int, int] | None:

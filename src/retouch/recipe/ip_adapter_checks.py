@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from retouch.models.base import ImageModel
 from retouch.recipe.data import FolderData, HubData, TripletData, WordData
 from retouch.recipe.ip_adapter import IpAdapter
 from retouch.recipe.learning import Supervised
@@ -10,18 +11,16 @@ from retouch.recipe.learning import Supervised
 if TYPE_CHECKING:
     from retouch.recipe.recipe import Recipe
 
-_DOUBLE_ALONE = ("qwen-image", "qwen-image-edit", "qwen-image-edit-plus", "playground", "playground-painter")
-_WITHOUT = ("sd3", "z-image", "import")
-
 
 def ip_adapter_problems(recipe: "Recipe") -> Iterator[str]:
     """Whether the model can have the adapter, and the tasks a reference to show it."""
-    train, kind = recipe.policy.train, recipe.policy.model.kind
+    train, model = recipe.policy.train, recipe.policy.model
     if not isinstance(train, IpAdapter):
         return
-    if kind in _WITHOUT:
-        yield f"policy.train.kind: ip-adapter is for models of Flux and Qwen-Image, and not for {kind}; take lora"
-    if train.blocks == "all" and kind in _DOUBLE_ALONE:
+    assert isinstance(model, ImageModel)
+    if not model.ip_adapter_blocks:
+        yield f"policy.train.kind: ip-adapter is for models of Flux and Qwen-Image, and not for {model.kind}; take lora"
+    elif train.blocks not in model.ip_adapter_blocks:
         yield "policy.train.blocks: Qwen-Image has double blocks alone; take double"
     phases = recipe.resolved_phases()
     if train.dropout > 0 and not any(isinstance(phase.objective, Supervised) for phase in phases):

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from retouch.recipe.judges import AspectsReward, Endpoint, Judge, JudgeReward, WinRateReward
-from retouch.recipe.policy import ImportedModel
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.reward_classes import parts_of
 from retouch.rewards.judges.rubrics import rubric
@@ -111,8 +110,7 @@ def _calls(recipe: Recipe, path: str, part: Judge, *, trained: int, evaluated: i
 
 def _read(recipe: Recipe, name: str, pictures: int) -> float:
     """Tokens of one question."""
-    model = recipe.image_model
-    height, width = (None if isinstance(model, ImportedModel) else model.size) or (_USUAL_SIDE, _USUAL_SIDE)
+    height, width = recipe.image_size or (_USUAL_SIDE, _USUAL_SIDE)
     text = len(rubric(name).split()) * _TOKENS_PER_WORD + _INSTRUCTION
     return text + pictures * max(1.0, height * width / _PIXELS_PER_TOKEN)
 

@@ -14,6 +14,7 @@ from pydantic import Field, JsonValue, ValidationError, model_validator
 from retouch.config.errors import unknown_keys, wrong_values
 from retouch.config.packaged import find
 from retouch.config.section import Cadence, Count, Positive, Section
+from retouch.models.base import ImageModel, ImportedModel
 from retouch.recipe.checks import problems
 from retouch.recipe.data import Data, DrawnData, IndirectPlaygroundData, Mixture, PaintingData, PlaygroundData, WordData
 from retouch.recipe.devices import Devices
@@ -22,7 +23,7 @@ from retouch.recipe.jsonnet import evaluate
 from retouch.recipe.learning import Advantage, GroupAdvantage, Objective, Optimizer
 from retouch.recipe.overrides import apply
 from retouch.recipe.phases import Phase, ResolvedPhase
-from retouch.recipe.policy import DenoisingPolicy, ImportedModel, Model
+from retouch.recipe.policy import DenoisingPolicy
 from retouch.recipe.renderer import CodesRenderer, Renderer
 from retouch.recipe.reward import Reward
 from retouch.recipe.rollout import Rollout
@@ -200,7 +201,7 @@ class Recipe(Section):
         return self.data.model_copy(update=changes | ({} if self.eval.complexity is None else {"complexity": self.eval.complexity}))
 
     @property
-    def image_model(self) -> Model | TokenModel:
+    def image_model(self) -> ImageModel | TokenModel:
         """The image model that the tasks' pictures are for: the policy's own, or the one behind a writer."""
         if self.policy.kind == "denoising":
             return self.policy.model
@@ -209,6 +210,11 @@ class Recipe(Section):
             return self.policy.model
         assert self.renderer is not None, "the recipe's checks see to it"
         return self.renderer.model
+
+    @property
+    def image_size(self) -> tuple[int, int] | None:
+        """(height, width) in px of the image model's images, where the recipe fixes it."""
+        return getattr(self.image_model, "size", None)
 
     def document(self) -> dict[str, JsonValue]:
         """The resolved recipe as JSON: every key, defaults and all; those of ``LEFT_OUT`` where they say something. ``parse`` takes

@@ -5,8 +5,9 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field
 
 from retouch.config.section import Count, Positive, Section
+from retouch.models.base import Dtype, ImportedModel
 from retouch.recipe.emu3 import Emu3, PlaygroundEmu3
-from retouch.recipe.policy import Attention, Dtype, Ema, ImportedModel
+from retouch.recipe.policy import Attention, Ema
 from retouch.recipe.train import FullWeights, Lora
 
 

@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from retouch.models.base import ImportedModel
+from retouch.models.kinds import IMAGE_MODELS
 from retouch.recipe.emu3 import TokenModel
 from retouch.recipe.engine import VllmEngine
-from retouch.recipe.families import EDITORS, takes_of
 from retouch.recipe.learning import Awm, Dpo, Kl, Nft, PolicyGradient, Sft, Supervised
 from retouch.recipe.phases import ResolvedPhase
-from retouch.recipe.policy import DenoisingPolicy, ImportedModel
+from retouch.recipe.policy import DenoisingPolicy
 from retouch.recipe.renderer import CodesRenderer, PromptRenderer, ResponseRenderer
 from retouch.recipe.rollout import TokenRollout
 from retouch.recipe.train import FullWeights
@@ -51,8 +52,9 @@ def renderer_problems(recipe: "Recipe") -> Iterator[str]:
         return
     writer = policy.model
     if isinstance(renderer, ResponseRenderer):
-        if renderer.model.kind not in EDITORS:
-            yield f"renderer.model.kind: {renderer.model.kind} reads no responses; take one of {', '.join(EDITORS)}, or kind prompt"
+        if renderer.model.takes is None or not renderer.model.takes.responses:
+            editors = ", ".join(kind for kind in IMAGE_MODELS if _reads_responses(kind))
+            yield f"renderer.model.kind: {renderer.model.kind} reads no responses; take one of {editors}, or kind prompt"
         if isinstance(writer, ImportedModel) or writer.kind in ("qwen", "playground-enhancer"):
             yield (
                 f"policy.model.kind: an editor reads a writer's ids in its own tokens and pictures, so {writer.kind} cannot stand "
@@ -61,14 +63,19 @@ def renderer_problems(recipe: "Recipe") -> Iterator[str]:
         if isinstance(writer, QwenWriter) and (writer.system is not None or writer.area is not None):
             yield "policy.model.system, policy.model.area: the editor's template and sizes hold for its writer too; leave both out"
     if isinstance(renderer, PromptRenderer):
-        takes = takes_of(renderer.model.kind)
-        if takes is not None and takes.pictures[0] > 0:
+        takes = renderer.model.takes
+        if takes is not None and takes.images[0] > 0:
             yield (
                 f"renderer.model.kind: {renderer.model.kind} edits a source picture, and a prompt has none; take qwen-image, "
                 f"sd3, z-image or flux{', or renderer.kind response' if takes.responses else ''}"
             )
         if writer.kind == "playground-writer":
             yield "policy.model.kind: playground-writer writes for an editor; take playground-enhancer, or renderer.kind response"
+
+
+def _reads_responses(kind: str) -> bool:
+    takes = getattr(IMAGE_MODELS.load(kind), "takes", None)
+    return takes is not None and takes.responses
 
 
 def token_problems(recipe: "Recipe", objective: PolicyGradient, at: str) -> Iterator[str]:

@@ -32,7 +32,8 @@ class Painter(Protocol):
 class FlowPainter:
     """A flow-matching model without source pictures (SD3, Qwen-Image), with its negative branch encoded once.
 
-    ``reads``: whether a prompt is one for this model, ``functools.partial(retouch.models.common.readable.readable, model)`` say.
+    ``reads``: whether a prompt is one for this model, ``functools.partial(accepts_prompt, model)`` for example
+    (``retouch.models.common.pipeline_model``).
     """
 
     def __init__(self, model: DenoisingModel, *, num_steps: int, guidance_scale: float = 1.0, reads: Callable[[str], bool]) -> None:

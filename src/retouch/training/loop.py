@@ -22,7 +22,7 @@ from retouch.core.weights import Normalise, denominator, loss_weights
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import Stepper
 from retouch.protocols import Objective, Renderer
-from retouch.rewards.judging import ScoredBatch
+from retouch.rewards.judging import Judged
 from retouch.rewards.quota.quota import BudgetSpent
 from retouch.training.crediting import Crediting, each_action
 from retouch.types import Batch, Minibatch, Sample, Trajectory
@@ -70,7 +70,7 @@ class Run:
 
     policy: Any
     renderer: Renderer
-    judge: Callable[[Batch, Sequence[Sample]], "Future[ScoredBatch]"]
+    judge: Callable[[Batch, Sequence[Sample]], "Future[Judged]"]
     stepper: Stepper
     ranks: Ranks
     chunk: int
@@ -91,7 +91,7 @@ class Collected:
     advantages: Float[Tensor, "b t"]
     valid: Bool[Tensor, " b"]
     metrics: Metrics
-    judged: ScoredBatch | None = None
+    judged: Judged | None = None
     images: Sequence[Image | None] = ()
     returns: Float[Tensor, "b t"] | None = None
 
@@ -132,12 +132,12 @@ def collect(run: Run, phase: Phase, step: int) -> Collected:
     return Collected(batch, trajectory, credit.advantages, valid, metrics, judged, images, credit.returns)
 
 
-def awaited(ranks: Ranks, waiting: Sequence["Future[ScoredBatch]"]) -> ScoredBatch:
+def awaited(ranks: Ranks, waiting: Sequence["Future[Judged]"]) -> Judged:
     """What the judge said of all chunks, in one. BudgetSpent on every rank where it is on one."""
-    return ScoredBatch.concat(answers(ranks, waiting))
+    return Judged.concat(answers(ranks, waiting))
 
 
-def answers(ranks: Ranks, waiting: Sequence["Future[ScoredBatch]"]) -> list[ScoredBatch]:
+def answers(ranks: Ranks, waiting: Sequence["Future[Judged]"]) -> list[Judged]:
     """What the judge said of each chunk; a rank may have none. BudgetSpent on every rank where it is on one."""
     parts, spent = [], None
     for future in waiting:
@@ -150,7 +150,7 @@ def answers(ranks: Ranks, waiting: Sequence["Future[ScoredBatch]"]) -> list[Scor
     return parts
 
 
-def compare(run: Run, phase: Phase, judged: ScoredBatch) -> tuple[Float[Tensor, " b"], Metrics]:
+def compare(run: Run, phase: Phase, judged: Judged) -> tuple[Float[Tensor, " b"], Metrics]:
     """What this rank's rows are worth beside those of all, and the scores' averages. TooManyMissing above the allowed share."""
     assert phase.advantage is not None
     names = list(judged.scores)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
+import diffusers
 import pytest
 import torch
 from diffusers import FluxFillPipeline, FluxKontextPipeline, FluxPipeline
@@ -12,9 +13,9 @@ from safetensors.torch import load_file
 
 import tiny_flux_runs
 import tiny_models
+from published_plans import plan
 from retouch import cli
-from retouch.assembly.families import FAMILIES
-from retouch.assembly.model import build_model, lora_targets
+from retouch.assembly.model import lora_targets
 from retouch.data.fitting import FittingRows
 from retouch.data.problems import BadRow
 from retouch.data.sources.triplets import TripletRows
@@ -22,11 +23,13 @@ from retouch.doctor.memory import describe, footprint
 from retouch.inference.exporting import export_target
 from retouch.inference.opening import open_target
 from retouch.inference.sampling import sample_target
-from retouch.memory.plan import Lora, Setup, plan
+from retouch.memory.plan import Lora, Setup
+from retouch.models.base import DiffusersModel, Takes
+from retouch.models.flux.family import FluxFillModel
 from retouch.models.flux.kontext import FluxKontext
 from retouch.models.flux.text import FluxText
-from retouch.recipe.families import TAKES
-from retouch.recipe.policy import DiffusersModel
+from retouch.models.kinds import IMAGE_MODELS
+from retouch.models.qwen_image.family import QwenImageEditModel, QwenImageEditPlusModel
 from retouch.recipe.recipe import parse
 from retouch.session.session import run
 
@@ -73,10 +76,17 @@ def recipe_of(kind: str, folders: dict[str, Path], triplets: Path) -> dict[str, 
 
 
 def test_every_kind_that_a_recipe_can_name_says_what_it_is() -> None:
-    kinds = get_args(DiffusersModel.model_fields["kind"].annotation)
-    assert set(kinds) <= FAMILIES.keys() & TAKES.keys()
-    for kind in ("qwen-image-edit", "qwen-image-edit-plus"):
-        assert TAKES[kind].pictures == (1, FAMILIES[kind].adapter.MOST_SOURCES)
+    for kind in IMAGE_MODELS:
+        section = IMAGE_MODELS.load(kind)
+        assert section is not None
+        assert kind in get_args(section.model_fields["kind"].annotation)
+        if issubclass(section, DiffusersModel):
+            assert section.lora_targets
+            assert section.pipeline in dir(diffusers)
+            assert isinstance(section.takes, Takes)
+            assert callable(section.adapter_class().from_pretrained)
+    for editor in (QwenImageEditModel, QwenImageEditPlusModel):
+        assert editor.takes.images == (1, editor.adapter_class().MOST_SOURCES)
 
 
 def test_guidance_is_told_and_left_out_where_it_is_not(folders: dict[str, Path], triplets: Path) -> None:
@@ -87,9 +97,9 @@ def test_guidance_is_told_and_left_out_where_it_is_not(folders: dict[str, Path],
     assert recipe.document()["policy"]["model"]["guidance"] == 12.0
     assert parse(recipe.document()) == recipe
     model = recipe.policy.model
-    built = build_model(model, device=torch.device("cpu"))
+    built = model.build(device=torch.device("cpu"))
     assert built.guidance == 12.0
-    assert build_model(model.model_copy(update={"guidance": None}), device=torch.device("cpu")).guidance == 30.0
+    assert model.model_copy(update={"guidance": None}).build(device=torch.device("cpu")).guidance == 30.0
 
 
 def test_a_row_without_a_mask_or_with_pictures_too_many_is_named_by_its_line(triplets: Path) -> None:
@@ -105,7 +115,7 @@ def test_folders_are_read_before_the_model_is(tmp_path: Path, folders: dict[str,
     made = recipe_of("flux-fill", folders, triplets) | {"data": {"kind": "folder", "path": str(tmp_path)}}
     made["policy"]["model"]["path"] = "nowhere/nothing"
     with pytest.raises(
-        ValueError, match=r"metadata\.jsonl:1: error: flux-fill takes one picture and a mask, and this row has no mask"
+        ValueError, match=r"metadata\.jsonl:1: error: flux-fill takes one image and a mask, and this row has no mask"
     ):
         run(parse(made), fresh=False)
 
@@ -119,7 +129,7 @@ def test_what_memory_it_takes_is_planned_from_the_published_configuration(folder
     found = footprint(recipe, described)
     assert found.tokens == (512 // 16) ** 2 + 512
     setup = Setup(lora=Lora(4, tuple(lora_targets(recipe.policy))), rows=32, tokens=found.tokens, gradient_checkpointing=False)
-    assert found.plan == plan("flux.1-fill-dev", setup)
+    assert found.plan == plan(FluxFillModel(path="black-forest-labs/FLUX.1-Fill-dev"), setup)
     made["policy"]["model"] |= {"kind": "flux-kontext", "path": "black-forest-labs/FLUX.1-Kontext-dev"}
     edits = parse(made)
     described = describe(edits, None)

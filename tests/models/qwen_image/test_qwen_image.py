@@ -12,7 +12,7 @@ from transformers import Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import tiny_models
-from retouch.models.qwen_image.flow import LORA_TARGETS
+from retouch.models.qwen_image.family import QwenImageModel
 from retouch.models.qwen_image.model import QwenImage
 from retouch.models.qwen_image.text import EDIT, EDIT_PLUS, OFFICIAL_PREFIX, TEXT_TO_IMAGE, QwenText
 from retouch.protocols import DenoisingModel
@@ -99,7 +99,7 @@ def test_its_own_size_is_1024_at_eight_times_down(parts):
 
 def test_adapters_find_every_target(parts):
     names = [name for name, _ in parts["transformer"].named_modules()]
-    for target in LORA_TARGETS:
+    for target in QwenImageModel.lora_targets:
         assert any(name.endswith(f".{target}") for name in names)
 
 

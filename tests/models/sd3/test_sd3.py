@@ -5,7 +5,8 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
 import tiny_models
-from retouch.models.sd3.model import LORA_TARGETS, SD3
+from retouch.models.sd3.family import SD3Model
+from retouch.models.sd3.model import SD3
 from retouch.protocols import DenoisingModel
 
 SCHEDULER = {"shift": 3.0, "num_train_timesteps": 1000}
@@ -167,7 +168,7 @@ def test_embed_trains_the_text_encoders(parts):
 
 def test_adapters_find_every_target(parts):
     names = [name for name, _ in parts["transformer"].named_modules()]
-    for target in LORA_TARGETS:
+    for target in SD3Model.lora_targets:
         assert any(name.endswith(f".{target}") for name in names)
 
 

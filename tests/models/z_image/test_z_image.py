@@ -6,7 +6,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
 
 import tiny_models
 from retouch.models.common.latents import pack
-from retouch.models.z_image.model import LORA_TARGETS, ZImage, ZImageText
+from retouch.models.z_image.family import ZImageModel
+from retouch.models.z_image.model import ZImage, ZImageText
 from retouch.protocols import DenoisingModel
 from retouch.types import Conditioning
 
@@ -120,7 +121,7 @@ def test_pictures_there_and_back_are_the_autoencoders_own(language):
 
 def test_adapters_find_every_layer_of_every_block(language):
     linear = {name for name, module in build(language).module.named_modules() if isinstance(module, torch.nn.Linear)}
-    hit = {name for name in linear if name.endswith(LORA_TARGETS)}
+    hit = {name for name in linear if name.endswith(ZImageModel.lora_targets)}
     assert hit == {name for name in linear if ".attention." in name or ".feed_forward." in name}
     assert len(hit) == 7 * 4
 

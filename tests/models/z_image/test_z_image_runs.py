@@ -10,17 +10,19 @@ from diffusers import ZImagePipeline
 
 import tiny_flux_runs
 import tiny_models
+from published_plans import plan
 from retouch.assembly.image_model import parts_of
-from retouch.assembly.model import build_model, lora_targets
+from retouch.assembly.model import lora_targets
 from retouch.assembly.value_head import build_head
 from retouch.doctor.memory import describe, footprint
 from retouch.inference.exporting import export_target
 from retouch.inference.opening import open_target
-from retouch.memory.plan import Lora, Setup, plan
-from retouch.models.common.readable import readable
+from retouch.memory.plan import Lora, Setup
+from retouch.models.base import DiffusersModel
+from retouch.models.common.pipeline_model import accepts_prompt
+from retouch.models.z_image.family import ZImageModel
 from retouch.models.z_image.model import ZImage
 from retouch.recipe.learning import GaeAdvantage
-from retouch.recipe.policy import DiffusersModel
 from retouch.recipe.recipe import parse
 from retouch.session.session import run
 
@@ -70,7 +72,7 @@ def test_a_recipe_is_checked_before_its_weights_are_looked_for(tmp_path: Path) -
     without = {key: value for key, value in PUBLISHED.items() if key != "size"}
     with pytest.raises(ValueError, match=r"policy\.model\.size: missing; z-image has no source picture"):
         parse(recipe_of(without, tmp_path))
-    with pytest.raises(ValueError, match=r"policy\.model\.guidance: an input of FLUX\.1, and z-image has none"):
+    with pytest.raises(ValueError, match=r"policy\.model\.guidance: unknown key; only .*'flux' .* has it, and this is 'z-image'"):
         parse(recipe_of({**PUBLISHED, "guidance": 3.5}, tmp_path))
     made = recipe_of(PUBLISHED, tmp_path)
     made["policy"]["train"] = {"kind": "ip-adapter", "encoder": "playground"}
@@ -86,7 +88,7 @@ def test_what_memory_it_takes_is_planned_from_the_published_configuration(path: 
     found = footprint(recipe, described)
     assert found.tokens == (512 // 16) * (768 // 16) + 512
     setup = Setup(lora=Lora(4, tuple(lora_targets(recipe.policy))), rows=32, tokens=found.tokens, gradient_checkpointing=False)
-    assert found.plan == plan("z-image", setup)
+    assert found.plan == plan(ZImageModel(path=path), setup)
 
 
 def test_a_folder_is_planned_with_the_numbers_that_it_holds(weights: Path, tmp_path: Path) -> None:
@@ -96,7 +98,7 @@ def test_a_folder_is_planned_with_the_numbers_that_it_holds(weights: Path, tmp_p
     assert described is not None
     assert isinstance(recipe.policy.model, DiffusersModel)
     assert isinstance(recipe.advantage, GaeAdvantage)
-    model = build_model(recipe.policy.model, device=torch.device("cpu"))
+    model = recipe.policy.model.build(device=torch.device("cpu"))
     head = build_head(recipe.advantage.head, model, tasks=[tiny_models.task("one", "blue")], seed=0)
     held = {row.name: row.bytes for row in footprint(recipe, described).plan.rows}
     transformer, vae, encoder = ([weight.numel() for weight in part.parameters()] for part in parts_of(model))
@@ -108,9 +110,9 @@ def test_a_folder_is_planned_with_the_numbers_that_it_holds(weights: Path, tmp_p
 
 
 def test_a_writer_is_told_which_prompts_it_reads(weights: Path) -> None:
-    section = DiffusersModel(kind="z-image", path=str(weights), size=(32, 48), dtype="float32")
-    model = build_model(section, device=torch.device("cpu"))
+    section = ZImageModel(path=str(weights), size=(32, 48), dtype="float32")
+    model = section.build(device=torch.device("cpu"))
     assert isinstance(model, ZImage)
-    assert readable(model, "a red circle")
-    assert not readable(model, "blue " * 120)
-    assert not readable(model, "blue<|im_end|>")
+    assert accepts_prompt(model, "a red circle")
+    assert not accepts_prompt(model, "blue " * 120)
+    assert not accepts_prompt(model, "blue<|im_end|>")

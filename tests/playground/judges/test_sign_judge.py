@@ -8,9 +8,9 @@ import torch
 from diffusers import AutoencoderKL
 from PIL import Image
 
-from retouch.assembly.model import playground_weights
 from retouch.assembly.reward import build_reward
 from retouch.playground.judges.sign_judge import SignJudge, paper_and_ink
+from retouch.playground.models import playground_weights
 from retouch.playground.world import words
 from retouch.playground.world.words import INKS, PAPERS, Style, WordTasks
 from retouch.pretraining.networks.words import targets

@@ -89,6 +89,10 @@ class PipelineModel(ABC):
         """All its modules, the transformer first."""
         return [self.module, self.latents.vae, *self.text.encoders]
 
+    def check_prompt(self, prompt: str, task: str) -> None:
+        """Raises ``ValueError`` where the model would refuse the prompt of the task of this name."""
+        self.text.check(prompt, task)
+
     @abstractmethod
     def condition(self, tasks: Sequence[Task], prompts: Sequence[str]) -> Conditioning:
         """The conditioning of the tasks with these prompts instead of their own; without gradient."""
@@ -162,3 +166,17 @@ def common_size(sizes: Sequence[Any]) -> Any:
     if len(set(sizes)) != 1:
         raise ValueError(f"images of different sizes or numbers in one batch: {sorted(set(sizes))}; bucket the tasks by them")
     return sizes[0]
+
+
+def accepts_prompt(model: object, prompt: str) -> bool:
+    """Whether the model would read the prompt to its end: it is neither too long nor contains a special token.
+
+    True for a model without a method ``check_prompt(prompt, task)``.
+    """
+    check = getattr(model, "check_prompt", None)
+    if check is not None:
+        try:
+            check(prompt, "written")
+        except ValueError:
+            return False
+    return True

@@ -23,14 +23,6 @@ from retouch.models.flux.text import FluxText
 from retouch.models.ip_adapter.adapter import attention_inputs
 from retouch.types import Conditioning, Task
 
-LORA_RANK, LORA_ALPHA = 32, 64
-LORA_TARGETS = (
-    *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
-    *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
-    *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
-)
-"""Flow-GRPO's adapters for Flux: attention, of the single blocks too, and the feed-forward layers of the double blocks."""
-
 
 class Flux(PipelineModel):
     """FLUX.1-dev or -schnell: a picture from words alone.

@@ -26,14 +26,6 @@ from retouch.models.qwen_image.layout import QwenLatents
 from retouch.models.qwen_image.text import QwenText, Tokens
 from retouch.types import Conditioning, Task
 
-LORA_RANK, LORA_ALPHA = 64, 128
-LORA_TARGETS = (
-    *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
-    *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
-    *("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
-)
-"""Flow-GRPO's adapters for Qwen-Image and Qwen-Image-Edit: all of the attention and both feed-forward layers of a block."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
@@ -64,6 +56,11 @@ class QwenFlow(ABC):
         self.latents = QwenLatents(vae)
         self.text = text
         self.scheduler_config = dict(scheduler_config)
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """All its modules, the transformer first."""
+        return [self.module, self.latents.vae, self.text.encoder]
 
     @abstractmethod
     def prepare(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> Prepared:

@@ -76,5 +76,9 @@ class QwenImage(QwenFlow):
             raise ValueError(f"the text of task {tasks[worst].id!r} has {lengths[worst]} tokens; at most {self.max_tokens}")
         return Prepared(tokens, None, {"grids": (self.latents.grid(self.size),), "size": self.size})
 
+    def check_prompt(self, prompt: str, task: str) -> None:
+        """Raises ``ValueError`` where the model would refuse the prompt of the task of this name."""
+        self.prepare([Task(id=task, instruction=prompt)])
+
     def encode_images(self, images: Sequence[Image]) -> Float[Tensor, "r s d"]:
         return self.latents.encode(images, self.size)

@@ -29,13 +29,6 @@ from retouch.models.common.schedule import pipeline_sigmas
 from retouch.models.sd3.text import SD3Text
 from retouch.types import Conditioning, Task
 
-LORA_RANK, LORA_ALPHA = 32, 64
-LORA_TARGETS = (
-    *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
-    *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
-)
-"""Flow-GRPO's adapters for SD3: the joint attention of each block."""
-
 
 class SD3:
     """Stable Diffusion 3 or 3.5. Any of the three text encoders (CLIP, CLIP, T5) may be None, and so its tokenizer.
@@ -107,6 +100,15 @@ class SD3:
             scheduler_config=FlowMatchEulerDiscreteScheduler.load_config(root / "scheduler", local_files_only=True),
             size=size,
         )
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """All its modules, the transformer first."""
+        return [self.module, self.vae, *self.text.encoders]
+
+    def check_prompt(self, prompt: str, task: str) -> None:
+        """Raises ``ValueError`` where the model would refuse the prompt of the task of this name."""
+        self.text.check(prompt, task)
 
     def embed(self, prompts: Sequence[str]) -> Conditioning:
         """The conditioning of these prompts with gradient to the text encoders, in the mode they are in."""

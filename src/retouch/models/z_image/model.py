@@ -21,12 +21,6 @@ from retouch.models.common.pipeline_model import PipelineModel
 from retouch.models.common.qwen3_text import Qwen3Text
 from retouch.types import Conditioning, Task
 
-LORA_TARGETS = (
-    *("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0"),
-    *("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
-)
-"""Attention and feed-forward layers of every block, those that refine picture and text before they meet among them."""
-
 
 class ZImageText(Qwen3Text):
     """(r, L, 2560) of Qwen3's last layer but one, for all tokens of the template with thinking on; padding is zero."""

@@ -1,0 +1,81 @@
+"""FLUX.1, its inpainting and its editing model in a recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from retouch.config.section import NonNegative
+from retouch.models.base import Described, DiffusersModel, ImageBatch, Takes
+
+
+class FluxFamily(DiffusersModel):
+    """What FLUX.1's models have in common."""
+
+    guidance: NonNegative | None = Field(default=None, exclude_if=lambda guidance: guidance is None)
+    """What a guidance-distilled model is told of how closely to follow the words: an input and no second forward. Null takes its
+    pipeline's own: 3.5, and 30 for ``flux-fill``."""
+
+    # Flow-GRPO's adapters for Flux (rank 32, alpha 64): attention, of the single blocks too, and the feed-forward layers of the
+    # double blocks.
+    lora_targets = (
+        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+        *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+        *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+    )
+    ip_adapter_blocks = ("double", "all")
+    configurations = (("schnell", "flux.1-schnell.json"), ("", "flux.1-dev.json"))
+    text_tokens = 512
+
+    def options(self, folder: Path) -> dict[str, Any]:
+        return {} if self.guidance is None else {"guidance": self.guidance}
+
+    def step_inputs(self, described: Described, batch: ImageBatch) -> dict[str, Any]:
+        import torch
+
+        config, tokens = described["transformer"]["config"], self.image_tokens(batch.size, described)
+        inputs = {
+            "hidden_states": batch.empty(tokens, config["in_channels"]),
+            "timestep": batch.times(),
+            "pooled_projections": batch.empty(config["pooled_projection_dim"]),
+            "encoder_hidden_states": batch.empty(batch.text, config["joint_attention_dim"]),
+            "img_ids": torch.empty(tokens, 3, device="meta"),
+            "txt_ids": torch.empty(batch.text, 3, device="meta"),
+            "return_dict": False,
+        }
+        return {**inputs, "guidance": batch.times()} if config["guidance_embeds"] else inputs
+
+
+class FluxModel(FluxFamily):
+    """FLUX.1-dev or -schnell, text to image."""
+
+    kind: Literal["flux"] = "flux"
+
+    adapter = "retouch.models.flux.model:Flux"
+    pipeline = "FluxPipeline"
+
+
+class FluxFillModel(FluxFamily):
+    """FLUX.1-Fill: it paints the masked part of an image."""
+
+    kind: Literal["flux-fill"] = "flux-fill"
+
+    takes = Takes(images=(1, 1), mask=True)
+    adapter = "retouch.models.flux.fill:FluxFill"
+    pipeline = "FluxFillPipeline"
+    configurations = (("", "flux.1-fill-dev.json"),)
+
+    def source_tokens(self, described: Described) -> int:
+        return 0  # source and mask are channels of the output's tokens
+
+
+class FluxKontextModel(FluxFamily):
+    """FLUX.1-Kontext: it edits an image as the instruction says."""
+
+    kind: Literal["flux-kontext"] = "flux-kontext"
+
+    takes = Takes(images=(1, 1))
+    adapter = "retouch.models.flux.kontext:FluxKontext"
+    pipeline = "FluxKontextPipeline"

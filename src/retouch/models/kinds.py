@@ -1,0 +1,21 @@
+"""The image models that a recipe can name: one row a kind."""
+
+from retouch.config.kinds import Kinds
+
+IMAGE_MODELS = Kinds(
+    "image_model",
+    {
+        "playground": "retouch.playground.models:PlaygroundModel",
+        "playground-painter": "retouch.playground.models:PlaygroundPainter",
+        "playground-words": "retouch.playground.models:PlaygroundWords",
+        "qwen-image": "retouch.models.qwen_image.family:QwenImageModel",
+        "qwen-image-edit": "retouch.models.qwen_image.family:QwenImageEditModel",
+        "qwen-image-edit-plus": "retouch.models.qwen_image.family:QwenImageEditPlusModel",
+        "sd3": "retouch.models.sd3.family:SD3Model",
+        "z-image": "retouch.models.z_image.family:ZImageModel",
+        "flux": "retouch.models.flux.family:FluxModel",
+        "flux-fill": "retouch.models.flux.family:FluxFillModel",
+        "flux-kontext": "retouch.models.flux.family:FluxKontextModel",
+        "import": "retouch.models.base:ImportedModel",
+    },
+)

@@ -1,0 +1,90 @@
+"""Qwen-Image and its editing models in a recipe."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from retouch.models.base import Described, DiffusersModel, ImageBatch, Part, Takes
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class QwenImageFamily(DiffusersModel):
+    """What Qwen-Image and its editing models have in common."""
+
+    # Flow-GRPO's adapters for Qwen-Image (rank 64, alpha 128): all of the attention and both feed-forward layers of a block.
+    lora_targets = (
+        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+        *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+        *("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
+    )
+    ip_adapter_blocks = ("double",)
+    configurations = (("2511", "qwen-image-edit-2511.json"), ("", "qwen-image.json"))
+
+    def latent_pixels(self, vae: Part) -> int:
+        return int(2 ** len(vae["config"]["temperal_downsample"]))
+
+    def step_inputs(self, described: Described, batch: ImageBatch) -> dict[str, Any]:
+        config, side = described["transformer"]["config"], self.token_pixels(described)
+        grids = [(1, height // side, width // side) for height, width in (batch.size, *[batch.source] * batch.sources)]
+        return {
+            "hidden_states": batch.empty(sum(height * width for _, height, width in grids), config["in_channels"]),
+            "timestep": batch.times(),
+            "encoder_hidden_states": batch.empty(batch.text, config["joint_attention_dim"]),
+            "img_shapes": [grids] * batch.rows,
+            "return_dict": False,
+        }
+
+    def latents(self, vae: Part, batch: ImageBatch) -> Tensor:
+        side = self.latent_pixels(vae)
+        return batch.empty(vae["config"]["z_dim"], 1, batch.size[0] // side, batch.size[1] // side)
+
+    def prepare_vae(self, vae: nn.Module) -> None:
+        from retouch.models.common.single_frame import for_single_frames
+
+        for_single_frames(vae)
+
+
+class QwenImageModel(QwenImageFamily):
+    """Qwen-Image, text to image."""
+
+    kind: Literal["qwen-image"] = "qwen-image"
+
+    adapter = "retouch.models.qwen_image.model:QwenImage"
+    pipeline = "QwenImagePipeline"
+
+
+class QwenImageEditor(QwenImageFamily):
+    """What Qwen-Image's editing models have in common."""
+
+    def condition_tokens(self, described: Described) -> int:
+        area: int = self.adapter_class().CONDITION_AREA
+        return area // vision_pixels(described) ** 2
+
+
+class QwenImageEditModel(QwenImageEditor):
+    """Qwen-Image-Edit: it edits one source image."""
+
+    kind: Literal["qwen-image-edit"] = "qwen-image-edit"
+
+    takes = Takes(images=(1, 1), responses=True)
+    adapter = "retouch.models.qwen_image.edit:QwenImageEdit"
+    pipeline = "QwenImageEditPipeline"
+
+
+class QwenImageEditPlusModel(QwenImageEditor):
+    """Qwen-Image-Edit-Plus (2509, 2511): it edits one to eight source images."""
+
+    kind: Literal["qwen-image-edit-plus"] = "qwen-image-edit-plus"
+
+    takes = Takes(images=(1, 8), responses=True)
+    adapter = "retouch.models.qwen_image.edit:QwenImageEditPlus"
+    pipeline = "QwenImageEditPlusPipeline"
+
+
+def vision_pixels(described: Described) -> int:
+    """Side in px of a token of the text encoder's vision model."""
+    vision = described["text_encoder"]["config"]["vision_config"]
+    side: int = vision["patch_size"] * vision["spatial_merge_size"]
+    return side

@@ -1,0 +1,46 @@
+"""Stable Diffusion 3 and 3.5 in a recipe."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from retouch.models.base import Described, DiffusersModel, ImageBatch, Part
+
+
+class SD3Model(DiffusersModel):
+    """Stable Diffusion 3 or 3.5, text to image."""
+
+    kind: Literal["sd3"] = "sd3"
+
+    adapter = "retouch.models.sd3.model:SD3"
+    pipeline = "StableDiffusion3Pipeline"
+    # Flow-GRPO's adapters for SD3 (rank 32, alpha 64): the joint attention of each block.
+    lora_targets = (
+        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+        *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+    )
+    configurations = (
+        ("3.5-large", "sd3.5-large.json"),
+        ("3.5-medium", "sd3.5-medium.json"),
+        ("3-medium", "sd3-medium.json"),
+    )
+    text_tokens = 77 + 256  # CLIP's and T5's
+
+    def token_pixels(self, described: Described) -> int:
+        patch: int = described["transformer"]["config"]["patch_size"]
+        return self.latent_pixels(described["vae"]) * patch
+
+    def one_of_each_block(self, transformer: Part) -> Part:
+        part = super().one_of_each_block(transformer)
+        dual = part["config"].get("dual_attention_layers")
+        return part if dual is None else {**part, "config": {**part["config"], "dual_attention_layers": [0] if dual else []}}
+
+    def step_inputs(self, described: Described, batch: ImageBatch) -> dict[str, Any]:
+        config, side = described["transformer"]["config"], self.latent_pixels(described["vae"])
+        return {
+            "hidden_states": batch.empty(config["in_channels"], batch.size[0] // side, batch.size[1] // side),
+            "timestep": batch.times(),
+            "pooled_projections": batch.empty(config["pooled_projection_dim"]),
+            "encoder_hidden_states": batch.empty(batch.text, config["joint_attention_dim"]),
+            "return_dict": False,
+        }

@@ -1,0 +1,38 @@
+"""Z-Image and Z-Image-Turbo in a recipe."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from retouch.models.base import Blocks, Described, DiffusersModel, ImageBatch, Part, Shape
+
+
+class ZImageModel(DiffusersModel):
+    """Z-Image or Z-Image-Turbo, text to image."""
+
+    kind: Literal["z-image"] = "z-image"
+
+    adapter = "retouch.models.z_image.model:ZImage"
+    pipeline = "ZImagePipeline"
+    # Attention and feed-forward layers of every block, those that refine image and text before they meet among them.
+    lora_targets = (
+        *("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0"),
+        *("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
+    )
+    configurations = (("", "z-image.json"),)
+    text_tokens = 512
+
+    def shape(self, transformer: Part) -> Shape:
+        config = transformer["config"]
+        # Half of the refining blocks see the image and half the text: together as many as one kind, with all tokens.
+        blocks = Blocks(config["n_layers"] + config["n_refiner_layers"], {2: 90, 4: 132})
+        return Shape(blocks=(blocks,), width=config["dim"], latents=4 * config["in_channels"], text=config["cap_feat_dim"])
+
+    def step_inputs(self, described: Described, batch: ImageBatch) -> dict[str, Any]:
+        config, side = described["transformer"]["config"], self.latent_pixels(described["vae"])
+        return {
+            "x": list(batch.empty(config["in_channels"], 1, batch.size[0] // side, batch.size[1] // side)),
+            "t": batch.times(),
+            "cap_feats": list(batch.empty(batch.text, config["cap_feat_dim"])),
+            "return_dict": False,
+        }

@@ -1,0 +1,121 @@
+"""The playground's image models in a recipe: published families in small, whose weights ship with the package."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from retouch.config.section import Pixels
+from retouch.models.base import Described, DiffusersModel, Dtype, Size
+from retouch.models.flux.family import FluxFillModel
+from retouch.models.qwen_image.family import QwenImageEditModel, QwenImageModel, vision_pixels
+
+if TYPE_CHECKING:
+    import torch
+
+    from retouch.protocols import DenoisingModel
+
+
+def playground_weights(name: str = "editor") -> Path:
+    """The folder of weights of that name that ships with the package."""
+    return Path(str(files("retouch.playground"))) / "weights" / name
+
+
+class PlaygroundFamily(DiffusersModel):
+    """What the playground's image models have in common."""
+
+    path: str | None = None  # type: ignore[assignment]
+    """Folder of other weights of the same shape; null takes those that ship with the package."""
+    size: Pixels | None = None
+    """Height and width of its pictures in pixels; null takes the playground's own."""
+    dtype: Dtype = "float32"
+    """Type of the frozen weights and of the forward pass; log-probabilities are fp32 in any case."""
+
+    shipped: ClassVar[str]
+    """The folder of its weights in the package."""
+    built_by: ClassVar[tuple[str, str]]
+    """What messages call it, and the command that builds its weights."""
+    stated: ClassVar[tuple[str, ...]]
+    """Options of ``from_pretrained`` that ``adapter.json`` beside the weights states."""
+
+    @property
+    def folder(self) -> Path:
+        """Where its weights are."""
+        return Path(self.path) if self.path else playground_weights(self.shipped)
+
+    def find_weights(self) -> tuple[Path | None, bool]:
+        return self.folder, True
+
+    @property
+    def source(self) -> str:
+        return self.path or "the built-in model"
+
+    @property
+    def has_size(self) -> bool:
+        return True
+
+    def build(self, *, device: torch.device) -> DenoisingModel:
+        if not (self.folder / "adapter.json").is_file():
+            raise ValueError(f"{self.folder} holds no playground {self.built_by[0]}; `{self.built_by[1]}` makes it")
+        return self.load(self.folder, device=device)
+
+    def options(self, folder: Path) -> dict[str, Any]:
+        stated = json.loads((folder / "adapter.json").read_text(encoding="utf-8"))
+        return {**super().options(folder), **{key: stated[key] for key in self.stated}}
+
+    @property
+    def planned_size(self) -> Size:
+        from retouch.playground.world.scenes import SIZE
+
+        return SIZE, SIZE
+
+
+class PlaygroundModel(PlaygroundFamily, QwenImageEditModel):
+    """The built-in tiny editor."""
+
+    kind: Literal["playground"] = "playground"  # type: ignore[assignment]
+
+    shipped = "editor"
+    built_by = ("model", "retouch playground build")
+    stated = ("template", "condition_area", "source_area")
+
+    def source_tokens(self, described: Described) -> int:
+        return self.image_tokens(self.size or self.planned_size, described) + self.condition_tokens(described)
+
+    def condition_tokens(self, described: Described) -> int:
+        side = vision_pixels(described)
+        height, width = self.size or self.planned_size
+        return (height // side) * (width // side)
+
+
+class PlaygroundPainter(PlaygroundFamily, QwenImageModel):
+    """The built-in tiny text-to-image model, for renderers of prompts."""
+
+    kind: Literal["playground-painter"] = "playground-painter"  # type: ignore[assignment]
+
+    shipped = "painter"
+    built_by = ("painter", "retouch playground build --painter")
+    stated = ("template", "size")
+
+    def options(self, folder: Path) -> dict[str, Any]:
+        stated = super().options(folder)
+        return {**stated, "size": self.size or tuple(stated["size"])}
+
+
+class PlaygroundWords(PlaygroundFamily, FluxFillModel):
+    """The built-in tiny model that paints words on signs, for ``playground-words`` data."""
+
+    kind: Literal["playground-words"] = "playground-words"  # type: ignore[assignment]
+
+    shipped = "words"
+    built_by = ("painter of words", "retouch playground build --words")
+    stated = ("max_sequence_length",)
+    text_tokens = 14
+
+    @property
+    def planned_size(self) -> Size:
+        from retouch.playground.world.words import HEIGHT, WIDTH
+
+        return HEIGHT, WIDTH

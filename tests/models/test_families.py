@@ -1,0 +1,95 @@
+"""Image models as a recipe names them: read without torch, built in or of one's own."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from retouch.config.schema import kinds_of
+from retouch.models.base import DiffusersModel, ImageModel, ImportedModel
+from retouch.models.kinds import IMAGE_MODELS
+from retouch.recipe.policy import DenoisingPolicy
+
+HEAVY = ("torch", "diffusers", "transformers", "peft", "numpy", "huggingface_hub")
+READ_ALL = """
+import json, sys
+from pydantic import TypeAdapter
+from retouch.models.kinds import IMAGE_MODELS
+from retouch.models.base import ImageModel
+from typing import Annotated
+section = TypeAdapter(Annotated[ImageModel, IMAGE_MODELS])
+for kind in IMAGE_MODELS:
+    own = {"class": "nowhere:Mine"} if kind == "import" else {"path": "some/where", "size": [32, 48]}
+    section.validate_json(json.dumps({"kind": kind, **own}))
+print([name for name in json.loads(sys.argv[1]) if name in sys.modules])
+"""
+
+
+class Mine(ImageModel):
+    """A model of one's own with fields."""
+
+    width: int = 8
+
+
+class Halved(DiffusersModel):
+    """A family of one's own."""
+
+    adapter = "nowhere:Adapter"
+    pipeline = "FluxPipeline"
+    strength: float
+
+
+class Plain:
+    """An adapter that is no section."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+
+def policy(**model: Any) -> DenoisingPolicy:
+    return DenoisingPolicy.model_validate_json(json.dumps({"kind": "denoising", "model": model, "train": {"kind": "full"}}))
+
+
+def test_no_kind_imports_torch_when_a_recipe_is_read() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", READ_ALL, json.dumps(HEAVY)], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert json.loads(done.stdout.replace("'", '"')) == []
+
+
+@pytest.mark.parametrize("kind", [kind for kind in IMAGE_MODELS if kind != "import"])
+def test_a_kinds_class_and_its_document(kind: str) -> None:
+    section = IMAGE_MODELS.load(kind)
+    assert section is not None
+    assert issubclass(section, DiffusersModel)
+    assert kinds_of(section) == ("kind", (kind,))
+    document = {"kind": kind, "path": "some/where", "size": [32, 48], "dtype": "float16"}
+    made = policy(**document)
+    assert type(made.model) is section
+    assert list(made.model_dump(mode="json")["model"].items()) == list(document.items())
+    assert made.model == section(path="some/where", size=(32, 48), dtype="float16")
+
+
+def test_an_imported_class_that_derives_from_the_base_is_a_section_of_its_own() -> None:
+    document = {
+        "kind": "import",
+        "class": f"{__name__}:Halved",
+        "args": {"path": "a/b", "size": None, "dtype": "float32", "strength": 0.5},
+    }
+    made = policy(**document)
+    assert made.model == Halved(path="a/b", dtype="float32", strength=0.5)
+    assert made.model_dump(mode="json")["model"] == document
+    assert policy(kind="import", **{"class": f"{__name__}:Mine"}).model == Mine()
+    with pytest.raises(ValueError, match="strength"):
+        policy(kind="import", **{"class": f"{__name__}:Halved", "args": {"path": "a/b"}})
+    assert made.model.published() is None
+
+
+def test_any_other_class_is_imported_when_it_is_built() -> None:
+    made = policy(kind="import", **{"class": f"{__name__}:Plain", "args": {"width": 3}})
+    assert isinstance(made.model, ImportedModel)
+    built: Any = made.model.build(device=None)  # type: ignore[arg-type]
+    assert built.width == 3
+    assert isinstance(policy(kind="import", **{"class": "nowhere:Mine"}).model, ImportedModel)

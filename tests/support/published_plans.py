@@ -1,0 +1,10 @@
+"""Memory plans of published models, from the configurations in their families' folders."""
+
+from retouch.memory.plan import MemoryPlan, Setup, plan_parts
+from retouch.models.base import DiffusersModel
+
+
+def plan(model: DiffusersModel, setup: Setup) -> MemoryPlan:
+    described = model.published()
+    assert described is not None
+    return plan_parts(described, setup, shape=model.shape(described["transformer"]))
