@@ -1,4 +1,4 @@
-"""docs/results.md: what it compares, and how it says it."""
+"""The content of docs/results.md: which recipes are compared, and the tables that are made of their runs."""
 
 import statistics
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Entry:
-    """A row of a table: a recipe, its name there, and its seeds: one is for comparison, three are for a claim."""
+    """A row of a table: a recipe, its name in the table, and its seeds (three for a claim, one for a comparison)."""
 
     name: str
     recipe: str
@@ -15,10 +15,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Section:
-    """What is compared: its rows, and what a reader must know of the tasks and the ceiling.
+    """One comparison: its rows, and what a reader must know about the tasks and the ceiling.
 
-    ``columns``, and ``levels`` of the ``tag``: what the second table shows. ``kinds`` of edits: the third, and the verdict on
-    shortcuts. ``plot``: a picture beside the others of the docs, of the column that is judged over the processor's seconds.
+    ``columns``, and ``levels`` of the ``tag``: the second table. ``kinds`` of edits: the third table and the check for shortcuts.
+    ``plot``: a file in docs/pictures with the trained column over CPU seconds.
     """
 
     title: str
@@ -34,8 +34,8 @@ class Section:
 SECTIONS = (
     Section(
         "The editor",
-        "A flow-matching editor on instructions with one to three edits. Those with two or three were never in the supervised "
-        "phase of the base. The ceiling is the exact target through the autoencoder.",
+        "A flow-matching editor on instructions with one to three edits. The base model was trained, supervised, on instructions "
+        "with one edit only. The ceiling is the exact target, encoded and decoded by the autoencoder.",
         (
             Entry("GRPO (headline)", "recipes/quickstart.jsonnet"),
             Entry("DiffusionNFT", "recipes/playground/nft.jsonnet"),
@@ -43,13 +43,14 @@ SECTIONS = (
         ),
     ),
     Section(
-        "A writer in front of the editor",
-        "A vision-language model that sees the picture writes for the frozen editor. Instructions name things only as far as they "
-        'must be for who sees the picture ("make the circle red"); the base names single things in full, and mostly says nothing '
-        "where several edits are asked for. The ceiling is what the editor makes of the right words. Encoder `frozen`: the "
-        "editor's own text encoder reads what was written; `policy`: the writer itself does, with what it has learnt. Blind: a "
-        "renderer that is not told what was written. Supervised: as many sample passes of the base's own data. What the encoder "
-        "costs the pictures shows in IP and PQ below, beside what the words gain in IF.",
+        "A vision-language model in front of the editor",
+        "A vision-language model that sees the source image writes the prompt for the frozen editor. Instructions name objects "
+        'only as far as necessary for someone who sees the image ("make the circle red"). The base model names the object in full '
+        "if one edit is requested, and mostly writes nothing if several are. The ceiling is the editor's result for the correct "
+        "prompt. Encoder `frozen`: the editor's own text encoder reads the prompt; encoder `policy`: the trained model itself "
+        "encodes it. Blind control: the renderer ignores the prompt. Supervised control: continued supervised training on the data "
+        "of the base model, with as many samples. The cost of each encoder in image quality shows in IP and PQ below, the gain "
+        "from better prompts in IF.",
         (
             Entry("GRPO, encoder frozen", "recipes/qwen-image-edit/writer-grpo-frozen-playground.jsonnet"),
             Entry("GRPO, encoder policy", "recipes/qwen-image-edit/writer-grpo-playground.jsonnet"),
@@ -58,12 +59,13 @@ SECTIONS = (
         ),
     ),
     Section(
-        "A writer of prompts in front of the painter",
-        "A language model rewrites what people ask for, in words that the frozen text-to-image painter never met, into the "
-        "painter's own; the judge knows the scene that was asked for and never sees the rewritten prompt. The base names single "
-        "things rightly, and of several mostly the first. The ceiling is what the painter makes of the right words. `shown`: the "
-        "share of things that stand where they should; `extra`: things too many. Blind: the painter draws the request as it "
-        "stands, whatever was written. Supervised: as many sample passes of the base's own data.",
+        "A prompt enhancer in front of a text-to-image model",
+        "A language model rewrites user prompts, whose words the frozen text-to-image model has never seen, into words that it "
+        "knows. The judge knows the requested scene and never sees the rewritten prompt. The base model rewrites prompts with one "
+        "object correctly, and of several objects mostly the first. The ceiling is the image for the correct prompt. `shown`: the "
+        "share of objects at their correct place; `extra`: the number of objects too many. Blind control: the image is made from "
+        "the user's prompt, whatever the policy wrote. Supervised control: continued supervised training on the data of the base "
+        "model, with as many samples.",
         (
             Entry("GRPO", "recipes/sd3/prompt-enhancer-playground.jsonnet"),
             Entry("blind control", "recipes/playground/enhancer-blind.jsonnet"),
@@ -74,31 +76,32 @@ SECTIONS = (
         kinds=(),
     ),
     Section(
-        "An editor of image tokens",
-        "A tiny Emu3 reads the source picture as nine codes and writes the edited one as nine. S: single edits; C: two and three "
-        "in an instruction. SFT (S) was taught single edits alone, SFT (S+C) a quarter of complex ones beside them; what each does "
-        "untrained is its row's `before`. SFT (unfinished) went on from SFT (S+C) with complex demonstrations of which nine in ten "
-        "lack an edit, as those that models make do: it has learned to leave one out, and RL, whose judge sees what is missing, to "
-        "do it. The ceiling is the exact target through the codes.",
+        "An image-token editor",
+        "A tiny Emu3 reads the source image as nine codes and writes the edited image as nine codes. S: instructions with a single "
+        "edit; C: complex instructions with two or three. SFT (S) is a base model trained on single edits only, SFT (S+C) one with "
+        "a quarter of complex edits; the score of each before RL is in the column `before` of its row. SFT (unfinished) continues "
+        "from SFT (S+C) with complex demonstrations of which nine in ten lack an edit, as model-made demonstrations often do. It "
+        "has learned to omit an edit, and RL, whose judge sees what is missing, can teach it to make all of them. The ceiling is "
+        "the exact target, encoded and decoded as codes.",
         (
             Entry("SFT (unfinished), RL (S+C)", "recipes/playground/image-tokens-unfinished.jsonnet"),
-            Entry("SFT (unfinished), more of it", "recipes/playground/image-tokens-unfinished-supervised.jsonnet", (0,)),
+            Entry("SFT (unfinished), continued", "recipes/playground/image-tokens-unfinished-supervised.jsonnet", (0,)),
             Entry("SFT (S), RL (S+C)", "recipes/emu3/sft_s__rl_sc-playground.jsonnet"),
             Entry("SFT (S), RL (C)", "recipes/emu3/sft_s__rl_c-playground.jsonnet", (0,)),
             Entry("SFT (S), RL (S)", "recipes/emu3/sft_s__rl_s-playground.jsonnet", (0,)),
-            Entry("SFT (S), more of it", "recipes/emu3/sft_s-playground.jsonnet", (0,)),
+            Entry("SFT (S), continued", "recipes/emu3/sft_s-playground.jsonnet", (0,)),
             Entry("SFT (S+C), RL (S+C)", "recipes/emu3/sft_sc__rl_sc-playground.jsonnet", (0,)),
             Entry("SFT (S+C), RL (C)", "recipes/emu3/sft_sc__rl_c-playground.jsonnet", (0,)),
-            Entry("SFT (S+C), more of it", "recipes/emu3/sft_sc-playground.jsonnet", (0,)),
+            Entry("SFT (S+C), continued", "recipes/emu3/sft_sc-playground.jsonnet", (0,)),
         ),
     ),
     Section(
-        "A painter of words",
-        "A tiny FLUX.1-Fill writes a word on an empty sign, in the ink, on the paper and in the size of the sign beside it, and "
-        "RapidOCR reads it: 1 - edit distance over the longer length, 0 to 1. No word that is judged was ever trained on. The base "
-        "was taught from demonstrations of which half of the letters are wrong. The ceiling is the right picture through the "
-        "autoencoder. Supervised: as many sample passes of the base's own demonstrations. AWM is pulled to the reference, without "
-        "which it destroys the painter.",
+        "Text rendering",
+        "A tiny FLUX.1-Fill writes a word on an empty sign, with the ink, paper and letter size of the sign next to it. RapidOCR "
+        "reads the result; the score is 1 - edit distance / length of the longer word, from 0 to 1. No held-out word occurs in "
+        "training. The base model was trained on demonstrations in which half of the letters are wrong. The ceiling is the correct "
+        "image, encoded and decoded by the autoencoder. Supervised control: continued supervised training on the same "
+        "demonstrations, with as many samples. AWM has a penalty towards the reference, without which it destroys the model.",
         (
             Entry("GRPO", "recipes/playground/words-grpo.jsonnet"),
             Entry("DiffusionNFT", "recipes/playground/words-nft.jsonnet"),
@@ -115,13 +118,14 @@ SECTIONS = (
         plot="words.png",
     ),
     Section(
-        "A painter that is shown a reference",
-        "The same painter, of words whose ink and paper the picture does not have: both of its signs are in another style, and an "
-        "IP-Adapter, with a LoRA beside it, is shown a sign in the right one. The reward is half what the reader reads and half "
-        "the style: how near paper and ink are to the reference's. First a supervised warm-up, whose demonstrations have as many "
-        "wrong letters as the base's, so that style is all that they teach; then RL. Columns are told before, after the warm-up "
-        "and at the end. The ceiling is the right picture through the autoencoder, which keeps papers and little of an ink's hue. "
-        "Settings were chosen on these same tasks, and there is no control of as many passes.",
+        "Text rendering with a reference image",
+        "The same model, but the requested ink and paper are not in the source image: both of its signs have another style. An "
+        "IP-Adapter, trained together with a LoRA, receives an image of a sign in the requested style. Half of the reward is the "
+        "score of the OCR, half is the style: the similarity of paper and ink to the reference. First a supervised warm-up, whose "
+        "demonstrations have as many wrong letters as those of the base model and therefore teach only the style; then RL. Columns "
+        "are given before, after the warm-up, and at the end. The ceiling is the correct image, encoded and decoded by the "
+        "autoencoder, which preserves the paper but little of the hue of the ink. The settings were chosen on these same tasks, "
+        "and there is no supervised control.",
         (
             Entry("GRPO", "recipes/flux-fill/ip-adapter-grpo-playground.jsonnet"),
             Entry("DiffusionNFT", "recipes/flux-fill/ip-adapter-nft-playground.jsonnet", (0,)),
@@ -135,18 +139,18 @@ SECTIONS = (
 
 
 def page(found: dict[Entry, list[dict]]) -> str:
-    """docs/results.md, of what has been run."""
+    """The Markdown of docs/results.md for the runs that were found."""
     lines = [
         "# Results",
         "",
-        "Held-out tasks of the playground: scenes, instructions and seeds that no training saw. Every figure here is made by "
-        "`make results`.",
+        "All figures are measured on held-out tasks of the playground, whose scenes, instructions and seeds do not occur in "
+        "training. `make results` makes this page.",
         "",
-        "Share of gap: (after - before) / (ceiling - before) of the overall score on compound tasks, those that ask for several "
-        "edits or things in one instruction, and of words on all. Best of k: the best of k samples of the base, picked by the "
-        "judge. Singles: the gain on tasks that ask for one thing. Ratio: the largest |ratio - 1| of an action before the first "
-        "update of its step, 0 but for rounding; NFT and imitation have none. Seconds are those of the training steps by the "
-        "clock, which others shared; CPU those of the processor for the whole run, evaluations with it.",
+        "Share of gap: (after - before) / (ceiling - before) of the overall score on compound tasks, i.e. those with several edits "
+        "or objects in one instruction; for text rendering, on all tasks. Best of k: the best of k samples of the base model, "
+        "chosen by the judge. Singles: the gain on tasks with a single edit or object. Ratio: the largest |ratio - 1| of an action "
+        "before the first update of its step, 0 up to rounding; DiffusionNFT and supervised learning have none. Seconds: "
+        "wall-clock time of the training steps on a shared machine. CPU: CPU seconds of the whole run, including evaluations.",
         "",
     ]
     for section in SECTIONS:
@@ -154,7 +158,7 @@ def page(found: dict[Entry, list[dict]]) -> str:
         if rows:
             lines += [f"## {section.title}", "", section.about, "", *headline(rows), "", *detail(section, rows), ""]
             if section.plot is not None:
-                lines += [f"![{section.title}: held-out reward over seconds of the processor, seed 0](pictures/{section.plot})", ""]
+                lines += [f"![{section.title}: held-out reward over CPU seconds, seed 0](pictures/{section.plot})", ""]
             lines += [*edits(section, rows), ""] if section.kinds else []
     return "\n".join(lines[:-1]) + "\n"
 
@@ -180,19 +184,19 @@ def headline(found: dict[str, list[dict]]) -> list[str]:
                 f"{singles} | {ratio} | {s['cost']['training seconds']:.0f} | {spent} |"
             )
         shares = [result["summary"]["gap_closed"] for result in results]
-        mean = "" if None in shares else f"**{statistics.mean(shares):z.2f}**"  # a blind renderer leaves no gap
+        mean = "" if None in shares else f"**{statistics.mean(shares):z.2f}**"  # with a blind renderer there is no gap
         lines.append(f"| **{name}** | mean of {len(shares)} |  |  |  | {mean} |" + "  |" * 6)
     return lines
 
 
 def alone(result: dict) -> str:
-    """The gain on tasks that ask for one thing, where tasks are told apart so."""
+    """The gain on tasks with a single edit or object, if tasks are tagged by complexity."""
     before, after = (result[when].get("complexity=1") for when in ("before", "after"))
     return "" if before is None else f"{after['overall'] - before['overall']:+.2f}"
 
 
 def detail(section: Section, found: dict[str, list[dict]]) -> list[str]:
-    lines = ["What changed, column by column: means over the seeds, before -> after.", ""]
+    lines = ["Columns, means over the seeds, before -> after:", ""]
     lines += ["| recipe | tasks | " + " | ".join(section.columns) + " |", "| --- | --- |" + " --- |" * len(section.columns)]
     for name, results in found.items():
         for level in section.levels:
@@ -204,13 +208,13 @@ def detail(section: Section, found: dict[str, list[dict]]) -> list[str]:
 
 
 def means(results: list[dict], row: str, column: str) -> list[float]:
-    """Over the seeds: before, after the warm-up where there is one, and after."""
+    """Means over the seeds: before, after the warm-up if there is one, and after."""
     whens = [when for when in ("before", "warm", "after") if all(when in result for result in results)]
     return [statistics.mean(result[when][row][column] for result in results) for when in whens]
 
 
 def edits(section: Section, found: dict[str, list[dict]]) -> list[str]:
-    lines = ["Share of edits that are done, by kind, over all held-out tasks:", ""]
+    lines = ["Share of requested edits that were made, by kind, over all held-out tasks:", ""]
     kinds = section.kinds
     lines += ["| recipe | " + " | ".join(kinds) + " |", "| --- |" + " --- |" * len(kinds)]
     for name, results in found.items():
@@ -223,14 +227,14 @@ def edits(section: Section, found: dict[str, list[dict]]) -> list[str]:
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += [
         "",
-        "A gain that one kind of edit carries, or that costs more than 0.3 of IP, is a shortcut, whatever the mean says.",
+        "A gain that comes from one kind of edit, or that costs more than 0.3 of IP, counts as a shortcut, whatever the mean.",
         "",
     ]
     return lines + [f"- {name}: {shortcut(results, kinds)}" for name, results in found.items()]
 
 
 def shortcut(results: list[dict], kinds: tuple[str, ...]) -> str:
-    """What the change in IP and in each kind of edit says of a gain."""
+    """Whether a gain is a shortcut, by the change in IP and in each kind of edit."""
 
     def change(row: str, column: str) -> float:
         return statistics.mean(result["after"][row][column] - result["before"][row][column] for result in results)
@@ -240,5 +244,5 @@ def shortcut(results: list[dict], kinds: tuple[str, ...]) -> str:
     told = ", ".join(f"{kind} {rise:+.2f}" for kind, rise in sorted(rises.items(), key=lambda item: -item[1]))
     most, second = sorted(rises.values(), reverse=True)[:2]
     carried = most > 0.05 and most > 3 * max(second, 0.0)
-    verdict = "a shortcut" if carried or preserved < -0.3 else "no shortcut by this rule"
-    return f"IP {preserved:+.2f}; done edits {told}: {verdict}."
+    verdict = "a shortcut" if carried or preserved < -0.3 else "no shortcut by this criterion"
+    return f"IP {preserved:+.2f}; edits made {told}: {verdict}."

@@ -1,4 +1,4 @@
-"""The plots of docs/results.md: held-out reward over the seconds of the processor that training took."""
+"""The plots of docs/results.md: held-out reward over the CPU seconds of training."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

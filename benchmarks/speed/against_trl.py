@@ -14,9 +14,9 @@ from transformers import TrainerCallback
 from twin_writers import ROWS, Setting, library, trainer, twins
 
 SETTINGS = (
-    Setting("9 picture tokens, 40 new", side=24, longest=40),
-    Setting("196 picture tokens, 40 new", side=112, longest=40),
-    Setting("196 picture tokens, 128 new", side=112, longest=128),
+    Setting("9 image tokens, 40 new", side=24, longest=40),
+    Setting("196 image tokens, 40 new", side=112, longest=40),
+    Setting("196 image tokens, 128 new", side=112, longest=128),
 )
 
 EDGE = 5  # steps at each end of a run whose rewards are averaged

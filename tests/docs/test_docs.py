@@ -33,7 +33,7 @@ from retouch.testing import check_reward
 from retouch.types import Sample, Task
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "src" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 YOUR_OWN = (ROOT / "docs" / "your-own.md").read_text()
 BLOCK = re.compile(r"(?:^`(?P<file>[\w./]+)`:\n\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 FILES = {block["file"]: block["text"] for block in BLOCK.finditer(YOUR_OWN) if block["file"]}
@@ -317,3 +317,17 @@ def test_the_error_that_troubleshooting_shows_is_the_one_that_is_raised() -> Non
     with pytest.raises(OutOfMemory) as raised, named(recipe, lambda: "update"):
         raise torch.OutOfMemoryError(first.partition("fit: ")[2])
     assert str(raised.value).splitlines() == [first, advice]
+
+
+def packages() -> set[str]:
+    """Every package of the source tree, relative to ``retouch``."""
+    source = ROOT / "src" / "retouch"
+    return {file.parent.relative_to(source).as_posix() for file in source.rglob("__init__.py")} - {"."}
+
+
+def test_the_source_trees_list_every_package() -> None:
+    rows = re.findall(r"^\| `([\w./]+)` \|", (ROOT / "src" / "README.md").read_text(), re.MULTILINE)
+    assert {row for row in rows if not row.endswith(".py")} - {"models/configs"} == packages()
+    tree = (ROOT / "README.md").read_text().split("| `src/retouch/` |")[1].split("\n\n")[0]
+    named = set(re.findall(r"`(\w+)/`", tree))
+    assert named == {package for package in packages() if "/" not in package}
