@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 
 from retouch.data.images import Picture, read_header
-from retouch.rewards.wire.bodies import put_together
+from retouch.rewards.wire.bodies import encode_body
 
 HERE = Path(__file__).parent
 sys.path += [str(HERE.parents[1] / "tests" / "support"), str(HERE.parents[1] / "tests" / "serving")]
@@ -31,11 +31,11 @@ TRACES = re.compile(r"Traceback|File \"|0x[0-9a-f]{6,}|site-packages|\.py\b")
 def payloads() -> Iterator[tuple[str, bytes | Callable[[], bytes | Iterator[bytes]], dict[str, str]]]:
     """Name, body (or what makes it) and headers."""
     for name, picture in hostile.PICTURES.items():
-        body, kind = put_together(json.dumps(hostile.batch()).encode(), [picture], "multipart")
+        body, kind = encode_body(json.dumps(hostile.batch()).encode(), [picture], "multipart")
         yield f"picture: {name}", body, {"Content-Type": kind}
     for name, document in hostile.DOCUMENTS.items():
         text = document if isinstance(document, bytes) else json.dumps(document).encode()
-        body, kind = put_together(text, [hostile.GOOD], "multipart")
+        body, kind = encode_body(text, [hostile.GOOD], "multipart")
         yield f"document: {name}", body, {"Content-Type": kind}
     for name, (make, headers) in hostile.BODIES.items():
         yield f"body: {name}", make, headers
@@ -66,7 +66,7 @@ def main() -> None:
                 traced += [name] if TRACES.search(answer.text) else []
         after, most = memory(pid)
         alive = httpx.post(f"{url}/v1/score", content=good, headers=kind).status_code == 200
-        body, head = put_together(json.dumps(hostile.batch()).encode(), [bomb], "multipart")
+        body, head = encode_body(json.dumps(hostile.batch()).encode(), [bomb], "multipart")
         times = [_seconds(lambda: httpx.post(f"{url}/v1/score", content=body, headers={"Content-Type": head})) for _ in range(50)]
     print(f"{len(listed)} payloads, {sent} sent, alive afterwards: {alive}")
     print(f"not refused: {len(wrong)} {wrong[:3]}; with a traceback: {len(traced)} {traced[:3]}")

@@ -28,7 +28,7 @@ from scorers import corner_score
 from servers import ours, plain
 
 from retouch.rewards.client.client import RemoteReward
-from retouch.rewards.wire.bodies import put_together
+from retouch.rewards.wire.bodies import encode_body
 from retouch.rewards.wire.packing import pack
 from retouch.serving.decoding import decode
 from retouch.serving.limits import Limits
@@ -166,7 +166,7 @@ def bomb(rounds: int, *, side: int = 13_000) -> dict[str, object]:
     parts = [struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in chunks]
     blob = b"".join([b"\x89PNG\r\n\x1a\n", *parts])
     document, _ = pack(photos(1, 64), ["0"], encoding="webp")
-    body, kind = put_together(document, [blob], "multipart")
+    body, kind = encode_body(document, [blob], "multipart")
     reading, asking = [], []
     with ours("Fixed", {}) as server, httpx.Client(base_url=server.urls[0], timeout=60) as client:
         for _ in range(rounds):

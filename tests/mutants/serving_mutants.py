@@ -14,14 +14,14 @@ SERVING = (
     Mutant(
         "scores joined by place and not by id",
         "rewards/wire/replies.py",
-        'answers[item["id"]] = _answer(item, expected)',
-        "answers[list(ids)[len(answers)]] = _answer(item, expected)",
+        'scores[item["id"]] = _item_scores(item, expected)',
+        "scores[list(ids)[len(scores)]] = _item_scores(item, expected)",
         f"{FAULTS}::test_an_order_of_its_own_is_no_fault",
     ),
     Mutant(
         "numbers out of their range are believed",
         "rewards/wire/replies.py",
-        "if not within(value, column):",
+        "if not in_range(value, column):",
         "if False:",
         f"{ALONE}[a number above the range]",
     ),

@@ -19,8 +19,8 @@ from PIL import Image
 
 from live_server import Live, body_of, host, live, picture, png, samples_of
 from ray_server import ON_RAY, RayServer, ray_server
-from retouch.rewards.wire.bodies import put_together
-from retouch.rewards.wire.refusals import TEXTS
+from retouch.rewards.wire.bodies import encode_body
+from retouch.rewards.wire.errors import ERRORS
 from retouch.serving.compat import Compat
 from retouch.serving.limits import Limits
 from served_rewards import Digest
@@ -115,7 +115,7 @@ def refused(response: httpx.Response) -> None:
         assert {code for item in answer["items"] for code in item["errors"].values()} == {"bad_picture"}
         assert all(item["scores"] == {} for item in answer["items"])
     else:
-        assert answer == {"error": {"code": answer["error"]["code"], "message": TEXTS[answer["error"]["code"]][1]}}
+        assert answer == {"error": {"code": answer["error"]["code"], "message": ERRORS[answer["error"]["code"]][1]}}
 
 
 def post(server: Live | RayServer, body: bytes | Iterator[bytes], **headers: str) -> httpx.Response:
@@ -140,7 +140,7 @@ def batch(**changes: object) -> dict[str, object]:
 
 def send(server: Live | RayServer, document: object, *blobs: bytes) -> httpx.Response:
     text = document if isinstance(document, bytes) else json.dumps(document).encode()
-    body, kind = put_together(text, blobs, "multipart")
+    body, kind = encode_body(text, blobs, "multipart")
     return post(server, body, **{"Content-Type": kind})
 
 
@@ -237,7 +237,7 @@ BODIES: dict[str, tuple[Callable[[], bytes | Iterator[bytes]], dict[str, str]]] 
         {"Content-Type": M},
     ),
     "the picture 9999": (
-        lambda: put_together(b"{}", [b"a"], "multipart")[0].replace(b"picture-0", b"picture-9999"),
+        lambda: encode_body(b"{}", [b"a"], "multipart")[0].replace(b"picture-0", b"picture-9999"),
         {"Content-Type": M},
     ),
     "a million boundaries": (lambda: b"--b\r\n" * 1_000_000, {"Content-Type": M}),
@@ -245,8 +245,8 @@ BODIES: dict[str, tuple[Callable[[], bytes | Iterator[bytes]], dict[str, str]]] 
     "msgpack of a huge length": (lambda: b"\x82\xa5batch\xc6\xff\xff\xff\xff", {"Content-Type": "application/msgpack"}),
     "msgpack of a huge map": (lambda: b"\xdf\xff\xff\xff\xff", {"Content-Type": "application/msgpack"}),
     "msgpack with an extension": (lambda: b"\x82\xa5batch\xc7\x10\x00", {"Content-Type": "application/msgpack"}),
-    "msgpack with more behind": (lambda: put_together(b"{}", [], "msgpack")[0] + b"x", {"Content-Type": "application/msgpack"}),
-    "msgpack cut off": (lambda: put_together(b"{}", [b"abc"], "msgpack")[0][:-1], {"Content-Type": "application/msgpack"}),
+    "msgpack with more behind": (lambda: encode_body(b"{}", [], "msgpack")[0] + b"x", {"Content-Type": "application/msgpack"}),
+    "msgpack cut off": (lambda: encode_body(b"{}", [b"abc"], "msgpack")[0][:-1], {"Content-Type": "application/msgpack"}),
     "JSON without pictures": (lambda: b'{"batch": {}}', {"Content-Type": "application/json"}),
     "JSON with base64 that is none": (lambda: b'{"batch": {}, "pictures": ["&&&"]}', {"Content-Type": "application/json"}),
     "JSON with numbers as pictures": (lambda: b'{"batch": {}, "pictures": [1]}', {"Content-Type": "application/json"}),

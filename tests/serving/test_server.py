@@ -18,8 +18,8 @@ from ray_server import ON_RAY, RayServer, ray_server
 from retouch.playground.judges.judge import PlaygroundJudge
 from retouch.playground.world.tasks import PlaygroundTasks
 from retouch.rewards.wire.bodies import BodyForm
-from retouch.rewards.wire.info import Info
-from retouch.rewards.wire.replies import Expected, read_reply
+from retouch.rewards.wire.replies import ExpectedReply, read_reply
+from retouch.rewards.wire.schema import ServerInfo
 from retouch.serving.batching import Batcher, Verdicts
 from retouch.serving.compat import Compat
 from retouch.serving.hosted import build, fingerprint, read_orders
@@ -71,9 +71,9 @@ def test_a_recipes_reward_gives_the_same_numbers_through_the_wire() -> None:
     with live("playground") as server:
         body, kind = body_of(samples, encoding="webp")
         reply = server.client.post("/v1/score", content=body, headers=kind).content
-        info = Info.model_validate_json(server.client.get("/v1/info").content)
+        info = ServerInfo.model_validate_json(server.client.get("/v1/info").content)
     judges = {"playground": info.rewards[0].fingerprint}
-    expected = Expected(judge.columns, dict.fromkeys(judge.columns, "playground"), judges)
+    expected = ExpectedReply(judge.columns, dict.fromkeys(judge.columns, "playground"), judges)
     answers = read_reply(reply, [str(row) for row in range(6)], expected)
     for name, column in judge(samples).items():
         given = torch.tensor([answers[str(row)].scores[name] for row in range(6)])

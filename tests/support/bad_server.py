@@ -10,14 +10,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from live_server import host
-from retouch.rewards.wire.info import Info
+from retouch.rewards.wire.schema import ServerInfo
 from retouch.serving.decoding import decode
 from retouch.serving.limits import Limits
 from retouch.types import Sample
 from served_rewards import Digest, digest_score
 
 Reply = dict[str, Any]
-INFO = Info(service="retouch", version="0", rewards=[host(Digest()).info()], limits=Limits().info())
+INFO = ServerInfo(service="retouch", version="0", rewards=[host(Digest()).info()], limits=Limits().info())
 
 
 def true_reply(body: bytes, kind: str) -> Reply:

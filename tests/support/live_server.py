@@ -13,9 +13,8 @@ import uvicorn
 from PIL import Image
 
 from retouch.core.random import generator
-from retouch.rewards.wire.bodies import BodyForm, put_together
-from retouch.rewards.wire.packing import pack
-from retouch.rewards.wire.pictures import Encoding
+from retouch.rewards.wire.bodies import BodyForm, encode_body
+from retouch.rewards.wire.packing import ImageEncoding, pack
 from retouch.serving.app import build_app
 from retouch.serving.compat import Compat
 from retouch.serving.hosted import Hosted, build, read_orders
@@ -79,10 +78,12 @@ def samples_of(count: int, *, group: int = 4, **task: object) -> list[Sample]:
     return [Sample(replace(tasks[row // group], **task), picture(row)) for row in range(count)]
 
 
-def body_of(samples: Sequence[Sample], *, form: BodyForm = "multipart", encoding: Encoding = "raw") -> tuple[bytes, dict[str, str]]:
+def body_of(
+    samples: Sequence[Sample], *, form: BodyForm = "multipart", encoding: ImageEncoding = "raw"
+) -> tuple[bytes, dict[str, str]]:
     """A request's body and headers; ids are "0", "1", ..."""
     document, blobs = pack(samples, [str(row) for row in range(len(samples))], encoding=encoding)
-    body, kind = put_together(document, blobs, form)
+    body, kind = encode_body(document, blobs, form)
     return body, {"Content-Type": kind}
 
 

@@ -12,9 +12,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from retouch import __version__
-from retouch.rewards.wire.info import Info
-from retouch.rewards.wire.refusals import Refused
-from retouch.rewards.wire.schema import Batch
+from retouch.rewards.wire.errors import RequestError
+from retouch.rewards.wire.schema import BatchDocument, ServerInfo
 from retouch.serving.compat import Compat, Numbers, Single, decode_single
 from retouch.serving.gate import Gate, refusal
 from retouch.serving.reception import read_body, read_deadline
@@ -71,7 +70,7 @@ def _score_pages(app: FastAPI, service: Service, compat: Compat | None) -> None:
     @app.post("/score", response_model=Numbers, openapi_extra=_single_schema())
     async def single(request: Request) -> Response:
         if compat is None:
-            raise Refused("not_configured")
+            raise RequestError("not_configured")
         with service.admit() as admission:
             seconds = read_deadline(request, longest=service.limits.deadline_seconds)
             body = await _body(request, service)
@@ -87,8 +86,8 @@ def _score_pages(app: FastAPI, service: Service, compat: Compat | None) -> None:
 
 
 def _state_pages(app: FastAPI, service: Service) -> None:
-    @app.get("/v1/info", response_model=Info)
-    async def info() -> Info:
+    @app.get("/v1/info", response_model=ServerInfo)
+    async def info() -> ServerInfo:
         return service.info()
 
     @app.get("/livez")
@@ -105,8 +104,8 @@ def _state_pages(app: FastAPI, service: Service) -> None:
 
 
 def _errors(app: FastAPI) -> None:
-    @app.exception_handler(Refused)
-    async def refused(request: Request, error: Refused) -> Response:
+    @app.exception_handler(RequestError)
+    async def refused(request: Request, error: RequestError) -> Response:
         return refusal(error.code, retry_after=RETRY_SECONDS if error.status in (429, 503) else None)
 
     @app.exception_handler(HTTPException)
@@ -125,7 +124,7 @@ async def _body(request: Request, service: Service) -> bytes:
 
 
 def _batch_schema() -> dict[str, object]:
-    batch = Batch.model_json_schema()
+    batch = BatchDocument.model_json_schema()
     texts = {"type": "array", "items": {"type": "string", "format": "byte"}}
     forms: dict[str, dict[str, object]] = {
         "multipart/form-data": {"properties": {"batch": batch, "picture-0": _BINARY}, "required": ["batch"]},

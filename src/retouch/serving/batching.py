@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
-from retouch.rewards.wire.refusals import Refused
+from retouch.rewards.wire.errors import RequestError
 from retouch.serving.hosted import Hosted
 from retouch.serving.judging import Verdict, judge
 from retouch.serving.limits import Limits
@@ -78,9 +78,9 @@ class Batcher:
         return self.load + count <= self._limits.max_queue
 
     def submit(self, samples: Sequence[Sample], *, expires: float) -> "asyncio.Future[Verdicts]":
-        """Judge, with whatever else is there. Refused ("busy") without room; what would start after ``expires`` is dropped."""
+        """Judge, with whatever else is there. RequestError ("busy") without room; what would start after ``expires`` is dropped."""
         if not self.room(len(samples)):
-            raise Refused("busy")
+            raise RequestError("busy")
         done: asyncio.Future[Verdicts] = asyncio.get_running_loop().create_future()
         if not samples:
             done.set_result(Verdicts((), (self.hosted.fingerprint,)))
@@ -127,7 +127,7 @@ class Batcher:
             if ticket.done.done():
                 continue
             if ticket.expires <= now:
-                ticket.done.set_exception(Refused("deadline"))
+                ticket.done.set_exception(RequestError("deadline"))
                 continue
             batch.append((ticket, row, sample))
         if not self._queue:

@@ -9,8 +9,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from retouch.rewards.wire.bodies import from_base64, parse_json
-from retouch.rewards.wire.refusals import Refused
+from retouch.rewards.wire.bodies import decode_base64, parse_json
+from retouch.rewards.wire.errors import RequestError
 from retouch.rewards.wire.schema import PictureHead
 from retouch.serving.decoding import decode_pictures
 from retouch.serving.limits import Limits
@@ -38,10 +38,10 @@ class Compat:
             raise ValueError("--ocr-weight needs --ocr COLUMN")
 
     def numbers(self, scores: Mapping[str, float | None]) -> dict[str, float | None]:
-        """The three numbers. Refused where one that counts could not be judged."""
+        """The three numbers. RequestError where one that counts could not be judged."""
         vlm, ocr = scores.get(self.vlm), None if self.ocr is None else scores.get(self.ocr)
         if vlm is None or (self.ocr is not None and ocr is None):
-            raise Refused("reward_failed")
+            raise RequestError("reward_failed")
         combined = self.vlm_weight * vlm + self.ocr_weight * (ocr or 0.0)
         return {"vlm_score": vlm, "ocr_confidence": ocr, "combined_score": combined}
 
@@ -68,23 +68,23 @@ class Numbers(BaseModel):
 
 
 def decode_single(body: bytes, limits: Limits) -> Sample:
-    """The sample that the request describes. Refused where it cannot be read."""
+    """The sample that the request describes. RequestError where it cannot be read."""
     try:
         asked = Single.model_validate(parse_json(body))
     except ValidationError:
-        raise Refused("bad_batch") from None
+        raise RequestError("bad_batch") from None
     given = {
         "image": (_FILE, asked.image),
         "source": (_FILE, asked.source_image),
         "mask": (_MASK, asked.mask_image),
         "reference": (_FILE, asked.reference_image),
     }
-    there = {name: (head, from_base64(text)) for name, (head, text) in given.items() if text is not None}
+    there = {name: (head, decode_base64(text)) for name, (head, text) in given.items() if text is not None}
     decoded = decode_pictures([head for head, _ in there.values()], [blob for _, blob in there.values()], limits)
     pictures = {}
     for name, picture in zip(there, decoded, strict=True):
         if isinstance(picture, str):
-            raise Refused(picture)
+            raise RequestError(picture)
         pictures[name] = picture
     task = Task(
         id="score",

@@ -7,9 +7,9 @@ from PIL import Image
 from pydantic import ValidationError
 
 from retouch.data.images import Picture, load_image, read_header
-from retouch.rewards.wire.bodies import Blob, take_apart
-from retouch.rewards.wire.refusals import Code, Refused
-from retouch.rewards.wire.schema import Batch, Item, PictureHead, TaskHead
+from retouch.rewards.wire.bodies import Blob, decode_body
+from retouch.rewards.wire.errors import ErrorCode, RequestError
+from retouch.rewards.wire.schema import BatchDocument, BatchItem, PictureHead, TaskHead
 from retouch.serving.limits import Limits
 from retouch.types import Sample, Task
 
@@ -21,19 +21,19 @@ class Decoded:
     """A request's items in order: each is a sample, or the code of what is wrong with it."""
 
     ids: tuple[str, ...]
-    samples: tuple[Sample | Code, ...]
+    samples: tuple[Sample | ErrorCode, ...]
     rewards: tuple[str, ...] | None
 
 
 def decode(body: bytes, content_type: str, limits: Limits) -> Decoded:
-    """The samples of a request. Refused where the request as a whole cannot be used; a bad picture spoils only its own items."""
-    document, blobs = take_apart(body, content_type)
+    """The samples of a request. RequestError: the request as a whole cannot be used; a bad image fails only its own items."""
+    document, blobs = decode_body(body, content_type)
     try:
-        batch = Batch.model_validate(document)
+        batch = BatchDocument.model_validate(document)
     except ValidationError:
-        raise Refused("bad_batch") from None
+        raise RequestError("bad_batch") from None
     if len(batch.items) > limits.info().max_items or len(batch.tasks) > len(batch.items):
-        raise Refused("too_many")
+        raise RequestError("too_many")
     _check_numbers(batch, len(blobs))
     pictures = decode_pictures(batch.pictures, blobs, limits)
     tasks = [_task(head, pictures) for head in batch.tasks]
@@ -41,18 +41,18 @@ def decode(body: bytes, content_type: str, limits: Limits) -> Decoded:
     return Decoded(tuple(item.id for item in batch.items), samples, None if batch.rewards is None else tuple(batch.rewards))
 
 
-def decode_pictures(heads: Sequence[PictureHead], blobs: Sequence[Blob], limits: Limits) -> list[Image.Image | Code]:
-    """Each picture, or what is wrong with it. Refused where all together have too many pixels."""
+def decode_pictures(heads: Sequence[PictureHead], blobs: Sequence[Blob], limits: Limits) -> list[Image.Image | ErrorCode]:
+    """Each picture, or what is wrong with it. RequestError where all together have too many pixels."""
     sizes = [_size(head, blob, limits) for head, blob in zip(heads, blobs, strict=True)]
     if sum(size[0] * size[1] for size in sizes if isinstance(size, tuple)) > limits.max_total_pixels:
-        raise Refused("too_large")
+        raise RequestError("too_large")
     return [
         _pixels(head, blob, size, limits) if isinstance(size, tuple) else size
         for head, blob, size in zip(heads, blobs, sizes, strict=True)
     ]
 
 
-def _check_numbers(batch: Batch, blobs: int) -> None:
+def _check_numbers(batch: BatchDocument, blobs: int) -> None:
     """Numbers that point nowhere, ids that occur twice, pictures and tasks that nobody asked about."""
     used = [number for item in batch.items if (number := item.picture) is not None]
     for task in batch.tasks:
@@ -64,10 +64,10 @@ def _check_numbers(batch: Batch, blobs: int) -> None:
         or asked != set(range(len(batch.tasks)))
         or len({item.id for item in batch.items}) != len(batch.items)
     ):
-        raise Refused("bad_batch")
+        raise RequestError("bad_batch")
 
 
-def _size(head: PictureHead, blob: Blob, limits: Limits) -> tuple[int, int] | Code:
+def _size(head: PictureHead, blob: Blob, limits: Limits) -> tuple[int, int] | ErrorCode:
     """(width, height), from the head or the file's own header."""
     if head.form == "raw":
         if head.width is None or head.height is None or len(blob) != head.width * head.height * _CHANNELS[head.mode]:
@@ -83,7 +83,7 @@ def _size(head: PictureHead, blob: Blob, limits: Limits) -> tuple[int, int] | Co
     return size if size[0] * size[1] <= limits.max_pixels else "bad_picture"
 
 
-def _pixels(head: PictureHead, blob: Blob, size: tuple[int, int], limits: Limits) -> Image.Image | Code:
+def _pixels(head: PictureHead, blob: Blob, size: tuple[int, int], limits: Limits) -> Image.Image | ErrorCode:
     if head.form == "raw":
         return Image.frombytes(head.mode, size, bytes(blob))
     try:
@@ -94,13 +94,13 @@ def _pixels(head: PictureHead, blob: Blob, size: tuple[int, int], limits: Limits
     return image if head.mode == "RGB" else image.convert("L")
 
 
-def _task(head: TaskHead, pictures: Sequence[Image.Image | Code]) -> Task | Code:
+def _task(head: TaskHead, pictures: Sequence[Image.Image | ErrorCode]) -> Task | ErrorCode:
     def picture(number: int | None) -> Image.Image | None:
         if number is None:
             return None
         found = pictures[number]
         if isinstance(found, str):
-            raise Refused(found)
+            raise RequestError(found)
         return found
 
     try:
@@ -115,11 +115,11 @@ def _task(head: TaskHead, pictures: Sequence[Image.Image | Code]) -> Task | Code
             tags=dict(head.tags),
             meta=dict(head.meta),
         )
-    except Refused as refused:
+    except RequestError as refused:
         return refused.code
 
 
-def _sample(item: Item, tasks: Sequence[Task | Code], pictures: Sequence[Image.Image | Code]) -> Sample | Code:
+def _sample(item: BatchItem, tasks: Sequence[Task | ErrorCode], pictures: Sequence[Image.Image | ErrorCode]) -> Sample | ErrorCode:
     task, image = tasks[item.task], None if item.picture is None else pictures[item.picture]
     if isinstance(task, str):
         return task

@@ -7,7 +7,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from retouch.rewards.wire.refusals import TEXTS, Code
+from retouch.rewards.wire.errors import ERRORS, ErrorCode
 from retouch.serving.metrics import Metrics
 from retouch.serving.reception import request_id
 
@@ -15,9 +15,9 @@ OPEN_PAGES = ("/livez", "/readyz")
 _PAGES = ("/v1/score", "/v1/info", "/score", "/livez", "/readyz", "/metrics", "/openapi.json", "/docs")
 
 
-def refusal(code: Code, *, retry_after: int | None = None) -> JSONResponse:
+def refusal(code: ErrorCode, *, retry_after: int | None = None) -> JSONResponse:
     """The answer that says why not."""
-    status, text = TEXTS[code]
+    status, text = ERRORS[code]
     headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
     if code == "unauthorized":
         headers["WWW-Authenticate"] = "Bearer"

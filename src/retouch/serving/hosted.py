@@ -16,8 +16,7 @@ from retouch.assembly.reward import build_reward
 from retouch.protocols import Reward
 from retouch.recipe.reward_words import parse_reward, read_reward
 from retouch.rewards import identity
-from retouch.rewards.wire.info import ColumnInfo, RewardInfo
-from retouch.rewards.wire.schema import NAME
+from retouch.rewards.wire.schema import NAME, ColumnInfo, RewardInfo
 from retouch.types import Column
 
 _NAMED = re.compile(r"^([A-Za-z0-9_.-]{1,64})=(.+)$", re.DOTALL)

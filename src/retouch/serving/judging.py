@@ -7,12 +7,12 @@ from typing import TypeAlias
 
 import torch
 
-from retouch.rewards.wire.refusals import Code
-from retouch.rewards.wire.replies import within
+from retouch.rewards.wire.errors import ErrorCode
+from retouch.rewards.wire.replies import in_range
 from retouch.serving.hosted import Hosted
 from retouch.types import Sample, Scores
 
-Verdict: TypeAlias = Mapping[str, float | None] | Code
+Verdict: TypeAlias = Mapping[str, float | None] | ErrorCode
 Call: TypeAlias = Callable[[Sequence[Sample]], "Future[Scores]"]
 
 _LOG = logging.getLogger("retouch.serving")
@@ -46,7 +46,7 @@ def _checked(hosted: Hosted, scores: Scores, count: int) -> list[Verdict]:
         for row, value in enumerate(given.detach().float().cpu().tolist()):
             missing = value != value
             rows[row][hosted.public[name]] = None if missing else value
-            if not missing and not within(value, column):
+            if not missing and not in_range(value, column):
                 _LOG.error("reward %s: column %r gave %r, outside %r to %r", hosted.name, name, value, column.low, column.high)
                 wrong.add(row)
     return ["reward_disagrees" if row in wrong else verdict for row, verdict in enumerate(rows)]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from retouch.rewards.wire.info import LimitsInfo
+from retouch.rewards.wire.schema import LimitsInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

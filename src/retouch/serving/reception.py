@@ -7,20 +7,20 @@ import secrets
 
 from starlette.requests import ClientDisconnect, Request
 
-from retouch.rewards.wire.refusals import Refused
+from retouch.rewards.wire.errors import RequestError
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 async def read_body(request: Request, *, max_bytes: int, seconds: float) -> bytes:
-    """The body. Refused: compressed, longer than allowed (by its header, or as it comes), or too slow."""
+    """The body. RequestError: compressed, longer than allowed (by its header, or as it comes), or too slow."""
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise Refused("unsupported")
+        raise RequestError("unsupported")
     stated = request.headers.get("content-length", "0")
     if not stated.isascii() or not stated.isdigit() or len(stated) > 18:
-        raise Refused("bad_body")
+        raise RequestError("bad_body")
     if int(stated) > max_bytes:
-        raise Refused("too_large")
+        raise RequestError("too_large")
     parts: list[bytes] = []
     size = 0
     try:
@@ -28,12 +28,12 @@ async def read_body(request: Request, *, max_bytes: int, seconds: float) -> byte
             async for part in request.stream():
                 size += len(part)
                 if size > max_bytes:
-                    raise Refused("too_large")
+                    raise RequestError("too_large")
                 parts.append(part)
     except TimeoutError:
-        raise Refused("too_slow") from None
+        raise RequestError("too_slow") from None
     except ClientDisconnect:
-        raise Refused("bad_body") from None
+        raise RequestError("bad_body") from None
     return b"".join(parts)
 
 
@@ -45,9 +45,9 @@ def read_deadline(request: Request, *, longest: float) -> float:
     try:
         seconds = float(stated)
     except ValueError:
-        raise Refused("bad_deadline") from None
+        raise RequestError("bad_deadline") from None
     if not math.isfinite(seconds) or seconds <= 0:
-        raise Refused("bad_deadline")
+        raise RequestError("bad_deadline")
     return min(seconds, longest)
 
 

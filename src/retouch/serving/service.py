@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from retouch import __version__
-from retouch.rewards.wire.info import Info
-from retouch.rewards.wire.refusals import Code, Refused
+from retouch.rewards.wire.errors import ErrorCode, RequestError
+from retouch.rewards.wire.schema import ServerInfo
 from retouch.serving.batching import Batcher, Verdicts
 from retouch.serving.decoding import Decoded, decode
 from retouch.serving.hosted import Hosted, Order, rebuild
@@ -27,7 +27,7 @@ class Result:
 
     id: str
     scores: Mapping[str, float | None]
-    errors: Mapping[str, Code]
+    errors: Mapping[str, ErrorCode]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,26 +76,26 @@ class Service:
     def hosted(self) -> list[Hosted]:
         return [batcher.hosted for batcher in self._batchers.values()]
 
-    def info(self) -> Info:
+    def info(self) -> ServerInfo:
         """What callers are told of this server."""
         rewards = [each.info() for each in self.hosted]
-        return Info(service="retouch", version=__version__, rewards=rewards, limits=self.limits.info())
+        return ServerInfo(service="retouch", version=__version__, rewards=rewards, limits=self.limits.info())
 
     def admit(self) -> "Admission":
-        """A place in hand, before the body is read. Refused: stopping, or full."""
+        """A place in hand, before the body is read. RequestError: stopping, or full."""
         if self.draining:
-            raise Refused("draining")
+            raise RequestError("draining")
         if self._requests >= self.limits.max_requests or not all(batcher.room(1) for batcher in self._batchers.values()):
-            raise Refused("busy")
+            raise RequestError("busy")
         return Admission(self)
 
     async def score(self, body: bytes, content_type: str, *, seconds: float, admission: "Admission") -> Results:
-        """Decode and judge a batch. Refused where it cannot be used, is too much at once, or takes longer than ``seconds``."""
+        """Decode and judge a batch. RequestError where it cannot be used, is too much at once, or takes longer than ``seconds``."""
         loop = asyncio.get_running_loop()
         decoded = await loop.run_in_executor(self._decoders, decode, body, content_type, self.limits)
         asked = list(self._batchers) if decoded.rewards is None else list(dict.fromkeys(decoded.rewards))
         if not set(asked) <= self._batchers.keys():
-            raise Refused("bad_batch")
+            raise RequestError("bad_batch")
         samples = [sample for sample in decoded.samples if isinstance(sample, Sample)]
         verdicts = await self.judge(samples, asked, seconds=seconds, admission=admission)
         return _joined(decoded, verdicts)
@@ -103,10 +103,10 @@ class Service:
     async def judge(
         self, samples: Sequence[Sample], asked: Sequence[str], *, seconds: float, admission: "Admission"
     ) -> dict[str, Verdicts]:
-        """Each reward's verdicts on the samples. Refused: no room, or longer than ``seconds``."""
+        """Each reward's verdicts on the samples. RequestError: no room, or longer than ``seconds``."""
         batchers = [self._batchers[name] for name in asked]
         if not all(batcher.room(len(samples)) for batcher in batchers):
-            raise Refused("busy")
+            raise RequestError("busy")
         expires = time.monotonic() + seconds
         waiting = [batcher.submit(samples, expires=expires) for batcher in batchers]
         admission.queued()
@@ -114,7 +114,7 @@ class Service:
             async with asyncio.timeout(seconds):
                 verdicts = await asyncio.gather(*waiting)
         except TimeoutError:
-            raise Refused("deadline") from None
+            raise RequestError("deadline") from None
         finally:
             for verdict in waiting:
                 verdict.cancel()
@@ -173,7 +173,7 @@ def _joined(decoded: Decoded, verdicts: Mapping[str, Verdicts]) -> Results:
     items = []
     for name, sample in zip(decoded.ids, decoded.samples, strict=True):
         scores: dict[str, float | None] = {}
-        errors: dict[str, Code] = {}
+        errors: dict[str, ErrorCode] = {}
         for reward, row in rows.items():
             verdict = next(row) if isinstance(sample, Sample) else sample
             if isinstance(verdict, str):

@@ -10,16 +10,15 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from live_server import body_of, picture
-from retouch.rewards.wire.bodies import BodyForm, put_together, take_apart
-from retouch.rewards.wire.packing import pack
-from retouch.rewards.wire.pictures import Encoding
-from retouch.rewards.wire.refusals import Refused
+from retouch.rewards.wire.bodies import BodyForm, decode_body, encode_body
+from retouch.rewards.wire.errors import RequestError
+from retouch.rewards.wire.packing import ImageEncoding, pack
 from retouch.serving.decoding import Decoded, decode
 from retouch.serving.limits import Limits
 from retouch.types import Sample, Task
 
 FORMS: list[BodyForm] = ["multipart", "msgpack", "json"]
-ENCODINGS: list[Encoding] = ["webp", "raw"]
+ENCODINGS: list[ImageEncoding] = ["webp", "raw"]
 
 
 def full_task() -> Task:
@@ -36,7 +35,7 @@ def full_task() -> Task:
     )
 
 
-def arrived(samples: list[Sample], form: BodyForm, encoding: Encoding) -> Decoded:
+def arrived(samples: list[Sample], form: BodyForm, encoding: ImageEncoding) -> Decoded:
     body, headers = body_of(samples, form=form, encoding=encoding)
     return decode(body, headers["Content-Type"], Limits())
 
@@ -49,7 +48,7 @@ def same(a: Image.Image | None, b: Image.Image | None) -> bool:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_everything_of_a_task_arrives_to_the_bit(form: BodyForm, encoding: Encoding) -> None:
+def test_everything_of_a_task_arrives_to_the_bit(form: BodyForm, encoding: ImageEncoding) -> None:
     task = full_task()
     sent = [
         Sample(task, picture(5)),
@@ -73,7 +72,7 @@ def test_everything_of_a_task_arrives_to_the_bit(form: BodyForm, encoding: Encod
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("mode", ["RGBA", "P", "1", "LA", "CMYK"])
-def test_other_modes_arrive_as_a_judge_would_convert_them(mode: str, encoding: Encoding) -> None:
+def test_other_modes_arrive_as_a_judge_would_convert_them(mode: str, encoding: ImageEncoding) -> None:
     image = picture(0).convert(mode)
     (sample,) = arrived([Sample(Task(id="a", instruction="b"), image)], "multipart", encoding).samples
     assert isinstance(sample, Sample)
@@ -114,8 +113,8 @@ def test_a_meta_that_is_not_json_is_the_callers_mistake(meta: dict[str, object],
 @given(document=st.dictionaries(st.text(), st.integers()), blobs=st.lists(st.binary(max_size=70000), max_size=20))
 def test_any_bytes_come_through_every_form(document: dict[str, int], blobs: list[bytes]) -> None:
     for form in FORMS:
-        body, kind = put_together(json.dumps(document).encode(), blobs, form)
-        parsed, pictures = take_apart(body, kind)
+        body, kind = encode_body(json.dumps(document).encode(), blobs, form)
+        parsed, pictures = decode_body(body, kind)
         assert parsed == document
         assert [bytes(blob) for blob in pictures] == blobs
 
@@ -123,15 +122,15 @@ def test_any_bytes_come_through_every_form(document: dict[str, int], blobs: list
 @settings(max_examples=300)
 @given(kind=st.sampled_from(["multipart/form-data; boundary=b", "application/msgpack", "application/json"]), data=st.data())
 def test_whatever_comes_is_read_or_refused(kind: str, data: st.DataObject) -> None:
-    body, true_kind = put_together(
+    body, true_kind = encode_body(
         b'{"a": 1}', [b"12", b"3" * 300], {"mu": "multipart", "ms": "msgpack", "js": "json"}[_short(kind)]
     )
     body = body.replace(true_kind.partition("boundary=")[2].encode() or b"\xff\xff", b"b")
     place = data.draw(st.integers(0, len(body)))
     changed = body[:place] + data.draw(st.binary(max_size=6)) + body[data.draw(st.integers(place, len(body))) :]
     try:
-        document, blobs = take_apart(changed, kind)
-    except Refused:
+        document, blobs = decode_body(changed, kind)
+    except RequestError:
         return
     assert isinstance(blobs, list)
     json.dumps(document)
@@ -144,9 +143,9 @@ def _short(kind: str) -> str:
 def test_a_general_msgpack_reader_reads_ours_and_ours_reads_its_writing() -> None:
     msgpack = pytest.importorskip("msgpack")
     blobs = [b"", b"a" * 200, b"b" * 70000]
-    body, kind = put_together(b'{"x":1}', blobs, "msgpack")
+    body, kind = encode_body(b'{"x":1}', blobs, "msgpack")
     assert msgpack.unpackb(body) == {"batch": b'{"x":1}', "pictures": blobs}
-    document, pictures = take_apart(msgpack.packb({"pictures": blobs, "batch": b'{"x":1}'}), kind)
+    document, pictures = decode_body(msgpack.packb({"pictures": blobs, "batch": b'{"x":1}'}), kind)
     assert document == {"x": 1}
     assert [bytes(blob) for blob in pictures] == blobs
 
@@ -156,6 +155,6 @@ def test_httpx_writes_a_multipart_that_we_read() -> None:
 
     files = {"batch": (None, b'{"x":1}', "application/json"), "picture-0": ("a.png", b"\r\n--\x00", "image/png")}
     request = httpx.Request("POST", "http://localhost/", files=files)
-    document, pictures = take_apart(request.read(), request.headers["content-type"])
+    document, pictures = decode_body(request.read(), request.headers["content-type"])
     assert document == {"x": 1}
     assert [bytes(blob) for blob in pictures] == [b"\r\n--\x00"]

@@ -9,15 +9,15 @@ from pydantic import ValidationError
 from retouch.rewards.client.faults import Fault
 from retouch.rewards.client.settings import Settings
 from retouch.rewards.client.transport import Transport
-from retouch.rewards.wire.info import Info
-from retouch.rewards.wire.replies import Expected
+from retouch.rewards.wire.replies import ExpectedReply
+from retouch.rewards.wire.schema import ServerInfo
 from retouch.types import Column
 
 _ASK_SECONDS = 2.0
 _POLL = 0.2
 
 
-async def discover(settings: Settings, *, wait: float) -> tuple[Expected, int]:
+async def discover(settings: Settings, *, wait: float) -> tuple[ExpectedReply, int]:
     """What a true reply holds, and the most items of a request; from the first servers that answer within ``wait`` seconds.
 
     ValueError: none does, one refuses, they differ, or a reward is not there.
@@ -43,20 +43,20 @@ async def discover(settings: Settings, *, wait: float) -> tuple[Expected, int]:
     return expected, min(info.limits.max_items for info in known.values())
 
 
-async def read_info(transport: Transport, url: str, *, seconds: float) -> Info:
+async def read_info(transport: Transport, url: str, *, seconds: float) -> ServerInfo:
     """What the server says of itself. Fault where it cannot be had."""
     try:
-        return Info.model_validate_json(await transport.get(f"{url}/v1/info", seconds=seconds))
+        return ServerInfo.model_validate_json(await transport.get(f"{url}/v1/info", seconds=seconds))
     except ValidationError:
         raise Fault("wrong_shape") from None
 
 
-def judges_of(info: Info, rewards: Collection[str] | None) -> dict[str, str]:
+def judges_of(info: ServerInfo, rewards: Collection[str] | None) -> dict[str, str]:
     """The fingerprints of the rewards that are asked."""
     return {each.name: each.fingerprint for each in info.rewards if rewards is None or each.name in rewards}
 
 
-async def _ask(transport: Transport, url: str) -> Info | None:
+async def _ask(transport: Transport, url: str) -> ServerInfo | None:
     """None where the server is not there yet."""
     try:
         return await read_info(transport, url, seconds=_ASK_SECONDS)
@@ -68,7 +68,7 @@ async def _ask(transport: Transport, url: str) -> Info | None:
         return None
 
 
-def _expected(info: Info, rewards: Collection[str] | None) -> Expected:
+def _expected(info: ServerInfo, rewards: Collection[str] | None) -> ExpectedReply:
     names = [each.name for each in info.rewards]
     unknown = [name for name in rewards or () if name not in names]
     if unknown:
@@ -79,4 +79,4 @@ def _expected(info: Info, rewards: Collection[str] | None) -> Expected:
         if rewards is None or each.name in rewards:
             columns |= {name: Column(**column.model_dump()) for name, column in each.columns.items()}
             owner |= dict.fromkeys(each.columns, each.name)
-    return Expected(columns, owner, judges_of(info, rewards))
+    return ExpectedReply(columns, owner, judges_of(info, rewards))

@@ -19,10 +19,9 @@ from retouch.rewards.client.pool import Endpoint, Pool
 from retouch.rewards.client.settings import Settings
 from retouch.rewards.client.transport import Transport
 from retouch.rewards.quota.quota import Quota, Turns
-from retouch.rewards.wire.bodies import put_together
-from retouch.rewards.wire.packing import pack
-from retouch.rewards.wire.pictures import Encoding
-from retouch.rewards.wire.replies import Answer, BadReply, Expected, read_reply
+from retouch.rewards.wire.bodies import encode_body
+from retouch.rewards.wire.packing import ImageEncoding, pack
+from retouch.rewards.wire.replies import ExpectedReply, InvalidReply, ItemScores, read_reply
 from retouch.types import Sample
 
 _LOG = logging.getLogger("retouch.rewards")
@@ -41,8 +40,8 @@ class Chunk:
     samples: dict[str, Sample]
     begun: float
     expires: float = 0.0
-    answers: dict[str, Answer] = field(default_factory=dict)
-    bodies: dict[Encoding, tuple[frozenset[str], bytes, str]] = field(default_factory=dict)
+    answers: dict[str, ItemScores] = field(default_factory=dict)
+    bodies: dict[ImageEncoding, tuple[frozenset[str], bytes, str]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     attempts: int = 0
     seconds: float = 0.0
@@ -57,14 +56,14 @@ class Chunk:
         """Ids without an answer, or of which a reward failed."""
         return [name for name in self.samples if name not in self.answers or self.answers[name].failed]
 
-    def body(self, encoding: Encoding, rewards: Sequence[str] | None) -> tuple[bytes, str]:
+    def body(self, encoding: ImageEncoding, rewards: Sequence[str] | None) -> tuple[bytes, str]:
         """The request for what is open, made once for each encoding."""
         wanted = frozenset(self.open)
         known = self.bodies.get(encoding)
         if known is None or known[0] != wanted:
             ids = self.open
             document, blobs = pack([self.samples[name] for name in ids], ids, encoding=encoding, rewards=rewards)
-            known = wanted, *put_together(document, blobs, "multipart")
+            known = wanted, *encode_body(document, blobs, "multipart")
             self.bodies[encoding] = known
         return known[1], known[2]
 
@@ -72,7 +71,7 @@ class Chunk:
 class Session:
     """Made and used on one event loop. ``faults`` counts failed attempts by kind, ``calls`` all of them."""
 
-    def __init__(self, settings: Settings, expected: Expected, quota: Quota | None) -> None:
+    def __init__(self, settings: Settings, expected: ExpectedReply, quota: Quota | None) -> None:
         self.faults: Counter[str] = Counter()
         self.calls = self.hedges = 0
         self._settings, self._expected = settings, expected
@@ -152,7 +151,7 @@ class Session:
                 return endpoint
             await asyncio.sleep(_POLL)
 
-    async def _ask(self, endpoint: Endpoint, chunk: Chunk) -> dict[str, Answer]:
+    async def _ask(self, endpoint: Endpoint, chunk: Chunk) -> dict[str, ItemScores]:
         """The endpoint's answers, or those of another one that is asked as well when this one takes unusually long."""
         first = self._begin(endpoint, chunk)
         running = {first}
@@ -173,23 +172,23 @@ class Session:
             for task in running:
                 task.cancel()
 
-    def _begin(self, endpoint: Endpoint, chunk: Chunk) -> "asyncio.Task[dict[str, Answer]]":
+    def _begin(self, endpoint: Endpoint, chunk: Chunk) -> "asyncio.Task[dict[str, ItemScores]]":
         """Ask, and count it at once, so that the next request sees it."""
         count = len(chunk.open)
         endpoint.in_hand += count
         self.calls += 1
 
-        def ended(task: "asyncio.Task[dict[str, Answer]]") -> None:
+        def ended(task: "asyncio.Task[dict[str, ItemScores]]") -> None:
             endpoint.in_hand -= count
 
         task = asyncio.create_task(self._exchange(endpoint, chunk))
         task.add_done_callback(ended)
         return task
 
-    async def _exchange(self, endpoint: Endpoint, chunk: Chunk) -> dict[str, Answer]:
+    async def _exchange(self, endpoint: Endpoint, chunk: Chunk) -> dict[str, ItemScores]:
         ids, settings = chunk.open, self._settings
         try:
-            encoding: Encoding = ("raw" if endpoint.local else "webp") if settings.encoding == "auto" else settings.encoding
+            encoding: ImageEncoding = ("raw" if endpoint.local else "webp") if settings.encoding == "auto" else settings.encoding
             body, kind = await asyncio.to_thread(chunk.body, encoding, settings.rewards)
             started = time.monotonic()
             seconds = max(0.001, min(settings.timeout, chunk.expires - started))
@@ -248,10 +247,10 @@ class Session:
         del self._probing[endpoint]
 
 
-def _believed(reply: bytes, ids: Sequence[str], expected: Expected) -> dict[str, Answer]:
+def _believed(reply: bytes, ids: Sequence[str], expected: ExpectedReply) -> dict[str, ItemScores]:
     try:
         return read_reply(reply, ids, expected)
-    except BadReply as bad:
+    except InvalidReply as bad:
         raise Fault(str(bad)) from None
 
 

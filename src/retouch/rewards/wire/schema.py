@@ -1,7 +1,7 @@
-"""The batch document of ``POST /v1/score``: tasks, items and what the pictures are. The pictures' bytes travel beside it.
+"""The JSON documents of the HTTP interface: the batch of ``POST /v1/score``, and the reply of ``GET /v1/info``.
 
-Whatever is used by several items (a task, its source picture) stands in the document once and is referred to by its number.
-Anything that is not in the schema is refused.
+In a batch, a task or an image that several items share is listed once and referred to by its number. The images' bytes follow the
+document in the body. Keys that are not in the schema are rejected.
 """
 
 from typing import Annotated, Literal, TypeAlias
@@ -23,7 +23,7 @@ class _Part(BaseModel):
 
 
 class PictureHead(_Part):
-    """What the bytes of a picture are: a PNG, JPEG or WebP file, or raw pixels, row by row from the top, a byte a channel."""
+    """The format of an image's bytes: a PNG, JPEG or WebP file, or raw pixels, row by row from the top, one byte per channel."""
 
     form: Form
     mode: Literal["RGB", "L"] = "RGB"
@@ -34,7 +34,7 @@ class PictureHead(_Part):
 
 
 class TaskHead(_Part):
-    """A task, with numbers in place of its pictures. The names are those of ``retouch.types.Task``."""
+    """A task, with the numbers of its images. The fields are those of ``retouch.types.Task``."""
 
     id: str
     instruction: str
@@ -47,19 +47,59 @@ class TaskHead(_Part):
     meta: dict[str, JsonValue] = {}
 
 
-class Item(_Part):
-    """One sample: whose task, and which picture; ``id`` comes back with its scores. No picture: nothing usable was made."""
+class BatchItem(_Part):
+    """One sample: the number of its task and of its image, null where the policy made none. ``id`` is returned with its scores."""
 
     id: Id
     task: Number
     picture: Number | None
 
 
-class Batch(_Part):
-    """What is to be scored. ``rewards``: which of the server's rewards are asked; null asks all of them."""
+class BatchDocument(_Part):
+    """The samples to score. ``rewards``: the names of the rewards to ask; null for all rewards of the server."""
 
     version: Literal[1] = VERSION
     tasks: Annotated[list[TaskHead], Field(min_length=1)]
-    items: Annotated[list[Item], Field(min_length=1)]
+    items: Annotated[list[BatchItem], Field(min_length=1)]
     pictures: list[PictureHead] = []
     rewards: Annotated[list[Name], Field(min_length=1)] | None = None
+
+
+class _InfoPart(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class ColumnInfo(_InfoPart):
+    """A column as ``retouch.types.Column`` declares it."""
+
+    low: float
+    high: float
+    diagnostic: bool = False
+    higher_is_better: bool = True
+
+
+class RewardInfo(_InfoPart):
+    """A hosted reward. ``kind``: its class. ``fingerprint``: changes with its code, its arguments and its rubric."""
+
+    name: Name
+    kind: str
+    fingerprint: str
+    columns: dict[str, ColumnInfo]
+
+
+class LimitsInfo(_InfoPart):
+    """The largest request that the server accepts."""
+
+    max_body_bytes: int
+    max_items: int
+    max_pixels: int
+    max_total_pixels: int
+
+
+class ServerInfo(_InfoPart):
+    """The reply of ``GET /v1/info``: what a client needs to know before its first request."""
+
+    service: str
+    version: str
+    rewards: list[RewardInfo]
+    limits: LimitsInfo

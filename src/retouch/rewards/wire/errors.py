@@ -1,0 +1,62 @@
+"""Every error of a reward server: its code, HTTP status and message.
+
+Messages are fixed. They contain no part of the request and no message of a library, so they leak nothing about the server or about
+other callers.
+"""
+
+from typing import Literal, TypeAlias, get_args
+
+ErrorCode: TypeAlias = Literal[
+    "bad_body",
+    "bad_batch",
+    "unsupported",
+    "too_large",
+    "too_many",
+    "too_slow",
+    "unauthorized",
+    "not_found",
+    "bad_method",
+    "bad_deadline",
+    "not_configured",
+    "busy",
+    "draining",
+    "deadline",
+    "internal",
+    "bad_picture",
+    "reward_failed",
+    "reward_disagrees",
+]
+
+ERRORS: dict[ErrorCode, tuple[int, str]] = {
+    "bad_body": (400, "the body is not what its content type says"),
+    "bad_batch": (422, "the batch does not follow the schema in /openapi.json"),
+    "unsupported": (415, "send multipart/form-data, application/msgpack or application/json, without a content encoding"),
+    "too_large": (413, "the body is larger than /v1/info allows; send fewer or smaller images per request"),
+    "too_many": (413, "more items or images than /v1/info allows; send fewer per request"),
+    "too_slow": (408, "the body did not arrive in time; send it again"),
+    "unauthorized": (401, "this server needs its token: Authorization: Bearer TOKEN"),
+    "not_found": (404, "no such page; see /openapi.json"),
+    "bad_method": (405, "this page takes another method; see /openapi.json"),
+    "bad_deadline": (400, "X-Deadline-Seconds must be a number of seconds above 0"),
+    "not_configured": (404, "/score is not configured: start the server with --vlm COLUMN"),
+    "busy": (429, "the queue is full; try again after Retry-After seconds"),
+    "draining": (503, "this server is shutting down; use another one"),
+    "deadline": (504, "the deadline passed before the scores were ready"),
+    "internal": (500, "the server failed; see its log under this request id"),
+    "bad_picture": (
+        422,
+        "an image is not a PNG, JPEG or WebP of one frame, not raw pixels of its size, or larger than /v1/info allows",
+    ),
+    "reward_failed": (500, "the reward failed on this item; see the server's log"),
+    "reward_disagrees": (500, "the reward returned other columns than it declares, or a value outside a declared range"),
+}
+assert set(ERRORS) == set(get_args(ErrorCode))
+
+
+class RequestError(ValueError):
+    """Why a request, or one item of it, is not scored. ``status``: the HTTP status. ``text``: the message."""
+
+    def __init__(self, code: ErrorCode) -> None:
+        self.code = code
+        self.status, self.text = ERRORS[code]
+        super().__init__(self.text)
