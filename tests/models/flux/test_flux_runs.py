@@ -190,7 +190,7 @@ def test_it_is_used_as_its_user_would(trained: tuple[str, Path], triplets: Path,
 
 # A warm-up and then RL on triplets
 
-TINY = "recipes/flux-fill/tiny_models.jsonnet"
+TINY = "recipes/flux-fill/tiny.jsonnet"
 
 
 def tiny_run(root: Path, name: str, *, warm_up: int, rl: int) -> tuple[Path, str]:
