@@ -1,8 +1,10 @@
-"""How much memory the CPU's allocator gave out at once, as torch's profiler saw it."""
+"""How much memory a computation takes: what the CPU's allocator gave out at once, and what autograd keeps of a forward."""
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -16,3 +18,18 @@ def measured_peak(compute: Callable[[], Any]) -> int:
         out += event.nbytes()
         most = max(most, out)
     return most
+
+
+def saved_bytes(run: Callable[[], Any], module: nn.Module) -> int:
+    """Bytes of the storages that autograd keeps of a forward, weights aside."""
+    weights, kept = {weight.untyped_storage().data_ptr() for weight in module.parameters()}, dict[int, Any]()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = (storage.nbytes(), storage)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        run()
+    return sum(size for size, _ in kept.values())

@@ -52,7 +52,7 @@ def describe(recipe: Recipe, folder: Path | None) -> Described | None:
         return describe_emu3(model, folder)
     if not isinstance(model, DiffusersModel):
         return None
-    described = model.published() if folder is None else parts_in(folder)
+    described = model.published() if folder is None else parts_in(folder, loaded_as=dict(model.loaded_as))
     train = recipe.policy.train
     return described if described is None or not isinstance(train, IpAdapter) else _with_encoder(described, train.encoder)
 

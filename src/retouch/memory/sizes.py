@@ -33,15 +33,19 @@ def parts(name: str) -> dict[str, dict[str, Any]]:
     return dict(json.loads(file.read_text(encoding="utf-8"))["parts"])
 
 
-def parts_in(folder: Path) -> dict[str, dict[str, Any]]:
-    """The parts of a model in a local diffusers folder, described in the same way. ValueError where it has no transformer."""
+def parts_in(folder: Path, *, loaded_as: Mapping[str, str] | None = None) -> dict[str, dict[str, Any]]:
+    """The parts of a model in a local diffusers folder, described in the same way. ValueError where it has no transformer.
+
+    ``loaded_as``: the classes of parts that are loaded as another class than the folder names.
+    """
     described = {}
     for place in sorted(folder.glob("*/config.json")):
         config = json.loads(place.read_text(encoding="utf-8"))
         name = config.get("_class_name") or next(iter(config.get("architectures") or ()), None)
         if name is not None:
             kept = {key: value for key, value in config.items() if not key.startswith("_")}
-            described[place.parent.name] = {"class": name, "config": kept}
+            part = place.parent.name
+            described[part] = {"class": (loaded_as or {}).get(part, name), "config": kept}
     if "transformer" not in described:
         raise ValueError(f"{folder} is no diffusers folder: it has no transformer/config.json")
     return described

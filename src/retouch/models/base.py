@@ -178,6 +178,8 @@ class DiffusersModel(ImageModel):
     configurations: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Published configurations: (text, JSON file beside the family's module). The first whose text is part of the path's name, in
     lower case, is the model's."""
+    loaded_as: ClassVar[tuple[tuple[str, str], ...]] = ()
+    """(part, class) of each part that is loaded as another class than its folder names: a language model without its head."""
     text_tokens: ClassVar[int | None] = None
     """Tokens that a prompt becomes at most; None: as many as it has."""
 
