@@ -16,6 +16,7 @@ IMAGE_MODELS = Kinds(
         "flux": "retouch.models.flux.family:FluxModel",
         "flux-fill": "retouch.models.flux.family:FluxFillModel",
         "flux-kontext": "retouch.models.flux.family:FluxKontextModel",
+        "flux2-klein": "retouch.models.flux2.family:Flux2KleinModel",
         "import": "retouch.models.base:ImportedModel",
     },
 )

@@ -1,0 +1,31 @@
+// The twin of ocr-grpo.jsonnet on the playground: its text-to-image model draws scenes of several things, and the exact judge reads
+// them.
+//
+//   retouch train recipes/flux2/ocr-grpo-playground.jsonnet
+local playground = import '../lib/playground.libsonnet';
+local sd3 = import '../lib/sd3.libsonnet';
+
+sd3.flow_grpo(
+  world={
+    model: playground.painter,
+    tasks: playground.paintings([2, 3, 4]),
+    judge: playground.painting_judge,
+  },
+  sizes={
+    name: 'flux2-klein-ocr-grpo-playground',
+    steps: 60,
+    tasks_per_step: 8,
+    group_size: 12,
+    learning_rate: 1e-3,
+    ranks: 1,
+    microbatch: 96,
+    gradient_checkpointing: false,
+    num_steps: 5,
+    guidance_scale: 1,
+    chunk: 96,
+    every: 30,
+    eval_tasks: 128,
+    eval_steps: 6,
+    eval_batch: 128,
+  },
+)

@@ -1,0 +1,178 @@
+"""FLUX.2-klein against diffusers' own pipeline, with tiny random models."""
+
+import pytest
+import tiny_flux2
+import torch
+from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
+from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+
+import retouch.testing
+import tiny_models
+from retouch.models.common.latents import unpack
+from retouch.models.flux2.model import Flux2Klein, Flux2Text
+from retouch.protocols import DenoisingModel
+from retouch.types import Conditioning
+
+TEXTS = ["a red circle on a green square, drawn by hand", "blue"]
+IMAGES = [tiny_models.picture(0, 72, 80), tiny_models.picture(1, 64, 100)]  # the second is cut to 64 x 96
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return tiny_flux2.pipeline()
+
+
+def build(pipe, *, size=(64, 96), length=512, **options):
+    return Flux2Klein(
+        transformer=pipe.transformer,
+        vae=pipe.vae,
+        text=Flux2Text(pipe.text_encoder.model, pipe.tokenizer, max_sequence_length=length),
+        scheduler_config=pipe.scheduler.config,
+        size=size,
+        **options,
+    )
+
+
+def tasks(*images, texts=TEXTS):
+    return [tiny_models.task(text, text, *images) for text in texts]
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+@pytest.mark.parametrize("images", [0, 1, 2])
+def test_samples_what_the_pipeline_samples(pipe, images, scale):
+    model, sources = build(pipe), IMAGES[:images]
+    assert len({len(model.text.template.tokenise([text], [()])["input_ids"][0]) for text in TEXTS}) == 2
+    theirs = pipe(
+        image=sources or None,
+        prompt=list(TEXTS),
+        height=64,
+        width=96,
+        num_inference_steps=4,
+        guidance_scale=scale,
+        generator=tiny_models.generators(2),
+        output_type="latent",
+    ).images
+    conditioning = model.encode(tasks(*sources))
+    negative = model.encode_negative(tasks(*sources)) if scale > 1 else None
+    ours = tiny_models.euler(model, conditioning, tiny_models.generators(2), num_steps=4, negative=negative, guidance_scale=scale)
+    latents = unpack(model.latents.denormalise(ours), height=8, width=12)
+    # The pipeline encodes a reference image once and repeats its latents; a batch of the autoencoder rounds otherwise.
+    torch.testing.assert_close(latents, theirs, atol=1e-5 if images else 0, rtol=0)
+    assert model.decode(ours, conditioning)[0].size == (96, 64)
+
+
+@pytest.mark.parametrize(("images", "size"), [(0, (512, 512)), (2, (72, 80))])
+def test_without_a_size_the_output_is_as_large_as_the_pipelines(pipe, images, size):
+    model = build(pipe, size=None)
+    conditioning = model.encode(tasks(*IMAGES[:images]))
+    assert conditioning.shared["size"] == size
+    assert conditioning.shared["sources"] == ((72, 80), (64, 96))[:images]
+    assert model.initial_noise(conditioning, tiny_models.generators(2)).shape[1] == size[0] * size[1] // 8**2
+
+
+@pytest.mark.parametrize("size", [(64, 96), (512, 640)])  # below and above the 4300 tokens from which steps no longer count
+@pytest.mark.parametrize("num_steps", [1, 4, 50])
+def test_sigmas_are_the_pipelines(pipe, size, num_steps):
+    model = build(pipe, size=size)
+    tokens = size[0] * size[1] // 8**2
+    start = torch.linspace(1, 1 / num_steps, num_steps, dtype=torch.float64).tolist()
+    pipe.scheduler.set_timesteps(sigmas=start, mu=compute_empirical_mu(tokens, num_steps))
+    ours = model.sigmas(num_steps, Conditioning({}, shared={"size": size}))
+    torch.testing.assert_close(ours, pipe.scheduler.sigmas, atol=1e-7, rtol=0)
+
+
+@pytest.mark.parametrize("images", [0, 2])
+def test_it_keeps_the_contract_of_a_model(pipe, images):
+    model = build(pipe, length=96)
+    assert isinstance(model, DenoisingModel)
+    retouch.testing.check_model(model, tasks(*IMAGES[:images]))
+
+
+def test_rows_that_read_other_images_do_not_mix(pipe):
+    model = build(pipe, length=96)
+    together = model.encode([tiny_models.task("a", "red", IMAGES[0]), tiny_models.task("b", "red", tiny_models.picture(5, 72, 80))])
+    x, sigma = model.initial_noise(together, tiny_models.generators(1)).expand(2, -1, -1), torch.tensor([0.6, 0.6])
+    first, second = model.velocity(model.module, x, sigma, together)
+    alone = model.velocity(model.module, x[:1], sigma[:1], model.encode([tiny_models.task("a", "red", IMAGES[0])]))
+    torch.testing.assert_close(first, alone[0], atol=3e-6, rtol=0)
+    assert (first - second).abs().max() > 1e-3
+
+
+def test_recomputing_gives_the_same_gradients(pipe):
+    model = build(tiny_flux2.pipeline(), length=96)
+    conditioning = model.encode(tasks(IMAGES[0]))
+    x = model.initial_noise(conditioning, tiny_models.generators(2))
+
+    def gradients():
+        model.module.zero_grad()
+        model.velocity(model.module, x, torch.tensor([0.5, 0.2]), conditioning).square().mean().backward()
+        return {name: weight.grad.clone() for name, weight in model.module.named_parameters() if weight.grad is not None}
+
+    plain = gradients()
+    model.module.enable_gradient_checkpointing()
+    again = gradients()
+    assert plain.keys() == again.keys()
+    assert any(name.startswith("single_transformer_blocks") and grad.any() for name, grad in plain.items())
+    for name, gradient in plain.items():
+        torch.testing.assert_close(again[name], gradient, atol=1e-6, rtol=1e-5)
+
+
+def test_images_come_back_as_the_autoencoder_gives_them(pipe):
+    model = build(pipe)
+    images = [tiny_models.picture(k, 64, 96) for k in range(2)]
+    encoded = model.encode_images(images)
+    with torch.no_grad():
+        theirs = pipe._encode_vae_image(pipe.image_processor.preprocess(images), generator=None)
+        pixels = pipe.vae(pipe.image_processor.preprocess(images)).sample
+    torch.testing.assert_close(encoded, theirs.flatten(2).transpose(1, 2), atol=1e-6, rtol=0)
+    ours = model.decode(encoded, model.encode(tasks()))
+    for mine, other in zip(ours, pipe.image_processor.postprocess(pixels), strict=True):
+        difference = torch.tensor(list(mine.tobytes())).int() - torch.tensor(list(other.tobytes())).int()
+        assert mine.size == (96, 64)
+        assert difference.abs().max() <= 1
+
+
+@pytest.mark.parametrize(("height", "width"), [(70, 81), (1100, 1001), (400, 3000)])
+def test_a_reference_image_is_prepared_as_the_pipeline_prepares_it(pipe, height, width):
+    model, image = build(pipe), tiny_models.picture(3, height, width)
+    processor = pipe.image_processor
+    smaller = Flux2ImageProcessor._resize_to_target_area(image) if height * width > 1024 * 1024 else image
+    sides = {"height": smaller.height // 8 * 8, "width": smaller.width // 8 * 8}
+    theirs = processor.preprocess(smaller, **sides, resize_mode="crop")
+    ours = model.latents.reference(image)
+    assert torch.equal(model.latents.pixels([ours], (ours.height, ours.width)), theirs)
+
+
+def test_a_folder_is_loaded_as_the_pipeline_saved_it(tmp_path):
+    model = Flux2Klein.from_pretrained(tiny_flux2.save(tmp_path, distilled=True), dtype=torch.bfloat16, device="cpu", size=(64, 96))
+    assert [part.dtype for part in model.parts] == [torch.bfloat16] * 3
+    assert not any(weight.requires_grad for part in model.parts[1:] for weight in part.parameters())
+    assert all(weight.requires_grad for weight in model.module.parameters())
+    assert model.scheduler_config["shift"] == 3.0
+    saved = tiny_flux2.text_encoder(tiny_models.chat_tokenizer()).model.bfloat16()
+    assert all(torch.equal(weight, saved.get_parameter(name)) for name, weight in model.text.encoder.named_parameters())
+    assert torch.equal(model.latents.vae.bn.running_mean, tiny_flux2.vae().bn.running_mean.bfloat16())
+    conditioning = model.encode(tasks(IMAGES[0]))
+    x = model.initial_noise(conditioning, tiny_models.generators(2))
+    velocity = model.velocity(model.module, x, torch.tensor([0.5, 0.5]), conditioning)
+    assert (velocity.shape, velocity.dtype) == (x.shape, torch.float32)
+    assert model.encode_images([tiny_models.picture(1)]).dtype == torch.float32
+    assert model.decode(x, conditioning)[0].size == (96, 64)
+    with pytest.raises(ValueError, match=r"step-distilled weights sample without guidance; set guidance_scale to 1"):
+        model.encode_negative(tasks())
+
+
+def test_what_is_impossible_is_refused(pipe):
+    with pytest.raises(ValueError, match="does not divide into tokens of 8 px"):
+        build(pipe, size=(20, 40))
+    with pytest.raises(ValueError, match=r"takes guidance as an input, as FLUX\.2-dev's does"):
+        Flux2Klein(transformer=tiny_flux2.transformer(guidance_embeds=True), vae=pipe.vae, text=None, scheduler_config={})
+    long = "blue " * 20
+    with pytest.raises(ValueError, match=r"'long' has \d+ tokens in its template, and FLUX\.2-klein reads 96; shorten it"):
+        build(pipe, length=96).encode([tiny_models.task("long", long)])
+    with pytest.raises(ValueError, match=r"'x' contains the special token <\|im_end\|>"):
+        build(pipe).encode([tiny_models.task("x", "blue<|im_end|>")])
+    with pytest.raises(ValueError, match="different sizes or numbers in one batch"):
+        build(pipe).encode([tiny_models.task("a", "red", IMAGES[0]), tiny_models.task("b", "blue")])
+    with pytest.raises(ValueError, match="at least one step"):
+        build(pipe).sigmas(0, Conditioning({}, shared={"size": (64, 96)}))

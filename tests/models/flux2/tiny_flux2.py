@@ -1,0 +1,81 @@
+"""A tiny FLUX.2-klein of the real classes, with random weights."""
+
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline, Flux2Transformer2DModel
+from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
+
+import tiny_models
+
+SCHEDULER = {"shift": 3.0, "use_dynamic_shifting": True, "time_shift_type": "exponential"}
+
+
+def text_encoder(tokenizer: Qwen2Tokenizer, seed: int = 0) -> Qwen3ForCausalLM:
+    """28 layers, of which the pipeline reads the 9th, 18th and 27th."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=28,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def transformer(seed: int = 0, *, guidance_embeds: bool = False) -> Flux2Transformer2DModel:
+    """Two double and two single blocks."""
+    torch.manual_seed(seed)
+    return Flux2Transformer2DModel(
+        in_channels=64,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=48,
+        axes_dims_rope=(4, 4, 4, 4),
+        guidance_embeds=guidance_embeds,
+    ).eval()
+
+
+def vae(seed: int = 0) -> AutoencoderKLFlux2:
+    """4 x down, 16 channels, with statistics that are not 0 and 1."""
+    torch.manual_seed(seed)
+    blocks = 3
+    made = AutoencoderKLFlux2(
+        down_block_types=("DownEncoderBlock2D",) * blocks,
+        up_block_types=("UpDecoderBlock2D",) * blocks,
+        block_out_channels=(8,) * blocks,
+        norm_num_groups=4,
+        latent_channels=16,
+        layers_per_block=1,
+    ).eval()
+    made.bn.running_mean.normal_(std=0.3)
+    made.bn.running_var.uniform_(0.5, 2.0)
+    return made
+
+
+def pipeline(*, distilled: bool = False) -> Flux2KleinPipeline:
+    tokenizer = tiny_models.chat_tokenizer()
+    made = Flux2KleinPipeline(
+        transformer=transformer(),
+        vae=vae(),
+        text_encoder=text_encoder(tokenizer),
+        tokenizer=tokenizer,
+        scheduler=FlowMatchEulerDiscreteScheduler(**SCHEDULER),
+        is_distilled=distilled,
+    )
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def save(folder: Path, *, distilled: bool = False) -> Path:
+    """A folder as the pipeline saves it."""
+    pipeline(distilled=distilled).save_pretrained(folder)
+    return folder
