@@ -221,13 +221,27 @@ class AsyncReward(Reward, Protocol):
 
 
 @runtime_checkable
-class Objective(Protocol):
-    """Turns (policy, trajectory, advantages) into a loss, microbatch by microbatch."""
+class SupportsLosses(Protocol):
+    """What the loop drives: an objective (``retouch.objectives.base.Objective``), or anything else that yields losses."""
 
     def losses(self, policy: Any, minibatch: Minibatch) -> Iterator[Loss]:
-        """The shares of the loss, one by one (backward runs before the next is asked for); equally many on every rank."""
+        """This rank's shares of the loss, one per microbatch; backward runs before the next one. Equally many on every rank."""
         ...
 
     def after_step(self, policy: Any, step: int) -> None:
-        """Called after each optimizer step: NFT moves its old policy here. Most objectives do nothing."""
+        """Called after each optimizer step."""
+        ...
+
+
+@runtime_checkable
+class Collectives(Protocol):
+    """The ranks of a run as an advantage sees them. All ranks make the same calls in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        ...
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Equal-length rows of every rank, in the order of ranks: (n, ...) to (world * n, ...), on the CPU."""
         ...

@@ -5,10 +5,12 @@ import torch
 from torch import Tensor
 
 from retouch.core.ratio_norm import gradient_balance, ratio_norm
-from retouch.core.transitions import Transition, transition
+from retouch.core.transitions import TransitionResult, transition
 
 
-def pair(kind: str, sigma: float, sigma_next: float, *, rows: int = 4, reduction: str = "mean") -> tuple[Transition, Transition]:
+def pair(
+    kind: str, sigma: float, sigma_next: float, *, rows: int = 4, reduction: str = "mean"
+) -> tuple[TransitionResult, TransitionResult]:
     """A step as it was acted, and the same step under another velocity."""
     generator = torch.Generator().manual_seed(0)
     x, velocity, other, noise = (torch.randn(rows, 3, 5, generator=generator) for _ in range(4))
@@ -19,7 +21,7 @@ def pair(kind: str, sigma: float, sigma_next: float, *, rows: int = 4, reduction
     return acted, transition(kind, x, moved, *columns, next=acted.next, **options)
 
 
-def norm(acted: Transition, new: Transition, reduction: str = "mean") -> Tensor:
+def norm(acted: TransitionResult, new: TransitionResult, reduction: str = "mean") -> Tensor:
     return ratio_norm(acted.next, new.mean, acted.mean, step_std=acted.step_std, reduction=reduction)
 
 

@@ -11,7 +11,7 @@ from jaxtyping import TypeCheckError
 from torch import Tensor
 from torch.distributions import Normal
 
-from retouch.core.transitions import Transition, transition
+from retouch.core.transitions import TransitionResult, transition
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "support" / "golden" / "flow_transitions.json").read_text())["cases"]
 REFUSED = (ValueError, TypeCheckError)  # the second where annotations are checked at run time
@@ -27,7 +27,7 @@ def column(value: float, rows: int) -> Tensor:
     return torch.full((rows,), value)
 
 
-def act(kind: str, x: Tensor, velocity: Tensor, noise: Tensor, sigma: float, sigma_next: float, **options) -> Transition:
+def act(kind: str, x: Tensor, velocity: Tensor, noise: Tensor, sigma: float, sigma_next: float, **options) -> TransitionResult:
     options = {"noise_level": 0.7, "sigma_max": 0.95, "reduction": "mean"} | options
     return transition(kind, x, velocity, column(sigma, len(x)), column(sigma_next, len(x)), noise=noise, **options)
 

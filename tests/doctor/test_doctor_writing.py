@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from retouch import cli
 from retouch.assembly.emu3 import find_emu3
-from retouch.assembly.learning import copies_needed
+from retouch.assembly.phases import copies_needed
 from retouch.doctor.checks import check_data
 from retouch.doctor.device import CARDS, Place
 from retouch.doctor.findings import Finding

@@ -14,8 +14,10 @@ import torch
 from retouch.core.advantages import group_relative
 from retouch.models.sd3.model import SD3
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.policies.denoising.policy import DenoisingPolicy, Sampling
-from retouch.policies.denoising.windows import Window
+from retouch.policies.denoising.policy import DenoisingPolicy
+from retouch.policies.denoising.rollout import DenoisingRollout
+from retouch.policies.denoising.transitions import CPSTransition
+from retouch.policies.denoising.windows import RandomWindow
 from retouch.policies.weights import WeightCopies
 from retouch.types import Batch, Minibatch, Task
 
@@ -145,8 +147,10 @@ def library_policy(pipeline):
         scheduler_config=dict(pipeline.scheduler.config),
         max_sequence_length=128,
     )
-    window = Window(mode="window", size=one_file.WINDOW, low=0, high=one_file.WINDOW_END)
-    sampling = Sampling(num_steps=one_file.NUM_STEPS, kind="cps", noise_level=one_file.NOISE_LEVEL, reduction="mean", window=window)
+    window = RandomWindow(mode="window", size=one_file.WINDOW, low=0, high=one_file.WINDOW_END)
+    sampling = DenoisingRollout(
+        num_steps=one_file.NUM_STEPS, transition=CPSTransition(noise_level=one_file.NOISE_LEVEL), window=window
+    )
     return DenoisingPolicy(model, sampling=sampling, eval_steps=one_file.NUM_STEPS, microbatch=8, copies=WeightCopies(model.module))
 
 

@@ -13,7 +13,7 @@ import torch
 from retouch.assembly.assembly import assemble
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import load
-from retouch.training.loop import accumulate, collect, cut
+from retouch.training.loop import accumulate, collect, make_minibatch
 
 ROOT = Path(__file__).parents[2]
 SEED = 0
@@ -33,7 +33,7 @@ def first_step():
     run, phase = parts.phase(0, stepper=parts.stepper(), judge=lambda batch, samples: parts.judge.submit(samples))
     phase = replace(phase, batch=partial(one_file_batch, SEED))
     collected = collect(run, phase, 0)
-    _, maxima = accumulate(run, phase.objective, cut(run, phase, collected, slice(0, len(collected.batch)), 0))
+    _, maxima = accumulate(run, phase.objective, make_minibatch(run, phase, collected, slice(0, len(collected.batch)), 0))
     parts.judge.close()
     gradient = {name: weight.grad for name, weight in parts.model.module.named_parameters() if weight.requires_grad}
     return one_file, collected, gradient, maxima

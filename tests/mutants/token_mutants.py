@@ -74,7 +74,7 @@ TOKENS = (
     Mutant(
         "rows of any length share a forward",
         "objectives/cross_entropy.py",
-        "order = policy.alike(minibatch.trajectory)",
+        "order = policy.order_by_length(minibatch.trajectory)",
         "order = slice(None)",
         f"{IMITATING}::test_rows_of_alike_length_share_a_forward_and_the_gradient_stays[True]",
     ),

@@ -9,15 +9,14 @@ import tiny_policies as tiny
 import tiny_writers
 import tiny_writing
 from retouch.core.gae import clipped_value_loss, gae
-from retouch.objectives.actor_critic import ActorCritic
-from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.objectives.policy_gradient import ActorCritic, Kl, NoKl, PolicyGradient
 from retouch.policies.value_heads import LatentValues, TokenValues, channels_of, summary
-from retouch.protocols import Objective
+from retouch.protocols import SupportsLosses
 from retouch.testing import check_policy
 from retouch.types import Needs, Slice
 
-ACTOR = PolicyGradient(clip_low=1e-4, clip_high=1e-4, kl="closed", kl_weight=0.01)
-WORDS = PolicyGradient(clip_low=0.2, clip_high=0.2, kl="k3", kl_weight=0.01)
+ACTOR = PolicyGradient(clip_low=1e-4, clip_high=1e-4, kl=Kl(kind="closed", weight=0.01))
+WORDS = PolicyGradient(clip_low=0.2, clip_high=0.2, kl=Kl(kind="k3", weight=0.01))
 PPO = ActorCritic(actor=ACTOR, clip=0.2)
 
 
@@ -68,7 +67,7 @@ def told(policy, batch):
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_policy_with_a_head_keeps_the_contract(kernel):
     made, batch, actor = KERNELS[kernel]
-    check_policy(made(microbatch=3), batch(), needs=Needs(kl=actor.kl, values=True))
+    check_policy(made(microbatch=3), batch(), needs=Needs(kl=actor.kl_kind, values=True))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -125,7 +124,7 @@ def test_the_loss_is_the_actors_and_the_values_side_by_side(kernel):
     plain, alone = tiny.gradient(policy, actor, minibatch)
     objective = ActorCritic(actor=actor, clip=0.2)
     found, losses = tiny.gradient(policy, objective, minibatch)
-    assert isinstance(objective, Objective)
+    assert isinstance(objective, SupportsLosses)
     assert tiny.distance(found, plain) < 1e-6  # the values leave the policy's weights alone
 
     rows, actions = minibatch.weights.shape
@@ -183,7 +182,7 @@ def test_the_coefficient_lets_the_value_loss_into_the_writer_and_leaves_the_head
         minibatch = replace(minibatch, advantages=torch.zeros_like(minibatch.advantages))
         moved(policy.head, key=1)
         tiny.move(policy, 0.02)
-        objective = ActorCritic(actor=replace(WORDS, kl=None))
+        objective = ActorCritic(actor=WORDS.model_copy(update={"kl": NoKl()}))
         gradients.append(tiny.gradient(policy, objective, minibatch)[0])
         heads.append(heads_gradient(policy, minibatch, objective))
     assert all(part.abs().max() == 0 for part in gradients[0].values())

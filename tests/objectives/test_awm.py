@@ -6,7 +6,6 @@ import torch
 import tiny_policies as tiny
 from retouch.objectives.awm import AWM
 from retouch.objectives.flow_matching import draw_points
-from retouch.protocols import Objective
 
 ADVANTAGES = torch.tensor([1.5, -0.5, 0.0, 2.0])
 
@@ -17,7 +16,7 @@ def test_the_loss_is_that_of_a_hand_written_sum(reference_weight):
     tiny.move(policy)
     trajectory = policy.rollout(batch)
     minibatch = tiny.minibatch(batch, trajectory, ADVANTAGES, epoch=1)
-    objective = AWM(reference_weight=reference_weight, draws=2, shift=2.0)
+    objective = AWM(reference_weight=reference_weight, samples=2, shift=2.0)
     found, losses = tiny.gradient(policy, objective, minibatch)
     rows, total = slice(0, len(batch)), torch.zeros(())
     for draw in range(2):
@@ -36,7 +35,7 @@ def test_the_loss_is_that_of_a_hand_written_sum(reference_weight):
         for (name, parameter), slope in zip(tiny.trained(policy).items(), slopes, strict=True)
     }
     assert tiny.distance(found, by_hand) < 1e-4
-    assert isinstance(objective, Objective)
+    assert isinstance(objective, SupportsLosses)
 
 
 def test_the_gradient_does_not_depend_on_the_cut():

@@ -27,7 +27,7 @@ class AsTheyCome:
     def __getattr__(self, name):
         return getattr(self._policy, name)
 
-    def alike(self, trajectory):
+    def order_by_length(self, trajectory):
         return torch.arange(len(trajectory))
 
 
@@ -84,12 +84,12 @@ def test_rows_of_alike_length_share_a_forward_and_the_gradient_stays(share):
     assert many == sum(b - a - 1 for a, b in pairs(THOUGHTS))
     assert few * 5 < many
     policy.microbatch = len(THOUGHTS)
-    assert policy.alike(minibatch.trajectory).tolist() == list(range(len(THOUGHTS)))
+    assert policy.order_by_length(minibatch.trajectory).tolist() == list(range(len(THOUGHTS)))
 
 
 def test_rows_of_one_task_stay_together():
     policy, minibatch = demonstrated(THINK, group_size=2)
-    order = policy.alike(minibatch.trajectory)
+    order = policy.order_by_length(minibatch.trajectory)
     groups = minibatch.trajectory.group[order].tolist()
     assert groups[::2] == groups[1::2]
     assert [THOUGHTS[group] for group in groups[::2]] == sorted(THOUGHTS)
@@ -103,6 +103,6 @@ def test_prompts_of_alike_length_share_a_forward_where_completions_are_as_long()
     batch = tiny_writing.batch(tuple(told), group_size=1)
     trajectory = policy.demonstrate(batch)
     assert len(set(trajectory.lengths.tolist())) == 1
-    assert [THOUGHTS[row] for row in policy.alike(trajectory).tolist()] == sorted(THOUGHTS)
+    assert [THOUGHTS[row] for row in policy.order_by_length(trajectory).tolist()] == sorted(THOUGHTS)
     few, many = (padded(each, dataclasses.replace(minibatch, trajectory=trajectory))[1] for each in (policy, AsTheyCome(policy)))
     assert few * 5 < many

@@ -8,7 +8,6 @@ import torch
 import tiny_policies as tiny
 from retouch.core.random import generator
 from retouch.objectives.dpo import DPO
-from retouch.protocols import Objective
 
 ADVANTAGES = torch.tensor([0.2, 1.5, -0.7, -0.5])
 
@@ -29,7 +28,7 @@ def test_the_loss_is_that_of_hand_made_pairs():
     some = minibatch(policy)
     objective = DPO(beta=3.0, shift=2.0)
     found, losses = tiny.gradient(policy, objective, some)
-    assert isinstance(objective, Objective)
+    assert isinstance(objective, SupportsLosses)
     total = torch.zeros(())
     for best, worst, group in ((1, 0, 0), (3, 2, 1)):
         x0 = some.trajectory.outputs

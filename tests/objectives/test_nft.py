@@ -7,15 +7,15 @@ import torch
 
 import tiny_policies as tiny
 from retouch.objectives.flow_matching import draw_points
-from retouch.objectives.nft import NFT
-from retouch.protocols import Objective
+from retouch.objectives.nft import NFT, OldDecay
+from retouch.protocols import SupportsLosses
 
 ADVANTAGES = [1.0, -0.5, 0.0, 7.0]
 
 
 def pictures(moved=0.0, **options):
     """A policy with its old self, pictures of the old one, and the same points that the objective draws."""
-    policy = tiny.policy(kind="ode", train="full", copies=("old", "reference"), weights="old", **options)
+    policy = tiny.policy(kind="ode", train="full", copies=("old", "reference"), acting="old", **options)
     batch = tiny.batch()
     trajectory = policy.rollout(batch)
     if moved:
@@ -53,7 +53,7 @@ def test_the_loss_is_the_formula(beta):
     goodness = [0.6, 0.45, 0.5, 1.0]
     wanted = sum(by_hand(*row, r, beta)[0] for row, r in zip(rows(policy, batch, trajectory), goodness, strict=True)) / 4
     torch.testing.assert_close(sum(loss.value for loss in losses).double(), wanted, rtol=1e-4, atol=0)
-    assert isinstance(NFT(), Objective)
+    assert isinstance(NFT(), SupportsLosses)
 
 
 @pytest.mark.parametrize("moved", [0.0, 0.05])
@@ -157,7 +157,7 @@ def test_draws_are_averaged_and_new_in_every_epoch():
     policy, batch, trajectory = pictures(moved=0.05)
     minibatch = tiny.minibatch(batch, trajectory, ADVANTAGES)
     one, (first,) = tiny.gradient(policy, NFT(), minibatch)
-    two, losses = tiny.gradient(policy, NFT(draws=2), minibatch)
+    two, losses = tiny.gradient(policy, NFT(samples=2), minibatch)
     assert len(losses) == 2
     torch.testing.assert_close(losses[0].value, first.value / 2)
     assert tiny.distance(two, one) > 0.05
@@ -168,7 +168,7 @@ def test_draws_are_averaged_and_new_in_every_epoch():
 def test_the_old_policy_follows_at_the_decay_of_its_step():
     policy, _, _ = pictures(moved=0.05)
     name, parameter = next(iter(tiny.trained(policy).items()))
-    objective = NFT(old_rate=0.1, old_max=0.25)
+    objective = NFT(old_decay=OldDecay(rate=0.1, max=0.25))
     old = policy.copies.copies["old"][name].clone()
     for taken, decay in [(1, 0.1), (2, 0.2), (3, 0.25), (50, 0.25)]:
         tiny.move(policy, 0.05, key=taken)

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from jaxtyping import TypeCheckError
 
 import tiny_policies as tiny
 from retouch.core.ratio_norm import gradient_balance, ratio_norm
-from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.protocols import Objective
+from retouch.objectives.policy_gradient import Kl, PolicyGradient, check_clip
+from retouch.protocols import SupportsLosses
 from retouch.types import Needs, Slice
 from token_policy import STOP, TokenPolicy
 
@@ -62,7 +63,7 @@ def test_the_loss_and_its_gradient_are_those_by_hand(surrogate, key):
     found, losses = tiny.gradient(policy, objective(surrogate), minibatch)
     torch.testing.assert_close(sum(loss.value for loss in losses), wanted)
     torch.testing.assert_close(found["table"], slope, rtol=1e-5, atol=1e-7)
-    assert isinstance(objective(surrogate), Objective)
+    assert isinstance(objective(surrogate), SupportsLosses)
 
 
 def test_the_dual_clip_bounds_the_loss_of_bad_actions():
@@ -79,9 +80,9 @@ def test_the_dual_clip_bounds_the_loss_of_bad_actions():
 def test_neither_loss_nor_gradient_depends_on_the_cut(surrogate, microbatch):
     policy, _, minibatch = words()
     policy.microbatch = 4
-    whole, (loss,) = tiny.gradient(policy, objective(surrogate, kl="k3", kl_weight=0.3), minibatch)
+    whole, (loss,) = tiny.gradient(policy, objective(surrogate, kl=Kl(kind="k3", weight=0.3)), minibatch)
     policy.microbatch = microbatch
-    cut, losses = tiny.gradient(policy, objective(surrogate, kl="k3", kl_weight=0.3), minibatch)
+    cut, losses = tiny.gradient(policy, objective(surrogate, kl=Kl(kind="k3", weight=0.3)), minibatch)
     assert len(losses) == -(-4 // microbatch)
     assert tiny.distance(cut, whole) < 1e-6
     for name, value in loss.sums.items():
@@ -92,7 +93,7 @@ def test_neither_loss_nor_gradient_depends_on_the_cut(surrogate, microbatch):
 @pytest.mark.parametrize("surrogate", SURROGATES)
 def test_nothing_of_a_masked_action_matters(surrogate):
     policy, trajectory, minibatch = words()
-    told = objective(surrogate, kl="k3", kl_weight=0.3)
+    told = objective(surrogate, kl=Kl(kind="k3", weight=0.3))
     clean, _ = tiny.gradient(policy, told, minibatch)
     dirty = replace(trajectory, log_probs=trajectory.log_probs.masked_fill(~trajectory.mask, torch.nan))
     found, losses = tiny.gradient(policy, told, replace(minibatch, trajectory=dirty))
@@ -108,11 +109,11 @@ def test_the_forced_token_and_what_follows_the_end_are_not_learned():
     assert found["table"].abs().max() > 0
 
 
-@pytest.mark.parametrize("weight", [0.0, 0.7])
+@pytest.mark.parametrize("weight", [0.1, 0.7])
 def test_the_kl_is_added_with_its_weight(weight):
     policy, trajectory, minibatch = words()
     plain, _ = tiny.gradient(policy, objective(), minibatch)
-    found, losses = tiny.gradient(policy, objective(kl="k3", kl_weight=weight), minibatch)
+    found, losses = tiny.gradient(policy, objective(kl=Kl(kind="k3", weight=weight)), minibatch)
     evaluation = policy.evaluate(trajectory, Slice(slice(0, 4), slice(0, 5)), Needs(kl="k3"))
     kl = (minibatch.weights * torch.where(trajectory.mask, evaluation.kl, 0)).sum()
     (slope,) = torch.autograd.grad(kl, policy.module.table)
@@ -126,8 +127,9 @@ def test_metrics_say_what_happened():
     ratio = (policy._log_probs(trajectory.outputs) - trajectory.log_probs).detach().exp()[trajectory.mask]
     weights = minibatch.weights[trajectory.mask]
     told = {name: sum(float(loss.sums[name]) for loss in losses) for name in losses[0].sums}
-    outside = (ratio < 0.8) | (ratio > 1.3)
-    assert 0 < outside.sum() < len(ratio)
+    advantages = minibatch.advantages[trajectory.mask]
+    outside = ((ratio < 0.8) & (advantages < 0)) | ((ratio > 1.3) & (advantages > 0))  # where the clip cuts the gradient
+    assert 0 < outside.sum() < ((ratio < 0.8) | (ratio > 1.3)).sum()
     assert told["policy/clip_fraction"] == pytest.approx((weights * outside).sum().item())
     assert told["policy/approx_kl"] == pytest.approx((weights * ratio.log().square() / 2).sum().item(), rel=1e-5)
     assert told["policy/loss"] == pytest.approx(sum(loss.value for loss in losses).item())
@@ -146,7 +148,7 @@ def test_what_does_not_clip_has_no_clip_fraction():
 )
 def test_a_missing_bound_is_refused(options):
     with pytest.raises(ValueError, match="give the missing one"):
-        PolicyGradient(**options)
+        PolicyGradient(**options).build()
 
 
 def test_gspo_refuses_a_cut_row():
@@ -207,7 +209,7 @@ def test_ratio_norm_takes_its_ratio_and_scale_from_the_stored_means():
 
 @pytest.mark.parametrize("mode", ["all", "window", "branch"])
 @pytest.mark.parametrize(
-    "options", [{}, {"kl": "closed", "kl_weight": 0.1}, {"kl": "velocity", "kl_weight": 5.0, "ratio_norm": True}]
+    "options", [{}, {"kl": Kl(kind="closed", weight=0.1)}, {"kl": Kl(kind="velocity", weight=5.0), "ratio_norm": True}]
 )
 def test_the_gradient_of_transitions_does_not_depend_on_the_cut(mode, options):
     batch = tiny.batch()
@@ -230,3 +232,29 @@ def test_a_step_makes_good_actions_more_probable_and_bad_ones_less():
             parameter.sub_(0.1 * found[name])
         moved = policy.evaluate(trajectory, Slice(slice(0, 4), slice(0, 2)), Needs()).log_ratio
     assert (torch.tensor(ADVANTAGES) @ moved).sum() > 0
+
+
+def test_clip_ranges_that_fit_their_reduction_pass():
+    for reduction, low, high in [
+        ("mean", 1e-4, 1e-4),
+        ("mean", 2e-6, 4e-6),
+        ("sum", 0.2, 0.28),
+        ("token", 0.2, 0.28),
+        ("token", 3e-4, 4e-4),
+    ]:
+        check_clip(reduction, low, high)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "low", "high", "says"),
+    [
+        ("mean", 1e-4, 0.2, "never clip; use .* or reduction 'sum'"),
+        ("sum", 1e-4, 0.2, "always clip; use about 0.2, or reduction 'mean'"),
+        ("token", 1.0, 0.2, "0 <= low < 1"),
+        ("token", 0.2, -0.1, "high >= 0"),
+        ("max", 0.1, 0.1, "'mean', 'sum' or 'token'"),
+    ],
+)
+def test_clip_ranges_that_do_not_fit_say_what_to_do(reduction, low, high, says):
+    with pytest.raises((ValueError, TypeCheckError), match=f"{says}|Type-check"):
+        check_clip(reduction, low, high)

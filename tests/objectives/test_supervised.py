@@ -9,7 +9,7 @@ import tiny_policies as tiny
 from retouch.core.random import generator
 from retouch.objectives.flow_matching import draw_points
 from retouch.objectives.supervised import Supervised
-from retouch.protocols import Objective
+from retouch.protocols import SupportsLosses
 
 
 def drawn(batch, x0, rows=None, **options):
@@ -42,7 +42,7 @@ def test_loss_and_gradient_are_those_of_a_hand_written_regression(family, sigma_
         for (name, parameter), slope in zip(tiny.trained(policy).items(), slopes, strict=True)
     }
     assert tiny.distance(found, by_hand) < 1e-4
-    assert isinstance(Supervised(), Objective)
+    assert isinstance(Supervised(), SupportsLosses)
 
 
 def test_the_gradient_does_not_depend_on_the_cut():

@@ -104,9 +104,10 @@ def test_every_key_is_documented() -> None:
         ),
         (
             {"objective__kind": "nfl"},
-            "objective.kind: 'nfl' is not one of 'policy_gradient', 'nft', 'awm', 'dpo', 'supervised', 'sft'; did you mean 'nft'?",
+            "objective.kind: 'nfl' is not one of 'policy_gradient', 'nft', 'awm', 'dpo', 'supervised', 'sft', 'import'; "
+            "did you mean 'nft'?",
         ),
-        ({"rollout__window": {"size": 2}}, "rollout.window.mode: missing: one of 'all', 'window', 'branch', 'sliding'"),
+        ({"rollout__window": {"size": 2}}, "rollout.window.mode: missing: one of 'all', 'window', 'branch', 'sliding', 'import'"),
         ({"rollout__reduction": "men"}, "rollout.reduction: 'men' is not 'mean' or 'sum'; did you mean 'mean'?"),
         ({"policy__train": {"kind": "lora", "alpha": 2}}, "policy.train.rank: missing: Inner width of each adapter."),
         ({"steps": 2.5}, "steps: should be a valid integer, not 2.5"),

@@ -19,7 +19,7 @@ from retouch.distributed.placement import Placement
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import parse
 from retouch.rewards.scorers.share import ShareReward
-from retouch.training.loop import accumulate, collect, cut
+from retouch.training.loop import accumulate, collect, make_minibatch
 
 
 class Told(ShareReward):
@@ -45,7 +45,7 @@ def main(path: str, where: dict[str, Any]) -> dict[str, Any]:
         transformer.register_forward_pre_hook(lambda module, _: drawn_on.update(several_devices.lies_on([*module.parameters()])))
         run, phase = parts.phase(0, stepper=parts.stepper(), judge=lambda batch, samples: parts.judge.submit(samples))
         collected = collect(run, phase, 0)
-        minibatch = cut(run, phase, collected, slice(0, len(collected.batch)), 0)
+        minibatch = make_minibatch(run, phase, collected, slice(0, len(collected.batch)), 0)
         sums, _ = accumulate(run, phase.objective, minibatch)
         gradients = [p.grad for p in parts.model.module.parameters() if p.grad is not None]
         own = [part for part in parts_of(parts.image_model) if part is not parts.model.module]

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 import torch
 
 import tiny_policies as tiny
-from retouch.core.advantages import group_relative
 from retouch.data.sampler import assign, global_rows
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import ReplicatedStepper
-from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.objectives.advantages import GroupAdvantage
+from retouch.objectives.policy_gradient import Kl, PolicyGradient
 from retouch.renderers.latents import LatentRenderer
 from retouch.rewards.judging import Judge
 from retouch.rewards.scorers.share import ShareReward
@@ -19,7 +19,7 @@ from retouch.training.clock import Clock
 from retouch.training.loop import Phase, Run
 
 ALONE = Ranks()
-GRPO = PolicyGradient(clip_low=1e-4, clip_high=1e-4, kl="closed", kl_weight=0.01)
+GRPO = PolicyGradient(clip_low=1e-4, clip_high=1e-4, kl=Kl(kind="closed", weight=0.01))
 
 
 class Share:
@@ -73,7 +73,7 @@ def phase(objective=GRPO, *, count=2, group_size=3, ranks=ALONE, minibatches=1, 
 
     shares = [global_rows(rows=rows, minibatches=minibatches, rank=rank, world=ranks.world) for rank in range(ranks.world)]
     options = {
-        "advantage": group_relative,
+        "advantage": GroupAdvantage(),
         "batch": batch,
         "order": torch.tensor([row for share in shares for row in share]),
         "group": torch.arange(rows) // group_size,

@@ -10,20 +10,27 @@ from retouch.core.weights import loss_weights
 from retouch.models.common.guidance import Guided
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.sd3.model import SD3
-from retouch.policies.denoising.policy import DenoisingPolicy, Sampling
-from retouch.policies.denoising.windows import Window
+from retouch.policies.denoising.policy import DenoisingPolicy
+from retouch.policies.denoising.rollout import DenoisingRollout
+from retouch.policies.denoising.transitions import CPSTransition, ODETransition, SDETransition
+from retouch.policies.denoising.windows import AllSteps, RandomWindow, SlidingWindow
 from retouch.policies.weights import WeightCopies
 from retouch.testing.figures import relative_distance
 from retouch.types import Batch, Minibatch, Task
 
 NUM_STEPS = 4
 WINDOWS = {
-    "all": Window(mode="all"),
-    "window": Window(mode="window", size=2, low=0, high=3),
-    "sliding": Window(mode="sliding", size=2, every=1, stride=1),
-    "branch": Window(mode="branch", size=2, low=1, high=3),
+    "all": AllSteps(),
+    "window": RandomWindow(mode="window", size=2, low=0, high=3),
+    "sliding": SlidingWindow(size=2, every=1, stride=1),
+    "branch": RandomWindow(mode="branch", size=2, low=1, high=3),
 }
-NOISE_LEVELS = {"sde": 0.7, "cps": 0.8, "dance": 0.5, "ode": 0.0}
+TRANSITIONS = {
+    "sde": SDETransition(kind="sde", noise_level=0.7),
+    "cps": CPSTransition(noise_level=0.8),
+    "dance": SDETransition(kind="dance", noise_level=0.5),
+    "ode": ODETransition(),
+}
 LORA_TARGETS = ("attn.to_q", "attn.to_v", "attn.to_out.0", "attn.add_k_proj")
 
 
@@ -71,11 +78,15 @@ make_trainable = functools.partial(tiny_models.make_trainable, targets=LORA_TARG
 
 
 def sampling(kind="sde", mode="all", **options):
-    options = {"num_steps": NUM_STEPS, "noise_level": NOISE_LEVELS[kind], "reduction": "mean", **options}
-    return Sampling(kind=kind, window=WINDOWS[mode], **options)
+    transition = TRANSITIONS[kind]
+    if "noise_level" in options:
+        transition = transition.model_copy(update={"noise_level": options.pop("noise_level")})
+    return DenoisingRollout(**{"num_steps": NUM_STEPS, "transition": transition, "window": WINDOWS[mode], **options})
 
 
-def policy(family="sd3", *, train="lora", guidance=1.0, microbatch=4, copies=("reference",), keep_means=False, **how):
+def policy(
+    family="sd3", *, train="lora", guidance=1.0, microbatch=4, copies=("reference",), keep_means=False, acting="current", **how
+):
     """A new policy at its reference; ``how`` goes to ``sampling``."""
     model = MODELS[family]()
     make_trainable(model.module, train)
@@ -88,6 +99,7 @@ def policy(family="sd3", *, train="lora", guidance=1.0, microbatch=4, copies=("r
     return DenoisingPolicy(
         Guided(model, guidance) if guidance > 1 else model,
         sampling=sampling(**how),
+        acting=acting,
         eval_steps=NUM_STEPS,
         microbatch=microbatch,
         copies=kept,

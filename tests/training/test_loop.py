@@ -15,16 +15,19 @@ from safetensors.torch import load_file
 
 import tiny_loop
 import tiny_policies as tiny
-from retouch.core.advantages import batch_relative, group_relative
+from retouch.core.advantages import group_relative
 from retouch.distributed.stepper import NonFiniteGradient
-from retouch.objectives.nft import NFT
+from retouch.objectives.advantages import BatchAdvantage
+from retouch.objectives.nft import NFT, OldDecay
+from retouch.objectives.policy_gradient import Kl
 from retouch.objectives.supervised import Supervised
 from retouch.rewards.quota.quota import BudgetSpent
 from retouch.training.loop import Collected, TooManyMissing, collect, train
 from retouch.types import Batch, Loss
 
 SUPPORT = Path(__file__).parents[1] / "support"
-NFT_OPTIONS = {"kind": "ode", "copies": ("old",), "weights": "old"}
+STRONG_KL = tiny_loop.GRPO.model_copy(update={"kl": Kl(kind="closed", weight=10.0)})
+NFT_OPTIONS = {"kind": "ode", "copies": ("old",), "acting": "old"}
 
 
 def first_step(policy=None, *, missing=(), chunk=4, phase=None, **options):
@@ -158,7 +161,7 @@ def test_batch_relative_advantages_are_relative_to_the_rows_of_all_ranks():
 
     def advantages(policy, ranks):
         run = tiny_loop.run(policy, judge=tiny_loop.Share(), ranks=ranks, chunk=100)
-        phase = tiny_loop.phase(count=4, group_size=1, ranks=ranks, advantage=lambda rewards, group: batch_relative(rewards))
+        phase = tiny_loop.phase(count=4, group_size=1, ranks=ranks, advantage=BatchAdvantage())
         return collect(run, phase, 0).advantages[:, 0]
 
     wanted = advantages(policies[0], tiny_loop.ALONE)
@@ -183,7 +186,10 @@ def test_two_real_ranks_share_one_gradient(tmp_path):
 
 @pytest.mark.parametrize(
     ("objective", "options"),
-    [(replace(tiny_loop.GRPO, kl_weight=10.0), {"mode": "window", "copies": ("reference",)}), (NFT(), NFT_OPTIONS)],
+    [
+        (STRONG_KL, {"mode": "window", "copies": ("reference",)}),
+        (NFT(), NFT_OPTIONS),
+    ],
     ids=["grpo", "nft"],
 )
 def test_a_missing_score_is_as_if_the_row_were_not_there(objective, options):
@@ -333,7 +339,7 @@ def test_imitation_asks_no_judge_and_weighs_every_row_alike():
 def test_nft_learns_from_pictures_of_the_old_policy_which_then_follows():
     policy = tiny.policy(**NFT_OPTIONS)
     run = tiny_loop.run(policy)
-    phase = tiny_loop.phase(NFT(old_rate=0.4, old_max=0.9), steps=range(2), learning_rate=lambda step: 0.05)
+    phase = tiny_loop.phase(NFT(old_decay=OldDecay(rate=0.4, max=0.9)), steps=range(2), learning_rate=lambda step: 0.05)
     name = next(name for name in tiny.trained(policy) if "lora_B" in name)
     old = policy.copies.copies["old"][name].clone()
     for step, (_, collected, _) in enumerate(train(run, phase, start=0)):
@@ -344,7 +350,7 @@ def test_nft_learns_from_pictures_of_the_old_policy_which_then_follows():
         followed = collected
     twin = tiny.policy(**NFT_OPTIONS)
     ((_, _, _),) = train(tiny_loop.run(twin), replace(phase, steps=range(1)), start=0)
-    twin.sampling = replace(twin.sampling, weights="current")
+    twin.acting = "current"
     with twin.copies.using("old"):
         torch.testing.assert_close(twin.rollout(phase.batch(1)).outputs, followed.trajectory.outputs, atol=1e-4, rtol=0)
     assert (twin.rollout(phase.batch(1)).outputs - followed.trajectory.outputs).abs().max() > 1e-2

@@ -12,15 +12,14 @@ from torch import nn
 
 import tiny_loop
 import tiny_policies as tiny
-from retouch.core.advantages import rescale_rewards
 from retouch.core.random import generator
 from retouch.distributed.head_stepper import HeadStepper
 from retouch.distributed.stepper import NonFiniteGradient, ReplicatedStepper
 from retouch.doctor.memory import footprint
 from retouch.inference.exporting import export_target
 from retouch.memory.sizes import parts_in
-from retouch.objectives.actor_critic import ActorCritic
-from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.objectives.advantages import GAEAdvantage
+from retouch.objectives.policy_gradient import ActorCritic, PolicyGradient
 from retouch.playground.models import playground_weights
 from retouch.policies.value_heads import LatentValues, channels_of, summary
 from retouch.recipe.overrides import apply
@@ -29,7 +28,6 @@ from retouch.records.folder import RunFolder
 from retouch.session.session import run as run_session
 from retouch.training import checkpoint
 from retouch.training.clock import Clock
-from retouch.training.crediting import ByValue
 from retouch.training.loop import Run, train
 from retouch.training.preflight import preflight
 from retouch.types import Evaluation, Kind, Slice, Trajectory
@@ -37,11 +35,7 @@ from tiny_recipes import SMALL
 
 PAYS = torch.tensor([[0.1, 0.5], [0.9, 0.2]])
 """What a chain of two choices earns, the first choice by row."""
-CREDIT = ByValue(gamma=1.0, lam=1.0, whiten=True, clip=5.0)
-
-
-def scaled(rewards, group):
-    return rescale_rewards(rewards, low=0.0, high=1.0)
+CREDIT = GAEAdvantage()
 
 
 # A chain of two choices
@@ -125,7 +119,7 @@ def chain_run(policy, learning_rate, *, steps, credit=CREDIT):
         clock=Clock(),
     )
     objective = ActorCritic(actor=PolicyGradient(clip_low=0.2, clip_high=0.2), clip=None)
-    options = {"learning_rate": lambda step: learning_rate, "advantage": scaled, "credit": credit}
+    options = {"learning_rate": lambda step: learning_rate, "advantage": credit}
     phase = tiny_loop.phase(objective, count=64, group_size=1, steps=range(steps), epochs=2, **options)
     return [metrics for _, _, metrics in train(run, phase, start=0)]
 
@@ -150,7 +144,7 @@ def test_the_head_learns_the_mean_of_what_follows():
 def test_the_policy_learns_the_best_chain(gamma, lam):
     """With lam 0 the first choice hears of the reward through the head alone."""
     policy = Chooser()
-    metrics = chain_run(policy, 0.1, steps=50, credit=replace(CREDIT, gamma=gamma, lam=lam))
+    metrics = chain_run(policy, 0.1, steps=50, credit=CREDIT.model_copy(update={"gamma": gamma, "lam": lam}))
     chances = policy.module.table.softmax(-1).detach()
     assert chances[0, 1] > 0.95
     assert chances[2, 0] > 0.95
@@ -176,7 +170,7 @@ def drawing_run(policy, ranks=tiny_loop.ALONE, **options):
 
 def drawing_phase(ranks=tiny_loop.ALONE, **options):
     objective = ActorCritic(actor=tiny_loop.GRPO, clip=0.2)
-    return tiny_loop.phase(objective, advantage=scaled, credit=CREDIT, count=3, group_size=2, ranks=ranks, **options)
+    return tiny_loop.phase(objective, advantage=CREDIT, count=3, group_size=2, ranks=ranks, **options)
 
 
 def after_two_steps(ranks, policy):

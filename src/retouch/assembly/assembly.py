@@ -8,13 +8,12 @@ from typing import Literal
 from retouch.assembly.data import Sets, sets_of, steps_of, with_pictures
 from retouch.assembly.engine import Writing, build_engine
 from retouch.assembly.image_model import parts_of
-from retouch.assembly.learning import build_phase, copies_needed
 from retouch.assembly.model import make_trainable
+from retouch.assembly.phases import build_phase, copies_needed
 from retouch.assembly.policy import TrainedPolicy, build_models, build_policy
 from retouch.assembly.reward import build_reward
 from retouch.assembly.value_head import build_head
 from retouch.assembly.writer import Averaged, build_renderer
-from retouch.core.advantages import check_reward_range
 from retouch.distributed.fsdp import FsdpStepper, shard
 from retouch.distributed.head_stepper import HeadStepper
 from retouch.distributed.placement import Placement, plan_placement
@@ -26,10 +25,8 @@ from retouch.policies.autoregressive.demonstrating import Drawing, demonstrates
 from retouch.policies.value_heads import LatentValues, TokenValues
 from retouch.policies.weights import WeightCopies
 from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer, Reward
-from retouch.recipe import learning as recipe_learning
 from retouch.recipe.checks import check_ranks
 from retouch.recipe.engine import Engine
-from retouch.recipe.learning import GaeAdvantage
 from retouch.recipe.phases import ResolvedPhase
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.renderer import ResponseRenderer
@@ -135,25 +132,29 @@ class Assembly:
 
     def stepper(self) -> Stepper:
         """A new optimizer over what trains. One rank alone has nothing to share."""
-        options = self.recipe.optimizer.model_dump(include={"betas", "eps", "weight_decay", "max_grad_norm"})
+        options = self.recipe.optimizer.options
         sharding = self.recipe.sharding if self.ranks.world > 1 else None
         stepper = _STEPPERS[sharding](self.model.module, self.ranks, **options)
-        advantage = self.recipe.advantage
-        if self.head is None or not isinstance(advantage, GaeAdvantage):
+        section = self.recipe.advantage.value_head
+        if self.head is None or section is None:
             return stepper
         return HeadStepper(
             stepper,
             ReplicatedStepper(self.head, self.ranks, **options),
-            learning_rate=advantage.head.learning_rate,
+            learning_rate=section.learning_rate,
             loss_times=self.ranks.world if sharding == "zero2" else 1,
         )
 
     def phase(self, index: int, *, stepper: Stepper, judge: JudgeBatch) -> tuple[Run, Phase]:
         """What the loop takes for a phase."""
         resolved, steps = self.plan[index]
-        guarded = isinstance(resolved.objective, recipe_learning.PolicyGradient) and resolved.objective.ratio_norm
-        acting: Literal["current", "old"] = "old" if isinstance(resolved.objective, recipe_learning.Nft) else "current"
-        policy = self.policy(resolved.rollout, acting=acting, keep_means=guarded, writing=self._writing(resolved.rollout))
+        objective = resolved.objective
+        policy = self.policy(
+            resolved.rollout,
+            acting=objective.acts_with,
+            keep_means=objective.needs_acting_means,
+            writing=self._writing(resolved.rollout),
+        )
         policy.module = stepper.module
         run = Run(
             policy=policy,
@@ -166,7 +167,7 @@ class Assembly:
             average=self._average,
             clock=self.clock,
             describe=partial(describe, ranks=self.ranks),
-            written=texts,
+            completions=texts,
             counted=[name for name, column in self.judge.reward.columns.items() if not column.diagnostic],
         )
         combined = self.judge.combination
@@ -176,7 +177,7 @@ class Assembly:
             steps=steps,
             tasks=self.sets[index].train,
             ranks=self.ranks,
-            bounds=(combined.low, combined.high),
+            reward_range=(combined.low, combined.high),
         )
         return run, phase
 
@@ -184,7 +185,7 @@ class Assembly:
         """At a phase's first step: NFT's old policy starts as the current one, and the reference is what a supervised phase before
         made of it, since a pull to what was before a warm-up would undo it. A frozen encoder's weights stay those of the start.
         """
-        if isinstance(self.plan[index][0].objective, recipe_learning.Nft):
+        if "old" in self.plan[index][0].objective.weight_copies:
             self.copies.snapshot("old")
         warmed_up = index > 0 and self.plan[index - 1][0].imitates
         if warmed_up and "reference" in self.copies.copies and not isinstance(self.recipe.renderer, ResponseRenderer):
@@ -233,8 +234,7 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
     if ledger is not None:
         ledger.require_same_judge(reward)
     judge = Judge(reward, recipe.reward.combine)
-    if isinstance(recipe.advantage, GaeAdvantage):
-        check_reward_range(judge.combination.low, judge.combination.high)
+    recipe.advantage.check_range(judge.combination.low, judge.combination.high)
     phases = recipe.resolved_phases()
     sets = sets_of(recipe, phases, size=recipe.image_size)
     plan = list(zip(phases, steps_of(phases, sets), strict=True))
@@ -250,8 +250,8 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
         else:
             copies.snapshot(name)
     head = None
-    if isinstance(recipe.advantage, GaeAdvantage):
-        head = build_head(recipe.advantage.head, model, tasks=sets[0].train, seed=recipe.seed)
+    if recipe.advantage.value_head is not None:
+        head = build_head(recipe.advantage.value_head, model, tasks=sets[0].train, seed=recipe.seed)
     return Assembly(
         recipe=recipe,
         ranks=ranks,

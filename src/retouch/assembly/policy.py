@@ -1,7 +1,6 @@
 """The policy that a recipe names, of either kind, and the models that it and its pictures need."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -9,7 +8,6 @@ import torch
 from retouch.assembly.engine import Writing
 from retouch.assembly.image_model import move, share_encoder
 from retouch.assembly.ip_adapter import show_references
-from retouch.assembly.learning import build_sampling
 from retouch.assembly.model import DTYPES
 from retouch.assembly.writer import build_writer
 from retouch.distributed.placement import Placement
@@ -110,7 +108,8 @@ def build_policy(
     train = recipe.policy.train
     return DenoisingPolicy(
         Guided(model, rollout.guidance_scale) if rollout.guidance_scale > 1 else model,
-        sampling=replace(build_sampling(rollout), weights=acting),
+        sampling=rollout,
+        acting=acting,
         eval_steps=recipe.eval.num_steps or rollout.num_steps,
         microbatch=recipe.microbatch,
         copies=copies,

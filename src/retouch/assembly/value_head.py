@@ -6,9 +6,9 @@ import torch
 
 from retouch.core.random import generator
 from retouch.memory.plan import MemoryPlan, Row
+from retouch.objectives.base import ValueHead
 from retouch.policies.value_heads import LatentValues, TokenValues, channels_of, summary
 from retouch.protocols import AutoregressiveModel, DenoisingModel
-from retouch.recipe.learning import GaeAdvantage, ValueHead
 from retouch.recipe.recipe import Recipe
 from retouch.types import Task
 
@@ -37,9 +37,9 @@ def with_head(plan: MemoryPlan, recipe: Recipe, features: int) -> MemoryPlan:
 
     ``features``: numbers that the head reads of a state.
     """
-    if not isinstance(recipe.advantage, GaeAdvantage):
+    if recipe.advantage.value_head is None:
         return plan
-    width = recipe.advantage.head.width
+    width = recipe.advantage.value_head.width
     count = width * (features + 2) + 1
     return MemoryPlan((*plan.rows, Row(HEAD_ROW, 4 * count * torch.float32.itemsize)), plan.phases)
 

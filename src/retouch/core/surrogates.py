@@ -114,27 +114,6 @@ def approx_kl(log_ratio: Float[Tensor, "b t"], *, mask: Bool[Tensor, "b t"] | No
     return 0.5 * _masked(log_ratio.detach(), mask).square()
 
 
-def check_clip(reduction: Literal["mean", "sum", "token"], low: float, high: float) -> None:
-    """Raise ValueError if a clip range does not match the scale of the log-probabilities.
-
-    ``reduction``: how a transition's log-probability is reduced over its elements, or "token". With D elements, a clip range of
-    0.2 on the sum corresponds to 0.2 / D on the mean. A range made for one of them clips always or never on the other.
-    """
-    _log_bounds(low, high)
-    if reduction == "mean" and max(low, high) > 1e-2:
-        raise ValueError(
-            f"clip range {low}, {high} on log-probabilities averaged over a transition's elements would never clip; "
-            "use 1e-6 to 1e-4, or reduction 'sum'"
-        )
-    if reduction == "sum" and min(low, high) < 1e-3:
-        raise ValueError(
-            f"clip range {low}, {high} on log-probabilities summed over a transition's elements would always clip; "
-            "use about 0.2, or reduction 'mean'"
-        )
-    if reduction not in ("mean", "sum", "token"):
-        raise ValueError(f"reduction {reduction!r}: choose 'mean', 'sum' or 'token'")
-
-
 def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
     # Fill before exp: 0 * inf would be NaN, in the loss and in its gradient.
     return x.float() if mask is None else x.float().masked_fill(~mask, 0)

@@ -21,7 +21,7 @@ TransitionKind: TypeAlias = Literal["sde", "cps", "dance", "ode"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Transition:
+class TransitionResult:
     """The result of one transition. ``log_prob`` and ``mean`` carry a gradient, ``next`` does not.
 
     ``step_std`` is the true standard deviation of next given x. Where it is 0 there is no density and ``log_prob`` is NaN: a loss
@@ -46,7 +46,7 @@ def transition(
     reduction: Reduction,
     noise: Float[Tensor, "b ..."] | None = None,
     next: Float[Tensor, "b ..."] | None = None,
-) -> Transition:
+) -> TransitionResult:
     """Sample the next x from ``noise`` (standard normal), or evaluate a ``next`` that was reached; "ode" takes neither.
 
     ``x`` and ``velocity`` are (b, ...) with at least two axes; 0 <= sigma_next < sigma <= 1.
@@ -67,19 +67,40 @@ def transition(
     Raises ValueError if the kind is unknown, the noise level is out of range, or ``noise`` and ``next`` are both or neither given.
     """
     _check(kind, noise_level, given=(noise is not None) + (next is not None))
-    x, velocity, sigma, sigma_next = x.float(), velocity.float(), sigma.float(), sigma_next.float()
-    x_coefficient, v_coefficient, step_std = _coefficients(kind, sigma, sigma_next, noise_level, sigma_max)
+    coefficients = _coefficients(kind, sigma.float(), sigma_next.float(), noise_level, sigma_max)
+    return gaussian_step(x, velocity, *coefficients, with_variance=kind != "cps", reduction=reduction, noise=noise, next=next)
+
+
+def gaussian_step(
+    x: Float[Tensor, "b ..."],
+    velocity: Float[Tensor, "b ..."],
+    x_coefficient: Float[Tensor, " b"] | None,
+    v_coefficient: Float[Tensor, " b"],
+    step_std: Float[Tensor, " b"],
+    *,
+    reduction: Reduction,
+    with_variance: bool = True,
+    noise: Float[Tensor, "b ..."] | None = None,
+    next: Float[Tensor, "b ..."] | None = None,
+) -> TransitionResult:
+    """A Gaussian step with mean ``x_coefficient * x + v_coefficient * velocity`` and standard deviation ``step_std`` per row.
+
+    It is what every kind of transition is made of, also one of your own. ``x_coefficient`` None is 1. Give ``noise`` to sample,
+    ``next`` to evaluate, neither for a deterministic step. ``with_variance=False`` drops the variance and the constants from the
+    log-probability, as Flow-CPS does. Everything is computed in fp32.
+    """
+    x, velocity = x.float(), velocity.float()
     mean = velocity * append_dims(v_coefficient, x)
     mean = x + mean if x_coefficient is None else torch.addcmul(mean, x, append_dims(x_coefficient, x))
     if noise is not None:
         next = torch.addcmul(mean, noise.float(), append_dims(step_std, x))
     if next is None:
-        return Transition(mean.detach(), torch.full_like(step_std, torch.nan), mean, step_std)
+        return TransitionResult(mean.detach(), torch.full_like(step_std, torch.nan), mean, step_std)
     next = next.detach().float()
     distance = reduce_rows((next - mean).square(), reduction)
     elements = 1 if reduction == "mean" else x.shape[1:].numel()
-    factor, constant = _density(kind, step_std, elements)
-    return Transition(next, torch.addcmul(constant, distance, factor), mean, step_std)
+    factor, constant = _density(step_std, elements, with_variance=with_variance)
+    return TransitionResult(next, torch.addcmul(constant, distance, factor), mean, step_std)
 
 
 def _coefficients(
@@ -100,13 +121,13 @@ def _coefficients(
     return 1 + drift, torch.addcmul(dt, drift, 1 - sigma), (drift * sigma * -2).sqrt()
 
 
-def _density(kind: TransitionKind, step_std: Tensor, elements: int) -> tuple[Tensor, Tensor]:
+def _density(step_std: Tensor, elements: int, *, with_variance: bool) -> tuple[Tensor, Tensor]:
     """The factor (b,) of the squared distance and the constant (b,) of the log-density.
 
     Where there is no density the factor is 0 and the constant NaN, so that a masked row gets gradient 0 and not 0 * inf.
     """
     none = step_std == 0
-    if kind == "cps":
+    if not with_variance:
         return torch.full_like(step_std, -1), torch.zeros_like(step_std).masked_fill(none, torch.nan)
     factor = (-0.5 / step_std.square()).masked_fill(none, 0)
     constant = (step_std.log() + 0.5 * math.log(2 * math.pi)) * -elements

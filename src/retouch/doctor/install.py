@@ -14,8 +14,9 @@ from retouch.doctor.findings import Finding, failed, ok
 from retouch.playground.judges.judge import PlaygroundJudge
 from retouch.playground.models import PlaygroundModel
 from retouch.playground.world.tasks import PlaygroundTasks
-from retouch.policies.denoising.policy import DenoisingPolicy, Sampling
-from retouch.policies.denoising.windows import Window
+from retouch.policies.denoising.policy import DenoisingPolicy
+from retouch.policies.denoising.rollout import DenoisingRollout
+from retouch.policies.denoising.transitions import CPSTransition
 from retouch.policies.weights import WeightCopies
 from retouch.renderers.latents import LatentRenderer
 from retouch.types import Batch, Sample
@@ -67,7 +68,7 @@ def check_playground(folder: Path) -> Finding:
     """The built-in model in ``folder`` loads, acts, and makes a few pictures that are judged, on the CPU."""
     try:
         model = PlaygroundModel(path=str(folder)).build(device=torch.device("cpu"))
-        sampling = Sampling(num_steps=_STEPS, kind="cps", noise_level=0.7, reduction="mean", window=Window())
+        sampling = DenoisingRollout(num_steps=_STEPS, transition=CPSTransition(noise_level=0.7))
         policy = DenoisingPolicy(model, sampling=sampling, eval_steps=_STEPS, microbatch=1, copies=WeightCopies(model.module))
         tasks = tuple(PlaygroundTasks(seed=0, count=_PICTURES, complexity=[1], split="train")[:])
         rows = tuple(range(_PICTURES))

@@ -8,8 +8,8 @@ import torch
 
 from retouch.assembly.emu3 import describe_emu3
 from retouch.assembly.ip_adapter import form_of
-from retouch.assembly.learning import copies_needed
 from retouch.assembly.model import DTYPES, lora_targets
+from retouch.assembly.phases import copies_needed
 from retouch.assembly.value_head import saved_of_head, with_head
 from retouch.doctor.device import CARDS, Place
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
@@ -20,11 +20,11 @@ from retouch.memory.sizes import image_encoder, model_in, parts_in, stored_count
 from retouch.models.base import Described, DiffusersModel, Shape
 from retouch.models.common.pretrained import find_encoder
 from retouch.recipe.data import PaintingData, PromptData
+from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.recipe.emu3 import TokenModel
 from retouch.recipe.ip_adapter import IpAdapter, lora_of
 from retouch.recipe.policy import DenoisingPolicy
 from retouch.recipe.recipe import Recipe
-from retouch.recipe.rollout import DenoisingRollout
 from retouch.recipe.train import FullWeights
 
 _ENCODER = "image_encoder"

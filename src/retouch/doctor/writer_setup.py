@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from retouch.assembly.learning import copies_needed
 from retouch.assembly.model import DTYPES, lora_targets
+from retouch.assembly.phases import copies_needed
 from retouch.memory.plan import Lora
 from retouch.memory.tokens import Writing
 from retouch.models.base import INSTRUCTION_TOKENS, Described, DiffusersModel, ImageBatch, ImportedModel

@@ -15,7 +15,8 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from retouch.assembly.assembly import Assembly
 from retouch.inference.exporting import write_export
-from retouch.recipe.recipe import Push, Recipe
+from retouch.recipe.keys import Push
+from retouch.recipe.recipe import Recipe
 from retouch.records.folder import RunFolder
 
 log = logging.getLogger("retouch")

@@ -1,68 +1,66 @@
-"""Diffusion DPO on the best and the worst picture of each group (Wallace et al. 2023, arXiv 2311.12908, for flow matching)."""
+"""Diffusion DPO on the best and the worst image of each group (Wallace et al. 2023, arXiv 2311.12908, for flow matching)."""
+
+from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
-from torch.nn.functional import logsigmoid
-
-from retouch.objectives.flow_matching import draw_points, mismatch
+from retouch.config.section import Positive
+from retouch.objectives.flow_matching import SampledPoints, squared_distance
 from retouch.protocols import VelocityPolicy
 from retouch.types import Loss, Minibatch
 
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
 
-@dataclass(frozen=True, kw_only=True)
-class DPO:
-    """Loss of a pair: - log sigmoid(- beta [ (e(best) - e_ref(best)) - (e(worst) - e_ref(worst)) ]).
 
-    e is the squared error of the velocity, a mean over a latent's elements, at one point of the forward process, whose noise and
-    sigma both pictures of a pair share. ``beta`` is the paper's beta T, as large as these means are small. A pair weighs what its
-    group weighs; a group of equal advantages, or with fewer than two judged pictures on this rank, weighs nothing. ``draws``:
-    points a pair.
+class DPO(SampledPoints):
+    """Diffusion DPO: the best image of each group is preferred to the worst. Loss of a pair:
+    - log sigmoid(- beta [ (e(best) - e_ref(best)) - (e(worst) - e_ref(worst)) ]).
+
+    e is the squared error of the velocity, a mean over a latent's elements, at one point of the forward process; both images of a
+    pair share its noise and sigma. A pair has the weight of its group. A group of equal advantages, or with fewer than two judged
+    images on this rank, has weight 0.
     """
 
-    beta: float = 2000.0
-    draws: int = 1
-    sigma_sampling: Literal["uniform", "logit_normal"] = "uniform"
-    shift: float = 1.0
+    kind: Literal["dpo"] = "dpo"
+    beta: Positive = 2000.0
+    """The paper's beta T: larger values stay closer to the reference."""
+
+    needs_velocities: ClassVar[bool] = True
+    learns_from_pairs: ClassVar[bool] = True
+
+    @property
+    def weight_copies(self) -> frozenset[str]:
+        return frozenset({"reference"})
 
     def losses(self, policy: VelocityPolicy, minibatch: Minibatch) -> Iterator[Loss]:
-        """One share a group and draw, also where there is no pair: ranks with as many groups keep step."""
+        """One share per group and draw, also for a group without a pair, so that all ranks yield equally many."""
+        from torch.nn.functional import logsigmoid
+
         weights = minibatch.weights.sum(dim=1)
-        for draw in range(self.draws):
+        for draw in range(self.samples):
             for members in _groups(minibatch.batch.group):
                 best, worst = _extremes(minibatch, members)
-                weight = weights[members].sum() / self.draws * float(best != worst)
+                weight = weights[members].sum() / self.samples * float(best != worst)
                 margin = self._margin(policy, minibatch, best, worst, draw)
                 value = -weight * logsigmoid(self.beta * margin)
                 yield Loss(value, {"policy/loss": value.detach(), "policy/preferred": weight * (margin.detach() > 0)})
 
-    def after_step(self, policy: Any, step: int) -> None:
-        """Nothing: there is no second policy that follows."""
-
     def _margin(self, policy: VelocityPolicy, minibatch: Minibatch, best: int, worst: int, draw: int) -> Float[Tensor, ""]:
-        """By how much more the best has come nearer since the reference than the worst."""
+        """How much more the error of the best image has fallen since the reference than that of the worst."""
         low, high = sorted((best, worst))
         rows = slice(low, high + 1, max(1, high - low))
         trajectory, batch = minibatch.trajectory, minibatch.batch
         x0 = trajectory.outputs[rows]
-        x, noise, sigma = draw_points(
-            x0,
-            replace(batch, slot=(0,) * len(batch)),  # what a pair is measured at hangs on its group alone
-            rows,
-            purpose="dpo",
-            epoch=minibatch.epoch,
-            draw=draw,
-            sigma_sampling=self.sigma_sampling,
-            shift=self.shift,
-        )
+        of_group = replace(batch, slot=(0,) * len(batch))  # the point of a pair depends on its group alone
+        x, noise, sigma = self.draw_points(x0, of_group, rows, purpose="dpo", epoch=minibatch.epoch, draw=draw)
         velocity = policy.velocity(trajectory, rows, x, sigma, "current")
         reference = policy.velocity(trajectory, rows, x, sigma, "reference")
-        nearer = mismatch(reference, noise - x0) - mismatch(velocity, noise - x0)
-        return nearer[0 if best == low else -1] - nearer[0 if worst == low else -1]
+        improvement = squared_distance(reference, noise - x0) - squared_distance(velocity, noise - x0)
+        return improvement[0 if best == low else -1] - improvement[0 if worst == low else -1]
 
 
 def _groups(group: Sequence[int]) -> list[list[int]]:
@@ -71,8 +69,8 @@ def _groups(group: Sequence[int]) -> list[list[int]]:
 
 
 def _extremes(minibatch: Minibatch, members: Sequence[int]) -> tuple[int, int]:
-    """The rows with the largest and with the smallest advantage among those that count; one and the same where none stands out."""
+    """The rows with the largest and the smallest advantage among those with weight; the same row twice if all are equal."""
     counted = [row for row in members if minibatch.weights[row].sum() > 0] or [members[0]]
     advantages = minibatch.advantages[counted, 0]
     best, worst = int(advantages.argmax()), int(advantages.argmin())
-    return (counted[best], counted[worst]) if torch.ne(advantages[best], advantages[worst]) else (counted[0], counted[0])
+    return (counted[best], counted[worst]) if bool(advantages[best] != advantages[worst]) else (counted[0], counted[0])

@@ -1,13 +1,56 @@
-"""What the forward-process objectives share: drawing noised points on the way from data to noise."""
+"""What the forward-process objectives share: drawing points between data and noise, and the fields that choose them."""
 
-from typing import Literal
+from __future__ import annotations
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
-from retouch.core.random import generator
+from retouch.config.section import Count, Positive
+from retouch.objectives.base import Objective
 from retouch.types import Batch
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+
+class ForwardProcess(Objective):
+    """An objective that evaluates velocities at points x_sigma = (1 - sigma) x0 + sigma * noise.
+
+    With s ``uniform`` on (0, 1), or ``logit_normal`` (the logistic of a standard normal), sigma = shift s / (1 + (shift - 1) s)
+    (Esser et al. 2024, arXiv 2403.03206).
+    """
+
+    sigma_sampling: Literal["logit_normal", "uniform"] = "uniform"
+    """How sigma is drawn between 0 (data) and 1 (noise)."""
+    shift: Positive = 1.0
+    """Above 1 draws sigma closer to 1. Small images need it: their prompt matters only there."""
+
+    def draw_points(
+        self, x0: Float[Tensor, "r ..."], batch: Batch, rows: slice, *, purpose: str, epoch: int, draw: int
+    ) -> tuple[Float[Tensor, "r ..."], Float[Tensor, "r ..."], Float[Tensor, " r"]]:
+        """``draw_points`` with this objective's distribution of sigma."""
+        return draw_points(
+            x0,
+            batch,
+            rows,
+            purpose=purpose,
+            epoch=epoch,
+            draw=draw,
+            sigma_sampling=self.sigma_sampling,
+            shift=self.shift,
+        )
+
+
+class SampledPoints(ForwardProcess):
+    """The same with several points per image."""
+
+    samples: Count = 1
+    """Values of sigma drawn per image (per pair for ``dpo``)."""
+
+
+def squared_distance(velocity: Float[Tensor, "r ..."], target: Float[Tensor, "r ..."]) -> Float[Tensor, " r"]:
+    """Mean squared difference of two velocities over a latent's elements."""
+    return (velocity - target).square().flatten(1).mean(dim=1)
 
 
 def draw_points(
@@ -21,12 +64,14 @@ def draw_points(
     sigma_sampling: Literal["uniform", "logit_normal"],
     shift: float,
 ) -> tuple[Float[Tensor, "r ..."], Float[Tensor, "r ..."], Float[Tensor, " r"]]:
-    """One point of the forward process for each row: (x_sigma, noise, sigma), keyed by (seed, step, group, slot, epoch, draw).
+    """One point of the forward process for each row: (x_sigma, noise, sigma), with sigma in [1e-4, 1].
 
-    x_sigma = (1 - sigma) x0 + sigma * noise. ``sigma_sampling``: s ``uniform`` on (0, 1), or ``logit_normal`` (the logistic of a
-    standard normal); then sigma = shift s / (1 + (shift - 1) s). Where a picture is small its noised latent shows what it is
-    until sigma is close to 1, so that only there the text is needed: a ``shift`` above 1 goes there more often (Esser et al. 2024).
+    Draws are keyed by (seed, purpose, step, group, slot, epoch, draw). For ``sigma_sampling`` and ``shift`` see ``ForwardProcess``.
     """
+    import torch
+
+    from retouch.core.random import generator
+
     noises, sigmas = [], []
     for group, slot in zip(batch.group[rows], batch.slot[rows], strict=True):
         key = generator(batch.seed, purpose, batch.step, batch.group_ids[group], slot, epoch, draw)
@@ -38,8 +83,3 @@ def draw_points(
     sigma = (shift * sigma / (1 + (shift - 1) * sigma)).clamp(1e-4, 1.0)
     spread = sigma.view(-1, *[1] * (x0.dim() - 1))
     return (1 - spread) * x0 + spread * noise, noise, sigma
-
-
-def mismatch(velocity: Float[Tensor, "r ..."], wanted: Float[Tensor, "r ..."]) -> Float[Tensor, " r"]:
-    """Mean squared difference of two velocities over a latent's elements."""
-    return (velocity - wanted).square().flatten(1).mean(dim=1)

@@ -1,74 +1,115 @@
-"""Clipped policy gradient on the ratio of new to acting probability, for tokens and denoising transitions alike."""
+"""Clipped policy gradient on the ratio of current to acting probability, for tokens and denoising transitions alike."""
+
+from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-import torch
+from pydantic import Field, PrivateAttr
 
-from retouch.core.surrogates import cispo, clipped_surrogate, reinforce, sequence_log_ratio
-from retouch.protocols import Policy
-from retouch.types import Evaluation, Loss, Minibatch, Needs, Slice
+from retouch.config.section import Count, Positive, Section
+from retouch.objectives.base import Objective, ObjectiveContext, ValueHead
+from retouch.protocols import Policy, SupportsLosses
+from retouch.types import Evaluation, Kind, Loss, Minibatch, Needs, Slice
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_KINDS: dict[str, Sequence[int] | None] = {"all": None, "text": [Kind.TEXT_TOKEN], "vision": [Kind.IMAGE_TOKEN]}
 
 
-@dataclass(frozen=True, kw_only=True)
-class PolicyGradient:
-    """GRPO and its kin: the surrogate of each action, weighted, plus the KL to the reference.
+class NoKl(Section):
+    """No KL to the reference."""
 
-    ``surrogate``: ``clip`` (PPO; ``dual`` bounds the loss of bad actions), ``gspo`` (the same on the sequence's ratio, for which a
-    microbatch must hold whole rows), ``cispo``, ``reinforce`` (no ratio). ``clip_low``, ``clip_high``: the ratio stays within
-    [1 - low, 1 + high]; ``cispo`` may leave low None, ``reinforce`` reads neither. ``kl``: None, ``k3`` for tokens, ``closed`` or
-    ``velocity`` for transitions. ``ratio_norm``: GRPO-Guard's ratio, for transitions. ``entropy``: measure that of tokens too.
-    ValueError: a bound is missing.
-    """
+    kind: Literal["none"] = "none"
 
-    surrogate: Literal["clip", "gspo", "cispo", "reinforce"] = "clip"
-    clip_low: float | None = None
-    clip_high: float | None = None
-    dual: float | None = None
-    kl: Literal["k3", "closed", "velocity"] | None = None
-    kl_weight: float = 0.0
+
+class Kl(Section):
+    """A KL to the reference in the loss: for transitions the closed form of two Gaussians or the mean squared difference of the
+    velocities, for tokens the k3 estimate (Schulman, Approximating KL divergence, 2020)."""
+
+    kind: Literal["closed", "velocity", "k3"]
+    weight: Positive
+    """Its weight in the loss."""
+
+
+class TokenCycle(Section):
+    """Text and image tokens train in turn: ``text_steps`` steps with text alone, then ``vision_steps`` with image tokens alone, and
+    so on."""
+
+    text_steps: Count = 10
+    """Steps in which only text trains."""
+    vision_steps: Count = 10
+    """Steps in which only image tokens train."""
+
+
+class PolicyGradient(Objective):
+    """Policy gradient on the ratio of current to acting probability: GRPO and its variants."""
+
+    kind: Literal["policy_gradient"] = "policy_gradient"
+    surrogate: Literal["clip", "cispo", "reinforce", "gspo"] = "clip"
+    """``clip``: PPO's clipped ratio (arXiv 1707.06347). ``cispo``: a clipped weight on the log-probability (arXiv 2506.13585).
+    ``reinforce``: no ratio. ``gspo``: PPO's on the ratio of the whole chain or completion (arXiv 2507.18071)."""
+    clip_low: Positive | None = None
+    """The ratio counts down to 1 - clip_low; ``clip`` and ``gspo`` need it, ``cispo`` may have no lower bound."""
+    clip_high: Positive | None = None
+    """The ratio counts up to 1 + clip_high; all but ``reinforce`` need it. 1e-6 to 1e-4 is usual with reduction ``mean``."""
+    dual: Annotated[float, Field(gt=1.0)] | None = None
+    """Dual clip: the loss of an action with a negative advantage A is at most dual * |A|; null sets no bound."""
+    kl: Annotated[NoKl | Kl, Field(discriminator="kind")] = NoKl()
+    """KL to the reference."""
     ratio_norm: bool = False
-    entropy: bool = False
+    """Centre and scale the log-ratios of transitions (GRPO-Guard, arXiv 2510.22319)."""
+    normalise: Literal["sequence", "token", "dr_grpo"] = "sequence"
+    """How actions share the loss: equally within a sample, equally over all samples, or relative to the longest possible length."""
+    tokens: Literal["all", "text", "vision"] | TokenCycle = Field(default="all", exclude_if=lambda tokens: tokens == "all")
+    """Which tokens train where a policy writes text and then an image; all of them are sampled and judged in any case."""
 
-    def __post_init__(self) -> None:
-        low = self.clip_low is not None or self.surrogate in ("cispo", "reinforce")
-        if not low or (self.clip_high is None and self.surrogate != "reinforce"):
-            raise ValueError(
-                f"surrogate {self.surrogate!r} with clip_low {self.clip_low}, clip_high {self.clip_high}: give the missing one"
-            )
+    has_value_loss: ClassVar[bool] = True
+    needs_log_probs: ClassVar[bool] = True
+    _entropy: bool = PrivateAttr(default=False)
+
+    def build(self, *, entropy: bool = False, value_head: ValueHead | None = None) -> SupportsLosses:
+        """ValueError: a clip bound is missing."""
+        self._check_bounds()
+        objective = self.model_copy()
+        objective._entropy = entropy
+        if value_head is None:
+            return objective
+        return ActorCritic(actor=objective, clip=value_head.clip)
 
     @property
     def needs(self) -> Needs:
-        """What it wants from an evaluation."""
-        return Needs(kl=self.kl, entropy=self.entropy, log_ratio="norm" if self.ratio_norm else "plain")
+        """What it needs from an evaluation."""
+        return Needs(kl=self.kl_kind, entropy=self._entropy, log_ratio="norm" if self.ratio_norm else "plain")
 
     def losses(self, policy: Policy, minibatch: Minibatch) -> Iterator[Loss]:
+        self._check_bounds()
         for part in policy.microbatches(minibatch.trajectory):
             yield self.loss(policy.evaluate(minibatch.trajectory, part, self.needs), minibatch, part)
 
     def loss(self, evaluation: Evaluation, minibatch: Minibatch, part: Slice) -> Loss:
-        """The share of ``part``, from what the policy says of it."""
+        """The share of ``part``, from its evaluation. ValueError: gspo got a part of a row."""
+        import torch
+
         mask = minibatch.trajectory.mask[part.rows, part.actions]
         weights = minibatch.weights[part.rows, part.actions]
+        advantages = minibatch.advantages[part.rows, part.actions]
         self._check_whole_rows(mask.shape[1], minibatch.trajectory.mask.shape[1])
-        loss = self._surrogate(evaluation, minibatch.advantages[part.rows, part.actions], mask)
+        loss = self._surrogate(evaluation, advantages, mask)
         if evaluation.scale is not None:
             loss = loss * evaluation.scale
         if evaluation.kl is not None:
-            loss = loss + self.kl_weight * torch.where(mask, evaluation.kl, 0.0)
+            assert isinstance(self.kl, Kl)
+            loss = loss + self.kl.weight * torch.where(mask, evaluation.kl, 0.0)
         value = (weights * loss).sum()
-        return Loss(value, *self._metrics(evaluation, mask, weights, value))
+        return Loss(value, *self._metrics(evaluation, advantages, mask, weights, value))
 
-    def after_step(self, policy: Any, step: int) -> None:
-        """Nothing: the acting policy is the policy."""
+    def _surrogate(self, evaluation: Evaluation, advantages: Tensor, mask: Tensor) -> Tensor:
+        from retouch.core.surrogates import cispo, clipped_surrogate, reinforce, sequence_log_ratio
 
-    def _check_whole_rows(self, actions: int, of: int) -> None:
-        if self.surrogate == "gspo" and actions < of:
-            raise ValueError(f"gspo needs the ratio of all {of} actions of a row at once; raise microbatch to at least {of}")
-
-    def _surrogate(self, evaluation: Evaluation, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         low, high = self.clip_low, self.clip_high
         if self.surrogate == "reinforce":
             return reinforce(evaluation.log_probs, advantages, mask=mask)
@@ -80,19 +121,202 @@ class PolicyGradient:
         return clipped_surrogate(log_ratio, advantages, mask=mask, low=low, high=high, dual=self.dual)
 
     def _metrics(
-        self, evaluation: Evaluation, mask: torch.Tensor, weights: torch.Tensor, value: torch.Tensor
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        log_ratio = torch.where(mask, evaluation.log_ratio.detach(), 0.0)
-        ratio = log_ratio.exp()
-        sums = {"policy/loss": value.detach(), "policy/approx_kl": (weights * 0.5 * log_ratio.square()).sum()}
-        if self.clip_high is not None:
-            clipped_ratio = sequence_log_ratio(log_ratio, mask).exp() if self.surrogate == "gspo" else ratio
-            outside = (clipped_ratio > 1 + self.clip_high) | (
-                clipped_ratio < 1 - (math.inf if self.clip_low is None else self.clip_low)
-            )
-            sums["policy/clip_fraction"] = (weights * outside).sum()
+        self, evaluation: Evaluation, advantages: Tensor, mask: Tensor, weights: Tensor, value: Tensor
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        import torch
+
+        from retouch.core.surrogates import approx_kl
+
+        log_ratio = evaluation.log_ratio.detach()
+        sums = {"policy/loss": value.detach(), "policy/approx_kl": (weights * approx_kl(log_ratio, mask=mask)).sum()}
+        if self.surrogate != "reinforce":
+            sums["policy/clip_fraction"] = (weights * self._clipped(log_ratio, advantages, mask)).sum()
         if evaluation.kl is not None:
             sums["policy/kl"] = (weights * torch.where(mask, evaluation.kl.detach(), 0.0)).sum()
         if evaluation.entropy is not None:
             sums["policy/entropy"] = (weights * evaluation.entropy.detach()).sum()
+        ratio = torch.where(mask, log_ratio, 0.0).exp()
         return sums, {"policy/ratio_max": (ratio - 1).abs().max()}
+
+    def _clipped(self, log_ratio: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+        """1 where the clip acts on an action: it cuts the gradient (clip, gspo) or the weight (cispo)."""
+        from retouch.core.surrogates import clip_fraction, sequence_log_ratio
+
+        assert self.clip_high is not None
+        if self.surrogate == "cispo":
+            ratio = log_ratio.masked_fill(~mask, 0.0).exp()
+            low = math.inf if self.clip_low is None else self.clip_low
+            return (ratio > 1 + self.clip_high) | (ratio < 1 - low)
+        assert self.clip_low is not None
+        own = sequence_log_ratio(log_ratio, mask) if self.surrogate == "gspo" else log_ratio
+        return clip_fraction(own, advantages, low=self.clip_low, high=self.clip_high, mask=mask)
+
+    # What the rest of the run asks
+
+    @property
+    def weight_copies(self) -> frozenset[str]:
+        return frozenset({"reference"}) if self.kl_kind is not None else frozenset()
+
+    @property
+    def needs_acting_means(self) -> bool:
+        return self.ratio_norm
+
+    @property
+    def kl_kind(self) -> Literal["k3", "closed", "velocity"] | None:
+        return self.kl.kind if isinstance(self.kl, Kl) else None
+
+    @property
+    def has_ratio(self) -> bool:
+        return self.surrogate != "reinforce"
+
+    @property
+    def one_ratio_per_row(self) -> bool:
+        return self.surrogate == "gspo"
+
+    @property
+    def loss_weights(self) -> Literal["sequence", "token", "dr_grpo"]:
+        return self.normalise
+
+    def trained_kinds(self, step: int) -> Sequence[int] | None:
+        if isinstance(self.tokens, TokenCycle):
+            cycle = ["text"] * self.tokens.text_steps + ["vision"] * self.tokens.vision_steps
+            return _KINDS[cycle[step % len(cycle)]]
+        return _KINDS[self.tokens]
+
+    # Checks
+
+    def problems(self, context: ObjectiveContext) -> Iterator[str]:
+        here = context.objective
+        if self.kl_kind is not None and (self.kl_kind == "k3") != context.writes_tokens:
+            right = "k3 for tokens" if context.writes_tokens else "closed or velocity for transitions"
+            yield f"{here}.kl.kind: {self.kl_kind} is not for this policy; take {right}"
+        if self.ratio_norm and context.writes_tokens:
+            yield f"{here}.ratio_norm: it centres the ratios of transitions, and tokens have none; leave it out"
+        yield from self._token_problems(context)
+        if not context.writes_tokens:
+            yield from self._transition_problems(context)
+        if self.surrogate == "reinforce":
+            yield from self._reinforce_problems(context)
+        else:
+            yield from self._clip_problems(context)
+        actions = 0 if context.actions is None else context.actions
+        if self.surrogate == "gspo" and context.microbatch < actions:
+            cut = f"{context.microbatch} cuts a row's {actions} actions"
+            yield f"microbatch: {cut}, whose ratio gspo needs at once; take {actions}"
+        if self.dual is not None and self.surrogate not in ("clip", "gspo"):
+            yield f"{here}.dual: {self.surrogate} does not read it; leave it out"
+
+    def _token_problems(self, context: ObjectiveContext) -> Iterator[str]:
+        if self.tokens == "all":
+            return
+        here = f"{context.objective}.tokens"
+        if not context.writes_tokens:
+            yield f"{here}: a denoising policy has transitions and no tokens; leave it out"
+        elif context.token_kinds is not None and "vision" not in context.token_kinds:
+            yield f"{here}: {context.model} writes text alone; leave it out"
+        elif context.token_kinds is not None and self.tokens != "vision" and "text" not in context.token_kinds:
+            yield (
+                f"{here}: without policy.model.think no text is written before the image, so nothing would train; take "
+                "think: true, or all"
+            )
+
+    def _transition_problems(self, context: ObjectiveContext) -> Iterator[str]:
+        here = f"{context.rollout}.transition"
+        if not context.stochastic:
+            yield f"{here}.kind: ode has no log-probabilities, which a policy gradient needs; take cps or sde"
+        elif context.noise_level == 0:
+            yield f"{here}.noise_level: 0 explores nothing, so nothing would be learned; 0.7 is usual"
+
+    def _reinforce_problems(self, context: ObjectiveContext) -> Iterator[str]:
+        here = context.objective
+        if self.clip_low is not None or self.clip_high is not None:
+            yield f"{here}.clip_low, {here}.clip_high: reinforce does not clip; leave both out"
+        if self.ratio_norm:
+            yield f"{here}.ratio_norm: reinforce has no ratio; leave it out"
+        if context.optimizer_steps > 1:
+            yield "epochs, minibatches: reinforce allows one optimizer step on a rollout; take 1 and 1, or surrogate clip"
+
+    def _clip_problems(self, context: ObjectiveContext) -> Iterator[str]:
+        low, high = self.clip_low, self.clip_high
+        keys = f"{context.objective}.clip_low, {context.objective}.clip_high"
+        if high is None or (low is None and self.surrogate != "cispo"):
+            usual = "0.2 is usual" if context.writes_tokens else "1e-5 is usual with reduction mean, 0.2 with sum"
+            yield f"{keys}: {self.surrogate} needs both; {usual}"
+        else:
+            try:
+                check_clip(context.reduction, high if low is None else low, high)
+            except ValueError as error:
+                yield f"{keys}: {error}"
+        if context.lora_dropout is not None and context.lora_dropout[1] > 0:
+            key, dropout = context.lora_dropout
+            yield f"{key}: {dropout} makes the ratio differ from 1 before anything was learned; take 0"
+
+    def _check_bounds(self) -> None:
+        low = self.clip_low is not None or self.surrogate in ("cispo", "reinforce")
+        if not low or (self.clip_high is None and self.surrogate != "reinforce"):
+            bounds = f"clip_low {self.clip_low}, clip_high {self.clip_high}"
+            raise ValueError(f"surrogate {self.surrogate!r} with {bounds}: give the missing one")
+
+    def _check_whole_rows(self, actions: int, of: int) -> None:
+        if self.surrogate == "gspo" and actions < of:
+            raise ValueError(f"gspo needs the ratio of all {of} actions of a row at once; raise microbatch to at least {of}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorCritic:
+    """PPO with a value head: the loss of ``actor`` plus the value loss, both from one evaluation (arXiv 1707.06347).
+
+    ``clip``: largest change of a value from its prediction during the rollout; None does not clip. How much of the value loss
+    reaches the policy's own weights is decided by the policy, which owns the head.
+    """
+
+    actor: PolicyGradient
+    clip: float | None = None
+
+    def losses(self, policy: Policy, minibatch: Minibatch) -> Iterator[Loss]:
+        from retouch.core.gae import clipped_value_loss
+
+        trajectory = minibatch.trajectory
+        assert trajectory.values is not None, "the policy has a value head"
+        assert minibatch.returns is not None, "the advantage computes returns for the value head"
+        needs = replace(self.actor.needs, values=True)
+        for part in policy.microbatches(trajectory):
+            evaluation = policy.evaluate(trajectory, part, needs)
+            assert evaluation.values is not None
+            loss = clipped_value_loss(
+                evaluation.values,
+                trajectory.values[part.rows, part.actions],
+                minibatch.returns[part.rows, part.actions],
+                clip=self.clip,
+                mask=trajectory.mask[part.rows, part.actions],
+            )
+            value = (minibatch.weights[part.rows, part.actions] * loss).sum()
+            acted = self.actor.loss(evaluation, minibatch, part)
+            yield Loss(acted.value + value, {**acted.sums, "value/loss": value.detach()}, acted.maxima)
+
+    def after_step(self, policy: Any, step: int) -> None:
+        """Nothing to do: the policy itself acts."""
+
+
+def check_clip(reduction: Literal["mean", "sum", "token"], low: float, high: float) -> None:
+    """Raises ValueError where a clip range does not fit the scale of the log-probabilities; the message says what to do.
+
+    ``reduction``: how a transition's log-probability was reduced over its D elements, or "token". A clip range of 0.2 on the sum is
+    one of 0.2 / D on the mean, so a range made for one of them never or always clips with the other.
+    """
+    if not 0 <= low < 1:
+        raise ValueError(f"clip range low {low}: the ratio is kept above 1 - low, so give 0 <= low < 1")
+    if not 0 <= high < math.inf:
+        raise ValueError(f"clip range high {high}: the ratio is kept below 1 + high, so give a finite high >= 0")
+    if reduction not in ("mean", "sum", "token"):
+        raise ValueError(f"reduction {reduction!r}: choose 'mean', 'sum' or 'token'")
+    if reduction == "mean" and max(low, high) > 1e-2:
+        raise ValueError(
+            f"clip range {low}, {high} on log-probabilities averaged over a transition's elements would never clip; "
+            "use 1e-6 to 1e-4, or reduction 'sum'"
+        )
+    if reduction == "sum" and min(low, high) < 1e-3:
+        raise ValueError(
+            f"clip range {low}, {high} on log-probabilities summed over a transition's elements would always clip; "
+            "use about 0.2, or reduction 'mean'"
+        )

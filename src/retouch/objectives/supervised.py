@@ -1,39 +1,32 @@
-"""Supervised flow matching: regress the velocity towards noise - data on the targets."""
+"""Supervised flow matching: regress the velocity towards noise - data on the tasks' targets."""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
-from retouch.objectives.flow_matching import draw_points, mismatch
+from retouch.objectives.flow_matching import ForwardProcess, squared_distance
 from retouch.protocols import VelocityPolicy
 from retouch.types import Loss, Minibatch
 
 
-@dataclass(frozen=True, kw_only=True)
-class Supervised:
-    """Mean squared error of the velocity at one drawn point a row (Lipman et al. 2023; sampling of sigma: Esser et al. 2024)."""
+class Supervised(ForwardProcess):
+    """Flow matching on the tasks' own targets: the mean squared error of the velocity at one drawn point per row (Lipman et al.
+    2023, arXiv 2210.02747)."""
 
-    sigma_sampling: Literal["uniform", "logit_normal"] = "logit_normal"
-    shift: float = 1.0
+    kind: Literal["supervised"] = "supervised"
+    sigma_sampling: Literal["logit_normal", "uniform"] = "logit_normal"
+    """How sigma is drawn between 0 (data) and 1 (noise)."""
+
+    imitates: ClassVar[bool] = True
+    needs_velocities: ClassVar[bool] = True
+    for_tokens: ClassVar[str] = "sft"
 
     def losses(self, policy: VelocityPolicy, minibatch: Minibatch) -> Iterator[Loss]:
         trajectory = minibatch.trajectory
         for rows in policy.row_slices(trajectory):
             x0 = trajectory.outputs[rows]
-            x, noise, sigma = draw_points(
-                x0,
-                minibatch.batch,
-                rows,
-                purpose="supervised",
-                epoch=minibatch.epoch,
-                draw=0,
-                sigma_sampling=self.sigma_sampling,
-                shift=self.shift,
-            )
-            velocity = policy.velocity(trajectory, rows, x, sigma, "current")
-            error = mismatch(velocity, noise - x0)
+            x, noise, sigma = self.draw_points(x0, minibatch.batch, rows, purpose="supervised", epoch=minibatch.epoch, draw=0)
+            error = squared_distance(policy.velocity(trajectory, rows, x, sigma, "current"), noise - x0)
             value = (minibatch.weights[rows, 0] * error).sum()
             yield Loss(value, {"policy/loss": value.detach()})
-
-    def after_step(self, policy: Any, step: int) -> None:
-        """Nothing: there is no second policy."""

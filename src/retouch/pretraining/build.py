@@ -8,8 +8,9 @@ from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.playground.judges.judge import PlaygroundJudge
 from retouch.playground.models import playground_weights
 from retouch.playground.world.tasks import PlaygroundTasks
-from retouch.policies.denoising.policy import DenoisingPolicy, Sampling
-from retouch.policies.denoising.windows import Window
+from retouch.policies.denoising.policy import DenoisingPolicy
+from retouch.policies.denoising.rollout import DenoisingRollout
+from retouch.policies.denoising.transitions import ODETransition
 from retouch.policies.weights import WeightCopies
 from retouch.pretraining.building import Building, halved, held_out, log, one_thread, write_index
 from retouch.pretraining.networks import parts
@@ -67,7 +68,7 @@ def write(model: QwenImageEdit, folder: Path) -> None:
 
 def measure(model: QwenImageEdit) -> dict[str, float]:
     """Held-out means of the editor and of the true targets through its autoencoder, by complexity."""
-    sampling = Sampling(num_steps=EVAL_STEPS, kind="ode", noise_level=0.0, reduction="mean", window=Window())
+    sampling = DenoisingRollout(num_steps=EVAL_STEPS, transition=ODETransition())
     policy = DenoisingPolicy(
         model, sampling=sampling, eval_steps=EVAL_STEPS, microbatch=HELD_OUT, copies=WeightCopies(model.module)
     )

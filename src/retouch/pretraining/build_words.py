@@ -6,8 +6,9 @@ from pathlib import Path
 from retouch.models.flux.fill import FluxFill
 from retouch.playground.models import playground_weights
 from retouch.playground.world.words import WordTasks
-from retouch.policies.denoising.policy import DenoisingPolicy, Sampling
-from retouch.policies.denoising.windows import Window
+from retouch.policies.denoising.policy import DenoisingPolicy
+from retouch.policies.denoising.rollout import DenoisingRollout
+from retouch.policies.denoising.transitions import ODETransition
 from retouch.policies.weights import WeightCopies
 from retouch.pretraining.building import Building, halved, held_out, log, one_thread, write_index
 from retouch.pretraining.networks import word_parts
@@ -71,7 +72,7 @@ def write(model: FluxFill, folder: Path) -> None:
 
 def measure(model: FluxFill, judge: OcrReward) -> dict[str, float]:
     """Held-out means of the painter, and of the true targets through its autoencoder, by the length of the word."""
-    sampling = Sampling(num_steps=EVAL_STEPS, kind="ode", noise_level=0.0, reduction="mean", window=Window())
+    sampling = DenoisingRollout(num_steps=EVAL_STEPS, transition=ODETransition())
     policy = DenoisingPolicy(
         model, sampling=sampling, eval_steps=EVAL_STEPS, microbatch=HELD_OUT, copies=WeightCopies(model.module)
     )

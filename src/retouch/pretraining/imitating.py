@@ -7,7 +7,7 @@ from retouch.policies.autoregressive.decoding import Decoding
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.weights import WeightCopies
 from retouch.pretraining.teaching import each_alone, teach
-from retouch.protocols import AutoregressiveModel, Objective
+from retouch.protocols import AutoregressiveModel, SupportsLosses
 from retouch.types import Task
 
 
@@ -22,7 +22,7 @@ def imitate(
     longest: int,
     seed: int,
     log: Callable[[str], None],
-    objective: Objective | None = None,
+    objective: SupportsLosses | None = None,
 ) -> None:
     """Train all of the writer's weights on ``rows`` tasks a step, in their order.
 

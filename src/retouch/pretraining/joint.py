@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from retouch.models.common.wrapper import Around
 from retouch.models.qwen_image.flow import Prepared, QwenFlow
 from retouch.objectives.supervised import Supervised
-from retouch.policies.denoising.policy import DenoisingPolicy, Sampling
-from retouch.policies.denoising.windows import Window
+from retouch.policies.denoising.policy import DenoisingPolicy
+from retouch.policies.denoising.rollout import DenoisingRollout
+from retouch.policies.denoising.transitions import ODETransition
 from retouch.policies.weights import WeightCopies
 from retouch.pretraining.teaching import teach
 from retouch.protocols import DenoisingModel
@@ -74,7 +75,7 @@ def train_jointly(
     joint.module.requires_grad_(True)
     copies = WeightCopies(joint.module)
     copies.snapshot("average")
-    sampling = Sampling(num_steps=1, kind="ode", noise_level=0.0, reduction="mean", window=Window())
+    sampling = DenoisingRollout(num_steps=1, transition=ODETransition())
     teach(
         DenoisingPolicy(joint, sampling=sampling, eval_steps=1, microbatch=rows, copies=copies),
         batch,

@@ -9,7 +9,7 @@ import torch
 from retouch.core.weights import Normalise
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import ReplicatedStepper
-from retouch.protocols import Objective
+from retouch.protocols import SupportsLosses
 from retouch.training.clock import Clock
 from retouch.training.loop import Phase, Run, train
 from retouch.types import Batch, Task
@@ -19,7 +19,7 @@ def teach(
     policy: Any,
     batch: Callable[[int], Batch],
     *,
-    objective: Objective,
+    objective: SupportsLosses,
     normalise: Normalise,
     rows: int,
     steps: int,

@@ -3,50 +3,38 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from retouch.core.surrogates import check_clip
 from retouch.data.sampler import check_arithmetic
 from retouch.models.base import ImportedModel
+from retouch.objectives.base import ObjectiveContext
+from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.recipe.data import PicturedData, PromptData, TokenData
 from retouch.recipe.emu3 import TokenModel
 from retouch.recipe.image_checks import image_model_problems, picture_problems
 from retouch.recipe.ip_adapter import lora_of
 from retouch.recipe.ip_adapter_checks import ip_adapter_problems
-from retouch.recipe.learning import GroupAdvantage, PolicyGradient
 from retouch.recipe.phases import ResolvedPhase
+from retouch.recipe.policy import DenoisingPolicy
 from retouch.recipe.renderer import CodesRenderer
 from retouch.recipe.reward_checks import reward_data_problems, reward_problems
-from retouch.recipe.rollout import (
-    AllSteps,
-    CpsTransition,
-    DenoisingRollout,
-    DrawnWindow,
-    OdeTransition,
-    Rollout,
-    SdeTransition,
-    SlidingWindow,
-)
-from retouch.recipe.value_checks import value_problems
 from retouch.recipe.watch_checks import watch_problems
+from retouch.recipe.writer import AutoregressivePolicy
 from retouch.recipe.writer_checks import (
     engine_problems,
     parts_problems,
-    phase_problems,
     renderer_problems,
-    token_problems,
 )
 
 if TYPE_CHECKING:
-    from retouch.recipe.recipe import Recipe
+    from retouch.recipe.keys import RecipeKeys
 
 
 ZERO3 = (
     "zero3 takes weights apart in every call of the model, and rollouts and renderers call it, or parts of it, outside of the "
     'engine and not equally often on all ranks: they hang, or fail with "pop from an empty deque"'
 )
-_LAST = "which never trains"
 
 
-def problems(recipe: "Recipe") -> list[str]:
+def problems(recipe: "RecipeKeys") -> list[str]:
     """A line for everything in the recipe that cannot stand together; empty for a good one."""
     found = [*_length(recipe), *_kept(recipe), *_trackers(recipe), *_devices(recipe)]
     if recipe.watch is not None:
@@ -58,7 +46,7 @@ def problems(recipe: "Recipe") -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def check_ranks(recipe: "Recipe", world: int) -> None:
+def check_ranks(recipe: "RecipeKeys", world: int) -> None:
     """ValueError, naming legal numbers, where so many ranks cannot share the steps of some phase equally."""
     for phase in recipe.resolved_phases():
         check_arithmetic(
@@ -66,7 +54,7 @@ def check_ranks(recipe: "Recipe", world: int) -> None:
         )
 
 
-def unmeant_ranks(recipe: "Recipe", world: int) -> str | None:
+def unmeant_ranks(recipe: "RecipeKeys", world: int) -> str | None:
     """What to say where a run has another number of ranks than its recipe is meant for; None where there is nothing to say."""
     if recipe.ranks is None or recipe.ranks == world:
         return None
@@ -74,7 +62,7 @@ def unmeant_ranks(recipe: "Recipe", world: int) -> str | None:
     return f"the recipe is meant for {recipe.ranks} rank{'s' * (recipe.ranks > 1)}, and there {there}"
 
 
-def _length(recipe: "Recipe") -> Iterator[str]:
+def _length(recipe: "RecipeKeys") -> Iterator[str]:
     if recipe.phases is None:
         if (recipe.steps is None) == (recipe.passes is None):
             yield "steps: give either steps or passes (or phases with either), and not both"
@@ -96,7 +84,7 @@ def _length(recipe: "Recipe") -> Iterator[str]:
         yield "phases.0.keep_optimizer: there is no phase before the first; leave it out"
 
 
-def _kept(recipe: "Recipe") -> Iterator[str]:
+def _kept(recipe: "RecipeKeys") -> Iterator[str]:
     every, kept = recipe.checkpoints.every, recipe.checkpoints.keep_every
     if kept is not None and (every == 0 or kept % every):
         yield f"checkpoints.keep_every: of every {kept} steps none is saved (checkpoints.every is {every}); give a multiple of it"
@@ -104,12 +92,12 @@ def _kept(recipe: "Recipe") -> Iterator[str]:
         yield "push: fsdp2 leaves no rank with whole weights; train without, then `retouch export` and `hf upload`"
 
 
-def _trackers(recipe: "Recipe") -> Iterator[str]:
+def _trackers(recipe: "RecipeKeys") -> Iterator[str]:
     if len(set(recipe.trackers)) < len(recipe.trackers):
         yield "trackers: one of them is named twice; name each once"
 
 
-def _devices(recipe: "Recipe") -> Iterator[str]:
+def _devices(recipe: "RecipeKeys") -> Iterator[str]:
     if recipe.sharding == "zero3":
         yield f"sharding: {ZERO3}; take zero2, or fsdp2 where the weights themselves are too large"
     devices = recipe.devices
@@ -127,7 +115,7 @@ def _devices(recipe: "Recipe") -> Iterator[str]:
         yield "devices.reference: fsdp2 spreads the reference over the ranks already; take zero2, or leave it out"
 
 
-def _batch(recipe: "Recipe") -> Iterator[str]:
+def _batch(recipe: "RecipeKeys") -> Iterator[str]:
     """More than one rank is for ``check_ranks`` to say; what even one cannot share out is a mistake already."""
     try:
         check_ranks(recipe, 1)
@@ -135,20 +123,18 @@ def _batch(recipe: "Recipe") -> Iterator[str]:
         yield f"minibatches: {error}"
 
 
-def _phases(recipe: "Recipe") -> Iterator[str]:
+def _phases(recipe: "RecipeKeys") -> Iterator[str]:
     for index, phase in enumerate(recipe.resolved_phases()):
         own = recipe.phases[index].model_dump(exclude_none=True) if recipe.phases is not None else {}
         at = {key: f"phases.{index}.{key}" if key in own else key for key in ("objective", "rollout", "data", "group_size")}
-        yield from phase_problems(phase, at)
-        yield from value_problems(recipe, phase, at["objective"])
+        yield from phase.objective.problems(_context(recipe, phase, at))
+        tokens = phase.rollout.writes_tokens
+        yield from recipe.advantage.problems(phase.objective, objective_key=at["objective"], writes_tokens=tokens)
         if phase.imitates:
             if isinstance(phase.data, PromptData):
-                yield f"{at['data']}: prompts have no targets, which {phase.objective.kind} imitates; take folder or hub data"
+                yield f"{at['data']}: prompts have no targets, which {phase.objective.label} imitates; take folder or hub data"
         else:
             yield from _exploration(recipe, phase, at)
-        if isinstance(phase.objective, PolicyGradient):
-            yield from _policy_gradient(recipe, phase.objective, phase.rollout, at)
-            yield from token_problems(recipe, phase.objective, at["objective"])
         yield from _data(recipe, phase, at["data"])
         if index == 0:
             yield from _held_out(recipe, phase, at["data"])
@@ -157,21 +143,48 @@ def _phases(recipe: "Recipe") -> Iterator[str]:
             yield f"optimizer.warmup_steps: {warmup} exceeds the {phase.steps} steps of phase {phase.name!r}; take fewer"
 
 
-def _exploration(recipe: "Recipe", phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
+def _exploration(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
     """Samples of a group must be able to differ, and an advantage must be able to be other than 0."""
-    if isinstance(recipe.advantage, GroupAdvantage) and phase.group_size < 2:
+    if recipe.advantage.needs_groups and phase.group_size < 2:
         yield f"{at['group_size']}: 1 gives every sample the advantage 0; take 2 or more, or advantage.kind batch or gae"
     elif phase.rows < 2:
         yield "tasks_per_step: a step of one sample gives it the advantage 0; take more tasks or a larger group_size"
-    if not isinstance(phase.rollout, DenoisingRollout):
-        return
-    if not isinstance(phase.rollout.transition, OdeTransition):
-        yield from _window(phase.rollout, at["rollout"])
-    elif phase.rollout.shared_noise:
-        yield f"{at['rollout']}.shared_noise: with ode all samples of a group would be equal; leave it out, or take cps"
+    yield from phase.rollout.problems(at["rollout"])
 
 
-def _data(recipe: "Recipe", phase: ResolvedPhase, at: str) -> Iterator[str]:
+def _context(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -> ObjectiveContext:
+    """What the phase's objective may know of the recipe."""
+    rollout, lora = phase.rollout, lora_of(recipe.policy.train)
+    chain = rollout if isinstance(rollout, DenoisingRollout) else None
+    return ObjectiveContext(
+        objective=at["objective"],
+        rollout=at["rollout"],
+        model=recipe.policy.model.kind,
+        writes_tokens=rollout.writes_tokens,
+        token_kinds=_token_kinds(recipe.policy),
+        stochastic=chain is None or chain.transition.stochastic,
+        noise_level=None if chain is None else chain.transition.exploration,
+        reduction="token" if chain is None else chain.reduction,
+        actions=rollout.actions,
+        microbatch=recipe.microbatch,
+        optimizer_steps=recipe.epochs * recipe.minibatches,
+        lora_dropout=None
+        if lora is None
+        else (f"policy.train{'' if lora is recipe.policy.train else '.lora'}.dropout", lora.dropout),
+    )
+
+
+def _token_kinds(policy: DenoisingPolicy | AutoregressivePolicy) -> frozenset[str] | None:
+    """Kinds of tokens that the policy writes; None for an imported model, which only itself knows."""
+    model = policy.model
+    if isinstance(policy, DenoisingPolicy) or isinstance(model, ImportedModel):
+        return None
+    if isinstance(model, TokenModel):
+        return frozenset({"text", "vision"} if model.think else {"vision"})
+    return frozenset({"text"})
+
+
+def _data(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Iterator[str]:
     model = recipe.image_model
     yield from reward_data_problems(recipe, phase, at)
     yield from picture_problems(recipe, phase, at)
@@ -181,7 +194,7 @@ def _data(recipe: "Recipe", phase: ResolvedPhase, at: str) -> Iterator[str]:
         yield from _coefficients(phase.data, at)
 
 
-def _held_out(recipe: "Recipe", phase: ResolvedPhase, at: str) -> Iterator[str]:
+def _held_out(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Iterator[str]:
     """The run is judged by what its first phase's data hold out, unless it says that it is judged by what trains."""
     if not isinstance(phase.data, PicturedData | PromptData | TokenData):
         return
@@ -198,71 +211,3 @@ def _coefficients(data: TokenData, at: str) -> Iterator[str]:
         names, numbers = getattr(data, f"{prefix}lists"), getattr(data, f"{prefix}coefficients")
         if numbers and len(numbers) != len(names):
             yield f"{at}.{prefix}coefficients: {len(numbers)} for {len(names)} lists; give one each, or none"
-
-
-def _policy_gradient(recipe: "Recipe", objective: PolicyGradient, rollout: Rollout, at: dict[str, str]) -> Iterator[str]:
-    train = recipe.policy.train
-    if isinstance(rollout, DenoisingRollout):
-        match rollout.transition:
-            case OdeTransition():
-                here = f"{at['rollout']}.transition.kind"
-                yield f"{here}: ode has no log-probabilities, which a policy gradient needs; take cps or sde"
-            case SdeTransition(noise_level=level) | CpsTransition(noise_level=level) if level == 0:
-                yield f"{at['rollout']}.transition.noise_level: 0 explores nothing, so nothing would be learnt; 0.7 is usual"
-    if objective.surrogate == "reinforce":
-        yield from _reinforce(recipe, objective, at["objective"])
-    else:
-        yield from _clip(objective, rollout, at["objective"])
-        lora = lora_of(train)
-        if lora is not None and lora.dropout > 0:
-            at_lora = "policy.train" if lora is train else "policy.train.lora"
-            yield f"{at_lora}.dropout: {lora.dropout} makes the ratio differ from 1 before anything was learnt; take 0"
-    if objective.surrogate == "gspo" and isinstance(rollout, DenoisingRollout):
-        window = rollout.window
-        actions = rollout.num_steps - 1 if isinstance(window, AllSteps) else window.size
-        if recipe.microbatch < actions:
-            yield f"microbatch: {recipe.microbatch} cuts a row's {actions} actions, whose ratio gspo needs at once; take {actions}"
-    if objective.dual is not None and objective.surrogate not in ("clip", "gspo"):
-        yield f"{at['objective']}.dual: {objective.surrogate} does not read it; leave it out"
-
-
-def _reinforce(recipe: "Recipe", objective: PolicyGradient, at: str) -> Iterator[str]:
-    if objective.clip_low is not None or objective.clip_high is not None:
-        yield f"{at}.clip_low, {at}.clip_high: reinforce does not clip; leave both out"
-    if objective.ratio_norm:
-        yield f"{at}.ratio_norm: reinforce has no ratio; leave it out"
-    if recipe.epochs * recipe.minibatches > 1:
-        yield "epochs, minibatches: reinforce allows one optimizer step on a rollout; take 1 and 1, or surrogate clip"
-
-
-def _clip(objective: PolicyGradient, rollout: Rollout, at: str) -> Iterator[str]:
-    low, high = objective.clip_low, objective.clip_high
-    if high is None or (low is None and objective.surrogate != "cispo"):
-        usual = "1e-5 is usual with reduction mean, 0.2 with sum" if isinstance(rollout, DenoisingRollout) else "0.2 is usual"
-        yield f"{at}.clip_low, {at}.clip_high: {objective.surrogate} needs both; {usual}"
-        return
-    try:
-        check_clip(rollout.reduction if isinstance(rollout, DenoisingRollout) else "token", high if low is None else low, high)
-    except ValueError as error:
-        yield f"{at}.clip_low, {at}.clip_high: {error}"
-
-
-def _window(rollout: DenoisingRollout, at: str) -> Iterator[str]:
-    trainable = rollout.num_steps - 1
-    if trainable < 1:
-        yield f"{at}.num_steps: {rollout.num_steps} leaves no step to train beside the last, {_LAST}; take 2 or more"
-        return
-    match rollout.window:
-        case AllSteps():
-            return
-        case DrawnWindow(size=size, low=low, high=high):
-            end = trainable if high is None else high
-            if end > trainable:
-                yield f"{at}.window.high: {end} takes in the last of {rollout.num_steps} steps, {_LAST}; take {trainable} or less"
-            elif size > end - low:
-                yield f"{at}.window.size: {size} steps do not fit in [{low}, {end}); take fewer, or widen the range"
-        case SlidingWindow(size=size, stride=stride):
-            if size > trainable:
-                yield f"{at}.window.size: {size} of {rollout.num_steps} steps takes in the last, {_LAST}; take {trainable} or less"
-            if stride > size:
-                yield f"{at}.window.stride: {stride} would jump over steps of a window of {size}; take {size} or less"

@@ -10,17 +10,17 @@ from retouch.recipe.policy import DenoisingPolicy
 from retouch.recipe.renderer import CodesRenderer
 
 if TYPE_CHECKING:
-    from retouch.recipe.recipe import Recipe
+    from retouch.recipe.keys import RecipeKeys
 
 
-def image_model_problems(recipe: "Recipe") -> Iterator[str]:
+def image_model_problems(recipe: "RecipeKeys") -> Iterator[str]:
     """Whether the size of the image model's images is known."""
     model = recipe.image_model
     if isinstance(model, DiffusersModel) and not model.has_size:
         yield f"{_at(recipe)}.size: missing; {model.kind} has no source picture to take it from; give [height, width]"
 
 
-def picture_problems(recipe: "Recipe", phase: ResolvedPhase, at: str) -> Iterator[str]:
+def picture_problems(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Iterator[str]:
     """Whether data of this kind, whose section is ``at``, bring what the image model is given; of folders and hubs each row says
     it."""
     data, model = phase.data, recipe.image_model
@@ -39,5 +39,5 @@ def picture_problems(recipe: "Recipe", phase: ResolvedPhase, at: str) -> Iterato
         yield f"{at}.kind: {data.kind} has source pictures, of which {model.kind} sees nothing; take prompts, or folder or hub data"
 
 
-def _at(recipe: "Recipe") -> str:
+def _at(recipe: "RecipeKeys") -> str:
     return "policy.model" if recipe.renderer is None or isinstance(recipe.renderer, CodesRenderer) else "renderer.model"

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 from retouch.models.base import ImageModel
 from retouch.recipe.data import FolderData, HubData, TripletData, WordData
 from retouch.recipe.ip_adapter import IpAdapter
-from retouch.recipe.learning import Supervised
 
 if TYPE_CHECKING:
-    from retouch.recipe.recipe import Recipe
+    from retouch.recipe.keys import RecipeKeys
 
 
-def ip_adapter_problems(recipe: "Recipe") -> Iterator[str]:
+def ip_adapter_problems(recipe: "RecipeKeys") -> Iterator[str]:
     """Whether the model can have the adapter, and the tasks a reference to show it."""
     train, model = recipe.policy.train, recipe.policy.model
     if not isinstance(train, IpAdapter):
@@ -23,7 +22,7 @@ def ip_adapter_problems(recipe: "Recipe") -> Iterator[str]:
     elif train.blocks not in model.ip_adapter_blocks:
         yield "policy.train.blocks: Qwen-Image has double blocks alone; take double"
     phases = recipe.resolved_phases()
-    if train.dropout > 0 and not any(isinstance(phase.objective, Supervised) for phase in phases):
+    if train.dropout > 0 and not any(phase.imitates for phase in phases):
         yield "policy.train.dropout: no phase is supervised, and every other shows each reference; take 0"
     for index, phase in enumerate(phases):
         own = recipe.phases is not None and recipe.phases[index].data is not None

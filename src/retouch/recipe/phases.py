@@ -1,18 +1,16 @@
 """Phases of a run: each says what differs from the recipe's own keys; resolved, it says everything."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field
 
 from retouch.config.section import Cadence, Count, Positive, Section
 from retouch.data.sampler import steps_for_passes
+from retouch.objectives.base import Objective
+from retouch.objectives.kinds import OBJECTIVES
 from retouch.recipe.data import Data
-from retouch.recipe.learning import Objective, Sft, Supervised
 from retouch.recipe.rollout import Rollout
-
-if TYPE_CHECKING:
-    from retouch.recipe.recipe import Recipe
 
 
 class Phase(Section):
@@ -24,7 +22,7 @@ class Phase(Section):
     """Training steps of the phase; give this or ``passes``. 0 passes it over."""
     passes: Positive | None = None
     """Length of the phase in passes over its data."""
-    objective: Objective | None = None
+    objective: Annotated[Objective, OBJECTIVES] | None = None
     """How advantages become a loss."""
     learning_rate: Positive | None = None
     """Learning rate of the optimizer, before its schedule, which begins anew with each phase."""
@@ -55,22 +53,6 @@ class ResolvedPhase:
     rollout: Rollout
     keep_optimizer: bool
 
-    @classmethod
-    def of(cls, recipe: "Recipe", phase: Phase) -> "ResolvedPhase":
-        """What the phase says, and for the rest what the recipe says."""
-        return cls(
-            name=phase.name,
-            steps=phase.steps,
-            passes=phase.passes,
-            objective=recipe.objective if phase.objective is None else phase.objective,
-            learning_rate=recipe.learning_rate if phase.learning_rate is None else phase.learning_rate,
-            tasks_per_step=recipe.tasks_per_step if phase.tasks_per_step is None else phase.tasks_per_step,
-            group_size=recipe.group_size if phase.group_size is None else phase.group_size,
-            data=recipe.data if phase.data is None else phase.data,
-            rollout=recipe.rollout if phase.rollout is None else phase.rollout,
-            keep_optimizer=phase.keep_optimizer,
-        )
-
     @property
     def rows(self) -> int:
         """Samples of a step, over all ranks."""
@@ -78,8 +60,8 @@ class ResolvedPhase:
 
     @property
     def imitates(self) -> bool:
-        """Whether it learns from its tasks' targets, which takes no rollout and no judge."""
-        return isinstance(self.objective, Supervised | Sft)
+        """Whether it learns from its tasks' targets, without rollout and reward."""
+        return self.objective.imitates
 
     def total_steps(self, tasks: int) -> int:
         """Training steps of the phase, where its data hold so many tasks."""

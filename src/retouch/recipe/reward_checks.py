@@ -16,12 +16,12 @@ from retouch.rewards.combine.formula_parser import read_formula
 from retouch.types import Column
 
 if TYPE_CHECKING:
-    from retouch.recipe.recipe import Recipe
+    from retouch.recipe.keys import RecipeKeys
 
 _COMPARE = (local.PhotosReward, local.DinoReward, local.LpipsReward, judges.EditScore, judges.ComplexEditReward, judges.DigitReward)
 
 
-def reward_problems(recipe: "Recipe") -> Iterator[str]:
+def reward_problems(recipe: "RecipeKeys") -> Iterator[str]:
     """What is wrong with the reward, and with what evaluation makes of it."""
     combined, columns = None, columns_of(recipe.reward)
     try:
@@ -56,7 +56,7 @@ def _combined(combine: Combine, columns: Mapping[str, Column] | None) -> Combina
     return None
 
 
-def _judge(recipe: "Recipe", path: str, prefix: str, part: judges.JudgeReward, combined: Combination | None) -> Iterator[str]:
+def _judge(recipe: "RecipeKeys", path: str, prefix: str, part: judges.JudgeReward, combined: Combination | None) -> Iterator[str]:
     if part.n_evals > 1 and part.temperature == 0:
         yield f"{path}.n_evals: {part.n_evals} answers at temperature 0 are one answer; give a temperature, 0.7 say, or n_evals 1"
     match part.judge:
@@ -71,7 +71,7 @@ def _judge(recipe: "Recipe", path: str, prefix: str, part: judges.JudgeReward, c
                 yield f"rollout.chunk: {cut}, which win_rate compares whole; take a multiple"
 
 
-def reward_data_problems(recipe: "Recipe", phase: ResolvedPhase, at: str) -> Iterator[str]:
+def reward_data_problems(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Iterator[str]:
     """Whether a phase's tasks, whose section is at ``at``, have what the rewards look at."""
     for path, _, part in parts_of_all(recipe):
         other = f"{at}.kind is {phase.data.kind!r}; take photos or import"

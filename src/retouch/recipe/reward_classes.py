@@ -11,7 +11,7 @@ from retouch.recipe.reward_section import RewardSection
 from retouch.types import Column
 
 if TYPE_CHECKING:
-    from retouch.recipe.recipe import Recipe
+    from retouch.recipe.keys import RecipeKeys
 
 # By name, since some of them import transformers. A section's own keys are its class's arguments.
 _CLASSES: Mapping[type[RewardSection], str] = {
@@ -61,7 +61,7 @@ def parts_of(section: Reward, at: str = "reward") -> Iterator[tuple[str, str, Pa
         yield at, "", section
 
 
-def parts_of_all(recipe: "Recipe") -> Iterator[tuple[str, str, Part]]:
+def parts_of_all(recipe: "RecipeKeys") -> Iterator[tuple[str, str, Part]]:
     """The same of all that judges in a run: the reward, and what is held out."""
     yield from parts_of(recipe.reward)
     if recipe.watch is not None and recipe.watch.judge is not None:

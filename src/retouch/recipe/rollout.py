@@ -1,89 +1,17 @@
-"""Sections of a recipe about sampling while the policy learns: the denoising chain and which of its steps train, or the tokens."""
+"""How a policy samples while it learns: a denoising chain, or tokens."""
 
-from typing import Annotated, Any, Literal, TypeAlias
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Discriminator, Field, Tag
 
-from retouch.config.section import UNTAGGED, Count, NonNegative, Positive, Section, Share
+from retouch.config.section import UNTAGGED, Count, Positive, Section
+from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.recipe.engine import Engine
 
 
-class SdeTransition(Section):
-    """The stochastic step of Flow-GRPO, or DanceGRPO's with a noise that does not depend on sigma."""
-
-    kind: Literal["sde", "dance"]
-    noise_level: NonNegative
-    """Scale of the injected noise; 0.7 is usual, Qwen takes 1.0 to 1.5."""
-
-
-class CpsTransition(Section):
-    """The stochastic step that keeps the coefficients of the schedule (CPS)."""
-
-    kind: Literal["cps"]
-    noise_level: Share
-    """From 0, no new noise, to 1, all noise new at each step."""
-
-
-class OdeTransition(Section):
-    """The deterministic step: no exploration, no log-probabilities."""
-
-    kind: Literal["ode"]
-
-
-class AllSteps(Section):
-    """Every step but the last one trains."""
-
-    mode: Literal["all"]
-
-
-class DrawnWindow(Section):
-    """Some neighbouring steps train, from a start drawn anew each training step (Flow-GRPO-Fast).
-
-    ``branch``: the samples of a group share everything before the window.
-    """
-
-    mode: Literal["window", "branch"]
-    size: Count
-    """Steps in the window."""
-    low: Annotated[int, Field(ge=0)] = 0
-    """First step that it may hold."""
-    high: Count | None = None
-    """One past the last step that it may hold; null goes up to the last step, which never trains."""
-
-
-class SlidingWindow(Section):
-    """Some neighbouring steps train, and move on as training goes on (MixGRPO)."""
-
-    mode: Literal["sliding"]
-    size: Count
-    """Steps in the window."""
-    every: Count = 10
-    """Training steps between two moves."""
-    stride: Count = 1
-    """Steps of a move, at most ``size``."""
-
-
-class DenoisingRollout(Section):
-    """How a denoising policy samples while it learns."""
-
-    num_steps: Annotated[int, Field(ge=1)]
-    """Denoising steps of a picture."""
-    transition: Annotated[SdeTransition | CpsTransition | OdeTransition, Field(discriminator="kind")]
-    """What happens in a step that trains; all other steps are deterministic."""
-    reduction: Literal["mean", "sum"] = "mean"
-    """How a transition's log-probability is taken over the elements of a latent; the clip range depends on it."""
-    window: Annotated[AllSteps | DrawnWindow | SlidingWindow, Field(discriminator="mode")] = AllSteps(mode="all")
-    """Which steps of the chain train."""
-    guidance_scale: Annotated[float, Field(ge=1.0)] = 1.0
-    """Classifier-free guidance in sampling and training alike; 1 is none, anything more doubles the forwards."""
-    shared_noise: bool = False
-    """All samples of a group start from the same noise."""
-    chunk: Count = 128
-    """Rows per forward when sampling."""
-
-
 class TokenRollout(Section):
-    """How a writer writes while it learns."""
+    """How a policy of tokens samples while it learns."""
 
     kind: Literal["tokens"]
     max_new_tokens: Count
@@ -98,6 +26,22 @@ class TokenRollout(Section):
     """Rows written at once."""
     engine: Engine | None = Field(default=None, exclude_if=lambda engine: engine is None)
     """What writes them; null is ``cached`` with its defaults."""
+
+    writes_tokens: ClassVar[bool] = True
+
+    @property
+    def actions(self) -> int | None:
+        """Actions of a row: it ends where the policy ends it."""
+        return None
+
+    @property
+    def longest(self) -> int:
+        """Most actions that a row can have."""
+        return self.max_new_tokens
+
+    def problems(self, key: str) -> Iterator[str]:
+        """A line for everything in it that cannot work, as "key: mistake; what to do"."""
+        yield from ()
 
 
 def _which(value: Any) -> str:

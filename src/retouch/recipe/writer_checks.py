@@ -7,8 +7,6 @@ from retouch.models.base import ImportedModel
 from retouch.models.kinds import IMAGE_MODELS
 from retouch.recipe.emu3 import TokenModel
 from retouch.recipe.engine import VllmEngine
-from retouch.recipe.learning import Awm, Dpo, Kl, Nft, PolicyGradient, Sft, Supervised
-from retouch.recipe.phases import ResolvedPhase
 from retouch.recipe.policy import DenoisingPolicy
 from retouch.recipe.renderer import CodesRenderer, PromptRenderer, ResponseRenderer
 from retouch.recipe.rollout import TokenRollout
@@ -16,12 +14,12 @@ from retouch.recipe.train import FullWeights
 from retouch.recipe.writer import AutoregressivePolicy, QwenWriter
 
 if TYPE_CHECKING:
-    from retouch.recipe.recipe import Recipe
+    from retouch.recipe.keys import RecipeKeys
 
 VLLM_TEMPERATURE = 2.0
 
 
-def parts_problems(recipe: "Recipe") -> Iterator[str]:
+def parts_problems(recipe: "RecipeKeys") -> Iterator[str]:
     """Whether policy, rollouts and renderer are of one kind; with any of these nothing else can be said."""
     writes = isinstance(recipe.policy, AutoregressivePolicy)
     if writes and recipe.renderer is None:
@@ -45,7 +43,7 @@ def parts_problems(recipe: "Recipe") -> Iterator[str]:
             yield f"{at}.kind: 'tokens' is for policies that write; take it out and give num_steps and transition"
 
 
-def renderer_problems(recipe: "Recipe") -> Iterator[str]:
+def renderer_problems(recipe: "RecipeKeys") -> Iterator[str]:
     """Whether writer and image model understand each other."""
     policy, renderer = recipe.policy, recipe.renderer
     if isinstance(policy, DenoisingPolicy):
@@ -78,21 +76,7 @@ def _reads_responses(kind: str) -> bool:
     return takes is not None and takes.responses
 
 
-def token_problems(recipe: "Recipe", objective: PolicyGradient, at: str) -> Iterator[str]:
-    """Whether the policy writes tokens of the kinds that are to train."""
-    model = recipe.policy.model
-    if isinstance(recipe.policy, DenoisingPolicy) or isinstance(model, ImportedModel) or objective.tokens == "all":
-        return
-    if not isinstance(model, TokenModel):
-        yield f"{at}.tokens: {model.kind} writes text alone; leave it out"
-    elif objective.tokens != "vision" and not model.think:
-        yield (
-            f"{at}.tokens: without policy.model.think no text is written before the picture, so nothing would train; take "
-            "think: true, or all"
-        )
-
-
-def engine_problems(recipe: "Recipe") -> Iterator[str]:
+def engine_problems(recipe: "RecipeKeys") -> Iterator[str]:
     """Whether a server could write what the policy learns from."""
     for index, rollout in enumerate([recipe.rollout, *(phase.rollout for phase in recipe.phases or ())]):
         if not isinstance(rollout, TokenRollout) or not isinstance(rollout.engine, VllmEngine):
@@ -114,22 +98,3 @@ def engine_problems(recipe: "Recipe") -> Iterator[str]:
             )
         elif rollout.top_p is not None and rollout.top_p < 1 and rollout.top_k is None:
             yield f"{at}.top_p: vllm tells which tokens it kept only where top_k bounds them; give top_k too, 1000 say"
-
-
-def phase_problems(phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
-    """Whether what a phase learns is about what the policy does: tokens, or pictures. ``at``: the paths of its keys."""
-    objective, tokens = phase.objective, isinstance(phase.rollout, TokenRollout)
-    if isinstance(objective, Nft | Awm | Dpo | Supervised) and tokens:
-        other = "sft" if isinstance(objective, Supervised) else "policy_gradient"
-        yield f"{at['objective']}.kind: {objective.kind} learns velocities, which a writer has not; take {other}"
-    if isinstance(objective, Sft) and not tokens:
-        yield f"{at['objective']}.kind: sft imitates written completions; supervised imitates target pictures"
-    if not isinstance(objective, PolicyGradient):
-        return
-    if isinstance(objective.kl, Kl) and (objective.kl.kind == "k3") != tokens:
-        right = "k3 for tokens" if tokens else "closed or velocity for transitions"
-        yield f"{at['objective']}.kl.kind: {objective.kl.kind} is none of this policy's; take {right}"
-    if objective.tokens != "all" and not tokens:
-        yield f"{at['objective']}.tokens: a denoising policy has transitions and no tokens; leave it out"
-    if objective.ratio_norm and tokens:
-        yield f"{at['objective']}.ratio_norm: it centres the ratios of transitions, and tokens have none; leave it out"

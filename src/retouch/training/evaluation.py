@@ -15,7 +15,7 @@ from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.protocols import Renderer
 from retouch.rewards.judging import JudgeBatch, Judged
 from retouch.training.completions import texts
-from retouch.training.loop import awaited
+from retouch.training.loop import wait_for_rewards
 from retouch.types import Batch, Sample, Scores, Task
 
 # Training counts its steps from 0, so no training noise is ever keyed like this.
@@ -105,7 +105,7 @@ class Evaluator:
             waiting.append(asked)
             images += drawn
             written += said
-        judged = awaited(self.ranks, waiting)
+        judged = wait_for_rewards(self.ranks, waiting)
         table = self.ranks.gather(torch.stack([judged.rewards, *judged.scores.values()], dim=1))[:count]
         scores = dict(zip(judged.scores, table[:, 1:].unbind(dim=1), strict=True))
         return Evaluated(self.tasks, scores, table[:, 0], images[: self.pictures], written[: self.pictures])

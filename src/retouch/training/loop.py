@@ -1,9 +1,9 @@
-"""The loop: collect, update, accumulate. One loop for every policy and every objective.
+"""The training loop: collect, update, accumulate. It is the same for every policy and every objective.
 
-    tasks -> rollout -> render -> judge -> advantages -> losses -> step
+    tasks -> rollout -> render -> reward -> advantages -> losses -> optimizer step
 
-Rewards are gathered over ranks before advantages are taken, so a group may span ranks. Every rank makes the same calls in the
-same order with equally many rows, and raises the same errors: they are decided on what was gathered.
+Rewards are gathered over ranks before advantages are computed, so a group may span ranks. Every rank makes the same calls in the
+same order with equally many rows, and raises the same errors, because they depend only on gathered values.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,51 +21,53 @@ from retouch.core.advantages import zero_std_groups
 from retouch.core.weights import Normalise, denominator, loss_weights
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import Stepper
-from retouch.protocols import Objective, Renderer
+from retouch.objectives.advantages import Advantage
+from retouch.protocols import Renderer, SupportsLosses
 from retouch.rewards.judging import Judged
 from retouch.rewards.quota.quota import BudgetSpent
-from retouch.training.crediting import Crediting, each_action
 from retouch.types import Batch, Minibatch, Sample, Trajectory
 
 Metrics = dict[str, float]
 
 
 class TooManyMissing(ValueError):
-    """More samples than allowed could not be judged; nothing was learned from this step."""
+    """More samples than allowed have no reward. Nothing was learned from this step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """How to collect and what to learn from it.
+    """How to collect samples and what to learn from them.
 
-    ``batch``: this rank's rows of a step; ``order``: the global row numbers of every rank's rows, rank after rank. ``advantage``:
-    (rewards, group) of all ranks to what each row is worth; None imitates the tasks' targets instead (no rollout, no judge).
-    ``credit``: from that, for this rank's rows, to advantages of actions. ``kinds``: which kinds of action train in a step (see
-    ``Kind``); None is all, and others weigh nothing.
+    ``batch``: this rank's rows of a step. ``order``: the global row numbers of all ranks' rows, in the order of ranks. ``group``:
+    the group of each global row. ``advantage``: None for an objective that imitates the tasks' targets (no rollout, no reward).
+    ``reward_range``: smallest and largest possible reward. ``normalise`` and ``max_length``: see ``core/weights.py``.
+    ``trained_kinds``: kinds of actions (see ``Kind``) that train in a step; None is all, the others have weight 0.
     """
 
     name: str
     steps: range
-    objective: Objective
+    objective: SupportsLosses
     batch: Callable[[int], Batch]
     order: Int[Tensor, " rows"]
     group: Int[Tensor, " rows"]
-    advantage: Callable[[Float[Tensor, " rows"], Int[Tensor, " rows"]], Float[Tensor, " rows"]] | None
+    advantage: Advantage | None
+    reward_range: tuple[float, float] = (0.0, 1.0)
     normalise: Normalise
     max_length: int | None
     epochs: int
     minibatches: int
     learning_rate: Callable[[int], float]
-    credit: Crediting = each_action
-    kinds: Callable[[int], Sequence[int] | None] = lambda step: None
+    trained_kinds: Callable[[int], Sequence[int] | None] = lambda step: None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What stays the same from phase to phase.
+    """What is the same in all phases.
 
-    ``chunk``: rows sampled, rendered and sent to the judge at once. ``describe``: metrics, over all ranks, of what was done.
-    ``written``: each row's text, where the policy writes. ``counted``: columns of whose scores the missing share is a metric.
+    ``judge``: starts scoring a chunk's samples and returns at once. ``chunk``: rows that are sampled, rendered and scored together.
+    ``average``: updates the weight average, called with the number of optimizer steps. ``clock``: times a named stage.
+    ``describe``: metrics of a trajectory, over all ranks. ``completions``: each row's text, None where the policy writes none.
+    ``counted``: columns whose share of missing scores is a metric.
     """
 
     policy: Any
@@ -78,13 +80,13 @@ class Run:
     average: Callable[[int], None]
     clock: Callable[[str], AbstractContextManager[None]]
     describe: Callable[[Trajectory], Metrics] = lambda trajectory: {}
-    written: Callable[[Trajectory], Sequence[str | None]] = lambda trajectory: [None] * len(trajectory)
+    completions: Callable[[Trajectory], Sequence[str | None]] = lambda trajectory: [None] * len(trajectory)
     counted: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Collected:
-    """One step's rows on this rank, judged; ``valid`` where the row was. ``returns``: for a value head, where there is one."""
+    """This rank's rows of a step with their advantages. ``valid``: the row has a reward. ``returns``: targets of a value head."""
 
     batch: Batch
     trajectory: Trajectory
@@ -97,7 +99,7 @@ class Collected:
 
 
 def train(run: Run, phase: Phase, *, start: int) -> Iterator[tuple[int, Collected, Metrics]]:
-    """Take the phase's steps from ``start`` on, handing out each one after it was learned from."""
+    """Train the phase's steps from ``start`` on; yields (step, what was collected, metrics) after each."""
     for step in range(max(start, phase.steps.start), phase.steps.stop):
         collected = collect(run, phase, step)
         metrics = update(run, phase, step, collected)
@@ -105,42 +107,43 @@ def train(run: Run, phase: Phase, *, start: int) -> Iterator[tuple[int, Collecte
 
 
 def collect(run: Run, phase: Phase, step: int) -> Collected:
-    """Act, render, judge and compare; or, for imitation, encode the targets."""
+    """Sample, render, score and compute advantages; for an objective that imitates, encode the targets instead."""
     batch = phase.batch(step)
     if phase.advantage is None:
         with run.clock("encode"):
             trajectory = run.policy.demonstrate(batch)
         ones = torch.ones(trajectory.mask.shape)
         return Collected(batch, trajectory, ones, ones[:, 0].bool(), {})
-    parts, images, waiting = [], [], []
+    parts, images, pending = [], [], []
     for first in range(0, len(batch), run.chunk):
         chunk = batch.take(slice(first, first + run.chunk))
         with run.clock("rollout"):
             parts.append(run.policy.rollout(chunk))
         tasks = [chunk.tasks[k] for k in chunk.group]
         with run.clock("render"):
-            drawn = run.renderer(tasks, parts[-1])
-        images += drawn
-        waiting.append(run.judge(chunk, [Sample(*made) for made in zip(tasks, drawn, run.written(parts[-1]), strict=True)]))
+            rendered = run.renderer(tasks, parts[-1])
+        images += rendered
+        samples = [Sample(*made) for made in zip(tasks, rendered, run.completions(parts[-1]), strict=True)]
+        pending.append(run.judge(chunk, samples))
     with run.clock("judge"):
-        judged = awaited(run.ranks, waiting)
-    worth, metrics = compare(run, phase, judged)
+        judged = wait_for_rewards(run.ranks, pending)
+    row_advantages, metrics = compute_advantages(run, phase, judged)
     trajectory = type(parts[0]).concat(parts)
-    credit = phase.credit(worth, trajectory, run.ranks)
+    credit = phase.advantage.assign(row_advantages, trajectory, run.ranks)
     metrics |= {**credit.metrics, **run.describe(trajectory)}
     valid = ~judged.rewards.isnan()
     return Collected(batch, trajectory, credit.advantages, valid, metrics, judged, images, credit.returns)
 
 
-def awaited(ranks: Ranks, waiting: Sequence["Future[Judged]"]) -> Judged:
-    """What the judge said of all chunks, in one. BudgetSpent on every rank where it is on one."""
-    return Judged.concat(answers(ranks, waiting))
+def wait_for_rewards(ranks: Ranks, pending: Sequence["Future[Judged]"]) -> Judged:
+    """The scores of all chunks, in order. Raises BudgetSpent on every rank if one rank's judge has spent its budget."""
+    return Judged.concat(wait_for_chunks(ranks, pending))
 
 
-def answers(ranks: Ranks, waiting: Sequence["Future[Judged]"]) -> list[Judged]:
-    """What the judge said of each chunk; a rank may have none. BudgetSpent on every rank where it is on one."""
+def wait_for_chunks(ranks: Ranks, pending: Sequence["Future[Judged]"]) -> list[Judged]:
+    """The scores of each chunk; a rank may have none. Raises BudgetSpent on every rank if one rank's judge has spent its budget."""
     parts, spent = [], None
-    for future in waiting:
+    for future in pending:
         try:
             parts.append(future.result())
         except BudgetSpent as error:
@@ -150,21 +153,24 @@ def answers(ranks: Ranks, waiting: Sequence["Future[Judged]"]) -> list[Judged]:
     return parts
 
 
-def compare(run: Run, phase: Phase, judged: Judged) -> tuple[Float[Tensor, " b"], Metrics]:
-    """What this rank's rows are worth beside those of all, and the scores' averages. TooManyMissing above the allowed share."""
+def compute_advantages(run: Run, phase: Phase, judged: Judged) -> tuple[Float[Tensor, " b"], Metrics]:
+    """One number per row of this rank, from the rewards of all ranks, and means of the scores.
+
+    Raises TooManyMissing on every rank if a larger share than ``run.max_missing`` has no reward.
+    """
     assert phase.advantage is not None
     names = list(judged.scores)
     table = torch.stack([judged.rewards, *(judged.scores[name] for name in names)], dim=1)
     gathered = torch.empty(len(phase.order), table.shape[1])
     gathered[phase.order] = run.ranks.gather(table)
     rewards = gathered[:, 0]
-    missing = rewards.isnan().double().mean().item()  # in fp32 exactly the allowed share would be above it
+    missing = rewards.isnan().double().mean().item()  # fp32 would round exactly the allowed share to above it
     if missing > run.max_missing:
         raise TooManyMissing(
             f"{missing:.0%} of the samples could not be judged, and the recipe allows {run.max_missing:.0%} (reward.max_missing): "
-            "the judge is failing. Nothing was learned from them; start the run again when it answers"
+            "the judge is failing. Nothing was learned from this step; start the run again when the judge answers"
         )
-    worth = phase.advantage(rewards, phase.group)
+    advantages = phase.advantage(rewards, phase.group, reward_range=phase.reward_range)
     valid = rewards[~rewards.isnan()]
     metrics = {
         "reward/mean": valid.mean().item(),
@@ -179,17 +185,17 @@ def compare(run: Run, phase: Phase, judged: Judged) -> tuple[Float[Tensor, " b"]
         if name in run.counted:
             metrics[f"missing/{name}"] = column.isnan().double().mean().item()
     mine = phase.order.view(run.ranks.world, -1)[run.ranks.rank]
-    return worth[mine], metrics
+    return advantages[mine], metrics
 
 
 def update(run: Run, phase: Phase, step: int, collected: Collected) -> Metrics:
-    """Learn from what was collected: ``epochs`` passes over ``minibatches`` parts, one optimizer step each."""
+    """Train on what was collected: ``epochs`` passes over ``minibatches`` parts, with one optimizer step each."""
     rows = len(collected.batch) // phase.minibatches
     taken = (step - phase.steps.start) * phase.epochs * phase.minibatches
     metrics: Metrics = {}
     for epoch in range(phase.epochs):
         for part in range(phase.minibatches):
-            minibatch = cut(run, phase, collected, slice(part * rows, (part + 1) * rows), epoch)
+            minibatch = make_minibatch(run, phase, collected, slice(part * rows, (part + 1) * rows), epoch)
             with run.clock("update"):
                 sums, maxima = accumulate(run, phase.objective, minibatch)
                 sums["policy/grad_norm"] = run.stepper.step(phase.learning_rate(step))
@@ -205,11 +211,11 @@ def update(run: Run, phase: Phase, step: int, collected: Collected) -> Metrics:
     return {**metrics, "policy/learning_rate": phase.learning_rate(step)}
 
 
-def cut(run: Run, phase: Phase, collected: Collected, rows: slice, epoch: int) -> Minibatch:
-    """The rows as a minibatch, weighted so that the loss does not depend on how many ranks share it."""
+def make_minibatch(run: Run, phase: Phase, collected: Collected, rows: slice, epoch: int) -> Minibatch:
+    """The given rows, with loss weights that sum to 1 over all ranks, so that the loss does not depend on the number of ranks."""
     trajectory = collected.trajectory.take(rows)
     mask, valid = trajectory.mask.cpu(), collected.valid[rows]
-    if (kinds := phase.kinds(collected.batch.step)) is not None:
+    if (kinds := phase.trained_kinds(collected.batch.step)) is not None:
         mask = mask & torch.isin(trajectory.kind.cpu(), torch.tensor(kinds))
     total = run.ranks.sum(denominator(mask, valid, normalise=phase.normalise, max_length=phase.max_length))
     weights = loss_weights(mask, valid, normalise=phase.normalise, max_length=phase.max_length, total=total)
@@ -219,8 +225,8 @@ def cut(run: Run, phase: Phase, collected: Collected, rows: slice, epoch: int) -
     return Minibatch(collected.batch.take(rows), trajectory, advantages, weights.to(device), epoch, returns)
 
 
-def accumulate(run: Run, objective: Objective, minibatch: Minibatch) -> tuple[Metrics, Metrics]:
-    """Backward through every microbatch; the metrics' sums and maxima over microbatches and ranks."""
+def accumulate(run: Run, objective: SupportsLosses, minibatch: Minibatch) -> tuple[Metrics, Metrics]:
+    """Run backward for every microbatch. Returns the sums and the maxima of the metrics over microbatches and ranks."""
     sums: dict[str, Tensor] = {}
     maxima: dict[str, Tensor] = {}
     for loss in objective.losses(run.policy, minibatch):

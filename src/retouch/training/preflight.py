@@ -13,11 +13,10 @@ from torch import Tensor
 
 from retouch.distributed.fsdp import FsdpStepper
 from retouch.distributed.head_stepper import HeadStepper
-from retouch.objectives.actor_critic import ActorCritic
-from retouch.objectives.dpo import DPO
-from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.objectives.base import Objective
+from retouch.objectives.policy_gradient import ActorCritic
 from retouch.training.checkpoint import restore_rng, rng_state
-from retouch.training.loop import Collected, Phase, Run, accumulate, cut
+from retouch.training.loop import Collected, Phase, Run, accumulate, make_minibatch
 from retouch.types import Kind, Minibatch, Needs
 
 TRANSITION_LIMIT = 1e-6
@@ -75,7 +74,8 @@ def _trial(run: Run, phase: Phase, step: int, rows: int) -> Minibatch:
     of one task.
     """
     batch = phase.batch(step)
-    apart = 1 if isinstance(phase.objective, DPO) else len(batch) // rows
+    pairs = isinstance(phase.objective, Objective) and phase.objective.learns_from_pairs
+    apart = 1 if pairs else len(batch) // rows
     batch = batch.take(slice(0, apart * rows, apart))
     act = run.policy.demonstrate if phase.advantage is None else run.policy.rollout
     parts = [act(batch.take(slice(first, first + run.chunk))) for first in range(0, len(batch), run.chunk)]
@@ -85,13 +85,13 @@ def _trial(run: Run, phase: Phase, step: int, rows: int) -> Minibatch:
     advantages = signs[:, None].expand(trajectory.mask.shape)
     valid = torch.ones(len(batch), dtype=torch.bool)
     collected = Collected(batch, trajectory, advantages, valid, {}, returns=advantages)
-    return cut(run, phase, collected, slice(0, len(batch)), epoch=0)
+    return make_minibatch(run, phase, collected, slice(0, len(batch)), epoch=0)
 
 
 def _tried(run: Run, phase: Phase, step: int, minibatch: Minibatch, before: dict[str, Tensor]) -> Iterator[Check]:
     actor = phase.objective.actor if isinstance(phase.objective, ActorCritic) else phase.objective
-    gradient_only = isinstance(actor, PolicyGradient) and actor.surrogate != "reinforce"
-    if gradient_only:
+    has_ratio = isinstance(actor, Objective) and actor.has_ratio
+    if has_ratio:
         off, limit = _ratio_off(run, minibatch), _limit(run, minibatch)
         yield Check(
             "ratio_before",
@@ -111,7 +111,7 @@ def _tried(run: Run, phase: Phase, step: int, minibatch: Minibatch, before: dict
     )
     moved = sum(not torch.equal(before[name], p) for name, p in run.policy.module.named_parameters() if name in before)
     yield Check("moved", moved > 0, moved, None, f"{moved} of {len(before)} trained tensors moved")
-    if gradient_only:
+    if has_ratio:
         off = _ratio_off(run, minibatch)
         yield Check(
             "ratio_after",
@@ -120,7 +120,7 @@ def _tried(run: Run, phase: Phase, step: int, minibatch: Minibatch, before: dict
             None,
             f"largest |ratio - 1| after the step is {off:.1e}" if off > 0 else "the ratio is still exactly 1 after a step",
         )
-    if isinstance(actor, PolicyGradient) and actor.kl is not None:
+    if isinstance(actor, Objective) and actor.kl_kind is not None:
         size = _kl_gradient(run, actor, minibatch)
         yield Check(
             "kl_gradient",
@@ -149,9 +149,9 @@ def _limit(run: Run, minibatch: Minibatch) -> float:
     return TRANSITION_LIMIT if transitions and run.policy.sampling.reduction == "mean" else TOKEN_LIMIT
 
 
-def _kl_gradient(run: Run, objective: PolicyGradient, minibatch: Minibatch) -> float:
+def _kl_gradient(run: Run, objective: Objective, minibatch: Minibatch) -> float:
     part = next(iter(run.policy.microbatches(minibatch.trajectory)))
-    evaluation = run.policy.evaluate(minibatch.trajectory, part, Needs(kl=objective.kl))
+    evaluation = run.policy.evaluate(minibatch.trajectory, part, Needs(kl=objective.kl_kind))
     assert evaluation.kl is not None
     stepper = run.stepper.policy if isinstance(run.stepper, HeadStepper) else run.stepper
     if isinstance(stepper, FsdpStepper):  # its gradients come about in backward passes alone

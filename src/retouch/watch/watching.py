@@ -22,7 +22,7 @@ from retouch.records.folder import RunFolder
 from retouch.rewards.judging import Judge, JudgeBatch, Judged
 from retouch.training.evaluation import EVALUATION_STEP, Evaluator
 from retouch.training.ledger import Ledger
-from retouch.training.loop import Collected, Metrics, answers
+from retouch.training.loop import Collected, Metrics, wait_for_chunks
 from retouch.types import Batch, Sample, Scores
 from retouch.watch.alarms import Raised, canary_shift, raised, since_best
 from retouch.watch.diversity import group_diversity
@@ -137,7 +137,7 @@ class Watcher:
                 tasks = tuple(sample.task for sample in samples)
                 batch = Batch(seed=0, step=EVALUATION_STEP, tasks=tasks, group_ids=places, group=rows, slot=(0,) * len(samples))
                 asked = [self._judge.for_split("canary", step)(batch, samples)]
-            said = answers(self.ranks, asked)
+            said = wait_for_chunks(self.ranks, asked)
         table = torch.zeros(len(names), count)
         for judged in said:
             table = torch.stack([judged.scores[name] for name in names])

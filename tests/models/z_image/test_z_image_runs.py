@@ -22,7 +22,7 @@ from retouch.models.base import DiffusersModel
 from retouch.models.common.pipeline_model import accepts_prompt
 from retouch.models.z_image.family import ZImageModel
 from retouch.models.z_image.model import ZImage
-from retouch.recipe.learning import GaeAdvantage
+from retouch.objectives.advantages import GAEAdvantage
 from retouch.recipe.recipe import parse
 from retouch.session.session import run
 
@@ -97,7 +97,7 @@ def test_a_folder_is_planned_with_the_numbers_that_it_holds(weights: Path, tmp_p
     described = describe(recipe, weights)
     assert described is not None
     assert isinstance(recipe.policy.model, DiffusersModel)
-    assert isinstance(recipe.advantage, GaeAdvantage)
+    assert isinstance(recipe.advantage, GAEAdvantage)
     model = recipe.policy.model.build(device=torch.device("cpu"))
     head = build_head(recipe.advantage.head, model, tasks=[tiny_models.task("one", "blue")], seed=0)
     held = {row.name: row.bytes for row in footprint(recipe, described).plan.rows}

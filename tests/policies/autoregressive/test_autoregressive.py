@@ -9,7 +9,7 @@ import tiny_policies
 import tiny_writers
 import tiny_writing
 from retouch.core.random import generator
-from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.objectives.policy_gradient import Kl, PolicyGradient
 from retouch.policies.autoregressive.decoding import CachedDecoding, Generation
 from retouch.policies.autoregressive.mismatch import Tolerance
 from retouch.policies.autoregressive.trajectory import AutoregressiveTrajectory
@@ -18,7 +18,7 @@ from retouch.testing import check_policy
 from retouch.types import Completion, Kind, Needs, Slice
 
 TRUNCATED = {"top_k": 40, "top_p": 0.9, "temperature": 0.8}
-GRPO = PolicyGradient(clip_low=0.2, clip_high=0.2, kl="k3", kl_weight=0.1)
+GRPO = PolicyGradient(clip_low=0.2, clip_high=0.2, kl=Kl(kind="k3", weight=0.1))
 
 
 def everything(trajectory):

@@ -10,18 +10,15 @@ import tiny_loop
 import tiny_policies
 import tiny_writers
 import tiny_writing
-from retouch.assembly.learning import build_kinds
 from retouch.data.sampler import assign
 from retouch.distributed.stepper import ReplicatedStepper
-from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.objectives.policy_gradient import Kl, PolicyGradient, TokenCycle
 from retouch.policies.autoregressive.decoding import CachedDecoding
-from retouch.recipe.learning import PolicyGradient as PolicyGradientSection
-from retouch.recipe.learning import TokenCycle
 from retouch.training.clock import Clock
-from retouch.training.loop import Run, accumulate, collect, cut, train
+from retouch.training.loop import Run, accumulate, collect, make_minibatch, train
 from retouch.types import Needs
 
-GRPO = PolicyGradient(clip_low=0.2, clip_high=0.2, kl="k3", kl_weight=0.01)
+GRPO = PolicyGradient(clip_low=0.2, clip_high=0.2, kl=Kl(kind="k3", weight=0.01))
 TASKS = tiny_writers.tasks(2)
 
 
@@ -95,7 +92,7 @@ def test_two_ranks_share_one_gradient():
         assert same == pytest.approx(metrics, rel=1e-4, abs=1e-6)
 
 
-EARL = PolicyGradient(surrogate="reinforce", kl="k3", kl_weight=3e-4)
+EARL = PolicyGradient(surrogate="reinforce", kl=Kl(kind="k3", weight=3e-4))
 
 
 class Uneven:
@@ -124,7 +121,7 @@ def uneven_gradient(policy, ranks=tiny_loop.ALONE, *, alone=False):
     collected = collect(made, learning, 0)
     paid = torch.tensor([[float(slot) - 1.5] for slot in collected.batch.slot]).expand_as(collected.advantages)
     dividing = replace(made, ranks=tiny_loop.ALONE) if alone else made
-    accumulate(made, EARL, cut(dividing, learning, replace(collected, advantages=paid), slice(0, len(paid)), 0))
+    accumulate(made, EARL, make_minibatch(dividing, learning, replace(collected, advantages=paid), slice(0, len(paid)), 0))
     made.stepper.step(1e-3)
     return tiny_loop.gradient(made), collected.trajectory.mask.sum().item()
 
@@ -146,17 +143,14 @@ def test_only_the_tokens_of_the_chosen_kind_train():
     writer.grammar = tiny_writing.Form(writer)
     policy = tiny_writing.policy(writer=writer)
     made = run(policy, chunk=4)
-    turns = build_kinds(
-        PolicyGradientSection(kind="policy_gradient", tokens=TokenCycle(text_steps=2, vision_steps=1)), range(5, 99)
-    )
-    assert [turns(step) for step in range(5, 12)] == [[0], [0], [1], [0], [0], [1], [0]]
+    turns = PolicyGradient(tokens=TokenCycle(text_steps=2, vision_steps=1))
+    assert [turns.trained_kinds(step) for step in range(7)] == [[0], [0], [1], [0], [0], [1], [0]]
     everything, weighed = phase(steps=range(1)), {}
     made = replace(made, renderer=lambda tasks, trajectory: [new("RGB", (1, 1), (9 * row, 0, 0)) for row in range(len(tasks))])
     for tokens in ("all", "text", "vision"):
-        section = PolicyGradientSection(kind="policy_gradient", tokens=tokens)
-        learning = replace(everything, normalise="token", kinds=build_kinds(section, range(1)))
+        learning = replace(everything, normalise="token", trained_kinds=PolicyGradient(tokens=tokens).trained_kinds)
         collected = collect(made, learning, 0)
-        weighed[tokens] = cut(made, learning, collected, slice(0, len(collected.batch)), 0).weights
+        weighed[tokens] = make_minibatch(made, learning, collected, slice(0, len(collected.batch)), 0).weights
     mask, kind = collected.trajectory.mask, collected.trajectory.kind
     for tokens, right in (("all", mask), ("text", mask & (kind == 0)), ("vision", mask & (kind == 1))):
         assert right.any()

@@ -156,7 +156,7 @@ def test_training_acts_and_learns_under_the_current_weights():
 
 
 def test_an_old_policy_can_act():
-    policy, batch = tiny.policy(kind="ode", copies=("old",), weights="old"), tiny.batch()
+    policy, batch = tiny.policy(kind="ode", copies=("old",), acting="old"), tiny.batch()
     before = policy.rollout(batch).outputs
     tiny.move(policy)
     assert torch.equal(policy.rollout(batch).outputs, before)
@@ -213,7 +213,7 @@ def test_kl_is_its_formula(kind, kl):
         current, reference = (policy.velocity(trajectory, rows, x, sigma[None], weights) for weights in ("current", "reference"))
         squared = (current - reference).square().mean()
         if kl == "closed":
-            level = tiny.NOISE_LEVELS[kind]
+            level = tiny.TRANSITIONS[kind].exploration or 0.0
             if kind == "cps":  # the mean is linear in velocity: its coefficient and the spread, as published
                 s = to * torch.sin(torch.tensor(level * torch.pi / 2))
                 coefficient = -(1 - to) * sigma + (to**2 - s**2).sqrt() * (1 - sigma)

@@ -2,12 +2,12 @@
 
 import pytest
 
-from retouch.policies.denoising.windows import Window
+from retouch.policies.denoising.windows import AllSteps, RandomWindow, SlidingWindow
 
 
 @pytest.mark.parametrize("mode", ["window", "branch"])
 def test_a_drawn_window_depends_on_seed_and_step_alone(mode):
-    window = Window(mode=mode, size=2, low=1, high=6)
+    window = RandomWindow(mode=mode, size=2, low=1, high=6)
     drawn = [window.actions(num_steps=8, seed=0, step=step) for step in range(40)]
     assert drawn == [window.actions(num_steps=8, seed=0, step=step) for step in range(40)]
     assert {actions.start for actions in drawn} == {1, 2, 3, 4}
@@ -15,16 +15,16 @@ def test_a_drawn_window_depends_on_seed_and_step_alone(mode):
 
 
 def test_without_an_end_a_window_may_reach_all_but_the_last_step():
-    window = Window(mode="window", size=2)
+    window = RandomWindow(mode="window", size=2)
     assert {window.actions(num_steps=5, seed=0, step=step).stop for step in range(60)} == {2, 3, 4}
 
 
 def test_all_and_sliding_windows():
-    assert Window(mode="all").actions(num_steps=5, seed=0, step=9) == range(4)
-    sliding = Window(mode="sliding", size=2, every=3, stride=1)
+    assert AllSteps().actions(num_steps=5, seed=0, step=9) == range(4)
+    sliding = SlidingWindow(size=2, every=3, stride=1)
     assert [sliding.actions(num_steps=5, seed=9, step=step).start for step in range(10)] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 0]
 
 
 def test_a_window_that_does_not_fit_says_so():
     with pytest.raises(ValueError, match="last step has no density"):
-        Window(mode="window", size=2, high=5).actions(num_steps=5, seed=0, step=0)
+        RandomWindow(mode="window", size=2, high=5).actions(num_steps=5, seed=0, step=0)

@@ -141,7 +141,7 @@ class AutoregressivePolicy:
         for row in range(0, rows, self.microbatch):
             yield Slice(slice(row, min(row + self.microbatch, rows)), slice(0, actions))
 
-    def alike(self, trajectory: AutoregressiveTrajectory) -> Int[Tensor, " b"]:
+    def order_by_length(self, trajectory: AutoregressiveTrajectory) -> Int[Tensor, " b"]:
         """An order of the rows in which neighbours have alike many tokens to read, so that a microbatch is padded little.
 
         Rows that fit into one microbatch stay as they are.

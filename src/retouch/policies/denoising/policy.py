@@ -7,7 +7,7 @@ steps. Noise is keyed by (seed, step, group, slot) and drawn on the CPU.
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -17,49 +17,31 @@ from torch import Tensor, nn
 from retouch.core.divergences import gaussian_kl, velocity_mse
 from retouch.core.random import generator
 from retouch.core.ratio_norm import gradient_balance, ratio_norm
-from retouch.core.transitions import Transition, transition
+from retouch.core.transitions import TransitionResult
 from retouch.policies.denoising.reference_dropout import unshown
+from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.denoising.trajectory import DenoisingTrajectory
-from retouch.policies.denoising.windows import Window
 from retouch.policies.value_heads import LatentValues, summary
 from retouch.policies.weights import WeightCopies
 from retouch.protocols import DenoisingModel
 from retouch.types import Batch, Conditioning, Evaluation, Kind, Needs, Slice, Weights
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How a rollout denoises.
-
-    ``kind`` and ``noise_level``: the transition of the trained steps (``ode``: no exploration, no log-probabilities, for
-    objectives that need only pictures). ``reduction``: of the Gaussian log-probability over a latent's elements; clip ranges
-    depend on it. ``shared_noise``: the samples of a group start from the same noise. ``weights``: those that act; NFT compares to
-    its old policy, so that one makes its pictures.
-    """
-
-    num_steps: int
-    kind: Literal["sde", "cps", "dance", "ode"]
-    noise_level: float
-    reduction: Literal["mean", "sum"]
-    window: Window
-    shared_noise: bool = False
-    weights: Literal["current", "old"] = "current"
-
-
 class DenoisingPolicy:
     """A flow-matching model as policy (implements ``retouch.protocols.VelocityPolicy``).
 
-    ``microbatch``: velocities per forward with gradient. ``eval_steps``: steps of the deterministic sampling that
-    evaluation and the end user see. ``copies`` may hold ``reference``, ``old`` and ``average`` weights. ``head``: says
-    before each action what reward is to be expected. ``reference_dropout``: share of tasks whose reference picture a demonstration
-    does not show; a rollout always does, or its ratio would not be 1.
+    ``sampling``: how a rollout samples, under the weights ``acting``. ``microbatch``: velocities per forward pass with gradient.
+    ``eval_steps``: steps of the deterministic sampling in evaluation and inference. ``copies`` may hold ``reference``, ``old`` and
+    ``average`` weights. ``head``: predicts the reward before each action. ``reference_dropout``: share of tasks whose demonstration
+    gets no reference image; a rollout always gets it, otherwise its ratio would not be 1.
     """
 
     def __init__(
         self,
         model: DenoisingModel,
         *,
-        sampling: Sampling,
+        sampling: DenoisingRollout,
+        acting: Literal["current", "old"] = "current",
         eval_steps: int,
         microbatch: int,
         copies: WeightCopies,
@@ -70,6 +52,7 @@ class DenoisingPolicy:
         self.model = model
         self.module: nn.Module = model.module
         self.sampling = sampling
+        self.acting = acting
         self.eval_steps = eval_steps
         self.microbatch = microbatch
         self.copies = copies
@@ -83,8 +66,8 @@ class DenoisingPolicy:
     def rollout(self, batch: Batch) -> DenoisingTrajectory:
         """Act with exploration in this step's window of the chain. ``outputs``: clean latents (b, ...), fp32."""
         window = self.sampling.window.actions(num_steps=self.sampling.num_steps, seed=batch.seed, step=batch.step)
-        actions = range(0) if self.sampling.kind == "ode" else window
-        with self.copies.using("old") if self.sampling.weights == "old" else nullcontext():
+        actions = window if self.sampling.transition.stochastic else range(0)
+        with self.copies.using("old") if self.acting == "old" else nullcontext():
             made = self._denoise(batch, num_steps=self.sampling.num_steps, actions=actions, shared_noise=self.sampling.shared_noise)
         if self.head is None:
             return made
@@ -113,7 +96,7 @@ class DenoisingPolicy:
         conditioning = self.model.encode(batch.tasks)
         group = self._group(batch)
         sigmas = self.model.sigmas(num_steps, conditioning).to(group.device)
-        branch = self.sampling.window.mode == "branch" and len(actions) > 0
+        branch = self.sampling.window.branches and len(actions) > 0
         rows = conditioning if branch else conditioning.take(group)
         x = self._initial_noise(batch, rows, per_group=branch, shared=shared_noise)
 
@@ -264,14 +247,12 @@ class DenoisingPolicy:
         *,
         noise: Tensor | None = None,
         next: Tensor | None = None,
-    ) -> Transition:
-        return transition(
-            self.sampling.kind,
+    ) -> TransitionResult:
+        return self.sampling.transition.step(
             x,
             velocity,
             sigma,
             sigma_next,
-            noise_level=self.sampling.noise_level,
             sigma_max=sigmas[1],
             reduction=self.sampling.reduction,
             noise=noise,

@@ -1,0 +1,184 @@
+"""Advantages: how rewards of all ranks become an advantage for each action of this rank's rows.
+
+Rewards are (rows,), float32, in the step's global order, NaN where a sample could not be judged; such a row has advantage 0 or NaN
+and weight 0 in the loss. ``group`` (rows,) numbers the rows' groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from retouch.config.section import Positive, Section, Share
+from retouch.objectives.base import Objective, ValueHead
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+    from torch import Tensor
+
+    from retouch.protocols import Collectives
+    from retouch.types import Trajectory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Credit:
+    """``advantages`` (b, t) of this rank's rows; ``returns`` (b, t), targets of a value head; metrics of all ranks."""
+
+    advantages: Float[Tensor, "b t"]
+    returns: Float[Tensor, "b t"] | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Advantage(Section):
+    """Base of all advantages, built in or your own. Override ``__call__``.
+
+    ``__call__`` runs on the gathered rewards of all ranks and must be deterministic, so that every rank computes the same.
+    """
+
+    def __call__(
+        self, rewards: Float[Tensor, " rows"], group: Int[Tensor, " rows"], *, reward_range: tuple[float, float]
+    ) -> Float[Tensor, " rows"]:
+        """One number per sample, from the rewards of all ranks. ``reward_range``: smallest and largest possible reward."""
+        raise NotImplementedError(f"{type(self).__name__} computes no advantages")
+
+    def assign(self, advantages: Float[Tensor, " b"], trajectory: Trajectory, ranks: Collectives) -> Credit:
+        """From one number per row of this rank to one per action; by default every action of a row gets the row's."""
+        return Credit(advantages[:, None].expand(trajectory.mask.shape))
+
+    @property
+    def value_head(self) -> ValueHead | None:
+        """The value head that trains beside the policy, if this advantage needs one."""
+        return None
+
+    def check_range(self, low: float, high: float) -> None:
+        """ValueError where rewards of this range cannot be used."""
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether a group of one sample always has the advantage 0."""
+        return False
+
+    def problems(self, objective: Objective, *, objective_key: str, writes_tokens: bool) -> Iterator[str]:
+        """A line for everything in the recipe that this advantage cannot work with, as "key: mistake; what to do"."""
+        yield from ()
+
+
+class GroupAdvantage(Advantage):
+    """A sample compared with the other samples of its task (GRPO, arXiv 2402.03300; RLOO, arXiv 2402.14740)."""
+
+    kind: Literal["group"] = "group"
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    """What is subtracted from a reward: the mean of its group, or the mean of the other samples in it."""
+    scale: Literal["group", "batch", "none"] = "group"
+    """What the difference is divided by: the standard deviation of the group, of the whole step, or nothing."""
+    ddof: Literal[0, 1] = 0
+    """Population (0) or sample (1) standard deviation."""
+    eps: Positive = 1e-4
+    """Added to the standard deviation."""
+    clip: Positive | None = 5.0
+    """Largest absolute advantage; null does not clip."""
+
+    def __call__(
+        self, rewards: Float[Tensor, " rows"], group: Int[Tensor, " rows"], *, reward_range: tuple[float, float]
+    ) -> Float[Tensor, " rows"]:
+        from retouch.core.advantages import group_relative
+
+        return group_relative(
+            rewards, group, baseline=self.baseline, scale=self.scale, ddof=self.ddof, eps=self.eps, clip=self.clip
+        )
+
+    @property
+    def needs_groups(self) -> bool:
+        return True
+
+
+class BatchAdvantage(Advantage):
+    """A sample compared with all samples of the step."""
+
+    kind: Literal["batch"] = "batch"
+    ddof: Literal[0, 1] = 0
+    """Population (0) or sample (1) standard deviation."""
+    eps: Positive = 1e-4
+    """Added to the standard deviation."""
+    clip: Positive | None = 5.0
+    """Largest absolute advantage; null does not clip."""
+
+    def __call__(
+        self, rewards: Float[Tensor, " rows"], group: Int[Tensor, " rows"], *, reward_range: tuple[float, float]
+    ) -> Float[Tensor, " rows"]:
+        from retouch.core.advantages import batch_relative
+
+        return batch_relative(rewards, ddof=self.ddof, eps=self.eps, clip=self.clip)
+
+
+class GAEAdvantage(Advantage):
+    """An action compared with what a value head predicted before it: PPO with generalized advantage estimation (arXiv 1506.02438).
+    Rewards are mapped to the range from -1 to 1, the ends of their declared range."""
+
+    kind: Literal["gae"] = "gae"
+    gamma: Share = 1.0
+    """Discount per action."""
+    lam: Share = 1.0
+    """GAE's lambda: 1 uses rewards alone, smaller values rely on the predicted values, more so for actions far from the reward."""
+    whiten: bool = True
+    """Subtract the mean over all actions of the step and divide by their standard deviation."""
+    clip: Positive | None = 5.0
+    """Largest absolute advantage; null does not clip."""
+    head: ValueHead = ValueHead()
+    """The value head."""
+
+    def __call__(
+        self, rewards: Float[Tensor, " rows"], group: Int[Tensor, " rows"], *, reward_range: tuple[float, float]
+    ) -> Float[Tensor, " rows"]:
+        from retouch.core.advantages import rescale_rewards
+
+        low, high = reward_range
+        return rescale_rewards(rewards, low=low, high=high)
+
+    def assign(self, advantages: Float[Tensor, " b"], trajectory: Trajectory, ranks: Collectives) -> Credit:
+        """``advantages``: each row's reward on the scale from -1 to 1, NaN where missing.
+
+        Whitening is over all actions of all ranks. The metric ``value/explained_variance`` is of the discounted rewards, not of the
+        returns, which contain predicted values where ``lam`` is below 1.
+        """
+        import torch
+
+        from retouch.core.gae import discounted_returns, explained_variance, gae, whiten
+
+        assert trajectory.values is not None, "the policy has a value head"
+        rewards, values, mask = advantages, trajectory.values.cpu(), trajectory.mask.cpu()
+        estimated = gae(rewards, values, mask, gamma=self.gamma, lam=self.lam)
+        returns = estimated + values
+        counted = mask & ~rewards.isnan()[:, None]
+        discounted_rewards = discounted_returns(rewards.nan_to_num(0.0), mask, gamma=self.gamma)
+        columns = torch.stack([estimated, values, discounted_rewards, counted.float()], dim=1)
+        every, predicted, observed, counts = ranks.gather(columns).unbind(dim=1)
+        metrics = {"value/explained_variance": explained_variance(observed, predicted, counts > 0)}
+        if self.whiten:
+            first = ranks.rank * len(rewards)
+            estimated = whiten(every, counts > 0)[first : first + len(rewards)]
+        if self.clip is not None:
+            estimated = estimated.clamp(-self.clip, self.clip)
+        return Credit(estimated, returns, metrics)
+
+    @property
+    def value_head(self) -> ValueHead | None:
+        return self.head
+
+    def check_range(self, low: float, high: float) -> None:
+        from retouch.core.advantages import check_reward_range
+
+        check_reward_range(low, high)
+
+    def problems(self, objective: Objective, *, objective_key: str, writes_tokens: bool) -> Iterator[str]:
+        if objective.imitates:
+            return
+        if not objective.has_value_loss:
+            why = f"{objective.label} compares whole samples and trains no value head"
+            yield f"{objective_key}.kind: {why}; take advantage.kind group or batch"
+        elif objective.one_ratio_per_row:
+            why = "gspo has one ratio for all actions of a sample, and gae one advantage for each"
+            yield f"{objective_key}.surrogate: {why}; take clip"
+        if self.head.coefficient > 0 and not writes_tokens:
+            yield "advantage.head.coefficient: the head of a denoising policy reads none of its weights; leave it out"

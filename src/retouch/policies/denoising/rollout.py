@@ -1,0 +1,54 @@
+"""How a denoising policy samples while it learns, as a recipe says it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from retouch.config.section import Count, Section
+from retouch.policies.denoising.transitions import TRANSITIONS, Transition
+from retouch.policies.denoising.windows import WINDOWS, AllSteps, Window
+
+
+class DenoisingRollout(Section):
+    """How a denoising policy samples while it learns."""
+
+    num_steps: Annotated[int, Field(ge=1)]
+    """Denoising steps of an image."""
+    transition: Annotated[Transition, TRANSITIONS]
+    """What happens in a step that trains; all other steps are deterministic."""
+    reduction: Literal["mean", "sum"] = "mean"
+    """How a transition's log-probability is reduced over the elements of a latent; the clip range depends on it."""
+    window: Annotated[Window, WINDOWS] = AllSteps()
+    """Which steps of the chain train."""
+    guidance_scale: Annotated[float, Field(ge=1.0)] = 1.0
+    """Classifier-free guidance in sampling and training alike; 1 is none, larger values double the forward passes."""
+    shared_noise: bool = False
+    """All samples of a group start from the same noise."""
+    chunk: Count = 128
+    """Rows per forward pass when sampling."""
+
+    writes_tokens: ClassVar[bool] = False
+
+    @property
+    def actions(self) -> int | None:
+        """Actions of a row."""
+        return self.num_steps - 1 if isinstance(self.window, AllSteps) else self.window.length
+
+    @property
+    def longest(self) -> int:
+        """Most actions that a row can have."""
+        return len(self.window.actions(num_steps=self.num_steps, seed=0, step=0))
+
+    def problems(self, key: str) -> Iterator[str]:
+        """A line for everything in it that cannot work, as "key: mistake; what to do"."""
+        if not self.transition.stochastic:
+            if self.shared_noise:
+                yield f"{key}.shared_noise: with ode all samples of a group would be equal; leave it out, or take cps"
+        elif self.num_steps < 2:
+            last = "leaves no step to train besides the last, which never trains"
+            yield f"{key}.num_steps: {self.num_steps} {last}; take 2 or more"
+        else:
+            yield from self.window.problems(num_steps=self.num_steps, key=f"{key}.window")

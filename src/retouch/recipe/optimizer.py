@@ -1,0 +1,50 @@
+"""The optimizer and its learning rate over time."""
+
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from retouch.config.section import NonNegative, Positive, Section
+
+
+class Optimizer(Section):
+    """AdamW and its learning rate over time."""
+
+    betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = (0.9, 0.999)
+    """Decay of the running mean and of the running square of the gradient."""
+    eps: Positive = 1e-8
+    """Added to the root of the running square."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: Positive | None = 1.0
+    """Gradients with a larger norm are scaled down to it; null does not clip."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Learning rate after the warm-up; cosine and linear end at 0."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate rises from 0."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of a stepper."""
+        return self.model_dump(include={"betas", "eps", "weight_decay", "max_grad_norm"})
+
+    def learning_rate(self, *, peak: float, steps: range) -> Callable[[int], float]:
+        """The learning rate of each step of a phase that takes ``steps``: a linear warm-up to ``peak``, then the schedule. It is a
+        pure function of the step, so nothing of it is saved."""
+
+        def at(step: int) -> float:
+            done = step - steps.start
+            if done < self.warmup_steps:
+                return peak * (done + 1) / self.warmup_steps
+            progress = (done - self.warmup_steps) / max(1, len(steps) - self.warmup_steps)
+            match self.schedule:
+                case "constant":
+                    return peak
+                case "cosine":
+                    return peak * 0.5 * (1 + math.cos(math.pi * progress))
+                case "linear":
+                    return peak * (1 - progress)
+
+        return at
