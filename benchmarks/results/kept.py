@@ -87,7 +87,7 @@ WORDS = (
     "retouch.training.loop",
     "retouch.data.sampler",
     "retouch.models.flux.fill",
-    "retouch.objectives.actor_critic",
+    "retouch.objectives.advantages",
     "retouch.objectives.awm",
     "retouch.objectives.dpo",
     "retouch.objectives.nft",

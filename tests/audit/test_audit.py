@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from retouch.assembly.learning import build_phase
 
 from retouch import cli
 from retouch.assembly.data import build_sets
+from retouch.assembly.phases import build_phase
 from retouch.audit.opening import LedgerView
 from retouch.core import agreement
 from retouch.distributed.ranks import Ranks

@@ -54,14 +54,14 @@ MUTANTS = (
     Mutant(
         "averaged weights act in training",
         "policies/denoising/policy.py",
-        'self.copies.using("old") if self.sampling.weights == "old" else nullcontext()',
+        'self.copies.using("old") if self.acting == "old" else nullcontext()',
         'self.copies.using("average") if "average" in self.copies.copies else nullcontext()',
         "tests/policies/denoising/test_denoising.py::test_training_acts_and_learns_under_the_current_weights",
     ),
     Mutant(
         "NFT's pictures are not its old policy's",
         "policies/denoising/policy.py",
-        'self.copies.using("old") if self.sampling.weights == "old" else nullcontext()',
+        'self.copies.using("old") if self.acting == "old" else nullcontext()',
         "nullcontext()",
         "tests/training/test_loop.py::test_nft_learns_from_pictures_of_the_old_policy_which_then_follows",
     ),

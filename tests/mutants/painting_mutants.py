@@ -30,7 +30,7 @@ PAINTING = (
     ),
     Mutant(
         "held-out completions are lazy",
-        "recipe/recipe.py",
+        "recipe/keys.py",
         "if isinstance(self.data, IndirectPlaygroundData | PaintingData):",
         "if isinstance(self.data, IndirectPlaygroundData):",
         "tests/recipe/test_recipe_of_writers.py::test_held_out_paintings_bring_whole_completions",

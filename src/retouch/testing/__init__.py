@@ -1,4 +1,4 @@
-"""The contract of a policy, a model, a renderer and a reward, as functions to call in your own tests.
+"""The contracts of every part that you can write yourself, as functions to call in your own tests.
 
 Each raises AssertionError, with figures, at the first promise that is broken. Use tiny models: the checks evaluate often.
 
@@ -8,9 +8,21 @@ Example::
         retouch.testing.check_reward(MyReward(), samples)
 """
 
+from retouch.testing.algorithms import check_advantage, check_objective, check_transition, check_window
 from retouch.testing.models import check_model
+from retouch.testing.playground import playground_policy
 from retouch.testing.policies import check_policy
 from retouch.testing.renderers import check_renderer
 from retouch.testing.rewards import check_reward
 
-__all__ = ["check_model", "check_policy", "check_renderer", "check_reward"]
+__all__ = [
+    "check_advantage",
+    "check_model",
+    "check_objective",
+    "check_policy",
+    "check_renderer",
+    "check_reward",
+    "check_transition",
+    "check_window",
+    "playground_policy",
+]
