@@ -27,7 +27,7 @@ def playground_policy(rollout: DenoisingRollout | None = None, *, microbatch: in
     last.attn.requires_grad_(True)
     copies = WeightCopies(module)
     for name in ("reference", "old"):
-        copies.keep(name)
+        copies.snapshot(name)
     sampling = DenoisingRollout(num_steps=3, transition=CPSTransition(noise_level=0.7)) if rollout is None else rollout
     policy = DenoisingPolicy(model, sampling=sampling, eval_steps=3, microbatch=microbatch, copies=copies)
     tasks = tuple(PlaygroundTasks(seed=0, count=2, complexity=[1], split="train")[:])
