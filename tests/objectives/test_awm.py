@@ -6,6 +6,7 @@ import torch
 import tiny_policies as tiny
 from retouch.objectives.awm import AWM
 from retouch.objectives.flow_matching import draw_points
+from retouch.protocols import SupportsLosses
 
 ADVANTAGES = torch.tensor([1.5, -0.5, 0.0, 2.0])
 

@@ -8,6 +8,7 @@ import torch
 import tiny_policies as tiny
 from retouch.core.random import generator
 from retouch.objectives.dpo import DPO
+from retouch.protocols import SupportsLosses
 
 ADVANTAGES = torch.tensor([0.2, 1.5, -0.7, -0.5])
 

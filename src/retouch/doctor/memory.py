@@ -19,8 +19,8 @@ from retouch.memory.plan import MemoryPlan, Setup, plan_parts
 from retouch.memory.sizes import image_encoder, model_in, parts_in, stored_count
 from retouch.models.base import Described, DiffusersModel, Shape
 from retouch.models.common.pretrained import find_encoder
-from retouch.recipe.data import PaintingData, PromptData
 from retouch.policies.denoising.rollout import DenoisingRollout
+from retouch.recipe.data import PaintingData, PromptData
 from retouch.recipe.emu3 import TokenModel
 from retouch.recipe.ip_adapter import IpAdapter, lora_of
 from retouch.recipe.policy import DenoisingPolicy

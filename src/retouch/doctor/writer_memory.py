@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from retouch.assembly.phases import copies_needed
 from retouch.assembly.model import DTYPES, lora_targets
+from retouch.assembly.phases import copies_needed
 from retouch.assembly.value_head import saved_of_head, with_head
 from retouch.assembly.writer import playground_writer_weights
 from retouch.doctor.device import CARDS, Place, place_of

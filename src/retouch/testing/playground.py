@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from retouch.playground.models import PlaygroundModel
 from retouch.playground.world.tasks import PlaygroundTasks
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.denoising.transitions import CPSTransition
 from retouch.policies.weights import WeightCopies
-from retouch.playground.models import PlaygroundModel
 from retouch.types import Batch
 
 
