@@ -10,7 +10,7 @@ import pytest
 from retouch.config.schema import kinds_of
 from retouch.models.base import DiffusersModel, ImageModel, ImportedModel
 from retouch.models.kinds import IMAGE_MODELS
-from retouch.recipe.policy import DenoisingPolicy
+from retouch.recipe.policy import DenoisingPolicyKeys
 
 HEAVY = ("torch", "diffusers", "transformers", "peft", "numpy", "huggingface_hub")
 READ_ALL = """
@@ -48,8 +48,8 @@ class Plain:
         self.width = width
 
 
-def policy(**model: Any) -> DenoisingPolicy:
-    return DenoisingPolicy.model_validate_json(json.dumps({"kind": "denoising", "model": model, "train": {"kind": "full"}}))
+def policy(**model: Any) -> DenoisingPolicyKeys:
+    return DenoisingPolicyKeys.model_validate_json(json.dumps({"kind": "denoising", "model": model, "train": {"kind": "full"}}))
 
 
 def test_no_kind_imports_torch_when_a_recipe_is_read() -> None:

@@ -15,7 +15,7 @@ from retouch.models.base import ImageModel
 from retouch.models.qwen_vl.model import LORA_TARGETS as WRITER_TARGETS
 from retouch.policies.weights import WeightCopies
 from retouch.recipe.ip_adapter import IpAdapter, lora_of
-from retouch.recipe.policy import DenoisingPolicy
+from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.train import FullWeights, Lora
 from retouch.recipe.writer import AutoregressivePolicy
 
@@ -25,7 +25,7 @@ _LORA_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors", 
 
 def make_trainable(
     module: nn.Module,
-    policy: DenoisingPolicy | AutoregressivePolicy,
+    policy: DenoisingPolicyKeys | AutoregressivePolicy,
     *,
     seed: int,
     copy_devices: Mapping[str, torch.device] | None = None,
@@ -37,13 +37,13 @@ def make_trainable(
         _add_lora(module, lora, lora_targets(policy), seed=seed)
     if isinstance(policy.train, IpAdapter):
         add_ip_adapter(module, policy.train, seed=seed)
-    if policy.gradient_checkpointing and isinstance(policy, DenoisingPolicy):
+    if policy.gradient_checkpointing and isinstance(policy, DenoisingPolicyKeys):
         # A module without it raises its own clear error.
         module.enable_gradient_checkpointing()  # type: ignore[operator]
     return WeightCopies(module, devices=copy_devices)
 
 
-def lora_targets(policy: DenoisingPolicy | AutoregressivePolicy) -> Sequence[str]:
+def lora_targets(policy: DenoisingPolicyKeys | AutoregressivePolicy) -> Sequence[str]:
     """The linear layers that get an adapter: those that the recipe names, else the family's. ValueError for an imported model's."""
     lora = lora_of(policy.train)
     assert lora is not None

@@ -36,7 +36,7 @@ TrainedModel: TypeAlias = DenoisingModel | AutoregressiveModel
 def build_models(recipe: Recipe, placement: Placement) -> tuple[TrainedModel, TrainedModel]:
     """What trains, and what makes the pictures: one and the same but for writers of text. Weights that both need are held once."""
     policy, renderer = recipe.policy, recipe.renderer
-    if isinstance(policy, recipe_policy.DenoisingPolicy):
+    if isinstance(policy, recipe_policy.DenoisingPolicyKeys):
         model = _shown(policy, policy.model.build(device=placement.policy), placement)
         return model, model
     assert renderer is not None, "the recipe's checks see to it"
@@ -57,7 +57,7 @@ def build_models(recipe: Recipe, placement: Placement) -> tuple[TrainedModel, Tr
     return writer, editor
 
 
-def _shown(policy: recipe_policy.DenoisingPolicy, model: DenoisingModel, placement: Placement) -> DenoisingModel:
+def _shown(policy: recipe_policy.DenoisingPolicyKeys, model: DenoisingModel, placement: Placement) -> DenoisingModel:
     """The model, shown references where an IP-Adapter trains."""
     if not isinstance(policy.train, IpAdapter):
         return model
@@ -84,7 +84,7 @@ def build_policy(
     """
     if isinstance(rollout, TokenRollout):
         assert not isinstance(model, DenoisingModel)
-        assert not isinstance(recipe.policy, recipe_policy.DenoisingPolicy)
+        assert not isinstance(recipe.policy, recipe_policy.DenoisingPolicyKeys)
         assert not isinstance(head, LatentValues)
         return AutoregressivePolicy(
             model,

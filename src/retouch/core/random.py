@@ -1,8 +1,12 @@
 """Random generators seeded by a key, so that a draw depends neither on earlier draws nor on the device or rank."""
 
-import hashlib
+from __future__ import annotations
 
-import torch
+import hashlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def generator(*key: int | str) -> torch.Generator:
@@ -11,5 +15,7 @@ def generator(*key: int | str) -> torch.Generator:
     Draw on the CPU and move the result, so that a run sees the same noise on every device. Equal keys give equal streams. Keys
     that differ in any value or type give independent streams (the seed is the first 63 bits of the SHA-256 of the key's repr).
     """
+    import torch
+
     digest = hashlib.sha256(repr(key).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)

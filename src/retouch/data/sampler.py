@@ -9,8 +9,6 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-import torch
-
 from retouch.core.random import generator
 from retouch.types import Batch, Task
 
@@ -21,6 +19,8 @@ def tasks_for_step(*, seed: int, step: int, count: int, size: int) -> list[int]:
     The data set is passed over again and again without replacement, pass k in an order keyed by (seed, k). A step at the end of
     a pass goes on into the next, so it may hold one row twice; these are two groups.
     """
+    import torch
+
     if size < 1 or count < 1:
         raise ValueError(f"{count} tasks a step from {size} rows: both must be at least 1")
     first = step * count

@@ -38,7 +38,7 @@ from retouch.models.base import ImageModel
 from retouch.models.common.pretrained import find_writer
 from retouch.playground.models import playground_weights
 from retouch.recipe.emu3 import TokenModel
-from retouch.recipe.policy import DenoisingPolicy
+from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.writer import QwenWriter
 from retouch.records.quiet import quiet
@@ -162,7 +162,7 @@ def _examine_recipe(report: _Report, meeting: Meeting, recipe: Recipe, wanted: s
     joined = None if report.world is None else meeting.ranks.device
     place, finding = check_device(wanted, device=joined, weights_here=weights_here)
     report.add([finding])
-    if isinstance(recipe.policy, DenoisingPolicy):
+    if isinstance(recipe.policy, DenoisingPolicyKeys):
         finding, checkpoint = check_memory(recipe, folder, place)
         findings = [finding]
     else:

@@ -23,7 +23,7 @@ from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.recipe.data import PaintingData, PromptData
 from retouch.recipe.emu3 import TokenModel
 from retouch.recipe.ip_adapter import IpAdapter, lora_of
-from retouch.recipe.policy import DenoisingPolicy
+from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.train import FullWeights
 
@@ -66,7 +66,7 @@ def _with_encoder(described: Described, path: str) -> Described | None:
 
 def footprint(recipe: Recipe, described: Described) -> Footprint:
     """What the recipe's run keeps. ValueError where it cannot be planned (LoRA targets that match nothing, say)."""
-    assert isinstance(recipe.policy, DenoisingPolicy), "a writer's memory is not planned"
+    assert isinstance(recipe.policy, DenoisingPolicyKeys), "a writer's memory is not planned"
     model, train = recipe.policy.model, recipe.policy.train
     assert isinstance(model, DiffusersModel)
     copies, dtype, lora = len(copies_needed(recipe)), DTYPES[model.dtype], lora_of(train)
@@ -112,7 +112,7 @@ def check_memory(recipe: Recipe, folder: Path | None, place: Place | None) -> tu
 
     ``folder``: where the weights lie; None, not on this machine.
     """
-    assert isinstance(recipe.policy, DenoisingPolicy)
+    assert isinstance(recipe.policy, DenoisingPolicyKeys)
     subject = recipe.policy.model.source
     try:
         described = describe(recipe, folder)

@@ -13,7 +13,7 @@ from retouch.recipe.image_checks import image_model_problems, picture_problems
 from retouch.recipe.ip_adapter import lora_of
 from retouch.recipe.ip_adapter_checks import ip_adapter_problems
 from retouch.recipe.phases import ResolvedPhase
-from retouch.recipe.policy import DenoisingPolicy
+from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.renderer import CodesRenderer
 from retouch.recipe.reward_checks import reward_data_problems, reward_problems
 from retouch.recipe.watch_checks import watch_problems
@@ -174,10 +174,10 @@ def _context(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -> 
     )
 
 
-def _token_kinds(policy: DenoisingPolicy | AutoregressivePolicy) -> frozenset[str] | None:
+def _token_kinds(policy: DenoisingPolicyKeys | AutoregressivePolicy) -> frozenset[str] | None:
     """Kinds of tokens that the policy writes; None for an imported model, which only itself knows."""
     model = policy.model
-    if isinstance(policy, DenoisingPolicy) or isinstance(model, ImportedModel):
+    if isinstance(policy, DenoisingPolicyKeys) or isinstance(model, ImportedModel):
         return None
     if isinstance(model, TokenModel):
         return frozenset({"text", "vision"} if model.think else {"vision"})

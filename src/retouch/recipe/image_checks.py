@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from retouch.models.base import DiffusersModel
 from retouch.recipe.data import ComplexEditData, PaintingData, PicturedData, PlaygroundData, PromptData, TripletData, WordData
 from retouch.recipe.phases import ResolvedPhase
-from retouch.recipe.policy import DenoisingPolicy
+from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.renderer import CodesRenderer
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def picture_problems(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Ite
     if isinstance(data, PlaygroundData | ComplexEditData) and takes.mask:
         yield f"{at}.kind: {data.kind} has no masks, and {model.kind} takes {takes}; take triplets, folder or hub data"
     shows = isinstance(data, PlaygroundData | ComplexEditData | TripletData | WordData)
-    if shows and isinstance(recipe.policy, DenoisingPolicy) and takes.images[1] == 0:
+    if shows and isinstance(recipe.policy, DenoisingPolicyKeys) and takes.images[1] == 0:
         yield f"{at}.kind: {data.kind} has source pictures, of which {model.kind} sees nothing; take prompts, or folder or hub data"
 
 

@@ -15,7 +15,7 @@ from retouch.recipe.devices import Devices
 from retouch.recipe.emu3 import TokenModel
 from retouch.recipe.optimizer import Optimizer
 from retouch.recipe.phases import Phase, ResolvedPhase
-from retouch.recipe.policy import DenoisingPolicy
+from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.renderer import CodesRenderer, Renderer
 from retouch.recipe.reward import Reward
 from retouch.recipe.rollout import Rollout
@@ -127,7 +127,7 @@ class RecipeKeys(Section):
     """Optimizer steps in each of them."""
     microbatch: Count = 32
     """Velocities, or a writer's completions, per forward with gradient; changes memory and time only."""
-    policy: Annotated[DenoisingPolicy | AutoregressivePolicy, Field(discriminator="kind")]
+    policy: Annotated[DenoisingPolicyKeys | AutoregressivePolicy, Field(discriminator="kind")]
     """What gets the gradient."""
     rollout: Rollout
     """How it samples while it learns."""

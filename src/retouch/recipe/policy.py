@@ -23,7 +23,7 @@ class Ema(Section):
     """Optimizer steps between updates."""
 
 
-class DenoisingPolicy(Section):
+class DenoisingPolicyKeys(Section):
     """A flow-matching model that acts by denoising."""
 
     kind: Literal["denoising"]

@@ -7,7 +7,7 @@ from retouch.models.base import ImportedModel
 from retouch.models.kinds import IMAGE_MODELS
 from retouch.recipe.emu3 import TokenModel
 from retouch.recipe.engine import VllmEngine
-from retouch.recipe.policy import DenoisingPolicy
+from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.renderer import CodesRenderer, PromptRenderer, ResponseRenderer
 from retouch.recipe.rollout import TokenRollout
 from retouch.recipe.train import FullWeights
@@ -46,7 +46,7 @@ def parts_problems(recipe: "RecipeKeys") -> Iterator[str]:
 def renderer_problems(recipe: "RecipeKeys") -> Iterator[str]:
     """Whether writer and image model understand each other."""
     policy, renderer = recipe.policy, recipe.renderer
-    if isinstance(policy, DenoisingPolicy):
+    if isinstance(policy, DenoisingPolicyKeys):
         return
     writer = policy.model
     if isinstance(renderer, ResponseRenderer):
