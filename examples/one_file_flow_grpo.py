@@ -1,18 +1,18 @@
 """Flow-GRPO in one file: reinforcement learning of a text-to-image flow model, on a laptop, with nothing hidden.
 
-A flow model paints by walking from noise (sigma 1) to a picture (sigma 0): at each step it predicts a velocity, noise minus
-data, and moves a little against it. Such a walk is deterministic, so there is nothing to reinforce. Flow-GRPO (Liu et al.,
-arXiv 2505.05470) makes some of its steps random, without changing where the walk leads: each of them is then a draw from a
-Gaussian whose mean the model sets, an action with a probability, and policy gradients apply. A step of training is:
+Flow models generate images by integrating an ODE from noise (sigma 1) to data (sigma 0): each step follows a predicted velocity,
+noise minus data. That is deterministic, so there are no actions with a probability. Flow-GRPO (Liu et al., arXiv 2505.05470) makes
+some steps stochastic without changing the distribution of the result: each samples from a Gaussian whose mean the model predicts,
+which is an action with a probability, and policy gradients apply. One training step:
 
-    act      paint a group of 8 pictures for each of 2 prompts, and keep the random steps
-    judge    give each picture a reward: here its share of red
-    compare  advantage = how much better than the rest of its group a picture is
-    learn    make the steps that led to better pictures more probable, and those that led to worse ones less
+    rollout    generate a group of 8 images for each of 2 prompts, and keep the stochastic steps
+    reward     score each image: here by its share of red
+    advantage  compare each image with the rest of its group
+    update     make the steps that led to better images more probable, and those that led to worse images less probable
 
-The model is Stable Diffusion 3 in its real classes, but tiny and with random weights; a LoRA of its attention is trained.
-Left out, because it runs without: guidance, a KL penalty, averaged weights, many devices.
-Axes: b rows (pictures; those of a group are contiguous), (c, h, w) a latent.
+The model is Stable Diffusion 3 with its real classes, but tiny and with random weights; a LoRA of its attention is trained.
+Left out, because it is not needed: guidance, a KL penalty, averaged weights, several devices.
+Axes: b rows (images; those of a group are contiguous), (c, h, w) a latent.
 """
 
 import argparse
@@ -34,14 +34,14 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokeni
 
 PROMPTS = ["a fox in the snow", "two ripe pears", "a lighthouse at dusk", "an old blue bus", "a winter moon", "a bowl of soup"]
 PROMPTS_PER_STEP = 2
-GROUP_SIZE = 8  # pictures for each prompt
-LATENT = (4, 16, 16)  # becomes a picture of 32 x 32 pixels
-NUM_STEPS = 6  # from noise to picture
-NOISE_LEVEL = 0.8  # of a random step: at 0 none of its noise is new, at 1 all of it
-WINDOW = 2  # so many steps are random (Flow-GRPO-Fast), ...
+GROUP_SIZE = 8  # images per prompt
+LATENT = (4, 16, 16)  # decoded to an image of 32 x 32 pixels
+NUM_STEPS = 6  # from noise to image
+NOISE_LEVEL = 0.8  # of a stochastic step: at 0 none of its noise is new, at 1 all of it
+WINDOW = 2  # number of stochastic steps (Flow-GRPO-Fast), ...
 WINDOW_END = NUM_STEPS // 2  # ... somewhere in the first half, where colours and layout are decided
 LEARNING_RATE = 3e-3
-CLIP_RANGE = 1e-5  # so small because a log-probability here is a mean over all elements of a latent
+CLIP_RANGE = 1e-5  # small because a log-probability here is a mean over all elements of a latent
 ADVANTAGE_MAX, GRAD_NORM_MAX = 5.0, 1.0
 LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"]
 
@@ -54,7 +54,7 @@ def build_models(seed: int) -> StableDiffusion3Pipeline:
     sizes = {"hidden_size": 32, "projection_dim": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     clip = CLIPTextConfig(vocab_size=len(words), bos_token_id=len(words) - 2, eos_token_id=len(words) - 1, **sizes)
     t5 = T5Config(vocab_size=len(pieces), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
-    with torch.random.fork_rng(devices=[]):  # weights are drawn by the global generator: leave it as it was
+    with torch.random.fork_rng(devices=[]):  # weights are drawn from the global generator: restore it afterwards
         torch.manual_seed(seed)
         pipeline = StableDiffusion3Pipeline(
             transformer=SD3Transformer2DModel(
@@ -78,7 +78,7 @@ def build_models(seed: int) -> StableDiffusion3Pipeline:
 
 
 def add_lora(transformer: SD3Transformer2DModel, seed: int) -> None:
-    """Put a LoRA, the only thing trained, on the attention projections. One of its two factors is 0, so nothing changes yet."""
+    """Add a LoRA, the only trained weights, to the attention projections. One of its two factors is 0, so it has no effect yet."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(seed, "lora").initial_seed())
         transformer.add_adapter(LoraConfig(r=32, lora_alpha=64, init_lora_weights="gaussian", target_modules=LORA_TARGETS))
@@ -91,32 +91,32 @@ class Text(NamedTuple):
 
 @torch.no_grad()
 def encode(pipeline: StableDiffusion3Pipeline, prompts: list[str]) -> Text:
-    """Through both CLIPs and T5. They are frozen, so once per prompt is enough."""
+    """Encode with both CLIPs and T5. They are frozen, so once per prompt is enough."""
     tokens, _, pooled, _ = pipeline.encode_prompt(prompts, None, None, do_classifier_free_guidance=False, max_sequence_length=128)
     return Text(tokens, pooled)
 
 
 def for_groups(text: Text, prompts: Tensor) -> Text:
-    """The rows of these prompts, each for a whole group."""
+    """The rows of these prompts, each repeated for its group."""
     rows = prompts.repeat_interleave(GROUP_SIZE)
     return Text(text.tokens[rows], text.pooled[rows])
 
 
 def velocity(pipeline: StableDiffusion3Pipeline, x: Tensor, sigma: float, text: Text) -> Tensor:
-    """The model's guess of noise - data for x (b, c, h, w)."""
+    """The predicted noise - data for x (b, c, h, w)."""
     times = torch.full((len(x),), sigma * pipeline.scheduler.config.num_train_timesteps)
     return pipeline.transformer(x, text.tokens, text.pooled, times, return_dict=False)[0]
 
 
 def generator(*key: int | str) -> torch.Generator:
-    """Each draw has a generator of its own, named by what the draw is for: so no picture depends on its neighbours."""
+    """Each draw has its own generator, keyed by its purpose, so that no image depends on the others."""
     digest = hashlib.sha256(repr(key).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 class Noise(NamedTuple):
     start: int  # of the window
-    initial: Tensor  # (b, c, h, w): where the walks begin
+    initial: Tensor  # (b, c, h, w): the initial noise
     transitions: Tensor  # (WINDOW, b, c, h, w)
 
 
@@ -130,7 +130,7 @@ def draw_noise(seed: int, step: int) -> Noise:
 
 
 def cps_transition(x: Tensor, v: Tensor, sigma: float, sigma_next: float) -> tuple[Tensor, float]:
-    """Mean and standard deviation of a random step to the next x: "coefficients preserving sampling" (arXiv 2509.05952).
+    """Mean and standard deviation of a stochastic step to the next x: "coefficients preserving sampling" (arXiv 2509.05952).
 
     The model's guesses of data and noise are mixed as sigma_next asks, but part of the noise is new: its total stays the same.
     """
@@ -140,21 +140,21 @@ def cps_transition(x: Tensor, v: Tensor, sigma: float, sigma_next: float) -> tup
 
 
 def log_prob(x_next: Tensor, mean: Tensor) -> Tensor:
-    """(b,): how probable a random step was, up to what the model has no say in: a constant and a scale."""
+    """(b,): log-probability of a stochastic step, up to a constant and a scale that do not depend on the model."""
     return -(x_next - mean).square().mean(dim=(1, 2, 3))
 
 
 class Action(NamedTuple):
     sigma: float
     sigma_next: float
-    x: Tensor  # (b, c, h, w): where the model was, ...
-    x_next: Tensor  # ... where it went, ...
-    log_prob: Tensor  # (b,): ... and how probable that was
+    x: Tensor  # (b, c, h, w): before the step
+    x_next: Tensor  # after the step
+    log_prob: Tensor  # (b,): of the step
 
 
 @torch.no_grad()
 def rollout(pipeline: StableDiffusion3Pipeline, text: Text, noise: Noise) -> tuple[list[Action], Tensor]:
-    """Walk from noise to latents (b, c, h, w): random steps in the window, plain Euler steps outside it."""
+    """Integrate from noise to latents (b, c, h, w): stochastic steps in the window, Euler steps outside it."""
     pipeline.scheduler.set_timesteps(NUM_STEPS)
     x, actions = noise.initial, []
     for i, (sigma, sigma_next) in enumerate(pairwise(pipeline.scheduler.sigmas.tolist())):
@@ -171,7 +171,7 @@ def rollout(pipeline: StableDiffusion3Pipeline, text: Text, noise: Noise) -> tup
 
 @torch.no_grad()
 def decode(pipeline: StableDiffusion3Pipeline, latents: Tensor) -> Tensor:
-    """Pictures (b, 3, 32, 32), 0 to 255: what is judged is what anyone would see."""
+    """Images (b, 3, 32, 32), 0 to 255, rounded as a saved file would be."""
     config = pipeline.vae.config
     pixels = pipeline.vae.decode(latents / config.scaling_factor + config.shift_factor, return_dict=False)[0]
     return (pixels / 2 + 0.5).clamp(0, 1).mul(255).round().to(torch.uint8)
@@ -184,20 +184,20 @@ def share_of_red(pictures: Tensor) -> Tensor:
 
 
 def group_advantages(rewards: Tensor) -> Tensor:
-    """(b,): rewards in standard deviations from the mean of their group. No critic is needed: the group is the baseline."""
-    groups = rewards.view(-1, GROUP_SIZE).double()  # they differ so little that their mean in fp32 would be too coarse
+    """(b,): difference to the mean of the group, in standard deviations. No critic is needed: the group is the baseline."""
+    groups = rewards.view(-1, GROUP_SIZE).double()  # in fp32 their mean would be too coarse, because they differ so little
     advantages = (groups - groups.mean(dim=1, keepdim=True)) / (groups.std(dim=1, correction=0, keepdim=True) + 1e-4)
     return advantages.clamp(-ADVANTAGE_MAX, ADVANTAGE_MAX).flatten().float()
 
 
 def backward(pipeline: StableDiffusion3Pipeline, text: Text, actions: list[Action], advantages: Tensor) -> float:
-    """Leave the loss's gradient in the LoRA. Returns the largest |ratio - 1|: 0 while the weights are those that acted."""
+    """Add the loss's gradient to the LoRA. Returns the largest |ratio - 1|: 0 if the weights are those of the rollout."""
     ratio_off = 0.0
     for action in actions:
         v = velocity(pipeline, action.x, action.sigma, text)
         mean, _ = cps_transition(action.x, v, action.sigma, action.sigma_next)
         ratio = (log_prob(action.x_next, mean) - action.log_prob).exp()
-        clipped = ratio.clamp(1 - CLIP_RANGE, 1 + CLIP_RANGE)  # further than this, one rollout is not to be trusted
+        clipped = ratio.clamp(1 - CLIP_RANGE, 1 + CLIP_RANGE)  # beyond this range, the rollout is no longer reliable
         loss = -torch.minimum(ratio * advantages, clipped * advantages).mean() / len(actions)
         loss.backward()
         ratio_off = max(ratio_off, (ratio.detach() - 1).abs().max().item())
@@ -205,14 +205,14 @@ def backward(pipeline: StableDiffusion3Pipeline, text: Text, actions: list[Actio
 
 
 def act_and_learn(pipeline: StableDiffusion3Pipeline, text: Text, noise: Noise) -> tuple[float, float]:
-    """A step of training but for the optimizer's part. Returns the mean reward and the largest |ratio - 1|."""
+    """A training step without the optimizer. Returns the mean reward and the largest |ratio - 1|."""
     actions, latents = rollout(pipeline, text, noise)
     rewards = share_of_red(decode(pipeline, latents))
     return rewards.mean().item(), backward(pipeline, text, actions, group_advantages(rewards))
 
 
 def first_gradient(pipeline: StableDiffusion3Pipeline, prompts: list[str], noise: Noise) -> dict[str, Tensor]:
-    """The gradient of each LoRA weight by its name, for these prompts (one a group) and this noise."""
+    """The gradient of each LoRA weight by its name, for these prompts (one per group) and this noise."""
     act_and_learn(pipeline, for_groups(encode(pipeline, prompts), torch.arange(len(prompts))), noise)
     gradients = {name: weight.grad for name, weight in pipeline.transformer.named_parameters() if weight.requires_grad}
     pipeline.transformer.zero_grad()
@@ -220,7 +220,7 @@ def first_gradient(pipeline: StableDiffusion3Pipeline, prompts: list[str], noise
 
 
 def train(steps: int, seed: int) -> Iterator[dict[str, float]]:
-    """The whole story. Yields a record a step."""
+    """The whole training. Yields one record per step."""
     pipeline = build_models(seed)
     add_lora(pipeline.transformer, seed)
     trained = [weight for weight in pipeline.transformer.parameters() if weight.requires_grad]

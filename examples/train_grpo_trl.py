@@ -1,11 +1,11 @@
-r"""TRL's GRPOTrainer in front of a frozen Qwen-Image-Edit: it trains the writer, Retouch draws what was written and judges it.
+r"""TRL's GRPOTrainer in front of a frozen Qwen-Image-Edit: TRL trains the writer, Retouch renders and scores what it writes.
 
-On the playground, with its own writer, editor and exact judge, on a CPU:
+On the playground, with its writer, editor and exact judge, on a CPU:
 
     python examples/train_grpo_trl.py --output_dir runs/trl --max_steps 20 --learning_rate 1e-3 --num_generations 8 \
         --per_device_train_batch_size 32 --max_completion_length 32 --use_peft --lora_r 32 --lora_alpha 64 --bf16 false
 
-At full size, on 8 GPUs under accelerate's DDP or ZeRO-2, with a judge behind an OpenAI-compatible address:
+At full size, on 8 GPUs under accelerate's DDP or ZeRO-2, with a judge behind an OpenAI-compatible API:
 
     accelerate launch --num_processes 8 examples/train_grpo_trl.py --output_dir runs/trl --bf16 --dtype bfloat16 \
         --model_name_or_path Qwen/Qwen2.5-VL-7B-Instruct --editor Qwen/Qwen-Image-Edit --photos DIR --judge gpt-4o --num_steps 20 \
@@ -46,22 +46,24 @@ from retouch.types import Task
 
 @dataclass
 class ScriptArguments:
-    """What is drawn and judged; how the writer learns is in TRL's own arguments."""
+    """How responses are rendered and scored; how the writer is trained is in TRL's own arguments."""
 
-    editor: str | None = field(default=None, metadata={"help": "Folder or id of the editor; the playground's own by default."})
+    editor: str | None = field(default=None, metadata={"help": "Folder or id of the editor; the playground's editor by default."})
     editor_kind: Literal["qwen-image-edit", "qwen-image-edit-plus"] = "qwen-image-edit"
     photos: str | None = field(default=None, metadata={"help": "Folder with metadata.jsonl; playground tasks by default."})
-    encoder: Literal["policy", "frozen"] = field(default="policy", metadata={"help": "Who reads responses for the editor."})
-    num_steps: int = field(default=6, metadata={"help": "Denoising steps of a picture."})
-    guidance_scale: float = field(default=1.0, metadata={"help": "Classifier-free guidance; 1 is none."})
-    judge: str | None = field(default=None, metadata={"help": "Model that judges; the playground's exact judge by default."})
+    encoder: Literal["policy", "frozen"] = field(
+        default="policy", metadata={"help": "The model that encodes responses for the editor."}
+    )
+    num_steps: int = field(default=6, metadata={"help": "Denoising steps per image."})
+    guidance_scale: float = field(default=1.0, metadata={"help": "Classifier-free guidance scale; 1 means none."})
+    judge: str | None = field(default=None, metadata={"help": "Name of the judge model; the playground's exact judge by default."})
     judge_url: str = "https://api.openai.com/v1"
-    n_evals: int = field(default=3, metadata={"help": "Answers of the judge whose mean is a score."})
-    judge_weights: str = field(default="alignment=0.6,quality=0.4", metadata={"help": "What it is asked, and what each counts."})
+    n_evals: int = field(default=3, metadata={"help": "Number of answers of the judge that are averaged."})
+    judge_weights: str = field(default="alignment=0.6,quality=0.4", metadata={"help": "Columns of the judge and their weights."})
 
 
 def main(arguments: Sequence[str] | None = None) -> GRPOTrainer:
-    """Train, save the adapter, and hand out the trainer."""
+    """Train, save the adapter, and return the trainer."""
     parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))
     script, training, model = parser.parse_args_and_config(args=arguments)
     if script.encoder == "policy" and is_deepspeed_zero3_enabled():
@@ -81,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> GRPOTrainer:
 
     if script.encoder == "policy":
         encoder = Encoder.policy(writer.module, published=policy.disable_adapter)
-        editor.text.encoder = writer.module  # the same weights once: the editor's own has nothing left to read
+        editor.text.encoder = writer.module  # keep the weights once: the editor's own encoder is not used any more
     else:
         encoder = Encoder.frozen(editor.text.encoder)
     renderer = ResponseRenderer(
@@ -104,14 +106,14 @@ def main(arguments: Sequence[str] | None = None) -> GRPOTrainer:
 
 
 def tasks_of(script: ScriptArguments, *, seed: int) -> Sequence[Task]:
-    """What the writer is asked."""
+    """The prompts of the writer."""
     if script.photos is not None:
         return Tasks(read_folder(script.photos), resize=None)
     return Changed(PlaygroundTasks(seed=seed, count=10_000, complexity=[1, 2, 3], split="train"), indirect)
 
 
 def reward_of(script: ScriptArguments) -> tuple[Reward, Mapping[str, float]]:
-    """What judges its pictures, and the weights of the columns that train."""
+    """The reward, and the weights of its columns."""
     if script.judge is None:
         return PlaygroundJudge(), {"overall": 1.0}
     pairs = (part.split("=") for part in script.judge_weights.split(","))

@@ -1,8 +1,8 @@
-// Real photographs with the tiny models: the code path of a real run, in a minute.
+// Your own photographs with the tiny models: the code path of a full-size run, in a minute.
 //
 //   retouch train recipes/photos.jsonnet --set data.path=DIR
 //
-// DIR holds photographs and a metadata.jsonl with a line for each: {"file_name": "a.png", "instruction": "make it warmer"}.
+// DIR contains photographs and a metadata.jsonl with one line for each: {"file_name": "a.png", "instruction": "make it warmer"}.
 local objectives = import 'lib/objectives.libsonnet';
 local photos = import 'lib/photos.libsonnet';
 local playground = import 'lib/playground.libsonnet';

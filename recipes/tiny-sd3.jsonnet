@@ -1,5 +1,5 @@
-// The benchmark: a Stable Diffusion 3 of the real classes, tiny and untrained, learns to make its pictures redder. Settings,
-// models and seeds are those of examples/one_file_flow_grpo.py, whose first gradient is this recipe's. In a checkout:
+// The benchmark recipe: a tiny, untrained Stable Diffusion 3 with the real classes learns to make its images redder. Settings,
+// models and seeds are those of examples/one_file_flow_grpo.py, and the first gradient is the same. In a checkout:
 //
 //   PYTHONPATH=benchmarks/speed retouch train recipes/tiny-sd3.jsonnet
 local objectives = import 'lib/objectives.libsonnet';

@@ -1,5 +1,5 @@
-// SFT (S), then RL (S+C) (system D): RL on simple and complex edits, from a model taught simple edits. 8 GPUs of 80 GB, one rank
-// each, and 4 more for the judge, which several runs may share:
+// SFT (S), then RL (S+C) (system D): RL on simple and complex edits, from a model that was trained on simple edits. 8 GPUs with 80
+// GB, one rank each, and 4 more for the judge, which several runs can share:
 //
 //   vllm serve Qwen/Qwen2.5-VL-72B-Instruct --port 4877 --host 0.0.0.0 --dtype bfloat16 --tensor-parallel-size 4 \
 //       --max-model-len 4096 --max-num-seqs 1024 --limit-mm-per-prompt '{"image": 2}'
@@ -7,17 +7,21 @@
 //   retouch export RUNS/sft_s --to RUNS/sft_s/exported      # of recipes/emu3/sft_s.jsonnet
 //   retouch launch --nproc 8 recipes/emu3/sft_s__rl_sc.jsonnet
 //
-// The same run name goes on where the run was. `--set push.repo=USER/NAME --set push.every=100` pushes to the Hub as the source
-// does. Its own `.pth` features need --set data.trusted=true; `retouch data tokenize` makes safetensors of any edits.
+// A run with the same name is resumed. `--set push.repo=USER/NAME --set push.every=100` uploads to the Hub as the source does. The
+// source's own `.pth` features need --set data.trusted=true; `retouch data tokenize` makes safetensors from any edits.
 //
-// A healthy run. Weights move in the trial step, or the run does not begin.
-// - `reward/missing_fraction` is near 0: look there first. `reward/fault_fraction` is 0, since only whole pictures can be written.
-// - `reward/mean`, 0 to 10, rises over hundreds of steps; `reward/sc` (was it done) should, and `reward/pq` (how it looks) not fall.
-// - `group/zero_std_fraction` falls from a large part: a judge gives whole numbers, and a start that cannot do an edit gets 0 each time.
-// - `policy/kl` grows slowly, and stays far below 1; `policy/grad_norm` stays of one size.
-// - The held-out reward rises with the training reward, for more than one kind of edit; look at the pictures that are kept every 5 steps.
-// **Claims of the source, none of them measured here**: VIEScore 4.80 on average over six benchmarks, from 3.88 before RL; 2000 to 3000
-// steps.
+// A healthy run. The weights change in the trial step; otherwise the run stops.
+// - `reward/missing_fraction` is near 0; check this first. `reward/fault_fraction` is 0, because only complete images can be
+//   generated.
+// - `reward/mean`, from 0 to 10, rises over hundreds of steps; `reward/sc` (semantic consistency) should rise too, and `reward/pq`
+//   (perceptual quality) should not fall.
+// - `group/zero_std_fraction` is large at first and falls: the judge gives whole numbers, and a model that cannot make an edit gets
+//   0 each time.
+// - `policy/kl` grows slowly and stays far below 1; `policy/grad_norm` stays of the same order.
+// - The held-out reward rises with the training reward, for more than one kind of edit; look at the images that are saved every 5
+//   steps.
+// **Claims of the source, none of them measured here**: VIEScore 4.80 on average over six benchmarks, from 3.88 before RL; 2000 to
+// 3000 steps.
 local earl = import '../lib/earl.libsonnet';
 
 earl.rl(start='sft_s', data=earl.data.sc)

@@ -1,4 +1,4 @@
-// On the playground: image tokens taught simple edits, then both kinds in a second stage, then RL on complex edits.
+// On the playground: an image-token model trained on simple edits, then on both kinds in a second stage, then RL on complex edits.
 //
 //   retouch train recipes/emu3/sft_sc2stage__rl_c-playground.jsonnet
 local emu3 = import '../lib/emu3_playground.libsonnet';

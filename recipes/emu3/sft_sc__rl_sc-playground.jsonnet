@@ -1,4 +1,4 @@
-// On the playground: image tokens taught simple and complex edits, then RL on simple and complex edits.
+// On the playground: an image-token model trained on simple and complex edits, then RL on simple and complex edits.
 //
 //   retouch train recipes/emu3/sft_sc__rl_sc-playground.jsonnet
 local emu3 = import '../lib/emu3_playground.libsonnet';

@@ -1,19 +1,21 @@
-// Supervised learning of thoughts and the simple edits that follow them, SFT Think (S) (system D): the stage from which RL starts. 8 GPUs of 80 GB, one rank each.
+// Supervised learning of thoughts followed by simple edits, SFT Think (S) (system D): the stage before RL. 8 GPUs with 80 GB, one
+// rank each.
 //
 //   export APP__DATA_DIR=DATA APP__BASE_EXP_DIR=RUNS APP__REWARD_FUNCTION_API_BASE=http://HOST:4877
 //   retouch launch --nproc 8 recipes/emu3/sft_think_s.jsonnet
 //   retouch export RUNS/sft_think_s --to RUNS/sft_think_s/exported
 //
-// The judge is asked before, after and between: what is learnt from are the edited pictures of the data. The rate and the length are in
-// the name of a checkpoint that the source released; its start is not named there: BAAI/Emu3-Stage1 and the batch of 128 are ours.
+// The judge is only used for evaluation; training imitates the edited images of the data. The learning rate and the number of steps
+// are in the name of a checkpoint that the source released; the initial weights are not: BAAI/Emu3-Stage1 and the batch size of 128
+// are our choice.
 //
 // A healthy run.
-// - `policy/loss`, nats a token, falls fast for some hundred steps and then slowly; from about 10 (32 768 codes are equally likely) to
-//   what the data's own variety leaves. It does not say how good edits are.
-// - The held-out reward rises, and then no more: that is where RL begins.
-// - Held-out completions think first, and end in a picture: `reward/fault_fraction` of the evaluation is near 0.
-// **Claims of the source, none of them measured here**: VIEScore 3.88 on average over six benchmarks after SFT (S); complex edits help
-// RL and not this stage; thinking first did not help.
+// - `policy/loss`, in nats per token, falls fast for some hundred steps and then slowly, from about 10 (32 768 equally likely
+//   codes) to the entropy of the data. It does not measure the quality of edits.
+// - The held-out reward rises and then stays constant; that is the point to start RL.
+// - Held-out completions contain a thought and end with an image: `reward/fault_fraction` of the evaluation is near 0.
+// **Claims of the source, none of them measured here**: VIEScore 3.88 on average over six benchmarks after SFT (S); complex edits
+// help RL but not this stage; thinking first did not help.
 local earl = import '../lib/earl.libsonnet';
 
 earl.sft('sft_think_s', data=earl.data.s, think=true)

@@ -1,10 +1,10 @@
-// The twin of ip-adapter-grpo.jsonnet on signs of the playground: the same classes, tiny, on a laptop.
+// The twin of ip-adapter-grpo.jsonnet on the signs of the playground: the same classes with tiny models, on a laptop.
 //
 //   retouch train recipes/flux-fill/ip-adapter-grpo-playground.jsonnet
 //
-// A healthy run. The picture's own signs are in another style than what is asked for, so untrained `signs/style` is 0.24 of the 0.6 that
-// the autoencoder lets through. In the warm-up it comes to 0.5 and `ocr/correctness` stays near 0.35, since demonstrations have wrong
-// letters. In RL correctness rises, and style must not fall: if it does, raise `objective.kl.weight`.
+// A healthy run. The signs in the source image have another style than the requested one, so `signs/style` is 0.24 at first; the
+// autoencoder limits it to about 0.6. In the warm-up it reaches 0.5, and `ocr/correctness` stays near 0.35 because the
+// demonstrations have wrong letters. In RL correctness rises and style must not fall; if it does, raise `objective.kl.weight`.
 local ip_adapter = import '../lib/ip_adapter.libsonnet';
 local worlds = import '../lib/ip_adapter_worlds.libsonnet';
 

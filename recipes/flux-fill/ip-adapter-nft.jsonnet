@@ -1,16 +1,19 @@
-// System B at full size: an IP-Adapter for FLUX.1-Fill paints words in the style of a reference, by DiffusionNFT: pictures and rewards alone, with the old policy and the reference as two more copies of the adapter.
-// 8 GPUs of 141 GB (81 are planned; `retouch doctor` says for what); a supervised warm-up of 400 steps, then RL.
+// System B at full size: an IP-Adapter for FLUX.1-Fill learns to render words in the style of a reference image, by DiffusionNFT:
+// it needs only images and rewards, with the old policy and the reference as two more copies of the adapter. 8 GPUs with 141 GB (81
+// GB are planned; `retouch doctor` shows for what); a supervised warm-up of 400 steps, then RL.
 //
 //   retouch launch --nproc 8 recipes/flux-fill/ip-adapter-nft.jsonnet --set data.path=DIR
 //
-// DIR holds self_bench.txt and test<number>_source.png, _mask.png, _ref.png. The published set of this layout is a benchmark, on
-// which this does not train. The judge of looks is a server: see recipes/lib/ip_adapter_worlds.libsonnet.
+// DIR contains self_bench.txt and test<number>_source.png, _mask.png, _ref.png. The published set with this layout is a benchmark;
+// training on it is refused. The judge of image quality is a server, see recipes/lib/ip_adapter_worlds.libsonnet.
 //
-// A healthy run. Before the first step weights move, and in RL the ratio is 1 within 1e-2 (16 bits), or it does not begin.
-// - In the warm-up the loss falls for some hundred steps. The adapter begins by adding nothing, so pictures are the base's at first.
-// - `reward/ocr/correctness` rises and `reward/ocr/confidence`, which is only reported, need not.
-// - There is no ratio. The loss need not fall; the held-out reward should rise within some 50 steps, or raise the learning rate.
-// - `missing/vlm/quality` is 0, or the server is down and the run will stop.
+// A healthy run. In the trial step the weights change and, in RL, the ratio is 1 within 1e-2 (16 bits); otherwise the run stops.
+// - In the warm-up the loss falls for some hundred steps. The adapter initially adds 0, so the first images are those of the base
+//   model.
+// - `reward/ocr/correctness` rises; `reward/ocr/confidence` is only reported and need not rise.
+// - There is no ratio. The loss need not fall; the held-out reward should rise within some 50 steps, otherwise raise the learning
+//   rate.
+// - `missing/vlm/quality` is 0; otherwise the server is down, and the run will stop.
 local ip_adapter = import '../lib/ip_adapter.libsonnet';
 local worlds = import '../lib/ip_adapter_worlds.libsonnet';
 

@@ -1,5 +1,6 @@
-// System D: an autoregressive model edits by writing image tokens, and a vision-language model judges the edits. A supervised stage and
-// RL from it share the model, the data and the sizes; a recipe says which data, from which start, with a thought or without.
+// System D: an autoregressive model edits by generating image tokens, and a vision-language model judges the edits. The supervised
+// stage and the RL stage share model, data and sizes; a recipe chooses the data, the initial weights, and whether the model thinks
+// first.
 //
 // Environment (as in the source): APP__DATA_DIR, APP__BASE_EXP_DIR, APP__REWARD_FUNCTION_API_BASE, APP__RUN_NAME.
 local list(name) = std.extVar('APP__DATA_DIR') + '/' + name;
@@ -7,7 +8,7 @@ local list(name) = std.extVar('APP__DATA_DIR') + '/' + name;
 {
   runs:: std.extVar('APP__BASE_EXP_DIR'),
 
-  // What a supervised run leaves for RL to start from: `retouch export RUN --to RUN/exported`.
+  // The weights of a supervised run, from which RL starts: `retouch export RUN --to RUN/exported`.
   exported(name):: $.runs + '/' + name + '/exported/writer',
 
   model(path, think):: {
@@ -19,7 +20,7 @@ local list(name) = std.extVar('APP__DATA_DIR') + '/' + name;
     think: think,
   },
 
-  // Simple edits (S), complex ones (C), and both with the source's coefficients; C's are those of both, without the first.
+  // Simple edits (S), complex ones (C), and both with the source's coefficients; C has the same coefficients without the first.
   local complex = ['magicbrush', 'aurora-AG', 'aurora-kubric', 'ss2', 'vismin', 'human-edit'],
   local coefficients = [6, 6, 0.7, 1.55, 3.7, 11],
   data: {
@@ -35,7 +36,7 @@ local list(name) = std.extVar('APP__DATA_DIR') + '/' + name;
     validation_coefficients: [1.0],
   },
 
-  // Any OpenAI-compatible server, its address with /v1 or without; several runs may share it.
+  // Any OpenAI-compatible server, with or without /v1 in its address; several runs can share it.
   judge:: {
     kind: 'endpoint',
     model: 'Qwen/Qwen2.5-VL-72B-Instruct',
@@ -45,7 +46,7 @@ local list(name) = std.extVar('APP__DATA_DIR') + '/' + name;
     timeout: 1000,
     deadline: 2000,
   },
-  // reward_final_reward, by its three names.
+  // reward_final_reward, with its three values.
   reward(final):: {
     viescore: { kind: 'viescore', judge: $.judge, combine: { overall: 1 } },
     ground_score: { kind: 'ground', judge: $.judge, temperature: 0.3, combine: { ground: 1 } },
@@ -79,7 +80,7 @@ local list(name) = std.extVar('APP__DATA_DIR') + '/' + name;
     checkpoints: { every: 100, keep: 2 },
   },
 
-  // Supervised learning of the pictures (after a thought, where the model thinks). The rate is the source's.
+  // Supervised learning of the images (after a thought, if the model thinks). The learning rate is that of the source.
   sft(name, data=null, phases=null, think=false):: $.base(name, 'BAAI/Emu3-Stage1', think) {
     tasks_per_step: 128,
     group_size: 1,
@@ -93,7 +94,8 @@ local list(name) = std.extVar('APP__DATA_DIR') + '/' + name;
     samples: { every: 1000 },
   },
 
-  // Every value is the source's: 128 episodes of 8 are 16 tasks; no ratio and no clip, so one step on each rollout.
+  // All values are those of the source: 128 episodes with 8 samples per task are 16 tasks; no ratio and no clipping, so one update
+  // per rollout.
   rl(start, data, final='viescore', think=false):: $.base(std.extVar('APP__RUN_NAME'), $.exported(start), think) {
     steps: 2000,
     tasks_per_step: 16,

@@ -1,4 +1,4 @@
-// The playground's editor of image tokens, in place of EARL's Emu3: its two starts, its three mixtures, its stages.
+// The playground's image-token editor instead of EARL's Emu3: its two base models, three mixtures and stages.
 local playground = import 'playground.libsonnet';
 
 {
@@ -26,7 +26,7 @@ local playground = import 'playground.libsonnet';
     samples: { every: 60, tasks: 8 },
     checkpoints: { every: 40, keep: 2 },
   },
-  // EARL's objective: no ratio and one step on a rollout, a mean over tokens, and a pull to the start.
+  // EARL's objective: no ratio and one update per rollout, a mean over tokens, and a KL to the base model.
   earl:: {
     kind: 'policy_gradient',
     surrogate: 'reinforce',
@@ -47,7 +47,7 @@ local playground = import 'playground.libsonnet';
     learning_rate: 5e-4,
     objective: { kind: 'sft' },
   },
-  // A stage of supervised learning, and RL from where it ended.
+  // A stage of supervised learning, followed by RL.
   stages(name, start, taught, mixture, think=false):: $.rl(name, start, mixture, think) {
     steps: null,
     phases: [

@@ -1,10 +1,11 @@
-// An IP-Adapter that learns to paint words in the style of a reference: a supervised warm-up, in which now and then no reference is
-// shown, and then RL, in which it always is (system B). A full-size run and its twin give their world (model, encoder, tasks, judge)
-// and sizes; everything else is the same.
+// An IP-Adapter that learns to render words in the style of a reference image: a supervised warm-up with dropout of references,
+// then RL without dropout (system B). A full-size recipe and its twin define their world (model, encoder, tasks, judge) and sizes;
+// everything else is the same.
 //
-// The source's: the adapter (SigLIP, two layers to 128 tokens, attended to in all blocks, scale 1), dropout 0.05, its KL of 0.1
-// (which it named and never added), OCR and a vision-language model by two weights, group-relative advantages or batch-relative
-// ones, which it calls PPO. Its chain had no noise, so the sampling is Flow-GRPO's for Flux; so is what it does not name.
+// From the source: the adapter (SigLIP, two layers to 128 tokens, attention in all blocks, scale 1), dropout 0.05, a KL weight of
+// 0.1 (which the source defined but never used), OCR and a vision-language model with two weights, group-relative advantages or
+// batch-relative ones, which it calls PPO. Its sampling had no noise, so sampling, and everything that the source does not specify,
+// is that of Flow-GRPO for Flux.
 local objectives = import 'objectives.libsonnet';
 local sampling = import 'sampling.libsonnet';
 
@@ -51,29 +52,29 @@ local sampling = import 'sampling.libsonnet';
     checkpoints: { every: sizes.eval_every },
   },
 
-  // Against the other pictures of the same task.
+  // Relative to the other images of the same task.
   grpo(world, sizes):: base(world, sizes) {
     rollout: sampling.window(sizes.num_steps, size=sizes.window, high=sizes.high, transition=sampling.sde(world.noise_level)) + {
       guidance_scale: world.guidance_scale,
       chunk: sizes.chunk,
     },
     advantage: { kind: 'group' },
-    // The source's 0.2 is for sums over the 65536 numbers of a picture of 512 px; of their mean it is 3e-6.
+    // The source's 0.2 is for sums over the 65536 values of an image of 512 px; for their mean, that is 3e-6.
     objective: objectives.grpo(3e-6) { kl: { kind: 'velocity', weight: sizes.kl } },
   },
 
-  // Against all pictures of the step: what the source calls PPO. It has no critic.
+  // Relative to all images of the step: what the source calls PPO. It has no critic.
   ppo(world, sizes):: self.grpo(world, sizes) { advantage: { kind: 'batch' } },
 
-  // Two copies of the adapter beside it: the old policy, which makes the pictures, and the reference.
+  // Two additional copies of the adapter: the old policy, which samples, and the reference.
   nft(world, sizes):: base(world, sizes) {
     rollout: sampling.pictures(sizes.num_steps) { guidance_scale: world.guidance_scale, chunk: sizes.chunk },
     advantage: { kind: 'group' },
     objective: objectives.nft { reference_weight: 1e-4 },
   },
 
-  // `--ocr_weight` and `--vlm_weight`. What the reader read counts, and not how sure it was of it. `column` is of whoever looks at
-  // the rest of the picture: a vision-language model, or what stands in for it under another `name`.
+  // `--ocr_weight` and `--vlm_weight`. The OCR score counts the recognised text, not its confidence. `column` is the score of the
+  // rest of the image: by a vision-language model, or by another reward under another `name`.
   two_weights(ocr, looks, column, ocr_weight=0.5, vlm_weight=0.5, name='vlm'):: {
     kind: 'several',
     rewards: { ocr: ocr, [name]: looks },

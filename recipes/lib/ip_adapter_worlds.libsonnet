@@ -1,17 +1,19 @@
-// Where IP-Adapters learn to paint words: FLUX.1-Fill and Qwen-Image-Edit at full size, and their twins on signs of the playground.
+// The worlds in which IP-Adapters learn to render words: FLUX.1-Fill and Qwen-Image-Edit at full size, and their twins on the signs
+// of the playground.
 local ip_adapter = import 'ip_adapter.libsonnet';
 local judges = import 'judges.libsonnet';
 
 local siglip = 'google/siglip-so400m-patch14-384';
-// How the picture looks, asked of a Qwen2.5-VL that `vllm serve Qwen/Qwen2.5-VL-7B-Instruct` has on this machine.
+// Image quality, scored by a Qwen2.5-VL that `vllm serve Qwen/Qwen2.5-VL-7B-Instruct` serves on this machine.
 local looks = {
   kind: 'aspects',
   judge: judges.endpoint('Qwen/Qwen2.5-VL-7B-Instruct', base_url='http://localhost:8000/v1'),
   aspects: ['quality'],
 };
 local judge(where) = ip_adapter.two_weights({ kind: 'ocr', where: where }, looks, 'quality');
-// Signs whose ink and paper the reference alone shows. The demonstrations of the warm-up have as many wrong letters as the painter
-// was taught, so style is all that there is to be learned from them. Signs are three times as wide as high: 144 px at the reader's 48.
+// Signs whose ink and paper are visible only in the reference. The demonstrations of the warm-up have as many wrong letters as those of
+// the base model, so only the style can be learned from them. Signs are three times as wide as high: 144 px at the height of 48 px that
+// the OCR uses.
 local signs = {
   encoder: 'playground',
   tasks: { kind: 'playground-words', count: 100000, slips: 0.5, apart: true },
@@ -27,7 +29,7 @@ local signs = {
     blocks: 'all',
     noise_level: 0.8,
     guidance_scale: 1,
-    // The style of another item: an item's own crop shows the letters.
+    // The style image of another item: a crop of the item itself would show the letters.
     tasks: { kind: 'triplets', path: 'triplets', reference: 'other' },
     judge: judge('mask'),
   },
@@ -52,7 +54,8 @@ local signs = {
     eval_tasks: 64,
     eval_steps: 28,
   },
-  // Its source must not hold the words, which this model sees: photographs with an instruction, a target, a reference and the text.
+  // The source image must not contain the words, because this model sees all of it: photographs with an instruction, a target, a
+  // reference and the text.
   qwen: self.flux_fill {
     model: { kind: 'qwen-image-edit', path: 'Qwen/Qwen-Image-Edit', size: [512, 512], dtype: 'bfloat16' },
     blocks: 'double',
@@ -72,11 +75,12 @@ local signs = {
     group_size: 8,
     learning_rate: 5e-4,
     warmup_learning_rate: 2e-3,
-    // At the source's weight its gradient is five to ten times that of the rewards here.
+    // With the source's weight, its gradient would be five to ten times that of the rewards here.
     kl: 0.003,
     ranks: 1,
     tokens: 4,
-    // The adapter alone learns the style in the warm-up; letters it was not seen to learn (40 steps of RL, at the source's weight).
+    // In the warm-up, the adapter alone learns the style; it was not observed to learn letters (40 steps of RL, with the source's
+    // weight).
     lora: { kind: 'lora', rank: 32, alpha: 64 },
     chunk: 64,
     microbatch: 64,

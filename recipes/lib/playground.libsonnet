@@ -1,4 +1,4 @@
-// The built-in world: its editor and its painter, their tasks and their exact judges.
+// The playground: its editor and its text-to-image model, their tasks and exact judges.
 {
   model: { kind: 'playground' },
   tasks(complexity, count=20000, seed=0, filler=0.5, vain=0):: {

@@ -1,8 +1,8 @@
-// Flow-GRPO-Fast on Qwen-Image-Edit's classes. A full-size run and its twin give their world (model, tasks, judge) and sizes;
-// everything else is the same.
+// Flow-GRPO-Fast with Qwen-Image-Edit's classes. A full-size recipe and its twin define their world (model, tasks, judge) and
+// sizes; everything else is the same.
 //
-// Values: Flow-GRPO's published settings for Qwen-Image-Edit (arXiv 2505.05470 and its code): 10 steps, of which 2 of the first
-// 5 are noisy, guidance 4, global deviation, no KL.
+// Values: Flow-GRPO's published settings for Qwen-Image-Edit (arXiv 2505.05470 and its code): 10 steps, of which 2 of the first 5
+// are stochastic, guidance 4, global standard deviation, no KL.
 local objectives = import 'lib/objectives.libsonnet';
 local sampling = import 'lib/sampling.libsonnet';
 

@@ -1,4 +1,4 @@
-// The word world: a tiny FLUX.1-Fill paints words on signs, and RapidOCR reads them.
+// Text rendering on the playground: a tiny FLUX.1-Fill writes words on signs, and RapidOCR reads them.
 local sampling = import 'sampling.libsonnet';
 
 {
@@ -18,7 +18,7 @@ local sampling = import 'sampling.libsonnet';
     },
     rollout: sampling.window(num_steps=6, size=2, high=4, transition=sampling.cps(0.7)),
     data: $.tasks(),
-    // Signs are three times as wide as high: 144 px at the reader's 48.
+    // Signs are three times as wide as high: 144 px at the height of 48 px that the OCR uses.
     reward: { kind: 'ocr', where: 'box', line_width: 160, combine: { correctness: 1 } },
     advantage: { kind: 'group' },
     optimizer: { schedule: 'cosine' },

@@ -1,5 +1,6 @@
-// A vision-language model writes for a frozen editor, which draws from the states of the whole dialogue (system A). A full-size run
-// and its twin give their world (writer, editor, tasks, judge) and sizes; everything else is the same.
+// A vision-language model writes a response for a frozen editor, which is conditioned on the hidden states of the whole dialogue
+// (system A). A full-size recipe and its twin define their world (writer, editor, tasks, judge) and sizes; everything else is the
+// same.
 {
   grpo(world, sizes):: {
     name: sizes.name,
@@ -27,8 +28,8 @@
     data: world.tasks,
     reward: world.judge,
     advantage: { kind: 'group' },
-    // Every token counts the same whatever the length of its completion: shares within a completion reward short ones, and the
-    // writer learns to name one thing and say no more.
+    // Every token has the same weight, whatever the length of its completion. Averages per completion favour short ones, and the
+    // policy would learn to name one object and stop.
     objective: { kind: 'policy_gradient', clip_low: 0.2, clip_high: 0.2, normalise: 'dr_grpo' },
   },
 }

@@ -1,5 +1,5 @@
-// A control of prompt-enhancer-playground: the painter is told what was asked for and not what was written, so there is nothing to
-// learn.
+// A control for prompt-enhancer-playground: the text-to-image model receives the user's prompt instead of the rewritten one, so
+// there is nothing to learn.
 //
 //   retouch train recipes/playground/enhancer-blind.jsonnet
 (import '../sd3/prompt-enhancer-playground.jsonnet') {

@@ -1,4 +1,4 @@
-// A control of prompt-enhancer-playground: as many sample passes of more supervised learning on what the base learned from.
+// A control for prompt-enhancer-playground: continued supervised learning on the data of the base model, with as many samples.
 //
 //   retouch train recipes/playground/enhancer-supervised.jsonnet
 local playground = import '../lib/playground.libsonnet';

@@ -1,4 +1,4 @@
-// A control of image-tokens-unfinished: as many sample passes of more supervised learning on what the base learned from.
+// A control for image-tokens-unfinished: continued supervised learning on the data of the base model, with as many samples.
 //
 //   retouch train recipes/playground/image-tokens-unfinished-supervised.jsonnet
 local emu3 = import '../lib/emu3_playground.libsonnet';

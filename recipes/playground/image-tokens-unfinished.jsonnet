@@ -1,5 +1,5 @@
-// Image tokens taught by demonstrations of which most complex ones lack an edit, as those that models make do; then RL on simple and
-// complex edits, whose judge sees what is missing.
+// RL on simple and complex edits, from an image-token model that was trained on demonstrations of which most complex ones lack an
+// edit, as model-made demonstrations often do; the judge sees what is missing.
 //
 //   retouch train recipes/playground/image-tokens-unfinished.jsonnet
 local emu3 = import '../lib/emu3_playground.libsonnet';

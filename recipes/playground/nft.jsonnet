@@ -1,4 +1,5 @@
-// DiffusionNFT on the playground, beside the headline recipe: same tasks, judge and samples, another way to sample and to learn.
+// DiffusionNFT on the playground, to compare with the quickstart: same tasks, judge and number of samples, other sampling and
+// objective.
 local objectives = import '../lib/objectives.libsonnet';
 local quickstart = import '../quickstart.jsonnet';
 local sampling = import '../lib/sampling.libsonnet';

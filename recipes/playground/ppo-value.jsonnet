@@ -1,5 +1,5 @@
-// PPO with a learned value head on the playground, beside the headline recipe: same model, judge and samples a step, but every sample
-// is of a task of its own, since what it is compared to is what the head expected.
+// PPO with a learned value head on the playground, to compare with the quickstart: same model, judge and samples per step, but
+// every sample has its own task, because its baseline is the value head.
 local quickstart = import '../quickstart.jsonnet';
 
 quickstart {

@@ -1,5 +1,5 @@
-// The control of the headline recipe: as many samples through the base's own objective, on the base's own data (single edits, and
-// clauses that nothing comes of).
+// The control for the quickstart: continued supervised learning on the data of the base model (single edits, and clauses without
+// effect), with as many samples.
 local playground = import '../lib/playground.libsonnet';
 local quickstart = import '../quickstart.jsonnet';
 

@@ -1,4 +1,4 @@
-// Diffusion DPO on the word world: the best of a task's pictures is preferred to its worst.
+// Diffusion DPO for text rendering: the best image of a task is preferred to its worst.
 local words = import 'words-nft.jsonnet';
 
 words {

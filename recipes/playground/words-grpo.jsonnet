@@ -1,4 +1,4 @@
-// GRPO on the word world: a painter that was taught from demonstrations with wrong letters learns, from a reader, to write the right ones.
+// GRPO for text rendering: a model that was trained on demonstrations with wrong letters learns the right ones from an OCR reward.
 local objectives = import '../lib/objectives.libsonnet';
 local words = import '../lib/words.libsonnet';
 

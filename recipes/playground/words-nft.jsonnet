@@ -1,4 +1,4 @@
-// DiffusionNFT on the word world: the same tasks, reader and samples, another way to sample and to learn.
+// DiffusionNFT for text rendering: the same tasks, reward and number of samples as words-grpo, other sampling and objective.
 local objectives = import '../lib/objectives.libsonnet';
 local sampling = import '../lib/sampling.libsonnet';
 local words = import '../lib/words.libsonnet';

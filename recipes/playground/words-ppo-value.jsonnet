@@ -1,4 +1,4 @@
-// PPO with a learned value head on the word world: every sample is of a word of its own, compared to what the head expected of it.
+// PPO with a learned value head for text rendering: every sample has its own word, and its baseline is the value head.
 local grpo = import 'words-grpo.jsonnet';
 
 grpo {

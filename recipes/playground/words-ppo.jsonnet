@@ -1,4 +1,5 @@
-// The word world with every sample compared to all of the step instead of those of its task.
+// Text rendering with batch-relative advantages: every sample is compared with all samples of the step instead of those of its
+// task.
 local words = import 'words-grpo.jsonnet';
 
 words {

@@ -1,4 +1,5 @@
-// The control of the word world: as many samples as the longest run's through the base's own objective, on the base's own demonstrations.
+// The control for text rendering: continued supervised learning on the demonstrations of the base model, with as many samples as
+// the longest run.
 local words = import '../lib/words.libsonnet';
 
 words.base('words-supervised') {

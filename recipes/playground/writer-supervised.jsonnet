@@ -1,4 +1,4 @@
-// A control of writer-grpo-frozen-playground: as many sample passes of more supervised learning on what the base learned from.
+// A control for writer-grpo-frozen-playground: continued supervised learning on the data of the base model, with as many samples.
 //
 //   retouch train recipes/playground/writer-supervised.jsonnet
 local playground = import '../lib/playground.libsonnet';

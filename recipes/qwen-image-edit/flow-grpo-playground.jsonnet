@@ -1,4 +1,4 @@
-// The twin of flow-grpo.jsonnet on the playground: the same classes, tiny, on a laptop.
+// The twin of flow-grpo.jsonnet on the playground: the same classes with tiny models, on a laptop.
 //
 //   retouch train recipes/qwen-image-edit/flow-grpo-playground.jsonnet
 local playground = import 'lib/playground.libsonnet';

@@ -1,9 +1,9 @@
-// Qwen-Image-Edit by Flow-GRPO-Fast: 8 GPUs of 80 GB, LoRA of rank 64, 32 groups of 16 pictures a step.
+// Qwen-Image-Edit by Flow-GRPO-Fast: 8 GPUs with 80 GB, LoRA of rank 64, 32 groups of 16 images per step.
 //
 //   retouch launch --nproc 8 recipes/qwen-image-edit/flow-grpo.jsonnet --set data.path=DIR
 //
-// DIR holds photographs and a metadata.jsonl with an instruction for each. The judge here needs no model; put your own in its
-// place with --set 'reward={"kind": "import", "class": "package.module:Class", "combine": {"column": 1}}'.
+// DIR contains photographs and a metadata.jsonl with an instruction for each. The reward here needs no model; replace it with your
+// own by --set 'reward={"kind": "import", "class": "package.module:Class", "combine": {"column": 1}}'.
 local photos = import 'lib/photos.libsonnet';
 local qwen = import 'lib/qwen_image_edit.libsonnet';
 

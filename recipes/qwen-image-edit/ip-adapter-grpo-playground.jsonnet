@@ -1,4 +1,5 @@
-// The twin of ip-adapter-grpo.jsonnet on signs of the playground: the same classes, tiny, on a laptop. Its editor never met letters.
+// The twin of ip-adapter-grpo.jsonnet on the signs of the playground: the same classes with tiny models, on a laptop. The base
+// editor was never trained on letters.
 //
 //   retouch train recipes/qwen-image-edit/ip-adapter-grpo-playground.jsonnet
 local ip_adapter = import '../lib/ip_adapter.libsonnet';

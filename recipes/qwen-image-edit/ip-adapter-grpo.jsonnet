@@ -1,12 +1,12 @@
-// An IP-Adapter for Qwen-Image-Edit paints words in the style of a reference: what system B left open as `--model_type qwen`.
-// 8 GPUs of 141 GB; a supervised warm-up of 400 steps, then GRPO.
+// An IP-Adapter for Qwen-Image-Edit learns to render words in the style of a reference image, which system B planned as
+// `--model_type qwen`. 8 GPUs with 141 GB; a supervised warm-up of 400 steps, then GRPO.
 //
 //   retouch launch --nproc 8 recipes/qwen-image-edit/ip-adapter-grpo.jsonnet --set data.path=DIR
 //
-// DIR holds photographs and a metadata.jsonl with an instruction, a target, a reference and the text for each. Triplets will not do:
-// their source shows the words, and this model, unlike FLUX.1-Fill, sees all of it.
+// DIR contains photographs and a metadata.jsonl with an instruction, a target, a reference and the text for each. Triplets cannot
+// be used: their source image shows the words, and this model, unlike FLUX.1-Fill, sees all of it.
 //
-// A healthy run is that of recipes/flux-fill/ip-adapter-grpo.jsonnet.
+// A healthy run is described in recipes/flux-fill/ip-adapter-grpo.jsonnet.
 local ip_adapter = import '../lib/ip_adapter.libsonnet';
 local worlds = import '../lib/ip_adapter_worlds.libsonnet';
 

@@ -1,5 +1,6 @@
-// The playground's twin of writer-grpo-frozen.jsonnet. Instructions name things as people do who see the picture ("make the circle
-// red"); the writer sees it too, and says to the editor which circle. Its base mostly says the first of several edits only.
+// The playground's twin of writer-grpo-frozen.jsonnet. Instructions name objects as people do who see the image ("make the circle
+// red"); the writer sees the image too and tells the editor which circle. The base model mostly names only the first of several
+// edits.
 //
 //   retouch train recipes/qwen-image-edit/writer-grpo-frozen-playground.jsonnet
 local playground = import '../lib/playground.libsonnet';
@@ -20,7 +21,7 @@ writer.grpo(
     microbatch: 64,
     gradient_checkpointing: false,
     max_new_tokens: 32,
-    // The editor's own text encoder reads what was written, and stands still.
+    // The editor's own, frozen text encoder reads the response.
     encoder: 'frozen',
     num_steps: 6,
     guidance_scale: 1.0,
@@ -28,7 +29,7 @@ writer.grpo(
   },
 ) {
   steps: 100,
-  // Several edits in one instruction: those that the base writer mostly says one of.
+  // Several edits in one instruction, of which the base model mostly names one.
   eval: { tasks: 330, complexity: [1, 2, 3], headline: { complexity: ['2', '3'] }, column: 'overall', best_of_k: 4, batch: 110 },
   samples: { every: 50, tasks: 8 },
   checkpoints: { every: 50, keep: 2 },

@@ -1,11 +1,11 @@
-// Beside writer-grpo: the editor's own text encoder reads what was written, so what the writer learns from stands still. On the
-// playground this learns more and keeps the editor's pictures as they are (docs/results.md). Where the encoder's weights are the
-// writer's, as published, they are held once.
+// Like writer-grpo, but the editor's own frozen text encoder reads the response, so the environment of the writer does not change
+// during training. On the playground this learns more and preserves the quality of the editor's images (docs/results.md). If
+// encoder and writer have the same published weights, they are held in memory once.
 //
 //   retouch launch --nproc 8 recipes/qwen-image-edit/writer-grpo-frozen.jsonnet --set data.allow_test_sets=true
 //
-// A healthy run is as writer-grpo's; the reward is a function of the words alone here, so held-out pictures of the untrained words
-// stay what they were. The source has made no claims about this one.
+// A healthy run looks like that of writer-grpo. Here the reward depends only on the text, so the images for unchanged text stay the
+// same. The source makes no claims about this variant.
 (import 'writer-grpo.jsonnet') {
   name: 'writer-grpo-frozen',
   renderer+: { encoder: 'frozen' },

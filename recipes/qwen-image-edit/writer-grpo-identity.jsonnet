@@ -1,10 +1,11 @@
-// The recommended one beside writer-grpo: the editor's own encoder reads (writer-grpo-frozen), and what was to stay counts. Neither
-// doing nothing nor painting all anew pays, which in the source's reward the latter does.
+// The recommended variant of writer-grpo: the editor's own encoder reads the response (writer-grpo-frozen), and identity
+// preservation is part of the reward. Neither no change nor a completely new image is rewarded; the source's reward does reward the
+// latter.
 //
 //   retouch launch --nproc 8 recipes/qwen-image-edit/writer-grpo-identity.jsonnet --set data.allow_test_sets=true
 //
-// A healthy run is as writer-grpo's, and `reward/identity` does not fall while `reward/alignment` rises. The reward is not the
-// source's, so neither are its figures.
+// A healthy run looks like that of writer-grpo, and `reward/identity` does not fall while `reward/alignment` rises. The reward
+// differs from the source's, so its figures do not apply.
 local judges = import '../lib/judges.libsonnet';
 
 (import 'writer-grpo-frozen.jsonnet') {

@@ -1,5 +1,5 @@
-// The playground's twin of writer-grpo.jsonnet. As writer-grpo-frozen-playground, but the writer itself reads what it wrote for the
-// editor, with what it has learnt.
+// The playground's twin of writer-grpo.jsonnet. Like writer-grpo-frozen-playground, but the trained writer itself encodes the
+// prompt for the editor.
 //
 //   retouch train recipes/qwen-image-edit/writer-grpo-playground.jsonnet
 (import '../qwen-image-edit/writer-grpo-frozen-playground.jsonnet') {

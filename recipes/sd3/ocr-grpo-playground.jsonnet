@@ -1,4 +1,5 @@
-// The twin of ocr-grpo.jsonnet on the playground: its painter paints scenes of several things, and the exact judge reads them.
+// The twin of ocr-grpo.jsonnet on the playground: its text-to-image model generates scenes with several objects, and the exact
+// judge scores them.
 //
 //   retouch train recipes/sd3/ocr-grpo-playground.jsonnet
 local playground = import '../lib/playground.libsonnet';

@@ -1,23 +1,24 @@
-// Flow-GRPO's OCR recipe: Stable Diffusion 3.5 Medium learns to write the words that its prompt puts between double quotes, read by
-// an OCR model. 32 GPUs, 48 groups of 24 pictures of 512 px a step.
+// Flow-GRPO's OCR recipe: Stable Diffusion 3.5 Medium learns to render the words that its prompt has in double quotes, scored by an
+// OCR model. 32 GPUs, 48 groups of 24 images of 512 px per step.
 //
 //   retouch launch --nproc 8 recipes/sd3/ocr-grpo.jsonnet --set data.path=LIST.txt
 //
-// (32 ranks are four such machines; 8, 16 and 24 share the steps too.) LIST.txt has a prompt a line; a line without words between
-// double quotes is refused by its number before anything loads. The source's test list is for judging alone.
+// (32 ranks are four such machines; 8, 16 and 24 ranks divide the steps, too.) LIST.txt has one prompt per line; a line without
+// words in double quotes is refused with its number before anything is loaded. The source's test list is for evaluation only.
 //
-// The source's values, of its code and paper: 10 steps and 40 in evaluation, guidance 4.5, noise 0.7, KL 0.04, clip 1e-4, learning
-// rate 3e-4, LoRA of rank 32. Different here: 16 bits are bfloat16, without a loss scale; and correctness counts what was read in
-// the whole picture, so words beside the one that was asked for cost.
+// Values from the code and paper of the source: 10 steps (40 in evaluation), guidance 4.5, noise level 0.7, KL 0.04, clip 1e-4,
+// learning rate 3e-4, LoRA of rank 32. Different here: 16 bits are bfloat16, without loss scaling; and correctness counts all text
+// in the image, so additional words lower the score.
 //
-// A healthy run. Before the first step the ratio is 1 within 1e-2 (16 bits) and weights move, or the run does not begin.
-// - `reward/correctness` starts between 0.4 and 0.6 and moves within 100 steps. At 0 from the start the reader finds nothing: look.
-// - `reward/confidence` is for looking at: a clearly written wrong word has a high one.
-// - `policy/kl` stays small and rises slowly; where it jumps, so did the pictures.
-// - `group/zero_std_fraction` rises as easy prompts are solved in all 24 pictures, and they then teach nothing.
-// - Look at held-out pictures: what an OCR reads well need not look well. `watch` measures more than one can look at.
-// **Claims of the source, none of them measured here**: correctness from 0.59 to 0.92; 0.90 after about 1000 steps, which took 16
-// hours on 24 GPUs.
+// A healthy run. In the trial step the ratio is 1 within 1e-2 (16 bits) and the weights change; otherwise the run stops.
+// - `reward/correctness` starts between 0.4 and 0.6 and changes within 100 steps. If it is 0 from the start, the OCR finds no text:
+//   look at the images.
+// - `reward/confidence` is only for information: a clearly rendered wrong word has a high confidence.
+// - `policy/kl` stays small and rises slowly; if it jumps, the images have changed abruptly.
+// - `group/zero_std_fraction` rises as easy prompts are solved in all 24 images; nothing is learned from these any more.
+// - Look at held-out images: what the OCR reads well need not look good. `watch` measures more than you can look at.
+// **Claims of the source, none of them measured here**: correctness from 0.59 to 0.92; 0.90 after about 1000 steps, in 16 hours on
+// 24 GPUs.
 local sd3 = import '../lib/sd3.libsonnet';
 
 sd3.flow_grpo(

@@ -1,5 +1,5 @@
-// The twin of prompt-enhancer.jsonnet on the playground: people ask for scenes in words that the painter does not know, and the
-// enhancer says them in the painter's. Its base mostly stops after the first thing of several.
+// The twin of prompt-enhancer.jsonnet on the playground: users describe scenes in words that the text-to-image model does not know,
+// and the enhancer rewrites them in words that it knows. The base model mostly stops after the first of several objects.
 //
 //   retouch train recipes/sd3/prompt-enhancer-playground.jsonnet
 local playground = import '../lib/playground.libsonnet';
@@ -28,7 +28,7 @@ enhancer.grpo(
     batch: 64,
   },
 ) {
-  // Several things in one request: those of which the base writer mostly names one.
+  // Several objects in one prompt, of which the base model mostly names one.
   eval: {
     tasks: 400,
     complexity: [1, 2, 3, 4],

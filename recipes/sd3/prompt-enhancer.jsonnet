@@ -1,24 +1,27 @@
-// System C at full size: Qwen2-VL-7B rewrites prompts that image models find hard, Stable Diffusion 3 Medium draws them, and CLIP
-// judges the picture by the prompt that was asked for. Three GPUs: the writer on the first, the painter on the second, CLIP on the
-// third. They mostly work in turn, so one of 80 GB does too: --set devices=null
+// System C at full size: Qwen2-VL-7B rewrites prompts that are hard for image models, Stable Diffusion 3 Medium generates the
+// images, and CLIP compares them with the user's prompt. Three GPUs: the writer on the first, Stable Diffusion on the second, CLIP
+// on the third. They mostly work in turn, so a single GPU with 80 GB is enough too: --set devices=null
 //
 //   retouch train recipes/sd3/prompt-enhancer.jsonnet
 //
-// To use the second to fourth GPU of a machine: CUDA_VISIBLE_DEVICES=1,2,3, of which cuda:0 is then the first.
+// To use the second to fourth GPU of a machine, set CUDA_VISIBLE_DEVICES=1,2,3; cuda:0 is then the first of these.
 //
-// The models, 100 new tokens, temperature 0.7, the kinds of prompts, the reward on the original prompt and the three devices are
-// the source's. It names no learning rate, length or group size. Its 85 % of a GPU's memory and its clearing of the cache every 5
-// rounds are `devices.memory_fraction` and `devices.empty_cache_every`, which are off (docs/troubleshooting.md says why).
+// From the source: the models, 100 new tokens, temperature 0.7, the kinds of prompts, the reward on the original prompt, and the
+// three devices. It specifies no learning rate, number of steps or group size. Its limit of 85 % of a GPU's memory and its clearing
+// of the cache every 5 rounds are `devices.memory_fraction` and `devices.empty_cache_every`, which are off (see
+// docs/troubleshooting.md).
 //
-// A healthy run. Before the first step the ratio is 1 within 1e-2 (16 bits) and weights move, or the run does not begin.
-// - `reward/clip/similarity` lies between 0.2 and 0.4: that is where cosines of ViT-B/32 lie, so a gain of 0.01 is something.
-// - `reward/fault_fraction` and `completion/cut_off_fraction` fall soon: a rewrite that does not end within 100 tokens is not drawn.
-// - `reward/clip/truncated` is 0: prompts here are far shorter than the 77 tokens that CLIP reads.
-// - `reward/quality/total` is for looking at. Where it rises and the similarity does not, the writer has learnt to say "4k".
-// - `group/zero_std_fraction` is 0, or the temperature is too low for this writer.
-// - Look at held-out pictures: CLIP reads colours and things well, and counts and positions badly.
+// A healthy run. In the trial step the ratio is 1 within 1e-2 (16 bits) and the weights change; otherwise the run stops.
+// - `reward/clip/similarity` is between 0.2 and 0.4, the usual range of ViT-B/32, so a gain of 0.01 is relevant.
+// - `reward/fault_fraction` and `completion/cut_off_fraction` fall soon: a prompt that does not end within 100 tokens is not
+//   rendered.
+// - `reward/clip/truncated` is 0: the prompts are far shorter than the 77 tokens that CLIP reads.
+// - `reward/quality/total` is only for information. If it rises and the similarity does not, the writer has learned to add "4k".
+// - `group/zero_std_fraction` is 0; otherwise the temperature is too low for this writer.
+// - Look at held-out images: CLIP recognises colours and objects well, but counts and positions badly.
 // **Claims of the source, none of them measured here**: rewards of 0.74 to 0.90, which its own page calls dummies, on a scale of
-// (cosine + 1) / 2, where untrained pictures have about 0.63; and 4.3 to 5 of 5 points of prompt quality before any training.
+// (cosine + 1) / 2, on which images of the untrained policy have about 0.63; and 4.3 to 5 of 5 points of prompt quality before any
+// training.
 local enhancer = import '../lib/prompt_enhancer.libsonnet';
 
 enhancer.grpo(
