@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from retouch.assembly.assembly import Assembly
 from retouch.inference.opening import open_target
 from retouch.models.ip_adapter import adapter as ip_adapter
-from retouch.rewards.judging import JudgeBatch, Judged
+from retouch.rewards.judging import JudgeBatch, ScoredBatch
 from retouch.training.evaluation import Evaluator, table
 from retouch.types import Batch, Sample, Task
 
@@ -24,7 +24,7 @@ class ByOwn:
     judge: JudgeBatch
     own: Mapping[str, Task]
 
-    def __call__(self, batch: Batch, samples: Sequence[Sample]) -> Future[Judged]:
+    def __call__(self, batch: Batch, samples: Sequence[Sample]) -> Future[ScoredBatch]:
         return self.judge(batch, [replace(sample, task=self.own[sample.task.id]) for sample in samples])
 
 

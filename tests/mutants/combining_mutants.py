@@ -65,7 +65,7 @@ COMBINING = (
     ),
     Mutant(
         "a diagnostic has a minimum for faults",
-        "rewards/judging.py",
+        "rewards/scoring.py",
         'float("nan") if column.diagnostic else column.worst',
         "column.worst",
         f"{_SEVERAL}::test_the_declared_worst_is_what_a_policys_own_fault_scores",

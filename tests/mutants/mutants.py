@@ -160,7 +160,7 @@ MUTANTS = (
     ),
     Mutant(
         "a fault of the policy goes missing",
-        "rewards/judging.py",
+        "rewards/scoring.py",
         "torch.full((len(samples),), fault, dtype=torch.float32)",
         "torch.full((len(samples),), torch.nan, dtype=torch.float32)",
         "tests/rewards/test_judging.py::test_three_outcomes",

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from retouch.rewards.judging import Judge, Judged
+from retouch.rewards.judging import Judge, ScoredBatch
 from retouch.types import Column, Sample, Task
 
 COLUMNS = {"a": Column(0.0, 10.0), "b": Column(-1.0, 1.0), "note": Column(0.0, 1.0, diagnostic=True)}
@@ -117,7 +117,7 @@ def test_columns_outside_combine_decide_nothing():
 def test_submitted_batches_come_back_in_order_and_with_their_errors(judge):
     futures = [judge.submit([sample(str(k), float(k), 0.0)]) for k in range(5)]
     parts = [future.result() for future in futures]
-    together = Judged.concat(parts)
+    together = ScoredBatch.concat(parts)
     torch.testing.assert_close(together.rewards, torch.arange(5) * 0.1)
     assert judge.reward.seen == list("01234")
     with pytest.raises(ValueError, match="outside its declared range"):
@@ -156,7 +156,7 @@ def test_a_reward_that_judges_by_itself_has_every_batch_at_once_and_they_come_ba
             judge.reward.answer(number)
         assert not any(future.done() for future in futures)
         judge.reward.answer(0)
-        judged = Judged.concat([future.result() for future in futures])
+        judged = ScoredBatch.concat([future.result() for future in futures])
     torch.testing.assert_close(judged.rewards, torch.tensor([0.0, 0.0, 0.1, 0.0, 0.2, 0.0, 0.3, 0.0]))
     assert judged.faults == 4
 

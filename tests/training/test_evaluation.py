@@ -12,7 +12,7 @@ from PIL import Image
 import tiny_writers
 import tiny_writing
 from retouch.distributed.ranks import Ranks
-from retouch.rewards.judging import Judge, Judged
+from retouch.rewards.judging import Judge, ScoredBatch
 from retouch.training.evaluation import Evaluated, Evaluator, chosen, paired_gain, table
 from retouch.types import Batch, Column, Sample, Task
 
@@ -73,7 +73,7 @@ def test_what_is_asked_is_awaited_when_all_is_asked() -> None:
     judge = Judge(Grey(), {"grey": 1.0})
     asked: list[tuple[Future, list]] = []
 
-    def patient(batch: Batch, samples: Sequence[Sample]) -> "Future[Judged]":
+    def patient(batch: Batch, samples: Sequence[Sample]) -> "Future[ScoredBatch]":
         asked.append((Future(), samples))
         if len(asked) == len(tasks):
             for future, waiting in asked:

@@ -22,11 +22,11 @@ from retouch.recipe.reward_words import parse_reward, read_reward
 from retouch.records.folder import RunFolder
 from retouch.rewards import identity
 from retouch.rewards.closing import close
-from retouch.rewards.judging import scores_of
 from retouch.rewards.ledger.answers import AnswerCache
 from retouch.rewards.ledger.caching import with_cache
 from retouch.rewards.ledger.database import Database
 from retouch.rewards.ledger.journal import Journal, JournalRow
+from retouch.rewards.scoring import scores_of
 from retouch.types import Sample
 
 _ROWS = 64

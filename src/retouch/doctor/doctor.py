@@ -41,7 +41,7 @@ from retouch.recipe.emu3 import TokenModel
 from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.writer import QwenWriter
-from retouch.records.quiet import quiet
+from retouch.records.libraries import silence_libraries
 
 _QUICKSTART = ("recipes/quickstart.jsonnet",)
 

@@ -10,7 +10,7 @@ from retouch.assembly.assembly import Assembly, assemble
 from retouch.distributed.ranks import Ranks
 from retouch.doctor.findings import Finding, failed, gigabytes, ok
 from retouch.recipe.recipe import Recipe
-from retouch.rewards.judging import Judged
+from retouch.rewards.judging import ScoredBatch
 from retouch.session.trials import trial_steps
 from retouch.types import Batch, Sample
 
@@ -55,5 +55,5 @@ def _advice(check: str) -> str:
     return "--set policy.train.targets=null, and a higher learning_rate"
 
 
-def _not_asked(batch: Batch, samples: Sequence[Sample]) -> "Future[Judged]":
+def _not_asked(batch: Batch, samples: Sequence[Sample]) -> "Future[ScoredBatch]":
     raise AssertionError("a trial step asks no judge")

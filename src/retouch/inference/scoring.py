@@ -85,7 +85,7 @@ def score_files(
             reference=None if reference is None else load_image(reference),
             target=None if target is None else load_image(target),
             text=text,
-            written=written,
+            completion=written,
             meta=_meta(meta),
         )
     finally:

@@ -16,7 +16,7 @@ from accelerate import PartialState
 from retouch.distributed.ranks import Ranks
 from retouch.protocols import AutoregressiveModel, Renderer, Reward
 from retouch.rewards.combine.combination import Combine
-from retouch.rewards.judging import Judge, Judged
+from retouch.rewards.judging import Judge, ScoredBatch
 from retouch.training.loop import TooManyMissing
 from retouch.types import Completion, Sample, Task
 
@@ -87,7 +87,7 @@ class PictureReward:
         said = tuple(ids[:-1] if ended else ids)
         return Completion(said, self.writer.decode(said), not ended, key)
 
-    def _account(self, judged: Judged, ranks: Ranks, log_metric: Callable[[str, float], None] | None) -> None:
+    def _account(self, judged: ScoredBatch, ranks: Ranks, log_metric: Callable[[str, float], None] | None) -> None:
         """Metrics of these rows; TooManyMissing on every rank where it holds over all."""
         missing = judged.rewards.isnan()
         if log_metric is not None:

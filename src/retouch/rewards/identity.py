@@ -1,4 +1,4 @@
-"""What a reward judges by, as a short text: it changes when the judge does, so that a resumed run can tell."""
+"""A reward's fingerprint: it changes when the reward could score differently, so that a resumed run can tell."""
 
 import hashlib
 import inspect
@@ -13,9 +13,9 @@ from retouch.types import Json
 
 @runtime_checkable
 class Fingerprinted(Protocol):
-    """A reward that knows more about its identity than its class and arguments say: a rubric in a file, a model's weights.
+    """A reward that scores by more than its class and columns say: a rubric in a file, the weights of a model, its arguments.
 
-    Not where it is asked: the same judge at another address is the same judge.
+    Addresses are not part of it: the same judge at another URL is the same judge.
     """
 
     @property
@@ -24,14 +24,14 @@ class Fingerprinted(Protocol):
 
 @runtime_checkable
 class Wrapper(Protocol):
-    """A reward that gives what another one does, and says so."""
+    """A reward that returns the scores of another one, such as a cache."""
 
     @property
     def wrapped(self) -> Reward: ...
 
 
 def describe(reward: Reward) -> dict[str, Json]:
-    """What the reward judges by: its class, a hash of its module's source, its columns, and what it says of itself."""
+    """What the reward scores by, as JSON: its class, a hash of its module's source, its columns, and its own ``fingerprint``."""
     while isinstance(reward, Wrapper):
         reward = reward.wrapped
     kind = type(reward)
@@ -45,10 +45,10 @@ def describe(reward: Reward) -> dict[str, Json]:
 
 
 def fingerprint(reward: Reward) -> str:
-    """16 hexadecimal digits over ``describe``."""
+    """16 hexadecimal digits of the SHA-256 of ``describe``."""
     return short(describe(reward))
 
 
 def short(described: object) -> str:
-    """16 hexadecimal digits that stand for a description in JSON."""
+    """16 hexadecimal digits of the SHA-256 of a description in JSON."""
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,12 +1,15 @@
-"""One picture, one call: a reward's columns without making a task of it. For many, call the reward itself with samples."""
+"""One call of a reward: the samples that it sees, and the checks that its scores must pass."""
 
 from collections.abc import Mapping, Sequence
 
+import torch
+from jaxtyping import Float
 from PIL.Image import Image
+from torch import Tensor
 
 from retouch.protocols import Reward
-from retouch.rewards.judging import scores_of
-from retouch.types import Json, Sample, Task
+from retouch.rewards.text.written import shown
+from retouch.types import Column, Json, Sample, Scores, Task
 
 
 def score(
@@ -19,17 +22,67 @@ def score(
     reference: Image | None = None,
     target: Image | None = None,
     text: str | None = None,
-    written: str | None = None,
+    completion: str | None = None,
     meta: Mapping[str, Json] | None = None,
 ) -> dict[str, float]:
-    """The reward's columns for ``image``; NaN where it could not be judged, or a diagnostic does not apply.
+    """The columns of one image, without building a task: a number each, NaN where it could not be judged or does not apply.
 
-    ``source``: the picture or pictures that were edited. ``mask``: white where to change. ``text``: what should stand in the
-    picture. ``written``: what a policy wrote for it, for rewards of text. ValueError where the reward needs what is not given, or
-    returns something else than it declares.
+    ``source``: the image or images that were edited. ``mask``: white where the image was to change. ``text``: what should be
+    written in the image. ``completion``: what the policy wrote, for rewards of text. ValueError where the reward needs something
+    that is not given, or returns other columns than it declares.
 
     Example: ``score(ClipReward(), image, instruction="a red barn")["similarity"]``
     """
     images = (source,) if isinstance(source, Image) else tuple(source)
     task = Task("picture", instruction, images, mask, reference, target, text, meta=meta or {})
-    return {name: column.item() for name, column in scores_of(reward, [Sample(task, image, written)]).items()}
+    return {name: column.item() for name, column in scores_of(reward, [Sample(task, image, completion)]).items()}
+
+
+def scores_of(reward: Reward, samples: Sequence[Sample]) -> Scores:
+    """Every column that the reward declares, (b,), float32, on this thread; a sample without an image scores each column's worst.
+
+    ValueError as ``checked`` raises it.
+    """
+    drawn = with_images(samples)
+    return checked(reward, samples, reward(shown(drawn, reward)) if drawn else {})
+
+
+def with_images(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples that a reward is called with: those for which the policy made an image."""
+    return [sample for sample in samples if sample.image is not None]
+
+
+def checked(reward: Reward, samples: Sequence[Sample], returned: Scores) -> Scores:
+    """The declared columns of all samples, (b,), float32, from what the reward ``returned`` for ``with_images(samples)``.
+
+    A sample without an image scores each column's worst, and NaN for a diagnostic. ValueError: a declared column is not there, has
+    another shape, or a value outside its declared range.
+    """
+    drawn = torch.tensor([sample.image is not None for sample in samples], dtype=torch.bool)
+    count = int(drawn.sum())
+    scores: Scores = {}
+    for name, column in reward.columns.items():
+        fault = float("nan") if column.diagnostic else column.worst
+        scores[name] = torch.full((len(samples),), fault, dtype=torch.float32)
+        if count:
+            scores[name][drawn] = _checked_column(name, column, returned, count)
+    return scores
+
+
+def _checked_column(name: str, column: Column, returned: Scores, count: int) -> Float[Tensor, " b"]:
+    if name not in returned:
+        raise ValueError(
+            f"the reward declares the column {name!r} and did not return it; it returned {', '.join(returned) or 'nothing'}"
+        )
+    values = torch.as_tensor(returned[name], dtype=torch.float32).cpu()
+    if values.shape != (count,):
+        raise ValueError(
+            f"column {name!r} has shape {tuple(values.shape)} for {count} samples; return one a sample, NaN where missing"
+        )
+    outside = ~torch.isnan(values) & ~((values >= column.low) & (values <= column.high))
+    if outside.any():
+        wrong = values[outside][0].item()
+        raise ValueError(
+            f"column {name!r} gave {wrong}, outside its declared range {column.low} to {column.high}; declare the true range"
+        )
+    return values

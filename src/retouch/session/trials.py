@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from retouch.assembly.assembly import Assembly
 from retouch.distributed.stepper import Stepper
-from retouch.rewards.judging import Judged
+from retouch.rewards.judging import ScoredBatch
 from retouch.training.preflight import Check, preflight
 from retouch.types import Batch, Sample
 
@@ -14,7 +14,7 @@ ROWS = 8
 
 
 def trial_steps(
-    parts: Assembly, *, stepper: Stepper, judge: Callable[[Batch, Sequence[Sample]], "Future[Judged]"], done: int
+    parts: Assembly, *, stepper: Stepper, judge: Callable[[Batch, Sequence[Sample]], "Future[ScoredBatch]"], done: int
 ) -> Iterator[Check]:
     """What was found in each phase that is not over after ``done`` steps of the run. Asks no judge and restores every bit."""
     for index, (_, steps) in enumerate(parts.plan):

@@ -13,7 +13,7 @@ from torch import Tensor
 from retouch.distributed.ranks import Ranks
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.protocols import Renderer
-from retouch.rewards.judging import JudgeBatch, Judged
+from retouch.rewards.judging import JudgeBatch, ScoredBatch
 from retouch.training.completions import texts
 from retouch.training.loop import wait_for_rewards
 from retouch.types import Batch, Sample, Scores, Task
@@ -112,7 +112,7 @@ class Evaluator:
 
     def _judge(
         self, act: Any, indices: Sequence[int], slot: int
-    ) -> "tuple[Future[Judged], list[Image | None], Sequence[str | None]]":
+    ) -> "tuple[Future[ScoredBatch], list[Image | None], Sequence[str | None]]":
         tasks = tuple(self.tasks[index] for index in indices)
         rows = tuple(range(len(indices)))
         batch = Batch(

@@ -23,7 +23,7 @@ from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import Stepper
 from retouch.objectives.advantages import Advantage
 from retouch.protocols import Renderer, SupportsLosses
-from retouch.rewards.judging import Judged
+from retouch.rewards.judging import ScoredBatch
 from retouch.rewards.quota.quota import BudgetSpent
 from retouch.types import Batch, Minibatch, Sample, Trajectory
 
@@ -72,7 +72,7 @@ class Run:
 
     policy: Any
     renderer: Renderer
-    judge: Callable[[Batch, Sequence[Sample]], "Future[Judged]"]
+    judge: Callable[[Batch, Sequence[Sample]], "Future[ScoredBatch]"]
     stepper: Stepper
     ranks: Ranks
     chunk: int
@@ -93,7 +93,7 @@ class Collected:
     advantages: Float[Tensor, "b t"]
     valid: Bool[Tensor, " b"]
     metrics: Metrics
-    judged: Judged | None = None
+    judged: ScoredBatch | None = None
     images: Sequence[Image | None] = ()
     returns: Float[Tensor, "b t"] | None = None
 
@@ -135,12 +135,12 @@ def collect(run: Run, phase: Phase, step: int) -> Collected:
     return Collected(batch, trajectory, credit.advantages, valid, metrics, judged, images, credit.returns)
 
 
-def wait_for_rewards(ranks: Ranks, pending: Sequence["Future[Judged]"]) -> Judged:
+def wait_for_rewards(ranks: Ranks, pending: Sequence["Future[ScoredBatch]"]) -> ScoredBatch:
     """The scores of all chunks, in order. Raises BudgetSpent on every rank if one rank's judge has spent its budget."""
-    return Judged.concat(wait_for_chunks(ranks, pending))
+    return ScoredBatch.concat(wait_for_chunks(ranks, pending))
 
 
-def wait_for_chunks(ranks: Ranks, pending: Sequence["Future[Judged]"]) -> list[Judged]:
+def wait_for_chunks(ranks: Ranks, pending: Sequence["Future[ScoredBatch]"]) -> list[ScoredBatch]:
     """The scores of each chunk; a rank may have none. Raises BudgetSpent on every rank if one rank's judge has spent its budget."""
     parts, spent = [], None
     for future in pending:
@@ -153,7 +153,7 @@ def wait_for_chunks(ranks: Ranks, pending: Sequence["Future[Judged]"]) -> list[J
     return parts
 
 
-def compute_advantages(run: Run, phase: Phase, judged: Judged) -> tuple[Float[Tensor, " b"], Metrics]:
+def compute_advantages(run: Run, phase: Phase, judged: ScoredBatch) -> tuple[Float[Tensor, " b"], Metrics]:
     """One number per row of this rank, from the rewards of all ranks, and means of the scores.
 
     Raises TooManyMissing on every rank if a larger share than ``run.max_missing`` has no reward.

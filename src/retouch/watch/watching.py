@@ -19,7 +19,7 @@ from retouch.assembly.assembly import Assembly
 from retouch.recipe.watch import Watch
 from retouch.records import files
 from retouch.records.folder import RunFolder
-from retouch.rewards.judging import Judge, JudgeBatch, Judged
+from retouch.rewards.judging import Judge, JudgeBatch, ScoredBatch
 from retouch.training.evaluation import EVALUATION_STEP, Evaluator
 from retouch.training.ledger import Ledger
 from retouch.training.loop import Collected, Metrics, wait_for_chunks
@@ -98,7 +98,7 @@ class Watcher:
     def _at(self, step: int, joining: ThreadPoolExecutor) -> JudgeBatch:
         """What is seen of pictures after so many steps: ``proxy`` and ``heldout``, the two judges' numbers, and every measure."""
 
-        def see(batch: Batch, samples: Sequence[Sample]) -> "Future[Judged]":
+        def see(batch: Batch, samples: Sequence[Sample]) -> "Future[ScoredBatch]":
             asked = {"proxy": self._judge.for_split("heldout", step)(batch, samples)}
             if self.watchers.heldout is not None:
                 asked["heldout"] = self.watchers.heldout.for_split("watch", step)(batch, samples)
@@ -106,10 +106,10 @@ class Watcher:
 
         return see
 
-    def _joined(self, samples: Sequence[Sample], asked: "Mapping[str, Future[Judged]]") -> Judged:
+    def _joined(self, samples: Sequence[Sample], asked: "Mapping[str, Future[ScoredBatch]]") -> ScoredBatch:
         measured = self.watchers.measured(samples)
         scores = {name: future.result().rewards for name, future in asked.items()}
-        return Judged({**scores, **measured}, scores["proxy"], 0)
+        return ScoredBatch({**scores, **measured}, scores["proxy"], 0)
 
     @property
     def _fingerprint(self) -> str:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from retouch.rewards.judging import Judge, Judged
+from retouch.rewards.judging import Judge, ScoredBatch
 from retouch.rewards.ledger.database import Database
 from retouch.rewards.ledger.hashing import image_hash
 from retouch.rewards.ledger.journal import Journal, JournalRow, journal_rows
@@ -67,7 +67,7 @@ def same(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
-def equal(one: Judged, other: Judged) -> bool:
+def equal(one: ScoredBatch, other: ScoredBatch) -> bool:
     columns = one.scores.keys() == other.scores.keys() and all(same(one.scores[name], other.scores[name]) for name in one.scores)
     return columns and same(one.rewards, other.rewards) and one.faults == other.faults
 
@@ -240,7 +240,7 @@ def test_chunks_of_a_step_do_not_disturb_each_other(start: Start) -> None:
     samples = pictures(rows)
     judge = start(reward)
     parts = [judge.for_split("train")(rows.take(slice(k, k + 2)), samples[k : k + 2]) for k in range(0, 9, 2)]
-    first = Judged.concat([part.result() for part in parts])
+    first = ScoredBatch.concat([part.result() for part in parts])
     assert equal(start(reward).for_split("train")(rows, samples).result(), first)
     assert len(reward.asked) == 9
 
@@ -262,7 +262,7 @@ def test_judging_goes_on_while_the_caller_does(start: Start) -> None:
             return super().__call__(samples)
 
     rows = batch()
-    futures: list[Future[Judged]] = [start(Waiting()).for_split("train")(rows, pictures(rows))]
+    futures: list[Future[ScoredBatch]] = [start(Waiting()).for_split("train")(rows, pictures(rows))]
     assert not futures[0].done()
     may_answer.set()
     assert len(futures[0].result().rewards) == 6
