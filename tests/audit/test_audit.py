@@ -18,8 +18,7 @@ from retouch.core import agreement
 from retouch.distributed.ranks import Ranks
 from retouch.playground.judges.judge import PlaygroundJudge
 from retouch.recipe.recipe import Recipe, load
-from retouch.records.folder import Judged as Pictured
-from retouch.records.folder import RunFolder
+from retouch.records.folder import RunFolder, SampleRecord
 from retouch.rewards.judging import Judge
 from retouch.rewards.ledger.answers import AnswerCache, JudgeCall
 from retouch.rewards.ledger.database import Database
@@ -77,7 +76,7 @@ def judge_run(made: Recipe, *, keep_images: bool) -> Path:
             if batch.step == 1:
                 scores = judge(samples)
                 kept = [
-                    Pictured(sample=sample, group=0, slot=slot, scores={}, reward=scores.rewards[slot].item())
+                    SampleRecord(sample=sample, group=0, slot=slot, scores={}, reward=scores.rewards[slot].item())
                     for slot, sample in enumerate(samples[:4])
                 ]
                 folder.write_samples(2, "group", kept)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from retouch.records import files
-from retouch.records.folder import Judged, RunFolder
+from retouch.records.folder import RunFolder, SampleRecord
 from retouch.records.summary import Summary
 from retouch.types import Sample, Task
 
@@ -27,7 +27,9 @@ def picture(colour: tuple[int, int, int]) -> Image.Image:
     return Image.new("RGB", (8, 8), colour)
 
 
-def judged(group: int, slot: int, *, colour: tuple[int, int, int] = (9, 9, 9), source: tuple[int, int, int] = (1, 2, 3)) -> Judged:
+def judged(
+    group: int, slot: int, *, colour: tuple[int, int, int] = (9, 9, 9), source: tuple[int, int, int] = (1, 2, 3)
+) -> SampleRecord:
     task = Task(
         id=f"a/b/../{group}",
         instruction="make it <b>red</b>\n",
@@ -35,7 +37,7 @@ def judged(group: int, slot: int, *, colour: tuple[int, int, int] = (9, 9, 9), s
         target=picture((7, 7, 7)),
         tags={"kind": "recolour"},
     )
-    return Judged(
+    return SampleRecord(
         sample=Sample(task, picture(colour)), group=group, slot=slot, scores={"overall": 5.0, "ocr": math.nan}, reward=5.0
     )
 
@@ -157,7 +159,7 @@ def test_pictures_made_again_replace_only_their_own_kind(tmp_path: Path) -> None
 
 def test_a_sample_without_pictures_or_verdict(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    nothing = Judged(
+    nothing = SampleRecord(
         sample=Sample(Task(id="t", instruction="a cat"), None), group=0, slot=0, scores={}, reward=math.nan, advantage=0.0
     )
     folder.write_samples(1, "group", [nothing])
@@ -254,5 +256,5 @@ def test_kill_9_leaves_whole_files(tmp_path: Path) -> None:
         kept = files.read_json(tmp_path / "whole.json")
         assert kept["count"] == kept["again"]
         assert len(kept["big"]) == 500
-        files.truncate(tmp_path / "lines.jsonl", lambda line: True)
+        files.filter_lines(tmp_path / "lines.jsonl", lambda line: True)
         assert all("step" in line for line in files.read_lines(tmp_path / "lines.jsonl"))

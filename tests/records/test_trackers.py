@@ -1,4 +1,4 @@
-"""Trackers show what they are given, and hide what a killed run had shown too far."""
+"""CompositeTracker show what they are given, and hide what a killed run had shown too far."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,7 @@ from accelerate import PartialState
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from retouch.records.folder import RunFolder
-from retouch.records.trackers import Trackers, open_trackers, require_trackers
+from retouch.records.trackers import CompositeTracker, open_trackers, require_trackers
 
 
 def scalars(folder: RunFolder, name: str) -> list[tuple[int, float]]:
@@ -17,7 +17,7 @@ def scalars(folder: RunFolder, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(name)]
 
 
-def open_tensorboard(folder: RunFolder, first_step: int = 1) -> Trackers:
+def open_tensorboard(folder: RunFolder, first_step: int = 1) -> CompositeTracker:
     return open_trackers(["tensorboard"], folder, project="retouch", recipe={"seed": 1}, first_step=first_step)
 
 
@@ -71,7 +71,7 @@ def test_every_tracker_of_several_gets_everything() -> None:
             self.seen.append("closed")
 
     one, other = Kept(), Kept()
-    both = Trackers([one, other])
+    both = CompositeTracker([one, other])
     both.log({"a": 1.0}, 7)
     both.close()
     assert one.seen == other.seen == [({"a": 1.0}, 7), "closed"]

@@ -13,7 +13,7 @@ from PIL import Image
 
 from fake_run import write_run, write_start
 from html_check import Page, assert_needs_nothing, read
-from retouch.records.folder import Judged, RunFolder
+from retouch.records.folder import RunFolder, SampleRecord
 from retouch.records.summary import Summary
 from retouch.report.page import write_report
 from retouch.types import Sample, Task
@@ -169,7 +169,7 @@ def hostile_run(root: Path, word: str) -> RunFolder:
     big = Image.linear_gradient("L").resize((500, 300)).convert("RGB")
     for step in (0, 1):
         task = Task(id=word, instruction=word, images=(big,), tags={word: word})
-        item = Judged(sample=Sample(task, big), group=0, slot=0, scores={word: 1.0}, reward=1.0, advantage=0.5)
+        item = SampleRecord(sample=Sample(task, big), group=0, slot=0, scores={word: 1.0}, reward=1.0, advantage=0.5)
         folder.write_samples(step, "heldout", [item])
         folder.write_samples(step, "group", [item])
         folder.write_eval(step, word, table={"all": {word: 1.0, "n": 30}, f"{word}={word}": {word: 1.0}}, ci95={})

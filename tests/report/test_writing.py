@@ -8,7 +8,7 @@ from PIL import Image
 
 from fake_run import write_start
 from html_check import Page, read
-from retouch.records.folder import Judged, RunFolder
+from retouch.records.folder import RunFolder, SampleRecord
 from retouch.report.page import write_report
 from retouch.rewards.text.prompt_quality import prompt_quality
 from retouch.types import Sample, Task
@@ -26,10 +26,10 @@ def run_of(root: Path, *, renderer: str | None) -> RunFolder:
     folder.recipe.write_text(json.dumps(kept))
     sample = Sample(Task(id="t", instruction=ASKED), Image.new("RGB", (24, 24)))
     for step, text in ((0, BEFORE), (9, AFTER)):
-        shown = Judged(sample=sample, group=0, slot=0, scores={"overall": 4.0}, reward=4.0, text=text)
+        shown = SampleRecord(sample=sample, group=0, slot=0, scores={"overall": 4.0}, reward=4.0, text=text)
         folder.write_samples(step, "heldout", [shown])
     members = [
-        Judged(sample=sample, group=0, slot=slot, scores={}, reward=float(slot), advantage=0.0, text=text)
+        SampleRecord(sample=sample, group=0, slot=slot, scores={}, reward=float(slot), advantage=0.0, text=text)
         for slot, text in enumerate(["red circle", "<think>it never ends"])
     ]
     folder.write_samples(9, "group", members)

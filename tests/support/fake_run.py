@@ -12,7 +12,7 @@ from retouch.playground.judges.judge import PlaygroundJudge
 from retouch.playground.world.edits import Edit, apply
 from retouch.playground.world.scenes import Scene, render
 from retouch.playground.world.tasks import PlaygroundTasks
-from retouch.records.folder import Judged, RunFolder
+from retouch.records.folder import RunFolder, SampleRecord
 from retouch.records.summary import Summary
 from retouch.types import Sample, Task
 
@@ -55,7 +55,7 @@ def evaluate(folder: RunFolder, step: int, skill: float, tasks: Sequence[Task]) 
                 ci95[row][column] = (float(values.mean()) - half, float(values.mean()) + half)
     folder.write_eval(step, "heldout", table=table, ci95=ci95)
     shown = [
-        Judged(sample=Sample(task, image), group=place, slot=0, scores=score, reward=score["overall"])
+        SampleRecord(sample=Sample(task, image), group=place, slot=0, scores=score, reward=score["overall"])
         for place, (task, image, score) in enumerate(zip(tasks[:16], images, scores, strict=False))
     ]
     folder.write_samples(step, "heldout", shown)
@@ -79,7 +79,7 @@ def train(folder: RunFolder, step: int, skill: float, *, group_size: int = 10, g
         spread = centred.nan_to_num().std()
         advantages = (centred / spread).nan_to_num() if spread > 1e-3 else torch.zeros(group_size)
         kept += [
-            Judged(
+            SampleRecord(
                 sample=Sample(task, image), group=group, slot=slot, scores=score, reward=float(reward), advantage=float(advantage)
             )
             for slot, (image, score, reward, advantage) in enumerate(zip(images, scores, rewards, advantages, strict=True))

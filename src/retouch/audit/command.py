@@ -11,14 +11,14 @@ from retouch.audit.images import Shown
 from retouch.audit.opening import LedgerView, chosen
 from retouch.audit.overview import overview
 from retouch.audit.ratings import COLUMN, rated
-from retouch.records.files import plain
+from retouch.records.files import jsonable
 from retouch.rewards.vlm.prices import Prices
 
 
 def ledger_command(arguments: Namespace) -> str:
     """The answer, as a table or as JSON. ValueError: no such run, column or file."""
     found, table = _answer(arguments)
-    return json.dumps(plain(found), indent=2) if arguments.json else table
+    return json.dumps(jsonable(found), indent=2) if arguments.json else table
 
 
 def _answer(arguments: Namespace) -> tuple[Any, str]:

@@ -15,7 +15,7 @@ from retouch.recipe.data import ComplexEditData, Data, DrawnData, HubData, Token
 from retouch.recipe.differences import differences
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
-from retouch.records.summary import standing
+from retouch.records.summary import split_label
 from retouch.records.trackers import require_trackers
 from retouch.training import checkpoint
 from retouch.training.evaluation import chosen
@@ -128,7 +128,7 @@ def _place(data: Data) -> tuple[str, bool]:
 
 
 def _described(recipe: Recipe, path: str, sets: Sets) -> Finding:
-    judged = "held out" if standing(recipe.eval.split) == "held-out" else "of them judge the run, none held out"
+    judged = "held out" if split_label(recipe.eval.split) == "held-out" else "of them judge the run, none held out"
     text = f"{path}: {len(sets.train)} tasks to train on, {len(sets.heldout)} {judged}"
     if recipe.eval.headline:
         try:

@@ -53,7 +53,7 @@ def examine(recipe: Recipe | None, *, distributed: bool, device: str | None, nam
     machine, or a GPU by name ("h200") to plan for, in place of the recipe's. ``named``: the recipe as the user typed it, file and
     overrides, for the command to type next. ValueError for a device that is not known.
     """
-    quiet()
+    silence_libraries()
     wanted = device or ("auto" if recipe is None else recipe.device)
     require_known(wanted)
     world = int(os.environ.get("WORLD_SIZE", "1"))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from retouch.distributed.ranks import Ranks, init_distributed
 from retouch.doctor.findings import Finding, failed, ok
 from retouch.recipe.recipe import Recipe
-from retouch.records.versions import versions
+from retouch.records.libraries import versions
 
 _LISTED = 8
 

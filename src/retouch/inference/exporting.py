@@ -20,7 +20,7 @@ from retouch.recipe.ip_adapter import IpAdapter, lora_of
 from retouch.recipe.train import FullWeights
 from retouch.recipe.writer import AutoregressivePolicy
 from retouch.records import files
-from retouch.records.versions import versions
+from retouch.records.libraries import versions
 
 Which = Literal["average", "current"]
 

@@ -19,14 +19,14 @@ from retouch.recipe.recipe import Recipe, load, parse
 from retouch.recipe.renderer import ResponseRenderer
 from retouch.recipe.rollout import TokenRollout
 from retouch.records.folder import RunFolder
-from retouch.records.quiet import quiet
+from retouch.records.libraries import silence_libraries
 from retouch.training import checkpoint
 from retouch.training.checkpoint import State
 
 
 def open_target(target: str, overrides: Sequence[str] = ()) -> tuple[Assembly, int]:
     """The parts of a recipe or run, and the step whose weights they have (0: untrained)."""
-    quiet()
+    silence_libraries()
     recipe, folder = _recipe(target, overrides)
     parts = assemble(recipe, init_distributed_from_recipe(recipe))
     state = _newest(folder)
@@ -41,7 +41,7 @@ def open_writer(target: str, overrides: Sequence[str] = ()) -> OpenWriter:
 
     ValueError for a policy that does not write.
     """
-    quiet()
+    silence_libraries()
     recipe, folder = _recipe(target, overrides)
     policy, renderer, rollout = recipe.policy, recipe.renderer, recipe.rollout
     if not isinstance(policy, recipe_writer.AutoregressivePolicy) or not isinstance(rollout, TokenRollout):

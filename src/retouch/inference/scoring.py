@@ -11,7 +11,7 @@ import torch
 from retouch.assembly.reward import build_reward
 from retouch.data.images import load_image, load_mask
 from retouch.recipe.reward_words import parse_reward, read_combined
-from retouch.records.files import plain
+from retouch.records.files import jsonable
 from retouch.rewards.closing import close
 from retouch.rewards.combine.combination import Combination, combination
 from retouch.rewards.scoring import score
@@ -35,7 +35,7 @@ class Scored:
     def to_json(self) -> str:
         """One line: null where a score is missing."""
         combined = {} if self.combined is None else {"reward": self.reward}
-        return json.dumps(plain({"scores": self.scores, **combined, "missing": self.missing}), allow_nan=False)
+        return json.dumps(jsonable({"scores": self.scores, **combined, "missing": self.missing}), allow_nan=False)
 
     def __str__(self) -> str:
         ranges = {name: (column.low, column.high) for name, column in self.columns.items()}

@@ -1,7 +1,7 @@
-"""Files that survive a kill: whole files appear at once or not at all, and lines are appended one write at a time.
+"""Crash-safe files: a whole file is replaced atomically, and a line is appended with a single write.
 
-JSON here is strict: a number that JSON cannot hold (NaN, infinity) is written as null, and floats are written so that reading
-gives the same bits back. A last line without its newline was cut by a kill; readers ignore it and ``truncate`` removes it.
+JSON is strict: a number that JSON cannot represent (NaN, infinity) is written as null. Floats are written so that reading them
+gives the same bits. A last line without a newline was cut off by a kill; readers ignore it and ``filter_lines`` removes it.
 """
 
 import json
@@ -12,30 +12,30 @@ from pathlib import Path
 from typing import Any
 
 
-def plain(value: Any) -> Any:
-    """The value as strict JSON: numbers that are not finite become None, tuples lists, paths text; mappings keep their order."""
+def jsonable(value: Any) -> Any:
+    """The value as strict JSON: non-finite numbers become None, tuples lists and paths text; mappings keep their order."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [jsonable(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Write a whole file: aside, flushed to the disk, then renamed over the old one."""
-    aside = path.with_name(path.name + ".tmp")
-    with aside.open("wb") as file:
+    """Write a whole file: to a temporary file, flushed to disk, which then replaces the old file."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(aside, path)
-    sync_folder(path.parent)
+    os.replace(temporary, path)
+    fsync_folder(path.parent)
 
 
-def sync_folder(path: Path) -> None:
-    """Flush a folder's names to the disk, so that a rename is not lost with the power."""
+def fsync_folder(path: Path) -> None:
+    """Flush a folder's entries to disk, so that a power failure does not undo a rename."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -45,11 +45,11 @@ def sync_folder(path: Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write one JSON value, indented, atomically."""
-    write_atomic(path, _encode(json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)))
+    write_atomic(path, _encode(json.dumps(jsonable(value), indent=2, ensure_ascii=False, allow_nan=False)))
 
 
 def read_json(path: Path) -> Any:
-    """Read one JSON value. ValueError names the file when it is not JSON."""
+    """Read one JSON value. Raises ValueError with the file's name if it is not valid JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
@@ -57,17 +57,17 @@ def read_json(path: Path) -> Any:
 
 
 def json_line(value: Mapping[str, Any]) -> bytes:
-    """One line of a JSON-lines file, keys in the order given."""
-    return _encode(json.dumps(plain(value), ensure_ascii=False, allow_nan=False))
+    """One line of a JSON Lines file, with the keys in the given order."""
+    return _encode(json.dumps(jsonable(value), ensure_ascii=False, allow_nan=False))
 
 
-def _encode(written: str) -> bytes:
-    # Half of a surrogate pair, which text from elsewhere may hold, has no UTF-8; as a backslash escape it is what JSON wants.
-    return (written + "\n").encode("utf-8", "backslashreplace")
+def _encode(line: str) -> bytes:
+    # An unpaired surrogate, which foreign text may contain, has no UTF-8 encoding; its backslash escape is valid JSON.
+    return (line + "\n").encode("utf-8", "backslashreplace")
 
 
 def append_line(path: Path, value: Mapping[str, Any], *, durable: bool = True) -> None:
-    """Append one line in one write; ``durable`` waits until the disk has it, so that not even a power cut takes it away."""
+    """Append one line with a single write; with ``durable`` wait until it is on disk, so that it survives a power failure."""
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         line = json_line(value)
@@ -80,25 +80,25 @@ def append_line(path: Path, value: Mapping[str, Any], *, durable: bool = True) -
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSON-lines file; none where there is no file. ValueError names a line that is whole and yet not an object."""
+    """The lines of a JSON Lines file; none if it does not exist. Raises ValueError for a complete line that is not an object."""
     if not path.exists():
         return []
-    whole = path.read_bytes().split(b"\n")[:-1]
-    return [_parse(line, path, number) for number, line in enumerate(whole, start=1)]
+    complete = path.read_bytes().split(b"\n")[:-1]
+    return [_parse(line, path, number) for number, line in enumerate(complete, start=1)]
 
 
 def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
-    """Write all lines of a JSON-lines file atomically."""
+    """Write all lines of a JSON Lines file atomically."""
     write_atomic(path, b"".join(json_line(line) for line in lines))
 
 
-def truncate(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Keep only the lines that ``keep`` accepts, byte for byte, and drop a torn last one; atomic."""
+def filter_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Keep only the lines that ``keep`` accepts, byte for byte, and drop an incomplete last line; atomically."""
     if not path.exists():
         return
     before = path.read_bytes()
-    whole = before.split(b"\n")[:-1]
-    after = b"".join(line + b"\n" for number, line in enumerate(whole, start=1) if keep(_parse(line, path, number)))
+    complete = before.split(b"\n")[:-1]
+    after = b"".join(line + b"\n" for number, line in enumerate(complete, start=1) if keep(_parse(line, path, number)))
     if after != before:
         write_atomic(path, after)
 
@@ -107,7 +107,7 @@ def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}, line {number}: not valid JSON ({error}); the file was changed by something else") from error
+        raise ValueError(f"{path}, line {number}: not valid JSON ({error}); another program has changed the file") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}, line {number}: expected an object, found {type(value).__name__}")
     return value

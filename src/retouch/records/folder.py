@@ -1,8 +1,8 @@
-"""A run's folder, ``<out>/<name>/``: where everything lies, who writes it and how it is read back.
+"""A run's folder, ``<out>/<name>/``: the paths in it, what writes them and what reads them back.
 
-Step 0 is the state before training; step n is after the n-th step. ``metrics.jsonl`` holds no times, so that a resumed run and one
-left alone write the same bytes; times go to ``timings.jsonl``. Only one rank writes. Everything that may be written again after a
-resume (evaluations, pictures) replaces what it wrote before.
+Step 0 is the state before training; step n is the state after the n-th step. ``metrics.jsonl`` contains no times, so that a resumed
+run and an uninterrupted one write the same bytes; times go to ``timings.jsonl``. Only one rank writes. What may be written again
+after a resume (evaluations, images) replaces what was written before.
 """
 
 import io
@@ -16,23 +16,23 @@ from typing import Any, Literal
 from PIL.Image import Image
 
 from retouch.records import files
+from retouch.records.libraries import versions
 from retouch.records.summary import Summary
-from retouch.records.versions import versions
 from retouch.types import Sample
 
 Number = float | int | None
 Table = Mapping[str, Mapping[str, Number]]
 Intervals = Mapping[str, Mapping[str, Sequence[Number]]]
-Pictures = Literal["heldout", "group"]
+SampleSet = Literal["heldout", "group"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Judged:
-    """A sample as it is kept for people to look at.
+class SampleRecord:
+    """A sample with its scores, as it is stored for people to look at.
 
-    ``group`` and ``slot`` say which sample of which group it is (held-out tasks: the task's place, slot 0). NaN in ``scores`` or
-    ``reward`` means "could not be judged". ``advantage``: None where there is none (held-out tasks). ``text``: what the policy
-    wrote for the picture, where it writes.
+    ``group`` and ``slot``: which sample of which group it is (for held-out tasks the index of the task, and slot 0). NaN in
+    ``scores`` or ``reward`` means "could not be scored". ``advantage``: None if there is none (held-out tasks). ``text``: the
+    completion that the policy wrote for the image, if it writes.
     """
 
     sample: Sample
@@ -46,7 +46,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths, writers and readers of one run's folder. Making one touches no disk; the writers make what they need."""
+    """Paths, writers and readers of one run's folder. Constructing it does not touch the disk; writers create what they need."""
 
     root: Path
 
@@ -99,85 +99,85 @@ class RunFolder:
         return self.root / "tensorboard"
 
     def log(self, rank: int = 0) -> Path:
-        """The log of a rank: ``train.log``, and ``train.rank1.log`` and so on beside it."""
+        """The log of a rank: ``train.log`` for rank 0, otherwise ``train.rank1.log`` and so on."""
         return self.root / ("train.log" if rank == 0 else f"train.rank{rank}.log")
 
     def samples(self, step: int) -> Path:
         return self.root / "samples" / f"step-{step:06d}"
 
     def create(self) -> None:
-        """Make the folder and the one for checkpoints."""
+        """Create the folder and the checkpoints folder in it."""
         self.checkpoints.mkdir(parents=True, exist_ok=True)
 
     def write_recipe(self, recipe: Mapping[str, Any]) -> None:
-        """Keep the resolved recipe, with the versions it runs on: ``{"recipe": ..., "versions": ...}``."""
+        """Store the resolved recipe and the library versions: ``{"recipe": ..., "versions": ...}``."""
         self.create()
         files.write_json(self.recipe, {"recipe": recipe, "versions": versions(Path.cwd())})
 
     def append_metrics(self, step: int, phase: str, values: Mapping[str, Number]) -> None:
-        """Add a step's line: step, phase, then the metrics by name. ValueError for a time, which belongs in the timings."""
+        """Append a step's line: step, phase, then the metrics by name. Raises ValueError for a time; use ``append_timings``."""
         timed = [name for name in values if name.startswith("time/")]
         if timed:
-            raise ValueError(f"times differ between a run and its resumed twin: write {timed} with append_timings")
+            raise ValueError(f"times differ between an uninterrupted and a resumed run: write {timed} with append_timings")
         files.append_line(self.metrics, {"step": step, "phase": phase, **dict(sorted(values.items()))})
 
     def append_timings(self, step: int, seconds: Mapping[str, float]) -> None:
-        """Add a step's wall-clock seconds: ``time/<stage>`` for stages that do not overlap, ``time/step`` for the whole step."""
+        """Append a step's wall-clock seconds: ``time/<stage>`` for stages that do not overlap, ``time/step`` for the whole step."""
         files.append_line(self.timings, {"step": step, **dict(sorted(seconds.items()))}, durable=False)
 
     def write_eval(self, step: int, split: str, *, table: Table, ci95: Intervals, lower_is_better: Sequence[str] = ()) -> None:
-        """Keep an evaluation; one of the same step and split is replaced.
+        """Store an evaluation, which replaces one of the same step and split.
 
-        ``table``: row name to column means and ``n``, the number of tasks. Rows are ``all`` and, for each tag that tasks are told
-        apart by, ``tag=value``. ``ci95``: row name to column to [low, high] of the mean; rows and columns may be left out.
-        ``lower_is_better``: the columns of which less is better.
+        ``table``: row name to column means and ``n``, the number of tasks. The rows are ``all`` and, for each tag by which results
+        are broken down, ``tag=value``. ``ci95``: row name to column to [low, high] of the mean; rows and columns may be missing.
+        ``lower_is_better``: the columns for which a lower score is better.
         """
-        kept = [line for line in self.read_evals() if (line["step"], line["split"]) != (step, split)]
+        others = [line for line in self.read_evals() if (line["step"], line["split"]) != (step, split)]
         line = {"step": step, "split": split, "table": table, "ci95": ci95}
         if lower_is_better:
             line["lower_is_better"] = list(lower_is_better)
-        files.write_lines(self.evals, [*kept, line])
+        files.write_lines(self.evals, [*others, line])
 
-    def write_samples(self, step: int, kind: Pictures, judged: Sequence[Judged]) -> None:
-        """Keep pictures of a step: ``heldout`` (the same tasks and seeds at each evaluation) or ``group`` (training samples).
+    def write_samples(self, step: int, kind: SampleSet, records: Sequence[SampleRecord]) -> None:
+        """Store images of a step: ``heldout`` (the same tasks and seeds at each evaluation) or ``group`` (training samples).
 
-        Those of the same step and kind are replaced. Pictures are written before the lines that name them.
+        They replace those of the same step and kind. Images are written before the lines that name them.
         """
         folder = self.samples(step)
         folder.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in self.read_samples(step) if line["set"] != kind]
+        others = [line for line in self.read_samples(step) if line["set"] != kind]
         written: set[str] = set()
-        lines = [_keep(folder, {"step": step, "set": kind}, item, written=written) for item in judged]
-        files.write_lines(folder / "samples.jsonl", [*kept, *lines])
+        lines = [_write_sample(folder, {"step": step, "set": kind}, record, written=written) for record in records]
+        files.write_lines(folder / "samples.jsonl", [*others, *lines])
 
     def write_summary(self, summary: Summary) -> None:
         files.write_json(self.summary, summary.to_json())
 
     def write_preflight(self, checks: Sequence[Mapping[str, Any]]) -> None:
-        """Keep the checks made before the first step: ``name``, ``ok``, ``value`` and ``limit`` (or None), ``text``."""
+        """Store the checks made before the first step: ``name``, ``ok``, ``value`` and ``limit`` (or None), ``text``."""
         files.write_json(self.preflight, list(checks))
 
     def read_summary(self) -> Summary | None:
-        """What ``write_summary`` kept; None before the run has ended once."""
+        """The result of ``write_summary``; None before the run has ended once."""
         return Summary.from_json(files.read_json(self.summary)) if self.summary.exists() else None
 
     def read_preflight(self) -> list[dict[str, Any]]:
         return files.read_json(self.preflight) if self.preflight.exists() else []
 
     def write_alarm(self, alarm: Mapping[str, Any]) -> None:
-        """Keep why a rule ended the run: ``step``, ``back_to`` (or None), ``alarms`` with ``rule``, ``text`` and ``response``."""
+        """Store why a rule stopped the run: ``step``, ``back_to`` (or None), ``alarms`` with ``rule``, ``text``, ``response``."""
         files.write_json(self.alarm, alarm)
 
     def read_alarm(self) -> dict[str, Any] | None:
-        """What ``write_alarm`` kept; None where no rule ended the run."""
+        """The result of ``write_alarm``; None if no rule stopped the run."""
         return files.read_json(self.alarm) if self.alarm.exists() else None
 
     def read_recipe(self) -> dict[str, Any]:
-        """What ``write_recipe`` kept. ValueError where this is no run's folder."""
+        """The result of ``write_recipe``. Raises ValueError if this is not the folder of a run."""
         if not self.recipe.exists():
             raise ValueError(f"{self.root} is not the folder of a run: it has no recipe.json")
-        kept: dict[str, Any] = files.read_json(self.recipe)
-        return kept
+        recipe: dict[str, Any] = files.read_json(self.recipe)
+        return recipe
 
     def read_metrics(self) -> list[dict[str, Any]]:
         return files.read_lines(self.metrics)
@@ -189,39 +189,39 @@ class RunFolder:
         return files.read_lines(self.evals)
 
     def read_samples(self, step: int) -> list[dict[str, Any]]:
-        """The lines of a step's pictures; files are named relative to ``samples(step)``."""
+        """The lines about a step's images; file names are relative to ``samples(step)``."""
         return files.read_lines(self.samples(step) / "samples.jsonl")
 
     def sample_steps(self) -> list[int]:
-        """The steps whose pictures are complete, in order."""
+        """The steps whose images are complete, in order."""
         return sorted(_step(path.parent) for path in self.root.glob("samples/step-*/samples.jsonl"))
 
     def truncate_after(self, step: int) -> None:
-        """Forget what was written of later steps, and torn last lines, so that a run resumed from ``step`` writes them again."""
+        """Delete what was written about later steps, and incomplete last lines, so that a resumed run writes them again."""
         for path in (self.metrics, self.timings, self.evals):
-            files.truncate(path, lambda line: bool(line["step"] <= step))
+            files.filter_lines(path, lambda line: bool(line["step"] <= step))
         for folder in self.root.glob("samples/step-*"):
             if _step(folder) > step:
                 shutil.rmtree(folder)
 
     def set_aside(self) -> Path:
-        """Rename the folder to ``<name>.old-YYYYMMDD-HHMMSS`` and return where it is now."""
+        """Rename the folder to ``<name>.old-YYYYMMDD-HHMMSS`` and return the new path."""
         base = self.root.with_name(f"{self.root.name}.old-{datetime.now():%Y%m%d-%H%M%S}")
-        place, count = base, 1
-        while place.exists():
+        target, count = base, 1
+        while target.exists():
             count += 1
-            place = base.with_name(f"{base.name}-{count}")
-        self.root.rename(place)
-        files.sync_folder(place.parent)
-        return place
+            target = base.with_name(f"{base.name}-{count}")
+        self.root.rename(target)
+        files.fsync_folder(target.parent)
+        return target
 
 
 def _step(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def _keep(folder: Path, head: dict[str, Any], item: Judged, *, written: set[str]) -> dict[str, Any]:
-    """Write a sample's pictures (a task's own ones once a group) and make its line."""
+def _write_sample(folder: Path, head: dict[str, Any], item: SampleRecord, *, written: set[str]) -> dict[str, Any]:
+    """Write a sample's images (the task's own images once per group) and return its line."""
     task = item.sample.task
     stem = f"{head['set']}-{item.group:04d}"
     source = task.images[0] if task.images else None
@@ -231,9 +231,9 @@ def _keep(folder: Path, head: dict[str, Any], item: Judged, *, written: set[str]
         "instruction": task.instruction,
         "group": item.group,
         "slot": item.slot,
-        "image": _write_picture(folder / f"{stem}-{item.slot:03d}.png", item.sample.image, written=written),
-        "source": _write_picture(folder / f"{stem}-source.png", source, written=written),
-        "target": _write_picture(folder / f"{stem}-target.png", task.target, written=written),
+        "image": _write_image(folder / f"{stem}-{item.slot:03d}.png", item.sample.image, written=written),
+        "source": _write_image(folder / f"{stem}-source.png", source, written=written),
+        "target": _write_image(folder / f"{stem}-target.png", task.target, written=written),
         "scores": dict(item.scores),
         "reward": item.reward,
         "advantage": item.advantage,
@@ -242,8 +242,8 @@ def _keep(folder: Path, head: dict[str, Any], item: Judged, *, written: set[str]
     }
 
 
-def _write_picture(path: Path, image: Image | None, *, written: set[str]) -> str | None:
-    """The picture's file name, once it is written; None where there is no picture."""
+def _write_image(path: Path, image: Image | None, *, written: set[str]) -> str | None:
+    """Write the image unless ``written`` contains it, and return its file name; None if there is no image."""
     if image is None:
         return None
     if path.name not in written:

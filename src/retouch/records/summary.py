@@ -1,4 +1,4 @@
-"""What a run achieved, in one record: ``summary.json``."""
+"""The result of a run in one record: ``summary.json``."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,18 +7,19 @@ from dataclasses import dataclass, field
 from retouch.types import Json
 
 
-def standing(split: str) -> str:
-    """What the tasks are that a run is judged by, as ``eval.split`` has them: held-out ones, or those that train."""
+def split_label(split: str) -> str:
+    """ "trained-on" or "held-out": how to call the tasks on which a run is evaluated, given its ``eval.split``."""
     return "trained-on" if split == "train" else "held-out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The held-out reward before and after training, and what it stands beside.
+    """The mean score before and after training, and the numbers to compare it with.
 
-    ``column`` and ``on`` say what was measured ("overall", "held-out tasks of complexity 2 and 3"), all of them in its unit.
-    ``ceiling``: what the exact target scores. ``best_of_k``: mean over tasks of the best of ``k`` samples of the base.
-    ``gain_ci95``: the 95 % interval of after - before, low and high. None: not measured. ``cost``: name to amount, for people.
+    ``column`` names the score ("overall") and ``on`` the tasks ("held-out tasks of complexity 2 and 3"). All scores are in the
+    column's unit. ``ceiling``: the score of the tasks' own targets. ``best_of_k``: the mean over tasks of the best of ``k`` samples
+    of the base policy. ``gain_ci95``: the 95 % confidence interval of after - before, as (low, high). None means not measured.
+    ``cost``: amounts by name, for people to read.
     """
 
     column: str
@@ -38,25 +39,25 @@ class Summary:
 
     @property
     def gap_closed(self) -> float | None:
-        """Share of the way from before to the ceiling that was gone; None without a ceiling above before."""
+        """(after - before) / (ceiling - before); None without a ceiling above ``before``."""
         if self.ceiling is None or self.ceiling <= self.before:
             return None
         return self.gain / (self.ceiling - self.before)
 
     def to_json(self) -> dict[str, object]:
-        """The fields, with ``gain`` and ``gap_closed``."""
+        """The fields, together with ``gain`` and ``gap_closed``."""
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         return {**fields, "gain": self.gain, "gap_closed": self.gap_closed}
 
     @classmethod
-    def from_json(cls, kept: Mapping[str, object]) -> "Summary":
-        """The inverse of ``to_json``. ValueError where fields are missing or unknown."""
+    def from_json(cls, record: Mapping[str, object]) -> "Summary":
+        """The inverse of ``to_json``. Raises ValueError if fields are missing or unknown."""
         names = {item.name for item in dataclasses.fields(cls)}
-        given = {name: value for name, value in kept.items() if name not in ("gain", "gap_closed")}
+        given = {name: value for name, value in record.items() if name not in ("gain", "gap_closed")}
         missing = [name for name in ("column", "on", "before", "after", "steps") if given.get(name) is None]
         unknown = sorted(set(given) - names)
         if missing or unknown:
-            raise ValueError(f"summary.json does not fit this version of retouch: missing {missing}, unknown {unknown}")
+            raise ValueError(f"summary.json does not match this version of retouch: missing {missing}, unknown {unknown}")
         interval = given.pop("gain_ci95", None)
         given["gain_ci95"] = None if interval is None else (interval[0], interval[1])  # type: ignore[index]
         return cls(**given)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""Where a run's metrics are shown while it runs: TensorBoard by default, W&B and Trackio when asked for.
+"""Trackers show metrics while a run goes on: TensorBoard by default, W&B and Trackio on request.
 
-A tracker shows; it does not keep. What the run itself needs stands in its folder.
+Trackers only display. Everything that the run itself needs is in its folder.
 """
 
 import os
@@ -19,19 +19,19 @@ TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 @runtime_checkable
 class Tracker(Protocol):
-    """Takes each step's metrics."""
+    """Receives the metrics of each step."""
 
     def log(self, values: Mapping[str, float | None], step: int) -> None:
         """Show these values at this step; None (could not be measured) is left out."""
         ...
 
     def close(self) -> None:
-        """Send what is still held back. Nothing may be logged afterwards."""
+        """Send everything that is still buffered. Log nothing afterwards."""
         ...
 
 
 class TensorBoard:
-    """TensorBoard event files in the run's folder. Points at or after ``first_step``, of a run that was killed, are hidden."""
+    """TensorBoard event files in the run's folder. Points at or after ``first_step``, from a killed run, are hidden."""
 
     def __init__(self, folder: RunFolder, *, first_step: int) -> None:
         self._writer = SummaryWriter(str(folder.tensorboard), purge_step=first_step)
@@ -45,10 +45,10 @@ class TensorBoard:
 
 
 class Wandb:
-    """A page on Weights & Biases, through accelerate's tracker.
+    """A run on Weights & Biases, through accelerate's tracker.
 
-    The page's id is WANDB_RUN_ID, else the run's name, and a page that exists is continued. Steps that it already has are ignored
-    by W&B, which is right: a resumed run makes the same numbers again.
+    The run's id is WANDB_RUN_ID, otherwise the run's name; an existing run is continued. W&B ignores steps that it already has,
+    which is correct here, because a resumed run computes the same numbers again.
     """
 
     def __init__(self, folder: RunFolder, *, project: str, recipe: Mapping[str, Any]) -> None:
@@ -68,7 +68,7 @@ class Wandb:
 
 
 class Trackio:
-    """A Trackio run of the run's name, through accelerate's tracker; one that exists is continued."""
+    """A Trackio run with the run's name, through accelerate's tracker; an existing one is continued."""
 
     def __init__(self, folder: RunFolder, *, project: str, recipe: Mapping[str, Any]) -> None:
         _require("trackio")
@@ -83,7 +83,7 @@ class Trackio:
         self._tracker.finish()
 
 
-class Trackers:
+class CompositeTracker:
     """Several trackers as one."""
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
@@ -100,12 +100,11 @@ class Trackers:
 
 def open_trackers(
     names: Sequence[TrackerName], folder: RunFolder, *, project: str, recipe: Mapping[str, Any], first_step: int
-) -> Trackers:
-    """The trackers of these names; call it on the rank that writes.
+) -> CompositeTracker:
+    """Open the trackers with these names; call it only on the rank that writes.
 
-    With several ranks, accelerate's process group must stand already. ``recipe`` is shown beside the curves; ``first_step`` is the
-    first step that will be logged (after a resume: the next one).
-    ValueError where one is unknown or not installed.
+    With several ranks, the process group must exist already. ``recipe`` is shown with the curves. ``first_step`` is the first step
+    that will be logged (after a resume, the next step). Raises ValueError if a tracker is unknown or not installed.
     """
     opened: list[Tracker] = []
     for name in names:
@@ -117,11 +116,11 @@ def open_trackers(
             opened.append(Trackio(folder, project=project, recipe=recipe))
         else:
             raise ValueError(f"unknown tracker {name!r}; choose from tensorboard, wandb, trackio")
-    return Trackers(opened)
+    return CompositeTracker(opened)
 
 
 def require_trackers(names: Sequence[TrackerName]) -> None:
-    """Check, before anything expensive, that these trackers are installed. ValueError says what to install."""
+    """Raise ValueError with what to install if one of these trackers is not installed. Call it before anything expensive."""
     for name in names:
         if name != "tensorboard":
             _require(name)
@@ -129,7 +128,7 @@ def require_trackers(names: Sequence[TrackerName]) -> None:
 
 def _require(name: str) -> None:
     if find_spec(name) is None:
-        raise ValueError(f"tracker {name!r} is not installed: run `pip install 'retouch[track]'`, or leave it out of the recipe")
+        raise ValueError(f"tracker {name!r} is not installed: run `pip install 'retouch[track]'`, or remove it from the recipe")
 
 
 def _measured(values: Mapping[str, float | None]) -> dict[str, float]:

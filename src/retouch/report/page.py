@@ -9,7 +9,7 @@ from typing import Any
 
 from retouch.records.files import write_atomic
 from retouch.records.folder import RunFolder
-from retouch.records.summary import standing
+from retouch.records.summary import split_label
 from retouch.report import curves, grids, headline, tables
 from retouch.report.markup import Html, join, tag
 
@@ -80,7 +80,7 @@ def _sections(folder: RunFolder, recipe: Mapping[str, Any], versions: Mapping[st
     metrics, evals, summary = folder.read_metrics(), folder.read_evals(), folder.read_summary()
     time = curves.time_bars(folder.read_timings())
     column = curves.headline_column(evals, summary)
-    judged = standing(recipe.get("eval", {}).get("split", "test"))
+    judged = split_label(recipe.get("eval", {}).get("split", "test"))
     watched = [_section("Watched", _watched(metrics), "Nothing was watched yet.")] if recipe.get("watch") else []
     return join(
         [

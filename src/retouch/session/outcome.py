@@ -11,7 +11,7 @@ from retouch.assembly.assembly import Assembly
 from retouch.recipe.recipe import Recipe
 from retouch.records import files
 from retouch.records.folder import RunFolder
-from retouch.records.summary import Summary, standing
+from retouch.records.summary import Summary, split_label
 from retouch.rewards.combine.combination import WeightedSum
 from retouch.training.evaluation import Evaluated, chosen, paired_gain, table
 from retouch.training.loop import TooManyMissing
@@ -120,7 +120,7 @@ class Outcome:
 
     @property
     def _standing(self) -> str:
-        return standing(self.recipe.eval.split)
+        return split_label(self.recipe.eval.split)
 
     @property
     def _column(self) -> str:

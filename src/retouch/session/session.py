@@ -24,8 +24,8 @@ from retouch.recipe.judge_calls import judge_calls
 from retouch.recipe.out_of_memory import named
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
-from retouch.records.quiet import quiet
-from retouch.records.trackers import Trackers, open_trackers, require_trackers
+from retouch.records.libraries import silence_libraries
+from retouch.records.trackers import CompositeTracker, open_trackers, require_trackers
 from retouch.report.page import write_report
 from retouch.rewards.quota.quota import BudgetSpent
 from retouch.session.outcome import Outcome
@@ -116,7 +116,7 @@ def _log_to(folder: RunFolder, ranks: Ranks) -> None:
         log.addHandler(logging.StreamHandler(sys.stdout))
     log.setLevel(logging.INFO)
     log.propagate = False
-    quiet()
+    silence_libraries()
 
 
 @dataclass
@@ -287,9 +287,9 @@ class _Session:
             checkpoint.prune(self.folder.checkpoints, kept.keep, keep_every=kept.keep_every)
         self.parts.ranks.barrier()
 
-    def _trackers(self) -> Trackers:
+    def _trackers(self) -> CompositeTracker:
         if not self.parts.ranks.is_main:
-            return Trackers([])
+            return CompositeTracker([])
         return open_trackers(
             self.recipe.trackers, self.folder, project="retouch", recipe=self.recipe.document(), first_step=self.done + 1
         )

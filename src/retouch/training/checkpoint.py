@@ -66,12 +66,12 @@ def save(folder: Path, state: State) -> Path:
         (aside / "state.json").write_bytes(content)
         (aside / "manifest.json").write_bytes(_as_json(_manifest(aside)))
         for path in aside.iterdir():
-            files.sync_folder(path)
-        files.sync_folder(aside)
+            files.fsync_folder(path)
+        files.fsync_folder(aside)
         if place.exists():
             _discard(place)
         aside.rename(place)
-        files.sync_folder(folder)
+        files.fsync_folder(folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise ValueError(
@@ -235,7 +235,7 @@ def _discard(path: Path) -> None:
     aside = path.with_name(f"{_ASIDE}old-{path.name}")
     _remove(aside)
     path.rename(aside)
-    files.sync_folder(path.parent)
+    files.fsync_folder(path.parent)
     _remove(aside)
 
 

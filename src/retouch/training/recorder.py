@@ -5,8 +5,7 @@ import math
 import time
 from collections.abc import Mapping
 
-from retouch.records.folder import Judged as Kept
-from retouch.records.folder import RunFolder
+from retouch.records.folder import RunFolder, SampleRecord
 from retouch.records.trackers import Tracker
 from retouch.training.completions import texts
 from retouch.training.evaluation import Evaluated
@@ -51,7 +50,7 @@ class Recorder:
         for row, group in enumerate(batch.group):
             if group < self.pictured_groups:
                 kept.append(
-                    Kept(
+                    SampleRecord(
                         sample=Sample(batch.tasks[group], collected.images[row]),
                         group=batch.group_ids[group],
                         slot=batch.slot[row],
@@ -66,7 +65,7 @@ class Recorder:
     def heldout(self, done: int, evaluated: Evaluated) -> None:
         """Keep the first held-out pictures."""
         kept = [
-            Kept(
+            SampleRecord(
                 sample=Sample(evaluated.tasks[row], image),
                 group=row,
                 slot=0,

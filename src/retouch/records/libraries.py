@@ -1,0 +1,50 @@
+"""The libraries that a run uses: their versions, on which its numbers may depend, and what they print."""
+
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "numpy", "pillow")
+
+
+def versions(folder: Path) -> dict[str, str]:
+    """Versions of Python, Retouch and the libraries, the platform, and the git commit that is checked out in ``folder``.
+
+    Leaves out packages that are not installed, and the commit if ``folder`` is not in a git checkout. The suffix "+changes" marks a
+    checkout with uncommitted changes.
+    """
+    found = {"python": platform.python_version()}
+    for package in ("retouch", *PACKAGES):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    found["platform"] = platform.platform()
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit:
+        found["git"] = commit + ("+changes" if _git(folder, "status", "--porcelain", "--untracked-files=no") else "")
+    return found
+
+
+def silence_libraries() -> None:
+    """Turn off progress bars while weights load, and the warnings of transformers.
+
+    One of these warnings is wrong: it says that sliding windows are not implemented for the attention in use, although its mask
+    contains them (a test in tests/pretraining checks it).
+    """
+    import diffusers.utils.logging
+    import transformers.utils.logging
+
+    transformers.utils.logging.disable_progress_bar()
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    """The output of git; empty if git is not installed or ``folder`` is not in a checkout."""
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
