@@ -100,7 +100,7 @@ SERVING = (
     # What is let in
     Mutant(
         "a body is as long as it says",
-        "serving/reception.py",
+        "serving/request_body.py",
         "if size > max_bytes:",
         "if False:",
         f"{HOSTILE}::test_what_is_too_long_is_refused_for_that[own-a body that is too long without saying]",
@@ -114,7 +114,7 @@ SERVING = (
     ),
     Mutant(
         "any token will do",
-        "serving/gate.py",
+        "serving/middleware.py",
         'hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), self._token)',
         "bool(given)",
         f"{SERVER}::test_without_its_token_only_the_health_pages_answer",
@@ -122,7 +122,7 @@ SERVING = (
     # Judging
     Mutant(
         "one bad sample fails its whole batch",
-        "serving/judging.py",
+        "serving/scoring.py",
         "if len(samples) == 1:",
         "if samples:",
         f"{SERVER}::test_a_reward_that_fails_on_one_sample_scores_the_others[own-raise-scores0-errors0]",
@@ -130,7 +130,7 @@ SERVING = (
     Mutant(
         "what nobody waits for is judged",
         "serving/batching.py",
-        "if ticket.done.done():\n                continue",
+        "if request.done.done():\n                continue",
         "if False:\n                continue",
         f"{SERVER}::test_a_deadline_that_passed_is_an_error_and_its_samples_are_not_judged",
     ),

@@ -21,8 +21,8 @@ from live_server import Live, body_of, host, live, picture, png, samples_of
 from ray_server import ON_RAY, RayServer, ray_server
 from retouch.rewards.wire.bodies import encode_body
 from retouch.rewards.wire.errors import ERRORS
-from retouch.serving.compat import Compat
 from retouch.serving.limits import Limits
+from retouch.serving.single_score import SingleScore
 from served_rewards import Digest
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -36,7 +36,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Live | RayServer]:
         with ray_server("served_rewards:Digest", "--vlm", "digest", *limits) as served:
             yield served
     else:
-        with live(host(Digest()), limits=LIMITS, compat=Compat(vlm="digest")) as live_server:
+        with live(host(Digest()), limits=LIMITS, single_score=SingleScore(vlm="digest")) as live_server:
             yield live_server
 
 

@@ -23,8 +23,8 @@ import torch
 from live_server import body_of, samples_of
 from retouch import cli
 from retouch.rewards.client.client import RemoteReward
-from retouch.serving.replica import bound
-from retouch.serving.supervisor import _kept_ports, is_loopback
+from retouch.serving.replica import bind
+from retouch.serving.supervisor import _reserved_ports, is_loopback
 from served_rewards import digest_score
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -177,8 +177,8 @@ def test_a_reward_that_cannot_be_built_ends_it_with_the_reason(tmp_path: Path) -
     ("words", "says"),
     [
         (["plaground"], "plaground"),
-        (["share:red", "--host", "0.0.0.0"], "can be reached from other machines: set RETOUCH_TOKEN"),
-        (["share:red", "--replicas", "0"], "at least one"),
+        (["share:red", "--host", "0.0.0.0"], "is reachable from other machines: set RETOUCH_TOKEN"),
+        (["share:red", "--replicas", "0"], "at least 1"),
         (["share:red", "--limit", "max_bach=3"], "did you mean max_batch"),
         (["share:red", "--limit", "max_batch=x"], "max_batch is a whole number"),
         (["share:red", "--limit", "window=-1"], "window"),
@@ -186,7 +186,7 @@ def test_a_reward_that_cannot_be_built_ends_it_with_the_reason(tmp_path: Path) -
         (["share:red", "--token-file", "nothing"], "no such file"),
         (["share:red", "--most-replicas", "3"], "need --engine ray"),
         (["share:red", "--ray-address", "auto"], "need --engine ray"),
-        (["share:red", "--engine", "ray", "--host", "0.0.0.0"], "can be reached from other machines"),
+        (["share:red", "--engine", "ray", "--host", "0.0.0.0"], "is reachable from other machines"),
     ],
 )
 def test_mistakes_are_told_before_anything_starts(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,13 +215,13 @@ def test_a_port_in_use_and_a_short_token_are_refused(
 
 
 def test_a_port_is_kept_while_no_replica_listens_there() -> None:
-    with _kept_ports("127.0.0.1", 0, 2) as ports:
+    with _reserved_ports("127.0.0.1", 0, 2) as ports:
         for port in ports:
             with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
                 stranger.bind(("127.0.0.1", port))
-            with bound("127.0.0.1", port) as replica:
+            with bind("127.0.0.1", port) as replica:
                 replica.listen()
-                with pytest.raises(ValueError, match=f"port {port} is in use"), _kept_ports("127.0.0.1", port, 1):
+                with pytest.raises(ValueError, match=f"port {port} is in use"), _reserved_ports("127.0.0.1", port, 1):
                     pass
 
 
@@ -235,7 +235,7 @@ def test_small_answers_are_sent_at_once() -> None:
             await writer.wait_closed()
 
         found: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        async with await asyncio.start_server(answer, sock=bound("127.0.0.1", 0)) as server:
+        async with await asyncio.start_server(answer, sock=bind("127.0.0.1", 0)) as server:
             _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
             option = await found
             writer.close()

@@ -20,11 +20,11 @@ from retouch.playground.world.tasks import PlaygroundTasks
 from retouch.rewards.wire.bodies import BodyForm
 from retouch.rewards.wire.replies import ExpectedReply, read_reply
 from retouch.rewards.wire.schema import ServerInfo
-from retouch.serving.batching import Batcher, Verdicts
-from retouch.serving.compat import Compat
-from retouch.serving.hosted import build, fingerprint, read_orders
+from retouch.serving.batching import Batcher, RewardResult
+from retouch.serving.hosted_rewards import build, fingerprint, parse_specs
 from retouch.serving.limits import Limits
 from retouch.serving.metrics import Metrics
+from retouch.serving.single_score import SingleScore
 from retouch.types import Sample
 from served_rewards import Digest, FailsOnText, digest_score
 
@@ -40,7 +40,7 @@ def digest(request: pytest.FixtureRequest) -> Iterator[Live | RayServer]:
             yield served
     else:
         with live(
-            host(FailsOnText(), "failsontext"), compat=Compat(vlm="digest", ocr="odd", vlm_weight=0.5, ocr_weight=2.0)
+            host(FailsOnText(), "failsontext"), single_score=SingleScore(vlm="digest", ocr="odd", vlm_weight=0.5, ocr_weight=2.0)
         ) as server:
             yield server
 
@@ -254,11 +254,11 @@ def test_what_is_at_the_door_and_who_was_answered_before_is_waited_for() -> None
 
     async def judge() -> list[int]:
         nonlocal coming
-        batcher = Batcher(host(reward), Limits(window=0.0), Metrics(), coming=lambda: coming)
-        batcher._patience = 120.0
+        batcher = Batcher(host(reward), Limits(window=0.0), Metrics(), arriving=lambda: coming)
+        batcher._max_wait = 120.0
         working = asyncio.create_task(batcher.run())
 
-        def ask(count: int) -> asyncio.Future[Verdicts]:
+        def ask(count: int) -> asyncio.Future[RewardResult]:
             return batcher.submit(samples_of(count), expires=time.monotonic() + 120)
 
         first = ask(3)
@@ -266,7 +266,7 @@ def test_what_is_at_the_door_and_who_was_answered_before_is_waited_for() -> None
         second = ask(2)
         coming = 0
         await asyncio.gather(first, second)
-        batcher._patience = 120.0
+        batcher._max_wait = 120.0
         third = ask(1)
         await asyncio.sleep(0.01)
         fourth = ask(4)
@@ -332,7 +332,7 @@ def test_a_reload_takes_the_new_code_and_loses_no_request(tmp_path: Path, monkey
     file.write_text(source.replace("VALUE", "0.25"))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    orders = read_orders(["fixed_reward:Fixed"])
+    specs = parse_specs(["fixed_reward:Fixed"])
     with live("fixed_reward:Fixed") as server, ThreadPoolExecutor(4) as callers:
         loop = asyncio.new_event_loop()
         stop = threading.Event()
@@ -347,15 +347,15 @@ def test_a_reload_takes_the_new_code_and_loses_no_request(tmp_path: Path, monkey
         asking = [callers.submit(keep_asking) for _ in range(3)]
         old = server.service.hosted[0].fingerprint
         file.write_text(source.replace("VALUE", "0.75"))
-        loop.run_until_complete(server.service.reload(orders))
+        loop.run_until_complete(server.service.reload(specs))
         new = server.service.hosted[0].fingerprint
         while (0.75, new) not in seen:
             time.sleep(0.01)
         file.write_text("broken")
-        loop.run_until_complete(server.service.reload(orders))
+        loop.run_until_complete(server.service.reload(specs))
         assert scores_of(ask(server, samples_of(1)), "fixed") == [0.75]
         file.write_text(source.replace("VALUE", "0.5").replace("1.0)", "2.0)"))
-        loop.run_until_complete(server.service.reload(orders))
+        loop.run_until_complete(server.service.reload(specs))
         assert scores_of(ask(server, samples_of(1)), "fixed") == [0.75]
         stop.set()
         for each in asking:
@@ -373,7 +373,7 @@ def test_a_reload_takes_the_new_code_and_loses_no_request(tmp_path: Path, monkey
         (["plaground"], "plaground"),
         (["photos:mauve"], "name a colour"),
         (["share:ultraviolet"], "channel"),
-        (["share:red", "share:blue"], "two rewards are called share"),
+        (["share:red", "share:blue"], "two rewards have the name share"),
         (['{"kind": "photos"'], "not JSON"),
         (['{"kind": "photos", "coluor": [1, 2, 3]}'], "coluor|colour"),
         (["a b=share:red"], "cannot be a reward's name|does not match"),
@@ -382,17 +382,17 @@ def test_a_reload_takes_the_new_code_and_loses_no_request(tmp_path: Path, monkey
 )
 def test_a_reward_that_is_named_wrongly_is_refused(words: list[str], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        read_orders(words)
+        parse_specs(words)
 
 
 def test_a_recipes_file_names_its_reward() -> None:
-    (order,) = read_orders(["recipes/quickstart.jsonnet"])
-    assert build(order, sole=True).columns.keys() == PlaygroundJudge.columns.keys()
+    (spec,) = parse_specs(["recipes/quickstart.jsonnet"])
+    assert build(spec, sole=True).columns.keys() == PlaygroundJudge.columns.keys()
 
 
 def test_the_fingerprint_knows_arguments_and_is_the_same_again() -> None:
     red, red_again, blue = (
-        build(order, sole=True).fingerprint for order in read_orders(["a=photos:red", "b=photos:#ff0000", "c=photos:blue"])
+        build(spec, sole=True).fingerprint for spec in parse_specs(["a=photos:red", "b=photos:#ff0000", "c=photos:blue"])
     )
     assert red == red_again != blue
     assert fingerprint({}, Digest()) != fingerprint({}, FailsOnText())
@@ -410,5 +410,5 @@ def test_the_fingerprint_knows_what_the_reward_says_of_itself() -> None:
 def test_limits_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="max_pixels 0"):
         Limits(max_pixels=0)
-    with pytest.raises(ValueError, match="no batch would ever fill"):
+    with pytest.raises(ValueError, match="no batch would ever be full"):
         Limits(max_batch=64, max_queue=32)

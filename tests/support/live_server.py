@@ -16,11 +16,11 @@ from retouch.core.random import generator
 from retouch.rewards.wire.bodies import BodyForm, encode_body
 from retouch.rewards.wire.packing import ImageEncoding, pack
 from retouch.serving.app import build_app
-from retouch.serving.compat import Compat
-from retouch.serving.hosted import Hosted, build, read_orders
+from retouch.serving.hosted_rewards import HostedReward, build, parse_specs
 from retouch.serving.limits import Limits
 from retouch.serving.metrics import Metrics
 from retouch.serving.service import Service
+from retouch.serving.single_score import SingleScore
 from retouch.types import Sample, Task
 
 LIMITS = Limits(window=0.001)
@@ -38,13 +38,22 @@ class Live:
 
 @contextmanager
 def live(
-    *rewards: str | Hosted, limits: Limits = LIMITS, token: str | None = None, compat: Compat | None = None, port: int = 0
+    *rewards: str | HostedReward,
+    limits: Limits = LIMITS,
+    token: str | None = None,
+    single_score: SingleScore | None = None,
+    port: int = 0,
 ) -> Iterator[Live]:
     words = [each for each in rewards if isinstance(each, str)]
-    orders = read_orders(words)
-    hosted = [*(build(order, sole=len(rewards) == 1) for order in orders), *(each for each in rewards if isinstance(each, Hosted))]
+    specs = parse_specs(words)
+    hosted = [
+        *(build(spec, sole=len(rewards) == 1) for spec in specs),
+        *(each for each in rewards if isinstance(each, HostedReward)),
+    ]
     service = Service(hosted, limits, Metrics())
-    config = uvicorn.Config(build_app(service, token=token, compat=compat), port=port, log_config=None, access_log=False, ws="none")
+    config = uvicorn.Config(
+        build_app(service, token=token, single_score=single_score), port=port, log_config=None, access_log=False, ws="none"
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -61,9 +70,9 @@ def live(
         assert not thread.is_alive()
 
 
-def host(reward: object, name: str = "digest") -> Hosted:
+def host(reward: object, name: str = "digest") -> HostedReward:
     """An object as a server hosts it."""
-    return Hosted(name, reward, {column: column for column in reward.columns}, f"fingerprint-{name}")
+    return HostedReward(name, reward, {column: column for column in reward.columns}, f"fingerprint-{name}")
 
 
 def picture(number: int, *, size: tuple[int, int] = (24, 24), mode: str = "RGB") -> Image.Image:

@@ -1,4 +1,4 @@
-"""The pages of a reward server."""
+"""The HTTP endpoints of a reward server."""
 
 import asyncio
 import logging
@@ -14,10 +14,10 @@ from starlette.exceptions import HTTPException
 from retouch import __version__
 from retouch.rewards.wire.errors import RequestError
 from retouch.rewards.wire.schema import BatchDocument, ServerInfo
-from retouch.serving.compat import Compat, Numbers, Single, decode_single
-from retouch.serving.gate import Gate, refusal
-from retouch.serving.reception import read_body, read_deadline
+from retouch.serving.middleware import RequestMiddleware, error_response
+from retouch.serving.request_body import read_body, read_deadline
 from retouch.serving.service import Service
+from retouch.serving.single_score import SingleScore, SingleScoreReply, SingleScoreRequest, decode_single_score
 
 _LOG = logging.getLogger("retouch.serving")
 RETRY_SECONDS = 1
@@ -25,7 +25,7 @@ _BINARY = {"type": "string", "format": "binary"}
 
 
 class ItemReply(BaseModel):
-    """One item's columns (null: could not be judged), and for each reward that failed on it a code."""
+    """One item's columns (null: could not be judged), and the code of an error for each reward that failed on it."""
 
     id: str
     scores: dict[str, float | None]
@@ -33,59 +33,59 @@ class ItemReply(BaseModel):
 
 
 class ScoreReply(BaseModel):
-    """``judges``: the fingerprint of each reward asked; two where it was swapped while the request was in hand."""
+    """``judges``: the fingerprint of each reward; two if it was reloaded during the request."""
 
     judges: dict[str, list[str]]
     items: list[ItemReply]
 
 
-def build_app(service: Service, *, token: str | None, compat: Compat | None) -> Gate:
-    """The application: FastAPI's, behind the gate."""
+def build_app(service: Service, *, token: str | None, single_score: SingleScore | None) -> RequestMiddleware:
+    """The application. ``token``: required from clients. ``single_score``: what ``POST /score`` returns; None disables it."""
 
     @asynccontextmanager
-    async def life(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.start()
         yield
         await service.close()
 
-    app = FastAPI(title="Retouch reward server", version=__version__, lifespan=life, redoc_url=None, redirect_slashes=False)
-    _score_pages(app, service, compat)
-    _state_pages(app, service)
-    _errors(app)
-    return Gate(app, token=token, metrics=service.metrics)
+    app = FastAPI(title="Retouch reward server", version=__version__, lifespan=lifespan, redoc_url=None, redirect_slashes=False)
+    _add_scoring(app, service, single_score)
+    _add_state(app, service)
+    _add_errors(app)
+    return RequestMiddleware(app, token=token, metrics=service.metrics)
 
 
-def _score_pages(app: FastAPI, service: Service, compat: Compat | None) -> None:
+def _add_scoring(app: FastAPI, service: Service, single_score: SingleScore | None) -> None:
     @app.post("/v1/score", response_model=ScoreReply, openapi_extra=_batch_schema())
     async def score(request: Request) -> Response:
         with service.admit() as admission:
             seconds = read_deadline(request, longest=service.limits.deadline_seconds)
             body = await _body(request, service)
-            results = await service.score(body, request.headers.get("content-type", ""), seconds=seconds, admission=admission)
-            failed = [set(item.errors.values()) for item in results.items]
-            # A request of which nothing at all could be read is the caller's mistake as a whole.
+            result = await service.score(body, request.headers.get("content-type", ""), seconds=seconds, admission=admission)
+            failed = [set(item.errors.values()) for item in result.items]
+            # If no item can be read, the request as a whole is the caller's error.
             status = 422 if all(codes == {"bad_picture"} for codes in failed) else 200
-            return JSONResponse({"judges": results.judges, "items": [asdict(item) for item in results.items]}, status)
+            return JSONResponse({"judges": result.judges, "items": [asdict(item) for item in result.items]}, status)
 
-    @app.post("/score", response_model=Numbers, openapi_extra=_single_schema())
+    @app.post("/score", response_model=SingleScoreReply, openapi_extra=_single_schema())
     async def single(request: Request) -> Response:
-        if compat is None:
+        if single_score is None:
             raise RequestError("not_configured")
         with service.admit() as admission:
             seconds = read_deadline(request, longest=service.limits.deadline_seconds)
             body = await _body(request, service)
-            sample = await asyncio.to_thread(decode_single, body, service.limits)
+            sample = await asyncio.to_thread(decode_single_score, body, service.limits)
             names = [each.name for each in service.hosted]
-            verdicts = await service.judge([sample], names, seconds=seconds, admission=admission)
+            results = await service.score_samples([sample], names, seconds=seconds, admission=admission)
             scores: dict[str, float | None] = {}
-            for given in verdicts.values():
-                (verdict,) = given.rows
-                if not isinstance(verdict, str):
-                    scores |= verdict
-            return JSONResponse(compat.numbers(scores))
+            for result in results.values():
+                (row,) = result.rows
+                if not isinstance(row, str):
+                    scores |= row
+            return JSONResponse(single_score.numbers(scores))
 
 
-def _state_pages(app: FastAPI, service: Service) -> None:
+def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/v1/info", response_model=ServerInfo)
     async def info() -> ServerInfo:
         return service.info()
@@ -103,20 +103,20 @@ def _state_pages(app: FastAPI, service: Service) -> None:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-def _errors(app: FastAPI) -> None:
+def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestError)
-    async def refused(request: Request, error: RequestError) -> Response:
-        return refusal(error.code, retry_after=RETRY_SECONDS if error.status in (429, 503) else None)
+    async def request_error(request: Request, error: RequestError) -> Response:
+        return error_response(error.code, retry_after=RETRY_SECONDS if error.status in (429, 503) else None)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        return refusal({404: "not_found", 405: "bad_method"}.get(error.status_code, "bad_body"))  # type: ignore[arg-type]
+        return error_response({404: "not_found", 405: "bad_method"}.get(error.status_code, "bad_body"))  # type: ignore[arg-type]
 
-    # The error goes on to uvicorn, which logs its traceback.
+    # Starlette raises the error again after the reply, and uvicorn logs its traceback.
     @app.exception_handler(Exception)
     async def internal(request: Request, error: Exception) -> Response:
         _LOG.error("request %s to %s failed: %s", request.state.request_id, request.url.path, type(error).__name__)
-        return refusal("internal")
+        return error_response("internal")
 
 
 async def _body(request: Request, service: Service) -> bytes:
@@ -136,4 +136,4 @@ def _batch_schema() -> dict[str, object]:
 
 
 def _single_schema() -> dict[str, object]:
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": Single.model_json_schema()}}}}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": SingleScoreRequest.model_json_schema()}}}}

@@ -1,6 +1,6 @@
-"""Batches over all callers: samples wait in one queue, and the reward works on a thread of its own, off the event loop.
+"""Batches over all callers: samples wait in one queue, and the reward runs on a thread of its own, off the event loop.
 
-While the reward works, the next batch gathers. All state is touched from the event loop alone.
+While the reward runs, the next batch collects. All state belongs to the event loop.
 """
 
 import asyncio
@@ -12,131 +12,131 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from retouch.rewards.wire.errors import RequestError
-from retouch.serving.hosted import Hosted
-from retouch.serving.judging import Verdict, judge
+from retouch.serving.hosted_rewards import HostedReward
 from retouch.serving.limits import Limits
 from retouch.serving.metrics import Metrics
+from retouch.serving.scoring import SampleResult, score_samples
 from retouch.types import Sample, Scores
 
-_PATIENCE = 0.2
-_FIRST_PATIENCE, _LONGEST_PATIENCE = 0.02, 0.1
+_WAIT_SHARE = 0.2  # of the last call's time, to wait for more samples
+_FIRST_WAIT, _MAX_WAIT = 0.02, 0.1
 _POLL = 0.001
 
 
 @dataclass(frozen=True, slots=True)
-class Verdicts:
-    """A request's verdicts in order, and the fingerprints of the rewards that gave them (two where one was swapped between)."""
+class RewardResult:
+    """One reward's results for a request, in order, and the reward's fingerprint (two if it was reloaded in between)."""
 
-    rows: tuple[Verdict, ...]
+    rows: tuple[SampleResult, ...]
     fingerprints: tuple[str, ...]
 
 
 @dataclass(slots=True, eq=False)
-class _Ticket:
-    """One request in the queue."""
+class _Request:
+    """A request in the queue. ``rows``: its results so far; ``missing``: how many are None."""
 
-    rows: list[Verdict | None]
+    rows: list[SampleResult | None]
     expires: float
-    done: "asyncio.Future[Verdicts]"
-    left: int
+    done: "asyncio.Future[RewardResult]"
+    missing: int
     fingerprints: dict[str, None] = field(default_factory=dict)
 
-    def put(self, row: int, verdict: Verdict, fingerprint: str) -> None:
-        self.rows[row] = verdict
+    def add(self, row: int, result: SampleResult, fingerprint: str) -> None:
+        self.rows[row] = result
         self.fingerprints[fingerprint] = None
-        self.left -= 1
-        if not self.left and not self.done.done():
-            self.done.set_result(Verdicts(tuple(row for row in self.rows if row is not None), tuple(self.fingerprints)))
+        self.missing -= 1
+        if not self.missing and not self.done.done():
+            self.done.set_result(RewardResult(tuple(row for row in self.rows if row is not None), tuple(self.fingerprints)))
 
 
 class Batcher:
-    """One reward's queue and thread. ``hosted`` may be replaced at any time: a batch is judged by what was there at its start.
+    """One reward's queue and thread. ``hosted`` may be replaced at any time; a batch is scored by the reward at its start.
 
-    ``coming``: how many requests are being received or decoded.
+    ``arriving``: returns how many requests are being received or decoded.
     """
 
-    def __init__(self, hosted: Hosted, limits: Limits, metrics: Metrics, *, coming: Callable[[], int]) -> None:
+    def __init__(self, hosted: HostedReward, limits: Limits, metrics: Metrics, *, arriving: Callable[[], int]) -> None:
         self.hosted = hosted
-        self._coming = coming
+        self._arriving = arriving
         self._limits, self._metrics = limits, metrics
-        self._queue: deque[tuple[_Ticket, int, Sample]] = deque()
-        self._working = 0
-        self._patience = _FIRST_PATIENCE
+        self._queue: deque[tuple[_Request, int, Sample]] = deque()
+        self._in_progress = 0
+        self._max_wait = _FIRST_WAIT
         self._callers = 0
-        self._arrived = asyncio.Event()
-        # The first runs the reward and nothing else; the second waits for it and takes its answer apart.
+        self._not_empty = asyncio.Event()
+        # The first thread runs the reward and nothing else; the second waits for it and checks its scores.
         self._reward = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"reward-{hosted.name}")
-        self._judge = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"judge-{hosted.name}")
+        self._checks = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"check-{hosted.name}")
 
     @property
     def load(self) -> int:
-        """Samples that wait or are being judged."""
-        return len(self._queue) + self._working
+        """The number of samples that wait or are being scored."""
+        return len(self._queue) + self._in_progress
 
-    def room(self, count: int) -> bool:
-        """Whether so many samples more may come."""
+    def has_room(self, count: int) -> bool:
+        """Whether the queue can take ``count`` more samples."""
         return self.load + count <= self._limits.max_queue
 
-    def submit(self, samples: Sequence[Sample], *, expires: float) -> "asyncio.Future[Verdicts]":
-        """Judge, with whatever else is there. RequestError ("busy") without room; what would start after ``expires`` is dropped."""
-        if not self.room(len(samples)):
+    def submit(self, samples: Sequence[Sample], *, expires: float) -> "asyncio.Future[RewardResult]":
+        """Queue the samples. RequestError ("busy"): no room. Samples that are still queued at ``expires`` are not scored."""
+        if not self.has_room(len(samples)):
             raise RequestError("busy")
-        done: asyncio.Future[Verdicts] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[RewardResult] = asyncio.get_running_loop().create_future()
         if not samples:
-            done.set_result(Verdicts((), (self.hosted.fingerprint,)))
+            done.set_result(RewardResult((), (self.hosted.fingerprint,)))
             return done
-        ticket = _Ticket([None] * len(samples), expires, done, len(samples))
-        self._queue.extend((ticket, row, sample) for row, sample in enumerate(samples))
-        self._count()
-        self._arrived.set()
+        request = _Request([None] * len(samples), expires, done, len(samples))
+        self._queue.extend((request, row, sample) for row, sample in enumerate(samples))
+        self._update_metric()
+        self._not_empty.set()
         return done
 
     async def run(self) -> None:
-        """Work until cancelled."""
+        """Score batches until cancelled."""
         while True:
-            await self._arrived.wait()
-            await self._gather()
-            batch = self._take()
+            await self._not_empty.wait()
+            await self._wait_for_more()
+            batch = self._next_batch()
             if batch:
-                await self._work(batch)
+                await self._score(batch)
 
     def close(self) -> None:
-        """Let go of the threads; a call that is under way ends by itself."""
-        self._judge.shutdown(wait=False, cancel_futures=True)
+        """End the threads without waiting for a call in progress."""
+        self._checks.shutdown(wait=False, cancel_futures=True)
         self._reward.shutdown(wait=False, cancel_futures=True)
 
-    async def _gather(self) -> None:
-        """Wait for more: a little in any case, and a fifth of the last call while others are at the door or are expected back.
+    async def _wait_for_more(self) -> None:
+        """Wait for more samples: the window in any case, and up to a fifth of the last call while more requests are expected.
 
-        Callers who were answered together come back together; a call without some of them would make these wait for the next.
+        Callers that got their replies together send their next requests together; a call without some of them would delay those.
         """
-        begun = time.monotonic()
+        began = time.monotonic()
         while len(self._queue) < self._limits.max_batch:
-            waited = time.monotonic() - begun
-            more = self._coming() or len({id(ticket) for ticket, _, _ in self._queue}) < self._callers
-            if waited >= self._limits.window and not (more and waited < self._patience):
+            waited = time.monotonic() - began
+            more = self._arriving() or len({id(request) for request, _, _ in self._queue}) < self._callers
+            if waited >= self._limits.window and not (more and waited < self._max_wait):
                 return
             await asyncio.sleep(_POLL)
 
-    def _take(self) -> list[tuple[_Ticket, int, Sample]]:
-        """The next batch: what nobody waits for any more is left out."""
-        batch: list[tuple[_Ticket, int, Sample]] = []
+    def _next_batch(self) -> list[tuple[_Request, int, Sample]]:
+        """The next batch, without samples of requests that were cancelled or expired."""
+        batch: list[tuple[_Request, int, Sample]] = []
         now = time.monotonic()
         while self._queue and len(batch) < self._limits.max_batch:
-            ticket, row, sample = self._queue.popleft()
-            if ticket.done.done():
+            request, row, sample = self._queue.popleft()
+            if request.done.done():
                 continue
-            if ticket.expires <= now:
-                ticket.done.set_exception(RequestError("deadline"))
+            if request.expires <= now:
+                request.done.set_exception(RequestError("deadline"))
                 continue
-            batch.append((ticket, row, sample))
+            batch.append((request, row, sample))
         if not self._queue:
-            self._arrived.clear()
-        self._working = len(batch)
-        self._count()
+            self._not_empty.clear()
+        self._in_progress = len(batch)
+        self._update_metric()
         return batch
 
-    async def _work(self, batch: Sequence[tuple[_Ticket, int, Sample]]) -> None:
+    async def _score(self, batch: Sequence[tuple[_Request, int, Sample]]) -> None:
         hosted, started = self.hosted, time.monotonic()
         self._metrics.batches.labels(hosted.name).observe(len(batch))
         samples = [sample for _, _, sample in batch]
@@ -145,16 +145,16 @@ class Batcher:
         def call(given: Sequence[Sample]) -> Future[Scores]:
             return self._reward.submit(hosted.reward, given)
 
-        verdicts = await loop.run_in_executor(self._judge, partial(judge, hosted, samples, call=call))
+        results = await loop.run_in_executor(self._checks, partial(score_samples, hosted, samples, call=call))
         seconds = time.monotonic() - started
-        self._metrics.judging.labels(hosted.name).observe(seconds)
-        self._patience = min(_LONGEST_PATIENCE, _PATIENCE * seconds)
-        self._callers = len({id(ticket) for ticket, _, _ in [*batch, *self._queue]})
-        for (ticket, row, _), verdict in zip(batch, verdicts, strict=True):
-            self._metrics.items.labels(hosted.name, verdict if isinstance(verdict, str) else "scored").inc()
-            ticket.put(row, verdict, hosted.fingerprint)
-        self._working = 0
-        self._count()
+        self._metrics.scoring.labels(hosted.name).observe(seconds)
+        self._max_wait = min(_MAX_WAIT, _WAIT_SHARE * seconds)
+        self._callers = len({id(request) for request, _, _ in [*batch, *self._queue]})
+        for (request, row, _), result in zip(batch, results, strict=True):
+            self._metrics.items.labels(hosted.name, result if isinstance(result, str) else "scored").inc()
+            request.add(row, result, hosted.fingerprint)
+        self._in_progress = 0
+        self._update_metric()
 
-    def _count(self) -> None:
+    def _update_metric(self) -> None:
         self._metrics.waiting.labels(self.hosted.name).set(self.load)

@@ -1,4 +1,4 @@
-"""``retouch serve``: from its arguments to the supervisor's settings."""
+"""``retouch serve``: checks the arguments and starts the supervisor or Ray Serve."""
 
 import argparse
 import dataclasses
@@ -12,62 +12,64 @@ from typing import TYPE_CHECKING, Any
 from retouch.config.imports import nearest
 
 if TYPE_CHECKING:
-    from retouch.serving.replica import Settings
+    from retouch.serving.replica import ServerSettings
 
 TOKEN = "RETOUCH_TOKEN"
 
 
 def serve_command(arguments: argparse.Namespace) -> int:
-    """Serve until told to stop; the exit code. ValueError: arguments that are wrong, or the extra ``serve`` not installed."""
+    """Serve until a signal stops it; returns the exit code. ValueError: wrong arguments, or no extra ``serve`` installed."""
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"serving needs {package}: pip install 'retouch[serve]'")
-    from retouch.serving.compat import Compat
     from retouch.serving.limits import Limits
-    from retouch.serving.replica import Settings
+    from retouch.serving.replica import ServerSettings
+    from retouch.serving.single_score import SingleScore
     from retouch.serving.supervisor import is_loopback, serve
 
-    compat = None
+    single_score = None
     if arguments.vlm is not None:
         weights = {"vlm_weight": arguments.vlm_weight, "ocr_weight": arguments.ocr_weight}
-        compat = Compat(vlm=arguments.vlm, ocr=arguments.ocr, **weights)
+        single_score = SingleScore(vlm=arguments.vlm, ocr=arguments.ocr, **weights)
     elif arguments.ocr is not None:
-        raise ValueError("--ocr needs --vlm COLUMN beside it: POST /score always answers a vlm_score")
+        raise ValueError("--ocr needs --vlm COLUMN too: POST /score always returns a vlm_score")
     kinds = {each.name: each.type for each in dataclasses.fields(Limits)}
     limits = dataclasses.replace(Limits(), **read_limits(arguments.limits, kinds))
-    settings = Settings(rewards=tuple(arguments.rewards), host=arguments.host, port=arguments.port, limits=limits, compat=compat)
+    settings = ServerSettings(
+        rewards=tuple(arguments.rewards), host=arguments.host, port=arguments.port, limits=limits, single_score=single_score
+    )
     token = read_token(arguments.token_file)
     if not is_loopback(settings.host) and token is None:
         raise ValueError(
-            f"--host {settings.host} can be reached from other machines: set RETOUCH_TOKEN or --token-file, or stay at 127.0.0.1"
+            f"--host {settings.host} is reachable from other machines: set RETOUCH_TOKEN or --token-file, or use 127.0.0.1"
         )
     if arguments.engine == "ray":
         return _serve_with_ray(settings, arguments, token)
     if arguments.most_replicas is not None or arguments.ray_address is not None:
         raise ValueError("--most-replicas and --ray-address need --engine ray")
-    return serve(settings, replicas=arguments.replicas, gpus=arguments.gpus, logs=arguments.logs, token=token, say=print_line)
+    return serve(settings, replicas=arguments.replicas, gpus=arguments.gpus, logs=arguments.logs, token=token, report=_print_line)
 
 
-def _serve_with_ray(settings: "Settings", arguments: argparse.Namespace, token: str | None) -> int:
+def _serve_with_ray(settings: "ServerSettings", arguments: argparse.Namespace, token: str | None) -> int:
     if importlib.util.find_spec("ray") is None:
         raise ValueError("--engine ray needs Ray Serve: pip install 'retouch[ray]'")
-    from retouch.serving.ray_engine import Fleet, serve
+    from retouch.serving.ray_engine import RayOptions, serve
 
     if settings.port == 0:
-        raise ValueError("--port 0: with --engine ray name the port of its proxy")
+        raise ValueError("--port 0: with --engine ray, give the port of its proxy")
     if arguments.gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, arguments.gpus))
-    fleet = Fleet(
+    options = RayOptions(
         replicas=arguments.replicas,
-        most=arguments.replicas if arguments.most_replicas is None else arguments.most_replicas,
+        max_replicas=arguments.replicas if arguments.most_replicas is None else arguments.most_replicas,
         gpus=0 if arguments.gpus is None else 1,
         address=arguments.ray_address,
     )
-    return serve(settings, fleet, token=token, say=print_line)
+    return serve(settings, options, token=token, report=_print_line)
 
 
 def read_limits(words: Sequence[str], kinds: dict[str, object]) -> dict[str, Any]:
-    """``NAME=N`` words as arguments. ValueError: an unknown name, or no number."""
+    """``NAME=N`` words as arguments of ``Limits``. ``kinds``: their types. ValueError: an unknown name, or not a number."""
     limits: dict[str, Any] = {}
     for word in words:
         name, _, text = word.partition("=")
@@ -82,18 +84,18 @@ def read_limits(words: Sequence[str], kinds: dict[str, object]) -> dict[str, Any
 
 
 def read_token(file: Path | None) -> str | None:
-    """The token, from the file or the environment, whose variable is then taken away. ValueError: empty, or no such file."""
+    """The token from the file or the environment, from which it is removed. ValueError: too short, or no such file."""
     given = os.environ.pop(TOKEN, None)
     if file is not None:
         if not file.is_file():
             raise ValueError(f"--token-file {file}: no such file")
         given = file.read_text(encoding="utf-8").strip()
     if given is not None and (len(given) < 16 or not given.isascii() or not given.isprintable() or " " in given):
-        raise ValueError("the token must have at least 16 characters, without spaces: `openssl rand -hex 32` makes a good one")
+        raise ValueError("the token must have at least 16 characters and no spaces; `openssl rand -hex 32` creates one")
     return given
 
 
-def print_line(line: str) -> None:
-    """To standard output, at once."""
+def _print_line(line: str) -> None:
+    """To standard output, without buffering."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()

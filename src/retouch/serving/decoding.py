@@ -1,4 +1,4 @@
-"""From a request's body to samples: the schema, the sizes, and the pictures, whose headers are read before anything is decoded."""
+"""Decodes a request's body into samples. The size of every image is read from its header before any pixel is decoded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _CHANNELS = {"RGB": 3, "L": 1}
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A request's items in order: each is a sample, or the code of what is wrong with it."""
+    """A request's items in order: each is a sample, or the code of an error. ``rewards``: those to ask, None for all."""
 
     ids: tuple[str, ...]
     samples: tuple[Sample | ErrorCode, ...]
@@ -35,14 +35,14 @@ def decode(body: bytes, content_type: str, limits: Limits) -> Decoded:
     if len(batch.items) > limits.info().max_items or len(batch.tasks) > len(batch.items):
         raise RequestError("too_many")
     _check_numbers(batch, len(blobs))
-    pictures = decode_pictures(batch.pictures, blobs, limits)
-    tasks = [_task(head, pictures) for head in batch.tasks]
-    samples = tuple(_sample(item, tasks, pictures) for item in batch.items)
+    images = decode_images(batch.pictures, blobs, limits)
+    tasks = [_task(head, images) for head in batch.tasks]
+    samples = tuple(_sample(item, tasks, images) for item in batch.items)
     return Decoded(tuple(item.id for item in batch.items), samples, None if batch.rewards is None else tuple(batch.rewards))
 
 
-def decode_pictures(heads: Sequence[PictureHead], blobs: Sequence[Blob], limits: Limits) -> list[Image.Image | ErrorCode]:
-    """Each picture, or what is wrong with it. RequestError where all together have too many pixels."""
+def decode_images(heads: Sequence[PictureHead], blobs: Sequence[Blob], limits: Limits) -> list[Image.Image | ErrorCode]:
+    """Each image, or the code of an error. RequestError: all together have too many pixels."""
     sizes = [_size(head, blob, limits) for head, blob in zip(heads, blobs, strict=True)]
     if sum(size[0] * size[1] for size in sizes if isinstance(size, tuple)) > limits.max_total_pixels:
         raise RequestError("too_large")
@@ -53,22 +53,22 @@ def decode_pictures(heads: Sequence[PictureHead], blobs: Sequence[Blob], limits:
 
 
 def _check_numbers(batch: BatchDocument, blobs: int) -> None:
-    """Numbers that point nowhere, ids that occur twice, pictures and tasks that nobody asked about."""
+    """RequestError: a number without an image or task, a repeated id, or an image or task that no item uses."""
     used = [number for item in batch.items if (number := item.picture) is not None]
     for task in batch.tasks:
         used += [*task.images, *(number for number in (task.mask, task.reference, task.target) if number is not None)]
-    asked = {item.task for item in batch.items}
+    used_tasks = {item.task for item in batch.items}
     if (
         len(batch.pictures) != blobs
         or set(used) != set(range(blobs))
-        or asked != set(range(len(batch.tasks)))
+        or used_tasks != set(range(len(batch.tasks)))
         or len({item.id for item in batch.items}) != len(batch.items)
     ):
         raise RequestError("bad_batch")
 
 
 def _size(head: PictureHead, blob: Blob, limits: Limits) -> tuple[int, int] | ErrorCode:
-    """(width, height), from the head or the file's own header."""
+    """(width, height), from the document or the file's header."""
     if head.form == "raw":
         if head.width is None or head.height is None or len(blob) != head.width * head.height * _CHANNELS[head.mode]:
             return "bad_picture"
@@ -90,15 +90,15 @@ def _pixels(head: PictureHead, blob: Blob, size: tuple[int, int], limits: Limits
         image = load_image(Picture("picture", bytes(blob)), max_pixels=limits.max_pixels)
     except ValueError:
         return "bad_picture"
-    # A grey picture comes back as RGB with equal channels, whose luma is the grey again.
+    # A greyscale file is loaded as RGB with equal channels; converting it to L gives the same grey values.
     return image if head.mode == "RGB" else image.convert("L")
 
 
-def _task(head: TaskHead, pictures: Sequence[Image.Image | ErrorCode]) -> Task | ErrorCode:
-    def picture(number: int | None) -> Image.Image | None:
+def _task(head: TaskHead, images: Sequence[Image.Image | ErrorCode]) -> Task | ErrorCode:
+    def image_of(number: int | None) -> Image.Image | None:
         if number is None:
             return None
-        found = pictures[number]
+        found = images[number]
         if isinstance(found, str):
             raise RequestError(found)
         return found
@@ -107,20 +107,20 @@ def _task(head: TaskHead, pictures: Sequence[Image.Image | ErrorCode]) -> Task |
         return Task(
             id=head.id,
             instruction=head.instruction,
-            images=tuple(image for number in head.images if (image := picture(number)) is not None),
-            mask=picture(head.mask),
-            reference=picture(head.reference),
-            target=picture(head.target),
+            images=tuple(image for number in head.images if (image := image_of(number)) is not None),
+            mask=image_of(head.mask),
+            reference=image_of(head.reference),
+            target=image_of(head.target),
             text=head.text,
             tags=dict(head.tags),
             meta=dict(head.meta),
         )
-    except RequestError as refused:
-        return refused.code
+    except RequestError as error:
+        return error.code
 
 
-def _sample(item: BatchItem, tasks: Sequence[Task | ErrorCode], pictures: Sequence[Image.Image | ErrorCode]) -> Sample | ErrorCode:
-    task, image = tasks[item.task], None if item.picture is None else pictures[item.picture]
+def _sample(item: BatchItem, tasks: Sequence[Task | ErrorCode], images: Sequence[Image.Image | ErrorCode]) -> Sample | ErrorCode:
+    task, image = tasks[item.task], None if item.picture is None else images[item.picture]
     if isinstance(task, str):
         return task
     return image if isinstance(image, str) else Sample(task, image)

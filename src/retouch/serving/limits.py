@@ -1,4 +1,4 @@
-"""How much a server takes: of one request, of one picture, and of all callers together."""
+"""The limits of a server: per request, per image, and for all callers together."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,12 @@ from retouch.rewards.wire.schema import LimitsInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Sizes in bytes and pixels, times in seconds.
+    """Sizes in bytes and pixels, times in seconds. ValueError: a limit that is not above 0, or a batch larger than the queue.
 
-    ``max_batch``: samples that a reward is called with at once. It waits ``window`` for so many, and a fifth of its last call
-    (100 ms at most) while further requests come in or are expected back. ``max_queue``: samples of all callers that wait or are
-    being judged. ``max_requests``: requests in hand.
+    ``max_batch``: samples per call of a reward. A call waits up to ``window`` for a full batch, and up to a fifth of the last
+    call's time (at most 100 ms) while more requests are arriving or expected. ``max_queue``: samples of all callers waiting or in
+    progress. ``max_requests``: requests in progress. ``body_seconds``: for a body to arrive. ``deadline_seconds``: for a request.
+    ``drain_seconds``: to complete the requests in progress before shutting down.
     """
 
     max_body_bytes: int = 64 * 2**20
@@ -32,10 +33,10 @@ class Limits:
             if not (value >= 0 if name == "window" else value > 0):
                 raise ValueError(f"{name} {value}: must be above 0")
         if self.max_batch > self.max_queue:
-            raise ValueError(f"max_batch {self.max_batch} is more than max_queue {self.max_queue}: no batch would ever fill")
+            raise ValueError(f"max_batch {self.max_batch} is more than max_queue {self.max_queue}: no batch would ever be full")
 
     def info(self) -> LimitsInfo:
-        """What callers are told."""
+        """The limits in ``GET /v1/info``."""
         return LimitsInfo(
             max_body_bytes=self.max_body_bytes,
             max_items=min(self.max_items, self.max_queue),

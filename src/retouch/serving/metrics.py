@@ -1,4 +1,4 @@
-"""What ``/metrics`` counts, in Prometheus' text format; a registry of its own for each server."""
+"""The metrics of ``GET /metrics``, in Prometheus' text format, in a registry of their own for each server."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -7,28 +7,28 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class Metrics:
-    """Times in seconds, sizes in samples."""
+    """Durations in seconds, sizes in samples."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter("retouch_requests", "Requests by page and status", ["page", "status"], registry=self.registry)
         self.seconds = Histogram(
-            "retouch_request_seconds", "From a request's head to its reply", ["page"], buckets=_SECONDS, registry=self.registry
+            "retouch_request_seconds", "From a request's headers to its reply", ["page"], buckets=_SECONDS, registry=self.registry
         )
-        self.in_flight = Gauge("retouch_requests_in_flight", "Requests in hand", registry=self.registry)
+        self.in_flight = Gauge("retouch_requests_in_flight", "Requests in progress", registry=self.registry)
         self.items = Counter("retouch_items", "Items by reward and outcome", ["reward", "outcome"], registry=self.registry)
-        self.waiting = Gauge("retouch_queue_items", "Samples that wait or are being judged", ["reward"], registry=self.registry)
+        self.waiting = Gauge("retouch_queue_items", "Samples that wait or are being scored", ["reward"], registry=self.registry)
         self.batches = Histogram(
             "retouch_batch_items",
-            "Samples that a reward was called with at once",
+            "Samples per call of a reward",
             ["reward"],
             buckets=_SIZES,
             registry=self.registry,
         )
-        self.judging = Histogram(
-            "retouch_reward_seconds", "One call of a reward", ["reward"], buckets=_SECONDS, registry=self.registry
+        self.scoring = Histogram(
+            "retouch_reward_seconds", "Duration of one call of a reward", ["reward"], buckets=_SECONDS, registry=self.registry
         )
 
     def text(self) -> bytes:
-        """The page."""
+        """The body of the reply."""
         return generate_latest(self.registry)

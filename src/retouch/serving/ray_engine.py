@@ -1,11 +1,11 @@
-"""``retouch serve --engine ray``: the same pages as a Ray Serve deployment, for who outgrows one machine.
+"""``retouch serve --engine ray``: the same endpoints as a Ray Serve deployment, for more than one machine.
 
-Ray keeps the replicas, as many as were asked for or as the load asks for, starts one again that is not well, and shares requests
-out among them through its HTTP proxy. A replica is the application of ``app.py`` with a queue of its own, as it is without Ray.
+Ray keeps the replicas running, scales them with the load, restarts those that fail, and distributes requests over them through its
+HTTP proxy. A replica is the application of ``app.py`` with its own queues, as without Ray.
 
-Ray moves requests between its own processes as pickles, and its ports listen to every network: whoever may talk to them may run
-code. So a cluster that is started here talks only to who has its token, which is drawn anew each time. The ports of a cluster that
-runs already are its owner's to guard.
+Ray sends requests between its processes as pickles, on ports that listen on all networks: whoever can connect to them can run code.
+A cluster that is started here therefore accepts only connections with its token, which is generated at every start. A cluster that
+is already running must be secured by its owner.
 """
 
 import logging
@@ -23,12 +23,12 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from retouch.serving.app import RETRY_SECONDS, build_app
-from retouch.serving.gate import refusal
-from retouch.serving.hosted import read_orders
+from retouch.serving.hosted_rewards import parse_specs
 from retouch.serving.metrics import Metrics
-from retouch.serving.replica import USER_ERROR, Settings, load
+from retouch.serving.middleware import error_response
+from retouch.serving.replica import USER_ERROR, ServerSettings, load
 from retouch.serving.service import Service
-from retouch.serving.supervisor import answers, url_of
+from retouch.serving.supervisor import responds, url_of
 
 _NAME = "retouch"
 _POLL = 0.05
@@ -36,101 +36,107 @@ _TRIES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
-    """``replicas`` to ``most``, between which Ray decides by the load. ``gpus``: of each replica. ``address``: of a Ray cluster
-    that runs (``auto`` finds it); None starts one on this machine, which ends with the command.
+class RayOptions:
+    """Ray scales between ``replicas`` and ``max_replicas`` with the load. ``gpus``: for each replica. ``address``: of a running Ray
+    cluster (``auto`` finds it); None starts one on this machine, which ends with the command.
+
+    ValueError: fewer than 1 replica, or a maximum below the minimum.
     """
 
     replicas: int
-    most: int
+    max_replicas: int
     gpus: int
     address: str | None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.replicas <= self.most:
-            raise ValueError(f"--replicas {self.replicas}, at most {self.most}: at least one, and no fewer at most than at least")
+        if not 1 <= self.replicas <= self.max_replicas:
+            raise ValueError(
+                f"--replicas {self.replicas} and --most-replicas {self.max_replicas}: give at least 1, and no smaller maximum"
+            )
 
 
 class Replica:
-    """What Ray starts: it loads the rewards and builds the application."""
+    """A replica in Ray: it loads the rewards and builds the application."""
 
-    def __init__(self, settings: Settings, token: str | None) -> None:
+    def __init__(self, settings: ServerSettings, token: str | None) -> None:
         _, hosted = load(settings)
         self._service = Service(hosted, settings.limits, Metrics())
-        self._app = build_app(self._service, token=token, compat=settings.compat)
+        self._app = build_app(self._service, token=token, single_score=settings.single_score)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """The application; Ray asks for it once."""
+        """The application; Ray calls this once."""
         return self._app
 
     def check_health(self) -> None:
-        """RuntimeError where the replica must be started again; Ray asks every few seconds."""
+        """RuntimeError if the replica must be restarted; Ray calls this every few seconds."""
         if not self._service.working:
             raise RuntimeError("a reward's queue has stopped working")
 
 
-async def closed(scope: Scope, receive: Receive, send: Send) -> None:
-    """What stands in the replicas' place while they finish what they have in hand."""
+async def draining(scope: Scope, receive: Receive, send: Send) -> None:
+    """The application that replaces the replicas while they complete their requests: it refuses every request."""
     if scope["type"] == "http":
         alive = scope["path"] == "/livez"
-        answer = JSONResponse({"status": "alive"}) if alive else refusal("draining", retry_after=RETRY_SECONDS)
-        await answer(scope, receive, send)
+        response = JSONResponse({"status": "alive"}) if alive else error_response("draining", retry_after=RETRY_SECONDS)
+        await response(scope, receive, send)
 
 
-class Closed:
-    """A replica that refuses everything."""
+class DrainingReplica:
+    """A replica of ``draining``."""
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """The application."""
-        return closed
+        return draining
 
 
-def serve(settings: Settings, fleet: Fleet, *, token: str | None, say: Callable[[str], None]) -> int:
-    """Serve on the cluster until SIGTERM or SIGINT; the exit code. SIGHUP builds the rewards anew, replica by replica.
+def serve(settings: ServerSettings, options: RayOptions, *, token: str | None, report: Callable[[str], None]) -> int:
+    """Serve on the cluster until SIGTERM or SIGINT; returns the exit code. SIGHUP replaces the replicas one by one.
 
-    ValueError: unknown rewards, or no such cluster.
+    ``report`` gets a line for each event. ValueError: unknown rewards, or no such cluster.
     """
-    read_orders(settings.rewards)
-    # While Ray starts, a SIGTERM is a Ctrl-C; afterwards both drain.
-    with suppress(KeyboardInterrupt), _handling({signal.SIGTERM: signal.default_int_handler}), _cluster(fleet.address):
+    parse_specs(settings.rewards)
+    # While Ray starts, SIGTERM acts like Ctrl-C; afterwards both shut the deployment down.
+    with suppress(KeyboardInterrupt), _handling({signal.SIGTERM: signal.default_int_handler}), _cluster(options.address):
         from ray import serve as ray_serve
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        # Ray waits a minute for its proxy and then goes on starting it.
+        # Ray raises TimeoutError after a minute and continues to start its proxy in the background.
         with suppress(TimeoutError):
             ray_serve.start(http_options={"host": settings.host, "port": settings.port})
         try:
-            _deploy(Replica, (settings, token), **_options(settings, fleet))
+            _deploy(Replica, (settings, token), **_deployment_options(settings, options))
         except RuntimeError:
-            say(f"the rewards cannot be served: {_reason()}")
+            report(f"the rewards cannot be served: {_reason()}")
             return USER_ERROR
-        while not answers(settings, "/livez"):
+        while not responds(settings, "/livez"):
             time.sleep(_POLL)
-        came: list[int] = []
-        note = {number: lambda number, frame: came.append(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-        with _handling(note):
-            say(f"{url_of(settings)} is ready, with Ray Serve behind it")
-            while signal.SIGTERM not in came and signal.SIGINT not in came:
-                if came:
-                    came.clear()
-                    _deploy(Replica, (settings, token), **_options(settings, fleet))
+        received: list[int] = []
+        handlers = {
+            number: lambda number, frame: received.append(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        }
+        with _handling(handlers):
+            report(f"{url_of(settings)} is ready, with Ray Serve behind it")
+            while signal.SIGTERM not in received and signal.SIGINT not in received:
+                if received:
+                    received.clear()
+                    _deploy(Replica, (settings, token), **_deployment_options(settings, options))
                 time.sleep(_POLL)
             _drain(settings.limits.drain_seconds)
     return 0
 
 
-def _options(settings: Settings, fleet: Fleet) -> dict[str, Any]:
-    """How Ray keeps the replicas. A replica refuses what is too much by itself, and answers its other pages meanwhile."""
+def _deployment_options(settings: ServerSettings, options: RayOptions) -> dict[str, Any]:
+    """Ray's options. A replica itself refuses requests above its limits; Ray lets more through, so that health checks pass."""
     limits = settings.limits
     scaling = {
-        "min_replicas": fleet.replicas,
-        "max_replicas": fleet.most,
-        # Two batches, at the eight samples that a client sends at once.
+        "min_replicas": options.replicas,
+        "max_replicas": options.max_replicas,
+        # Requests for two batches, if a client sends eight samples per request.
         "target_ongoing_requests": max(2, limits.max_batch // 4),
     }
     return {
-        **({"num_replicas": fleet.replicas} if fleet.replicas == fleet.most else {"autoscaling_config": scaling}),
-        "ray_actor_options": {"num_gpus": fleet.gpus, "num_cpus": 0},
+        **({"num_replicas": options.replicas} if options.replicas == options.max_replicas else {"autoscaling_config": scaling}),
+        "ray_actor_options": {"num_gpus": options.gpus, "num_cpus": 0},
         "max_ongoing_requests": 2 * limits.max_requests,
         "max_queued_requests": limits.max_requests,
         "graceful_shutdown_timeout_s": limits.drain_seconds,
@@ -138,7 +144,7 @@ def _options(settings: Settings, fleet: Fleet) -> dict[str, Any]:
 
 
 def _deploy(kind: type, arguments: tuple[Any, ...], **options: Any) -> None:
-    """Put replicas of this kind in the place of those that run, which finish what they have in hand. RuntimeError: none starts."""
+    """Replace the running replicas by replicas of this class; the old ones complete their requests. RuntimeError: none starts."""
     from ray import serve as ray_serve
 
     deployment = ray_serve.deployment(name=_NAME, max_constructor_retry_count=_TRIES, **options)(ray_serve.ingress()(kind))
@@ -146,10 +152,10 @@ def _deploy(kind: type, arguments: tuple[Any, ...], **options: Any) -> None:
 
 
 def _drain(seconds: float) -> None:
-    """Refuse what is new, wait for what is in hand, and take the deployment away."""
+    """Refuse new requests, wait for those in progress, and delete the deployment."""
     from ray import serve as ray_serve
 
-    _deploy(Closed, (), num_replicas=1, ray_actor_options={"num_cpus": 0})
+    _deploy(DrainingReplica, (), num_replicas=1, ray_actor_options={"num_cpus": 0})
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         states = ray_serve.status().applications[_NAME].deployments[_NAME].replica_states
@@ -160,21 +166,21 @@ def _drain(seconds: float) -> None:
 
 
 def _reason() -> str:
-    """What the replicas said: the last of their own error lines, or all that Ray knows."""
+    """Why the replicas failed: their last ValueError, or Ray's whole message."""
     from ray import serve as ray_serve
 
-    told: str = ray_serve.status().applications[_NAME].deployments[_NAME].message
-    lines = [line.strip() for line in told.splitlines()]
-    own = [line.removeprefix("ValueError: ") for line in lines if line.startswith("ValueError: ")]
-    return own[-1] if own else told
+    message: str = ray_serve.status().applications[_NAME].deployments[_NAME].message
+    lines = [line.strip() for line in message.splitlines()]
+    errors = [line.removeprefix("ValueError: ") for line in lines if line.startswith("ValueError: ")]
+    return errors[-1] if errors else message
 
 
 @contextmanager
 def _cluster(address: str | None) -> Iterator[None]:
-    """A cluster of its own, or the one that runs there."""
+    """Connect to the running cluster, or start one for the length of the block."""
     if address is None:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        # On a busy machine Ray's own 5 s for the proxy to start, and workers that let everyone go before them, are too little.
+        # On a busy machine Ray's defaults are too little: 5 s for the proxy to start, and workers of low priority.
         for name, value in {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_worker_niceness": "0"}.items():
             os.environ.setdefault(name, value)
     import ray
@@ -187,7 +193,7 @@ def _cluster(address: str | None) -> Iterator[None]:
         else:
             ray.init(address=address, **quiet)
     except ConnectionError:
-        raise ValueError(f"--ray-address {address}: no Ray cluster is there; start one with `ray start --head`") from None
+        raise ValueError(f"--ray-address {address}: no Ray cluster found; start one with `ray start --head`") from None
     try:
         yield
     finally:
@@ -198,7 +204,7 @@ def _cluster(address: str | None) -> Iterator[None]:
 
 @contextmanager
 def _handling(handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], object]]) -> Iterator[None]:
-    """Signals have these handlers while the block runs."""
+    """Install the signal handlers for the length of the block."""
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield

@@ -1,7 +1,7 @@
 """One server process, forked by the supervisor.
 
-SIGTERM, SIGINT or the supervisor's end drain it: new requests are refused, those in hand are answered, and it exits with 0. SIGHUP
-builds its rewards anew. Exit code 2: the settings are wrong, and starting again will not help.
+On SIGTERM, SIGINT or the end of the supervisor it refuses new requests, completes those in progress and exits with 0. On SIGHUP it
+reloads its rewards. Exit code 2: the settings are wrong, and a restart would not help.
 """
 
 import asyncio
@@ -17,36 +17,36 @@ from pathlib import Path
 import uvicorn
 
 from retouch.serving.app import build_app
-from retouch.serving.compat import Compat
-from retouch.serving.hosted import Hosted, Order, build, read_orders
+from retouch.serving.hosted_rewards import HostedReward, RewardSpec, build, parse_specs
 from retouch.serving.limits import Limits
 from retouch.serving.metrics import Metrics
 from retouch.serving.service import Service
+from retouch.serving.single_score import SingleScore
 
 USER_ERROR = 2
 _POLL = 0.02
-_ORPHAN_POLL = 0.5
-# So that callers and balancers see the refusals before the door closes.
-_LINGER = 0.2
-# A reward in plain Python lets the event loop have its turn this often, not every 5 ms.
-_SWITCH = 0.001
+_PARENT_POLL = 0.5
+# Seconds for which a draining server still answers, so that clients and load balancers see its errors.
+_MIN_DRAIN = 0.2
+# Python's switch interval: a reward in plain Python lets the event loop run this often, instead of every 5 ms.
+_SWITCH_SECONDS = 0.001
 _LOG = logging.getLogger("retouch.serving")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What a replica is told: which rewards, where to listen, how much to take, and what ``/score`` answers with."""
+class ServerSettings:
+    """The rewards and the address of a server, its limits, and what ``POST /score`` returns (None: nothing)."""
 
     rewards: Sequence[str]
     host: str
     port: int
     limits: Limits = field(default_factory=Limits)
-    compat: Compat | None = None
+    single_score: SingleScore | None = None
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """A socket at the address. Others of this user may be bound there too, so that the supervisor can keep it for a replica."""
-    # By its name: asyncio sends small writes at once only on sockets that say they are TCP, and others wait 40 ms for the caller.
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, with SO_REUSEPORT, so that the supervisor can reserve the port for a replica."""
+    # IPPROTO_TCP is explicit because asyncio sets TCP_NODELAY only on such sockets; without it small writes wait up to 40 ms.
     made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -58,19 +58,21 @@ def bound(host: str, port: int) -> socket.socket:
     return made
 
 
-def load(settings: Settings) -> tuple[list[Order], list[Hosted]]:
-    """The rewards, with their weights. ValueError where the settings are wrong."""
-    orders = read_orders(settings.rewards)
-    hosted = [build(order, sole=len(orders) == 1) for order in orders]
-    if settings.compat is not None:
-        settings.compat.check({name: None for each in hosted for name in each.columns})
-    return orders, hosted
+def load(settings: ServerSettings) -> tuple[list[RewardSpec], list[HostedReward]]:
+    """The rewards, with their weights loaded. ValueError: the settings are wrong."""
+    specs = parse_specs(settings.rewards)
+    hosted = [build(spec, sole=len(specs) == 1) for spec in specs]
+    if settings.single_score is not None:
+        settings.single_score.check({name: None for each in hosted for name in each.columns})
+    return specs, hosted
 
 
-async def serve(settings: Settings, orders: Sequence[Order], hosted: Sequence[Hosted], *, token: str | None, parent: int) -> None:
-    """Serve until told to stop, or until the process ``parent`` is gone."""
+async def serve(
+    settings: ServerSettings, specs: Sequence[RewardSpec], hosted: Sequence[HostedReward], *, token: str | None, parent: int
+) -> None:
+    """Serve until a signal stops it, or until the process ``parent`` has ended."""
     service = Service(hosted, settings.limits, Metrics())
-    app = build_app(service, token=token, compat=settings.compat)
+    app = build_app(service, token=token, single_score=settings.single_score)
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -81,7 +83,7 @@ async def serve(settings: Settings, orders: Sequence[Order], hosted: Sequence[Ho
         timeout_graceful_shutdown=int(settings.limits.drain_seconds) + 1,
     )
     server = uvicorn.Server(config)
-    serving = asyncio.create_task(server.serve(sockets=[bound(settings.host, settings.port)]))
+    serving = asyncio.create_task(server.serve(sockets=[bind(settings.host, settings.port)]))
     while not server.started and not serving.done():
         await asyncio.sleep(_POLL)
     stop = asyncio.Event()
@@ -89,14 +91,14 @@ async def serve(settings: Settings, orders: Sequence[Order], hosted: Sequence[Ho
     reloads: set[asyncio.Task[None]] = set()
 
     def reload() -> None:
-        task = loop.create_task(service.reload(orders))
+        task = loop.create_task(service.reload(specs))
         reloads.add(task)
         task.add_done_callback(reloads.discard)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGHUP, reload)
-    waiting = [asyncio.create_task(each) for each in (stop.wait(), _orphaned(parent), service.broken())]
+    waiting = [asyncio.create_task(each) for each in (stop.wait(), _parent_ended(parent), service.wait_until_failed())]
     await asyncio.wait([serving, *waiting], return_when=asyncio.FIRST_COMPLETED)
     await _drain(service)
     server.should_exit = True
@@ -106,35 +108,35 @@ async def serve(settings: Settings, orders: Sequence[Order], hosted: Sequence[Ho
 
 
 async def _drain(service: Service) -> None:
-    """Refuse what is new, and wait for what is in hand."""
+    """Refuse new requests, and wait for those in progress."""
     service.draining = True
     loop = asyncio.get_running_loop()
-    begun = loop.time()
-    while loop.time() < begun + _LINGER or (not service.idle and loop.time() < begun + service.limits.drain_seconds):
+    began = loop.time()
+    while loop.time() < began + _MIN_DRAIN or (not service.idle and loop.time() < began + service.limits.drain_seconds):
         await asyncio.sleep(_POLL)
 
 
-async def _orphaned(parent: int) -> None:
-    """Return when the supervisor is gone."""
+async def _parent_ended(parent: int) -> None:
+    """Return when the supervisor has ended."""
     while os.getppid() == parent:
-        await asyncio.sleep(_ORPHAN_POLL)
+        await asyncio.sleep(_PARENT_POLL)
 
 
-def run(settings: Settings, *, log: Path, environment: Mapping[str, str], token: str | None, parent: int) -> None:
-    """The body of a replica's process, which ends here: it writes to ``log`` and sees ``environment`` beside what it inherits."""
+def run(settings: ServerSettings, *, log: Path, environment: Mapping[str, str], token: str | None, parent: int) -> None:
+    """The main function of a replica's process. Output goes to ``log``; ``environment`` is added to the inherited variables."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    # A Ctrl-C in the terminal is for the supervisor, which then tells its replicas.
+    # Ctrl-C in the terminal goes to the supervisor alone, which then signals its replicas.
     os.setpgid(0, 0)
     os.environ.update(environment)
     with open(log, "ab", buffering=0) as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
-    sys.setswitchinterval(_SWITCH)
+    sys.setswitchinterval(_SWITCH_SECONDS)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
     try:
-        orders, hosted = load(settings)
+        specs, hosted = load(settings)
     except ValueError as error:
         _LOG.error("%s", error)
         sys.exit(USER_ERROR)
-    asyncio.run(serve(settings, orders, hosted, token=token, parent=parent))
+    asyncio.run(serve(settings, specs, hosted, token=token, parent=parent))

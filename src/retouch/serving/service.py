@@ -1,4 +1,4 @@
-"""What a reward server does, apart from HTTP: it admits requests, asks the rewards, drains, and swaps a reward for a new one."""
+"""A reward server without HTTP: it admits requests, passes samples to the rewards, reloads rewards and shuts down."""
 
 import asyncio
 import logging
@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from retouch import __version__
 from retouch.rewards.wire.errors import ErrorCode, RequestError
 from retouch.rewards.wire.schema import ServerInfo
-from retouch.serving.batching import Batcher, Verdicts
+from retouch.serving.batching import Batcher, RewardResult
 from retouch.serving.decoding import Decoded, decode
-from retouch.serving.hosted import Hosted, Order, rebuild
+from retouch.serving.hosted_rewards import HostedReward, RewardSpec, rebuild
 from retouch.serving.limits import Limits
 from retouch.serving.metrics import Metrics
 from retouch.types import Sample
 
 _LOG = logging.getLogger("retouch.serving")
-_DECODERS = 4
+_DECODING_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """One item: its columns, and the code of what went wrong by reward."""
+class ItemResult:
+    """One item: its columns, and the code of an error for each reward that failed on it."""
 
     id: str
     scores: Mapping[str, float | None]
@@ -31,154 +31,155 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Results:
-    """A request's items in its order; ``judges``: the fingerprints under which each reward judged them."""
+class BatchResult:
+    """A request's items in order. ``judges``: for each reward the fingerprints with which it scored them."""
 
     judges: Mapping[str, Sequence[str]]
-    items: Sequence[Result]
+    items: Sequence[ItemResult]
 
 
 class Service:
-    """The rewards of one server. ``start`` it on a running event loop; everything but decoding and judging happens there."""
+    """The rewards of one server. ``start`` it on a running event loop; only decoding and scoring use other threads."""
 
-    def __init__(self, hosted: Sequence[Hosted], limits: Limits, metrics: Metrics) -> None:
+    def __init__(self, hosted: Sequence[HostedReward], limits: Limits, metrics: Metrics) -> None:
         self.limits, self.metrics = limits, metrics
         self.draining = False
-        self._requests = self._coming = 0
-        self._batchers = {each.name: Batcher(each, limits, metrics, coming=lambda: self._coming) for each in hosted}
-        self._working: list[asyncio.Task[None]] = []
-        self._decoders = ThreadPoolExecutor(max_workers=_DECODERS, thread_name_prefix="decode")
+        self._requests = self._arriving = 0
+        self._batchers = {each.name: Batcher(each, limits, metrics, arriving=lambda: self._arriving) for each in hosted}
+        self._workers: list[asyncio.Task[None]] = []
+        self._decoders = ThreadPoolExecutor(max_workers=_DECODING_THREADS, thread_name_prefix="decode")
 
     def start(self) -> None:
-        """Begin to judge."""
-        self._working = [asyncio.get_running_loop().create_task(batcher.run()) for batcher in self._batchers.values()]
+        """Start to score."""
+        self._workers = [asyncio.get_running_loop().create_task(batcher.run()) for batcher in self._batchers.values()]
 
-    async def broken(self) -> None:
-        """Return when a reward's queue has stopped working, which only a fault of this package can do."""
-        await asyncio.wait(self._working, return_when=asyncio.FIRST_COMPLETED)
+    async def wait_until_failed(self) -> None:
+        """Return when a reward's queue has stopped, which only an error in this package can cause."""
+        await asyncio.wait(self._workers, return_when=asyncio.FIRST_COMPLETED)
 
     @property
     def working(self) -> bool:
-        """Whether every reward's queue is worked at."""
-        return bool(self._working) and not any(task.done() for task in self._working)
+        """Whether every reward's queue is being processed."""
+        return bool(self._workers) and not any(task.done() for task in self._workers)
 
     @property
     def ready(self) -> bool:
-        """Whether a request would be taken."""
-        return self.working and not self.draining and all(batcher.room(1) for batcher in self._batchers.values())
+        """Whether a request would be accepted."""
+        return self.working and not self.draining and all(batcher.has_room(1) for batcher in self._batchers.values())
 
     @property
     def idle(self) -> bool:
-        """Whether no request is in hand."""
+        """Whether no request is in progress."""
         return self._requests == 0
 
     @property
-    def hosted(self) -> list[Hosted]:
+    def hosted(self) -> list[HostedReward]:
+        """The rewards as they are now."""
         return [batcher.hosted for batcher in self._batchers.values()]
 
     def info(self) -> ServerInfo:
-        """What callers are told of this server."""
+        """The reply of ``GET /v1/info``."""
         rewards = [each.info() for each in self.hosted]
         return ServerInfo(service="retouch", version=__version__, rewards=rewards, limits=self.limits.info())
 
     def admit(self) -> "Admission":
-        """A place in hand, before the body is read. RequestError: stopping, or full."""
+        """Admit a request before its body is read. RequestError: the server is shutting down, or full."""
         if self.draining:
             raise RequestError("draining")
-        if self._requests >= self.limits.max_requests or not all(batcher.room(1) for batcher in self._batchers.values()):
+        if self._requests >= self.limits.max_requests or not all(batcher.has_room(1) for batcher in self._batchers.values()):
             raise RequestError("busy")
         return Admission(self)
 
-    async def score(self, body: bytes, content_type: str, *, seconds: float, admission: "Admission") -> Results:
-        """Decode and judge a batch. RequestError where it cannot be used, is too much at once, or takes longer than ``seconds``."""
+    async def score(self, body: bytes, content_type: str, *, seconds: float, admission: "Admission") -> BatchResult:
+        """Decode and score a batch. RequestError: it is invalid, too large for the queue, or takes longer than ``seconds``."""
         loop = asyncio.get_running_loop()
         decoded = await loop.run_in_executor(self._decoders, decode, body, content_type, self.limits)
         asked = list(self._batchers) if decoded.rewards is None else list(dict.fromkeys(decoded.rewards))
         if not set(asked) <= self._batchers.keys():
             raise RequestError("bad_batch")
         samples = [sample for sample in decoded.samples if isinstance(sample, Sample)]
-        verdicts = await self.judge(samples, asked, seconds=seconds, admission=admission)
-        return _joined(decoded, verdicts)
+        results = await self.score_samples(samples, asked, seconds=seconds, admission=admission)
+        return _by_item(decoded, results)
 
-    async def judge(
+    async def score_samples(
         self, samples: Sequence[Sample], asked: Sequence[str], *, seconds: float, admission: "Admission"
-    ) -> dict[str, Verdicts]:
-        """Each reward's verdicts on the samples. RequestError: no room, or longer than ``seconds``."""
+    ) -> dict[str, RewardResult]:
+        """The results of each reward in ``asked``. RequestError: no room in a queue, or longer than ``seconds``."""
         batchers = [self._batchers[name] for name in asked]
-        if not all(batcher.room(len(samples)) for batcher in batchers):
+        if not all(batcher.has_room(len(samples)) for batcher in batchers):
             raise RequestError("busy")
         expires = time.monotonic() + seconds
         waiting = [batcher.submit(samples, expires=expires) for batcher in batchers]
-        admission.queued()
+        admission.arrived()
         try:
             async with asyncio.timeout(seconds):
-                verdicts = await asyncio.gather(*waiting)
+                results = await asyncio.gather(*waiting)
         except TimeoutError:
             raise RequestError("deadline") from None
         finally:
-            for verdict in waiting:
-                verdict.cancel()
-        return dict(zip(asked, verdicts, strict=True))
+            for future in waiting:
+                future.cancel()
+        return dict(zip(asked, results, strict=True))
 
-    async def reload(self, orders: Sequence[Order]) -> None:
-        """Build every reward anew beside the old one and swap it in between two batches; where that fails the old one goes on."""
+    async def reload(self, specs: Sequence[RewardSpec]) -> None:
+        """Build every reward again and replace the old one between two batches. If that fails, the old one stays in use."""
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="reload") as pool:
-            for order in orders:
-                batcher = self._batchers[order.name]
-                future = pool.submit(rebuild, order, batcher.hosted)
+            for spec in specs:
+                batcher = self._batchers[spec.name]
+                future = pool.submit(rebuild, spec, batcher.hosted)
                 await asyncio.wait([asyncio.wrap_future(future)])
                 error = future.exception()
                 if error is not None:
-                    _LOG.error("reload of %s failed; the old one goes on", order.name, exc_info=error)
+                    _LOG.error("reloading %s failed; the old reward stays in use", spec.name, exc_info=error)
                     continue
                 batcher.hosted = future.result()
-                _LOG.warning("reloaded %s, fingerprint %s", order.name, batcher.hosted.fingerprint)
+                _LOG.warning("reloaded %s, fingerprint %s", spec.name, batcher.hosted.fingerprint)
 
     async def close(self) -> None:
-        """Stop judging."""
-        for task in self._working:
+        """Stop scoring."""
+        for task in self._workers:
             task.cancel()
-        await asyncio.gather(*self._working, return_exceptions=True)
+        await asyncio.gather(*self._workers, return_exceptions=True)
         for batcher in self._batchers.values():
             batcher.close()
         self._decoders.shutdown(wait=False, cancel_futures=True)
 
 
 class Admission:
-    """A request in hand, for the length of a ``with`` block; it is coming until it is ``queued``."""
+    """A request in progress, for the length of a ``with`` block. It is arriving until its samples are in the queues."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._coming = False
+        self._arriving = False
 
     def __enter__(self) -> "Admission":
         self._service._requests += 1
-        self._service._coming += 1
-        self._coming = True
+        self._service._arriving += 1
+        self._arriving = True
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.queued()
+        self.arrived()
         self._service._requests -= 1
 
-    def queued(self) -> None:
-        """Its samples wait for their rewards."""
-        self._service._coming -= self._coming
-        self._coming = False
+    def arrived(self) -> None:
+        """Its samples are in the rewards' queues."""
+        self._service._arriving -= self._arriving
+        self._arriving = False
 
 
-def _joined(decoded: Decoded, verdicts: Mapping[str, Verdicts]) -> Results:
-    """The rewards' verdicts by item. Items that could not be decoded have that as every reward's error."""
-    rows = {name: iter(given.rows) for name, given in verdicts.items()}
+def _by_item(decoded: Decoded, results: Mapping[str, RewardResult]) -> BatchResult:
+    """The rewards' results by item. An item that could not be decoded has its error code for every reward."""
+    rows = {name: iter(given.rows) for name, given in results.items()}
     items = []
     for name, sample in zip(decoded.ids, decoded.samples, strict=True):
         scores: dict[str, float | None] = {}
         errors: dict[str, ErrorCode] = {}
         for reward, row in rows.items():
-            verdict = next(row) if isinstance(sample, Sample) else sample
-            if isinstance(verdict, str):
-                errors[reward] = verdict
+            result = next(row) if isinstance(sample, Sample) else sample
+            if isinstance(result, str):
+                errors[reward] = result
             else:
-                scores |= verdict
-        items.append(Result(name, scores, errors))
-    return Results({name: list(given.fingerprints) for name, given in verdicts.items()}, items)
+                scores |= result
+        items.append(ItemResult(name, scores, errors))
+    return BatchResult({name: list(given.fingerprints) for name, given in results.items()}, items)

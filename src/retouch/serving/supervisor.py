@@ -1,7 +1,7 @@
-"""``retouch serve``: several replicas of one server, each with a port, a log and a device, and a new one for each that dies.
+"""Runs the replicas of a server, each with a port, a log and a device, and restarts those that exit.
 
-The supervisor has imported all that a replica needs, and forks, so a replica is back as soon as its weights are. It never imports
-a user's own code itself. SIGTERM drains all replicas; SIGHUP is passed on, and each builds its rewards anew.
+The supervisor has imported everything that a replica needs, and forks, so a restart takes only as long as loading the weights. It
+never imports the user's code itself. SIGTERM shuts all replicas down; SIGHUP is forwarded, and each replica reloads its rewards.
 """
 
 import errno
@@ -14,26 +14,28 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import FrameType
 
-from retouch.serving.hosted import read_orders
-from retouch.serving.replica import USER_ERROR, Settings, bound, run
+from retouch.serving.hosted_rewards import parse_specs
+from retouch.serving.replica import USER_ERROR, ServerSettings, bind, run
 
 _POLL = 0.05
-_HEALTH_SECONDS = 2.0
-_STUCK_SECONDS = 60.0
-_SHORT_LIFE = 5.0
-_LONGEST_PAUSE = 30.0
+_HEALTH_SECONDS = 2.0  # between two checks of a ready replica
+_STUCK_SECONDS = 60.0  # without a reply, after which a replica is killed
+_SHORT_LIFE = 5.0  # seconds; a replica that exits sooner is restarted after a pause
+_MAX_PAUSE = 30.0
 _FORK = multiprocessing.get_context("fork")
 
 
 @dataclass(slots=True)
 class _Replica:
+    """A replica and its current process. All times are those of ``time.monotonic``."""
+
     number: int
-    settings: Settings
+    settings: ServerSettings
     log: Path
     gpu: int | None
     process: ForkProcess | None = None
@@ -41,39 +43,40 @@ class _Replica:
     start_at: float = 0.0
     short_lives: int = 0
     ready: bool = False
-    heard: float = 0.0
-    listened: float = field(default=0.0)
+    last_reply: float = 0.0
+    last_check: float = 0.0
 
 
 def serve(
-    settings: Settings,
+    settings: ServerSettings,
     *,
     replicas: int,
     gpus: Sequence[int] | None,
     logs: Path,
     token: str | None,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> int:
-    """Run the replicas until SIGTERM or SIGINT, telling through ``say`` where each one is; the exit code.
+    """Run the replicas until SIGTERM or SIGINT; returns the exit code.
 
-    ``settings.port`` is the first port, or 0 for any that are free. ValueError: unknown rewards, or ports in use.
+    ``settings.port``: the first port, or 0 for any free ports. ``gpus``: CUDA devices, assigned in turn. ``report`` gets a line for
+    each event. ValueError: unknown rewards, or ports in use.
     """
-    read_orders(settings.rewards)
+    parse_specs(settings.rewards)
     if replicas < 1:
-        raise ValueError(f"--replicas {replicas}: at least one")
+        raise ValueError(f"--replicas {replicas}: give at least 1")
     logs.mkdir(parents=True, exist_ok=True)
-    with _kept_ports(settings.host, settings.port, replicas) as ports:
-        family = [
+    with _reserved_ports(settings.host, settings.port, replicas) as ports:
+        members = [
             _Replica(
                 number, replace(settings, port=port), logs / f"replica-{number}.log", gpus[number % len(gpus)] if gpus else None
             )
             for number, port in enumerate(ports)
         ]
-        return _Supervisor(family, token=token, say=say).run()
+        return _Supervisor(members, token=token, report=report).run()
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server there."""
+    """Whether a server at this address is reachable from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -83,103 +86,105 @@ def is_loopback(host: str) -> bool:
 
 
 class _Supervisor:
-    def __init__(self, family: Sequence[_Replica], *, token: str | None, say: Callable[[str], None]) -> None:
-        self._family, self._token, self._say = family, token, say
-        self._stop = 0
+    """Starts, checks and restarts the replicas. ``_stop_requests`` counts the signals that asked to stop."""
+
+    def __init__(self, replicas: Sequence[_Replica], *, token: str | None, report: Callable[[str], None]) -> None:
+        self._replicas, self._token, self._report = replicas, token, report
+        self._stop_requests = 0
         self._reload = False
-        self._code = 0
+        self._exit_code = 0
 
     def run(self) -> int:
-        before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
         try:
-            while not self._stop:
-                for member in self._family:
-                    self._look_after(member)
+            while not self._stop_requests:
+                for replica in self._replicas:
+                    self._supervise(replica)
                 if self._reload:
                     self._reload = False
                     self._send(signal.SIGHUP)
                 time.sleep(_POLL)
         finally:
-            self._end()
+            self._shut_down()
             for number, handler in before.items():
                 signal.signal(number, handler)
-        return self._code
+        return self._exit_code
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             self._reload = True
         else:
-            self._stop += 1
+            self._stop_requests += 1
 
-    def _look_after(self, member: _Replica) -> None:
+    def _supervise(self, replica: _Replica) -> None:
         now = time.monotonic()
-        if member.process is None:
-            if now >= member.start_at:
-                self._start(member)
-        elif member.process.exitcode is not None:
-            self._bury(member, member.process.exitcode)
-        elif now > member.listened + (_POLL if not member.ready else _HEALTH_SECONDS):
-            member.listened = now
-            self._listen(member)
+        if replica.process is None:
+            if now >= replica.start_at:
+                self._start(replica)
+        elif replica.process.exitcode is not None:
+            self._handle_exit(replica, replica.process.exitcode)
+        elif now > replica.last_check + (_POLL if not replica.ready else _HEALTH_SECONDS):
+            replica.last_check = now
+            self._check(replica)
 
-    def _start(self, member: _Replica) -> None:
-        environment = {} if member.gpu is None else {"CUDA_VISIBLE_DEVICES": str(member.gpu)}
-        arguments = {"log": member.log, "environment": environment, "token": self._token, "parent": os.getpid()}
-        member.process = _FORK.Process(target=run, args=(member.settings,), kwargs=arguments, name=f"replica-{member.number}")
-        member.process.start()
-        member.started = member.heard = time.monotonic()
-        member.ready = False
-        gpu = "" if member.gpu is None else f", GPU {member.gpu}"
-        self._say(f"replica {member.number}: {url_of(member.settings)}, pid {member.process.pid}{gpu}, log {member.log}")
+    def _start(self, replica: _Replica) -> None:
+        environment = {} if replica.gpu is None else {"CUDA_VISIBLE_DEVICES": str(replica.gpu)}
+        arguments = {"log": replica.log, "environment": environment, "token": self._token, "parent": os.getpid()}
+        replica.process = _FORK.Process(target=run, args=(replica.settings,), kwargs=arguments, name=f"replica-{replica.number}")
+        replica.process.start()
+        replica.started = replica.last_reply = time.monotonic()
+        replica.ready = False
+        gpu = "" if replica.gpu is None else f", GPU {replica.gpu}"
+        self._report(f"replica {replica.number}: {url_of(replica.settings)}, pid {replica.process.pid}{gpu}, log {replica.log}")
 
-    def _bury(self, member: _Replica, code: int) -> None:
+    def _handle_exit(self, replica: _Replica, code: int) -> None:
         if code == USER_ERROR:
-            self._say(f"replica {member.number} cannot start: {_last_line(member.log)}")
-            self._stop, self._code = 1, USER_ERROR
+            self._report(f"replica {replica.number} cannot start: {_last_line(replica.log)}")
+            self._stop_requests, self._exit_code = 1, USER_ERROR
             return
-        lived = time.monotonic() - member.started
-        member.short_lives = member.short_lives + 1 if lived < _SHORT_LIFE else 0
-        pause = min(_LONGEST_PAUSE, 0.1 * 2**member.short_lives) if member.short_lives > 1 else 0.0
-        member.process, member.start_at = None, time.monotonic() + pause
+        lived = time.monotonic() - replica.started
+        replica.short_lives = replica.short_lives + 1 if lived < _SHORT_LIFE else 0
+        pause = min(_MAX_PAUSE, 0.1 * 2**replica.short_lives) if replica.short_lives > 1 else 0.0
+        replica.process, replica.start_at = None, time.monotonic() + pause
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-        self._say(f"replica {member.number} died ({how}); starting it again{f' in {pause:.1f} s' if pause else ''}")
+        self._report(f"replica {replica.number} exited ({how}); restarting it{f' in {pause:.1f} s' if pause else ''}")
 
-    def _listen(self, member: _Replica) -> None:
-        """Say when it is ready; end one that was and has not answered for long."""
-        answered = answers(member.settings, "/livez" if member.ready else "/readyz")
-        if answered and not member.ready:
-            member.ready = True
-            self._say(f"replica {member.number} is ready")
-        if answered:
-            member.heard = time.monotonic()
-        elif member.ready and time.monotonic() > member.heard + _STUCK_SECONDS:
-            assert member.process is not None
-            self._say(f"replica {member.number} has not answered for {_STUCK_SECONDS:.0f} s; killing it")
-            member.process.kill()
-            member.heard = time.monotonic()
+    def _check(self, replica: _Replica) -> None:
+        """Report when it becomes ready; kill a ready one that has not replied for a minute."""
+        replied = responds(replica.settings, "/livez" if replica.ready else "/readyz")
+        if replied and not replica.ready:
+            replica.ready = True
+            self._report(f"replica {replica.number} is ready")
+        if replied:
+            replica.last_reply = time.monotonic()
+        elif replica.ready and time.monotonic() > replica.last_reply + _STUCK_SECONDS:
+            assert replica.process is not None
+            self._report(f"replica {replica.number} has not replied for {_STUCK_SECONDS:.0f} s; killing it")
+            replica.process.kill()
+            replica.last_reply = time.monotonic()
 
     def _send(self, number: signal.Signals) -> None:
-        for member in self._family:
-            if member.process is not None and member.process.pid is not None and member.process.exitcode is None:
-                os.kill(member.process.pid, number)
+        for replica in self._replicas:
+            if replica.process is not None and replica.process.pid is not None and replica.process.exitcode is None:
+                os.kill(replica.process.pid, number)
 
-    def _end(self) -> None:
-        """Drain them all; a second signal, or the drain time gone twice, kills."""
+    def _shut_down(self) -> None:
+        """Shut all replicas down. A second signal, or twice the drain time, kills those that are left."""
         self._send(signal.SIGTERM)
-        told = self._stop
-        deadline = time.monotonic() + 2 * max(member.settings.limits.drain_seconds for member in self._family)
-        while any(member.process is not None and member.process.exitcode is None for member in self._family):
-            if self._stop > told or time.monotonic() > deadline:
+        first_requests = self._stop_requests
+        deadline = time.monotonic() + 2 * max(replica.settings.limits.drain_seconds for replica in self._replicas)
+        while any(replica.process is not None and replica.process.exitcode is None for replica in self._replicas):
+            if self._stop_requests > first_requests or time.monotonic() > deadline:
                 self._send(signal.SIGKILL)
             time.sleep(_POLL)
 
 
-def answers(settings: Settings, page: str) -> bool:
-    """Whether a server there answers the page with 200 within a second."""
+def responds(settings: ServerSettings, path: str) -> bool:
+    """Whether the server replies to GET ``path`` with status 200 within a second."""
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
     connection = http.client.HTTPConnection(host, settings.port, timeout=1.0)
     try:
-        connection.request("GET", page)
+        connection.request("GET", path)
         return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):
         return False
@@ -187,8 +192,8 @@ def answers(settings: Settings, page: str) -> bool:
         connection.close()
 
 
-def url_of(settings: Settings) -> str:
-    """Where its callers find a server."""
+def url_of(settings: ServerSettings) -> str:
+    """The server's URL."""
     host = settings.host
     return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
@@ -199,24 +204,24 @@ def _last_line(log: Path) -> str:
 
 
 @contextmanager
-def _kept_ports(host: str, first: int, count: int) -> Iterator[list[int]]:
-    """So many ports, from ``first`` on, or any that are free where that is 0; kept while no replica listens there."""
+def _reserved_ports(host: str, first: int, count: int) -> Iterator[list[int]]:
+    """``count`` ports from ``first`` on, or any free ports if that is 0, reserved for the length of the block."""
     with ExitStack() as stack:
-        kept = []
+        sockets = []
         for port in range(first, first + count) if first else [0] * count:
             try:
                 if port:
-                    _refuse_taken(host, port)
-                kept.append(stack.enter_context(bound(host, port)))
+                    _require_free(host, port)
+                sockets.append(stack.enter_context(bind(host, port)))
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
-                    raise ValueError(f"port {port} is in use; choose others with --port") from None
+                    raise ValueError(f"port {port} is in use; choose another one with --port") from None
                 raise ValueError(f"--host {host} --port {port}: {os.strerror(error.errno or 0)}") from None
-        yield [each.getsockname()[1] for each in kept]
+        yield [each.getsockname()[1] for each in sockets]
 
 
-def _refuse_taken(host: str, port: int) -> None:
-    """OSError where anybody is bound there; another supervisor of this user would share its port with us."""
+def _require_free(host: str, port: int) -> None:
+    """OSError if the port is in use, even by another supervisor of this user, whose port SO_REUSEPORT would share with us."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))

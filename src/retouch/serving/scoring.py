@@ -1,4 +1,4 @@
-"""One call of a reward on a batch, with whatever goes wrong in it kept to the samples that it went wrong for."""
+"""Calls a reward on a batch and isolates the samples on which it fails."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -9,19 +9,19 @@ import torch
 
 from retouch.rewards.wire.errors import ErrorCode
 from retouch.rewards.wire.replies import in_range
-from retouch.serving.hosted import Hosted
+from retouch.serving.hosted_rewards import HostedReward
 from retouch.types import Sample, Scores
 
-Verdict: TypeAlias = Mapping[str, float | None] | ErrorCode
+SampleResult: TypeAlias = Mapping[str, float | None] | ErrorCode
 Call: TypeAlias = Callable[[Sequence[Sample]], "Future[Scores]"]
 
 _LOG = logging.getLogger("retouch.serving")
 
 
-def judge(hosted: Hosted, samples: Sequence[Sample], *, call: Call) -> list[Verdict]:
-    """Each sample's columns under their public names (None: could not be judged), or the code of what went wrong.
+def score_samples(hosted: HostedReward, samples: Sequence[Sample], *, call: Call) -> list[SampleResult]:
+    """For each sample its columns by their public names (None: could not be judged), or the code of an error.
 
-    Where the reward raises, the batch is halved until the samples at fault stand alone. ``call`` runs the reward.
+    ``call`` runs the reward. If it raises, the batch is split in halves until the failing samples are alone.
     """
     future = call(samples)
     error = future.exception()
@@ -31,11 +31,11 @@ def judge(hosted: Hosted, samples: Sequence[Sample], *, call: Call) -> list[Verd
         _LOG.error("reward %s failed on task %r", hosted.name, samples[0].task.id[:200], exc_info=error)
         return ["reward_failed"]
     half = len(samples) // 2
-    return judge(hosted, samples[:half], call=call) + judge(hosted, samples[half:], call=call)
+    return score_samples(hosted, samples[:half], call=call) + score_samples(hosted, samples[half:], call=call)
 
 
-def _checked(hosted: Hosted, scores: Scores, count: int) -> list[Verdict]:
-    """The scores by sample; a whole batch is refused for a wrong shape, a sample for a value outside its range."""
+def _checked(hosted: HostedReward, scores: Scores, count: int) -> list[SampleResult]:
+    """The scores by sample. A wrong shape fails the whole batch, a value outside its range fails its sample."""
     rows: list[dict[str, float | None]] = [{} for _ in range(count)]
     wrong: set[int] = set()
     for name, column in hosted.reward.columns.items():
@@ -49,4 +49,4 @@ def _checked(hosted: Hosted, scores: Scores, count: int) -> list[Verdict]:
             if not missing and not in_range(value, column):
                 _LOG.error("reward %s: column %r gave %r, outside %r to %r", hosted.name, name, value, column.low, column.high)
                 wrong.add(row)
-    return ["reward_disagrees" if row in wrong else verdict for row, verdict in enumerate(rows)]
+    return ["reward_disagrees" if row in wrong else scored for row, scored in enumerate(rows)]

@@ -1,4 +1,4 @@
-"""Reading a request: whether there is room, its headers, and its body, which is never larger in memory than is allowed."""
+"""Reads a request's body and headers. A body never takes more memory than the limit allows."""
 
 import asyncio
 import math
@@ -13,7 +13,7 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 async def read_body(request: Request, *, max_bytes: int, seconds: float) -> bytes:
-    """The body. RequestError: compressed, longer than allowed (by its header, or as it comes), or too slow."""
+    """The body. RequestError: it is compressed, larger than ``max_bytes``, or takes longer than ``seconds`` to arrive."""
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise RequestError("unsupported")
     stated = request.headers.get("content-length", "0")
@@ -38,7 +38,7 @@ async def read_body(request: Request, *, max_bytes: int, seconds: float) -> byte
 
 
 def read_deadline(request: Request, *, longest: float) -> float:
-    """Seconds from now by ``X-Deadline-Seconds``, at most ``longest``, which also stands where there is none."""
+    """Seconds until the request's deadline: ``X-Deadline-Seconds``, but at most ``longest``, which is also the default."""
     stated = request.headers.get("x-deadline-seconds")
     if stated is None:
         return longest
@@ -52,5 +52,5 @@ def read_deadline(request: Request, *, longest: float) -> float:
 
 
 def request_id(stated: str | None) -> str:
-    """The caller's own id where it has a harmless form, or a new one."""
+    """The caller's id if it has a safe form, otherwise a new one."""
     return stated if stated is not None and _REQUEST_ID.fullmatch(stated) else secrets.token_hex(8)

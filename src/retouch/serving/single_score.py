@@ -1,6 +1,6 @@
-"""``POST /score``: one picture, three numbers, for clients that know nothing else: vlm_score, ocr_confidence, combined_score.
+"""``POST /score``: one image, three numbers (vlm_score, ocr_confidence, combined_score), for clients of existing scoring servers.
 
-Failures have a true status, never a number: 422 for a picture that cannot be read, 429, 500, 503, 504.
+An error has its HTTP status and never a number: 422 for an image that cannot be read, 429, 500, 503, 504.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from retouch.rewards.wire.bodies import decode_base64, parse_json
 from retouch.rewards.wire.errors import RequestError
 from retouch.rewards.wire.schema import PictureHead
-from retouch.serving.decoding import decode_pictures
+from retouch.serving.decoding import decode_images
 from retouch.serving.limits import Limits
 from retouch.types import Sample, Task
 
@@ -21,8 +21,11 @@ _MASK = PictureHead(form="encoded", mode="L")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compat:
-    """Which columns the numbers are. combined_score = vlm_weight * vlm_score + ocr_weight * ocr_confidence."""
+class SingleScore:
+    """The columns that are returned as ``vlm_score`` and ``ocr_confidence``.
+
+    combined_score = vlm_weight * vlm_score + ocr_weight * ocr_confidence.
+    """
 
     vlm: str
     ocr: str | None = None
@@ -30,15 +33,15 @@ class Compat:
     ocr_weight: float = 0.0
 
     def check(self, columns: Mapping[str, object]) -> None:
-        """ValueError where a column is not there, or a weight stands beside none."""
+        """ValueError: a column does not exist, or ``ocr_weight`` is given without ``ocr``."""
         for name in (self.vlm, self.ocr):
             if name is not None and name not in columns:
-                raise ValueError(f"there is no column {name!r}; the rewards give {', '.join(columns)}")
+                raise ValueError(f"there is no column {name!r}; the columns are {', '.join(columns)}")
         if self.ocr is None and self.ocr_weight:
             raise ValueError("--ocr-weight needs --ocr COLUMN")
 
     def numbers(self, scores: Mapping[str, float | None]) -> dict[str, float | None]:
-        """The three numbers. RequestError where one that counts could not be judged."""
+        """The three numbers. RequestError: one of the columns could not be judged."""
         vlm, ocr = scores.get(self.vlm), None if self.ocr is None else scores.get(self.ocr)
         if vlm is None or (self.ocr is not None and ocr is None):
             raise RequestError("reward_failed")
@@ -46,8 +49,8 @@ class Compat:
         return {"vlm_score": vlm, "ocr_confidence": ocr, "combined_score": combined}
 
 
-class Single(BaseModel):
-    """The request: pictures as base64 of PNG, JPEG or WebP files."""
+class SingleScoreRequest(BaseModel):
+    """The request. Images are PNG, JPEG or WebP files in base64."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -59,7 +62,7 @@ class Single(BaseModel):
     text: Annotated[str, Field(max_length=100_000)] | None = None
 
 
-class Numbers(BaseModel):
+class SingleScoreReply(BaseModel):
     """The reply."""
 
     vlm_score: float
@@ -67,10 +70,10 @@ class Numbers(BaseModel):
     combined_score: float
 
 
-def decode_single(body: bytes, limits: Limits) -> Sample:
-    """The sample that the request describes. RequestError where it cannot be read."""
+def decode_single_score(body: bytes, limits: Limits) -> Sample:
+    """The sample of a request. RequestError: it cannot be read."""
     try:
-        asked = Single.model_validate(parse_json(body))
+        asked = SingleScoreRequest.model_validate(parse_json(body))
     except ValidationError:
         raise RequestError("bad_batch") from None
     given = {
@@ -79,19 +82,19 @@ def decode_single(body: bytes, limits: Limits) -> Sample:
         "mask": (_MASK, asked.mask_image),
         "reference": (_FILE, asked.reference_image),
     }
-    there = {name: (head, decode_base64(text)) for name, (head, text) in given.items() if text is not None}
-    decoded = decode_pictures([head for head, _ in there.values()], [blob for _, blob in there.values()], limits)
-    pictures = {}
-    for name, picture in zip(there, decoded, strict=True):
-        if isinstance(picture, str):
-            raise RequestError(picture)
-        pictures[name] = picture
+    encoded = {name: (head, decode_base64(text)) for name, (head, text) in given.items() if text is not None}
+    decoded = decode_images([head for head, _ in encoded.values()], [blob for _, blob in encoded.values()], limits)
+    images = {}
+    for name, image in zip(encoded, decoded, strict=True):
+        if isinstance(image, str):
+            raise RequestError(image)
+        images[name] = image
     task = Task(
         id="score",
         instruction=asked.prompt,
-        images=(pictures["source"],) if "source" in pictures else (),
-        mask=pictures.get("mask"),
-        reference=pictures.get("reference"),
+        images=(images["source"],) if "source" in images else (),
+        mask=images.get("mask"),
+        reference=images.get("reference"),
         text=asked.text,
     )
-    return Sample(task, pictures["image"])
+    return Sample(task, images["image"])

@@ -1,4 +1,4 @@
-"""The outermost layer: the token, and the id, status and time of every request."""
+"""The outermost layer of the server: checks the token, and adds an id, metrics and error replies to every request."""
 
 import hmac
 import time
@@ -9,14 +9,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from retouch.rewards.wire.errors import ERRORS, ErrorCode
 from retouch.serving.metrics import Metrics
-from retouch.serving.reception import request_id
+from retouch.serving.request_body import request_id
 
-OPEN_PAGES = ("/livez", "/readyz")
-_PAGES = ("/v1/score", "/v1/info", "/score", "/livez", "/readyz", "/metrics", "/openapi.json", "/docs")
+_PUBLIC_PATHS = ("/livez", "/readyz")
+_PATHS = ("/v1/score", "/v1/info", "/score", "/livez", "/readyz", "/metrics", "/openapi.json", "/docs")
 
 
-def refusal(code: ErrorCode, *, retry_after: int | None = None) -> JSONResponse:
-    """The answer that says why not."""
+def error_response(code: ErrorCode, *, retry_after: int | None = None) -> JSONResponse:
+    """The reply for an error; ``retry_after``: seconds."""
     status, text = ERRORS[code]
     headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
     if code == "unauthorized":
@@ -24,8 +24,8 @@ def refusal(code: ErrorCode, *, retry_after: int | None = None) -> JSONResponse:
     return JSONResponse({"error": {"code": code, "message": text}}, status_code=status, headers=headers)
 
 
-class Gate:
-    """Wraps the application. With a ``token`` every page but ``/livez`` and ``/readyz`` needs it."""
+class RequestMiddleware:
+    """Wraps the application. With a ``token``, every path except ``/livez`` and ``/readyz`` requires it."""
 
     def __init__(self, app: ASGIApp, *, token: str | None, metrics: Metrics) -> None:
         self._app, self._metrics = app, metrics
@@ -36,30 +36,30 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers, started = Headers(scope=scope), time.monotonic()
-        page = scope["path"] if scope["path"] in _PAGES else "other"
-        name = request_id(headers.get("x-request-id"))
+        path = scope["path"] if scope["path"] in _PATHS else "other"
+        own_id = request_id(headers.get("x-request-id"))
         status = 0
 
-        async def answer(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = name
+                MutableHeaders(scope=message)["X-Request-Id"] = own_id
             await send(message)
 
         self._metrics.in_flight.inc()
         try:
-            if not self._may(scope["path"], headers):
-                await refusal("unauthorized")(scope, receive, answer)
+            if not self._is_authorized(scope["path"], headers):
+                await error_response("unauthorized")(scope, receive, send_with_id)
             else:
-                await self._app({**scope, "state": {**scope.get("state", {}), "request_id": name}}, receive, answer)
+                await self._app({**scope, "state": {**scope.get("state", {}), "request_id": own_id}}, receive, send_with_id)
         finally:
             self._metrics.in_flight.dec()
-            self._metrics.requests.labels(page, str(status)).inc()
-            self._metrics.seconds.labels(page).observe(time.monotonic() - started)
+            self._metrics.requests.labels(path, str(status)).inc()
+            self._metrics.seconds.labels(path).observe(time.monotonic() - started)
 
-    def _may(self, path: str, headers: Headers) -> bool:
-        if self._token is None or path in OPEN_PAGES:
+    def _is_authorized(self, path: str, headers: Headers) -> bool:
+        if self._token is None or path in _PUBLIC_PATHS:
             return True
         kind, _, given = headers.get("authorization", "").partition(" ")
         return kind.lower() == "bearer" and hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), self._token)

@@ -1,0 +1,111 @@
+"""The rewards of a server: parsed from the command line, built as a recipe builds them, and described to clients.
+
+The words are those of ``recipe/reward_words.py::read_reward``, with an optional ``NAME=`` in front.
+"""
+
+import importlib
+import math
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from retouch.assembly.reward import build_reward
+from retouch.protocols import Reward
+from retouch.recipe.reward_words import parse_reward, read_reward
+from retouch.rewards import identity
+from retouch.rewards.wire.schema import NAME, ColumnInfo, RewardInfo
+from retouch.types import Column
+
+_NAMED = re.compile(r"^([A-Za-z0-9_.-]{1,64})=(.+)$", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardSpec:
+    """A reward to host: its name and its recipe section. ``named``: the user chose the name."""
+
+    name: str
+    section: Mapping[str, object]
+    named: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostedReward:
+    """A built reward. ``public``: the reward's column names, mapped to the names that clients see."""
+
+    name: str
+    reward: Reward
+    public: Mapping[str, str]
+    fingerprint: str
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        """The columns by their public names."""
+        return {public: self.reward.columns[own] for own, public in self.public.items()}
+
+    def info(self) -> RewardInfo:
+        """The reward in ``GET /v1/info``."""
+        columns = {name: ColumnInfo(**asdict(column)) for name, column in self.columns.items()}
+        return RewardInfo(name=self.name, kind=_class_path(type(self.reward)), fingerprint=self.fingerprint, columns=columns)
+
+
+def parse_specs(words: Sequence[str]) -> list[RewardSpec]:
+    """The rewards given on the command line. ValueError: an unknown reward, or two with the same name."""
+    specs = [_parse_spec(word) for word in words]
+    names = [spec.name for spec in specs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two rewards have the name {name}; name them yourself: a={words[0]} b=...")
+    return specs
+
+
+def build(spec: RewardSpec, *, sole: bool) -> HostedReward:
+    """Build the reward and load its weights. Unless it is the ``sole`` reward and unnamed, its columns begin with its name.
+
+    ValueError: it cannot be built, or a column's range is not finite (a sample without an image would score an infinity).
+    """
+    reward = build_reward(parse_reward(spec.section), device=_device())
+    for name, column in reward.columns.items():
+        if not (math.isfinite(column.low) and math.isfinite(column.high) and column.low <= column.high):
+            raise ValueError(f"{spec.name}: column {name!r} has the range {column.low} to {column.high}; declare a finite one")
+    prefix = "" if sole and not spec.named else f"{spec.name}/"
+    public = {name: f"{prefix}{name}" for name in reward.columns}
+    return HostedReward(spec.name, reward, public, fingerprint(spec.section, reward))
+
+
+def rebuild(spec: RewardSpec, old: HostedReward) -> HostedReward:
+    """Build the reward again, reloading its module if it is the user's own. ValueError: it has other columns than before."""
+    module = sys.modules[type(old.reward).__module__]
+    if module.__name__.partition(".")[0] != "retouch":
+        importlib.reload(module)
+    new = build(spec, sole=set(old.public) == set(old.public.values()))
+    if new.columns != old.columns:
+        raise ValueError(f"{spec.name} now has other columns or ranges; restart the server")
+    return new
+
+
+def fingerprint(section: Mapping[str, object], reward: Reward) -> str:
+    """16 hexadecimal digits of a hash of the reward's section and of ``identity.describe``."""
+    return identity.short([dict(section), identity.describe(reward)])
+
+
+def _device() -> str:
+    """The device of models whose section names none: the replica's first GPU, or the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _class_path(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _parse_spec(word: str) -> RewardSpec:
+    found = None if word.lstrip().startswith("{") else _NAMED.match(word)
+    name, rest = (found[1], found[2]) if found else (None, word)
+    section = read_reward(rest)
+    called = name or str(section.get("class", section["kind"])).rpartition(":")[2].lower()
+    if not re.match(NAME, called):
+        raise ValueError(f"{called!r} cannot be a reward's name: use letters, digits, dots, dashes and underscores, at most 64")
+    parse_reward(section)
+    return RewardSpec(called, section, named=name is not None)
