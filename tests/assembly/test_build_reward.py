@@ -15,7 +15,7 @@ from judge_double import KEY, Double
 from live_server import live
 from retouch.assembly.reward import build_reward
 from retouch.protocols import Reward
-from retouch.recipe.jsonnet import evaluate
+from retouch.recipe.document import evaluate
 from retouch.recipe.reward_classes import columns_of
 from retouch.recipe.reward_words import parse_reward
 from retouch.rewards.closing import close

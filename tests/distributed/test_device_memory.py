@@ -10,7 +10,7 @@ from retouch.distributed.device_memory import DeviceMemory, limit_memory, peak_b
 from retouch.distributed.placement import Placement
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.devices import Devices
-from retouch.recipe.overrides import apply
+from retouch.recipe.document import apply
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.session.session import run

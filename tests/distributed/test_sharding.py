@@ -12,7 +12,7 @@ import torch
 import tiny_writer_runs
 from rank_commands import SUPPORT, on_two_ranks
 from retouch.playground.models import playground_weights
-from retouch.recipe.overrides import apply
+from retouch.recipe.document import apply
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.training import checkpoint

@@ -7,7 +7,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from retouch.config.schema import alternatives, annotation_of, is_list, keys_of
-from retouch.recipe.overrides import value_of
+from retouch.recipe.document import value_of
 from retouch.recipe.recipe import Recipe
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"

@@ -32,7 +32,7 @@ from retouch.memory.sizes import parts_in, stored_count
 from retouch.models.common.pretrained import fetch_weights, find_weights
 from retouch.models.qwen_image.family import QwenImageModel
 from retouch.playground.models import playground_weights
-from retouch.recipe.overrides import apply
+from retouch.recipe.document import apply
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.records import trackers
 from retouch.records.folder import RunFolder

@@ -11,7 +11,7 @@ import pytest
 
 from retouch.config import packaged
 from retouch.config.packaged import available, find, packaged_recipes
-from retouch.recipe.jsonnet import evaluate
+from retouch.recipe.document import evaluate
 from retouch.recipe.recipe import Recipe, load
 
 PACKAGED = available()

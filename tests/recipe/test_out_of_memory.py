@@ -14,8 +14,8 @@ from retouch.config.packaged import available
 from retouch.config.schema import places
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.recipe.differences import differences
+from retouch.recipe.document import apply
 from retouch.recipe.out_of_memory import LESS_AT_ONCE, OutOfMemory, named, suggestions
-from retouch.recipe.overrides import apply
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.records.folder import RunFolder
 from retouch.renderers.latents import LatentRenderer

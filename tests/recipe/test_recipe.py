@@ -16,7 +16,7 @@ from retouch.config.section import Section
 from retouch.core.windows import random_window, sliding_window
 from retouch.recipe.checks import check_ranks
 from retouch.recipe.differences import differences
-from retouch.recipe.overrides import apply, value_of
+from retouch.recipe.document import apply, value_of
 from retouch.recipe.recipe import Recipe, parse
 
 GRPO = {"kind": "policy_gradient", "clip_low": 1e-5, "clip_high": 1e-5}

@@ -12,7 +12,7 @@ from retouch.config.schema import kinds_of
 from retouch.recipe import judges as recipe_judges
 from retouch.recipe import reward_local as recipe_reward_local
 from retouch.recipe.differences import differences
-from retouch.recipe.overrides import apply
+from retouch.recipe.document import apply
 from retouch.recipe.recipe import parse
 from retouch.recipe.reward import Part, RemoteReward
 from retouch.recipe.reward_classes import columns_of, reward_class

@@ -7,8 +7,7 @@ import pytest
 
 from retouch.config.packaged import find
 from retouch.recipe.differences import differences
-from retouch.recipe.jsonnet import evaluate
-from retouch.recipe.overrides import apply
+from retouch.recipe.document import apply, evaluate
 from retouch.recipe.recipe import parse
 
 BASE: dict[str, Any] = {

@@ -13,8 +13,8 @@ from retouch import cli
 from retouch.assembly.data import build_sets
 from retouch.doctor.findings import Finding
 from retouch.doctor.judge import check_calls, check_judge, check_keys
+from retouch.recipe.document import apply
 from retouch.recipe.judge_calls import judge_calls
-from retouch.recipe.overrides import apply
 from retouch.recipe.recipe import Recipe, load, parse
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from retouch.config.packaged import find
-from retouch.recipe.jsonnet import evaluate
+from retouch.recipe.document import evaluate
 from retouch.recipe.recipe import Recipe, parse
 
 STEPS = 4

@@ -8,7 +8,7 @@ import torch
 from PIL import ImageStat
 
 from retouch.config.packaged import find
-from retouch.recipe.jsonnet import evaluate
+from retouch.recipe.document import evaluate
 from retouch.rewards.judges import Answer, Panel
 from retouch.rewards.judges.answers.forms import ScoresForm
 from retouch.rewards.judges.answers.scales import Scale

@@ -15,7 +15,7 @@ from retouch.pretraining.networks import parts
 from retouch.pretraining.networks.emu3 import LONGEST, emu3_tokenizer, untrained_emu3
 from retouch.pretraining.networks.image_codes import untrained_codes
 from retouch.pretraining.networks.writer import untrained_writer
-from retouch.recipe.overrides import apply
+from retouch.recipe.document import apply
 
 
 def save_writer(folder: Path) -> None:

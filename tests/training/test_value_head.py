@@ -22,7 +22,7 @@ from retouch.objectives.advantages import GAEAdvantage
 from retouch.objectives.policy_gradient import ActorCritic, PolicyGradient
 from retouch.playground.models import playground_weights
 from retouch.policies.value_heads import LatentValues, channels_of, summary
-from retouch.recipe.overrides import apply
+from retouch.recipe.document import apply
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.session.session import run as run_session

@@ -14,7 +14,7 @@ from retouch.distributed.placement import init_distributed_from_recipe
 from retouch.inference.writers import OpenWriter
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.recipe import writer as recipe_writer
-from retouch.recipe.overrides import apply
+from retouch.recipe.document import apply
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.recipe.renderer import ResponseRenderer
 from retouch.recipe.rollout import TokenRollout

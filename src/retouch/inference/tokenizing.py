@@ -39,7 +39,7 @@ from retouch.models.emu3.images import Emu3Pictures
 from retouch.models.emu3.load import load_autoencoder
 from retouch.playground.models import playground_weights
 from retouch.recipe.data import Data, DrawnData, PromptData, TokenData
-from retouch.recipe.jsonnet import evaluate
+from retouch.recipe.document import evaluate
 from retouch.records.files import read_json, write_atomic, write_json
 from retouch.types import Codes, Task
 

@@ -15,10 +15,8 @@ from pydantic import ValidationError, model_validator
 from retouch.config.errors import unknown_keys, wrong_values
 from retouch.config.packaged import find
 from retouch.recipe.checks import problems
-from retouch.recipe.jsonnet import evaluate
+from retouch.recipe.document import apply, evaluate, refuse_secrets
 from retouch.recipe.keys import RecipeKeys
-from retouch.recipe.overrides import apply
-from retouch.recipe.secrets import refuse_secrets
 
 
 class Recipe(RecipeKeys):

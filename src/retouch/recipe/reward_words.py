@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from retouch.config.errors import unknown_keys, wrong_values
 from retouch.config.packaged import SUFFIXES, find
 from retouch.config.section import Section
-from retouch.recipe.jsonnet import evaluate
+from retouch.recipe.document import evaluate
 from retouch.recipe.recipe import parse
 from retouch.recipe.reward import Reward
 from retouch.records.folder import RunFolder

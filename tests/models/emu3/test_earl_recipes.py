@@ -14,9 +14,8 @@ from retouch.config.packaged import available, find
 from retouch.data.sources.features import Feature
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.checks import check_ranks
-from retouch.recipe.jsonnet import evaluate
+from retouch.recipe.document import apply, evaluate
 from retouch.recipe.keys import Push
-from retouch.recipe.overrides import apply
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.session.session import run
 

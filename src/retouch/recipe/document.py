@@ -1,0 +1,110 @@
+"""From a file to a JSON document: Jsonnet evaluated, ``a.b=value`` overrides applied, and secrets of the environment refused.
+
+Of the environment only variables whose names begin with ``APP__`` can be read by a recipe, through ``std.extVar``.
+"""
+
+import copy
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import rjsonnet
+
+from retouch.config.packaged import packaged_recipes
+from retouch.rewards.vlm import credentials
+
+PREFIX = "APP__"
+
+
+def evaluate(file: Path) -> dict[str, Any]:
+    """The object that a Jsonnet (or JSON) file describes. Imports are looked for beside the file, then among the packaged recipes.
+
+    ValueError: it does not evaluate, or is no object.
+    """
+    variables = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+    try:
+        text = rjsonnet.evaluate_file(str(file), jpathdir=[str(packaged_recipes())], ext_vars=variables)
+    except RuntimeError as error:
+        hint = f"\nonly environment variables that begin with {PREFIX} are seen" if "external variable" in str(error) else ""
+        raise ValueError(f"{error}{hint}") from None
+    document = json.loads(text)
+    if not isinstance(document, dict):
+        raise ValueError("a recipe is an object with keys: { name: 'mine', ... }")
+    return document
+
+
+def apply(document: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The document with each ``path=value`` set in turn; entries of a list by number (``phases.0.steps=3``).
+
+    Whether the recipe has such a key is for the schema to say. ValueError: no ``=``, no such entry of a list, or a key below a
+    plain value.
+    """
+    changed: dict[str, Any] = copy.deepcopy(dict(document))
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        keys = path.strip().split(".")
+        if not equals or not all(keys):
+            raise ValueError(f"--set {override}: write it as --set some.key=value")
+        _set(changed, keys, value_of(text), override)
+    return changed
+
+
+def value_of(text: str) -> Any:
+    """JSON where it is JSON, else the text itself."""
+    try:
+        # Python's reader takes NaN and Infinity for numbers; JSON has no such values, so they stay text.
+        return json.loads(text, parse_constant=str)
+    except json.JSONDecodeError:
+        return text
+
+
+def _set(node: Any, keys: Sequence[str], value: Any, override: str) -> None:
+    for depth, key in enumerate(keys):
+        here = ".".join(keys[:depth])
+        if isinstance(node, list):
+            place: Any = _index(node, key, f"--set {override}: {here}")
+        elif isinstance(node, dict):
+            place = key
+        else:
+            raise ValueError(f"--set {override}: {here} is {json.dumps(node)}, which has no keys")
+        if depth == len(keys) - 1:
+            node[place] = value
+        else:
+            if isinstance(node, dict) and node.get(place) is None:
+                node[place] = {}
+            node = node[place]
+
+
+def _index(entries: Sequence[Any], key: str, where: str) -> int:
+    if not key.isdecimal() or int(key) >= len(entries):
+        legal = f"0 to {len(entries) - 1}" if entries else "none: it is empty"
+        raise ValueError(f"{where} is a list, and {key!r} is none of its entries ({legal})")
+    return int(key)
+
+
+def refuse_secrets(document: Any, environment: Mapping[str, str]) -> None:
+    """ValueError, naming the place and the variable and not the value, where a text holds that of a ..._KEY or the like."""
+    secrets = credentials.secrets(environment)
+    lines = [
+        f"{path}: holds the value of {name}, and recipes are kept and shown; leave it in the environment"
+        for path, text in _texts(document, "")
+        for name, value in secrets.items()
+        if value in text
+    ]
+    if lines:
+        raise ValueError("\n".join(lines))
+
+
+def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Every text, and every key that is a text, with where it stands."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _texts(inner, f"{path}.{index}" if path else str(index))
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield path or "the top", str(key)
+            yield from _texts(inner, f"{path}.{key}" if path else str(key))
