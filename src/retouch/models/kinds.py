@@ -17,6 +17,7 @@ IMAGE_MODELS = Kinds(
         "flux-fill": "retouch.models.flux.family:FluxFillModel",
         "flux-kontext": "retouch.models.flux.family:FluxKontextModel",
         "flux2-klein": "retouch.models.flux2.family:Flux2KleinModel",
+        "qwen-image-2": "retouch.models.qwen_image_2.family:QwenImage2Model",
         "import": "retouch.models.base:ImportedModel",
     },
 )

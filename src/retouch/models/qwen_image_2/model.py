@@ -1,0 +1,187 @@
+"""Qwen-Image-2.1, text to image and editing, as diffusers' QwenImage21Pipeline runs it.
+
+x is (r, s, 64) tokens in fp32, one per latent of 16 px. A conditioning has "embeds" (r, L, d), "mask" and "slots" (r, L), the
+places of ``embeds`` that stand for source images, and for tasks with images "source" (r, S, 64), their latents. ``shared`` has
+"size", the output's (height, width) in px, and "sources", those of the source images.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLQwenImage21, QwenImage21Transformer2DModel
+from diffusers.image_processor import VaeImageProcessor
+from diffusers.utils.torch_utils import randn_tensor
+from jaxtyping import Float
+from PIL.Image import Image, new
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase, Qwen2Tokenizer, Qwen2VLImageProcessorPil, Qwen3VLModel
+
+from retouch.models.common.chat_template import TURNS, VISION, QwenTemplate
+from retouch.models.common.folders import load_parts
+from retouch.models.common.frozen import evaluating
+from retouch.models.common.latents import Area, Size, fit
+from retouch.models.common.pipeline_model import PipelineModel, common_size
+from retouch.models.common.qwen3_text import ChatPrompts
+from retouch.types import Conditioning, Task
+
+TOKEN_PIXELS = 16
+
+
+class QwenImage2Text(ChatPrompts):
+    """A Qwen3-VL that reads a prompt and its images, up to its last norm; what follows the system turn is kept."""
+
+    FAMILY = "Qwen-Image-2.1"
+    SYSTEM = "Comprehend and analyze the provided prompt."
+
+    def __init__(self, encoder: Qwen3VLModel, tokenizer: PreTrainedTokenizerBase, image_processor: Any) -> None:
+        self.image_token = encoder.config.image_token_id
+        text = TURNS.format(system=self.SYSTEM, user="{}")
+        template = QwenTemplate(tokenizer, template=text, image_processor=image_processor, image_token=self.image_token)
+        prefix = len(tokenizer(text.partition("<|im_start|>user")[0])["input_ids"])
+        super().__init__(encoder, template, max_sequence_length=512, prefix=prefix)
+
+    def embed(self, prompts: Sequence[str], images: Sequence[Sequence[Image]]) -> dict[str, Tensor]:
+        """Embeddings, their mask, and which of them are slots of images; padded on the right with zeros."""
+        visions = [" ".join(f"<image{k}>{VISION}" for k in range(1, len(row) + 1)) for row in images]
+        bodies = [vision + (prompt or " ") for vision, prompt in zip(visions, prompts, strict=True)]
+        tokens = {name: each.to(self.encoder.device) for name, each in self.template.tokenise(bodies, images).items()}
+        slots, mask, states = tokens["input_ids"] == self.image_token, tokens["attention_mask"].bool(), []
+        hook = self.encoder.language_model.norm.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]))
+        self.encoder(**tokens, mm_token_type_ids=slots.int(), use_cache=False)
+        hook.remove()
+        kept = {"embeds": states[0], "mask": mask, "slots": slots}
+        rows = {name: [row[real][self.prefix :] for row, real in zip(each, mask, strict=True)] for name, each in kept.items()}
+        return {name: pad_sequence(each, batch_first=True) for name, each in rows.items()}
+
+
+class QwenImage2Latents:
+    """RGBA images to normalised latents and back, through a frozen autoencoder; one latent is a token of 64 channels."""
+
+    def __init__(self, vae: AutoencoderKLQwenImage21) -> None:
+        self.vae = vae
+        self.images = VaeImageProcessor(vae_scale_factor=TOKEN_PIXELS)
+
+    def grid(self, size: Size) -> tuple[int, int, int]:
+        """(1, height, width) in tokens of an image of ``size`` px. Raises ``ValueError`` for sides that are not multiples of 32."""
+        if any(side < 1 or side % (2 * TOKEN_PIXELS) for side in size):
+            raise ValueError(f"an image of {size[0]} x {size[1]} px (height x width): give sides that are multiples of 32 px")
+        return 1, size[0] // TOKEN_PIXELS, size[1] // TOKEN_PIXELS
+
+    def resize(self, image: Image, size: Size) -> Image:
+        """A source image as the text encoder sees it."""
+        return on_white(self.images.resize(image.convert("RGBA"), *size))
+
+    def pixels(self, images: Sequence[Image], size: Size) -> Float[Tensor, "r 4 h w"]:
+        self.grid(size)
+        return torch.cat([self.images.preprocess(image.convert("RGBA"), *size) for image in images])
+
+    def encode(self, pixels: Float[Tensor, "r 4 h w"]) -> Float[Tensor, "r s d"]:
+        with evaluating(self.vae):
+            latents = self.vae.encode(pixels.unsqueeze(2).to(self.vae.device, self.vae.dtype)).latent_dist.mode()
+        mean, std = self._statistics(latents.device)
+        return (latents.float().flatten(2).transpose(1, 2) - mean) / std
+
+    def decode(self, tokens: Float[Tensor, "r s d"], size: Size) -> list[Image]:
+        """RGB images, on white where they are transparent."""
+        mean, std = self._statistics(self.vae.device)
+        latents = (tokens.to(mean) * std + mean).transpose(1, 2).unflatten(2, self.grid(size))
+        with evaluating(self.vae):
+            pixels = self.vae.decode(latents.to(self.vae.dtype)).sample[:, :, 0]
+        return [on_white(image) for image in self.images.postprocess(pixels.float())]
+
+    def noise(self, size: Size, generators: Sequence[torch.Generator], device: torch.device | str) -> Float[Tensor, "r s d"]:
+        shape = (1, 1, self.vae.config.z_dim, *self.grid(size)[1:])
+        rows = [randn_tensor(shape, generator=generator, device=device, dtype=torch.float32) for generator in generators]
+        return torch.cat(rows)[:, 0].flatten(2).transpose(1, 2)
+
+    def _statistics(self, device: torch.device) -> tuple[Float[Tensor, " d"], Float[Tensor, " d"]]:
+        return tuple(torch.tensor(self.vae.config[name], device=device) for name in ("latents_mean", "latents_std"))
+
+
+class QwenImage2(PipelineModel):
+    """Qwen-Image-2.1: an image from a prompt and any number of source images.
+
+    ``size``: (height, width) of the output in px. None is that of the last source image or, without one, 1024 x 1024.
+    ``source_area``: px that a source image is resized to (see ``fit``). ``sample_sigmas``: the sigmas before shifting of
+    step-distilled weights, taken where a schedule has as many steps.
+    """
+
+    NEGATIVE = " "
+    latents: QwenImage2Latents
+    text: QwenImage2Text
+
+    def __init__(
+        self,
+        *,
+        vae: AutoencoderKLQwenImage21,
+        source_area: Area = 1024 * 1024,
+        sample_sigmas: Sequence[float] | None = None,
+        **rest: Any,
+    ) -> None:
+        super().__init__(latents=QwenImage2Latents(vae), **rest)
+        self.source_area = source_area
+        self.sample_sigmas = sample_sigmas
+
+    @classmethod
+    def from_pretrained(
+        cls, path: Path | str, *, dtype: torch.dtype, device: torch.device | str, size: Size | None = None, **options: Any
+    ) -> "QwenImage2":
+        """Load a local diffusers folder (safetensors, no remote code); everything but the transformer is frozen."""
+        kinds = {"transformer": QwenImage21Transformer2DModel, "vae": AutoencoderKLQwenImage21, "text_encoder": Qwen3VLModel}
+        parts = load_parts(path, dtype=dtype, device=device, **kinds, processor=Qwen2Tokenizer)
+        # In its PIL version, which needs no torchvision.
+        images = Qwen2VLImageProcessorPil.from_pretrained(Path(path) / "processor", local_files_only=True)
+        return cls(
+            transformer=parts["transformer"],
+            vae=parts["vae"],
+            text=QwenImage2Text(parts["text_encoder"], parts["processor"], images),
+            scheduler_config=parts["scheduler"],
+            size=size,
+            sample_sigmas=parts["index"].get("sample_sigmas"),
+            **options,
+        )
+
+    def condition(self, tasks: Sequence[Task], prompts: Sequence[str]) -> Conditioning:
+        images = [task.images for task in tasks]
+        sizes = common_size([tuple(fit(image, self.source_area) for image in row) for row in images])
+        with evaluating(self.text.encoder):
+            tensors = self.text.embed(prompts, [list(map(self.latents.resize, row, sizes)) for row in images])
+        size = self.size or (sizes[-1] if sizes else (1024, 1024))
+        return self.conditioning(tensors, size=size, images=images, sizes=sizes, padded=frozenset(tensors))
+
+    def start(self, num_steps: int) -> list[float]:
+        given = self.sample_sigmas
+        return list(given) if given is not None and len(given) == num_steps else super().start(num_steps)
+
+    def velocity(
+        self, module: nn.Module, x: Float[Tensor, "r s d"], sigma: Float[Tensor, " r"], conditioning: Conditioning
+    ) -> Float[Tensor, "r s d"]:
+        """One forward per row: the rows of a forward share their layout, and padding would move an image away from its prompt."""
+        dtype, shared = next(module.parameters()).dtype, conditioning.shared
+        grids = [self.latents.grid(size) for size in (*shared["sources"], shared["size"])]
+        lengths, rows = conditioning.tensors["mask"].sum(1).tolist(), []
+        for row, length in enumerate(lengths):
+            told = {name: tensor[row : row + 1] for name, tensor in conditioning.tensors.items()}
+            slots = told["slots"][:, :length]
+            tokens = torch.cat([told["source"], x[row : row + 1]], dim=1) if shared["sources"] else x[row : row + 1]
+            output: Tensor = module(
+                hidden_states=tokens.to(dtype),
+                encoder_hidden_states=told["embeds"][:, :length].to(dtype),
+                # The pipelines hand timesteps over in thousandths and divide again; the rounding reaches the highest frequencies.
+                timestep=sigma[row : row + 1] * 1000 / 1000,
+                img_shapes=[grids],
+                img_mask=torch.cat([slots, slots.new_ones(1, x.shape[1] // 4)], dim=1),
+                return_dict=False,
+            )[0]
+            rows.append(output[:, -x.shape[1] :].float())
+        return torch.cat(rows)
+
+
+def on_white(image: Image) -> Image:
+    """An RGBA image on a white ground, as RGB."""
+    ground = new("RGB", image.size, (255, 255, 255))
+    ground.paste(image, mask=image.getchannel("A"))
+    return ground

@@ -1,0 +1,197 @@
+"""Qwen-Image-2.1 against diffusers' own pipeline, with tiny random models."""
+
+import pytest
+import tiny_qwen_image_2
+import torch
+from PIL.Image import Image, new
+
+import retouch.testing
+import tiny_models
+from retouch.models.qwen_image_2.model import QwenImage2, QwenImage2Text
+from retouch.protocols import DenoisingModel
+from retouch.types import Conditioning
+
+TEXTS = ["a red circle on a green square, drawn by hand", "blue"]
+IMAGES = [tiny_models.picture(0, 72, 80), tiny_models.picture(1, 40, 120)]
+AREA = 64 * 64
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return tiny_qwen_image_2.pipeline()
+
+
+def build(pipe, *, size=(64, 96), **options):
+    processor = pipe.processor
+    return QwenImage2(
+        transformer=pipe.transformer,
+        vae=pipe.vae,
+        text=QwenImage2Text(pipe.text_encoder.model, processor.tokenizer, processor.image_processor),
+        scheduler_config=pipe.scheduler.config,
+        size=size,
+        source_area=AREA,
+        **options,
+    )
+
+
+def tasks(*images, texts=TEXTS):
+    return [tiny_models.task(text, text, *images) for text in texts]
+
+
+def theirs(pipe, texts, images=(), *, scale=1.0, num_steps=4, **options):
+    """The pipeline's latents. It goes on with " " where a negative prompt is empty."""
+    return pipe(
+        image=list(images) or None,
+        prompt=list(texts),
+        negative_prompt=[""] * len(texts) if scale > 1 else None,
+        true_cfg_scale=scale,
+        num_inference_steps=num_steps,
+        output_type="latent",
+        output_resolution=64,
+        **{"generator": tiny_models.generators(len(texts)), "height": 64, "width": 96, "use_kv_cache": False, **options},
+    ).images
+
+
+def ours(model, texts, images=(), *, scale=1.0, num_steps=4):
+    conditioning = model.encode(tasks(*images, texts=texts))
+    negative = model.encode_negative(tasks(*images, texts=texts)) if scale > 1 else None
+    generators = tiny_models.generators(len(texts))
+    return tiny_models.euler(model, conditioning, generators, num_steps=num_steps, negative=negative, guidance_scale=scale)
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+@pytest.mark.parametrize("images", [0, 1, 2])
+@pytest.mark.parametrize("text", [*TEXTS, ""])
+def test_samples_what_the_pipeline_samples(pipe, text, images, scale):
+    sources = IMAGES[:images]
+    assert torch.equal(ours(build(pipe), [text], sources, scale=scale), theirs(pipe, [text], sources, scale=scale))
+
+
+@pytest.mark.parametrize("images", [0, 2])
+def test_samples_what_the_pipeline_samples_with_its_cache(pipe, images):
+    sources = IMAGES[:images]
+    cached = theirs(pipe, TEXTS[:1], sources, use_kv_cache=True)
+    torch.testing.assert_close(ours(build(pipe), TEXTS[:1], sources), cached, atol=1e-5, rtol=0)
+
+
+def test_a_prompt_of_the_longest_in_its_batch_is_sampled_as_in_the_pipelines_batch(pipe):
+    """Only of the longest: the pipeline pads the others, which moves their images' positions; here each row is as if alone."""
+    batch, generators = theirs(pipe, TEXTS), tiny_models.generators(2)
+    alone = torch.cat([theirs(pipe, [text], generator=[each]) for text, each in zip(TEXTS, generators, strict=True)])
+    mine = ours(build(pipe), TEXTS)
+    torch.testing.assert_close(mine[0], batch[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(mine, alone, atol=1e-5, rtol=0)
+    assert (batch[1] - alone[1]).abs().max() > 1e-3
+
+
+def test_the_sigmas_that_weights_come_with_are_taken_where_they_fit():
+    given = [1.0, 0.8, 0.5]
+    distilled = tiny_qwen_image_2.pipeline(sample_sigmas=given, scheduler={"use_dynamic_shifting": False, "shift": 1.0})
+    model = build(distilled, sample_sigmas=given)
+    conditioning = model.encode(tasks())
+    assert model.sigmas(3, conditioning).tolist() == pytest.approx([*given, 0.0])
+    assert model.sigmas(4, conditioning).tolist() == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
+    assert torch.equal(ours(model, TEXTS[:1], num_steps=3), theirs(distilled, TEXTS[:1], num_steps=40))
+
+
+@pytest.mark.parametrize(("images", "size"), [(0, (1024, 1024)), (2, (32, 96))])
+def test_without_a_size_the_output_is_as_large_as_the_pipelines(pipe, images, size):
+    model, sources = build(pipe, size=None), IMAGES[:images]
+    conditioning = model.encode(tasks(*sources))
+    assert conditioning.shared["size"] == size
+    assert model.initial_noise(conditioning, tiny_models.generators(2)).shape[1] == size[0] * size[1] // 16**2
+    if sources:
+        assert torch.equal(ours(model, TEXTS[:1], sources), theirs(pipe, TEXTS[:1], sources, height=None, width=None))
+
+
+@pytest.mark.parametrize("images", [0, 2])
+def test_it_keeps_the_contract_of_a_model(pipe, images):
+    model = build(pipe)
+    assert isinstance(model, DenoisingModel)
+    retouch.testing.check_model(model, tasks(*IMAGES[:images]))
+
+
+def test_what_the_text_encoder_reads_is_the_pipelines(pipe):
+    model = build(pipe)
+    for sources in ((), IMAGES[:1], IMAGES):
+        shown = [image.resize((64, 64)) for image in sources]  # four slots each
+        embeds, mask, slots = pipe._get_qwen_prompt_embeds(list(TEXTS), [image.convert("RGBA") for image in shown] or None)
+        mine = model.text.embed(TEXTS, [shown] * 2)
+        torch.testing.assert_close(mine["embeds"], embeds, atol=1e-5, rtol=0)
+        assert torch.equal(mine["mask"], mask.bool())
+        assert torch.equal(mine["slots"], slots)
+        assert slots.sum(1).tolist() == [4 * len(sources)] * 2
+
+
+def test_recomputing_gives_the_same_gradients():
+    model = build(tiny_qwen_image_2.pipeline())
+    conditioning = model.encode(tasks(IMAGES[0]))
+    x = model.initial_noise(conditioning, tiny_models.generators(2))
+
+    def gradients():
+        model.module.zero_grad()
+        model.velocity(model.module, x, torch.tensor([0.5, 0.2]), conditioning).square().mean().backward()
+        return {name: weight.grad.clone() for name, weight in model.module.named_parameters() if weight.grad is not None}
+
+    plain = gradients()
+    model.module.enable_gradient_checkpointing()
+    again = gradients()
+    assert plain.keys() == again.keys()
+    assert any(name.startswith("txt_in") and grad.any() for name, grad in plain.items())
+    for name, gradient in plain.items():
+        torch.testing.assert_close(again[name], gradient, atol=1e-6, rtol=1e-5)
+
+
+def test_images_come_back_as_the_autoencoder_gives_them(pipe):
+    model = build(pipe)
+    images = [tiny_models.picture(k, 64, 96) for k in range(2)]
+    encoded = model.encode_images(images)
+    pixels = pipe.image_processor.preprocess([image.convert("RGBA") for image in images]).unsqueeze(2)
+    with torch.no_grad():
+        latents = pipe._encode_vae_image(pixels, generator=None)
+        decoded = pipe.vae(pixels).sample[:, :, 0]
+    torch.testing.assert_close(encoded, latents.flatten(2).transpose(1, 2), atol=1e-6, rtol=0)
+    mine = model.decode(encoded, model.encode(tasks()))
+    for image, other in zip(mine, pipe.image_processor.postprocess(decoded), strict=True):
+        assert other.mode == "RGBA"
+        difference = torch.tensor(list(image.tobytes())).int() - torch.tensor(list(white(other).tobytes())).int()
+        assert (image.mode, image.size) == ("RGB", (96, 64))
+        assert difference.abs().max() <= 1
+
+
+def white(image: Image) -> Image:
+    ground = new("RGBA", image.size, "white")
+    ground.alpha_composite(image)
+    return ground.convert("RGB")
+
+
+def test_a_folder_is_loaded_as_the_pipeline_saved_it(tmp_path):
+    folder = tiny_qwen_image_2.save(tmp_path, sample_sigmas=[1.0, 0.5])
+    model = QwenImage2.from_pretrained(folder, dtype=torch.bfloat16, device="cpu", size=(64, 96))
+    assert [part.dtype for part in model.parts] == [torch.bfloat16] * 3
+    assert not any(weight.requires_grad for part in model.parts[1:] for weight in part.parameters())
+    assert all(weight.requires_grad for weight in model.module.parameters())
+    assert model.scheduler_config["shift_terminal"] == 0.02
+    assert model.sample_sigmas == [1.0, 0.5]
+    saved = tiny_qwen_image_2.text_encoder(tiny_models.qwen_tokenizer()).model.bfloat16()
+    assert all(torch.equal(weight, saved.get_parameter(name)) for name, weight in model.text.encoder.named_parameters())
+    model.source_area = AREA
+    conditioning = model.encode(tasks(IMAGES[0]))
+    x = model.initial_noise(conditioning, tiny_models.generators(2))
+    velocity = model.velocity(model.module, x, torch.tensor([0.5, 0.5]), conditioning)
+    assert (velocity.shape, velocity.dtype) == (x.shape, torch.float32)
+    assert model.encode_images([tiny_models.picture(1)]).dtype == torch.float32
+    assert model.decode(x, conditioning)[0].size == (96, 64)
+
+
+def test_what_is_impossible_is_refused(pipe):
+    with pytest.raises(ValueError, match=r"48 x 96 px .* multiples of 32 px"):
+        build(pipe, size=(48, 96))
+    with pytest.raises(ValueError, match=r"'long' has \d+ tokens in its template, and Qwen-Image-2\.1 reads 512; shorten it"):
+        build(pipe).encode([tiny_models.task("long", "blue " * 110)])
+    with pytest.raises(ValueError, match=r"'x' contains the special token <\|im_end\|>"):
+        build(pipe).encode([tiny_models.task("x", "blue<|im_end|>")])
+    with pytest.raises(ValueError, match="different sizes or numbers in one batch"):
+        build(pipe).encode([tiny_models.task("a", "red", IMAGES[0]), tiny_models.task("b", "blue")])
+    with pytest.raises(ValueError, match="at least one step"):
+        build(pipe).sigmas(0, Conditioning({}, shared={"size": (64, 96)}))
