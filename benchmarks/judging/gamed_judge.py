@@ -19,8 +19,8 @@ from flawed_judges import Drifting
 from retouch.recipe.recipe import load
 from retouch.records.folder import RunFolder
 from retouch.session.session import run
-from retouch.watch.alarms import Alarm
-from retouch.watch.looks import Looks
+from retouch.watch.alarms import AlarmStop
+from retouch.watch.observations import ObservationStore
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "runs" / "gamed"
@@ -52,10 +52,12 @@ def watched(name: str, seed: int, steps: int, *, gentle: bool) -> dict[str, obje
     recipe = load("recipes/quickstart.jsonnet", [f"{key}={json.dumps(value)}" for key, value in sets.items()])
     try:
         run(recipe, fresh=False)
-    except Alarm as alarm:
+    except AlarmStop as alarm:
         print(f"{name}: {alarm}\n")
     folder = RunFolder(recipe.folder)
-    looks = [{"step": look.step} | {key: look.mean(key) for key in look.scores} for look in Looks(folder.watch).until(steps)]
+    looks = [
+        {"step": each.step} | {key: each.mean(key) for key in each.scores} for each in ObservationStore(folder.watch).until(steps)
+    ]
     ended = folder.read_alarm()
     rules = [] if ended is None else [alarm["rule"] for alarm in ended["alarms"]]
     times = folder.read_timings()

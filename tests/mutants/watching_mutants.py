@@ -11,8 +11,8 @@ WATCHING = (
     Mutant(
         "a held-out judge's fall counts from the start alone",
         "watch/alarms.py",
-        "best = max(looks, ",
-        "best = max(looks[:1], ",
+        "best = max(observations, ",
+        "best = max(observations[:1], ",
         f"{_ALARMS}::test_a_fall_counts_from_where_the_held_out_judge_was_content_most",
     ),
     Mutant(
@@ -31,7 +31,7 @@ WATCHING = (
     ),
     Mutant(
         "canaries are answered from memory",
-        "watch/watching.py",
+        "watch/watcher.py",
         "with self._ledger.cache.bypass():",
         "if True:",
         f"{_WATCH}::test_canaries_are_never_answered_from_memory",
@@ -45,9 +45,9 @@ WATCHING = (
     ),
     Mutant(
         "an ended run goes on whatever the rules say",
-        "watch/ended.py",
-        "    if found:\n        raise",
-        "    if not found:\n        raise",
+        "watch/alarm_stop.py",
+        "    if alarms:\n        raise",
+        "    if not alarms:\n        raise",
         f"{_WATCH}::test_roll_back_ends_at_the_checkpoint_from_before",
     ),
     Mutant(

@@ -7,8 +7,8 @@ import torch
 
 from retouch.recipe.watch import Canaries, HeldOutJudge, PaintedText, Watch
 from retouch.types import Column
-from retouch.watch.alarms import canary_shift, diversity_ratio, raised, since_best
-from retouch.watch.looks import Look, Looks, change
+from retouch.watch.alarms import canary_shift, diversity_ratio, find_alarms, since_best
+from retouch.watch.observations import Observation, ObservationStore, paired_change
 
 COLUMNS = {"score": Column(0.0, 10.0), "other": Column(-1.0, 1.0)}
 WATCH = Watch(
@@ -23,28 +23,28 @@ def look(step, *, proxy=0.0, heldout=0.0, canaries=(5.0, 6.0, 7.0), **means):
     scores = {"proxy": proxy + scatter, "heldout": heldout + scatter.flip(0)}
     scores |= {name: torch.full((8,), value) for name, value in (QUIET | means).items()}
     tasks = tuple(f"task {k}" for k in range(8))
-    return Look(step, tasks, scores, {"score": torch.tensor(canaries), "other": torch.zeros(3)}, "judge")
+    return Observation(step, tasks, scores, {"score": torch.tensor(canaries), "other": torch.zeros(3)}, "judge")
 
 
 def rules(*looks, watch=WATCH, diversity=()):
-    return [one.rule for one in raised(watch, looks, diversity, COLUMNS)]
+    return [one.rule for one in find_alarms(watch, looks, diversity, COLUMNS)]
 
 
 def with_scatter(made, name, amount):
     """The same look, with task by task differences that have no mean."""
     wave = amount * torch.tensor([1.0, -1, 1, -1, 1, -1, 1, -1])
-    return Look(made.step, made.tasks, {**made.scores, name: made.scores[name] + wave}, made.canaries)
+    return Observation(made.step, made.tasks, {**made.scores, name: made.scores[name] + wave}, made.canaries)
 
 
 def test_a_change_is_paired_and_in_standard_errors():
     before, after = torch.tensor([1.0, 2, 3, math.nan]), torch.tensor([2.0, 4, 6, 9])
-    found = change(before, after)
+    found = paired_change(before, after)
     assert found.mean == 2
     assert found.sigmas == pytest.approx(2 / (1 / math.sqrt(3)))
-    assert change(before, before).sigmas == 0
-    assert change(before[:3], before[:3] - 1).sigmas == -math.inf
-    assert change(before[:1], after[:1]).sigmas == 0
-    assert math.isnan(change(before[3:], after[3:]).mean)
+    assert paired_change(before, before).sigmas == 0
+    assert paired_change(before[:3], before[:3] - 1).sigmas == -math.inf
+    assert paired_change(before[:1], after[:1]).sigmas == 0
+    assert math.isnan(paired_change(before[3:], after[3:]).mean)
 
 
 def test_nothing_changed_is_no_alarm():
@@ -54,7 +54,7 @@ def test_nothing_changed_is_no_alarm():
 
 def test_judges_that_part_ways():
     start, fell = look(0), with_scatter(look(10, proxy=1, heldout=-1), "heldout", 0.5)
-    (alarm,) = raised(WATCH, [start, fell], [], COLUMNS)
+    (alarm,) = find_alarms(WATCH, [start, fell], [], COLUMNS)
     assert (alarm.rule, alarm.response) == ("judge", "note")
     assert "since step 0" in alarm.text
     assert "fell by 1 (" in alarm.text
@@ -118,7 +118,7 @@ def test_groups_that_grow_alike():
 
 
 def test_looks_are_kept_to_the_bit(tmp_path):
-    files = Looks(tmp_path / "watch")
+    files = ObservationStore(tmp_path / "watch")
     assert files.until(5) == []
     first, second = look(0, heldout=1 / 3), look(10)
     first.scores["preservation"][:] = math.nan

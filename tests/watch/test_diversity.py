@@ -10,7 +10,7 @@ from PIL import Image
 
 from retouch.distributed.ranks import Ranks
 from retouch.types import Batch, Task
-from retouch.watch.diversity import group_diversity
+from retouch.watch.measures import group_diversity
 from tiny_loop import together
 
 

@@ -19,15 +19,15 @@ from retouch.report.page import write_report
 from retouch.session.session import run
 from retouch.training import checkpoint
 from retouch.training.ledger import ledger_path
-from retouch.watch.alarms import Alarm
-from retouch.watch.looks import Looks
+from retouch.watch.alarms import AlarmStop
+from retouch.watch.observations import ObservationStore
 
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory):
     """Four steps, a look every two, and a rule that ends the run at the second look."""
     recipe = parse(tiny_watched.recipe(tmp_path_factory.mktemp("runs"), limit=1e-9, on_alarm="stop"))
-    with pytest.raises(Alarm) as error:
+    with pytest.raises(AlarmStop) as error:
         run(recipe, fresh=False)
     return recipe, RunFolder(recipe.folder), str(error.value)
 
@@ -42,7 +42,7 @@ def test_what_a_run_logs(watched):
         *("watch/brightness", "watch/saturation", "watch/detail", "watch/alarm/brightness"),
     }
     assert second["watch/canary_shift"] == 0
-    start, now = Looks(folder.watch).until(2)
+    start, now = ObservationStore(folder.watch).until(2)
     assert (start.step, now.step, len(start.tasks)) == (0, 2, 3)
     assert second["watch/heldout"] == pytest.approx(now.mean("heldout"))
     assert not torch.equal(start.scores["brightness"], now.scores["brightness"])
@@ -51,7 +51,7 @@ def test_what_a_run_logs(watched):
 
 def test_stop_saves_where_it_is_and_says_why(watched):
     _, folder, told = watched
-    assert "ended by an alarm after step 2" in told
+    assert "stopped by an alarm after step 2" in told
     assert "watch.brightness" in told
     assert "The checkpoint of step 2 is saved" in told
     assert checkpoint.latest(folder.checkpoints).name == "step-000002"
@@ -65,7 +65,7 @@ def test_stop_saves_where_it_is_and_says_why(watched):
 
 def test_an_ended_run_goes_on_only_when_the_rule_is_relaxed(watched, tmp_path):
     recipe, folder, _ = watched
-    with pytest.raises(Alarm, match="was ended by an alarm"):
+    with pytest.raises(AlarmStop, match="was stopped by an alarm"):
         run(recipe, fresh=False)
     copied = tmp_path / recipe.name
     shutil.copytree(folder.root, copied)
@@ -85,13 +85,13 @@ def test_an_ended_run_goes_on_only_when_the_rule_is_relaxed(watched, tmp_path):
 
 def test_roll_back_ends_at_the_checkpoint_from_before(tmp_path):
     recipe = parse(tiny_watched.recipe(tmp_path, limit=1e-9, on_alarm="roll_back"))
-    with pytest.raises(Alarm, match="again that of step 0"):
+    with pytest.raises(AlarmStop, match="back in the state of step 0"):
         run(recipe, fresh=False)
     folder = RunFolder(recipe.folder)
     assert checkpoint.latest(folder.checkpoints).name == "step-000000"
-    assert [line["step"] for line in folder.read_metrics()] == [1, 2], "what came after is kept to look at"
+    assert [line["step"] for line in folder.read_metrics()] == [1, 2], "later records are kept for inspection"
     assert folder.read_alarm() == {"step": 2, "back_to": 0, "alarms": folder.read_alarm()["alarms"]}
-    with pytest.raises(Alarm, match="again that of step 0"):
+    with pytest.raises(AlarmStop, match="back in the state of step 0"):
         run(recipe, fresh=False)
     noted = parse(tiny_watched.recipe(tmp_path, limit=1e-9, on_alarm="note"))
     assert run(noted, fresh=False) == 0
@@ -118,7 +118,7 @@ def test_a_run_ends_when_its_reward_and_the_held_out_judge_part_ways(tmp_path, g
     with pytest.MonkeyPatch.context() as patch:
         if gamed:
             patch.setattr(checkpoint, "save", then_part)  # the first is saved after the look of step 2
-            with pytest.raises(Alarm, match=r"watch.judge: the reward and the held-out judge part ways: since step \d"):
+            with pytest.raises(AlarmStop, match=r"watch.judge: the reward and the held-out judge diverge: since step \d"):
                 run(recipe, fresh=False)
         else:
             assert run(recipe, fresh=False) == 0
@@ -148,7 +148,7 @@ def test_canaries_are_never_answered_from_memory(tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "save", then_drift)  # the first is saved after the look of step 2
-        with pytest.raises(Alarm, match=r"watch.canaries: the judge itself has changed.*tone by 30.0%"):
+        with pytest.raises(AlarmStop, match=r"watch.canaries: the judge itself has changed.*tone by 30.0%"):
             run(recipe, fresh=False)
     assert RunFolder(recipe.folder).read_alarm()["step"] == 4
 

@@ -16,7 +16,7 @@ from retouch.recipe.reward_classes import parts_of_all
 from retouch.recipe.watch import Watch
 from retouch.rewards.judging import Judge
 from retouch.types import Sample, Task
-from retouch.watch.watchers import build_watchers
+from retouch.watch.measures import build_measures
 
 
 def check_reward(recipe: Recipe, sets: Sets | None) -> Iterator[Finding]:
@@ -79,11 +79,11 @@ def check_judge(recipe: Recipe, sets: Sets | None) -> Finding:
 def check_watch(watch: Watch, device: torch.device) -> Finding:
     """Whether what watches is built; it is tried on no picture."""
     try:
-        watchers = build_watchers(watch, device=device)
+        measures = build_measures(watch, device=device)
     except ValueError as error:
         return failed("watch", str(error), mend="mend the recipe's watch section")
-    heldout = "no held-out judge" if watchers.heldout is None else f"held out: {watchers.heldout.combination}"
-    watchers.close()
+    heldout = "no held-out judge" if measures.heldout is None else f"held out: {measures.heldout.combination}"
+    measures.close()
     return ok("watch", f"{watch.tasks} pictures every {watch.every} steps; {heldout}")
 
 

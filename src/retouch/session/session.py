@@ -36,10 +36,10 @@ from retouch.training.ledger import Ledger
 from retouch.training.loop import TooManyMissing, train
 from retouch.training.preflight import require
 from retouch.training.recorder import Recorder
-from retouch.watch.alarms import Alarm, Raised
-from retouch.watch.ended import ending, message, refuse_if_ended, write_ended
-from retouch.watch.watchers import build_watchers
-from retouch.watch.watching import Watcher, watcher_of
+from retouch.watch.alarm_stop import refuse_if_stopped, stop_message, stopping_alarms, write_stop
+from retouch.watch.alarms import Alarm, AlarmStop
+from retouch.watch.measures import build_measures
+from retouch.watch.watcher import Watcher, build_watcher
 
 log = logging.getLogger("retouch")
 
@@ -68,7 +68,7 @@ def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
     keep_images = recipe.ledger is not None and recipe.ledger.keep_images
     with closing(Ledger(folder.root, ranks, keep_images=keep_images, new_judge=new_judge)) as ledger:
         with named(recipe, lambda: "loading"):
-            watchers = None if recipe.watch is None else build_watchers(recipe.watch, device=ranks.device, keep=ledger.cached)
+            measures = None if recipe.watch is None else build_measures(recipe.watch, device=ranks.device, cached=ledger.cached)
             parts = assemble(recipe, ranks, ledger=ledger)
         for test_set in dict.fromkeys(test_set for sets in parts.sets for test_set in sets.test_sets):
             log.warning("trains on a known test set, as the recipe allows: %s", test_set)
@@ -78,9 +78,9 @@ def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
             log.info("%s", calls)
         with listening() as request, named(recipe, lambda: parts.clock.stage or "evaluation"):
             watcher = None
-            if watchers is not None and recipe.watch is not None:
-                refuse_if_ended(folder, recipe.watch, columns=parts.judge.reward.columns, ranks=ranks)
-                watcher = watcher_of(parts, folder, watchers)
+            if measures is not None and recipe.watch is not None:
+                refuse_if_stopped(folder, recipe.watch, columns=parts.judge.reward.columns, ranks=ranks)
+                watcher = build_watcher(parts, folder, measures)
             return _Session(recipe, folder, parts, ledger, watcher, publisher, request).run()
 
 
@@ -160,7 +160,7 @@ class _Session:
             self.trackers.close()
             self.parts.judge.close()
             if self.watcher is not None:
-                self.watcher.watchers.close()
+                self.watcher.measures.close()
 
     def _train(self, stepper: Stepper) -> int:
         if self.done < self.parts.steps:
@@ -187,7 +187,7 @@ class _Session:
                     if self._after(stepper, phase.name, collected, metrics):
                         return self.request.code
             except (TooManyMissing, BudgetSpent):
-                # Raised on every rank, before any weight changed; the next start asks the judge again.
+                # Alarm on every rank, before any weight changed; the next start asks the judge again.
                 self._save(stepper)
                 self.parts.judge.forget_missing("train", self.done)
                 raise
@@ -205,8 +205,8 @@ class _Session:
         return 0
 
     def _after(self, stepper: Stepper, phase: str, collected: Any, metrics: dict[str, float]) -> bool:
-        """Record the step, save and evaluate when due; True where the run was asked to stop. Alarm where a rule ends the run."""
-        alarms: list[Raised] = []
+        """Record the step, save and evaluate when due; True if the run was asked to stop. Raises AlarmStop."""
+        alarms: list[Alarm] = []
         if self.watcher is not None:
             try:
                 with self.parts.clock("watch"):
@@ -216,8 +216,8 @@ class _Session:
                 raise
             metrics = {**metrics, **seen}
         self._record(phase, collected, metrics)
-        if ending(alarms):
-            self._end(stepper, ending(alarms))
+        if stopping_alarms(alarms):
+            self._end(stepper, stopping_alarms(alarms))
         first = self.parts.ranks.is_main
         last = self.done == self.parts.steps
         # Evaluated before saved: a run killed in between goes back to an older checkpoint and loses nothing of either.
@@ -243,7 +243,7 @@ class _Session:
             if _due(self.done, self.recipe.samples.every):
                 self.recorder.groups(self.done, collected)
 
-    def _end(self, stepper: Stepper, found: list[Raised]) -> NoReturn:
+    def _end(self, stepper: Stepper, found: list[Alarm]) -> NoReturn:
         """Stop with a checkpoint of this step, or at the newest one there is, which is from before the alarm."""
         back_to = None
         if any(one.response == "roll_back" for one in found):
@@ -253,9 +253,9 @@ class _Session:
         else:
             self._save(stepper)
         if self.parts.ranks.is_main:
-            write_ended(self.folder, found, step=self.done, back_to=back_to)
+            write_stop(self.folder, found, step=self.done, back_to=back_to)
             self._report()
-        raise Alarm(message(found, step=self.done, back_to=back_to))
+        raise AlarmStop(stop_message(found, step=self.done, back_to=back_to))
 
     def _preflight(self, stepper: Stepper) -> None:
         with named(self.recipe, lambda: "trial step"):

@@ -1,0 +1,55 @@
+"""Stopping a run because of an alarm: the record of it, the message, and whether the run may continue later."""
+
+from collections.abc import Mapping, Sequence
+
+from retouch.distributed.ranks import Ranks
+from retouch.recipe.watch import Watch
+from retouch.records.folder import RunFolder
+from retouch.types import Column
+from retouch.watch.alarms import Alarm, AlarmStop, find_alarms
+from retouch.watch.observations import ObservationStore
+from retouch.watch.watcher import read_diversity
+
+
+def stopping_alarms(alarms: Sequence[Alarm]) -> list[Alarm]:
+    """The alarms whose response stops the run."""
+    return [alarm for alarm in alarms if alarm.response != "note"]
+
+
+def write_stop(folder: RunFolder, alarms: Sequence[Alarm], *, step: int, back_to: int | None) -> None:
+    """Record why the run stopped after ``step`` steps, and the step whose state was restored (None: the state is unchanged).
+
+    Call this last: a run that is killed earlier must not be taken for a stopped one.
+    """
+    records = [{"rule": alarm.rule, "text": alarm.text, "response": alarm.response} for alarm in alarms]
+    folder.write_alarm({"step": step, "back_to": back_to, "alarms": records})
+
+
+def stop_message(alarms: Sequence[Alarm], *, step: int, back_to: int | None) -> str:
+    """The message for the user."""
+    state = (
+        f"The checkpoint of step {step} is saved"
+        if back_to is None
+        else f"The run is back in the state of step {back_to}, before the alarm; later records are kept for inspection"
+    )
+    lines = "\n".join(f"  watch.{alarm.rule}: {alarm.text}" for alarm in alarms)
+    return f"stopped by an alarm after step {step}:\n{lines}\n{state}. To continue, relax the rule and run the same command"
+
+
+def refuse_if_stopped(folder: RunFolder, watch: Watch, *, columns: Mapping[str, Column], ranks: Ranks) -> None:
+    """Raise AlarmStop if an alarm stopped the run and would do so again under the rules that ``watch`` has now.
+
+    Otherwise the run may continue, and the record of the stop is deleted. ``columns``: the reward's columns. Call this before later
+    records are deleted from the run's folder.
+    """
+    record = folder.read_alarm()
+    if record is None:
+        return
+    step = record["step"]
+    observations = ObservationStore(folder.watch).until(step)
+    alarms = stopping_alarms(find_alarms(watch, observations, read_diversity(folder, step), columns))
+    if alarms:
+        raise AlarmStop(f"{folder.root} was {stop_message(alarms, step=record['step'], back_to=record['back_to'])}")
+    ranks.barrier()
+    if ranks.is_main:
+        folder.alarm.unlink()

@@ -1,0 +1,189 @@
+"""The watcher of a run: observes images of held-out tasks at intervals, measures every step, and raises alarms.
+
+Everything that decides an alarm is stored: the observations, one file each, and the metrics. The judges of an observation are asked
+through the run's journal, so an observation repeated after a kill asks no judge twice, and the alarms equal those of an
+uninterrupted run.
+"""
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from retouch.assembly.assembly import Assembly
+from retouch.recipe.watch import Watch
+from retouch.records import files
+from retouch.records.folder import RunFolder
+from retouch.rewards.judging import Judge, JudgeBatch, ScoredBatch
+from retouch.training.evaluation import EVALUATION_STEP, Evaluator
+from retouch.training.ledger import Ledger
+from retouch.training.loop import Collected, Metrics, wait_for_chunks
+from retouch.types import Batch, Sample, Scores
+from retouch.watch.alarms import Alarm, canary_shift, find_alarms, since_best
+from retouch.watch.measures import WatchMeasures, group_diversity
+from retouch.watch.observations import Observation, ObservationStore
+
+log = logging.getLogger("retouch")
+
+
+class Watcher:
+    """Observes, measures and stores. Every rank makes the same calls; the main rank writes.
+
+    ``evaluator``: the evaluator of the run's held-out tasks. ``policy``: the policy that makes the images. Call ``open`` first.
+    """
+
+    def __init__(self, watch: Watch, folder: RunFolder, *, evaluator: Evaluator, measures: WatchMeasures, policy: Any) -> None:
+        self.watch = watch
+        self.measures = measures
+        self.policy = policy
+        canaries = 0 if watch.canaries is None else watch.canaries.count
+        self.evaluator = replace(evaluator, tasks=evaluator.tasks[: watch.tasks], pictures=canaries)
+        self.ranks = evaluator.ranks
+        self._folder = folder
+        self._store = ObservationStore(folder.watch)
+        self._observations: list[Observation] = []
+        self._diversity: list[float] = []
+
+    def open(self, ledger: Ledger, judge: Judge, *, done: int) -> None:
+        """Load the observations of the first ``done`` steps, at which the metrics end; a new run makes its first observation.
+
+        ``judge``: the judge that trains the policy. Raises ValueError if another held-out judge made the stored observations.
+        """
+        self._ledger = ledger
+        self._judge = judge
+        if self.measures.heldout is not None:
+            ledger.attach_heldout(self.measures.heldout)
+        self._observations = self._store.until(done)
+        if any(each.judge != self._fingerprint for each in self._observations):
+            raise ValueError(
+                f"the observations in {self._folder.watch} were made with another held-out judge and cannot be compared: restore "
+                "that judge, or start a new run with --fresh"
+            )
+        self._diversity = read_diversity(self._folder, done)
+        # An exhausted budget can have left out the observation of the last step.
+        if not self._observations or (done % self.watch.every == 0 and self._observations[-1].step < done):
+            self._observe(done)
+
+    def after(self, done: int, collected: Collected) -> tuple[Metrics, list[Alarm]]:
+        """Measure what a step collected, and observe if it is time: the metrics for the step's line, and the alarms."""
+        metrics: Metrics = {}
+        if len(collected.images):
+            self._diversity.append(group_diversity(collected.batch, collected.images, self.ranks))
+            metrics["watch/diversity"] = self._diversity[-1]
+        if done % self.watch.every:
+            return metrics, []
+        observation = self._observe(done)
+        alarms = find_alarms(self.watch, self._observations, self._diversity, self._judge.reward.columns)
+        for alarm in alarms:
+            log.warning("ALARM at step %d: %s", done, alarm.text)
+        return {**metrics, **self._metrics(observation), **{f"watch/alarm/{alarm.rule}": 1.0 for alarm in alarms}}, alarms
+
+    def _observe(self, step: int) -> Observation:
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="watch") as executor:
+            evaluated = replace(self.evaluator, judge=self._judges(step, executor))(self.policy)
+        if not self._observations:
+            self._write_canaries(evaluated.images, evaluated.texts)
+        tasks = tuple(task.id for task in evaluated.tasks)
+        observation = Observation(step, tasks, evaluated.scores, self._score_canaries(step), self._fingerprint)
+        if self.ranks.is_main:
+            self._store.write(observation)
+        self._observations.append(observation)
+        return observation
+
+    def _judges(self, step: int, executor: ThreadPoolExecutor) -> JudgeBatch:
+        """Scores a batch at ``step``: ``proxy`` and ``heldout``, the results of the two judges, and every measure."""
+
+        def score(batch: Batch, samples: Sequence[Sample]) -> "Future[ScoredBatch]":
+            futures = {"proxy": self._judge.for_split("heldout", step)(batch, samples)}
+            if self.measures.heldout is not None:
+                futures["heldout"] = self.measures.heldout.for_split("watch", step)(batch, samples)
+            return executor.submit(self._join_scores, samples, futures)
+
+        return score
+
+    def _join_scores(self, samples: Sequence[Sample], futures: "Mapping[str, Future[ScoredBatch]]") -> ScoredBatch:
+        measured = self.measures.measure(samples)
+        scores = {name: future.result().rewards for name, future in futures.items()}
+        return ScoredBatch({**scores, **measured}, scores["proxy"], 0)
+
+    @property
+    def _fingerprint(self) -> str:
+        heldout = self.measures.heldout
+        return "" if heldout is None or heldout.journal is None else heldout.journal.judge
+
+    def _write_canaries(self, images: Sequence[Image.Image | None], texts: Sequence[str | None]) -> None:
+        """Store the first images of the main rank as canaries, with the completions they were made from."""
+        if self.ranks.is_main and images:
+            self._folder.watch.mkdir(parents=True, exist_ok=True)
+            present = [(index, image) for index, image in enumerate(images) if image is not None]
+            for index, image in present:
+                image.save(self._canary(index))
+            files.write_json(self._folder.watch / "canaries.json", {index: texts[index] for index, _ in present})
+
+    def _score_canaries(self, step: int) -> Scores:
+        """The reward's columns (except diagnostics) for the canaries, scored again by the main rank and sent to all ranks."""
+        names = [name for name, column in self._judge.reward.columns.items() if not column.diagnostic]
+        indices, samples = self._read_canaries() if self.ranks.is_main and self.watch.canaries is not None else ((), [])
+        count = int(self.ranks.max(torch.tensor(float(len(samples)))))
+        futures = []
+        with self._ledger.cache.bypass():
+            if samples:
+                rows = tuple(range(len(samples)))
+                tasks = tuple(sample.task for sample in samples)
+                batch = Batch(seed=0, step=EVALUATION_STEP, tasks=tasks, group_ids=indices, group=rows, slot=(0,) * len(samples))
+                futures = [self._judge.for_split("canary", step)(batch, samples)]
+            results = wait_for_chunks(self.ranks, futures)
+        table = torch.zeros(len(names), count)
+        for judged in results:
+            table = torch.stack([judged.scores[name] for name in names])
+        return dict(zip(names, self.ranks.sum(table), strict=True)) if count else {}
+
+    def _read_canaries(self) -> tuple[tuple[int, ...], list[Sample]]:
+        """The canaries' task indices, and the images that were made for these tasks at the start."""
+        texts = {int(index): text for index, text in files.read_json(self._folder.watch / "canaries.json").items()}
+        tasks = self.evaluator.tasks
+        samples = [Sample(tasks[index], _read(self._canary(index)), completion=text) for index, text in texts.items()]
+        return tuple(texts), samples
+
+    def _canary(self, index: int) -> Path:
+        return self._folder.watch / f"canary-{index:03d}.png"
+
+    def _metrics(self, observation: Observation) -> Metrics:
+        """The observation as metrics, without measures that apply to no image."""
+        means = {name: observation.mean(name) for name in observation.scores}
+        metrics = {f"watch/{name}": mean for name, mean in means.items() if not math.isnan(mean) or name in ("proxy", "heldout")}
+        if "heldout" in observation.scores:
+            metrics["watch/heldout_missing"] = observation.scores["heldout"].isnan().double().mean().item()
+            metrics["watch/heldout_sigmas"] = since_best(self._observations)[2].sigmas
+        if observation.canaries:
+            metrics["watch/canary_shift"] = canary_shift(observation, self._observations[0], self._judge.reward.columns)[1]
+        return metrics
+
+
+def build_watcher(parts: Assembly, folder: RunFolder, measures: WatchMeasures) -> Watcher:
+    """The watcher of a run whose recipe has a ``watch`` section."""
+    assert parts.recipe.watch is not None
+    return Watcher(
+        parts.recipe.watch,
+        folder,
+        evaluator=parts.evaluator(parts.judge.for_split("heldout", 0)),
+        measures=measures,
+        policy=parts.policy(parts.recipe.rollout),
+    )
+
+
+def read_diversity(folder: RunFolder, done: int) -> list[float]:
+    """The group diversity of every step up to ``done``, read from the metrics; NaN for a step without one."""
+    values = [line.get("watch/diversity") for line in folder.read_metrics() if line["step"] <= done]
+    return [math.nan if value is None else value for value in values]
+
+
+def _read(path: Path) -> Image.Image:
+    with Image.open(path) as image:
+        return image.convert("RGB")
