@@ -1,4 +1,4 @@
-"""What a recipe's values mean together: checked before anything is loaded, each with what to do about it."""
+"""Checks between the keys of a recipe, before anything is loaded. Each message says what is wrong and what to do."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 ZERO3 = (
-    "zero3 takes weights apart in every call of the model, and rollouts and renderers call it, or parts of it, outside of the "
-    'engine and not equally often on all ranks: they hang, or fail with "pop from an empty deque"'
+    "zero3 gathers the weights in every call of the model, and rollouts and renderers call the model or parts of it outside of "
+    'the engine and not equally often on all ranks: they hang, or fail with "pop from an empty deque"'
 )
 
 
 def problems(recipe: "RecipeKeys") -> list[str]:
-    """A line for everything in the recipe that cannot stand together; empty for a good one."""
+    """A line for each contradiction between keys; empty for a valid recipe."""
     found = [*_length(recipe), *_kept(recipe), *_trackers(recipe), *_devices(recipe)]
     if recipe.watch is not None:
         found += watch_problems(recipe.watch, recipe.reward)
@@ -47,7 +47,7 @@ def problems(recipe: "RecipeKeys") -> list[str]:
 
 
 def check_ranks(recipe: "RecipeKeys", world: int) -> None:
-    """ValueError, naming legal numbers, where so many ranks cannot share the steps of some phase equally."""
+    """Raise ValueError, with legal numbers, if ``world`` ranks cannot divide the steps of some phase equally."""
     for phase in recipe.resolved_phases():
         check_arithmetic(
             tasks_per_step=phase.tasks_per_step, group_size=phase.group_size, minibatches=recipe.minibatches, world=world
@@ -55,7 +55,7 @@ def check_ranks(recipe: "RecipeKeys", world: int) -> None:
 
 
 def unmeant_ranks(recipe: "RecipeKeys", world: int) -> str | None:
-    """What to say where a run has another number of ranks than its recipe is meant for; None where there is nothing to say."""
+    """A warning if the run has another number of ranks than the recipe is made for, otherwise None."""
     if recipe.ranks is None or recipe.ranks == world:
         return None
     there = "is 1" if world == 1 else f"are {world}"
@@ -68,16 +68,16 @@ def _length(recipe: "RecipeKeys") -> Iterator[str]:
             yield "steps: give either steps or passes (or phases with either), and not both"
         return
     if not recipe.phases:
-        yield "phases: an empty list is no run; name a phase, or give null and steps"
+        yield "phases: the list is empty; add a phase, or give null and steps"
         return
     if recipe.steps is not None or recipe.passes is not None:
-        yield "steps: with phases each phase has its own length; take steps and passes off the top"
+        yield "steps: with phases, each phase has its own length; remove the top-level steps and passes"
     names = [phase.name for phase in recipe.phases]
     for index, phase in enumerate(recipe.phases):
         if (phase.steps is None) == (phase.passes is None):
             yield f"phases.{index}.steps: give either steps or passes, and not both"
         if phase.name in names[:index]:
-            yield f"phases.{index}.name: a second phase of the name {phase.name!r}; name them differently"
+            yield f"phases.{index}.name: a second phase is called {phase.name!r}; give it another name"
     if all(phase.steps == 0 for phase in recipe.phases):
         yield "phases: none of them takes a step; give one of them steps, or judge the model as it is with `retouch eval`"
     if recipe.phases[0].keep_optimizer:
@@ -87,14 +87,14 @@ def _length(recipe: "RecipeKeys") -> Iterator[str]:
 def _kept(recipe: "RecipeKeys") -> Iterator[str]:
     every, kept = recipe.checkpoints.every, recipe.checkpoints.keep_every
     if kept is not None and (every == 0 or kept % every):
-        yield f"checkpoints.keep_every: of every {kept} steps none is saved (checkpoints.every is {every}); give a multiple of it"
+        yield f"checkpoints.keep_every: {kept} is no multiple of checkpoints.every ({every}), so none is saved; give a multiple"
     if recipe.push is not None and recipe.sharding == "fsdp2":
-        yield "push: fsdp2 leaves no rank with whole weights; train without, then `retouch export` and `hf upload`"
+        yield "push: with fsdp2 no rank has the whole weights; train without push, then `retouch export` and `hf upload`"
 
 
 def _trackers(recipe: "RecipeKeys") -> Iterator[str]:
     if len(set(recipe.trackers)) < len(recipe.trackers):
-        yield "trackers: one of them is named twice; name each once"
+        yield "trackers: one tracker is listed twice; list each once"
 
 
 def _devices(recipe: "RecipeKeys") -> Iterator[str]:
@@ -104,19 +104,19 @@ def _devices(recipe: "RecipeKeys") -> Iterator[str]:
     if devices is None:
         return
     if devices.policy is not None and recipe.device != "auto":
-        yield f"device, devices.policy: {recipe.device} and {devices.policy} both say where the policy is; give one of them"
+        yield f"device, devices.policy: {recipe.device} and {devices.policy} both choose the device of the policy; give one of them"
     if recipe.renderer is None or isinstance(recipe.renderer, CodesRenderer):
         for key in ("renderer", "offload"):
             if getattr(devices, key):
-                yield f"devices.{key}: this policy makes its own pictures, where it is; leave it out"
+                yield f"devices.{key}: this policy makes its images itself, on its own device; leave it out"
     if devices.reference is not None and not (recipe.policy.kind == "autoregressive" and recipe.policy.train.kind == "full"):
-        yield "devices.reference: it is for writers whose weights all train; a LoRA's reference is small, so leave it out"
+        yield "devices.reference: it is for language models with full training; a LoRA's reference is small, so leave it out"
     if devices.reference is not None and recipe.sharding == "fsdp2":
-        yield "devices.reference: fsdp2 spreads the reference over the ranks already; take zero2, or leave it out"
+        yield "devices.reference: fsdp2 already shards the reference over ranks; take zero2, or leave it out"
 
 
 def _batch(recipe: "RecipeKeys") -> Iterator[str]:
-    """More than one rank is for ``check_ranks`` to say; what even one cannot share out is a mistake already."""
+    """A batch that not even one rank can divide is a mistake; more ranks are checked at the start of the run."""
     try:
         check_ranks(recipe, 1)
     except ValueError as error:
@@ -132,7 +132,7 @@ def _phases(recipe: "RecipeKeys") -> Iterator[str]:
         yield from recipe.advantage.problems(phase.objective, objective_key=at["objective"], writes_tokens=tokens)
         if phase.imitates:
             if isinstance(phase.data, PromptData):
-                yield f"{at['data']}: prompts have no targets, which {phase.objective.label} imitates; take folder or hub data"
+                yield f"{at['data']}: prompts have no targets, and {phase.objective.label} needs them; take folder or hub data"
         else:
             yield from _exploration(recipe, phase, at)
         yield from _data(recipe, phase, at["data"])
@@ -144,7 +144,7 @@ def _phases(recipe: "RecipeKeys") -> Iterator[str]:
 
 
 def _exploration(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
-    """Samples of a group must be able to differ, and an advantage must be able to be other than 0."""
+    """The samples of a group must be able to differ, and advantages must be able to be other than 0."""
     if recipe.advantage.needs_groups and phase.group_size < 2:
         yield f"{at['group_size']}: 1 gives every sample the advantage 0; take 2 or more, or advantage.kind batch or gae"
     elif phase.rows < 2:
@@ -153,7 +153,7 @@ def _exploration(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str])
 
 
 def _context(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -> ObjectiveContext:
-    """What the phase's objective may know of the recipe."""
+    """What the phase's objective may know about the recipe."""
     rollout, lora = phase.rollout, lora_of(recipe.policy.train)
     chain = rollout if isinstance(rollout, DenoisingRollout) else None
     return ObjectiveContext(
@@ -175,7 +175,7 @@ def _context(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -> 
 
 
 def _token_kinds(policy: DenoisingPolicyKeys | AutoregressivePolicy) -> frozenset[str] | None:
-    """Kinds of tokens that the policy writes; None for an imported model, which only itself knows."""
+    """Kinds of tokens that the policy generates; None for an imported model, where this is unknown."""
     model = policy.model
     if isinstance(policy, DenoisingPolicyKeys) or isinstance(model, ImportedModel):
         return None
@@ -195,7 +195,7 @@ def _data(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Iterator[str]:
 
 
 def _held_out(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Iterator[str]:
-    """The run is judged by what its first phase's data hold out, unless it says that it is judged by what trains."""
+    """A run is evaluated on what its first phase holds out, unless it asks for the training tasks."""
     if not isinstance(phase.data, PicturedData | PromptData | TokenData):
         return
     if isinstance(phase.data, TokenData) and phase.data.validation_lists:

@@ -1,4 +1,4 @@
-"""May a run go on under this recipe? Only what changes no number of what was already done may differ."""
+"""Whether a run can resume with a changed recipe: only keys that do not change past results may differ."""
 
 import re
 from collections.abc import Iterator
@@ -10,21 +10,21 @@ from retouch.recipe.recipe import Recipe
 _FREE = re.compile(
     r"steps|passes|eval\.every|ledger.*|(samples|checkpoints)\..*|push.*|trackers(\.\d+)?|devices?(\..*)?|sharding|ranks|out"
     r"|(phases\.\d+\.)?data\.(path|(validation_)?lists\.\d+)"
-    # How a judge is reached, and how long it is waited for.
+    # The connection to a judge.
     r"|(watch\.judge\.)?reward\.(rewards\.\w+\.)?((judge\.)?(device|base_url|key|concurrency|timeout|deadline|attempts|pause|longest_pause"
     r"|prices.*|quota.*)|endpoints.*|encoding|batch|retry_share|hedge(_share)?|(samples|requests)_per_minute|calls|rate_file|wait|threads)"
-    # The same of an engine.
+    # The connection to an engine.
     r"|(phases\.\d+\.)?rollout\.engine\.(url|adapters|timeout|patience)"
     r"|watch\.every|watch\.\w+\.(on_alarm|limit|sigmas|window)|watch\.(diversity|preservation|brightness|saturation|detail)"
 )
 
 
 def differences(old: Recipe, new: Recipe, *, new_judge: bool = False) -> list[str]:
-    """A line for each key that differs and may not, old value first; empty where the old run can go on as the new recipe says.
+    """A line for each key that differs and must not, with both values; empty if the run can resume.
 
-    Length (of the last phase, where there are phases), cadences, pushes, trackers, devices, ranks, how much is computed at once,
-    folders of data and runs, how judges and engines are reached, and the limits of ``watch`` may differ; with ``new_judge`` all
-    that judges.
+    These keys may differ: the length (of the last phase), intervals, pushes, trackers, devices, ranks, batch sizes that change only
+    memory and time, folders of data and runs, connections to judges and engines, and the limits of ``watch``. With ``new_judge``
+    all keys of the reward may differ.
     """
     before, after = dict(_leaves(old.document(), "")), dict(_leaves(new.document(), ""))
     lines = []

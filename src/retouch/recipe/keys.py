@@ -1,4 +1,4 @@
-"""The keys of a recipe, section by section. What is not in a recipe does not decide how a run goes."""
+"""The keys of a recipe, section by section. A run depends on nothing else."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,74 +23,74 @@ from retouch.recipe.watch import Watch
 from retouch.recipe.writer import AutoregressivePolicy
 
 LEFT_OUT = ("renderer", "ledger", "watch", "devices", "sharding", "push")
-"""Keys that a resolved recipe has only where they are not null."""
+"""Keys that a resolved recipe contains only if they are not null."""
 
 
 class Evaluation(Section):
-    """Held-out evaluation: always before and after the run, and in between as ``every`` says."""
+    """Held-out evaluation: before and after the run, and during it as ``every`` says."""
 
     every: Cadence = 0
-    """Steps between evaluations; 0 evaluates only before and after."""
+    """Steps between evaluations; 0 evaluates only before and after the run."""
     tasks: Count = 64
-    """Held-out tasks."""
+    """Number of held-out tasks."""
     seed: int = 0
-    """What held-out tasks are drawn from, and the noise their pictures start from."""
+    """Seed of the held-out tasks, and of the noise that their images start from."""
     split: Literal["train", "validation", "test"] = "test"
-    """Which held-out split of the playground. Of other data ``train`` takes the tasks that train, where there are too few to hold
-    any out (``data.held_out: 0``): what is then measured is fit and no gain."""
+    """Held-out split of the playground. With other data, ``train`` evaluates on the training tasks, for data sets too small to hold
+    any out (``data.held_out: 0``); this measures fit, not generalisation."""
     complexity: Mixture | None = None
-    """Mixture of the held-out playground tasks; null takes that of the data."""
+    """Mixture of the held-out playground tasks; null takes the mixture of the training data."""
     num_steps: Count | None = None
-    """Denoising steps of a picture; null takes the rollout's, or the renderer's."""
+    """Denoising steps per image; null takes the rollout's or the renderer's."""
     column: str | None = None
-    """What the summary speaks of: a column of the reward; null takes the combined reward."""
+    """Column of the reward that the summary reports; null is the combined reward."""
     headline: dict[str, tuple[str, ...]] | None = None
-    """Tags of the tasks that the summary speaks of, {"complexity": ["2", "3"]} say; null takes all."""
+    """Tags of the tasks that the summary reports, for example {"complexity": ["2", "3"]}; null is all tasks."""
     best_of_k: Cadence = 0
-    """Also take the best of so many samples of the untrained policy; 0 does not."""
+    """Also measure the best of this many samples of the untrained policy; 0 does not."""
     batch: Count = 128
-    """Rows sampled at once."""
+    """Rows sampled together."""
 
 
 class Samples(Section):
-    """Pictures of a few held-out tasks and training groups, kept as the run goes on."""
+    """Images of a few held-out tasks and training groups, saved during the run."""
 
     every: Cadence = 25
-    """Steps between them; 0 keeps only those before and after."""
+    """Steps between them; 0 saves them only before and after the run."""
     tasks: Count = 8
-    """Held-out tasks to picture."""
+    """Number of held-out tasks."""
     groups: Count = 4
-    """Training groups to picture."""
+    """Number of training groups."""
 
 
 class Checkpoints(Section):
-    """Saved states, from which a run goes on to the same bits."""
+    """Checkpoints. A run that resumes from one continues bit for bit."""
 
     every: Cadence = 25
-    """Steps between them; 0 saves only at the end, or when the run is told to stop."""
+    """Steps between them; 0 saves only at the end or when the run is interrupted."""
     keep: Count = 2
-    """How many of the newest to keep."""
+    """Number of newest checkpoints to keep."""
     keep_every: Count | None = Field(default=None, exclude_if=lambda every: every is None)
-    """Of every so many steps one stays for good, beside the newest; null lets all others go."""
+    """Also keep every checkpoint whose step is a multiple of this; null keeps only the newest."""
 
 
 class Push(Section):
-    """The trained weights on the Hugging Face Hub, as `retouch export` writes them: each push under a revision of its step's name,
-    the last one under main too. Without a token nothing is pushed, and the run says so."""
+    """Upload of the trained weights to the Hugging Face Hub, in the format of `retouch export`. Each push is a revision named after
+    its step; the last one is also on main. Without a token nothing is pushed, and the run reports it."""
 
     repo: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")]
-    """The repository, USER/NAME; it is made if there is none."""
+    """The repository, USER/NAME. It is created if it does not exist."""
     every: Cadence = 0
     """Steps between pushes; 0 pushes only at the end."""
     private: bool = True
-    """Whether a repository that is made for the run is private."""
+    """Whether a newly created repository is private."""
 
 
 class Ledger(Section):
-    """What is kept of judging, beside every score and answer, which are kept in any case."""
+    """What the ledger stores in addition to every score and answer."""
 
     keep_images: bool = False
-    """Keep every picture that was judged, so that another judge can look at it later (``retouch ledger RUN rescore REWARD``)."""
+    """Store every scored image, so that another reward can score it later (``retouch ledger RUN rescore REWARD``)."""
 
 
 class RecipeKeys(Section):
@@ -99,66 +99,66 @@ class RecipeKeys(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Name of the run, and of its folder under ``out``."""
     seed: int = 0
-    """What every random draw of the run is keyed by."""
+    """Seed of every random draw of the run."""
     steps: Count | None = None
     """Training steps of the run; give this, or ``passes``, or ``phases``."""
     passes: Positive | None = None
     """Length of the run in passes over the data."""
     out: str = "runs"
-    """Folder of runs."""
+    """Folder that contains the run folders."""
     tasks_per_step: Count
-    """Tasks that the policy acts on in a step, over all ranks."""
+    """Tasks per training step, over all ranks."""
     group_size: Count
-    """Samples of each task."""
+    """Samples per task (the G of GRPO)."""
     learning_rate: Positive
     """Learning rate of the optimizer, before its schedule."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")] = "auto"
-    """``auto`` takes CUDA, then MPS, then the CPU, and says which."""
+    """``auto`` takes CUDA, MPS or the CPU, whichever is available first, and reports it."""
     devices: Devices | None = None
-    """Where parts of the run lie that are not on ``device``; null: all of them are."""
+    """Devices of single parts of the run; null puts all parts on ``device``."""
     sharding: Literal["zero2", "zero3", "fsdp2"] | None = None
-    """What ranks share: ``zero2`` (DeepSpeed) gradients and the optimizer's state, ``fsdp2`` the weights too; null: nothing, each
-    rank holds all. ``zero3`` is refused."""
+    """What is sharded over ranks: with ``zero2`` (DeepSpeed) gradients and optimizer state, with ``fsdp2`` the weights too; null is
+    data parallelism without sharding. ``zero3`` is refused."""
     ranks: Count | None = None
-    """Ranks that the recipe is meant for; another number is said and not refused, null means any."""
+    """Number of ranks that the recipe is made for. Another number is only a warning; null is any number."""
     epochs: Count = 1
     """Passes over the samples of a step."""
     minibatches: Count = 1
-    """Optimizer steps in each of them."""
+    """Optimizer steps per pass."""
     microbatch: Count = 32
-    """Velocities, or a writer's completions, per forward with gradient; changes memory and time only."""
+    """Velocities or completions per forward pass with gradient; changes memory and time only."""
     policy: Annotated[DenoisingPolicyKeys | AutoregressivePolicy, Field(discriminator="kind")]
-    """What gets the gradient."""
+    """The policy: the model that is trained."""
     rollout: Rollout
-    """How it samples while it learns."""
+    """How the policy samples during training."""
     renderer: Renderer | None = None
-    """What makes pictures of what a writer wrote; a denoising policy makes its own and has none."""
+    """Makes images from the completions of a language-model policy; a denoising policy has no renderer."""
     data: Data
-    """Where the tasks come from."""
+    """The tasks."""
     reward: Reward
-    """What judges the samples."""
+    """The reward of a sample."""
     advantage: Annotated[Advantage, ADVANTAGES] = GroupAdvantage()
     """How rewards become advantages."""
     objective: Annotated[Objective, OBJECTIVES]
     """How advantages become a loss."""
     optimizer: Optimizer = Optimizer()
-    """What makes the optimizer's steps."""
+    """The optimizer and its learning-rate schedule."""
     eval: Evaluation = Evaluation()
     """Held-out evaluation."""
     samples: Samples = Samples()
-    """Pictures to look at."""
+    """Images saved to look at."""
     checkpoints: Checkpoints = Checkpoints()
-    """Saved states."""
+    """Checkpoints."""
     push: Push | None = None
-    """Weights on the Hugging Face Hub; null pushes none."""
+    """Upload to the Hugging Face Hub; null uploads nothing."""
     ledger: Ledger | None = None
-    """What is kept of judging; null is the default."""
+    """What the ledger stores; null is the default."""
     watch: Watch | None = None
-    """What is watched against reward hacking; null watches nothing."""
+    """Monitoring for reward hacking; null monitors nothing."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
-    """Where metrics go, beside ``metrics.jsonl``."""
+    """Trackers that get the metrics, in addition to ``metrics.jsonl``."""
     phases: tuple[Phase, ...] | None = None
-    """Stages of the run, one after the other; null is one phase made of the keys above."""
+    """Consecutive phases of the run; null is one phase that consists of the keys above."""
 
     @property
     def folder(self) -> Path:
@@ -166,7 +166,7 @@ class RecipeKeys(Section):
         return Path(self.out) / self.name
 
     def resolved_phases(self) -> tuple[ResolvedPhase, ...]:
-        """The phases with nothing left open; without ``phases`` there is one, ``main``."""
+        """The phases with all their keys; without ``phases`` there is one, ``main``."""
         if self.phases is None:
             return (self._resolved(Phase(name="main", steps=self.steps, passes=self.passes)),)
         return tuple(self._resolved(phase) for phase in self.phases)
@@ -187,7 +187,7 @@ class RecipeKeys(Section):
         )
 
     def eval_data(self) -> Data:
-        """The data of evaluation: the run's own, with what ``eval`` says about held-out playground tasks."""
+        """The data of evaluation: the run's data, changed for held-out tasks as ``eval`` says."""
         if not isinstance(self.data, DrawnData):
             return self.data
         changes: dict[str, object] = {"count": self.eval.tasks, "seed": self.eval.seed, "split": self.eval.split}
@@ -201,7 +201,7 @@ class RecipeKeys(Section):
 
     @property
     def image_model(self) -> ImageModel | TokenModel:
-        """The image model that the tasks' pictures are for: the policy's own, or the one behind a writer."""
+        """The model that makes the images: the policy's own, or the renderer's."""
         if self.policy.kind == "denoising":
             return self.policy.model
         if isinstance(self.renderer, CodesRenderer):
@@ -212,10 +212,9 @@ class RecipeKeys(Section):
 
     @property
     def image_size(self) -> tuple[int, int] | None:
-        """(height, width) in px of the image model's images, where the recipe fixes it."""
+        """(height, width) of its images in pixels, if the recipe fixes it."""
         return getattr(self.image_model, "size", None)
 
     def document(self) -> dict[str, JsonValue]:
-        """The resolved recipe as JSON: every key, defaults and all; those of ``LEFT_OUT`` where they say something. ``parse`` takes
-        it back."""
+        """The resolved recipe as JSON, with all defaults; keys of ``LEFT_OUT`` only if they are not null. ``parse`` reads it."""
         return self.model_dump(mode="json", exclude={key for key in LEFT_OUT if getattr(self, key) is None})

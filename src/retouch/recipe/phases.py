@@ -1,4 +1,4 @@
-"""Phases of a run: each says what differs from the recipe's own keys; resolved, it says everything."""
+"""Phases of a run. A phase overrides keys of the recipe; resolved, it has all of them."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -14,33 +14,33 @@ from retouch.recipe.rollout import Rollout
 
 
 class Phase(Section):
-    """A stage of a run; null takes what the recipe says at its top."""
+    """A phase of a run. A key that is null has the value of the recipe's top level."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """Name of the phase, in metrics and messages."""
+    """Name of the phase in metrics and messages."""
     steps: Cadence | None = None
-    """Training steps of the phase; give this or ``passes``. 0 passes it over."""
+    """Training steps of the phase; give this or ``passes``. 0 skips the phase."""
     passes: Positive | None = None
     """Length of the phase in passes over its data."""
     objective: Annotated[Objective, OBJECTIVES] | None = None
     """How advantages become a loss."""
     learning_rate: Positive | None = None
-    """Learning rate of the optimizer, before its schedule, which begins anew with each phase."""
+    """Learning rate of the optimizer, before its schedule; the schedule restarts with each phase."""
     tasks_per_step: Count | None = None
-    """Tasks that the policy acts on in a step, over all ranks."""
+    """Tasks per training step, over all ranks."""
     group_size: Count | None = None
-    """Samples of each task."""
+    """Samples per task."""
     data: Data | None = None
-    """Where the tasks come from."""
+    """The tasks."""
     rollout: Rollout | None = None
-    """How the policy samples while it learns."""
+    """How the policy samples during training."""
     keep_optimizer: bool = False
-    """Go on with the optimizer's state of the phase before."""
+    """Continue with the optimizer state of the previous phase."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedPhase:
-    """A phase with nothing left open."""
+    """A phase with all its keys."""
 
     name: str
     steps: int | None
@@ -55,7 +55,7 @@ class ResolvedPhase:
 
     @property
     def rows(self) -> int:
-        """Samples of a step, over all ranks."""
+        """Samples per step, over all ranks."""
         return self.tasks_per_step * self.group_size
 
     @property
@@ -64,7 +64,7 @@ class ResolvedPhase:
         return self.objective.imitates
 
     def total_steps(self, tasks: int) -> int:
-        """Training steps of the phase, where its data hold so many tasks."""
+        """Training steps of the phase, for a data set of ``tasks`` tasks."""
         if self.steps is not None:
             return self.steps
         assert self.passes is not None, "a phase has steps or passes"
