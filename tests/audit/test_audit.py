@@ -13,7 +13,7 @@ from PIL import Image
 from retouch import cli
 from retouch.assembly.data import build_sets
 from retouch.assembly.phases import build_phase
-from retouch.audit.opening import LedgerView
+from retouch.audit.ledger_view import LedgerView
 from retouch.core import agreement
 from retouch.distributed.ranks import Ranks
 from retouch.playground.judges.judge import PlaygroundJudge
@@ -50,7 +50,7 @@ def batches(made: Recipe) -> tuple[list[Batch], Batch]:
     """What the run would act on at each step, and its held-out tasks."""
     (phase,) = made.resolved_phases()
     sets = build_sets(made, phase.data, size=None)
-    built = build_phase(made, phase, steps=range(STEPS), tasks=sets.train, ranks=Ranks(), bounds=(0.0, 1.0))
+    built = build_phase(made, phase, steps=range(STEPS), tasks=sets.train, ranks=Ranks(), reward_range=(0.0, 1.0))
     tasks = tuple(sets.heldout[index] for index in range(6))
     return [built.batch(step) for step in range(STEPS)], Batch(0, -1, tasks, tuple(range(6)), tuple(range(6)), (0,) * 6)
 
@@ -156,7 +156,7 @@ def test_judged_again_by_the_same_judge_every_score_is_the_same(kept, ask):
     again = ask(kept, "rescore", "playground", "--name", "twin")
     assert (again["samples"], again["judged"], again["without_picture"]) == (30, 29, 1)
     for sample in LedgerView.open(kept).samples:
-        if sample.picture:
+        if sample.image:
             first = [sample.scores[name] for name in PlaygroundJudge.columns]
             assert np.array_equal(first, [sample.scores[f"twin:{name}"] for name in PlaygroundJudge.columns], equal_nan=True)
     assert ask(kept, "agree", "overall", "twin:overall")["kendall"] == pytest.approx(1)
@@ -169,7 +169,7 @@ def test_another_judge_sees_the_pictures_that_were_judged_and_none_twice(kept, a
     assert {(sample.split, sample.step) for sample in rows} == {("train", 1), ("train", 2)}
     assert len(rows) == 15
     for sample in rows:
-        red = ShareReward("red")._share(Image.open(shown[sample.picture]))
+        red = ShareReward("red")._share(Image.open(shown[sample.image]))
         assert sample.scores["share-red:share"] == pytest.approx(float(red))
     asked = []
 
@@ -201,7 +201,7 @@ def test_what_another_judge_could_not_say_is_asked_again(kept, ask, monkeypatch)
 def test_a_name_is_one_judges(kept, ask, capsys):
     ask(kept, "rescore", "share:green", "--name", "mine", "--steps", "3")
     assert cli.main(["ledger", str(kept), "rescore", "photos:red", "--name", "mine"]) == 2
-    assert "another judge" in capsys.readouterr().err
+    assert "scores of another reward" in capsys.readouterr().err
 
 
 def test_without_kept_pictures_only_those_of_samples_can_be_judged_again(unkept, ask, capsys):
@@ -246,14 +246,14 @@ def test_the_worst_disagreements_come_first_with_their_pictures(kept, ask):
 
 
 def test_peoples_ratings_name_pictures_in_three_ways(kept, ask, tmp_path):
-    rows = [sample for sample in LedgerView.open(kept).samples if sample.split == "train" and sample.picture][:6]
+    rows = [sample for sample in LedgerView.open(kept).samples if sample.split == "train" and sample.image][:6]
     rated = [3.0, 1.0, 4.0, 1.5, 9.0, 2.6]
     scores = torch.tensor([sample.scores["overall"] for sample in rows])
     wanted = agreement.spearman(scores, torch.tensor(rated))
     shown = {image_hash(Image.open(path)): path for path in (kept / "pictures").rglob("*.png")}
     files = {
-        "picture": [f"{sample.picture}," for sample in rows],
-        "image": [f"{shown[sample.picture].relative_to(kept)}," for sample in rows],
+        "picture": [f"{sample.image}," for sample in rows],
+        "image": [f"{shown[sample.image].relative_to(kept)}," for sample in rows],
         "step,group,slot": [f"{sample.step},{sample.group},{sample.slot}," for sample in rows],
     }
     for header, about in files.items():
@@ -272,11 +272,11 @@ def test_peoples_ratings_name_pictures_in_three_ways(kept, ask, tmp_path):
     [
         ("step,group,rating\n1,0,3\n", "it needs `rating`"),
         ("picture,score\nabc,3\n", "it needs `rating`"),
-        ("picture,rating\nabc,3\n", "line 2: abc is no picture that was judged"),
-        ("step,group,slot,rating\n1,0,0,3\n9,0,0,3\n", "line 3: no sample of step 9"),
+        ("picture,rating\nabc,3\n", "line 2: the run scored no image abc"),
+        ("step,group,slot,rating\n1,0,0,3\n9,0,0,3\n", "line 3: the run scored no sample of step 9"),
         ("step,group,slot,rating\n1,0,0,good\n", "line 2: could not convert"),
-        ("step,group,slot,rating\n1,0,0,nan\n", "no finite number"),
-        ("image,rating\n../nothing.png,3\n", "there is no file"),
+        ("step,group,slot,rating\n1,0,0,nan\n", "not a finite number"),
+        ("image,rating\n../nothing.png,3\n", "no file ../nothing.png"),
     ],
 )
 def test_a_wrong_line_of_ratings_is_named(kept, tmp_path, capsys, text, says):
@@ -289,11 +289,11 @@ def test_a_wrong_line_of_ratings_is_named(kept, tmp_path, capsys, text, says):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["agree", "overall", "nothing"], "no column 'nothing' among these samples; there are IF"),
-        (["agree", "overall"], "compare with what?"),
+        (["agree", "overall", "nothing"], "no column 'nothing' in these samples; the columns are IF"),
+        (["agree", "overall"], "give a second column"),
         (["worst", "IF", "PQ", "--steps", "99"], "no column 'IF'"),
         (["rescore", "playgroun"], "playgroun"),
-        (["rescore", "share:red", "--name", "../x"], "cannot be the name of a judge"),
+        (["rescore", "share:red", "--name", "../x"], "cannot be a name"),
     ],
 )
 def test_what_cannot_be_answered_says_why(kept, capsys, words, says):

@@ -141,7 +141,7 @@ LEDGER = (
     ),
     Mutant(
         "of two ranks' scores the earlier counts",
-        "audit/opening.py",
+        "audit/ledger_view.py",
         "found[sample.place].at < sample.at",
         "found[sample.place].at > sample.at",
         f"{_AUDIT}::test_the_files_of_all_ranks_are_one_ledger_and_the_later_score_counts",
@@ -156,7 +156,7 @@ LEDGER = (
     Mutant(
         "whatever picture lies there is judged again",
         "audit/images.py",
-        "return None if path is None else read_image(path, sample.picture)",
+        "return None if path is None else read_image(path, sample.image)",
         "return None if path is None else Image.open(path)",
         f"{_AUDIT}::test_a_picture_that_was_swapped_is_not_judged",
     ),
@@ -169,14 +169,14 @@ LEDGER = (
     ),
     Mutant(
         "the greatest disagreements come last",
-        "audit/comparing.py",
+        "audit/comparison.py",
         "apart.argsort(descending=True, stable=True)",
         "apart.argsort(stable=True)",
         f"{_AUDIT}::test_the_worst_disagreements_come_first_with_their_pictures",
     ),
     Mutant(
         "scores are compared over all groups",
-        "audit/comparing.py",
+        "audit/comparison.py",
         "sample.place[:3]",
         "sample.place[:1]",
         f"{_AUDIT}::test_agreement_is_that_of_the_columns",

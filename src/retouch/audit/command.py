@@ -1,4 +1,4 @@
-"""`retouch ledger RUN ...`: what was scored, by whom, at what cost; where judges disagree; judging again."""
+"""`retouch ledger RUN ...`: the scores of a run, their judges and cost; where judges disagree; scoring images again."""
 
 import json
 from argparse import Namespace
@@ -6,44 +6,44 @@ from pathlib import Path
 from typing import Any
 
 from retouch.audit import tables
-from retouch.audit.comparing import Compared
-from retouch.audit.images import Shown
-from retouch.audit.opening import LedgerView, chosen
+from retouch.audit.comparison import ColumnComparison
+from retouch.audit.images import RunImages
+from retouch.audit.ledger_view import LedgerView, select_samples
 from retouch.audit.overview import overview
-from retouch.audit.ratings import COLUMN, rated
+from retouch.audit.ratings import COLUMN, with_ratings
 from retouch.records.files import jsonable
 from retouch.rewards.vlm.prices import Prices
 
 
 def ledger_command(arguments: Namespace) -> str:
-    """The answer, as a table or as JSON. ValueError: no such run, column or file."""
-    found, table = _answer(arguments)
-    return json.dumps(jsonable(found), indent=2) if arguments.json else table
+    """The result as a table, or as JSON with ``--json``. ValueError: no such run, column or file."""
+    result, table = _result(arguments)
+    return json.dumps(jsonable(result), indent=2) if arguments.json else table
 
 
-def _answer(arguments: Namespace) -> tuple[Any, str]:
+def _result(arguments: Namespace) -> tuple[Any, str]:
     run: Path = arguments.ledger_of
     match arguments.what:
         case "rescore":
             from retouch.audit.rescoring import rescore
 
-            found = rescore(run, arguments.reward, name=arguments.name, split=arguments.split, steps=arguments.steps)
-            return found, tables.rescored(found)
+            result = rescore(run, arguments.reward, name=arguments.name, split=arguments.split, steps=arguments.steps)
+            return result, tables.rescored(result)
         case "agree" | "worst":
-            compared = _compared(arguments)
+            comparison = _comparison(arguments)
             if arguments.what == "agree":
-                agreement = compared.agreement()
+                agreement = comparison.agreement()
                 return agreement, tables.agreement(agreement)
-            worst = compared.worst(Shown(run), top=arguments.top)
-            return worst, tables.worst(worst, compared.columns)
-    found = overview(LedgerView.open(run), prices=arguments.prices and Prices(*arguments.prices))
-    return found, tables.overview(found)
+            worst = comparison.worst(RunImages(run), top=arguments.top)
+            return worst, tables.worst(worst, comparison.columns)
+    result = overview(LedgerView.open(run), prices=arguments.prices and Prices(*arguments.prices))
+    return result, tables.overview(result)
 
 
-def _compared(arguments: Namespace) -> Compared:
-    samples = chosen(LedgerView.open(arguments.ledger_of).samples, split=arguments.split, steps=arguments.steps)
+def _comparison(arguments: Namespace) -> ColumnComparison:
+    samples = select_samples(LedgerView.open(arguments.ledger_of).samples, split=arguments.split, steps=arguments.steps)
     if (arguments.ratings is None) == (arguments.other is None):
-        raise ValueError("compare with what? Give a second column, or people's ratings with --ratings FILE.csv")
+        raise ValueError("give a second column, or human ratings with --ratings FILE.csv")
     if arguments.ratings is not None:
-        samples = rated(samples, arguments.ratings, arguments.ledger_of)
-    return Compared.of(samples, (arguments.column, arguments.other or COLUMN))
+        samples = with_ratings(samples, arguments.ratings, arguments.ledger_of)
+    return ColumnComparison.of(samples, (arguments.column, arguments.other or COLUMN))

@@ -1,39 +1,39 @@
-"""Where the pictures that a run judged still lie: under ``pictures/``, where it kept them all, else some under ``samples/``."""
+"""Finds the images that a run scored: in ``pictures/`` if it kept all, otherwise some of them in ``samples/``."""
 
 from functools import cached_property
 from pathlib import Path
 
 from PIL import Image
 
-from retouch.audit.opening import Scored
+from retouch.audit.ledger_view import LedgerSample
 from retouch.records.folder import RunFolder
 from retouch.rewards.ledger.kept_images import KeptImages, read_image
 
 _SETS = {"group": "train", "heldout": "heldout"}
 
 
-class Shown:
-    """The pictures of a run's folder."""
+class RunImages:
+    """The images in a run's folder."""
 
     def __init__(self, run: Path) -> None:
         self._folder = RunFolder(run)
         self._kept = KeptImages(run)
 
-    def path(self, sample: Scored) -> Path | None:
-        """The file of the sample's picture; None where there is none any more."""
-        if not sample.picture:
+    def path(self, sample: LedgerSample) -> Path | None:
+        """The file of the sample's image; None if there is none."""
+        if not sample.image:
             return None
-        kept = self._kept.path(sample.picture)
+        kept = self._kept.path(sample.image)
         return kept if kept.exists() else self._sampled.get(sample.place)
 
-    def image(self, sample: Scored) -> Image.Image | None:
-        """The very picture that was judged; None where it is not there, or another one stands in its place."""
+    def image(self, sample: LedgerSample) -> Image.Image | None:
+        """The image that was scored; None if its file is missing or holds another image."""
         path = self.path(sample)
-        return None if path is None else read_image(path, sample.picture)
+        return None if path is None else read_image(path, sample.image)
 
     @cached_property
     def _sampled(self) -> dict[tuple[str, int, int, int], Path]:
-        """The pictures that were kept for people to look at, by where they stood."""
+        """The images that the run saved as examples, by their place in the run."""
         found = {}
         for step in self._folder.sample_steps():
             for line in self._folder.read_samples(step):

@@ -1,15 +1,15 @@
-"""What was scored in a run, by whom, and what it cost so far."""
+"""A summary of a run's ledger: what was scored, by which judges, and the cost so far."""
 
 import json
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from retouch.audit.images import Shown
-from retouch.audit.opening import LedgerView, Scored
+from retouch.audit.images import RunImages
+from retouch.audit.ledger_view import LedgerSample, LedgerView
 from retouch.rewards.vlm.prices import Prices
 
-_ASKED = """
+_CALLS_BY_JUDGE = """
 SELECT judge, count(*) AS calls, sum(scores IS NULL) AS failed, sum(attempts) AS attempts, sum(fresh) AS fresh,
        sum(seconds) AS seconds, sum(input_tokens) AS input_tokens, sum(output_tokens) AS output_tokens,
        sum(cost) AS cost, sum(CASE WHEN cost IS NULL THEN input_tokens ELSE 0 END) AS unpriced_input,
@@ -19,25 +19,25 @@ FROM answers GROUP BY judge
 
 
 def overview(ledger: LedgerView, *, prices: Prices | None) -> dict[str, Any]:
-    """As JSON. ``prices``: of tokens whose price was not known when they were spent. ``cost`` is None where nothing has a price."""
-    asked = _asked(ledger, prices)
-    costs = [each["cost"] for each in asked if each["cost"] is not None]
+    """The summary as JSON. ``prices``: for tokens whose price was not known during the run. ``cost``: None if no price is known."""
+    calls = _calls_by_judge(ledger, prices)
+    costs = [each["cost"] for each in calls if each["cost"] is not None]
     since = ledger.query("SELECT fingerprint, since, about FROM judges ORDER BY number")
     judges = {row["fingerprint"]: {**row, "about": json.loads(row["about"])} for row in since}
     return {
         "run": ledger.run.name,
         "judges": list(judges.values()),
-        "samples": {split: _of_split(ledger, split) for split in dict.fromkeys(sample.split for sample in ledger.samples)},
-        "asked": asked,
+        "samples": {split: _split_summary(ledger, split) for split in dict.fromkeys(sample.split for sample in ledger.samples)},
+        "asked": calls,
         "cost": sum(costs) if costs else None,
     }
 
 
-def _asked(ledger: LedgerView, prices: Prices | None) -> list[dict[str, Any]]:
-    """The calls by judge, over all files."""
+def _calls_by_judge(ledger: LedgerView, prices: Prices | None) -> list[dict[str, Any]]:
+    """The number, tokens and cost of the calls to each judge, over all files."""
     totals: dict[str, Counter[str]] = {}
     priced: set[str] = set()
-    for row in ledger.query(_ASKED):
+    for row in ledger.query(_CALLS_BY_JUDGE):
         judge = row.pop("judge")
         if row["cost"] is None:
             row["cost"] = 0.0
@@ -53,23 +53,23 @@ def _asked(ledger: LedgerView, prices: Prices | None) -> list[dict[str, Any]]:
     return listed
 
 
-def _of_split(ledger: LedgerView, split: str) -> dict[str, Any]:
+def _split_summary(ledger: LedgerView, split: str) -> dict[str, Any]:
     samples = [sample for sample in ledger.samples if sample.split == split]
-    shown = Shown(ledger.run)
-    pictured = [sample for sample in samples if shown.path(sample) is not None]
+    images = RunImages(ledger.run)
+    with_image = [sample for sample in samples if images.path(sample) is not None]
     return {
         "samples": len(samples),
         "steps": [samples[0].step, samples[-1].step],
-        "without_picture": sum(not sample.picture for sample in samples),
-        "missing": missing(samples),
+        "without_picture": sum(not sample.image for sample in samples),
+        "missing": _missing_scores(samples),
         "seconds": sum(sample.seconds for sample in samples),
-        "pictures": len(pictured),
-        "pictured_steps": sorted({sample.step for sample in pictured}),
+        "pictures": len(with_image),
+        "pictured_steps": sorted({sample.step for sample in with_image}),
     }
 
 
-def missing(samples: Sequence[Scored]) -> dict[str, int]:
-    """How many samples have no value in each column that misses any."""
+def _missing_scores(samples: Sequence[LedgerSample]) -> dict[str, int]:
+    """The number of missing scores in each column that has any."""
     counts: Counter[str] = Counter()
     for sample in samples:
         counts.update(name for name, value in sample.scores.items() if value != value)

@@ -1,8 +1,8 @@
-"""People's ratings of a run's pictures, from a CSV.
+"""Human ratings of a run's images, from a CSV file.
 
-A header, and a line for each rating: ``rating``, and which sample it is about, as ``image`` (a file, relative to the CSV or to the
-run), ``picture`` (its SHA-256 in the ledger), or ``step``, ``group``, ``slot`` and perhaps ``split`` (else train). A sample that is
-rated more than once has the mean.
+A header, and one line per rating: ``rating``, and the sample, given as ``image`` (a file, relative to the CSV or to the run's
+folder), ``picture`` (its SHA-256 in the ledger), or ``step``, ``group``, ``slot`` and optionally ``split`` (default train). Several
+ratings of a sample are averaged.
 """
 
 import csv
@@ -13,28 +13,28 @@ from pathlib import Path
 
 from PIL import Image
 
-from retouch.audit.opening import Scored
+from retouch.audit.ledger_view import LedgerSample
 from retouch.rewards.ledger.hashing import image_hash
 
 COLUMN = "rating"
 _PLACE = ("step", "group", "slot")
 
 
-def rated(samples: Sequence[Scored], file: Path, run: Path) -> list[Scored]:
-    """The samples that were rated, with the column ``rating``. ValueError names the line that is wrong or about no sample."""
+def with_ratings(samples: Sequence[LedgerSample], file: Path, run: Path) -> list[LedgerSample]:
+    """The rated samples, with the additional column ``rating``. ValueError: a line is invalid, or its sample does not exist."""
     if not file.is_file():
-        raise ValueError(f"{file} is no file; give a CSV with a column `rating` and one that names the picture")
-    by_picture: dict[str, list[Scored]] = {}
+        raise ValueError(f"no file {file}; give a CSV with a column `rating` and a column for the image")
+    by_image: dict[str, list[LedgerSample]] = {}
     for sample in samples:
-        by_picture.setdefault(sample.picture, []).append(sample)
+        by_image.setdefault(sample.image, []).append(sample)
     by_place = {sample.place: sample for sample in samples}
     given: dict[int, list[float]] = {}
     with file.open(newline="", encoding="utf-8-sig") as opened:
         reader = csv.DictReader(opened)
-        how = _how(reader.fieldnames or [], file)
+        key = _key(reader.fieldnames or [], file)
         for number, line in enumerate(reader, start=2):
             try:
-                about = _about(how, line, by_picture=by_picture, by_place=by_place, roots=(file.parent, run))
+                about = _samples_of(key, line, by_image=by_image, by_place=by_place, roots=(file.parent, run))
                 rating = _rating(line[COLUMN])
             except ValueError as error:
                 raise ValueError(f"{file}, line {number}: {error}") from None
@@ -47,8 +47,8 @@ def rated(samples: Sequence[Scored], file: Path, run: Path) -> list[Scored]:
     ]
 
 
-def _how(header: Sequence[str], file: Path) -> str:
-    """By which columns the file names a sample."""
+def _key(header: Sequence[str], file: Path) -> str:
+    """How the file identifies a sample: ``image``, ``picture`` or ``place``."""
     if COLUMN in header:
         for name in ("image", "picture"):
             if name in header:
@@ -60,38 +60,38 @@ def _how(header: Sequence[str], file: Path) -> str:
     )
 
 
-def _about(
-    how: str,
+def _samples_of(
+    key: str,
     line: Mapping[str, str],
     *,
-    by_picture: Mapping[str, list[Scored]],
-    by_place: Mapping[tuple[str, int, int, int], Scored],
+    by_image: Mapping[str, list[LedgerSample]],
+    by_place: Mapping[tuple[str, int, int, int], LedgerSample],
     roots: Sequence[Path],
-) -> list[Scored]:
-    """The samples that a line is about; several where the policy made one picture twice."""
-    if how == "place":
+) -> list[LedgerSample]:
+    """The samples of a line; several if the policy made the same image more than once."""
+    if key == "place":
         step, group, slot = (int(line[name]) for name in _PLACE)
         found = by_place.get((line.get("split") or "train", step, group, slot))
         if found is None:
-            raise ValueError(f"no sample of step {step}, group {group}, slot {slot} was judged")
+            raise ValueError(f"the run scored no sample of step {step}, group {group}, slot {slot}")
         return [found]
-    name = line["picture"] if how == "picture" else _name_of(line["image"], roots)
-    if name not in by_picture:
-        raise ValueError(f"{line[how]} is no picture that was judged in this run")
-    return by_picture[name]
+    digest = line["picture"] if key == "picture" else _hash_of(line["image"], roots)
+    if digest not in by_image:
+        raise ValueError(f"the run scored no image {line[key]}")
+    return by_image[digest]
 
 
-def _name_of(image: str, roots: Sequence[Path]) -> str:
+def _hash_of(image: str, roots: Sequence[Path]) -> str:
     for root in roots:
         path = root / image
         if path.is_file():
             with Image.open(path) as opened:
                 return image_hash(opened)
-    raise ValueError(f"there is no file {image} beside the CSV or in the run's folder")
+    raise ValueError(f"no file {image} next to the CSV or in the run's folder")
 
 
 def _rating(text: str) -> float:
     rating = float(text)
     if not math.isfinite(rating):
-        raise ValueError(f"the rating {text} is no finite number")
+        raise ValueError(f"the rating {text} is not a finite number")
     return rating

@@ -1,13 +1,13 @@
-"""What the ledger's commands found, as text for a terminal."""
+"""The results of ``retouch ledger`` as text for a terminal."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 def overview(found: Mapping[str, Any]) -> str:
-    """What was scored, by whom, and what it cost."""
+    """The summary of a ledger."""
     lines = [f"{found['run']}: what was scored", ""]
-    rows = [["", "samples", "steps", "no picture made", "pictures left", "judging, s"]]
+    rows = [["", "samples", "steps", "without image", "images stored", "scoring, s"]]
     for split, each in found["samples"].items():
         first, last = each["steps"]
         steps = f"{first}" if first == last else f"{first} to {last}"
@@ -23,19 +23,19 @@ def overview(found: Mapping[str, Any]) -> str:
         told = f"  {about['own']}" if about.get("own") else ""
         lines.append(f"  {judge['fingerprint']} since step {judge['since']}: {about['class']}{told}")
     if not found["asked"]:
-        return "\n".join([*lines, "", "nobody outside the run was asked, so nothing was paid"])
-    rows = [["asked", "calls", "failed", "attempts", "tokens read", "written", "seconds a call", "cost"]]
+        return "\n".join([*lines, "", "no judge or server outside the run was called, so there is no cost"])
+    rows = [["judge", "calls", "failed", "attempts", "input tokens", "output tokens", "seconds per call", "cost"]]
     for each in found["asked"]:
         counts = [str(each[name]) for name in ("calls", "failed", "attempts", "input_tokens", "output_tokens")]
         rows.append([each["judge"], *counts, f"{each['seconds'] / each['calls']:.2f}", money(each["cost"])])
     lines += ["", *aligned(rows), f"  cost so far: {money(found['cost'])}"]
     if found["cost"] is None:
-        lines.append("  (no price is known; --prices 0.15,0.60 gives that of a million tokens read and written)")
+        lines.append("  (no price is known; give it with --prices 0.15,0.60, per million input and output tokens)")
     return "\n".join(lines)
 
 
 def agreement(found: Mapping[str, Any]) -> str:
-    """How far two columns agree."""
+    """The agreement of two columns."""
     a, b = found["columns"]
     within = found["within_groups"]
     return "\n".join(
@@ -45,7 +45,7 @@ def agreement(found: Mapping[str, Any]) -> str:
                 [
                     ["Spearman's rho", f"{found['spearman']:+.3f}"],
                     ["Kendall's tau-b", f"{found['kendall']:+.3f}"],
-                    ["pairs of a group ordered alike", f"{within['alike']:.3f}", f"of {within['pairs']}"],
+                    ["pairs of a group in the same order", f"{within['alike']:.3f}", f"of {within['pairs']}"],
                     ["means", f"{found['means'][0]:.3f}", f"{found['means'][1]:.3f}"],
                 ]
             ),
@@ -54,35 +54,35 @@ def agreement(found: Mapping[str, Any]) -> str:
 
 
 def worst(found: Sequence[Mapping[str, Any]], columns: tuple[str, str]) -> str:
-    """The samples on which two columns are furthest apart."""
-    rows = [["", "step", "group", "slot", "apart", *columns, "task", "picture"]]
+    """The samples on which two columns differ most."""
+    rows = [["", "step", "group", "slot", "rank difference", *columns, "task", "image"]]
     for each in found:
         place = [each["split"], str(each["step"]), str(each["group"]), str(each["slot"]), f"{each['apart']:.2f}"]
-        file = each["file"] or f"(not kept: {each['picture'][:12]})"
+        file = each["file"] or f"(not stored: {each['picture'][:12]})"
         rows.append([*place, *(f"{each[name]:.3f}" for name in columns), each["task"], file])
     return "\n".join(aligned(rows))
 
 
 def rescored(found: Mapping[str, Any]) -> str:
-    """What was judged again."""
+    """The result of a rescoring."""
     steps = found["steps"]
-    left = f", {found['without_picture']} have no picture left" if found["without_picture"] else ""
+    left = f"; {found['without_picture']} have no stored image" if found["without_picture"] else ""
     return "\n".join(
         [
-            f"{found['judged']} of {found['samples']} samples judged by {found['name']}, {found['judged_now']} of them now{left}",
-            f"steps with pictures: {', '.join(map(str, steps[:20]))}{', ...' if len(steps) > 20 else ''}",
+            f"{found['judged']} of {found['samples']} samples have scores of {found['name']}, {found['judged_now']} new{left}",
+            f"steps with images: {', '.join(map(str, steps[:20]))}{', ...' if len(steps) > 20 else ''}",
             f"columns: {', '.join(found['columns'])}",
         ]
     )
 
 
 def money(cost: float | None) -> str:
-    """An amount; four places where it is small."""
+    """An amount with two decimals, or four below 1."""
     return "unknown" if cost is None else f"{cost:.2f}" if cost >= 1 else f"{cost:.4f}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines in columns: the first on the left, numbers on the right, words on the left."""
+    """Rows as lines of a table: numbers are right-aligned, except in the first column."""
     columns = range(max(map(len, rows)))
     widths = [max((len(row[place]) for row in rows if place < len(row)), default=0) for place in columns]
     return ["  " + "  ".join(_cell(cell, widths[place], place) for place, cell in enumerate(row)).rstrip() for row in rows]

@@ -1,4 +1,4 @@
-"""Two columns of a ledger side by side: how far they agree, and on which samples they do not."""
+"""Compares two columns of a ledger: how well they agree, and on which samples they differ most."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,28 +6,28 @@ from typing import Any
 
 import torch
 
-from retouch.audit.images import Shown
-from retouch.audit.opening import Scored
+from retouch.audit.images import RunImages
+from retouch.audit.ledger_view import LedgerSample
 from retouch.core import agreement
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Compared:
-    """Samples that both columns score, with the scores (n,) of either. ``missing``: how many of the others one of them misses."""
+class ColumnComparison:
+    """The ``n`` samples that both columns score. ``a``, ``b``: their scores, (n,), float64. ``missing``: samples that lack one."""
 
     columns: tuple[str, str]
-    samples: Sequence[Scored]
+    samples: Sequence[LedgerSample]
     a: torch.Tensor
     b: torch.Tensor
     missing: int
 
     @classmethod
-    def of(cls, samples: Sequence[Scored], columns: tuple[str, str]) -> "Compared":
-        """ValueError: a column that no sample has, or no sample that has both."""
+    def of(cls, samples: Sequence[LedgerSample], columns: tuple[str, str]) -> "ColumnComparison":
+        """Compare two columns of these samples. ValueError: no sample has a column, or none has both."""
         known = list(dict.fromkeys(name for sample in samples for name in sample.scores))
         for name in columns:
             if name not in known:
-                raise ValueError(f"no column {name!r} among these samples; there are {', '.join(known) or 'none'}")
+                raise ValueError(f"no column {name!r} in these samples; the columns are {', '.join(known) or 'none'}")
         asked = [sample for sample in samples if all(name in sample.scores for name in columns)]
         values = torch.tensor([[sample.scores[name] for name in columns] for sample in asked], dtype=torch.float64).view(-1, 2)
         whole = ~values.isnan().any(dim=1)
@@ -37,7 +37,7 @@ class Compared:
         return cls(columns, kept, values[whole, 0], values[whole, 1], int((~whole).sum()))
 
     def agreement(self) -> dict[str, Any]:
-        """As JSON. ``within_groups``: of the pairs of one group that neither ties, the share that both order alike."""
+        """Rank correlations as JSON. ``within_groups``: of the pairs of a group without a tie, the share ordered alike by both."""
         groups: dict[tuple[str, int, int], int] = {}
         group = torch.tensor([groups.setdefault(sample.place[:3], len(groups)) for sample in self.samples])
         share, pairs = agreement.pairwise_agreement(self.a, self.b, group)
@@ -51,16 +51,18 @@ class Compared:
             "means": [self.a.mean().item(), self.b.mean().item()],
         }
 
-    def worst(self, shown: Shown, *, top: int) -> list[dict[str, Any]]:
-        """The samples that stand furthest apart in the two orders, as JSON. Ranks are compared, since scales need not be alike;
-        ``apart`` is 1 where one column has a sample first and the other last."""
+    def worst(self, images: RunImages, *, top: int) -> list[dict[str, Any]]:
+        """The ``top`` samples whose ranks in the two columns differ most, as JSON. Ranks are used because scales may differ.
+
+        ``apart``: the difference of the ranks, from 0 to 1 (first in one column, last in the other).
+        """
         ranks = agreement.ranks(self.a), agreement.ranks(self.b)
         apart = (ranks[0] - ranks[1]).abs() / max(len(self.samples) - 1, 1)
         order = apart.argsort(descending=True, stable=True)[:top].tolist()
-        return [self._row(shown, row, apart[row].item()) for row in order]
+        return [self._row(images, row, apart[row].item()) for row in order]
 
-    def _row(self, shown: Shown, row: int, apart: float) -> dict[str, Any]:
-        sample, path = self.samples[row], shown.path(self.samples[row])
+    def _row(self, images: RunImages, row: int, apart: float) -> dict[str, Any]:
+        sample, path = self.samples[row], images.path(self.samples[row])
         return {
             "split": sample.split,
             "step": sample.step,
@@ -70,6 +72,6 @@ class Compared:
             "apart": apart,
             self.columns[0]: self.a[row].item(),
             self.columns[1]: self.b[row].item(),
-            "picture": sample.picture,
+            "picture": sample.image,
             "file": None if path is None else str(path),
         }
