@@ -3,12 +3,14 @@
 from bridging_mutants import BRIDGING
 from combining_mutants import COMBINING
 from engine_mutants import ENGINES
+from flux2_mutants import FLUX2
 from flux_mutants import FLUX
 from judging_mutants import JUDGING
 from ledger_mutants import LEDGER
 from mutant import Mutant
 from painting_mutants import PAINTING
 from placement_mutants import PLACING
+from qwen_image_2_mutants import QWEN_IMAGE_2
 from reference_mutants import REFERENCES
 from rendering_mutants import RENDERING
 from serving_mutants import SERVING
@@ -272,5 +274,7 @@ MUTANTS = (
     *LEDGER,
     *REFERENCES,
     *FLUX,
+    *FLUX2,
     *Z_IMAGE,
+    *QWEN_IMAGE_2,
 )
