@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
+from retouch.config.kinds import Imported
 from retouch.config.schema import alternatives, annotation_of, is_list, is_map, keys_of, kinds_of, open_kinds
 from retouch.config.section import Section
 from retouch.recipe.recipe import Recipe
@@ -58,7 +59,7 @@ def _own(section: type[Section]) -> set[str]:
 
 def _sharers(base: type[Section], path: str, found: list[tuple[str, type[Section]]]) -> str:
     """The kinds at this place that have what the base has."""
-    here = [section for place, section in found if place == path]
+    here = [section for place, section in found if place == path and section is not Imported]
     sharers = [section for section in here if base in _bases(section)]
     return (
         "all" if sharers == here else ", ".join(f"`{kind}`" for section in sharers for kind in (kinds_of(section) or ("", ()))[1])

@@ -32,9 +32,7 @@ from retouch.models.qwen_image.responses import QwenResponses
 from retouch.models.qwen_vl.model import LORA_TARGETS
 from retouch.playground.judges.judge import PlaygroundJudge
 from retouch.playground.models import PlaygroundModel
-from retouch.playground.world.changed import Changed
-from retouch.playground.world.indirect import indirect
-from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.playground.world.indirect import IndirectPlaygroundData
 from retouch.protocols import Reward
 from retouch.recipe.writer import AutoregressivePolicy, PlaygroundWriter, QwenWriter
 from retouch.renderers.responses import ResponseRenderer
@@ -109,7 +107,7 @@ def tasks_of(script: ScriptArguments, *, seed: int) -> Sequence[Task]:
     """The prompts of the writer."""
     if script.photos is not None:
         return Tasks(read_folder(script.photos), resize=None)
-    return Changed(PlaygroundTasks(seed=seed, count=10_000, complexity=[1, 2, 3], split="train"), indirect)
+    return IndirectPlaygroundData(seed=seed, count=10_000, complexity=[1, 2, 3]).tasks(in_turn=True)
 
 
 def reward_of(script: ScriptArguments) -> tuple[Reward, Mapping[str, float]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 
-from retouch.data.images import Picture, read_header
+from retouch.data.images import EncodedImage, read_header
 from retouch.rewards.wire.bodies import encode_body
 
 HERE = Path(__file__).parent
@@ -83,7 +83,7 @@ def _refused(picture: bytes) -> float:
 
     def refuse() -> None:
         try:
-            read_header(Picture("picture", picture), max_pixels=2**24)
+            read_header(EncodedImage("picture", picture), max_pixels=2**24)
         except ValueError:
             return
         raise AssertionError("it was taken")

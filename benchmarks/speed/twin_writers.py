@@ -24,7 +24,7 @@ from retouch.models.qwen_image.responses import writer_for
 from retouch.models.qwen_vl.model import LORA_ALPHA, LORA_RANK, LORA_TARGETS, QwenWriter
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.playground.models import PlaygroundModel
-from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.playground.world.tasks import PlaygroundData
 from retouch.policies.autoregressive.decoding import Decoding
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.weights import WeightCopies
@@ -98,7 +98,7 @@ def twins(setting: Setting, *, seed: int, steps: int) -> Twins:
         weight.requires_grad_("lora_" in name)
         if weight.requires_grad:
             other.get_parameter(name).data.copy_(weight.data)
-    tasks = PlaygroundTasks(seed=seed, count=TASKS_PER_STEP * steps, complexity=[1, 2], split="train")
+    tasks = PlaygroundData(seed=seed, count=TASKS_PER_STEP * steps, complexity=[1, 2]).tasks(in_turn=True)
     seen = [replace(task, images=(task.images[0].resize((setting.side, setting.side)),)) for task in tasks]
     return Twins(writer_for(editor, module), writer_for(editor, other), wrapped, seen)
 

@@ -45,6 +45,21 @@ class Task:
     meta: Mapping[str, Json] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskContents:
+    """What the tasks of a data source have: True means every task, False means none, None means that it differs or is not known.
+
+    The fields are those of ``Task``; ``images`` are source images. ``tokens``: source images are image tokens in ``meta``.
+    """
+
+    images: bool | None = None
+    mask: bool | None = None
+    reference: bool | None = None
+    target: bool | None = None
+    text: bool | None = None
+    tokens: bool = False
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """A task and the image made for it: what a judge sees, and all that it may see. ``image`` None: nothing usable was made.

@@ -6,10 +6,11 @@ import logging
 import pytest
 from PIL import Image
 
-from retouch.data.check import accept, check, read_path
-from retouch.data.problems import Problem
+from retouch.data.check import check, read_path
+from retouch.data.rows import Problem
 from retouch.data.sources.folder import read_folder
 from retouch.data.tasks import Subset, Tasks
+from retouch.data.validation import accept
 
 
 @pytest.fixture
@@ -71,11 +72,11 @@ def test_everything_that_is_wrong_is_listed_with_file_and_line(photos, tmp_path)
         (row(instruction=" \n"), "'instruction': no instruction"),
         (row(instruction=3), "'instruction': no instruction"),
         ({"file_name": "a.png", "instruktion": "x"}, "no instruction; the row has file_name, instruktion"),
-        ({"instruction": "x"}, "'file_name': no source picture"),
-        (row(file_name=7), "the name of a file belongs here, not 7"),
+        ({"instruction": "x"}, "'file_name': no source image"),
+        (row(file_name=7), "should be the name of a file, not 7"),
         (row(id="same"), "the id 'same' is taken by {file}:1"),
-        (row(id=True), "'id': a text or a whole number belongs here"),
-        (row(text=""), "'text': a text or a whole number belongs here"),
+        (row(id=True), "'id': should be text or a whole number"),
+        (row(text=""), "'text': should be text or a whole number"),
         (row(mask="wide.png"), "the mask is 8x7 but its image 8x6"),
         (row(mask="none.png"), "'mask': 'none.png': no such file"),
         (row(target="cut.jpg"), "cut.jpg: truncated"),
@@ -133,7 +134,7 @@ def test_what_is_read_but_worth_knowing_is_a_note(photos):
         (1, "byte-order mark"),
         (1, "CRLF"),
         (0, "the key 'taget' goes to meta; should it be 'target'?"),
-        (1, "turned.png: turned upright"),
+        (1, "turned.png: rotated"),
         (2, "clear.png: mode RGBA, read as RGB"),
         (3, "all black"),
         (4, "grey levels"),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from retouch.data.images import Area, Exact, Picture, fit, fit_mask, load_image, load_mask, read_header
+from retouch.data.images import Area, EncodedImage, Exact, fit, fit_mask, load_image, load_mask, read_header
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 
@@ -37,7 +37,7 @@ def noise(width: int = 40, height: int = 24) -> Image.Image:
 
 
 def pixels(data: bytes) -> list:
-    return np.asarray(load_image(Picture("test", data))).reshape(-1, 3).tolist()
+    return np.asarray(load_image(EncodedImage("test", data))).reshape(-1, 3).tolist()
 
 
 @pytest.mark.parametrize("format", ["PNG", "WEBP"])
@@ -52,7 +52,7 @@ def test_lossless_pictures_keep_their_pixels(tmp_path, format):
 
 def test_jpeg_is_decoded_as_pillow_decodes_it():
     data = encoded(noise(), "JPEG", quality=95)
-    assert np.array_equal(np.asarray(load_image(Picture("a", data))), np.asarray(Image.open(io.BytesIO(data))))
+    assert np.array_equal(np.asarray(load_image(EncodedImage("a", data))), np.asarray(Image.open(io.BytesIO(data))))
 
 
 def test_greyscale_palette_and_bilevel_become_rgb():
@@ -107,15 +107,15 @@ def test_exif_rotation_is_undone(orientation, format):
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = encoded(stored, format, exif=exif, **({"quality": 95, "subsampling": 0} if format == "JPEG" else {"lossless": True}))
-    loaded = load_image(Picture("a", data))
-    header = read_header(Picture("a", data))
+    loaded = load_image(EncodedImage("a", data))
+    header = read_header(EncodedImage("a", data))
     assert (loaded.size, header.size, header.rotated) == ((48, 32), (48, 32), orientation > 1)
     assert np.abs(np.asarray(loaded, dtype=int) - np.asarray(upright, dtype=int)).max() <= (40 if format == "JPEG" else 0)
     assert loaded.getexif().get(0x0112) is None
 
 
 def test_nothing_of_the_file_but_its_pixels_is_kept():
-    assert load_image(Picture("a", encoded(noise(), "PNG", icc_profile=b"x" * 200, dpi=(300, 300)))).info == {}
+    assert load_image(EncodedImage("a", encoded(noise(), "PNG", icc_profile=b"x" * 200, dpi=(300, 300)))).info == {}
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP"])
@@ -139,7 +139,7 @@ def test_damaged_bytes_give_a_picture_or_a_value_error(format, changes, data):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns of odd EXIF
         try:
-            assert load_image(Picture("bad", bytes(raw)), max_pixels=10_000).mode == "RGB"
+            assert load_image(EncodedImage("bad", bytes(raw)), max_pixels=10_000).mode == "RGB"
             said = "bad: "
         except ValueError as error:
             said = str(error)
@@ -160,7 +160,7 @@ def test_animations_are_refused(format):
     frames = [Image.new("RGB", (8, 8), colour) for colour in (RED, GREEN, BLUE)]
     data = encoded(frames[0], format, save_all=True, append_images=frames[1:])
     with pytest.raises(ValueError, match="animation of 3 frames"):
-        load_image(Picture("a", data))
+        load_image(EncodedImage("a", data))
 
 
 def test_of_a_phones_several_pictures_the_first_is_read():
@@ -171,17 +171,17 @@ def test_of_a_phones_several_pictures_the_first_is_read():
 def test_too_many_pixels_are_refused_by_the_header_alone():
     # There are no pixels in these files: whoever tried to decode them would call them damaged.
     with pytest.raises(ValueError, match="64000000 pixels, more than the 50000000"):
-        load_image(Picture("bomb", png(8000, 8000, depth=8, colour=2, raw=b"")))
+        load_image(EncodedImage("bomb", png(8000, 8000, depth=8, colour=2, raw=b"")))
     with pytest.raises(ValueError, match="far more than"):
-        load_image(Picture("bomb", png(60_000, 60_000, depth=8, colour=2, raw=b"")))
+        load_image(EncodedImage("bomb", png(60_000, 60_000, depth=8, colour=2, raw=b"")))
     with pytest.raises(ValueError, match="101 pixels, more than the 100"):
-        load_mask(Picture("bomb", png(101, 1, depth=8, colour=0, raw=b"")), max_pixels=100)
+        load_mask(EncodedImage("bomb", png(101, 1, depth=8, colour=0, raw=b"")), max_pixels=100)
 
 
 def test_a_bomb_of_text_is_refused():
     bomb = chunk(b"zTXt", b"k\0\0" + zlib.compress(b"a" * 8_000_000))
     with pytest.raises(ValueError, match="damaged"):
-        load_image(Picture("bomb", png(1, 1, depth=8, colour=0, raw=b"\0\0", extra=bomb)))
+        load_image(EncodedImage("bomb", png(1, 1, depth=8, colour=0, raw=b"\0\0", extra=bomb)))
 
 
 def test_files_that_cannot_be_opened_are_named(tmp_path):
@@ -191,9 +191,9 @@ def test_files_that_cannot_be_opened_are_named(tmp_path):
 
 
 def test_masks_are_greyscale(tmp_path):
-    assert load_mask(Picture("m", encoded(Image.new("L", (2, 2), 128), "PNG"))).getcolors() == [(4, 128)]
-    assert load_mask(Picture("m", encoded(Image.new("1", (2, 2), 1), "PNG"))).getcolors() == [(4, 255)]
-    assert load_mask(Picture("m", encoded(Image.new("RGBA", (2, 2), (255, 255, 255, 255)), "PNG"))).getcolors() == [(4, 255)]
+    assert load_mask(EncodedImage("m", encoded(Image.new("L", (2, 2), 128), "PNG"))).getcolors() == [(4, 128)]
+    assert load_mask(EncodedImage("m", encoded(Image.new("1", (2, 2), 1), "PNG"))).getcolors() == [(4, 255)]
+    assert load_mask(EncodedImage("m", encoded(Image.new("RGBA", (2, 2), (255, 255, 255, 255)), "PNG"))).getcolors() == [(4, 255)]
     path = tmp_path / "mask.png"
     Image.new("RGBA", (2, 2), (255, 255, 255, 0)).save(path)
     with pytest.raises(ValueError, match=r"mask\.png: a mask with transparent parts"):

@@ -169,7 +169,7 @@ def test_what_is_judged_does_not_train_and_lists_are_mixed(folder, made, tmp_pat
     assert len(trained) == 12
     assert len(set(trained)) == 8
     assert {sets.heldout[k].id.split("/", 1)[1] for k in range(4)} == {f"{k}/a" for k in range(4)}
-    assert "share a source picture" in str(sets.problems[-1])
+    assert "share a source image" in str(sets.problems[-1])
     moved = parse(document(tmp_path, folder, [], data={**data, "lists": [str(half), str(made)]}))
     assert differences(recipe, moved) == []
     with pytest.raises(ValueError, match=r"data\.coefficients: 1 for 2 lists"):
@@ -181,7 +181,7 @@ def test_tokens_of_another_size_or_for_another_policy_are_refused(folder, made, 
         assemble(parse(document(tmp_path, folder, [made], policy__model__size=[16, 16])), Ranks())
     writer = {"model": {"kind": "playground-writer"}, "kind": "autoregressive"}
     drawn = {"kind": "response", "model": {"kind": "playground"}, "encoder": "frozen", "num_steps": 2}
-    with pytest.raises(ValueError, match=r"data\.kind: tokens are for a policy that writes pictures"):
+    with pytest.raises(ValueError, match=r"data\.kind: tokens are for a policy that generates image tokens"):
         parse(document(tmp_path, folder, [made], policy=writer, renderer=drawn))
 
 
@@ -190,6 +190,6 @@ def test_what_cannot_be_tokenized_is_said(folder, tmp_path, capsys):
     assert main(["data", "tokenize", str(tmp_path / "nothing"), *words]) == 2
     assert "no such file or folder" in capsys.readouterr().err
     assert main(["data", "tokenize", '{"kind": "prompts", "path": "x.txt"}', *words]) == 2
-    assert "no pictures to tokenize" in capsys.readouterr().err
+    assert "prompts data cannot be tokenized" in capsys.readouterr().err
     assert main(["data", "tokenize", '{"kind": "folder", "pth": "x"}', *words]) == 2
     assert "did you mean" in capsys.readouterr().err

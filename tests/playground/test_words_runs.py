@@ -56,5 +56,5 @@ def test_words_apart_from_their_style_are_judged_so_too():
 def test_the_painter_of_words_needs_a_sign():
     with pytest.raises(ValueError, match="playground has no masks, and playground-words takes one image and a mask"):
         load("recipes/quickstart.jsonnet", ["policy.model.kind=playground-words"])
-    with pytest.raises(ValueError, match="playground-words has source pictures, of which playground-painter sees nothing"):
+    with pytest.raises(ValueError, match="playground-words has source images, which playground-painter does not take"):
         load("recipes/playground/words-grpo.jsonnet", ["policy.model.kind=playground-painter"])

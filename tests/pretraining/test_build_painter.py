@@ -10,7 +10,7 @@ from diffusers import QwenImagePipeline
 
 from retouch.assembly.writer import build_writer
 from retouch.playground.models import PlaygroundPainter, playground_weights
-from retouch.playground.world.paintings import PaintingTasks
+from retouch.playground.world.paintings import PaintingData
 from retouch.pretraining import build_painter as building
 from retouch.pretraining.build_painter import build_painter, measure
 from retouch.pretraining.networks.enhancer import EnhancerTraining
@@ -55,7 +55,7 @@ def test_diffusers_paints_the_same_picture(built: Path) -> None:
     folder = built / "one" / "painter"
     model = PlaygroundPainter(path=str(folder)).build(device=torch.device("cpu"))
     pipeline = QwenImagePipeline.from_pretrained(folder, local_files_only=True).to(torch.float32)
-    task = described(PaintingTasks(seed=0, count=1, complexity=[3], split="test")[0])
+    task = described(PaintingData(seed=0, count=1, complexity=[3], split="test").tasks(in_turn=True)[0])
     ours = model.encode([task])
     pipeline.prompt_template_encode = model.text.template.head + "{}" + model.text.template.tail
     pipeline.prompt_template_encode_start_idx = model.text.prefix

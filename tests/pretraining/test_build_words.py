@@ -9,7 +9,7 @@ import torch
 
 from retouch.models.flux.fill import FluxFill
 from retouch.playground.models import PlaygroundWords, playground_weights
-from retouch.playground.world.words import WordTasks
+from retouch.playground.world.words import WordData
 from retouch.pretraining import build_words as building
 from retouch.pretraining.build_words import build_words
 from retouch.pretraining.networks.word_parts import text
@@ -53,7 +53,7 @@ def test_it_loads_as_any_fill_model(built: Path) -> None:
     folder, cpu = built / "one", torch.device("cpu")
     model: Any = PlaygroundWords(path=str(folder)).build(device=cpu)
     assert isinstance(model, FluxFill)
-    task = WordTasks(seed=0, count=1, split="test")[0]
+    task = WordData(seed=0, count=1, split="test").tasks()[0]
     known = model.encode([task])
     x = model.initial_noise(known, [torch.Generator().manual_seed(0)])
     velocity = model.velocity(model.module, x, torch.tensor([0.9]), known)
@@ -83,5 +83,5 @@ def test_what_ships_is_small() -> None:
 
 def test_every_instruction_fits() -> None:
     encoder = text()
-    for task in WordTasks(seed=0, count=100, split="train")[:]:
+    for task in WordData(seed=0, count=100).tasks()[:]:
         encoder.check(task.instruction, task.id)

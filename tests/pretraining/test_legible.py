@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from retouch.data.tasks import MappedTasks
 from retouch.models.common.encoder import Encoder
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.qwen_image.responses import QwenResponses
 from retouch.playground.models import PlaygroundModel
-from retouch.playground.world.changed import Changed
 from retouch.playground.world.indirect import indirect
-from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.playground.world.tasks import PlaygroundData
 from retouch.pretraining.legible import Legible
 from retouch.pretraining.networks.writer import untrained_writer
 
-TASKS = tuple(Changed(PlaygroundTasks(seed=0, count=6, complexity=[1, 2, 3], split="train"), indirect)[:])
+TASKS = tuple(MappedTasks(PlaygroundData(seed=0, count=6, complexity=[1, 2, 3]).tasks(in_turn=True), indirect)[:])
 
 
 @pytest.fixture(scope="module")

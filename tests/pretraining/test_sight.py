@@ -7,9 +7,9 @@ import torch
 from retouch.models.common.pretrained import fetch_encoder
 from retouch.models.ip_adapter.image_encoder import ImageEncoder
 from retouch.playground.judges.sign_judge import paper_and_ink
-from retouch.playground.world.words import INKS, PAPERS, WordTasks
+from retouch.playground.world.words import INKS, PAPERS, WordData
 
-SIGNS = WordTasks(seed=0, count=900, split="train")
+SIGNS = WordData(seed=0, count=900).tasks()
 HELD_OUT = 200
 
 

@@ -9,7 +9,7 @@ from PIL import Image
 from judge_double import KEY, Double, clean
 from retouch import cli
 from retouch.playground.judges.judge import PlaygroundJudge
-from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.playground.world.tasks import PlaygroundData
 from retouch.rewards.scorers.compressibility import CompressibilityReward
 from retouch.rewards.scoring import score
 from retouch.types import Sample
@@ -99,7 +99,7 @@ def test_a_reward_of_text_is_given_the_text(files: Path, capsys: pytest.CaptureF
 
 def test_one_pair_scores_as_it_does_among_many() -> None:
     reward = PlaygroundJudge()
-    tasks = [PlaygroundTasks(seed=1, count=3, complexity=[1], split="train")[k] for k in range(3)]
+    tasks = [PlaygroundData(seed=1, count=3, complexity=[1]).tasks(in_turn=True)[k] for k in range(3)]
     many = reward([Sample(task, task.images[0]) for task in tasks])
     for row, task in enumerate(tasks):
         alone = score(reward, task.images[0], instruction=task.instruction, source=task.images, meta=task.meta)

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from live_server import LIMITS, Live, body_of, host, live, picture, png, samples_of
 from ray_server import ON_RAY, RayServer, ray_server
 from retouch.playground.judges.judge import PlaygroundJudge
-from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.playground.world.tasks import PlaygroundData
 from retouch.rewards.wire.bodies import BodyForm
 from retouch.rewards.wire.replies import ExpectedReply, read_reply
 from retouch.rewards.wire.schema import ServerInfo
@@ -65,7 +65,7 @@ def test_every_form_is_scored_by_item(digest: Live | RayServer, form: BodyForm) 
 
 
 def test_a_recipes_reward_gives_the_same_numbers_through_the_wire() -> None:
-    tasks = PlaygroundTasks(seed=0, count=6, complexity=[1, 2, 3], split="train")
+    tasks = PlaygroundData(seed=0, count=6, complexity=[1, 2, 3]).tasks(in_turn=True)
     samples = [Sample(task, task.images[0] if row % 2 else task.target) for row, task in enumerate(tasks)]
     judge = PlaygroundJudge()
     with live("playground") as server:

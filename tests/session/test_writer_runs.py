@@ -15,7 +15,7 @@ from retouch.assembly.assembly import assemble
 from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.distributed.ranks import Ranks
 from retouch.inference.evaluating import evaluate_target
-from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.playground.world.tasks import PlaygroundData
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.session.session import run
@@ -59,7 +59,7 @@ def test_a_run_is_judged_and_used_as_its_user_would(trained: RunFolder, tmp_path
     assert judged["step"] == 2
     table = trained.read_evals()[-1]["table"]
     assert json.loads(json.dumps(judged["table"])) == json.loads(json.dumps(table))
-    task = PlaygroundTasks(seed=3, count=1, complexity=[1], split="test")[0]
+    task = PlaygroundData(seed=3, count=1, complexity=[1], split="test").tasks(in_turn=True)[0]
     task.images[0].save(tmp_path / "in.png")
     arguments = ["--instruction", task.instruction, "--image", str(tmp_path / "in.png"), "--out", str(tmp_path / "out.png")]
     assert cli.main(["sample", str(trained.root), *arguments]) == 0
@@ -136,7 +136,7 @@ def test_a_prompt_is_drawn_by_a_text_to_image_model(make: Make, tmp_path: Path, 
 
 
 def test_completions_are_imitated(make: Make, tmp_path: Path, writer: Path) -> None:
-    tasks = PlaygroundTasks(seed=0, count=8, complexity=[1], split="train")
+    tasks = PlaygroundData(seed=0, count=8, complexity=[1]).tasks(in_turn=True)
     (tmp_path / "photos").mkdir()
     lines = []
     for number, task in enumerate(tasks):

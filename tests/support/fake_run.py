@@ -10,8 +10,9 @@ from PIL import Image
 from retouch.core.random import generator
 from retouch.playground.judges.judge import PlaygroundJudge
 from retouch.playground.world.edits import Edit, apply
-from retouch.playground.world.scenes import Scene, render
-from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.playground.world.rendering import render
+from retouch.playground.world.scenes import Scene
+from retouch.playground.world.tasks import PlaygroundData
 from retouch.records.folder import RunFolder, SampleRecord
 from retouch.records.summary import Summary
 from retouch.types import Sample, Task
@@ -66,7 +67,7 @@ def evaluate(folder: RunFolder, step: int, skill: float, tasks: Sequence[Task]) 
 
 def train(folder: RunFolder, step: int, skill: float, *, group_size: int = 10, group_count: int = 4) -> None:
     """Keep a step's training groups: one judge's failure, one group whose rewards are all equal."""
-    tasks = PlaygroundTasks(seed=step, count=group_count, complexity=[2, 3], split="train")[:]
+    tasks = PlaygroundData(seed=step, count=group_count, complexity=[2, 3]).tasks(in_turn=True)[:]
     kept = []
     for group, task in enumerate(tasks):
         known = 2.0 if group == 1 else skill
@@ -163,7 +164,7 @@ def write_run(root: Path, *, steps: int = 120, tasks: int = 80, every: int = 30)
             },
         ]
     )
-    heldout = PlaygroundTasks(seed=0, count=tasks, complexity=[1, 2, 3], split="test")[:]
+    heldout = PlaygroundData(seed=0, count=tasks, complexity=[1, 2, 3], split="test").tasks(in_turn=True)[:]
     before = evaluate(folder, 0, skill_at(0), heldout)
     train(folder, 1, skill_at(1))
     after = before

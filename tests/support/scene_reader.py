@@ -1,9 +1,11 @@
-"""A reader of instructions that knows only the words, and every single edit there is."""
+"""A reader of instructions that knows only the words, every single edit there is, and random edits of a scene."""
 
 import re
 
-from retouch.playground.world.edits import Edit
-from retouch.playground.world.scenes import COLOURS, PLACES, SHAPES, THINGS, Thing
+import torch
+
+from retouch.playground.world.edits import Edit, edits_of_kinds, random_kinds
+from retouch.playground.world.scenes import COLOURS, PLACES, SHAPES, THINGS, Scene, Thing
 
 COLOUR, SHAPE, PLACE = (f"({'|'.join(words)})" for words in (COLOURS, SHAPES, PLACES))
 ONE = rf"{COLOUR} {SHAPE}"
@@ -40,3 +42,12 @@ def singles() -> list[Edit]:
         edits += [Edit("add", cell, thing, cell, thing) for cell in range(9)]
         edits += [Edit("move", (cell + 1) % 9, thing, cell, thing) for cell in range(9)]
     return edits
+
+
+def random_edits(scene: Scene, complexity: int, generator: torch.Generator) -> tuple[Edit, ...]:
+    """So many random edits that the scene can have. ValueError where no draw of many fits."""
+    for _ in range(1000):
+        edits = edits_of_kinds(scene, random_kinds(complexity, generator), generator)
+        if edits is not None:
+            return edits
+    raise ValueError(f"no {complexity} edits found for {scene}; it needs more things or more empty cells")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from retouch.assembly.data import Sets, sets_of, steps_of, with_pictures
+from retouch.assembly.data import sets_of, steps_of
 from retouch.assembly.engine import Writing, build_engine
 from retouch.assembly.image_model import parts_of
 from retouch.assembly.model import make_trainable
@@ -14,6 +14,7 @@ from retouch.assembly.policy import TrainedPolicy, build_models, build_policy
 from retouch.assembly.reward import build_reward
 from retouch.assembly.value_head import build_head
 from retouch.assembly.writer import Averaged, build_renderer
+from retouch.data.base import DataSets
 from retouch.distributed.fsdp import FsdpStepper, shard
 from retouch.distributed.head_stepper import HeadStepper
 from retouch.distributed.placement import Placement, plan_placement
@@ -63,7 +64,7 @@ class Assembly:
     image_model: DenoisingModel | AutoregressiveModel
     copies: WeightCopies
     judge: Judge
-    sets: Sequence[Sets]
+    sets: Sequence[DataSets]
     plan: Sequence[tuple[ResolvedPhase, range]]
     head: LatentValues | TokenValues | None = None
     clock: Clock = field(default_factory=Clock)
@@ -239,7 +240,7 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
     sets = sets_of(recipe, phases, size=recipe.image_size)
     plan = list(zip(phases, steps_of(phases, sets), strict=True))
     model, image_model = build_models(recipe, placement)
-    sets = [with_pictures(each, image_model) for each in sets]
+    sets = [each.with_model(image_model) for each in sets]
     copies = make_trainable(model.module, recipe.policy, seed=recipe.seed, copy_devices=placement.copy_devices)
     if recipe.sharding == "fsdp2" and ranks.world > 1:
         shard(model.module, ranks)

@@ -1,6 +1,6 @@
-"""Known test sets, by name, so that no run trains on what it or others will be judged by.
+"""The guard against training on known test sets.
 
-A name is what a recipe gives: an id on the Hub, a path, a split. Copies under other names are not recognised.
+Test sets are recognised by what a recipe gives: an id on the Hub, a path, a split. Copies under other names are not recognised.
 """
 
 import re
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Matched anywhere in a lower-case name with / between parts and no - _ or blank in them.
+# Searched in a lower-case name whose parts are separated by / and have no - _ or space.
 _NAMES = {
-    "Complex-Edit": r"^(?!.*gpt(image)?edit).*(^|/)complexedit(/|$)",  # GPT-Image-Edit is training data with a part of that name
+    "Complex-Edit": r"^(?!.*gpt(image)?edit).*(^|/)complexedit(/|$)",  # GPT-Image-Edit is training data with a subset of that name
     "ComplexBench-Edit": r"complexbenchedit",
     "Emu Edit test set": r"emuedit(testset|/test)",
     "GenEval": r"(^|/)geneval(2)?(\.\w+)?$|(^|/)geneval/(test|evaluation|prompts)|evaluationmetadata\.jsonl$",
@@ -31,13 +31,13 @@ _NAMES = {
     "DPG-Bench": r"(^|/)dpgbench",
     "T2I-CompBench": r"t2icompbench.*val",
 }
-_INSTEAD = {"Complex-Edit": "UCSC-VLAA/GPT-Image-Edit-1.5M has complex instructions of its kind to train on"}
+_INSTEAD = {"Complex-Edit": "UCSC-VLAA/GPT-Image-Edit-1.5M has similar complex instructions for training"}
 _TRIPLET = re.compile(r"test\d+_(source|mask|ref)\.png")
 
 
 @dataclass(frozen=True, slots=True)
 class KnownTestSet:
-    """A test set that was recognised: which, and by what name."""
+    """A recognised test set. ``place``: the path or id it was recognised by."""
 
     name: str
     place: str
@@ -47,9 +47,9 @@ class KnownTestSet:
 
 
 def find_test_sets(places: Sequence[str | Path], *, split: str | None = None) -> tuple[KnownTestSet, ...]:
-    """The known test sets among data-set ids and paths. ``split``: the split that is read; any that begins with "test" is one.
+    """The known test sets among data-set ids and paths. ``split``: the split that is read; a name that starts with "test" is one.
 
-    A path is also judged by where its links lead, and a folder by the files of Calligrapher's bench in it.
+    For a path, the target of links is checked too; a folder is also recognised by the file names of Calligrapher's bench.
     """
     found = []
     for place in places:
@@ -68,13 +68,13 @@ def find_test_sets(places: Sequence[str | Path], *, split: str | None = None) ->
 
 
 def refuse_test_sets(places: Sequence[str | Path], *, split: str | None = None, allow_test_sets: bool) -> tuple[KnownTestSet, ...]:
-    """The test sets that a run trains on by its recipe's leave: record them. ValueError without that leave."""
+    """The known test sets among the training data. Raises ValueError if there are any and the recipe does not allow them."""
     found = find_test_sets(places, split=split)
     if found and not allow_test_sets:
         listed = "; ".join(map(str, found))
         others = "".join(f" ({_INSTEAD[test.name]})" for test in found if test.name in _INSTEAD)
         raise ValueError(
-            f"these are for testing, not for training: {listed}. Use others{others}, or say data.allow_test_sets: true; "
+            f"these are test sets, not for training: {listed}. Use other data{others}, or set data.allow_test_sets: true; "
             "the run records it"
         )
     return found

@@ -1,4 +1,4 @@
-"""Pictures from files or bytes, made uniform: upright, mode RGB (masks: L), never larger than a stated number of pixels.
+"""Images from files or bytes in one form: upright, mode RGB (masks: L), with at most a given number of pixels.
 
 Sizes are (width, height) in pixels. Only PNG, JPEG and WebP are decoded. Colour profiles are not applied.
 """
@@ -13,19 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_PIXELS = 50_000_000  # 150 MB once decoded
 
-# What Pillow raises for damaged files. Its own words are not passed on: they may hold memory addresses.
+# Exceptions that Pillow raises for damaged files. Its messages are not passed on: they may contain memory addresses.
 _DAMAGED = (OSError, EOFError, SyntaxError, ValueError, OverflowError, struct.error, zlib.error, Warning)
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
-    """An encoded picture that is not decoded yet. ``name`` is what messages call it; ``data``: where it is, or its bytes."""
+class EncodedImage:
+    """An image that is not decoded yet. ``name``: its name in messages. ``data``: its file, or its bytes."""
 
     name: str
     data: Path | bytes
@@ -33,7 +32,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says of itself before it is decoded. ``size``: (width, height) once upright; ``rotated``: EXIF turns it."""
+    """The header of an image file. ``size``: (width, height) after the EXIF rotation. ``rotated``: whether EXIF rotates it."""
 
     format: str
     mode: str
@@ -43,19 +42,19 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """Every picture becomes ``width`` by ``height``."""
+    """Every image becomes ``width`` by ``height``."""
 
     width: int
     height: int
 
     def size(self, source: tuple[int, int]) -> tuple[int, int]:
-        """(width, height), whatever the source."""
+        """(width, height), for a source of any size."""
         return self.width, self.height
 
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """Pictures keep their shape as nearly as ``multiple`` allows, and shrink where they have more than ``max_area`` pixels."""
+    """Images keep their aspect ratio as far as ``multiple`` allows, and shrink to at most ``max_area`` pixels."""
 
     max_area: int
     multiple: int = 16
@@ -71,7 +70,7 @@ class Area:
         scale = min(1.0, math.sqrt(self.max_area / (source[0] * source[1])))
         units = [max(1, int(side * scale) // self.multiple) for side in source]
         most = self.max_area // self.multiple**2
-        if units[0] * units[1] > most:  # a sliver, whose short side had to grow
+        if units[0] * units[1] > most:  # a very narrow image, whose short side had to grow
             units[units.index(max(units))] = most // min(units)
         return units[0] * self.multiple, units[1] * self.multiple
 
@@ -79,8 +78,8 @@ class Area:
 Resize: TypeAlias = Exact | Area
 
 
-def read_header(source: str | Path | Picture, *, max_pixels: int = MAX_PIXELS) -> Header:
-    """The header of a picture, without decoding its pixels where the format allows. ValueError as in ``load_image``."""
+def read_header(source: str | Path | EncodedImage, *, max_pixels: int = MAX_PIXELS) -> Header:
+    """The header of an image, without decoding its pixels where the format allows. Raises ValueError as ``load_image`` does."""
     with _opened(source, max_pixels=max_pixels) as image:
         turn = image.getexif().get(ExifTags.Base.Orientation, 1)
         width, height = image.size
@@ -89,12 +88,14 @@ def read_header(source: str | Path | Picture, *, max_pixels: int = MAX_PIXELS) -
         return Header(image.format, image.mode, size, turn in range(2, 9))
 
 
-def load_image(source: str | Path | Picture, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The picture, upright as its EXIF says, in mode RGB with 8 bits a channel.
+def load_image(source: str | Path | EncodedImage, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """The image, rotated as its EXIF says, in mode RGB with 8 bits a channel.
 
-    16-bit files keep their high byte; greyscale and palettes become RGB; CMYK is converted by the plain formula; transparency is
-    laid over white; of the several pictures that a phone's JPEG may hold, the first. ValueError, naming the file: missing, not a
-    PNG, JPEG or WebP, an animation, more than ``max_pixels`` by its header (nothing is decoded then), truncated or damaged.
+    16-bit files keep their high byte. Greyscale and palettes become RGB. CMYK is converted by the plain formula. Transparency is
+    composited over white. A JPEG with several images gives the first.
+
+    Raises ValueError, which names the file, for a file that is missing, truncated, damaged, an animation, not PNG, JPEG or WebP, or
+    that has more than ``max_pixels`` according to its header (then nothing is decoded).
     """
     with _opened(source, max_pixels=max_pixels) as image:
         upright = _eight_bits(ImageOps.exif_transpose(image))
@@ -106,40 +107,42 @@ def load_image(source: str | Path | Picture, *, max_pixels: int = MAX_PIXELS) ->
     return rgb
 
 
-def load_mask(source: str | Path | Picture, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """A mask in mode L: 255 where the picture is to change, 0 where it is to stay. Colours become their luma; greys stay.
+def load_mask(source: str | Path | EncodedImage, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """A mask in mode L: 255 where the image should change, 0 where it should stay. Colours become their luma; greys stay.
 
-    ValueError as in ``load_image``, and for a mask with transparent parts: some tools erase what is to change, others what is
-    to stay, so it has to be saved as black and white.
+    Raises ValueError as ``load_image`` does, and for a mask with transparent parts: some tools erase the part to change, others the
+    part to keep, so the mask has to be saved as black and white.
     """
     with _opened(source, max_pixels=max_pixels) as image:
         upright = _eight_bits(ImageOps.exif_transpose(image))
         clear = upright.has_transparency_data and upright.convert("RGBA").getchannel("A").getextrema() != (255, 255)
         mask = upright.convert("RGB").convert("L")
     if clear:
-        name = source.name if isinstance(source, Picture) else source
-        raise ValueError(f"{name}: a mask with transparent parts; save it as black and white, white where to change")
+        name = source.name if isinstance(source, EncodedImage) else source
+        raise ValueError(
+            f"{name}: a mask with transparent parts; save it as black and white, with white where the image should change"
+        )
     mask.info.clear()
     return mask
 
 
 def fit(image: Image.Image, *, size: tuple[int, int]) -> Image.Image:
-    """The picture scaled (Lanczos) to cover ``size``, (width, height), and cut at the centre; unchanged where it fits already."""
+    """The image scaled (Lanczos) to cover ``size``, (width, height), and cropped at the centre; unchanged if it has this size."""
     return ImageOps.fit(image, size, method=Image.Resampling.LANCZOS)
 
 
 def fit_mask(mask: Image.Image, *, size: tuple[int, int]) -> Image.Image:
-    """The same for a mask, by nearest neighbour, so that no value appears that was not there."""
+    """The same for a mask, by nearest neighbour, so that no new values appear."""
     return ImageOps.fit(mask, size, method=Image.Resampling.NEAREST)
 
 
 @contextmanager
-def _opened(source: str | Path | Picture, *, max_pixels: int) -> Iterator[Image.Image]:
-    picture = source if isinstance(source, Picture) else Picture(str(source), Path(source))
+def _opened(source: str | Path | EncodedImage, *, max_pixels: int) -> Iterator[Image.Image]:
+    encoded = source if isinstance(source, EncodedImage) else EncodedImage(str(source), Path(source))
     try:
-        if isinstance(picture.data, Path) and not picture.data.is_file():  # opening a pipe would wait for ever
+        if isinstance(encoded.data, Path) and not encoded.data.is_file():  # opening a pipe would block for ever
             raise FileNotFoundError
-        data = io.BytesIO(picture.data) if isinstance(picture.data, bytes) else picture.data
+        data = io.BytesIO(encoded.data) if isinstance(encoded.data, bytes) else encoded.data
         with Image.open(data, formats=FORMATS) as image:
             pixels = image.width * image.height
             frames = image.n_frames if image.format in ("PNG", "WEBP") else 1  # type: ignore[attr-defined]
@@ -147,24 +150,26 @@ def _opened(source: str | Path | Picture, *, max_pixels: int) -> Iterator[Image.
                 yield image
                 return
     except FileNotFoundError:
-        raise ValueError(f"{picture.name}: no such file") from None
+        raise ValueError(f"{encoded.name}: no such file") from None
     except PermissionError:
-        raise ValueError(f"{picture.name}: may not be read; change its permissions") from None
+        raise ValueError(f"{encoded.name}: no permission to read it; change its permissions") from None
     except UnidentifiedImageError:
-        raise ValueError(f"{picture.name}: not a PNG, JPEG or WebP picture; convert it to one") from None
+        raise ValueError(f"{encoded.name}: not a PNG, JPEG or WebP image; convert it to one") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise ValueError(f"{picture.name}: far more than the {max_pixels} pixels that are allowed; make it smaller") from None
+        raise ValueError(f"{encoded.name}: far more than the {max_pixels} pixels that are allowed; make it smaller") from None
     except _DAMAGED:
-        raise ValueError(f"{picture.name}: truncated or damaged; get or export it again") from None
+        raise ValueError(f"{encoded.name}: truncated or damaged; get or export it again") from None
     if pixels > max_pixels:
-        raise ValueError(f"{picture.name}: {pixels} pixels, more than the {max_pixels} that are allowed; make it smaller")
-    raise ValueError(f"{picture.name}: an animation of {frames} frames; keep one")
+        raise ValueError(f"{encoded.name}: {pixels} pixels, more than the {max_pixels} that are allowed; make it smaller")
+    raise ValueError(f"{encoded.name}: an animation of {frames} frames; keep one")
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """16-bit greyscale by its high byte, as Pillow reads 16-bit colours; its own conversion would clip instead."""
+    """16-bit greyscale by its high byte, as Pillow reads 16-bit colours; Pillow's own conversion would clip instead."""
     if not image.mode.startswith("I"):
         return image
+    import numpy as np
+
     wide = np.asarray(image)
     narrow = (wide >> 8).astype(np.uint8)
     if "transparency" in image.info:

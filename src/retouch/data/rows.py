@@ -1,9 +1,9 @@
-"""Rows of a data set, checked field by field, with their pictures still encoded.
+"""Rows of a data set, checked field by field, with their images still encoded.
 
-The fields of a row are ``id``, ``instruction``, ``image`` (one or a list), ``mask``, ``reference``, ``target``, ``text`` (what
-is to be written in the picture) and ``source`` (what a split keeps together). A column map says under which names a data set
-has them: ``{"instruction": "edit_prompt", "image": "source_image"}``. A dotted name reaches inside:
-``"edit.compound.2.compound_instruction"``. What else a row has becomes its ``meta`` where it is JSON.
+The fields of a row are ``id``, ``instruction``, ``image`` (one or a list), ``mask``, ``reference``, ``target``, ``text`` (the text
+that the image should show) and ``source`` (rows of one source stay on one side of a split). A column map gives the data set's
+names of the fields: ``{"instruction": "edit_prompt", "image": "source_image"}``. A dotted name reaches inside a nested value:
+``"edit.compound.2.compound_instruction"``. All other columns that are JSON go to ``meta``.
 """
 
 import difflib
@@ -12,29 +12,53 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from retouch.data.images import Picture
-from retouch.data.problems import BadRow, Problem
-from retouch.data.sources.tables import Table
+from retouch.data.images import EncodedImage
 from retouch.types import Json
 
 FIELDS = ("id", "instruction", "image", "mask", "reference", "target", "text", "source")
-ToPicture = Callable[[Any], Picture]
+ToImage = Callable[[Any], EncodedImage]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """An error or a note about a data set.
+
+    ``file``: the metadata file (or the data set's id). ``line``: counted from 1; 0 means the whole file. An ``error`` makes its row
+    unusable. A ``note`` says how the row is read.
+    """
+
+    file: str
+    line: int
+    what: str
+    severity: Literal["error", "note"] = "error"
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}" if self.line else self.file
+        return f"{place}: {self.severity}: {self.what}"
+
+
+class BadRow(ValueError):
+    """A row that cannot become a task. ``problems``: all of its errors."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        super().__init__("\n".join(str(problem) for problem in problems))
+        self.problems = tuple(problems)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A task whose pictures are not loaded yet. ``source``: rows of one source belong on the same side of a split."""
+    """A task whose images are not decoded yet. ``source``: rows of one source stay on one side of a split."""
 
     file: str
     line: int
     id: str
     instruction: str
-    images: tuple[Picture, ...]
-    mask: Picture | None
-    reference: Picture | None
-    target: Picture | None
+    images: tuple[EncodedImage, ...]
+    mask: EncodedImage | None
+    reference: EncodedImage | None
+    target: EncodedImage | None
     text: str | None
     source: str
     tags: Mapping[str, str]
@@ -43,7 +67,7 @@ class Row:
 
 @runtime_checkable
 class Rows(Protocol):
-    """A data set row by row. ``problems``: what is to be said of it as a whole. Indexing raises BadRow for an unusable row."""
+    """A data set, row by row. ``problems``: about the data set as a whole. Indexing raises BadRow for an unusable row."""
 
     problems: tuple[Problem, ...]
 
@@ -54,25 +78,25 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a data set's rows are read. ``columns``: field to column, complete; ``name`` begins the ids of rows that have none."""
+    """How the rows of a data set are read. ``columns``: field to column. ``name``: the prefix of the ids of rows without an id."""
 
     file: str
     name: str
     columns: Mapping[str, str]
     tag_keys: tuple[str, ...]
-    to_picture: ToPicture
+    to_image: ToImage
 
     def parse(self, fields: Mapping[str, Any], *, line: int) -> Row:
-        """The row that these fields make. BadRow with everything that is wrong."""
+        """The row that these fields make. Raises BadRow with all of its errors."""
         wrong: list[str] = []
         values = {field: dig(fields, column) for field, column in self.columns.items()}
-        instruction = _phrasing(values.get("instruction"))
+        instruction = _first_phrasing(values.get("instruction"))
         if instruction is None:
             wrong.append(
                 f"{self.columns.get('instruction', 'instruction')!r}: no instruction; the row has {', '.join(fields) or 'nothing'}"
             )
         images = self._images(values["image"], wrong) if "image" in self.columns else ()
-        mask, reference, target = (self._picture(field, values.get(field), wrong) for field in ("mask", "reference", "target"))
+        mask, reference, target = (self._image(field, values.get(field), wrong) for field in ("mask", "reference", "target"))
         names = {field: self._name(field, values.get(field), wrong) for field in ("id", "text", "source")}
         tags = {key: self._name(key, dig(fields, key), wrong) for key in self.tag_keys}
         wrong += [f"{key!r}: no value for this tag" for key, value in tags.items() if value is None]
@@ -88,23 +112,23 @@ class Layout:
             reference=reference,
             target=target,
             text=names["text"],
-            source=names["source"] or (_key(images[0]) if images else instruction),
+            source=names["source"] or (_content_key(images[0]) if images else instruction),
             tags={key: value for key, value in tags.items() if value is not None},
             meta={key: value for key, value in fields.items() if key not in self.columns.values() and _is_json(value)},
         )
 
-    def _images(self, value: Any, wrong: list[str]) -> tuple[Picture, ...]:
-        many = value if isinstance(value, list) else [value]
-        if not many or None in many:
-            wrong.append(f"{self.columns['image']!r}: no source picture")
+    def _images(self, value: Any, wrong: list[str]) -> tuple[EncodedImage, ...]:
+        values = value if isinstance(value, list) else [value]
+        if not values or None in values:
+            wrong.append(f"{self.columns['image']!r}: no source image")
             return ()
-        return tuple(picture for one in many if (picture := self._picture("image", one, wrong)) is not None)
+        return tuple(image for one in values if (image := self._image("image", one, wrong)) is not None)
 
-    def _picture(self, field: str, value: Any, wrong: list[str]) -> Picture | None:
+    def _image(self, field: str, value: Any, wrong: list[str]) -> EncodedImage | None:
         if value is None:
             return None
         try:
-            return self.to_picture(value)
+            return self.to_image(value)
         except ValueError as error:
             wrong.append(f"{self.columns[field]!r}: {error}")
             return None
@@ -113,58 +137,25 @@ class Layout:
         if isinstance(value, str | int) and not isinstance(value, bool) and str(value).strip():
             return str(value)
         if value is not None:
-            wrong.append(f"{self.columns.get(field, field)!r}: a text or a whole number belongs here, not {value!r:.40}")
+            wrong.append(f"{self.columns.get(field, field)!r}: should be text or a whole number, not {value!r:.40}")
         return None
-
-
-class TableRows:
-    """The rows of a metadata file."""
-
-    def __init__(self, table: Table, layout: Layout, *, notes: Sequence[Problem] = ()) -> None:
-        self.problems = (*table.notes, *notes)
-        self._entries = table.entries
-        self._layout = layout
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __getitem__(self, index: int) -> Row:
-        entry = self._entries[index]
-        if entry.fields is None:
-            raise BadRow([Problem(self._layout.file, entry.line, entry.what)])
-        return self._layout.parse(entry.fields, line=entry.line)
-
-
-class JoinedRows:
-    """The rows of several data sets, one after another. Give the parts different names, so that their ids differ."""
-
-    def __init__(self, parts: Sequence[Rows]) -> None:
-        self.problems = tuple(problem for part in parts for problem in part.problems)
-        self._places = [(part, index) for part in parts for index in range(len(part))]
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, index: int) -> Row:
-        part, within = self._places[index]
-        return part[within]
 
 
 def find_columns(
     keys: Sequence[str], *, columns: Mapping[str, str], defaults: Mapping[str, Sequence[str]], file: str
 ) -> tuple[dict[str, str], list[Problem]]:
-    """Each field's column: the one that ``columns`` names, else the default that is there. And notes on keys that look mistyped.
+    """The column of each field, and notes on keys that look mistyped. ``columns`` takes precedence over ``defaults``.
 
-    ValueError: a field that there is none of, a named column that the data set lacks, two columns for one field.
+    Raises ValueError for an unknown field, for a named column that the data set lacks, and for two columns for one field.
     """
     for field, column in columns.items():
         if field not in FIELDS:
             near = difflib.get_close_matches(field, FIELDS, n=1)
             raise ValueError(
-                f"columns: {field!r} is no field{f'; {near[0]!r} is' if near else ''}. The fields are {', '.join(FIELDS)}"
+                f"columns: {field!r} is not a field{f'; {near[0]!r} is' if near else ''}. The fields are {', '.join(FIELDS)}"
             )
         if column not in keys and column.partition(".")[0] not in keys:
-            raise ValueError(f"columns: {field!r} is to be read from {column!r}, but {file} has only {', '.join(keys)}")
+            raise ValueError(f"columns: {field!r} should be read from {column!r}, but {file} has only {', '.join(keys)}")
     found = dict(columns)
     for field, names in defaults.items():
         there = [name for name in names if name in keys and name not in found.values()]
@@ -197,19 +188,19 @@ def dig(fields: Mapping[str, Any], column: str) -> Any:
 
 
 def sources(rows: Rows, indices: Sequence[int]) -> list[str]:
-    """Each of these rows' source, for ``split_by_source``. BadRow for an unusable one."""
+    """The source of each of these rows, for ``split_by_source``. Raises BadRow for an unusable row."""
     return [rows[index].source for index in indices]
 
 
-def _phrasing(value: Any) -> str | None:
-    """The instruction; of a list of phrasings the first."""
+def _first_phrasing(value: Any) -> str | None:
+    """The instruction; the first one of a list of phrasings."""
     first = value[0] if isinstance(value, list) and value else value
     return first if isinstance(first, str) and first.strip() else None
 
 
-def _key(picture: Picture) -> str:
-    """Names a picture's contents where they are at hand, else its place in the data set."""
-    return picture.name if isinstance(picture.data, Path) else hashlib.sha256(picture.data).hexdigest()
+def _content_key(image: EncodedImage) -> str:
+    """A hash of the image's bytes if they are in memory, else its file name."""
+    return image.name if isinstance(image.data, Path) else hashlib.sha256(image.data).hexdigest()
 
 
 def _is_json(value: Any) -> bool:

@@ -1,8 +1,8 @@
-"""Which tasks a step has, and which of their samples a rank makes. Pure functions of the step: to resume needs no state.
+"""The tasks of a step, and the samples of them that a rank makes. Pure functions of the step, so resuming needs no state.
 
-A step's global order of rows is task by task: row ``i * group_size + s`` is sample ``s`` of the step's task ``i``. It is cut into
-``minibatches`` equal contiguous parts, and each part into equal contiguous shares, one a rank. So every number of ranks sees the
-same minibatches. Groups may span ranks, and stay whole where a part's tasks divide over them.
+The global order of a step's rows is task by task: row ``i * group_size + s`` is sample ``s`` of the step's task ``i``. The rows are
+split into ``minibatches`` equal contiguous parts, and each part into equal contiguous shares, one for each rank. So the minibatches
+do not depend on the number of ranks. A group may span ranks; it stays whole where the tasks of a part divide over the ranks.
 """
 
 import math
@@ -14,15 +14,16 @@ from retouch.types import Batch, Task
 
 
 def tasks_for_step(*, seed: int, step: int, count: int, size: int) -> list[int]:
-    """The ``count`` row numbers (of ``size``) that are the tasks of a step, counted from 0.
+    """The ``count`` row numbers, each from 0 to ``size - 1``, that are the tasks of a step.
 
-    The data set is passed over again and again without replacement, pass k in an order keyed by (seed, k). A step at the end of
-    a pass goes on into the next, so it may hold one row twice; these are two groups.
+    Every pass over the data draws each row once; the order of pass k is keyed by (seed, k). A step at the end of a pass continues
+    into the next one, so it may contain a row twice, as two groups. Raises ValueError where ``count`` or ``size`` is below 1.
     """
     import torch
 
     if size < 1 or count < 1:
         raise ValueError(f"{count} tasks a step from {size} rows: both must be at least 1")
+
     first = step * count
     rows: list[int] = []
     for turn in range(first // size, (first + count - 1) // size + 1):
@@ -33,25 +34,25 @@ def tasks_for_step(*, seed: int, step: int, count: int, size: int) -> list[int]:
 
 
 def steps_for_passes(passes: float, *, size: int, count: int) -> int:
-    """The steps of ``count`` tasks that ``passes`` over ``size`` rows take, rounded up."""
+    """The number of steps of ``count`` tasks in ``passes`` over ``size`` rows, rounded up. Raises ValueError where passes <= 0."""
     if passes <= 0:
         raise ValueError(f"{passes} passes over the data must be above 0")
-    return math.ceil(Fraction(str(passes)) * size / count)  # by its digits: 0.07 * 100 is above 7 in binary
+    return math.ceil(Fraction(str(passes)) * size / count)  # exact in decimal: 0.07 * 100 is above 7 in binary
 
 
 def global_rows(*, rows: int, minibatches: int, rank: int, world: int) -> list[int]:
-    """The numbers, in the step's global order of ``rows``, of this rank's rows, in the rank's own order (part after part).
+    """This rank's row numbers in the step's global order of ``rows``, minibatch after minibatch.
 
-    Minibatch m is this rank's m-th part of ``rows // (minibatches * world)`` rows.
+    This rank's share of a minibatch is ``rows // (minibatches * world)`` rows.
     """
-    assert rows % (minibatches * world) == 0, "check_arithmetic comes before"
+    assert rows % (minibatches * world) == 0, "check_arithmetic has checked this"
     part = rows // minibatches
     share = part // world
     return [m * part + rank * share + i for m in range(minibatches) for i in range(share)]
 
 
 def assign(*, seed: int, step: int, tasks: Sequence[Task], group_size: int, minibatches: int, rank: int, world: int) -> Batch:
-    """This rank's rows of a step whose tasks are ``tasks``. Only the tasks that the rank acts on are loaded."""
+    """This rank's rows of a step with these ``tasks``. Loads only the tasks that the rank needs."""
     mine = global_rows(rows=len(tasks) * group_size, minibatches=minibatches, rank=rank, world=world)
     groups = sorted({row // group_size for row in mine})
     place = {group: k for k, group in enumerate(groups)}
@@ -66,9 +67,9 @@ def assign(*, seed: int, step: int, tasks: Sequence[Task], group_size: int, mini
 
 
 def check_arithmetic(*, tasks_per_step: int, group_size: int, minibatches: int, world: int, microbatch: int | None = None) -> None:
-    """ValueError, naming legal values nearby, where a step's rows do not divide over minibatches and ranks.
+    """Raise ValueError, naming legal values nearby, where a step's rows do not divide over minibatches and ranks.
 
-    ``microbatch``: the rows of one forward, of a rank's share of a minibatch; it must divide the share or hold all of it.
+    ``microbatch``: rows of one forward pass. It must divide a rank's share of a minibatch, or be at least as large.
     """
     given = {"tasks_per_step": tasks_per_step, "group_size": group_size, "minibatches": minibatches, "world": world}
     if microbatch is not None:
@@ -96,7 +97,7 @@ def check_arithmetic(*, tasks_per_step: int, group_size: int, minibatches: int, 
 
 
 def _multiples(unit: int, near: int) -> str:
-    """Three multiples of ``unit``, from the last that is not above ``near``."""
+    """Three multiples of ``unit``, from the largest that is not above ``near``."""
     first = max(near // unit, 1)
     return f"{first * unit}, {(first + 1) * unit} or {(first + 2) * unit}"
 

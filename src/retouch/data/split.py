@@ -1,6 +1,6 @@
-"""Which rows train and which are held out, decided by the source picture, so that no picture stands on both sides.
+"""The split into training and held-out rows. Rows of one source image stay on one side.
 
-Each source has a place of its own, a hash of the seed and its name, so rows that are added later move no row that was there.
+The side of a source depends on a hash of the seed and the source's name, so adding rows does not move existing rows.
 """
 
 import hashlib
@@ -8,29 +8,28 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from retouch.core.random import generator
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Row numbers, ascending; together they are all rows."""
+    """Row numbers, ascending. Every row is in one of the two."""
 
     train: tuple[int, ...]
     held_out: tuple[int, ...]
 
 
 def split_by_source(sources: Sequence[str], *, held_out: float | int, seed: int) -> Split:
-    """Splits rows by their sources (one a row): what comes from one source stays on one side. Split before rows are multiplied.
+    """Split rows by ``sources``, one a row. Split before rows are repeated.
 
-    ``held_out``: a share of the sources (a float below 1; each source falls with that probability, whatever else there is), or at
-    least so many rows (an integer; the sources of the lowest hashes, so rows that are added may push others out). ValueError
-    where a side comes out empty; only ``held_out`` 0 may leave the held-out side so.
+    ``held_out``: a float below 1 is the probability that a source is held out, independent of the other sources. A whole number is
+    the least number of held-out rows: the sources with the lowest hashes are held out, so added rows may replace others.
+
+    Raises ValueError where a side is empty; only with ``held_out`` 0 may the held-out side be empty.
     """
     if held_out < 0 or (isinstance(held_out, float) and held_out >= 1):
         raise ValueError(f"held_out {held_out} must be a share from 0 to below 1, or a number of rows")
-    places = {source: _place(seed, source) for source in set(sources)}
+    places = {source: _uniform(seed, source) for source in set(sources)}
     if isinstance(held_out, float):
         away = {source for source, place in places.items() if place < held_out}
     else:
@@ -54,14 +53,19 @@ def split_by_source(sources: Sequence[str], *, held_out: float | int, seed: int)
 
 
 def limit(indices: Sequence[int], *, n: int, seed: int) -> tuple[int, ...]:
-    """``n`` of the indices drawn without replacement, in their order; all where there are no more. A larger n keeps a smaller's."""
+    """``n`` of the indices, drawn without replacement, in their order; all of them if there are no more than ``n``.
+
+    With the same seed, the indices drawn for a smaller ``n`` are among those for a larger one. Raises ValueError where ``n`` < 1.
+    """
     if n < 1:
         raise ValueError(f"a limit of {n} rows leaves nothing; use at least 1")
+    import torch
+
     order = torch.randperm(len(indices), generator=generator(seed, "limit")).tolist()
     return tuple(indices[place] for place in sorted(order[:n]))
 
 
-def _place(seed: int, source: str) -> float:
-    """Uniform in [0, 1)."""
+def _uniform(seed: int, source: str) -> float:
+    """A hash of both as a number in [0, 1)."""
     digest = hashlib.sha256(f"{seed}/{source}".encode()).digest()
     return int.from_bytes(digest[:6], "big") / 2**48

@@ -1,23 +1,23 @@
-"""Rows made into tasks: pictures are loaded, and fitted to one size, when a task is asked for."""
+"""Sequences of tasks: rows whose images are decoded and resized on access, and subsets and changed copies of sequences."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import overload
 
 from PIL import Image
 
-from retouch.data.images import MAX_PIXELS, Picture, Resize, fit, fit_mask, load_image, load_mask
+from retouch.data.images import MAX_PIXELS, EncodedImage, Resize, fit, fit_mask, load_image, load_mask
 from retouch.data.rows import Row, Rows
 from retouch.types import Task
 
 
 class Tasks(Sequence[Task]):
-    """The tasks of a data set, loaded one by one; the ``cache`` used last stay in memory.
+    """The tasks of a data set, decoded on access. The last ``cache`` tasks stay in memory.
 
-    ``resize``: None keeps every size. The size is worked out for the first source image (the target, where there is none), and
-    that image, the mask and the target take it; further source images are resized by their own; a reference (a crop of any
-    size) stays as it is. Indexing raises ValueError, with file and line, for a row that cannot be used: ``accept`` finds those
-    before training.
+    ``resize``: None keeps every size. Otherwise the first source image (or the target, without source images) decides the size of
+    itself, the mask and the target. Further source images are resized by their own size. A reference keeps its size.
+
+    Indexing raises ValueError, with file and line, for an unusable row; ``accept`` finds these before training.
     """
 
     def __init__(self, rows: Rows, *, resize: Resize | None, max_pixels: int = MAX_PIXELS, cache: int = 64) -> None:
@@ -48,7 +48,7 @@ class Tasks(Sequence[Task]):
             raise ValueError(f"{row.file}:{row.line}: {error}") from error
 
     def _load(self, row: Row) -> Task:
-        images = [self._image(picture) for picture in row.images]
+        images = [self._image(image) for image in row.images]
         target = None if row.target is None else self._image(row.target)
         reference = None if row.reference is None else self._image(row.reference)
         mask = None if row.mask is None else load_mask(row.mask, max_pixels=self._max_pixels)
@@ -72,12 +72,12 @@ class Tasks(Sequence[Task]):
             meta=row.meta,
         )
 
-    def _image(self, picture: Picture) -> Image.Image:
-        return load_image(picture, max_pixels=self._max_pixels)
+    def _image(self, image: EncodedImage) -> Image.Image:
+        return load_image(image, max_pixels=self._max_pixels)
 
 
 class Subset(Sequence[Task]):
-    """Some tasks of a sequence, by index, in the order given and perhaps repeated. Loads only what is asked for."""
+    """Some tasks of a sequence, by index, in the given order; indices may repeat. Loads a task on access."""
 
     def __init__(self, tasks: Sequence[Task], indices: Sequence[int]) -> None:
         self._tasks = tasks
@@ -98,7 +98,29 @@ class Subset(Sequence[Task]):
         return self._tasks[self._indices[index]]
 
 
+class MappedTasks(Sequence[Task]):
+    """The tasks of a sequence, each changed by ``change`` on access."""
+
+    def __init__(self, tasks: Sequence[Task], change: Callable[[Task], Task]) -> None:
+        self._tasks = tasks
+        self._change = change
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "MappedTasks": ...
+
+    def __getitem__(self, index: int | slice) -> "Task | MappedTasks":
+        if isinstance(index, slice):
+            return MappedTasks(self._tasks[index], self._change)
+        return self._change(self._tasks[index])
+
+
 def require_same_size(mask: tuple[int, int], image: tuple[int, int]) -> None:
-    """ValueError where a mask does not lie on its image pixel by pixel."""
+    """Raise ValueError where the sizes, (width, height), of a mask and its image differ."""
     if mask != image:
         raise ValueError(f"the mask is {mask[0]}x{mask[1]} but its image {image[0]}x{image[1]}; they must be equal")

@@ -5,13 +5,12 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from retouch.assembly.data import Sets, build_sets
-from retouch.data.guard import refuse_test_sets
+from retouch.assembly.data import build_sets
+from retouch.data.base import DataSets, DataSource
 from retouch.distributed.sharding_checks import check_sharding
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
 from retouch.inference.publishing import unable
 from retouch.recipe.checks import check_ranks, unmeant_ranks
-from retouch.recipe.data import ComplexEditData, Data, DrawnData, HubData, TokenData
 from retouch.recipe.differences import differences
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
@@ -89,21 +88,22 @@ def check_folder(recipe: Recipe) -> Finding:
     return note("run folder", f"{folder.root} holds this run already; it goes on {where}")
 
 
-def check_data(recipe: Recipe) -> Iterator[tuple[Finding, Sets | None]]:
+def check_data(recipe: Recipe) -> Iterator[tuple[Finding, DataSets | None]]:
     """Each data set of the recipe, read as training would."""
     size = recipe.image_size
-    done: list[Data] = []
+    done: list[DataSource] = []
     for phase in recipe.resolved_phases():
         if phase.data not in done:
             done.append(phase.data)
             yield _read(recipe, phase.data, size)
 
 
-def _read(recipe: Recipe, data: Data, size: tuple[int, int] | None) -> tuple[Finding, Sets | None]:
-    path, there = _place(data)
-    if isinstance(data, ComplexEditData | HubData) and not there:
+def _read(recipe: Recipe, data: DataSource, size: tuple[int, int] | None) -> tuple[Finding, DataSets | None]:
+    missing = [path for path in data.paths() if not Path(path).exists()]
+    path = next(iter(missing or data.paths()), "the playground" if data.label.startswith("playground") else data.label)
+    if data.on_hub and missing:
         try:
-            refuse_test_sets([path], split=data.split, allow_test_sets=data.allow_test_sets)
+            data.refuse_test_sets()
         except ValueError as error:
             return failed(
                 "data", str(error), mend="name data to train on, or data.allow_test_sets where that is what you mean"
@@ -112,22 +112,12 @@ def _read(recipe: Recipe, data: Data, size: tuple[int, int] | None) -> tuple[Fin
     try:
         sets = build_sets(recipe, data, size=size)
     except ValueError as error:
-        elsewhere = "--set data.lists=[DIR, ...]" if isinstance(data, TokenData) else "--set data.path=DIR"
-        return failed("data", str(error), mend=f"retouch data check {path}" if there else elsewhere), None
+        elsewhere = "--set data.lists=[DIR, ...]" if "lists" in data.path_keys else "--set data.path=DIR"
+        return failed("data", str(error), mend=elsewhere if missing else f"retouch data check {path}"), None
     return _described(recipe, path, sets), sets
 
 
-def _place(data: Data) -> tuple[str, bool]:
-    """What the data are called, and whether they are on this machine."""
-    if isinstance(data, DrawnData):
-        return "the playground", True
-    if isinstance(data, TokenData):
-        missing = [place for place in (*data.lists, *data.validation_lists) if not Path(place).exists()]
-        return (missing or list(data.lists))[0], not missing
-    return data.path, Path(data.path).exists()
-
-
-def _described(recipe: Recipe, path: str, sets: Sets) -> Finding:
+def _described(recipe: Recipe, path: str, sets: DataSets) -> Finding:
     judged = "held out" if split_label(recipe.eval.split) == "held-out" else "of them judge the run, none held out"
     text = f"{path}: {len(sets.train)} tasks to train on, {len(sets.heldout)} {judged}"
     if recipe.eval.headline:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from retouch.doctor.findings import Finding, failed, ok
 from retouch.playground.judges.judge import PlaygroundJudge
 from retouch.playground.models import PlaygroundModel
-from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.playground.world.tasks import PlaygroundData
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.denoising.transitions import CPSTransition
@@ -70,7 +70,7 @@ def check_playground(folder: Path) -> Finding:
         model = PlaygroundModel(path=str(folder)).build(device=torch.device("cpu"))
         sampling = DenoisingRollout(num_steps=_STEPS, transition=CPSTransition(noise_level=0.7))
         policy = DenoisingPolicy(model, sampling=sampling, eval_steps=_STEPS, microbatch=1, copies=WeightCopies(model.module))
-        tasks = tuple(PlaygroundTasks(seed=0, count=_PICTURES, complexity=[1], split="train")[:])
+        tasks = tuple(PlaygroundData(count=_PICTURES, complexity={1: 1.0}).tasks(in_turn=True)[:])
         rows = tuple(range(_PICTURES))
         batch = Batch(seed=0, step=0, tasks=tasks, group_ids=rows, group=rows, slot=(0,) * _PICTURES)
         acted = policy.rollout(batch)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import torch
 from PIL import Image
 
-from retouch.assembly.data import Sets
 from retouch.assembly.reward import build_reward
+from retouch.data.base import DataSets
 from retouch.doctor.findings import Finding, failed, note, ok
 from retouch.recipe.judge_calls import judge_calls
 from retouch.recipe.judges import Endpoint, JudgeReward
@@ -19,7 +19,7 @@ from retouch.types import Sample, Task
 from retouch.watch.measures import build_measures
 
 
-def check_reward(recipe: Recipe, sets: Sets | None) -> Iterator[Finding]:
+def check_reward(recipe: Recipe, sets: DataSets | None) -> Iterator[Finding]:
     """The keys that judges need; what they will be asked; and, where the keys are there, the reward on one picture."""
     absent = list(check_keys(recipe))
     yield from absent
@@ -43,7 +43,7 @@ def check_keys(recipe: Recipe) -> Iterator[Finding]:
             yield failed("key", f"{name} is not set, and {asks}", mend=f"export {name}=...  (the judge's key)")
 
 
-def check_calls(recipe: Recipe, sets: Sets | None) -> Iterator[Finding]:
+def check_calls(recipe: Recipe, sets: DataSets | None) -> Iterator[Finding]:
     """What the judges will be asked, where the length of the run is known."""
     phases = recipe.resolved_phases()
     if any(phase.steps is None for phase in phases) and sets is None:
@@ -54,7 +54,7 @@ def check_calls(recipe: Recipe, sets: Sets | None) -> Iterator[Finding]:
         yield note("judge calls", str(calls))
 
 
-def check_judge(recipe: Recipe, sets: Sets | None) -> Finding:
+def check_judge(recipe: Recipe, sets: DataSets | None) -> Finding:
     """Whether the judge is built, has the columns that are combined, and judges an untouched source picture."""
     wrong = "mend the recipe's reward section"
     try:

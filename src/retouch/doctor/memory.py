@@ -20,7 +20,6 @@ from retouch.memory.sizes import image_encoder, model_in, parts_in, stored_count
 from retouch.models.base import Described, DiffusersModel, Shape
 from retouch.models.common.pretrained import find_encoder
 from retouch.policies.denoising.rollout import DenoisingRollout
-from retouch.recipe.data import PaintingData, PromptData
 from retouch.recipe.emu3 import TokenModel
 from retouch.recipe.ip_adapter import IpAdapter, lora_of
 from retouch.recipe.policy import DenoisingPolicyKeys
@@ -73,7 +72,7 @@ def footprint(recipe: Recipe, described: Described) -> Footprint:
     # Both branches of guidance go through one forward.
     rollouts = [phase.rollout for phase in recipe.resolved_phases()]
     branches = max(2 if isinstance(each, DenoisingRollout) and each.guidance_scale > 1 else 1 for each in rollouts)
-    images = not all(isinstance(phase.data, PromptData | PaintingData) for phase in recipe.resolved_phases())
+    images = any(phase.data.contents().images is not False for phase in recipe.resolved_phases())
     tokens = model.tokens(described, sources=max(model.takes.images[0], min(1, model.takes.images[1]) * images))
     shape = model.shape(described["transformer"])
     adapter, projection = None, 0

@@ -101,7 +101,7 @@ def codes_setup(recipe: Recipe, policy: AutoregressivePolicy) -> dict[str, Any]:
     assert isinstance(policy.model, TokenModel)
     rows = max(rank_rows(recipe), held_out_rows(recipe))
     at_once = [phase.rollout.chunk for phase in recipe.resolved_phases() if isinstance(phase.rollout, TokenRollout)]
-    tokenized = recipe.data.kind == "tokens"
+    tokenized = recipe.data.contents().tokens
     read = 1 if tokenized else max(_tasks(recipe, min(max(at_once), rank_rows(recipe))), held_out_rows(recipe))
     return {"rows": min(recipe.renderer.batch, rows), "read": read, "size": _pixels(policy.model)}
 

@@ -9,7 +9,7 @@ from PIL.Image import Image
 
 from retouch.assembly.assembly import Assembly
 from retouch.data.images import load_image, load_mask
-from retouch.data.instructions import read_instructions
+from retouch.data.sources.prompts import read_instructions
 from retouch.inference.opening import open_target
 from retouch.policies.autoregressive.trajectory import AutoregressiveTrajectory
 from retouch.renderers.blind import Blind, Unread

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import torch
@@ -23,22 +23,20 @@ from PIL.Image import Image
 from pydantic import ValidationError
 from torch import Tensor
 
-from retouch.assembly.data import playground_tasks, read_rows
 from retouch.config.errors import unknown_keys, wrong_values
 from retouch.config.packaged import SUFFIXES, find
 from retouch.config.section import Section
-from retouch.data.check import accept, read_path
-from retouch.data.images import Exact
-from retouch.data.rows import Rows
+from retouch.data.base import DataSource, usable_tasks
+from retouch.data.check import read_path
+from retouch.data.kinds import DATA
 from retouch.data.sources.features import Feature
 from retouch.data.sources.tokens import FEATURES, LIST
-from retouch.data.tasks import Subset, Tasks
+from retouch.data.validation import OnBadRow
 from retouch.distributed.ranks import find_device
 from retouch.models.common.pretrained import fetch_writer
 from retouch.models.emu3.images import Emu3Pictures
 from retouch.models.emu3.load import load_autoencoder
 from retouch.playground.models import playground_weights
-from retouch.recipe.data import Data, DrawnData, PromptData, TokenData
 from retouch.recipe.document import evaluate
 from retouch.records.files import read_json, write_atomic, write_json
 from retouch.types import Codes, Task
@@ -48,7 +46,7 @@ Encode = Callable[[Sequence[Image]], Int[Tensor, "r h w"]]
 
 
 class _Holder(Section):
-    data: Data
+    data: Annotated[DataSource, DATA]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,15 +130,11 @@ def merge(out: Path, *, of: int) -> Path | None:
 
 
 def read_tasks(source: str, *, size: tuple[int, int], skip: bool = False) -> Sequence[Task]:
-    """The tasks of a data set, with pictures as training on them would have them. ValueError: no such data, or rows with faults."""
-    rows = _rows(source)
-    if isinstance(rows, Sequence):
-        return rows
-    good, _ = accept(rows, on_bad_row="skip" if skip else "refuse")
-    return Subset(Tasks(rows, resize=Exact(width=size[1], height=size[0])), good)
+    """The tasks of a data set, with images as training would have them. ``skip``: leave out unusable rows instead of stopping.
 
-
-def _rows(source: str) -> Rows | Sequence[Task]:
+    Raises ValueError for missing data and unusable rows.
+    """
+    on_bad_row: OnBadRow = "skip" if skip else "refuse"
     if source.lstrip().startswith("{"):
         try:
             section = _section(json.loads(source))
@@ -149,15 +143,11 @@ def _rows(source: str) -> Rows | Sequence[Task]:
     elif source.endswith(SUFFIXES):
         section = _section(evaluate(find(source)))
     else:
-        return read_path(source)
-    if isinstance(section, DrawnData):
-        return playground_tasks(section)
-    if isinstance(section, TokenData | PromptData):
-        raise ValueError(f"data.kind: {section.kind} have no pictures to tokenize")
-    return read_rows(section, seed=0)
+        return usable_tasks(read_path(source), size=size, on_bad_row=on_bad_row)
+    return section.all_tasks(size=size, on_bad_row=on_bad_row)
 
 
-def _section(document: Mapping[str, Any]) -> Data:
+def _section(document: Mapping[str, Any]) -> DataSource:
     """The data of a recipe, or the section itself."""
     held = {"data": document.get("data", document)}
     lines = unknown_keys(held, _Holder)

@@ -7,7 +7,7 @@ from pathlib import Path
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.playground.judges.judge import PlaygroundJudge
 from retouch.playground.models import playground_weights
-from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.playground.world.tasks import PlaygroundData
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.denoising.transitions import ODETransition
@@ -74,7 +74,7 @@ def measure(model: QwenImageEdit) -> dict[str, float]:
     )
     ceiling, edited = held_out(
         policy,
-        tasks=PlaygroundTasks(seed=1, count=HELD_OUT, complexity=[1, 2, 3, 4], split="test"),
+        tasks=PlaygroundData(seed=1, count=HELD_OUT, complexity=[1, 2, 3, 4], split="test").tasks(in_turn=True),
         renderer=LatentRenderer(model),
         reward=PlaygroundJudge(),
         column="overall",

@@ -12,7 +12,7 @@ from retouch.models.emu3.model import Emu3Editor
 from retouch.playground.judges.judge import PlaygroundJudge
 from retouch.playground.models import playground_weights
 from retouch.playground.world.scenes import SIZE
-from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.playground.world.tasks import PlaygroundData
 from retouch.policies.autoregressive.decoding import Decoding
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.weights import WeightCopies
@@ -88,7 +88,7 @@ def measure(editor: Emu3Editor) -> dict[str, float]:
     policy = AutoregressivePolicy(editor, decoding=decoding, microbatch=HELD_OUT, copies=WeightCopies(editor.module))
     ceiling, edited = held_out(
         policy,
-        tasks=PlaygroundTasks(seed=1, count=HELD_OUT, complexity=[1, 2, 3], split="test"),
+        tasks=PlaygroundData(seed=1, count=HELD_OUT, complexity=[1, 2, 3], split="test").tasks(in_turn=True),
         renderer=CodesRenderer(editor, rows=HELD_OUT),
         reward=PlaygroundJudge(),
         column="overall",

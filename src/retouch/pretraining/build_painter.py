@@ -11,7 +11,7 @@ from retouch.models.qwen_image.model import QwenImage
 from retouch.models.qwen_vl.model import QwenWriter
 from retouch.playground.judges.painting_judge import PaintingJudge
 from retouch.playground.models import PlaygroundModel, playground_weights
-from retouch.playground.world.paintings import PaintingTasks
+from retouch.playground.world.paintings import PaintingData
 from retouch.policies.autoregressive.decoding import Decoding
 from retouch.policies.autoregressive.demonstrating import demonstrates
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
@@ -89,7 +89,7 @@ def measure(model: QwenImage, writer: QwenWriter) -> dict[str, float]:
     painter = FlowPainter(model, num_steps=EVAL_STEPS, reads=lambda prompt: accepts_prompt(model, prompt))
     right, enhanced = held_out(
         policy,
-        tasks=PaintingTasks(seed=1, count=HELD_OUT, complexity=[1, 2, 3, 4], split="test"),
+        tasks=PaintingData(seed=1, count=HELD_OUT, complexity=[1, 2, 3, 4], split="test").tasks(in_turn=True),
         renderer=PromptRenderer(painter, cut_off="fault", rows=HELD_OUT),
         reward=PaintingJudge(),
         column="overall",

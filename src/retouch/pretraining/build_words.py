@@ -5,7 +5,7 @@ from pathlib import Path
 
 from retouch.models.flux.fill import FluxFill
 from retouch.playground.models import playground_weights
-from retouch.playground.world.words import WordTasks
+from retouch.playground.world.words import WordData
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.denoising.transitions import ODETransition
@@ -78,7 +78,7 @@ def measure(model: FluxFill, judge: OcrReward) -> dict[str, float]:
     )
     ceiling, painted = held_out(
         policy,
-        tasks=WordTasks(seed=1, count=HELD_OUT, split="test"),
+        tasks=WordData(seed=1, count=HELD_OUT, split="test").tasks(),
         renderer=LatentRenderer(model),
         reward=judge,
         column="correctness",

@@ -12,9 +12,7 @@ from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.qwen_image.responses import QwenResponses, writer_for
 from retouch.playground.judges.judge import PlaygroundJudge
 from retouch.playground.models import PlaygroundModel
-from retouch.playground.world.changed import Changed
-from retouch.playground.world.indirect import indirect
-from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.playground.world.indirect import IndirectPlaygroundData
 from retouch.policies.autoregressive.decoding import Decoding
 from retouch.policies.autoregressive.demonstrating import demonstrates
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
@@ -58,7 +56,7 @@ def build_writer(out: Path | None, *, seed: int, writer: WriterTraining = WRITER
 
 def measure_writer(editor: QwenImageEdit, module: Qwen2_5_VLForConditionalGeneration) -> dict[str, float]:
     """Held-out means of what the editor makes of the writer's likeliest words and of the right ones, by reader and complexity."""
-    tasks = Changed(PlaygroundTasks(seed=1, count=HELD_OUT, complexity=[1, 2, 3], split="test"), indirect)
+    tasks = IndirectPlaygroundData(seed=1, count=HELD_OUT, complexity=[1, 2, 3], split="test").tasks(in_turn=True)
     policy = AutoregressivePolicy(
         writer_for(editor, module),
         decoding=Decoding(max_new_tokens=LONGEST),

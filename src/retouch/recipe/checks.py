@@ -7,7 +7,6 @@ from retouch.data.sampler import check_arithmetic
 from retouch.models.base import ImportedModel
 from retouch.objectives.base import ObjectiveContext
 from retouch.policies.denoising.rollout import DenoisingRollout
-from retouch.recipe.data import PicturedData, PromptData, TokenData
 from retouch.recipe.emu3 import TokenModel
 from retouch.recipe.image_checks import image_model_problems, picture_problems
 from retouch.recipe.ip_adapter import lora_of
@@ -131,13 +130,14 @@ def _phases(recipe: "RecipeKeys") -> Iterator[str]:
         tokens = phase.rollout.writes_tokens
         yield from recipe.advantage.problems(phase.objective, objective_key=at["objective"], writes_tokens=tokens)
         if phase.imitates:
-            if isinstance(phase.data, PromptData):
-                yield f"{at['data']}: prompts have no targets, and {phase.objective.label} needs them; take folder or hub data"
+            if phase.data.contents().target is False:
+                has = f"{phase.data.label} have no targets"
+                yield f"{at['data']}: {has}, and {phase.objective.label} needs them; take folder or hub data"
         else:
             yield from _exploration(recipe, phase, at)
-        yield from _data(recipe, phase, at["data"])
-        if index == 0:
-            yield from _held_out(recipe, phase, at["data"])
+        yield from reward_data_problems(recipe, phase, at["data"])
+        yield from picture_problems(recipe, phase, at["data"])
+        yield from phase.data.problems(at["data"], eval_split=recipe.eval.split if index == 0 else None)
         warmup = recipe.optimizer.warmup_steps
         if phase.steps and warmup > phase.steps:
             yield f"optimizer.warmup_steps: {warmup} exceeds the {phase.steps} steps of phase {phase.name!r}; take fewer"
@@ -182,32 +182,3 @@ def _token_kinds(policy: DenoisingPolicyKeys | AutoregressivePolicy) -> frozense
     if isinstance(model, TokenModel):
         return frozenset({"text", "vision"} if model.think else {"vision"})
     return frozenset({"text"})
-
-
-def _data(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Iterator[str]:
-    model = recipe.image_model
-    yield from reward_data_problems(recipe, phase, at)
-    yield from picture_problems(recipe, phase, at)
-    if isinstance(phase.data, TokenData):
-        if not isinstance(model, TokenModel | ImportedModel):
-            yield f"{at}.kind: tokens are for a policy that writes pictures as tokens, emu3 say, and not for {model.kind}"
-        yield from _coefficients(phase.data, at)
-
-
-def _held_out(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Iterator[str]:
-    """A run is evaluated on what its first phase holds out, unless it asks for the training tasks."""
-    if not isinstance(phase.data, PicturedData | PromptData | TokenData):
-        return
-    if isinstance(phase.data, TokenData) and phase.data.validation_lists:
-        return
-    if recipe.eval.split == "train" and (phase.data.held_out or isinstance(phase.data, TokenData)):
-        yield f"eval.split: train judges by tasks that train, so none need be held out; take {at}.held_out 0, or another split"
-    if recipe.eval.split != "train" and not phase.data.held_out:
-        yield f"{at}.held_out: 0 leaves nothing to judge the run by; give 0.1, or eval.split train where there is too little"
-
-
-def _coefficients(data: TokenData, at: str) -> Iterator[str]:
-    for prefix in ("", "validation_"):
-        names, numbers = getattr(data, f"{prefix}lists"), getattr(data, f"{prefix}coefficients")
-        if numbers and len(numbers) != len(names):
-            yield f"{at}.{prefix}coefficients: {len(numbers)} for {len(names)} lists; give one each, or none"

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from retouch.models.base import ImageModel
-from retouch.recipe.data import FolderData, HubData, TripletData, WordData
 from retouch.recipe.ip_adapter import IpAdapter
 
 if TYPE_CHECKING:
@@ -27,11 +26,9 @@ def ip_adapter_problems(recipe: "RecipeKeys") -> Iterator[str]:
     for index, phase in enumerate(phases):
         own = recipe.phases is not None and recipe.phases[index].data is not None
         at = f"phases.{index}.data" if own else "data"
-        match phase.data:
-            case WordData() | TripletData() | FolderData():
-                pass  # a row of a folder without one is named when it is read
-            case HubData(columns=columns):
-                if "reference" not in columns:
-                    yield f"{at}.columns: an IP-Adapter reads a reference picture; say which column `reference` is"
-            case other:
-                yield f"{at}.kind: {other.kind} have no reference picture, which an IP-Adapter reads; take triplets, folder or hub"
+        if phase.data.contents().reference is not False:
+            continue  # a row of a folder without a reference is reported when it is read
+        if "columns" in type(phase.data).model_fields:
+            yield f"{at}.columns: an IP-Adapter reads a reference image; say which column `reference` is"
+        else:
+            yield f"{at}.kind: {phase.data.label} have no reference image, which an IP-Adapter reads; take triplets, folder or hub"

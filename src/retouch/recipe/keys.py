@@ -6,11 +6,12 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue
 
 from retouch.config.section import Cadence, Count, Positive, Section
+from retouch.data.base import DataSource, Mixture, SplitName
+from retouch.data.kinds import DATA
 from retouch.models.base import ImageModel, ImportedModel
 from retouch.objectives.advantages import Advantage, GroupAdvantage
 from retouch.objectives.base import Objective
 from retouch.objectives.kinds import ADVANTAGES, OBJECTIVES
-from retouch.recipe.data import Data, DrawnData, IndirectPlaygroundData, Mixture, PaintingData, PlaygroundData, WordData
 from retouch.recipe.devices import Devices
 from retouch.recipe.emu3 import TokenModel
 from retouch.recipe.optimizer import Optimizer
@@ -35,7 +36,7 @@ class Evaluation(Section):
     """Number of held-out tasks."""
     seed: int = 0
     """Seed of the held-out tasks, and of the noise that their images start from."""
-    split: Literal["train", "validation", "test"] = "test"
+    split: SplitName = "test"
     """Held-out split of the playground. With other data, ``train`` evaluates on the training tasks, for data sets too small to hold
     any out (``data.held_out: 0``); this measures fit, not generalisation."""
     complexity: Mixture | None = None
@@ -133,7 +134,7 @@ class RecipeKeys(Section):
     """How the policy samples during training."""
     renderer: Renderer | None = None
     """Makes images from the completions of a language-model policy; a denoising policy has no renderer."""
-    data: Data
+    data: Annotated[DataSource, DATA]
     """The tasks."""
     reward: Reward
     """The reward of a sample."""
@@ -186,18 +187,10 @@ class RecipeKeys(Section):
             keep_optimizer=phase.keep_optimizer,
         )
 
-    def eval_data(self) -> Data:
+    def eval_data(self) -> DataSource:
         """The data of evaluation: the run's data, changed for held-out tasks as ``eval`` says."""
-        if not isinstance(self.data, DrawnData):
-            return self.data
-        changes: dict[str, object] = {"count": self.eval.tasks, "seed": self.eval.seed, "split": self.eval.split}
-        if isinstance(self.data, WordData):
-            return self.data.model_copy(update=changes | {"slips": 0})
-        if isinstance(self.data, PlaygroundData):
-            changes |= {"vain": 0, "unfinished": 0}
-        if isinstance(self.data, IndirectPlaygroundData | PaintingData):
-            changes["lazy"] = 0
-        return self.data.model_copy(update=changes | ({} if self.eval.complexity is None else {"complexity": self.eval.complexity}))
+        given = self.eval
+        return self.data.for_evaluation(tasks=given.tasks, seed=given.seed, split=given.split, complexity=given.complexity)
 
     @property
     def image_model(self) -> ImageModel | TokenModel:

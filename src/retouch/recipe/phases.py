@@ -6,10 +6,11 @@ from typing import Annotated
 from pydantic import Field
 
 from retouch.config.section import Cadence, Count, Positive, Section
+from retouch.data.base import DataSource
+from retouch.data.kinds import DATA
 from retouch.data.sampler import steps_for_passes
 from retouch.objectives.base import Objective
 from retouch.objectives.kinds import OBJECTIVES
-from retouch.recipe.data import Data
 from retouch.recipe.rollout import Rollout
 
 
@@ -30,7 +31,7 @@ class Phase(Section):
     """Tasks per training step, over all ranks."""
     group_size: Count | None = None
     """Samples per task."""
-    data: Data | None = None
+    data: Annotated[DataSource, DATA] | None = None
     """The tasks."""
     rollout: Rollout | None = None
     """How the policy samples during training."""
@@ -49,7 +50,7 @@ class ResolvedPhase:
     learning_rate: float
     tasks_per_step: int
     group_size: int
-    data: Data
+    data: DataSource
     rollout: Rollout
     keep_optimizer: bool
 

@@ -4,9 +4,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from retouch.config.imports import nearest
+from retouch.playground.world.paintings import PaintingData
+from retouch.playground.world.tasks import PlaygroundData
+from retouch.playground.world.words import WordData
 from retouch.recipe import judges
 from retouch.recipe import reward_local as local
-from retouch.recipe.data import PaintingData, PlaygroundData, PromptData, WordData
 from retouch.recipe.phases import ResolvedPhase
 from retouch.recipe.reward import Several
 from retouch.recipe.reward_classes import columns_of, parts_of, parts_of_all
@@ -74,7 +76,8 @@ def _judge(recipe: "RecipeKeys", path: str, prefix: str, part: judges.JudgeRewar
 def reward_data_problems(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Iterator[str]:
     """Whether a phase's tasks, whose section is at ``at``, have what the rewards look at."""
     for path, _, part in parts_of_all(recipe):
-        other = f"{at}.kind is {phase.data.kind!r}; take photos or import"
+        has, kind = phase.data.contents(), f"{at}.kind {phase.data.label!r}"
+        other = f"{at}.kind is {phase.data.label!r}; take photos or import"
         if isinstance(part, local.PlaygroundReward) and not isinstance(phase.data, PlaygroundData):
             yield f"{path}.kind: playground judges its own edits only, and {other}"
         if isinstance(part, local.PaintingReward) and not isinstance(phase.data, PaintingData):
@@ -82,8 +85,8 @@ def reward_data_problems(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) ->
         if isinstance(part, local.SignReward) and not isinstance(phase.data, WordData):
             yield f"{path}.kind: playground-signs judges signs of playground-words only, and {other}"
         compares = isinstance(part, _COMPARE) or (isinstance(part, judges.AspectsReward) and "identity" in part.aspects)
-        if compares and isinstance(phase.data, PromptData | PaintingData):
+        if compares and has.images is False:
             what = "aspects: identity" if isinstance(part, judges.AspectsReward) else f"kind: {part.kind}"
-            yield f"{path}.{what} compares with a source picture, and {at}.kind {phase.data.kind!r} has none; leave it out"
-        if isinstance(part, judges.GroundReward) and isinstance(phase.data, PromptData):
-            yield f"{path}.kind: ground compares with a target picture, and {at}.kind 'prompts' has none; take folder or hub data"
+            yield f"{path}.{what} compares with a source picture, and {kind} has none; leave it out"
+        if isinstance(part, judges.GroundReward) and has.target is False:
+            yield f"{path}.kind: ground compares with a target picture, and {kind} has none; take folder or hub data"

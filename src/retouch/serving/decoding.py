@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from PIL import Image
 from pydantic import ValidationError
 
-from retouch.data.images import Picture, load_image, read_header
+from retouch.data.images import EncodedImage, load_image, read_header
 from retouch.rewards.wire.bodies import Blob, decode_body
 from retouch.rewards.wire.errors import ErrorCode, RequestError
 from retouch.rewards.wire.schema import BatchDocument, BatchItem, PictureHead, TaskHead
@@ -77,7 +77,7 @@ def _size(head: PictureHead, blob: Blob, limits: Limits) -> tuple[int, int] | Er
         return "bad_picture"
     else:
         try:
-            size = read_header(Picture("picture", bytes(blob)), max_pixels=limits.max_pixels).size
+            size = read_header(EncodedImage("picture", bytes(blob)), max_pixels=limits.max_pixels).size
         except ValueError:
             return "bad_picture"
     return size if size[0] * size[1] <= limits.max_pixels else "bad_picture"
@@ -87,7 +87,7 @@ def _pixels(head: PictureHead, blob: Blob, size: tuple[int, int], limits: Limits
     if head.form == "raw":
         return Image.frombytes(head.mode, size, bytes(blob))
     try:
-        image = load_image(Picture("picture", bytes(blob)), max_pixels=limits.max_pixels)
+        image = load_image(EncodedImage("picture", bytes(blob)), max_pixels=limits.max_pixels)
     except ValueError:
         return "bad_picture"
     # A greyscale file is loaded as RGB with equal channels; converting it to L gives the same grey values.

@@ -150,7 +150,7 @@ def test_training_on_it_needs_leave_and_another_set_is_named(folder):
     with pytest.raises(ValueError, match=r"data\.allow_test_sets"):
         build_sets(refused, refused.data, size=None)
     published = recipe()
-    with pytest.raises(ValueError, match=r"UCSC-VLAA/GPT-Image-Edit-1.5M has complex instructions .* data.allow_test_sets"):
+    with pytest.raises(ValueError, match=r"UCSC-VLAA/GPT-Image-Edit-1.5M has similar complex instructions .* data.allow_test_sets"):
         build_sets(published, published.data, size=None)
 
 

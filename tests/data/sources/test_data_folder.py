@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from retouch.data.images import Area, Exact
-from retouch.data.rows import JoinedRows, sources
+from retouch.data.rows import sources
 from retouch.data.sources.folder import path_under, read_folder
 from retouch.data.tasks import Subset, Tasks
 
@@ -114,9 +114,9 @@ def test_other_names_are_read_by_a_column_map(photos):
         (0, 0, 255),
         {"info": {"cut": [{"out": "out/a.png"}]}},
     )
-    with pytest.raises(ValueError, match="'instrution' is no field; 'instruction' is"):
+    with pytest.raises(ValueError, match="'instrution' is not a field; 'instruction' is"):
         read_folder(photos, columns={"instrution": "words"})
-    with pytest.raises(ValueError, match=r"'target' is to be read from 'after', but .* has only src, words, info"):
+    with pytest.raises(ValueError, match=r"'target' should be read from 'after', but .* has only src, words, info"):
         read_folder(photos, columns={**columns, "target": "after"})
 
 
@@ -223,9 +223,7 @@ def test_sources_do_not_depend_on_where_the_folder_lies(photos, tmp_path):
     assert sources(read_folder(tmp_path / "moved"), [0]) == ["scene 4"]
 
 
-def test_subsets_and_joined_rows(photos, tmp_path):
+def test_subsets(photos):
     tasks = Tasks(read_folder(photos), resize=None)
     assert [task.id for task in Subset(tasks, [1, 0, 1])] == ["photos/2", "17", "photos/2"]
     assert [task.id for task in tasks[1:]] == [task.id for task in Subset(tasks, [1, 0, 1])[::2]][:1] == ["photos/2"]
-    both = JoinedRows([read_folder(photos), read_folder(photos, name="again")])
-    assert [both[index].id for index in range(len(both))] == ["17", "photos/2", "17", "again/2"]

@@ -133,7 +133,7 @@ def test_a_table_cannot_point_at_other_files_of_this_machine(tmp_path):
         # Not to_parquet, which would put the file's own bytes into the table.
         pyarrow.parquet.write_table(rows.data.table, tmp_path / "edits/train.parquet")
         problems = check(read_hub(tmp_path / "edits", cache_dir=tmp_path / path.replace("/", "_")[-40:]))
-        assert ["lies outside the data set" in problem.what for problem in problems] == [True]
+        assert ["is outside the data set" in problem.what for problem in problems] == [True]
 
 
 def test_rows_that_come_from_one_picture_have_one_source(tmp_path):
@@ -150,7 +150,7 @@ def test_what_is_missing_is_said(tmp_path):
         read_hub(path, columns=COLUMNS)
     with pytest.raises(ValueError, match="name one of its splits: train, dev"):
         read_hub(path, split="test", columns=COLUMNS)
-    with pytest.raises(ValueError, match=r"'image' is to be read from 'src', but .* has only"):
+    with pytest.raises(ValueError, match=r"'image' should be read from 'src', but .* has only"):
         read_hub(path, split="dev", columns={"image": "src"})
     with pytest.raises(ValueError, match="has no revision 'abc'"):
         read_hub(path, split="dev", revision="abc")
@@ -179,5 +179,5 @@ def test_bad_cells_are_listed_by_row(tmp_path):
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "bad")
     problems = check(read_path(tmp_path / "bad"))
     assert [(problem.line, problem.severity) for problem in problems] == [(1, "error"), (2, "error"), (3, "error"), (4, "error")]
-    words = ["truncated", "without bytes", "no source picture", "no instruction"]
+    words = ["truncated", "without bytes", "no source image", "no instruction"]
     assert all(word in problem.what for word, problem in zip(words, problems, strict=True))

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL.Image import new
 
-from retouch.data.check import accept, check, read_path
+from retouch.data.check import check, read_path
 from retouch.data.sources.features import LONGEST_THOUGHT, Feature, read_feature, thought_of
-from retouch.data.sources.tokens import DecodedTasks, TokenRows, mixed
-from retouch.data.tasks import Tasks
+from retouch.data.sources.tokens import TokenRows, mixed, with_decoded_images
+from retouch.data.tasks import MappedTasks, Tasks
+from retouch.data.validation import accept
 
 GRID = (2, 3)
 
@@ -75,10 +77,10 @@ class Evil:
 
 def test_nothing_but_plain_values_is_opened(tmp_path, capsys):
     torch.save(earl(CoT=Evil()), tmp_path / "7.pth")
-    with pytest.raises(ValueError, match=r"7\.pth: holds more than numbers"):
+    with pytest.raises(ValueError, match=r"7\.pth: contains more than numbers"):
         read_feature(tmp_path / "7.pth", trusted=True)
     torch.save(earl(original_image=np.array([[Evil()]], dtype=object)), tmp_path / "8.pth")
-    with pytest.raises(ValueError, match=r"8\.pth: holds more"):
+    with pytest.raises(ValueError, match=r"8\.pth: contains more"):
         read_feature(tmp_path / "8.pth", trusted=True)
     (tmp_path / "9.pth").write_bytes(b"no file of torch's")
     with pytest.raises(ValueError, match=r"9\.pth"):
@@ -91,10 +93,10 @@ def test_nothing_but_plain_values_is_opened(tmp_path, capsys):
     [
         ({"original_image": None}, "has no original_image"),
         ({"edited_image": np.zeros((3, 3), dtype=int)}, "edited_image is 3x3 codes, and original_image 2x3"),
-        ({"original_image": np.zeros(GRID)}, "no grid of whole numbers"),
+        ({"original_image": np.zeros(GRID)}, "not a grid of whole numbers"),
         ({"original_image": np.full(GRID, -1)}, "the code -1"),
         ({"original_image": np.zeros(6, dtype=int)}, r"the shape \(6,\)"),
-        ({"instruction": " "}, "its instruction is no text"),
+        ({"instruction": " "}, "its instruction is not a text"),
     ],
 )
 def test_what_is_wrong_is_said_by_file(tmp_path, changes, said):
@@ -108,6 +110,10 @@ def test_a_thought_is_trimmed():
     assert thought_of({}) is thought_of(None) is thought_of(" ") is None
 
 
+def sums_as_pixels(codes):
+    return [new("RGB", (1, 1), (int(grid.sum()), 0, 0)) for grid in codes]
+
+
 def test_lists_become_rows_and_tasks(tmp_path):
     here, there = save(tmp_path / "omniedit", [feature(k) for k in range(3)]), save(tmp_path / "a" / "omniedit", [earl(9)])
     rows = TokenRows([here.parents[1], there], trusted=True)
@@ -116,7 +122,7 @@ def test_lists_become_rows_and_tasks(tmp_path):
     assert good == (0, 1, 2, 3)
     assert not found
     assert [rows[k].id for k in good] == ["omniedit/edit/0", "omniedit/edit/1", "omniedit/edit/2", "omniedit#2/9"]
-    tasks = DecodedTasks(Tasks(rows, resize=None), lambda codes: [new("RGB", (1, 1), (int(grid.sum()), 0, 0)) for grid in codes])
+    tasks = MappedTasks(Tasks(rows, resize=None), partial(with_decoded_images, decode=sums_as_pixels))
     task = tasks[1:][0]
     assert task.meta["source_codes"] == feature(1).source.tolist()
     assert (task.images[0].getpixel((0, 0))[0], task.target.getpixel((0, 0))[0]) == (15 + 6, 15 + 12)
@@ -148,7 +154,7 @@ def test_faults_are_found_by_file_before_anything_is_learnt(tmp_path):
     rows.require(good, grid=GRID, codes=10)
     with pytest.raises(ValueError, match=r"(?s)1 of 2 .*3\.safetensors: the code 9, and the autoencoder has 9"):
         rows.require(good, grid=GRID, codes=9)
-    with pytest.raises(ValueError, match=r"2 of 2 .*\n  .*/feature/0\.safetensors: 2x3 codes, and the model's pictures have 3x3"):
+    with pytest.raises(ValueError, match=r"2 of 2 .*\n  .*/feature/0\.safetensors: 2x3 codes, and the model's images have 3x3"):
         rows.require(good, grid=(3, 3), codes=10)
 
 

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageDraw
 
-from retouch.data.check import accept, check, read_path
+from retouch.data.check import check, read_path
 from retouch.data.guard import refuse_test_sets
-from retouch.data.problems import BadRow
+from retouch.data.rows import BadRow
 from retouch.data.sources.triplets import TripletRows
 from retouch.data.tasks import Tasks
+from retouch.data.validation import accept
 
 SIZE = (48, 32)
 BOX = (8, 8, 30, 20)
@@ -64,7 +65,7 @@ def test_another_items_reference_is_drawn_by_the_seed(folder: Path) -> None:
 
 def test_another_items_reference_needs_another_item(folder: Path) -> None:
     (folder / "self_bench.txt").write_text("3-Azir\n")
-    with pytest.raises(ValueError, match="another item is asked for, and 1 items have one"):
+    with pytest.raises(ValueError, match="needs at least 2 items with a reference, and 1 have one"):
         TripletRows(folder, reference="other")
 
 

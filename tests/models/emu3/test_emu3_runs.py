@@ -122,5 +122,5 @@ def test_parts_that_do_not_belong_together_are_refused(document, folder):
     kept = parse(document(objective={**gradient, "tokens": "text"}, policy__model__think=True)).document()
     assert kept["objective"]["tokens"] == "text"
     assert "tokens" not in parse(document(objective=gradient)).document()["objective"]
-    with pytest.raises(ValueError, match="no source picture"):
+    with pytest.raises(ValueError, match="no source image"):
         parse(document(data={"kind": "prompts", "path": "prompts.txt"}))

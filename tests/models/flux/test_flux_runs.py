@@ -15,9 +15,8 @@ import tiny_flux_runs
 import tiny_models
 from published_plans import plan
 from retouch import cli
-from retouch.assembly.model import lora_targets
-from retouch.data.fitting import FittingRows
-from retouch.data.problems import BadRow
+from retouch.data.requirements import RequiredRows, RowRequirements
+from retouch.data.rows import BadRow
 from retouch.data.sources.triplets import TripletRows
 from retouch.doctor.memory import describe, footprint
 from retouch.inference.exporting import export_target
@@ -104,9 +103,12 @@ def test_guidance_is_told_and_left_out_where_it_is_not(folders: dict[str, Path],
 
 def test_a_row_without_a_mask_or_with_pictures_too_many_is_named_by_its_line(triplets: Path) -> None:
     rows = TripletRows(triplets, reference="own")
-    assert FittingRows(rows, pictures=(1, 1), mask=True, model="flux-fill", takes="one picture and a mask")[1].text == "blue-ish"
-    with pytest.raises(BadRow, match=r"self_bench\.txt:2: error: flux takes no picture, and this row has 1 picture$"):
-        FittingRows(rows, pictures=(0, 0), mask=False, model="flux", takes="no picture")[1]
+    assert (
+        RequiredRows(rows, RowRequirements(images=(1, 1), mask=True, model="flux-fill", takes="one picture and a mask"))[1].text
+        == "blue-ish"
+    )
+    with pytest.raises(BadRow, match=r"self_bench\.txt:2: error: flux takes no picture, and this row has 1 image$"):
+        RequiredRows(rows, RowRequirements(images=(0, 0), model="flux", takes="no picture"))[1]
 
 
 def test_folders_are_read_before_the_model_is(tmp_path: Path, folders: dict[str, Path], triplets: Path) -> None:
@@ -222,7 +224,7 @@ def test_the_tiny_recipe_trains_on_the_good_item_and_names_the_broken_one(tmp_pa
     assert "<h2>Trained-on scores</h2>" in page
     assert "fit and no gain" in page
     assert "eld-out" not in page
-    with pytest.raises(ValueError, match="are for testing, not for training"):
+    with pytest.raises(ValueError, match="are test sets, not for training"):
         cli.main(["train", TINY, "--set", f"data.path={tmp_path / 'items'}", "--set", f"out={tmp_path / 'other'}", "--debug"])
 
 

@@ -20,7 +20,7 @@ from retouch.inference.opening import open_target
 from retouch.models.ip_adapter import adapter as ip_adapter
 from retouch.models.ip_adapter import files as ip_adapter_files
 from retouch.playground.models import playground_weights
-from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.playground.world.tasks import PlaygroundData
 from retouch.policies.denoising.reference_dropout import unshown
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.files import read_json
@@ -43,7 +43,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     photos = root / "photos"
     photos.mkdir()
     lines = []
-    for number, task in enumerate(PlaygroundTasks(seed=0, count=6, complexity=[1], split="train")):
+    for number, task in enumerate(PlaygroundData(seed=0, count=6, complexity=[1]).tasks(in_turn=True)):
         assert task.target is not None
         names = {part: f"{number}-{part}.png" for part in ("image", "target", "reference")}
         task.images[0].save(photos / names["image"])
@@ -185,14 +185,14 @@ def test_the_reference_copy_is_the_adapter_at_its_start(world: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data": {"kind": "playground", "complexity": [1], "count": 4}}, r"data.kind: playground have no reference picture"),
+        ({"data": {"kind": "playground", "complexity": [1], "count": 4}}, r"data.kind: playground have no reference image"),
         ({"train": {"blocks": "all"}}, r"policy.train.blocks: Qwen-Image has double blocks alone"),
         ({"phases": None, "steps": 2}, r"policy.train.dropout: no phase is supervised"),
         ({"train": {"scale": 0}}, r"policy.train.scale"),
         ({"train": {"lora": {"kind": "lora", "rank": 2, "alpha": 4, "dropout": 0.1}}}, r"policy.train.lora.dropout: 0.1 makes"),
         (
             {"data": {"kind": "hub", "path": "a/b", "columns": {"instruction": "x", "image": "y"}}},
-            r"data.columns: an IP-Adapter reads a reference picture",
+            r"data.columns: an IP-Adapter reads a reference image",
         ),
     ],
 )
@@ -208,7 +208,7 @@ def test_a_row_without_a_reference_is_named(world: Path, tmp_path: Path) -> None
             (tmp_path / line[part]).write_bytes((world / "photos" / line[part]).read_bytes())
         del line["reference"]
     (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with pytest.raises(ValueError, match=r"metadata.jsonl:1: error: an IP-Adapter reads a reference picture, and this row"):
+    with pytest.raises(ValueError, match=r"metadata.jsonl:1: error: an IP-Adapter reads a reference image, and this row"):
         assemble(recipe(world, data={"kind": "folder", "path": str(tmp_path), "held_out": 2}), Ranks())
 
 

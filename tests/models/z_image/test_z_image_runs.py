@@ -70,7 +70,7 @@ def test_rl_with_guidance_and_what_diffusers_makes_of_the_adapter(weights: Path,
 
 def test_a_recipe_is_checked_before_its_weights_are_looked_for(tmp_path: Path) -> None:
     without = {key: value for key, value in PUBLISHED.items() if key != "size"}
-    with pytest.raises(ValueError, match=r"policy\.model\.size: missing; z-image has no source picture"):
+    with pytest.raises(ValueError, match=r"policy\.model\.size: missing; z-image has no source image"):
         parse(recipe_of(without, tmp_path))
     with pytest.raises(ValueError, match=r"policy\.model\.guidance: unknown key; only .*'flux' .* has it, and this is 'z-image'"):
         parse(recipe_of({**PUBLISHED, "guidance": 3.5}, tmp_path))

@@ -12,14 +12,14 @@ from retouch.assembly.reward import build_reward
 from retouch.playground.judges.sign_judge import SignJudge, paper_and_ink
 from retouch.playground.models import playground_weights
 from retouch.playground.world import words
-from retouch.playground.world.words import INKS, PAPERS, Style, WordTasks
+from retouch.playground.world.words import INKS, PAPERS, Style, WordData
 from retouch.pretraining.networks.words import targets
 from retouch.protocols import Reward
 from retouch.recipe.recipe import load
 from retouch.types import Sample, Task
 
 JUDGE = SignJudge()
-TASKS = WordTasks(seed=5, count=120, split="test", apart=True)[:]
+TASKS = WordData(seed=5, count=120, split="test", apart=True).tasks()[:]
 
 
 def scores(made: list[tuple[Task, Image.Image | None]]) -> dict[str, torch.Tensor]:

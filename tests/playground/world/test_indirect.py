@@ -2,14 +2,14 @@
 
 from functools import partial
 
-from retouch.playground.world.changed import Changed
+from retouch.data.tasks import MappedTasks
 from retouch.playground.world.edits import Edit
-from retouch.playground.world.indirect import completion, indirect, names
-from retouch.playground.world.instructions import JOINS, PHRASES, content, phrase, vocabulary
+from retouch.playground.world.indirect import indirect, names
+from retouch.playground.world.instructions import JOINS, PHRASES, completion, content, phrase, vocabulary
 from retouch.playground.world.scenes import COLOURS, Scene, Thing
-from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.playground.world.tasks import PlaygroundData
 
-TASKS = PlaygroundTasks(seed=2, count=150, complexity=[1, 2, 3], split="train")[:]
+TASKS = PlaygroundData(seed=2, count=150, complexity=[1, 2, 3]).tasks(in_turn=True)[:]
 
 
 def edits_of(task):
@@ -17,7 +17,7 @@ def edits_of(task):
 
 
 def test_what_is_asked_stays_the_same_in_other_words():
-    for task, other in zip(TASKS, Changed(TASKS, indirect), strict=True):
+    for task, other in zip(TASKS, MappedTasks(TASKS, indirect), strict=True):
         assert other.id.startswith(task.id)
         assert (other.tags, other.meta["scene"], other.meta["edits"]) == (task.tags, task.meta["scene"], task.meta["edits"])
         assert other.target.tobytes() == task.target.tobytes()
@@ -27,7 +27,7 @@ def test_what_is_asked_stays_the_same_in_other_words():
 
 def test_the_words_are_the_editors_own():
     known = set(vocabulary())
-    for task in Changed(TASKS, indirect):
+    for task in MappedTasks(TASKS, indirect):
         assert set(task.instruction.replace(",", " ,").replace(";", " ;").split()) <= known
 
 
@@ -75,7 +75,7 @@ def test_with_the_picture_a_clause_means_one_edit_and_without_it_many():
 
 
 def test_a_lazy_completion_says_nothing_of_several_edits():
-    lazy, whole = Changed(TASKS, partial(indirect, lazy=0.6)), Changed(TASKS, indirect)
+    lazy, whole = MappedTasks(TASKS, partial(indirect, lazy=0.6)), MappedTasks(TASKS, indirect)
     cut = 0
     for task, other in zip(lazy, whole, strict=True):
         assert task.instruction == other.instruction

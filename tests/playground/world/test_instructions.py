@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retouch.core.random import generator
-from retouch.playground.world.edits import Edit, random_edits
+from retouch.playground.world.edits import Edit
 from retouch.playground.world.instructions import KEEPS, PHRASES, content, corpus, instruction, phrase, untouched, vocabulary
 from retouch.playground.world.scenes import THINGS, Scene, Thing, random_scene
-from scene_reader import meaning, read, singles
+from scene_reader import meaning, random_edits, read, singles
 
 
 def test_no_two_single_edits_share_a_text() -> None:

@@ -4,15 +4,17 @@ import hashlib
 import itertools
 import re
 from collections import Counter
+from typing import get_args
 
 import pytest
 
 from retouch.core.random import generator
+from retouch.data.base import SplitName
 from retouch.playground.world import descriptions, requests
 from retouch.playground.world.descriptions import GROUNDS, Placed, description, free_description, placed
-from retouch.playground.world.drawn import SPLITS
-from retouch.playground.world.paintings import PaintingTasks
-from retouch.playground.world.scenes import COLOURS, PLACES, SHAPES, Scene, Thing, render
+from retouch.playground.world.paintings import PaintingData
+from retouch.playground.world.rendering import render
+from retouch.playground.world.scenes import COLOURS, PLACES, SHAPES, Scene, Thing
 from retouch.playground.world.tasks import canonical
 from retouch.types import Task
 
@@ -20,9 +22,11 @@ LEVELS = [1, 2, 3, 4]
 ONE = re.compile(rf"({'|'.join(COLOURS)}) ({'|'.join(SHAPES)}) ({'|'.join(PLACES)})")
 GROUND = re.compile(rf"({'|'.join(GROUNDS)}) picture")
 
+SPLITS = get_args(SplitName)
+
 
 def tasks(split="train", count=200, seed=0, **more):
-    return PaintingTasks(**{"seed": seed, "count": count, "complexity": LEVELS, "split": split, **more})
+    return PaintingData(**{"seed": seed, "count": count, "complexity": LEVELS, "split": split, **more}).tasks(in_turn=True)
 
 
 def read(text: str) -> tuple[list[str], list[Placed]]:
@@ -148,7 +152,7 @@ def test_the_plain_form_is_the_ground_and_then_the_things():
         ({"lazy": 1.5}, "lazy"),
         ({"complexity": []}, "complexity"),
         ({"complexity": [5]}, "complexity"),
-        ({"complexity": {1: -1.0, 2: 2.0}}, "weights"),
+        ({"complexity": {1: -1.0, 2: 2.0}}, "complexity.1"),
     ],
 )
 def test_bad_settings_are_refused(wrong, message):

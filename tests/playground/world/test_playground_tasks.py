@@ -3,24 +3,29 @@
 import hashlib
 import itertools
 from collections import Counter
+from collections.abc import Sequence
+from typing import get_args
 
 import numpy as np
 import pytest
 
-from retouch.playground.world.drawn import SPLITS, Split
+from retouch.data.base import SplitName
 from retouch.playground.world.edits import KINDS, Edit, apply
 from retouch.playground.world.instructions import content
-from retouch.playground.world.scenes import Scene, Thing, render
-from retouch.playground.world.tasks import PlaygroundTasks, canonical, split_of
+from retouch.playground.world.rendering import render
+from retouch.playground.world.scenes import Scene, Thing
+from retouch.playground.world.tasks import PlaygroundData, canonical, split_of
 from retouch.types import Task
 from scene_reader import meaning, read, singles
 
 LEVELS = [1, 2, 3, 4]
 
+SPLITS = get_args(SplitName)
 
-def tasks(split: Split, count: int = 200, seed: int = 0, **more: object) -> PlaygroundTasks:
+
+def tasks(split: SplitName, count: int = 200, seed: int = 0, **more: object) -> Sequence[Task]:
     """Tasks of all complexities."""
-    return PlaygroundTasks(seed=seed, count=count, split=split, **{"complexity": LEVELS, "filler": 0.3, **more})  # type: ignore[arg-type]
+    return PlaygroundData(seed=seed, count=count, split=split, **{"complexity": LEVELS, "filler": 0.3, **more}).tasks(in_turn=True)  # type: ignore[arg-type]
 
 
 def parts(task: Task) -> tuple[Scene, list[Edit]]:
@@ -36,7 +41,7 @@ def face(task: Task) -> tuple[str, str, bytes]:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_source_target_and_tags_agree_with_the_scene_and_the_edits(split: Split) -> None:
+def test_source_target_and_tags_agree_with_the_scene_and_the_edits(split: SplitName) -> None:
     for task in tasks(split):
         scene, edits = parts(task)
         assert task.target is not None
@@ -55,7 +60,7 @@ def test_splits_share_no_scene_and_no_content() -> None:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_every_kind_of_single_edit_is_in_every_split(split: Split) -> None:
+def test_every_kind_of_single_edit_is_in_every_split(split: SplitName) -> None:
     kinds = Counter(task.tags["kinds"] for task in tasks(split, 250, complexity=[1]))
     assert set(kinds) == set(KINDS)
     assert min(kinds.values()) > 25
@@ -133,13 +138,13 @@ def test_vain_edits_never_ask_for_what_another_split_holds_out() -> None:
         ({"vain": -0.1}, "vain"),
         ({"complexity": []}, "complexity"),
         ({"complexity": [5]}, "complexity"),
-        ({"complexity": {1: -1.0, 2: 2.0}}, "weights"),
-        ({"complexity": {1: 0.0}}, "weights"),
+        ({"complexity": {1: -1.0, 2: 2.0}}, "complexity.1"),
+        ({"complexity": {1: 0.0}}, "every weight is 0"),
     ],
 )
 def test_bad_settings_are_refused(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        PlaygroundTasks(**{"seed": 0, "count": 1, "complexity": [1], "split": "train", "filler": 0.0, **wrong})  # type: ignore[arg-type]
+        PlaygroundData(**{"seed": 0, "count": 1, "complexity": [1], "split": "train", "filler": 0.0, **wrong}).tasks(in_turn=True)  # type: ignore[arg-type]
 
 
 def test_an_index_outside_is_an_index_error() -> None:

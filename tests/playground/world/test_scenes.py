@@ -10,19 +10,8 @@ from hypothesis import strategies as st
 
 from retouch.core.random import generator
 from retouch.playground.judges.judge import DEAD, SCALE
-from retouch.playground.world.scenes import (
-    BACKGROUNDS,
-    CELL,
-    CODES,
-    SIZE,
-    TEMPLATES,
-    THINGS,
-    Scene,
-    Thing,
-    pixels,
-    random_scene,
-    render,
-)
+from retouch.playground.world.rendering import TEMPLATES, pixels, render
+from retouch.playground.world.scenes import BACKGROUNDS, CELL, CODES, SIZE, THINGS, Scene, Thing, random_scene
 
 seeds = st.integers(0, 10**6)
 

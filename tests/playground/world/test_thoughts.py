@@ -1,14 +1,14 @@
 """A thought for each of the playground's tasks."""
 
-from retouch.playground.world.changed import Changed
+from retouch.data.tasks import MappedTasks
+from retouch.playground.world.demonstrations import with_thought
 from retouch.playground.world.edits import Edit
-from retouch.playground.world.tasks import PlaygroundTasks
-from retouch.playground.world.thoughts import thinking
+from retouch.playground.world.tasks import PlaygroundData
 
 
 def test_a_thought_says_the_edits_in_plain_words():
-    tasks = PlaygroundTasks(seed=0, count=12, complexity=[1, 2, 3], split="train", filler=0.5)
-    told = Changed(tasks, thinking)
+    tasks = PlaygroundData(seed=0, count=12, complexity=[1, 2, 3], filler=0.5).tasks(in_turn=True)
+    told = MappedTasks(tasks, with_thought)
     assert len(told) == 12
     for plain, task in zip(tasks, told[:], strict=True):
         thought = task.meta["thought"]

@@ -3,13 +3,14 @@
 from contextlib import suppress
 from functools import partial
 
-from retouch.playground.world.changed import Changed
+from retouch.data.tasks import MappedTasks
+from retouch.playground.world.demonstrations import with_unfinished_target as unfinished
 from retouch.playground.world.edits import Edit, apply
-from retouch.playground.world.scenes import Scene, render
-from retouch.playground.world.tasks import PlaygroundTasks
-from retouch.playground.world.unfinished import unfinished
+from retouch.playground.world.rendering import render
+from retouch.playground.world.scenes import Scene
+from retouch.playground.world.tasks import PlaygroundData
 
-TASKS = PlaygroundTasks(seed=0, count=120, complexity=[1, 2, 3], split="train")
+TASKS = PlaygroundData(seed=0, count=120, complexity=[1, 2, 3]).tasks(in_turn=True)
 
 
 def left_out(task):
@@ -25,22 +26,22 @@ def left_out(task):
 
 def test_one_of_several_edits_is_left_out_of_the_target_alone():
     lacking = 0
-    for plain, task in zip(TASKS, Changed(TASKS, partial(unfinished, share=1.0)), strict=True):
+    for plain, task in zip(TASKS, MappedTasks(TASKS, partial(unfinished, share=1.0)), strict=True):
         assert (task.id, task.instruction, task.meta, task.tags) == (plain.id, plain.instruction, plain.meta, plain.tags)
         if plain.tags["complexity"] == "1" or task.target == plain.target:
             continue
         assert len(left_out(task)) == 1
         lacking += 1
     assert lacking >= 0.9 * sum(task.tags["complexity"] != "1" for task in TASKS)
-    places = {left_out(task)[0] for task in Changed(TASKS, partial(unfinished, share=1.0)) if left_out(task)}
+    places = {left_out(task)[0] for task in MappedTasks(TASKS, partial(unfinished, share=1.0)) if left_out(task)}
     assert places == {0, 1, 2}
 
 
 def test_the_share_is_of_the_tasks_with_several_edits():
     assert all(
-        task.target == plain.target for plain, task in zip(TASKS, Changed(TASKS, partial(unfinished, share=0.0)), strict=True)
+        task.target == plain.target for plain, task in zip(TASKS, MappedTasks(TASKS, partial(unfinished, share=0.0)), strict=True)
     )
-    changed = Changed(PlaygroundTasks(seed=1, count=300, complexity=[2], split="train"), partial(unfinished, share=0.5))
+    changed = MappedTasks(PlaygroundData(seed=1, count=300, complexity=[2]).tasks(in_turn=True), partial(unfinished, share=0.5))
     assert 0.4 < sum(bool(left_out(task)) for task in changed) / 300 < 0.6
-    again = Changed(PlaygroundTasks(seed=1, count=300, complexity=[2], split="train"), partial(unfinished, share=0.5))
+    again = MappedTasks(PlaygroundData(seed=1, count=300, complexity=[2]).tasks(in_turn=True), partial(unfinished, share=0.5))
     assert [task.target for task in again] == [task.target for task in changed]

@@ -15,7 +15,7 @@ import torch
 from bad_server import bad_server
 from live_server import host, live, samples_of
 from retouch.playground.judges.judge import PlaygroundJudge
-from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.playground.world.tasks import PlaygroundData
 from retouch.protocols import AsyncReward
 from retouch.rewards.client import discovery
 from retouch.rewards.client.breaker import Breaker
@@ -49,7 +49,7 @@ def ask_until(true: Callable[[], bool], reward: RemoteReward, samples: list[Samp
 
 
 def test_a_served_judge_gives_the_same_numbers_and_keeps_its_promises() -> None:
-    tasks = PlaygroundTasks(seed=0, count=5, complexity=[1, 2], split="train")
+    tasks = PlaygroundData(seed=0, count=5, complexity=[1, 2]).tasks(in_turn=True)
     samples = [Sample(task, task.images[0] if row % 2 else task.target) for row, task in enumerate(tasks)]
     with live("playground") as server, closing(RemoteReward([server.url], batch=2)) as reward:
         assert isinstance(reward, AsyncReward)

@@ -1,18 +1,22 @@
-"""Complex-Edit (``UCSC-VLAA/Complex-Edit``, arXiv 2504.13143): each picture has a chain of atomic edits, the first c of which, as
-one instruction, are its edit of complexity c.
+"""Complex-Edit (``UCSC-VLAA/Complex-Edit``, arXiv 2504.13143): each image has a chain of atomic edits. The first c of them, merged
+into one instruction, are its edit of complexity c.
 
-It holds two splits, ``test_real`` and ``test_syn``, of 531 pictures each, is a benchmark, and is licensed CC-BY-NC-4.0. For
-training there is ``UCSC-VLAA/GPT-Image-Edit-1.5M``, which has complex instructions of the same kind.
+The data set has two splits of 531 images, ``test_real`` and ``test_syn``. It is a benchmark, licensed CC-BY-NC-4.0. For training
+there is ``UCSC-VLAA/GPT-Image-Edit-1.5M``, which has similar complex instructions.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias
 
-from retouch.data.problems import BadRow, Problem
-from retouch.data.rows import Row, Rows, dig
+from pydantic import AfterValidator
+
+from retouch.data.base import ImageData
+from retouch.data.rows import BadRow, Problem, Row, Rows, dig
+from retouch.data.sources.hub import read_hub
+from retouch.types import TaskContents
 
 ID = "UCSC-VLAA/Complex-Edit"
 MOST = 8
@@ -22,7 +26,7 @@ _COLUMNS = {"image": "image", "instruction": "edit.compound.0.compound_instructi
 def levels(text: str) -> tuple[int, ...]:
     """The levels of complexity that a text names, ascending: "8", "1-8", "1,3,5", "1-2,8".
 
-    ValueError for other texts, and for levels outside 1 to 8.
+    Raises ValueError for other texts, and for levels outside 1 to 8.
     """
     found: set[int] = set()
     for part in text.split(","):
@@ -36,23 +40,53 @@ def levels(text: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-class ComplexEditRows:
-    """Row ``i * n + k`` is picture i at the k-th of n levels. Rows of one picture have one source, so a split keeps them together.
+def _checked(text: str) -> str:
+    levels(text)
+    return text
 
-    A row has the tag ``complexity``, and in its meta ``operations``, the atomic edits that it is made of.
+
+Levels: TypeAlias = Annotated[str, AfterValidator(_checked)]
+
+
+class ComplexEditData(ImageData):
+    """Complex-Edit: instructions of 1 to 8 edits each. It is a benchmark, so training on it needs ``allow_test_sets``."""
+
+    on_hub = True
+
+    kind: Literal["complex-edit"] = "complex-edit"
+    path: str = ID
+    """Id or folder of the data set."""
+    revision: str | None = None
+    """Commit or tag; null takes the newest."""
+    split: Literal["test_real", "test_syn"] = "test_real"
+    """Photographs, or generated images."""
+    complexity: Levels
+    """Edits in one instruction, 1 to 8: "8", "1-8" or "1,3,5". Images are split before they are taken at several levels."""
+
+    def rows(self, *, seed: int) -> "ComplexEditRows":
+        return read_complex_edit(self.path, complexity=self.complexity, split=self.split, revision=self.revision)
+
+    def contents(self) -> TaskContents:
+        return TaskContents(images=True, mask=False, reference=False)
+
+
+class ComplexEditRows:
+    """Row ``i * n + k`` is image i at the k-th of n levels. The rows of an image have one source, so a split keeps them together.
+
+    A row has the tag ``complexity``, and its atomic edits as ``operations`` in its meta.
     """
 
-    def __init__(self, pictures: Rows, levels: Sequence[int]) -> None:
-        self.problems = pictures.problems
-        self._pictures = pictures
+    def __init__(self, images: Rows, levels: Sequence[int]) -> None:
+        self.problems = images.problems
+        self._images = images
         self._levels = tuple(levels)
 
     def __len__(self) -> int:
-        return len(self._pictures) * len(self._levels)
+        return len(self._images) * len(self._levels)
 
     def __getitem__(self, index: int) -> Row:
-        picture, place = divmod(range(len(self))[index], len(self._levels))
-        row, level = self._pictures[picture], self._levels[place]
+        image, place = divmod(range(len(self))[index], len(self._levels))
+        row, level = self._images[image], self._levels[place]
         edit = row.meta.get("edit")
         instruction = dig(edit, f"compound.{level - 1}.compound_instruction") if isinstance(edit, Mapping) else None
         operations = [dig(step, "instruction") for step in _listed(edit, "sequence")[:level]]
@@ -60,7 +94,7 @@ class ComplexEditRows:
         if not isinstance(instruction, str) or not instruction.strip():
             wrong.append(f"'edit.compound.{level - 1}.compound_instruction': no instruction of complexity {level}")
         if len(operations) < level or not all(isinstance(one, str) and one.strip() for one in operations):
-            wrong.append(f"'edit.sequence': not the {level} atomic edits that complexity {level} is made of")
+            wrong.append(f"'edit.sequence': not the {level} atomic edits of complexity {level}")
         if wrong:
             raise BadRow([Problem(row.file, row.line, what) for what in wrong])
         return replace(
@@ -80,13 +114,11 @@ def read_complex_edit(
     revision: str | None = None,
     cache_dir: str | Path | None = None,
 ) -> ComplexEditRows:
-    """The edits of one split at the levels that ``complexity`` names, picture after picture. ``path``, ``revision`` and
-    ``cache_dir`` as in ``read_hub``. ValueError: no such data set, split or level."""
-    from retouch.data.sources.hub import read_hub  # slow to import
-
+    """The edits of one split at the levels that ``complexity`` names, image after image. ``path``, ``revision`` and ``cache_dir``
+    are as in ``read_hub``. Raises ValueError for an unknown data set, split or level."""
     wanted = levels(complexity)
-    pictures = read_hub(path, split=split, revision=revision, columns=_COLUMNS, name=f"complex-edit-{split}", cache_dir=cache_dir)
-    return ComplexEditRows(pictures, wanted)
+    images = read_hub(path, split=split, revision=revision, columns=_COLUMNS, name=f"complex-edit-{split}", cache_dir=cache_dir)
+    return ComplexEditRows(images, wanted)
 
 
 def _listed(edit: Any, key: str) -> list[Any]:

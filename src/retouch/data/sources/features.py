@@ -1,8 +1,8 @@
-"""One edit as image tokens: what a feature file holds, in safetensors or in the source's own ``.pth``.
+"""Feature files: one edit as image tokens, in safetensors or as EARL's own ``.pth``.
 
-A safetensors file has the tensors ``original_image`` and ``edited_image``, codes (h, w), and its metadata the texts ``edit_id``,
-``instruction``, ``CoT`` (JSON: a text, a map of texts, or null) and ``task`` (JSON: what else is known of it). A ``.pth`` is a
-dictionary with the first five.
+A safetensors file has the tensors ``original_image`` and ``edited_image``, codes (h, w), and in its metadata the texts ``edit_id``,
+``instruction``, ``CoT`` (JSON: a text, a map of texts, or null) and ``task`` (JSON: the task's other fields). A ``.pth`` file is a
+dictionary with the first five. Only torch's restricted loader opens it: it reads numbers, texts, tensors and plain numpy arrays.
 """
 
 import json
@@ -15,20 +15,27 @@ import numpy as np
 import safetensors.torch
 import torch
 from jaxtyping import Int
+from numpy._core import multiarray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from retouch.data.sources.restricted import load_restricted
 from retouch.types import Json
 
 LONGEST_THOUGHT = 1750
-"""Characters of a chain of thought; what is longer is cut (EARL)."""
+"""Characters of a chain of thought; longer ones are truncated (EARL)."""
+
+_TYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64")
+_PLAIN = [type(np.dtype(name)) for name in _TYPES]
+# The same function under the names that numpy 2 and numpy 1 saved it by.
+_ARRAYS = [(multiarray._reconstruct, f"numpy.{where}.multiarray._reconstruct") for where in ("_core", "core")]  # type: ignore[attr-defined]
+_FORBIDDEN = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Feature:
-    """``source``, ``target``: codes of the picture to edit, and of the edited one where there is one. ``thought``: what is thought
-    before it is drawn. ``task``: JSON of what else the task had (``text``, ``tags``, ``meta``, and ``pictures`` by name of file).
+    """One edit as image tokens. ``source``, ``target``: codes of the image to edit, and of the edited image if there is one.
+    ``thought``: the chain of thought before the edited image. ``task``: JSON of the task's other fields (``text``, ``tags``,
+    ``meta``, and ``pictures``: file names of the images).
     """
 
     id: str
@@ -52,9 +59,10 @@ class Feature:
 
 
 def read_feature(path: Path, *, trusted: bool) -> Feature:
-    """The edit in a feature file. ``trusted``: a ``.pth`` may be opened, by the restricted loader.
+    """The edit in a feature file. ``trusted``: whether a ``.pth`` file may be opened, by the restricted loader.
 
-    ValueError, naming the file: it is of another kind or damaged, lacks a part, or its codes are no two grids of one size.
+    Raises ValueError, which names the file, for another kind of file, a damaged file, a missing part, and codes that are not two
+    grids of one size.
     """
     if path.suffix == ".safetensors":
         fields = _safetensors(path)
@@ -62,21 +70,21 @@ def read_feature(path: Path, *, trusted: bool) -> Feature:
         fields = load_restricted(path)
     elif path.suffix == ".pth":
         raise ValueError(
-            f"{path}: a file that torch pickled; say data.trusted: true where you trust who made it (torch's restricted loader "
-            "opens it), or make safetensors with `retouch data tokenize`"
+            f"{path}: a file pickled by torch; set data.trusted: true if you trust its author (torch's restricted loader opens "
+            "it), or make safetensors files with `retouch data tokenize`"
         )
     else:
         raise ValueError(f"{path}: features are .safetensors or .pth files")
     if not isinstance(fields, Mapping):
-        raise ValueError(f"{path}: holds a {type(fields).__name__} where a map of an edit's parts belongs")
+        raise ValueError(f"{path}: contains a {type(fields).__name__}; it should be a map of an edit's parts")
     lacking = [name for name in ("edit_id", "instruction", "original_image") if fields.get(name) is None]
     if lacking:
         raise ValueError(f"{path}: has no {lacking[0]}; a feature has edit_id, instruction, original_image and edited_image")
     if not isinstance(fields["instruction"], str) or not fields["instruction"].strip():
-        raise ValueError(f"{path}: its instruction is no text")
+        raise ValueError(f"{path}: its instruction is not a text")
     task = fields.get("task") or {}
     if not isinstance(task, Mapping) or not all(isinstance(task.get(part, {}), Mapping) for part in ("tags", "meta", "pictures")):
-        raise ValueError(f"{path}: what it says of its task is no map; make it again")
+        raise ValueError(f"{path}: its task is not a map; make the file again")
     source = _grid(path, "original_image", fields["original_image"])
     target = None if fields.get("edited_image") is None else _grid(path, "edited_image", fields["edited_image"])
     if target is not None and target.shape != source.shape:
@@ -91,11 +99,23 @@ def read_feature(path: Path, *, trusted: bool) -> Feature:
     )
 
 
-def thought_of(told: Json) -> str | None:
-    """A chain of thought as text of at most ``LONGEST_THOUGHT`` characters: of a map its texts in order, a line each."""
-    if isinstance(told, Mapping):
-        told = "\n".join(each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in told.values())
-    return told[:LONGEST_THOUGHT] if isinstance(told, str) and told.strip() else None
+def thought_of(value: Json) -> str | None:
+    """A chain of thought as text of at most ``LONGEST_THOUGHT`` characters. A map gives its values in order, one a line."""
+    if isinstance(value, Mapping):
+        value = "\n".join(each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in value.values())
+    return value[:LONGEST_THOUGHT] if isinstance(value, str) and value.strip() else None
+
+
+def load_restricted(path: Path) -> Any:
+    """The contents of a file that torch saved. Raises ValueError for anything but plain values, and for other files."""
+    with torch.serialization.safe_globals([*_ARRAYS, *_PLAIN, np.ndarray, np.dtype]):
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except _FORBIDDEN:
+            raise ValueError(f"{path}: contains more than numbers, texts and arrays, and is not opened") from None
+        except (RuntimeError, ValueError, EOFError, KeyError, OSError) as error:
+            reason = f" ({str(error).splitlines()[0]:.80})" if str(error) else ""
+            raise ValueError(f"{path}: not a file that torch saved{reason}") from None
 
 
 def _safetensors(path: Path) -> dict[str, Any]:
@@ -111,11 +131,11 @@ def _safetensors(path: Path) -> dict[str, Any]:
 def _grid(path: Path, name: str, codes: Any) -> Int[Tensor, "h w"]:
     grid = torch.from_numpy(codes) if isinstance(codes, np.ndarray) and codes.dtype.kind in "iu" else codes
     if not isinstance(grid, Tensor) or grid.is_floating_point() or grid.is_complex() or grid.dtype == torch.bool:
-        raise ValueError(f"{path}: {name} is no grid of whole numbers")
+        raise ValueError(f"{path}: {name} is not a grid of whole numbers")
     if grid.ndim == 3 and grid.shape[0] == 1:
         grid = grid[0]
     if grid.ndim != 2 or not grid.numel():
-        raise ValueError(f"{path}: {name} has the shape {tuple(grid.shape)}; codes are rows of a picture, (height, width)")
+        raise ValueError(f"{path}: {name} has the shape {tuple(grid.shape)}; codes should be (height, width)")
     if int(grid.min()) < 0:
         raise ValueError(f"{path}: {name} has the code {int(grid.min())}; codes count from 0")
     return grid.long()

@@ -1,18 +1,21 @@
-"""A folder of pictures with ``metadata.jsonl`` or ``metadata.csv``, as Hugging Face's imagefolder lays it out.
+"""A folder of images with ``metadata.jsonl`` or ``metadata.csv``, in the layout of Hugging Face's imagefolder.
 
 A line has ``file_name`` (or ``file_names``, ``image``, ``images``) and ``instruction`` (or ``prompt``), and may have ``target``,
-``mask``, ``reference`` (each also as ``target_file_name`` and so on), ``text``, ``id`` and ``source``. Names of files are
-relative to the metadata file, and no file outside the folder is ever opened. Where no line names a source picture, the tasks
-are to make pictures, not to edit them. Every row is held in memory; for millions use parquet and ``read_hub``.
+``mask``, ``reference`` (each also as ``target_file_name`` and so on), ``text``, ``id`` and ``source``. File names are relative to
+the metadata file, and no file outside the folder is ever opened. Where no line names a source image, the tasks are text-to-image.
+All rows are kept in memory; for millions of rows use parquet and ``HubData``.
 """
 
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, Literal
 
-from retouch.data.images import Picture
-from retouch.data.rows import Layout, TableRows, find_columns
-from retouch.data.sources.tables import read_table
+from pydantic import Field
+
+from retouch.data.base import ImageData
+from retouch.data.images import EncodedImage
+from retouch.data.rows import Layout, find_columns
+from retouch.data.tables import TableRows, read_table
 
 METADATA = ("metadata.jsonl", "metadata.csv")
 _COLUMNS = {
@@ -27,6 +30,23 @@ _COLUMNS = {
 }
 
 
+class FolderData(ImageData):
+    """A folder of images with a ``metadata.jsonl``, in the layout of Hugging Face's imagefolder."""
+
+    kind: Literal["folder"] = "folder"
+    path: str
+    """The folder."""
+    columns: dict[str, str] = Field(default={})
+    """Our names (``instruction``, ``target``, ...) to the names in the file, where they differ."""
+
+    def rows(self, *, seed: int) -> TableRows:
+        return read_folder(self.path, columns=self.columns)
+
+    @classmethod
+    def rows_at(cls, path: Path) -> TableRows | None:
+        return read_folder(path) if any((path / name).is_file() for name in METADATA) else None
+
+
 def read_folder(
     folder: str | Path,
     *,
@@ -37,9 +57,11 @@ def read_folder(
 ) -> TableRows:
     """The rows of a folder. Nothing is decoded yet.
 
-    ``metadata``: the file's name, where it is not one of ``METADATA``; ``columns``: field to key, where keys differ from the
-    convention (``{"instruction": "edit_prompt"}``); ``tag_keys``: keys that become tags; ``name``: begins the ids of rows that have
-    none (by default the folder's). ValueError: no such folder, no metadata file or two, no rows, unknown columns.
+    ``metadata``: the file's name, where it is not one of ``METADATA``. ``columns``: field to key, where keys differ from the
+    convention (``{"instruction": "edit_prompt"}``). ``tag_keys``: keys that become tags. ``name``: prefix of the ids of rows
+    without an id (by default the folder's name).
+
+    Raises ValueError for a missing folder, a missing or second metadata file, no rows, and unknown columns.
     """
     root = Path(folder)
     if not root.is_dir():
@@ -48,36 +70,35 @@ def read_folder(
     if len(there) != 1:
         raise ValueError(f"{folder}: {' and '.join(there) or 'no metadata'} found; one of {' and '.join(METADATA)} must be there")
     table = read_table(path_under(root, there[0]))
-    keys = list(dict.fromkeys(key for entry in table.entries for key in entry.fields or ()))
-    found, notes = find_columns(keys, columns=columns or {}, defaults=_COLUMNS, file=table.file)
+    found, notes = find_columns(table.keys(), columns=columns or {}, defaults=_COLUMNS, file=table.file)
     if "image" not in found and "target" not in found:
-        raise ValueError(f"{table.file}: no row has a file_name or a target; a list of prompts alone is read by read_prompts")
-    layout = Layout(table.file, name or root.resolve().name, found, tag_keys, lambda value: picture_under(root, value))
+        raise ValueError(f"{table.file}: no row has a file_name or a target; for a list of prompts take data.kind prompts")
+    layout = Layout(table.file, name or root.resolve().name, found, tag_keys, lambda value: image_under(root, value))
     return TableRows(table, layout, notes=notes)
 
 
-def picture_under(root: Path, value: Any) -> Picture:
-    """The picture that a metadata file names, called by its place under ``root``. ValueError as ``path_under``."""
+def image_under(root: Path, value: Any) -> EncodedImage:
+    """The image that a metadata file names; its name is its path under ``root``. Raises ValueError as ``path_under`` does."""
     if not isinstance(value, str) or not value:
-        raise ValueError(f"the name of a file belongs here, not {value!r:.40}")
+        raise ValueError(f"should be the name of a file, not {value!r:.40}")
     path = path_under(root, value)
-    return Picture(path.relative_to(root.resolve()).as_posix(), path)
+    return EncodedImage(path.relative_to(root.resolve()).as_posix(), path)
 
 
 def path_under(root: Path, name: str) -> Path:
-    """The file of that name under ``root``, with every link resolved.
+    """The file of that name under ``root``, with all links resolved.
 
-    ValueError: no such file; a name that is absolute, climbs with "..", or leads out of the folder by a link.
+    Raises ValueError for a missing file, and for a name that is absolute, contains "..", or leads out of the folder by a link.
     """
     if "\\" in name or "\0" in name:
-        raise ValueError(f"{name!r}: separate folders by /, and use no other special signs in names")
+        raise ValueError(f"{name!r}: separate folders by /, and use no other special characters in names")
     if PurePosixPath(name).is_absolute() or PureWindowsPath(name).drive or ".." in PurePosixPath(name).parts:
         raise ValueError(f"{name!r} leaves the folder; name a file inside it, relative to the metadata file")
     try:
         path = (root / name).resolve(strict=True)
     except FileNotFoundError:
         raise ValueError(f"{name!r}: no such file") from None
-    except (OSError, RuntimeError):  # a name too long, a file used as a folder, links in a circle
+    except (OSError, RuntimeError):  # too long a name, a file used as a folder, circular links
         raise ValueError(f"{name!r}: cannot be reached") from None
     if not path.is_relative_to(root.resolve()):
         raise ValueError(f"{name!r} leads out of the folder by a link; copy the file into it")

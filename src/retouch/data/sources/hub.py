@@ -1,21 +1,23 @@
 """Hugging Face data sets, from the Hub or from disk, with a column map.
 
-No code of a data set is run: the ``datasets`` library refuses those that bring any. Rows stay on disk, and pictures encoded,
-until they are asked for. A picture that is only a path is opened where it lies in the data set's own folder or in the
-library's caches (unpacked archives), so that a table from elsewhere cannot point at other files of this machine.
+No code of a data set is run: the ``datasets`` library refuses data sets with code. Rows stay on disk and images stay encoded until
+they are accessed. An image that is only a path is opened only inside the data set's own folder or the library's caches (unpacked
+archives), so that a foreign table cannot point at other files of this machine. ``datasets`` is imported when rows are read.
 """
+
+from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import datasets
-from datasets.exceptions import DatasetsError
-from huggingface_hub.constants import HF_HUB_CACHE
+from retouch.data.base import ImageData
+from retouch.data.images import EncodedImage
+from retouch.data.rows import Layout, Problem, Row, find_columns
+from retouch.types import TaskContents
 
-from retouch.data.images import Picture
-from retouch.data.problems import Problem
-from retouch.data.rows import Layout, Row, find_columns
+if TYPE_CHECKING:
+    import datasets
 
 _COLUMNS = {
     "id": ("id",),
@@ -29,12 +31,36 @@ _COLUMNS = {
 }
 
 
+class HubData(ImageData):
+    """A Hugging Face data set by id or path."""
+
+    on_hub = True
+
+    kind: Literal["hub"] = "hub"
+    path: str
+    """Id or folder of the data set."""
+    config: str | None = None
+    """Which of its configurations; null if there is one."""
+    revision: str | None = None
+    """Commit or tag; null takes the newest."""
+    split: str = "train"
+    """Which of its splits."""
+    columns: dict[str, str]
+    """Our names (``instruction``, ``image``, ``target``, ...) to the data set's."""
+
+    def rows(self, *, seed: int) -> HubRows:
+        return read_hub(self.path, split=self.split, config=self.config, revision=self.revision, columns=self.columns)
+
+    def contents(self) -> TaskContents:
+        return TaskContents(reference=None if "reference" in self.columns else False)
+
+
 class HubRows:
     """The rows of a data set of the ``datasets`` library; ``line`` counts them from 1."""
 
     def __init__(self, dataset: datasets.Dataset, layout: Layout, *, problems: tuple[Problem, ...]) -> None:
         self.problems = problems
-        self._dataset = dataset.with_format("arrow")  # raw cells: the library would decode pictures without our limits
+        self._dataset = dataset.with_format("arrow")  # raw cells: the library would decode images without our limits
         self._layout = layout
 
     def __len__(self) -> int:
@@ -58,11 +84,15 @@ def read_hub(
 ) -> HubRows:
     """The rows of one split of a data set.
 
-    ``path``: what lies on this disk under that name, else an id on the Hub; on disk a folder that ``save_to_disk`` wrote, one
-    that ``load_dataset`` reads (parquet, imagefolder), or a parquet file. ``split`` may be left out where there is one.
-    ``revision``: a commit of the Hub, so that the data cannot change under a run. ``columns``: field to column, where names
-    differ; ``tag_keys`` and ``name`` as in ``read_folder``. ValueError: no such data set, split or column.
+    ``path``: on disk, a folder that ``save_to_disk`` wrote, one that ``load_dataset`` reads (parquet, imagefolder), or a parquet
+    file; otherwise an id on the Hub. ``split`` may be None if there is one split. ``revision``: a commit of the Hub, so that the
+    data cannot change during a run. ``columns``: field to column, where names differ. ``tag_keys`` and ``name``: as in
+    ``read_folder``. Raises ValueError for an unknown data set, split or column.
     """
+    import datasets
+    from datasets.exceptions import DatasetsError
+    from huggingface_hub.constants import HF_HUB_CACHE
+
     local = Path(path).exists()
     if local and revision is not None:
         raise ValueError(f"{path} is on this disk and has no revision {revision!r}; leave revision out")
@@ -74,16 +104,18 @@ def read_hub(
         raise ValueError(f"{file}: no rows")
     found, notes = find_columns(dataset.column_names, columns=columns or {}, defaults=_COLUMNS, file=file)
     if not local and revision is None:
-        notes.append(Problem(file, 0, "no revision is given, so the data may change under the run; pin a commit", "note"))
+        notes.append(Problem(file, 0, "no revision is given, so the data may change during the run; pin a commit", "note"))
     caches = [Path(cache_dir or datasets.config.HF_DATASETS_CACHE), Path(HF_HUB_CACHE)]
     allowed = tuple(root.resolve() for root in ([Path(path), *caches] if local else caches))
-    layout = Layout(file, name or Path(path).name, found, tag_keys, lambda value: _picture(value, allowed))
+    layout = Layout(file, name or Path(path).name, found, tag_keys, lambda value: _image(value, allowed))
     return HubRows(dataset, layout, problems=tuple(notes))
 
 
 def _load(
     path: str | Path, split: str | None, config: str | None, revision: str | None, cache_dir: str | Path | None
 ) -> datasets.Dataset | datasets.DatasetDict:
+    import datasets
+
     where = Path(path)
     if (where / "state.json").is_file() or (where / "dataset_dict.json").is_file():
         return datasets.load_from_disk(str(where))
@@ -95,6 +127,8 @@ def _load(
 
 
 def _one_split(loaded: datasets.Dataset | datasets.DatasetDict, path: str, split: str | None) -> tuple[datasets.Dataset, str]:
+    import datasets
+
     if isinstance(loaded, datasets.Dataset):
         if split is not None and loaded.split is not None and str(loaded.split) != split:
             raise ValueError(f"{path}: this is the split {str(loaded.split)!r}, not {split!r}")
@@ -105,17 +139,17 @@ def _one_split(loaded: datasets.Dataset | datasets.DatasetDict, path: str, split
     return loaded[chosen], f"{path}[{chosen}]"
 
 
-def _picture(value: Any, allowed: tuple[Path, ...]) -> Picture:
-    """A picture from a cell: bytes, or the library's struct of bytes and path."""
+def _image(value: Any, allowed: tuple[Path, ...]) -> EncodedImage:
+    """The image in a cell: bytes, or the library's struct of bytes and path."""
     cell = {"bytes": value, "path": None} if isinstance(value, bytes) else value
     if not isinstance(cell, dict) or not {"bytes", "path"} >= cell.keys():
-        raise ValueError(f"a picture belongs here, not {value!r:.40}; for names of files use a folder with metadata.jsonl")
+        raise ValueError(f"should be an image, not {value!r:.40}; for file names use a folder with metadata.jsonl")
     if cell.get("bytes"):
-        return Picture(str(cell.get("path") or "a picture in the table"), cell["bytes"])
+        return EncodedImage(str(cell.get("path") or "an image in the table"), cell["bytes"])
     if not cell.get("path"):
-        raise ValueError("a picture without bytes")
+        raise ValueError("an image without bytes")
     path = Path(cell["path"]).resolve()
     for root in allowed:
         if path.is_relative_to(root):
-            return Picture(path.relative_to(root).as_posix(), path)
-    raise ValueError(f"{cell['path']!r} lies outside the data set, and is not opened")
+            return EncodedImage(path.relative_to(root).as_posix(), path)
+    raise ValueError(f"{cell['path']!r} is outside the data set and is not opened")

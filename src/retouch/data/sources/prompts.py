@@ -1,26 +1,57 @@
-"""Lists of prompts: ``.txt`` with one a line, ``.jsonl`` with ``prompt`` (or ``instruction``) and what else a judge needs.
+"""Lists of prompts: ``.txt`` with one a line, ``.jsonl`` with ``prompt`` (or ``instruction``) and columns that a reward needs.
 
-The layout of Flow-GRPO's lists: what stands between the first pair of double quotes is the text that the picture should show.
+Prompt lists follow Flow-GRPO's layout: the text between the first pair of double quotes is the text that the image should show.
+``read_instructions`` reads lists for inference, which may also name images.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from retouch.data.images import Picture
-from retouch.data.problems import Problem
-from retouch.data.rows import Layout, Row, TableRows, find_columns
-from retouch.data.sources.tables import read_table
+from retouch.config.packaged import shipped
+from retouch.data.base import StoredData
+from retouch.data.images import EncodedImage
+from retouch.data.rows import Layout, Row, find_columns
+from retouch.data.sources.folder import image_under
+from retouch.data.tables import TableRows, read_table
+from retouch.data.tasks import Subset, Tasks
+from retouch.data.validation import accept
+from retouch.types import TaskContents
 
-_COLUMNS = {"id": ("id",), "instruction": ("prompt", "instruction"), "text": ("text",), "source": ("source",)}
+_PROMPT_COLUMNS = {"id": ("id",), "instruction": ("prompt", "instruction"), "text": ("text",), "source": ("source",)}
+_INSTRUCTION_COLUMNS = {
+    "id": ("id",),
+    "instruction": ("instruction", "prompt"),
+    "image": ("image", "images", "file_name", "file_names"),
+    "mask": ("mask",),
+    "reference": ("reference",),
+}
+
+
+class PromptData(StoredData):
+    """A text file with one prompt a line and no images."""
+
+    kind: Literal["prompts"] = "prompts"
+    path: str
+    """The file; those that come with the package's recipes are ``recipes/...`` from any folder."""
+
+    def rows(self, *, seed: int) -> "PromptRows":
+        return read_prompts(shipped(self.path))
+
+    @classmethod
+    def rows_at(cls, path: Path) -> "PromptRows | None":
+        return read_prompts(path) if path.suffix in (".txt", ".jsonl") else None
+
+    def contents(self) -> TaskContents:
+        return TaskContents(images=False, mask=False, reference=False, target=False)
 
 
 class PromptRows:
-    """The rows of a prompt list; the text to draw is taken from the prompt where the row does not give it."""
+    """The rows of a prompt list; the text to show is taken from the prompt where the row does not give it."""
 
     def __init__(self, rows: TableRows) -> None:
-        self.problems: tuple[Problem, ...] = rows.problems
+        self.problems = rows.problems
         self._rows = rows
 
     def __len__(self) -> int:
@@ -34,19 +65,34 @@ class PromptRows:
 def read_prompts(
     path: str | Path, *, columns: Mapping[str, str] | None = None, tag_keys: tuple[str, ...] = (), name: str | None = None
 ) -> PromptRows:
-    """The rows of a prompt list, which has no pictures. Arguments as in ``read_folder``; ``name`` is by default the file's stem."""
+    """The rows of a prompt list. Arguments and errors are those of ``read_folder``; ``name`` is by default the file's stem."""
     file = Path(path)
     table = read_table(file, text_field="prompt")
-    keys = list(dict.fromkeys(key for entry in table.entries for key in entry.fields or ()))
-    found, notes = find_columns(keys, columns=columns or {}, defaults=_COLUMNS, file=table.file)
-    return PromptRows(TableRows(table, Layout(table.file, name or file.stem, found, tag_keys, _no_picture), notes=notes))
+    found, notes = find_columns(table.keys(), columns=columns or {}, defaults=_PROMPT_COLUMNS, file=table.file)
+    return PromptRows(TableRows(table, Layout(table.file, name or file.stem, found, tag_keys, _no_image), notes=notes))
+
+
+def read_instructions(path: str | Path) -> Subset:
+    """The tasks of a list for inference, in its order.
+
+    A JSON line has ``instruction`` (or ``prompt``) and may have ``image`` (or ``file_name``; one or a list), ``mask`` and
+    ``reference``: file names relative to the list; no file outside its folder is opened. If one line has images, all must.
+    Raises ValueError with file and line for everything that cannot be used.
+    """
+    file = Path(path)
+    table = read_table(file, text_field="instruction")
+    columns, notes = find_columns(table.keys(), columns={}, defaults=_INSTRUCTION_COLUMNS, file=table.file)
+    layout = Layout(table.file, file.stem, columns, (), lambda value: image_under(file.parent, value))
+    rows = TableRows(table, layout, notes=notes)
+    good, _ = accept(rows, on_bad_row="refuse")
+    return Subset(Tasks(rows, resize=None), good)
 
 
 def quoted(prompt: str) -> str | None:
-    """What stands between the first pair of double quotes; None without a pair, or with nothing in it."""
+    """The text between the first pair of double quotes; None if there is no pair, or nothing in it."""
     parts = prompt.split('"', 2)
     return parts[1].strip() or None if len(parts) == 3 else None
 
 
-def _no_picture(value: Any) -> Picture:
-    raise ValueError(f"a prompt list has no pictures, yet names {value!r:.40}; put the rows into a folder's metadata.jsonl")
+def _no_image(value: Any) -> EncodedImage:
+    raise ValueError(f"a prompt list has no images, but names {value!r:.40}; put the rows into a folder's metadata.jsonl")

@@ -1,39 +1,170 @@
-"""Data sets of image tokens in EARL's layout: ``feature/`` with a file an edit, ``list/tokenized_datalist.json`` that names them.
+"""Data sets of image tokens in EARL's layout: ``feature/`` with one file per edit, ``list/tokenized_datalist.json`` with their
+names.
 
-A list is ``{"prefix": FOLDER, "path_list": [NAME, ...]}``. Its files are looked for beside it first (``feature/`` beside the
-list's folder, then that folder's parent), and under ``prefix`` where they are not there, so that a data set can be moved.
+A list is ``{"prefix": FOLDER, "path_list": [NAME, ...]}``. Its files are searched next to it first (``feature/`` next to the list's
+folder, then that folder's parent), and then under ``prefix``, so that a data set can be moved.
 """
+
+from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
-from typing import overload
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeAlias, runtime_checkable
 
-import torch
-from jaxtyping import Int
-from PIL.Image import Image
-from torch import Tensor
+from pydantic import Field
 
+from retouch.config.section import Count, Positive, Share
 from retouch.core.random import generator
-from retouch.data.images import Picture
-from retouch.data.problems import BadRow, Problem
-from retouch.data.rows import Row
-from retouch.data.sources.features import Feature, read_feature
-from retouch.data.sources.folder import path_under, picture_under
-from retouch.types import Codes, Task
+from retouch.data.base import DataContext, DataSets, DataSource, SplitName, at_most, evaluated_on_training_tasks, nothing_held_out
+from retouch.data.rows import BadRow, Problem, Row, sources
+from retouch.data.sources.folder import image_under, path_under
+from retouch.data.split import limit, split_by_source
+from retouch.data.tasks import MappedTasks, Subset, Tasks
+from retouch.data.validation import OnBadRow, accept
+from retouch.types import Codes, Task, TaskContents
+
+if TYPE_CHECKING:
+    from jaxtyping import Int
+    from PIL.Image import Image
+    from torch import Tensor
+
+    from retouch.data.sources.features import Feature
 
 FEATURES, LIST = "feature", "list/tokenized_datalist.json"
 SHOWN = 5
+Coefficients: TypeAlias = tuple[Positive, ...]
+
+
+class TokenData(DataSource):
+    """Edits as image tokens, in EARL's layout (``retouch data tokenize`` makes it): for policies that generate image tokens."""
+
+    path_keys = ("lists", "validation_lists")
+
+    kind: Literal["tokens"] = "tokens"
+    lists: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Lists of feature files (``tokenized_datalist.json``), or the folders that contain them."""
+    coefficients: Coefficients = ()
+    """How often the rows of each list come in a pass: whole copies, and for the fraction rows drawn by the recipe's seed. An empty
+    list makes each as large as the largest."""
+    validation_lists: tuple[str, ...] = ()
+    """Lists for evaluation; training rows with the same source images are left out. Without any, some training rows are held
+    out."""
+    validation_coefficients: Coefficients = ()
+    """The same for the validation lists."""
+    trusted: bool = False
+    """Also open ``.pth`` features, whose author you trust; only torch's restricted loader reads them."""
+    held_out: Share | Count = 0.1
+    """Kept for evaluation if there are no ``validation_lists``: a share of the source images, or (a whole number) at least so many
+    rows."""
+    on_bad_row: OnBadRow = "refuse"
+    """What to do about an unusable file: stop before training, or leave it out with a warning."""
+    limit: Count | None = None
+    """Use so many rows of the mixture, drawn by the recipe's seed; null uses all."""
+
+    @classmethod
+    def rows_at(cls, path: Path) -> TokenRows | None:
+        return TokenRows([path], trusted=False) if (path / LIST).is_file() or path.name == Path(LIST).name else None
+
+    def contents(self) -> TaskContents:
+        return TaskContents(mask=False, reference=False, tokens=True)
+
+    def problems(self, at: str, *, eval_split: SplitName | None) -> Iterator[str]:
+        for prefix in ("", "validation_"):
+            names, numbers = getattr(self, f"{prefix}lists"), getattr(self, f"{prefix}coefficients")
+            if numbers and len(numbers) != len(names):
+                yield f"{at}.{prefix}coefficients: {len(numbers)} for {len(names)} lists; give one each, or none"
+        if self.validation_lists or eval_split is None:
+            return
+        if eval_split == "train":
+            yield evaluated_on_training_tasks(at)
+        elif not self.held_out:
+            yield nothing_held_out(at)
+
+    def build(self, context: DataContext) -> TokenSets:
+        """Rows are split, and training rows that share a source image with validation rows left out, before any is repeated."""
+        allowed = self.refuse_test_sets()
+        rows = TokenRows([*self.lists, *self.validation_lists], trusted=self.trusted)
+        good, found = accept(rows, on_bad_row=self.on_bad_row)
+        source = dict(zip(good, sources(rows, good), strict=True))
+        parts = [[index for index in part if index in source] for part in rows.parts]
+        training, validation = parts[: len(self.lists)], parts[len(self.lists) :]
+        if validation:
+            images = {source[index] for part in validation for index in part}
+            kept = [[index for index in part if source[index] not in images] for part in training]
+            if lost := sum(map(len, training)) - sum(map(len, kept)):
+                found.append(Problem(self.lists[0], 0, f"{lost} rows share a source image with validation rows: left out", "note"))
+            heldout = mixed(validation, self.validation_coefficients, seed=context.eval_seed)
+        else:
+            every = [index for part in training for index in part]
+            split = split_by_source([source[index] for index in every], held_out=self.held_out, seed=context.seed)
+            heldout = [every[k] for k in split.held_out]
+            away = set(heldout)
+            kept = [[index for index in part if index not in away] for part in training]
+        train = mixed(kept, self.coefficients, seed=context.seed)
+        if not train:
+            raise ValueError("data: nothing is left to train on; give more rows, or larger coefficients")
+        if self.limit is not None:
+            train = list(limit(train, n=self.limit, seed=context.seed))
+        tasks = Tasks(rows, resize=None)
+        return TokenSets(Subset(tasks, train), Subset(tasks, at_most(heldout, context)), allowed, tuple(found), rows)
+
+
+@runtime_checkable
+class ImageTokenModel(Protocol):
+    """A model whose images are grids of codes. ``grid``: (height, width) in codes."""
+
+    grid: tuple[int, int]
+    codebook_size: int
+
+    def decode_codes(self, codes: Int[Tensor, "r h w"]) -> list[Image]: ...
+
+
+@dataclass(frozen=True)
+class TokenSets(DataSets):
+    """Tasks that have image tokens. ``rows``: the feature files."""
+
+    rows: TokenRows | None = None
+
+    def with_model(self, model: object) -> DataSets:
+        """The same tasks with the images that the model decodes from their tokens. Raises ValueError for another autoencoder."""
+        assert self.rows is not None
+        if not isinstance(model, ImageTokenModel):
+            raise ValueError(
+                f"data.kind: tokens are for a model that generates image tokens, which {type(model).__name__} does not"
+            )
+        self.rows.require(
+            [row for row in range(len(self.rows)) if self.rows.known(row)], grid=model.grid, codes=model.codebook_size
+        )
+        decoded = partial(with_decoded_images, decode=model.decode_codes)
+        return replace(self, train=MappedTasks(self.train, decoded), heldout=MappedTasks(self.heldout, decoded))
+
+
+def with_decoded_images(task: Task, *, decode: Callable[[Int[Tensor, "r h w"]], list[Image]]) -> Task:
+    """The task with images decoded from its codes. Images that it has already, stored next to the codes, stay."""
+    wanted = {}
+    if not task.images:
+        wanted["images"] = task.meta[Codes.SOURCE]
+    if task.target is None and Codes.TARGET in task.meta:
+        wanted["target"] = task.meta[Codes.TARGET]
+    if not wanted:
+        return task
+    import torch
+
+    drawn = dict(zip(wanted, decode(torch.tensor(list(wanted.values()))), strict=True))
+    images = (drawn["images"],) if "images" in drawn else task.images
+    return replace(task, images=images, target=drawn.get("target", task.target))
 
 
 class TokenRows:
     """The edits of several lists, one list after another. ``parts``: the rows of each list."""
 
     def __init__(self, lists: Sequence[str | Path], *, trusted: bool) -> None:
-        """ValueError: no such list, or one that names nothing."""
+        """Raises ValueError for a missing list, and for one without names."""
         self.problems: tuple[Problem, ...] = ()
         self.parts: list[range] = []
         self._trusted = trusted
@@ -54,30 +185,33 @@ class TokenRows:
         return len(self._entries)
 
     def __getitem__(self, index: int) -> Row:
+        from retouch.data.sources.features import read_feature
+
         name, root, entry = self._entries[index]
         try:
             path = path_under(root, entry)
             feature = read_feature(path, trusted=self._trusted)
             row = _row(name, root, path, feature)
         except ValueError as error:
-            said = str(error) if entry in str(error) else f"{entry}: {error}"
-            raise BadRow([Problem(str(root), 0, said)]) from None
+            reason = str(error) if entry in str(error) else f"{entry}: {error}"
+            raise BadRow([Problem(str(root), 0, reason)]) from None
         grids = [grid for grid in (feature.source, feature.target) if grid is not None]
         self._seen[index] = ((grids[0].shape[0], grids[0].shape[1]), max(int(grid.max()) for grid in grids))
         return row
 
     def known(self, index: int) -> bool:
-        """Whether the row was read, and could be."""
+        """Whether the row was read without an error."""
         return index in self._seen
 
     def require(self, indices: Sequence[int], *, grid: tuple[int, int], codes: int) -> None:
-        """ValueError, by file, where a picture of known rows has another grid than (height, width), or a code that there is not."""
+        """Check known rows. Raises ValueError, by file, for another grid than (height, width), and for codes of ``codes`` or
+        more."""
         wrong = []
         for index in indices:
             found, highest = self._seen[index]
             _, root, entry = self._entries[index]
             if found != grid:
-                wrong.append(f"{root / entry}: {found[0]}x{found[1]} codes, and the model's pictures have {grid[0]}x{grid[1]}")
+                wrong.append(f"{root / entry}: {found[0]}x{found[1]} codes, and the model's images have {grid[0]}x{grid[1]}")
             elif highest >= codes:
                 wrong.append(f"{root / entry}: the code {highest}, and the autoencoder has {codes}")
         if wrong:
@@ -90,16 +224,18 @@ class TokenRows:
 
 
 def mixed(parts: Sequence[Sequence[int]], coefficients: Sequence[float], *, seed: int) -> list[int]:
-    """The rows of all parts, each ``coefficient`` times: whole copies, and of the rest of it rows drawn by ``seed`` (EARL's rule).
+    """The rows of all parts, each ``coefficient`` times: whole copies, and for the fraction rows drawn by ``seed`` (EARL's rule).
 
-    No coefficients: each part as often as makes it as large as the largest. ValueError: one that is missing, or not above 0.
+    Without coefficients, each part is repeated to the size of the largest. Raises ValueError for a missing coefficient.
     """
+    import torch
+
     if coefficients and len(coefficients) != len(parts):
         raise ValueError(f"{len(coefficients)} coefficients for {len(parts)} lists; give one each, or none")
     largest = max((len(part) for part in parts), default=0)
     rows: list[int] = []
     for number, part in enumerate(parts):
-        # By its digits: 1.55 copies of 100 rows are 155, and not what the nearest binary number makes of it.
+        # Exact in decimal: 1.55 copies of 100 rows are 155, which binary rounding could miss.
         count = int(Fraction(str(coefficients[number])) * len(part)) if coefficients else largest
         copies, more = divmod(count, len(part)) if part else (0, 0)
         order = torch.randperm(len(part), generator=generator(seed, "coefficients", number)).tolist()
@@ -107,45 +243,10 @@ def mixed(parts: Sequence[Sequence[int]], coefficients: Sequence[float], *, seed
     return rows
 
 
-class DecodedTasks(Sequence[Task]):
-    """Tasks that carry codes, with the pictures that ``decode`` makes of them when a task is asked for.
-
-    Pictures that the task has are left as they are: a data set may store them beside the codes.
-    """
-
-    def __init__(self, tasks: Sequence[Task], decode: Callable[[Int[Tensor, "r h w"]], list[Image]]) -> None:
-        self._tasks = tasks
-        self._decode = decode
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> "DecodedTasks": ...
-
-    def __getitem__(self, index: int | slice) -> "Task | DecodedTasks":
-        if isinstance(index, slice):
-            return DecodedTasks(self._tasks[index], self._decode)
-        task = self._tasks[index]
-        wanted = {}
-        if not task.images:
-            wanted["images"] = task.meta[Codes.SOURCE]
-        if task.target is None and Codes.TARGET in task.meta:
-            wanted["target"] = task.meta[Codes.TARGET]
-        if not wanted:
-            return task
-        drawn = dict(zip(wanted, self._decode(torch.tensor(list(wanted.values()))), strict=True))
-        images = (drawn["images"],) if "images" in drawn else task.images
-        return replace(task, images=images, target=drawn.get("target", task.target))
-
-
 def list_file(place: str | Path) -> Path:
-    """The list of that name, or in the data set's folder. ValueError where there is none."""
+    """The list of that name, or the one in a data set's folder. Raises ValueError where there is none."""
     file = Path(place)
-    inside = file / FEATURES / LIST  # as the source's own archives have it
+    inside = file / FEATURES / LIST  # the layout of EARL's own archives
     found = (inside if inside.is_file() else file / LIST) if file.is_dir() else file
     if not found.is_file():
         raise ValueError(f"{place}: no list of image tokens; name a {Path(LIST).name}, or the folder that has {LIST}")
@@ -153,31 +254,33 @@ def list_file(place: str | Path) -> Path:
 
 
 def _entries(file: Path) -> tuple[Path, list[str]]:
-    """The folder under which a list's files lie, and their names."""
+    """The folder of a list's files, and their names."""
     try:
-        told = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{file}: not JSON ({error})") from None
-    names = told.get("path_list") if isinstance(told, dict) else None
+    names = content.get("path_list") if isinstance(content, dict) else None
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise ValueError(f'{file}: names no files; a list is {{"prefix": FOLDER, "path_list": [NAME, ...]}}')
+        raise ValueError(f'{file}: contains no file names; a list is {{"prefix": FOLDER, "path_list": [NAME, ...]}}')
     above = file.resolve().parent.parent
-    places = [above / FEATURES, above, *([Path(told["prefix"])] if isinstance(told.get("prefix"), str) else [])]
+    places = [above / FEATURES, above, *([Path(content["prefix"])] if isinstance(content.get("prefix"), str) else [])]
     there = (place for place in places if any((place / name).is_file() for name in names[:SHOWN]))
     return next(there, places[0]), names
 
 
 def _name(file: Path) -> str:
-    """What a data set is called: the folder that holds it, not those that all of them have."""
+    """The name of a data set: the last folder of its path that is not part of the layout."""
     parts = [part for part in file.resolve().parent.parts if part not in ("list", FEATURES)]
     return parts[-1]
 
 
 def _row(name: str, root: Path, path: Path, feature: Feature) -> Row:
-    told = feature.task
-    kept = {part: picture_under(root.parent, place) for part, place in told.get("pictures", {}).items()}
-    original: Picture | None = kept.get("original")
-    meta = {**told.get("meta", {}), Codes.SOURCE: feature.source.tolist()}
+    import torch
+
+    task = feature.task
+    stored = {part: image_under(root.parent, place) for part, place in task.get("pictures", {}).items()}
+    original = stored.get("original")
+    meta = {**task.get("meta", {}), Codes.SOURCE: feature.source.tolist()}
     if feature.target is not None:
         meta[Codes.TARGET] = feature.target.tolist()
     if feature.thought is not None:
@@ -190,9 +293,9 @@ def _row(name: str, root: Path, path: Path, feature: Feature) -> Row:
         images=() if original is None else (original,),
         mask=None,
         reference=None,
-        target=kept.get("edited"),
-        text=told.get("text"),
+        target=stored.get("edited"),
+        text=task.get("text"),
         source=hashlib.sha256(feature.source.to(torch.int32).numpy().tobytes()).hexdigest(),
-        tags=told.get("tags", {}),
+        tags=task.get("tags", {}),
         meta=meta,
     )

@@ -1,7 +1,8 @@
-"""Triplets to paint words in the style of a reference (Calligrapher's layout): ``self_bench.txt``, a ``<number>-<text>`` a line.
+"""Triplets for painting words in the style of a reference, in Calligrapher's layout: ``self_bench.txt`` has lines
+``<number>-<text>``.
 
-Beside it lie ``test<number>_source.png``, what the masked part looked like; ``test<number>_mask.png``, as large, white where
-to paint; and ``test<number>_ref.png``, a style crop of any size. The source is both the picture to fill in and the target.
+Next to it are ``test<number>_source.png``, the image with the text; ``test<number>_mask.png`` of the same size, white where to
+paint; and ``test<number>_ref.png``, a style crop of any size. The source is both the image to fill in and the target.
 """
 
 import re
@@ -9,26 +10,45 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from retouch.core.random import generator
-from retouch.data.images import MAX_PIXELS, Picture, load_mask
-from retouch.data.problems import BadRow, Problem
-from retouch.data.rows import Row
-from retouch.data.sources.folder import picture_under
-from retouch.data.sources.tables import Entry, read_table
-from retouch.types import Json
+from retouch.data.base import ImageData
+from retouch.data.images import MAX_PIXELS, EncodedImage, load_mask
+from retouch.data.rows import BadRow, Problem, Row
+from retouch.data.sources.folder import image_under
+from retouch.data.tables import Entry, read_table
+from retouch.types import Json, TaskContents
 
 LIST = "self_bench.txt"
 PROMPT = "The text is '{}'."
 _LINE = re.compile(r"(?P<number>\d+)-(?P<text>.*\S.*)")
 
 
-class TripletRows:
-    """The items of a folder. A row that misses a picture, or whose mask marks nothing or is not black and white, is bad.
+class TripletData(ImageData):
+    """Words to paint into a masked part of an image, in the style of a reference (``self_bench.txt`` and its images). The known
+    data set of this layout is a benchmark, so training on it needs ``allow_test_sets``."""
 
-    ``reference``: a crop of the item itself shows the letters that are to be painted, so "other" takes another item's, drawn by the
-    seed: of those that have one, each as likely.
+    kind: Literal["triplets"] = "triplets"
+    path: str
+    """The folder."""
+    reference: Literal["own", "other"] = "other"
+    """Whose style crop is the reference of an item: its own crop shows the letters to be painted."""
+
+    def rows(self, *, seed: int) -> "TripletRows":
+        return TripletRows(self.path, reference=self.reference, seed=seed)
+
+    @classmethod
+    def rows_at(cls, path: Path) -> "TripletRows | None":
+        return TripletRows(path, reference="own") if (path / LIST).is_file() else None
+
+    def contents(self) -> TaskContents:
+        return TaskContents(images=True, mask=True, reference=True, target=True, text=True)
+
+
+class TripletRows:
+    """The items of a folder. A row is bad without one of its images, and with a mask that is all black or not black and white.
+
+    ``reference``: an item's own crop shows the letters to be painted; "other" takes the crop of another item, drawn uniformly by
+    the seed.
     """
 
     def __init__(self, folder: str | Path, *, reference: Literal["own", "other"], seed: int = 0) -> None:
@@ -46,7 +66,7 @@ class TripletRows:
         self._styles = sorted(number for number in self._first if (self._root / _file(number, "ref")).is_file())
         if reference == "other" and len(self._styles) < 2:
             raise ValueError(
-                f"{folder}: a reference of another item is asked for, and {len(self._styles)} items have one; take 'own'"
+                f"{folder}: reference 'other' needs at least 2 items with a reference, and {len(self._styles)} have one; take 'own'"
             )
 
     def __len__(self) -> int:
@@ -56,14 +76,14 @@ class TripletRows:
         entry = self._entries[index]
         item = _item(entry)
         if item is None:
-            raise BadRow([Problem(self._file, entry.line, entry.what or "an item is a line <number>-<text>, 11-Azir say")])
+            raise BadRow([Problem(self._file, entry.line, entry.what or "an item is a line <number>-<text>, for example 11-Azir")])
         number, text = item
         wrong = []
         if self._first[number] != entry.line:
             wrong.append(f"the number {number} is taken by line {self._first[number]}")
-        pictures = self._pictures(number, wrong)
-        if "mask" in pictures:
-            wrong += _wrong_mask(pictures["mask"])
+        images = self._images(number, wrong)
+        if "mask" in images:
+            wrong += _wrong_mask(images["mask"])
         if wrong:
             raise BadRow([Problem(self._file, entry.line, what) for what in wrong])
         meta: dict[str, Json] = {"number": number}
@@ -72,17 +92,19 @@ class TripletRows:
             line=entry.line,
             id=f"{self._root.resolve().name}/{number}",
             instruction=PROMPT.format(text),
-            images=(pictures["source"],),
-            mask=pictures["mask"],
-            reference=pictures["ref"],
-            target=pictures["source"],
+            images=(images["source"],),
+            mask=images["mask"],
+            reference=images["ref"],
+            target=images["source"],
             text=text,
             source=str(number),
             tags={},
             meta=meta,
         )
 
-    def _pictures(self, number: int, wrong: list[str]) -> Mapping[str, Picture]:
+    def _images(self, number: int, wrong: list[str]) -> Mapping[str, EncodedImage]:
+        import torch
+
         styles = [other for other in self._styles if other != number]
         style = number
         if self._reference == "other" and styles:
@@ -90,14 +112,14 @@ class TripletRows:
         found = {}
         for part, whose in (("source", number), ("mask", number), ("ref", style)):
             try:
-                found[part] = picture_under(self._root, _file(whose, part))
+                found[part] = image_under(self._root, _file(whose, part))
             except ValueError as error:
                 wrong.append(str(error))
         return found
 
 
 def _item(entry: Entry) -> tuple[int, str] | None:
-    """Number and text, which may hold hyphens of its own."""
+    """Number and text of a line; the text may contain hyphens."""
     line = "" if entry.fields is None else str(entry.fields["line"])
     match = _LINE.fullmatch(line)
     return None if match is None else (int(match["number"]), match["text"].strip())
@@ -107,14 +129,14 @@ def _file(number: int, part: str) -> str:
     return f"test{number}_{part}.png"
 
 
-def _wrong_mask(picture: Picture) -> list[str]:
+def _wrong_mask(mask: EncodedImage) -> list[str]:
     try:
-        colours = load_mask(picture, max_pixels=MAX_PIXELS).getcolors()
+        colours = load_mask(mask, max_pixels=MAX_PIXELS).getcolors()
     except ValueError:
-        return []  # said when the row's pictures are looked at
+        return []  # reported when the images of the row are decoded
     values = {value for _, value in colours or ()}
     if values == {0}:
-        return [f"{picture.name}: the mask is all black, so there is nothing to paint"]
+        return [f"{mask.name}: the mask is all black, so nothing would be painted"]
     if not values <= {0, 255}:
-        return [f"{picture.name}: the mask has {len(values)} grey levels; save it as black and white, white where to paint"]
+        return [f"{mask.name}: the mask has {len(values)} grey levels; save it as black and white, white where to paint"]
     return []

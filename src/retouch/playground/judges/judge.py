@@ -13,7 +13,8 @@ from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 
 from retouch.playground.world.edits import KINDS, MOST_EDITS, Edit, apply
-from retouch.playground.world.scenes import BACKGROUNDS, CELL, CELLS, GRID, SIZE, TEMPLATES, Scene, codes
+from retouch.playground.world.rendering import TEMPLATES, codes
+from retouch.playground.world.scenes import BACKGROUNDS, CELL, CELLS, GRID, SIZE, Scene
 from retouch.types import Column, Sample, Scores, Task
 
 # 7.7 of 255 cost nothing: an autoencoder's noise is about 4. Any two things on one background differ by more than DEAD + SCALE.

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from retouch.playground.judges.judge import EXACT_QUALITY, OBJECT_WEIGHT, _cells, _distance, _keep, _quality, _Reading
-from retouch.playground.world.scenes import BACKGROUNDS, SIZE, TEMPLATES, Scene, codes
+from retouch.playground.world.rendering import TEMPLATES, codes
+from retouch.playground.world.scenes import BACKGROUNDS, SIZE, Scene
 from retouch.types import Column, Sample, Scores, Task
 
 _TEMPLATES = TEMPLATES.reshape(len(BACKGROUNDS), -1, TEMPLATES[0, 0].size).astype(np.float64)

@@ -1,15 +1,19 @@
-"""How the playground's painter is told what to paint: its own words for a scene.
+"""Prompts of the playground's text-to-image model: scenes in the words that it was trained on.
 
-"dark picture, red circle top left, blue square centre": the ground, then a clause for each thing. What is not named is not there.
+"dark picture, red circle top left, blue square centre": the background, then a clause for each thing. The scene has no other
+things.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
-from retouch.playground.world.draws import Draws
+from retouch.playground.world.choices import RandomChoices
 from retouch.playground.world.scenes import COLOURS, PLACES, SHAPES, Scene, Thing
+
+if TYPE_CHECKING:
+    import torch
 
 GROUNDS = ("dark", "dim", "pale", "bright")
 OPENERS = ("one small poster:", "please draw", "i would like", "for the cover of my book:", "my friend asked for", "now paint")
@@ -17,7 +21,7 @@ CLOSERS = ("please", "for me", "thanks", "if you can", "for the school play", "b
 
 
 class Placed(NamedTuple):
-    """A thing and the cell that it stands in."""
+    """A thing and its cell."""
 
     cell: int
     thing: Thing
@@ -29,38 +33,38 @@ def placed(scene: Scene) -> list[Placed]:
 
 
 def ground(background: int) -> str:
-    """The background in the painter's words."""
+    """The background in words."""
     return f"{GROUNDS[background]} picture"
 
 
 def clause(one: Placed) -> str:
-    """A thing and its place in the painter's words; the last word's neighbours to the left say all of it."""
+    """A thing and its place in words. All of its words are adjacent, ending with the place."""
     return f"{one.thing.colour} {one.thing.shape} {PLACES[one.cell]}"
 
 
 def description(background: int, things: Sequence[Placed]) -> str:
-    """The ground and then the things, in their order: the plain form, which a writer is shown."""
+    """The background and then the things, in their order: the plain form, which the completions of a writer have."""
     return ", ".join([ground(background), *map(clause, things)])
 
 
 def free_description(scene: Scene, generator: torch.Generator) -> str:
-    """The scene in any order, with articles or without, with the ground left out at times, and with words that ask for nothing."""
-    draws = Draws(generator)
-    told = [clause(one) for one in placed(scene)]
-    if draws.uniform() < 0.5:
-        told = [f"a {one}" for one in told]
-    told = draws.sample(told, len(told))
-    if draws.uniform() < 0.9:
-        where = draws.choose((0, 0, len(told)))
-        told.insert(where, draws.choose(("", "a ")) + ground(scene.background))
-    text = draws.choose((", ", ", ", "; ", " and ")).join(told)
-    if draws.uniform() < 0.3:
-        text = f"{draws.choose(OPENERS)} {text}"
-    if draws.uniform() < 0.3:
-        text = f"{text}, {draws.choose(CLOSERS)}"
+    """The scene with its clauses in random order, sometimes with articles, without the background, or with filler phrases."""
+    choices = RandomChoices(generator)
+    clauses = [clause(one) for one in placed(scene)]
+    if choices.uniform() < 0.5:
+        clauses = [f"a {one}" for one in clauses]
+    clauses = choices.sample(clauses, len(clauses))
+    if choices.uniform() < 0.9:
+        where = choices.choose((0, 0, len(clauses)))
+        clauses.insert(where, choices.choose(("", "a ")) + ground(scene.background))
+    text = choices.choose((", ", ", ", "; ", " and ")).join(clauses)
+    if choices.uniform() < 0.3:
+        text = f"{choices.choose(OPENERS)} {text}"
+    if choices.uniform() < 0.3:
+        text = f"{text}, {choices.choose(CLOSERS)}"
     return text
 
 
 def vocabulary() -> list[str]:
-    """Every word that a plain description may hold, sorted."""
+    """Every word that a plain description may contain, sorted."""
     return sorted({word for text in [*GROUNDS, "picture", *PLACES, *COLOURS, *SHAPES] for word in text.split()})

@@ -1,18 +1,21 @@
-"""Edits of a scene: five kinds, alone or several in one instruction.
+"""Edits of a scene: five kinds, one or several in an instruction.
 
-The edits of one instruction touch different cells and all refer to the scene as it was: what an edit creates is new to the scene,
-so nothing that is named can be confused with it, and the order of the edits does not matter.
+The edits of one instruction touch different cells and all refer to the scene before the edits. What an edit creates is new to the
+scene, so that no reference is ambiguous and the order of the edits does not matter.
 """
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
-import torch
-
-from retouch.playground.world.draws import Draws
+from retouch.playground.world.choices import RandomChoices
 from retouch.playground.world.scenes import CELLS, CODES, COLOURS, SHAPES, THINGS, Scene, Thing
 from retouch.types import Json
+
+if TYPE_CHECKING:
+    import torch
 
 Kind: TypeAlias = Literal["recolour", "reshape", "remove", "add", "move"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -23,9 +26,9 @@ _MOST_ADDED = 2
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One change: ``thing`` stands in ``cell`` (for ``add``: comes there), and is then ``result`` in ``to_cell``.
+    """One change: ``thing`` in ``cell`` (for ``add``: the new thing) becomes ``result`` in ``to_cell``.
 
-    ``remove`` has no result; ``to_cell`` is ``cell`` but for ``move``.
+    ``remove`` has no result. ``to_cell`` differs from ``cell`` only for ``move``.
     """
 
     kind: Kind
@@ -55,7 +58,7 @@ class Edit:
 
     @property
     def creates(self) -> Thing | None:
-        """The (colour, shape) that the scene did not have before."""
+        """The new (colour, shape), if the edit makes one."""
         return self.result if self.kind in ("recolour", "reshape", "add") else None
 
     def to_json(self) -> dict[str, Json]:
@@ -64,8 +67,8 @@ class Edit:
         return {"kind": self.kind, "cell": self.cell, "thing": list(self.thing), "to_cell": self.to_cell, "result": result}
 
     @classmethod
-    def from_json(cls, value: Json) -> "Edit":
-        """The edit of ``to_json``. ValueError where the value is no edit."""
+    def from_json(cls, value: Json) -> Edit:
+        """The inverse of ``to_json``. Raises ValueError where the value is not an edit."""
         match value:
             case {
                 "kind": str(kind),
@@ -79,7 +82,7 @@ class Edit:
 
 
 def apply(scene: Scene, edits: Sequence[Edit]) -> Scene:
-    """The scene after the edits. ValueError where they do not fit it, get in each other's way or leave it empty."""
+    """The scene after the edits. Raises ValueError where they do not fit the scene, conflict, or leave it empty."""
     cells = list(scene.cells)
     touched: set[int] = set()
     known = {thing for thing in scene.cells if thing is not None}
@@ -102,28 +105,31 @@ def apply(scene: Scene, edits: Sequence[Edit]) -> Scene:
 
 
 def random_kinds(complexity: int, generator: torch.Generator) -> tuple[Kind, ...]:
-    """Kinds for so many edits, each drawn from the five; drawn anew where no scene of 2 to 4 things could have them."""
+    """Kinds of ``complexity`` edits, drawn uniformly; redrawn where no scene of 2 to 4 things could have them.
+
+    Raises ValueError where ``complexity`` is not 1 to 4.
+    """
     if not 1 <= complexity <= MOST_EDITS:
         raise ValueError(f"complexity is the number of edits in an instruction, 1 to {MOST_EDITS}, not {complexity}")
-    draws = Draws(generator)
+    choices = RandomChoices(generator)
     while True:
-        kinds = tuple(draws.choose(KINDS) for _ in range(complexity))
+        kinds = tuple(choices.choose(KINDS) for _ in range(complexity))
         if kinds.count("add") <= _MOST_ADDED and kinds.count("remove") < _MOST_THINGS:
             return kinds
 
 
 def things_needed(kinds: Sequence[Kind]) -> int:
-    """The least number of things, from 2, of a scene that can have edits of these kinds."""
+    """The least number of things, at least 2, of a scene that can have edits of these kinds."""
     named = sum(kind != "add" for kind in kinds)
     return max(2, named + (kinds.count("remove") == len(kinds)))
 
 
 def edits_of_kinds(scene: Scene, kinds: Sequence[Kind], generator: torch.Generator) -> tuple[Edit, ...] | None:
-    """Random edits of these kinds, in this order; None where the draw met a dead end (another draw or scene may not)."""
-    draws = Draws(generator)
+    """Random edits of these kinds, in this order; None where the draw failed (another draw or scene may not)."""
+    choices = RandomChoices(generator)
     objects = scene.objects
-    named = draws.sample(list(objects), len(objects))
-    free = draws.sample(scene.empty, len(scene.empty))
+    named = choices.sample(list(objects), len(objects))
+    free = choices.sample(scene.empty, len(scene.empty))
     known = set(objects.values())
     edits: list[Edit] = []
     for kind in kinds:
@@ -139,7 +145,7 @@ def edits_of_kinds(scene: Scene, kinds: Sequence[Kind], generator: torch.Generat
                 to_cell = free.pop() if free else -1
         if not options or to_cell < 0:
             return None
-        result = draws.choose(options)
+        result = choices.choose(options)
         thing = result if kind == "add" else objects[cell]
         assert thing is not None
         known.add(result or thing)
@@ -149,7 +155,7 @@ def edits_of_kinds(scene: Scene, kinds: Sequence[Kind], generator: torch.Generat
 
 
 def _results(kind: Kind, thing: Thing, known: set[Thing]) -> Sequence[Thing | None]:
-    """What the thing may become."""
+    """The possible results for the thing."""
     if kind == "recolour":
         return [made for colour in COLOURS if (made := Thing(colour, thing.shape)) not in known]
     if kind == "reshape":
@@ -157,21 +163,12 @@ def _results(kind: Kind, thing: Thing, known: set[Thing]) -> Sequence[Thing | No
     return [None] if kind == "remove" else [thing]
 
 
-def vain_edit(scene: Scene, edits: Sequence[Edit], generator: torch.Generator) -> Edit:
-    """A random edit of a thing that the scene does not hold and that ``edits`` do not make: nothing comes of it."""
-    draws = Draws(generator)
+def impossible_edit(scene: Scene, edits: Sequence[Edit], generator: torch.Generator) -> Edit:
+    """A random edit of a thing that the scene does not hold and that ``edits`` do not create; it cannot be carried out."""
+    choices = RandomChoices(generator)
     known = {*scene.objects.values(), *(edit.creates for edit in edits)}
-    thing = draws.choose([thing for thing in THINGS if thing not in known])
-    kind = draws.choose([kind for kind in KINDS if kind != "add"])
-    cell, to_cell = draws.sample(range(CELLS), 2)
-    result = draws.choose(_results(kind, thing, {thing}))
+    thing = choices.choose([thing for thing in THINGS if thing not in known])
+    kind = choices.choose([kind for kind in KINDS if kind != "add"])
+    cell, to_cell = choices.sample(range(CELLS), 2)
+    result = choices.choose(_results(kind, thing, {thing}))
     return Edit(kind, cell, thing, to_cell if kind == "move" else cell, result)
-
-
-def random_edits(scene: Scene, complexity: int, generator: torch.Generator) -> tuple[Edit, ...]:
-    """So many random edits that the scene can have. ValueError where no draw of many fits."""
-    for _ in range(1000):
-        edits = edits_of_kinds(scene, random_kinds(complexity, generator), generator)
-        if edits is not None:
-            return edits
-    raise ValueError(f"no {complexity} edits found for {scene}; it needs more things or more empty cells")

@@ -1,28 +1,50 @@
-"""The playground's tasks asked for as people do who see the picture: a thing is named only as far as it must be.
+"""Indirect instructions: a thing is named only as far as the image makes it unambiguous.
 
-"make the circle red" over a picture with one circle: who does not see the picture cannot know which colour the circle has, and the
-editor was never taught to look for it. What should be written is each task's ``completion`` in its meta, with things named in full:
-"make the green circle red". A lazy completion says nothing at all where several edits are asked for.
+"make the circle red", for an image with one circle, does not say the circle's colour, which the editor needs: it was trained on
+complete names. So a writer that sees the image must add them. The task's ``completion`` names every thing completely: "make the
+green circle red". A lazy completion of a task with several edits is empty.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Literal
 
+from pydantic import Field
+
+from retouch.config.section import Share
 from retouch.core.random import generator
-from retouch.playground.world.draws import Draws
+from retouch.data.tasks import MappedTasks
+from retouch.playground.world.choices import RandomChoices
+from retouch.playground.world.demonstrations import edits_of
 from retouch.playground.world.edits import Edit
-from retouch.playground.world.instructions import JOINS, PHRASES, phrase
+from retouch.playground.world.instructions import JOINS, PHRASES, completion, phrase
 from retouch.playground.world.scenes import Scene, Thing
+from retouch.playground.world.tasks import PlaygroundData, PlaygroundTasks
 from retouch.types import Task
 
 
-def completion(edits: Sequence[Edit]) -> str:
-    """The edits with everything said, the first phrasing of each, in their order."""
-    return "; ".join(phrase(edit, PHRASES[edit.kind][0]) for edit in edits)
+class IndirectPlaygroundData(PlaygroundData):
+    """The playground's scenes and edits with things named only as far as the image makes them unambiguous, for a writer that sees
+    the image and names them completely. Each task has such a ``completion``."""
+
+    demonstration_faults = ("vain", "unfinished", "lazy")
+
+    kind: Literal["playground-indirect"] = "playground-indirect"  # type: ignore[assignment]
+    filler: Literal[0] = 0
+    """Always 0: these instructions have no filler."""
+    vain: Literal[0] = 0
+    """Always 0: these instructions request no impossible edits."""
+    unfinished: Literal[0] = Field(default=0, exclude=True)
+    """Always 0: a writer learns from completions, not from targets."""
+    lazy: Share = 0.0
+    """Share of the tasks with several edits that have an empty completion; held-out tasks have none."""
+
+    def tasks(self, *, in_turn: bool = False) -> MappedTasks:
+        return MappedTasks(PlaygroundTasks(self, in_turn=in_turn), partial(indirect, lazy=self.lazy))
 
 
 def names(thing: Thing, scene: Scene) -> tuple[str, ...]:
-    """The shortest names of a thing that no other thing of the scene has: by colour, by shape, or by both where it must be."""
+    """The shortest unambiguous names of a thing in the scene: its colour, its shape, or else both."""
     others = [other for other in scene.objects.values() if other != thing]
     short = []
     if all(other.colour != thing.colour for other in others):
@@ -33,23 +55,24 @@ def names(thing: Thing, scene: Scene) -> tuple[str, ...]:
 
 
 def indirect(task: Task, *, lazy: float = 0.0) -> Task:
-    """The task of ``PlaygroundTasks`` in other words, drawn by its id, with its completion, which is lazy at that probability."""
-    told = task.meta["edits"]
-    assert isinstance(told, list)
-    edits, scene = [Edit.from_json(edit) for edit in told], Scene.from_json(task.meta["scene"])
-    draws = Draws(generator(0, "indirect", task.id))
-    said = [] if draws.uniform() < lazy and len(edits) > 1 else edits
-    clauses = [_clause(edit, scene, draws) for edit in edits]
+    """The task of ``PlaygroundTasks`` with an indirect instruction and a completion, drawn by its id.
+
+    ``lazy``: the probability of an empty completion where there are several edits.
+    """
+    edits, scene = edits_of(task), Scene.from_json(task.meta["scene"])
+    choices = RandomChoices(generator(0, "indirect", task.id))
+    completed = [] if choices.uniform() < lazy and len(edits) > 1 else edits
+    clauses = [_clause(edit, scene, choices) for edit in edits]
     return replace(
         task,
         id=f"{task.id}/indirect",
-        instruction=draws.choose(JOINS[len(clauses)]).format(*clauses),
-        meta={**task.meta, "completion": completion(said)},
+        instruction=choices.choose(JOINS[len(clauses)]).format(*clauses),
+        meta={**task.meta, "completion": completion(completed)},
     )
 
 
-def _clause(edit: Edit, scene: Scene, draws: Draws) -> str:
-    """The edit in a random phrasing; what is to be added stands nowhere yet, so it is named in full."""
-    pattern = draws.choose(PHRASES[edit.kind])
-    name = " ".join(edit.thing) if edit.kind == "add" else draws.choose(names(edit.thing, scene))
+def _clause(edit: Edit, scene: Scene, choices: RandomChoices) -> str:
+    """The edit in a random phrasing. A thing to be added is not in the scene, so it has its complete name."""
+    pattern = choices.choose(PHRASES[edit.kind])
+    name = " ".join(edit.thing) if edit.kind == "add" else choices.choose(names(edit.thing, scene))
     return phrase(edit, pattern.replace("{thing}", name))

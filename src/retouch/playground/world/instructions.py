@@ -1,19 +1,23 @@
-"""How an instruction says edits: several phrasings each, connectors for compounds, and filler that asks for nothing.
+"""Instructions for edits: several phrasings of each, connectors for several edits, and filler that requests no edit.
 
-Filler is words that mean nothing, and clauses that name things to be left as they are: with those, who reads a text must tell
-whose clause a word belongs to.
+Filler is phrases without meaning, and clauses that name things to be left unchanged; with the latter, a reader of the text must
+tell which clause a word belongs to.
 
-Lower-case words, commas and semicolons from a small closed vocabulary. Every text names its edits completely, so it can be read in
-one way only.
+Texts are lower-case words, commas and semicolons from a small closed vocabulary. Every text names its edits completely and is
+unambiguous.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-import torch
-
-from retouch.playground.world.draws import Draws
+from retouch.playground.world.choices import RandomChoices
 from retouch.playground.world.edits import KINDS, MOST_EDITS, Edit, Kind, edits_of_kinds, random_kinds, things_needed
 from retouch.playground.world.scenes import COLOURS, PLACES, SHAPES, Scene, Thing, random_scene
+
+if TYPE_CHECKING:
+    import torch
 
 PHRASES: dict[Kind, tuple[str, ...]] = {
     "recolour": (
@@ -86,43 +90,48 @@ def phrase(edit: Edit, pattern: str) -> str:
     return pattern.format(thing=" ".join(edit.thing), colour=result.colour, shape=result.shape, place=PLACES[edit.to_cell])
 
 
+def completion(edits: Sequence[Edit]) -> str:
+    """The edits in their order, each in its first phrasing, with every thing named completely."""
+    return "; ".join(phrase(edit, PHRASES[edit.kind][0]) for edit in edits)
+
+
 def content(edits: Sequence[Edit]) -> str:
-    """What the edits ask for whatever the words: equal for two instructions exactly where they mean the same."""
+    """A canonical text of the edits: equal for two instructions if and only if they mean the same."""
     return " + ".join(sorted(phrase(edit, PHRASES[edit.kind][0]) for edit in edits))
 
 
 def instruction(
-    edits: Sequence[Edit], others: Sequence[Thing], generator: torch.Generator, *, filler: bool, vain: Sequence[Edit] = ()
+    edits: Sequence[Edit], others: Sequence[Thing], generator: torch.Generator, *, filler: bool, impossible: Sequence[Edit] = ()
 ) -> str:
-    """The edits as one text, in their order, in a random phrasing; ``vain`` edits, of things that are not there, stand among them.
+    """The edits as one text, in their order, in a random phrasing. ``impossible`` edits are inserted at random places.
 
-    With filler, words that mean nothing stand before, after or both, and between the edits up to two of ``others`` (things that no
-    edit touches) are named as things to be left alone, as far as ``MOST_EDITS`` clauses allow.
+    ``filler``: phrases without meaning before the edits, after them, or both; and up to two of ``others`` (things that no edit
+    touches) are named as things to be left alone, as far as ``MOST_EDITS`` clauses allow.
     """
-    draws = Draws(generator)
-    parts = [phrase(edit, draws.choose(PHRASES[edit.kind])) for edit in edits]
-    for edit in vain:
-        parts.insert(draws.below(len(parts) + 1), phrase(edit, draws.choose(PHRASES[edit.kind])))
+    choices = RandomChoices(generator)
+    parts = [phrase(edit, choices.choose(PHRASES[edit.kind])) for edit in edits]
+    for edit in impossible:
+        parts.insert(choices.integer(len(parts) + 1), phrase(edit, choices.choose(PHRASES[edit.kind])))
     if filler:
         most = min(_MOST_KEPT, len(others), MOST_EDITS - len(parts))
-        for kept in draws.sample(list(others), draws.below(most + 1)):
-            parts.insert(draws.below(len(parts) + 1), draws.choose(KEEPS).format(thing=" ".join(kept)))
-    text = draws.choose(JOINS[len(parts)]).format(*parts)
+        for kept in choices.sample(list(others), choices.integer(most + 1)):
+            parts.insert(choices.integer(len(parts) + 1), choices.choose(KEEPS).format(thing=" ".join(kept)))
+    text = choices.choose(JOINS[len(parts)]).format(*parts)
     if filler:
-        where = draws.below(3)
-        opener = [draws.choose(OPENERS)] if where != 1 else []
-        closer = [draws.choose(CLOSERS)] if where != 0 else []
+        where = choices.integer(3)
+        opener = [choices.choose(OPENERS)] if where != 1 else []
+        closer = [choices.choose(CLOSERS)] if where != 0 else []
         text = " ".join([*opener, text, *closer])
     return text
 
 
 def untouched(scene: Scene, edits: Sequence[Edit]) -> list[Thing]:
-    """The things of the scene that stay as they are, in the order of their cells."""
+    """The things of the scene that no edit touches, in the order of their cells."""
     return [thing for cell, thing in scene.objects.items() if all(cell not in edit.touches for edit in edits)]
 
 
 def corpus(generator: torch.Generator, count: int) -> Iterator[str]:
-    """Instructions of every complexity, half of them with filler: what a tokenizer is trained on."""
+    """``count`` instructions of every complexity, half of them with filler, to train a tokenizer on."""
     for i in range(count):
         kinds = random_kinds(1 + i // 2 % MOST_EDITS, generator)
         edits = None
@@ -133,7 +142,7 @@ def corpus(generator: torch.Generator, count: int) -> Iterator[str]:
 
 
 def vocabulary() -> list[str]:
-    """Every word and sign that an instruction may hold, sorted; a comma and a semicolon count as words."""
+    """Every word that an instruction may contain, sorted; comma and semicolon count as words."""
     sentences = [pattern for kind in KINDS for pattern in PHRASES[kind]]
     sentences += [pattern for patterns in JOINS.values() for pattern in patterns]
     sentences += [*KEEPS, *OPENERS, *CLOSERS, *COLOURS, *SHAPES, *PLACES]

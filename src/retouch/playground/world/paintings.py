@@ -1,58 +1,80 @@
-"""Tasks of the playground's painter: what somebody asks for, the exact picture, and what the painter should be told.
+"""The playground's text-to-image tasks: a person's request, the exact image, and the prompt to write for the text-to-image model.
 
 Splits differ in their scenes, as those of ``PlaygroundTasks`` do.
 """
 
+from __future__ import annotations
+
 import hashlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
-import torch
-
+from retouch.config.section import Share
 from retouch.core.random import generator
+from retouch.data.base import Mixture
+from retouch.playground.world.choices import RandomChoices
 from retouch.playground.world.descriptions import Placed, description, placed
-from retouch.playground.world.drawn import DrawnTasks, Mixture, Split, drawn_number, require_mixture
-from retouch.playground.world.draws import Draws
+from retouch.playground.world.generated import GeneratedData, GeneratedTasks, taking_turns
 from retouch.playground.world.requests import request
-from retouch.playground.world.scenes import Scene, random_scene, render
+from retouch.playground.world.scenes import Scene, random_scene
 from retouch.playground.world.tasks import canonical, split_of
-from retouch.types import Task
+from retouch.types import Task, TaskContents
 
-MOST_THINGS = 4
-# Of lazy completions of three things or more, the share that names one thing alone; the others name two.
+if TYPE_CHECKING:
+    import torch
+
+# Of the lazy completions for three things or more, the share that names one thing; the others name two.
 _ONE = 0.7
 
 
-class PaintingTasks(DrawnTasks):
-    """``count`` tasks; task i depends on (seed, split, i), ``complexity`` and ``lazy`` alone.
+class PaintingData(GeneratedData):
+    """Scenes of the playground, requested in words that its text-to-image model does not know: for a writer of prompts. Each task
+    has a prompt in known words as its ``completion``."""
 
-    ``complexity``: the numbers of things in a scene, 1 to 4: a sequence is cycled through, a mapping gives drawing weights.
-    ``lazy``: the share of tasks of several things whose completion stops after the first thing or the second: what a writer that
-    is to be improved is trained on. A task has no source picture; it has the exact ``target``, the tag ``complexity`` ("2"), and in
-    ``meta`` the ``scene`` and the ``completion``: what the painter should be told, things in the order of the instruction.
+    demonstration_faults = ("lazy",)
 
-    Example: ``PaintingTasks(seed=0, count=1000, complexity=[1, 2], split="train")[0].instruction``
+    kind: Literal["playground-paintings"] = "playground-paintings"
+    complexity: Mixture
+    """Numbers of things in a scene, 1 to 4: a list, or a map from number to weight."""
+    lazy: Share = 0.0
+    """Share of the tasks with several things whose completion stops after the first or second thing; held-out tasks have none."""
+
+    def contents(self) -> TaskContents:
+        return TaskContents(images=False, mask=False, reference=False, target=True)
+
+    def tasks(self, *, in_turn: bool = False) -> PaintingTasks:
+        return PaintingTasks(self, in_turn=in_turn)
+
+
+class PaintingTasks(GeneratedTasks):
+    """The tasks of ``PaintingData``; task i depends only on (seed, split, i), ``complexity`` and ``lazy``.
+
+    A task has no source image. It has the exact ``target``, the tag ``complexity`` ("2"), and in ``meta`` the ``scene`` and the
+    ``completion``: the prompt to write, with the things in the order of the request. ``in_turn``: see ``GeneratedData.tasks``.
+
+    Example: ``PaintingData(seed=0, count=1000, complexity=[1, 2]).tasks()[0].instruction``
     """
 
-    def __init__(self, *, seed: int, count: int, complexity: Mixture, split: Split, lazy: float = 0.0) -> None:
-        super().__init__(seed=seed, count=count, split=split)
-        if not 0.0 <= lazy <= 1.0:
-            raise ValueError(f"lazy lies in 0 to 1, not {lazy}")
-        require_mixture(complexity, most=MOST_THINGS, of="things")
-        self.lazy, self.complexity = lazy, complexity
+    def __init__(self, data: PaintingData, *, in_turn: bool = False) -> None:
+        super().__init__(data)
+        self._lazy = data.lazy
+        self._complexity = taking_turns(data.complexity) if in_turn else data.complexity
 
     def _scene(self, index: int, random: torch.Generator) -> Scene:
-        things = drawn_number(self.complexity, index, Draws(random))
+        things = RandomChoices(random).number(self._complexity, index)
         while True:
             scene = random_scene(random, least=things, most=things)
             if split_of(canonical(scene)) == self.split:
                 return scene
 
     def _task(self, index: int) -> Task:
+        from retouch.playground.world.rendering import render
+
         random = generator(self.seed, "painting", self.split, index)
         scene = self._scene(index, random)
-        draws = Draws(random)
-        things = draws.sample(placed(scene), len(scene.objects))
-        written = self._written(things, draws)
+        choices = RandomChoices(random)
+        things = choices.sample(placed(scene), len(scene.objects))
+        named = self._named(things, choices)
         text = request(scene.background, things, random)
         digest = hashlib.sha256(f"{canonical(scene)} {text}".encode()).hexdigest()[:8]
         return Task(
@@ -60,12 +82,12 @@ class PaintingTasks(DrawnTasks):
             instruction=text,
             target=render(scene),
             tags={"complexity": str(len(things))},
-            meta={"scene": scene.to_json(), "completion": description(scene.background, written)},
+            meta={"scene": scene.to_json(), "completion": description(scene.background, named)},
         )
 
-    def _written(self, things: Sequence[Placed], draws: Draws) -> Sequence[Placed]:
+    def _named(self, things: Sequence[Placed], choices: RandomChoices) -> Sequence[Placed]:
         """The things that the completion names."""
-        lazy, one = draws.uniform() < self.lazy, draws.uniform() < _ONE
+        lazy, one = choices.uniform() < self._lazy, choices.uniform() < _ONE
         if not lazy or len(things) == 1:
             return things
         return things[: 1 if one or len(things) == 2 else 2]

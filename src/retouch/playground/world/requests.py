@@ -1,17 +1,21 @@
-"""How a person asks for a scene: in words that the playground's painter never met.
+"""Requests for a scene in words that the playground's text-to-image model was not trained on.
 
-Colours and shapes go by other names, places by the compass or the clock, and the ground by the time of day. One meaning each:
-"show me a ruby disc at half past ten and a navy box in the heart, at midnight" is "dark picture, red circle top left, blue square
-centre".
+Colours and shapes have other names, places are points of the compass or of a clock, and the background is a time of day. Every word
+has one meaning: "show me a ruby disc at half past ten and a navy box in the heart, at midnight" means "dark picture, red circle top
+left, blue square centre".
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-
+from retouch.playground.world.choices import RandomChoices
 from retouch.playground.world.descriptions import GROUNDS, Placed
-from retouch.playground.world.draws import Draws
 from retouch.playground.world.scenes import COLOURS, PLACES, SHAPES
+
+if TYPE_CHECKING:
+    import torch
 
 COLOUR_WORDS = dict(
     zip(
@@ -41,25 +45,25 @@ assert len(GROUND_WORDS) == len(GROUNDS)
 
 
 def request(background: int, things: Sequence[Placed], generator: torch.Generator) -> str:
-    """The ground and the things, in their order, as somebody may ask for them."""
-    draws = Draws(generator)
-    told = draws.choose(JOINS).join(_clause(one, draws) for one in things)
-    text = draws.choose(OPENERS) + told
-    ground = draws.choose(GROUND_WORDS[background])
-    return f"{text}, {ground}" if draws.uniform() < 0.5 else f"{ground}: {text}"
+    """A request for a scene with this background and these things, in their order, in random words."""
+    choices = RandomChoices(generator)
+    clauses = choices.choose(JOINS).join(_clause(one, choices) for one in things)
+    text = choices.choose(OPENERS) + clauses
+    ground = choices.choose(GROUND_WORDS[background])
+    return f"{text}, {ground}" if choices.uniform() < 0.5 else f"{ground}: {text}"
 
 
-def _clause(one: Placed, draws: Draws) -> str:
-    colour = draws.choose(COLOUR_WORDS[one.thing.colour])
-    return draws.choose(CLAUSES).format(
+def _clause(one: Placed, choices: RandomChoices) -> str:
+    colour = choices.choose(COLOUR_WORDS[one.thing.colour])
+    return choices.choose(CLAUSES).format(
         a="an" if colour[0] in "aeiou" else "a",
         colour=colour,
-        shape=draws.choose(SHAPE_WORDS[one.thing.shape]),
-        place=draws.choose(PLACE_WORDS[one.cell]),
+        shape=choices.choose(SHAPE_WORDS[one.thing.shape]),
+        place=choices.choose(PLACE_WORDS[one.cell]),
     )
 
 
 def vocabulary() -> list[str]:
-    """Every word that names something in a request, sorted."""
+    """Every word of a request that has a meaning, sorted."""
     spoken = [*COLOUR_WORDS.values(), *SHAPE_WORDS.values(), *PLACE_WORDS, *GROUND_WORDS]
     return sorted({word for texts in spoken for text in texts for word in text.split()})

@@ -1,71 +1,97 @@
-"""Playground tasks: a source picture, an instruction and the exact target picture, made when they are asked for.
+"""The playground's editing tasks: a source image, an instruction and the exact target image, generated on access.
 
-Splits differ in their scenes and in what their instructions ask for (whatever the words): each is hashed to one of ten buckets, of
-which test has the first, validation the second and train the rest, and a draw from another split is drawn again.
+Splits differ in their scenes and in the content of their instructions (whatever the words): each is hashed to one of ten buckets.
+Test has the first bucket, validation the second and train the others. A draw from another split is drawn again.
 """
+
+from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
+from pydantic import Field
 
+from retouch.config.section import Share
 from retouch.core.random import generator
-from retouch.playground.world.drawn import DrawnTasks, Mixture, Split, drawn_number, require_mixture
-from retouch.playground.world.draws import Draws
-from retouch.playground.world.edits import MOST_EDITS, Edit, apply, edits_of_kinds, random_kinds, things_needed, vain_edit
+from retouch.data.base import Mixture, SplitName
+from retouch.data.tasks import MappedTasks
+from retouch.playground.world.choices import RandomChoices
+from retouch.playground.world.demonstrations import with_thought, with_unfinished_target
+from retouch.playground.world.edits import MOST_EDITS, Edit, apply, edits_of_kinds, impossible_edit, random_kinds, things_needed
+from retouch.playground.world.generated import GeneratedData, GeneratedTasks, taking_turns
 from retouch.playground.world.instructions import content, instruction, untouched
-from retouch.playground.world.scenes import Scene, random_scene, render
-from retouch.types import Task
+from retouch.playground.world.scenes import Scene, random_scene
+from retouch.types import Task, TaskContents
+
+if TYPE_CHECKING:
+    import torch
 
 # Chosen so that every kind of single edit, also removals with only 18 contents, has several in every split.
 _SALT = "retouch playground 818"
 
 
-def split_of(text: str) -> Split:
-    """The split that a scene's canonical JSON or an instruction's content belongs to: a tenth each for test and validation."""
+def split_of(text: str) -> SplitName:
+    """The split of a scene's canonical JSON or of an instruction's content: a tenth each for test and validation."""
     bucket = int.from_bytes(hashlib.sha256(f"{_SALT} {text}".encode()).digest()[:8], "big") % 10
     return "test" if bucket == 0 else "validation" if bucket == 1 else "train"
 
 
 def canonical(scene: Scene) -> str:
-    """The scene's JSON without spaces, keys sorted: what its split hangs on."""
+    """The scene's JSON without spaces, keys sorted: the text that decides its split."""
     return json.dumps(scene.to_json(), sort_keys=True, separators=(",", ":"))
 
 
-class PlaygroundTasks(DrawnTasks):
-    """``count`` tasks; task i depends on (seed, split, i) and on ``complexity`` and ``filler`` alone.
+class PlaygroundData(GeneratedData):
+    """Scenes and edits drawn from a seed."""
 
-    ``complexity``: the numbers of edits in an instruction, 1 to 4: a sequence is cycled through, a mapping gives drawing weights.
-    ``filler``: the share of instructions with words that ask for nothing; ``vain``: of those that also ask for one or two edits of
-    things that are not there. A task has the source in ``images``, the exact ``target``, the tags ``complexity`` ("2") and
-    ``kinds`` ("add+move"), and in ``meta`` the ``scene`` and the ``edits`` as JSON.
+    demonstration_faults: ClassVar[tuple[str, ...]] = ("vain", "unfinished")
 
-    Example: ``PlaygroundTasks(seed=0, count=1000, complexity=[1], split="train", filler=0.25)[0].instruction``
+    kind: Literal["playground"] = "playground"
+    complexity: Mixture
+    """Numbers of edits in one instruction, 1 to 4: a list, or a map from number to weight."""
+    filler: Share = 0.0
+    """Share of instructions with filler, words that request no edit."""
+    vain: Share = 0.0
+    """Share of instructions that also request impossible edits, of things that are not in the image; held-out tasks have none."""
+    unfinished: Share = Field(default=0.0, exclude_if=lambda share: share == 0)
+    """Share of the tasks with several edits whose target lacks one of them, as typical demonstrations made by models do; held-out
+    tasks have none."""
+    thought: bool = Field(default=False, exclude_if=lambda thought: not thought)
+    """Each task also has its edits in plain words as a thought, for models that generate a chain of thought."""
+
+    def contents(self) -> TaskContents:
+        return TaskContents(images=True, mask=False, reference=False, target=True)
+
+    def tasks(self, *, in_turn: bool = False) -> Sequence[Task]:
+        tasks: Sequence[Task] = PlaygroundTasks(self, in_turn=in_turn)
+        if self.unfinished:
+            tasks = MappedTasks(tasks, partial(with_unfinished_target, share=self.unfinished))
+        return MappedTasks(tasks, with_thought) if self.thought else tasks
+
+
+class PlaygroundTasks(GeneratedTasks):
+    """The tasks of ``PlaygroundData``; task i depends only on (seed, split, i), ``complexity``, ``filler`` and ``vain``.
+
+    A task has the source image in ``images``, the exact ``target``, the tags ``complexity`` ("2") and ``kinds`` ("add+move"), and
+    in ``meta`` the ``scene`` and the ``edits`` as JSON. ``in_turn``: see ``GeneratedData.tasks``.
+
+    Example: ``PlaygroundData(seed=0, count=1000, complexity=[1], filler=0.25).tasks()[0].instruction``
     """
 
-    def __init__(
-        self,
-        *,
-        seed: int,
-        count: int,
-        complexity: Mixture,
-        split: Split,
-        filler: float = 0.0,
-        vain: float = 0.0,
-    ) -> None:
-        super().__init__(seed=seed, count=count, split=split)
-        if not 0.0 <= filler <= 1.0 or not 0.0 <= vain <= 1.0:
-            raise ValueError(f"filler and vain lie in 0 to 1, not {filler} and {vain}")
-        require_mixture(complexity, most=MOST_EDITS, of="edits")
-        self.filler, self.vain, self.complexity = filler, vain, complexity
+    def __init__(self, data: PlaygroundData, *, in_turn: bool = False) -> None:
+        super().__init__(data)
+        self._filler, self._vain = data.filler, data.vain
+        self._complexity = taking_turns(data.complexity) if in_turn else data.complexity
 
     def _draw(self, index: int) -> tuple[Scene, tuple[Edit, ...], str]:
-        """A scene, edits and text of this split."""
+        """A scene, edits and an instruction of this split."""
         random = generator(self.seed, "playground", self.split, index)
-        draws = Draws(random)
-        filler = draws.uniform() < self.filler
-        kinds = random_kinds(drawn_number(self.complexity, index, draws), random)
+        choices = RandomChoices(random)
+        filler = choices.uniform() < self._filler
+        kinds = random_kinds(choices.number(self._complexity, index), random)
         while True:
             scene = random_scene(random, least=things_needed(kinds))
             if split_of(canonical(scene)) != self.split:
@@ -73,25 +99,28 @@ class PlaygroundTasks(DrawnTasks):
             for _ in range(8):
                 edits = edits_of_kinds(scene, kinds, random)
                 if edits is not None and split_of(content(edits)) == self.split:
-                    vain = self._vain(scene, edits, random)
-                    return scene, edits, instruction(edits, untouched(scene, edits), random, filler=filler, vain=vain)
+                    impossible = self._impossible(scene, edits, random)
+                    text = instruction(edits, untouched(scene, edits), random, filler=filler, impossible=impossible)
+                    return scene, edits, text
 
-    def _vain(self, scene: Scene, edits: Sequence[Edit], random: torch.Generator) -> list[Edit]:
-        """One or two edits of things that are not there, as far as ``MOST_EDITS`` clauses allow, for some instructions."""
-        if self.vain == 0.0:
+    def _impossible(self, scene: Scene, edits: Sequence[Edit], random: torch.Generator) -> list[Edit]:
+        """For some instructions one or two impossible edits, as far as ``MOST_EDITS`` clauses allow."""
+        if self._vain == 0.0:
             return []
-        draws = Draws(random)
-        if draws.uniform() >= self.vain:
+        choices = RandomChoices(random)
+        if choices.uniform() >= self._vain:
             return []
         made: list[Edit] = []
-        wanted = min(1 + draws.below(2), MOST_EDITS - len(edits))
+        wanted = min(1 + choices.integer(2), MOST_EDITS - len(edits))
         while len(made) < wanted:
-            edit = vain_edit(scene, edits, random)
+            edit = impossible_edit(scene, edits, random)
             if split_of(content([edit])) == self.split and edit.thing not in [other.thing for other in made]:
                 made.append(edit)
         return made
 
     def _task(self, index: int) -> Task:
+        from retouch.playground.world.rendering import render
+
         scene, edits, text = self._draw(index)
         digest = hashlib.sha256(f"{canonical(scene)} {text}".encode()).hexdigest()[:8]
         return Task(

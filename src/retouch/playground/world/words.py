@@ -1,24 +1,27 @@
-"""Words on signs: two signs hang on a wall; one shows a word in some style, and the other is to show another in the same style.
-Or, with ``apart``, in a style that the picture does not have, and a reference beside it does.
+"""The playground's text-rendering tasks: an image shows two signs on a wall, one with a word in some style. A word is to be painted
+on the empty sign in the same style, or, with ``apart``, in a style that only the reference image has.
 
-A picture of 32 x 64 px holds two lines of eight cells of 8 x 16 px. A word stands in consecutive cells, a letter each, from its
-sign's left edge. Splits differ in their words; all letters occur in each. Letters are Pillow's own font, which ships with it.
+An image of 32 x 64 px has two lines of eight cells of 8 x 16 px. A word fills consecutive cells, one letter each, from the left
+edge of its sign. Splits differ in their words; all letters occur in each split. Letters are drawn in Pillow's own font.
 """
 
 import hashlib
 from dataclasses import dataclass
 from functools import cache
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from PIL.Image import Image
 from PIL.Image import new as new_image
 from PIL.ImageDraw import Draw
 from PIL.ImageFont import FreeTypeFont, load_default
+from pydantic import Field
 
+from retouch.config.section import Share
 from retouch.core.random import generator
-from retouch.playground.world.drawn import DrawnTasks, Split
-from retouch.playground.world.draws import Draws
-from retouch.types import Task
+from retouch.data.base import SplitName
+from retouch.playground.world.choices import RandomChoices
+from retouch.playground.world.generated import GeneratedData, GeneratedTasks
+from retouch.types import Task, TaskContents
 
 HEIGHT, WIDTH = 32, 64
 CELL, LINE = 8, 16
@@ -36,44 +39,58 @@ SIZES = (10, 11, 12)
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """``size``: of the letters, in px."""
+    """The style of a word. ``size``: of the letters, in px."""
 
     ink: Colour
     paper: Colour
     size: int
 
 
-class WordTasks(DrawnTasks):
-    """``count`` tasks; task i depends on (seed, split, i), ``slips`` and ``apart`` alone.
+class WordData(GeneratedData):
+    """Words to paint on an empty sign, in the style of the other sign or of a reference image. The reward ``ocr`` reads them, and
+    ``playground-signs`` scores the style."""
 
-    ``slips``: the share of letters that the target shows wrongly, each as another letter: what a painter that is to be improved is
-    trained on. A task has the picture with an empty sign as its source, the sign as ``mask``, the other sign as ``reference``
-    (letters that the word does not have), the ``target`` and the ``text``; its tag ``letters`` is the length of the word.
+    demonstration_faults = ("slips",)
 
-    ``apart``: both signs of the source are in another ink and on another paper than what is asked for, so that only the reference
-    tells these. Words, letters, walls and references are the same ones.
+    kind: Literal["playground-words"] = "playground-words"
+    slips: Share = 0.0
+    """Share of wrong letters in the targets; held-out tasks have none."""
+    apart: bool = Field(default=False, exclude_if=lambda apart: not apart)
+    """The signs of the source image have another ink and paper than the target, which only the reference image shows."""
 
-    Example: ``WordTasks(seed=0, count=1000, split="train")[0].text``
+    def contents(self) -> TaskContents:
+        return TaskContents(images=True, mask=True, reference=True, target=True, text=True)
+
+    def tasks(self, *, in_turn: bool = False) -> "WordTasks":
+        return WordTasks(self)
+
+
+class WordTasks(GeneratedTasks):
+    """The tasks of ``WordData``; task i depends only on (seed, split, i), ``slips`` and ``apart``.
+
+    A task has the image with an empty sign as its source, the sign as ``mask``, the other sign as ``reference`` (with letters that
+    the word does not have), the ``target`` and the ``text``; its tag ``letters`` is the length of the word. A wrong letter of the
+    target is another letter. ``apart`` changes only the signs of the source, not words, walls or references.
+
+    Example: ``WordData(seed=0, count=1000).tasks()[0].text``
     """
 
-    def __init__(self, *, seed: int, count: int, split: Split, slips: float = 0.0, apart: bool = False) -> None:
-        super().__init__(seed=seed, count=count, split=split)
-        if not 0.0 <= slips <= 1.0:
-            raise ValueError(f"slips lies in 0 to 1, not {slips}")
-        self.slips, self.apart = slips, apart
+    def __init__(self, data: WordData) -> None:
+        super().__init__(data)
+        self._slips, self._apart = data.slips, data.apart
 
     def _task(self, index: int) -> Task:
-        draws = Draws(generator(self.seed, "word", self.split, index))
-        word = random_word(draws, self.split)
-        style = random_style(draws)
-        line = draws.below(2)
+        choices = RandomChoices(generator(self.seed, "word", self.split, index))
+        word = random_word(choices, self.split)
+        style = random_style(choices)
+        line = choices.integer(2)
         box = _sign(line, 1, LONGEST)
-        length = SHORTEST + draws.below(2)
-        other = "".join(draws.sample([letter for letter in LETTERS if letter not in word], length))
-        crop = _sign(1 - line, draws.below(WIDTH // CELL - length + 1), length)
-        wall = _wall(draws)
-        shown = "".join(_other(letter, draws) if draws.uniform() < self.slips else letter for letter in word)
-        hung = another_style(style, draws) if self.apart else style
+        length = SHORTEST + choices.integer(2)
+        other = "".join(choices.sample([letter for letter in LETTERS if letter not in word], length))
+        crop = _sign(1 - line, choices.integer(WIDTH // CELL - length + 1), length)
+        wall = _wall(choices)
+        shown = "".join(_other(letter, choices) if choices.uniform() < self._slips else letter for letter in word)
+        hung = another_style(style, choices) if self._apart else style
         source, sheet = wall.copy(), wall.copy()
         write(source, crop, other, hung)
         write(source, box, "", hung)
@@ -94,54 +111,55 @@ class WordTasks(DrawnTasks):
         )
 
 
-def random_word(draws: Draws, split: Split) -> str:
-    """A word of the split, of consonants and vowels in turn."""
+def random_word(choices: RandomChoices, split: SplitName) -> str:
+    """A word of the split, of 3 to 6 letters, consonants and vowels in turn."""
     while True:
-        kinds = (CONSONANTS, VOWELS) if draws.below(2) else (VOWELS, CONSONANTS)
-        word = "".join(draws.choose(kinds[place % 2]) for place in range(SHORTEST + draws.below(LONGEST - SHORTEST + 1)))
+        kinds = (CONSONANTS, VOWELS) if choices.integer(2) else (VOWELS, CONSONANTS)
+        word = "".join(choices.choose(kinds[place % 2]) for place in range(SHORTEST + choices.integer(LONGEST - SHORTEST + 1)))
         if split_of_word(word) == split:
             return word
 
 
-def split_of_word(word: str) -> Split:
-    """Of ten words eight are for training, one for validation and one for the test."""
+def split_of_word(word: str) -> SplitName:
+    """The split of a word: train with probability 0.8, validation and test with 0.1 each."""
     place = hashlib.sha256(word.encode()).digest()[0] % 10
     return "train" if place < 8 else "validation" if place == 8 else "test"
 
 
-def random_style(draws: Draws) -> Style:
-    return Style(draws.choose(INKS), draws.choose(PAPERS), draws.choose(SIZES))
+def random_style(choices: RandomChoices) -> Style:
+    """A style; ink, paper and size are drawn uniformly."""
+    return Style(choices.choose(INKS), choices.choose(PAPERS), choices.choose(SIZES))
 
 
-def another_style(style: Style, draws: Draws) -> Style:
-    """One of another ink, and on another paper."""
+def another_style(style: Style, choices: RandomChoices) -> Style:
+    """A style with another ink and another paper."""
     inks, papers = ([colour for colour in all_of if colour not in (style.ink, style.paper)] for all_of in (INKS, PAPERS))
-    return Style(draws.choose(inks), draws.choose(papers), draws.choose(SIZES))
+    return Style(choices.choose(inks), choices.choose(papers), choices.choose(SIZES))
 
 
-def write(picture: Image, box: tuple[int, int, int, int], word: str, style: Style) -> None:
-    """Paint the sign and, a letter a cell from its left edge, the word. ``box``: left, top, right, bottom in px."""
+def write(image: Image, box: tuple[int, int, int, int], word: str, style: Style) -> None:
+    """Draw a sign with a word into ``image``, one letter a cell from the left edge. ``box``: left, top, right, bottom in px."""
     left, top, right, bottom = box
     sign = new_image("RGB", (right - left, bottom - top), style.paper)
     for place, letter in enumerate(word):
         at = (CELL * place + CELL / 2, (bottom - top) / 2)
         Draw(sign).text(at, letter, fill=style.ink, font=_font(style.size), anchor="mm")
-    picture.paste(sign, (left, top))
+    image.paste(sign, (left, top))
 
 
-def _other(letter: str, draws: Draws) -> str:
-    return draws.choose([another for another in LETTERS if another != letter])
+def _other(letter: str, choices: RandomChoices) -> str:
+    return choices.choose([another for another in LETTERS if another != letter])
 
 
 def _sign(line: int, column: int, cells: int) -> tuple[int, int, int, int]:
     return CELL * column, LINE * line, CELL * (column + cells), LINE * (line + 1)
 
 
-def _wall(draws: Draws) -> Image:
-    """A wall with a lighter stripe somewhere."""
-    colour = draws.choose(WALLS)
+def _wall(choices: RandomChoices) -> Image:
+    """A wall with a lighter stripe at a random place."""
+    colour = choices.choose(WALLS)
     wall = new_image("RGB", (WIDTH, HEIGHT), colour)
-    left, width = draws.below(WIDTH), 4 + draws.below(12)
+    left, width = choices.integer(WIDTH), 4 + choices.integer(12)
     Draw(wall).rectangle((left, 0, left + width, HEIGHT), fill=(colour[0] + 30, colour[1] + 30, colour[2] + 30))
     return wall
 
@@ -150,5 +168,5 @@ def _wall(draws: Draws) -> Image:
 def _font(size: int) -> FreeTypeFont:
     font = load_default(size)
     if not isinstance(font, FreeTypeFont):
-        raise ValueError("words are drawn with Pillow's scalable font, which this Pillow lacks (it was built without FreeType)")
+        raise ValueError("words need Pillow's scalable font, but this Pillow was built without FreeType; install a build with it")
     return font

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from retouch.core.random import generator
 from retouch.models.common.single_frame import for_single_frames
 from retouch.playground.world.scenes import CELLS, GRID
-from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.playground.world.tasks import PlaygroundData
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ def _build(channels: int, mean: list[float], std: list[float]) -> AutoencoderKLQ
 def _pictures(settings: AutoencoderTraining, steps: range) -> Iterator[Tensor]:
     """Batches (b, 3, 1, 24, 24) in [-1, 1]: sources and targets of training tasks."""
     half = settings.batch // 2
-    tasks = PlaygroundTasks(seed=settings.seed, count=half * steps.stop, complexity=[1, 2, 3], split="train")
+    tasks = PlaygroundData(seed=settings.seed, count=half * steps.stop, complexity=[1, 2, 3]).tasks(in_turn=True)
     for step in steps:
         rows = [tasks[index] for index in range(step * half, (step + 1) * half)]
         yield pixels([row.images[0] for row in rows] + [row.target for row in rows if row.target is not None])
@@ -153,7 +153,7 @@ def pixels(images: list[Image]) -> Tensor:
 
 @torch.no_grad()
 def _latent_statistics(vae: AutoencoderKLQwenImage, settings: AutoencoderTraining) -> tuple[list[float], list[float]]:
-    tasks = PlaygroundTasks(seed=settings.seed + 1, count=1024, complexity=[1, 2, 3], split="train")
+    tasks = PlaygroundData(seed=settings.seed + 1, count=1024, complexity=[1, 2, 3]).tasks(in_turn=True)
     latents = torch.cat(
         [vae.encode(pixels([tasks[i].images[0] for i in range(k, k + 128)])).latent_dist.mode() for k in range(0, 1024, 128)]
     )

@@ -11,7 +11,7 @@ from diffusers import AutoencoderKLQwenImage
 
 from retouch.core.random import generator
 from retouch.models.qwen_image.edit import QwenImageEdit
-from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.playground.world.tasks import PlaygroundData
 from retouch.pretraining.joint import JointModel, train_jointly, with_blanks
 from retouch.pretraining.networks import parts
 from retouch.pretraining.teaching import each_alone
@@ -75,7 +75,9 @@ def train_round(model: QwenImageEdit, settings: EditorTraining, number: int, log
     """Train one of the rounds; what it leaves is what a folder holds, so a round can go on from there."""
     seed, this = settings.seed + number, settings.rounds[number]
     plain, filled = (
-        PlaygroundTasks(seed=seed, count=settings.batch * this.steps, complexity=[1], split="train", filler=filler, vain=this.vain)
+        PlaygroundData(seed=seed, count=settings.batch * this.steps, complexity=[1], filler=filler, vain=this.vain).tasks(
+            in_turn=True
+        )
         for filler in (0.0, 1.0)
     )
 

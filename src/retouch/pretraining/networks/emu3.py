@@ -11,11 +11,9 @@ from retouch.core.random import generator
 from retouch.models.emu3.load import language_model
 from retouch.models.emu3.model import Emu3Editor
 from retouch.models.emu3.tokens import BOI, BOS, EOF, EOI, EOL, EOS, IMG, PAD
-from retouch.playground.world.changed import Changed
 from retouch.playground.world.instructions import corpus
 from retouch.playground.world.scenes import SIZE
-from retouch.playground.world.tasks import PlaygroundTasks
-from retouch.playground.world.unfinished import unfinished
+from retouch.playground.world.tasks import PlaygroundData
 from retouch.pretraining.imitating import imitate
 from retouch.pretraining.networks.image_codes import CODES
 from retouch.pretraining.networks.parts import seeded
@@ -95,16 +93,16 @@ def train_rounds(editor: Emu3Editor, settings: Emu3Training, log: Callable[[str]
     """Teach the editor all rounds."""
     for number, steps in enumerate(settings.rounds, start=settings.before):
         seed = settings.seed + number
-        tasks = PlaygroundTasks(
+        data = PlaygroundData(
             seed=seed + 200,
             count=settings.batch * steps,
-            complexity=settings.complexity,
-            split="train",
+            complexity=dict(settings.complexity),
             filler=settings.filler,
+            unfinished=settings.unfinished,
         )
         imitate(
             editor,
-            Changed(tasks, partial(unfinished, share=settings.unfinished)),
+            data.tasks(),
             rows=settings.batch,
             steps=steps,
             learning_rate=settings.learning_rate,

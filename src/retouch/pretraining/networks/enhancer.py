@@ -10,7 +10,7 @@ from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLForConditionalGen
 
 from retouch.models.common.chat_template import TURNS
 from retouch.models.qwen_vl.model import QwenWriter
-from retouch.playground.world.paintings import PaintingTasks
+from retouch.playground.world.paintings import PaintingData
 from retouch.pretraining.imitating import imitate
 from retouch.pretraining.networks.parts import INITIALIZER_RANGE, WIDTH, picture_tokens, seeded, text_config
 from retouch.pretraining.networks.tokenizer import build_tokenizer
@@ -38,7 +38,7 @@ class EnhancerTraining:
 
 def tokenizer(seed: int) -> Qwen2Tokenizer:
     """Learned from requests and from what should be written for them, so that each word of both has a token."""
-    tasks = PaintingTasks(seed=seed, count=2000, complexity=[1, 2, 3, 4], split="train")
+    tasks = PaintingData(seed=seed, count=2000, complexity=[1, 2, 3, 4]).tasks(in_turn=True)
     texts = [text for task in tasks for text in (task.instruction, str(task.meta["completion"]))]
     return build_tokenizer([*texts, *[f"{SYSTEM}\nuser\nsystem\nassistant\n"] * 50], vocabulary=480)
 
@@ -70,16 +70,12 @@ def train_enhancer(settings: EnhancerTraining, log: Callable[[str], None]) -> Qw
     seeded(settings.seed)
     words = tokenizer(settings.seed)
     writer = QwenWriter(untrained_enhancer(words), words, template=TEMPLATE)
-    tasks = PaintingTasks(
-        seed=settings.seed + 100,
-        count=settings.batch * settings.steps,
-        complexity=settings.complexity,
-        split="train",
-        lazy=settings.lazy,
+    data = PaintingData(
+        seed=settings.seed + 100, count=settings.batch * settings.steps, complexity=settings.complexity, lazy=settings.lazy
     )
     imitate(
         writer,
-        tasks,
+        data.tasks(in_turn=True),
         rows=settings.batch,
         steps=settings.steps,
         learning_rate=settings.learning_rate,

@@ -16,7 +16,8 @@ from transformers import Emu3VQVAE
 from transformers.models.emu3.configuration_emu3 import Emu3VQVAEConfig
 
 from retouch.core.random import generator
-from retouch.playground.world.scenes import CELLS, GRID, SIZE, pixels, random_scene
+from retouch.playground.world.rendering import pixels
+from retouch.playground.world.scenes import CELLS, GRID, SIZE, random_scene
 from retouch.pretraining.networks.autoencoder import rearranged
 
 CODES = 80

@@ -12,7 +12,7 @@ from retouch.models.common.chat_template import TURNS
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.qwen_image.model import QwenImage
 from retouch.playground.world.descriptions import free_description
-from retouch.playground.world.paintings import PaintingTasks
+from retouch.playground.world.paintings import PaintingData
 from retouch.playground.world.scenes import SIZE, Scene
 from retouch.pretraining.joint import JointModel, train_jointly, with_blanks
 from retouch.pretraining.teaching import each_alone
@@ -56,7 +56,7 @@ def from_editor(editor: QwenImageEdit) -> QwenImage:
 def train_painter(editor: QwenImageEdit, settings: PainterTraining, log: Callable[[str], None]) -> QwenImage:
     """Train the editor into a painter, with the seed's tasks and noise; it comes back with its averaged weights."""
     model, seed, rows = from_editor(editor), settings.seed, settings.batch
-    tasks = PaintingTasks(seed=seed, count=rows * settings.steps, complexity=[1, 2, 3, 4], split="train")
+    tasks = PaintingData(seed=seed, count=rows * settings.steps, complexity=[1, 2, 3, 4]).tasks(in_turn=True)
 
     def batch(step: int) -> Batch:
         told = [described(task) for task in tasks[step * rows : (step + 1) * rows]]

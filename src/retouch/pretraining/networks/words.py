@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from retouch.core.random import generator
 from retouch.models.common.wrapper import Around
 from retouch.models.flux.fill import FluxFill
-from retouch.playground.world.words import WordTasks
+from retouch.playground.world.words import WordData
 from retouch.pretraining.joint import train_jointly
 from retouch.pretraining.networks.word_parts import autoencoder, untrained
 from retouch.pretraining.teaching import each_alone
@@ -60,7 +60,7 @@ def train_word_autoencoder(settings: WordAutoencoderTraining, log: Callable[[str
     """Train from the seed to repeat targets, and return the model with the mean and spread of its latents in its configuration."""
     torch.manual_seed(settings.seed)
     vae, rows = autoencoder(), settings.batch
-    tasks = WordTasks(seed=settings.seed, count=rows * settings.steps, split="train")
+    tasks = WordData(seed=settings.seed, count=rows * settings.steps).tasks()
     optimizer = torch.optim.AdamW(vae.parameters(), lr=settings.learning_rate, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, total_steps=settings.steps, pct_start=0.05)
     for step in range(settings.steps):
@@ -78,7 +78,7 @@ def train_word_autoencoder(settings: WordAutoencoderTraining, log: Callable[[str
         if step % 100 == 0 or step == settings.steps - 1:
             log(f"word autoencoder step {step}/{settings.steps}  loss {loss.item():.4f}")
     with torch.no_grad():
-        seen = vae.encode(targets(WordTasks(seed=settings.seed + 1, count=256, split="train")[:])).latent_dist.mode()
+        seen = vae.encode(targets(WordData(seed=settings.seed + 1, count=256).tasks()[:])).latent_dist.mode()
     measured = autoencoder(round(seen.mean().item(), 4), round(1 / seen.std().item(), 4))
     measured.load_state_dict(vae.state_dict())
     return measured.requires_grad_(False).eval()
@@ -102,7 +102,7 @@ def train_round(model: FluxFill, settings: WordTraining, number: int, log: Calla
     """Train the model, in place, through one of the rounds."""
     this, rows = settings.rounds[number], settings.batch
     seed = settings.seed + number
-    tasks = WordTasks(seed=seed, count=rows * this.steps, split="train", slips=this.slips)
+    tasks = WordData(seed=seed, count=rows * this.steps, slips=this.slips).tasks()
 
     def batch(step: int) -> Batch:
         return each_alone(tasks[step * rows : (step + 1) * rows], seed=seed, step=step)

@@ -6,15 +6,12 @@ where several edits are asked for, most of them say nothing.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.qwen_image.responses import writer_for
-from retouch.playground.world.changed import Changed
-from retouch.playground.world.indirect import indirect
-from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.playground.world.indirect import IndirectPlaygroundData
 from retouch.pretraining.imitating import imitate
 from retouch.pretraining.legible import Legible
 from retouch.pretraining.networks.parts import INITIALIZER_RANGE, picture_tokens, seeded, text_config, vision_config
@@ -82,10 +79,10 @@ def train_round(
     """Train one of the rounds, with an optimizer of its own."""
     this, seed = settings.rounds[number], settings.seed + number
     count = settings.batch * this.steps
-    tasks = PlaygroundTasks(seed=seed + 100, count=count, complexity=this.complexity, split="train")
+    data = IndirectPlaygroundData(seed=seed + 100, count=count, complexity=this.complexity, lazy=settings.lazy)
     imitate(
         writer_for(editor, module),
-        Changed(tasks, partial(indirect, lazy=settings.lazy)),
+        data.tasks(in_turn=True),
         rows=settings.batch,
         steps=this.steps,
         learning_rate=this.learning_rate,

@@ -1,19 +1,19 @@
-"""Metadata files, line by line: JSON lines, CSV, and plain text with a prompt a line.
+"""Metadata files, line by line: JSON lines, CSV, and plain text with one prompt a line.
 
-UTF-8. A byte-order mark and CRLF are read and noted. Blank lines are no rows. A line that cannot be read stays in the table as
-an entry that says why, so that one bad line hides no other.
+Files are UTF-8. A byte-order mark and CRLF are accepted and noted. Blank lines are skipped. An unreadable line stays in the table
+as an entry with the reason, so that all bad lines are reported together.
 """
 
 import csv
 import io
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retouch.data.problems import Problem
+from retouch.data.rows import BadRow, Layout, Problem, Row
 from retouch.types import Json
 
 _BOM = b"\xef\xbb\xbf"
@@ -21,7 +21,7 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What stands on a line, counted from 1. ``fields`` is None for an unreadable one, and ``what`` then says why."""
+    """A line, counted from 1. ``fields`` is None for an unreadable line; then ``what`` is the reason."""
 
     line: int
     fields: Mapping[str, Json] | None
@@ -36,11 +36,33 @@ class Table:
     entries: tuple[Entry, ...]
     notes: tuple[Problem, ...] = ()
 
+    def keys(self) -> list[str]:
+        """The keys of all rows, in the order of their first appearance."""
+        return list(dict.fromkeys(key for entry in self.entries for key in entry.fields or ()))
+
+
+class TableRows:
+    """The rows of a metadata file."""
+
+    def __init__(self, table: Table, layout: Layout, *, notes: Sequence[Problem] = ()) -> None:
+        self.problems = (*table.notes, *notes)
+        self._entries = table.entries
+        self._layout = layout
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __getitem__(self, index: int) -> Row:
+        entry = self._entries[index]
+        if entry.fields is None:
+            raise BadRow([Problem(self._layout.file, entry.line, entry.what)])
+        return self._layout.parse(entry.fields, line=entry.line)
+
 
 def read_table(path: Path, *, text_field: str = "text") -> Table:
     """The entries of a ``.jsonl``, ``.csv`` or ``.txt`` file; a line of text becomes ``{text_field: line}``.
 
-    ValueError: another kind of file, no such file, a CSV header with empty or repeated names, no rows at all.
+    Raises ValueError for another kind of file, a missing file, a CSV header with empty or repeated names, and a file without rows.
     """
     file = str(path)
     if path.suffix not in (".jsonl", ".csv", ".txt"):
@@ -65,7 +87,7 @@ def read_table(path: Path, *, text_field: str = "text") -> Table:
 
 
 def _line_entries(data: bytes, text_field: str | None) -> Iterator[Entry]:
-    # Not str.splitlines: it also cuts at U+2028 and its like, which may stand inside a JSON string.
+    # Not str.splitlines: it also splits at U+2028 and similar characters, which may occur inside a JSON string.
     for number, line in enumerate(data.split(b"\n"), start=1):
         try:
             text = line.decode("utf-8").strip()
@@ -81,7 +103,7 @@ def _line_entries(data: bytes, text_field: str | None) -> Iterator[Entry]:
 def _json_entry(number: int, text: str) -> Entry:
     try:
         fields = json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_no_repeats)
-        json.dumps(fields, ensure_ascii=False).encode("utf-8")  # an escaped half of a surrogate pair could never be written again
+        json.dumps(fields, ensure_ascii=False).encode("utf-8")  # an escaped half of a surrogate pair cannot be encoded
     except json.JSONDecodeError as error:
         return Entry(number, None, f"not JSON: {error.msg} at column {error.colno}")
     except UnicodeEncodeError:
@@ -91,12 +113,12 @@ def _json_entry(number: int, text: str) -> Entry:
     except ValueError as error:
         return Entry(number, None, f"not JSON: {error}")
     if not isinstance(fields, dict):
-        return Entry(number, None, f"a JSON {type(fields).__name__} where an object of fields belongs")
+        return Entry(number, None, f"a JSON {type(fields).__name__} where an object should be")
     return Entry(number, fields)
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(digits: str) -> float:
@@ -125,7 +147,7 @@ def _csv_entries(data: bytes, file: str) -> Iterator[Entry]:
     if not all(names) or len(set(names)) < len(names):
         raise ValueError(f"{file}:1: the header has empty or repeated names: {names}")
     while True:
-        number = reader.line_num + 1  # a quoted cell may span lines: a row is named by its first
+        number = reader.line_num + 1  # a quoted cell may span lines: a row has the number of its first line
         try:
             cells = next(reader)
         except StopIteration:

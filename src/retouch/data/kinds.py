@@ -1,0 +1,19 @@
+"""The data sources that a recipe can choose, one row a kind."""
+
+from retouch.config.kinds import Kinds
+
+DATA = Kinds(
+    "data",
+    {
+        "playground": "retouch.playground.world.tasks:PlaygroundData",
+        "playground-indirect": "retouch.playground.world.indirect:IndirectPlaygroundData",
+        "playground-paintings": "retouch.playground.world.paintings:PaintingData",
+        "playground-words": "retouch.playground.world.words:WordData",
+        "folder": "retouch.data.sources.folder:FolderData",
+        "hub": "retouch.data.sources.hub:HubData",
+        "complex-edit": "retouch.data.sources.complex_edit:ComplexEditData",
+        "triplets": "retouch.data.sources.triplets:TripletData",
+        "prompts": "retouch.data.sources.prompts:PromptData",
+        "tokens": "retouch.data.sources.tokens:TokenData",
+    },
+)

@@ -1,0 +1,50 @@
+"""What a run needs of every row: the images that its model takes, and the text that its reward reads."""
+
+import sys
+from dataclasses import dataclass
+
+from retouch.data.rows import BadRow, Problem, Row, Rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowRequirements:
+    """``images``: least and most source images. ``mask``, ``reference``, ``text``: whether every row must have one.
+
+    ``model`` and ``takes`` are the words of the error message: "flux-fill takes one image and a mask".
+    """
+
+    images: tuple[int, int] = (0, sys.maxsize)
+    mask: bool = False
+    reference: bool = False
+    text: bool = False
+    model: str = "the model"
+    takes: str = "any number of images"
+
+
+class RequiredRows:
+    """The same rows; indexing also raises BadRow for a row that lacks what is required."""
+
+    def __init__(self, rows: Rows, required: RowRequirements) -> None:
+        self.problems = rows.problems
+        self._rows = rows
+        self._required = required
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        row, required = self._rows[index], self._required
+        least, most = required.images
+        wanted = f"{required.model} takes {required.takes}, and this row has"
+        wrong = []
+        if not least <= len(row.images) <= most:
+            wrong.append(f"{wanted} {len(row.images)} image{'s' * (len(row.images) != 1)}")
+        if required.mask and row.mask is None:
+            wrong.append(f"{wanted} no mask")
+        if required.reference and row.reference is None:
+            wrong.append("an IP-Adapter reads a reference image, and this row has none")
+        if required.text and not (row.text or "").strip():
+            wrong.append("no text for the reward to look for; put it between double quotes in the prompt, or in a column `text`")
+        if wrong:
+            raise BadRow([Problem(row.file, row.line, what) for what in wrong])
+        return row
