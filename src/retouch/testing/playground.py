@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from retouch.playground.models import PlaygroundModel
-from retouch.playground.world.tasks import PlaygroundTasks
+from retouch.playground.world.tasks import PlaygroundData
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.denoising.transitions import CPSTransition
@@ -30,6 +30,6 @@ def playground_policy(rollout: DenoisingRollout | None = None, *, microbatch: in
         copies.snapshot(name)
     sampling = DenoisingRollout(num_steps=3, transition=CPSTransition(noise_level=0.7)) if rollout is None else rollout
     policy = DenoisingPolicy(model, sampling=sampling, eval_steps=3, microbatch=microbatch, copies=copies)
-    tasks = tuple(PlaygroundTasks(seed=0, count=2, complexity=[1], split="train")[:])
+    tasks = tuple(PlaygroundData(count=2, complexity={1: 1.0}).tasks(in_turn=True)[:])
     group, slot = (0, 0, 0, 1, 1, 1), (0, 1, 2, 0, 1, 2)
     return policy, Batch(seed=0, step=0, tasks=tasks, group_ids=(0, 1), group=group, slot=slot)
