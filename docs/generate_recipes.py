@@ -17,13 +17,13 @@ from retouch.recipe.recipe import Recipe
 PAGE = Path(__file__).parent / "recipes.md"
 _INTRODUCTION = """# The keys of a recipe
 
-This page is made from the schema by `python docs/generate_recipes.py`; a test holds the two together. A recipe is
-[Jsonnet](https://jsonnet.org) (so JSON too). It is checked as a whole before anything is loaded: an unknown key, a value of the
-wrong type and values that cannot stand together are refused by name, with what to write instead. `--set a.b=value` changes one key
-from the command line; the value is JSON, else text. The recipes that ship are listed by `retouch recipes`.
+`python docs/generate_recipes.py` makes this page from the schema, and a test compares the two. A recipe is a
+[Jsonnet](https://jsonnet.org) (or JSON) file. It is checked as a whole before anything is loaded: unknown keys, values of the wrong
+type and combinations that cannot work are errors that name the key and say what to write instead. `--set a.b=value` changes one key
+from the command line; the value is read as JSON, otherwise as text. `retouch recipes` lists the included recipes.
 
-A key without a default must be given. Where a section has several forms, its `kind` (or `mode`) says which, and only the keys of
-that form are known.
+Keys without a default are required. Sections with several forms have a `kind` (or `mode`) that selects the form; only the keys of that
+form are allowed. `kind: 'import'` uses a class of your own ([your-own.md](your-own.md)).
 """
 _NAMES = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 _BOUNDS = {Ge: ("ge", "at least"), Gt: ("gt", "above"), Le: ("le", "at most"), Lt: ("lt", "below")}
@@ -31,7 +31,7 @@ _BOUNDS = {Ge: ("ge", "at least"), Gt: ("gt", "above"), Le: ("le", "at most"), L
 
 def page() -> str:
     """The whole page."""
-    lines = [_INTRODUCTION, "## The top", "", *_table(Recipe)]
+    lines = [_INTRODUCTION, "## The top level", "", *_table(Recipe, inherited=True)]
     done: dict[type[Section], str] = {}
     found, told = list(_sections(Recipe, "", done)), set[type[Section]]()
     for path, section in found:
@@ -78,10 +78,10 @@ def _sections(section: type[Section], path: str, done: dict[type[Section], str])
                 yield from _sections(inner, f"{place}.", done)
 
 
-def _table(section: type[Section]) -> Iterator[str]:
-    """The section's own keys; what it shares with others stands once, above them."""
+def _table(section: type[Section], *, inherited: bool = False) -> Iterator[str]:
+    """The section's own keys; those that it shares with others are listed once, above them, unless ``inherited`` asks for all."""
     tagged = kinds_of(section)
-    shared = {name for base in _bases(section) for name in base.model_fields} - _own(section)
+    shared = set() if inherited else {name for base in _bases(section) for name in base.model_fields} - _own(section)
     keys = {key: field for key, field in keys_of(section).items() if key not in shared and key != (tagged or ("kind",))[0]}
     if not keys:
         yield "No keys of its own."
