@@ -57,8 +57,8 @@ SERVING = (
     Mutant(
         "an endpoint that recovers is never asked again",
         "rewards/client/session.py",
-        "well = judges_of(info, self._settings.rewards) == self._expected.judges",
-        "well = False",
+        "succeeded = judges_of(info, self._settings.rewards) == self._expected.judges",
+        "succeeded = False",
         f"{CLIENT}::test_a_server_that_comes_back_is_asked_again",
     ),
     # How much is asked

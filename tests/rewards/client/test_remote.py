@@ -18,11 +18,10 @@ from retouch.playground.judges.judge import PlaygroundJudge
 from retouch.playground.world.tasks import PlaygroundData
 from retouch.protocols import AsyncReward
 from retouch.rewards.client import discovery
-from retouch.rewards.client.breaker import Breaker
-from retouch.rewards.client.budget import Budget
 from retouch.rewards.client.client import RemoteReward
-from retouch.rewards.client.faults import Fault, of_status
-from retouch.rewards.client.pool import Pool
+from retouch.rewards.client.overload import CircuitBreaker, RetryBudget
+from retouch.rewards.client.pool import EndpointPool
+from retouch.rewards.client.transport import RequestFault, fault_of_status
 from retouch.rewards.judging import Judge
 from retouch.rewards.quota.quota import BudgetSpent
 from retouch.testing import check_reward
@@ -115,12 +114,12 @@ def test_servers_that_cannot_be_used_are_refused_at_the_start(monkeypatch: pytes
     with live("share:red", token="a-token-of-enough-characters") as closed, live("share:blue") as blue, live("share:red") as red:
         with pytest.raises(ValueError, match="another token: set RETOUCH_TOKEN"):
             RemoteReward([closed.url])
-        with pytest.raises(ValueError, match="judges by something else"):
+        with pytest.raises(ValueError, match="has other rewards"):
             RemoteReward([blue.url, red.url])
         monkeypatch.setenv("RETOUCH_TOKEN", "a-token-of-enough-characters")
         with closing(RemoteReward([closed.url])) as reward:
             assert not reward(samples_of(2))["share"].isnan().any()
-    with pytest.raises(ValueError, match="no reward server answers"):
+    with pytest.raises(ValueError, match="no reward server replies"):
         RemoteReward(["http://127.0.0.1:9"], wait=0.1)
 
 
@@ -244,17 +243,17 @@ print(first)
 
 
 def test_a_breaker_opens_after_failures_in_a_row_and_waits_longer_each_time() -> None:
-    breaker = Breaker(failures=3, pause=1.0, longest=3.0)
+    breaker = CircuitBreaker(failures=3, pause=1.0, max_pause=3.0)
     for now, closed in [(0.0, True), (0.1, True), (0.2, False)]:
         breaker.failed(now, last=False)
         assert breaker.closed is closed
-    assert not breaker.due(1.19)
-    assert breaker.due(1.2)
+    assert not breaker.probe_due(1.19)
+    assert breaker.probe_due(1.2)
     breaker.open(2.0)
-    assert not breaker.due(3.99)
-    assert breaker.due(4.0)
+    assert not breaker.probe_due(3.99)
+    assert breaker.probe_due(4.0)
     breaker.open(5.0)
-    assert breaker.due(8.0)
+    assert breaker.probe_due(8.0)
     breaker.succeeded()
     assert breaker.closed
     breaker.failed(9.0, last=False)
@@ -266,54 +265,54 @@ def test_a_breaker_opens_after_failures_in_a_row_and_waits_longer_each_time() ->
 
 def test_the_last_endpoint_stays_closed_until_another_is_back() -> None:
     clock = [0.0]
-    pool = Pool(["http://a", "http://b", "http://c"], clock=lambda: clock[0])
+    pool = EndpointPool(["http://a", "http://b", "http://c"], clock=lambda: clock[0])
     for endpoint in pool.endpoints:
         for _ in range(9):
-            pool.failed(endpoint, Fault("timeout"))
+            pool.failed(endpoint, RequestFault("timeout"))
     assert [each.breaker.closed for each in pool.endpoints] == [False, False, True]
     assert pool.choose() is pool.endpoints[2]
     clock[0] = 100.0
-    assert pool.due() == pool.endpoints[:2]
-    pool.probed(pool.endpoints[0], well=True)
-    pool.failed(pool.endpoints[2], Fault("timeout"))
+    assert pool.probes_due() == pool.endpoints[:2]
+    pool.probed(pool.endpoints[0], succeeded=True)
+    pool.failed(pool.endpoints[2], RequestFault("timeout"))
     assert [each.breaker.closed for each in pool.endpoints] == [True, False, False]
 
 
 def test_the_least_loaded_is_chosen_and_another_than_failed_before() -> None:
-    pool = Pool(["http://a", "http://b", "http://c"], clock=lambda: 0.0)
+    pool = EndpointPool(["http://a", "http://b", "http://c"], clock=lambda: 0.0)
     a, b, c = pool.endpoints
-    a.in_hand, b.in_hand, c.in_hand = 5, 2, 9
+    a.in_progress, b.in_progress, c.in_progress = 5, 2, 9
     assert pool.choose() is b
     assert pool.choose([b]) is a
     assert pool.choose([a, b, c]) is b
-    pool.failed(b, of_status(429, 3.0))
+    pool.failed(b, fault_of_status(429, 3.0))
     assert b.breaker.in_a_row == 0
     assert pool.choose() is a
-    a.in_hand = c.in_hand = 0
+    a.in_progress = c.in_progress = 0
     assert {pool.choose() for _ in range(50)} == {a, c}
 
 
 def test_a_pool_that_is_told_to_rest_says_so() -> None:
     clock = [0.0]
-    pool = Pool(["http://a"], clock=lambda: clock[0])
-    pool.failed(pool.endpoints[0], of_status(429, 2.0))
+    pool = EndpointPool(["http://a"], clock=lambda: clock[0])
+    pool.failed(pool.endpoints[0], fault_of_status(429, 2.0))
     assert pool.choose() is None
     clock[0] = 2.0
     assert pool.choose() is pool.endpoints[0]
 
 
-def test_a_budget_allows_a_share_and_a_floor() -> None:
-    budget = Budget(share=0.1, floor=0.0, most=3.0)
+def test_a_budget_allows_a_share_and_a_per_second() -> None:
+    budget = RetryBudget(share=0.1, per_second=0.0, max_saved=3.0)
     assert [budget.take(0.0) for _ in range(4)] == [True, True, True, False]
     for _ in range(100):
-        budget.first()
+        budget.first_request()
     assert [budget.take(0.0) for _ in range(4)] == [True, True, True, False]
-    slow = Budget(share=0.0, floor=2.0, most=1.0)
+    slow = RetryBudget(share=0.0, per_second=2.0, max_saved=1.0)
     assert [slow.take(now) for now in (0.0, 0.1, 0.5, 0.7, 1.1)] == [True, False, True, False, True]
 
 
 def test_what_a_status_means() -> None:
-    assert [of_status(status, 0.0).final for status in (400, 401, 404, 413, 422)] == [True] * 5
-    assert [of_status(status, 0.0).final for status in (408, 429, 500, 502, 503, 504)] == [False] * 6
-    assert not of_status(429, 1.0).blame
-    assert not of_status(503, 1.0).tried
+    assert [fault_of_status(status, 0.0).final for status in (400, 401, 404, 413, 422)] == [True] * 5
+    assert [fault_of_status(status, 0.0).final for status in (408, 429, 500, 502, 503, 504)] == [False] * 6
+    assert not fault_of_status(429, 1.0).blames_server
+    assert not fault_of_status(503, 1.0).tried

@@ -136,15 +136,17 @@ class RemoteReward:
         if self._quota is not None:
             await asyncio.to_thread(self._quota.claim, len(chunks))
         await asyncio.gather(*(session.score(chunk) for chunk in chunks))
-        answers = [chunk.answers.get(name) for chunk in chunks for name in chunk.samples]
-        open_ = sum(len(chunk.open) for chunk in chunks)
-        if open_:
+        scores = [chunk.scores.get(name) for chunk in chunks for name in chunk.samples]
+        unscored = sum(len(chunk.unscored) for chunk in chunks)
+        if unscored:
             faults = ", ".join(f"{kind} {count}" for kind, count in session.faults.most_common())
-            _LOG.warning("%d of %d samples could not be judged; failed attempts of the run so far: %s", open_, len(samples), faults)
+            _LOG.warning(
+                "%d of %d samples could not be judged; failed attempts of the run so far: %s", unscored, len(samples), faults
+            )
         nan = float("nan")
         stats = [RequestStats(chunk.seconds, tuple(chunk.faults), chunk.attempts) for chunk in chunks for _ in chunk.samples]
         return {
-            name: torch.tensor([nan if answer is None else answer.scores[name] for answer in answers], dtype=torch.float32)
+            name: torch.tensor([nan if each is None else each.scores[name] for each in scores], dtype=torch.float32)
             for name in self.columns
         }, stats
 

@@ -1,4 +1,4 @@
-"""Which endpoint to ask: the closed one with the least in hand, another one than failed before."""
+"""Chooses a server for each request: the one with the fewest samples in progress, and not one that failed on it before."""
 
 import ipaddress
 import time
@@ -9,22 +9,22 @@ from urllib.parse import urlsplit
 import torch
 
 from retouch.core.random import generator
-from retouch.rewards.client.breaker import Breaker
-from retouch.rewards.client.faults import Fault
+from retouch.rewards.client.overload import CircuitBreaker
+from retouch.rewards.client.transport import RequestFault
 
 
 @dataclass(slots=True, eq=False)
-class Endpoint:
-    """A server's address, and how it has been doing. ``in_hand``: samples that it is asked about now."""
+class EndpointState:
+    """A server and its recent behaviour. ``in_progress``: samples sent and not answered. ``paused_until``: by its Retry-After."""
 
     url: str
-    breaker: Breaker = field(default_factory=Breaker)
-    in_hand: int = 0
-    rests_until: float = 0.0
+    breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
+    in_progress: int = 0
+    paused_until: float = 0.0
 
     @property
     def local(self) -> bool:
-        """Whether it is on this machine, so that sending is cheaper than compressing."""
+        """Whether it is on this machine, where sending raw pixels is faster than compressing them."""
         host = urlsplit(self.url).hostname or ""
         try:
             return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -32,47 +32,47 @@ class Endpoint:
             return False
 
 
-class Pool:
-    """The endpoints of one client. All calls come from one event loop; ``clock`` is in seconds."""
+class EndpointPool:
+    """The servers of one client. Used on one event loop. ``clock``: returns seconds."""
 
     def __init__(self, urls: Sequence[str], *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.endpoints = [Endpoint(url) for url in urls]
+        self.endpoints = [EndpointState(url) for url in urls]
         self._clock = clock
         self._ties = generator("remote", "ties", *urls)
 
-    def choose(self, avoid: Collection[Endpoint] = ()) -> Endpoint | None:
-        """The endpoint to ask now, if possible none of ``avoid``. None: all that are closed asked to be left alone."""
+    def choose(self, avoid: Collection[EndpointState] = ()) -> EndpointState | None:
+        """The server to ask now, if possible none of ``avoid``; ties are broken at random. None: all are excluded or paused."""
         now = self._clock()
-        awake = [each for each in self.endpoints if each.breaker.closed and each.rests_until <= now]
-        wanted = [each for each in awake if each not in avoid] or awake
-        if not wanted:
+        available = [each for each in self.endpoints if each.breaker.closed and each.paused_until <= now]
+        preferred = [each for each in available if each not in avoid] or available
+        if not preferred:
             return None
-        least = min(each.in_hand for each in wanted)
-        equal = [each for each in wanted if each.in_hand == least]
+        least = min(each.in_progress for each in preferred)
+        equal = [each for each in preferred if each.in_progress == least]
         return equal[int(torch.randint(len(equal), (), generator=self._ties))]
 
-    def succeeded(self, endpoint: Endpoint) -> None:
-        """It answered as it should."""
+    def succeeded(self, endpoint: EndpointState) -> None:
+        """Record a valid reply."""
         endpoint.breaker.succeeded()
 
-    def failed(self, endpoint: Endpoint, fault: Fault) -> None:
-        """It did not."""
+    def failed(self, endpoint: EndpointState, fault: RequestFault) -> None:
+        """Record a failed request."""
         now = self._clock()
-        if fault.rest:
-            endpoint.rests_until = now + min(fault.rest, 10.0)
-        if fault.blame:
+        if fault.retry_after:
+            endpoint.paused_until = now + min(fault.retry_after, 10.0)
+        if fault.blames_server:
             others = any(each.breaker.closed for each in self.endpoints if each is not endpoint)
             endpoint.breaker.failed(now, last=not others)
 
-    def due(self) -> list[Endpoint]:
-        """Those that are to be probed now."""
+    def probes_due(self) -> list[EndpointState]:
+        """The excluded servers that should be probed now."""
         now = self._clock()
-        return [each for each in self.endpoints if each.breaker.due(now)]
+        return [each for each in self.endpoints if each.breaker.probe_due(now)]
 
-    def probed(self, endpoint: Endpoint, *, well: bool) -> None:
-        """What a probe found."""
-        if well:
+    def probed(self, endpoint: EndpointState, *, succeeded: bool) -> None:
+        """Record the result of a probe."""
+        if succeeded:
             endpoint.breaker.succeeded()
-            endpoint.rests_until = 0.0
+            endpoint.paused_until = 0.0
         else:
             endpoint.breaker.open(self._clock())

@@ -1,4 +1,4 @@
-"""What a client keeps on the event loop: connections, the pool, budgets; and how one chunk of samples gets its answers."""
+"""A client's state on the event loop (connections, servers, budgets), and how one chunk of samples is scored, with retries."""
 
 import asyncio
 import logging
@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 import torch
 
 from retouch.core.random import generator
-from retouch.rewards.client.budget import Budget
 from retouch.rewards.client.discovery import judges_of, read_info
-from retouch.rewards.client.faults import Fault
 from retouch.rewards.client.line import Line
-from retouch.rewards.client.pool import Endpoint, Pool
+from retouch.rewards.client.overload import RetryBudget
+from retouch.rewards.client.pool import EndpointPool, EndpointState
 from retouch.rewards.client.settings import Settings
-from retouch.rewards.client.transport import Transport
+from retouch.rewards.client.transport import RequestFault, Transport
 from retouch.rewards.quota.quota import Quota, Turns
 from retouch.rewards.wire.bodies import encode_body
 from retouch.rewards.wire.packing import ImageEncoding, pack
@@ -27,41 +26,44 @@ from retouch.types import Sample
 _LOG = logging.getLogger("retouch.rewards")
 _PROBE_SECONDS = 2.0
 _POLL = 0.02
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 2.0
-_KNOWN_TIMES, _ENOUGH_TIMES = 200, 20
+_FIRST_PAUSE, _MAX_PAUSE = 0.02, 2.0  # seconds between attempts
+_LATENCIES, _MIN_LATENCIES = 200, 20  # of the latest requests, to decide when to hedge
 
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """Samples that are sent together, by id, and what is known of them. ``begun`` and ``expires``: times of ``time.monotonic``.
-    ``faults``: why attempts failed, in order; ``seconds``: all of them took, with waiting.
+    """Samples that are sent together, by id, and their scores so far. ``began`` and ``expires``: times of ``time.monotonic``.
+
+    ``bodies``: the request body of each encoding, with the ids that it contains. ``faults``: why attempts failed, in order.
+    ``seconds``: the time of all attempts, waiting included.
     """
 
     samples: dict[str, Sample]
-    begun: float
+    began: float
     expires: float = 0.0
-    answers: dict[str, ItemScores] = field(default_factory=dict)
+    scores: dict[str, ItemScores] = field(default_factory=dict)
     bodies: dict[ImageEncoding, tuple[frozenset[str], bytes, str]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     attempts: int = 0
     seconds: float = 0.0
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], begun: float) -> "Chunk":
+    def of(cls, samples: Sequence[Sample], began: float) -> "Chunk":
+        """A chunk with new ids."""
         name = secrets.token_hex(6)
-        return cls({f"{name}-{number}": sample for number, sample in enumerate(samples)}, begun)
+        return cls({f"{name}-{number}": sample for number, sample in enumerate(samples)}, began)
 
     @property
-    def open(self) -> list[str]:
-        """Ids without an answer, or of which a reward failed."""
-        return [name for name in self.samples if name not in self.answers or self.answers[name].failed]
+    def unscored(self) -> list[str]:
+        """The ids without scores, or on which a reward failed."""
+        return [name for name in self.samples if name not in self.scores or self.scores[name].failed]
 
     def body(self, encoding: ImageEncoding, rewards: Sequence[str] | None) -> tuple[bytes, str]:
-        """The request for what is open, made once for each encoding."""
-        wanted = frozenset(self.open)
+        """The request's body and content type for the unscored samples, made once for each encoding."""
+        wanted = frozenset(self.unscored)
         known = self.bodies.get(encoding)
         if known is None or known[0] != wanted:
-            ids = self.open
+            ids = self.unscored
             document, blobs = pack([self.samples[name] for name in ids], ids, encoding=encoding, rewards=rewards)
             known = wanted, *encode_body(document, blobs, "multipart")
             self.bodies[encoding] = known
@@ -69,33 +71,35 @@ class Chunk:
 
 
 class Session:
-    """Made and used on one event loop. ``faults`` counts failed attempts by kind, ``calls`` all of them."""
+    """Created and used on one event loop. ``faults``: failed attempts by kind. ``calls``: all attempts. ``hedges``: second
+    requests.
+    """
 
     def __init__(self, settings: Settings, expected: ExpectedReply, quota: Quota | None) -> None:
         self.faults: Counter[str] = Counter()
         self.calls = self.hedges = 0
         self._settings, self._expected = settings, expected
-        self._pool = Pool(settings.endpoints)
+        self._pool = EndpointPool(settings.endpoints)
         self._transport = Transport(token=settings.token, connections=settings.concurrency * len(settings.endpoints))
         self._line = Line(settings.concurrency * len(settings.endpoints), patience=settings.deadline)
-        self._retries = Budget(share=settings.retry_share, floor=10.0, most=20.0)
-        self._hedging = Budget(share=settings.hedge_share, floor=0.0, most=5.0)
-        self._times: deque[float] = deque(maxlen=_KNOWN_TIMES)
+        self._retries = RetryBudget(share=settings.retry_share, per_second=10.0, max_saved=20.0)
+        self._hedging = RetryBudget(share=settings.hedge_share, per_second=0.0, max_saved=5.0)
+        self._latencies: deque[float] = deque(maxlen=_LATENCIES)
         self._quota = quota
         self._turns = None if quota is None else Turns(quota)
-        self._probing: dict[Endpoint, asyncio.Task[None]] = {}
+        self._probing: dict[EndpointState, asyncio.Task[None]] = {}
 
     async def score(self, chunk: Chunk) -> None:
-        """Fill in the chunk's answers; what is open when its time is over stays open."""
+        """Fill in the chunk's scores. Samples that are unscored at its deadline stay so."""
         began = time.monotonic()
         try:
-            chunk.expires = await self._line.enter(since=chunk.begun)
+            chunk.expires = await self._line.enter(since=chunk.began)
         except TimeoutError:
             self._out_of_time(chunk, began)
             return
         try:
             async with asyncio.timeout(chunk.expires - time.monotonic()):
-                await self._until_done(chunk)
+                await self._retry_until_scored(chunk)
             chunk.seconds = time.monotonic() - began
         except TimeoutError:
             self._out_of_time(chunk, began)
@@ -108,33 +112,33 @@ class Session:
         chunk.seconds = time.monotonic() - began
 
     async def close(self) -> None:
-        """End the probes and the connections."""
+        """Cancel the probes and close the connections."""
         for probe in self._probing.values():
             probe.cancel()
         await asyncio.gather(*self._probing.values(), return_exceptions=True)
         await self._transport.close()
 
-    async def _until_done(self, chunk: Chunk) -> None:
-        self._retries.first()
-        self._hedging.first()
-        failed: list[Endpoint] = []
+    async def _retry_until_scored(self, chunk: Chunk) -> None:
+        self._retries.first_request()
+        self._hedging.first_request()
+        failed: list[EndpointState] = []
         attempts = rounds = 0
-        while chunk.open and attempts < self._settings.attempts:
+        while chunk.unscored and attempts < self._settings.attempts:
             if rounds and not self._retries.take(time.monotonic()):
                 await asyncio.sleep(_POLL)
                 continue
-            if not await self._may_ask(chunk, again=rounds > 0):
+            if not await self._wait_for_quota(chunk, again=rounds > 0):
                 return
             endpoint = await self._endpoint(failed)
             rounds += 1
             chunk.attempts = rounds
             try:
-                chunk.answers |= await self._ask(endpoint, chunk)
-                if not chunk.open:
+                chunk.scores |= await self._ask(endpoint, chunk)
+                if not chunk.unscored:
                     return
                 attempts += 1
                 chunk.faults.append("reward_failed")
-            except Fault as fault:
+            except RequestFault as fault:
                 chunk.faults.append(fault.kind)
                 if fault.final:
                     return
@@ -142,23 +146,23 @@ class Session:
             failed = [*failed, endpoint][-(len(self._settings.endpoints) - 1) :] if len(self._settings.endpoints) > 1 else []
             await asyncio.sleep(_pause(next(iter(chunk.samples)), rounds))
 
-    async def _endpoint(self, avoid: Sequence[Endpoint]) -> Endpoint:
-        """Whom to ask, as soon as there is one."""
+    async def _endpoint(self, avoid: Sequence[EndpointState]) -> EndpointState:
+        """The server to ask, as soon as one is available."""
         while True:
-            self._probe()
+            self._start_probes()
             endpoint = self._pool.choose(avoid)
             if endpoint is not None:
                 return endpoint
             await asyncio.sleep(_POLL)
 
-    async def _ask(self, endpoint: Endpoint, chunk: Chunk) -> dict[str, ItemScores]:
-        """The endpoint's answers, or those of another one that is asked as well when this one takes unusually long."""
+    async def _ask(self, endpoint: EndpointState, chunk: Chunk) -> dict[str, ItemScores]:
+        """The server's scores, or those of a second server that is asked too if this one takes unusually long (a hedge)."""
         first = self._begin(endpoint, chunk)
         running = {first}
         try:
-            patience = self._patience()
-            if patience is not None:
-                await asyncio.wait(running, timeout=patience)
+            hedge_after = self._hedge_after()
+            if hedge_after is not None:
+                await asyncio.wait(running, timeout=hedge_after)
                 other = None if first.done() else self._pool.choose([endpoint])
                 if other is not None and other is not endpoint and self._may_hedge(chunk):
                     self.hedges += 1
@@ -172,89 +176,90 @@ class Session:
             for task in running:
                 task.cancel()
 
-    def _begin(self, endpoint: Endpoint, chunk: Chunk) -> "asyncio.Task[dict[str, ItemScores]]":
-        """Ask, and count it at once, so that the next request sees it."""
-        count = len(chunk.open)
-        endpoint.in_hand += count
+    def _begin(self, endpoint: EndpointState, chunk: Chunk) -> "asyncio.Task[dict[str, ItemScores]]":
+        """Send the request, and count its samples at once, so that the next choice of a server sees them."""
+        count = len(chunk.unscored)
+        endpoint.in_progress += count
         self.calls += 1
 
         def ended(task: "asyncio.Task[dict[str, ItemScores]]") -> None:
-            endpoint.in_hand -= count
+            endpoint.in_progress -= count
 
         task = asyncio.create_task(self._exchange(endpoint, chunk))
         task.add_done_callback(ended)
         return task
 
-    async def _exchange(self, endpoint: Endpoint, chunk: Chunk) -> dict[str, ItemScores]:
-        ids, settings = chunk.open, self._settings
+    async def _exchange(self, endpoint: EndpointState, chunk: Chunk) -> dict[str, ItemScores]:
+        ids, settings = chunk.unscored, self._settings
         try:
             encoding: ImageEncoding = ("raw" if endpoint.local else "webp") if settings.encoding == "auto" else settings.encoding
             body, kind = await asyncio.to_thread(chunk.body, encoding, settings.rewards)
             started = time.monotonic()
             seconds = max(0.001, min(settings.timeout, chunk.expires - started))
             reply = await self._transport.post(f"{endpoint.url}/v1/score", body, kind, seconds=seconds)
-            answers = _believed(reply, ids, self._expected)
-            self._times.append(time.monotonic() - started)
+            scores = _validated(reply, ids, self._expected)
+            self._latencies.append(time.monotonic() - started)
             self._line.answered()
-        except Fault as fault:
+        except RequestFault as fault:
             self.faults[fault.kind] += 1
             self._pool.failed(endpoint, fault)
             raise
-        if any(answer.failed for answer in answers.values()):
+        if any(each.failed for each in scores.values()):
             self.faults["reward_failed"] += 1
         self._pool.succeeded(endpoint)
-        return answers
+        return scores
 
-    async def _may_ask(self, chunk: Chunk, *, again: bool) -> bool:
-        """Wait for the turn of what is open under the quota, at each attempt anew; False where it will not come in time."""
+    async def _wait_for_quota(self, chunk: Chunk, *, again: bool) -> bool:
+        """Wait until the quota allows the unscored samples to be sent, at each attempt; False if that is too late."""
         if self._quota is None or self._turns is None:
             return True
         if again and not await asyncio.to_thread(self._quota.claim_another):
             self.faults["budget"] += 1
             return False
-        if await self._turns.next(len(chunk.open), latest=chunk.expires) is None:
+        if await self._turns.next(len(chunk.unscored), latest=chunk.expires) is None:
             self.faults["rate_limit"] += 1
             return False
         return True
 
     def _may_hedge(self, chunk: Chunk) -> bool:
-        """Whether a second endpoint may be asked at once."""
+        """Whether a second server may be asked now."""
         if not self._hedging.take(time.monotonic()):
             return False
-        return self._quota is None or (self._quota.turn(len(chunk.open)).wait == 0 and self._quota.claim_another())
+        return self._quota is None or (self._quota.turn(len(chunk.unscored)).wait == 0 and self._quota.claim_another())
 
-    def _patience(self) -> float | None:
-        """Seconds after which to ask another endpoint too: the 95th percentile of late; None where that is not wanted or known."""
-        if not self._settings.hedge or len(self._times) < _ENOUGH_TIMES:
+    def _hedge_after(self) -> float | None:
+        """Seconds after which to ask a second server: the 95th percentile of the latest requests. None: hedging is off, or unknown.
+        """
+        if not self._settings.hedge or len(self._latencies) < _MIN_LATENCIES:
             return None
-        return sorted(self._times)[int(0.95 * len(self._times))]
+        return sorted(self._latencies)[int(0.95 * len(self._latencies))]
 
-    def _probe(self) -> None:
-        """Try endpoints that were left alone for long enough, beside the requests."""
-        for endpoint in self._pool.due():
+    def _start_probes(self) -> None:
+        """Start probes of excluded servers that are due, in the background."""
+        for endpoint in self._pool.probes_due():
             if endpoint not in self._probing:
                 self._probing[endpoint] = asyncio.create_task(self._probe_one(endpoint))
 
-    async def _probe_one(self, endpoint: Endpoint) -> None:
+    async def _probe_one(self, endpoint: EndpointState) -> None:
         try:
             info = await read_info(self._transport, endpoint.url, seconds=_PROBE_SECONDS)
-            well = judges_of(info, self._settings.rewards) == self._expected.judges
-            if not well:
-                _LOG.warning("%s judges by something else than when this run began; it is not asked", endpoint.url)
-        except Fault:
-            well = False
-        self._pool.probed(endpoint, well=well)
+            succeeded = judges_of(info, self._settings.rewards) == self._expected.judges
+            if not succeeded:
+                _LOG.warning("%s has other rewards than when this run began; it is not used", endpoint.url)
+        except RequestFault:
+            succeeded = False
+        self._pool.probed(endpoint, succeeded=succeeded)
         del self._probing[endpoint]
 
 
-def _believed(reply: bytes, ids: Sequence[str], expected: ExpectedReply) -> dict[str, ItemScores]:
+def _validated(reply: bytes, ids: Sequence[str], expected: ExpectedReply) -> dict[str, ItemScores]:
     try:
         return read_reply(reply, ids, expected)
-    except InvalidReply as bad:
-        raise Fault(str(bad)) from None
+    except InvalidReply as error:
+        raise RequestFault(str(error)) from None
 
 
 def _pause(key: str, rounds: int) -> float:
-    """Uniform between 0 and twice as much each time (full jitter)."""
+    """Seconds to wait: uniform from 0 to a limit that doubles each round (exponential backoff with full jitter)."""
     draw = torch.rand((), generator=generator("remote", "pause", key, rounds)).item()
-    return draw * min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** min(rounds, 16))
+    return draw * min(_MAX_PAUSE, _FIRST_PAUSE * 2.0 ** min(rounds, 16))

@@ -1,26 +1,56 @@
-"""One HTTP exchange with a reward server: everything that can go wrong with it is a ``Fault``."""
+"""One HTTP exchange with a reward server. Every way in which it can fail is a ``RequestFault``."""
 
 import asyncio
 import math
 import ssl
+from dataclasses import dataclass
 from functools import cache
 
 import httpx
 
-from retouch.rewards.client.faults import Fault, of_status
-
 MAX_REPLY_BYTES = 16 * 2**20
 _CONNECT_SECONDS = 5.0
+_FINAL_STATUSES = frozenset({400, 401, 403, 404, 405, 411, 413, 414, 415, 422, 431})
+
+
+@dataclass(slots=True, eq=False)
+class RequestFault(Exception):
+    """Why a request brought no scores.
+
+    ``kind``: a short code. ``final``: a retry cannot help. ``tried``: the server may have worked on it, so it counts as an attempt.
+    ``blames_server``: it counts against the server's circuit breaker. ``retry_after``: seconds for which the server asked to be
+    left alone.
+    """
+
+    kind: str
+    final: bool = False
+    tried: bool = True
+    blames_server: bool = True
+    retry_after: float = 0.0
+
+    def __post_init__(self) -> None:
+        Exception.__init__(self, self.kind)
+
+
+def fault_of_status(status: int, retry_after: float) -> RequestFault:
+    """The fault of a reply with a status other than 200."""
+    if status == 429:
+        return RequestFault("busy", tried=False, blames_server=False, retry_after=max(retry_after, 0.05))
+    if status == 503:
+        return RequestFault("unavailable", tried=False, retry_after=retry_after)
+    if status == 504:
+        return RequestFault("deadline", blames_server=False)
+    return RequestFault(f"http_{status}", final=status in _FINAL_STATUSES)
 
 
 class Transport:
-    """Kept-alive connections to all endpoints. Made and used on one event loop."""
+    """Keep-alive connections to all servers. Created and used on one event loop. ``connections``: the most that are kept open."""
 
     def __init__(self, *, token: str | None, connections: int) -> None:
         headers = {"Accept-Encoding": "identity", "Accept": "application/json"}
         if token is not None:
             headers["Authorization"] = f"Bearer {token}"
-        # No proxies from the environment: a judge stands at the address that was named.
+        # Proxies in the environment are ignored: requests go to the address in the recipe.
         self._client = httpx.AsyncClient(
             headers=headers,
             verify=_certificates(),
@@ -31,16 +61,16 @@ class Transport:
         )
 
     async def post(self, url: str, body: bytes, content_type: str, *, seconds: float) -> bytes:
-        """The reply's body within ``seconds``, of which the server is told."""
+        """The body of the reply. ``seconds``: the time limit, which is also sent to the server. RequestFault: no valid reply."""
         headers = {"Content-Type": content_type, "X-Deadline-Seconds": f"{seconds:.3f}"}
         return await self._exchange(self._client.build_request("POST", url, content=body, headers=headers), seconds)
 
     async def get(self, url: str, *, seconds: float) -> bytes:
-        """A page's body within ``seconds``."""
+        """The body of the reply. ``seconds``: the time limit. RequestFault: no valid reply."""
         return await self._exchange(self._client.build_request("GET", url), seconds)
 
     async def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         await self._client.aclose()
 
     async def _exchange(self, request: httpx.Request, seconds: float) -> bytes:
@@ -52,37 +82,37 @@ class Transport:
                 finally:
                     await response.aclose()
         except TimeoutError:
-            raise Fault("timeout") from None
+            raise RequestFault("timeout") from None
         except (httpx.ConnectError, httpx.ConnectTimeout):
-            raise Fault("unreachable", tried=False) from None
+            raise RequestFault("unreachable", tried=False) from None
         except (httpx.HTTPError, httpx.StreamError):
-            raise Fault("broken") from None
+            raise RequestFault("broken") from None
 
 
 @cache
 def _certificates() -> ssl.SSLContext:
-    """Read once for all clients: it takes longer than a request does."""
+    """The certificates, loaded once for all clients, because loading them takes longer than a request."""
     return httpx.create_ssl_context(trust_env=False)
 
 
 async def _read(response: httpx.Response) -> bytes:
     if response.status_code != 200:
-        raise of_status(response.status_code, _seconds(response.headers.get("retry-after")))
+        raise fault_of_status(response.status_code, _seconds(response.headers.get("retry-after")))
     if response.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise Fault("wrong_type")
+        raise RequestFault("wrong_type")
     if response.headers.get("content-encoding", "identity") != "identity":
-        raise Fault("wrong_type")
+        raise RequestFault("wrong_type")
     parts, size = [], 0
     async for part in response.aiter_raw():
         size += len(part)
         if size > MAX_REPLY_BYTES:
-            raise Fault("too_large")
+            raise RequestFault("too_large")
         parts.append(part)
     return b"".join(parts)
 
 
 def _seconds(text: str | None) -> float:
-    """Of a Retry-After header; 0 where it gives none."""
+    """The seconds of a Retry-After header, 0 if it has none."""
     try:
         seconds = float(text or 0)
     except ValueError:
