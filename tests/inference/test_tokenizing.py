@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 import tiny_writer_runs
 from retouch.assembly.assembly import assemble
-from retouch.audit.opening import Scored
+from retouch.audit.ledger_view import LedgerSample
 from retouch.audit.tasks import RunTasks
 from retouch.cli import main
 from retouch.data.sources.features import read_feature
@@ -122,7 +122,7 @@ def test_a_task_that_brings_codes_is_read_and_drawn_as_its_pictures_are(folder, 
 
 def scored(task):
     numbers = {"step": 0, "group": 0, "slot": 0, "seconds": 0.0, "at": 0.0, "scores": {}}
-    return Scored(split="eval", task=task, picture="", written=None, judge="", **numbers)
+    return LedgerSample(split="eval", task=task, image="", completion=None, judge="", **numbers)
 
 
 def test_what_only_the_model_can_show_is_not_judged_again(folder, made, tmp_path):
