@@ -22,7 +22,8 @@ import tiny_models
 from retouch.models.emu3.load import language_model
 from retouch.models.emu3.model import Emu3Editor
 from retouch.models.emu3.tokens import Emu3Words
-from retouch.policies.autoregressive.decoding import CachedDecoding, Decoding
+from retouch.policies.autoregressive.decoding import CachedDecoding
+from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.types import Batch
 
 SIDE, WIDTH, GROUPS, SAMPLES, ROUNDS = 16, 256, 4, 8, 3
@@ -95,7 +96,7 @@ def timed(way: Callable[[], int], inside: InModel) -> tuple[float, float]:
 
 
 def cached(editor: Emu3Editor, batch: Batch, length: int) -> None:
-    made = CachedDecoding(editor)(batch, editor.encode(batch.tasks), Decoding(max_new_tokens=length))
+    made = CachedDecoding(editor)(batch, editor.encode(batch.tasks), TokenRollout(max_new_tokens=length))
     assert all(editor.codes_in(row) is not None for row in made.ids.tolist())
 
 

@@ -20,7 +20,8 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "support"))
 import tiny_writers
 import tiny_writing
-from retouch.policies.autoregressive.decoding import CachedDecoding, Decoding
+from retouch.policies.autoregressive.decoding import CachedDecoding
+from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.types import Batch
 
 GROUPS, SIZE, LONGEST, ROUNDS = 8, 8, 64, 3
@@ -56,7 +57,7 @@ def rate(way: Callable[[], int]) -> float:
 
 
 def cached(writer: tiny_writers.QwenWriter, batch: Batch) -> int:
-    return int(CachedDecoding(writer)(batch, writer.encode(batch.tasks), Decoding(max_new_tokens=LONGEST)).lengths.sum())
+    return int(CachedDecoding(writer)(batch, writer.encode(batch.tasks), TokenRollout(max_new_tokens=LONGEST)).lengths.sum())
 
 
 def settings(writer: tiny_writers.QwenWriter) -> GenerationConfig:

@@ -25,8 +25,8 @@ from retouch.models.qwen_vl.model import LORA_ALPHA, LORA_RANK, LORA_TARGETS, Qw
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.playground.models import PlaygroundModel
 from retouch.playground.world.tasks import PlaygroundData
-from retouch.policies.autoregressive.decoding import Decoding
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
+from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.pretraining.networks.writer import untrained_writer
 from retouch.rewards.judging import Judge
@@ -107,7 +107,7 @@ def library(pair: Twins, setting: Setting, *, seed: int) -> Callable[[int], floa
     """Makes a step of the library and returns its mean reward."""
     module = pair.ours.module
     policy = AutoregressivePolicy(
-        pair.ours, decoding=Decoding(max_new_tokens=setting.longest), microbatch=ROWS, copies=WeightCopies(module)
+        pair.ours, sampling=TokenRollout(max_new_tokens=setting.longest), microbatch=ROWS, copies=WeightCopies(module)
     )
     judge = Judge(Light(), {"wanted": 1.0})
     run = Run(

@@ -12,8 +12,8 @@ import torch
 from retouch.core.advantages import group_relative
 from retouch.core.weights import loss_weights
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.policies.autoregressive.decoding import Decoding, Generation
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
+from retouch.policies.autoregressive.rollout import Generation, TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.types import Batch, Minibatch, Slice
 
@@ -48,8 +48,8 @@ def ours(twins, pair, batch):
     """The library's gradient on the same ids and advantages."""
     writer, ids, mask = pair.ours, batch["completion_ids"], batch["completion_mask"].bool()
     writer.grammar.vocabularies = torch.ones_like(writer.grammar.vocabularies)  # TRL evaluates on the whole vocabulary
-    decoding = Decoding(max_new_tokens=ids.shape[1])
-    policy = AutoregressivePolicy(writer, decoding=decoding, microbatch=8, copies=WeightCopies(writer.module))
+    sampling = TokenRollout(max_new_tokens=ids.shape[1])
+    policy = AutoregressivePolicy(writer, sampling=sampling, microbatch=8, copies=WeightCopies(writer.module))
     tasks = tuple(pair.tasks[: twins.TASKS_PER_STEP])
     rows = range(twins.ROWS)
     asked = Batch(
@@ -64,7 +64,7 @@ def ours(twins, pair, batch):
     trajectory = policy._trajectory(asked, writer.encode(tasks), written)
     everything = Slice(slice(0, twins.ROWS), slice(0, ids.shape[1]))
     with torch.no_grad():
-        trajectory = replace(trajectory, log_probs=policy._measure(writer.module, trajectory, everything))
+        trajectory = replace(trajectory, log_probs=policy._log_probs(writer.module, trajectory, everything))
     assert torch.equal(trajectory.mask, mask)
     weights = loss_weights(mask, torch.ones(len(ids), dtype=torch.bool), normalise="token")
     minibatch = Minibatch(asked, trajectory, batch["advantages"][:, None].expand_as(weights), weights)

@@ -69,14 +69,14 @@ TOKENS = (
         "objectives/cross_entropy.py",
         "minibatch.weights[order]",
         "minibatch.weights",
-        f"{IMITATING}::test_rows_of_alike_length_share_a_forward_and_the_gradient_stays[True]",
+        f"{IMITATING}::test_rows_of_similar_lengths_share_a_forward_and_the_gradient_stays[True]",
     ),
     Mutant(
         "rows of any length share a forward",
         "objectives/cross_entropy.py",
         "order = policy.order_by_length(minibatch.trajectory)",
         "order = slice(None)",
-        f"{IMITATING}::test_rows_of_alike_length_share_a_forward_and_the_gradient_stays[True]",
+        f"{IMITATING}::test_rows_of_similar_lengths_share_a_forward_and_the_gradient_stays[True]",
     ),
     Mutant(
         "a code too many",

@@ -54,27 +54,27 @@ WRITING = (
     Mutant(
         "the temperature is left out of the evaluation",
         "policies/autoregressive/policy.py",
-        "temperature=self.decoding.temperature,\n",
+        "temperature=self.sampling.temperature,\n",
         "temperature=1.0,\n",
         "tests/policies/autoregressive/test_autoregressive.py::test_the_ratio_is_one_before_a_step",
     ),
     Mutant(
         "what top-p kept is forgotten",
         "policies/autoregressive/policy.py",
-        "support = None if trajectory.support is None else trajectory.support[part.rows, columns][choice]",
-        "support = None",
+        "support=None if trajectory.support is None else trajectory.support[part.rows, columns][sampled]",
+        "support=None",
         "tests/policies/autoregressive/test_autoregressive.py::test_the_ratio_is_one_before_a_step",
     ),
     Mutant(
         "forced tokens count as choices",
         "policies/autoregressive/policy.py",
-        "mask = written & (forced < 0)",
-        "mask = written",
+        "mask = real & (forced < 0)",
+        "mask = real",
         "tests/policies/autoregressive/test_autoregressive.py::test_keeps_the_contract_with_forced_tokens_and_two_vocabularies",
     ),
     Mutant(
         "one vocabulary for every place",
-        "policies/autoregressive/measuring.py",
+        "policies/autoregressive/log_probs.py",
         "grammar.vocabularies if len(grammar.vocabularies) == 1 else grammar.vocabularies[vocabulary]",
         "grammar.vocabularies[:1]",
         f"{DECODING}::test_a_grammar_forces_and_restricts",
@@ -82,8 +82,8 @@ WRITING = (
     Mutant(
         "completions without end always teach",
         "policies/autoregressive/policy.py",
-        "mask = mask & ~cut_off[:, None]",
-        "mask = mask & (mask | ~cut_off[:, None])",
+        "mask = mask & ~truncated[:, None]",
+        "mask = mask & (mask | ~truncated[:, None])",
         "tests/policies/autoregressive/test_autoregressive.py::test_what_was_cut_off_teaches_nothing_where_that_is_wanted",
     ),
     Mutant(
@@ -102,10 +102,10 @@ WRITING = (
     ),
     Mutant(
         "all logits at once",
-        "policies/autoregressive/measuring.py",
+        "policies/autoregressive/log_probs.py",
         "for start in range(0, len(ids), chunk):\n        part = slice(start, start + chunk)",
         "for start in range(0, len(ids), len(ids)):\n        part = slice(None)",
-        "tests/policies/autoregressive/test_measuring.py::test_the_update_never_holds_all_logits",
+        "tests/policies/autoregressive/test_log_probs.py::test_the_update_never_holds_all_logits",
     ),
     Mutant(
         "16 bits as they come from the cache",

@@ -47,7 +47,7 @@ def pairs(lengths):
 def demonstrated(prefill, *, share=True, group_size=1):
     editor = tiny_emu3.editor(prefill=prefill, train="full")
     policy = tiny_writing.policy(
-        writer=editor, train="full", copies=(), decoding={"max_new_tokens": 220}, microbatch=MICROBATCH, share=share
+        writer=editor, train="full", copies=(), sampling={"max_new_tokens": 220}, microbatch=MICROBATCH, share=share
     )
     batch = tiny_writing.batch(tasks(), group_size=group_size)
     trajectory = policy.demonstrate(batch)
@@ -72,7 +72,7 @@ def padded(policy, minibatch):
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_rows_of_alike_length_share_a_forward_and_the_gradient_stays(share):
+def test_rows_of_similar_lengths_share_a_forward_and_the_gradient_stays(share):
     policy, minibatch = demonstrated(THINK, share=share)
     ordered, few = padded(policy, minibatch)
     as_they_come, many = padded(AsTheyCome(policy), minibatch)

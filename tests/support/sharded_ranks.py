@@ -36,7 +36,7 @@ class Trained:
             shard(model.module, ranks)
         self.copies = (ShardedCopies if kind == "fsdp2" else WeightCopies)(model.module)
         self.copies.snapshot("reference")
-        self.policy = tiny_writing.policy(writer=model, train="full", copies=(), any_rank=ranks.any)
+        self.policy = tiny_writing.policy(writer=model, train="full", copies=(), any_rank=ranks.any, in_step=True)
         self.policy.copies = self.copies
         steppers = {"replicated": ReplicatedStepper, "zero2": ZeroStepper, "fsdp2": FsdpStepper}
         self.stepper: Stepper = steppers[kind](model.module, ranks, **SETTINGS)

@@ -10,8 +10,8 @@ import tiny_writers
 from retouch.models.common.encoder import Encoder
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.qwen_image.responses import QwenResponses, writer_for
-from retouch.policies.autoregressive.decoding import Decoding
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
+from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.types import Batch
 
@@ -57,7 +57,7 @@ def policy(editor, *, longest=6):
     copies = WeightCopies(module)
     copies.snapshot_without_adapter("reference")
     writer = writer_for(editor, module, stop=LETTERS)
-    made = AutoregressivePolicy(writer, decoding=Decoding(max_new_tokens=longest), microbatch=4, copies=copies)
+    made = AutoregressivePolicy(writer, sampling=TokenRollout(max_new_tokens=longest), microbatch=4, copies=copies)
     tiny_writers.move(module)
     return made
 

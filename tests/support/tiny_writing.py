@@ -3,8 +3,8 @@
 import torch
 
 import tiny_writers
-from retouch.policies.autoregressive.decoding import Decoding
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
+from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.types import Batch, Kind
 
@@ -13,7 +13,7 @@ LONGEST = 7
 
 
 def policy(
-    kind="qwen2.5-vl", *, writer=None, train="lora", copies=("reference",), decoding=None, microbatch=4, share=True, **options
+    kind="qwen2.5-vl", *, writer=None, train="lora", copies=("reference",), sampling=None, microbatch=4, share=True, **options
 ):
     """A new policy at its reference, ``writer`` unless one is given."""
     model = tiny_writers.writer(kind, train=train, stop=STOPS) if writer is None else writer
@@ -24,8 +24,8 @@ def policy(
             kept.snapshot_without_adapter(name)
         else:
             kept.snapshot(name)
-    decoding = Decoding(**{"max_new_tokens": LONGEST, **(decoding or {})})
-    return AutoregressivePolicy(model, decoding=decoding, microbatch=microbatch, copies=kept, **{"chunk": 5, **options})
+    sampling = TokenRollout(**{"max_new_tokens": LONGEST, **(sampling or {})})
+    return AutoregressivePolicy(model, sampling=sampling, microbatch=microbatch, copies=kept, **{"logits_at_once": 5, **options})
 
 
 def batch(tasks=None, group_size=2, *, seed=3, step=5):

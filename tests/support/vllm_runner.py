@@ -74,8 +74,8 @@ def installed(monkeypatch: Any) -> type[LogitsProcessor]:
     plugin = importlib.import_module(PLUGIN)
     # With another class of these it is another one.
     del sys.modules[PLUGIN]
-    assert issubclass(plugin.FormProcessor, LogitsProcessor)
-    made: type[LogitsProcessor] = plugin.FormProcessor
+    assert issubclass(plugin.GrammarProcessor, LogitsProcessor)
+    made: type[LogitsProcessor] = plugin.GrammarProcessor
     return made
 
 

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Literal
 
 from retouch.assembly.data import sets_of, steps_of
-from retouch.assembly.engine import Writing, build_engine
 from retouch.assembly.image_model import parts_of
 from retouch.assembly.model import make_trainable
 from retouch.assembly.phases import build_phase, copies_needed
@@ -22,16 +21,17 @@ from retouch.distributed.ranks import Ranks
 from retouch.distributed.sharded_copies import ShardedCopies
 from retouch.distributed.stepper import ReplicatedStepper, Stepper
 from retouch.distributed.zero import ZeroStepper
-from retouch.policies.autoregressive.demonstrating import Drawing, demonstrates
+from retouch.models.common.lora_files import write_lora
+from retouch.policies.autoregressive.demonstrations import TokenizesTargets, has_completion
+from retouch.policies.autoregressive.rollout import CachedEngine, Engine, EngineContext, EngineSection, TokenRollout
 from retouch.policies.value_heads import LatentValues, TokenValues
 from retouch.policies.weights import WeightCopies
 from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer, Reward
 from retouch.recipe.checks import check_ranks
-from retouch.recipe.engine import Engine
 from retouch.recipe.phases import ResolvedPhase
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.renderer import ResponseRenderer
-from retouch.recipe.rollout import Rollout, TokenRollout
+from retouch.recipe.rollout import Rollout
 from retouch.recipe.train import Lora
 from retouch.renderers.latents import LatentRenderer
 from retouch.renderers.offloaded import Offloaded
@@ -54,7 +54,7 @@ _STEPPERS: dict[str | None, type[ReplicatedStepper] | type[ZeroStepper]] = {
 class Assembly:
     """``placement``: where things lie. ``model``: what trains. ``image_model``: what makes pictures, the same but for writers of
     text. ``plan``: each phase with the steps of the run that it takes. ``copies``: weights kept beside the current ones. ``head``:
-    the value head that trains beside the policy, where one does. ``writing``: engines by what names them.
+    the value head that trains beside the policy, where one does. ``engines``: by their sections.
     """
 
     recipe: Recipe
@@ -68,7 +68,7 @@ class Assembly:
     plan: Sequence[tuple[ResolvedPhase, range]]
     head: LatentValues | TokenValues | None = None
     clock: Clock = field(default_factory=Clock)
-    writing: dict[Engine | None, Writing] = field(default_factory=dict)
+    engines: dict[EngineSection | None, Engine] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:
@@ -81,11 +81,11 @@ class Assembly:
         *,
         acting: Literal["current", "old"] = "current",
         keep_means: bool = False,
-        writing: Writing | None = None,
+        engine: Engine | None = None,
     ) -> TrainedPolicy:
         """The policy acting as ``rollout`` says under the given weights; all policies of a run share their weights.
 
-        ``writing``: the engine of a writer's rollouts; without one it writes by itself.
+        ``engine``: what generates the completions of a rollout; None is the policy's own cache.
         """
         return build_policy(
             self.recipe,
@@ -94,8 +94,9 @@ class Assembly:
             copies=self.copies,
             acting=acting,
             keep_means=keep_means,
-            writing=writing,
-            any_rank=self.ranks.any if self._in_step else bool,
+            engine=engine,
+            any_rank=self.ranks.any,
+            in_step=self._in_step,
             head=self.head,
         )
 
@@ -154,7 +155,7 @@ class Assembly:
             resolved.rollout,
             acting=objective.acts_with,
             keep_means=objective.needs_acting_means,
-            writing=self._writing(resolved.rollout),
+            engine=self._engine(resolved.rollout),
         )
         policy.module = stepper.module
         run = Run(
@@ -202,19 +203,26 @@ class Assembly:
             seed=self.recipe.eval.seed,
             batch=self.recipe.eval.batch,
             pictures=self.recipe.samples.tasks,
-            demonstrates=_has_target if isinstance(self.model, DenoisingModel | Drawing) else demonstrates,
+            demonstrates=_has_target if isinstance(self.model, DenoisingModel | TokenizesTargets) else has_completion,
         )
 
-    def _writing(self, rollout: Rollout) -> Writing | None:
-        """The engine that the rollout names, one for all phases that name the same."""
+    def _engine(self, rollout: Rollout) -> Engine | None:
+        """The engine of the rollout, one for all phases that name the same."""
         if not isinstance(rollout, TokenRollout):
             return None
-        assert not isinstance(self.model, DenoisingModel), "the recipe's checks see to it"
-        if rollout.engine not in self.writing:
-            self.writing[rollout.engine] = build_engine(
-                rollout.engine, model=self.model, copies=self.copies, ranks=self.ranks, folder=self.recipe.folder
+        model = self.model
+        assert not isinstance(model, DenoisingModel), "the recipe's checks see to it"
+        if rollout.engine not in self.engines:
+            context = EngineContext(
+                weights=self.copies.parameters,
+                save_adapter=lambda path: write_lora(model.module, path, pipeline=None),
+                folder=self.recipe.folder,
+                first=self.ranks.is_main,
+                any_rank=self.ranks.any,
+                in_step=self._in_step,
             )
-        return self.writing[rollout.engine]
+            self.engines[rollout.engine] = (rollout.engine or CachedEngine()).build(model, context)
+        return self.engines[rollout.engine]
 
     def _average(self, taken: int) -> None:
         ema = self.recipe.policy.ema

@@ -5,7 +5,6 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from retouch.assembly.engine import Writing
 from retouch.assembly.image_model import move, share_encoder
 from retouch.assembly.ip_adapter import show_references
 from retouch.assembly.model import DTYPES
@@ -14,9 +13,8 @@ from retouch.distributed.placement import Placement
 from retouch.models.base import DiffusersModel
 from retouch.models.common.guidance import Guided
 from retouch.models.qwen_image.edit import QwenImageEdit
-from retouch.policies.autoregressive.decoding import Decoding
-from retouch.policies.autoregressive.mismatch import Tolerance
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
+from retouch.policies.autoregressive.rollout import Engine, TokenRollout
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.policies.value_heads import LatentValues, TokenValues
 from retouch.policies.weights import WeightCopies
@@ -26,7 +24,7 @@ from retouch.recipe import train as recipe_train
 from retouch.recipe.ip_adapter import IpAdapter
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.renderer import CodesRenderer, ResponseRenderer
-from retouch.recipe.rollout import Rollout, TokenRollout
+from retouch.recipe.rollout import Rollout
 
 _CPU = torch.device("cpu")
 TrainedPolicy: TypeAlias = DenoisingPolicy | AutoregressivePolicy
@@ -73,14 +71,15 @@ def build_policy(
     copies: WeightCopies,
     acting: Literal["current", "old"],
     keep_means: bool,
-    writing: Writing | None = None,
+    engine: Engine | None = None,
     any_rank: Callable[[bool], bool] = bool,
+    in_step: bool = False,
     head: LatentValues | TokenValues | None = None,
 ) -> TrainedPolicy:
-    """The policy acting as ``rollout`` says under the given weights; ``writing``: a writer's engine, None its own decoding.
+    """The policy that samples as ``rollout`` says, under the weights ``acting``.
 
-    ``any_rank``: whether something holds on one of the ranks that must call the model equally often. ``head``: a value head, of the
-    kind for this policy.
+    ``engine``: what generates the completions of a policy of tokens; None is its own cache. ``any_rank``: whether a flag is true on
+    at least one rank. ``in_step``: all ranks must call the model equally often. ``head``: a value head of this policy's kind.
     """
     if isinstance(rollout, TokenRollout):
         assert not isinstance(model, DenoisingModel)
@@ -88,19 +87,14 @@ def build_policy(
         assert not isinstance(head, LatentValues)
         return AutoregressivePolicy(
             model,
-            decoding=Decoding(
-                max_new_tokens=rollout.max_new_tokens,
-                temperature=rollout.temperature,
-                top_k=rollout.top_k,
-                top_p=rollout.top_p,
-            ),
+            sampling=rollout,
             microbatch=recipe.microbatch,
             copies=copies,
-            chunk=recipe.policy.logits_at_once,
+            logits_at_once=recipe.policy.logits_at_once,
             mask_truncated=recipe.policy.mask_truncated,
-            engine=None if writing is None else writing.engine,
-            tolerance=Tolerance() if writing is None else writing.tolerance,
+            engine=engine,
             any_rank=any_rank,
+            in_step=in_step,
             head=head,
         )
     assert isinstance(model, DenoisingModel)

@@ -13,11 +13,11 @@ from retouch.assembly.writer import build_writer
 from retouch.distributed.placement import init_distributed_from_recipe
 from retouch.inference.writers import OpenWriter
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
+from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.recipe import writer as recipe_writer
 from retouch.recipe.document import apply
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.recipe.renderer import ResponseRenderer
-from retouch.recipe.rollout import TokenRollout
 from retouch.records.folder import RunFolder
 from retouch.records.libraries import silence_libraries
 from retouch.training import checkpoint

@@ -13,8 +13,8 @@ from retouch.playground.judges.judge import PlaygroundJudge
 from retouch.playground.models import playground_weights
 from retouch.playground.world.scenes import SIZE
 from retouch.playground.world.tasks import PlaygroundData
-from retouch.policies.autoregressive.decoding import Decoding
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
+from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.pretraining.building import Building, halved, held_out, log, one_thread
 from retouch.pretraining.networks.emu3 import LONGEST, Emu3Training, emu3_tokenizer, train_emu3, train_rounds
@@ -84,8 +84,8 @@ def build_further(folder: Path, settings: Emu3Training) -> dict[str, float]:
 
 def measure(editor: Emu3Editor) -> dict[str, float]:
     """Held-out means of its likeliest pictures, and of the true targets through its codes, by complexity."""
-    decoding = Decoding(max_new_tokens=LONGEST)
-    policy = AutoregressivePolicy(editor, decoding=decoding, microbatch=HELD_OUT, copies=WeightCopies(editor.module))
+    sampling = TokenRollout(max_new_tokens=LONGEST)
+    policy = AutoregressivePolicy(editor, sampling=sampling, microbatch=HELD_OUT, copies=WeightCopies(editor.module))
     ceiling, edited = held_out(
         policy,
         tasks=PlaygroundData(seed=1, count=HELD_OUT, complexity=[1, 2, 3], split="test").tasks(in_turn=True),

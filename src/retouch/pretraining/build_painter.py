@@ -12,9 +12,9 @@ from retouch.models.qwen_vl.model import QwenWriter
 from retouch.playground.judges.painting_judge import PaintingJudge
 from retouch.playground.models import PlaygroundModel, playground_weights
 from retouch.playground.world.paintings import PaintingData
-from retouch.policies.autoregressive.decoding import Decoding
-from retouch.policies.autoregressive.demonstrating import demonstrates
+from retouch.policies.autoregressive.demonstrations import has_completion
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
+from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.pretraining.build import PARTS
 from retouch.pretraining.building import Building, halved, held_out, log, one_thread, write_index
@@ -84,7 +84,7 @@ def _forget_where(config: Path) -> None:
 def measure(model: QwenImage, writer: QwenWriter) -> dict[str, float]:
     """Held-out means of what the painter makes of the right words, of people's own, and of the enhancer's likeliest ones."""
     policy = AutoregressivePolicy(
-        writer, decoding=Decoding(max_new_tokens=LONGEST), microbatch=HELD_OUT, copies=WeightCopies(writer.module)
+        writer, sampling=TokenRollout(max_new_tokens=LONGEST), microbatch=HELD_OUT, copies=WeightCopies(writer.module)
     )
     painter = FlowPainter(model, num_steps=EVAL_STEPS, reads=lambda prompt: accepts_prompt(model, prompt))
     right, enhanced = held_out(
@@ -93,7 +93,7 @@ def measure(model: QwenImage, writer: QwenWriter) -> dict[str, float]:
         renderer=PromptRenderer(painter, cut_off="fault", rows=HELD_OUT),
         reward=PaintingJudge(),
         column="overall",
-        demonstrates=demonstrates,
+        demonstrates=has_completion,
     )
     found = {}
     for words, evaluated in (("right words", right), ("enhancer", enhanced)):

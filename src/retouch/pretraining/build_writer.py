@@ -13,9 +13,9 @@ from retouch.models.qwen_image.responses import QwenResponses, writer_for
 from retouch.playground.judges.judge import PlaygroundJudge
 from retouch.playground.models import PlaygroundModel
 from retouch.playground.world.indirect import IndirectPlaygroundData
-from retouch.policies.autoregressive.decoding import Decoding
-from retouch.policies.autoregressive.demonstrating import demonstrates
+from retouch.policies.autoregressive.demonstrations import has_completion
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
+from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.pretraining.building import Building, held_out, log, one_thread
 from retouch.pretraining.networks import parts
@@ -59,7 +59,7 @@ def measure_writer(editor: QwenImageEdit, module: Qwen2_5_VLForConditionalGenera
     tasks = IndirectPlaygroundData(seed=1, count=HELD_OUT, complexity=[1, 2, 3], split="test").tasks(in_turn=True)
     policy = AutoregressivePolicy(
         writer_for(editor, module),
-        decoding=Decoding(max_new_tokens=LONGEST),
+        sampling=TokenRollout(max_new_tokens=LONGEST),
         microbatch=HELD_OUT,
         copies=WeightCopies(module),
     )
@@ -77,7 +77,7 @@ def measure_writer(editor: QwenImageEdit, module: Qwen2_5_VLForConditionalGenera
             ),
             reward=PlaygroundJudge(),
             column="overall",
-            demonstrates=demonstrates,
+            demonstrates=has_completion,
         )
         for said, found in (("right words", right), ("its own words", own)):
             rows = {row: means for row, means in table(found)[0].items() if "kinds" not in row}

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from retouch.objectives.cross_entropy import CrossEntropy
-from retouch.policies.autoregressive.decoding import Decoding
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
+from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.pretraining.teaching import each_alone, teach
 from retouch.protocols import AutoregressiveModel, SupportsLosses
@@ -30,9 +30,9 @@ def imitate(
     completion. ``objective``: None is cross-entropy alone. ``log`` takes the lines.
     """
     module = writer.module.requires_grad_(True)
-    decoding = Decoding(max_new_tokens=longest)
+    sampling = TokenRollout(max_new_tokens=longest)
     teach(
-        AutoregressivePolicy(writer, decoding=decoding, microbatch=rows, copies=WeightCopies(module)),
+        AutoregressivePolicy(writer, sampling=sampling, microbatch=rows, copies=WeightCopies(module)),
         lambda step: each_alone(tasks[step * rows : (step + 1) * rows], seed=seed, step=step),
         objective=CrossEntropy() if objective is None else objective,
         normalise="token",

@@ -5,18 +5,15 @@ from typing import TYPE_CHECKING
 
 from retouch.models.base import ImportedModel
 from retouch.models.kinds import IMAGE_MODELS
+from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.recipe.emu3 import TokenModel
-from retouch.recipe.engine import VllmEngine
 from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.renderer import CodesRenderer, PromptRenderer, ResponseRenderer
-from retouch.recipe.rollout import TokenRollout
 from retouch.recipe.train import FullWeights
 from retouch.recipe.writer import AutoregressivePolicy, QwenWriter
 
 if TYPE_CHECKING:
     from retouch.recipe.keys import RecipeKeys
-
-VLLM_TEMPERATURE = 2.0
 
 
 def parts_problems(recipe: "RecipeKeys") -> Iterator[str]:
@@ -77,24 +74,12 @@ def _reads_responses(kind: str) -> bool:
 
 
 def engine_problems(recipe: "RecipeKeys") -> Iterator[str]:
-    """Whether a server could write what the policy learns from."""
+    """Whether the engines can generate what the policy learns from."""
     for index, rollout in enumerate([recipe.rollout, *(phase.rollout for phase in recipe.phases or ())]):
-        if not isinstance(rollout, TokenRollout) or not isinstance(rollout.engine, VllmEngine):
+        if not isinstance(rollout, TokenRollout) or rollout.engine is None:
             continue
         at = f"phases.{index - 1}.rollout" if index else "rollout"
-        if isinstance(recipe.policy.train, FullWeights):
-            yield (
-                f"{at}.engine.kind: vllm takes a LoRA over HTTP after each update, but all weights only through the development "
-                "endpoints, over NCCL, which this does not speak; take policy.train.kind lora, or engine cached"
-            )
-        if rollout.temperature > VLLM_TEMPERATURE:
-            yield f"{at}.temperature: vllm takes no {rollout.temperature:g}; give {VLLM_TEMPERATURE:g} or less, or engine cached"
-        model = recipe.policy.model
-        cuts = rollout.top_k is not None or (rollout.top_p is not None and rollout.top_p < 1)
-        if isinstance(model, TokenModel) and model.grammar and cuts:
-            yield (
-                f"{at}.top_k, top_p: vllm does not tell which tokens these kept where a plug-in keeps to the grammar; leave both "
-                "out, or take engine cached"
-            )
-        elif rollout.top_p is not None and rollout.top_p < 1 and rollout.top_k is None:
-            yield f"{at}.top_p: vllm tells which tokens it kept only where top_k bounds them; give top_k too, 1000 say"
+        model, full_weights = recipe.policy.model, isinstance(recipe.policy.train, FullWeights)
+        image_grammar = isinstance(model, TokenModel) and model.grammar
+        for problem in rollout.engine.problems(rollout, full_weights=full_weights, image_grammar=image_grammar):
+            yield f"{at}.{problem}"

@@ -17,7 +17,7 @@ from retouch.distributed.ranks import Ranks
 from retouch.distributed.sharding_checks import check_sharding
 from retouch.distributed.stepper import Stepper
 from retouch.inference.publishing import Publisher, open_publisher
-from retouch.policies.autoregressive.mismatch import EngineFault
+from retouch.policies.autoregressive.rollout import EngineFault
 from retouch.recipe.checks import unmeant_ranks
 from retouch.recipe.differences import differences
 from retouch.recipe.judge_calls import judge_calls

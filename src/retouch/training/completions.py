@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from retouch.distributed.ranks import Ranks
-from retouch.policies.autoregressive.mismatch import difference
+from retouch.policies.autoregressive.mismatch import log_prob_difference
 from retouch.policies.autoregressive.trajectory import AutoregressiveTrajectory
 from retouch.training.loop import Metrics
 from retouch.types import Kind, Trajectory
@@ -37,7 +37,7 @@ def describe(trajectory: Trajectory, *, ranks: Ranks) -> Metrics:
 def _engine(trajectory: AutoregressiveTrajectory, ranks: Ranks) -> Metrics:
     if trajectory.behaviour_log_probs is None:
         return {}
-    off = difference(trajectory.log_probs, trajectory.behaviour_log_probs, trajectory.mask).cpu().double()
+    off = log_prob_difference(trajectory.log_probs, trajectory.behaviour_log_probs, trajectory.mask).cpu().double()
     total, surplus, count = ranks.sum(torch.stack([off.abs().sum(), -off.sum(), torch.ones_like(off).sum()])).tolist()
     worst = ranks.max(off.abs().max() if len(off) else off.sum()).item()
     count = max(count, 1.0)

@@ -72,29 +72,29 @@ def test_a_written_picture_comes_back(editor):
     assert editor.codes_in(ids[: place + 3]) is None
     assert editor.codes_in([*ids[:place], editor.words.eol, *ids[place + 1 :]]) is None
     assert editor.codes_in([*ids, editor.words.img]) is None
-    assert editor.codes_in(editor.words.spell("no picture")) is None
+    assert editor.codes_in(editor.words.text_ids("no picture")) is None
 
 
 def test_what_is_imitated_is_the_target_picture(editor):
     target = tiny_models.picture(7, 16, 24)
     task = dataclasses.replace(tasks()[0], target=target)
     codes = editor.encode_codes([target])[0]
-    (drawn,) = editor.drawn([task])
+    (drawn,) = editor.target_ids([task])
     assert torch.equal(editor.codes_in(drawn), codes)
     batch = tiny_writing.batch((task,), group_size=2)
-    shown = tiny_writing.policy(writer=editor, decoding={"max_new_tokens": len(drawn) + 1}).demonstrate(batch)
+    shown = tiny_writing.policy(writer=editor, sampling={"max_new_tokens": len(drawn) + 1}).demonstrate(batch)
     assert [list(written.ids) for written in shown.outputs] == [drawn] * 2
     assert shown.mask.sum(1).tolist() == [codes.numel()] * 2
     with pytest.raises(ValueError, match="no target picture"):
-        editor.drawn(tasks()[:1])
+        editor.target_ids(tasks()[:1])
 
 
 def test_a_thought_comes_before_the_picture():
     made = tiny_emu3.editor(prefill=THINK)
     task = dataclasses.replace(tasks()[0], target=tiny_models.picture(7, 16, 24))
     with pytest.raises(ValueError, match="'thought'"):
-        made.drawn([task])
-    (drawn,) = made.drawn([dataclasses.replace(task, meta={"thought": "hm"})])
+        made.target_ids([task])
+    (drawn,) = made.target_ids([dataclasses.replace(task, meta={"thought": "hm"})])
     told = made.words.tokenizer.decode(drawn[: drawn.index(made.words.img)])
     assert told == f"hm{END_OF_THOUGHT}{BOI}{made.grid[0]}*{made.grid[1]}"
     assert made.codes_in(drawn) is not None
@@ -102,12 +102,12 @@ def test_a_thought_comes_before_the_picture():
 
 
 @pytest.mark.parametrize(("prefill", "train"), [(DRAW, "lora"), (DRAW, "full"), (THINK, "lora")])
-@pytest.mark.parametrize("decoding", [{}, {"temperature": 0.7, "top_p": 0.9}], ids=str)
-def test_the_policy_keeps_the_contract(prefill, train, decoding):
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9}], ids=str)
+def test_the_policy_keeps_the_contract(prefill, train, sampling):
     made = tiny_emu3.editor(prefill=prefill, train=train)
     height, width = made.grid
     longest = len(made.words.header(height, width)) + height * (width + 1) + 3 + (12 if prefill == THINK else 0)
-    policy = tiny_writing.policy(writer=made, train=train, decoding={"max_new_tokens": longest, **decoding})
+    policy = tiny_writing.policy(writer=made, train=train, sampling={"max_new_tokens": longest, **sampling})
     batch = tiny_writing.batch(tasks())
     check_policy(policy, batch, needs=Needs(kl="k3"))
     trajectory = policy.rollout(batch)
@@ -122,7 +122,7 @@ def test_every_sample_of_a_random_model_is_a_picture():
     made = tiny_emu3.editor(seed=3)
     height, width = made.grid
     longest = len(made.words.header(height, width)) + height * (width + 1) + 3
-    policy = tiny_writing.policy(writer=made, decoding={"max_new_tokens": longest, "temperature": 2.0})
+    policy = tiny_writing.policy(writer=made, sampling={"max_new_tokens": longest, "temperature": 2.0})
     for step in range(3):
         batch = tiny_writing.batch(tasks(), group_size=30, step=step)
         trajectory = policy.rollout(batch)
@@ -136,7 +136,7 @@ def test_text_may_come_first_and_may_end_without_a_picture():
     made = tiny_emu3.editor(prefill=THINK)
     prompts = made.encode(tasks()[:1])
     words = made.words
-    text = made.words.spell("hm")
+    text = made.words.text_ids("hm")
     ids = torch.tensor([[*text, words.boi, *words.header(*made.grid)]])
     vocabulary, forced = made.grammar.parse(prompts, ids)
     header = words.header(*made.grid)
@@ -150,8 +150,8 @@ def test_text_may_come_first_and_may_end_without_a_picture():
 
 def test_without_the_grammar_a_malformed_picture_is_the_policys_fault():
     made = tiny_emu3.editor(grammar=False)
-    longest = len(made.drawn([dataclasses.replace(tasks()[0], target=tiny_models.picture(7, 16, 24))])[0]) + 1
-    policy = tiny_writing.policy(writer=made, decoding={"max_new_tokens": longest})
+    longest = len(made.target_ids([dataclasses.replace(tasks()[0], target=tiny_models.picture(7, 16, 24))])[0]) + 1
+    policy = tiny_writing.policy(writer=made, sampling={"max_new_tokens": longest})
     batch = tiny_writing.batch(tasks(), group_size=8)
     check_policy(policy, batch, needs=Needs())
     trajectory = policy.rollout(batch)
@@ -189,7 +189,7 @@ def test_rows_without_a_whole_picture_are_the_policys_fault(editor):
 def test_the_renderer_keeps_the_contract(editor):
     height, width = editor.grid
     longest = len(editor.words.header(height, width)) + height * (width + 1) + 3
-    policy = tiny_writing.policy(writer=editor, decoding={"max_new_tokens": longest})
+    policy = tiny_writing.policy(writer=editor, sampling={"max_new_tokens": longest})
     batch = tiny_writing.batch(tasks())
     check_renderer(CodesRenderer(editor), [batch.tasks[k] for k in batch.group], policy.rollout(batch))
 

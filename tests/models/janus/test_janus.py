@@ -30,8 +30,8 @@ def tasks():
     )
 
 
-def policy(model, *, train="lora", **decoding):
-    return tiny_writing.policy(writer=model, train=train, decoding={"max_new_tokens": COUNT + 1, **decoding})
+def policy(model, *, train="lora", **sampling):
+    return tiny_writing.policy(writer=model, train=train, sampling={"max_new_tokens": COUNT + 1, **sampling})
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -79,9 +79,9 @@ def test_a_prompt_is_the_dialogue_before_a_picture():
 
 
 @pytest.mark.parametrize("train", ["lora", "full"])
-@pytest.mark.parametrize("decoding", [{}, {"temperature": 0.7, "top_p": 0.9}], ids=str)
-def test_the_policy_keeps_the_contract(train, decoding):
-    made = policy(tiny_janus.painter(train=train), train=train, **decoding)
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9}], ids=str)
+def test_the_policy_keeps_the_contract(train, sampling):
+    made = policy(tiny_janus.painter(train=train), train=train, **sampling)
     batch = tiny_writing.batch(tasks())
     check_policy(made, batch, needs=Needs(kl="k3"))
     trajectory = made.rollout(batch)
@@ -106,7 +106,7 @@ def test_every_part_that_draws_learns():
         *("language_model", "generation_embeddings", "generation_aligner", "generation_head")
     }
     with pytest.raises(ValueError, match="'two' has no target"):
-        made.model.drawn([aims[0], tasks()[1]])
+        made.model.target_ids([aims[0], tasks()[1]])
 
 
 def test_with_checkpointing_the_gradient_is_the_same():

@@ -80,7 +80,7 @@ def test_full_weights_are_exported_and_draw_the_same_pictures_when_they_are_read
 
 
 def greedy(model, tasks):
-    made = tiny_writing.policy(writer=model, train="full", decoding={"max_new_tokens": SIDE * SIDE + 1})
+    made = tiny_writing.policy(writer=model, train="full", sampling={"max_new_tokens": SIDE * SIDE + 1})
     return made.sample(tiny_writing.batch(tasks, group_size=1)).ids
 
 

@@ -10,8 +10,8 @@ import tiny_writers
 import tiny_writing
 from retouch.core.random import generator
 from retouch.objectives.policy_gradient import Kl, PolicyGradient
-from retouch.policies.autoregressive.decoding import CachedDecoding, Generation
-from retouch.policies.autoregressive.mismatch import Tolerance
+from retouch.policies.autoregressive.decoding import CachedDecoding
+from retouch.policies.autoregressive.rollout import CachedEngine, Generation
 from retouch.policies.autoregressive.trajectory import AutoregressiveTrajectory
 from retouch.protocols import AutoregressiveModel, Policy
 from retouch.testing import check_policy
@@ -42,9 +42,9 @@ def test_keeps_the_contract(kind):
 @pytest.mark.parametrize(
     ("train", "options"),
     [
-        ("lora", {"decoding": TRUNCATED}),
+        ("lora", {"sampling": TRUNCATED}),
         ("full", {}),
-        ("full", {"share": False, "decoding": TRUNCATED}),
+        ("full", {"share": False, "sampling": TRUNCATED}),
         ("lora", {"mask_truncated": True, "microbatch": 1}),
     ],
     ids=str,
@@ -65,10 +65,10 @@ def test_keeps_the_contract_with_forced_tokens_and_two_vocabularies(kind):
     assert trajectory.kind[0].tolist() == [Kind.TEXT_TOKEN] * 2 + [Kind.IMAGE_TOKEN] + [Kind.TEXT_TOKEN] * 4
 
 
-@pytest.mark.parametrize("decoding", [{}, TRUNCATED], ids=str)
+@pytest.mark.parametrize("sampling", [{}, TRUNCATED], ids=str)
 @pytest.mark.parametrize("kind", tiny_writers.KINDS)
-def test_the_ratio_is_one_before_a_step(kind, decoding):
-    policy = tiny_writing.policy(kind, decoding=decoding)
+def test_the_ratio_is_one_before_a_step(kind, sampling):
+    policy = tiny_writing.policy(kind, sampling=sampling)
     trajectory = policy.rollout(tiny_writing.batch(tasks_for(kind), 4))
     for part in policy.microbatches(trajectory):
         evaluation = policy.evaluate(trajectory, part, Needs())
@@ -78,7 +78,7 @@ def test_the_ratio_is_one_before_a_step(kind, decoding):
 @pytest.mark.parametrize("kind", tiny_writers.KINDS)
 def test_log_probs_are_those_of_transformers_own_forward(kind):
     """One row at a time, without padding, through the whole model's forward."""
-    policy = tiny_writing.policy(kind, decoding={"temperature": 0.7})
+    policy = tiny_writing.policy(kind, sampling={"temperature": 0.7})
     tiny_writers.move(policy.module)
     trajectory = policy.rollout(tiny_writing.batch(tasks_for(kind)))
     writer = policy.model
@@ -143,7 +143,7 @@ def test_gradient_checkpointing_changes_memory_alone(kind):
 
 
 def test_entropy_and_kl_are_those_of_the_distributions():
-    policy = tiny_writing.policy("qwen2.5", decoding={"temperature": 0.9})
+    policy = tiny_writing.policy("qwen2.5", sampling={"temperature": 0.9})
     tasks = tasks_for("qwen2.5")
     tiny_writers.move(policy.module)
     trajectory = policy.rollout(tiny_writing.batch(tasks))
@@ -191,7 +191,7 @@ def test_what_was_cut_off_teaches_nothing_where_that_is_wanted():
 
 
 def test_rows_that_are_all_masked_are_evaluated_all_the_same():
-    policy = tiny_writing.policy(mask_truncated=True, decoding={"max_new_tokens": 1})
+    policy = tiny_writing.policy(mask_truncated=True, sampling={"max_new_tokens": 1})
     trajectory = policy.rollout(tiny_writing.batch(seed=1))
     dead = replace(trajectory, mask=torch.zeros_like(trajectory.mask))
     loss = policy.evaluate(dead, everything(dead), Needs(kl="k3", entropy=True))
@@ -213,8 +213,8 @@ def test_outputs_are_the_ids_without_their_end_and_their_text():
 
 
 def test_trajectories_join_and_part():
-    for decoding in ({}, TRUNCATED):
-        policy = tiny_writing.policy(decoding=decoding)
+    for sampling in ({}, TRUNCATED):
+        policy = tiny_writing.policy(sampling=sampling)
         batch = tiny_writing.batch()
         parts = [policy.rollout(batch.take(rows)) for rows in (slice(0, 2), slice(2, 3), slice(3, 6))]
         joined, whole = AutoregressiveTrajectory.concat(parts), policy.rollout(batch)
@@ -246,14 +246,14 @@ class Backwards:
     def __init__(self, model):
         self.inner = CachedDecoding(model)
 
-    def __call__(self, batch, prompts, decoding):
-        made = self.inner(batch, prompts, decoding)
+    def __call__(self, batch, prompts, sampling):
+        made = self.inner(batch, prompts, sampling)
         return Generation(ids=made.ids, lengths=made.lengths, log_probs=made.log_probs - 0.25)
 
 
 def test_another_engine_is_measured():
     writer = tiny_writers.writer(stop=tiny_writing.STOPS)
-    policy = tiny_writing.policy(writer=writer, engine=Backwards(writer), tolerance=Tolerance(limit=0.3))
+    policy = tiny_writing.policy(writer=writer, engine=Backwards(writer), sampling={"engine": CachedEngine(max_mismatch=0.3)})
     batch = tiny_writing.batch()
     trajectory, own = policy.rollout(batch), tiny_writing.policy(writer=writer).rollout(batch)
     assert own.behaviour_log_probs is None
@@ -261,8 +261,8 @@ def test_another_engine_is_measured():
     assert torch.equal(trajectory.behaviour_log_probs, own.log_probs - 0.25)
     assert torch.equal(trajectory.take(slice(1, 3)).behaviour_log_probs, trajectory.behaviour_log_probs[1:3])
     check_policy(policy, batch)
-    policy = tiny_writing.policy(writer=writer, engine=Backwards(writer), decoding=TRUNCATED)
-    with pytest.raises(ValueError, match="does not say which ids"):
+    policy = tiny_writing.policy(writer=writer, engine=Backwards(writer), sampling=TRUNCATED)
+    with pytest.raises(ValueError, match="does not report which ids"):
         policy.rollout(batch)
 
 
@@ -303,8 +303,8 @@ def test_what_tokens_do_not_have_is_refused():
     for needs in (Needs(kl="closed"), Needs(log_ratio="norm"), Needs(values=True)):
         with pytest.raises(ValueError, match="k3 KL and the plain ratio"):
             policy.evaluate(trajectory, everything(trajectory), needs)
-    with pytest.raises(ValueError, match="does not explore"):
-        tiny_writing.policy(decoding={"temperature": 0.0})
+    with pytest.raises(ValueError, match="temperature"):
+        tiny_writing.policy(sampling={"temperature": 0.0})
 
 
 def test_written_is_a_value():
@@ -319,7 +319,7 @@ def test_completions_know_their_rows():
 
 
 def test_a_completion_that_a_task_brings_is_as_if_it_had_been_written():
-    policy = tiny_writing.policy(decoding={"max_new_tokens": 9})
+    policy = tiny_writing.policy(sampling={"max_new_tokens": 9})
     stop = policy.model.template.tokenizer.decode([policy.model.stop[0]])
     told = ["RED 1", "", "2 3 4"]
     tasks = tuple(replace(task, meta={"completion": text}) for task, text in zip(tiny_writers.tasks(), told, strict=True))

@@ -8,13 +8,14 @@ from transformers import GenerationConfig
 import tiny_writers
 import tiny_writing
 from retouch.core.tokens import sample_tokens
-from retouch.policies.autoregressive.decoding import CachedDecoding, Decoding, uniforms
+from retouch.policies.autoregressive.decoding import CachedDecoding, uniforms
+from retouch.policies.autoregressive.rollout import TokenRollout
 
 
-def write(writer, batch, **how):
+def write(writer, batch, *, greedy=False, **how):
     with torch.no_grad():
         prompts = writer.encode(batch.tasks)
-        return CachedDecoding(writer)(batch, prompts, Decoding(**{"max_new_tokens": 7, **how}))
+        return CachedDecoding(writer)(batch, prompts, TokenRollout(**{"max_new_tokens": 7, **how}), greedy=greedy)
 
 
 def generate(writer, tasks, longest):
@@ -45,7 +46,7 @@ def test_greedy_is_generate(kind):
     writer = tiny_writers.writer(kind, stop=tiny_writing.STOPS)
     tasks = tiny_writers.tasks(6, pictures=kind in tiny_writers.SEES)
     theirs, _ = generate(writer, tasks, 12)
-    ours = write(writer, tiny_writing.batch(tasks, 1), max_new_tokens=12, temperature=0.0)
+    ours = write(writer, tiny_writing.batch(tasks, 1), max_new_tokens=12, greedy=True)
     assert torch.equal(ours.ids[:, : theirs.shape[1]], theirs)
     assert (ours.ids[:, theirs.shape[1] :] == writer.pad).all()
 
@@ -55,10 +56,10 @@ def test_a_sliding_window_is_generates():
     writer = tiny_writers.writer("qwen2.5-vl", text=text)
     tasks = tiny_writers.tasks()
     theirs, _ = generate(writer, tasks, 12)
-    ours = write(writer, tiny_writing.batch(tasks, 1), max_new_tokens=12, temperature=0.0)
+    ours = write(writer, tiny_writing.batch(tasks, 1), max_new_tokens=12, greedy=True)
     assert torch.equal(ours.ids[:, : theirs.shape[1]], theirs)
     assert len({tuple(row) for row in theirs.tolist()}) == 3
-    full = write(tiny_writers.writer("qwen2.5-vl"), tiny_writing.batch(tasks, 1), max_new_tokens=12, temperature=0.0)
+    full = write(tiny_writers.writer("qwen2.5-vl"), tiny_writing.batch(tasks, 1), max_new_tokens=12, greedy=True)
     assert not torch.equal(full.ids, ours.ids)
 
 
@@ -141,7 +142,7 @@ def test_a_grammar_forces_and_restricts():
     assert len(set(made.ids[:, 2].tolist())) > 1
     assert (made.log_probs[:, [1, 4]] == 0).all()
     assert (made.log_probs[:, [0, 2, 3, 5, 6]] < 0).all()
-    greedy = write(writer, tiny_writing.batch(), temperature=0.0)
+    greedy = write(writer, tiny_writing.batch(), greedy=True)
     assert (greedy.ids[:, 1] == 65).all()
     assert set(greedy.ids[:, 2].tolist()) <= set(digits)
 
@@ -164,14 +165,18 @@ def test_a_forced_token_can_end_a_row():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}], ids=str
+    "wrong",
+    [{"max_new_tokens": 0}, {"temperature": 0.0}, {"temperature": -1.0}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}],
+    ids=str,
 )
 def test_settings_that_are_none(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        Decoding(**{"max_new_tokens": 3, **wrong})
+        TokenRollout(**{"max_new_tokens": 3, **wrong})
 
 
 @pytest.mark.parametrize(("how", "truncates"), [({}, False), ({"top_p": 1.0}, False), ({"top_p": 0.9}, True), ({"top_k": 5}, True)])
 def test_what_truncates(how, truncates):
-    assert Decoding(max_new_tokens=3, **how).truncates is truncates
-    assert not Decoding(max_new_tokens=3, temperature=0.0, **how).truncates
+    assert TokenRollout(max_new_tokens=3, **how).truncates is truncates
+    writer = tiny_writers.writer(stop=tiny_writing.STOPS)
+    assert (write(writer, tiny_writing.batch(), **how).support is not None) is truncates
+    assert write(writer, tiny_writing.batch(), greedy=True, **how).support is None

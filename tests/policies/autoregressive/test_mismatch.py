@@ -13,7 +13,8 @@ from retouch.core.random import generator
 from retouch.distributed.ranks import Ranks
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.autoregressive.decoding import CachedDecoding
-from retouch.policies.autoregressive.mismatch import EngineFault, Tolerance, importance
+from retouch.policies.autoregressive.mismatch import check_mismatch, importance_weights
+from retouch.policies.autoregressive.rollout import CachedEngine, EngineFault
 from retouch.training.completions import describe
 from retouch.types import Needs, Slice
 
@@ -23,7 +24,7 @@ THEIRS = torch.tensor([[-1.5, -1.8, 0.0], [-2.5, math.nan, 0.0]])
 
 
 def test_tokens_weigh_ours_over_theirs_up_to_the_cap():
-    found = importance(OURS, THEIRS, MASK, cap=3.0)
+    found = importance_weights(OURS, THEIRS, MASK, cap=3.0)
     wanted = torch.tensor([[math.exp(0.5), math.exp(-0.2), 1.0], [3.0, 1.0, 1.0]])
     torch.testing.assert_close(found, wanted)
 
@@ -31,30 +32,29 @@ def test_tokens_weigh_ours_over_theirs_up_to_the_cap():
 def test_the_weights_make_an_average_under_theirs_one_under_ours():
     ours, theirs = (torch.randn(50, generator=generator("spread", k), dtype=torch.float64).log_softmax(-1) for k in range(2))
     values = torch.randn(50, generator=generator("values"), dtype=torch.float64)
-    weights = importance(ours[None], theirs[None], torch.ones(1, 50, dtype=torch.bool), cap=math.inf)[0]
+    weights = importance_weights(ours[None], theirs[None], torch.ones(1, 50, dtype=torch.bool), cap=math.inf)[0]
     torch.testing.assert_close((theirs.exp() * weights * values).sum(), (ours.exp() * values).sum())
 
 
 @pytest.mark.parametrize(("limit", "stops"), [(0.91, False), (0.89, True)])
 def test_the_mean_of_all_tokens_is_bounded(limit, stops):
     """(0.5 + 0.2 + 2) / 3 = 0.9."""
-    tolerance = Tolerance(limit=limit)
     if not stops:
-        tolerance.check(OURS, THEIRS, MASK)
+        check_mismatch(OURS, THEIRS, MASK, limit=limit)
         return
     with pytest.raises(EngineFault, match=r"by 0\.9 nats a token"):
-        tolerance.check(OURS, THEIRS, MASK)
+        check_mismatch(OURS, THEIRS, MASK, limit=limit)
 
 
 def test_no_number_is_no_agreement():
     with pytest.raises(EngineFault, match="nan"):
-        Tolerance().check(OURS, THEIRS, torch.ones_like(MASK))
-    Tolerance(limit=1e-9).check(OURS, THEIRS, torch.zeros_like(MASK))
+        check_mismatch(OURS, THEIRS, torch.ones_like(MASK), limit=0.1)
+    check_mismatch(OURS, THEIRS, torch.zeros_like(MASK), limit=1e-9)
 
 
 def test_one_rank_too_far_off_stops_all():
     with pytest.raises(EngineFault):
-        Tolerance(any_rank=lambda flag: True).check(OURS, OURS, torch.zeros_like(MASK))
+        check_mismatch(OURS, OURS, torch.zeros_like(MASK), limit=0.1, any_rank=lambda flag: True)
 
 
 class Off:
@@ -65,14 +65,16 @@ class Off:
     def __init__(self, model, by):
         self.inner, self.by = CachedDecoding(model), by
 
-    def __call__(self, batch, prompts, decoding):
-        made = self.inner(batch, prompts, decoding)
+    def __call__(self, batch, prompts, sampling):
+        made = self.inner(batch, prompts, sampling)
         return replace(made, log_probs=made.log_probs + self.by)
 
 
 def policy(by, *, cap):
     writer = tiny_writers.writer(stop=tiny_writing.STOPS)
-    return tiny_writing.policy(writer=writer, engine=Off(writer, by), tolerance=Tolerance(limit=1.0, cap=cap))
+    return tiny_writing.policy(
+        writer=writer, engine=Off(writer, by), sampling={"engine": CachedEngine(max_mismatch=1.0, truncate_at=cap)}
+    )
 
 
 @pytest.mark.parametrize(("by", "cap", "weight"), [(0.5, 3.0, math.exp(-0.5)), (-0.5, 1.2, 1.2), (0.5, None, 1.0)])
@@ -110,7 +112,7 @@ def test_metrics_tell_how_far_off_an_engine_is():
 
 
 def test_an_engine_with_our_own_numbers_weighs_nothing():
-    way = tiny_writing.policy(tolerance=Tolerance(cap=2.0))
+    way = tiny_writing.policy(sampling={"engine": CachedEngine(truncate_at=2.0)})
     trajectory = way.rollout(tiny_writing.batch())
     whole = Slice(slice(0, len(trajectory)), slice(0, trajectory.mask.shape[1]))
     assert way.evaluate(trajectory, whole, Needs()).scale is None

@@ -64,7 +64,7 @@ def first_gradient(policy, ranks=tiny_loop.ALONE, *, chunk=4):
 
 
 def test_it_learns_to_write_what_pays():
-    policy = tiny_writing.policy(decoding={"max_new_tokens": 4}, microbatch=32)
+    policy = tiny_writing.policy(sampling={"max_new_tokens": 4}, microbatch=32)
     made = run(policy, chunk=32)
     learning = phase(group_size=16, steps=range(25), learning_rate=lambda step: 0.02)
     means = [metrics["reward/mean"] for _, _, metrics in train(made, learning, start=0)]
@@ -104,8 +104,8 @@ class Uneven:
         self.decoder = CachedDecoding(model)
         self.model = model
 
-    def __call__(self, batch, prompts, decoding):
-        made = self.decoder(batch, prompts, decoding)
+    def __call__(self, batch, prompts, sampling):
+        made = self.decoder(batch, prompts, sampling)
         first = torch.tensor(batch.group_ids)[torch.tensor(batch.group)] == 0
         ids, lengths = made.ids.clone(), torch.full_like(made.lengths, made.ids.shape[1])
         ids[first, 0], ids[first, 1:], lengths[first] = self.model.stop[0], self.model.pad, 1

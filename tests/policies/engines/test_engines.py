@@ -16,11 +16,11 @@ import vllm_runner
 from retouch import cli
 from retouch.assembly.assembly import assemble
 from retouch.distributed.ranks import Ranks
-from retouch.doctor import engine as doctor_engine
 from retouch.doctor.engine import check_engines
 from retouch.models.emu3.load import language_model
-from retouch.policies.autoregressive.mismatch import EngineFault
-from retouch.policies.engines.form import PLUGIN
+from retouch.policies.autoregressive.rollout import EngineFault
+from retouch.policies.engines import vllm
+from retouch.policies.engines.grammar import PLUGIN
 from retouch.recipe.differences import differences
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
@@ -34,7 +34,7 @@ Make = Callable[..., dict[str, Any]]
 @pytest.fixture(autouse=True)
 def without_haste(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine is no fault of the server."""
-    monkeypatch.setattr(doctor_engine, "_SECONDS", 600.0)
+    monkeypatch.setattr(vllm, "_DIAGNOSIS_SECONDS", 600.0)
 
 
 @contextmanager
@@ -117,14 +117,21 @@ def test_where_a_server_is_found_may_differ_and_what_it_may_do_may_not(make: Mak
 def test_a_writer_without_pictures_to_send_is_refused(make: Make) -> None:
     parts = assemble(parse(make(rollout__engine=VLLM)), Ranks())
     writer = copy.copy(parts.model)
-    object.__setattr__(parts, "model", _Blind(writer))
-    with pytest.raises(ValueError, match="has no `seen`"):
+    object.__setattr__(parts, "model", _WithoutImages(writer))
+    with pytest.raises(ValueError, match="has no `resized_images`"):
         parts.phase(0, stepper=parts.stepper(), judge=parts.judge)  # type: ignore[arg-type]
 
 
-class _Blind:
+class _WithoutImages:
+    """A writer without ``resized_images``."""
+
     def __init__(self, writer: Any) -> None:
-        self.module, self.grammar, self.stop, self.pad = writer.module, writer.grammar, writer.stop, writer.pad
+        self.writer = writer
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "resized_images":
+            raise AttributeError(name)
+        return getattr(self.writer, name)
 
 
 # Runs

@@ -5,7 +5,6 @@ import logging
 import re
 import threading
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
@@ -21,12 +20,13 @@ import vllm_runner
 from retouch.models.common.lora_files import write_lora
 from retouch.models.emu3.model import DRAW
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.policies.autoregressive.mismatch import EngineFault, Tolerance
-from retouch.policies.engines.adapters import Adapters
+from retouch.policies.autoregressive.rollout import EngineFault
+from retouch.policies.engines.adapters import AdapterPublisher
 from retouch.policies.engines.client import Client
-from retouch.policies.engines.engine import Served, VllmEngine
-from retouch.policies.engines.form import PLUGIN
-from retouch.policies.engines.server import ask, keeps_to_forms
+from retouch.policies.engines.grammar import PLUGIN
+from retouch.policies.engines.server import has_plugin, query_server
+from retouch.policies.engines.vllm import VllmEngine
+from retouch.policies.engines.vllm_decoding import Servable, VllmDecoding
 from retouch.types import Needs, Slice
 from vllm_double import CHANGES, GENERATE, LOAD, UNLOAD, Double, always, at_first, serving
 
@@ -55,7 +55,7 @@ def tasks_for(kind):
 
 
 @contextmanager
-def served(tmp_path, kind="qwen2.5-vl", *, decoding=None, tolerance=None, seconds=600.0, patience=60.0, ranks=None, **double):
+def served(tmp_path, kind="qwen2.5-vl", *, sampling=None, limits=None, timeout=600.0, patience=60.0, ranks=None, **double):
     """A policy with the engine, the double behind it, and the clock between its tries."""
     writer = tiny_writers.writer(kind, train="none", stop=tiny_writing.STOPS)
     twin = Double(
@@ -67,20 +67,21 @@ def served(tmp_path, kind="qwen2.5-vl", *, decoding=None, tolerance=None, second
     tiny_writers.make_trainable(writer.module, "lora")
     waiting = Waiting()
     with serving(twin) as url:
-        policy = tiny_writing.policy(writer=writer, decoding=decoding, tolerance=tolerance or Tolerance())
-        adapters = Adapters(
+        policy = tiny_writing.policy(writer=writer, sampling=sampling)
+        policy.limits = VllmEngine(url=url, **{"truncate_at": None, **(limits or {})})
+        adapters = AdapterPublisher(
             weights=policy.copies.parameters,
             save=lambda folder: write_lora(writer.module, folder, pipeline=None),
             folder=tmp_path / "adapters",
-            name="retouch-test",
+            prefix="retouch-test",
             **(ranks or {}),
         )
 
         def connect():
-            return Client(url, seconds=seconds, patience=patience, sleep=waiting.sleep, clock=waiting.clock)
+            return Client(url, timeout=timeout, patience=patience, sleep=waiting.sleep, clock=waiting.clock)
 
         any_rank = {"any_rank": ranks["any_rank"]} if ranks else {}
-        policy.engine = VllmEngine(writer, connect=connect, adapters=adapters, **any_rank)
+        policy.engine = VllmDecoding(writer, connect=connect, adapters=adapters, **any_rank)
         yield policy, twin, waiting
 
 
@@ -94,8 +95,8 @@ def off(trajectory):
 
 @pytest.mark.parametrize("kind", tiny_writers.KINDS)
 def test_the_server_writes_from_the_policys_distribution(tmp_path, kind):
-    with served(tmp_path, kind, decoding={"temperature": 0.8}) as (policy, twin, _):
-        assert isinstance(policy.model, Served)
+    with served(tmp_path, kind, sampling={"temperature": 0.8}) as (policy, twin, _):
+        assert isinstance(policy.model, Servable)
         tiny_writers.move(policy.module)
         batch = tiny_writing.batch(tasks_for(kind), 4)
         trajectory = policy.rollout(batch)
@@ -108,20 +109,20 @@ def test_the_server_writes_from_the_policys_distribution(tmp_path, kind):
         assert policy.model.grammar.vocabularies[0][trajectory.ids[trajectory.mask]].all()
 
 
-@pytest.mark.parametrize("decoding", [{"top_k": 5}, {"top_k": 40, "top_p": 0.8, "temperature": 1.3}], ids=str)
-def test_what_top_k_and_top_p_kept_comes_with_the_ids(tmp_path, decoding):
-    with served(tmp_path, decoding=decoding, sampling_mask=True) as (policy, _, _):
+@pytest.mark.parametrize("sampling", [{"top_k": 5}, {"top_k": 40, "top_p": 0.8, "temperature": 1.3}], ids=str)
+def test_what_top_k_and_top_p_kept_comes_with_the_ids(tmp_path, sampling):
+    with served(tmp_path, sampling=sampling, sampling_mask=True) as (policy, _, _):
         tiny_writers.move(policy.module)
         trajectory = policy.rollout(tiny_writing.batch(group_size=4))
         assert off(trajectory) < 1e-4
         kept = (trajectory.support >= 0).sum(-1)
-        assert (kept[trajectory.mask] <= decoding["top_k"]).all()
+        assert (kept[trajectory.mask] <= sampling["top_k"]).all()
         assert (kept[~trajectory.mask] == 0).all()
 
 
 def test_a_server_that_does_not_say_what_it_kept_is_not_believed(tmp_path):
     with (
-        served(tmp_path, decoding={"top_k": 5}) as (policy, _, _),
+        served(tmp_path, sampling={"top_k": 5}) as (policy, _, _),
         pytest.raises(EngineFault, match="start the server with --return-sampling-mask"),
     ):
         policy.rollout(tiny_writing.batch())
@@ -129,7 +130,7 @@ def test_a_server_that_does_not_say_what_it_kept_is_not_believed(tmp_path):
 
 def test_every_update_is_loaded_before_the_next_rollout(tmp_path):
     """Large steps: with the adapter of the step before, the numbers would be far off."""
-    with served(tmp_path, tolerance=Tolerance(limit=1e-3)) as (policy, twin, _):
+    with served(tmp_path, limits={"max_mismatch": 1e-3}) as (policy, twin, _):
         optimizer = torch.optim.SGD(tiny_policies.trained(policy).values(), lr=2.0)
         for step in range(3):
             batch = tiny_writing.batch(group_size=4, step=step)
@@ -175,14 +176,14 @@ def test_a_grammar_that_the_server_cannot_be_told_is_refused(tmp_path):
         plain = writer.grammar
         writer.grammar = tiny_writing.Form(writer)
         with pytest.raises(ValueError, match="one set of tokens"):
-            VllmEngine(writer, connect=engine._connect, adapters=engine._adapters)
+            VllmDecoding(writer, connect=engine._connect, adapters=engine._adapters)
         writer.grammar.vocabularies = plain.vocabularies.expand(2, -1)
-        with pytest.raises(EngineFault, match="wrote what this writer's grammar forbids"):
-            engine(tiny_writing.batch(), writer.encode(tiny_writers.tasks()), policy.decoding)
+        with pytest.raises(EngineFault, match="generated tokens that this model's grammar forbids"):
+            engine(tiny_writing.batch(), writer.encode(tiny_writers.tasks()), policy.sampling)
         plain.vocabularies = torch.arange(2000)[None] < 900
         writer.grammar = plain
         with pytest.raises(ValueError, match="may be told 1024"):
-            VllmEngine(writer, connect=engine._connect, adapters=engine._adapters)
+            VllmDecoding(writer, connect=engine._connect, adapters=engine._adapters)
 
 
 # What goes wrong
@@ -206,7 +207,7 @@ def test_passing_faults_pass_and_nothing_of_them_stays(tmp_path, caplog):
 
 def test_a_server_that_says_nothing_is_away(tmp_path):
     with (
-        served(tmp_path, seconds=0.2, patience=0.0, fault=always("hang", path=LOAD)) as (policy, _, _),
+        served(tmp_path, timeout=0.2, patience=0.0, fault=always("hang", path=LOAD)) as (policy, _, _),
         pytest.raises(EngineFault, match=r"within 0 s .* no answer in time"),
     ):
         policy.rollout(tiny_writing.batch())
@@ -271,7 +272,7 @@ def test_a_key_opens(tmp_path, monkeypatch):
 def test_an_answer_that_is_wrong_somewhere_is_not_believed(tmp_path, way):
     with served(tmp_path) as (policy, twin, waiting):
         twin.fault = always(way)
-        with pytest.raises(EngineFault, match="cannot be believed"):
+        with pytest.raises(EngineFault, match="gave an invalid response"):
             policy.rollout(tiny_writing.batch())
         assert not waiting.pauses
 
@@ -293,12 +294,12 @@ def test_numbers_that_are_too_far_off_stop_the_run(tmp_path):
         twin.fault = always("log-probabilities off")
         with pytest.raises(EngineFault, match=r"off from the policy's own by 0\.5 nats a token.*allows 0\.1"):
             policy.rollout(tiny_writing.batch())
-        policy.tolerance = Tolerance(limit=0.6, cap=1.5)
+        policy.limits = policy.limits.model_copy(update={"max_mismatch": 0.6, "truncate_at": 1.5})
         trajectory = policy.rollout(tiny_writing.batch())
         scale = policy.evaluate(trajectory, everything(trajectory), Needs()).scale
         torch.testing.assert_close(scale[trajectory.mask], torch.full_like(scale[trajectory.mask], 1.5))
     with (
-        served(tmp_path, processed=False, decoding={"temperature": 0.5}) as (policy, _, _),
+        served(tmp_path, processed=False, sampling={"temperature": 0.5}) as (policy, _, _),
         pytest.raises(EngineFault, match="--logprobs-mode processed_logprobs"),
     ):
         policy.rollout(tiny_writing.batch())
@@ -340,7 +341,7 @@ def test_ranks_fail_together(tmp_path):
             for thread in threads:
                 thread.join()
 
-        first.tolerance = second.tolerance = replace(first.tolerance, any_rank=any_rank)
+        first.any_rank = second.any_rank = any_rank
         both()
         assert caught == [None, None]
         assert len(double.loaded) == 1
@@ -360,15 +361,15 @@ def test_ranks_fail_together(tmp_path):
 
 def test_what_a_server_says_of_itself(tmp_path):
     with served(tmp_path) as (policy, twin, _), policy.engine._connect() as client:
-        found = ask(client)
+        found = query_server(client)
         assert (found.version, found.base.id, found.loads_adapters, found.takes_ids) == ("0.33.0", "base", True, True)
         twin.runtime_lora = twin.scale_out = False
-        found = ask(client)
+        found = query_server(client)
         assert (found.loads_adapters, found.takes_ids) == (False, False)
         assert not twin.loaded
         twin.key = "secret"
         with pytest.raises(EngineFault, match="HTTP 401"):
-            ask(client)
+            query_server(client)
 
 
 def test_the_double_is_strict(tmp_path):
@@ -403,15 +404,15 @@ def drawing(tmp_path, *, prefill=DRAW, grammar=True, **double):
     height, width = editor.grid
     longest = len(editor.words.header(height, width)) + height * (width + 1) + 3
     with serving(twin) as url:
-        policy = tiny_writing.policy(writer=editor, decoding={"max_new_tokens": longest, "temperature": 0.7})
-        policy.engine = VllmEngine(
+        policy = tiny_writing.policy(writer=editor, sampling={"max_new_tokens": longest, "temperature": 0.7})
+        policy.engine = VllmDecoding(
             editor,
-            connect=lambda: Client(url, seconds=600.0, patience=1.0),
-            adapters=Adapters(
+            connect=lambda: Client(url, timeout=600.0, patience=1.0),
+            adapters=AdapterPublisher(
                 weights=policy.copies.parameters,
                 save=lambda folder: write_lora(editor.module, folder, pipeline=None),
                 folder=tmp_path / "adapters",
-                name="retouch-test",
+                prefix="retouch-test",
             ),
         )
         yield policy, twin
@@ -426,7 +427,7 @@ def edits():
 
 def test_a_server_with_the_plug_in_writes_pictures_from_the_policys_distribution(tmp_path, monkeypatch):
     with drawing(tmp_path, processor=vllm_runner.installed(monkeypatch)) as (policy, twin):
-        assert isinstance(policy.model, Served)
+        assert isinstance(policy.model, Servable)
         batch = tiny_writing.batch(edits())
         trajectory = policy.rollout(batch)
         assert off(trajectory) < 1e-4
@@ -445,13 +446,13 @@ def test_a_server_without_the_plug_in_is_not_believed(tmp_path):
 
 def test_what_the_plug_in_is_told_is_checked_by_the_server(tmp_path, monkeypatch):
     with drawing(tmp_path, processor=vllm_runner.installed(monkeypatch)) as (policy, twin):
-        policy.engine._form = {**policy.engine._form, "begin": -1}
-        with pytest.raises(EngineFault, match=r"refuses to write: HTTP 400: extra_args\.retouch_form\.begin"):
+        policy.engine._grammar = {**policy.engine._grammar, "begin": -1}
+        with pytest.raises(EngineFault, match=r"refuses to generate: HTTP 400: extra_args\.retouch_form\.begin"):
             policy.rollout(tiny_writing.batch(edits()))
         with policy.engine._connect() as client:
-            assert keeps_to_forms(client)
+            assert has_plugin(client)
             twin.processor = None
-            assert not keeps_to_forms(client)
+            assert not has_plugin(client)
 
 
 def test_without_a_grammar_any_server_writes_image_tokens(tmp_path):
@@ -463,6 +464,6 @@ def test_without_a_grammar_any_server_writes_image_tokens(tmp_path):
 
 def test_nothing_is_cut_where_the_server_would_not_tell_what(tmp_path, monkeypatch):
     with drawing(tmp_path, processor=vllm_runner.installed(monkeypatch)) as (policy, _):
-        policy.decoding = replace(policy.decoding, top_k=5)
+        policy.sampling = policy.sampling.model_copy(update={"top_k": 5})
         with pytest.raises(ValueError, match="leave both out"):
             policy.rollout(tiny_writing.batch(edits()))

@@ -14,7 +14,7 @@ import tiny_emu3
 import vllm_runner
 from retouch.models.common.grid_grammar import GridGrammar
 from retouch.models.emu3.tokens import Emu3Words
-from retouch.policies.engines.form import KEY, Formed, check, told
+from retouch.policies.engines.grammar import KEY, ImageGrammar, check_grammar, grammar_to_json
 from retouch.types import Prompts
 from vllm_runner import Request, Runner, params
 
@@ -42,7 +42,7 @@ def request(number, random, *, thinks):
     before, after = (random.integers(0, 200, random.integers(0, 6)).tolist() for _ in range(2))
     source = words().picture(torch.from_numpy(random.integers(0, tiny_emu3.CODES, (HEIGHT, WIDTH))))
     prompt = [words().bos, *before, *source, *after, *([] if thinks else [words().boi])]
-    return Request(prompt, params(**{KEY: told(grammar())}, number=number))
+    return Request(prompt, params(**{KEY: grammar_to_json(grammar())}, number=number))
 
 
 def sampled(processor, requests, *, seed, bias=None):
@@ -131,7 +131,7 @@ def test_neither_a_pictures_place_in_the_prompt_nor_what_was_left_behind_it_begi
     runner.ids.gpu[:] = words().boi
     source = words().picture(torch.zeros(HEIGHT, WIDTH, dtype=torch.long))
     prompt = [words().bos, *[7] * before, *source, *[9] * after]
-    each = Request(prompt, params(**{KEY: told(law)}))
+    each = Request(prompt, params(**{KEY: grammar_to_json(law)}))
     runner.add(each)
     logits = torch.zeros(1, law.vocabularies.shape[1])
     for token in (11, 12, words().boi):
@@ -166,7 +166,7 @@ def test_drafted_tokens_are_refused_at_the_start(processor):
 
 
 def test_ids_beyond_the_logits_end_nobody(processor):
-    said = {**told(grammar()), "form": [10**6, -1], "drawn": [[5, 10**6]]}
+    said = {**grammar_to_json(grammar()), "form": [10**6, -1], "drawn": [[5, 10**6]]}
     runner = Runner(processor, slots=1, longest=8, vocabulary=9)
     runner.add(Request([words().boi], params(**{KEY: said})))
     ((_, row),) = runner.step(lambda rows: torch.zeros(1, 9))
@@ -191,19 +191,19 @@ def test_ids_beyond_the_logits_end_nobody(processor):
     ids=str,
 )
 def test_what_is_no_grammar_is_refused_before_it_is_written_from(processor, changes):
-    said = json.loads(json.dumps(told(grammar())))
+    said = json.loads(json.dumps(grammar_to_json(grammar())))
     processor.validate_params(params(**{KEY: said}))
     processor.validate_params(params())
     with pytest.raises(ValueError, match=KEY):
         processor.validate_params(params(**{KEY: {**said, **changes}}))
     with pytest.raises(ValueError, match="give begin, form, text and drawn"):
-        check([1])
+        check_grammar([1])
 
 
 def test_what_is_told_is_the_grammar():
     law = grammar()
-    assert isinstance(law, Formed)
-    said = told(law)
+    assert isinstance(law, ImageGrammar)
+    said = grammar_to_json(law)
     assert len(said["form"]) == FORM + 1
     assert said["drawn"] == [[int(words().visual.min()), int(words().visual.max()) + 1]]
     text = torch.zeros(law.vocabularies.shape[1], dtype=torch.bool)
@@ -216,8 +216,14 @@ def test_the_servers_half_needs_nothing_but_torch_and_vllm():
     """It runs in vLLM's own environment, where little else of what this package needs is installed."""
     root = Path(retouch.__file__).parent
     names = set()
-    for file in ("__init__", "policies/__init__", "policies/vllm/__init__", "policies/vllm/form", "policies/vllm/plugin"):
+    for file in (
+        "__init__",
+        "policies/__init__",
+        "policies/engines/__init__",
+        "policies/engines/grammar",
+        "policies/engines/plugin",
+    ):
         for line in ast.parse((root / f"{file}.py").read_text()).body:
             names |= {line.module} if isinstance(line, ast.ImportFrom) else set()
             names |= {each.name for each in line.names} if isinstance(line, ast.Import) else set()
-    assert names <= {"collections.abc", "json", "typing", "torch", vllm_runner.INTERFACE, "retouch.policies.engines.form"}
+    assert names <= {"collections.abc", "json", "typing", "torch", vllm_runner.INTERFACE, "retouch.policies.engines.grammar"}

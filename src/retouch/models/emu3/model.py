@@ -28,7 +28,7 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 class Emu3Editor(CausalText):
     """Emu3's language model, which may train, and its autoencoder, which stays frozen (``retouch.protocols.AutoregressiveModel``).
 
-    A server can stand in for it (``policies/vllm``): it sees its pictures as ids.
+    A server can generate in its place (``policies/engines``): its images are part of the prompt's ids.
 
     ``size``: (height, width) in px of every picture; the autoencoder shrinks each side by its own factor (8). ``prefill``: ``DRAW``
     begins the picture at once, ``THINK`` lets text come first. ``grammar``: False leaves the form of a picture to the model.
@@ -49,7 +49,7 @@ class Emu3Editor(CausalText):
         self.words = Emu3Words(tokenizer)
         self.pictures = Emu3Pictures(vq, size)
         self.vq, self.size, self.grid = self.pictures.vq, size, self.pictures.grid
-        self.prefill_ids = self.words.spell(prefill)
+        self.prefill_ids = self.words.text_ids(prefill)
         self.thinks = self.prefill_ids[-1:] != [self.words.boi]
         tokens, codes = len(self.words.visual), self.vq.config.codebook_size
         if tokens != codes:
@@ -66,7 +66,7 @@ class Emu3Editor(CausalText):
 
     image_token: int | None = None
 
-    def seen(self, task: Task) -> tuple[Image, ...]:
+    def resized_images(self, task: Task) -> tuple[Image, ...]:
         """No picture is sent beside the prompt: it is in it."""
         return ()
 
@@ -83,7 +83,7 @@ class Emu3Editor(CausalText):
                 raise ValueError(f"task {task.id!r} has {len(task.images)} pictures; Emu3Editor takes one")
         sources = self._codes(tasks, Codes.SOURCE)
         rows = [
-            [self.words.bos, *self.words.picture(codes), *self.words.spell(task.instruction), *self.prefill_ids]
+            [self.words.bos, *self.words.picture(codes), *self.words.text_ids(task.instruction), *self.prefill_ids]
             for task, codes in zip(tasks, sources, strict=True)
         ]
         return self.prompts(rows)
@@ -120,7 +120,7 @@ class Emu3Editor(CausalText):
         begun = [] if self.thinks else [self.words.boi]
         return self.words.codes([*begun, *ids], height=self.grid[0], width=self.grid[1])
 
-    def drawn(self, tasks: Sequence[Task]) -> list[list[int]]:
+    def target_ids(self, tasks: Sequence[Task]) -> list[list[int]]:
         """What draws each task's target: after ``THINK`` the thought in its meta (``thought``) first, then the picture.
 
         ValueError where a task has no target, or no thought to go before it.
@@ -134,7 +134,7 @@ class Emu3Editor(CausalText):
         if not self.thinks:
             return [picture[1:] for picture in pictures]  # the prefill has begun it
         return [
-            [*self.words.spell(f"{task.meta[THOUGHT]}{END_OF_THOUGHT}"), *picture]
+            [*self.words.text_ids(f"{task.meta[THOUGHT]}{END_OF_THOUGHT}"), *picture]
             for task, picture in zip(tasks, pictures, strict=True)
         ]
 

@@ -38,7 +38,7 @@ class Emu3Words:
 
     def header(self, height: int, width: int) -> list[int]:
         """What stands between boi and the first row."""
-        return [*self.spell(f"{height}*{width}"), self.img]
+        return [*self.text_ids(f"{height}*{width}"), self.img]
 
     def picture(self, codes: Int[Tensor, "h w"]) -> list[int]:
         """A picture's ids, from boi to eoi."""
@@ -58,7 +58,7 @@ class Emu3Words:
             return None
         return torch.tensor([self._codes[each] for each in drawn]).reshape(height, width)
 
-    def spell(self, text: str) -> list[int]:
+    def text_ids(self, text: str) -> list[int]:
         """The ids of a text, special tokens by their names."""
         ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         return ids

@@ -129,7 +129,7 @@ class JanusPainter(CausalText):
             return None
         return torch.tensor(ids).reshape(height, width)
 
-    def drawn(self, tasks: Sequence[Task]) -> list[list[int]]:
+    def target_ids(self, tasks: Sequence[Task]) -> list[list[int]]:
         """What draws each task's target, which supervised learning imitates. ValueError where a task has none."""
         targets = [task.target for task in tasks if task.target is not None]
         if len(targets) < len(tasks):

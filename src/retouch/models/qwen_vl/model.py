@@ -74,7 +74,7 @@ class QwenWriter:
         self.stop = tuple(known[token] for token in stop)
         self.pad = known["<|endoftext|>"]
 
-    def seen(self, task: Task) -> list[Image]:
+    def resized_images(self, task: Task) -> list[Image]:
         """A task's pictures at the size at which the image processor gets them."""
         return [image.resize(fit(image, self.area)[::-1], Resampling.LANCZOS) for image in task.images]
 
@@ -83,7 +83,7 @@ class QwenWriter:
         for task in tasks:
             self.template.check(task.instruction, task.id)
         blocks = ["".join(self.picture.format(k) for k in range(1, len(task.images) + 1)) for task in tasks]
-        seen = [self.seen(task) for task in tasks]
+        seen = [self.resized_images(task) for task in tasks]
         tokens = self.template.tokenise([block + task.instruction for block, task in zip(blocks, tasks, strict=True)], seen)
         tokens = {name: tensor.to(self.module.device) for name, tensor in tokens.items()}
         real = tokens["attention_mask"].bool()
@@ -136,7 +136,7 @@ class QwenWriter:
         logits: Tensor = module.get_output_embeddings()(states)
         return logits.float()
 
-    def spell(self, text: str) -> list[int]:
+    def text_ids(self, text: str) -> list[int]:
         """The ids of a text. ValueError where it spells a special token."""
         self.template.check(text, text)
         ids: list[int] = self.template.tokenizer(text).input_ids

@@ -1,51 +1,49 @@
-"""How far an engine's probabilities may be from our own, and what is done about the difference.
+"""How far an engine's log-probabilities are from the policy's own, and the weights that correct the difference.
 
-An engine that computes in other kernels, batches or number types draws from a slightly other distribution than the one that is
-trained. The gradient stays unbiased under weights ours / theirs for each token; cut at a cap they stay finite (truncated importance
-sampling, Ionides 2008, as of Yao et al. 2025 for language models).
+An engine with other kernels, batches or number types samples from a slightly different distribution than the one that is trained.
+The gradient stays unbiased if each token's loss is weighted by p_policy / p_engine; the weights are truncated at a cap, which keeps
+them finite (truncated importance sampling, Ionides 2008; for engines of language models, Yao et al. 2025).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-
-class EngineFault(ValueError):
-    """An engine failed, or is further off than allowed; raised on every rank, and nothing was learned from the step."""
+from retouch.policies.autoregressive.rollout import EngineFault
 
 
-def difference(ours: Float[Tensor, "b t"], theirs: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"]) -> Float[Tensor, " n"]:
-    """log ours - log theirs of each token that was drawn."""
-    return (ours - theirs)[mask]
+def log_prob_difference(
+    policy: Float[Tensor, "b t"], engine: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"]
+) -> Float[Tensor, " n"]:
+    """log p_policy - log p_engine of each sampled token, in nats."""
+    return (policy - engine)[mask]
 
 
-def importance(
-    ours: Float[Tensor, "b t"], theirs: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], *, cap: float
+def importance_weights(
+    policy: Float[Tensor, "b t"], engine: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], *, cap: float
 ) -> Float[Tensor, "b t"]:
-    """ours / theirs of each token that was drawn, at most ``cap``; 1 elsewhere."""
-    return (ours - theirs).masked_fill(~mask, 0.0).exp().clamp(max=cap)
+    """p_policy / p_engine of each sampled token, from 0 to ``cap``; 1 elsewhere. The arguments are log-probabilities."""
+    return (policy - engine).masked_fill(~mask, 0.0).exp().clamp(max=cap)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tolerance:
-    """``limit``: the mean of \\|log ours - log theirs\\| over the tokens of a rollout, in nats, may be no more. ``cap``: tokens are
-    weighted by ours / theirs up to it; None does not weight. ``any_rank``: whether something is so on one rank at least, which all
-    of them ask equally often.
+def check_mismatch(
+    policy: Float[Tensor, "b t"],
+    engine: Float[Tensor, "b t"],
+    mask: Bool[Tensor, "b t"],
+    *,
+    limit: float,
+    any_rank: Callable[[bool], bool] = bool,
+) -> None:
+    """EngineFault on all ranks if on one of them the mean absolute difference is NaN or above ``limit``, in nats a token.
+
+    ``any_rank``: whether a flag is true on at least one rank; all ranks must make this call.
     """
-
-    limit: float = 0.1
-    cap: float | None = None
-    any_rank: Callable[[bool], bool] = bool
-
-    def check(self, ours: Float[Tensor, "b t"], theirs: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"]) -> None:
-        """EngineFault, on all ranks, where the mean on one of them is above the limit, or is no number."""
-        off = difference(ours, theirs, mask).abs()
-        mean = off.mean().item() if len(off) else 0.0
-        if self.any_rank(not mean <= self.limit):
-            raise EngineFault(
-                f"the engine's log-probabilities are off from the policy's own by {mean:.3g} nats a token on this rank, and the "
-                f"recipe allows {self.limit:g} (rollout.engine.max_mismatch). It may have other weights, another temperature or "
-                "another number type than the policy; a server of vLLM needs --logprobs-mode processed_logprobs"
-            )
+    difference = log_prob_difference(policy, engine, mask).abs()
+    mean = difference.mean().item() if len(difference) else 0.0
+    if any_rank(not mean <= limit):
+        raise EngineFault(
+            f"the engine's log-probabilities are off from the policy's own by {mean:.3g} nats a token on this rank, and the "
+            f"recipe allows {limit:g} (rollout.engine.max_mismatch). It may have other weights, another temperature or another "
+            "number type than the policy; a server of vLLM needs --logprobs-mode processed_logprobs"
+        )

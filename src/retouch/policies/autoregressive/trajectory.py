@@ -1,4 +1,4 @@
-"""What a policy of tokens did: the ids that it wrote, and what it could have written in their place."""
+"""The trajectory of a policy of tokens: sampled ids, and the sets of ids that they were sampled from."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -7,15 +7,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from retouch.policies.autoregressive.decoding import wider
 from retouch.types import Prompts, Trajectory
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class AutoregressiveTrajectory(Trajectory):
-    """``ids``: what was written. ``lengths``: tokens of each row, with the one that ended it. ``vocabulary``: the grammar's set at
-    each place. ``support``: what top-k and top-p kept there. ``group``: each row's row of ``prompts``. ``outputs``: (b,) of
-    ``Completion``. ``behaviour_log_probs``: by the engine's account, where ``log_probs`` had to be measured anew.
+    """``ids``: prompt excluded, ``pad`` after the end. ``lengths``: tokens of each row, the one that ended it included.
+
+    ``vocabulary``: the number of the grammar's vocabulary at each place. ``support``: the ids that top-k and top-p kept there,
+    padded with -1. ``group``: each row's row of ``prompts``. ``outputs``: b of ``Completion``. ``behaviour_log_probs``: the
+    engine's own, where ``log_probs`` had to be computed by the policy.
     """
 
     ids: Int[Tensor, "b t"]
@@ -57,13 +58,18 @@ class AutoregressiveTrajectory(Trajectory):
             log_probs=torch.cat([part.log_probs for part in parts]),
             mask=torch.cat([part.mask for part in parts]),
             kind=torch.cat([part.kind for part in parts]),
-            outputs=tuple(written for part in parts for written in part.outputs),
+            outputs=tuple(completion for part in parts for completion in part.outputs),
             ids=torch.cat([part.ids for part in parts]),
             lengths=torch.cat([part.lengths for part in parts]),
             vocabulary=torch.cat([part.vocabulary for part in parts]),
-            support=torch.cat([wider(support, width) for support in supports]) if supports else None,
+            support=torch.cat([_widen(support, width) for support in supports]) if supports else None,
             prompts=Prompts.concat([part.prompts for part in parts]),
             group=torch.cat([part.group + offset for part, offset in zip(parts, offsets, strict=True)]),
             behaviour_log_probs=torch.cat(behaviour) if behaviour else None,
             values=torch.cat(values) if values else None,
         )
+
+
+def _widen(support: Int[Tensor, "b t w"], width: int) -> Int[Tensor, "b t width"]:
+    """The support padded with -1 to ``width`` ids."""
+    return torch.cat([support, support.new_full((*support.shape[:2], width - support.shape[2]), -1)], dim=2)

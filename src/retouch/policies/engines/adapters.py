@@ -1,7 +1,7 @@
-"""The policy's LoRA adapter in a vLLM server: written to a folder that the server reads too, and loaded whenever it has changed.
+"""The policy's LoRA in a vLLM server: written to a folder that the server reads too, and loaded whenever its weights changed.
 
-An adapter is called by its weights (a digest of them), so its name never stands for others: the server's prefix cache, which goes
-by name, cannot be stale, and loading one twice is no mistake.
+An adapter's name contains a digest of its weights. So the server's prefix cache, which is keyed by the name, is never stale, and
+loading the same adapter twice does no harm.
 """
 
 import hashlib
@@ -14,19 +14,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from retouch.policies.autoregressive.mismatch import EngineFault
-from retouch.policies.engines.client import Client, Refused
+from retouch.policies.autoregressive.rollout import EngineFault
+from retouch.policies.engines.client import Client, RequestRefused
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 log = logging.getLogger("retouch")
 
 
-class Adapters:
-    """Keeps the server's adapter the policy's.
+class AdapterPublisher:
+    """Keeps the server's adapter equal to the policy's.
 
-    ``weights``: what trains, by name. ``save``: writes the adapter as it is now to a folder, in PEFT's format. ``folder``: seen by
-    the server under the same path. ``name``: what the adapters' names begin with. ``first``: this rank writes and loads; all ranks
-    have the same weights. ``any_rank``: whether something is so on one rank at least.
+    ``weights``: the trained parameters, by name. ``save``: writes the adapter to a folder, in PEFT's format. ``folder``: must have
+    the same path for the server. ``prefix``: of the adapters' names. ``first``: this rank writes and loads; all ranks have the same
+    weights. ``any_rank``: whether a flag is true on at least one rank.
     """
 
     def __init__(
@@ -35,35 +35,35 @@ class Adapters:
         weights: Mapping[str, Tensor],
         save: Callable[[Path], None],
         folder: Path,
-        name: str,
+        prefix: str,
         first: bool = True,
         any_rank: Callable[[bool], bool] = bool,
     ) -> None:
         self._weights = weights
         self._save = save
         self._folder = folder
-        self._prefix = name
+        self._prefix = prefix
         self._first = first
         self._any_rank = any_rank
         self._loaded: str | None = None
 
-    def current(self, client: Client) -> str:
-        """The name of the adapter with the weights as they are now, loaded. EngineFault, on all ranks, where it cannot be."""
+    def publish(self, client: Client) -> str:
+        """Load the current weights if the server does not have them; returns the adapter's name. EngineFault, on all ranks."""
         name = f"{self._prefix}-{_digest(self._weights)}"
         if name == self._loaded:
             return name
-        fault = self._publish(client, name) if self._first else None
+        fault = self._replace(client, name) if self._first else None
         if self._any_rank(fault is not None):
             raise fault or EngineFault("rank 0 could not load the adapter into the vLLM server; its log says why")
         self._loaded = name
         return name
 
     def load(self, client: Client, name: str) -> None:
-        """Tell the server where the adapter lies; also when it has forgotten it, after a restart say. EngineFault."""
+        """Load an adapter from its folder, also again after the server was restarted. EngineFault."""
         folder = (self._folder / name).absolute()
         try:
             client.post(LOAD, {"lora_name": name, "lora_path": str(folder)})
-        except Refused as refused:
+        except RequestRefused as refused:
             if refused.status == 400 and "already been loaded" in refused.text:
                 return
             raise EngineFault(
@@ -72,31 +72,32 @@ class Adapters:
                 "that folder (rollout.engine.adapters)"
             ) from None
 
-    def _publish(self, client: Client, name: str) -> EngineFault | None:
+    def _replace(self, client: Client, name: str) -> EngineFault | None:
+        """Write and load the adapter ``name``, and unload the one before it. Returns what went wrong."""
         shutil.rmtree(self._folder / name, ignore_errors=True)
         (self._folder / name).mkdir(parents=True)
         self._save(self._folder / name)
         try:
             self.load(client, name)
             if self._loaded is not None:
-                self._forget(client, self._loaded)
+                self._unload(client, self._loaded)
         except EngineFault as fault:
             return fault
         return None
 
-    def _forget(self, client: Client, name: str) -> None:
+    def _unload(self, client: Client, name: str) -> None:
         try:
             client.post(UNLOAD, {"lora_name": name})
-        except Refused as refused:
-            # It may be gone already, after a restart; one that stays is only memory.
+        except RequestRefused as refused:
+            # After a restart it is gone already; one that stays costs only memory.
             log.warning("the vLLM server did not unload the adapter %s: %s", name, refused)
         shutil.rmtree(self._folder / name, ignore_errors=True)
 
 
 def _digest(weights: Mapping[str, Tensor]) -> str:
-    """64 bits of SHA-256 over names, shapes and numbers."""
-    found = hashlib.sha256()
+    """The first 64 bits of SHA-256 over names, types, shapes and values, in hexadecimal."""
+    digest = hashlib.sha256()
     for name, tensor in weights.items():
-        found.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

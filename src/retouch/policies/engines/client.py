@@ -1,10 +1,11 @@
-"""HTTP with a vLLM server: what passes is tried again until patience ends, what stays is said at once."""
+"""HTTP requests to a vLLM server: temporary faults are retried for a time, permanent ones are raised at once."""
 
 import json
 import logging
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -13,21 +14,21 @@ import httpx
 import torch
 
 from retouch.core.random import generator
-from retouch.policies.autoregressive.mismatch import EngineFault
+from retouch.policies.autoregressive.rollout import EngineFault
 
 KEY = "VLLM_API_KEY"
-"""The server's own variable for the key that it asks for."""
+"""The environment variable of the key, for the server too."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 _TRIES_OF_500 = 3
-_MOST_BYTES = 64 * 2**20
-_TOLD = 300
+_MAX_BYTES = 64 * 2**20
+_MAX_MESSAGE = 300
 T = TypeVar("T")
 log = logging.getLogger("retouch")
 
 
 @dataclass(eq=False)
-class Refused(Exception):
-    """The server will not: an answer that stays the same however often it is asked."""
+class RequestRefused(Exception):
+    """The server refused the request, and would do so again."""
 
     status: int
     text: str
@@ -36,26 +37,26 @@ class Refused(Exception):
         return f"HTTP {self.status}: {self.text}"
 
 
-class _Passing(Exception):
-    """Away, busy, slow or cut off: worth another try."""
+class _Temporary(Exception):
+    """The server is unreachable, busy or slow, or the connection broke: worth a retry."""
 
 
-class _Broken(_Passing):
-    """HTTP 500: worth a few more tries, since some of them stay."""
+class _ServerError(_Temporary):
+    """HTTP 500: worth a few retries only, since some of them are permanent."""
 
 
 class Client:
     """Connections to the server at ``url``; a context, usable from several threads.
 
-    ``seconds``: the longest silence in an exchange. ``patience``: seconds over which a fault that may pass is tried again, with
-    jittered pauses that double; HTTP 500 is tried three times. The key comes from ``VLLM_API_KEY`` alone, where it is set.
+    ``timeout``: most seconds without any data. ``patience``: seconds over which a temporary fault is retried, with jittered pauses
+    that double; HTTP 500 is tried three times. The key comes from ``VLLM_API_KEY`` alone, if it is set.
     """
 
     def __init__(
         self,
         url: str,
         *,
-        seconds: float,
+        timeout: float,
         patience: float,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
@@ -67,7 +68,7 @@ class Client:
         key = os.environ.get(KEY, "").strip()
         self._http = httpx.Client(
             headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {}),
-            timeout=httpx.Timeout(seconds, connect=min(seconds, 10.0)),
+            timeout=httpx.Timeout(timeout, connect=min(timeout, 10.0)),
             limits=httpx.Limits(max_connections=None),
             trust_env=False,
             follow_redirects=False,
@@ -80,26 +81,26 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         self._http.close()
 
     def post(self, path: str, document: dict[str, Any]) -> bytes:
-        """The answer's body. Refused; EngineFault where patience ended."""
-        return self._insist(path, lambda: self._once("POST", path, document))
+        """The body of the response. RequestRefused, or EngineFault when ``patience`` is over."""
+        return self._retry(path, lambda: self._once("POST", path, document))
 
     def get(self, path: str) -> bytes:
-        """A page's body, as ``post``."""
-        return self._insist(path, lambda: self._once("GET", path, None))
+        """As ``post``, for a page."""
+        return self._retry(path, lambda: self._once("GET", path, None))
 
-    def _insist(self, path: str, exchange: Callable[[], T]) -> T:
-        began, tries, broken = self._clock(), 0, 0
+    def _retry(self, path: str, exchange: Callable[[], T]) -> T:
+        began, tries, errors = self._clock(), 0, 0
         while True:
             try:
                 return exchange()
-            except _Passing as fault:
-                tries, broken = tries + 1, broken + isinstance(fault, _Broken)
-                if broken == _TRIES_OF_500:
-                    raise Refused(500, str(fault)) from None
+            except _Temporary as fault:
+                tries, errors = tries + 1, errors + isinstance(fault, _ServerError)
+                if errors == _TRIES_OF_500:
+                    raise RequestRefused(500, str(fault)) from None
                 left = began + self.patience - self._clock()
                 if left <= 0:
                     raise EngineFault(
@@ -115,16 +116,16 @@ class Client:
             with self._http.stream(method, self.url + path, json=document) as response:
                 body = _body(response)
         except httpx.TimeoutException:
-            raise _Passing("no answer in time") from None
+            raise _Temporary("no answer in time") from None
         except (httpx.HTTPError, httpx.StreamError) as error:
-            raise _Passing(type(error).__name__) from None
+            raise _Temporary(type(error).__name__) from None
         if response.status_code == 200:
             return body
         if response.status_code == 500:
-            raise _Broken(_said(body))
+            raise _ServerError(_message(body))
         if response.status_code in (408, 425, 429) or response.status_code > 500:
-            raise _Passing(f"HTTP {response.status_code}: {_said(body)}")
-        raise Refused(response.status_code, _said(body))
+            raise _Temporary(f"HTTP {response.status_code}: {_message(body)}")
+        raise RequestRefused(response.status_code, _message(body))
 
 
 def _body(response: httpx.Response) -> bytes:
@@ -132,23 +133,20 @@ def _body(response: httpx.Response) -> bytes:
     for part in response.iter_raw():
         parts.append(part)
         size += len(part)
-        if size > _MOST_BYTES:
-            raise _Passing(f"an answer of more than {_MOST_BYTES} bytes")
+        if size > _MAX_BYTES:
+            raise _Temporary(f"an answer of more than {_MAX_BYTES} bytes")
     return b"".join(parts)
 
 
-def _said(body: bytes) -> str:
-    """The message of an error, as the server words it, cut short."""
+def _message(body: bytes) -> str:
+    """The error message of a response, truncated."""
     text = body.decode("utf-8", "replace")
-    try:
-        said = json.loads(text)
-        text = said["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        pass
-    return " ".join(str(text).split())[:_TOLD]
+    with suppress(ValueError, KeyError, TypeError):
+        text = json.loads(text)["error"]["message"]
+    return " ".join(str(text).split())[:_MAX_MESSAGE]
 
 
 def _pause(path: str, tries: int) -> float:
-    """Between half and all of what doubles each time."""
+    """Seconds before the next try: a random share, from half to all, of a time that doubles."""
     draw = torch.rand((), generator=generator("engine", "pause", path, os.getpid(), tries)).item()
     return (0.5 + 0.5 * draw) * min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** min(tries - 1, 16))

@@ -1,10 +1,10 @@
 """The grammar of image tokens inside a vLLM server: a custom logits processor (``vllm serve --logits-processors``).
 
-It is loaded by vLLM, in vLLM's environment, and imported by nothing here. Written for the interface of vLLM 0.33.0's model runner
-V2 and tested against a strict double of it; never run on vLLM. Requests that bring no grammar are left as they are.
+vLLM loads this file in its own environment; nothing here imports it. Written for the interface of vLLM 0.33.0's model runner V2 and
+tested against a strict double of it; never run on vLLM. Requests without a grammar are not changed.
 
-What may stand next follows from the tokens of the request alone, read anew at each step: nothing is remembered that a request which
-is moved, set aside or taken up again in another's place could leave behind.
+The allowed ids follow from the request's tokens alone and are computed anew at each step. So no state is lost or left over when
+vLLM moves, preempts or resumes a request.
 """
 
 import json
@@ -14,62 +14,62 @@ import torch
 from torch import Tensor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor, LogitsProcRequestState
 
-from retouch.policies.engines.form import KEY, Form, check
+from retouch.policies.engines.grammar import KEY, GrammarMask, check_grammar
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.config import VllmConfig
 
 
-class FormProcessor(LogitsProcessor):
-    """Keeps to the form that a request's ``extra_args`` tell (see ``form.told``). ValueError where tokens are drafted."""
+class GrammarProcessor(LogitsProcessor):
+    """Applies the grammar in a request's ``extra_args`` (see ``grammar_to_json``). ValueError under speculative decoding."""
 
     def __init__(self, vllm_config: "VllmConfig", req_states: LogitsProcRequestState) -> None:
         if vllm_config.speculative_config is not None:
             raise ValueError("retouch's grammar does not read drafted tokens; start the server without speculative decoding")
         self._states = req_states
-        self._forms: dict[str, Form] = {}
-        self._of: dict[int, Form] = {}  # by slot
+        self._masks: dict[str, GrammarMask] = {}
+        self._by_slot: dict[int, GrammarMask] = {}
 
     @classmethod
     def validate_params(cls, sampling_params: "SamplingParams") -> None:
-        """ValueError, which the server answers with HTTP 400, for a grammar that is none."""
-        said = (sampling_params.extra_args or {}).get(KEY)
-        if said is not None:
-            check(said)
+        """ValueError for a wrong grammar, which the server answers with HTTP 400."""
+        document = (sampling_params.extra_args or {}).get(KEY)
+        if document is not None:
+            check_grammar(document)
 
     def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
-        """Slots are used again: whatever was known of this one is forgotten."""
-        said = (sampling_params.extra_args or {}).get(KEY)
-        if said is None:
-            self._of.pop(req_idx, None)
+        """Whether the request in this slot has a grammar. Slots are reused, so what the slot held before is forgotten."""
+        document = (sampling_params.extra_args or {}).get(KEY)
+        if document is None:
+            self._by_slot.pop(req_idx, None)
             return False
-        self._of[req_idx] = self._form(said)
+        self._by_slot[req_idx] = self._mask(document)
         return True
 
     def apply(self, logits: Tensor, ctx: LogitsContext) -> Tensor:
         slots = ctx.idx_mapping_np.tolist()
-        for form in {id(self._of[slot]): self._of[slot] for slot in slots if slot in self._of}.values():
-            rows = [row for row, slot in enumerate(slots) if self._of.get(slot) is form]
-            where = torch.tensor(rows, device=logits.device)
-            logits[where] = form.restrict(logits[where], self._since(form.begin, rows, where, ctx))
+        for mask in {id(self._by_slot[slot]): self._by_slot[slot] for slot in slots if slot in self._by_slot}.values():
+            rows = [row for row, slot in enumerate(slots) if self._by_slot.get(slot) is mask]
+            index = torch.tensor(rows, device=logits.device)
+            logits[index] = mask(logits[index], self._tokens_since(mask.begin, rows, index, ctx))
         return logits
 
-    def _since(self, begin: int, rows: list[int], where: Tensor, ctx: LogitsContext) -> Tensor:
-        """(n,) tokens since ``begin`` that stands last in the prompt or first in what was written; below 0 where there is none."""
+    def _tokens_since(self, begin: int, rows: list[int], index: Tensor, ctx: LogitsContext) -> Tensor:
+        """(n,) tokens since ``begin``, as the last token of the prompt or the first of the completion; below 0 if there is none."""
         prompts = torch.from_numpy(self._states.prompt_len.np[ctx.idx_mapping_np[rows]]).long()
         first, after = int(prompts.min()) - 1, int(ctx.seq_lens_upper_bound_np[rows].max())
-        # The history may lie in the CPU's memory: prompts, most of it, are not read.
-        ids = self._states.all_token_ids.gpu[:, first:after][ctx.expanded_idx_mapping[where].long()]
-        places, last = torch.arange(first, first + ids.shape[1], device=ids.device), ctx.pos[where].long()
-        # One that stands beyond the last token was left there by another request, and counts as below 0 in any case.
+        # The history may be in the CPU's memory: most of it is prompts, which are not read.
+        ids = self._states.all_token_ids.gpu[:, first:after][ctx.expanded_idx_mapping[index].long()]
+        places, last = torch.arange(first, first + ids.shape[1], device=ids.device), ctx.pos[index].long()
+        # A match beyond the last token was left by another request; its distance is below 0.
         begun = (ids == begin) & (places >= prompts.to(ids.device)[:, None] - 1)
         start = torch.where(begun.any(1), first + begun.int().argmax(1), last + 1)
         return last - start
 
-    def _form(self, said: dict[str, Any]) -> Form:
-        """One for all requests of a run."""
-        key = json.dumps(said, sort_keys=True)
-        if key not in self._forms:
-            self._forms[key] = Form(said, vocabulary=self._states.vocab_size, device=self._states.device)
-        return self._forms[key]
+    def _mask(self, document: dict[str, Any]) -> GrammarMask:
+        """One mask for all requests of a run."""
+        key = json.dumps(document, sort_keys=True)
+        if key not in self._masks:
+            self._masks[key] = GrammarMask(document, vocabulary=self._states.vocab_size, device=self._states.device)
+        return self._masks[key]

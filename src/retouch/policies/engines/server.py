@@ -1,19 +1,19 @@
-"""What a vLLM server says of itself, and what it lets be done."""
+"""What a vLLM server serves, and which of the endpoints needed here it has."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from retouch.policies.autoregressive.mismatch import EngineFault
+from retouch.policies.autoregressive.rollout import EngineFault
 from retouch.policies.engines.adapters import LOAD
-from retouch.policies.engines.client import Client, Refused
-from retouch.policies.engines.form import KEY
+from retouch.policies.engines.client import Client, RequestRefused
+from retouch.policies.engines.grammar import KEY
 from retouch.policies.engines.wire import GENERATE
 
 
-class Card(BaseModel):
-    """A model that is served: ``parent`` of an adapter is its base, ``root`` where its weights come from."""
+class ModelCard(BaseModel):
+    """A served model. ``root``: where its weights come from. ``parent``: an adapter's base model."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
@@ -26,7 +26,7 @@ class Card(BaseModel):
 class _Models(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    data: list[Card]
+    data: list[ModelCard]
 
 
 class _Version(BaseModel):
@@ -36,49 +36,49 @@ class _Version(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
-    """``loads_adapters``: adapters may be loaded while it serves. ``takes_ids``: it takes ids and gives ids."""
+class ServerInfo:
+    """``base``: the base model. ``loads_adapters``: adapters can be loaded at run time. ``takes_ids``: it takes and returns ids."""
 
     version: str
-    base: Card
+    base: ModelCard
     loads_adapters: bool
     takes_ids: bool
 
 
-def ask(client: Client) -> Server:
-    """What the server says; nothing in it is changed. EngineFault where it does not answer as vLLM does."""
+def query_server(client: Client) -> ServerInfo:
+    """What the server can do; changes nothing on it. EngineFault if it does not answer as vLLM does."""
     try:
-        version = _read(client.get("/version"), _Version).version
-        bases = [card for card in _read(client.get("/v1/models"), _Models).data if card.parent is None]
+        version = _parse(client.get("/version"), _Version).version
+        bases = [card for card in _parse(client.get("/v1/models"), _Models).data if card.parent is None]
         if not bases:
             raise EngineFault(f"{client.url} serves no model")
-        # Both are refused for their empty bodies, where the page is there at all.
-        loads = _is_there(client, LOAD, {"lora_name": "", "lora_path": ""})
-        return Server(version, bases[0], loads_adapters=loads, takes_ids=_is_there(client, GENERATE, {}))
-    except Refused as refused:
+        # Their empty bodies are refused if the endpoints exist.
+        loads = _exists(client, LOAD, {"lora_name": "", "lora_path": ""})
+        return ServerInfo(version, bases[0], loads_adapters=loads, takes_ids=_exists(client, GENERATE, {}))
+    except RequestRefused as refused:
         raise EngineFault(f"{client.url} refuses: {refused}") from None
 
 
-def keeps_to_forms(client: Client) -> bool:
-    """Whether the plug-in for image tokens is there: it refuses a grammar that is none, and without it nobody reads one."""
+def has_plugin(client: Client) -> bool:
+    """Whether the server has the plug-in for image tokens, which refuses a wrong grammar; without it nothing reads the grammar."""
     try:
         client.post(GENERATE, {"token_ids": [0], "sampling_params": {"max_tokens": 1, "extra_args": {KEY: {}}}})
-    except Refused as refused:
+    except RequestRefused as refused:
         return KEY in refused.text
     return False
 
 
-def _is_there(client: Client, path: str, body: dict[str, Any]) -> bool:
+def _exists(client: Client, path: str, body: dict[str, Any]) -> bool:
     try:
         client.post(path, body)
-    except Refused as refused:
+    except RequestRefused as refused:
         if refused.status == 401:
             raise
         return refused.status in (400, 422)
     return False
 
 
-def _read(body: bytes, kind: Any) -> Any:
+def _parse(body: bytes, kind: Any) -> Any:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

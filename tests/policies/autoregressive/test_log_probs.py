@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 import tiny_writers
 import tiny_writing
-from retouch.policies.autoregressive.measuring import measure, spread
+from retouch.policies.autoregressive.log_probs import scatter, token_log_probs
 from retouch.types import Needs, Slice
 
 VOCABULARY = 152_064
@@ -33,7 +33,7 @@ def wide_policy(longest, chunk):
     """A narrow Qwen2.5 with the vocabulary of the published ones."""
     text = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     writer = tiny_writers.writer("qwen2.5", text=text)
-    return tiny_writing.policy(writer=writer, decoding={"max_new_tokens": longest}, chunk=chunk)
+    return tiny_writing.policy(writer=writer, sampling={"max_new_tokens": longest}, logits_at_once=chunk)
 
 
 def largest_of_an_update(rows, longest, chunk):
@@ -63,7 +63,7 @@ def test_chunks_change_nothing(chunk, support):
     kept = torch.stack([torch.cat([ids[k : k + 1], torch.arange(200, 205), torch.tensor([-1])]) for k in range(8)]).int()
 
     def measured(chunk):
-        return measure(
+        return token_log_probs(
             writer,
             writer.module,
             states,
@@ -95,9 +95,9 @@ def test_no_choice_at_all_still_has_a_gradient_of_zero():
     choice = torch.zeros(3, 4, dtype=torch.bool)
     nothing = torch.zeros(0, dtype=torch.long)
     given = {"vocabulary": nothing, "support": None, "temperature": 1.0, "chunk": 2}
-    found, none = measure(writer, writer.module, states[choice], nothing, **given)
+    found, none = token_log_probs(writer, writer.module, states[choice], nothing, **given)
     assert none is None
-    column = spread(found, choice)
+    column = scatter(found, choice)
     assert (column == 0).all()
     (gradient,) = torch.autograd.grad(column.sum(), states)
     assert (gradient == 0).all()

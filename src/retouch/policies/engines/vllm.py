@@ -1,0 +1,148 @@
+"""The recipe's section of a vLLM server that generates completions. It imports neither torch nor httpx before it is built."""
+
+import logging
+import shutil
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from retouch.config.section import NonNegative, Positive
+from retouch.policies.autoregressive.rollout import Diagnosis, Engine, EngineContext, EngineFault, EngineSection, TokenRollout
+from retouch.protocols import AutoregressiveModel
+
+if TYPE_CHECKING:
+    from retouch.policies.engines.client import Client
+
+MAX_TEMPERATURE = 2.0
+_DIAGNOSIS_SECONDS = 10.0
+_STARTING = "start the server as docs/engines.md says"
+log = logging.getLogger("retouch")
+
+
+class VllmEngine(EngineSection):
+    """A vLLM server that holds the base weights; the adapter is loaded into it after each update.
+
+    Written for the interface of vLLM 0.33.0 and tested against a strict double of it; never run on vLLM. For LoRA alone. A server
+    that generates image tokens needs a plug-in that applies their grammar (docs/engines.md).
+    """
+
+    kind: Literal["vllm"] = "vllm"
+    url: Annotated[str, Field(pattern=r"^https?://[^/\s]+(/v1)?/?$")]
+    """Address of the server, ``http://127.0.0.1:8000`` say; its key, if it asks for one, comes from ``VLLM_API_KEY`` alone."""
+    adapters: str | None = None
+    """Folder for the adapters, which the server must see under the same path; null takes ``adapters`` in the run's own."""
+    truncate_at: Annotated[float, Field(ge=1.0)] | None = 3.0
+    """Each token's loss is weighted by the policy's probability over the engine's, at most by this; null does not weight."""
+    timeout: Positive = 300.0
+    """Seconds without any data from the server after which a request is sent again."""
+    patience: NonNegative = 600.0
+    """Seconds over which an unreachable, busy or broken server is tried again; then the run stops with a checkpoint."""
+
+    def build(self, model: AutoregressiveModel, context: EngineContext) -> Engine:
+        """The engine. ValueError if httpx is not installed, or the server cannot generate for this model."""
+        self.connect().close()  # a missing httpx is noticed first
+        from retouch.policies.engines.adapters import AdapterPublisher
+        from retouch.policies.engines.vllm_decoding import Servable, VllmDecoding
+        from retouch.policies.engines.wire import INTERFACE
+
+        if not isinstance(model, Servable):
+            raise ValueError(
+                f"rollout.engine.kind: vllm sends images as the model sees them, and {type(model).__name__} has no "
+                "`resized_images`; see retouch.policies.engines.vllm_decoding.Servable, or take cached"
+            )
+        log.warning(
+            "rollout.engine: written for vLLM %s and tested against a double of its interface; never run on vLLM", INTERFACE
+        )
+        folder = context.folder / "adapters" if self.adapters is None else Path(self.adapters)
+        engine = VllmDecoding(
+            model,
+            connect=self.connect,
+            adapters=AdapterPublisher(
+                weights=context.weights,
+                save=context.save_adapter,
+                folder=folder,
+                prefix=f"retouch-{context.folder.name}",
+                first=context.first,
+                any_rank=context.any_rank,
+            ),
+            any_rank=context.any_rank,
+        )
+        if self.adapters is None and context.first:
+            _remove(folder)
+            weakref.finalize(engine, _remove, folder)
+        return engine
+
+    def connect(self) -> "Client":
+        """A new connection to the server. ValueError if httpx is not installed."""
+        try:
+            from retouch.policies.engines.client import Client
+        except ModuleNotFoundError as error:
+            if error.name != "httpx":
+                raise
+            raise ValueError("asking a vLLM server needs httpx: pip install 'retouch[vllm]'") from None
+        return Client(self.url, timeout=self.timeout, patience=self.patience)
+
+    def problems(self, sampling: TokenRollout, *, full_weights: bool, image_grammar: bool) -> Iterator[str]:
+        if full_weights:
+            yield (
+                "engine.kind: vllm takes a LoRA over HTTP after each update, but all weights only through the development "
+                "endpoints, over NCCL, which this does not speak; take policy.train.kind lora, or engine cached"
+            )
+        if sampling.temperature > MAX_TEMPERATURE:
+            yield f"temperature: vllm takes no {sampling.temperature:g}; give {MAX_TEMPERATURE:g} or less, or engine cached"
+        if image_grammar and sampling.truncates:
+            yield (
+                "top_k, top_p: vllm does not tell which tokens these kept where a plug-in keeps to the grammar; leave both out, or "
+                "take engine cached"
+            )
+        elif sampling.top_p is not None and sampling.top_p < 1 and sampling.top_k is None:
+            yield "top_p: vllm tells which tokens it kept only where top_k bounds them; give top_k too, 1000 say"
+
+    def diagnose(self, *, base_model: str | None, max_new_tokens: int, image_grammar: bool) -> Iterator[Diagnosis]:
+        """Whether the server answers, serves the base model, and lets adapters be loaded."""
+        impatient = self.model_copy(update={"timeout": min(self.timeout, _DIAGNOSIS_SECONDS), "patience": 0.0})
+        try:
+            client = impatient.connect()
+        except ValueError as error:
+            yield "FAILED", str(error), "pip install 'retouch[vllm]'"
+            return
+        from retouch.policies.engines.grammar import PLUGIN
+        from retouch.policies.engines.server import has_plugin, query_server
+        from retouch.policies.engines.wire import INTERFACE
+
+        with client:
+            try:
+                server = query_server(client)
+                lacks_plugin = image_grammar and server.takes_ids and not has_plugin(client)
+            except EngineFault as fault:
+                yield "FAILED", str(fault), _STARTING
+                return
+        where = f"vLLM {server.version} at {client.url}"
+        yield "ok", f"{where} serves {server.base.root or server.base.id}", ""
+        yield "note", f"this engine was tested against a double of vLLM {INTERFACE}'s interface, and has never run on vLLM", ""
+        if server.version != INTERFACE:
+            yield "note", f"{where} may differ from {INTERFACE}, which this was written for", ""
+        if base_model and server.base.root not in (None, base_model):
+            yield "note", f"it serves {server.base.root}, and policy.model.path is {base_model}; the weights must be the same", ""
+        if not server.loads_adapters:
+            text = f"{where} does not load LoRAs: it was started without VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+            yield "FAILED", text, _STARTING
+        if not server.takes_ids:
+            yield "FAILED", f"{where} takes no token ids: it was started without --enable-scale-out", _STARTING
+        if lacks_plugin:
+            text = f"{where} does not keep to the grammar of image tokens: it was started without --logits-processors {PLUGIN}"
+            yield "FAILED", text, _STARTING
+        if server.base.max_model_len is not None and server.base.max_model_len <= max_new_tokens:
+            text = f"{where} has room for {server.base.max_model_len} tokens, prompt and completion together"
+            yield "FAILED", text, _STARTING
+
+
+def _remove(folder: Path) -> None:
+    """The adapters' folder, and the run's if it is empty: then only the doctor was here."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        folder.parent.rmdir()

@@ -1,0 +1,205 @@
+"""Decoding by a vLLM server that holds the base weights; after each update the policy's adapter is loaded into it.
+
+Its kernels, batches and number types differ from the policy's, so its log-probabilities are not exact: the policy evaluates the
+completions itself and keeps the server's values as ``behaviour_log_probs``. Rows are sampled with seeds keyed by (seed, step,
+group, slot), but vLLM reproduces a seed only in the same batch, so a resumed run does not have the same bits.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import torch
+from PIL.Image import Image
+from torch import Tensor
+
+from retouch.policies.autoregressive.rollout import EngineFault, Generation, TokenRollout
+from retouch.policies.engines.adapters import AdapterPublisher
+from retouch.policies.engines.client import Client, RequestRefused
+from retouch.policies.engines.grammar import PLUGIN, ImageGrammar, grammar_to_json
+from retouch.policies.engines.wire import (
+    GENERATE,
+    MAX_BIASED,
+    GenerateRequest,
+    InvalidResponse,
+    ServerCompletion,
+    data_url,
+    parse_response,
+)
+from retouch.protocols import Grammar
+from retouch.types import Batch, Prompts, Task
+
+_MAX_CONCURRENT = 64
+
+
+@runtime_checkable
+class Servable(Protocol):
+    """What a model must have for a server to generate in its place."""
+
+    grammar: Grammar
+    stop: tuple[int, ...]
+    pad: int
+    image_token: int | None
+
+    def resized_images(self, task: Task) -> Sequence[Image]:
+        """The task's images at the sizes that the image processor gets; none if they are in the prompt's ids."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """``count`` consecutive rows of the batch: of task number ``task``, with slots from ``slot`` on."""
+
+    task: int
+    slot: int
+    count: int
+
+
+class VllmDecoding:
+    """Requests the completions of a batch from a server: one request per task for all its rows (implements ``Engine``).
+
+    ``connect``: opens a new connection. ``any_rank``: whether a flag is true on at least one rank. A grammar of images
+    (``ImageGrammar``) is applied by the plug-in in the server. ValueError if the model's grammar is neither that nor a single
+    vocabulary, or excludes more tokens than a request may ban.
+    """
+
+    exact = False
+
+    def __init__(
+        self,
+        model: Servable,
+        *,
+        connect: Callable[[], Client],
+        adapters: AdapterPublisher,
+        any_rank: Callable[[bool], bool] = bool,
+    ) -> None:
+        grammar = model.grammar
+        vocabularies = grammar.vocabularies
+        self._vocabulary = vocabularies.shape[1]
+        self._grammar = grammar_to_json(grammar) if isinstance(grammar, ImageGrammar) else None
+        banned = () if self._grammar is not None else (~vocabularies[0]).nonzero()[:, 0].tolist()
+        self._banned = frozenset(banned)
+        if self._grammar is None and ((vocabularies != vocabularies[0]).any() or len(banned) > MAX_BIASED):
+            raise ValueError(
+                f"vLLM is told one set of tokens and may be told {MAX_BIASED} that are not in it; this model has "
+                f"{len(vocabularies)} sets, and leaves out {len(banned)} tokens. Take rollout.engine.kind cached"
+            )
+        self.model = model
+        self._connect = connect
+        self._adapters = adapters
+        self._any_rank = any_rank
+
+    def __call__(self, batch: Batch, prompts: Prompts, sampling: TokenRollout) -> Generation:
+        """EngineFault, on all ranks, if the server fails on one of them or returns an invalid response."""
+        if self._grammar is not None and sampling.truncates:
+            raise ValueError("vLLM does not tell what top_k and top_p kept where a plug-in has a say; leave both out")
+        fault = generation = None
+        try:
+            with self._connect() as client:
+                adapter = self._adapters.publish(client)
+                completions = self._completions(client, adapter, batch, prompts, sampling)
+            generation = self._generation(prompts, sampling, completions)
+            self._check(batch, prompts, generation)
+        except EngineFault as found:
+            fault = found
+        if self._any_rank(fault is not None):
+            raise fault or EngineFault("the vLLM server failed another rank; that rank's log says how")
+        assert generation is not None
+        return generation
+
+    def _completions(
+        self, client: Client, adapter: str, batch: Batch, prompts: Prompts, sampling: TokenRollout
+    ) -> list[ServerCompletion]:
+        """One for each row of the batch."""
+
+        def generate(rows: _Rows) -> list[ServerCompletion]:
+            ids, mask = prompts.ids[rows.task], prompts.mask[rows.task]
+            request = GenerateRequest(
+                adapter=adapter,
+                ids=tuple(ids[mask].tolist()),
+                image_token=self.model.image_token,
+                images=tuple(data_url(image) for image in self.model.resized_images(batch.tasks[rows.task])),
+                sampling=sampling,
+                stop=self.model.stop,
+                banned=self._banned,
+                seed=_seed(batch, batch.group_ids[rows.task]) + rows.slot,
+                count=rows.count,
+                grammar=self._grammar,
+            )
+            return self._generate(client, request)
+
+        with ThreadPoolExecutor(_MAX_CONCURRENT) as pool:
+            futures = [pool.submit(generate, rows) for rows in _consecutive_rows(batch)]
+            try:
+                return [completion for future in futures for completion in future.result()]
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def _generate(self, client: Client, request: GenerateRequest) -> list[ServerCompletion]:
+        try:
+            try:
+                body = client.post(GENERATE, request.body())
+            except RequestRefused as refused:
+                if refused.status != 404 or request.adapter not in refused.text:
+                    raise
+                # The server was restarted since the adapter was loaded.
+                self._adapters.load(client, request.adapter)
+                body = client.post(GENERATE, request.body())
+            return parse_response(body, request, vocabulary=self._vocabulary)
+        except RequestRefused as refused:
+            raise EngineFault(f"the vLLM server at {client.url} refuses to generate: {refused}") from None
+        except InvalidResponse as invalid:
+            raise EngineFault(f"the vLLM server at {client.url} gave an invalid response: {invalid}") from None
+
+    def _check(self, batch: Batch, prompts: Prompts, generation: Generation) -> None:
+        """EngineFault if a token violates the model's grammar."""
+        grammar, ids = self.model.grammar, generation.ids
+        rows = prompts.take(torch.tensor(batch.group, device=ids.device))
+        vocabulary, forced = (column[:, :-1] for column in grammar.parse(rows, ids))
+        allowed = torch.where(forced >= 0, ids == forced, grammar.vocabularies[vocabulary, ids])
+        real = torch.arange(ids.shape[1], device=ids.device) < generation.lengths[:, None]
+        if bool((real & ~allowed).any()):
+            raise EngineFault(
+                "the vLLM server generated tokens that this model's grammar forbids; for image tokens, start it with "
+                f"--logits-processors {PLUGIN}"
+            )
+
+    def _generation(self, prompts: Prompts, sampling: TokenRollout, completions: Sequence[ServerCompletion]) -> Generation:
+        device, longest = prompts.ids.device, sampling.max_new_tokens
+        ids = _pad([completion.ids for completion in completions], longest, self.model.pad)
+        support = None
+        if sampling.truncates:
+            width = max(len(kept) for completion in completions for kept in completion.kept or ())
+            rows = [_pad(completion.kept or (), width, -1) for completion in completions]
+            support = torch.stack([torch.cat([row, row.new_full((longest - len(row), width), -1)]) for row in rows])
+        return Generation(
+            ids=ids.to(device),
+            lengths=torch.tensor([len(completion.ids) for completion in completions]).to(device),
+            log_probs=_pad([completion.log_probs for completion in completions], longest, 0.0).to(device),
+            support=None if support is None else support.int().to(device),
+        )
+
+
+def _consecutive_rows(batch: Batch) -> list[_Rows]:
+    """The rows, split where the task changes or the slots are not consecutive."""
+    found: list[_Rows] = []
+    for task, slot in zip(batch.group, batch.slot, strict=True):
+        last = found[-1] if found else None
+        if last is not None and task == last.task and slot == last.slot + last.count:
+            found[-1] = replace(last, count=last.count + 1)
+        else:
+            found.append(_Rows(task, slot, count=1))
+    return found
+
+
+def _seed(batch: Batch, group: int) -> int:
+    """The seed of slot 0 of a group; slot k adds k. 62 bits, since the server takes 63 and no sign."""
+    key = hashlib.sha256(repr((batch.seed, "vllm", batch.step, group)).encode()).digest()
+    return int.from_bytes(key[:8], "big") >> 2
+
+
+def _pad(rows: Sequence[Sequence[float]], width: int, filler: float) -> Tensor:
+    """Rows of unequal lengths, padded on the right; integers if the filler is one."""
+    return torch.tensor([[*row, *[filler] * (width - len(row))] for row in rows])
