@@ -1,11 +1,10 @@
 """How a policy samples while it learns: a denoising chain, or tokens."""
 
-from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Tag
 
-from retouch.config.section import UNTAGGED, Count, Positive, Section
+from retouch.config.section import UNTAGGED
 from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.denoising.rollout import DenoisingRollout
 
