@@ -8,7 +8,7 @@ vLLM moves, preempts or resumes a request.
 """
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,15 +16,14 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProc
 
 from retouch.policies.engines.grammar import KEY, GrammarMask, check_grammar
 
-if TYPE_CHECKING:
-    from vllm import SamplingParams
-    from vllm.config import VllmConfig
-
 
 class GrammarProcessor(LogitsProcessor):
-    """Applies the grammar in a request's ``extra_args`` (see ``grammar_to_json``). ValueError under speculative decoding."""
+    """Applies the grammar in a request's ``extra_args`` (see ``grammar_to_json``). ValueError under speculative decoding.
 
-    def __init__(self, vllm_config: "VllmConfig", req_states: LogitsProcRequestState) -> None:
+    ``vllm_config`` is a ``vllm.config.VllmConfig``, ``sampling_params`` a ``vllm.SamplingParams``.
+    """
+
+    def __init__(self, vllm_config: Any, req_states: LogitsProcRequestState) -> None:
         if vllm_config.speculative_config is not None:
             raise ValueError("retouch's grammar does not read drafted tokens; start the server without speculative decoding")
         self._states = req_states
@@ -32,13 +31,13 @@ class GrammarProcessor(LogitsProcessor):
         self._by_slot: dict[int, GrammarMask] = {}
 
     @classmethod
-    def validate_params(cls, sampling_params: "SamplingParams") -> None:
+    def validate_params(cls, sampling_params: Any) -> None:
         """ValueError for a wrong grammar, which the server answers with HTTP 400."""
         document = (sampling_params.extra_args or {}).get(KEY)
         if document is not None:
             check_grammar(document)
 
-    def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         """Whether the request in this slot has a grammar. Slots are reused, so what the slot held before is forgotten."""
         document = (sampling_params.extra_args or {}).get(KEY)
         if document is None:
