@@ -22,8 +22,8 @@ _INTRODUCTION = """# The keys of a recipe
 type and combinations that cannot work are errors that name the key and say what to write instead. `--set a.b=value` changes one key
 from the command line; the value is read as JSON, otherwise as text. `retouch recipes` lists the included recipes.
 
-Keys without a default are required. Sections with several forms have a `kind` (or `mode`) that selects the form; only the keys of that
-form are allowed. `kind: 'import'` uses a class of your own ([your-own.md](your-own.md)).
+Keys without a default are required. Sections with several forms have a `kind` (or `mode`) that selects the form; only the keys of
+that form are allowed. `kind: 'import'` uses a class of your own ([your-own.md](your-own.md)).
 """
 _NAMES = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 _BOUNDS = {Ge: ("ge", "at least"), Gt: ("gt", "above"), Le: ("le", "at most"), Lt: ("lt", "below")}

@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-from retouch.audit.opening import Scored
 from safetensors import safe_open
 
 import tiny_writer_runs
