@@ -15,7 +15,7 @@ from retouch.objectives.kinds import ADVANTAGES, OBJECTIVES
 from retouch.recipe.devices import Devices
 from retouch.recipe.emu3 import TokenModel
 from retouch.recipe.optimizer import Optimizer
-from retouch.recipe.phases import Phase, ResolvedPhase
+from retouch.recipe.phases import PhaseKeys, ResolvedPhase
 from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.renderer import CodesRenderer, Renderer
 from retouch.recipe.reward import Reward
@@ -27,7 +27,7 @@ LEFT_OUT = ("renderer", "ledger", "watch", "devices", "sharding", "push")
 """Keys that a resolved recipe contains only if they are not null."""
 
 
-class Evaluation(Section):
+class EvaluationKeys(Section):
     """Held-out evaluation: before and after the run, and during it as ``every`` says."""
 
     every: Cadence = 0
@@ -87,7 +87,7 @@ class Push(Section):
     """Whether a newly created repository is private."""
 
 
-class Ledger(Section):
+class LedgerKeys(Section):
     """What the ledger stores in addition to every score and answer."""
 
     keep_images: bool = False
@@ -144,7 +144,7 @@ class RecipeKeys(Section):
     """How advantages become a loss."""
     optimizer: Optimizer = Optimizer()
     """The optimizer and its learning-rate schedule."""
-    eval: Evaluation = Evaluation()
+    eval: EvaluationKeys = EvaluationKeys()
     """Held-out evaluation."""
     samples: Samples = Samples()
     """Images saved to look at."""
@@ -152,13 +152,13 @@ class RecipeKeys(Section):
     """Checkpoints."""
     push: Push | None = None
     """Upload to the Hugging Face Hub; null uploads nothing."""
-    ledger: Ledger | None = None
+    ledger: LedgerKeys | None = None
     """What the ledger stores; null is the default."""
     watch: Watch | None = None
     """Monitoring for reward hacking; null monitors nothing."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ("tensorboard",)
     """Trackers that get the metrics, in addition to ``metrics.jsonl``."""
-    phases: tuple[Phase, ...] | None = None
+    phases: tuple[PhaseKeys, ...] | None = None
     """Consecutive phases of the run; null is one phase that consists of the keys above."""
 
     @property
@@ -169,10 +169,10 @@ class RecipeKeys(Section):
     def resolved_phases(self) -> tuple[ResolvedPhase, ...]:
         """The phases with all their keys; without ``phases`` there is one, ``main``."""
         if self.phases is None:
-            return (self._resolved(Phase(name="main", steps=self.steps, passes=self.passes)),)
+            return (self._resolved(PhaseKeys(name="main", steps=self.steps, passes=self.passes)),)
         return tuple(self._resolved(phase) for phase in self.phases)
 
-    def _resolved(self, phase: Phase) -> ResolvedPhase:
+    def _resolved(self, phase: PhaseKeys) -> ResolvedPhase:
         """The keys of the phase, and those of the recipe where the phase has none."""
         return ResolvedPhase(
             name=phase.name,

@@ -14,7 +14,7 @@ from retouch.objectives.kinds import OBJECTIVES
 from retouch.recipe.rollout import Rollout
 
 
-class Phase(Section):
+class PhaseKeys(Section):
     """A phase of a run. A key that is null has the value of the recipe's top level."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]

@@ -228,7 +228,7 @@ class Session:
         return self._quota is None or (self._quota.turn(len(chunk.unscored)).wait == 0 and self._quota.claim_another())
 
     def _hedge_after(self) -> float | None:
-        """Seconds after which to ask a second server: the 95th percentile of the latest requests. None: hedging is off, or unknown."""
+        """Seconds after which to ask a second server: the 95th percentile of recent requests. None: hedging is off, or unknown."""
         if not self._settings.hedge or len(self._latencies) < _MIN_LATENCIES:
             return None
         return sorted(self._latencies)[int(0.95 * len(self._latencies))]
