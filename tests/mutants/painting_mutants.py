@@ -30,9 +30,9 @@ PAINTING = (
     ),
     Mutant(
         "held-out completions are lazy",
-        "recipe/keys.py",
-        "if isinstance(self.data, IndirectPlaygroundData | PaintingData):",
-        "if isinstance(self.data, IndirectPlaygroundData):",
+        "playground/world/paintings.py",
+        'demonstration_faults = ("lazy",)',
+        "demonstration_faults = ()",
         "tests/recipe/test_recipe_of_writers.py::test_held_out_paintings_bring_whole_completions",
     ),
     Mutant(

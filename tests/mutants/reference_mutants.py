@@ -108,9 +108,9 @@ REFERENCES = (
     ),
     Mutant(
         "a row without a reference is taken",
-        "data/fitting.py",
-        "if self._reference and row.reference is None:",
-        "if self._reference and row.reference is not None:",
+        "data/requirements.py",
+        "if required.reference and row.reference is None:",
+        "if required.reference and row.reference is not None:",
         f"{RUNS}::test_a_row_without_a_reference_is_named",
     ),
 )
