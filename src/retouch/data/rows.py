@@ -6,6 +6,7 @@ names of the fields: ``{"instruction": "edit_prompt", "image": "source_image"}``
 ``"edit.compound.2.compound_instruction"``. All other columns that are JSON go to ``meta``.
 """
 
+import dataclasses
 import difflib
 import hashlib
 import math
@@ -49,20 +50,20 @@ class BadRow(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A task whose images are not decoded yet. ``source``: rows of one source stay on one side of a split."""
+    """A task whose images are not decoded yet. ``source``: rows of one source stay on one side of a split; empty: a row alone."""
 
     file: str
     line: int
     id: str
     instruction: str
-    images: tuple[EncodedImage, ...]
-    mask: EncodedImage | None
-    reference: EncodedImage | None
-    target: EncodedImage | None
-    text: str | None
-    source: str
-    tags: Mapping[str, str]
-    meta: Mapping[str, Json]
+    images: tuple[EncodedImage, ...] = ()
+    mask: EncodedImage | None = None
+    reference: EncodedImage | None = None
+    target: EncodedImage | None = None
+    text: str | None = None
+    source: str = ""
+    tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    meta: Mapping[str, Json] = dataclasses.field(default_factory=dict)
 
 
 @runtime_checkable
@@ -189,7 +190,8 @@ def dig(fields: Mapping[str, Any], column: str) -> Any:
 
 def sources(rows: Rows, indices: Sequence[int]) -> list[str]:
     """The source of each of these rows, for ``split_by_source``. Raises BadRow for an unusable row."""
-    return [rows[index].source for index in indices]
+    read = (rows[index] for index in indices)
+    return [row.source or row.id for row in read]
 
 
 def _first_phrasing(value: Any) -> str | None:

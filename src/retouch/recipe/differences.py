@@ -9,7 +9,6 @@ from retouch.recipe.recipe import Recipe
 
 _FREE = re.compile(
     r"steps|passes|eval\.every|ledger.*|(samples|checkpoints)\..*|push.*|trackers(\.\d+)?|devices?(\..*)?|sharding|ranks|out"
-    r"|(phases\.\d+\.)?data\.(path|(validation_)?lists\.\d+)"
     # The connection to a judge.
     r"|(watch\.judge\.)?reward\.(rewards\.\w+\.)?((judge\.)?(device|base_url|key|concurrency|timeout|deadline|attempts|pause|longest_pause"
     r"|prices.*|quota.*)|endpoints.*|encoding|batch|retry_share|hedge(_share)?|(samples|requests)_per_minute|calls|rate_file|wait|threads)"
@@ -30,7 +29,7 @@ def differences(old: Recipe, new: Recipe, *, new_judge: bool = False) -> list[st
     lines = []
     for key in sorted(before.keys() | after.keys()):
         was, now = before.get(key, "(nothing)"), after.get(key, "(nothing)")
-        free = _free(key) or key in _last_phase_length(new) or (new_judge and key.startswith("reward."))
+        free = _free(key) or _is_data_path(key, new) or key in _last_phase_length(new) or (new_judge and key.startswith("reward."))
         if was != now and not free:
             lines.append(f"{key}: {was} in the run, {now} in the recipe")
     return lines
@@ -38,6 +37,18 @@ def differences(old: Recipe, new: Recipe, *, new_judge: bool = False) -> list[st
 
 def _free(key: str) -> bool:
     return bool(_FREE.fullmatch(key)) or re.sub(r"^phases\.\d+\.", "", key) in LESS_AT_ONCE
+
+
+def _is_data_path(key: str, recipe: Recipe) -> bool:
+    """Whether the key says where a data source is (``DataSource.path_keys``)."""
+    match = re.fullmatch(r"(?:phases\.(\d+)\.)?data\.(?:args\.)?(\w+)(?:\.\d+)?", key)
+    if match is None:
+        return False
+    phases = recipe.phases or ()
+    if match[1] is None:
+        return match[2] in recipe.data.path_keys
+    data = phases[int(match[1])].data if int(match[1]) < len(phases) else None
+    return data is not None and match[2] in data.path_keys
 
 
 def _last_phase_length(recipe: Recipe) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ Example::
 """
 
 from retouch.testing.algorithms import check_advantage, check_objective, check_transition, check_window
+from retouch.testing.data import check_data_source
 from retouch.testing.models import check_model
 from retouch.testing.playground import playground_policy
 from retouch.testing.policies import check_policy
@@ -17,6 +18,7 @@ from retouch.testing.rewards import check_reward
 
 __all__ = [
     "check_advantage",
+    "check_data_source",
     "check_model",
     "check_objective",
     "check_policy",
