@@ -14,9 +14,9 @@ from typing import Any
 
 from page import Entry
 
+from retouch.models.ip_adapter.section import IpAdapter
 from retouch.recipe.document import evaluate
 from retouch.recipe.emu3 import PlaygroundEmu3
-from retouch.recipe.ip_adapter import IpAdapter
 from retouch.recipe.recipe import Recipe, load
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,8 +11,9 @@ from peft import LoraConfig, PeftModel
 
 import tiny_models
 from retouch import cli
-from retouch.inference.exporting import export_target, write_lora
+from retouch.inference.exporting import export_target
 from retouch.inference.opening import open_target
+from retouch.models.common.lora import write_lora
 from retouch.playground.models import playground_weights
 from retouch.recipe.recipe import parse
 from retouch.records.files import read_json

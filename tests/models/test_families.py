@@ -6,10 +6,12 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 from retouch.config.schema import kinds_of
 from retouch.models.base import DiffusersModel, ImageModel, ImportedModel
 from retouch.models.kinds import IMAGE_MODELS
+from retouch.protocols import DenoisingModel
 from retouch.recipe.policy import DenoisingPolicyKeys
 
 HEAVY = ("torch", "diffusers", "transformers", "peft", "numpy", "huggingface_hub")
@@ -41,11 +43,12 @@ class Halved(DiffusersModel):
     strength: float
 
 
-class Plain:
+class Plain(DenoisingModel):
     """An adapter that is no section."""
 
     def __init__(self, width: int) -> None:
         self.width = width
+        self.module = torch.nn.Identity()
 
 
 def policy(**model: Any) -> DenoisingPolicyKeys:
@@ -90,6 +93,6 @@ def test_an_imported_class_that_derives_from_the_base_is_a_section_of_its_own() 
 def test_any_other_class_is_imported_when_it_is_built() -> None:
     made = policy(kind="import", **{"class": f"{__name__}:Plain", "args": {"width": 3}})
     assert isinstance(made.model, ImportedModel)
-    built: Any = made.model.build(device=None)  # type: ignore[arg-type]
+    built: Any = made.model.build(device=torch.device("cpu"))
     assert built.width == 3
     assert isinstance(policy(kind="import", **{"class": "nowhere:Mine"}).model, ImportedModel)

@@ -21,7 +21,8 @@ from retouch.distributed.ranks import Ranks
 from retouch.distributed.sharded_copies import ShardedCopies
 from retouch.distributed.stepper import ReplicatedStepper, Stepper
 from retouch.distributed.zero import ZeroStepper
-from retouch.models.common.lora_files import write_lora
+from retouch.models.common.lora import write_lora
+from retouch.models.train import Lora
 from retouch.policies.autoregressive.demonstrations import TokenizesTargets, has_completion
 from retouch.policies.autoregressive.rollout import CachedEngine, Engine, EngineContext, EngineSection, TokenRollout
 from retouch.policies.value_heads import LatentValues, TokenValues
@@ -32,7 +33,6 @@ from retouch.recipe.phases import ResolvedPhase
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.renderer import ResponseRenderer
 from retouch.recipe.rollout import Rollout
-from retouch.recipe.train import Lora
 from retouch.renderers.latents import LatentRenderer
 from retouch.renderers.offloaded import Offloaded
 from retouch.rewards.judging import Judge, JudgeBatch

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from retouch.data.base import DataContext, DataSets, DataSource
 from retouch.data.requirements import RowRequirements
 from retouch.data.sampler import steps_for_passes
-from retouch.recipe.ip_adapter import IpAdapter
+from retouch.models.ip_adapter.section import IpAdapter
 from retouch.recipe.phases import ResolvedPhase
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.renderer import PromptRenderer

@@ -6,12 +6,13 @@ from typing import Literal, TypeAlias
 import torch
 
 from retouch.assembly.image_model import move, share_encoder
-from retouch.assembly.ip_adapter import show_references
 from retouch.assembly.model import DTYPES
 from retouch.assembly.writer import build_writer
 from retouch.distributed.placement import Placement
+from retouch.models import train as recipe_train
 from retouch.models.base import DiffusersModel
 from retouch.models.common.guidance import Guided
+from retouch.models.ip_adapter.section import IpAdapter
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.autoregressive.rollout import Engine, TokenRollout
@@ -20,8 +21,6 @@ from retouch.policies.value_heads import LatentValues, TokenValues
 from retouch.policies.weights import WeightCopies
 from retouch.protocols import AutoregressiveModel, DenoisingModel
 from retouch.recipe import policy as recipe_policy
-from retouch.recipe import train as recipe_train
-from retouch.recipe.ip_adapter import IpAdapter
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.renderer import CodesRenderer, ResponseRenderer
 from retouch.recipe.rollout import Rollout
@@ -60,7 +59,7 @@ def _shown(policy: recipe_policy.DenoisingPolicyKeys, model: DenoisingModel, pla
     if not isinstance(policy.train, IpAdapter):
         return model
     assert isinstance(policy.model, DiffusersModel), "the recipe's checks ensure it"
-    return show_references(model, policy.train, dtype=DTYPES[policy.model.dtype], device=placement.policy)
+    return policy.train.with_references(model, dtype=DTYPES[policy.model.dtype], device=placement.policy)
 
 
 def build_policy(

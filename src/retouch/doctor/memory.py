@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from retouch.assembly.emu3 import describe_emu3
-from retouch.assembly.ip_adapter import form_of
 from retouch.assembly.model import DTYPES, lora_targets
 from retouch.assembly.phases import copies_needed
 from retouch.assembly.value_head import saved_of_head, with_head
@@ -19,12 +18,11 @@ from retouch.memory.plan import MemoryPlan, Setup, plan_parts
 from retouch.memory.sizes import image_encoder, model_in, parts_in, stored_count
 from retouch.models.base import Described, DiffusersModel, Shape
 from retouch.models.common.pretrained import find_encoder
+from retouch.models.ip_adapter.section import IpAdapter
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.recipe.emu3 import TokenModel
-from retouch.recipe.ip_adapter import IpAdapter, lora_of
 from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe
-from retouch.recipe.train import FullWeights
 
 _ENCODER = "image_encoder"
 LEFT_FREE = 0.1
@@ -68,7 +66,7 @@ def footprint(recipe: Recipe, described: Described) -> Footprint:
     assert isinstance(recipe.policy, DenoisingPolicyKeys), "a writer's memory is not planned"
     model, train = recipe.policy.model, recipe.policy.train
     assert isinstance(model, DiffusersModel)
-    copies, dtype, lora = len(copies_needed(recipe)), DTYPES[model.dtype], lora_of(train)
+    copies, dtype, lora = len(copies_needed(recipe)), DTYPES[model.dtype], train.lora
     # Both branches of guidance go through one forward.
     rollouts = [phase.rollout for phase in recipe.resolved_phases()]
     branches = max(2 if isinstance(each, DenoisingRollout) and each.guidance_scale > 1 else 1 for each in rollouts)
@@ -77,7 +75,7 @@ def footprint(recipe: Recipe, described: Described) -> Footprint:
     shape = model.shape(described["transformer"])
     adapter, projection = None, 0
     if isinstance(train, IpAdapter):
-        adapter, projection = adapter_counts(described["transformer"], described[_ENCODER], form_of(train))
+        adapter, projection = adapter_counts(described["transformer"], described[_ENCODER], train)
     setup = Setup(
         lora=None if lora is None else memory.Lora(lora.rank, tuple(lora_targets(recipe.policy))),
         adapter=adapter,
@@ -85,7 +83,7 @@ def footprint(recipe: Recipe, described: Described) -> Footprint:
         rows=recipe.microbatch * branches,
         tokens=tokens,
         dtype=dtype,
-        trained_dtype=dtype if isinstance(train, FullWeights) else torch.float32,
+        trained_dtype=dtype if train.keeps_dtype else torch.float32,
         copies=copies,
         gradient_checkpointing=recipe.policy.gradient_checkpointing,
         ranks=recipe.ranks or 1,

@@ -20,10 +20,10 @@ from retouch.memory.images import codes_plan, image_model_plan
 from retouch.memory.plan import MemoryPlan, Row
 from retouch.memory.sizes import lora_count, model_in, parameter_count, stored_count, writer
 from retouch.memory.tokens import reading_bytes, writer_plan
+from retouch.models import train as recipe_train
 from retouch.models.base import Described, DiffusersModel, ImportedModel
 from retouch.models.common.pretrained import find_writer
 from retouch.playground.models import playground_weights
-from retouch.recipe import train as recipe_train
 from retouch.recipe.devices import Devices
 from retouch.recipe.emu3 import TokenModel
 from retouch.recipe.out_of_memory import suggestions

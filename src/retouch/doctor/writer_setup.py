@@ -10,10 +10,10 @@ from retouch.assembly.model import DTYPES, lora_targets
 from retouch.assembly.phases import copies_needed
 from retouch.memory.plan import Lora
 from retouch.memory.tokens import Writing
+from retouch.models import train as recipe_train
 from retouch.models.base import INSTRUCTION_TOKENS, Described, DiffusersModel, ImageBatch, ImportedModel
 from retouch.playground.world.scenes import SIZE
 from retouch.policies.autoregressive.rollout import TokenRollout
-from retouch.recipe import train as recipe_train
 from retouch.recipe.emu3 import TokenModel
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.renderer import CodesRenderer, ResponseRenderer

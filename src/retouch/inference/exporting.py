@@ -9,15 +9,11 @@ weights become a folder ``transformer``, a writer's ``writer`` (``from_pretraine
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from retouch.assembly.assembly import Assembly
-from retouch.assembly.ip_adapter import write_ip_adapter
 from retouch.inference.opening import open_target
 from retouch.models.base import ImageModel
-from retouch.models.common.lora_files import write_lora
-from retouch.recipe.ip_adapter import IpAdapter, lora_of
-from retouch.recipe.train import FullWeights
 from retouch.recipe.writer import AutoregressivePolicy
 from retouch.records import files
 from retouch.records.libraries import versions
@@ -56,12 +52,7 @@ def write_export(parts: Assembly, to: Path, *, step: int, which: Which | None = 
 
 def _write_weights(parts: Assembly, to: Path) -> None:
     """The weights as they are now: adapters in the formats of their readers, or the whole transformer."""
-    module: Any = parts.model.module
-    writes = isinstance(parts.recipe.policy, AutoregressivePolicy)
-    train, model = parts.recipe.policy.train, parts.recipe.policy.model
-    if isinstance(train, FullWeights):
-        module.save_pretrained(to / ("writer" if writes else "transformer"))
-    if isinstance(train, IpAdapter):
-        write_ip_adapter(module, train, to)
-    if lora_of(train) is not None:
-        write_lora(module, to, pipeline=model.pipeline if isinstance(model, ImageModel) and not writes else None)
+    policy = parts.recipe.policy
+    writes = isinstance(policy, AutoregressivePolicy)
+    pipeline = policy.model.pipeline if isinstance(policy.model, ImageModel) and not writes else None
+    policy.train.export(parts.model.module, to, folder="writer" if writes else "transformer", pipeline=pipeline)

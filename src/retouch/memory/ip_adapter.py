@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from retouch.memory.sizes import build_meta
-from retouch.models.ip_adapter.adapter import Form, attach, modules
+from retouch.models.ip_adapter.adapter import AdapterSettings, attach, modules
 from retouch.models.ip_adapter.image_encoder import width_of
 
 _TYPES = {"CLIPVisionModelWithProjection": "clip_vision_model", "SiglipVisionModel": "siglip_vision_model"}
@@ -28,10 +28,10 @@ def embed_width(encoder: Mapping[str, Any]) -> int:
     return width_of({"model_type": _TYPES[encoder["class"]], **encoder["config"]})
 
 
-def adapter_counts(transformer: Mapping[str, Any], encoder: Mapping[str, Any], form: Form) -> tuple[int, int]:
+def adapter_counts(transformer: Mapping[str, Any], encoder: Mapping[str, Any], settings: AdapterSettings) -> tuple[int, int]:
     """Numbers of the adapter on a described transformer, with a described vision model to read, and of its projection alone."""
     module = copy.deepcopy(build_meta(transformer))
     with torch.device("meta"):
-        attach(module, form, embed_width=embed_width(encoder), seed=0)
+        attach(module, settings, embed_width=embed_width(encoder), seed=0)
     projection, *blocks = (sum(weight.numel() for weight in part.parameters()) for part in modules(module))
     return projection + sum(blocks), projection

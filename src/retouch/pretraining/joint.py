@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from retouch.models.common.wrapper import Around
+from retouch.models.common.wrapper import ModelWrapper
 from retouch.models.qwen_image.flow import Prepared, QwenFlow
 from retouch.objectives.supervised import Supervised
 from retouch.policies.denoising.policy import DenoisingPolicy
@@ -24,7 +24,7 @@ from retouch.types import Batch, Conditioning, Task
 NO_INSTRUCTION = " "
 
 
-class JointModel(Around[QwenFlow]):
+class JointModel(ModelWrapper[QwenFlow]):
     """A Qwen-Image or Qwen-Image-Edit whose text encoder trains with the transformer.
 
     Its conditioning is what the text encoder reads, and the velocity embeds it on the way, with gradient.

@@ -9,7 +9,6 @@ from retouch.objectives.base import ObjectiveContext
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.recipe.emu3 import TokenModel
 from retouch.recipe.image_checks import image_model_problems, picture_problems
-from retouch.recipe.ip_adapter import lora_of
 from retouch.recipe.ip_adapter_checks import ip_adapter_problems
 from retouch.recipe.phases import ResolvedPhase
 from retouch.recipe.policy import DenoisingPolicyKeys
@@ -154,7 +153,7 @@ def _exploration(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str])
 
 def _context(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -> ObjectiveContext:
     """What the phase's objective may know about the recipe."""
-    rollout, lora = phase.rollout, lora_of(recipe.policy.train)
+    rollout, lora = phase.rollout, recipe.policy.train.lora
     chain = rollout if isinstance(rollout, DenoisingRollout) else None
     return ObjectiveContext(
         objective=at["objective"],

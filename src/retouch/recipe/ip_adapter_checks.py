@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from retouch.models.base import ImageModel
-from retouch.recipe.ip_adapter import IpAdapter
+from retouch.models.ip_adapter.section import IpAdapter
 
 if TYPE_CHECKING:
     from retouch.recipe.keys import RecipeKeys

@@ -6,9 +6,9 @@ from pydantic import Field
 
 from retouch.config.section import Count, Section
 from retouch.models.base import ImageModel
+from retouch.models.ip_adapter.section import IpAdapter
 from retouch.models.kinds import IMAGE_MODELS
-from retouch.recipe.ip_adapter import IpAdapter
-from retouch.recipe.train import FullWeights, Lora
+from retouch.models.train import FullWeights, Lora
 
 Attention: TypeAlias = Literal["sdpa", "flash_attention_2", "eager"]
 Model: TypeAlias = Annotated[ImageModel, IMAGE_MODELS]

@@ -6,9 +6,9 @@ from pydantic import Field
 
 from retouch.config.section import Count, Positive, Section
 from retouch.models.base import Dtype, ImportedModel
+from retouch.models.train import FullWeights, Lora
 from retouch.recipe.emu3 import Emu3, PlaygroundEmu3
 from retouch.recipe.policy import Attention, Ema
-from retouch.recipe.train import FullWeights, Lora
 
 
 class QwenWriter(Section):

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 from retouch.models.base import ImportedModel
 from retouch.models.kinds import IMAGE_MODELS
+from retouch.models.train import FullWeights
 from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.recipe.emu3 import TokenModel
 from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.renderer import CodesRenderer, PromptRenderer, ResponseRenderer
-from retouch.recipe.train import FullWeights
 from retouch.recipe.writer import AutoregressivePolicy, QwenWriter
 
 if TYPE_CHECKING:

@@ -27,16 +27,16 @@ from retouch.models.flux.fill import FluxFill
 from retouch.models.flux.model import Flux
 from retouch.models.ip_adapter import adapter as ip_adapter
 from retouch.models.ip_adapter import files as ip_adapter_files
-from retouch.models.ip_adapter.adapter import Form
 from retouch.models.ip_adapter.image_encoder import ImageEncoder, embed_width
-from retouch.models.ip_adapter.reference_model import Referenced
+from retouch.models.ip_adapter.reference_model import ReferenceModel
+from retouch.models.ip_adapter.section import IpAdapter
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.testing.models import check_model
 from retouch.types import Conditioning, Task
 
-SMALL = Form(tokens=4, projection="linear", blocks="double")
-LARGE = Form(tokens=6, projection="mlp", blocks="all")
-QWEN = Form(tokens=6, projection="mlp", blocks="double")
+SMALL = IpAdapter(encoder="playground", tokens=4, projection="linear", blocks="double")
+LARGE = IpAdapter(encoder="playground", tokens=6, projection="mlp", blocks="all")
+QWEN = IpAdapter(encoder="playground", tokens=6, projection="mlp", blocks="double")
 
 
 @pytest.fixture(scope="module")
@@ -165,11 +165,11 @@ def test_published_sizes():
     assert parameter_count(clip) == 303_966_208
     flux_dev = {"class": "FluxTransformer2DModel", "config": {}}
     projection = 1153 * 2304 + 2305 * 128 * 4096 + 2 * 4096
-    large = Form(tokens=128, projection="mlp", blocks="all")
+    large = IpAdapter(encoder="playground", tokens=128, projection="mlp", blocks="all")
     counted = projection + 57 * 2 * 4096 * 3072
     assert adapter_counts(flux_dev, siglip, large) == (counted, projection) == (2_645_600_512, 1_211_148_544)
     small = 769 * 4 * 4096 + 2 * 4096 + 19 * 2 * 4097 * 3072
-    assert adapter_counts(flux_dev, clip, Form(tokens=4, projection="linear", blocks="double"))[0] == small
+    assert adapter_counts(flux_dev, clip, SMALL)[0] == small
 
 
 def test_another_kind_of_encoder_is_refused(tmp_path):
@@ -189,12 +189,12 @@ EVERY = pytest.mark.parametrize(
 
 @EVERY
 def test_it_keeps_the_contract(model, encoders):
-    check_model(Referenced(model(), encoder(encoders)), tasks())
+    check_model(ReferenceModel(model(), encoder(encoders)), tasks())
 
 
 @EVERY
 def test_a_new_one_changes_no_bit(model, encoders):
-    made = Referenced(model(moved=False), encoder(encoders))
+    made = ReferenceModel(model(moved=False), encoder(encoders))
     base = model(moved=False).__class__
     told = made.encode(tasks())
     plain = replace(told, tensors={name: each for name, each in told.tensors.items() if name != Conditioning.REFERENCE})
@@ -204,7 +204,7 @@ def test_a_new_one_changes_no_bit(model, encoders):
 
 @EVERY
 def test_at_scale_0_it_changes_no_bit(model, encoders):
-    made = Referenced(model(), encoder(encoders))
+    made = ReferenceModel(model(), encoder(encoders))
     told = made.encode(tasks())
     moved = velocity(made, told)
     for part in ip_adapter.modules(made.module)[1:]:
@@ -216,7 +216,7 @@ def test_at_scale_0_it_changes_no_bit(model, encoders):
 
 @EVERY
 def test_every_weight_of_it_is_trained_and_no_other(model, encoders):
-    made = Referenced(model(), encoder(encoders))
+    made = ReferenceModel(model(), encoder(encoders))
     told = made.encode(tasks())
     velocity(made, told, grad=True).square().mean().backward()
     trained = {name for name, each in made.module.named_parameters() if each.grad is not None and each.grad.abs().max() > 0}
@@ -230,7 +230,7 @@ def test_every_weight_of_it_is_trained_and_no_other(model, encoders):
 @EVERY
 def test_a_file_brings_it_back_to_the_bit(model, encoders, tmp_path):
     made, other = model(), model(moved=False)
-    told = Referenced(made, encoder(encoders)).encode(tasks())
+    told = ReferenceModel(made, encoder(encoders)).encode(tasks())
     ip_adapter_files.write(made.module, tmp_path)
     ip_adapter_files.read(other.module, tmp_path)
     assert torch.equal(velocity(made, told), velocity(other, told))
@@ -238,7 +238,7 @@ def test_a_file_brings_it_back_to_the_bit(model, encoders, tmp_path):
 
 @EVERY
 def test_the_reference_counts_and_none_is_an_error(model, encoders):
-    made = Referenced(model(), encoder(encoders))
+    made = ReferenceModel(model(), encoder(encoders))
     told = made.encode(tasks())
     other = made.encode([replace(task, reference=tiny_models.picture(40)) for task in tasks()])
     assert (velocity(made, told) - velocity(made, other)).abs().max() > 1e-3
@@ -265,7 +265,7 @@ def unadapted(model, kind):
 
 
 def test_guidance_goes_away_from_no_reference(encoders):
-    made = Referenced(qwen(), encoder(encoders))
+    made = ReferenceModel(qwen(), encoder(encoders))
     guided = Guided(made, 3.0)
     conditioning = guided.encode(tasks())
     x = guided.initial_noise(conditioning, tiny_models.generators(2))
@@ -297,7 +297,7 @@ def pipeline(model):
 
 def test_a_pipeline_of_diffusers_loads_it_and_makes_the_same_picture(encoders, tmp_path):
     made = flux()
-    told = Referenced(made, encoder(encoders)).encode(tasks()[:1])
+    told = ReferenceModel(made, encoder(encoders)).encode(tasks()[:1])
     ip_adapter_files.write(made.module, tmp_path)
     theirs = unadapted(made, Flux)
     pipe = pipeline(theirs)
@@ -319,13 +319,13 @@ def test_a_pipeline_of_diffusers_loads_it_and_makes_the_same_picture(encoders, t
         guidance_scale=3.5,
         generator=tiny_models.generators(1),
     ).images[0]
-    latents = tiny_models.euler(Referenced(made, encoder(encoders)), told, tiny_models.generators(1), num_steps=3)
+    latents = tiny_models.euler(ReferenceModel(made, encoder(encoders)), told, tiny_models.generators(1), num_steps=3)
     assert made.decode(latents, told)[0].tobytes() == drawn.tobytes()
 
 
 def test_fill_reads_the_same_file(encoders, tmp_path):
     made = flux(FluxFill)
-    told = Referenced(made, encoder(encoders)).encode(tasks())
+    told = ReferenceModel(made, encoder(encoders)).encode(tasks())
     ip_adapter_files.write(made.module, tmp_path)
     theirs = unadapted(made, FluxFill)
     loader = FillWithReference()
@@ -344,7 +344,7 @@ def test_sixteen_tokens_are_known_by_their_number_of_rows(encoders, tmp_path):
         joint_attention_dim=4096,
         axes_dims_rope=(8, 12, 12),
     )
-    sixteen = Form(tokens=16, projection="linear", blocks="double")
+    sixteen = IpAdapter(encoder="playground", tokens=16, projection="linear", blocks="double")
     assert ip_adapter.read_by_diffusers(transformer, sixteen)
     assert not ip_adapter.read_by_diffusers(tiny_models.flux_transformer(), sixteen)
     ip_adapter.attach(transformer, sixteen, embed_width=12, seed=0)
@@ -359,7 +359,7 @@ def test_sixteen_tokens_are_known_by_their_number_of_rows(encoders, tmp_path):
 
 def test_what_a_block_finds_goes_through_its_output_projection(encoders):
     """softmax(q k / sqrt(d)) v over the reference's tokens, with q before rotation and k normed, times scale, before to_out."""
-    form = replace(LARGE, scale=0.7)
+    form = LARGE.model_copy(update={"scale": 0.7})
     transformer = flux(form=form).module
     torch.manual_seed(1)
     picture, words, reference = torch.randn(2, 5, 64), torch.randn(2, 3, 64), torch.randn(2, 1, 6, 48)
@@ -424,7 +424,7 @@ def test_what_cannot_be_is_said(tmp_path):
         ip_adapter_files.read(flux().module, tmp_path)
     ip_adapter_files.write(flux().module, tmp_path)
     with pytest.raises(ValueError, match=r"another form than the recipe's: they differ at image_proj.proj.0.bias"):
-        ip_adapter_files.read(flux(form=replace(SMALL, tokens=4, projection="mlp")).module, tmp_path)
+        ip_adapter_files.read(flux(form=SMALL.model_copy(update={"tokens": 4, "projection": "mlp"})).module, tmp_path)
 
 
 def test_it_begins_alike_for_a_seed_and_takes_no_draw_from_elsewhere():
@@ -447,7 +447,7 @@ def test_in_bf16_it_keeps_fp32_weights_and_close_numbers(form, encoders):
     assert {part.dtype for part in rounded.module.parameters() if part.requires_grad} == {torch.float32}
     assert next(rounded.module.parameters()).dtype == torch.bfloat16
     task = Task(id="a", instruction="blue", reference=tiny_models.picture(1))
-    told = Referenced(exact, encoder(encoders)).encode([task])
+    told = ReferenceModel(exact, encoder(encoders)).encode([task])
     gap = (velocity(exact, told) - velocity(rounded, told)).norm() / velocity(exact, told).norm()
     assert 0 < gap < 0.1
     rounded.module.enable_gradient_checkpointing()

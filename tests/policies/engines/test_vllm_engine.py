@@ -17,7 +17,7 @@ import tiny_writers
 import tiny_writing
 import vllm_double
 import vllm_runner
-from retouch.models.common.lora_files import write_lora
+from retouch.models.common.lora import write_lora
 from retouch.models.emu3.model import DRAW
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.autoregressive.rollout import EngineFault

@@ -7,12 +7,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from retouch.models.common.wrapper import Around
+from retouch.models.common.wrapper import ModelWrapper
 from retouch.protocols import DenoisingModel
 from retouch.types import Conditioning, Task
 
 
-class Guided(Around[DenoisingModel]):
+class Guided(ModelWrapper[DenoisingModel]):
     """A model whose velocity is guided at ``guidance_scale`` (above 1); it is itself a ``DenoisingModel``.
 
     Both branches go through one forward of twice the rows, and both have gradient (Ho & Salimans 2022, arXiv 2207.12598).

@@ -14,7 +14,7 @@ from retouch.types import Conditioning, Task
 Inner = TypeVar("Inner", bound=DenoisingModel)
 
 
-class Around(Generic[Inner]):
+class ModelWrapper(Generic[Inner]):
     """``model`` as it is, to be derived from; it is itself a ``DenoisingModel``."""
 
     def __init__(self, model: Inner) -> None:

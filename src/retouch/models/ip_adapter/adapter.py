@@ -4,8 +4,7 @@ The adapter is part of the transformer (``encoder_hid_proj`` and the blocks' att
 copied, saved and swapped as any others. It begins by adding exactly 0: its values are 0.
 """
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel
@@ -21,16 +20,29 @@ from retouch.types import Conditioning
 _SIXTEEN = 65536
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """How an adapter is made. ``tokens`` that an embedding becomes, through a ``projection``; which ``blocks`` attend to them (of
-    Flux: double ones, or single ones too; Qwen-Image has double ones alone); ``scale`` of what they find.
-    """
+@runtime_checkable
+class AdapterSettings(Protocol):
+    """The settings of an adapter (``retouch.models.ip_adapter.section.IpAdapter``)."""
 
-    tokens: int
-    projection: Literal["linear", "mlp"]
-    blocks: Literal["double", "all"]
-    scale: float = 1.0
+    @property
+    def tokens(self) -> int:
+        """Tokens that an embedding becomes."""
+        ...
+
+    @property
+    def projection(self) -> Literal["linear", "mlp"]:
+        """What makes them: one layer, or two."""
+        ...
+
+    @property
+    def blocks(self) -> Literal["double", "all"]:
+        """The blocks that attend to them: Flux has double and single ones, Qwen-Image double ones alone."""
+        ...
+
+    @property
+    def scale(self) -> float:
+        """Factor of the attention to them."""
+        ...
 
 
 class MlpProjection(nn.Module):
@@ -47,34 +59,34 @@ class MlpProjection(nn.Module):
         return made
 
 
-def read_by_diffusers(transformer: nn.Module, form: Form) -> bool:
+def read_by_diffusers(transformer: nn.Module, settings: AdapterSettings) -> bool:
     """Whether the adapter is one that a Flux pipeline's ``load_ip_adapter`` reads: it takes 16 tokens for what has 65536 rows, and
     everything else for 4."""
-    if not isinstance(transformer, FluxTransformer2DModel) or form.projection != "linear" or form.blocks != "double":
+    if not isinstance(transformer, FluxTransformer2DModel) or settings.projection != "linear" or settings.blocks != "double":
         return False
-    rows = form.tokens * int(transformer.config.joint_attention_dim)
-    return form.tokens == (16 if rows == _SIXTEEN else 4)
+    rows = settings.tokens * int(transformer.config.joint_attention_dim)
+    return settings.tokens == (16 if rows == _SIXTEEN else 4)
 
 
-def attach(transformer: nn.Module, form: Form, *, embed_width: int, seed: int) -> None:
+def attach(transformer: nn.Module, settings: AdapterSettings, *, embed_width: int, seed: int) -> None:
     """Put a new adapter on the transformer, drawn from the seed, in fp32 and trainable. The rest stays as it is.
 
     ValueError for a transformer that has no such attention, and for single blocks where there are none.
     """
     if not isinstance(transformer, FluxTransformer2DModel | QwenImageTransformer2DModel):
         raise ValueError(f"an IP-Adapter is for Flux and Qwen-Image here, and not for {type(transformer).__name__}")
-    if form.blocks == "all" and isinstance(transformer, QwenImageTransformer2DModel):
+    if settings.blocks == "all" and isinstance(transformer, QwenImageTransformer2DModel):
         raise ValueError("Qwen-Image has double blocks alone; take blocks 'double'")
     device, width = transformer.device, int(transformer.config.joint_attention_dim)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(seed, "ip-adapter").initial_seed())
         made: nn.Module
-        if form.projection == "linear":
-            made = ImageProjection(embed_width, cross_attention_dim=width, num_image_text_embeds=form.tokens)
+        if settings.projection == "linear":
+            made = ImageProjection(embed_width, cross_attention_dim=width, num_image_text_embeds=settings.tokens)
         else:
-            made = MlpProjection(embed_width, width, form.tokens)
+            made = MlpProjection(embed_width, width, settings.tokens)
         processors = {
-            name: base if name.startswith("single_") and form.blocks == "double" else _processor(transformer, form, base)
+            name: base if name.startswith("single_") and settings.blocks == "double" else _processor(transformer, settings, base)
             for name, base in transformer.attn_processors.items()
         }
     transformer.encoder_hid_proj = MultiIPAdapterImageProjection([made.to(device)])
@@ -83,11 +95,13 @@ def attach(transformer: nn.Module, form: Form, *, embed_width: int, seed: int) -
         adapted.to(device).requires_grad_(True)
 
 
-def _processor(transformer: FluxTransformer2DModel | QwenImageTransformer2DModel, form: Form, base: Any) -> nn.Module:
+def _processor(
+    transformer: FluxTransformer2DModel | QwenImageTransformer2DModel, settings: AdapterSettings, base: Any
+) -> nn.Module:
     width, result = int(transformer.config.joint_attention_dim), next(transformer.parameters()).dtype
     made: Any
-    if read_by_diffusers(transformer, form):
-        made = FluxIPAdapterAttnProcessor(transformer.inner_dim, width, num_tokens=(form.tokens,), scale=form.scale)
+    if read_by_diffusers(transformer, settings):
+        made = FluxIPAdapterAttnProcessor(transformer.inner_dim, width, num_tokens=(settings.tokens,), scale=settings.scale)
         for name in ("to_k_ip", "to_v_ip"):
             setattr(made, name, nn.ModuleList([WideLinear(width, transformer.inner_dim, bias=True, result=result)]))
         nn.init.zeros_(made.to_v_ip[0].bias)
@@ -95,7 +109,7 @@ def _processor(transformer: FluxTransformer2DModel | QwenImageTransformer2DModel
     else:
         kind = FluxReferenceAttention if isinstance(transformer, FluxTransformer2DModel) else QwenReferenceAttention
         heads, head_width = transformer.config.num_attention_heads, transformer.config.attention_head_dim
-        made = kind(base, width=width, heads=heads, head_width=head_width, scale=form.scale, result=result)
+        made = kind(base, width=width, heads=heads, head_width=head_width, scale=settings.scale, result=result)
         nn.init.zeros_(made.to_v_ip.weight)
     adapter: nn.Module = made
     return adapter

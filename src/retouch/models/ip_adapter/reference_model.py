@@ -7,13 +7,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from retouch.models.common.wrapper import Around
+from retouch.models.common.wrapper import ModelWrapper
 from retouch.models.ip_adapter.image_encoder import ImageEncoder
 from retouch.protocols import DenoisingModel
 from retouch.types import Conditioning, Task
 
 
-class Referenced(Around[DenoisingModel]):
+class ReferenceModel(ModelWrapper[DenoisingModel]):
     """``model``, told of each task's reference too; it is itself a ``DenoisingModel``.
 
     The unconditional branch of guidance has a reference of zeros, which is what dropout in supervised learning shows as well.

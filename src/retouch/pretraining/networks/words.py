@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from retouch.core.random import generator
-from retouch.models.common.wrapper import Around
+from retouch.models.common.wrapper import ModelWrapper
 from retouch.models.flux.fill import FluxFill
 from retouch.playground.world.words import WordData
 from retouch.pretraining.joint import train_jointly
@@ -120,7 +120,7 @@ def train_round(model: FluxFill, settings: WordTraining, number: int, log: Calla
     )
 
 
-class JointFill(Around[FluxFill]):
+class JointFill(ModelWrapper[FluxFill]):
     """A FluxFill whose text encoders train with the transformer.
 
     Its conditioning is what the text encoders read, and the velocity embeds it on the way, with gradient.

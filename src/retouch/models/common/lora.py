@@ -1,0 +1,61 @@
+"""A LoRA on a transformer: added, read from a folder, and written for PEFT and diffusers."""
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from retouch.core.random import generator
+
+_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors", "weights.safetensors")
+
+
+def add_lora(module: nn.Module, config: LoraConfig, *, init_from: Path | None, seed: int) -> None:
+    """Put adapters on the module. They train, in fp32; nothing else does.
+
+    Their initial values are those of the configuration, drawn from the seed without using the global generator, or come from the
+    folder ``init_from``. Raises ValueError where that folder has no LoRA of this rank and these targets.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(generator(seed, "lora").initial_seed())
+        module.add_adapter(config)  # type: ignore[operator]
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    if init_from is not None:
+        _load(module, init_from)
+
+
+def _load(module: nn.Module, folder: Path) -> None:
+    found = [folder / name for name in _FILES if (folder / name).is_file()]
+    if not found:
+        raise ValueError(f"policy.train.init_from: {folder} has none of {', '.join(_FILES)}")
+    given = {_plain_name(name): tensor for name, tensor in load_file(found[0]).items()}
+    wanted = {_plain_name(name): p.shape for name, p in module.named_parameters() if p.requires_grad}
+    different = sorted(given.keys() ^ wanted.keys()) or sorted(name for name in wanted if given[name].shape != wanted[name])
+    if different:
+        raise ValueError(f"policy.train.init_from: {found[0]} does not fit the recipe's rank and targets, at {different[0]} first")
+    set_peft_model_state_dict(module, given, adapter_name="default")
+
+
+def _plain_name(name: str) -> str:
+    for prefix in ("base_model.model.", "transformer."):
+        name = name.removeprefix(prefix)
+    return name.replace(".default.", ".")
+
+
+def write_lora(module: Any, to: Path, *, pipeline: str | None) -> None:
+    """The module's LoRA as PEFT reads it and, where ``pipeline`` names a class of diffusers, as that pipeline reads it."""
+    config = module.peft_config["default"]
+    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in get_peft_model_state_dict(module).items()}
+    config.save_pretrained(to)
+    save_file({f"base_model.model.{name}": tensor for name, tensor in tensors.items()}, to / "adapter_model.safetensors")
+    if pipeline is not None:
+        writer: Any = getattr(diffusers, pipeline)
+        writer.save_lora_weights(to, transformer_lora_layers=tensors, transformer_lora_adapter_metadata=config.to_dict())

@@ -1,0 +1,85 @@
+"""The recipe's section of an IP-Adapter: it puts the adapter on the transformer, encodes references for it, and exports it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from retouch.config.section import Count, Positive, Section, Share
+from retouch.models.train import Lora
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from retouch.models.ip_adapter.reference_model import ReferenceModel
+    from retouch.protocols import DenoisingModel
+
+
+class IpAdapter(Section):
+    """An adapter trains that lets the model attend to each task's reference image, and a LoRA with it where there is one; the
+    model's own weights stay as they are. The reference policy of a KL is the policy at its start, or what a supervised phase before
+    made of it.
+
+    Flux's ``load_ip_adapter`` in diffusers reads 4 tokens, or 16 of a full-size model, of a linear projection in double blocks.
+    """
+
+    kind: Literal["ip-adapter"] = "ip-adapter"
+    encoder: str
+    """Folder or Hugging Face id of the frozen CLIP or SigLIP model that encodes references (diffusers takes CLIP); ``playground``
+    is the built-in one."""
+    tokens: Count = 4
+    """Tokens that a reference becomes; 4, 16 and 128 are usual."""
+    projection: Literal["linear", "mlp"] = "linear"
+    """What makes them: one layer, or two."""
+    blocks: Literal["double", "all"] = "double"
+    """Blocks that attend to them: those with an image stream of their own, or Flux's single ones too."""
+    scale: Positive = 1.0
+    """Factor of the attention to the reference."""
+    dropout: Share = 0.0
+    """Share of tasks without their reference in supervised phases, which guidance needs; other phases always use it."""
+    init_from: str | None = None
+    """File, or folder with an ``ip_adapter.safetensors``, to go on from; null begins as the model without an adapter."""
+    lora: Lora | None = None
+    """A LoRA that trains with it; null trains the adapter alone."""
+
+    keeps_dtype: ClassVar[bool] = False
+
+    def make_trainable(self, module: nn.Module, *, targets: Sequence[str], seed: int) -> None:
+        """Raises ValueError where ``init_from`` is an adapter with other tokens, projection or blocks."""
+        from retouch.models.common.pretrained import fetch_encoder
+        from retouch.models.ip_adapter import files
+        from retouch.models.ip_adapter.adapter import attach
+        from retouch.models.ip_adapter.image_encoder import embed_width
+
+        module.requires_grad_(False).eval()
+        if self.lora is not None:
+            self.lora.make_trainable(module, targets=targets, seed=seed)
+        attach(module, self, embed_width=embed_width(fetch_encoder(self.encoder)), seed=seed)
+        if self.init_from is not None:
+            try:
+                files.read(module, Path(self.init_from))
+            except ValueError as error:
+                raise ValueError(f"policy.train.init_from: {error}") from None
+
+    def with_references(self, model: DenoisingModel, *, dtype: torch.dtype, device: torch.device) -> ReferenceModel:
+        """The model, conditioned on each task's reference too. Loads the image encoder."""
+        from retouch.models.common.pretrained import fetch_encoder
+        from retouch.models.ip_adapter.image_encoder import ImageEncoder
+        from retouch.models.ip_adapter.reference_model import ReferenceModel
+
+        return ReferenceModel(model, ImageEncoder.from_pretrained(fetch_encoder(self.encoder), dtype=dtype, device=device))
+
+    def export(self, module: Any, to: Path, *, folder: str, pipeline: str | None) -> None:
+        """Write ``ip_adapter.safetensors``, and ``ip_adapter.json``: its settings, and whether diffusers loads it."""
+        from retouch.models.ip_adapter import files
+        from retouch.models.ip_adapter.adapter import read_by_diffusers
+
+        files.write(module, to)
+        about = self.model_dump(include={"tokens", "projection", "blocks", "scale"})
+        about |= {"encoder": self.encoder, "diffusers": read_by_diffusers(module, self)}
+        (to / "ip_adapter.json").write_text(json.dumps(about, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        if self.lora is not None:
+            self.lora.export(module, to, folder=folder, pipeline=pipeline)

@@ -1,0 +1,88 @@
+"""What of a model trains: all of its weights, or low-rank adapters. An IP-Adapter is in ``models.ip_adapter``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from retouch.config.section import Count, Positive, Section, Share
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class FullWeights(Section):
+    """All weights of the transformer train."""
+
+    kind: Literal["full"] = "full"
+
+    keeps_dtype: ClassVar[bool] = True
+    """Whether what trains has the dtype of the forward pass; adapters train in fp32."""
+
+    @property
+    def lora(self) -> None:
+        """The LoRA that trains."""
+        return None
+
+    def make_trainable(self, module: nn.Module, *, targets: Sequence[str], seed: int) -> None:
+        """Let train what this says, in eval mode, and freeze the rest. ``targets``: as ``Lora.layers`` takes them."""
+        module.requires_grad_(True).eval()
+
+    def export(self, module: Any, to: Path, *, folder: str, pipeline: str | None) -> None:
+        """Write what trains into the folder ``to``: whole weights into its subfolder ``folder``, a LoRA also in the format of the
+        diffusers pipeline of this name."""
+        module.save_pretrained(to / folder)
+
+
+class Lora(Section):
+    """Low-rank adapters train; the model's own weights stay as they are and serve as reference."""
+
+    kind: Literal["lora"] = "lora"
+    rank: Count
+    """Inner width of each adapter."""
+    alpha: Positive
+    """The adapter's output is scaled by alpha / rank."""
+    targets: tuple[str, ...] | None = None
+    """Names of the linear layers that get an adapter, as endings of their paths; null takes the family's usual ones."""
+    init_from: str | None = None
+    """Folder of an existing LoRA to go on from; null starts at zero."""
+    dropout: Share = 0.0
+    """Share of an adapter's inputs that are dropped; anything above 0 makes the ratio differ from 1 at the first step."""
+
+    keeps_dtype: ClassVar[bool] = False
+
+    @property
+    def lora(self) -> Lora:
+        return self
+
+    def layers(self, usual: Sequence[str]) -> Sequence[str]:
+        """The layers that get an adapter, as endings of their paths; ``usual``: those of the model's family.
+
+        Raises ValueError where neither names any.
+        """
+        if self.targets is None and not usual:
+            raise ValueError(
+                "policy.train.targets: an imported model has no usual LoRA targets; name the linear layers that get an adapter"
+            )
+        return usual if self.targets is None else self.targets
+
+    def make_trainable(self, module: nn.Module, *, targets: Sequence[str], seed: int) -> None:
+        from peft import LoraConfig
+
+        from retouch.models.common.lora import add_lora
+
+        config = LoraConfig(
+            r=self.rank,
+            lora_alpha=self.alpha,
+            lora_dropout=self.dropout,
+            init_lora_weights="gaussian",
+            target_modules=list(self.layers(targets)),
+        )
+        module.requires_grad_(False).eval()
+        add_lora(module, config, init_from=None if self.init_from is None else Path(self.init_from), seed=seed)
+
+    def export(self, module: Any, to: Path, *, folder: str, pipeline: str | None) -> None:
+        from retouch.models.common.lora import write_lora
+
+        write_lora(module, to, pipeline=pipeline)
