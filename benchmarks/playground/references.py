@@ -13,7 +13,7 @@ from retouch.assembly.assembly import Assembly
 from retouch.inference.opening import open_target
 from retouch.models.ip_adapter import adapter as ip_adapter
 from retouch.rewards.judging import JudgeBatch, ScoredBatch
-from retouch.training.evaluation import Evaluator, table
+from retouch.training.evaluation import Evaluator, score_table
 from retouch.types import Batch, Sample, Task
 
 
@@ -54,7 +54,7 @@ def main() -> None:
         found["right picture"] = ceiling
     parts.judge.close()
     for name, evaluated in found.items():
-        means = table(evaluated)[0]["all"]
+        means = score_table(evaluated)[0]["all"]
         print(f"{name:24}" + "  ".join(f"{column} {value:.3f}" for column, value in means.items() if isinstance(value, float)))
 
 

@@ -91,7 +91,7 @@ def test_the_shipped_configurations_start_ranks_that_share(tmp_path: Path, shard
     made = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr[-3000:]
     folder = RunFolder(tmp_path / "written")
-    assert f"2 ranks, which share by {sharding}" in folder.log(0).read_text()
+    assert f"2 ranks with {sharding}" in folder.log(0).read_text()
     timings = json.loads(folder.timings.read_text().splitlines()[0])
     assert {"memory/peak_gb/rank-0", "memory/peak_gb/rank-1"} <= timings.keys()
     assert folder.summary.exists()

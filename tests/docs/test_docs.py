@@ -27,7 +27,7 @@ from retouch.assembly.data import build_sets
 from retouch.config.kinds import GROUP
 from retouch.config.schema import places
 from retouch.models.kinds import IMAGE_MODELS
-from retouch.recipe.out_of_memory import OutOfMemory, named
+from retouch.recipe.out_of_memory import OutOfMemory, explain_out_of_memory
 from retouch.recipe.recipe import Recipe, load
 from retouch.testing import check_reward
 from retouch.types import Sample, Task
@@ -314,7 +314,7 @@ def test_the_error_that_troubleshooting_shows_is_the_one_that_is_raised() -> Non
     shown = next(block["text"] for block in BLOCK.finditer(TROUBLE) if "does not fit" in block["text"])
     first, advice = shown.splitlines()
     recipe = load("recipes/quickstart.jsonnet", ["microbatch=32"])
-    with pytest.raises(OutOfMemory) as raised, named(recipe, lambda: "update"):
+    with pytest.raises(OutOfMemory) as raised, explain_out_of_memory(recipe, lambda: "update"):
         raise torch.OutOfMemoryError(first.partition("fit: ")[2])
     assert str(raised.value).splitlines() == [first, advice]
 

@@ -15,7 +15,7 @@ from retouch.config.schema import places
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.recipe.differences import differences
 from retouch.recipe.document import apply
-from retouch.recipe.out_of_memory import LESS_AT_ONCE, OutOfMemory, named, suggestions
+from retouch.recipe.out_of_memory import LESS_AT_ONCE, OutOfMemory, explain_out_of_memory, suggestions
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.records.folder import RunFolder
 from retouch.renderers.latents import LatentRenderer
@@ -115,12 +115,12 @@ def test_a_phases_own_chunk_may_be_lowered() -> None:
 def test_where_nothing_can_be_lowered_that_is_said() -> None:
     recipe = parse(apply(SMALL, ["microbatch=1", "policy.gradient_checkpointing=true"]))
     for stage, says in (("update", "Nothing is left to lower"), ("judge", "retouch serve"), ("watch", "Nothing is left to lower")):
-        with pytest.raises(OutOfMemory, match=says), named(recipe, lambda stage=stage: stage):
+        with pytest.raises(OutOfMemory, match=says), explain_out_of_memory(recipe, lambda stage=stage: stage):
             raise torch.OutOfMemoryError("")
 
 
 def test_other_errors_pass() -> None:
-    with pytest.raises(RuntimeError, match="other"), named(parse(SMALL), lambda: "update"):
+    with pytest.raises(RuntimeError, match="other"), explain_out_of_memory(parse(SMALL), lambda: "update"):
         raise RuntimeError("other")
 
 

@@ -44,7 +44,7 @@ PLACES = (
     ("retouch.records.files:append_line", 6, "after"),
     ("retouch.records.files:write_atomic", 7, "before"),
     ("retouch.training.recorder:Recorder.step", 3, "after"),
-    ("retouch.session.outcome:Outcome.sum_up", 1, "before"),
+    ("retouch.session.evaluations:RunEvaluations.write_summary", 1, "before"),
     ("retouch.records.folder:RunFolder.write_samples", 2, "before"),
 )
 # In the warm-up; between the phases; in a rollout, and between two inner passes. A trial step of each phase comes first.

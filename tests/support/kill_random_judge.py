@@ -22,7 +22,7 @@ PLACES = (
     ("retouch.training.checkpoint:save", 1, "after"),
     ("retouch.distributed.stepper:ReplicatedStepper.step", 3, "before"),
     ("retouch.records.files:append_line", 5, "after"),
-    ("retouch.session.outcome:Outcome.sum_up", 1, "before"),
+    ("retouch.session.evaluations:RunEvaluations.write_summary", 1, "before"),
 )
 
 

@@ -14,19 +14,19 @@ from pathlib import Path
 import torch
 
 from retouch.training import checkpoint
-from retouch.training.checkpoint import State
+from retouch.training.checkpoint import TrainState
 
 DISK = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir", "shutil.rmtree", "pathlib.Path.glob"}
 
 
-def state(step: int) -> State:
+def state(step: int) -> TrainState:
     """The state of a step, different at every step."""
     generator = torch.Generator().manual_seed(step)
     weights = {f"layer.{index}": torch.randn(64, 97, generator=generator) for index in range(8)}
-    return State(step, {"weights": weights, "optimizer": {"step": torch.tensor(float(step))}}, {"seen": [step, f"{step}"]})
+    return TrainState(step, {"weights": weights, "optimizer": {"step": torch.tensor(float(step))}}, {"seen": [step, f"{step}"]})
 
 
-def same(one: State, other: State) -> bool:
+def same(one: TrainState, other: TrainState) -> bool:
     """Equal to the bit."""
     if one.step != other.step or one.numbers != other.numbers or one.tensors.keys() != other.tensors.keys():
         return False
@@ -51,7 +51,7 @@ def child(folder: Path, first: int, told: int, after: int | None) -> None:
     if after is not None:
         sys.addaudithook(count)
     for step in range(first, first + 10_000):
-        checkpoint.tidy(folder)
+        checkpoint.remove_leftovers(folder)
         checkpoint.save(folder, state(step))
         os.write(told, step.to_bytes(4, "big"))
         checkpoint.prune(folder, 2)
@@ -90,7 +90,7 @@ def main(folder: Path, seed: int, points: int, times: int) -> None:
         assert safe <= step <= safe + 1, f"kill {index}: step {safe} was safe and {found} was found"
         assert found is None or same(checkpoint.load(found), state(step)), f"kill {index}: {found} has other contents"
         safe = step
-    checkpoint.tidy(folder)
+    checkpoint.remove_leftovers(folder)
     left = sorted(path.name for path in folder.iterdir())
     assert all(name.startswith("step-") for name in left), f"left behind: {left}"
     assert inside > points // 2, f"only {inside} kills came in the middle of something"

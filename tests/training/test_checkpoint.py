@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from retouch.training import checkpoint
-from retouch.training.checkpoint import State
+from retouch.training.checkpoint import TrainState
 
 KINDS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
 
@@ -41,13 +41,13 @@ def bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
     return tensor.dtype, tuple(tensor.shape), tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-def all_bits(state: State) -> dict[tuple[str, str], object]:
+def all_bits(state: TrainState) -> dict[tuple[str, str], object]:
     return {(group, name): bits(tensor) for group, tensors in state.tensors.items() for name, tensor in tensors.items()}
 
 
-def small(step: int) -> State:
+def small(step: int) -> TrainState:
     weights = {"a": torch.randn(3, 5, generator=torch.Generator().manual_seed(step)), "b": torch.arange(4)}
-    return State(step, {"weights": weights, "optimizer": {"step": torch.tensor(float(step))}}, {"phase": "main", "seen": step})
+    return TrainState(step, {"weights": weights, "optimizer": {"step": torch.tensor(float(step))}}, {"phase": "main", "seen": step})
 
 
 def flip(path: Path, bit: int) -> None:
@@ -65,7 +65,7 @@ def test_every_bit_comes_back(data: st.DataObject, shape: list[int], seed: int) 
         size = torch.empty(shape, dtype=kind).numel() * kind.itemsize
         raw = torch.randint(0, 2 if kind == torch.bool else 256, (size,), generator=generator, dtype=torch.uint8)
         tensors[f"model.{kind}"] = raw.view(kind).view(shape)  # every pattern of bits, NaNs of all sorts among them
-    state = State(7, {"weights": tensors, "nothing": {}}, {"note": "Grüße \ud800", "list": [1, 2.5, None, {"deep": True}]})
+    state = TrainState(7, {"weights": tensors, "nothing": {}}, {"note": "Grüße \ud800", "list": [1, 2.5, None, {"deep": True}]})
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         back = checkpoint.load(checkpoint.save(Path(folder), state))
         assert (back.step, back.numbers, back.tensors.keys()) == (7, state.numbers, state.tensors.keys())
@@ -75,9 +75,9 @@ def test_every_bit_comes_back(data: st.DataObject, shape: list[int], seed: int) 
 def test_views_shared_storage_and_parameters_are_kept_as_they_look(folder: Path) -> None:
     base = torch.randn(4, 6)
     odd = {"whole": base, "again": base, "row": base[1], "turned": base.t(), "wide": torch.tensor(2.0).expand(3, 2)}
-    state = State(1, {"weights": {**odd, "trained": torch.nn.Parameter(base)}}, {})
+    state = TrainState(1, {"weights": {**odd, "trained": torch.nn.Parameter(base)}}, {})
     assert all_bits(checkpoint.load(checkpoint.save(folder, state))) == all_bits(
-        State(1, {"weights": {name: tensor.detach() for name, tensor in state.tensors["weights"].items()}}, {})
+        TrainState(1, {"weights": {name: tensor.detach() for name, tensor in state.tensors["weights"].items()}}, {})
     )
 
 
@@ -118,7 +118,7 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(folder: Path, monkeyp
 def test_a_step_is_saved_once(folder: Path) -> None:
     path = checkpoint.save(folder, small(3))
     before = {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in path.iterdir()}
-    assert checkpoint.save(folder, State(3, {"other": {}}, {})) == path
+    assert checkpoint.save(folder, TrainState(3, {"other": {}}, {})) == path
     assert {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in path.iterdir()} == before
 
 
@@ -132,7 +132,7 @@ def test_a_damaged_one_is_replaced(folder: Path) -> None:
 
 def test_numbers_that_json_cannot_hold_are_refused_before_anything_is_written(folder: Path) -> None:
     with pytest.raises(ValueError, match="nan"):
-        checkpoint.save(folder / "checkpoints", State(1, {}, {"best": float("nan")}))
+        checkpoint.save(folder / "checkpoints", TrainState(1, {}, {"best": float("nan")}))
     assert not (folder / "checkpoints").exists()
 
 
@@ -210,7 +210,7 @@ def test_prune_keeps_the_newest_the_newest_good_one_and_one_of_so_many(good: lis
     with tempfile.TemporaryDirectory(dir=MEMORY) as name:
         folder = Path(name)
         for step, whole in enumerate(good):
-            path = checkpoint.save(folder, State(step, {}, {}))
+            path = checkpoint.save(folder, TrainState(step, {}, {}))
             if not whole:
                 (path / "state.json").unlink()
         checkpoint.prune(folder, keep, keep_every=every)
@@ -229,7 +229,7 @@ def test_tidy_removes_only_what_was_left_behind(folder: Path) -> None:
     checkpoint.save(folder, small(1))
     (folder / ".tmp-step-000002").mkdir()
     (folder / ".tmp-step-000002" / "weights.safetensors").write_bytes(b"half")
-    checkpoint.tidy(folder)
+    checkpoint.remove_leftovers(folder)
     assert os.listdir(folder) == ["step-000001"]
 
 
@@ -241,7 +241,7 @@ def test_a_full_disk_leaves_the_last_one(folder: Path, limit: int) -> None:
         "first": {"a": torch.zeros(1 if limit == 1_000 else 2_000)},
         "second": {"a": torch.zeros(1 if limit == 1_000 else 4_000)},
     }
-    state = State(2, tensors, {"text": "x" * 2_000})
+    state = TrainState(2, tensors, {"text": "x" * 2_000})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
@@ -269,7 +269,7 @@ def test_random_numbers_go_on_where_they_were(folder: Path) -> None:
     before = checkpoint.rng_state()
     try:
         for _ in range(2):  # with and without a spare normal draw inside
-            path = checkpoint.save(folder, State(len(os.listdir(folder)), {"random": checkpoint.rng_state()}, {}))
+            path = checkpoint.save(folder, TrainState(len(os.listdir(folder)), {"random": checkpoint.rng_state()}, {}))
             expected = [draws(), draws()]
             random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
             checkpoint.restore_rng(checkpoint.load(path).tensors["random"])

@@ -13,18 +13,18 @@ import tiny_writers
 import tiny_writing
 from retouch.distributed.ranks import Ranks
 from retouch.rewards.judging import Judge, ScoredBatch
-from retouch.training.evaluation import Evaluated, Evaluator, chosen, paired_gain, table
+from retouch.training.evaluation import EvaluationResult, Evaluator, headline_tasks, paired_gain, score_table
 from retouch.types import Batch, Column, Sample, Task
 
 
-def evaluated() -> Evaluated:
+def evaluated() -> EvaluationResult:
     tasks = [Task(id=str(i), instruction="x", tags={"complexity": "1" if i < 1 else "2"}) for i in range(4)]
     overall = torch.tensor([8.0, 1.0, 3.0, float("nan")])
-    return Evaluated(tasks, {"overall": overall}, overall)
+    return EvaluationResult(tasks, {"overall": overall}, overall)
 
 
 def test_rows_and_intervals() -> None:
-    means, intervals = table(evaluated())
+    means, intervals = score_table(evaluated())
     assert list(means) == ["all", "complexity=1", "complexity=2"]
     assert means["all"] == {"n": 4, "reward": 4.0, "overall": 4.0}
     half = 1.96 * math.sqrt(13.0) / math.sqrt(3)  # the variance of 8, 1 and 3
@@ -32,17 +32,17 @@ def test_rows_and_intervals() -> None:
 
 
 def test_one_value_has_a_mean_and_no_interval() -> None:
-    means, intervals = table(evaluated())
+    means, intervals = score_table(evaluated())
     assert means["complexity=1"]["overall"] == 8.0
     assert intervals["complexity=1"] == {}
 
 
 def test_the_headline_has_a_row_unless_it_is_all() -> None:
     some = evaluated()
-    means, _ = table(some, chosen(some.tasks, {"complexity": ["2"]}))
+    means, _ = score_table(some, headline_tasks(some.tasks, {"complexity": ["2"]}))
     assert list(means) == ["all", "headline", "complexity=1", "complexity=2"]
     assert means["headline"] == means["complexity=2"]
-    assert "headline" not in table(some, chosen(some.tasks, None))[0]
+    assert "headline" not in score_table(some, headline_tasks(some.tasks, None))[0]
 
 
 def test_the_gain_is_paired() -> None:

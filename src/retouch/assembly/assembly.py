@@ -37,7 +37,7 @@ from retouch.renderers.latents import LatentRenderer
 from retouch.renderers.offloaded import Offloaded
 from retouch.rewards.judging import Judge, JudgeBatch
 from retouch.training.clock import Clock
-from retouch.training.completions import describe, texts
+from retouch.training.completions import completion_metrics, completion_texts
 from retouch.training.evaluation import Evaluator
 from retouch.training.ledger import Ledger
 from retouch.training.loop import Phase, Run
@@ -168,8 +168,8 @@ class Assembly:
             max_missing=self.recipe.reward.max_missing,
             average=self._average,
             clock=self.clock,
-            describe=partial(describe, ranks=self.ranks),
-            completions=texts,
+            describe=partial(completion_metrics, ranks=self.ranks),
+            completions=completion_texts,
             counted=[name for name, column in self.judge.reward.columns.items() if not column.diagnostic],
         )
         combined = self.judge.combination

@@ -10,10 +10,10 @@ from retouch.distributed.sharded_copies import fill_shards, full_tensor
 from retouch.distributed.stepper import Stepper
 from retouch.policies.weights import WeightCopies
 from retouch.training import checkpoint
-from retouch.training.checkpoint import State
+from retouch.training.checkpoint import TrainState
 
 
-def capture(parts: Assembly, stepper: Stepper, *, step: int) -> State:
+def capture(parts: Assembly, stepper: Stepper, *, step: int) -> TrainState:
     """Everything from which the run goes on to the same bits: weights, optimizer, copies, each rank's global generators. All ranks
     call it; what they share among them comes whole.
 
@@ -25,10 +25,10 @@ def capture(parts: Assembly, stepper: Stepper, *, step: int) -> State:
         "copies": parts.copies.state(),
         "random": _generators(parts.ranks),
     }
-    return State(step=step, tensors=tensors, numbers={"world": parts.ranks.world})
+    return TrainState(step=step, tensors=tensors, numbers={"world": parts.ranks.world})
 
 
-def restore_weights(copies: WeightCopies, state: State) -> None:
+def restore_weights(copies: WeightCopies, state: TrainState) -> None:
     """The trained weights and their copies. ValueError where the checkpoint is of other weights."""
     trained = copies.parameters
     if trained.keys() != state.tensors["weights"].keys():
@@ -38,7 +38,7 @@ def restore_weights(copies: WeightCopies, state: State) -> None:
     copies.load(state.tensors["copies"])
 
 
-def restore(parts: Assembly, state: State, stepper: Stepper) -> None:
+def restore(parts: Assembly, state: TrainState, stepper: Stepper) -> None:
     """All that ``capture`` took."""
     restore_weights(parts.copies, state)
     stepper.load(state.tensors["optimizer"])

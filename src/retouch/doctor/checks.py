@@ -10,14 +10,14 @@ from retouch.data.base import DataSets, DataSource
 from retouch.distributed.sharding_checks import check_sharding
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
 from retouch.inference.publishing import unable
-from retouch.recipe.checks import check_ranks, unmeant_ranks
+from retouch.recipe.checks import check_ranks, rank_count_warning
 from retouch.recipe.differences import differences
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
 from retouch.records.summary import split_label
 from retouch.records.trackers import require_trackers
 from retouch.training import checkpoint
-from retouch.training.evaluation import chosen
+from retouch.training.evaluation import headline_tasks
 
 _SHOWN = 5
 
@@ -35,8 +35,8 @@ def check_batch(recipe: Recipe, *, world: int) -> Iterator[Finding]:
         parts = f", {share // recipe.minibatches} for each optimizer step" if recipe.minibatches > 1 else ""
         text = f"{phase.tasks_per_step} tasks x {phase.group_size} samples = {phase.rows} a step{ranks}{parts}"
         yield ok("batch", text if recipe.phases is None else f"phase {phase.name}: {text}")
-    if (unmeant := unmeant_ranks(recipe, world)) is not None:
-        yield note("batch", unmeant)
+    if (warning := rank_count_warning(recipe, world)) is not None:
+        yield note("batch", warning)
 
 
 def check_ranks_share(recipe: Recipe, *, world: int) -> Iterator[Finding]:
@@ -122,7 +122,7 @@ def _described(recipe: Recipe, path: str, sets: DataSets) -> Finding:
     text = f"{path}: {len(sets.train)} tasks to train on, {len(sets.heldout)} {judged}"
     if recipe.eval.headline:
         try:
-            chosen([sets.heldout[index] for index in range(len(sets.heldout))], recipe.eval.headline)
+            headline_tasks([sets.heldout[index] for index in range(len(sets.heldout))], recipe.eval.headline)
         except ValueError as error:
             return failed("data", str(error), mend="--set eval.headline=null")
     if not sets.problems:

@@ -11,7 +11,7 @@ from retouch.distributed.ranks import Ranks
 from retouch.doctor.findings import Finding, failed, gigabytes, ok
 from retouch.recipe.recipe import Recipe
 from retouch.rewards.judging import ScoredBatch
-from retouch.session.trials import trial_steps
+from retouch.session.trial_steps import trial_steps
 from retouch.types import Batch, Sample
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from retouch.inference.opening import open_target
-from retouch.training.evaluation import chosen, table
+from retouch.training.evaluation import headline_tasks, score_table
 
 
 def evaluate_target(target: str, overrides: Sequence[str]) -> dict[str, object]:
@@ -11,7 +11,7 @@ def evaluate_target(target: str, overrides: Sequence[str]) -> dict[str, object]:
     parts, step = open_target(target, overrides)
     try:
         evaluated = parts.evaluator(parts.judge.for_split("heldout", step))(parts.policy(parts.recipe.rollout))
-        means, intervals = table(evaluated, chosen(evaluated.tasks, parts.recipe.eval.headline))
+        means, intervals = score_table(evaluated, headline_tasks(evaluated.tasks, parts.recipe.eval.headline))
     finally:
         parts.judge.close()
     return {"name": parts.recipe.name, "step": step, "table": means, "ci95": intervals}

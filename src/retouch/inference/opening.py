@@ -21,7 +21,7 @@ from retouch.recipe.renderer import ResponseRenderer
 from retouch.records.folder import RunFolder
 from retouch.records.libraries import silence_libraries
 from retouch.training import checkpoint
-from retouch.training.checkpoint import State
+from retouch.training.checkpoint import TrainState
 
 
 def open_target(target: str, overrides: Sequence[str] = ()) -> tuple[Assembly, int]:
@@ -60,7 +60,7 @@ def open_writer(target: str, overrides: Sequence[str] = ()) -> OpenWriter:
     return OpenWriter(built, rows=recipe.eval.batch)
 
 
-def _newest(folder: RunFolder | None) -> State | None:
+def _newest(folder: RunFolder | None) -> TrainState | None:
     """What the newest checkpoint of a run holds; None for a recipe. ValueError where a run has none."""
     if folder is None:
         return None

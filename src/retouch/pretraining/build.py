@@ -18,7 +18,7 @@ from retouch.pretraining.networks.autoencoder import AutoencoderTraining, train_
 from retouch.pretraining.networks.editor import EditorTraining, Round, train_editor
 from retouch.records import files
 from retouch.renderers.latents import LatentRenderer
-from retouch.training.evaluation import table
+from retouch.training.evaluation import score_table
 
 AUTOENCODER = AutoencoderTraining(steps=2000, decoder_steps=2000)
 EDITOR = EditorTraining(rounds=(Round(steps=4500, learning_rate=2e-3), Round(steps=900, learning_rate=1e-3, vain=0.6)))
@@ -79,7 +79,7 @@ def measure(model: QwenImageEdit) -> dict[str, float]:
         reward=PlaygroundJudge(),
         column="overall",
     )
-    found = {f"ceiling {name}": value for name, value in table(ceiling)[0]["all"].items() if name in ("overall", "exact")}
-    for row, means in table(edited)[0].items():
+    found = {f"ceiling {name}": value for name, value in score_table(ceiling)[0]["all"].items() if name in ("overall", "exact")}
+    for row, means in score_table(edited)[0].items():
         found |= {f"{row} {name}": value for name, value in means.items() if name in ("overall", "IF", "IP", "PQ", "exact")}
     return {name: value for name, value in found.items() if not math.isnan(value)}

@@ -21,7 +21,7 @@ from retouch.pretraining.networks.emu3 import LONGEST, Emu3Training, emu3_tokeni
 from retouch.pretraining.networks.image_codes import CodesTraining, train_codes
 from retouch.recipe.emu3 import Emu3
 from retouch.renderers.codes import CodesRenderer
-from retouch.training.evaluation import table
+from retouch.training.evaluation import score_table
 
 COMMAND = "retouch playground build --emu3"
 FURTHER = "sc-unfinished"
@@ -93,8 +93,10 @@ def measure(editor: Emu3Editor) -> dict[str, float]:
         reward=PlaygroundJudge(),
         column="overall",
     )
-    found = {f"ceiling {name}": float(value) for name, value in table(ceiling)[0]["all"].items() if name in ("overall", "exact")}
-    for row, means in table(edited)[0].items():
+    found = {
+        f"ceiling {name}": float(value) for name, value in score_table(ceiling)[0]["all"].items() if name in ("overall", "exact")
+    }
+    for row, means in score_table(edited)[0].items():
         if "kinds" not in row:
             found |= {f"{row} {name}": float(means[name]) for name in ("overall", "IF", "IP", "PQ", "exact")}
     return found

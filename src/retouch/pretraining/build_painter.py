@@ -24,7 +24,7 @@ from retouch.pretraining.networks.enhancer import TEMPLATE as ENHANCING
 from retouch.pretraining.networks.painter import TEMPLATE, PainterTraining, train_painter
 from retouch.records import files
 from retouch.renderers.prompts import FlowPainter, PromptRenderer
-from retouch.training.evaluation import table
+from retouch.training.evaluation import score_table
 
 PAINTER = PainterTraining(steps=2600)
 ENHANCER = EnhancerTraining(steps=1500)
@@ -97,6 +97,6 @@ def measure(model: QwenImage, writer: QwenWriter) -> dict[str, float]:
     )
     found = {}
     for words, evaluated in (("right words", right), ("enhancer", enhanced)):
-        for row, means in table(evaluated)[0].items():
+        for row, means in score_table(evaluated)[0].items():
             found |= {f"{words}, {row} {name}": float(means[name]) for name in ("overall", "alignment", "quality", "exact")}
     return found

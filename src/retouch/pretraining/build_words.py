@@ -16,7 +16,7 @@ from retouch.pretraining.networks.words import WordAutoencoderTraining, WordRoun
 from retouch.records import files
 from retouch.renderers.latents import LatentRenderer
 from retouch.rewards.text.ocr import OcrReward
-from retouch.training.evaluation import table
+from retouch.training.evaluation import score_table
 
 AUTOENCODER = WordAutoencoderTraining(steps=700)
 WORDS = WordTraining(
@@ -83,5 +83,5 @@ def measure(model: FluxFill, judge: OcrReward) -> dict[str, float]:
         reward=judge,
         column="correctness",
     )
-    found = {"ceiling correctness": float(table(ceiling)[0]["all"]["correctness"])}
-    return found | {f"{row} correctness": float(means["correctness"]) for row, means in table(painted)[0].items()}
+    found = {"ceiling correctness": float(score_table(ceiling)[0]["all"]["correctness"])}
+    return found | {f"{row} correctness": float(means["correctness"]) for row, means in score_table(painted)[0].items()}

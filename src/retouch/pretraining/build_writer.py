@@ -21,7 +21,7 @@ from retouch.pretraining.building import Building, held_out, log, one_thread
 from retouch.pretraining.networks import parts
 from retouch.pretraining.networks.writer import LONGEST, Round, WriterTraining, train_writer
 from retouch.renderers.responses import ResponseRenderer
-from retouch.training.evaluation import table
+from retouch.training.evaluation import score_table
 
 WRITER = WriterTraining(
     rounds=(
@@ -80,6 +80,6 @@ def measure_writer(editor: QwenImageEdit, module: Qwen2_5_VLForConditionalGenera
             demonstrates=has_completion,
         )
         for said, found in (("right words", right), ("its own words", own)):
-            rows = {row: means for row, means in table(found)[0].items() if "kinds" not in row}
+            rows = {row: means for row, means in score_table(found)[0].items() if "kinds" not in row}
             scores |= {f"{said}, read by {reader}, {row}": float(means["overall"]) for row, means in rows.items()}
     return scores

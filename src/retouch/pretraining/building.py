@@ -17,7 +17,7 @@ from retouch.distributed.ranks import Ranks
 from retouch.protocols import Renderer, Reward
 from retouch.records import files
 from retouch.rewards.judging import Judge
-from retouch.training.evaluation import Evaluated, Evaluator
+from retouch.training.evaluation import EvaluationResult, Evaluator
 from retouch.types import Task
 
 log = logging.getLogger("retouch")
@@ -62,7 +62,7 @@ def held_out(
     reward: Reward,
     column: str,
     demonstrates: Callable[[Task], bool] = lambda task: task.target is not None,
-) -> tuple[Evaluated, Evaluated]:
+) -> tuple[EvaluationResult, EvaluationResult]:
     """What the tasks' own targets or completions score by ``reward`` through the renderer, and what the policy's outputs do.
 
     ``column``: the one that is the reward. All tasks go in one batch, and each must be one that the policy ``demonstrates``.

@@ -52,7 +52,7 @@ def check_ranks(recipe: "RecipeKeys", world: int) -> None:
         )
 
 
-def unmeant_ranks(recipe: "RecipeKeys", world: int) -> str | None:
+def rank_count_warning(recipe: "RecipeKeys", world: int) -> str | None:
     """A warning if the run has another number of ranks than the recipe is made for, otherwise None."""
     if recipe.ranks is None or recipe.ranks == world:
         return None

@@ -33,7 +33,7 @@ class OutOfMemory(ValueError):
 
 
 @contextmanager
-def named(recipe: Recipe, doing: Callable[[], str]) -> Iterator[None]:
+def explain_out_of_memory(recipe: Recipe, doing: Callable[[], str]) -> Iterator[None]:
     """Say of a full device what can be done about it. ``doing``: the stage at the time."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""A run from its recipe to its report: start or resume, train, save, evaluate, sum up."""
+"""A run from its recipe to its report: start or resume, train, save, evaluate, summarise."""
 
 import logging
 import os
@@ -18,23 +18,23 @@ from retouch.distributed.sharding_checks import check_sharding
 from retouch.distributed.stepper import Stepper
 from retouch.inference.publishing import Publisher, open_publisher
 from retouch.policies.autoregressive.rollout import EngineFault
-from retouch.recipe.checks import unmeant_ranks
+from retouch.recipe.checks import rank_count_warning
 from retouch.recipe.differences import differences
 from retouch.recipe.judge_calls import judge_calls
-from retouch.recipe.out_of_memory import named
+from retouch.recipe.out_of_memory import explain_out_of_memory
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
 from retouch.records.libraries import silence_libraries
 from retouch.records.trackers import CompositeTracker, open_trackers, require_trackers
 from retouch.report.page import write_report
 from retouch.rewards.quota.quota import BudgetSpent
-from retouch.session.outcome import Outcome
-from retouch.session.stopping import StopRequest, listening
-from retouch.session.trials import trial_steps
+from retouch.session.evaluations import RunEvaluations
+from retouch.session.signals import StopRequest, catch_stop_signals
+from retouch.session.trial_steps import trial_steps
 from retouch.training import checkpoint
 from retouch.training.ledger import Ledger
 from retouch.training.loop import TooManyMissing, train
-from retouch.training.preflight import require
+from retouch.training.preflight import require_passed
 from retouch.training.recorder import Recorder
 from retouch.watch.alarm_stop import refuse_if_stopped, stop_message, stopping_alarms, write_stop
 from retouch.watch.alarms import Alarm, AlarmStop
@@ -45,11 +45,12 @@ log = logging.getLogger("retouch")
 
 
 def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
-    """Train as the recipe says, or go on with the run of its name. Returns the process's exit code.
+    """Train as the recipe says, or resume the run with its name. Returns the exit code of the process.
 
-    ``new_judge``: it may go on with another judge than it had.
-    0: done. 128 + a signal's number: stopped on request, with a checkpoint. ValueError: nothing was started, or the run stopped on
-    a fault that its message names, with a checkpoint of the last good step.
+    ``fresh``: rename an existing run with this name and start from the beginning. ``new_judge``: the run may resume with another
+    judge. The exit code is 0 when the run is done, and 128 + a signal's number when it was stopped on request, with a checkpoint.
+    Raises ValueError if nothing was started, or if the run stopped because of a fault that the message names, with a checkpoint of
+    the last good step.
     """
     require_trackers(recipe.trackers)
     check_sharding(recipe, os.environ)
@@ -57,26 +58,26 @@ def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
     folder = RunFolder(recipe.folder)
     _open_folder(folder, recipe, ranks, fresh=fresh, new_judge=new_judge)
     _log_to(folder, ranks)
-    shared = f", which share by {recipe.sharding}" if recipe.sharding is not None and ranks.world > 1 else ""
-    where = f"{ranks.device}, {ranks.world} rank{'s' * (ranks.world > 1)}{shared}"
+    sharding = f" with {recipe.sharding}" if recipe.sharding is not None and ranks.world > 1 else ""
+    where = f"{ranks.device}, {ranks.world} rank{'s' * (ranks.world > 1)}{sharding}"
     log.info("run %s on %s; folder %s", recipe.name, where, folder.root)
-    if (unmeant := unmeant_ranks(recipe, ranks.world)) is not None:
-        log.warning("%s", unmeant)
-    accelerate.utils.set_seed(recipe.seed)  # nothing of ours draws from the global generators; a user's reward may
+    if (warning := rank_count_warning(recipe, ranks.world)) is not None:
+        log.warning("%s", warning)
+    accelerate.utils.set_seed(recipe.seed)  # our code does not use the global generators, but a user's reward may
     limit_memory(recipe.devices, plan_placement(recipe, ranks))
     publisher = open_publisher(recipe, folder, first=ranks.is_main)
     keep_images = recipe.ledger is not None and recipe.ledger.keep_images
     with closing(Ledger(folder.root, ranks, keep_images=keep_images, new_judge=new_judge)) as ledger:
-        with named(recipe, lambda: "loading"):
+        with explain_out_of_memory(recipe, lambda: "loading"):
             measures = None if recipe.watch is None else build_measures(recipe.watch, device=ranks.device, cached=ledger.cached)
             parts = assemble(recipe, ranks, ledger=ledger)
         for test_set in dict.fromkeys(test_set for sets in parts.sets for test_set in sets.test_sets):
-            log.warning("trains on a known test set, as the recipe allows: %s", test_set)
+            log.warning("the run trains on a known test set, which the recipe allows: %s", test_set)
         if recipe.eval.split == "train":
-            log.warning("nothing is held out: the run is judged by the tasks that train, which measures fit and no gain")
+            log.warning("eval.split is train: evaluation on the training tasks measures fit, not generalisation")
         for calls in judge_calls(recipe, steps=[len(steps) for _, steps in parts.plan], heldout=len(parts.sets[0].heldout)):
             log.info("%s", calls)
-        with listening() as request, named(recipe, lambda: parts.clock.stage or "evaluation"):
+        with catch_stop_signals() as request, explain_out_of_memory(recipe, lambda: parts.clock.stage or "evaluation"):
             watcher = None
             if measures is not None and recipe.watch is not None:
                 refuse_if_stopped(folder, recipe.watch, columns=parts.judge.reward.columns, ranks=ranks)
@@ -85,14 +86,14 @@ def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
 
 
 def _open_folder(folder: RunFolder, recipe: Recipe, ranks: Ranks, *, fresh: bool, new_judge: bool) -> None:
-    """Make the folder, or check that what lies there may go on under this recipe; rank 0 writes."""
+    """Create the folder, or check that the run in it may continue under this recipe; the main rank writes."""
     if folder.recipe.exists() and not fresh:
         changed = differences(parse(folder.read_recipe()["recipe"]), recipe, new_judge=new_judge)
         if changed:
             listed = "\n  ".join(changed)
             raise ValueError(
-                f"{folder.root} holds a run of another recipe:\n  {listed}\n"
-                "Give this one another name, or set the old one aside with --fresh"
+                f"{folder.root} contains a run of another recipe:\n  {listed}\n"
+                "Give this run another name, or rename the old one with --fresh"
             )
     ranks.barrier()
     if ranks.is_main:
@@ -100,12 +101,12 @@ def _open_folder(folder: RunFolder, recipe: Recipe, ranks: Ranks, *, fresh: bool
             log.info("the old run is now %s", folder.set_aside())
         folder.create()
         folder.write_recipe(recipe.document())
-        checkpoint.tidy(folder.checkpoints)
+        checkpoint.remove_leftovers(folder.checkpoints)
     ranks.barrier()
 
 
 def _log_to(folder: RunFolder, ranks: Ranks) -> None:
-    """Lines with the time to the rank's log file; on rank 0 bare lines to the terminal too."""
+    """Log to the rank's log file with times, and on the main rank also to the terminal without times."""
     for handler in [*log.handlers]:
         log.removeHandler(handler)
         handler.close()
@@ -133,7 +134,7 @@ class _Session:
         found = checkpoint.latest(self.folder.checkpoints)
         if found is None and any(self.folder.checkpoints.glob("step-*")):
             raise ValueError(
-                f"no checkpoint in {self.folder.checkpoints} is whole; restore one from elsewhere, or start anew with --fresh"
+                f"all checkpoints in {self.folder.checkpoints} are damaged; restore one from a backup, or start over with --fresh"
             )
         state = None if found is None else checkpoint.load(found)
         self.done = 0 if state is None else state.step
@@ -142,7 +143,7 @@ class _Session:
         if state is not None:
             restore(self.parts, state, stepper)
             if self.done >= self.parts.steps and self.folder.summary.exists():
-                log.info("this run is done: %s. More `steps` extend it, --fresh starts it anew", self.folder.report)
+                log.info("this run is done: %s. Raise `steps` to extend it, or start over with --fresh", self.folder.report)
                 return 0
             log.info("resumed after step %d", self.done)
         if self.parts.ranks.is_main:
@@ -150,7 +151,7 @@ class _Session:
         self.parts.ranks.barrier()
         self.trackers = self._trackers()
         self.ledger.attach(self.parts.judge, since=self.done)
-        self.outcome = Outcome(self.recipe, self.folder, self.parts)
+        self.evaluations = RunEvaluations(self.recipe, self.folder, self.parts)
         self.recorder = Recorder(self.folder, self.trackers, total=self.parts.steps, pictured_groups=self.recipe.samples.groups)
         try:
             return self._train(stepper)
@@ -187,19 +188,19 @@ class _Session:
                     if self._after(stepper, phase.name, collected, metrics):
                         return self.request.code
             except (TooManyMissing, BudgetSpent):
-                # Alarm on every rank, before any weight changed; the next start asks the judge again.
+                # Raised on every rank before any weight changed. The next start asks the judge again.
                 self._save(stepper)
                 self.parts.judge.forget_missing("train", self.done)
                 raise
             except EngineFault:
-                # The same, before the step's rows were whole.
+                # Raised on every rank before the step's rollout was complete.
                 self._save(stepper)
                 raise
         self._save(stepper)
         if self.publisher is not None:
             self.publisher.after(self.parts, self.done, last=True)
         self._heldout(baseline=False)
-        self.outcome.sum_up(self.done)
+        self.evaluations.write_summary(self.done)
         if self.parts.ranks.is_main:
             self._report()
         return 0
@@ -210,20 +211,19 @@ class _Session:
         if self.watcher is not None:
             try:
                 with self.parts.clock("watch"):
-                    seen, alarms = self.watcher.after(self.done, collected)
-            except BudgetSpent:  # on every rank; what was learned from has its line all the same
+                    watch_metrics, alarms = self.watcher.after(self.done, collected)
+            except BudgetSpent:  # raised on every rank; the step was taken, so its metrics are recorded
                 self._record(phase, collected, metrics)
                 raise
-            metrics = {**metrics, **seen}
+            metrics = {**metrics, **watch_metrics}
         self._record(phase, collected, metrics)
         if stopping_alarms(alarms):
-            self._end(stepper, stopping_alarms(alarms))
-        first = self.parts.ranks.is_main
+            self._stop_for_alarms(stepper, stopping_alarms(alarms))
         last = self.done == self.parts.steps
-        # Evaluated before saved: a run killed in between goes back to an older checkpoint and loses nothing of either.
+        # Evaluate before saving: a run killed in between resumes from an older checkpoint and loses neither.
         if not last and _due(self.done, self.recipe.eval.every):
             self._heldout(baseline=False)
-        if first and not last and _due(self.done, self.recipe.samples.every):
+        if self.parts.ranks.is_main and not last and _due(self.done, self.recipe.samples.every):
             self._report()
         stopping = self.parts.ranks.any(self.request.signal is not None) and not last
         if stopping or (not last and _due(self.done, self.recipe.checkpoints.every)):
@@ -231,7 +231,7 @@ class _Session:
         if self.publisher is not None and not last:
             self.publisher.after(self.parts, self.done, last=False)
         if stopping:
-            log.info("stopped after step %d; the same command goes on from there", self.done)
+            log.info("stopped after step %d; run the same command to continue", self.done)
             return True
         self.recorder.resume_clock()
         return False
@@ -243,37 +243,37 @@ class _Session:
             if _due(self.done, self.recipe.samples.every):
                 self.recorder.groups(self.done, collected)
 
-    def _end(self, stepper: Stepper, found: list[Alarm]) -> NoReturn:
-        """Stop with a checkpoint of this step, or at the newest one there is, which is from before the alarm."""
+    def _stop_for_alarms(self, stepper: Stepper, alarms: list[Alarm]) -> NoReturn:
+        """Stop with a checkpoint of this step, or go back to the newest existing checkpoint, which is from before the alarm."""
         back_to = None
-        if any(one.response == "roll_back" for one in found):
+        if any(alarm.response == "roll_back" for alarm in alarms):
             newest = checkpoint.latest(self.folder.checkpoints)
-            assert newest is not None, "there is one of the start"
+            assert newest is not None, "a run that may roll back saves a checkpoint at its start"
             back_to = checkpoint.load(newest).step
         else:
             self._save(stepper)
         if self.parts.ranks.is_main:
-            write_stop(self.folder, found, step=self.done, back_to=back_to)
+            write_stop(self.folder, alarms, step=self.done, back_to=back_to)
             self._report()
-        raise AlarmStop(stop_message(found, step=self.done, back_to=back_to))
+        raise AlarmStop(stop_message(alarms, step=self.done, back_to=back_to))
 
     def _preflight(self, stepper: Stepper) -> None:
-        with named(self.recipe, lambda: "trial step"):
+        with explain_out_of_memory(self.recipe, lambda: "trial step"):
             checks = list(trial_steps(self.parts, stepper=stepper, judge=self.parts.judge.for_split("train"), done=self.done))
         if self.parts.ranks.is_main:
             self.folder.write_preflight([check.to_json() for check in checks])
         for check in checks:
             log.info("preflight  %s  %s", "ok    " if check.ok else "FAILED", check.text)
-        require(checks)
+        require_passed(checks)
 
     def _heldout(self, *, baseline: bool) -> None:
-        """Evaluate on the held-out tasks; before training also what stands beside it."""
-        evaluated = self.outcome.evaluate(self.done)
+        """Evaluate on the held-out tasks; before training also compute the baselines."""
+        evaluated = self.evaluations.evaluate(self.done)
         if baseline:
-            self.outcome.baselines()
+            self.evaluations.write_baselines()
         if self.parts.ranks.is_main:
             self.recorder.heldout(self.done, evaluated)
-            for line in self.outcome.table(self.done):
+            for line in self.evaluations.format_table(self.done):
                 log.info(line)
 
     def _report(self) -> None:
@@ -283,8 +283,8 @@ class _Session:
         state = capture(self.parts, stepper, step=self.done)
         if self.parts.ranks.is_main:
             checkpoint.save(self.folder.checkpoints, state)
-            kept = self.recipe.checkpoints
-            checkpoint.prune(self.folder.checkpoints, kept.keep, keep_every=kept.keep_every)
+            section = self.recipe.checkpoints
+            checkpoint.prune(self.folder.checkpoints, section.keep, keep_every=section.keep_every)
         self.parts.ranks.barrier()
 
     def _trackers(self) -> CompositeTracker:

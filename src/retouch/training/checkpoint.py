@@ -1,7 +1,8 @@
-"""Checkpoints that survive a kill: ``checkpoints/step-NNNNNN/``, safetensors for tensors and JSON for the rest.
+"""Crash-safe checkpoints: ``checkpoints/step-NNNNNN/``, with safetensors for tensors and JSON for everything else.
 
-A checkpoint is written aside, flushed to the disk and renamed, so a folder of that name is whole. ``manifest.json`` holds the size
-and SHA-256 of every file, so one that was damaged later is seen and passed over. One process writes; any may read.
+A checkpoint is written to a temporary folder, flushed to disk and renamed, so a folder with its final name is complete.
+``manifest.json`` holds the size and SHA-256 of every file, so that damage is detected and another checkpoint is used. One process
+writes; all may read.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ from retouch.records import files
 from retouch.types import Json
 
 FORMAT = 1
-_ASIDE = ".tmp-"
+_TEMPORARY = ".tmp-"
 _TENSORS = ".safetensors"
 _NAME = re.compile(r"step-(\d{6,})")
 _GROUP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -32,11 +33,11 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class State:
-    """Everything from which a run goes on to the same bits after ``step``.
+class TrainState:
+    """Everything that a run needs to continue after ``step`` with the same bits.
 
-    ``tensors``: group (weights, optimizer, copies, rng) to name to tensor; each group is one ``<group>.safetensors``. ``numbers``:
-    what is no tensor, as strict JSON (so no NaN and no infinity).
+    ``tensors``: group (weights, optimizer, copies, rng) to name to tensor; each group is one file ``<group>.safetensors``.
+    ``numbers``: everything else, as strict JSON (no NaN, no infinity).
     """
 
     step: int
@@ -44,99 +45,99 @@ class State:
     numbers: Mapping[str, Json]
 
 
-def save(folder: Path, state: State) -> Path:
-    """Write ``step-NNNNNN`` into ``folder`` and return it, once it is safe on the disk.
+def save(folder: Path, state: TrainState) -> Path:
+    """Write ``step-NNNNNN`` into ``folder`` and return its path once it is safely on disk.
 
-    A good one of that step stays as it is; a damaged one is replaced. ValueError where it could not be written (no space left,
-    say); what was there before is then untouched.
+    An intact checkpoint of that step is left as it is; a damaged one is replaced. Raises ValueError if it cannot be written (for
+    example, no space left on the disk); existing checkpoints are then unchanged.
     """
-    place = folder / f"step-{state.step:06d}"
-    if place.exists() and _is_good(place):
-        return place
+    path = folder / f"step-{state.step:06d}"
+    if path.exists() and _is_intact(path):
+        return path
     for group in state.tensors:
         assert _GROUP.fullmatch(group), f"no file can be named after the group {group!r}"
     content = _as_json({"step": state.step, "numbers": dict(state.numbers)})
-    aside = folder / f"{_ASIDE}{place.name}"
+    temporary = folder / f"{_TEMPORARY}{path.name}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _remove(aside)
-        aside.mkdir()
+        _remove(temporary)
+        temporary.mkdir()
         for group, tensors in state.tensors.items():
-            save_file(_separate(tensors), aside / f"{group}{_TENSORS}")
-        (aside / "state.json").write_bytes(content)
-        (aside / "manifest.json").write_bytes(_as_json(_manifest(aside)))
-        for path in aside.iterdir():
-            files.fsync_folder(path)
-        files.fsync_folder(aside)
-        if place.exists():
-            _discard(place)
-        aside.rename(place)
+            save_file(_separate(tensors), temporary / f"{group}{_TENSORS}")
+        (temporary / "state.json").write_bytes(content)
+        (temporary / "manifest.json").write_bytes(_as_json(_manifest(temporary)))
+        for file in temporary.iterdir():
+            files.fsync_folder(file)
+        files.fsync_folder(temporary)
+        if path.exists():
+            _discard(path)
+        temporary.rename(path)
         files.fsync_folder(folder)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise ValueError(
-            f"could not write the checkpoint {place}: {error}. Earlier checkpoints are untouched; free some space "
-            "(or set checkpoints.keep lower) and start the run again"
+            f"could not write the checkpoint {path}: {error}. Earlier checkpoints are intact; free some space "
+            "(or lower checkpoints.keep) and start the run again"
         ) from error
-    return place
+    return path
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest checkpoint that is whole by its manifest; None if there is none. Damaged ones are passed over with a warning."""
+    """The newest intact checkpoint according to its manifest, or None. Damaged ones are skipped with a warning."""
     for path in _newest_first(folder):
-        if _is_good(path):
+        if _is_intact(path):
             return path
     return None
 
 
-def load(path: Path) -> State:
-    """Read a checkpoint, tensors on the CPU. ValueError where it is damaged or another version's."""
+def load(path: Path) -> TrainState:
+    """Read a checkpoint, with tensors on the CPU. Raises ValueError if it is damaged or of another format version."""
     groups = [name.removesuffix(_TENSORS) for name in verify(path) if name.endswith(_TENSORS)]
-    kept = files.read_json(path / "state.json")
+    record = files.read_json(path / "state.json")
     tensors = {group: load_file(path / f"{group}{_TENSORS}", device="cpu") for group in groups}
-    return State(kept["step"], tensors, kept["numbers"])
+    return TrainState(record["step"], tensors, record["numbers"])
 
 
 def verify(path: Path) -> list[str]:
-    """The names of a checkpoint's files. ValueError, with the file and what is wrong, where one is not what ``save`` wrote."""
+    """The names of a checkpoint's files. Raises ValueError, with the file and the reason, if one is not what ``save`` wrote."""
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         listed = _listed(path, manifest)
-        for name, kept in listed.items():
+        for name, entry in listed.items():
             size = (path / name).stat().st_size
-            if size != kept["bytes"]:
+            if size != entry["bytes"]:
                 raise ValueError(
-                    f"{path / name} has {size} bytes and had {kept['bytes']} when it was saved; use another checkpoint"
+                    f"{path / name} has {size} bytes but had {entry['bytes']} when it was saved; use another checkpoint"
                 )
-            if _sha256(path / name) != kept["sha256"]:
-                raise ValueError(f"{path / name} was changed since it was saved (its SHA-256 differs); use another checkpoint")
+            if _sha256(path / name) != entry["sha256"]:
+                raise ValueError(f"{path / name} has changed since it was saved (its SHA-256 differs); use another checkpoint")
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"the checkpoint {path} is damaged: {error}; use another checkpoint") from error
     return list(listed)
 
 
 def prune(folder: Path, keep: int, *, keep_every: int | None = None) -> None:
-    """Remove all but the newest ``keep`` checkpoints and those of every ``keep_every`` steps, and never the newest good one.
+    """Remove all checkpoints except the newest ``keep``, those of every ``keep_every`` steps, and the newest intact one.
 
-    ValueError for ``keep`` below 1.
+    Raises ValueError if ``keep`` is below 1.
     """
     if keep < 1:
         raise ValueError(f"cannot keep {keep} checkpoints; keep at least 1")
     surplus = [path for path in _newest_first(folder)[keep:] if keep_every is None or _step(path) % keep_every]
-    good = latest(folder) if surplus else None
+    intact = latest(folder) if surplus else None
     for path in surplus:
-        if path != good:
+        if path != intact:
             _discard(path)
 
 
-def tidy(folder: Path) -> None:
-    """Remove what a killed save or prune left behind. Only the process that writes may call it."""
-    for path in folder.glob(f"{_ASIDE}*"):
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a killed ``save`` or ``prune`` left behind. Only the writing process may call it."""
+    for path in folder.glob(f"{_TEMPORARY}*"):
         _remove(path)
 
 
 def rng_state() -> dict[str, Tensor]:
-    """The state of this process's global generators: Python's, NumPy's, PyTorch's on the CPU and on this rank's CUDA device."""
+    """The states of this process's global generators: Python, NumPy, PyTorch on the CPU, and PyTorch on this rank's CUDA device."""
     version, words, gauss = random.getstate()
     assert version == 3, f"unknown state of Python's generator: {version}"
     legacy = numpy.random.get_state(legacy=False)
@@ -153,7 +154,7 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def restore_rng(state: Mapping[str, Tensor]) -> None:
-    """Set the generators as ``rng_state`` found them; CUDA's where the state has it and this process has a device."""
+    """Set the generators to the result of ``rng_state``; CUDA's only if the state has it and this process has a device."""
     gauss = state["python_gauss"].item()
     random.setstate((3, tuple(state["python"].tolist()), None if gauss != gauss else gauss))
     *key, position, has_gauss = state["numpy"].tolist()
@@ -167,7 +168,7 @@ def restore_rng(state: Mapping[str, Tensor]) -> None:
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    """What is named like a checkpoint, good or not."""
+    """All paths that are named like a checkpoint, intact or not."""
     return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=_step, reverse=True)
 
 
@@ -175,17 +176,17 @@ def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def _is_good(path: Path) -> bool:
+def _is_intact(path: Path) -> bool:
     try:
         verify(path)
     except ValueError as error:
-        _log.warning("passing over a checkpoint: %s", error)
+        _log.warning("skipping a checkpoint: %s", error)
         return False
     return True
 
 
 def _listed(path: Path, manifest: object) -> dict[str, dict[str, object]]:
-    """The manifest's files. ValueError where it is not a manifest of this format and of files beside it."""
+    """The files in the manifest. Raises ValueError if it is not a manifest of this format, or names files elsewhere."""
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
         raise ValueError(f"{path / 'manifest.json'} is not a checkpoint's manifest; use another checkpoint")
     if manifest.get("format") != FORMAT:
@@ -193,23 +194,24 @@ def _listed(path: Path, manifest: object) -> dict[str, dict[str, object]]:
             f"{path} has format {manifest.get('format')!r}; this version of Retouch reads {FORMAT}: use the version that wrote it"
         )
     listed: dict[str, dict[str, object]] = manifest["files"]
-    sound = all(
-        Path(name).name == name and isinstance(kept, dict) and kept.keys() == {"bytes", "sha256"} for name, kept in listed.items()
+    valid = all(
+        Path(name).name == name and isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"}
+        for name, entry in listed.items()
     )
-    if not sound or "state.json" not in listed:
+    if not valid or "state.json" not in listed:
         raise ValueError(f"{path / 'manifest.json'} does not describe a checkpoint; use another one")
     return listed
 
 
 def _manifest(folder: Path) -> dict[str, Json]:
-    kept: dict[str, Json] = {
+    entries: dict[str, Json] = {
         path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(folder.iterdir())
     }
-    return {"format": FORMAT, "files": kept}
+    return {"format": FORMAT, "files": entries}
 
 
 def _as_json(value: Json) -> bytes:
-    """Strict JSON; ValueError for a number that JSON cannot hold, since dropping it would change the state."""
+    """Strict JSON. Raises ValueError for a number that JSON cannot represent, because dropping it would change the state."""
     return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode()
 
 
@@ -219,7 +221,7 @@ def _sha256(path: Path) -> str:
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU, contiguous, no two in one storage: what safetensors takes."""
+    """The tensors on the CPU, contiguous and without shared storage, as safetensors requires."""
     seen: set[int] = set()
     separate = {}
     for name, tensor in tensors.items():
@@ -231,12 +233,12 @@ def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _discard(path: Path) -> None:
-    """Remove a checkpoint: out of sight in one rename, then file by file."""
-    aside = path.with_name(f"{_ASIDE}old-{path.name}")
-    _remove(aside)
-    path.rename(aside)
+    """Remove a checkpoint: rename it first, so that an interrupted removal leaves no half checkpoint, then delete its files."""
+    temporary = path.with_name(f"{_TEMPORARY}old-{path.name}")
+    _remove(temporary)
+    path.rename(temporary)
     files.fsync_folder(path.parent)
-    _remove(aside)
+    _remove(temporary)
 
 
 def _remove(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""How long each stage of a step takes."""
+"""Wall-clock time of the stages of a step."""
 
 import time
 from collections.abc import Iterator
@@ -6,7 +6,10 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """Adds up wall-clock seconds by stage until they are taken. ``stage``: the one that goes on, or that last ended in an error."""
+    """Sums wall-clock seconds by stage until they are taken.
+
+    ``stage``: the stage that is running, or that ended with an exception.
+    """
 
     def __init__(self) -> None:
         self.stage: str | None = None
@@ -22,6 +25,6 @@ class Clock:
         self.stage = None
 
     def take(self) -> dict[str, float]:
-        """Seconds by ``time/<stage>`` since the last take."""
+        """Seconds by ``time/<stage>`` since the last call."""
         spent, self._spent = self._spent, {}
         return {f"time/{stage}": seconds for stage, seconds in spent.items()}

@@ -1,4 +1,4 @@
-"""What is told of completions: their text beside the pictures, and metrics of a step."""
+"""Completions in a run's records: their texts, which are stored with the images, and their metrics."""
 
 from collections.abc import Sequence
 
@@ -11,20 +11,20 @@ from retouch.training.loop import Metrics
 from retouch.types import Kind, Trajectory
 
 
-def texts(trajectory: Trajectory) -> Sequence[str | None]:
-    """What was written for each row; None where no text is."""
+def completion_texts(trajectory: Trajectory) -> Sequence[str | None]:
+    """Each row's text; None where the policy writes no text (it may generate an image token by token)."""
     if not isinstance(trajectory, AutoregressiveTrajectory):
         return [None] * len(trajectory)
-    if not (trajectory.kind == Kind.TEXT_TOKEN).any():  # a picture, token by token
+    if not (trajectory.kind == Kind.TEXT_TOKEN).any():  # image tokens only
         return [None] * len(trajectory)
     return [written.text for written in trajectory.outputs]
 
 
-def describe(trajectory: Trajectory, *, ranks: Ranks) -> Metrics:
-    """Mean tokens of a completion, with the one that ended it, and the share that was cut off, over all ranks.
+def completion_metrics(trajectory: Trajectory, *, ranks: Ranks) -> Metrics:
+    """The mean number of tokens of a completion, including the one that ended it, and the fraction cut off, over all ranks.
 
-    Of an engine with numbers of its own also how far these are from ours, in nats a token: |log ours - log theirs|, mean and
-    largest, and the mean of log theirs - log ours, which estimates the KL between the two.
+    If the tokens were sampled by an engine with log-probabilities of its own, also the difference from ours in nats per token: the
+    mean and the largest |log ours - log engine|, and the mean of log engine - log ours, which estimates their KL divergence.
     """
     if not isinstance(trajectory, AutoregressiveTrajectory):
         return {}
@@ -37,8 +37,8 @@ def describe(trajectory: Trajectory, *, ranks: Ranks) -> Metrics:
 def _engine(trajectory: AutoregressiveTrajectory, ranks: Ranks) -> Metrics:
     if trajectory.behaviour_log_probs is None:
         return {}
-    off = log_prob_difference(trajectory.log_probs, trajectory.behaviour_log_probs, trajectory.mask).cpu().double()
-    total, surplus, count = ranks.sum(torch.stack([off.abs().sum(), -off.sum(), torch.ones_like(off).sum()])).tolist()
-    worst = ranks.max(off.abs().max() if len(off) else off.sum()).item()
+    error = log_prob_difference(trajectory.log_probs, trajectory.behaviour_log_probs, trajectory.mask).cpu().double()
+    total, kl, count = ranks.sum(torch.stack([error.abs().sum(), -error.sum(), torch.ones_like(error).sum()])).tolist()
+    largest = ranks.max(error.abs().max() if len(error) else error.sum()).item()
     count = max(count, 1.0)
-    return {"engine/mismatch": total / count, "engine/mismatch_max": worst, "engine/kl": surplus / count}
+    return {"engine/mismatch": total / count, "engine/mismatch_max": largest, "engine/kl": kl / count}

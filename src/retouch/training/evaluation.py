@@ -1,4 +1,4 @@
-"""Held-out evaluation: deterministic sampling at fixed seeds, judged, broken down by tags, with intervals."""
+"""Held-out evaluation: deterministic sampling with fixed seeds, scoring, and tables by tag with confidence intervals."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,19 +14,21 @@ from retouch.distributed.ranks import Ranks
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.protocols import Renderer
 from retouch.rewards.judging import JudgeBatch, ScoredBatch
-from retouch.training.completions import texts
+from retouch.training.completions import completion_texts
 from retouch.training.loop import wait_for_rewards
 from retouch.types import Batch, Sample, Scores, Task
 
-# Training counts its steps from 0, so no training noise is ever keyed like this.
+# Keys the noise of evaluations. Training steps count from 0, so they never use this key.
 EVALUATION_STEP = -1
 MOST_TAG_VALUES = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Evaluated:
-    """Scores and rewards (n,) of the held-out tasks, in their order, NaN where missing; of the first few the pictures, and what was
-    written for them (None: nothing is).
+class EvaluationResult:
+    """Scores and rewards (n,) of the held-out tasks in their order, NaN where missing.
+
+    ``images`` and ``texts``: the images of the first few tasks, and the completions they were made from (None: the policy writes
+    none).
     """
 
     tasks: Sequence[Task]
@@ -36,7 +38,7 @@ class Evaluated:
     texts: Sequence[str | None] = field(default_factory=tuple)
 
     def to_json(self) -> dict[str, Any]:
-        """Every score by task, as kept in the run's folder."""
+        """Every score by task, as stored in the run's folder."""
         return {
             "tasks": [task.id for task in self.tasks],
             "rewards": self.rewards.tolist(),
@@ -44,12 +46,12 @@ class Evaluated:
         }
 
     @classmethod
-    def from_json(cls, kept: Mapping[str, Any], tasks: Sequence[Task]) -> "Evaluated":
-        """What ``to_json`` gave, for the same tasks. ValueError where the tasks have changed."""
-        if [task.id for task in tasks] != kept["tasks"]:
-            raise ValueError("the held-out tasks are not those that the run began with; start it anew with --fresh")
-        scores = {name: _column(values) for name, values in kept["scores"].items()}
-        return cls(tasks, scores, _column(kept["rewards"]))
+    def from_json(cls, record: Mapping[str, Any], tasks: Sequence[Task]) -> "EvaluationResult":
+        """The inverse of ``to_json``, for the same tasks. Raises ValueError if the tasks have changed."""
+        if [task.id for task in tasks] != record["tasks"]:
+            raise ValueError("the held-out tasks differ from those at the start of the run; start a new run with --fresh")
+        scores = {name: _column(values) for name, values in record["scores"].items()}
+        return cls(tasks, scores, _column(record["rewards"]))
 
 
 def _column(values: Sequence[float | None]) -> Tensor:
@@ -58,8 +60,10 @@ def _column(values: Sequence[float | None]) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """Judges a policy on ``tasks``, shared out over the ranks. ``seed`` keys the noise that pictures start from. ``demonstrates``:
-    whether the policy can be shown what a task wants.
+    """Evaluates a policy on ``tasks``, which are divided among the ranks.
+
+    ``seed`` keys the initial noise. ``batch``: tasks per batch. ``pictures``: the number of images to return. ``demonstrates``:
+    whether the policy can demonstrate the task, because it has a target.
     """
 
     tasks: Sequence[Task]
@@ -71,46 +75,47 @@ class Evaluator:
     pictures: int = 0
     demonstrates: Callable[[Task], bool] = lambda task: task.target is not None
 
-    def __call__(self, policy: Any) -> Evaluated:
-        """The policy as its end user would see it."""
+    def __call__(self, policy: Any) -> EvaluationResult:
+        """Score the policy as a user would run it."""
         return self._evaluate(policy.sample, slot=0)
 
-    def ceiling(self, policy: Any) -> Evaluated | None:
-        """The tasks' own targets or completions through the renderer; None where a task has none.
+    def ceiling(self, policy: Any) -> EvaluationResult | None:
+        """Score the tasks' own targets or completions after rendering; None if a task has none.
 
-        No denoising policy can pass its targets; a writer may find better words than a task's.
+        A denoising policy cannot exceed the score of its targets. A writer may find better completions than those of the tasks.
         """
         if not all(self.demonstrates(task) for task in self.tasks):
             return None
         return self._evaluate(policy.demonstrate, slot=0)
 
-    def best_of(self, policy: Any, *, k: int) -> Evaluated:
-        """The best of ``k`` samples of each task, column by column; a sample that could not be judged is never the best.
+    def best_of(self, policy: Any, *, k: int) -> EvaluationResult:
+        """The best of ``k`` samples per task, separately for each column; a sample without a score is never the best.
 
-        A denoising policy starts from other noise each time; a writer draws its words, of which the likeliest are always the same.
+        A denoising policy starts from new noise each time. A writer samples its tokens, because its most likely tokens are always
+        the same.
         """
         act = policy.rollout if isinstance(policy, AutoregressivePolicy) else policy.sample
-        tries = [self._evaluate(act, slot=slot) for slot in range(k)]
-        scores = {name: _best([each.scores[name] for each in tries]) for name in tries[0].scores}
-        return Evaluated(self.tasks, scores, _best([each.rewards for each in tries]))
+        results = [self._evaluate(act, slot=slot) for slot in range(k)]
+        scores = {name: _best([result.scores[name] for result in results]) for name in results[0].scores}
+        return EvaluationResult(self.tasks, scores, _best([result.rewards for result in results]))
 
-    def _evaluate(self, act: Any, *, slot: int) -> Evaluated:
+    def _evaluate(self, act: Any, *, slot: int) -> EvaluationResult:
         count = len(self.tasks)
         share = math.ceil(count / self.ranks.world)
         mine = [min(index, count - 1) for index in range(self.ranks.rank * share, (self.ranks.rank + 1) * share)]
-        waiting, images = [], []
-        written: list[str | None] = []
+        futures, images = [], []
+        texts: list[str | None] = []
         for first in range(0, share, self.batch):
-            asked, drawn, said = self._judge(act, mine[first : first + self.batch], slot)
-            waiting.append(asked)
-            images += drawn
-            written += said
-        judged = wait_for_rewards(self.ranks, waiting)
+            future, batch_images, batch_texts = self._submit(act, mine[first : first + self.batch], slot)
+            futures.append(future)
+            images += batch_images
+            texts += batch_texts
+        judged = wait_for_rewards(self.ranks, futures)
         table = self.ranks.gather(torch.stack([judged.rewards, *judged.scores.values()], dim=1))[:count]
         scores = dict(zip(judged.scores, table[:, 1:].unbind(dim=1), strict=True))
-        return Evaluated(self.tasks, scores, table[:, 0], images[: self.pictures], written[: self.pictures])
+        return EvaluationResult(self.tasks, scores, table[:, 0], images[: self.pictures], texts[: self.pictures])
 
-    def _judge(
+    def _submit(
         self, act: Any, indices: Sequence[int], slot: int
     ) -> "tuple[Future[ScoredBatch], list[Image | None], Sequence[str | None]]":
         tasks = tuple(self.tasks[index] for index in indices)
@@ -120,29 +125,32 @@ class Evaluator:
         )
         trajectory = act(batch)
         images = self.renderer(tasks, trajectory)
-        written = texts(trajectory)
-        return self.judge(batch, [Sample(*made) for made in zip(tasks, images, written, strict=True)]), images, written
+        texts = completion_texts(trajectory)
+        return self.judge(batch, [Sample(*parts) for parts in zip(tasks, images, texts, strict=True)]), images, texts
 
 
-def _best(tries: Sequence[Tensor]) -> Tensor:
-    best = torch.stack(list(tries)).nan_to_num(nan=-math.inf).amax(dim=0)
+def _best(columns: Sequence[Tensor]) -> Tensor:
+    best = torch.stack(list(columns)).nan_to_num(nan=-math.inf).amax(dim=0)
     return torch.where(best.isinf(), torch.nan, best)
 
 
 Row = dict[str, float | int]
 
 
-def table(evaluated: Evaluated, kept: Tensor | None = None) -> tuple[dict[str, Row], dict[str, dict[str, tuple[float, float]]]]:
-    """Column means by row, and their 95 % intervals, which one value does not have.
+def score_table(
+    evaluated: EvaluationResult, headline: Tensor | None = None
+) -> tuple[dict[str, Row], dict[str, dict[str, tuple[float, float]]]]:
+    """Column means by row, and their 95 % confidence intervals where a row has more than one score.
 
-    Rows: ``all``; ``headline``, the ``kept`` tasks (n,) bool, where these are not all; ``tag=value`` for tags of few values.
+    The rows are ``all``; ``headline``, the tasks for which ``headline`` (n,) is True, unless these are all; and ``tag=value`` for
+    each tag with few values.
     """
     means: dict[str, Row] = {}
     intervals: dict[str, dict[str, tuple[float, float]]] = {}
     columns = {"reward": evaluated.rewards, **evaluated.scores}
     groups = _groups(evaluated.tasks)
-    if kept is not None and not kept.all():
-        groups = {"all": groups.pop("all"), "headline": kept.nonzero().flatten().tolist(), **groups}
+    if headline is not None and not headline.all():
+        groups = {"all": groups.pop("all"), "headline": headline.nonzero().flatten().tolist(), **groups}
     for name, rows in groups.items():
         means[name] = {"n": len(rows)}
         intervals[name] = {}
@@ -155,27 +163,30 @@ def table(evaluated: Evaluated, kept: Tensor | None = None) -> tuple[dict[str, R
     return means, intervals
 
 
-def chosen(tasks: Sequence[Task], headline: Mapping[str, Sequence[str]] | None) -> Tensor:
-    """Which tasks (n,) bool the summary speaks of: all, or those with one of the given values for every given tag.
+def headline_tasks(tasks: Sequence[Task], headline: Mapping[str, Sequence[str]] | None) -> Tensor:
+    """A mask (n,) of the tasks that the summary is about: all of them, or those with one of the given values for every given tag.
 
-    ValueError where no task is left.
+    Raises ValueError if there is no such task.
     """
-    wanted = headline or {}
-    kept = torch.tensor([all(task.tags.get(tag) in values for tag, values in wanted.items()) for task in tasks])
-    if not kept.any():
-        raise ValueError(f"eval.headline: no held-out task has {dict(wanted)}")
-    return kept
+    tags = headline or {}
+    mask = torch.tensor([all(task.tags.get(tag) in values for tag, values in tags.items()) for task in tasks])
+    if not mask.any():
+        raise ValueError(f"eval.headline: no held-out task has {dict(tags)}")
+    return mask
 
 
 def paired_gain(before: Tensor, after: Tensor) -> tuple[float, tuple[float, float] | None]:
-    """Mean of after - before over tasks judged both times, and its 95 % interval (normal, paired); None for a single task."""
+    """The mean of after - before over tasks scored both times, and its 95 % interval (normal approximation, paired).
+
+    The interval is None for a single task.
+    """
     difference = (after - before).double()
     difference = difference[~difference.isnan()]
     return difference.mean().item(), _interval(difference) if len(difference) > 1 else None
 
 
 def _interval(values: Tensor) -> tuple[float, float]:
-    """The 95 % interval of the mean of (n,) values, n > 1, by the normal distribution."""
+    """The 95 % confidence interval of the mean of (n,) values, n > 1, by the normal approximation."""
     mean, half = values.mean().item(), 1.96 * values.std().item() / math.sqrt(len(values))
     return mean - half, mean + half
 

@@ -1,7 +1,7 @@
-"""A trial step before the first: does learning work at all, in both directions? Asks no judge and restores every bit.
+"""Preflight: a trial step before training, which shows whether the policy can learn. It asks no judge and restores every bit.
 
-The ratio must be 1 before the step and not 1 after it; gradients finite and not zero; the trained weights moved and the frozen
-ones did not; a KL has a gradient once the policy has left the reference.
+The ratio must be 1 before the step and not 1 after it. Gradients must be finite and non-zero. Trained weights must change and
+frozen ones must not. A KL penalty must have a gradient once the policy differs from the reference.
 """
 
 import math
@@ -26,7 +26,7 @@ HALF_PRECISION_LIMIT = 1e-2
 
 @dataclass(frozen=True)
 class Check:
-    """One finding; ``value`` was measured and ``limit`` is what it was held against, where there is one."""
+    """The result of one check: the measured ``value``, and the ``limit`` it was compared with, if there is one."""
 
     name: str
     ok: bool
@@ -43,7 +43,7 @@ class PreflightFailed(ValueError):
 
 
 def preflight(run: Run, phase: Phase, *, step: int, rows: int) -> list[Check]:
-    """Try one step on ``rows`` rows of ``step``, of those that it has, and restore everything. Every rank takes part."""
+    """Try one step on up to ``rows`` rows of training step ``step``, then restore everything. All ranks call it."""
     trained = {name: p for name, p in run.policy.module.named_parameters() if p.requires_grad}
     before = {name: p.detach().clone() for name, p in trained.items()}
     frozen = _fingerprints(run)
@@ -51,8 +51,8 @@ def preflight(run: Run, phase: Phase, *, step: int, rows: int) -> list[Check]:
     optimizer = {name: tensor.clone() for name, tensor in optimizer.items()}
     copies = {name: tensor.clone() for name, tensor in copies.items()}
     try:
-        minibatch = _trial(run, phase, step, rows)
-        return [*_tried(run, phase, step, minibatch, before), _check_frozen(run, frozen)]
+        minibatch = _trial_minibatch(run, phase, step, rows)
+        return [*_take_step(run, phase, step, minibatch, before), _check_frozen(run, frozen)]
     finally:
         with torch.no_grad():
             for name, parameter in trained.items():
@@ -62,21 +62,23 @@ def preflight(run: Run, phase: Phase, *, step: int, rows: int) -> list[Check]:
         restore_rng(random)
 
 
-def require(checks: list[Check]) -> None:
-    """PreflightFailed where a check failed, with all that did."""
+def require_passed(checks: list[Check]) -> None:
+    """Raise PreflightFailed, with all failed checks, if one failed."""
     failed = [check for check in checks if not check.ok]
     if failed:
         raise PreflightFailed("the trial step failed:\n" + "\n".join(f"  {check.name}: {check.text}" for check in failed))
 
 
-def _trial(run: Run, phase: Phase, step: int, rows: int) -> Minibatch:
-    """A few rows with advantages of both signs, of as many tasks as can be: a policy may be quite sure of one. DPO learns from two
-    of one task.
+def _trial_minibatch(run: Run, phase: Phase, step: int, rows: int) -> Minibatch:
+    """A few rows with advantages of both signs.
+
+    The rows are from as many tasks as possible, because a policy may have almost no entropy on one task. An objective that learns
+    from pairs gets pairs of the same task.
     """
     batch = phase.batch(step)
     pairs = isinstance(phase.objective, Objective) and phase.objective.learns_from_pairs
-    apart = 1 if pairs else len(batch) // rows
-    batch = batch.take(slice(0, apart * rows, apart))
+    stride = 1 if pairs else len(batch) // rows
+    batch = batch.take(slice(0, stride * rows, stride))
     act = run.policy.demonstrate if phase.advantage is None else run.policy.rollout
     parts = [act(batch.take(slice(first, first + run.chunk))) for first in range(0, len(batch), run.chunk)]
     trajectory = type(parts[0]).concat(parts)
@@ -88,17 +90,17 @@ def _trial(run: Run, phase: Phase, step: int, rows: int) -> Minibatch:
     return make_minibatch(run, phase, collected, slice(0, len(batch)), epoch=0)
 
 
-def _tried(run: Run, phase: Phase, step: int, minibatch: Minibatch, before: dict[str, Tensor]) -> Iterator[Check]:
+def _take_step(run: Run, phase: Phase, step: int, minibatch: Minibatch, before: dict[str, Tensor]) -> Iterator[Check]:
     actor = phase.objective.actor if isinstance(phase.objective, ActorCritic) else phase.objective
     has_ratio = isinstance(actor, Objective) and actor.has_ratio
     if has_ratio:
-        off, limit = _ratio_off(run, minibatch), _limit(run, minibatch)
+        deviation, limit = _max_ratio_deviation(run, minibatch), _ratio_limit(run, minibatch)
         yield Check(
             "ratio_before",
-            off <= limit,
-            off,
+            deviation <= limit,
+            deviation,
             limit,
-            f"largest |ratio - 1| before the step is {off:.1e}, at most {limit:.0e} allowed",
+            f"the largest |ratio - 1| before the step is {deviation:.1e}; the limit is {limit:.0e}",
         )
     accumulate(run, phase.objective, minibatch)
     norm = run.stepper.step(max(phase.learning_rate(step), phase.learning_rate(phase.steps.stop - 1), 1e-6))
@@ -107,18 +109,19 @@ def _tried(run: Run, phase: Phase, step: int, minibatch: Minibatch, before: dict
         norm > 0,
         norm,
         None,
-        f"norm of the trial gradient is {norm:.2e}" if norm > 0 else "the trial gradient is exactly 0",
+        f"the norm of the trial gradient is {norm:.2e}" if norm > 0 else "the trial gradient is exactly 0",
     )
     moved = sum(not torch.equal(before[name], p) for name, p in run.policy.module.named_parameters() if name in before)
-    yield Check("moved", moved > 0, moved, None, f"{moved} of {len(before)} trained tensors moved")
+    yield Check("moved", moved > 0, moved, None, f"{moved} of {len(before)} trained tensors changed")
     if has_ratio:
-        off = _ratio_off(run, minibatch)
+        deviation = _max_ratio_deviation(run, minibatch)
+        changed = f"the largest |ratio - 1| after the step is {deviation:.1e}"
         yield Check(
             "ratio_after",
-            off > 0,
-            off,
+            deviation > 0,
+            deviation,
             None,
-            f"largest |ratio - 1| after the step is {off:.1e}" if off > 0 else "the ratio is still exactly 1 after a step",
+            changed if deviation > 0 else "the ratio is still exactly 1 after a step",
         )
     if isinstance(actor, Objective) and actor.kl_kind is not None:
         size = _kl_gradient(run, actor, minibatch)
@@ -127,22 +130,23 @@ def _tried(run: Run, phase: Phase, step: int, minibatch: Minibatch, before: dict
             size > 0,
             size,
             None,
-            f"norm of the KL's gradient is {size:.2e}" if size > 0 else "the KL has no gradient",
+            f"the norm of the KL's gradient is {size:.2e}" if size > 0 else "the KL has no gradient",
         )
 
 
-def _ratio_off(run: Run, minibatch: Minibatch) -> float:
-    worst = torch.zeros(())
+def _max_ratio_deviation(run: Run, minibatch: Minibatch) -> float:
+    """The largest |ratio - 1| of all actions and ranks."""
+    largest = torch.zeros(())
     for part in run.policy.microbatches(minibatch.trajectory):
         with torch.no_grad():
             evaluation = run.policy.evaluate(minibatch.trajectory, part, Needs())
         mask = minibatch.trajectory.mask[part.rows, part.actions]
         ratio = torch.where(mask, evaluation.log_ratio, 0.0).exp()
-        worst = torch.maximum(worst, (ratio - 1).abs().max().cpu())
-    return run.ranks.max(worst).item()
+        largest = torch.maximum(largest, (ratio - 1).abs().max().cpu())
+    return run.ranks.max(largest).item()
 
 
-def _limit(run: Run, minibatch: Minibatch) -> float:
+def _ratio_limit(run: Run, minibatch: Minibatch) -> float:
     if next(run.policy.module.parameters()).dtype != torch.float32:
         return HALF_PRECISION_LIMIT
     transitions = bool((minibatch.trajectory.kind == Kind.TRANSITION).all())
@@ -154,7 +158,7 @@ def _kl_gradient(run: Run, objective: Objective, minibatch: Minibatch) -> float:
     evaluation = run.policy.evaluate(minibatch.trajectory, part, Needs(kl=objective.kl_kind))
     assert evaluation.kl is not None
     stepper = run.stepper.policy if isinstance(run.stepper, HeadStepper) else run.stepper
-    if isinstance(stepper, FsdpStepper):  # its gradients come about in backward passes alone
+    if isinstance(stepper, FsdpStepper):  # sharded gradients exist only after a backward pass, not in autograd.grad
         return stepper.gradient_norm(evaluation.kl.mean())
     parameters = [p for p in run.policy.module.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(evaluation.kl.mean(), parameters, allow_unused=True)
@@ -162,7 +166,7 @@ def _kl_gradient(run: Run, objective: Objective, minibatch: Minibatch) -> float:
 
 
 def _fingerprints(run: Run) -> list[Tensor]:
-    """A sum and a sum of absolute values of everything frozen in the trained module."""
+    """The sum and the sum of absolute values of every frozen parameter and buffer of the trained module."""
     frozen = [p.detach() for p in run.policy.module.parameters() if not p.requires_grad] + list(run.policy.module.buffers())
     return [torch.stack([tensor.double().sum(), tensor.double().abs().sum()]) for tensor in frozen if not tensor.is_complex()]
 

@@ -212,7 +212,7 @@ def test_the_tiny_recipe_trains_on_the_good_item_and_names_the_broken_one(tmp_pa
     folder, log = tiny_run(tmp_path, "whole", warm_up=1, rl=1)
     for once in ("self_bench.txt:2: error: 'test17_ref.png': no such file", "skipped 1 of 2 rows", "items is Calligrapher's bench"):
         assert log.count(once) == 1, once
-    assert "judged by the tasks that train" in log
+    assert "measures fit, not generalisation" in log
     assert "trained-on tasks after step 2" in log
     assert "held-out" not in log
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -108,7 +108,7 @@ def _until(recipe: Recipe, stop: int) -> None:
 
     save = checkpoint.save
 
-    def saving(folder: Path, state: checkpoint.State) -> None:
+    def saving(folder: Path, state: checkpoint.TrainState) -> None:
         save(folder, state)
         if state.step == stop:
             raise Killed

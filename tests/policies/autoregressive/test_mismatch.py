@@ -15,7 +15,7 @@ from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.autoregressive.decoding import CachedDecoding
 from retouch.policies.autoregressive.mismatch import check_mismatch, importance_weights
 from retouch.policies.autoregressive.rollout import CachedEngine, EngineFault
-from retouch.training.completions import describe
+from retouch.training.completions import completion_metrics
 from retouch.types import Needs, Slice
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
@@ -97,18 +97,18 @@ def test_metrics_tell_how_far_off_an_engine_is():
     way = policy(0.5, cap=None)
     batch = tiny_writing.batch()
     trajectory = way.rollout(batch)
-    told = describe(trajectory, ranks=Ranks())
+    told = completion_metrics(trajectory, ranks=Ranks())
     assert told["engine/mismatch"] == pytest.approx(0.5, abs=1e-5)
     assert told["engine/mismatch_max"] == pytest.approx(0.5, abs=1e-4)
     assert told["engine/kl"] == pytest.approx(0.5, abs=1e-5)
     off = replace(trajectory, behaviour_log_probs=trajectory.log_probs - trajectory.ids * 1e-3)
-    told = describe(off, ranks=Ranks())
+    told = completion_metrics(off, ranks=Ranks())
     drawn = trajectory.ids[trajectory.mask] * 1e-3
     assert told["engine/mismatch"] == pytest.approx(drawn.mean().item(), rel=1e-3)
     assert told["engine/mismatch_max"] == pytest.approx(drawn.max().item(), rel=1e-3)
     assert told["engine/kl"] == pytest.approx(-drawn.mean().item(), rel=1e-3)
     alone = tiny_writing.policy(writer=way.model).rollout(batch)
-    assert not any(name.startswith("engine/") for name in describe(alone, ranks=Ranks()))
+    assert not any(name.startswith("engine/") for name in completion_metrics(alone, ranks=Ranks()))
 
 
 def test_an_engine_with_our_own_numbers_weighs_nothing():

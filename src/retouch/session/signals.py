@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM ask a run to stop; it does at the end of its step, on all ranks, with a checkpoint."""
+"""SIGINT (Ctrl-C) and SIGTERM ask a run to stop at the end of its step, on all ranks, with a checkpoint."""
 
 import signal
 from collections.abc import Iterator
@@ -7,20 +7,20 @@ from types import FrameType
 
 
 class StopRequest:
-    """``signal``: the first one received, or None. A second Ctrl-C stops at once, as usual."""
+    """``signal``: the first signal received, or None. A second Ctrl-C stops the process at once, as usual."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
 
     @property
     def code(self) -> int:
-        """The exit code of a process that a signal ended: 128 + its number; SIGTERM's where another rank received it."""
+        """The exit code of a process that a signal ended: 128 + its number (SIGTERM if another rank received it)."""
         return 128 + (self.signal or signal.SIGTERM)
 
 
 @contextmanager
-def listening() -> Iterator[StopRequest]:
-    """Catch the first SIGINT or SIGTERM while the block runs."""
+def catch_stop_signals() -> Iterator[StopRequest]:
+    """Catch the first SIGINT or SIGTERM inside the block."""
     request = StopRequest()
 
     def note(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""A trial step of every phase that is still to come: what would end a later one must not be learned after the first is done."""
+"""A trial step for every remaining phase, so that a fault in a later phase is found before the first one starts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -16,7 +16,7 @@ ROWS = 8
 def trial_steps(
     parts: Assembly, *, stepper: Stepper, judge: Callable[[Batch, Sequence[Sample]], "Future[ScoredBatch]"], done: int
 ) -> Iterator[Check]:
-    """What was found in each phase that is not over after ``done`` steps of the run. Asks no judge and restores every bit."""
+    """The preflight checks of each phase that is not finished after ``done`` steps. Asks no judge and restores every bit."""
     for index, (_, steps) in enumerate(parts.plan):
         if done >= steps.stop or not steps:
             continue
