@@ -6,29 +6,29 @@ import pytest
 import torch
 
 from retouch.playground.models import PlaygroundModel, playground_weights
-from retouch.pretraining.build import build, measure
-from retouch.pretraining.networks import parts
+from retouch.pretraining.build_editor import build_editor, measure
+from retouch.pretraining.networks import qwen_parts
 from retouch.pretraining.networks.autoencoder import AutoencoderTraining
-from retouch.pretraining.networks.editor import EditorTraining, Round
-from retouch.pretraining.networks.tokenizer import SPECIAL_TOKENS
+from retouch.pretraining.networks.editor import EditorRound, EditorTraining
+from retouch.pretraining.networks.qwen_parts import SPECIAL_TOKENS
 from retouch.records.files import read_json
 
 TINY = {
     "autoencoder": AutoencoderTraining(steps=3, decoder_steps=2, batch=8),
     "editor": EditorTraining(
-        rounds=(Round(steps=2, learning_rate=2e-3), Round(steps=1, learning_rate=1e-3, vain=0.5)), batch=8, warmup=1
+        rounds=(EditorRound(steps=2, learning_rate=2e-3), EditorRound(steps=1, learning_rate=1e-3, vain=0.5)), batch=8, warmup=1
     ),
 }
 
 
 def load(path: Path):
-    return PlaygroundModel(path=str(path)).build(device=torch.device("cpu"))
+    return PlaygroundModel(path=str(path)).build_editor(device=torch.device("cpu"))
 
 
 def test_the_same_seed_gives_the_same_bits_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retouch.pretraining.build.HELD_OUT", 8)
+    monkeypatch.setattr("retouch.pretraining.build_editor.HELD_OUT", 8)
     for name in ("one", "two"):
-        build(tmp_path / name, seed=3, **TINY)
+        build_editor(tmp_path / name, seed=3, **TINY)
     files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.safetensors"))
     assert len(files) == 3
     for file in files:
@@ -39,13 +39,13 @@ def test_the_same_seed_gives_the_same_bits_and_loads(tmp_path: Path, monkeypatch
 def test_another_seed_gives_other_weights() -> None:
     weights = []
     for seed in (0, 1):
-        parts.seeded(seed)
-        weights.append(parts.transformer().img_in.weight)
+        qwen_parts.seeded(seed)
+        weights.append(qwen_parts.transformer().img_in.weight)
     assert not torch.equal(*weights)
 
 
 def test_the_tokenizer_has_the_real_special_tokens_and_reads_any_text() -> None:
-    words = parts.tokenizer(0)
+    words = qwen_parts.tokenizer(0)
     for token in SPECIAL_TOKENS:
         assert words.tokenize(f"a{token}b").count(token) == 1
     strange = "żółw 龟 <|im_start|>user\n🐢"
@@ -67,7 +67,7 @@ def test_what_ships_is_small() -> None:
 
 def test_the_text_encoder_looks_only_so_far_back() -> None:
     """Two layers with a window of 4 tokens reach 6 back, whatever the library warns of."""
-    encoder = parts.text_encoder(parts.tokenizer(0)).eval()
+    encoder = qwen_parts.text_encoder(qwen_parts.tokenizer(0)).eval()
     tokens = torch.arange(100, 140)[None]
     changed = tokens.clone()
     changed[0, 5] = 300

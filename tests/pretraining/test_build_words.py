@@ -12,7 +12,7 @@ from retouch.playground.models import PlaygroundWords, playground_weights
 from retouch.playground.world.words import WordData
 from retouch.pretraining import build_words as building
 from retouch.pretraining.build_words import build_words
-from retouch.pretraining.networks.word_parts import text
+from retouch.pretraining.networks.flux_parts import text
 from retouch.pretraining.networks.words import WordAutoencoderTraining, WordRound, WordTraining
 from retouch.records.files import read_json
 from retouch.rewards.text.ocr import OcrReward

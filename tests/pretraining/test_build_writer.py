@@ -5,10 +5,10 @@ from pathlib import Path
 
 from retouch.pretraining import build_writer as building
 from retouch.pretraining.build_writer import build_writer
-from retouch.pretraining.networks.writer import Round, WriterTraining
+from retouch.pretraining.networks.writer import WriterRound, WriterTraining
 from small_builds import three
 
-ROUNDS = (Round(2, 2e-3, (1,)), Round(2, 1e-3, (1, 2), legible=1.0))
+ROUNDS = (WriterRound(2, 2e-3, (1,)), WriterRound(2, 1e-3, (1, 2), distillation=1.0))
 TINY = WriterTraining(rounds=ROUNDS, batch=4, warmup=1)
 
 

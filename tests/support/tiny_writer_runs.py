@@ -11,7 +11,7 @@ import tiny_writers
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.sd3.model import SD3
 from retouch.playground.models import PlaygroundModel
-from retouch.pretraining.networks import parts
+from retouch.pretraining.networks import qwen_parts
 from retouch.pretraining.networks.emu3 import LONGEST, emu3_tokenizer, untrained_emu3
 from retouch.pretraining.networks.image_codes import untrained_codes
 from retouch.pretraining.networks.writer import untrained_writer
@@ -26,7 +26,7 @@ def save_writer(folder: Path) -> None:
         torch.manual_seed(0)
         untrained_writer(editor.text.tokenizer).save_pretrained(folder)
     editor.text.tokenizer.save_pretrained(folder)
-    parts.image_processor().save_pretrained(folder)
+    qwen_parts.image_processor().save_pretrained(folder)
 
 
 def save_speaker(folder: Path) -> None:

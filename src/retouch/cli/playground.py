@@ -48,7 +48,7 @@ def _playground_build(arguments: argparse.Namespace) -> int:
 
             build = build_words
         case _:
-            from retouch.pretraining.build import build as build_editor
+            from retouch.pretraining.build_editor import build_editor
 
             build = build_editor
     build(arguments.out, seed=arguments.seed)

@@ -16,9 +16,9 @@ from retouch.playground.world.tasks import PlaygroundData
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
-from retouch.pretraining.building import Building, halved, held_out, log, one_thread
 from retouch.pretraining.networks.emu3 import LONGEST, Emu3Training, emu3_tokenizer, train_emu3, train_rounds
 from retouch.pretraining.networks.image_codes import CodesTraining, train_codes
+from retouch.pretraining.record import BuildRecord, halved, held_out, log, one_thread
 from retouch.recipe.emu3 import Emu3
 from retouch.renderers.codes import CodesRenderer
 from retouch.training.evaluation import score_table
@@ -48,7 +48,7 @@ def build_emu3(
 
     One thread, so that the bits do not depend on how many cores there are.
     """
-    building = Building(seed=seed, command=COMMAND)
+    record = BuildRecord(seed=seed, command=COMMAND)
     folder = playground_weights("emu3") if out is None else out
     with one_thread():
         vq = train_codes(replace(codes, seed=seed), log.info)
@@ -62,7 +62,7 @@ def build_emu3(
             editor = Emu3Editor(language_model(whole), words, vq=whole.model.vqmodel, size=(SIZE, SIZE))
             scores |= {f"{name}, {what}": value for what, value in measure(editor).items()}
         scores |= build_further(folder, replace(further, seed=seed))
-    building.finish(scores, folder)
+    record.finish(scores, folder)
     return scores
 
 

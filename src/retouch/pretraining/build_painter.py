@@ -16,12 +16,12 @@ from retouch.policies.autoregressive.demonstrations import has_completion
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
-from retouch.pretraining.build import PARTS
-from retouch.pretraining.building import Building, halved, held_out, log, one_thread, write_index
-from retouch.pretraining.networks import parts
+from retouch.pretraining.build_editor import PARTS
+from retouch.pretraining.networks import qwen_parts
 from retouch.pretraining.networks.enhancer import LONGEST, EnhancerTraining, train_enhancer
 from retouch.pretraining.networks.enhancer import TEMPLATE as ENHANCING
 from retouch.pretraining.networks.painter import TEMPLATE, PainterTraining, train_painter
+from retouch.pretraining.record import BuildRecord, halved, held_out, log, one_thread, write_index
 from retouch.records import files
 from retouch.renderers.prompts import FlowPainter, PromptRenderer
 from retouch.training.evaluation import score_table
@@ -40,7 +40,7 @@ def build_painter(
 
     About half an hour on one core of a laptop. One thread, so that the bits do not depend on how many cores there are.
     """
-    building = Building(seed=seed, command=COMMAND)
+    record = BuildRecord(seed=seed, command=COMMAND)
     folders = [playground_weights(name) if out is None else out / name for name in ("painter", "enhancer")]
     with one_thread():
         editor = PlaygroundModel(kind="playground").build(device=torch.device("cpu"))
@@ -50,7 +50,7 @@ def build_painter(
     write_painter(model, folders[0])
     write_enhancer(writer, folders[1])
     scores = measure(model, writer)
-    building.finish(scores, *folders)
+    record.finish(scores, *folders)
     return scores
 
 
@@ -61,7 +61,7 @@ def write_painter(model: QwenImage, folder: Path) -> None:
     halved(model.latents.vae).save_pretrained(folder / "vae")
     halved(model.text.encoder).save_pretrained(folder / "text_encoder")
     model.text.tokenizer.save_pretrained(folder / "tokenizer")
-    parts.scheduler().save_pretrained(folder / "scheduler")
+    qwen_parts.scheduler().save_pretrained(folder / "scheduler")
     write_index(folder, "QwenImagePipeline", {name: found for name, found in PARTS.items() if name != "processor"})
     files.write_json(folder / "adapter.json", {"template": TEMPLATE, "size": list(model.size)})
     for part in ("transformer", "vae"):
@@ -72,7 +72,7 @@ def write_enhancer(writer: QwenWriter, folder: Path) -> None:
     """The enhancer in transformers' own layout, in half precision, with its template beside it."""
     halved(writer.module).save_pretrained(folder)
     writer.template.tokenizer.save_pretrained(folder)
-    parts.image_processor().save_pretrained(folder)
+    qwen_parts.image_processor().save_pretrained(folder)
     files.write_json(folder / "adapter.json", {"template": ENHANCING})
 
 

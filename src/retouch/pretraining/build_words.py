@@ -10,9 +10,9 @@ from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.denoising.transitions import ODETransition
 from retouch.policies.weights import WeightCopies
-from retouch.pretraining.building import Building, halved, held_out, log, one_thread, write_index
-from retouch.pretraining.networks import word_parts
+from retouch.pretraining.networks import flux_parts
 from retouch.pretraining.networks.words import WordAutoencoderTraining, WordRound, WordTraining, train_word_autoencoder, train_words
+from retouch.pretraining.record import BuildRecord, halved, held_out, log, one_thread, write_index
 from retouch.records import files
 from retouch.renderers.latents import LatentRenderer
 from retouch.rewards.text.ocr import OcrReward
@@ -44,7 +44,7 @@ def build_words(
 
     About 20 minutes on one core of a laptop. One thread, so that the bits do not depend on how many cores there are.
     """
-    building = Building(seed=seed, command=COMMAND)
+    record = BuildRecord(seed=seed, command=COMMAND)
     folder = playground_weights("words") if out is None else out
     judge = OcrReward(where="box", line_width=160)
     with one_thread():
@@ -52,7 +52,7 @@ def build_words(
         model = train_words(vae, replace(words, seed=seed), log.info)
     write(model, folder)
     scores = measure(model, judge)
-    building.finish(scores, folder)
+    record.finish(scores, folder)
     return scores
 
 
@@ -65,7 +65,7 @@ def write(model: FluxFill, folder: Path) -> None:
     model.text.t5.save_pretrained(folder / "text_encoder_2")
     model.text.clip_tokenizer.save_pretrained(folder / "tokenizer")
     model.text.t5_tokenizer.save_pretrained(folder / "tokenizer_2")
-    word_parts.scheduler().save_pretrained(folder / "scheduler")
+    flux_parts.scheduler().save_pretrained(folder / "scheduler")
     write_index(folder, "FluxFillPipeline", PARTS)
     files.write_json(folder / "adapter.json", {"max_sequence_length": model.text.max_sequence_length})
 

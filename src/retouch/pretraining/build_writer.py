@@ -17,18 +17,18 @@ from retouch.policies.autoregressive.demonstrations import has_completion
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
-from retouch.pretraining.building import Building, held_out, log, one_thread
-from retouch.pretraining.networks import parts
-from retouch.pretraining.networks.writer import LONGEST, Round, WriterTraining, train_writer
+from retouch.pretraining.networks import qwen_parts
+from retouch.pretraining.networks.writer import LONGEST, WriterRound, WriterTraining, train_writer
+from retouch.pretraining.record import BuildRecord, held_out, log, one_thread
 from retouch.renderers.responses import ResponseRenderer
 from retouch.training.evaluation import score_table
 
 WRITER = WriterTraining(
     rounds=(
-        Round(800, 2e-3, (1,)),
-        Round(1500, 2e-3, (1, 2, 3)),
-        Round(1200, 1e-3, (1, 2, 3), legible=1.0),
-        Round(2000, 1e-3, (1, 2, 3), legible=3.0),
+        WriterRound(800, 2e-3, (1,)),
+        WriterRound(1500, 2e-3, (1, 2, 3)),
+        WriterRound(1200, 1e-3, (1, 2, 3), distillation=1.0),
+        WriterRound(2000, 1e-3, (1, 2, 3), distillation=3.0),
     ),
 )
 HELD_OUT = 330
@@ -40,7 +40,7 @@ def build_writer(out: Path | None, *, seed: int, writer: WriterTraining = WRITER
 
     About 25 minutes on one core of a laptop. One thread, so that the bits do not depend on how many cores there are.
     """
-    building = Building(seed=seed)
+    record = BuildRecord(seed=seed)
     folder = playground_writer_weights() if out is None else out
     with one_thread():
         editor = PlaygroundModel(kind="playground").build(device=torch.device("cpu"))
@@ -48,13 +48,13 @@ def build_writer(out: Path | None, *, seed: int, writer: WriterTraining = WRITER
         module = train_writer(editor, replace(writer, seed=seed), log.info)
     module.save_pretrained(folder)
     editor.text.tokenizer.save_pretrained(folder)
-    parts.image_processor().save_pretrained(folder)
-    scores = measure_writer(editor, module)
-    building.finish(scores, folder)
+    qwen_parts.image_processor().save_pretrained(folder)
+    scores = measure(editor, module)
+    record.finish(scores, folder)
     return scores
 
 
-def measure_writer(editor: QwenImageEdit, module: Qwen2_5_VLForConditionalGeneration) -> dict[str, float]:
+def measure(editor: QwenImageEdit, module: Qwen2_5_VLForConditionalGeneration) -> dict[str, float]:
     """Held-out means of what the editor makes of the writer's likeliest words and of the right ones, by reader and complexity."""
     tasks = IndirectPlaygroundData(seed=1, count=HELD_OUT, complexity=[1, 2, 3], split="test").tasks(in_turn=True)
     policy = AutoregressivePolicy(

@@ -11,8 +11,8 @@ from retouch.config.packaged import find
 from retouch.doctor.memory import describe, footprint
 from retouch.models.common.pretrained import find_encoder
 from retouch.pretraining.build_words import write
-from retouch.pretraining.networks import word_parts
-from retouch.pretraining.networks.sight import build_sight
+from retouch.pretraining.networks import flux_parts
+from retouch.pretraining.networks.image_encoder import build_image_encoder
 from retouch.recipe.checks import check_ranks
 from retouch.recipe.recipe import load
 from retouch.session.session import run
@@ -130,7 +130,7 @@ def painter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("painter")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        write(word_parts.untrained(word_parts.autoencoder().eval(), seed=0), folder)
+        write(flux_parts.untrained(flux_parts.autoencoder().eval(), seed=0), folder)
     return folder
 
 
@@ -155,7 +155,7 @@ def test_a_twin_takes_its_steps(name: str, painter: Path, tmp_path: Path) -> Non
 
 
 def test_the_playgrounds_encoder_is_what_its_seed_gives(tmp_path: Path) -> None:
-    build_sight(tmp_path)
+    build_image_encoder(tmp_path)
     shipped = find_encoder("playground")
     assert shipped is not None
     for name in ("config.json", "preprocessor_config.json", "model.safetensors"):

@@ -1,6 +1,6 @@
 """The playground's base editor: transformer and text encoder trained together by supervised flow matching on single edits.
 
-See ``retouch.pretraining.joint``; the shipped weights are the running average.
+See ``retouch.pretraining.joint_training``; the shipped weights are the running average.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from diffusers import AutoencoderKLQwenImage
 from retouch.core.random import generator
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.playground.world.tasks import PlaygroundData
-from retouch.pretraining.joint import JointModel, train_jointly, with_blanks
-from retouch.pretraining.networks import parts
-from retouch.pretraining.teaching import each_alone
+from retouch.pretraining.joint_training import JointModel, train_jointly, with_blank_instructions
+from retouch.pretraining.networks import qwen_parts
+from retouch.pretraining.supervised import ungrouped_batch
 from retouch.types import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round:
+class EditorRound:
     """``learning_rate``: the peak, after the warm-up; from there it falls to 0 as a cosine. ``vain``: see ``PlaygroundTasks``."""
 
     steps: int
@@ -36,7 +36,7 @@ class EditorTraining:
     clauses that must be told apart.
     """
 
-    rounds: tuple[Round, ...]
+    rounds: tuple[EditorRound, ...]
     seed: int = 0
     batch: int = 64
     warmup: int = 100
@@ -48,16 +48,16 @@ class EditorTraining:
 
 def untrained(vae: AutoencoderKLQwenImage, seed: int) -> QwenImageEdit:
     """The editor before training, its weights drawn from the seed."""
-    parts.seeded(seed)
-    words = parts.tokenizer(seed)
+    qwen_parts.seeded(seed)
+    words = qwen_parts.tokenizer(seed)
     return QwenImageEdit(
-        transformer=parts.transformer(),
+        transformer=qwen_parts.transformer(),
         vae=vae,
-        text_encoder=parts.text_encoder(words),
+        text_encoder=qwen_parts.text_encoder(words),
         tokenizer=words,
-        image_processor=parts.image_processor(),
-        scheduler_config=dict(parts.scheduler().config),
-        template=parts.TEMPLATE,
+        image_processor=qwen_parts.image_processor(),
+        scheduler_config=dict(qwen_parts.scheduler().config),
+        template=qwen_parts.TEMPLATE,
         condition_area="as_is",
         source_area="as_is",
     )
@@ -84,7 +84,9 @@ def train_round(model: QwenImageEdit, settings: EditorTraining, number: int, log
     def batch(step: int) -> Batch:
         tasks = filled if torch.rand((), generator=generator(seed, "filler", step)) < settings.filler else plain
         rows = tasks[step * settings.batch : (step + 1) * settings.batch]
-        return each_alone(with_blanks(rows, settings.unconditional, generator(seed, "unconditional", step)), seed=seed, step=step)
+        return ungrouped_batch(
+            with_blank_instructions(rows, settings.unconditional, generator(seed, "unconditional", step)), seed=seed, step=step
+        )
 
     train_jointly(
         JointModel(model),

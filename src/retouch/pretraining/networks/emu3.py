@@ -14,10 +14,9 @@ from retouch.models.emu3.tokens import BOI, BOS, EOF, EOI, EOL, EOS, IMG, PAD
 from retouch.playground.world.instructions import corpus
 from retouch.playground.world.scenes import SIZE
 from retouch.playground.world.tasks import PlaygroundData
-from retouch.pretraining.imitating import imitate
 from retouch.pretraining.networks.image_codes import CODES
-from retouch.pretraining.networks.parts import seeded
-from retouch.pretraining.networks.tokenizer import build_tokenizer
+from retouch.pretraining.networks.qwen_parts import build_tokenizer, seeded
+from retouch.pretraining.supervised import train_on_completions
 
 THOUGHTS = ("<|start thinking|>", "<|end thinking|>")
 LONGEST = 24
@@ -100,7 +99,7 @@ def train_rounds(editor: Emu3Editor, settings: Emu3Training, log: Callable[[str]
             filler=settings.filler,
             unfinished=settings.unfinished,
         )
-        imitate(
+        train_on_completions(
             editor,
             data.tasks(),
             rows=settings.batch,

@@ -11,9 +11,8 @@ from transformers import Qwen2Tokenizer, Qwen2VLConfig, Qwen2VLForConditionalGen
 from retouch.models.common.chat_template import TURNS
 from retouch.models.qwen_vl.model import QwenWriter
 from retouch.playground.world.paintings import PaintingData
-from retouch.pretraining.imitating import imitate
-from retouch.pretraining.networks.parts import INITIALIZER_RANGE, WIDTH, picture_tokens, seeded, text_config
-from retouch.pretraining.networks.tokenizer import build_tokenizer
+from retouch.pretraining.networks.qwen_parts import INITIALIZER_RANGE, WIDTH, build_tokenizer, picture_tokens, seeded, text_config
+from retouch.pretraining.supervised import train_on_completions
 
 SYSTEM = "Say it for the painter."
 TEMPLATE = TURNS.format(system=SYSTEM, user="{}")
@@ -73,7 +72,7 @@ def train_enhancer(settings: EnhancerTraining, log: Callable[[str], None]) -> Qw
     data = PaintingData(
         seed=settings.seed + 100, count=settings.batch * settings.steps, complexity=settings.complexity, lazy=settings.lazy
     )
-    imitate(
+    train_on_completions(
         writer,
         data.tasks(in_turn=True),
         rows=settings.batch,

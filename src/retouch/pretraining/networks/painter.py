@@ -14,8 +14,8 @@ from retouch.models.qwen_image.model import QwenImage
 from retouch.playground.world.descriptions import free_description
 from retouch.playground.world.paintings import PaintingData
 from retouch.playground.world.scenes import SIZE, Scene
-from retouch.pretraining.joint import JointModel, train_jointly, with_blanks
-from retouch.pretraining.teaching import each_alone
+from retouch.pretraining.joint_training import JointModel, train_jointly, with_blank_instructions
+from retouch.pretraining.supervised import ungrouped_batch
 from retouch.types import Batch, Task
 
 TEMPLATE = TURNS.format(system="Paint the picture.", user="{}")
@@ -60,7 +60,9 @@ def train_painter(editor: QwenImageEdit, settings: PainterTraining, log: Callabl
 
     def batch(step: int) -> Batch:
         told = [described(task) for task in tasks[step * rows : (step + 1) * rows]]
-        return each_alone(with_blanks(told, settings.unconditional, generator(seed, "unconditional", step)), seed=seed, step=step)
+        return ungrouped_batch(
+            with_blank_instructions(told, settings.unconditional, generator(seed, "unconditional", step)), seed=seed, step=step
+        )
 
     train_jointly(
         JointModel(model),

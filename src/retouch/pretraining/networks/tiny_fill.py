@@ -7,7 +7,7 @@ import torch
 from transformers import T5Tokenizer
 
 from retouch.models.flux.fill import FluxFill
-from retouch.pretraining.networks.word_parts import autoencoder, scheduler, text, transformer
+from retouch.pretraining.networks.flux_parts import autoencoder, scheduler, text, transformer
 
 _LONGEST = 64
 """Tokens of a prompt, a letter each."""

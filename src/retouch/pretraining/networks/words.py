@@ -17,9 +17,9 @@ from retouch.core.random import generator
 from retouch.models.common.wrapper import ModelWrapper
 from retouch.models.flux.fill import FluxFill
 from retouch.playground.world.words import WordData
-from retouch.pretraining.joint import train_jointly
-from retouch.pretraining.networks.word_parts import autoencoder, untrained
-from retouch.pretraining.teaching import each_alone
+from retouch.pretraining.joint_training import train_jointly
+from retouch.pretraining.networks.flux_parts import autoencoder, untrained
+from retouch.pretraining.supervised import ungrouped_batch
 from retouch.types import Batch, Conditioning, Task
 
 
@@ -105,7 +105,7 @@ def train_round(model: FluxFill, settings: WordTraining, number: int, log: Calla
     tasks = WordData(seed=seed, count=rows * this.steps, slips=this.slips).tasks()
 
     def batch(step: int) -> Batch:
-        return each_alone(tasks[step * rows : (step + 1) * rows], seed=seed, step=step)
+        return ungrouped_batch(tasks[step * rows : (step + 1) * rows], seed=seed, step=step)
 
     train_jointly(
         JointFill(model),

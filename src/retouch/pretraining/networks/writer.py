@@ -12,24 +12,25 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Q
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.qwen_image.responses import writer_for
 from retouch.playground.world.indirect import IndirectPlaygroundData
-from retouch.pretraining.imitating import imitate
-from retouch.pretraining.legible import Legible
-from retouch.pretraining.networks.parts import INITIALIZER_RANGE, picture_tokens, seeded, text_config, vision_config
+from retouch.pretraining.distillation import HiddenStateDistillation
+from retouch.pretraining.networks.qwen_parts import INITIALIZER_RANGE, picture_tokens, seeded, text_config, vision_config
+from retouch.pretraining.supervised import train_on_completions
 
 LONGEST = 40
 
 
 @dataclass(frozen=True)
-class Round:
+class WriterRound:
     """``learning_rate``: the peak, after the warm-up; from there it falls to 0 as a cosine.
 
-    ``complexity``: numbers of edits in an instruction, cycled through. ``legible``: weight of the distance of states (``Legible``).
+    ``complexity``: numbers of edits in an instruction, cycled through. ``distillation``: weight of the distance
+    of hidden states (``HiddenStateDistillation``).
     """
 
     steps: int
     learning_rate: float
     complexity: tuple[int, ...]
-    legible: float = 0.0
+    distillation: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class WriterTraining:
     of any kind. ``lazy``: see ``indirect``.
     """
 
-    rounds: tuple[Round, ...]
+    rounds: tuple[WriterRound, ...]
     seed: int = 0
     batch: int = 32
     warmup: int = 50
@@ -80,7 +81,7 @@ def train_round(
     this, seed = settings.rounds[number], settings.seed + number
     count = settings.batch * this.steps
     data = IndirectPlaygroundData(seed=seed + 100, count=count, complexity=this.complexity, lazy=settings.lazy)
-    imitate(
+    train_on_completions(
         writer_for(editor, module),
         data.tasks(in_turn=True),
         rows=settings.batch,
@@ -90,5 +91,5 @@ def train_round(
         longest=LONGEST,
         seed=seed,
         log=lambda line: log(f"writer round {number + 1}  {line}"),
-        objective=Legible(editor, module, weight=this.legible) if this.legible > 0 else None,
+        objective=HiddenStateDistillation(editor, module, weight=this.distillation) if this.distillation > 0 else None,
     )

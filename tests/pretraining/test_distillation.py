@@ -13,7 +13,7 @@ from retouch.models.qwen_image.responses import QwenResponses
 from retouch.playground.models import PlaygroundModel
 from retouch.playground.world.indirect import indirect
 from retouch.playground.world.tasks import PlaygroundData
-from retouch.pretraining.legible import Legible
+from retouch.pretraining.distillation import HiddenStateDistillation
 from retouch.pretraining.networks.writer import untrained_writer
 
 TASKS = tuple(MappedTasks(PlaygroundData(seed=0, count=6, complexity=[1, 2, 3]).tasks(in_turn=True), indirect)[:])
@@ -34,7 +34,7 @@ def states(editor: QwenImageEdit, encoder: Encoder) -> list[Tensor]:
 
 
 def test_the_editors_own_encoder_is_at_no_distance(editor: QwenImageEdit) -> None:
-    assert Legible(editor, deepcopy(editor.text.encoder), weight=1.0).distance(TASKS) == 0
+    assert HiddenStateDistillation(editor, deepcopy(editor.text.encoder), weight=1.0).distance(TASKS) == 0
 
 
 def test_the_distance_is_that_of_what_the_editor_takes_in(editor: QwenImageEdit) -> None:
@@ -46,7 +46,7 @@ def test_the_distance_is_that_of_what_the_editor_takes_in(editor: QwenImageEdit)
         theirs = takes(torch.cat(states(editor, Encoder.frozen(editor.text.encoder))))
     expected = (ours - theirs).square().sum() / (theirs - theirs.mean(dim=0)).square().sum()
     assert expected > 0.1
-    found = Legible(editor, module.requires_grad_(True), weight=1.0).distance(TASKS)
+    found = HiddenStateDistillation(editor, module.requires_grad_(True), weight=1.0).distance(TASKS)
     torch.testing.assert_close(found.detach(), expected, rtol=1e-4, atol=0)
     found.backward()
     assert all(p.grad is None for p in editor.text.encoder.parameters())

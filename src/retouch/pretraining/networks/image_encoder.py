@@ -1,7 +1,7 @@
 """The playground's image encoder for IP-Adapters: a CLIP vision model in small, of weights drawn from a seed and never trained.
 
-It looks at patches of 4 px, as fine as a stroke, with weights small enough that layer norms do not drown them: ink and paper of a
-sign can then be read off its embedding by a linear layer. Coarser patches mix both, and larger weights saturate.
+Its patches of 4 px are as fine as a stroke, and its weights are small enough not to saturate: a linear layer can then recover ink
+and paper of a sign from the embedding. Coarser patches mix the two.
 """
 
 from pathlib import Path
@@ -12,7 +12,7 @@ from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionMode
 SIDE = 32
 
 
-def build_sight(folder: Path, *, seed: int = 0) -> None:
+def build_image_encoder(folder: Path, *, seed: int = 0) -> None:
     """Write it to ``folder``: embeddings of 64 numbers, from pictures of 32 x 32 px."""
     config = CLIPVisionConfig(
         hidden_size=64,

@@ -1,4 +1,4 @@
-"""What every build of base models does beside its training: one thread, held-out means, and a record of how it was made."""
+"""What all builds of base models share beside training: one thread, held-out means, and a record of how the weights were made."""
 
 import copy
 import json
@@ -23,8 +23,8 @@ from retouch.types import Task
 log = logging.getLogger("retouch")
 
 
-class Building:
-    """A build from ``seed`` that tells on the standard output how it goes. ``command``: kept with its scores, where given."""
+class BuildRecord:
+    """A build from ``seed``, which logs its progress to the standard output. ``command``: stored with the scores, if given."""
 
     def __init__(self, *, seed: int, command: str | None = None) -> None:
         logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s", force=True)
@@ -34,7 +34,7 @@ class Building:
         self._began = time.perf_counter()
 
     def finish(self, scores: Mapping[str, float], *folders: Path) -> None:
-        """Keep held-out means and how the weights were made in each folder's ``build.json``, and tell them."""
+        """Write the held-out means and how the weights were made to each folder's ``build.json``, and log them."""
         for folder in folders:
             files.write_json(folder / "build.json", {**self._made, "held_out": scores})
         log.info("built in %.0f s: %s", time.perf_counter() - self._began, ", ".join(map(str, folders)))
@@ -45,7 +45,7 @@ class Building:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Computes with one thread, so that the bits do not depend on how many cores there are."""
+    """Compute with one thread, so that the bits do not depend on the number of cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -12,16 +12,16 @@ from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.denoising.transitions import ODETransition
 from retouch.policies.weights import WeightCopies
-from retouch.pretraining.building import Building, halved, held_out, log, one_thread, write_index
-from retouch.pretraining.networks import parts
+from retouch.pretraining.networks import qwen_parts
 from retouch.pretraining.networks.autoencoder import AutoencoderTraining, train_autoencoder
-from retouch.pretraining.networks.editor import EditorTraining, Round, train_editor
+from retouch.pretraining.networks.editor import EditorRound, EditorTraining, train_editor
+from retouch.pretraining.record import BuildRecord, halved, held_out, log, one_thread, write_index
 from retouch.records import files
 from retouch.renderers.latents import LatentRenderer
 from retouch.training.evaluation import score_table
 
 AUTOENCODER = AutoencoderTraining(steps=2000, decoder_steps=2000)
-EDITOR = EditorTraining(rounds=(Round(steps=4500, learning_rate=2e-3), Round(steps=900, learning_rate=1e-3, vain=0.6)))
+EDITOR = EditorTraining(rounds=(EditorRound(steps=4500, learning_rate=2e-3), EditorRound(steps=900, learning_rate=1e-3, vain=0.6)))
 PARTS = {
     "processor": ("transformers", "Qwen2VLProcessor"),
     "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
@@ -34,14 +34,14 @@ HELD_OUT = 320
 EVAL_STEPS = 6
 
 
-def build(
+def build_editor(
     out: Path | None, *, seed: int, autoencoder: AutoencoderTraining = AUTOENCODER, editor: EditorTraining = EDITOR
 ) -> dict[str, float]:
     """Train autoencoder and editor and write them to ``out`` (None: into the package). Returns held-out means.
 
     About an hour on one core of a laptop. One thread, so that the bits do not depend on how many cores there are.
     """
-    building = Building(seed=seed)
+    record = BuildRecord(seed=seed)
     folder = playground_weights() if out is None else out
     with one_thread():
         vae = train_autoencoder(replace(autoencoder, seed=seed), log.info)
@@ -49,7 +49,7 @@ def build(
         model = train_editor(vae, replace(editor, seed=seed), log.info)
     write(model, folder)
     scores = measure(model)
-    building.finish(scores, folder)
+    record.finish(scores, folder)
     return scores
 
 
@@ -61,9 +61,9 @@ def write(model: QwenImageEdit, folder: Path) -> None:
     model.text.encoder.save_pretrained(folder / "text_encoder")
     model.text.tokenizer.save_pretrained(folder / "tokenizer")
     model.text.image_processor.save_pretrained(folder / "processor")
-    parts.scheduler().save_pretrained(folder / "scheduler")
+    qwen_parts.scheduler().save_pretrained(folder / "scheduler")
     write_index(folder, "QwenImageEditPipeline", PARTS)
-    files.write_json(folder / "adapter.json", {"template": parts.TEMPLATE, "condition_area": "as_is", "source_area": "as_is"})
+    files.write_json(folder / "adapter.json", {"template": qwen_parts.TEMPLATE, "condition_area": "as_is", "source_area": "as_is"})
 
 
 def measure(model: QwenImageEdit) -> dict[str, float]:

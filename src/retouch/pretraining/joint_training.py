@@ -1,6 +1,6 @@
 """Training an image model of the Qwen-Image family together with its text encoder, through the project's own loop and objective.
 
-Only the model differs from a run's, in that its text encoder is part of what trains. What comes out is the running average.
+Unlike in a run, the text encoder is trained too. The result is the running average of the weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.denoising.transitions import ODETransition
 from retouch.policies.weights import WeightCopies
-from retouch.pretraining.teaching import teach
+from retouch.pretraining.supervised import train_on_demonstrations
 from retouch.protocols import DenoisingModel
 from retouch.types import Batch, Conditioning, Task
 
@@ -76,7 +76,7 @@ def train_jointly(
     copies = WeightCopies(joint.module)
     copies.snapshot("average")
     sampling = DenoisingRollout(num_steps=1, transition=ODETransition())
-    teach(
+    train_on_demonstrations(
         DenoisingPolicy(joint, sampling=sampling, eval_steps=1, microbatch=rows, copies=copies),
         batch,
         objective=Supervised(sigma_sampling="uniform", shift=shift),
@@ -96,7 +96,7 @@ def train_jointly(
     joint.module.requires_grad_(False).eval()
 
 
-def with_blanks(tasks: Sequence[Task], share: float, random: torch.Generator) -> list[Task]:
-    """The tasks, of which a share is asked for nothing: what guidance compares with."""
+def with_blank_instructions(tasks: Sequence[Task], share: float, random: torch.Generator) -> list[Task]:
+    """The tasks, of which a share has a blank instruction, which classifier-free guidance needs."""
     blank = torch.rand(len(tasks), generator=random) < share
     return [replace(task, instruction=NO_INSTRUCTION) if empty else task for task, empty in zip(tasks, blank, strict=True)]

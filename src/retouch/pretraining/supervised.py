@@ -1,4 +1,4 @@
-"""Teaching a base model by demonstrations, through the project's own loop and objectives."""
+"""Supervised training of the base models, by the library's own training loop and objectives."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,13 +9,17 @@ import torch
 from retouch.core.weights import Normalise
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import ReplicatedStepper
-from retouch.protocols import SupportsLosses
+from retouch.objectives.cross_entropy import CrossEntropy
+from retouch.policies.autoregressive.policy import AutoregressivePolicy
+from retouch.policies.autoregressive.rollout import TokenRollout
+from retouch.policies.weights import WeightCopies
+from retouch.protocols import AutoregressiveModel, SupportsLosses
 from retouch.training.clock import Clock
 from retouch.training.loop import Phase, Run, train
 from retouch.types import Batch, Task
 
 
-def teach(
+def train_on_demonstrations(
     policy: Any,
     batch: Callable[[int], Batch],
     *,
@@ -58,7 +62,7 @@ def teach(
         max_length=None,
         epochs=1,
         minibatches=1,
-        learning_rate=lambda step: cosine(learning_rate, step, warmup=warmup, steps=steps),
+        learning_rate=lambda step: warmup_cosine(learning_rate, step, warmup=warmup, steps=steps),
     )
     for step, _, metrics in train(run, phase, start=0):
         if step % 50 == 0 or step == steps - 1:
@@ -66,13 +70,48 @@ def teach(
             log("  ".join([f"step {step}/{steps}", *told]))
 
 
-def each_alone(tasks: Sequence[Task], *, seed: int, step: int) -> Batch:
+def train_on_completions(
+    writer: AutoregressiveModel,
+    tasks: Sequence[Task],
+    *,
+    rows: int,
+    steps: int,
+    learning_rate: float,
+    warmup: int,
+    longest: int,
+    seed: int,
+    log: Callable[[str], None],
+    objective: SupportsLosses | None = None,
+) -> None:
+    """Train all of the writer's weights on ``rows`` tasks a step, in their order.
+
+    ``learning_rate``: the peak, after ``warmup`` steps; from there it falls to 0 as a cosine. ``longest``: most tokens of a
+    completion. ``objective``: None is cross-entropy alone. ``log`` takes the lines.
+    """
+    module = writer.module.requires_grad_(True)
+    sampling = TokenRollout(max_new_tokens=longest)
+    train_on_demonstrations(
+        AutoregressivePolicy(writer, sampling=sampling, microbatch=rows, copies=WeightCopies(module)),
+        lambda step: ungrouped_batch(tasks[step * rows : (step + 1) * rows], seed=seed, step=step),
+        objective=CrossEntropy() if objective is None else objective,
+        normalise="token",
+        rows=rows,
+        steps=steps,
+        learning_rate=learning_rate,
+        warmup=warmup,
+        second_beta=0.98,
+        log=log,
+    )
+    module.requires_grad_(False).eval()
+
+
+def ungrouped_batch(tasks: Sequence[Task], *, seed: int, step: int) -> Batch:
     """A batch of tasks that are not compared with one another."""
     ids = tuple(range(len(tasks)))
     return Batch(seed=seed, step=step, tasks=tuple(tasks), group_ids=ids, group=ids, slot=(0,) * len(tasks))
 
 
-def cosine(peak: float, step: int, *, warmup: int, steps: int) -> float:
+def warmup_cosine(peak: float, step: int, *, warmup: int, steps: int) -> float:
     """Up to the peak in ``warmup`` steps, and from there down to 0."""
     return peak * min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * step / steps))
 

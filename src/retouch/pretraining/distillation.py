@@ -1,4 +1,4 @@
-"""An objective for a writer whose own states an editor is to read: it says what it should, and reads as the editor's encoder."""
+"""An objective for a writer whose hidden states an editor reads: cross-entropy, and distillation of the text encoder's states."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,14 +14,14 @@ from retouch.models.qwen_image.text import QwenText
 from retouch.objectives.cross_entropy import CrossEntropy
 from retouch.types import Loss, Minibatch, Task
 
-READ = 2  # of so many tasks one is read, which is enough and halves the cost
+READ = 2  # distil the states of every second task, which is enough and halves the cost
 
 
-class Legible:
-    """Cross-entropy, and the distance of the writer's states from those of the editor's text encoder over the same dialogues.
+class HiddenStateDistillation:
+    """Cross-entropy, and the distance of the writer's hidden states from those of the editor's text encoder for the same dialogues.
 
-    Distance: squared error over variance of what the editor makes of a state first (its text norm and projection). Directions that
-    it hardly looks at are left to the writer, which needs them to say what comes next.
+    The distance is the squared error divided by the variance, after the editor's text norm and projection. So the writer may use
+    the directions that the editor ignores to predict its next token.
     """
 
     def __init__(self, editor: QwenImageEdit, module: Qwen2_5_VLForConditionalGeneration, *, weight: float) -> None:

@@ -1,16 +1,18 @@
 """The playground's editor, untrained: the classes of Qwen-Image-Edit in small, with the tokenizer's real special tokens."""
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageTransformer2DModel
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from retouch.core.random import generator
 from retouch.models.qwen_image.text import VISION
 from retouch.playground.world.instructions import corpus
-from retouch.pretraining.networks.tokenizer import build_tokenizer
 
 SYSTEM = "Edit the picture."
 TEMPLATE = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{VISION}{{}}<|im_end|>\n<|im_start|>assistant\n"
@@ -18,6 +20,26 @@ TEMPLATE = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{VISION}{
 WIDTH = 64
 # 1 / sqrt(width): the classes' own 0.02 is made for widths of thousands.
 INITIALIZER_RANGE = 0.125
+
+
+SPECIAL_TOKENS = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>",
+    "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
+)  # fmt: skip
+
+
+def build_tokenizer(texts: Sequence[str], *, vocabulary: int, special: Sequence[str] = SPECIAL_TOKENS) -> Qwen2Tokenizer:
+    """Learn ``vocabulary`` byte-level merges' worth of tokens from ``texts``; any other text still has tokens, byte by byte."""
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    learner.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False)
+    learner.train_from_iterator(texts, trainer)
+    state = json.loads(learner.to_str())["model"]
+    tokenizer = Qwen2Tokenizer(vocab=state["vocab"], merges=[tuple(merge) for merge in state["merges"]], pad_token="<|endoftext|>")
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in special], special_tokens=True)
+    return tokenizer
 
 
 def tokenizer(seed: int) -> Qwen2Tokenizer:
