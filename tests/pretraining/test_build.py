@@ -22,7 +22,7 @@ TINY = {
 
 
 def load(path: Path):
-    return PlaygroundModel(path=str(path)).build_editor(device=torch.device("cpu"))
+    return PlaygroundModel(path=str(path)).build(device=torch.device("cpu"))
 
 
 def test_the_same_seed_gives_the_same_bits_and_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
