@@ -104,7 +104,7 @@ def test_a_spent_budget_ends_every_rank_with_a_checkpoint_and_a_larger_one_goes_
     with servers([0]) as urls:
         reward = remote(urls, calls=2 * ranks + 7, rate_file=str(tmp_path / "quota"))
         with training(tmp_path, reward, ranks=ranks, steps=4) as process:
-            check_end(process, folder, "raise its `calls` to go on", ranks=1)
+            check_end(process, folder, "raise its `calls` to continue", ranks=1)
         assert steps_of(folder) == 3
         with training(tmp_path, {**reward, "calls": 100}, ranks=ranks, steps=4) as process:
             said, _ = process.communicate(timeout=600)

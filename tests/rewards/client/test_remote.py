@@ -202,7 +202,7 @@ def test_every_attempt_is_a_call_of_the_budget_and_samples_that_it_has_no_calls_
     ):
         equal(reward(samples)["digest"], expected(samples))
         assert server.asked == 4
-        with pytest.raises(BudgetSpent, match=r"5 calls .* 4 are made, 2 more are needed"):
+        with pytest.raises(BudgetSpent, match=r"5 calls .* 4 were made, 2 more are needed"):
             reward(samples)
         equal(reward(samples[:2])["digest"], expected(samples)[:2])
         with pytest.raises(BudgetSpent):

@@ -126,7 +126,7 @@ def test_turns_are_taken_in_the_order_of_asking() -> None:
 def test_calls_are_claimed_all_or_none() -> None:
     quota = Quota(calls=10)
     quota.claim(7)
-    with pytest.raises(BudgetSpent, match=r"10 calls .* 7 are made, 4 more are needed; raise its `calls`"):
+    with pytest.raises(BudgetSpent, match=r"10 calls .* 7 were made, 4 more are needed; raise its `calls`"):
         quota.claim(4)
     quota.claim(2)
     assert quota.claim_another()
@@ -198,5 +198,5 @@ def test_limits_that_make_no_sense_are_refused(limits: dict[str, float], says: s
 
 def test_a_file_that_is_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("not a quota")
-    with pytest.raises(ValueError, match="notes is no file of a quota"):
+    with pytest.raises(ValueError, match="notes is not a quota file"):
         Quota(calls=1, file=tmp_path / "notes")

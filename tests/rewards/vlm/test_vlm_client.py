@@ -218,7 +218,7 @@ def test_every_attempt_is_a_call_of_the_budget_and_questions_that_it_has_no_call
         client = open_client(double, quota=quota)
         assert all(answer.attempts == 2 for answer in client.ask([question(k) for k in range(2)]))
         assert quota.spent() == (4, 0.0)
-        with pytest.raises(BudgetSpent, match="4 are made, 2 more are needed"):
+        with pytest.raises(BudgetSpent, match="4 were made, 2 more are needed"):
             client.ask([question(2), question(3)])
         (answer,) = client.ask([question(2)])  # which fails once, and there is no call left to ask again
         assert (answer.scores, answer.fault, answer.attempts) == ({}, "budget", 1)
