@@ -4,6 +4,7 @@
     python benchmarks/structure/shape.py --compare benchmarks/structure/shape_before.json
     python benchmarks/structure/shape.py --against ../before              # another checkout; both are timed in turn
     python benchmarks/structure/shape.py --lists                          # name the circles, duplicates and short files
+    python benchmarks/structure/shape.py --compare benchmarks/structure/shape_before.json --page docs/architecture.md
 
 Nothing here knows the name of a module, except the console entry in `pyproject.toml` and the model families below.
 """
@@ -166,6 +167,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="keep the figures of the tree here")
     parser.add_argument("--static", action="store_true", help="count only, without the cold start")
     parser.add_argument("--lists", action="store_true", help="also name what is in circles, defined twice or short")
+    parser.add_argument("--page", type=Path, help="also write the tables into this page, between its lines `<!-- shape -->`")
     arguments = parser.parse_args()
     trees = [path.resolve() for path in (arguments.tree, arguments.against) if path is not None]
     measured = [structure(tree / "src" / "retouch") for tree in trees]
@@ -177,7 +179,11 @@ def main() -> None:
         for figures, rows in zip(measured, cold_starts(trees), strict=True):
             figures["cold start"] = rows
     before = measured[1] if arguments.against else json.loads(arguments.compare.read_text()) if arguments.compare else None
-    print("\n".join(tables(measured[0], before)))
+    lines = list(tables(measured[0], before))
+    print("\n".join(lines))
+    if arguments.page:
+        head, _, tail = arguments.page.read_text().split("<!-- shape -->\n")
+        arguments.page.write_text("<!-- shape -->\n".join([head, "\n" + "\n".join(lines) + "\n\n", tail]))
     if arguments.lists:
         print(f"\n{json.dumps(lists, indent=1)}")
     if arguments.json:
