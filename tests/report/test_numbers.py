@@ -13,7 +13,15 @@ from html_check import read
 from retouch.report import curves, numbers
 from retouch.report.charts import Chart, Line, draw
 from retouch.report.markup import join, tag, text
-from retouch.report.series import Point, averaged, enveloped, padded_range, running_mean, ticks, whole_ticks
+from retouch.report.series import (
+    Point,
+    average_points,
+    average_with_envelope,
+    axis_ticks,
+    integer_ticks,
+    padded_range,
+    running_mean,
+)
 
 FINITE = st.floats(-1e6, 1e6)
 
@@ -23,7 +31,7 @@ def test_the_band_of_a_mean_covers_as_often_as_it_says() -> None:
     draw_one, covered, cases = random.Random(3), 0, 2000
     for _ in range(cases):
         points = [Point(x, y := draw_one.gauss(1.0, 0.5), y - 1.96 * 0.5, y + 1.96 * 0.5) for x in range(7)]
-        (mean,) = averaged(points, most=1)
+        (mean,) = average_points(points, most=1)
         covered += mean.low <= 1.0 <= mean.high
     assert abs(covered / cases - 0.95) < 0.015
 
@@ -32,13 +40,13 @@ def test_the_band_of_a_mean_covers_as_often_as_it_says() -> None:
 def test_thinning_keeps_mean_and_spikes(values: list[float], most: int) -> None:
     points = [Point(float(x), y) for x, y in enumerate(values)]
     known = [y for y in values if math.isfinite(y)]
-    thin = enveloped(points, most)
+    thin = average_with_envelope(points, most)
     assert len(thin) <= most
     assert [point.x for point in thin] == sorted(point.x for point in thin)
     span = [value for point in thin for value in point.span]
     if known:
         assert (min(span), max(span)) == pytest.approx((min(known), max(known)))
-        assert averaged(points, 1)[0].y == pytest.approx(statistics.fmean(known), abs=1e-6)
+        assert average_points(points, 1)[0].y == pytest.approx(statistics.fmean(known), abs=1e-6)
     else:
         assert span == []
 
@@ -53,7 +61,7 @@ def test_a_running_mean_starts_where_it_has_enough() -> None:
 
 @given(FINITE, st.floats(1e-3, 1e6), st.integers(2, 8))
 def test_ticks_are_round_even_and_inside(low: float, width: float, about: int) -> None:
-    found = ticks(low, low + width, about)
+    found = axis_ticks(low, low + width, about)
     assert 1 <= len(found) <= 2 * about
     slack = 1e-6 * (abs(low) + width)
     assert low - slack <= found[0]
@@ -63,11 +71,11 @@ def test_ticks_are_round_even_and_inside(low: float, width: float, about: int) -
 
 
 def test_ticks_of_known_ranges() -> None:
-    assert ticks(0.0, 10.0, 5) == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
-    assert ticks(6.2, 9.7, 4) == [7.0, 8.0, 9.0]
-    assert ticks(2e-5, 1.9e-4, 3) == [5e-5, 1e-4, 1.5e-4]
-    assert whole_ticks(3) == [0.0, 1.0, 2.0, 3.0]
-    assert whole_ticks(1) == [0.0, 1.0]
+    assert axis_ticks(0.0, 10.0, 5) == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+    assert axis_ticks(6.2, 9.7, 4) == [7.0, 8.0, 9.0]
+    assert axis_ticks(2e-5, 1.9e-4, 3) == [5e-5, 1e-4, 1.5e-4]
+    assert integer_ticks(3) == [0.0, 1.0, 2.0, 3.0]
+    assert integer_ticks(1) == [0.0, 1.0]
 
 
 @given(st.lists(FINITE, max_size=9))
@@ -85,16 +93,16 @@ def test_a_range_holds_its_values_and_has_a_height(values: list[float]) -> None:
      (1234.5, "1234"), (2.5e7, "2.5e7"), (math.nan, "–"), (None, "–")],
 )  # fmt: skip
 def test_numbers_are_short(value: float | None, written: str) -> None:
-    assert numbers.short(value) == written
+    assert numbers.format_number(value) == written
 
 
 def test_signs_times_and_ticks() -> None:
-    assert [numbers.signed(value) for value in (0.724, -0.004, -1.5, None)] == ["+0.72", "0.00", "−1.50", "–"]
-    assert [numbers.signed(-0.0099, numbers.decimals_for(values)) for values in ([0.5, None, math.nan], [0.5, -3.0])] == [
+    assert [numbers.format_signed(value) for value in (0.724, -0.004, -1.5, None)] == ["+0.72", "0.00", "−1.50", "–"]
+    assert [numbers.format_signed(-0.0099, numbers.decimals_for(values)) for values in ([0.5, None, math.nan], [0.5, -3.0])] == [
         "−0.010",
         "−0.01",
     ]
-    assert [numbers.duration(s) for s in (0.05, 2.0, 263.0, 660.0, 7300.0)] == [
+    assert [numbers.format_duration(s) for s in (0.05, 2.0, 263.0, 660.0, 7300.0)] == [
         "50 ms",
         "2.0 s",
         "4 min 23 s",
@@ -103,7 +111,7 @@ def test_signs_times_and_ticks() -> None:
     ]
     assert [numbers.tick_label(value, 0.05) for value in (0.0, 0.25, 1.0)] == ["0", "0.25", "1.00"]
     assert [numbers.tick_label(value, 2.0) for value in (8.0, 10.0)] == ["8", "10"]
-    assert numbers.percent(-0.034) == "−3 %"
+    assert numbers.format_percent(-0.034) == "−3 %"
 
 
 def test_the_reward_has_the_interval_of_its_mean() -> None:

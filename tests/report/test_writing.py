@@ -60,7 +60,7 @@ def test_original_and_enhanced_text_stand_together_with_length_quality_and_rewar
 
 
 def test_what_holds_no_prompt_is_said_to(prompts: Page) -> None:
-    assert prompts.words.count("no prompt in it") == 1
+    assert prompts.words.count("contains no prompt") == 1
 
 
 @pytest.mark.parametrize("renderer", ["response", None])

@@ -58,7 +58,7 @@ def test_stop_saves_where_it_is_and_says_why(watched):
     assert folder.read_alarm()["back_to"] is None
     assert not folder.summary.exists()
     page = folder.report.read_text()
-    assert "Ended by an alarm after step 2" in page
+    assert "Stopped by an alarm after step 2" in page
     assert "brightness at step 2" in page
     assert "<h2>Watched</h2>" in page
 
@@ -128,7 +128,7 @@ def test_a_run_ends_when_its_reward_and_the_held_out_judge_part_ways(tmp_path, g
     assert ("watch/alarm/judge" in last) == gamed
     assert (last["watch/heldout_sigmas"] < -3) == gamed
     assert (folder.read_alarm() is not None) == gamed
-    assert ("Ended by an alarm after step 4" in folder.report.read_text()) == gamed
+    assert ("Stopped by an alarm after step 4" in folder.report.read_text()) == gamed
     with closing(sqlite3.connect(ledger_path(recipe.folder, 0))) as ledger:
         told = ledger.execute("SELECT DISTINCT split, scores LIKE '%worth%', scores LIKE '%tone%' FROM samples").fetchall()
     assert {split for split, worth, _ in told if worth} == {"watch"}, "the held-out judge is asked for looks alone"

@@ -1,7 +1,7 @@
 """Line charts and bars as inline SVG.
 
-A chart's SVG is stretched to the width it gets; strokes keep their width and every word is HTML laid over it, so that text stays
-readable on a phone. Colours are CSS classes, so that one chart serves light and dark pages.
+The SVG stretches to the available width. Strokes keep their width, and all text is HTML on top of it, so that it stays readable on
+a phone. Colours are CSS classes, so that one chart works on light and dark pages.
 """
 
 import json
@@ -10,15 +10,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from retouch.report.markup import Html, tag
-from retouch.report.numbers import short, tick_label
-from retouch.report.series import Point, padded_range, ticks, whole_ticks
+from retouch.report.numbers import format_number, tick_label
+from retouch.report.series import Point, axis_ticks, integer_ticks, padded_range
 
 SIZE = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line with an optional band; ``style`` is its CSS class, ``name`` what the reading under the pointer calls it."""
+    """A line with an optional band. ``style``: its CSS class. ``name``: its name in the tooltip, if ``read``."""
 
     name: str
     style: str
@@ -28,7 +28,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A horizontal line with a label on it, below it if ``below``."""
+    """A horizontal line with a label above it, or below it if ``below``."""
 
     name: str
     y: float
@@ -37,7 +37,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What a chart shows. ``marks`` are points with intervals; ``boundaries`` are (step, name of the phase that begins)."""
+    """The content of a chart. ``marks``: points with intervals. ``boundaries``: (step, name of the phase that begins there)."""
 
     title: str
     lines: Sequence[Line]
@@ -51,7 +51,7 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """From data to the SVG's coordinates."""
+    """Maps data to SVG coordinates."""
 
     last_step: int
     low: float
@@ -65,31 +65,37 @@ class _Frame:
 
 
 def draw(chart: Chart) -> Html:
-    """The chart, without its title."""
+    """The chart without its title."""
     drawn = [*chart.lines, *chart.marks]
     values = [value for line in drawn for point in line.points for value in point.span]
     low, high = padded_range([*values, *(level.y for level in chart.levels)])
     frame = _Frame(max(1, chart.last_step), low, high)
-    y_ticks = ticks(low, high, chart.tick_count)
-    x_ticks = whole_ticks(frame.last_step, 6 if chart.tall else 3)
+    y_ticks = axis_ticks(low, high, chart.tick_count)
+    x_ticks = integer_ticks(frame.last_step, 6 if chart.tall else 3)
     parts: list[Html] = [_rule(frame, tick) for tick in y_ticks]
     parts += [_boundary(frame, step) for step, _ in chart.boundaries if step > 0]
     parts += [_rule(frame, level.y, "level") for level in chart.levels]
     parts += [_band(frame, line) for line in chart.lines]
-    parts += [draw_line(frame, line) for line in chart.lines for draw_line in (_curve, _lone)]
+    parts += [draw_line(frame, line) for line in chart.lines for draw_line in (_curve, _isolated_points)]
     parts += [piece for line in chart.marks for piece in _marks(frame, line)]
-    svg = tag("svg", parts, viewBox=f"0 0 {SIZE:g} {SIZE:g}", preserveAspectRatio="none", role="img", aria_label=_spoken(chart))
+    svg = tag(
+        "svg", parts, viewBox=f"0 0 {SIZE:g} {SIZE:g}", preserveAspectRatio="none", role="img", aria_label=_description(chart)
+    )
     area = tag(
-        "div", svg, _level_labels(frame, chart), _boundary_labels(frame, chart), class_="area", data_hover=_readings(frame, drawn)
+        "div", svg, _level_labels(frame, chart), _boundary_labels(frame, chart), class_="area", data_hover=_tooltips(frame, drawn)
     )
     gap = y_ticks[1] - y_ticks[0] if len(y_ticks) > 1 else high - low
-    y_axis = tag("div", [tag("span", tick_label(tick, gap), style=f"top:{_share(frame.y(tick))}") for tick in y_ticks], class_="y")
-    x_axis = tag("div", [tag("span", short(int(tick)), style=f"left:{_share(frame.x(tick))}") for tick in x_ticks], class_="x")
+    y_axis = tag(
+        "div", [tag("span", tick_label(tick, gap), style=f"top:{_percent(frame.y(tick))}") for tick in y_ticks], class_="y"
+    )
+    x_axis = tag(
+        "div", [tag("span", format_number(int(tick)), style=f"left:{_percent(frame.x(tick))}") for tick in x_ticks], class_="x"
+    )
     return tag("div", y_axis, area, x_axis, class_="plot tall" if chart.tall else "plot")
 
 
 def bars(rows: Iterable[tuple[str, float, str]]) -> Html:
-    """Horizontal bars: (name, share from 0 to 1, what is written behind it)."""
+    """Horizontal bars: (name, length from 0 to 1, note behind the bar)."""
     return tag(
         "div",
         [
@@ -106,8 +112,8 @@ def bars(rows: Iterable[tuple[str, float, str]]) -> Html:
     )
 
 
-def _share(place: float) -> str:
-    return f"{100 * place / SIZE:.2f}%"
+def _percent(coordinate: float) -> str:
+    return f"{100 * coordinate / SIZE:.2f}%"
 
 
 def _at(x: float, y: float) -> str:
@@ -122,8 +128,8 @@ def _boundary(frame: _Frame, step: int) -> Html:
     return tag("path", d=f"M{_at(frame.x(step), 0)}V{SIZE:g}", class_="boundary")
 
 
-def _runs(points: Sequence[Point]) -> list[list[Point]]:
-    """Stretches of points without a missing value between them."""
+def _segments(points: Sequence[Point]) -> list[list[Point]]:
+    """Segments of points without a missing value in between."""
     runs: list[list[Point]] = [[]]
     for point in points:
         if math.isfinite(point.y):
@@ -135,20 +141,20 @@ def _runs(points: Sequence[Point]) -> list[list[Point]]:
 
 def _curve(frame: _Frame, line: Line) -> Html:
     paths = []
-    for run in _runs(line.points):
+    for run in _segments(line.points):
         paths.append("M" + "L".join(_at(frame.x(point.x), frame.y(point.y)) for point in run))
     return tag("path", d="".join(paths), class_=f"line {line.style}")
 
 
-def _lone(frame: _Frame, line: Line) -> Html:
-    """Values between two missing ones, which no line would show, as dots."""
-    lone = [run[0] for run in _runs(line.points) if len(run) == 1]
+def _isolated_points(frame: _Frame, line: Line) -> Html:
+    """Single values between two missing ones, which a line would not show, as dots."""
+    lone = [run[0] for run in _segments(line.points) if len(run) == 1]
     return tag("path", d="".join(f"M{_at(frame.x(point.x), frame.y(point.y))}h0" for point in lone), class_=f"lone {line.style}")
 
 
 def _band(frame: _Frame, line: Line) -> Html:
     paths = []
-    for run in _runs(line.points):
+    for run in _segments(line.points):
         sides = [point for point in run if math.isfinite(point.low) and math.isfinite(point.high)]
         if sides:
             top = [_at(frame.x(point.x), frame.y(point.high)) for point in sides]
@@ -158,7 +164,7 @@ def _band(frame: _Frame, line: Line) -> Html:
 
 
 def _marks(frame: _Frame, line: Line) -> list[Html]:
-    """Intervals as upright lines and values as dots (lines without length, whose round ends are not stretched)."""
+    """Intervals as vertical lines and values as dots (lines of length 0, whose round ends are not stretched)."""
     known = [point for point in line.points if math.isfinite(point.y)]
     intervals = "".join(
         f"M{_at(frame.x(point.x), frame.y(point.low))}V{frame.y(point.high):.1f}"
@@ -175,9 +181,9 @@ def _level_labels(frame: _Frame, chart: Chart) -> list[Html]:
     return [
         tag(
             "span",
-            f"{level.name} {short(level.y)}",
+            f"{level.name} {format_number(level.y)}",
             class_="level-label below" if level.below else "level-label",
-            style=f"top:{_share(frame.y(level.y))}",
+            style=f"top:{_percent(frame.y(level.y))}",
         )
         for level in chart.levels
     ]
@@ -186,13 +192,13 @@ def _level_labels(frame: _Frame, chart: Chart) -> list[Html]:
 def _boundary_labels(frame: _Frame, chart: Chart) -> list[Html]:
     ends = [*(step for step, _ in chart.boundaries[1:]), frame.last_step]
     return [
-        tag("span", name, class_="phase-label", style=f"left:{_share(frame.x(step))};max-width:{_share(frame.x(end - step))}")
+        tag("span", name, class_="phase-label", style=f"left:{_percent(frame.x(step))};max-width:{_percent(frame.x(end - step))}")
         for (step, name), end in zip(chart.boundaries, ends, strict=False)
     ]
 
 
-def _readings(frame: _Frame, lines: Sequence[Line]) -> str:
-    """What is shown under the pointer: JSON of [place from 0 to 1, text] for each step that any line has."""
+def _tooltips(frame: _Frame, lines: Sequence[Line]) -> str:
+    """The tooltips as JSON: [position from 0 to 1, text] for each step with a value."""
     rows: dict[float, list[str]] = {}
     for line in lines:
         for point in line.points:
@@ -202,17 +208,21 @@ def _readings(frame: _Frame, lines: Sequence[Line]) -> str:
 
 
 def _with_band(point: Point) -> str:
-    band = f" ({short(point.low)} to {short(point.high)})" if math.isfinite(point.low) and point.low < point.high else ""
-    return short(point.y) + band
+    band = (
+        f" ({format_number(point.low)} to {format_number(point.high)})"
+        if math.isfinite(point.low) and point.low < point.high
+        else ""
+    )
+    return format_number(point.y) + band
 
 
-def _spoken(chart: Chart) -> str:
-    """The chart in words, for those who cannot see it."""
-    said = []
+def _description(chart: Chart) -> str:
+    """The chart in words, as its alternative text."""
+    sentences = []
     for line in (*chart.lines, *chart.marks):
         known = [point for point in line.points if math.isfinite(point.y)]
         if line.read and known:
-            said.append(
-                f"{line.name} from {short(known[0].y)} at step {known[0].x:.0f} to {short(known[-1].y)} at step {known[-1].x:.0f}"
-            )
-    return f"{chart.title}: " + ("; ".join(said) or "no values")
+            first, last = known[0], known[-1]
+            ends = (f"{format_number(point.y)} at step {point.x:.0f}" for point in (first, last))
+            sentences.append(f"{line.name} from {' to '.join(ends)}")
+    return f"{chart.title}: " + ("; ".join(sentences) or "no values")

@@ -1,4 +1,4 @@
-"""Which curves the page shows: the reward with its held-out points, the signals that tell whether to believe it, and all others."""
+"""The curves of the page: the reward with held-out evaluations, signals of healthy training, and all other metrics."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,62 +7,62 @@ from typing import Any
 from retouch.records.summary import Summary
 from retouch.report.charts import Chart, Level, Line, bars, draw
 from retouch.report.markup import Html, tag
-from retouch.report.numbers import duration, percent, short
-from retouch.report.series import Point, averaged, enveloped, running_mean
+from retouch.report.numbers import format_duration, format_number, format_percent
+from retouch.report.series import Point, average_points, average_with_envelope, running_mean
 from retouch.report.tables import columns_of, interval
 
-# The signals that everyone looks at first, and what each one says.
+# The most important metrics, with an explanation of each.
 SIGNALS = {
-    "policy/ratio_max_first": "largest |ratio − 1| before the first optimizer step; 0 but for rounding",
-    "policy/clip_fraction": "share of actions whose ratio was clipped",
+    "policy/ratio_max_first": "largest |ratio − 1| before the first optimizer step; 0 up to rounding",
+    "policy/clip_fraction": "fraction of actions whose ratio was clipped",
     "policy/approx_kl": "how far each step moves the policy",
-    "policy/kl": "distance to the reference",
-    "policy/loss": "what is minimised; in policy gradient its sign and size say little",
-    "policy/grad_norm": "before clipping",
-    "group/zero_std_fraction": "share of groups whose rewards are all equal: they teach nothing",
-    "reward/missing_fraction": "share of samples that could not be judged",
-    "reward/fault_fraction": "share of samples that could not be used: the policy's own fault",
+    "policy/kl": "KL divergence from the reference",
+    "policy/loss": "the training loss; for policy gradients its sign and size mean little",
+    "policy/grad_norm": "gradient norm before clipping",
+    "group/zero_std_fraction": "fraction of groups whose rewards are all equal, so that they give no gradient",
+    "reward/missing_fraction": "fraction of samples without a reward, because the judge failed",
+    "reward/fault_fraction": "fraction of unusable outputs of the policy",
 }
-# What is watched against reward hacking, and what each curve says.
+# The metrics that are watched for reward hacking, with an explanation of each.
 WATCHED = {
-    "watch/proxy": "the reward, on the same pictures each time",
-    "watch/heldout": "a judge that is never trained on, of the same pictures",
-    "watch/heldout_sigmas": "its change since it thought best of them, in standard errors",
-    "watch/heldout_missing": "share of pictures that it could not judge",
-    "watch/diversity": "root mean square difference of two pictures of a group",
-    "watch/canary_shift": "how far the judge's scores of old pictures have moved, as a share of their range",
-    "watch/painted_text": "share of pictures with text that speaks to a judge",
-    "watch/unasked_text": "share of pictures with text that nobody asked for",
-    "watch/preservation": "how much of the source is kept outside the mask",
+    "watch/proxy": "the training reward on the watched held-out tasks",
+    "watch/heldout": "the score of a judge that does not train, on the same images",
+    "watch/heldout_sigmas": "change of that score since its best value, in standard errors",
+    "watch/heldout_missing": "fraction of images that the held-out judge could not score",
+    "watch/diversity": "root mean square difference of two images of a group",
+    "watch/canary_shift": "change of the judge's scores of fixed images, as a fraction of their range",
+    "watch/painted_text": "fraction of images with text that addresses a judge",
+    "watch/unasked_text": "fraction of images with text that was not requested",
+    "watch/preservation": "how well the source is preserved outside the mask",
     "watch/brightness": "mean luminance",
     "watch/saturation": "mean saturation",
     "watch/detail": "energy of the finest frequencies",
 }
 ALARM = "watch/alarm/"
-HEADLINE_ROW = "headline"  # of the held-out table: the tasks that the summary speaks of, where these are not all
+HEADLINE_ROW = "headline"  # row of the held-out table: the tasks that the summary is about, unless these are all
 AGGREGATES = ("reward/mean", "reward/std", "reward/count", "reward/missing_fraction")
 NOT_METRICS = ("step", "phase")
 
 
 def number(value: Any) -> float:
-    """A logged value as a float; what is null or no number is NaN."""
+    """A logged value as a float; NaN for null or text."""
     return float(value) if isinstance(value, int | float) else math.nan
 
 
 def metric_names(metrics: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Every metric of the run, in the order of first occurrence."""
+    """All metrics of the run, in the order of their first occurrence."""
     return list(dict.fromkeys(name for line in metrics for name in line if name not in NOT_METRICS))
 
 
 def headline_column(evals: Sequence[Mapping[str, Any]], summary: Summary | None) -> str | None:
-    """The held-out column that stands for the run: the summary's, else the reward, else the first."""
+    """The held-out column that represents the run: the summary's, otherwise the reward, otherwise the first."""
     columns = [column for line in evals for column in columns_of(line)]
-    wanted = ([summary.column] if summary else []) + ["reward", "overall", *columns]
-    return next((column for column in wanted if column in columns), None)
+    preferred = ([summary.column] if summary else []) + ["reward", "overall", *columns]
+    return next((column for column in preferred if column in columns), None)
 
 
 def heldout_points(evals: Sequence[Mapping[str, Any]], *, column: str) -> list[Point]:
-    """The first split's mean at each evaluation, with its interval: of the headline's tasks where they have a row, else of all."""
+    """The mean of the first split at each evaluation, with its interval: of the headline tasks if they have a row, else of all."""
     points = []
     for line in sorted(evals, key=lambda line: int(line["step"])):
         if line["split"] == evals[0]["split"]:
@@ -73,7 +73,7 @@ def heldout_points(evals: Sequence[Mapping[str, Any]], *, column: str) -> list[P
 
 
 def reward_points(metrics: Sequence[Mapping[str, Any]]) -> list[Point]:
-    """The mean reward of each step's samples, with mean +- 1.96 std / sqrt(n)."""
+    """The mean reward of each step's samples, with the band mean ± 1.96 std / sqrt(n)."""
     points = []
     for line in metrics:
         mean, std, count = (number(line.get(f"reward/{name}")) for name in ("mean", "std", "count"))
@@ -83,7 +83,7 @@ def reward_points(metrics: Sequence[Mapping[str, Any]]) -> list[Point]:
 
 
 def boundaries(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
-    """(step before it, name) of each phase, where there is more than one."""
+    """(step before it, name) of each phase; empty for a single phase."""
     starts = [
         (int(line["step"]) - 1, str(line["phase"]))
         for earlier, line in zip([None, *metrics], metrics, strict=False)
@@ -93,10 +93,12 @@ def boundaries(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
 
 
 def reward_section(
-    metrics: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]], summary: Summary | None, *, judged: str
+    metrics: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]], summary: Summary | None, *, split: str
 ) -> Html | None:
-    """Training reward and evaluations in one chart where their scales agree, else in two; None where there is neither. ``judged``:
-    what the tasks of an evaluation are, held-out say."""
+    """Training reward and evaluations, in one chart if their scales match, otherwise in two; None if there is neither.
+
+    ``split``: how to call the evaluation tasks, for example "held-out".
+    """
     raw = reward_points(metrics)
     column = headline_column(evals, summary)
     heldout = heldout_points(evals, column=column) if column else []
@@ -105,11 +107,11 @@ def reward_section(
         return None
     last_step = max([int(line["step"]) for line in metrics] + [int(line["step"]) for line in evals])
     training = _training_lines(raw) if has_reward else []
-    marks = [Line(f"{judged} {column}", "held", heldout)] if heldout else []
+    marks = [Line(f"{split} {column}", "held", heldout)] if heldout else []
     levels = _levels(summary, heldout) if summary and column == summary.column else []
     phases = boundaries(metrics)
-    together = not training or not marks or _same_scale(raw, heldout)
-    charts = [(training, marks, levels)] if together else [(training, [], []), ([], marks, levels)]
+    one_chart = not training or not marks or _same_scale(raw, heldout)
+    charts = [(training, marks, levels)] if one_chart else [(training, [], []), ([], marks, levels)]
     drawn = [
         draw(Chart("Reward over steps", lines, last_step, marks=dots, levels=rules, boundaries=phases, tall=True, tick_count=5))
         for lines, dots, rules in charts
@@ -118,7 +120,7 @@ def reward_section(
 
 
 def _training_lines(raw: Sequence[Point]) -> list[Line]:
-    thin = averaged(raw)
+    thin = average_points(raw)
     return [
         Line("training reward", "train", thin),
         Line("running mean", "train smooth", running_mean(thin, _width(thin)), read=False),
@@ -126,7 +128,7 @@ def _training_lines(raw: Sequence[Point]) -> list[Line]:
 
 
 def _width(points: Sequence[Point]) -> int:
-    """How many points the smooth line averages: a twentieth of the run, at least 5."""
+    """The number of points in the running mean: a twentieth of the run, at least 5."""
     return max(5, len(points) // 20)
 
 
@@ -135,13 +137,13 @@ def _legend(training: Sequence[Line], marks: Sequence[Line], *, width: int) -> H
     if training:
         entries.append(("train", "training reward: mean of each step's samples, band 95 % over them"))
         if any(math.isfinite(point.y) for point in training[1].points):
-            entries.append(("train smooth", f"its mean over the last {width} steps"))
-    entries += [("held", f"{line.name}: no exploration noise, bars 95 %") for line in marks]
+            entries.append(("train smooth", f"mean of the last {width} steps"))
+    entries += [("held", f"{line.name}: without exploration noise, bars 95 %") for line in marks]
     return tag("ul", [tag("li", tag("span", class_=f"swatch {style}"), words) for style, words in entries], class_="legend")
 
 
 def _levels(summary: Summary, heldout: Sequence[Point]) -> list[Level]:
-    """What the points stand beside; nothing where the summary speaks of other tasks than they do."""
+    """Reference levels for the held-out points; none if the summary is about other tasks than the points."""
     if not heldout or not math.isclose(heldout[0].y, summary.before, rel_tol=1e-4):
         return []
     levels = [] if summary.ceiling is None else [Level("ceiling", summary.ceiling)]
@@ -151,16 +153,16 @@ def _levels(summary: Summary, heldout: Sequence[Point]) -> list[Level]:
 
 
 def _same_scale(one: Sequence[Point], other: Sequence[Point]) -> bool:
-    """Whether both can share an axis without either being squashed flat: neither lies further away than both are tall."""
-    (low, high), (least, most) = (
+    """Whether both can share an axis without flattening either: their gap is at most the sum of their ranges."""
+    (low, high), (other_low, other_high) = (
         (min(values), max(values)) for values in ([v for p in points for v in p.span] or [0.0] for points in (one, other))
     )
-    away = max(low - most, least - high, 0.0)
-    return away <= (high - low) + (most - least)
+    gap = max(low - other_high, other_low - high, 0.0)
+    return gap <= (high - low) + (other_high - other_low)
 
 
 def signal_charts(metrics: Sequence[Mapping[str, Any]]) -> tuple[list[Html], list[Html]]:
-    """Small charts of the signals and reward columns, and of everything else that was logged."""
+    """Small charts of the signals and reward columns, and of all other metrics."""
     names = metric_names(metrics)
     first = [name for name in SIGNALS if name in names]
     first += [name for name in names if name.startswith("reward/") and name not in (*SIGNALS, *AGGREGATES)]
@@ -169,13 +171,13 @@ def signal_charts(metrics: Sequence[Mapping[str, Any]]) -> tuple[list[Html], lis
 
 
 def watch_charts(metrics: Sequence[Mapping[str, Any]]) -> list[Html]:
-    """Small charts of what is watched, over the steps at which there was a look."""
+    """Small charts of the watched metrics, over the steps with an observation."""
     names = metric_names(metrics)
     return [_small([line for line in metrics if name in line], name) for name in WATCHED if name in names]
 
 
 def alarms(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """The rules that raised an alarm, each with the steps at which it did."""
+    """The rules that raised an alarm, with the steps of their alarms."""
     found: dict[str, list[int]] = {}
     for line in metrics:
         for name in line:
@@ -187,8 +189,8 @@ def alarms(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
 def _small(metrics: Sequence[Mapping[str, Any]], name: str) -> Html:
     points = [Point(line["step"], number(line.get(name))) for line in metrics]
     known = [point for point in points if math.isfinite(point.y)]
-    chart = Chart(name, [Line(name.rpartition("/")[2], "plain", enveloped(points, 160))], int(metrics[-1]["step"]))
-    latest = short(known[-1].y) if known else "no value yet"
+    chart = Chart(name, [Line(name.rpartition("/")[2], "plain", average_with_envelope(points, 160))], int(metrics[-1]["step"]))
+    latest = format_number(known[-1].y) if known else "no value yet"
     note = (SIGNALS | WATCHED).get(name)
     return tag(
         "figure",
@@ -204,29 +206,32 @@ def _small(metrics: Sequence[Mapping[str, Any]], name: str) -> Html:
 
 
 def time_bars(timings: Sequence[Mapping[str, Any]]) -> Html | None:
-    """The share of each stage; ``time/step``, where it is kept, is the whole, and what no stage accounts for is shown as other."""
+    """The fraction of time of each stage. Time of ``time/step`` that no stage accounts for is shown as "other"."""
     spent: dict[str, float] = {}
     for line in timings:
         for name, seconds in line.items():
             if name.startswith("time/") and math.isfinite(number(seconds)):
                 spent[name] = spent.get(name, 0.0) + float(seconds)
-    whole = spent.pop("time/step", 0.0)
+    step_time = spent.pop("time/step", 0.0)
     stages = math.fsum(spent.values())
-    total = max(whole, stages)
+    total = max(step_time, stages)
     if total <= 0:
         return None
     rows = sorted(((name.removeprefix("time/"), seconds) for name, seconds in spent.items()), key=lambda row: -row[1])
-    if whole > stages * 1.001:
-        rows.append(("other", whole - stages))
+    if step_time > stages * 1.001:
+        rows.append(("other", step_time - stages))
     steps = len(timings)
-    return bars((name, s / total, f"{percent(s / total)} · {duration(s)} · {duration(s / steps)} a step") for name, s in rows)
+    return bars(
+        (name, s / total, f"{format_percent(s / total)} · {format_duration(s)} · {format_duration(s / steps)} a step")
+        for name, s in rows
+    )
 
 
 def seconds_spent(timings: Sequence[Mapping[str, Any]]) -> float:
-    """All the time in the timings: the whole steps where they were timed, else the sum of the stages."""
+    """The total time: of the step_time steps where they were timed, otherwise the sum of the stages."""
     total = 0.0
     for line in timings:
         stages = math.fsum(number(value) for name, value in line.items() if name.startswith("time/") and name != "time/step")
-        whole = number(line.get("time/step"))
-        total += whole if math.isfinite(whole) else stages
+        step_time = number(line.get("time/step"))
+        total += step_time if math.isfinite(step_time) else stages
     return total

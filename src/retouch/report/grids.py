@@ -1,4 +1,4 @@
-"""The pictures of a run: held-out tasks before and after, and training groups from the best sample to the worst."""
+"""The images of a run: held-out tasks before and after training, and training groups sorted by reward."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from retouch.records.folder import RunFolder
+from retouch.renderers.answers import answer_in
 from retouch.report.curves import number
-from retouch.report.markup import Html, tag
-from retouch.report.numbers import brief, decimals_for, score, signed
+from retouch.report.markup import Html, join, tag
+from retouch.report.numbers import decimals_for, format_brief, format_score, format_signed
 from retouch.report.pictures import LARGE, SMALL, picture
-from retouch.report.writing import rewrites_prompts, written
+from retouch.rewards.text.prompt_quality import prompt_quality
 
 MOST_TASKS = 24
 MOST_GROUPS = 8
@@ -20,7 +21,7 @@ MOST_MEMBERS = 24
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A held-out task's line before and after; ``moved``: there are later pictures than the first."""
+    """A held-out task's line before and after training; ``moved`` is True if there are images of a later step."""
 
     before: dict[str, Any]
     after: dict[str, Any]
@@ -29,12 +30,12 @@ class _Pair:
 
     @property
     def values(self) -> tuple[float, float]:
-        """What both pictures are shown with: the reward, else the headline's column."""
+        """The score shown under each image: the reward, otherwise the headline's column."""
         return _value(self.before, self.column), _value(self.after, self.column)
 
 
 def before_after(folder: RunFolder, *, column: str | None) -> Html | None:
-    """The held-out tasks of the first pictures beside the same ones of the last; None where there are none."""
+    """The held-out tasks at the first and at the last step with images; None if there are no images."""
     steps = [step for step in folder.sample_steps() if _of(folder, step, "heldout")]
     if not steps:
         return None
@@ -43,10 +44,10 @@ def before_after(folder: RunFolder, *, column: str | None) -> Html | None:
     lines = [line for line in _of(folder, first, "heldout") if line["task"] in after]
     pairs = [_Pair(line, after[line["task"]], first != last, column) for line in lines[:MOST_TASKS]]
     decimals = decimals_for(value for pair in pairs for value in pair.values)
-    rewrites = rewrites_prompts(folder)
-    cards = [_card(folder, pair, place=place, decimals=decimals, rewrites=rewrites) for place, pair in enumerate(pairs)]
-    when = f"Before is step {first}, after is step {last}" if first != last else f"Both are step {first}: no later pictures yet"
-    words = f"The same tasks with the same seeds at every evaluation. {when}."
+    rewrites = _rewrites_prompts(folder)
+    cards = [_card(folder, pair, index=index, decimals=decimals, rewrites=rewrites) for index, pair in enumerate(pairs)]
+    steps_shown = f"Before: step {first}; after: step {last}" if first != last else f"Step {first}; there are no later images yet"
+    words = f"The same tasks with the same seeds at every evaluation. {steps_shown}."
     if len(cards) < len(lines):
         words += f" The first {len(cards)} of {len(lines)}."
     return tag("div", tag("p", words, class_="quiet"), tag("div", cards, class_="cards", data_sortable=first != last))
@@ -57,18 +58,18 @@ def _of(folder: RunFolder, step: int, kind: str) -> list[dict[str, Any]]:
 
 
 def _path(folder: RunFolder, line: Mapping[str, Any], name: str) -> Path | None:
-    """The picture's path; None where the line names none, or one outside the folder of its step."""
+    """The image's path; None if the line names none, or one outside the folder of its step."""
     file = line[name]
     return folder.samples(line["step"]) / file if isinstance(file, str) and Path(file).name == file else None
 
 
 def _value(line: Mapping[str, Any], column: str | None) -> float:
-    """What the sample is shown with: its reward, else the headline's column."""
+    """The score shown under the image: the sample's reward, otherwise the headline's column."""
     reward = number(line["reward"])
     return reward if math.isfinite(reward) or column is None else number(line["scores"].get(column))
 
 
-def _card(folder: RunFolder, pair: _Pair, *, place: int, decimals: int, rewrites: bool) -> Html:
+def _card(folder: RunFolder, pair: _Pair, *, index: int, decimals: int, rewrites: bool) -> Html:
     before, after, moved = pair.before, pair.after, pair.moved
     gain = pair.values[1] - pair.values[0]
     pictures = [_shown("source", _path(folder, before, "source"), None)] if before["source"] else []
@@ -78,22 +79,24 @@ def _card(folder: RunFolder, pair: _Pair, *, place: int, decimals: int, rewrites
     if before["target"]:
         pictures.append(_shown("target", _path(folder, before, "target"), None))
     tags = [tag("span", f"{name} {value}", class_="tag") for name, value in before["tags"].items()]
-    change = tag("span", signed(gain, decimals), class_=f"change {_direction(gain)}") if moved and math.isfinite(gain) else None
+    change = (
+        tag("span", format_signed(gain, decimals), class_=f"change {_direction(gain)}") if moved and math.isfinite(gain) else None
+    )
     return tag(
         "article",
         _instruction(before),
         tag("div", pictures, class_="row"),
-        written(before, label="before", rewrites=rewrites),
-        written(after, label="after", rewrites=rewrites) if moved else None,
+        _completion(before, label="before", rewrites=rewrites),
+        _completion(after, label="after", rewrites=rewrites) if moved else None,
         tag("p", change, tags, class_="tags"),
         class_="card",
-        data_place=place,
+        data_place=index,
         data_gain=f"{gain:.6f}" if math.isfinite(gain) else "0",
     )
 
 
 def _instruction(line: Mapping[str, Any]) -> Html:
-    # dir="auto" keeps text that runs from right to left, and signs that turn text around, inside its own box.
+    # dir="auto" confines right-to-left text and direction-changing characters to its own element.
     return tag("p", str(line["instruction"]) or "(no instruction)", class_="instruction", dir="auto")
 
 
@@ -102,11 +105,11 @@ def _direction(change: float) -> str:
 
 
 def _scores(line: Mapping[str, Any], column: str | None, decimals: int) -> Html:
-    """The sample's reward, and its other scores small beneath."""
+    """The sample's reward, and its other scores in small print below."""
     value = _value(line, column)
-    main = "not judged" if not math.isfinite(value) else score(value, decimals)
+    main = "no score" if not math.isfinite(value) else format_score(value, decimals)
     named = [(name, number(shown)) for name, shown in line["scores"].items() if name != column and "/" not in name]
-    small = [tag("span", f"{name} {brief(shown)}") for name, shown in named if math.isfinite(shown)]
+    small = [tag("span", f"{name} {format_brief(shown)}") for name, shown in named if math.isfinite(shown)]
     return tag("span", tag("b", main), tag("span", small, class_="scores-small") if small else None, class_="verdicts")
 
 
@@ -120,7 +123,7 @@ def _shown(label: str, path: Path | None, below: Html | None, *, style: str = ""
 
 
 def groups(folder: RunFolder) -> list[tuple[int, Html]]:
-    """The training groups of the last step that has any, and of the first, as (step, strips)."""
+    """The training groups of the last and of the first step that has any, as (step, strips)."""
     steps = [step for step in folder.sample_steps() if _of(folder, step, "group")]
     return [(step, _groups(folder, step)) for step in dict.fromkeys([*steps[-1:], *steps[:1]])]
 
@@ -131,19 +134,17 @@ def _groups(folder: RunFolder, step: int) -> Html:
         members.setdefault(line["group"], []).append(line)
     ranked = sorted(members.values(), key=_mean_reward, reverse=True)
     shown = _spread(ranked, MOST_GROUPS)
-    note = "" if len(shown) == len(ranked) else f" {len(shown)} of {len(ranked)} groups, spread evenly over their ranking."
-    caption = (
-        f"Step {step}: groups from the highest mean reward to the lowest; within each, from the best sample to the worst.{note}"
-    )
-    rewrites = rewrites_prompts(folder)
+    note = "" if len(shown) == len(ranked) else f" {len(shown)} of {len(ranked)} groups, evenly spaced in this order."
+    caption = f"Step {step}: groups sorted by mean reward, highest first; samples of a group sorted by reward.{note}"
+    rewrites = _rewrites_prompts(folder)
     return tag("div", tag("p", caption, class_="quiet"), [_strip(folder, group, rewrites=rewrites) for group in shown])
 
 
 def _spread(items: Sequence[list[dict[str, Any]]], most: int) -> list[list[dict[str, Any]]]:
-    """At most so many of the items, the first and the last among them, evenly apart."""
+    """At most ``most`` of the items, evenly spaced, including the first and the last."""
     if len(items) <= most:
         return list(items)
-    return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
+    return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]
 
 
 def _mean_reward(group: Sequence[Mapping[str, Any]]) -> float:
@@ -161,12 +162,12 @@ def _strip(folder: RunFolder, group: list[dict[str, Any]], *, rewrites: bool) ->
     notes = []
     decimals = decimals_for(rewards)
     if rewards:
-        ends = f"from {score(min(rewards), decimals)} to {score(max(rewards), decimals)}"
-        notes.append(f"mean {score(_mean_reward(group), decimals)}, {ends}")
+        ends = f"from {format_score(min(rewards), decimals)} to {format_score(max(rewards), decimals)}"
+        notes.append(f"mean {format_score(_mean_reward(group), decimals)}, {ends}")
         if len(rewards) > 1 and min(rewards) == max(rewards):
-            notes.append("all equal: this group teaches nothing")
+            notes.append("all equal, so all advantages are 0")
     if missing:
-        notes.append(f"{len(missing)} not judged")
+        notes.append(f"{len(missing)} without a score")
     if len(ranked) > MOST_MEMBERS:
         notes.append(f"the best {MOST_MEMBERS // 2} and the worst {MOST_MEMBERS // 2} of {len(ranked)} shown")
         ranked = ranked[: MOST_MEMBERS // 2] + ranked[-(MOST_MEMBERS // 2) :]
@@ -186,18 +187,45 @@ def _strip(folder: RunFolder, group: list[dict[str, Any]], *, rewrites: bool) ->
 
 def _member(folder: RunFolder, line: Mapping[str, Any], decimals: int, *, rewrites: bool) -> Html:
     reward, advantage = number(line["reward"]), number(line["advantage"])
-    told = "; ".join(f"{name} {brief(number(value))}" for name, value in line["scores"].items() if math.isfinite(number(value)))
+    scores = "; ".join(
+        f"{name} {format_brief(number(value))}" for name, value in line["scores"].items() if math.isfinite(number(value))
+    )
     return tag(
         "figure",
         picture(_path(folder, line, "image"), words=f"sample {line['slot']}", edge=SMALL),
         tag(
             "figcaption",
-            tag("b", score(reward, decimals)) if math.isfinite(reward) else tag("b", "not judged", class_="quiet"),
-            tag("span", signed(advantage), class_=f"advantage {_direction(advantage)}")
+            tag("b", format_score(reward, decimals)) if math.isfinite(reward) else tag("b", "no score", class_="quiet"),
+            tag("span", format_signed(advantage), class_=f"advantage {_direction(advantage)}")
             if math.isfinite(reward + advantage)
             else None,
-            written(line, label="", rewrites=rewrites),
+            _completion(line, label="", rewrites=rewrites),
         ),
         class_="shown member",
-        title=f"sample {line['slot']}" + (f": {told}" if told else ""),
+        title=f"sample {line['slot']}" + (f": {scores}" if scores else ""),
     )
+
+
+def _rewrites_prompts(folder: RunFolder) -> bool:
+    """Whether the policy's completions are prompts for an image model, which replace the user's prompt."""
+    renderer = folder.read_recipe()["recipe"].get("renderer")
+    return isinstance(renderer, Mapping) and renderer.get("kind") == "prompt"
+
+
+def _completion(line: Mapping[str, Any], *, label: str, rewrites: bool) -> Html | None:
+    """The completion of a sample; for a rewritten prompt also a comparison with the original. None without a completion."""
+    if line.get("text") is None:
+        return None
+    text = str(line["text"])
+    head = tag("span", f"{label} ", class_="quiet") if label else None
+    shown = tag("p", head, text or "(empty)", class_="written", dir="auto")
+    return join([shown, tag("p", _prompt_note(str(line["instruction"]), text), class_="told quiet")]) if rewrites else shown
+
+
+def _prompt_note(original: str, text: str) -> str:
+    prompt = answer_in(text)
+    if prompt is None:
+        return "contains no prompt"
+    quality = prompt_quality(original, prompt)
+    before, after = len(original.split()), len(prompt.split())
+    return f"{before} → {after} word{'s' * (after != 1)}, prompt quality {quality.total:.1f} of 5"

@@ -1,4 +1,4 @@
-"""HTML that is safe by construction: text is escaped unless it is ``Html`` already, and only ``tag`` and ``join`` make ``Html``."""
+"""HTML that is safe by construction: text is escaped unless it is ``Html``, and only ``tag`` and ``join`` create ``Html``."""
 
 from collections.abc import Iterable
 from html import escape
@@ -8,7 +8,7 @@ VOID = frozenset({"br", "img", "meta", "line", "path", "rect"})
 
 
 class Html(str):
-    """A piece of HTML, escaped where it had to be."""
+    """A piece of HTML in which all text is escaped."""
 
     __slots__ = ()
 
@@ -16,26 +16,26 @@ class Html(str):
 Child: TypeAlias = "str | Iterable[str] | None"
 Attribute: TypeAlias = "str | int | float | bool | None"
 
-# Control characters that HTML forbids (tab and line ends stay) become the replacement character.
+# HTML forbids these control characters (tab and line ends are allowed); they become the replacement character.
 _FORBIDDEN = dict.fromkeys((*range(9), 11, 12, *range(14, 32), *range(127, 160)), "\ufffd")
 
 
 def text(value: str) -> Html:
-    """The text as HTML. What no page may hold (control characters, halves of surrogate pairs) is shown as a question mark sign."""
+    """Escape text. Control characters and unpaired surrogates become the replacement character."""
     whole = value.encode("utf-8", "replace").decode("utf-8")
     return Html(escape(whole.translate(_FORBIDDEN), quote=True))
 
 
 def join(children: Iterable[Child], between: str = "") -> Html:
-    """Pieces one after the other, with text escaped and None left out."""
+    """Concatenate pieces with ``between`` between them; text is escaped and None left out."""
     return Html(text(between).join(_flat(children)))
 
 
 def tag(name: str, /, *children: Child, **attributes: Attribute) -> Html:
-    """An element. ``class_`` means class and ``data_x`` means data-x; True is a bare attribute, None and False leave it out."""
+    """An element. ``class_`` becomes class and ``data_x`` data-x; True gives a bare attribute, None and False omit it."""
     written = "".join(_attribute(key, value) for key, value in attributes.items())
     if name in VOID:
-        assert not children, f"<{name}> holds nothing"
+        assert not children, f"<{name}> cannot have children"
         return Html(f"<{name}{written}>") if name in ("br", "img", "meta") else Html(f"<{name}{written}/>")
     return Html(f"<{name}{written}>{join(children)}</{name}>")
 

@@ -1,4 +1,4 @@
-"""How the report writes numbers."""
+"""Formatting of numbers in the report."""
 
 import math
 from collections.abc import Iterable
@@ -7,8 +7,8 @@ MINUS = "\u2212"
 MISSING = "\u2013"
 
 
-def short(value: float | int | None) -> str:
-    """At most three significant digits beyond the point, an exponent only where it is needed; a dash where there is no number."""
+def format_number(value: float | int | None) -> str:
+    """At most three significant digits after the point, an exponent only if needed; a dash if the value is missing."""
     if value is None or not math.isfinite(value):
         return MISSING
     if value == 0:
@@ -23,45 +23,45 @@ def short(value: float | int | None) -> str:
 
 
 def tick_label(value: float, gap: float) -> str:
-    """A tick's number with as many decimals as tell neighbours ``gap`` apart from each other."""
+    """The label of an axis tick, with as many decimals as needed to distinguish ticks ``gap`` apart."""
     if value == 0:
         return "0"
     size = max(abs(value), gap)
     if size < 1e-3 or size >= 1e5:
-        return short(value)
+        return format_number(value)
     decimals = max(0, -math.floor(math.log10(gap) + 1e-9))
     return _minus(f"{value:.{decimals}f}")
 
 
-def brief(value: float) -> str:
-    """At most three significant digits, without zeros at the end: for the small print under a picture."""
+def format_brief(value: float) -> str:
+    """At most three significant digits, without trailing zeros: for captions."""
     return _minus(f"{value:.3g}")
 
 
 def decimals_for(values: Iterable[float | None]) -> int:
-    """How many decimals tell these scores apart: three where none is larger than 1, else two."""
+    """How many decimals to show for these scores: three if none is larger than 1, otherwise two."""
     return 3 if all(value is None or not abs(value) > 1 for value in values) else 2
 
 
-def score(value: float | None, decimals: int = 2) -> str:
-    """A fixed number of decimals, as tables of scores have it."""
+def format_score(value: float | None, decimals: int = 2) -> str:
+    """A fixed number of decimals, for tables of scores."""
     return MISSING if value is None or not math.isfinite(value) else _minus(f"{value:.{decimals}f}")
 
 
-def signed(value: float | None, decimals: int = 2) -> str:
-    """The same with a sign; an exact zero, or what rounds to it, has none."""
+def format_signed(value: float | None, decimals: int = 2) -> str:
+    """As ``format_score`` with a sign; a value that rounds to 0 has none."""
     if value is None or not math.isfinite(value):
         return MISSING
     rounded = f"{value:+.{decimals}f}"
     return rounded.lstrip("+-") if float(rounded) == 0 else _minus(rounded)
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     return _minus(f"{100 * share:.0f}") + " %"
 
 
-def duration(seconds: float) -> str:
-    """Seconds, minutes or hours, whichever reads best."""
+def format_duration(seconds: float) -> str:
+    """Seconds, minutes or hours, depending on the length."""
     if seconds < 0.1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that needs nothing else, opens offline, and says what there is even of a run just started."""
+"""The report of a run: one self-contained HTML file that works offline, also for a run that has only just started."""
 
 import base64
 import hashlib
@@ -15,10 +15,10 @@ from retouch.report.markup import Html, join, tag
 
 
 def write_report(run: Path) -> Path:
-    """Write ``report.html`` into a run's folder and return where it is.
+    """Write ``report.html`` into a run's folder and return its path.
 
-    The same folder gives the same bytes. What is not there yet (no step, no evaluation, no pictures) is said in a sentence.
-    ValueError where ``run`` is not a run's folder.
+    The same folder gives the same bytes. A section without data yet says so in a sentence. Raises ValueError if ``run`` is not the
+    folder of a run.
     """
     folder = RunFolder(run)
     page = "<!doctype html>\n" + _page(folder) + "\n"
@@ -27,15 +27,15 @@ def write_report(run: Path) -> Path:
 
 
 def _page(folder: RunFolder) -> Html:
-    kept = folder.read_recipe()
-    recipe, versions = kept["recipe"], kept["versions"]
+    record = folder.read_recipe()
+    recipe, versions = record["recipe"], record["versions"]
     script = _asset("page.js")
     body = tag("body", _header(folder, recipe), tag("main", _sections(folder, recipe, versions)), tag("script", script))
     return tag("html", _head(str(recipe.get("name", folder.name)), script), body, lang="en")
 
 
 def _asset(name: str) -> Html:
-    """A file of this package, as it is: it holds no text of anybody else."""
+    """A file of this package, without escaping, because it contains no foreign text."""
     return Html(files("retouch.report").joinpath(name).read_text(encoding="utf-8"))
 
 
@@ -61,15 +61,15 @@ def _header(folder: RunFolder, recipe: Mapping[str, Any]) -> Html:
     summary, metrics, timings, evals = folder.read_summary(), folder.read_metrics(), folder.read_timings(), folder.read_evals()
     steps = recipe.get("steps")
     first_split = [line for line in evals if line["split"] == evals[0]["split"]]
-    falls = tables.falls(first_split[0], first_split[-1]) if len(first_split) > 1 else []
+    declines = tables.significant_declines(first_split[0], first_split[-1]) if len(first_split) > 1 else []
     return tag(
         "header",
-        tag("p", "Retouch · report of a run", class_="kicker"),
+        tag("p", "Retouch · run report", class_="kicker"),
         tag("h1", str(recipe.get("name", folder.name))),
         headline.verdict(summary, last_step=_last_step(metrics), steps=steps if isinstance(steps, int) else None),
         headline.gap_bar(summary) if summary else None,
         headline.alarm_note(folder.read_alarm()),
-        headline.losses_note(falls),
+        headline.declines_note(declines),
         headline.facts(
             recipe, last_step=_last_step(metrics), seconds=curves.seconds_spent(timings), cost=summary.cost if summary else {}
         ),
@@ -80,65 +80,65 @@ def _sections(folder: RunFolder, recipe: Mapping[str, Any], versions: Mapping[st
     metrics, evals, summary = folder.read_metrics(), folder.read_evals(), folder.read_summary()
     time = curves.time_bars(folder.read_timings())
     column = curves.headline_column(evals, summary)
-    judged = split_label(recipe.get("eval", {}).get("split", "test"))
-    watched = [_section("Watched", _watched(metrics), "Nothing was watched yet.")] if recipe.get("watch") else []
+    split = split_label(recipe.get("eval", {}).get("split", "test"))
+    watched = [_section("Watched", _watched(metrics), "No watched metrics yet.")] if recipe.get("watch") else []
     return join(
         [
-            _section("Reward", _one(curves.reward_section(metrics, evals, summary, judged=judged)), "No step yet, so no curve."),
+            _section("Reward", _one(curves.reward_section(metrics, evals, summary, split=split)), "No steps yet."),
             *watched,
-            _section(f"{judged.capitalize()} scores", _heldout(evals, column, judged), f"No evaluation on {judged} tasks yet."),
-            _section("Before and after", _one(grids.before_after(folder, column=column)), f"No pictures of {judged} tasks yet."),
-            _section("Training groups", _groups(folder), "No pictures of training samples yet."),
-            _section("Signals", _signals(metrics), "Nothing but the reward was logged yet."),
-            _section("Time", _one(time), "No step has been timed yet."),
-            _section("Checks before the first step", _preflight(folder), "No checks were kept for this run."),
+            _section(f"{split.capitalize()} scores", _heldout(evals, column, split), f"No evaluation on {split} tasks yet."),
+            _section("Before and after", _one(grids.before_after(folder, column=column)), f"No images of {split} tasks yet."),
+            _section("Training groups", _groups(folder), "No images of training samples yet."),
+            _section("Signals", _signals(metrics), "No metrics apart from the reward yet."),
+            _section("Time", _one(time), "No timings yet."),
+            _section("Checks before the first step", _preflight(folder), "This run has no record of its checks."),
             _section("Recipe", [tables.recipe_text(recipe)], ""),
             _section("Versions", [tables.versions_list(versions)], ""),
         ]
     )
 
 
-def _section(title: str, content: Sequence[Html], otherwise: str) -> Html:
-    return tag("section", tag("h2", title), content if content else tag("p", otherwise, class_="quiet"))
+def _section(title: str, content: Sequence[Html], empty: str) -> Html:
+    return tag("section", tag("h2", title), content if content else tag("p", empty, class_="quiet"))
 
 
 def _one(piece: Html | None) -> list[Html]:
     return [] if piece is None else [piece]
 
 
-def _heldout(evals: Sequence[Mapping[str, Any]], column: str | None, judged: str) -> list[Html]:
-    made = tables.heldout_tables(evals, first=column, judged=judged)
-    note = "Means over tasks, before → after, and the change; in bold where the two 95 % intervals do not touch."
-    if judged != "held-out":
-        note += " These tasks train too, so what is measured is fit and no gain."
-    return [*made, tag("p", note, class_="quiet")] if made else []
+def _heldout(evals: Sequence[Mapping[str, Any]], column: str | None, split: str) -> list[Html]:
+    found = tables.heldout_tables(evals, first=column, split_name=split)
+    note = "Means over tasks, before → after, and the change; in bold if the two 95 % confidence intervals do not overlap."
+    if split != "held-out":
+        note += " These tasks are also trained on, so the scores measure fit, not generalisation."
+    return [*found, tag("p", note, class_="quiet")] if found else []
 
 
 def _groups(folder: RunFolder) -> list[Html]:
     strips = grids.groups(folder)
     return [
-        strip if place == 0 else tag("details", tag("summary", f"The same at step {step}"), strip)
-        for place, (step, strip) in enumerate(strips)
+        strip if index == 0 else tag("details", tag("summary", f"The same at step {step}"), strip)
+        for index, (step, strip) in enumerate(strips)
     ]
 
 
 def _signals(metrics: Sequence[Mapping[str, Any]]) -> list[Html]:
     shown, others = curves.signal_charts(metrics)
-    made = [tag("div", shown, class_="smalls")] if shown else []
+    parts = [tag("div", shown, class_="smalls")] if shown else []
     if others:
-        title = f"Everything else that was logged ({len(others)})"
-        made.append(tag("details", tag("summary", title), tag("div", others, class_="smalls")))
-    return made
+        title = f"All other metrics ({len(others)})"
+        parts.append(tag("details", tag("summary", title), tag("div", others, class_="smalls")))
+    return parts
 
 
 def _watched(metrics: Sequence[Mapping[str, Any]]) -> list[Html]:
-    made = curves.watch_charts(metrics)
-    if not made:
+    charts = curves.watch_charts(metrics)
+    if not charts:
         return []
-    raised = curves.alarms(metrics).items()
-    told = [f"{rule} at step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}" for rule, steps in raised]
-    alarms = tag("p", f"Alarms: {'; '.join(told)}.", class_="warning") if told else tag("p", "No alarm.", class_="quiet")
-    return [alarms, tag("div", made, class_="smalls")]
+    steps_by_rule = curves.alarms(metrics).items()
+    lines = [f"{rule} at step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}" for rule, steps in steps_by_rule]
+    alarms = tag("p", f"Alarms: {'; '.join(lines)}.", class_="warning") if lines else tag("p", "No alarm.", class_="quiet")
+    return [alarms, tag("div", charts, class_="smalls")]
 
 
 def _preflight(folder: RunFolder) -> list[Html]:

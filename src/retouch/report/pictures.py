@@ -1,4 +1,4 @@
-"""Pictures inside the page: small ones as they are, to the pixel, large ones smaller."""
+"""Images embedded in the page: small ones unchanged, large ones reduced."""
 
 import base64
 import io
@@ -8,20 +8,20 @@ from PIL import Image, UnidentifiedImageError
 
 from retouch.report.markup import Html, tag
 
-EXACT = 160  # edge in pixels up to which a picture goes into the page as it is
-PIXELATED = 96  # edge up to which it is shown with hard pixels
-LARGE, SMALL = 384, 208  # edges to which larger ones are reduced, twice what they are shown with
+EXACT = 160  # longest edge in pixels up to which an image is embedded unchanged
+PIXELATED = 96  # longest edge up to which an image is displayed without smoothing
+LARGE, SMALL = 384, 208  # edges to which larger images are reduced, twice their displayed size
 
 
 def picture(path: Path | None, *, words: str, edge: int = LARGE) -> Html:
-    """The picture at ``path``, reduced to ``edge`` pixels where it is large; a box that says so where there is none.
+    """The image at ``path``, reduced to ``edge`` pixels if it is large; a box with the reason if there is no image.
 
-    ``words`` are for those who cannot see it.
+    ``words``: the alternative text.
     """
     if path is None:
-        return tag("span", "no picture", class_="nothing")
+        return tag("span", "no image", class_="nothing")
     if not path.is_file():
-        return tag("span", "file is gone", class_="nothing")
+        return tag("span", "file not found", class_="nothing")
     content = path.read_bytes()
     try:
         with Image.open(io.BytesIO(content)) as image:
@@ -36,7 +36,7 @@ def picture(path: Path | None, *, words: str, edge: int = LARGE) -> Html:
 
 
 def _encode(image: Image.Image, edge: int) -> tuple[str, bytes]:
-    """A small picture as PNG; a large one reduced, as JPEG, because twenty photographs as PNG would weigh tens of megabytes."""
+    """A small image as PNG. A large one is reduced and encoded as JPEG: 20 photographs as PNG would take tens of megabytes."""
     buffer = io.BytesIO()
     if max(image.size) <= EXACT:
         image.convert("RGB").save(buffer, format="PNG")

@@ -1,4 +1,4 @@
-"""Series of numbers over steps, and the axes that show them: thinning, ticks, ranges. No drawing."""
+"""Series over steps and axis ranges: thinning, running means, ticks. No drawing."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ MOST_POINTS = 240
 
 
 class Point(NamedTuple):
-    """A value over a step, with the ends of its band; NaN where there is none."""
+    """A value at a step, with the ends of its band; NaN where missing."""
 
     x: float
     y: float
@@ -17,21 +17,21 @@ class Point(NamedTuple):
 
     @property
     def span(self) -> list[float]:
-        """The finite numbers among value and band."""
+        """The finite numbers among the value and the ends of its band."""
         return [value for value in (self.y, self.low, self.high) if math.isfinite(value)]
 
 
-def averaged(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """Means of consecutive points, so that at most ``most`` remain.
+def average_points(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
+    """Means of consecutive points, so that at most ``most`` points remain.
 
-    The band of a mean of m independent points with half-widths h is sqrt(sum h^2) / m. Points without a value are left out of
-    their mean.
+    The band of a mean of m independent points with half-widths h is sqrt(sum h^2) / m. Points without a value do not enter the
+    mean.
     """
     return [_mean(part) for part in _parts(points, most)]
 
 
-def enveloped(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """Means of consecutive points with the least and the largest of them as the band, so that no spike is lost."""
+def average_with_envelope(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
+    """Means of consecutive points, with their smallest and largest value as the band, so that no spike is lost."""
     thinned = []
     for part in _parts(points, most):
         values = [point.y for point in part if math.isfinite(point.y)]
@@ -41,7 +41,7 @@ def enveloped(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
 
 
 def running_mean(points: Sequence[Point], width: int) -> list[Point]:
-    """The mean of the ``width`` points up to each one; NaN where there are not so many yet."""
+    """The mean of the last ``width`` points up to each point; NaN for the first ``width`` - 1 points."""
     smooth = []
     for end, point in enumerate(points, start=1):
         window = [earlier.y for earlier in points[max(0, end - width) : end] if math.isfinite(earlier.y)]
@@ -49,8 +49,8 @@ def running_mean(points: Sequence[Point], width: int) -> list[Point]:
     return smooth
 
 
-def ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten apart) within the range, as nearly so many as there can be."""
+def axis_ticks(low: float, high: float, about: int = 4) -> list[float]:
+    """Round numbers within the range (1, 2 or 5 times a power of ten apart), about ``about`` of them."""
     assert high > low, (low, high)
     power = 10.0 ** math.floor(math.log10((high - low) / about))
     choices = [
@@ -61,13 +61,13 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
     return [float(f"{tick:.12g}") for tick in best]
 
 
-def whole_ticks(high: int, about: int = 6) -> list[float]:
-    """Ticks of an axis of steps, 0 to ``high``: whole numbers only."""
-    return [tick for tick in ticks(0.0, float(high), about) if tick.is_integer()]
+def integer_ticks(high: int, about: int = 6) -> list[float]:
+    """Integer ticks of an axis of steps from 0 to ``high``."""
+    return [tick for tick in axis_ticks(0.0, float(high), about) if tick.is_integer()]
 
 
 def padded_range(values: Sequence[float], *, share: float = 0.06) -> tuple[float, float]:
-    """A range that holds the values with some room; one around a constant, and 0 to 1 for nothing or zeros."""
+    """A range that contains the values with a margin; it is centred on a constant, and 0 to 1 for no values or zeros."""
     known = [value for value in values if math.isfinite(value)]
     low, high = (min(known), max(known)) if known else (0.0, 0.0)
     if high - low <= 1e-12 * max(abs(low), abs(high)):

@@ -1,4 +1,4 @@
-"""The tables: held-out scores before and after, the checks before the first step, versions."""
+"""The tables: held-out scores before and after training, the checks before the first step, versions."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from retouch.report.markup import Html, join, tag
-from retouch.report.numbers import MISSING, decimals_for, score, short, signed
+from retouch.report.numbers import MISSING, decimals_for, format_number, format_score, format_signed
 
-MOST_ROWS = 12  # of one tag; more are folded away
-FEWEST_TASKS = 20  # that a row must have for a fall to be worth a warning
+MOST_ROWS = 12  # rows of one tag; a longer table is collapsed
+FEWEST_TASKS = 20  # a decline is reported only for rows with at least this many tasks
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
-    """One cell: a mean before and after, with their intervals where they were measured. ``lower``: whether less is better."""
+class ComparedCell:
+    """One cell: a mean before and after training, with their confidence intervals if measured. ``lower``: lower is better."""
 
     before: float | None
     after: float | None
@@ -25,7 +25,7 @@ class Compared:
 
     @property
     def apart(self) -> bool:
-        """Whether the two intervals leave room between them."""
+        """Whether the two intervals do not overlap."""
         if self.before_ci is None or self.after_ci is None:
             return False
         return self.after_ci[0] > self.before_ci[1] or self.after_ci[1] < self.before_ci[0]
@@ -36,15 +36,15 @@ class Compared:
 
     @property
     def direction(self) -> str:
-        """Good, bad, or flat where the change does not show in the decimals."""
+        """ "good" or "bad"; "flat" if the change is too small to show in the decimals."""
         if self.change is None or abs(self.change) < 0.5 * 10**-self.decimals:
             return "flat"
         return "good" if (self.change > 0) != self.lower else "bad"
 
 
-def compare(before: Mapping[str, Any], after: Mapping[str, Any], *, row: str, column: str) -> Compared:
-    """A cell of two evaluations, with as many decimals as its column needs."""
-    return Compared(
+def compare_cell(before: Mapping[str, Any], after: Mapping[str, Any], *, row: str, column: str) -> ComparedCell:
+    """The cell of a row and column in two evaluations, with as many decimals as its column needs."""
+    return ComparedCell(
         before["table"].get(row, {}).get(column),
         after["table"].get(row, {}).get(column),
         interval(before, row=row, column=column),
@@ -55,55 +55,57 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any], *, row: str, co
 
 
 def interval(line: Mapping[str, Any], *, row: str, column: str) -> tuple[float, float] | None:
-    """The 95 % interval of a mean, where the evaluation has one."""
+    """The 95 % confidence interval of a mean, if the evaluation has one."""
     ends = line["ci95"].get(row, {}).get(column)
     return None if ends is None or None in ends else (ends[0], ends[1])
 
 
 def columns_of(line: Mapping[str, Any]) -> list[str]:
-    """The columns of an evaluation in the order in which they occur, without the count.
+    """The columns of an evaluation in their order, without the number of tasks.
 
-    A combined reward that is one of the scores says nothing new, and is left out.
+    Leaves out the combined reward if it equals one of the other columns.
     """
     rows = line["table"].values()
     columns = list(dict.fromkeys(column for row in rows for column in row if column != "n"))
     others = [column for column in columns if column != "reward"]
-    twin = any(all(row.get(column) == row.get("reward") for row in rows) for column in others)
-    return others if twin else columns
+    duplicate = any(all(row.get(column) == row.get("reward") for row in rows) for column in others)
+    return others if duplicate else columns
 
 
-def falls(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Every figure whose interval after lies wholly on the worse side of that before, in words; rows of few tasks are left out."""
+def significant_declines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """In words, every score whose interval after lies entirely on the worse side of the one before; only rows with enough tasks."""
     found = []
     for row, cells in after["table"].items():
         if (cells.get("n") or 0) < FEWEST_TASKS:
             continue
         for column in columns_of(after):
-            cell = compare(before, after, row=row, column=column)
+            cell = compare_cell(before, after, row=row, column=column)
             if cell.apart and cell.direction == "bad":
                 where = "" if row == "all" else f" ({_row_name(row)})"
-                found.append(f"{column}{where} {score(cell.before, cell.decimals)} to {score(cell.after, cell.decimals)}")
+                found.append(
+                    f"{column}{where} {format_score(cell.before, cell.decimals)} to {format_score(cell.after, cell.decimals)}"
+                )
     return found
 
 
-def heldout_tables(evals: Sequence[Mapping[str, Any]], *, first: str | None, judged: str) -> list[Html]:
-    """For each split, its first evaluation beside its last, the column ``first`` in front. ``judged``: what "heldout" is.
+def heldout_tables(evals: Sequence[Mapping[str, Any]], *, first: str | None, split_name: str) -> list[Html]:
+    """For each split, the first and the last evaluation, with the column ``first`` in front.
 
-    Scores whose names share a prefix ("success/") get their own table.
+    ``split_name``: how to call the split "heldout". Columns that share a prefix ("success/") get a table of their own.
     """
-    made = []
+    found = []
     for split in dict.fromkeys(line["split"] for line in evals):
         lines = sorted((line for line in evals if line["split"] == split), key=lambda line: int(line["step"]))
         before, after = lines[0], lines[-1]
-        name = judged if split == "heldout" else str(split)
+        name = split_name if split == "heldout" else str(split)
         families: dict[str, list[str]] = {}
         for column in sorted(columns_of(after), key=lambda column: column != first):
             families.setdefault(column.rpartition("/")[0], []).append(column)
         steps = f"step {before['step']}" + ("" if before is after else f" → step {after['step']}")
         for family, columns in families.items():
             title = f"{name}, {family}" if family else name
-            made.append(_heldout(title, steps, before, after, columns))
-    return made
+            found.append(_heldout(title, steps, before, after, columns))
+    return found
 
 
 def _heldout(title: str, steps: str, before: Mapping[str, Any], after: Mapping[str, Any], columns: Sequence[str]) -> Html:
@@ -145,35 +147,37 @@ def _row_name(row: str) -> str:
 def _heldout_row(row: str, before: Mapping[str, Any], after: Mapping[str, Any], columns: Sequence[str]) -> Html:
     name = row.split("=", 1)[1] if "=" in row else row
     count = after["table"][row].get("n")
-    cells = [_cell(compare(before, after, row=row, column=column), single=before is after) for column in columns]
+    cells = [_cell(compare_cell(before, after, row=row, column=column), single=before is after) for column in columns]
     return tag("tr", tag("th", name, scope="row"), tag("td", MISSING if count is None else str(count), class_="count"), cells)
 
 
-def _cell(cell: Compared, *, single: bool) -> Html:
+def _cell(cell: ComparedCell, *, single: bool) -> Html:
     ends = [("before", cell.before_ci), ("after", cell.after_ci)][1 if single else 0 :]
     title = (
         "; ".join(
-            f"{name} 95 %: {score(ci[0], cell.decimals)} to {score(ci[1], cell.decimals)}" for name, ci in ends if ci is not None
+            f"{name} 95 %: {format_score(ci[0], cell.decimals)} to {format_score(ci[1], cell.decimals)}"
+            for name, ci in ends
+            if ci is not None
         )
         or None
     )
     if single:
-        return tag("td", score(cell.after, cell.decimals), title=title)
+        return tag("td", format_score(cell.after, cell.decimals), title=title)
     return tag(
         "td",
         tag(
             "span",
-            tag("span", f"{score(cell.before, cell.decimals)} → ", class_="quiet"),
-            score(cell.after, cell.decimals),
+            tag("span", f"{format_score(cell.before, cell.decimals)} → ", class_="quiet"),
+            format_score(cell.after, cell.decimals),
             class_="pair",
         ),
-        tag("span", signed(cell.change, cell.decimals), class_=f"change {cell.direction}{' sure' if cell.apart else ''}"),
+        tag("span", format_signed(cell.change, cell.decimals), class_=f"change {cell.direction}{' sure' if cell.apart else ''}"),
         title=title,
     )
 
 
 def preflight_table(checks: Sequence[Mapping[str, Any]]) -> Html:
-    """Each check with its outcome, what was measured and what is allowed."""
+    """Each check with its result, the measured value and the limit."""
     rows = [
         tag(
             "tr",
@@ -189,21 +193,21 @@ def preflight_table(checks: Sequence[Mapping[str, Any]]) -> Html:
         )
         for check in checks
     ]
-    head = tag("tr", [tag("th", name, scope="col") for name in ("", "check", "measured", "limit", "what it says")])
+    head = tag("tr", [tag("th", name, scope="col") for name in ("", "check", "measured", "limit", "description")])
     return tag("div", tag("table", tag("thead", head), tag("tbody", rows), class_="checks"), class_="scroll")
 
 
 def _amount(value: Any) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: MISSING}[value]
-    return short(value) if isinstance(value, int | float) else str(value)
+    return format_number(value) if isinstance(value, int | float) else str(value)
 
 
 def recipe_text(recipe: Mapping[str, Any]) -> Html:
-    """The resolved recipe, folded."""
+    """The resolved recipe, collapsed."""
     return tag(
         "details",
-        tag("summary", "The resolved recipe, every default included"),
+        tag("summary", "The resolved recipe, with all defaults"),
         tag("pre", json.dumps(recipe, indent=2, ensure_ascii=False)),
     )
 

@@ -222,7 +222,7 @@ def test_the_tiny_recipe_trains_on_the_good_item_and_names_the_broken_one(tmp_pa
     assert (summary["steps"], summary["on"]) == (2, "1 trained-on task")
     page = (folder / "report.html").read_text()
     assert "<h2>Trained-on scores</h2>" in page
-    assert "fit and no gain" in page
+    assert "measure fit, not generalisation" in page
     assert "eld-out" not in page
     with pytest.raises(ValueError, match="are test sets, not for training"):
         cli.main(["train", TINY, "--set", f"data.path={tmp_path / 'items'}", "--set", f"out={tmp_path / 'other'}", "--debug"])
