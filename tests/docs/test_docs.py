@@ -251,7 +251,8 @@ def test_every_function_and_test_that_the_architecture_names_exists() -> None:
 
 
 def test_every_name_of_the_package_that_is_named_exists() -> None:
-    named = {name for page in PAGES for name in re.findall(r"`(retouch(?:\.\w+)+)(?::\w+)?`", page.read_text())}
+    texts = [page.read_text().split("<!-- shape -->")[0] for page in PAGES]  # the column "before" names modules that are gone
+    named = {name for text in texts for name in re.findall(r"`(retouch(?:\.\w+)+)(?::\w+)?`", text)}
     assert len(named) > 20
     assert [name for name in sorted(named) if not importable(name)] == []
 

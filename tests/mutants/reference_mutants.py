@@ -67,8 +67,8 @@ REFERENCES = (
     Mutant(
         "sixteen tokens of any width are taken for what diffusers reads",
         "models/ip_adapter/adapter.py",
-        "return form.tokens == (16 if rows == _SIXTEEN else 4)",
-        "return rows > 0 and form.tokens in (4, 16)",
+        "return settings.tokens == (16 if rows == _SIXTEEN else 4)",
+        "return rows > 0 and settings.tokens in (4, 16)",
         f"{ADAPTERS}::test_sixteen_tokens_are_known_by_their_number_of_rows",
     ),
     Mutant(
