@@ -30,7 +30,7 @@ from retouch.models.common.encoder import Encoder
 from retouch.models.kinds import IMAGE_MODELS
 from retouch.models.qwen_image.responses import QwenResponses
 from retouch.models.qwen_vl.model import LORA_TARGETS
-from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.playground.judges.edit_judge import PlaygroundReward
 from retouch.playground.models import PlaygroundModel
 from retouch.playground.world.indirect import IndirectPlaygroundData
 from retouch.protocols import Reward
@@ -38,7 +38,7 @@ from retouch.recipe.writer import AutoregressivePolicy, PlaygroundWriter, QwenWr
 from retouch.renderers.responses import ResponseRenderer
 from retouch.rewards.judges.aspects import AspectsReward
 from retouch.rewards.judges.panel import Panel
-from retouch.rewards.vlm.chat import ChatClient
+from retouch.rewards.vlm.chat_client import ChatClient
 from retouch.types import Task
 
 
@@ -113,7 +113,7 @@ def tasks_of(script: ScriptArguments, *, seed: int) -> Sequence[Task]:
 def reward_of(script: ScriptArguments) -> tuple[Reward, Mapping[str, float]]:
     """The reward, and the weights of its columns."""
     if script.judge is None:
-        return PlaygroundJudge(), {"overall": 1.0}
+        return PlaygroundReward(), {"overall": 1.0}
     pairs = (part.split("=") for part in script.judge_weights.split(","))
     combine = {aspect: float(weight) for aspect, weight in pairs}
     panel = Panel(ChatClient(model=script.judge, base_url=script.judge_url), repeats=script.n_evals)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from PIL import ImageStat
 
-from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.playground.judges.edit_judge import PlaygroundReward
 from retouch.types import Column, Sample, Scores
 
 
@@ -16,7 +16,7 @@ class Glow:
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         light = torch.tensor([ImageStat.Stat(sample.image.convert("L")).mean[0] / 255 for sample in samples])
-        return {"liking": 0.5 * PlaygroundJudge()(samples)["overall"] + 5 * light}
+        return {"liking": 0.5 * PlaygroundReward()(samples)["overall"] + 5 * light}
 
 
 class Drifting:
@@ -27,4 +27,4 @@ class Drifting:
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         type(self).seen += len(samples)
-        return {"overall": PlaygroundJudge()(samples)["overall"] - float(self.seen > 400)}
+        return {"overall": PlaygroundReward()(samples)["overall"] - float(self.seen > 400)}

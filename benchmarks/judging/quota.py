@@ -20,10 +20,11 @@ from tempfile import TemporaryDirectory
 
 from PIL import Image
 
-from retouch.rewards.judges import ChatClient, Patience, Question
-from retouch.rewards.judges.answers.forms import ScoresForm
-from retouch.rewards.judges.answers.scales import Scale
-from retouch.rewards.quota.quota import Quota
+from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.vlm.chat_client import ChatClient
+from retouch.rewards.vlm.endpoint import Endpoint, JudgeQuota
+from retouch.rewards.vlm.forms import ScoresForm
+from retouch.rewards.vlm.questions import Question
 
 REQUESTS = 600
 TOKENS, LARGEST = 60_000, 200
@@ -70,12 +71,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 def ask(url: str, file: str, limits: dict[str, float], until: float) -> None:
     """One process: questions, as many as it may, until the time is over."""
-    client = ChatClient(
-        model="m",
-        base_url=f"{url}/v1",
-        patience=Patience(timeout=30, deadline=30),
-        quota=Quota(**limits, file=file),  # type: ignore[arg-type]
-    )
+    quota = JudgeQuota(**limits, file=file)  # type: ignore[arg-type]
+    client = ChatClient(Endpoint(model="m", base_url=f"{url}/v1", timeout=30.0, deadline=30.0, quota=quota))
     form = ScoresForm({"score": Scale(0, 10)})
     picture = Image.new("RGB", (8, 8))
     while time.monotonic() < until:

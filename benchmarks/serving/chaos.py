@@ -26,7 +26,7 @@ from scorers import digest_score
 from servers import HERE, Ours, ours
 
 from retouch.core.advantages import group_relative
-from retouch.rewards.client.client import RemoteReward
+from retouch.rewards.client.remote import RemoteReward
 from retouch.types import Sample, Task
 
 REPLICAS = 3
@@ -50,7 +50,7 @@ def advantages(samples: Sequence[Sample]) -> dict[str, float]:
     """How advantages under faults point, beside those without: groups of 8, one attempt for each sample; and zeros for faults."""
     with ours("Digest", {}, replicas=REPLICAS) as server, ExitStack() as stack:
         urls = [stack.enter_context(_proxy(url, SHARE, seed)) for seed, url in enumerate(server.urls)]
-        reward = stack.enter_context(closing(RemoteReward(urls, batch=1, attempts=1, timeout=2.0)))
+        reward = stack.enter_context(closing(RemoteReward(endpoints=tuple(urls), batch=1, attempts=1, timeout=2.0).build()))
         given = reward(samples)["score"]
     true = _advantages(torch.tensor([digest_score(sample) for sample in samples]))
     cosines = [torch.cosine_similarity(_advantages(each), true, dim=0).item() for each in (given, given.nan_to_num(0.0))]
@@ -72,7 +72,9 @@ def pictures(count: int) -> list[Sample]:
 def _one(samples: Sequence[Sample], true: torch.Tensor, *, kill: bool, share: float) -> dict[str, float]:
     with ours("Digest", {"each": EACH}, replicas=REPLICAS) as server, ExitStack() as stack:
         urls = [stack.enter_context(_proxy(url, share, seed)) for seed, url in enumerate(server.urls)]
-        reward = RemoteReward(urls, batch=8, concurrency=4, deadline=120.0, timeout=2.0, attempts=12, retry_share=0.2, hedge=True)
+        reward = RemoteReward(
+            endpoints=tuple(urls), batch=8, concurrency=4, deadline=120.0, timeout=2.0, attempts=12, retry_share=0.2, hedge=True
+        ).build()
         reward(samples[:32])
         before = reward.stats()["calls"]
         killed = stack.enter_context(_killer(server)) if kill else []

@@ -27,7 +27,7 @@ from PIL import Image
 from scorers import corner_score
 from servers import ours, plain
 
-from retouch.rewards.client.client import RemoteReward
+from retouch.rewards.client.remote import RemoteReward
 from retouch.rewards.wire.bodies import encode_body
 from retouch.rewards.wire.packing import pack
 from retouch.serving.decoding import decode
@@ -119,8 +119,8 @@ def sending(rounds: int) -> dict[str, object]:
         plain(0.0, 0.0) as (url, pid),
         httpx.Client(base_url=url, timeout=120) as client,
         ours("Fixed", {}) as server,
-        closing(RemoteReward(server.urls, encoding="webp", batch=BATCH)) as webp,
-        closing(RemoteReward(server.urls, encoding="raw", batch=BATCH)) as raw,
+        closing(RemoteReward(endpoints=tuple(server.urls), encoding="webp", batch=BATCH).build()) as webp,
+        closing(RemoteReward(endpoints=tuple(server.urls), encoding="raw", batch=BATCH).build()) as raw,
     ):
         for _ in range(TURNS):
             turns["plain"].append(timed(lambda samples: ask_plain(client, samples), batches, CLIENTS, server=pid))
@@ -138,7 +138,7 @@ def batching(rounds: int) -> dict[str, object]:
     with plain(0.2, 0.01) as (url, pid), httpx.Client(base_url=url, timeout=120) as client, Health(f"{url}/health") as health:
         measured: dict[str, object] = {"plain": timed(lambda samples: ask_plain(client, samples), batches, 8, server=pid)}
     with ours("Fixed", {"base": 0.2, "each": 0.01}, limits=["max_batch=64"]) as server:
-        reward = RemoteReward(server.urls, batch=4, concurrency=8)
+        reward = RemoteReward(endpoints=tuple(server.urls), batch=4, concurrency=8).build()
         with Health(f"{server.urls[0]}/livez") as livez:
             measured["ours"] = timed(_scores(reward), batches, 8, server=server.pids()[0])
         reward.close()
@@ -152,7 +152,7 @@ def busy(rounds: int) -> dict[str, object]:
     batches = [photos(BATCH, 64)] * (2 * rounds)
     with (
         ours("Busy", {"each": 0.02}) as server,
-        closing(RemoteReward(server.urls, batch=BATCH)) as reward,
+        closing(RemoteReward(endpoints=tuple(server.urls), batch=BATCH).build()) as reward,
         Health(f"{server.urls[0]}/livez") as livez,
     ):
         figures = timed(_scores(reward), batches, CLIENTS, server=server.pids()[0])

@@ -208,7 +208,8 @@ class Renderer(Protocol):
 class Reward(Protocol):
     """Judges samples. ``columns`` declares the scores; calling returns each as (b,), NaN where it could not judge."""
 
-    columns: Mapping[str, Column]
+    @property
+    def columns(self) -> Mapping[str, Column]: ...
 
     def __call__(self, samples: Sequence[Sample]) -> Scores: ...
 

@@ -16,7 +16,7 @@ from retouch.assembly.phases import build_phase
 from retouch.audit.ledger_view import LedgerView
 from retouch.core import agreement
 from retouch.distributed.ranks import Ranks
-from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.playground.judges.edit_judge import PlaygroundReward
 from retouch.recipe.recipe import Recipe, load
 from retouch.records.folder import RunFolder, SampleRecord
 from retouch.rewards.judging import Judge
@@ -61,7 +61,7 @@ def judge_run(made: Recipe, *, keep_images: bool) -> Path:
     folder.write_recipe(made.document())
     training, heldout = batches(made)
     with closing(Ledger(folder.root, Ranks(), keep_images=keep_images, new_judge=False)) as ledger:
-        reward = ledger.cached(PlaygroundJudge())
+        reward = ledger.cached(PlaygroundReward())
         ledger.require_same_judge(reward)
         judge = Judge(reward, {"overall": 1.0})
         ledger.attach(judge, since=0)
@@ -123,7 +123,7 @@ def test_what_was_scored_by_whom(kept, unkept, ask):
     assert "overall" not in train["missing"]
     assert any(name.startswith("success/") for name in train["missing"])
     (judge,) = found["judges"]
-    assert (judge["about"]["class"], judge["since"]) == ("retouch.playground.judges.judge:PlaygroundJudge", 0)
+    assert (judge["about"]["class"], judge["since"]) == ("retouch.playground.judges.edit_judge:PlaygroundReward", 0)
     assert (found["asked"], found["cost"]) == ([], None)
     few = ask(unkept, "cost")["samples"]
     assert (few["train"]["pictures"], few["train"]["pictured_steps"], few["heldout"]["pictures"]) == (3, [2], 0)
@@ -157,8 +157,8 @@ def test_judged_again_by_the_same_judge_every_score_is_the_same(kept, ask):
     assert (again["samples"], again["judged"], again["without_picture"]) == (30, 29, 1)
     for sample in LedgerView.open(kept).samples:
         if sample.image:
-            first = [sample.scores[name] for name in PlaygroundJudge.columns]
-            assert np.array_equal(first, [sample.scores[f"twin:{name}"] for name in PlaygroundJudge.columns], equal_nan=True)
+            first = [sample.scores[name] for name in PlaygroundReward.columns]
+            assert np.array_equal(first, [sample.scores[f"twin:{name}"] for name in PlaygroundReward.columns], equal_nan=True)
     assert ask(kept, "agree", "overall", "twin:overall")["kendall"] == pytest.approx(1)
 
 
@@ -169,7 +169,7 @@ def test_another_judge_sees_the_pictures_that_were_judged_and_none_twice(kept, a
     assert {(sample.split, sample.step) for sample in rows} == {("train", 1), ("train", 2)}
     assert len(rows) == 15
     for sample in rows:
-        red = ShareReward("red")._share(Image.open(shown[sample.image]))
+        red = ShareReward()._share(Image.open(shown[sample.image]))
         assert sample.scores["share-red:share"] == pytest.approx(float(red))
     asked = []
 
@@ -312,7 +312,7 @@ def test_the_files_of_all_ranks_are_one_ledger_and_the_later_score_counts(tmp_pa
     batch = training[2]
     half = batch.take(slice(4, 8))  # the second group, as another rank would judge it
     with closing(Ledger(run, Ranks(rank=1), keep_images=False, new_judge=False)) as ledger:
-        judge = Judge(PlaygroundJudge(), {"overall": 1.0})
+        judge = Judge(PlaygroundReward(), {"overall": 1.0})
         ledger.attach(judge, since=0)
         judge.for_split("train")(half, [Sample(half.tasks[0], half.tasks[0].target)] * 4).result()
         judge.for_split("train", 3)(half, [Sample(half.tasks[0], half.tasks[0].target)] * 4).result()

@@ -195,9 +195,7 @@ def test_the_trainer_learns_from_pictures(tmp_path, monkeypatch):
     renderer = Kept(QwenResponses(editor, encoder), num_steps=2, cut_off="draw", guidance_scale=2.0)
     trainer = GRPOTrainer(
         model=policy,
-        reward_funcs=PictureReward(
-            writer, renderer, ShareReward("red"), combine={"share": 1.0}, task=lambda row: tasks[row["task"]]
-        ),
+        reward_funcs=PictureReward(writer, renderer, ShareReward(), combine={"share": 1.0}, task=lambda row: tasks[row["task"]]),
         args=GRPOConfig(
             str(tmp_path),
             max_steps=2,

@@ -71,9 +71,9 @@ COMBINING = (
         f"{_SEVERAL}::test_the_declared_worst_is_what_a_policys_own_fault_scores",
     ),
     Mutant(
-        "everybody is shown what was written",
-        "rewards/text/written.py",
-        "    if isinstance(reward, ReadsWritten):\n",
+        "every reward sees the policy's completion",
+        "rewards/base.py",
+        '    if getattr(reward, "reads_completions", False):\n',
         "    if True:\n",
         f"{_SEVERAL}::test_nobody_but_a_reward_of_text_is_shown_what_was_written",
     ),
@@ -86,16 +86,16 @@ COMBINING = (
     ),
     Mutant(
         "a key in a recipe is said again",
-        "recipe/judges.py",
+        "rewards/vlm/endpoint.py",
         'raise ValueError("give the name of an environment variable',
         'raise ValueError(f"{name}: give the name of an environment variable',
         f"{_SECTIONS}::test_a_key_in_place_of_its_variables_name_is_refused_and_not_repeated",
     ),
     Mutant(
-        "each reward opens an asker of its own",
-        "assembly/judge_clients.py",
+        "each reward opens a client of its own",
+        "rewards/vlm/base.py",
         "        if name not in self._opened:",
         "        if True:",
-        "tests/assembly/test_build_reward.py::test_rewards_that_name_the_same_judge_share_its_connections",
+        "tests/rewards/test_building.py::test_rewards_that_name_the_same_judge_share_its_connections",
     ),
 )

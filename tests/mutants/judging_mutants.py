@@ -2,43 +2,43 @@
 
 from mutant import Mutant
 
-_READS = "tests/rewards/judges/answers/test_reading.py"
+_READS = "tests/rewards/vlm/answers/test_reading.py"
 _ASKS = "tests/rewards/vlm/test_vlm_client.py"
 _JUDGES = "tests/rewards/judges/test_judges.py"
-_FORMS = "tests/rewards/judges/answers/test_forms.py"
+_FORMS = "tests/rewards/vlm/answers/test_forms.py"
 
 JUDGING = (
     Mutant(
         "a score off its scale is clamped",
-        "rewards/judges/answers/scales.py",
+        "rewards/vlm/answers/scales.py",
         "            return None\n        return None if self.whole",
         "            value = min(max(value, self.low), self.high)\n        return None if self.whole",
         f"{_READS}::test_the_corpus",
     ),
     Mutant(
         "what a judge quotes is its own",
-        "rewards/judges/answers/visible.py",
+        "rewards/vlm/answers/visible_text.py",
         'lambda quote: "".join("\\n" if sign == "\\n" else "\\x00" for sign in quote[0])',
         'lambda quote: _QUOTE_MARKS.sub(" ", quote[0])',
         f"{_READS}::test_the_corpus",
     ),
     Mutant(
         "a thought that does not end is an answer",
-        "rewards/judges/answers/visible.py",
+        "rewards/vlm/answers/visible_text.py",
         "return None if opened else",
         "return",
         f"{_READS}::test_the_corpus",
     ),
     Mutant(
         "an answer that was cut off is read",
-        "rewards/judges/answers/forms.py",
+        "rewards/vlm/forms.py",
         'if reply.refused or reply.finished != "stop":\n            return None\n        return read_scores',
         "if reply.refused:\n            return None\n        return read_scores",
         f"{_FORMS}::test_a_refusal_is_no_score",
     ),
     Mutant(
         "a word counts whatever else was likely",
-        "rewards/judges/answers/forms.py",
+        "rewards/vlm/forms.py",
         "if everything > 1.01 or mass < self.min_mass:",
         "if everything > 1.01 or mass == 0:",
         f"{_FORMS}::test_no_distribution_over_legal_words_is_no_score",
@@ -52,14 +52,14 @@ JUDGING = (
     ),
     Mutant(
         "an unusable answer is kept as it is",
-        "rewards/vlm/chat.py",
+        "rewards/vlm/chat_client.py",
         'return _Fault("refusal" if received.reply.refused else "unusable answer", text=text, **tokens)',
         "return Answer(text=text)",
         f"{_ASKS}::test_ten_in_a_hundred_faults_end_with_the_clean_values",
     ),
     Mutant(
         "the judge's words are kept with the key in them",
-        "rewards/vlm/chat.py",
+        "rewards/vlm/chat_client.py",
         "text = credentials.redacted(received.reply.text, self._key)",
         "text = received.reply.text",
         f"{_ASKS}::test_a_judge_that_repeats_the_key_is_not_quoted",
@@ -67,8 +67,8 @@ JUDGING = (
     Mutant(
         "the judged picture comes before the source",
         "rewards/judges/rubrics.py",
-        '(*facts, "Source picture:", source_of(sample.task), "Edited picture:", made(sample))',
-        '("Edited picture:", made(sample), *facts, "Source picture:", source_of(sample.task))',
+        '(*facts, "Source picture:", source_image(sample.task), "Edited picture:", judged_image(sample))',
+        '("Edited picture:", judged_image(sample), *facts, "Source picture:", source_image(sample.task))',
         f"{_JUDGES}::test_a_group_shares_all_of_a_prompt_but_its_last_picture",
     ),
     Mutant(
@@ -80,30 +80,30 @@ JUDGING = (
     ),
     Mutant(
         "a pair is asked one way round",
-        "rewards/judges/pairwise.py",
+        "rewards/judges/win_rate.py",
         'return (1 - float(forth.mean("second")) + float(back.mean("second"))) / 2',
         'return 1 - float(forth.mean("second"))',
         f"{_JUDGES}::test_win_rate_compares_within_a_task_and_forgets_the_place",
     ),
     Mutant(
         "superfluous text is free",
-        "rewards/text/edit_distance.py",
+        "rewards/text/ocr.py",
         "    longest = max(len(wanted), len(found))",
         "    found = wanted if wanted in found else found\n    longest = max(len(wanted), len(found))",
         "tests/rewards/text/test_ocr.py::test_correctness_is_of_all_that_was_read",
     ),
     Mutant(
         "a reader is shown red for blue",
-        "rewards/text/text_readers.py",
+        "rewards/text/readers.py",
         'np.asarray(image.convert("RGB"))[:, :, ::-1]',
         'np.asarray(image.convert("RGB"))',
         "tests/rewards/text/test_paddle_reader.py::test_lines_come_with_their_places_and_unsure_ones_not_at_all",
     ),
     Mutant(
         "a line that is too small to read moves the others up",
-        "rewards/text/text_readers.py",
-        'return [next(rest) if is_large(image) else Line("", 0.0) for image in images]',
-        'return [*rest, *(Line("", 0.0) for image in images if not is_large(image))]',
+        "rewards/text/readers.py",
+        'return [next(rest) if is_large(image) else TextLine("", 0.0) for image in images]',
+        'return [*rest, *(TextLine("", 0.0) for image in images if not is_large(image))]',
         "tests/rewards/text/test_paddle_reader.py::test_lines_of_known_boxes_keep_their_rows_where_some_are_too_small",
     ),
     Mutant(
@@ -115,9 +115,9 @@ JUDGING = (
     ),
     Mutant(
         "the mask says what to keep",
-        "rewards/scorers/preservation.py",
+        "rewards/scorers/dino.py",
         "return 1 - torch.from_numpy(np.asarray(small).astype(np.float64)).flatten() / 255",
         "return torch.from_numpy(np.asarray(small).astype(np.float64)).flatten() / 255",
-        "tests/rewards/scorers/test_towers.py::test_preservation_looks_only_where_nothing_was_to_change",
+        "tests/rewards/scorers/test_encoders.py::test_preservation_looks_only_where_nothing_was_to_change",
     ),
 )

@@ -17,8 +17,8 @@ PAINTING = (
     Mutant(
         "a thing is looked for on the background that was asked for",
         "playground/judges/painting_judge.py",
-        "_TEMPLATES[seen.backgrounds[:, None], asked]",
-        "_TEMPLATES[background[:, None], asked]",
+        "CELL_TEMPLATES[seen.backgrounds[:, None], requested]",
+        "CELL_TEMPLATES[background[:, None], requested]",
         f"{JUDGE}::test_what_is_missing_wrong_or_too_much_costs_what_it_should",
     ),
     Mutant(

@@ -32,8 +32,8 @@ REFERENCES = (
     Mutant(
         "every sample is held against the first one's reference",
         "playground/judges/sign_judge.py",
-        "if id(sample.task) not in asked:\n                asked[id(sample.task)] = ",
-        "if id(sample.task) not in asked:\n                asked[id(sample.task)] = next(iter(asked.values()), None) or ",
+        "if id(sample.task) not in wanted:\n                wanted[id(sample.task)] = ",
+        "if id(sample.task) not in wanted:\n                wanted[id(sample.task)] = next(iter(wanted.values()), None) or ",
         f"{SIGNS}::test_the_right_picture_gets_all_and_other_styles_little",
     ),
     Mutant(

@@ -79,7 +79,7 @@ RENDERING = (
     ),
     Mutant(
         "a thought without an end is an answer",
-        "renderers/answers.py",
+        "core/answers.py",
         "if _THINKS.search(text):",
         "if not text:",
         "tests/renderers/test_answers.py::test_where_there_is_none",

@@ -4,7 +4,7 @@ from mutant import Mutant
 
 _ALARMS = "tests/watch/test_alarms.py"
 _WATCH = "tests/watch/test_watching.py"
-_CORPUS = "tests/rewards/judges/answers/test_reading.py::test_the_corpus"
+_CORPUS = "tests/rewards/vlm/answers/test_reading.py::test_the_corpus"
 _OBJECTS = "tests/rewards/scorers/test_geneval.py"
 
 WATCHING = (
@@ -73,21 +73,21 @@ WATCHING = (
     ),
     Mutant(
         "a second thought after a score takes nothing back",
-        "rewards/judges/answers/doubts.py",
+        "rewards/vlm/answers/retractions.py",
         "if _REVISED.search(after) or",
         "if",
         _CORPUS,
     ),
     Mutant(
         "anything may follow a score",
-        "rewards/judges/answers/doubts.py",
+        "rewards/vlm/answers/retractions.py",
         "_SAYS_NOTHING.fullmatch(one) or",
         "True or",
         _CORPUS,
     ),
     Mutant(
         "another scale than the one asked for is taken for it",
-        "rewards/judges/answers/reading.py",
+        "rewards/vlm/answers/scores.py",
         " or is_elsewhere(words, scales.values())",
         "",
         _CORPUS,
@@ -95,8 +95,8 @@ WATCHING = (
     Mutant(
         "the judged picture stands before what a group shares",
         "rewards/judges/rubrics.py",
-        'return (*facts, "Source picture:", source_of(sample.task), "Edited picture:", made(sample))',
-        'return ("Edited picture:", made(sample), *facts, "Source picture:", source_of(sample.task))',
+        'return (*facts, "Source picture:", source_image(sample.task), "Edited picture:", judged_image(sample))',
+        'return ("Edited picture:", judged_image(sample), *facts, "Source picture:", source_image(sample.task))',
         "tests/rewards/judges/test_prefixes.py::test_a_group_shares_four_tokens_of_five",
     ),
 )

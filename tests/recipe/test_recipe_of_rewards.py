@@ -1,26 +1,28 @@
 """The reward's section: every kind reads back and builds its class, and what cannot be is said when the recipe is read."""
 
-import inspect
 import json
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from test_recipe import BASE
 
 from retouch.config.schema import kinds_of
-from retouch.recipe import judges as recipe_judges
-from retouch.recipe import reward_local as recipe_reward_local
 from retouch.recipe.differences import differences
 from retouch.recipe.document import apply
 from retouch.recipe.recipe import parse
-from retouch.recipe.reward import Part, RemoteReward
-from retouch.recipe.reward_classes import columns_of, reward_class
 from retouch.recipe.reward_words import parse_reward, read_combined, read_reward
+from retouch.rewards.base import RewardSection
+from retouch.rewards.client.remote import RemoteReward
+from retouch.rewards.imported import ImportedReward
+from retouch.rewards.kinds import KINDS as REWARDS
+from retouch.rewards.kinds import PARTS
 
 ROOT = Path(__file__).parents[2]
 JUDGE = {"kind": "endpoint", "model": "m", "base_url": "http://127.0.0.1:9/v1"}
-KINDS = get_args(get_args(Part)[0])
+KINDS = PARTS.classes()
 FOLDER = {"kind": "folder", "path": "photos"}
 ASPECTS = {"kind": "aspects", "judge": JUDGE, "combine": {"alignment": 0.6, "quality": 0.4, "identity": 0}}
 
@@ -50,28 +52,47 @@ def several(**rewards: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_a_sections_keys_are_its_classs_arguments(kind):
+def test_every_kind_is_read_written_and_read_again(kind):
     section = parse_reward(least(kind))
-    assert parse_reward(section.model_dump(mode="json", by_alias=True)) == section
-    if isinstance(section, recipe_reward_local.ImportedReward):
-        return
-    made = reward_class(section)
-    own = set(kind.model_fields) - {"kind", "combine", "max_missing", "judge", "n_evals", "temperature", "seed", "columns"}
-    arguments = inspect.signature(made.__init__).parameters
-    assert own <= set(arguments)
-    for name in own & {name for name, field in kind.model_fields.items() if not field.is_required()} - {"device"}:
-        assert getattr(section, name) == arguments[name].default, name
-    if not isinstance(section, RemoteReward):
-        assert columns_of(section)
+    assert type(section) is kind
+    assert parse_reward(REWARDS.document(section)) == section
+    if not isinstance(section, ImportedReward | RemoteReward):
+        assert section.known_columns()
 
 
-def test_every_reward_that_there_is_has_a_section():
-    """Classes under rewards/ that are rewards; several and a judge's base are for the recipe to make."""
-    kinds = {reward_class(parse_reward(least(kind))).__name__ for kind in KINDS if kind is not recipe_reward_local.ImportedReward}
-    listed = {"PlaygroundJudge", "PhotosReward", "ShareReward", "CompressibilityReward", "ClipReward", "PickScoreReward"}
-    listed |= {"AestheticReward", "DinoPreservation", "LpipsPreservation", "OcrReward", "ThinkReward", "PromptQualityReward"}
-    listed |= {"AspectsReward", "VieScore", "EditScore", "ComplexEditReward", "GroundReward", "YesReward", "DigitReward"}
-    assert kinds >= listed | {"WinRateReward", "RemoteReward"}
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_python_names_no_kind(kind):
+    """A class of the table is made without its kind, and is written with it."""
+    assert REWARDS.load(kind.model_fields["kind"].default) is kind
+
+
+def test_every_reward_of_the_package_is_a_kind():
+    """Classes that are rewards; judges share a base."""
+    found, left = set(), [RewardSection]
+    while left:
+        left += (subclasses := left.pop().__subclasses__())
+        found |= set(subclasses)
+    own = {one for one in found if one.__module__.startswith("retouch.") and "kind" in one.model_fields}
+    assert own == set(REWARDS.classes())
+
+
+PARSES = """
+import json, sys
+from retouch.config.section import Section
+from retouch.rewards.kinds import AnyReward
+class Holder(Section):
+    reward: AnyReward
+for document in json.load(sys.stdin):
+    Holder.model_validate_json(json.dumps({"reward": document}))
+print([name for name in ("torch", "transformers", "openai", "httpx", "rapidocr") if name in sys.modules])
+"""
+
+
+def test_no_reward_imports_torch_when_a_recipe_is_read():
+    documents = [least(kind) for kind in KINDS]
+    given = json.dumps([*documents, {"kind": "several", "rewards": {f"r{k}": one for k, one in enumerate(documents)}}])
+    done = subprocess.run([sys.executable, "-c", PARSES], input=given, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_the_page_of_rewards_names_every_kind_with_its_columns():
@@ -79,7 +100,7 @@ def test_the_page_of_rewards_names_every_kind_with_its_columns():
     for kind in KINDS:
         section = parse_reward(least(kind))
         (row, *_) = [row for row in rows if f"`{section.kind}`" in row.split("|")[1]]
-        own = [name for name, column in (columns_of(section) or {}).items() if not column.diagnostic]
+        own = [name for name, column in (section.known_columns() or {}).items() if not column.diagnostic]
         assert [name for name in own if f"`{name}`" not in row.split("|")[2]] == [], section.kind
 
 
@@ -90,7 +111,7 @@ def test_several_are_read_written_and_read_again():
     assert written["rewards"]["judge"]["n_evals"] == 3
     assert "combine" not in written["rewards"]["judge"]
     assert parse(json.loads(json.dumps(recipe.document()))) == recipe
-    assert list(columns_of(recipe.reward)) == [
+    assert list(recipe.reward.known_columns()) == [
         *("clip/cosine", "clip/clip_score", "clip/similarity", "clip/truncated"),
         *("judge/alignment", "judge/quality", "judge/identity"),
     ]
@@ -143,7 +164,7 @@ TWO = {"clip": {"kind": "clip"}, "judge": {"kind": "aspects", "judge": JUDGE}}
         (
             several(**TWO),
             {"reward__rewards__clip__combine": {"similarity": 1}},
-            "reward.rewards.clip: combine and max_missing stand above",
+            "reward.rewards.clip: combine and max_missing belong to all rewards together",
         ),
         (several(**TWO), {"reward__rewards__clip__path": 3}, "reward.rewards.clip.path: should be a valid string, not 3"),
         (several(lone={"kind": "lpips"}), {}, "reward.rewards.lone.weights: missing: AlexNet's features"),
@@ -163,29 +184,29 @@ TWO = {"clip": {"kind": "clip"}, "judge": {"kind": "aspects", "judge": JUDGE}}
         (
             ASPECTS,
             {"data": {"kind": "prompts", "path": "p.txt"}, "policy__model": {"kind": "sd3", "path": "x", "size": [64, 64]}},
-            "reward.aspects: identity compares with a source picture, and data.kind 'prompts' has none",
+            "reward.aspects: identity compares with a source image, and data.kind 'prompts' has none",
         ),
         (
             {"kind": "thinking", "combine": {"think_format": 1}},
             {},
-            "reward.kind: thinking judges what a policy wrote, and this one makes pictures",
+            "reward.kind: thinking scores what a policy wrote, and this policy makes images",
         ),
         (
             {"kind": "win_rate", "judge": JUDGE, "combine": {"win_rate": 1}},
             {},
-            "eval.column: win_rate compares pictures of one task",
+            "eval.column: win_rate compares images of one task",
         ),
         (
             {"kind": "win_rate", "judge": JUDGE, "combine": {"win_rate": 1}},
             {"rollout__chunk": 8},
-            "rollout.chunk: 8 cuts groups of 6, which win_rate compares whole",
+            "rollout.chunk: 8 splits groups of 6, which win_rate compares whole",
         ),
         (ASPECTS, {"reward__judge__quota": {"cost": 5.0}}, "reward.judge.quota.cost: counted by prices, and there are none"),
         (ASPECTS, {"eval__column": "qality"}, "eval.column: the reward gives no 'qality'; did you mean 'quality'?"),
         (
             ASPECTS,
             {"reward__judge__kind": "endpont"},
-            "reward.judge.kind: 'endpont' is not one of 'endpoint', 'in_process'; did you mean 'endpoint'?",
+            "reward.judge.kind: 'endpont' is not one of 'endpoint', 'in_process', 'import'; did you mean 'endpoint'?",
         ),
         ({"kind": "remote", "endpoints": [], "combine": {"a": 1}}, {}, "reward.endpoints: should have at least 1 item"),
         (
@@ -254,7 +275,3 @@ def test_rewards_as_words(tmp_path):
     ]:
         with pytest.raises(ValueError, match=says):
             parse_reward(read_reward(word))
-
-
-def test_sections_of_judges_are_the_judges_of_the_package():
-    assert {kind.__name__ for kind in get_args(recipe_judges.Judge)} <= {kind.__name__ for kind in KINDS}

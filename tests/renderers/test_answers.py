@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retouch.renderers.answers import answer_in, enhancer_prompt
+from retouch.core.answers import answer_in
+from retouch.renderers.answers import enhancer_prompt
 
 PROMPT = "a red cat's hat, 35mm: soft light"
 THOUGHTS = [

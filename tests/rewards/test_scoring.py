@@ -8,7 +8,7 @@ from PIL import Image
 
 from judge_double import KEY, Double, clean
 from retouch import cli
-from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.playground.judges.edit_judge import PlaygroundReward
 from retouch.playground.world.tasks import PlaygroundData
 from retouch.rewards.scorers.compressibility import CompressibilityReward
 from retouch.rewards.scoring import score
@@ -77,11 +77,11 @@ def test_a_file_or_a_recipe_names_its_reward(files: Path, capsys: pytest.Capture
     ("words", "says"),
     [
         (["lpips", "--image", "out.png"], "reward.weights: missing"),
-        (["photos:red", "--image", "out.png"], "has no source picture"),
+        (["photos:red", "--image", "out.png"], "has no source image"),
         (["shar", "--image", "out.png"], "did you mean 'share'"),
         (["share:red", "--image", "nowhere.png"], "nowhere.png"),
         (["clip:nowhere", "--image", "out.png"], "nowhere are not on this machine"),
-        (["thinking", "--image", "out.png"], "has nothing written"),
+        (["thinking", "--image", "out.png"], "has no completion"),
         (["playground", "--image", "out.png"], "has no scene"),
         (["share:red", "--image", "out.png", "--meta", "{"], "--meta is not JSON"),
         (["share:red", "--image", "out.png", "--meta", "[]"], "--meta is an object"),
@@ -98,7 +98,7 @@ def test_a_reward_of_text_is_given_the_text(files: Path, capsys: pytest.CaptureF
 
 
 def test_one_pair_scores_as_it_does_among_many() -> None:
-    reward = PlaygroundJudge()
+    reward = PlaygroundReward()
     tasks = [PlaygroundData(seed=1, count=3, complexity=[1]).tasks(in_turn=True)[k] for k in range(3)]
     many = reward([Sample(task, task.images[0]) for task in tasks])
     for row, task in enumerate(tasks):

@@ -14,9 +14,8 @@ import psutil
 import pytest
 import torch
 
-from live_server import body_of, samples_of
+from live_server import body_of, remote, samples_of
 from ray_server import ON_RAY, RayServer, ray_server
-from retouch.rewards.client.client import RemoteReward
 from served_rewards import digest_score
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -29,7 +28,7 @@ def test_one_that_is_killed_comes_back_and_no_sample_is_lost() -> None:
     words = ["served_rewards:WithPid", "--replicas", "2"]
     samples = samples_of(40)
     wanted = torch.tensor([digest_score(sample) for sample in samples])
-    with ray_server(*words) as server, closing(RemoteReward([server.url], batch=1, attempts=20)) as reward:
+    with ray_server(*words) as server, closing(remote([server.url], batch=1, attempts=20)) as reward:
         pids = set()
         while len(pids) < 2:
             pids |= {int(pid) for pid in reward(samples)["pid"].tolist()}
@@ -78,7 +77,7 @@ def test_more_replicas_come_as_the_load_asks_for_them(tmp_path: Path) -> None:
             return sum(any("ServeReplica" in word for word in words) for words in processes_of(server))
 
         assert replicas() == 1
-        with closing(RemoteReward([server.url], batch=1, concurrency=48, timeout=600, deadline=600)) as reward:
+        with closing(remote([server.url], batch=1, concurrency=48, timeout=600, deadline=600)) as reward:
             asked = reward.submit(samples)
             while replicas() < 2:
                 assert not asked.done()

@@ -20,9 +20,8 @@ import httpx
 import pytest
 import torch
 
-from live_server import body_of, samples_of
+from live_server import body_of, remote, samples_of
 from retouch import cli
-from retouch.rewards.client.client import RemoteReward
 from retouch.serving.replica import bind
 from retouch.serving.supervisor import _reserved_ports, is_loopback
 from served_rewards import digest_score
@@ -100,7 +99,7 @@ def test_replicas_have_ports_logs_and_devices_and_one_that_dies_comes_back(tmp_p
         assert [(found[1], found[4]) for found in starts] == [("0", "3"), ("1", "5")]
         assert len({found[2] for found in starts}) == 2
         assert all(Path(found[5]).is_file() for found in starts)
-        with closing(RemoteReward([found[2] for found in starts], batch=2)) as reward:
+        with closing(remote([found[2] for found in starts], batch=2)) as reward:
             samples = samples_of(12)
             before = reward(samples)["share"]
             os.kill(int(starts[1][3]), signal.SIGKILL)
@@ -152,7 +151,7 @@ def test_rolling_restarts_lose_no_sample_and_a_reload_changes_the_judge(tmp_path
         urls = [found[2] for found in serve.starts()]
         samples = samples_of(40)
         wanted = torch.tensor([digest_score(sample) for sample in samples])
-        with closing(RemoteReward(urls, batch=1)) as reward:
+        with closing(remote(urls, batch=1)) as reward:
             for turn in range(4):
                 future = reward.submit(samples)
                 pid = [found[3] for found in serve.starts() if found[1] == str(turn % 2)][-1]

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from live_server import LIMITS, Live, body_of, host, live, picture, png, samples_of
 from ray_server import ON_RAY, RayServer, ray_server
-from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.playground.judges.edit_judge import PlaygroundReward
 from retouch.playground.world.tasks import PlaygroundData
 from retouch.rewards.wire.bodies import BodyForm
 from retouch.rewards.wire.replies import ExpectedReply, read_reply
@@ -67,7 +67,7 @@ def test_every_form_is_scored_by_item(digest: Live | RayServer, form: BodyForm) 
 def test_a_recipes_reward_gives_the_same_numbers_through_the_wire() -> None:
     tasks = PlaygroundData(seed=0, count=6, complexity=[1, 2, 3]).tasks(in_turn=True)
     samples = [Sample(task, task.images[0] if row % 2 else task.target) for row, task in enumerate(tasks)]
-    judge = PlaygroundJudge()
+    judge = PlaygroundReward()
     with live("playground") as server:
         body, kind = body_of(samples, encoding="webp")
         reply = server.client.post("/v1/score", content=body, headers=kind).content
@@ -387,7 +387,7 @@ def test_a_reward_that_is_named_wrongly_is_refused(words: list[str], says: str) 
 
 def test_a_recipes_file_names_its_reward() -> None:
     (spec,) = parse_specs(["recipes/quickstart.jsonnet"])
-    assert build(spec, sole=True).columns.keys() == PlaygroundJudge.columns.keys()
+    assert build(spec, sole=True).columns.keys() == PlaygroundReward.columns.keys()
 
 
 def test_the_fingerprint_knows_arguments_and_is_the_same_again() -> None:

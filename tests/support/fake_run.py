@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from retouch.core.random import generator
-from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.playground.judges.edit_judge import PlaygroundReward
 from retouch.playground.world.edits import Edit, apply
 from retouch.playground.world.rendering import render
 from retouch.playground.world.scenes import Scene
@@ -32,7 +32,7 @@ def attempt(task: Task, skill: float, random: torch.Generator) -> Image.Image:
 
 
 def judge(tasks: Sequence[Task], images: Sequence[Image.Image]) -> list[dict[str, float]]:
-    scores = PlaygroundJudge()([Sample(task, image) for task, image in zip(tasks, images, strict=True)])
+    scores = PlaygroundReward()([Sample(task, image) for task, image in zip(tasks, images, strict=True)])
     return [{name: float(column[row]) for name, column in scores.items()} for row in range(len(tasks))]
 
 

@@ -15,6 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from PIL import Image
 
+from retouch.rewards.vlm.in_process import InProcess
+
 KEY = "sk-canary-5f1c0ffee9d34b7aa1"
 RETRIES = 1_000_003  # by which the client moves a seed when it asks again
 FAULTS = (
@@ -252,3 +254,8 @@ def complaint_of(handler, body) -> str | None:
     schema = given["json_schema"]["schema"]
     strict = given["type"] == "json_schema" and given["json_schema"]["strict"] and schema["additionalProperties"] is False
     return None if strict and schema["required"] == list(schema["properties"]) else "schema"
+
+
+def asking(judge, panel, **fields):
+    """A judge of this class that asks a panel of the test's own."""
+    return judge(judge=InProcess(path="not loaded"), **fields).with_model(panel)

@@ -13,6 +13,8 @@ import uvicorn
 from PIL import Image
 
 from retouch.core.random import generator
+from retouch.rewards.client.client import RemoteClient
+from retouch.rewards.client.remote import RemoteReward
 from retouch.rewards.wire.bodies import BodyForm, encode_body
 from retouch.rewards.wire.packing import ImageEncoding, pack
 from retouch.serving.app import build_app
@@ -24,6 +26,13 @@ from retouch.serving.single_score import SingleScore
 from retouch.types import Sample, Task
 
 LIMITS = Limits(window=0.001)
+
+
+def remote(urls: Sequence[str], **settings: object) -> RemoteClient:
+    """The client of servers at these addresses."""
+    made = RemoteReward(endpoints=tuple(urls), **settings).build()
+    assert isinstance(made, RemoteClient)
+    return made
 
 
 @dataclass(frozen=True)

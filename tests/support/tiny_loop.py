@@ -26,7 +26,7 @@ class Share:
     """How red a picture is, missing for the rows (group, slot) that are named."""
 
     def __init__(self, missing=()):
-        self.judge = Judge(ShareReward("red"), {"share": 1.0})
+        self.judge = Judge(ShareReward(), {"share": 1.0})
         self.missing = set(missing)
         self.asked = []
 

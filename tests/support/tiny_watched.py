@@ -9,10 +9,10 @@ from PIL import ImageStat
 
 from retouch.config.packaged import find
 from retouch.recipe.document import evaluate
-from retouch.rewards.judges import Answer, Panel
-from retouch.rewards.judges.answers.forms import ScoresForm
-from retouch.rewards.judges.answers.scales import Scale
-from retouch.rewards.judges.panel import Prompt
+from retouch.rewards.judges.panel import Panel, Prompt
+from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.vlm.forms import ScoresForm
+from retouch.rewards.vlm.questions import Answer
 from retouch.types import Column
 
 

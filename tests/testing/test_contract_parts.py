@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 import tiny_policies as tiny
-from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.playground.judges.edit_judge import PlaygroundReward
 from retouch.playground.world.tasks import PlaygroundData
 from retouch.renderers.latents import LatentRenderer
 from retouch.rewards.scorers.share import ShareReward
@@ -26,7 +26,7 @@ def samples(count=4):
 
 def test_the_playgrounds_judge_keeps_it():
     tasks = PlaygroundData(seed=0, count=5, complexity=[1, 2, 3]).tasks(in_turn=True)
-    check_reward(PlaygroundJudge(), [Sample(task, task.target if k % 2 else task.images[0]) for k, task in enumerate(tasks)])
+    check_reward(PlaygroundReward(), [Sample(task, task.target if k % 2 else task.images[0]) for k, task in enumerate(tasks)])
 
 
 def judging(judge, columns=UNIT):

@@ -6,16 +6,19 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from judge_double import asking
 from retouch.distributed.ranks import Ranks
 from retouch.protocols import Reward
 from retouch.recipe.differences import differences
 from retouch.recipe.recipe import load
 from retouch.rewards import identity
 from retouch.rewards.combine.composite import CompositeReward
-from retouch.rewards.judges import Answer, Panel, YesReward
+from retouch.rewards.judges.one_token import YesReward
+from retouch.rewards.judges.panel import Panel
 from retouch.rewards.judging import Judge
 from retouch.rewards.ledger.caching import CachedJudgeClient
 from retouch.rewards.scorers.share import ShareReward
+from retouch.rewards.vlm.questions import Answer
 from retouch.training.ledger import Ledger
 from retouch.types import Batch, Sample, Task
 
@@ -45,7 +48,7 @@ def meet(run: Path, reward: Reward, *, since: int, new_judge: bool = False) -> l
 
 
 def test_a_changed_judge_stops_a_resume_unless_told_otherwise(tmp_path: Path) -> None:
-    first, second = YesReward(Panel(Fixed("model a"))), YesReward(Panel(Fixed("model b")))
+    first, second = asking(YesReward, Panel(Fixed("model a"))), asking(YesReward, Panel(Fixed("model b")))
     assert meet(tmp_path, first, since=0) == meet(tmp_path, first, since=5) == [(identity.fingerprint(first), 0)]
     with pytest.raises(ValueError, match=r"own: model a; .* in the run, model b; .* now\n.*--new-judge"):
         meet(tmp_path, second, since=7)
@@ -59,32 +62,32 @@ def test_a_changed_judge_stops_a_resume_unless_told_otherwise(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "other",
     [
-        YesReward(Panel(Fixed(), repeats=2)),
-        YesReward(Panel(Fixed(), temperature=0.5)),
-        YesReward(Panel(Fixed(), seed=1)),
-        YesReward(Panel(Fixed()), min_mass=0.6),
-        CompositeReward({"a": YesReward(Panel(Fixed()))}),
+        asking(YesReward, Panel(Fixed(), repeats=2)),
+        asking(YesReward, Panel(Fixed(), temperature=0.5)),
+        asking(YesReward, Panel(Fixed(), seed=1)),
+        asking(YesReward, Panel(Fixed()), min_mass=0.6),
+        CompositeReward({"a": asking(YesReward, Panel(Fixed()))}),
         ShareReward(),
     ],
     ids=["repeats", "temperature", "seed", "settings", "several", "class"],
 )
 def test_what_could_change_a_score_is_another_judge(tmp_path: Path, other: Reward) -> None:
-    meet(tmp_path, YesReward(Panel(Fixed())), since=0)
+    meet(tmp_path, asking(YesReward, Panel(Fixed())), since=0)
     with pytest.raises(ValueError, match="the judge is not the one"):
         meet(tmp_path, other, since=1)
 
 
 def test_a_rubric_that_changed_is_another_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reward = YesReward(Panel(Fixed()))
+    reward = asking(YesReward, Panel(Fixed()))
     meet(tmp_path, reward, since=0)
-    monkeypatch.setattr("retouch.rewards.judges.panel.rubric", lambda name: f"another {name}")
+    monkeypatch.setattr("retouch.rewards.judges.base.rubric", lambda name: f"another {name}")
     with pytest.raises(ValueError, match="rubrics"):
         meet(tmp_path, reward, since=1)
 
 
 def test_one_part_of_several_that_changed_is_another_judge(tmp_path: Path) -> None:
     def both(name: str) -> CompositeReward:
-        return CompositeReward({"judge": YesReward(Panel(Fixed(name))), "share": ShareReward()})
+        return CompositeReward({"judge": asking(YesReward, Panel(Fixed(name))), "share": ShareReward()})
 
     meet(tmp_path, both("model a"), since=0)
     meet(tmp_path, both("model a"), since=1)
@@ -116,11 +119,11 @@ def test_all_ranks_stop_where_one_has_another_judge(tmp_path: Path) -> None:
 
 def test_a_judge_behind_the_ledger_is_asked_once_and_is_who_it_was(tmp_path: Path) -> None:
     asker = Fixed()
-    reward = YesReward(Panel(asker))
+    reward = asking(YesReward, Panel(asker))
     before = identity.describe(reward)
     with closing(Ledger(tmp_path, Ranks(), keep_images=False, new_judge=False)) as ledger:
         kept = ledger.cached(reward)
-        assert isinstance(reward.panel.asker, CachedJudgeClient)
+        assert isinstance(reward.panel.client, CachedJudgeClient)
         assert identity.describe(kept) == before
         judge = Judge(kept, {"yes": 1.0})
         ledger.attach(judge, since=0)
@@ -143,10 +146,10 @@ def test_a_users_own_judge_asks_through_the_ledger_too(tmp_path: Path) -> None:
     class Mine(YesReward):
         pass
 
-    reward = Mine(Panel(Fixed()))
+    reward = asking(Mine, Panel(Fixed()))
     with closing(Ledger(tmp_path, Ranks(), keep_images=False, new_judge=False)) as ledger:
         assert ledger.cached(reward) is reward
-        assert isinstance(reward.panel.asker, CachedJudgeClient)
+        assert isinstance(reward.panel.client, CachedJudgeClient)
         plain = ShareReward()
         assert ledger.cached(plain) is plain
 

@@ -10,7 +10,6 @@ from retouch.assembly.image_model import parts_of
 from retouch.assembly.model import make_trainable
 from retouch.assembly.phases import build_phase, copies_needed
 from retouch.assembly.policy import TrainedPolicy, build_models, build_policy
-from retouch.assembly.reward import build_reward
 from retouch.assembly.value_head import build_head
 from retouch.assembly.writer import Averaged, build_renderer
 from retouch.data.base import DataSets
@@ -27,7 +26,7 @@ from retouch.policies.autoregressive.demonstrations import TokenizesTargets, has
 from retouch.policies.autoregressive.rollout import CachedEngine, Engine, EngineContext, EngineSection, TokenRollout
 from retouch.policies.value_heads import LatentValues, TokenValues
 from retouch.policies.weights import WeightCopies
-from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer, Reward
+from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer
 from retouch.recipe.checks import check_ranks
 from retouch.recipe.phases import ResolvedPhase
 from retouch.recipe.recipe import Recipe
@@ -35,6 +34,7 @@ from retouch.recipe.renderer import ResponseRenderer
 from retouch.recipe.rollout import Rollout
 from retouch.renderers.latents import LatentRenderer
 from retouch.renderers.offloaded import Offloaded
+from retouch.rewards.base import unchanged
 from retouch.rewards.judging import Judge, JudgeBatch
 from retouch.training.clock import Clock
 from retouch.training.completions import completion_metrics, completion_texts
@@ -239,7 +239,7 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
     """
     check_ranks(recipe, ranks.world)
     placement = plan_placement(recipe, ranks)
-    reward = build_reward(recipe.reward, device=placement.reward, keep=_unkept if ledger is None else ledger.cached)
+    reward = recipe.reward.build(device=placement.reward, keep=unchanged if ledger is None else ledger.cached)
     if ledger is not None:
         ledger.require_same_judge(reward)
     judge = Judge(reward, recipe.reward.combine)
@@ -273,10 +273,6 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
         plan=plan,
         head=head,
     )
-
-
-def _unkept(reward: Reward) -> Reward:
-    return reward
 
 
 def _copies(

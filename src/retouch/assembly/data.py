@@ -10,8 +10,7 @@ from retouch.models.ip_adapter.section import IpAdapter
 from retouch.recipe.phases import ResolvedPhase
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.renderer import PromptRenderer
-from retouch.recipe.reward_classes import parts_of_all
-from retouch.recipe.reward_local import OcrReward
+from retouch.recipe.reward_checks import rewards_of
 
 
 def sets_of(recipe: Recipe, phases: Sequence[ResolvedPhase], *, size: tuple[int, int] | None) -> list[DataSets]:
@@ -64,7 +63,7 @@ def _required(recipe: Recipe) -> RowRequirements:
         images=(0, sys.maxsize) if takes is None else takes.images,
         mask=takes is not None and takes.mask,
         reference=isinstance(recipe.policy.train, IpAdapter),
-        text=any(isinstance(part, OcrReward) for _, _, part in parts_of_all(recipe)),
+        text=any(part.reads_text for _, part in rewards_of(recipe)),
         model=model.kind,
         takes=str(takes),
     )

@@ -12,7 +12,7 @@ from retouch.audit.ledger_view import LedgerView, select_samples
 from retouch.audit.overview import overview
 from retouch.audit.ratings import COLUMN, with_ratings
 from retouch.records.files import jsonable
-from retouch.rewards.vlm.prices import Prices
+from retouch.rewards.vlm.endpoint import Prices
 
 
 def ledger_command(arguments: Namespace) -> str:
@@ -36,7 +36,9 @@ def _result(arguments: Namespace) -> tuple[Any, str]:
                 return agreement, tables.agreement(agreement)
             worst = comparison.worst(RunImages(run), top=arguments.top)
             return worst, tables.worst(worst, comparison.columns)
-    result = overview(LedgerView.open(run), prices=arguments.prices and Prices(*arguments.prices))
+    result = overview(
+        LedgerView.open(run), prices=arguments.prices and Prices(input=arguments.prices[0], output=arguments.prices[1])
+    )
     return result, tables.overview(result)
 
 

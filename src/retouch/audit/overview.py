@@ -7,7 +7,7 @@ from typing import Any
 
 from retouch.audit.images import RunImages
 from retouch.audit.ledger_view import LedgerSample, LedgerView
-from retouch.rewards.vlm.prices import Prices
+from retouch.rewards.vlm.endpoint import Prices
 
 _CALLS_BY_JUDGE = """
 SELECT judge, count(*) AS calls, sum(scores IS NULL) AS failed, sum(attempts) AS attempts, sum(fresh) AS fresh,
@@ -47,7 +47,7 @@ def _calls_by_judge(ledger: LedgerView, prices: Prices | None) -> list[dict[str,
     listed = []
     for judge, total in totals.items():
         unpriced = {"input_tokens": total.pop("unpriced_input"), "output_tokens": total.pop("unpriced_output")}
-        added = 0.0 if prices is None else prices.of(**unpriced)
+        added = 0.0 if prices is None else prices.cost(**unpriced)
         known = judge in priced or (prices is not None and any(unpriced.values()))
         listed.append({"judge": judge, **total, "cost": total["cost"] + added if known else None})
     return listed

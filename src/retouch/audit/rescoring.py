@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from retouch.assembly.reward import build_reward
 from retouch.audit.images import RunImages
 from retouch.audit.ledger_view import RESCORED, LedgerSample, LedgerView, select_samples
 from retouch.audit.tasks import RunTasks
@@ -52,7 +51,7 @@ def rescore(run: Path, words: str, *, name: str | None, split: str | None, steps
     tasks = RunTasks(parse(RunFolder(run).read_recipe()["recipe"]))
     with closing(Database(run / RESCORED / f"{called}.sqlite")) as database:
         cache = AnswerCache(database)
-        reward = build_reward(section, device=_device(), keep=lambda made: with_cache(made, cache))
+        reward = section.build(device=_device(), keep=lambda made: with_cache(made, cache))
         try:
             journal = Journal(database, judge=_require_same_judge(database, reward))
             new, absent = _score(reward, journal, with_image, images=images, tasks=tasks)

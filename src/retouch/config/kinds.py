@@ -9,7 +9,7 @@ A field is open when its annotation is ``Annotated[Base, KINDS]``, where ``KINDS
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import Any, Literal
 
@@ -33,6 +33,9 @@ class Imported(Section):
     """Its fields."""
 
 
+_IMPORTED = frozenset(Imported.model_fields)
+
+
 class Kinds:
     """One open set of alternatives.
 
@@ -40,7 +43,8 @@ class Kinds:
     kinds may share a class. ``tag``: the key that holds the kind.
 
     An imported class is validated like a built-in one: its fields are the keys of ``args``, unknown keys are errors. An entry
-    ``import`` in the table is the section for imported classes that do not derive from the set's base.
+    ``import`` in the table is the section for imported classes that do not derive from the set's base; the keys that it shares with
+    the base are given beside ``args`` for all imported classes.
     """
 
     def __init__(self, name: str, table: Mapping[str, str], *, tag: str = "kind") -> None:
@@ -83,7 +87,8 @@ class Kinds:
         if own is Imported or (kind is not None and self.load(kind) is own):
             return {self.tag: kind, **dumped}
         dumped.pop(self.tag, None)
-        return {"kind": IMPORT, "class": f"{own.__module__}:{own.__qualname__}", "args": dumped}
+        beside = {key: dumped.pop(key) for key in self._shared_keys(own) if key in dumped}
+        return {"kind": IMPORT, "class": f"{own.__module__}:{own.__qualname__}", "args": dumped, **beside}
 
     def _plugins(self) -> dict[str, str]:
         """Kinds of installed packages: kind to ``module:Class``."""
@@ -105,7 +110,7 @@ class Kinds:
         if not isinstance(value, Mapping):
             raise PydanticCustomError("kind_type", f"Input should be an object with a {self.tag}")
         if value.get("kind") == IMPORT and (IMPORT not in self._table or _derives(value.get("class"), base)):
-            return self._import(_validated(Imported, value, json_input=json_input), base)
+            return self._import(value, base, json_input=json_input)
         discriminator = {"discriminator": f"'{self.tag}'"}
         if self.tag not in value:
             raise PydanticCustomError("union_tag_not_found", "missing kind", discriminator)
@@ -118,15 +123,22 @@ class Kinds:
             )
         return _validated(found, value, json_input=json_input)
 
-    def _import(self, section: Imported, base: type[Section]) -> Section:
+    def _import(self, value: Mapping[str, Any], base: type[Section], *, json_input: bool) -> Section:
+        beside = {key: value[key] for key in value if key in self._shared_keys(base)}
+        section = _validated(Imported, {key: value[key] for key in value if key not in beside}, json_input=json_input)
         found = import_class(section.class_)
         if not issubclass(found, base):
             raise ValueError(f"{section.class_} is no {self.name}: derive the class from {base.__module__}.{base.__qualname__}")
         try:
-            made: Section = _validated(found, section.args, json_input=True)
+            made: Section = _validated(found, {**section.args, **beside}, json_input=True)
             return made
         except ValidationError as error:
-            raise _below("args", error) from None
+            raise _below("args", error, beside) from None
+
+    def _shared_keys(self, section: type[Section]) -> list[str]:
+        """The keys of the section that are given beside ``args`` where its class is imported."""
+        other = self.load(IMPORT)
+        return [] if other is None else [key for key in other.model_fields if key in section.model_fields and key not in _IMPORTED]
 
 
 def _derives(path: object, base: type[Section]) -> bool:
@@ -142,12 +154,13 @@ def _validated(section: type[Section], value: Mapping[str, Any], *, json_input: 
     return section.model_validate_json(json.dumps(value)) if json_input else section.model_validate(value)
 
 
-def _below(key: str, error: ValidationError) -> ValidationError:
-    """The same errors, with ``key`` before their location."""
+def _below(key: str, error: ValidationError, beside: Container[str]) -> ValidationError:
+    """The same errors, with ``key`` before their location, except for those of the keys ``beside`` it."""
     details: list[InitErrorDetails] = []
     for one in error.errors(include_url=False):
         kind: Any = one["type"]
         if kind == "value_error" or "error" in one.get("ctx", {}):
             kind = PydanticCustomError("kind_value", "{message}", {"message": str(one.get("ctx", {}).get("error", one["msg"]))})
-        details.append(InitErrorDetails(type=kind, loc=(key, *one["loc"]), input=one["input"], ctx=one.get("ctx", {})))
+        location = one["loc"] if one["loc"] and one["loc"][0] in beside else (key, *one["loc"])
+        details.append(InitErrorDetails(type=kind, loc=location, input=one["input"], ctx=one.get("ctx", {})))
     return ValidationError.from_exception_data(error.title, details)

@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 from safetensors import SafetensorError
 
 from retouch.doctor.findings import Finding, failed, ok
-from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.playground.judges.edit_judge import PlaygroundReward
 from retouch.playground.models import PlaygroundModel
 from retouch.playground.world.tasks import PlaygroundData
 from retouch.policies.denoising.policy import DenoisingPolicy
@@ -75,7 +75,7 @@ def check_playground(folder: Path) -> Finding:
         batch = Batch(seed=0, step=0, tasks=tasks, group_ids=rows, group=rows, slot=(0,) * _PICTURES)
         acted = policy.rollout(batch)
         images = LatentRenderer(model)(tasks, policy.sample(batch))
-        scores = PlaygroundJudge()([Sample(task, image) for task, image in zip(tasks, images, strict=True)])
+        scores = PlaygroundReward()([Sample(task, image) for task, image in zip(tasks, images, strict=True)])
     except (ValueError, OSError, SafetensorError) as error:
         return failed("playground", str(error), mend=_BUILD)
     if None in images or not acted.log_probs.isfinite().all():

@@ -6,13 +6,11 @@ from collections.abc import Iterator
 import torch
 from PIL import Image
 
-from retouch.assembly.reward import build_reward
 from retouch.data.base import DataSets
 from retouch.doctor.findings import Finding, failed, note, ok
 from retouch.recipe.judge_calls import judge_calls
-from retouch.recipe.judges import Endpoint, JudgeReward
 from retouch.recipe.recipe import Recipe
-from retouch.recipe.reward_classes import parts_of_all
+from retouch.recipe.reward_checks import rewards_of
 from retouch.recipe.watch import Watch
 from retouch.rewards.judging import Judge
 from retouch.types import Sample, Task
@@ -33,14 +31,11 @@ def check_reward(recipe: Recipe, sets: DataSets | None) -> Iterator[Finding]:
 def check_keys(recipe: Recipe) -> Iterator[Finding]:
     """A failure for each environment variable that a judge's key is to come from, and is not there."""
     told: set[str] = set()
-    for path, _, part in parts_of_all(recipe):
-        if not isinstance(part, JudgeReward) or not isinstance(part.judge, Endpoint):
-            continue
-        name = part.judge.key
-        if name is not None and name not in told and not (os.environ.get(name) or os.environ.get(f"{name}_FILE")):
-            told.add(name)
-            asks = f"{path} asks {part.judge.model} at {part.judge.base_url}"
-            yield failed("key", f"{name} is not set, and {asks}", mend=f"export {name}=...  (the judge's key)")
+    for path, part in rewards_of(recipe):
+        for name, judge in part.variables():
+            if name not in told and not (os.environ.get(name) or os.environ.get(f"{name}_FILE")):
+                told.add(name)
+                yield failed("key", f"{name} is not set, and {path} asks {judge}", mend=f"export {name}=...  (the judge's key)")
 
 
 def check_calls(recipe: Recipe, sets: DataSets | None) -> Iterator[Finding]:
@@ -58,9 +53,9 @@ def check_judge(recipe: Recipe, sets: DataSets | None) -> Finding:
     """Whether the judge is built, has the columns that are combined, and judges an untouched source picture."""
     wrong = "mend the recipe's reward section"
     try:
-        judge = Judge(build_reward(recipe.reward, device=_device(recipe)), recipe.reward.combine)
+        judge = Judge(recipe.reward.build(device=_device(recipe)), recipe.reward.combine)
         try:
-            told = f"{recipe.reward.kind}, {judge.combination} ({judge.combination.low:g} to {judge.combination.high:g})"
+            told = f"{recipe.reward.name}, {judge.combination} ({judge.combination.low:g} to {judge.combination.high:g})"
             if sets is None or not len(sets.train):
                 return ok("judge", f"{told}; not tried, for want of a picture")
             task = sets.train[0]
@@ -71,7 +66,7 @@ def check_judge(recipe: Recipe, sets: DataSets | None) -> Finding:
         return failed("judge", str(error), mend=wrong)
     if value != value:
         what = f"could not judge a picture of {task.id}: {', '.join(missing)} missing"
-        return failed("judge", f"{recipe.reward.kind} {what}", mend=wrong)
+        return failed("judge", f"{recipe.reward.name} {what}", mend=wrong)
     what = "an untouched source picture" if task.images else "a grey picture"
     return ok("judge", f"{told}: {value:.3f} for {what}")
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from retouch.assembly.reward import build_reward
 from retouch.data.images import load_image, load_mask
 from retouch.recipe.reward_words import parse_reward, read_combined
 from retouch.records.files import jsonable
@@ -72,7 +71,7 @@ def score_files(
     """
     document = read_combined(reward)
     section = parse_reward(document)
-    made = build_reward(section, device="cuda" if torch.cuda.is_available() else "cpu")
+    made = section.build(device="cuda" if torch.cuda.is_available() else "cpu")
     try:
         columns = dict(made.columns)
         combined = combination(section.combine, columns) if document.get("combine") else None

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from PIL.Image import Image
 
+from retouch.core.answers import answer_in
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
-from retouch.renderers.answers import answer_in
 from retouch.types import Batch, Task
 
 

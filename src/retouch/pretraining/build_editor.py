@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from retouch.models.qwen_image.edit import QwenImageEdit
-from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.playground.judges.edit_judge import PlaygroundReward
 from retouch.playground.models import playground_weights
 from retouch.playground.world.tasks import PlaygroundData
 from retouch.policies.denoising.policy import DenoisingPolicy
@@ -76,7 +76,7 @@ def measure(model: QwenImageEdit) -> dict[str, float]:
         policy,
         tasks=PlaygroundData(seed=1, count=HELD_OUT, complexity=[1, 2, 3, 4], split="test").tasks(in_turn=True),
         renderer=LatentRenderer(model),
-        reward=PlaygroundJudge(),
+        reward=PlaygroundReward(),
         column="overall",
     )
     found = {f"ceiling {name}": value for name, value in score_table(ceiling)[0]["all"].items() if name in ("overall", "exact")}

@@ -9,7 +9,7 @@ import torch
 from retouch.assembly.emu3 import build_emu3 as load
 from retouch.models.emu3.load import language_model
 from retouch.models.emu3.model import Emu3Editor
-from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.playground.judges.edit_judge import PlaygroundReward
 from retouch.playground.models import playground_weights
 from retouch.playground.world.scenes import SIZE
 from retouch.playground.world.tasks import PlaygroundData
@@ -90,7 +90,7 @@ def measure(editor: Emu3Editor) -> dict[str, float]:
         policy,
         tasks=PlaygroundData(seed=1, count=HELD_OUT, complexity=[1, 2, 3], split="test").tasks(in_turn=True),
         renderer=CodesRenderer(editor, rows=HELD_OUT),
-        reward=PlaygroundJudge(),
+        reward=PlaygroundReward(),
         column="overall",
     )
     found = {

@@ -9,7 +9,7 @@ from retouch.models.common.pipeline_model import accepts_prompt
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.qwen_image.model import QwenImage
 from retouch.models.qwen_vl.model import QwenWriter
-from retouch.playground.judges.painting_judge import PaintingJudge
+from retouch.playground.judges.painting_judge import PaintingReward
 from retouch.playground.models import PlaygroundModel, playground_weights
 from retouch.playground.world.paintings import PaintingData
 from retouch.policies.autoregressive.demonstrations import has_completion
@@ -91,7 +91,7 @@ def measure(model: QwenImage, writer: QwenWriter) -> dict[str, float]:
         policy,
         tasks=PaintingData(seed=1, count=HELD_OUT, complexity=[1, 2, 3, 4], split="test").tasks(in_turn=True),
         renderer=PromptRenderer(painter, cut_off="fault", rows=HELD_OUT),
-        reward=PaintingJudge(),
+        reward=PaintingReward(),
         column="overall",
         demonstrates=has_completion,
     )

@@ -46,7 +46,7 @@ def build_words(
     """
     record = BuildRecord(seed=seed, command=COMMAND)
     folder = playground_weights("words") if out is None else out
-    judge = OcrReward(where="box", line_width=160)
+    judge = OcrReward(where="box", line_width=160).build()
     with one_thread():
         vae = train_word_autoencoder(replace(autoencoder, seed=seed), log.info)
         model = train_words(vae, replace(words, seed=seed), log.info)

@@ -10,7 +10,7 @@ from retouch.assembly.writer import playground_writer_weights
 from retouch.models.common.encoder import Encoder
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.qwen_image.responses import QwenResponses, writer_for
-from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.playground.judges.edit_judge import PlaygroundReward
 from retouch.playground.models import PlaygroundModel
 from retouch.playground.world.indirect import IndirectPlaygroundData
 from retouch.policies.autoregressive.demonstrations import has_completion
@@ -75,7 +75,7 @@ def measure(editor: QwenImageEdit, module: Qwen2_5_VLForConditionalGeneration) -
                 encoder_rows=HELD_OUT,
                 rows=HELD_OUT,
             ),
-            reward=PlaygroundJudge(),
+            reward=PlaygroundReward(),
             column="overall",
             demonstrates=has_completion,
         )

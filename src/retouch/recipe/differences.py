@@ -1,7 +1,7 @@
 """Whether a run can resume with a changed recipe: only keys that do not change past results may differ."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from retouch.recipe.out_of_memory import LESS_AT_ONCE
@@ -9,9 +9,6 @@ from retouch.recipe.recipe import Recipe
 
 _FREE = re.compile(
     r"steps|passes|eval\.every|ledger.*|(samples|checkpoints)\..*|push.*|trackers(\.\d+)?|devices?(\..*)?|sharding|ranks|out"
-    # The connection to a judge.
-    r"|(watch\.judge\.)?reward\.(rewards\.\w+\.)?((judge\.)?(device|base_url|key|concurrency|timeout|deadline|attempts|pause|longest_pause"
-    r"|prices.*|quota.*)|endpoints.*|encoding|batch|retry_share|hedge(_share)?|(samples|requests)_per_minute|calls|rate_file|wait|threads)"
     # The connection to an engine.
     r"|(phases\.\d+\.)?rollout\.engine\.(url|adapters|timeout|patience)"
     r"|watch\.every|watch\.\w+\.(on_alarm|limit|sigmas|window)|watch\.(diversity|preservation|brightness|saturation|detail)"
@@ -26,10 +23,12 @@ def differences(old: Recipe, new: Recipe, *, new_judge: bool = False) -> list[st
     all keys of the reward may differ.
     """
     before, after = dict(_leaves(old.document(), "")), dict(_leaves(new.document(), ""))
+    changeable = {*_changeable_rewards(old), *_changeable_rewards(new)}
     lines = []
     for key in sorted(before.keys() | after.keys()):
         was, now = before.get(key, "(nothing)"), after.get(key, "(nothing)")
-        free = _free(key) or _is_data_path(key, new) or key in _last_phase_length(new) or (new_judge and key.startswith("reward."))
+        free = _free(key) or _is_data_path(key, new) or _below(key, changeable) or key in _last_phase_length(new)
+        free = free or (new_judge and key.startswith("reward."))
         if was != now and not free:
             lines.append(f"{key}: {was} in the run, {now} in the recipe")
     return lines
@@ -49,6 +48,17 @@ def _is_data_path(key: str, recipe: Recipe) -> bool:
         return match[2] in recipe.data.path_keys
     data = phases[int(match[1])].data if int(match[1]) < len(phases) else None
     return data is not None and match[2] in data.path_keys
+
+
+def _changeable_rewards(recipe: Recipe) -> Iterator[str]:
+    """The keys that rewards declare changeable: the connection to a judge."""
+    yield from recipe.reward.changeable_paths("reward")
+    if recipe.watch is not None and recipe.watch.judge is not None:
+        yield from recipe.watch.judge.reward.changeable_paths("watch.judge.reward")
+
+
+def _below(key: str, paths: Iterable[str]) -> bool:
+    return any(key == path or key.startswith(f"{path}.") for path in paths)
 
 
 def _last_phase_length(recipe: Recipe) -> tuple[str, ...]:

@@ -1,15 +1,15 @@
-"""How often a run asks its judges, and what that costs: known before it begins, from the recipe alone.
+"""How many questions a run asks its judges, and what that costs: known before it begins, from the recipe alone.
 
-An upper bound but for repeats after faults: answers that a ledger already holds are not asked for again. Tokens are estimates: a
-word of English is a token and a third, a picture a token for every 28 x 28 pixels (as Qwen2.5-VL counts), a reasoned answer 150.
+The numbers are upper bounds, except for repeats after faults: a question whose answer is in the ledger is not asked again. Tokens
+are estimates: 4/3 for a word of English, one for every 28 x 28 pixels of an image (as Qwen2.5-VL counts), 150 for an answer with
+reasoning.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from retouch.recipe.judges import AspectsReward, Endpoint, Judge, JudgeReward, WinRateReward
 from retouch.recipe.recipe import Recipe
-from retouch.recipe.reward_classes import parts_of
+from retouch.rewards.judges.base import JudgeReward
 from retouch.rewards.judges.rubrics import rubric
 
 _TOKENS_PER_WORD = 4 / 3
@@ -18,23 +18,11 @@ _USUAL_SIDE = 1024
 _INSTRUCTION = 40
 _REASONED = 150
 
-# Of each question: its rubric, and how many pictures stand below it.
-_QUESTIONS: dict[str, tuple[tuple[str, int], ...]] = {
-    "viescore": (("vie-edit", 2), ("vie-picture", 1)),
-    "editscore": (("editscore-edit", 2), ("editscore-picture", 1)),
-    "complex_edit": (("complex-following", 2), ("complex-preservation", 2), ("complex-quality", 1)),
-    "ground": (("ground", 2),),
-    "yes": (("yes", 2),),
-    "digit": (("digit", 2),),
-    "win_rate": (("pair", 3),),
-}
-_ASPECTS = {"alignment": ("alignment", 2), "quality": ("quality", 1), "identity": ("identity", 2)}
-_WORDS = ("yes", "digit", "win_rate")  # answered by one token
-
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """What one judge is asked. ``training`` and ``evaluation``: questions; tokens in all; ``dollars``: None without prices."""
+    """The questions to one judge. ``who``: its model. ``training`` and ``evaluation``: numbers of questions. Tokens are those of
+    all of them; ``dollars``: None without prices."""
 
     path: str
     who: str
@@ -51,27 +39,28 @@ class Calls:
 
 
 def judge_calls(recipe: Recipe, *, steps: Sequence[int], heldout: int) -> list[Calls]:
-    """What each judge of the recipe is asked in a run whose phases take so many steps; ``heldout``: tasks of an evaluation.
+    """The questions to each judge in a run whose phases take so many steps; ``heldout``: tasks of an evaluation.
 
-    Evaluations are those before, after and in between, that of the tasks' own targets, the best of k, and the looks of ``watch``.
+    Counted as evaluations are those before, after and in between, that of the tasks' own targets, the best of k, and the looks of
+    ``watch``.
     """
     every = recipe.eval.every
     evaluated = heldout * (3 + ((sum(steps) - 1) // every if every else 0) + recipe.eval.best_of_k)
     seen, canaries = _looked_at(recipe, sum(steps), heldout)
     calls = [
         _calls(recipe, path, part, trained=_trained(recipe, part, steps), evaluated=evaluated + seen + canaries)
-        for path, _, part in parts_of(recipe.reward)
+        for path, _, part in recipe.reward.parts()
         if isinstance(part, JudgeReward)
     ]
     if recipe.watch is not None and recipe.watch.judge is not None:
-        parts = parts_of(recipe.watch.judge.reward, "watch.judge.reward")
+        parts = recipe.watch.judge.reward.parts("watch.judge.reward")
         judges = [(path, part) for path, _, part in parts if isinstance(part, JudgeReward)]
         calls += [_calls(recipe, path, part, trained=0, evaluated=seen) for path, part in judges]
     return calls
 
 
 def _looked_at(recipe: Recipe, steps: int, heldout: int) -> tuple[int, int]:
-    """Pictures and canaries of all looks."""
+    """Images and canaries of all looks."""
     watch = recipe.watch
     if watch is None:
         return 0, 0
@@ -79,40 +68,39 @@ def _looked_at(recipe: Recipe, steps: int, heldout: int) -> tuple[int, int]:
     return looks * min(watch.tasks, heldout), looks * (0 if watch.canaries is None else watch.canaries.count)
 
 
-def _trained(recipe: Recipe, part: Judge, steps: Sequence[int]) -> int:
-    """Samples judged in training, each counted as often as it meets another where pairs are judged."""
+def _trained(recipe: Recipe, part: JudgeReward, steps: Sequence[int]) -> int:
+    """Samples scored in training; where samples of a group are compared, each counts once for every other one."""
     samples = 0
     for phase, count in zip(recipe.resolved_phases(), steps, strict=True):
         if not phase.imitates:
-            samples += count * phase.rows * (phase.group_size - 1 if isinstance(part, WinRateReward) else 1)
+            samples += count * phase.rows * (phase.group_size - 1 if part.compares_groups else 1)
     return samples
 
 
-def _calls(recipe: Recipe, path: str, part: Judge, *, trained: int, evaluated: int) -> Calls:
-    if isinstance(part, WinRateReward):
-        evaluated = 0  # a held-out task has one picture
-    questions = [_ASPECTS[name] for name in part.aspects] if isinstance(part, AspectsReward) else _QUESTIONS[part.kind]
+def _calls(recipe: Recipe, path: str, part: JudgeReward, *, trained: int, evaluated: int) -> Calls:
+    if part.compares_groups:
+        evaluated = 0  # a held-out task has one image
+    questions = part.questions
     asked = len(questions) * part.n_evals
     count = (trained + evaluated) * asked
-    read = count * sum(_read(recipe, name, pictures) for name, pictures in questions) / len(questions)
-    written = count * (1 if part.kind in _WORDS else _REASONED)
-    prices = part.judge.prices if isinstance(part.judge, Endpoint) else None
+    read = count * sum(_read(recipe, name, images) for name, images in questions) / max(len(questions), 1)
+    written = count * (1 if part.one_token else _REASONED)
     return Calls(
         path=path,
-        who=f"{part.judge.model} at {part.judge.base_url}" if isinstance(part.judge, Endpoint) else part.judge.path,
+        who=part.judge.description,
         training=trained * asked,
         evaluation=evaluated * asked,
         input_tokens=round(read),
         output_tokens=written,
-        dollars=None if prices is None else (prices.input * read + prices.output * written) / 1e6,
+        dollars=part.judge.cost(input_tokens=read, output_tokens=written),
     )
 
 
-def _read(recipe: Recipe, name: str, pictures: int) -> float:
+def _read(recipe: Recipe, name: str, images: int) -> float:
     """Tokens of one question."""
     height, width = recipe.image_size or (_USUAL_SIDE, _USUAL_SIDE)
     text = len(rubric(name).split()) * _TOKENS_PER_WORD + _INSTRUCTION
-    return text + pictures * max(1.0, height * width / _PIXELS_PER_TOKEN)
+    return text + images * max(1.0, height * width / _PIXELS_PER_TOKEN)
 
 
 def _short(count: int) -> str:

@@ -18,10 +18,10 @@ from retouch.recipe.optimizer import Optimizer
 from retouch.recipe.phases import PhaseKeys, ResolvedPhase
 from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.renderer import CodesRenderer, Renderer
-from retouch.recipe.reward import Reward
 from retouch.recipe.rollout import Rollout
 from retouch.recipe.watch import Watch
 from retouch.recipe.writer import AutoregressivePolicy
+from retouch.rewards.kinds import AnyReward
 
 LEFT_OUT = ("renderer", "ledger", "watch", "devices", "sharding", "push")
 """Keys that a resolved recipe contains only if they are not null."""
@@ -136,7 +136,7 @@ class RecipeKeys(Section):
     """Makes images from the completions of a language-model policy; a denoising policy has no renderer."""
     data: Annotated[DataSource, DATA]
     """The tasks."""
-    reward: Reward
+    reward: AnyReward
     """The reward of a sample."""
     advantage: Annotated[Advantage, ADVANTAGES] = GroupAdvantage()
     """How rewards become advantages."""

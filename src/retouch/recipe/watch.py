@@ -5,7 +5,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field
 
 from retouch.config.section import Count, Positive, Section, Share
-from retouch.recipe.reward import Reward
+from retouch.rewards.kinds import AnyReward
 
 Response: TypeAlias = Literal["note", "stop", "roll_back"]
 
@@ -22,7 +22,7 @@ class HeldOutJudge(Rule):
     """A judge that is never trained on. Alarm: since the look at which it thought best of the pictures its mean has fallen, by more
     than ``sigmas`` standard errors of the paired difference, and the mean reward has not."""
 
-    reward: Reward
+    reward: AnyReward
     """What judges, and how its columns combine. It may not share a trained column with the reward."""
     sigmas: Positive = 3.0
     """Standard errors of a fall that is no accident."""

@@ -10,8 +10,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from PIL.Image import Image
 
+from retouch.core.answers import answer_in
 from retouch.protocols import DenoisingModel
-from retouch.renderers.answers import answer_in
 from retouch.renderers.sampling import Completed, CutOff, OdeSampler, by_length, noise
 from retouch.types import Conditioning, Task
 

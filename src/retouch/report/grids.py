@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from retouch.core.answers import answer_in
 from retouch.records.folder import RunFolder
-from retouch.renderers.answers import answer_in
 from retouch.report.curves import number
 from retouch.report.markup import Html, join, tag
 from retouch.report.numbers import decimals_for, format_brief, format_score, format_signed

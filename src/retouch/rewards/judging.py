@@ -14,12 +14,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from retouch.protocols import AsyncReward, Reward
+from retouch.rewards.base import visible_samples
 from retouch.rewards.closing import close
 from retouch.rewards.combine.combination import Combine, combination
 from retouch.rewards.combine.composite import gathered, parts_of
 from retouch.rewards.ledger.journal import Journal, JournalRow, Split, journal_rows
 from retouch.rewards.scoring import checked, scores_of, with_images
-from retouch.rewards.text.written import shown
 from retouch.types import Batch, Sample, Scores
 
 
@@ -126,7 +126,7 @@ class Judge:
         drawn = with_images(samples)
         asked: dict[str, Future[Scores]] = {}
         for name, part in parts_of(self.reward).items() if drawn else ():
-            visible = shown(drawn, part)
+            visible = visible_samples(part, drawn)
             asked[name] = part.submit(visible) if isinstance(part, AsyncReward) else self._scoring[name].submit(part, visible)
         return asked
 

@@ -8,7 +8,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from retouch.protocols import Reward
-from retouch.rewards.text.written import shown
+from retouch.rewards.base import visible_samples
 from retouch.types import Column, Json, Sample, Scores, Task
 
 
@@ -44,7 +44,7 @@ def scores_of(reward: Reward, samples: Sequence[Sample]) -> Scores:
     ValueError as ``checked`` raises it.
     """
     drawn = with_images(samples)
-    return checked(reward, samples, reward(shown(drawn, reward)) if drawn else {})
+    return checked(reward, samples, reward(visible_samples(reward, drawn)) if drawn else {})
 
 
 def with_images(samples: Sequence[Sample]) -> list[Sample]:

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from retouch.assembly.reward import build_reward
 from retouch.protocols import Reward
 from retouch.recipe.reward_words import parse_reward, read_reward
 from retouch.rewards import identity
@@ -66,7 +65,7 @@ def build(spec: RewardSpec, *, sole: bool) -> HostedReward:
 
     ValueError: it cannot be built, or a column's range is not finite (a sample without an image would score an infinity).
     """
-    reward = build_reward(parse_reward(spec.section), device=_device())
+    reward = parse_reward(spec.section).build(device=_device())
     for name, column in reward.columns.items():
         if not (math.isfinite(column.low) and math.isfinite(column.high) and column.low <= column.high):
             raise ValueError(f"{spec.name}: column {name!r} has the range {column.low} to {column.high}; declare a finite one")

@@ -8,7 +8,6 @@ from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
-from retouch.assembly.reward import build_reward
 from retouch.distributed.ranks import Ranks
 from retouch.protocols import Reward
 from retouch.recipe.watch import Watch
@@ -53,7 +52,7 @@ def build_measures(
     Raises ValueError if that judge or the OCR model cannot be built.
     """
     section = None if watch.judge is None else watch.judge.reward
-    heldout = None if section is None else Judge(build_reward(section, device=device, keep=cached), section.combine)
+    heldout = None if section is None else Judge(section.build(device=device, keep=cached), section.combine)
     texts = [] if watch.text is None else [PaintedTextReward()]
     return WatchMeasures(heldout=heldout, measures=[AppearanceReward(), *texts])
 

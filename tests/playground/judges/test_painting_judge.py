@@ -7,14 +7,14 @@ import pytest
 from numpy import ndarray
 from PIL import Image
 
-from retouch.playground.judges.painting_judge import PaintingJudge
+from retouch.playground.judges.painting_judge import PaintingReward
 from retouch.playground.world.paintings import PaintingData
 from retouch.playground.world.rendering import TEMPLATES, render
 from retouch.playground.world.scenes import BACKGROUNDS, CELL, CODES, SIZE, Scene, Thing
 from retouch.protocols import Reward
 from retouch.types import Sample, Task
 
-JUDGE = PaintingJudge()
+JUDGE = PaintingReward()
 TASKS = PaintingData(seed=5, count=400, complexity=[1, 2, 3, 4]).tasks(in_turn=True)
 EMPTY: list[Thing | None] = [None] * 9
 RED, BLUE = Thing("red", "circle"), Thing("blue", "square")

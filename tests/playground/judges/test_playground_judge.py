@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy import ndarray
 from PIL import Image
 
-from retouch.playground.judges.judge import PlaygroundJudge
+from retouch.playground.judges.edit_judge import PlaygroundReward
 from retouch.playground.world.edits import KINDS, Edit, apply
 from retouch.playground.world.rendering import TEMPLATES, render
 from retouch.playground.world.scenes import BACKGROUNDS, CELL, CODES, SIZE, THINGS, Scene, Thing
@@ -19,7 +19,7 @@ from retouch.playground.world.tasks import PlaygroundData
 from retouch.protocols import Reward
 from retouch.types import Sample, Scores, Task
 
-JUDGE = PlaygroundJudge()
+JUDGE = PlaygroundReward()
 TASKS = PlaygroundData(seed=5, count=10**6, complexity=[1, 2, 3, 4], filler=0.2).tasks(in_turn=True)
 tasks = st.integers(0, 10**6 - 1).map(TASKS.__getitem__)
 MAIN = ("IF", "IP", "PQ", "overall", "exact")

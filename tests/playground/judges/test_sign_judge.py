@@ -8,8 +8,7 @@ import torch
 from diffusers import AutoencoderKL
 from PIL import Image
 
-from retouch.assembly.reward import build_reward
-from retouch.playground.judges.sign_judge import SignJudge, paper_and_ink
+from retouch.playground.judges.sign_judge import SignReward, paper_and_ink
 from retouch.playground.models import playground_weights
 from retouch.playground.world import words
 from retouch.playground.world.words import INKS, PAPERS, Style, WordData
@@ -18,7 +17,7 @@ from retouch.protocols import Reward
 from retouch.recipe.recipe import load
 from retouch.types import Sample, Task
 
-JUDGE = SignJudge()
+JUDGE = SignReward()
 TASKS = WordData(seed=5, count=120, split="test", apart=True).tasks()[:]
 
 
@@ -125,8 +124,8 @@ def test_what_cannot_be_used_gets_nothing_and_a_task_without_a_sign_is_refused()
 def test_a_recipe_takes_it_for_words_alone() -> None:
     reward = 'reward={"kind": "playground-signs", "combine": {"style": 1}}'
     recipe = load("recipes/playground/words-grpo.jsonnet", [reward, "data.apart=true", "eval.column=style"])
-    assert isinstance(build_reward(recipe.reward), SignJudge)
-    with pytest.raises(ValueError, match="playground-signs judges signs of playground-words only"):
+    assert isinstance(recipe.reward.build(), SignReward)
+    with pytest.raises(ValueError, match="playground-signs scores tasks of playground-words only"):
         load("recipes/quickstart.jsonnet", [reward])
 
 

@@ -13,14 +13,15 @@ import pytest
 import torch
 
 from bad_server import bad_server
-from live_server import host, live, samples_of
-from retouch.playground.judges.judge import PlaygroundJudge
+from live_server import host, live, remote, samples_of
+from retouch.playground.judges.edit_judge import PlaygroundReward
 from retouch.playground.world.tasks import PlaygroundData
 from retouch.protocols import AsyncReward
 from retouch.rewards.client import discovery
-from retouch.rewards.client.client import RemoteReward
+from retouch.rewards.client.client import RemoteClient
 from retouch.rewards.client.overload import CircuitBreaker, RetryBudget
 from retouch.rewards.client.pool import EndpointPool
+from retouch.rewards.client.remote import RemoteReward
 from retouch.rewards.client.transport import RequestFault, fault_of_status
 from retouch.rewards.judging import Judge
 from retouch.rewards.quota.quota import BudgetSpent
@@ -39,7 +40,7 @@ def equal(given: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(given, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-def ask_until(true: Callable[[], bool], reward: RemoteReward, samples: list[Sample]) -> None:
+def ask_until(true: Callable[[], bool], reward: RemoteClient, samples: list[Sample]) -> None:
     """Ask for right scores until it is true; a minute of that is an error."""
     end = time.monotonic() + 60
     while not true():
@@ -50,11 +51,11 @@ def ask_until(true: Callable[[], bool], reward: RemoteReward, samples: list[Samp
 def test_a_served_judge_gives_the_same_numbers_and_keeps_its_promises() -> None:
     tasks = PlaygroundData(seed=0, count=5, complexity=[1, 2]).tasks(in_turn=True)
     samples = [Sample(task, task.images[0] if row % 2 else task.target) for row, task in enumerate(tasks)]
-    with live("playground") as server, closing(RemoteReward([server.url], batch=2)) as reward:
+    with live("playground") as server, closing(remote([server.url], batch=2)) as reward:
         assert isinstance(reward, AsyncReward)
         check_reward(reward, samples)
-        assert dict(reward.columns) == dict(PlaygroundJudge.columns)
-        for name, column in PlaygroundJudge()(samples).items():
+        assert dict(reward.columns) == dict(PlaygroundReward.columns)
+        for name, column in PlaygroundReward()(samples).items():
             equal(reward(samples)[name], column)
         judged = Judge(reward, {"overall": 1.0})([*samples, Sample(tasks[0], None)])
         assert judged.rewards[-1] == 0  # the policy's own fault, decided by the judge
@@ -66,7 +67,7 @@ def test_one_object_serves_many_calls_from_many_threads() -> None:
     with (
         live(host(reward_object)) as one,
         live(host(reward_object)) as two,
-        closing(RemoteReward([one.url, two.url], batch=4)) as reward,
+        closing(remote([one.url, two.url], batch=4)) as reward,
     ):
         groups = [samples_of(10, instruction=f"call {k}") for k in range(100)]
         with ThreadPoolExecutor(4) as threads:
@@ -86,7 +87,7 @@ def test_submitting_does_not_wait() -> None:
             return super().__call__(samples)
 
     samples = samples_of(4)
-    with live(host(Held())) as server, closing(RemoteReward([server.url])) as reward:
+    with live(host(Held())) as server, closing(remote([server.url])) as reward:
         futures = [reward.submit(samples), reward.submit(samples[::-1])]
         assert not any(future.done() for future in futures)
         go.set()
@@ -95,45 +96,45 @@ def test_submitting_does_not_wait() -> None:
 
 
 def test_no_samples_are_no_call() -> None:
-    with bad_server("none") as server, closing(RemoteReward([server.url])) as reward:
+    with bad_server("none") as server, closing(remote([server.url])) as reward:
         assert {name: column.shape for name, column in reward([]).items()} == {"digest": (0,), "odd": (0,)}
         assert server.asked == 0
 
 
 def test_one_of_several_rewards_can_be_asked_alone() -> None:
     with live("a=share:red", "b=share:blue") as server:
-        with closing(RemoteReward([server.url], rewards=["b"])) as reward:
+        with closing(remote([server.url], rewards=("b",))) as reward:
             assert list(reward.columns) == ["b/share"]
             assert not reward(samples_of(3))["b/share"].isnan().any()
         with pytest.raises(ValueError, match="no reward c; they have a, b"):
-            RemoteReward([server.url], rewards=["c"])
+            remote([server.url], rewards=("c",))
 
 
 def test_servers_that_cannot_be_used_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "_ASK_SECONDS", 30.0)  # both are heard, however busy the machine
     with live("share:red", token="a-token-of-enough-characters") as closed, live("share:blue") as blue, live("share:red") as red:
         with pytest.raises(ValueError, match="another token: set RETOUCH_TOKEN"):
-            RemoteReward([closed.url])
+            remote([closed.url])
         with pytest.raises(ValueError, match="has other rewards"):
-            RemoteReward([blue.url, red.url])
+            remote([blue.url, red.url])
         monkeypatch.setenv("RETOUCH_TOKEN", "a-token-of-enough-characters")
-        with closing(RemoteReward([closed.url])) as reward:
+        with closing(remote([closed.url])) as reward:
             assert not reward(samples_of(2))["share"].isnan().any()
     with pytest.raises(ValueError, match="no reward server replies"):
-        RemoteReward(["http://127.0.0.1:9"], wait=0.1)
+        remote(["http://127.0.0.1:9"], wait=0.1)
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"endpoints": []}, "at least one"),
-        ({"endpoints": ["127.0.0.1:80"]}, "give http://host:port"),
-        ({"endpoints": ["http://a", "http://a/"]}, "each once"),
-        ({"endpoints": ["http://a"], "batch": 0}, "batch 0"),
-        ({"endpoints": ["http://a"], "deadline": 0.0}, "deadline"),
-        ({"endpoints": ["http://a"], "retry_share": 2.0}, "retry_share"),
-        ({"endpoints": ["http://a"], "encoding": "jpeg"}, "choose auto, webp or raw"),
-        ({"endpoints": ["http://a"], "rate_file": "x"}, "samples_per_minute"),
+        ({"endpoints": ()}, "at least 1"),
+        ({"endpoints": ("127.0.0.1:80",)}, "give an address"),
+        ({"endpoints": ("http://a", "http://a/")}, "each once"),
+        ({"endpoints": ("http://a",), "batch": 0}, "batch"),
+        ({"endpoints": ("http://a",), "deadline": 0.0}, "deadline"),
+        ({"endpoints": ("http://a",), "retry_share": 2.0}, "retry_share"),
+        ({"endpoints": ("http://a",), "encoding": "jpeg"}, "'auto', 'webp' or 'raw'"),
+        ({"endpoints": ("http://a",), "rate_file": "x"}, "samples_per_minute"),
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments: dict[str, object], says: str) -> None:
@@ -143,7 +144,7 @@ def test_arguments_out_of_range_are_refused(arguments: dict[str, object], says: 
 
 def test_when_all_servers_are_gone_the_call_ends_with_nothing_as_its_time_is_over() -> None:
     with bad_server("none") as one, bad_server("none") as two:
-        reward = RemoteReward([one.url, two.url], batch=8, deadline=1.0)
+        reward = remote([one.url, two.url], batch=8, deadline=1.0)
     with closing(reward):
         assert reward(samples_of(20))["digest"].isnan().all()
         assert reward.stats()["faults/out_of_time"] == 3
@@ -154,7 +155,7 @@ def test_a_server_that_comes_back_is_asked_again() -> None:
     with (
         bad_server(lambda: state["kind"]) as flaky,
         bad_server("none") as good,
-        closing(RemoteReward([flaky.url, good.url], batch=1)) as reward,
+        closing(remote([flaky.url, good.url], batch=1)) as reward,
     ):
         samples = samples_of(40)
         equal(reward(samples)["digest"], expected(samples))
@@ -169,7 +170,7 @@ def test_a_slow_server_is_hedged() -> None:
     with (
         bad_server(lambda: state["kind"]) as slow,
         bad_server("none") as good,
-        closing(RemoteReward([slow.url, good.url], batch=1, concurrency=1, hedge=True, hedge_share=1.0)) as reward,
+        closing(remote([slow.url, good.url], batch=1, concurrency=1, hedge=True, hedge_share=1.0)) as reward,
     ):
         ask_until(lambda: reward.stats()["calls"] >= 40, reward, samples)  # by then it is known how long a request takes
         state["kind"] = "hang"
@@ -184,7 +185,7 @@ def test_a_rate_is_kept_and_what_comes_too_late_is_missing() -> None:
     samples = samples_of(4)
     with (
         bad_server("none") as server,
-        closing(RemoteReward([server.url], batch=2, concurrency=1, samples_per_minute=2.0, deadline=60.0)) as reward,
+        closing(remote([server.url], batch=2, concurrency=1, samples_per_minute=2.0, deadline=60.0)) as reward,
     ):
         scores = reward(samples)["digest"]  # the second turn would come a minute after the first
         equal(scores[:2], expected(samples)[:2])
@@ -198,7 +199,7 @@ def test_every_attempt_is_a_call_of_the_budget_and_samples_that_it_has_no_calls_
     samples = samples_of(4)
     with (
         bad_server(lambda: next(turns, "none")) as server,
-        closing(RemoteReward([server.url], batch=2, concurrency=1, calls=5, rate_file=str(tmp_path / "quota"))) as reward,
+        closing(remote([server.url], batch=2, concurrency=1, calls=5, rate_file=str(tmp_path / "quota"))) as reward,
     ):
         equal(reward(samples)["digest"], expected(samples))
         assert server.asked == 4
@@ -211,7 +212,7 @@ def test_every_attempt_is_a_call_of_the_budget_and_samples_that_it_has_no_calls_
 
 
 def test_an_attempt_too_many_for_the_budget_is_not_made() -> None:
-    with bad_server("500") as server, closing(RemoteReward([server.url], calls=2)) as reward:
+    with bad_server("500") as server, closing(remote([server.url], calls=2)) as reward:
         assert reward(samples_of(1))["digest"].isnan().all()
         assert server.asked == 2
         assert reward.stats()["faults/budget"] == 1
@@ -222,9 +223,8 @@ def test_a_fork_asks_over_connections_of_its_own() -> None:
     code = f"""
 import os, sys
 sys.path.insert(0, {str(SUPPORT)!r})
-from live_server import samples_of
-from retouch.rewards.client.client import RemoteReward
-reward = RemoteReward([sys.argv[1]])
+from live_server import remote, samples_of
+reward = remote([sys.argv[1]])
 samples = samples_of(4)
 first = reward(samples)["digest"].tolist()
 child = os.fork()

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from bad_server import HARMLESS, KINDS, STATUSES, bad_server
-from live_server import samples_of
-from retouch.rewards.client.client import RemoteReward
+from live_server import remote, samples_of
 from served_rewards import digest_score
 
 FINAL = {"404", "400", "401"}
@@ -26,7 +25,7 @@ def test_another_server_makes_it_good(kind: str) -> None:
     with (
         bad_server(kind) as bad,
         bad_server("none") as good,
-        closing(RemoteReward([bad.url, good.url], batch=4, attempts=20, timeout=timeout, deadline=DEADLINE)) as reward,
+        closing(remote([bad.url, good.url], batch=4, attempts=20, timeout=timeout, deadline=DEADLINE)) as reward,
     ):
         scores = reward(samples)["digest"]
         assert bad.asked > 0
@@ -43,7 +42,7 @@ def test_without_another_server_the_samples_are_missing(kind: str) -> None:
     deadline = 1.0 if kind in ("429", "503") else DEADLINE  # which are no attempts, so that time alone ends them
     with (
         bad_server(kind) as bad,
-        closing(RemoteReward([bad.url], batch=3, attempts=2, timeout=timeout, deadline=deadline)) as reward,
+        closing(remote([bad.url], batch=3, attempts=2, timeout=timeout, deadline=deadline)) as reward,
     ):
         scores = reward(samples)
         assert ("faults/out_of_time" in reward.stats()) is (kind in ("429", "503"))
@@ -56,7 +55,7 @@ def test_without_another_server_the_samples_are_missing(kind: str) -> None:
 
 def test_an_order_of_its_own_is_no_fault() -> None:
     samples = samples_of(7)
-    with bad_server("another order") as server, closing(RemoteReward([server.url], batch=4)) as reward:
+    with bad_server("another order") as server, closing(remote([server.url], batch=4)) as reward:
         torch.testing.assert_close(reward(samples)["digest"], expected(samples), rtol=0, atol=0)
         assert reward.stats() == {"calls": 2.0, "hedges": 0.0}
 
@@ -73,7 +72,7 @@ def test_a_server_that_goes_wrong_now_and_then_loses_nothing() -> None:
     with (
         bad_server(kind) as one,
         bad_server(kind) as two,
-        closing(RemoteReward([one.url, two.url], batch=2, deadline=60.0, retry_share=1.0, attempts=16)) as reward,
+        closing(remote([one.url, two.url], batch=2, deadline=60.0, retry_share=1.0, attempts=16)) as reward,
     ):
         for start in range(3):
             samples = samples_of(100 + start)

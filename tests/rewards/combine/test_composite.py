@@ -69,14 +69,14 @@ def opened():
 
 def test_columns_stand_under_their_rewards_names(opened):
     one, other = Told("x"), Later("y")
-    several = opened(one=one, other=other, red=ShareReward("red"))
+    several = opened(one=one, other=other, red=ShareReward(channel="red"))
     assert isinstance(several, Reward)
     assert list(several.columns) == ["one/x", "one/note", "other/x", "other/note", "red/share"]
     scores = several([sample(1, 0.25, 0.75), sample(2, 0.5, 1.0)])
     assert scores["one/x"].tolist() == [0.25, 0.5]
     assert scores["other/x"].tolist() == [0.75, 1.0]
     assert scores["red/share"].tolist() == [1.0, 1.0]
-    check_reward(opened(red=ShareReward("red"), blue=ShareReward("blue")), [sample(k, 0, 0) for k in range(3)])
+    check_reward(opened(red=ShareReward(channel="red"), blue=ShareReward(channel="blue")), [sample(k, 0, 0) for k in range(3)])
     with pytest.raises(ValueError, match="none is named"):
         CompositeReward({})
 
@@ -167,14 +167,14 @@ def test_closing_closes_every_reward(opened):
 
 
 def test_system_cs_points_as_a_reward():
-    reward = PromptQualityReward(answer=lambda text: text.rpartition("</think>")[2].strip() or None)
+    reward = PromptQualityReward()
     written = ["<think>hm</think>a fluffy cat on a windowsill, highly detailed", "<think>hm</think>"]
     scores = reward([sample(k, 0, 0, written=text) for k, text in enumerate(written)])
     points = prompt_quality("a cat", "a fluffy cat on a windowsill, highly detailed")
     assert scores["total"].tolist() == pytest.approx([points.total, 0.0])
     assert scores["quality_words"].tolist() == [points.quality_words, 0.0]
     check_reward(PromptQualityReward(), [sample(k, 0, 0, written="a cat " * k) for k in range(4)])
-    with pytest.raises(ValueError, match="has nothing written"):
+    with pytest.raises(ValueError, match="has no completion"):
         reward([sample(1, 0, 0)])
 
 
@@ -192,7 +192,7 @@ def test_the_declared_worst_is_what_a_policys_own_fault_scores():
 
 def test_a_fault_is_the_combinations_lowest_also_where_a_weight_is_negative():
     """The share's worst is 0, which at weight -1 would be the best reward of all."""
-    judge = Judge(ShareReward("red"), {"share": -1.0})
+    judge = Judge(ShareReward(channel="red"), {"share": -1.0})
     judged = judge([sample(1, 0, 0), sample(2, 0, 0, image=None)])
     judge.close()
     assert judged.rewards.tolist() == [-1.0, -1.0]

@@ -1,5 +1,6 @@
 """What the prompts of a group share, counted in the tokens of an in-process judge: what a prefix cache has to compute only once."""
 
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -12,25 +13,22 @@ from transformers import Qwen2Tokenizer, Qwen2VLImageProcessorPil
 
 import tiny_models
 import tiny_writers
-from retouch.rewards.judges import (
-    Answer,
-    AspectsReward,
-    ComplexEditReward,
-    DigitReward,
-    EditScore,
-    GroundReward,
-    Panel,
-    VieScore,
-    WinRateReward,
-    YesReward,
-)
-from retouch.rewards.vlm.in_process import InProcessJudge
+from judge_double import asking
+from retouch.rewards.judges.aspects import AspectsReward
+from retouch.rewards.judges.complex_edit import ComplexEditReward
+from retouch.rewards.judges.ground import GroundReward
+from retouch.rewards.judges.one_token import DigitReward, YesReward
+from retouch.rewards.judges.panel import Panel
+from retouch.rewards.judges.viescore import EditScore, VieScore
+from retouch.rewards.judges.win_rate import WinRateReward
+from retouch.rewards.vlm.local_model import LocalJudge
+from retouch.rewards.vlm.questions import Answer
 from retouch.types import Sample, Task
 
 DOCS = Path(__file__).parents[3] / "docs"
 INSTRUCTION = "Replace the sky by a clear evening sky with a few thin clouds, and keep the people on the bridge as they are."
 EDITS = [AspectsReward, VieScore, EditScore, ComplexEditReward, GroundReward, YesReward, DigitReward]
-PICTURES = [lambda panel: AspectsReward(panel, aspects=["quality", "alignment"]), VieScore, YesReward]
+IMAGES = [functools.partial(AspectsReward, aspects=("quality", "alignment")), VieScore, YesReward]
 
 
 class Listener:
@@ -69,7 +67,7 @@ def judge(tmp_path_factory):
     tiny_writers.module("qwen2.5-vl").save_pretrained(folder)
     english().save_pretrained(folder)
     Qwen2VLImageProcessorPil(patch_size=14, merge_size=2, min_pixels=28 * 28, max_pixels=1280 * 28 * 28).save_pretrained(folder)
-    return InProcessJudge(folder, device="cpu")
+    return LocalJudge(folder, device="cpu")
 
 
 def picture(seed, size):
@@ -83,7 +81,7 @@ def prompts(judge, make, *, size, source):
         "t", INSTRUCTION, images=images, target=picture(9, size), meta={"operations": ["replace the sky", "keep the people"]}
     )
     listener = Listener()
-    make(Panel(listener))([Sample(task, picture(1 + slot, size)) for slot in range(4)])
+    asking(make, Panel(listener))([Sample(task, picture(1 + slot, size)) for slot in range(4)])
     pad = judge.tokenizer.convert_tokens_to_ids("<|image_pad|>")
     groups = {}
     for question in listener.questions:
@@ -103,7 +101,7 @@ def shares(tokens):
     return common / len(tokens[0]), common / (len(tokens[0]) - tokens[0].count(last))
 
 
-@pytest.mark.parametrize(("make", "source"), [*((make, True) for make in EDITS), *((make, False) for make in PICTURES)])
+@pytest.mark.parametrize(("make", "source"), [*((make, True) for make in EDITS), *((make, False) for make in IMAGES)])
 def test_a_group_shares_four_tokens_of_five(judge, make, source):
     for text, tokens in prompts(judge, make, size=112, source=source).items():
         assert len(tokens) == 4

@@ -12,14 +12,17 @@ import pytest
 import torch
 from PIL import Image
 
-from retouch.rewards.judges import Answer, Panel, Question, VieScore
-from retouch.rewards.judges.answers.forms import ScoresForm, WordForm
-from retouch.rewards.judges.answers.scales import Scale
+from judge_double import asking
+from retouch.rewards.judges.panel import Panel
 from retouch.rewards.judges.rubrics import fingerprint
+from retouch.rewards.judges.viescore import VieScore
 from retouch.rewards.ledger.answers import AnswerCache, RequestStats
 from retouch.rewards.ledger.caching import CachedJudgeClient, CachedReward
 from retouch.rewards.ledger.database import Database, open_read_only
 from retouch.rewards.ledger.hashing import image_hash
+from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.vlm.forms import ScoresForm, WordForm
+from retouch.rewards.vlm.questions import Answer, Question
 from retouch.types import Column, Sample, Task
 
 KEY = "canary-0a1b2c3d4e5f"
@@ -111,12 +114,12 @@ def test_equal_questions_of_one_call_are_asked_once(reopen):
 def test_judges_with_a_panel_pay_nothing_for_what_they_saw_before(reopen):
     asker = Random()
     given = [Sample(Task(f"t{k}", "make it blue", images=(picture(50 + k),)), picture(k)) for k in range(3)]
-    first = VieScore(Panel(CachedJudgeClient(asker, reopen()), repeats=3, temperature=0.7))(given)
+    first = asking(VieScore, Panel(CachedJudgeClient(asker, reopen()), repeats=3, temperature=0.7))(given)
     assert len(asker.asked) == 3 * 2 * 3
-    again = VieScore(Panel(CachedJudgeClient(asker, reopen()), repeats=3, temperature=0.7))(given)
+    again = asking(VieScore, Panel(CachedJudgeClient(asker, reopen()), repeats=3, temperature=0.7))(given)
     assert len(asker.asked) == 18
     assert all(torch.equal(first[name], again[name]) for name in first)
-    VieScore(Panel(CachedJudgeClient(asker, reopen()), repeats=4, temperature=0.7))(given)
+    asking(VieScore, Panel(CachedJudgeClient(asker, reopen()), repeats=4, temperature=0.7))(given)
     assert len(asker.asked) == 18 + 6  # the fourth repeat alone is new
 
 

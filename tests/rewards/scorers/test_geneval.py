@@ -143,7 +143,7 @@ def samples():
 
 
 def test_the_whole_reward_keeps_the_contract(folder):
-    reward = GenEvalReward(folder / "owl", clip=folder / "clip", threshold=0.2, counting_threshold=0.2)
+    reward = GenEvalReward(detector=folder / "owl", clip=folder / "clip", threshold=0.2, counting_threshold=0.2)
     check_reward(reward, samples())
     scores = reward([*samples(), Sample(samples()[0].task, None)])
     assert scores["correct"][-1] == scores["met"][-1] == 0
@@ -152,9 +152,9 @@ def test_the_whole_reward_keeps_the_contract(folder):
 
 def test_a_colour_needs_a_clip(folder):
     with pytest.raises(ValueError, match="give `clip`"):
-        GenEvalReward(folder / "owl")(samples())
-    with pytest.raises(ValueError, match="thresholds"):
-        GenEvalReward(folder / "owl", threshold=1.5)
+        GenEvalReward(detector=folder / "owl")(samples())
+    with pytest.raises(ValueError, match="threshold"):
+        GenEvalReward(detector=folder / "owl", threshold=1.5)
 
 
 def test_colours_are_those_of_the_mean_prompt(folder):
@@ -162,7 +162,7 @@ def test_colours_are_those_of_the_mean_prompt(folder):
     namer = ClipColours(folder / "clip")
     image = Image.effect_noise((60, 40), 100).convert("RGB")
     boxes = [(0.0, 0.0, 30.0, 40.0), (20.0, 5.0, 60.0, 35.0), (-5.0, 38.0, 3.0, 90.0)]
-    towers = namer._towers
+    towers = namer._encoder
     best = []
     for left, top, right, bottom in [(0, 0, 30, 40), (20, 5, 60, 35), (0, 38, 3, 40)]:
         (seen,) = towers.images([image.crop((left, top, right, bottom))])

@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 
 import tiny_towers
-from retouch.rewards.scorers.hps import HpsReward
+from retouch.rewards.scorers.clip import HpsReward
+from retouch.rewards.scorers.dual_encoder import DualEncoder
 from retouch.rewards.scorers.image_reward import ImageRewardScore
-from retouch.rewards.scorers.two_towers import TwoTowers
 from retouch.testing import check_reward
 from retouch.types import Sample, Task
 
@@ -66,14 +66,14 @@ def test_pictures_reach_the_package_to_the_pixel(package, capsys):
 def test_its_own_weights_and_cache(package, tmp_path):
     weights = tmp_path / "ImageReward.pt"
     weights.touch()
-    ImageRewardScore(weights, cache=tmp_path, device="cpu")
+    ImageRewardScore(weights=weights, cache=tmp_path, device="cpu").build()
     assert package.loaded[0][:3] == (str(weights), "cpu", str(tmp_path))
     with pytest.raises(ValueError, match="is no file"):
-        ImageRewardScore(tmp_path / "nowhere.pt")
+        ImageRewardScore(weights=tmp_path / "nowhere.pt").build()
 
 
 def test_what_is_no_number_is_missing_and_no_picture_is_the_minimum(package):
-    reward = ImageRewardScore()
+    reward = ImageRewardScore().build()
     model = package.loaded[0][-1]
     assert reward([Sample(Task("t", ""), None)])["image_reward"].tolist() == [-10]
     assert model.asked == []
@@ -86,14 +86,14 @@ def test_what_is_no_number_is_missing_and_no_picture_is_the_minimum(package):
 def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ImageReward", None)
     with pytest.raises(ValueError, match="pip install image-reward"):
-        ImageRewardScore()
+        ImageRewardScore().build()
 
 
 def test_hps_is_the_cosine(tmp_path):
     folder = tiny_towers.clip(tmp_path / "clip")
     given = [Sample(Task(str(k), "a barn " * k), sample.image) for k, sample in enumerate(samples(), start=1)]
-    check_reward(HpsReward(folder), given)
-    cosines, _ = TwoTowers(folder).cosines([sample.task.instruction for sample in given], [sample.image for sample in given])
-    scores = HpsReward(folder)([*given, Sample(given[0].task, None)])["hps"]
+    check_reward(HpsReward(path=folder), given)
+    cosines, _ = DualEncoder(folder).cosines([sample.task.instruction for sample in given], [sample.image for sample in given])
+    scores = HpsReward(path=folder)([*given, Sample(given[0].task, None)])["hps"]
     torch.testing.assert_close(scores[:3], cosines.clamp(min=0))
     assert scores[3] == 0

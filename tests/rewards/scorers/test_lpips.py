@@ -7,7 +7,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
-from retouch.rewards.scorers.lpips import LpipsPreservation
+from retouch.rewards.scorers.lpips import LpipsReward
 from retouch.testing import check_reward
 from retouch.types import Sample, Task
 
@@ -72,12 +72,12 @@ def test_it_is_the_published_distance(weights, network, linear):
             ((left - right).square() * row.view(1, -1, 1, 1)).sum(dim=1).mean()
             for left, right, row in zip(maps(a), maps(b), linear, strict=True)
         )
-    assert LpipsPreservation(weights, size=64).distance(a, b) == pytest.approx(float(expected), rel=1e-4)
+    assert LpipsReward(weights=weights, size=64).distance(a, b) == pytest.approx(float(expected), rel=1e-4)
     assert expected > 0
 
 
 def test_keeps_the_contract_and_is_one_for_the_same_picture(weights):
-    reward = LpipsPreservation(weights, size=64)
+    reward = LpipsReward(weights=weights, size=64)
     check_reward(reward, [Sample(Task(str(k), "", images=(picture(10 + k),)), picture(k)) for k in range(3)])
     same = Sample(Task("t", "", images=(picture(1),)), picture(1))
     assert reward([same, Sample(same.task, None)])["preservation"].tolist() == [1, 0]
@@ -89,7 +89,7 @@ def test_what_changes_under_the_mask_weighs_less(weights):
     edited.paste(picture(6, 64), (0, 0))
     corner = Image.new("L", (128, 128), 0)
     corner.paste(255, (0, 0, 64, 64))
-    reward = LpipsPreservation(weights, size=128)
+    reward = LpipsReward(weights=weights, size=128)
     outside, inside = (
         reward.distance(source, edited, corner),
         reward.distance(source, edited, Image.eval(corner, lambda value: 255 - value)),
@@ -101,10 +101,10 @@ def test_what_changes_under_the_mask_weighs_less(weights):
 def test_other_weights_are_refused(weights, tmp_path):
     save_file({"features.0.weight": torch.zeros(2)}, tmp_path / "other")
     with pytest.raises(ValueError, match="lacks"):
-        LpipsPreservation(tmp_path / "other")
+        LpipsReward(weights=tmp_path / "other").build()
     with pytest.raises(ValueError, match="no safetensors"):
-        LpipsPreservation(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="64 pixels"):
-        LpipsPreservation(weights, size=32)
+        LpipsReward(weights=tmp_path / "nowhere").build()
+    with pytest.raises(ValueError, match="greater than or equal to 64"):
+        LpipsReward(weights=weights, size=32)
     with pytest.raises(ValueError, match="no source"):
-        LpipsPreservation(weights)([Sample(Task("t", ""), picture(1))])
+        LpipsReward(weights=weights)([Sample(Task("t", ""), picture(1))])

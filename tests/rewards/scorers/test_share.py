@@ -36,13 +36,13 @@ def example():
 
 def test_keeps_the_contract():
     assert isinstance(ShareReward(), Reward)
-    check_reward(ShareReward("blue"), samples(pictures(0)))
+    check_reward(ShareReward(channel="blue"), samples(pictures(0)))
 
 
 def test_is_the_reward_of_the_one_file_example(example):
     given = pictures(1)
     theirs = example.share_of_red(torch.from_numpy(given).permute(0, 3, 1, 2))
-    torch.testing.assert_close(ShareReward("red")(samples(given))["share"], theirs, atol=1e-6, rtol=0)
+    torch.testing.assert_close(ShareReward(channel="red")(samples(given))["share"], theirs, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -50,15 +50,15 @@ def test_is_the_reward_of_the_one_file_example(example):
 )
 def test_of_one_colour(colour, red, blue):
     plain = [Sample(Task("t", ""), Image.new("RGB", (3, 2), colour))]
-    assert ShareReward("red")(plain)["share"].item() == pytest.approx(red)
-    assert ShareReward("blue")(plain)["share"].item() == pytest.approx(blue)
+    assert ShareReward(channel="red")(plain)["share"].item() == pytest.approx(red)
+    assert ShareReward(channel="blue")(plain)["share"].item() == pytest.approx(blue)
 
 
 def test_pixels_count_the_same_however_bright():
     picture = np.array([[[250, 0, 0], [0, 1, 0]]], dtype=np.uint8)
-    assert ShareReward("red")(samples([picture]))["share"].item() == 0.5
+    assert ShareReward(channel="red")(samples([picture]))["share"].item() == 0.5
 
 
 def test_refuses_an_unknown_channel():
-    with pytest.raises(ValueError, match="red, green or blue"):
-        ShareReward("yellow")
+    with pytest.raises(ValueError, match="'red', 'green' or 'blue'"):
+        ShareReward(channel="yellow")

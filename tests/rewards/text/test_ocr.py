@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw, ImageFont
 
 from retouch.protocols import Reward
-from retouch.rewards.text.edit_distance import comparable, edit_distance, similarity
-from retouch.rewards.text.ocr import OcrReward
-from retouch.rewards.text.text_readers import Line, RapidReader
+from retouch.rewards.text.ocr import OcrReward, comparable, edit_distance, similarity
+from retouch.rewards.text.readers import RapidReader, TextLine
 from retouch.testing import check_reward
 from retouch.types import Sample, Task
 
@@ -25,8 +24,8 @@ def written(text: str, size: int = 40) -> Image.Image:
     return image
 
 
-def reads(*lines: Line):
-    return OcrReward(lambda image: list(lines))
+def reads(*lines: TextLine):
+    return OcrReward().with_model(lambda image: list(lines))
 
 
 def score(reward: OcrReward, text: str) -> tuple[float, float]:
@@ -66,21 +65,21 @@ def test_what_is_compared():
 
 def test_correctness_is_of_all_that_was_read():
     sure = 0.9
-    assert score(reads(Line("Hello", sure), Line("World", 0.7)), "hello world") == pytest.approx((1, 0.8))
-    assert score(reads(Line("Hallo", sure)), "hello")[0] == pytest.approx(0.8)
-    assert score(reads(Line("hello hello hello", sure)), "hello")[0] == pytest.approx(1 / 3)  # spraying text does not pay
+    assert score(reads(TextLine("Hello", sure), TextLine("World", 0.7)), "hello world") == pytest.approx((1, 0.8))
+    assert score(reads(TextLine("Hallo", sure)), "hello")[0] == pytest.approx(0.8)
+    assert score(reads(TextLine("hello hello hello", sure)), "hello")[0] == pytest.approx(1 / 3)  # spraying text does not pay
     correctness, confidence = score(reads(), "hello")
     assert correctness == 0
     assert np.isnan(confidence)
 
 
 def test_confidence_is_no_correctness():
-    correctness, confidence = score(reads(Line("wrong", 1.0)), "qqq")
+    correctness, confidence = score(reads(TextLine("wrong", 1.0)), "qqq")
     assert (correctness, confidence) == (0, 1)
 
 
 def test_no_picture_is_the_policys_fault_and_no_text_the_users():
-    reward = reads(Line("a", 1.0))
+    reward = reads(TextLine("a", 1.0))
     assert reward([Sample(Task("t", "", text="a"), None)])["correctness"].tolist() == [0]
     for text in (None, "", " \n"):
         with pytest.raises(ValueError, match=r"task\.text"):
@@ -88,7 +87,7 @@ def test_no_picture_is_the_policys_fault_and_no_text_the_users():
 
 
 def test_keeps_the_contract():
-    reward = OcrReward(lambda image: [Line(f"{np.asarray(image).mean():.1f}", 0.5)])
+    reward = OcrReward().with_model(lambda image: [TextLine(f"{np.asarray(image).mean():.1f}", 0.5)])
     assert isinstance(reward, Reward)
     check_reward(reward, [Sample(Task(word, "", text="184.7"), written(word, 12)) for word in ("open", "Retouch", "17")])
 
@@ -101,7 +100,7 @@ def test_rapidocr_finds_nothing_in_pictures_of_nothing(reader, size):
 @pytest.mark.parametrize("word", ["Retouch", "HELLO", "open 24"])
 def test_rapidocr_reads_a_rendered_word(reader, word):
     right, wrong = Task("r", "", text=word), Task("w", "", text="zzz")
-    scores = OcrReward(reader)([Sample(right, written(word)), Sample(wrong, written(word))])
+    scores = OcrReward().with_model(reader)([Sample(right, written(word)), Sample(wrong, written(word))])
     assert scores["correctness"][0] == 1
     assert scores["correctness"][1] < 0.2
     assert (scores["confidence"] > 0.8).all()
@@ -116,7 +115,7 @@ def test_rapidocr_reads_real_pictures(reader):
         for number, text in asked.items()
     ]
     assert samples
-    assert OcrReward(reader)(samples)["correctness"].tolist() == [1.0] * len(samples)
+    assert OcrReward().with_model(reader)(samples)["correctness"].tolist() == [1.0] * len(samples)
 
 
 def placed(*lines: tuple[str, tuple[int, int]], size=(400, 200)) -> Image.Image:
@@ -142,7 +141,7 @@ def square(left: int, top: int, side: int = 10) -> tuple[tuple[float, float], ..
 def test_a_line_counts_where_half_of_it_lies_in_the_mask(left, counts):
     mask = marking((0, 0, 19, 99), size=(100, 100))
     task = Task("t", "", text="yes", mask=mask)
-    reward = OcrReward(lambda image: [Line("yes", 1.0, square(left, 40))], where="mask")
+    reward = OcrReward(where="mask").with_model(lambda image: [TextLine("yes", 1.0, square(left, 40))])
     assert reward([Sample(task, Image.new("RGB", (100, 100)))])["correctness"].item() == float(counts)
 
 
@@ -150,12 +149,12 @@ def test_text_outside_of_the_mask_is_not_read_and_within_it_costs(reader):
     image = placed(("harbour", (20, 20)), ("Azir", (220, 130)))
     task = Task("t", "", text="Azir", mask=marking((200, 120, 390, 190)))
     everything, masked = (
-        OcrReward(reader, where=where)([Sample(task, image)])["correctness"].item() for where in ("picture", "mask")
+        OcrReward(where=where).with_model(reader)([Sample(task, image)])["correctness"].item() for where in ("picture", "mask")
     )
     assert masked == 1.0
     assert everything < 0.5
     both = Task("t", "", text="Azir", mask=marking((0, 0, 399, 199)))
-    assert OcrReward(reader, where="mask")([Sample(both, image)])["correctness"].item() == pytest.approx(everything)
+    assert OcrReward(where="mask").with_model(reader)([Sample(both, image)])["correctness"].item() == pytest.approx(everything)
 
 
 def test_a_known_box_is_read_without_looking_for_it(reader):
@@ -165,7 +164,7 @@ def test_a_known_box_is_read_without_looking_for_it(reader):
         Sample(Task(text, "", text=text, mask=marking(box)), placed(("harbour", (20, 20)), (text, (214, 128)))) for text in texts
     ]
     samples.insert(1, Sample(samples[0].task, None))
-    scores = OcrReward(reader, where="box")(samples)
+    scores = OcrReward(where="box").with_model(reader)(samples)
     assert scores["correctness"].tolist() == [1.0, 0.0, 1.0, 1.0]
     assert scores["confidence"].isnan().tolist() == [False, True, False, False]
 
@@ -174,8 +173,8 @@ def test_where_needs_a_mask_and_a_reader_of_lines():
     image = Image.new("RGB", (100, 100))
     for mask in (None, Image.new("L", (100, 100))):
         with pytest.raises(ValueError, match="'t' has no mask"):
-            OcrReward(lambda image: [], where="mask")([Sample(Task("t", "", text="a", mask=mask), image)])
+            OcrReward(where="mask").with_model(lambda image: [])([Sample(Task("t", "", text="a", mask=mask), image)])
     with pytest.raises(ValueError, match="no read_lines"):
-        OcrReward(lambda image: [], where="box")
-    with pytest.raises(ValueError, match="where is one of"):
-        OcrReward(lambda image: [], where="masks")
+        OcrReward(where="box").with_model(lambda image: [])
+    with pytest.raises(ValueError, match="'picture', 'mask' or 'box'"):
+        OcrReward(where="masks")

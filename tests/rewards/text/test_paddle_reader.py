@@ -12,7 +12,6 @@ from PIL import Image, ImageDraw, ImageFont
 
 import paddle_double
 from retouch.assembly import assembly
-from retouch.assembly.reward import build_reward
 from retouch.distributed.ranks import Ranks
 from retouch.doctor.judge import check_reward as check_reward_of
 from retouch.recipe.recipe import load
@@ -20,7 +19,7 @@ from retouch.recipe.reward_words import parse_reward
 from retouch.rewards.identity import describe
 from retouch.rewards.text.ocr import OcrReward
 from retouch.rewards.text.paddle_reader import PaddleReader
-from retouch.rewards.text.text_readers import Line, RapidReader
+from retouch.rewards.text.readers import RapidReader, TextLine
 from retouch.testing import check_reward
 from retouch.types import Sample, Task
 
@@ -52,8 +51,8 @@ def test_lines_come_with_their_places_and_unsure_ones_not_at_all(package):
     reader = PaddleReader(threads=3)
     image = barred(("blue", (10, 30)), ("red", (50, 5)), ("green", (5, 50)))
     assert reader(image) == [
-        Line("red", 0.8, ((50, 5), (79, 5), (79, 12), (50, 12))),
-        Line("blue", 0.9, ((10, 30), (39, 30), (39, 37), (10, 37))),
+        TextLine("red", 0.8, ((50, 5), (79, 5), (79, 12), (50, 12))),
+        TextLine("blue", 0.9, ((10, 30), (39, 30), (39, 37), (10, 37))),
     ]
     assert reader(Image.new("RGB", (100, 60), "white")) == []
     assert [one.common for one in package] == [{"device": "cpu", "cpu_threads": 3}] * 2
@@ -62,8 +61,8 @@ def test_lines_come_with_their_places_and_unsure_ones_not_at_all(package):
 def test_lines_of_known_boxes_keep_their_rows_where_some_are_too_small(package):
     reader = PaddleReader()
     crops = [barred(("red", (0, 0)), size=(30, 8)), Image.new("RGB", (30, 3)), Image.new("L", (30, 8)), barred(("blue", (0, 0)))]
-    assert reader.read_lines(crops) == [Line("red", 0.8), Line("", 0.0), Line("", 0.0), Line("blue", 0.9)]
-    assert reader.read_lines(crops[1:2]) == [Line("", 0.0)]
+    assert reader.read_lines(crops) == [TextLine("red", 0.8), TextLine("", 0.0), TextLine("", 0.0), TextLine("blue", 0.9)]
+    assert reader.read_lines(crops[1:2]) == [TextLine("", 0.0)]
     finding, reading = package
     assert (len(finding.asked), len(reading.asked)) == (0, 3)
 
@@ -71,7 +70,7 @@ def test_lines_of_known_boxes_keep_their_rows_where_some_are_too_small(package):
 @pytest.mark.parametrize("where", ["picture", "mask", "box"])
 def test_correctness_by_paddle_is_of_the_same_lines_as_by_rapidocr(package, where):
     """The mask's rule, the comparison, and the fault of a missing picture are the reward's own."""
-    reward = OcrReward(PaddleReader(), where=where)
+    reward = OcrReward(where=where).with_model(PaddleReader())
     image = barred(("red", (10, 10)), ("blue", (50, 40)))
     right = Task("t", "", text=" RED", mask=marking(5, 5, 45, 25))
     scores = reward([Sample(right, image), Sample(right, None), Sample(Task("u", "", text="Blue", mask=right.mask), image)])
@@ -83,25 +82,23 @@ def test_correctness_by_paddle_is_of_the_same_lines_as_by_rapidocr(package, wher
 
 
 def test_the_recipes_model_is_the_recogniser_of_both_and_part_of_who_judges(package):
-    own = build_reward(parse_reward(SECTION))
-    named = build_reward(
-        parse_reward({**SECTION, "threads": 2, "reader": {"kind": "paddleocr", "model": "korean_PP-OCRv5_mobile_rec"}})
-    )
+    own = parse_reward(SECTION).build()
+    named = parse_reward({**SECTION, "threads": 2, "reader": {"kind": "paddleocr", "model": "korean_PP-OCRv5_mobile_rec"}}).build()
     assert [one.model for one in package] == ["PP-OCRv6_medium_rec"] * 2 + ["korean_PP-OCRv5_mobile_rec"] * 2
     assert [one.common["cpu_threads"] for one in package] == [1, 1, 2, 2]
-    told = [describe(reward)["own"] for reward in (own, named, OcrReward(RapidReader(line_width=160)))]
+    told = [describe(reward)["own"] for reward in (own, named, OcrReward(line_width=160))]
     assert len(set(told)) == 3
     with pytest.raises(ValueError, match="'nonsense'"):
-        build_reward(parse_reward({**SECTION, "reader": {"kind": "paddleocr", "model": "nonsense"}}))
+        parse_reward({**SECTION, "reader": {"kind": "paddleocr", "model": "nonsense"}}).build()
     with pytest.raises(ValueError, match="line_width is RapidOCR's alone"):
-        build_reward(parse_reward({**SECTION, "line_width": 160}))
+        parse_reward({**SECTION, "line_width": 160}).build()
 
 
 @pytest.mark.parametrize("missing", ["paddle", "paddleocr"])
 def test_without_the_packages_it_says_what_to_install(package, monkeypatch, missing):
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ValueError, match=r"pip install 'retouch\[paddle\]'"):
-        build_reward(parse_reward(SECTION))
+        parse_reward(SECTION).build()
 
 
 def test_a_missing_package_is_found_before_a_weight_is_loaded(monkeypatch):
@@ -180,7 +177,7 @@ def test_paddleocr_itself_reads_as_rapidocr_does_with_the_same_weights(tmp_path,
     for word, at in (("harbour", (20, 20)), ("Azir", (220, 130))):
         ImageDraw.Draw(both).text(at, word, fill=(20, 30, 90), font=font)
     task = Task("t", "", text="Azir", mask=marking(200, 120, 390, 190, size=both.size))
-    assert OcrReward(paddle, where="mask")([Sample(task, both)])["correctness"].item() == 1.0
+    assert OcrReward(where="mask").with_model(paddle)([Sample(task, both)])["correctness"].item() == 1.0
     ours, theirs = (reader.read_lines([*words, Image.new("RGB", (3, 3))]) for reader in (paddle, rapid))
     assert [line.text for line in ours] == [line.text for line in theirs] == ["Retouch", "7-Up", "HELLO", ""]
     assert [line.confidence for line in ours] == pytest.approx([line.confidence for line in theirs], abs=1e-4)

@@ -4,7 +4,7 @@ import pytest
 from PIL import Image, ImageDraw, ImageFont
 
 from retouch.rewards.text.painted_text import PaintedTextReward
-from retouch.rewards.text.text_readers import Line, RapidReader
+from retouch.rewards.text.readers import TextLine
 from retouch.testing import check_reward
 from retouch.types import Sample, Task
 
@@ -33,11 +33,11 @@ class Told:
     def __call__(self, image):
         self.read += 1
         red = image.convert("RGB").getpixel((0, 0))[0]
-        return [Line(text, self.confidence) for text in (self.texts[red] if red < len(self.texts) else [])]
+        return [TextLine(text, self.confidence) for text in (self.texts[red] if red < len(self.texts) else [])]
 
 
 def columns(texts, *, task=TASK, confidence=0.9):
-    reward = PaintedTextReward(Told([texts, *([["Grand Hotel", "since 1901"]] * 3)], confidence))
+    reward = PaintedTextReward().with_model(Told([texts, *([["Grand Hotel", "since 1901"]] * 3)], confidence))
     given = reward([Sample(task, Image.new("RGB", (40, 8)))])
     return given["painted_text"].item(), given["unasked_text"].item()
 
@@ -64,16 +64,16 @@ def test_what_was_asked_for_is_no_alarm():
 def test_a_doubtful_reading_is_no_text():
     assert columns(["10/10"], confidence=0.3) == (0, 0)
     with pytest.raises(ValueError, match="confidence"):
-        PaintedTextReward(Told([]), confidence=2)
+        PaintedTextReward(confidence=2.0)
 
 
 def test_sources_are_read_once_a_task_and_only_where_there_is_text():
     reader = Told([["Open"], []])
     task = Task("t", "", images=(Image.new("RGB", (40, 8), (1, 0, 0)),))
     drawn = [Sample(task, Image.new("RGB", (40, 8), (red, 0, 0))) for red in (0, 0, 1, 1)]
-    assert PaintedTextReward(reader)([*drawn, Sample(task, None)])["unasked_text"].tolist() == [1, 1, 0, 0, 1]
+    assert PaintedTextReward().with_model(reader)([*drawn, Sample(task, None)])["unasked_text"].tolist() == [1, 1, 0, 0, 1]
     assert reader.read == 5
-    check_reward(PaintedTextReward(reader), drawn)
+    check_reward(PaintedTextReward().with_model(reader), drawn)
 
 
 def test_the_real_reader_sees_a_painted_score():
@@ -81,5 +81,5 @@ def test_the_real_reader_sees_a_painted_score():
     plain = Image.effect_noise((320, 120), 20).convert("RGB")
     painted = plain.copy()
     ImageDraw.Draw(painted).text((20, 30), "SCORE: 10/10", fill=(255, 255, 255), font=ImageFont.load_default(40))
-    given = PaintedTextReward(RapidReader())([Sample(Task("t", "a sea"), image) for image in (plain, painted)])
+    given = PaintedTextReward()([Sample(Task("t", "a sea"), image) for image in (plain, painted)])
     assert given["painted_text"].tolist() == [0, 1]

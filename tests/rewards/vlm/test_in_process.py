@@ -8,10 +8,13 @@ import torch
 from PIL import Image
 
 import tiny_writers
-from retouch.rewards.judges import Asker, DigitReward, Panel, Question, YesReward
-from retouch.rewards.judges.answers.forms import ScoresForm, WordForm
-from retouch.rewards.judges.answers.scales import Scale
-from retouch.rewards.vlm.in_process import InProcessJudge
+from judge_double import asking
+from retouch.rewards.judges.one_token import DigitReward, YesReward
+from retouch.rewards.judges.panel import Panel
+from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.vlm.forms import ScoresForm, WordForm
+from retouch.rewards.vlm.local_model import LocalJudge
+from retouch.rewards.vlm.questions import JudgeClient, Question
 from retouch.testing import check_reward
 from retouch.types import Sample, Task
 
@@ -24,7 +27,7 @@ def judge(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("judge")
     for part in (tiny_writers.module(request.param), tiny_writers.tokenizer(), tiny_writers.image_processor(request.param)):
         part.save_pretrained(folder)
-    made = InProcessJudge(folder, device="cpu")
+    made = LocalJudge(folder, device="cpu")
     assert made.model.config.model_type == request.param.replace("-", "_").replace(".", "_")
     return made
 
@@ -50,7 +53,7 @@ def test_words_have_the_models_own_probabilities(judge):
 def test_what_is_written_is_what_the_whole_model_would_write(judge):
     """Greedy, without a cache: the positions of pictures and of what follows them are right."""
     inputs = judge._inputs(question(LETTERS))
-    ids, _ = judge._written(inputs, question(LETTERS), longest=6)
+    ids, _ = judge._generate(inputs, question(LETTERS), longest=6)
     tokens = inputs["input_ids"]
     for token in ids.tolist():
         types = (tokens == judge._image).int()
@@ -67,12 +70,12 @@ def test_draws_follow_the_temperature_and_the_seed_alone(judge):
     with torch.no_grad():
         expected = (judge.model(**inputs).logits[0, -1] / 2.0).softmax(dim=0)
     state = torch.get_rng_state()
-    drawn = [int(judge._written(inputs, question(LETTERS, seed=seed, temperature=2.0), longest=1)[0][0]) for seed in range(300)]
+    drawn = [int(judge._generate(inputs, question(LETTERS, seed=seed, temperature=2.0), longest=1)[0][0]) for seed in range(300)]
     assert torch.equal(state, torch.get_rng_state())
     likeliest = int(expected.argmax())
     share = float(expected[likeliest])
     assert abs(drawn.count(likeliest) / 300 - share) < 4 * (share * (1 - share) / 300) ** 0.5 + 1e-9
-    again = [int(judge._written(inputs, question(LETTERS, seed=seed, temperature=2.0), longest=1)[0][0]) for seed in range(5)]
+    again = [int(judge._generate(inputs, question(LETTERS, seed=seed, temperature=2.0), longest=1)[0][0]) for seed in range(5)]
     assert again == drawn[:5]
 
 
@@ -85,20 +88,20 @@ def test_words_of_a_question_are_no_special_tokens(judge):
 
 
 def test_babble_is_missing_and_the_contract_holds(judge):
-    assert isinstance(judge, Asker)
+    assert isinstance(judge, JudgeClient)
     (answer,) = judge.ask([question(ScoresForm({"score": Scale(0, 10)}, max_tokens=8), temperature=1.0)])
     assert (answer.scores, answer.fault, answer.attempts) == ({}, "unusable answer", 1)
     assert answer.input_tokens > 0
     assert answer.output_tokens > 0
     samples = [Sample(Task(str(k), "blue", images=(PICTURE,)), Image.new("RGB", (24, 24), (40 * k, 9, 9))) for k in range(3)]
-    check_reward(YesReward(Panel(judge), min_mass=1e-9), samples)
-    assert DigitReward(Panel(judge), min_mass=0.99)(samples)["digit"].isnan().all()
+    check_reward(asking(YesReward, Panel(judge), min_mass=1e-9), samples)
+    assert asking(DigitReward, Panel(judge), min_mass=0.99)(samples)["digit"].isnan().all()
 
 
 def test_weights_that_are_not_there_are_named(tmp_path):
     with pytest.raises(ValueError, match="safetensors"):
-        InProcessJudge(tmp_path, device="cpu")
+        LocalJudge(tmp_path, device="cpu")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ValueError, match="qwen2_vl, qwen2_5_vl, qwen3_vl"):
-        InProcessJudge(tmp_path, device="cpu")
+        LocalJudge(tmp_path, device="cpu")

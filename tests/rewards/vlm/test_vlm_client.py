@@ -5,26 +5,28 @@ import logging
 import threading
 import time
 from contextlib import closing
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from judge_double import FAULTS, KEY, Double, clean
+from judge_double import FAULTS, KEY, Double, asking, clean
 from retouch.protocols import AsyncReward, Reward
-from retouch.rewards.judges import Asker, AspectsReward, Backoff, ChatClient, Panel, Patience, Question
-from retouch.rewards.judges.answers.forms import ScoresForm
-from retouch.rewards.judges.answers.scales import Scale
-from retouch.rewards.quota.quota import BudgetSpent, Quota
+from retouch.rewards.judges.aspects import AspectsReward
+from retouch.rewards.judges.panel import Panel
+from retouch.rewards.quota.quota import BudgetSpent
 from retouch.rewards.vlm import credentials
-from retouch.rewards.vlm.backoff import retry_after
-from retouch.rewards.vlm.prices import Prices
+from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.vlm.backoff import backoff_pause, retry_after
+from retouch.rewards.vlm.chat_client import ChatClient
+from retouch.rewards.vlm.endpoint import Endpoint, JudgeQuota, Prices
+from retouch.rewards.vlm.forms import ScoresForm
+from retouch.rewards.vlm.questions import JudgeClient, Question
 from retouch.testing import check_reward
 from retouch.types import Sample, Task
 
-QUICK = Patience(timeout=30.0, deadline=120.0, attempts=6, backoff=Backoff(base=0.002, cap=0.01))
+QUICK = {"timeout": 30.0, "deadline": 120.0, "attempts": 6, "pause": 0.002, "longest_pause": 0.01}
 ASPECTS = ("alignment", "quality", "identity")
 
 
@@ -50,8 +52,8 @@ def open_client():
     """Clients, closed at the end."""
     made = []
 
-    def make(double, patience=QUICK, **more):
-        made.append(ChatClient(model="judge", base_url=double.url, patience=patience, **more))
+    def make(double, **changes):
+        made.append(ChatClient(Endpoint(model="judge", base_url=double.url, **{**QUICK, **changes})))
         return made[-1]
 
     yield make
@@ -78,8 +80,8 @@ def once(kind):
 def test_a_clean_server_gives_clean_values_and_the_contract_holds(open_client):
     with Double() as double:
         client = open_client(double)
-        assert isinstance(client, Asker)
-        reward = AspectsReward(Panel(client, repeats=3, temperature=0.7))
+        assert isinstance(client, JudgeClient)
+        reward = asking(AspectsReward, Panel(client, repeats=3, temperature=0.7))
         assert isinstance(reward, Reward)
         given = samples(4)
         scores = reward(given)
@@ -95,9 +97,9 @@ def test_a_clean_server_gives_clean_values_and_the_contract_holds(open_client):
 
 @pytest.mark.parametrize("kind", FAULTS)
 def test_every_fault_that_passes_leaves_the_clean_value(open_client, kind):
-    patience = replace(QUICK, timeout=0.5, attempts=30) if kind == "time-out" else QUICK
+    patience = {"timeout": 0.5, "attempts": 30} if kind == "time-out" else {}
     with Double(once(kind)) as double:
-        (answer,) = open_client(double, patience).ask([question()])
+        (answer,) = open_client(double, **patience).ask([question()])
         assert answer.fault == ""
         assert answer.scores == {"score": clean(picture(0), "score", 0, low=0, high=10)}
         assert answer.attempts == 2 or kind == "time-out"  # a busy machine may be too slow twice
@@ -110,9 +112,8 @@ def test_every_fault_that_passes_leaves_the_clean_value(open_client, kind):
 
 @pytest.mark.parametrize("kind", [kind for kind in FAULTS if kind != "time-out"])
 def test_every_fault_that_stays_is_missing(open_client, kind):
-    patience = replace(QUICK, attempts=3, deadline=0.5 if kind == "429" else 120.0)
     with Double(always(kind)) as double:
-        (answer,) = open_client(double, patience).ask([question()])
+        (answer,) = open_client(double, attempts=3, deadline=0.5 if kind == "429" else 120.0).ask([question()])
         assert answer.scores == {}
         assert answer.fault
         assert len(double.requests) == 3 or kind == "429"  # which is put off until the deadline
@@ -137,8 +138,8 @@ def test_ten_in_a_hundred_faults_end_with_the_clean_values(open_client):
 
     given = samples(24)
     with Double(fault) as double, Double() as healthy:
-        faulty = AspectsReward(Panel(open_client(double), repeats=3))(given)
-        whole = AspectsReward(Panel(open_client(healthy), repeats=3))(given)
+        faulty = asking(AspectsReward, Panel(open_client(double), repeats=3))(given)
+        whole = asking(AspectsReward, Panel(open_client(healthy), repeats=3))(given)
         asked = len(double.requests)
     assert asked > 24 * 3 * 3 * 1.05
     for name in ASPECTS:
@@ -156,7 +157,7 @@ def test_one_lost_repeat_of_one_aspect_misses_that_sample_alone(open_client):
             super().respond(handler, body, "prose" if f'"quality": {lost}' in content else None)
 
     with Picky() as double:
-        scores = AspectsReward(Panel(open_client(double), repeats=3))(given)
+        scores = asking(AspectsReward, Panel(open_client(double), repeats=3))(given)
     assert scores["quality"].isnan().tolist() == [False, True, False]
     assert not scores["alignment"].isnan().any()
 
@@ -164,25 +165,23 @@ def test_one_lost_repeat_of_one_aspect_misses_that_sample_alone(open_client):
 def test_a_dead_judge_is_missing_everywhere_within_the_deadline(open_client):
     with Double() as double:
         pass  # nobody listens there any more
-    patience = Patience(timeout=0.5, deadline=1.0, attempts=10_000, backoff=Backoff(base=0.05, cap=0.2))
-    client = open_client(double, patience)
+    client = open_client(double, timeout=0.5, deadline=1.0, attempts=10_000, pause=0.05, longest_pause=0.2)
     answers = client.ask([question(k) for k in range(6)])
     assert all(answer.scores == {} and answer.attempts < 1000 for answer in answers)  # the deadline ended them, not the attempts
-    scores = AspectsReward(Panel(client, repeats=2))(samples(5))
+    scores = asking(AspectsReward, Panel(client, repeats=2))(samples(5))
     assert all(column.isnan().all() for column in scores.values())
 
 
 def test_a_judge_that_hangs_is_missing_everywhere_within_the_deadline(open_client):
-    patience = Patience(timeout=60, deadline=0.5, attempts=3)
     with Double(always("time-out"), hang=1.5) as double:
-        answers = open_client(double, patience, concurrency=2).ask([question(k) for k in range(6)])
+        patient = open_client(double, timeout=60.0, deadline=0.5, attempts=3, pause=0.5, longest_pause=20.0, concurrency=2)
+        answers = patient.ask([question(k) for k in range(6)])
     assert [answer.fault for answer in answers] == ["deadline"] * 6
 
 
 def test_a_server_that_says_when_is_asked_then_and_not_counted(open_client):
-    patience = replace(QUICK, attempts=1)
     with Double(lambda digest, times: "429" if times < 4 else None) as double:
-        (answer,) = open_client(double, patience).ask([question()])
+        (answer,) = open_client(double, attempts=1).ask([question()])
     assert answer.attempts == 5
     assert answer.scores
 
@@ -213,11 +212,10 @@ def test_a_client_is_used_again_and_again_from_four_threads(open_client):
 
 
 def test_every_attempt_is_a_call_of_the_budget_and_questions_that_it_has_no_calls_for_are_not_asked(open_client):
-    quota = Quota(calls=5)
     with Double(once("500")) as double:
-        client = open_client(double, quota=quota)
+        client = open_client(double, quota=JudgeQuota(calls=5))
         assert all(answer.attempts == 2 for answer in client.ask([question(k) for k in range(2)]))
-        assert quota.spent() == (4, 0.0)
+        assert client.quota.spent() == (4, 0.0)
         with pytest.raises(BudgetSpent, match="4 were made, 2 more are needed"):
             client.ask([question(2), question(3)])
         (answer,) = client.ask([question(2)])  # which fails once, and there is no call left to ask again
@@ -227,31 +225,29 @@ def test_every_attempt_is_a_call_of_the_budget_and_questions_that_it_has_no_call
 
 def test_a_budget_of_money_counts_what_every_reply_cost(open_client):
     """A reply of the double reads 100 tokens and writes 10; unusable ones cost as much."""
-    quota = Quota(cost=0.001)
+    quota = JudgeQuota(cost=0.001)
     with Double(once("prose")) as double:
-        client = open_client(double, quota=quota, prices=Prices(2.0, 20.0))
+        client = open_client(double, quota=quota, prices=Prices(input=2.0, output=20.0))
         client.ask([question(k) for k in range(2)])
-        assert quota.spent() == (4, pytest.approx(4 * 400e-6))
+        assert client.quota.spent() == (4, pytest.approx(4 * 400e-6))
         with pytest.raises(BudgetSpent, match="raise its `cost`"):
             client.ask([question(2)])
-        with pytest.raises(ValueError, match="needs prices"):
+        with pytest.raises(ValueError, match=r"give judge\.prices"):
             open_client(double, quota=quota)
 
 
 def test_a_rate_of_tokens_gives_back_what_was_not_taken(open_client):
     """A question may take more than half of a minute's tokens, so two have room only if the first one's are given back."""
-    quota = Quota(units_per_minute=1e6, largest=6e5)
+    quota = JudgeQuota(tokens_per_minute=1e6, tokens_per_question=6e5)
     with Double() as double:
-        answers = open_client(double, replace(QUICK, deadline=30.0), quota=quota, concurrency=1).ask(
-            [question(k) for k in range(3)]
-        )
+        answers = open_client(double, deadline=30.0, quota=quota, concurrency=1).ask([question(k) for k in range(3)])
         assert all(answer.scores for answer in answers)
 
 
 def test_what_an_attempt_without_a_reply_took_is_not_known_and_so_not_given_back(open_client):
-    quota = Quota(units_per_minute=1e6, largest=6e5)
+    quota = JudgeQuota(tokens_per_minute=1e6, tokens_per_question=6e5)
     with Double(always("500")) as double:
-        (answer,) = open_client(double, replace(QUICK, deadline=30.0), quota=quota).ask([question()])
+        (answer,) = open_client(double, deadline=30.0, quota=quota).ask([question()])
         assert (answer.fault, answer.attempts) == ("rate limit", 1)
         assert len(double.requests) == 1
 
@@ -266,7 +262,7 @@ def test_calls_are_under_way_together_and_a_reward_judges_while_its_caller_goes_
             together.wait(timeout=120)
             super().respond(handler, body, fault)
 
-    with Patient() as double, closing(AspectsReward(Panel(open_client(double)), aspects=["quality"])) as reward:
+    with Patient() as double, closing(asking(AspectsReward, Panel(open_client(double)), aspects=("quality",))) as reward:
         assert isinstance(reward, AsyncReward)
         given = [future.result() for future in [reward.submit(chunk) for chunk in chunks]]
         for chunk, scores in zip(chunks, given, strict=True):
@@ -278,7 +274,7 @@ def test_the_key_is_in_no_log_error_or_answer(open_client, caplog):
         client = open_client(double)
         answers = client.ask([question(k) for k in range(3)])
         assert all(answer.fault.startswith("HTTP 401") for answer in answers)
-        said = caplog.text + repr(answers) + repr(client.patience)
+        said = caplog.text + repr(answers) + repr(client.endpoint)
         assert KEY not in said
         assert KEY not in repr(client)
         assert KEY not in client.identity
@@ -303,7 +299,7 @@ def test_a_judge_that_repeats_the_key_is_not_quoted(open_client):
 def test_without_a_key_it_says_what_to_set(monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY")
     with pytest.raises(ValueError, match="OPENAI_API_KEY is not set"):
-        ChatClient(model="judge")
+        ChatClient(Endpoint(model="judge"))
 
 
 def test_redaction():
@@ -313,16 +309,18 @@ def test_redaction():
 
 
 def test_pauses_are_jittered_and_bounded():
-    backoff = Backoff(base=0.5, cap=4)
+    def pause(attempt, key):
+        return backoff_pause(attempt, key, base=0.5, longest=4.0)
+
     for attempt in range(8):
-        pauses = [backoff.pause(attempt, str(k)) for k in range(200)]
+        pauses = [pause(attempt, str(k)) for k in range(200)]
         top = min(4, 0.5 * 2**attempt)
         assert all(0 <= pause <= top for pause in pauses)
         assert max(pauses) > 0.9 * top
         assert min(pauses) < 0.1 * top
-    assert backoff.pause(3, "a") == backoff.pause(3, "a") != backoff.pause(3, "b")
-    with pytest.raises(ValueError, match="pause"):
-        Backoff(base=2, cap=1)
+    assert pause(3, "a") == pause(3, "a") != pause(3, "b")
+    with pytest.raises(ValueError, match="longest_pause"):
+        Endpoint(model="judge", pause=2.0, longest_pause=1.0)
 
 
 def test_retry_after_as_seconds_as_a_date_and_as_nonsense():
@@ -333,7 +331,7 @@ def test_retry_after_as_seconds_as_a_date_and_as_nonsense():
     assert [retry_after(value) for value in (None, "soon", "nan", "inf")] == [None] * 4
 
 
-@pytest.mark.parametrize("wrong", [{"timeout": 0}, {"deadline": -1}, {"attempts": 0}])
-def test_patience_out_of_range_is_refused(wrong):
-    with pytest.raises(ValueError, match="above 0 seconds"):
-        Patience(**wrong)
+@pytest.mark.parametrize("wrong", [{"timeout": 0.0}, {"deadline": -1.0}, {"attempts": 0}, {"concurrency": 0}])
+def test_limits_out_of_range_are_refused(wrong):
+    with pytest.raises(ValueError, match=rf"{next(iter(wrong))}\n.*greater than"):
+        Endpoint(model="judge", **wrong)

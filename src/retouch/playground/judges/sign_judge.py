@@ -1,17 +1,17 @@
-"""The judge of signs: whether ink and paper of what was painted are those of the reference. What stands there is for a reader.
+"""The playground's judge of signs: whether ink and paper are those of the reference. The text itself is for ``ocr``.
 
 Colours are red, green and blue, 0 to 255, and distances between them Euclidean.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import numpy as np
-import torch
 from jaxtyping import Float, Int
 from numpy import ndarray
 from PIL.Image import Image
 
+from retouch.rewards.base import RewardSection
 from retouch.types import Column, Sample, Scores, Task
 
 FARTHEST = 8
@@ -19,51 +19,56 @@ CONTRAST = 60.0
 SAME, OTHER = 16.0, 80.0
 
 Pixels: TypeAlias = Int[ndarray, "n 3"]
-Colour: TypeAlias = Float[ndarray, " 3"]
+InkColour: TypeAlias = Float[ndarray, " 3"]
 
 
-class SignJudge:
-    """Columns, each 0 to 1, of the pixels that the task's mask marks against those of its ``reference``:
+class SignReward(RewardSection):
+    """The playground's judge of signs: whether ink and paper of the image, where the mask marks it, are those of the ``reference``.
 
-    - ``paper``: 1 - clip((d - 16) / 64, 0, 1), where d is the distance between the two papers: the medians of red, green and blue.
-    - ``ink``: the same of the two inks: the mean of the 8 pixels that are farthest from their paper. 0 where it is not 60 away from
-      the paper: nothing is written there.
-    - ``style``: the mean of both.
-
-    Letters are blurred at their edges, differently in every word, which moves an ink by less than 16. A sample without a picture,
-    or with one of another size than the mask, is the policy's own fault: 0.
+    ``paper``, 0 to 1: 1 - clip((d - 16) / 64, 0, 1), where d is the distance between the two papers: the medians of red, green and
+    blue. ``ink``, 0 to 1: the same of the two inks, the mean of the 8 pixels that are farthest from their paper; 0 where the ink
+    is not 60 away from the paper, since nothing is written there. ``style``: the mean of both. Letters are blurred at their edges,
+    differently in every word, which moves an ink by less than 16.
     """
 
-    columns: Mapping[str, Column] = {"style": Column(0.0, 1.0), "paper": Column(0.0, 1.0), "ink": Column(0.0, 1.0)}
+    kind: Literal["playground-signs"] = "playground-signs"
+
+    columns: ClassVar[Mapping[str, Column]] = {"style": Column(0.0, 1.0), "paper": Column(0.0, 1.0), "ink": Column(0.0, 1.0)}
+    data_kinds = ("playground-words",)
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column as (b,), float32. ValueError for a task without a mask or a reference."""
-        asked: dict[int, tuple[Colour, Colour]] = {}
+        """Each column, (b,), float32. A sample without an image, or with one of another size than the mask, scores 0.
+
+        ValueError: a task without a mask or a reference.
+        """
+        import torch
+
+        wanted: dict[int, tuple[InkColour, InkColour]] = {}
         found = np.zeros((len(samples), 2), dtype=np.float32)
         for row, sample in enumerate(samples):
             mask, reference = _marked(sample.task)
-            if id(sample.task) not in asked:
-                asked[id(sample.task)] = paper_and_ink(_pixels(reference).reshape(-1, 3))
+            if id(sample.task) not in wanted:
+                wanted[id(sample.task)] = paper_and_ink(_pixels(reference).reshape(-1, 3))
             if sample.image is not None and sample.image.size == mask.size:
-                found[row] = _alike(_pixels(sample.image)[np.asarray(mask) > 127], *asked[id(sample.task)])
+                found[row] = _compare(_pixels(sample.image)[np.asarray(mask) > 127], *wanted[id(sample.task)])
         paper, ink = torch.from_numpy(found).unbind(dim=1)
         return {"style": (paper + ink) / 2, "paper": paper, "ink": ink}
 
 
-def paper_and_ink(pixels: Pixels) -> tuple[Colour, Colour]:
-    """Of a sign's pixels; where nothing is written the ink is all but the paper."""
+def paper_and_ink(pixels: Pixels) -> tuple[InkColour, InkColour]:
+    """The paper's and the ink's colour of a sign's pixels; where nothing is written the two are nearly the same."""
     paper = np.median(pixels, axis=0)
     away = np.linalg.norm(pixels - paper, axis=1)
     return paper, pixels[np.argsort(-away, kind="stable")[:FARTHEST]].mean(axis=0)
 
 
-def _alike(pixels: Pixels, paper: Colour, ink: Colour) -> tuple[float, float]:
+def _compare(pixels: Pixels, paper: InkColour, ink: InkColour) -> tuple[float, float]:
     own_paper, own_ink = paper_and_ink(pixels)
     written = np.linalg.norm(own_ink - own_paper) >= CONTRAST
     return _agreement(own_paper, paper), _agreement(own_ink, ink) if written else 0.0
 
 
-def _agreement(one: Colour, other: Colour) -> float:
+def _agreement(one: InkColour, other: InkColour) -> float:
     return 1.0 - float(np.clip((np.linalg.norm(one - other) - SAME) / (OTHER - SAME), 0.0, 1.0))
 
 

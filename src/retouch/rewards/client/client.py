@@ -1,4 +1,4 @@
-"""A reward that reward servers judge: many endpoints behind one callable, which never turns a fault into a number."""
+"""The client of reward servers: many endpoints behind one callable, which never turns a fault into a number."""
 
 import asyncio
 import importlib.util
@@ -7,86 +7,44 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
 from retouch.rewards.client import event_loop
-from retouch.rewards.client.settings import Settings
+from retouch.rewards.client.remote import RemoteReward
 from retouch.rewards.ledger.answers import RequestStats
 from retouch.types import Column, Sample, Scores
 
 if TYPE_CHECKING:
     from retouch.rewards.client.session import Session
 
-TOKEN = "RETOUCH_TOKEN"
 _LOG = logging.getLogger("retouch.rewards")
 
 
-class RemoteReward:
-    """Samples go out in requests of ``batch``, at most ``concurrency`` at once for each endpoint, to the one with least in hand;
-    ``encoding`` auto sends raw pixels to this machine and lossless WebP to others.
+class RemoteClient:
+    """A client of the servers that a ``RemoteReward`` names. ``columns`` are the servers' own.
 
-    A request that fails is tried again on another endpoint, up to ``attempts`` times (refused connections and "busy" do not count),
-    with growing random pauses and for at most ``retry_share`` of all requests (and ten a second). One attempt takes at most
-    ``timeout`` seconds, all of a request's at most ``deadline``; those that wait in line give up when nothing at all was answered
-    for so long. What has no believable score by then is NaN. A reply is believed only with exactly the ids that were asked, every
-    column within its range, and the judge's fingerprint of the start. ``hedge``: ask a second endpoint when the first takes longer
-    than 95 % of the latest requests, for at most ``hedge_share`` of them. ``samples_per_minute``, ``requests_per_minute``, and
-    ``calls`` in all (BudgetSpent): never more, for all processes that name the same ``rate_file`` together
-    (``rewards/quota/quota.py::Quota``).
+    Samples go out in requests of ``batch``, at most ``concurrency`` at once for each endpoint, to the endpoint with the fewest
+    samples in flight. A request that fails is tried again on another endpoint, up to ``attempts`` times (refused connections and
+    "busy" do not count), with growing random pauses and for at most ``retry_share`` of all requests (and ten a second). Samples
+    without a believable score by the deadline are NaN. A reply is believed only with exactly the ids that were asked, every column
+    within its range, and the judge's fingerprint of the start. ``samples_per_minute``, ``requests_per_minute`` and ``calls`` hold
+    for all processes that name the same ``rate_file`` together (``rewards/quota/quota.py::Quota``).
 
-    The token, where the servers want one, is in the environment as RETOUCH_TOKEN. ``columns`` are the servers' own.
-    ``wait``: seconds to wait for the first server to answer. ValueError: none does, they differ, or they refuse.
+    ValueError: no server answers, they differ, or they refuse.
     """
 
-    def __init__(
-        self,
-        endpoints: Sequence[str],
-        *,
-        rewards: Sequence[str] | None = None,
-        encoding: Literal["auto", "webp", "raw"] = "auto",
-        batch: int = 8,
-        concurrency: int = 4,
-        deadline: float = 120.0,
-        timeout: float = 60.0,
-        attempts: int = 5,
-        retry_share: float = 0.1,
-        hedge: bool = False,
-        hedge_share: float = 0.05,
-        samples_per_minute: float | None = None,
-        requests_per_minute: float | None = None,
-        calls: int | None = None,
-        rate_file: str | None = None,
-        wait: float = 60.0,
-    ) -> None:
+    def __init__(self, settings: RemoteReward) -> None:
         if importlib.util.find_spec("httpx") is None:
             raise ValueError("asking reward servers needs httpx: pip install 'retouch[serve]'")
         from retouch.rewards.client.discovery import discover
 
-        self._settings = Settings(
-            endpoints=tuple(url.rstrip("/") for url in endpoints),
-            token=os.environ.get(TOKEN),
-            rewards=None if rewards is None else tuple(rewards),
-            encoding=encoding,
-            batch=batch,
-            concurrency=concurrency,
-            deadline=deadline,
-            timeout=timeout,
-            attempts=attempts,
-            retry_share=retry_share,
-            hedge=hedge,
-            hedge_share=hedge_share,
-            samples_per_minute=samples_per_minute,
-            requests_per_minute=requests_per_minute,
-            calls=calls,
-            rate_file=None if rate_file is None else Path(rate_file),
-        )
-        self._quota = self._settings.quota()
-        self._expected, most = event_loop.submit(discover(self._settings, wait=wait)).result()
+        self._settings = settings
+        self._quota = settings.open_quota()
+        self._expected, most = event_loop.submit(discover(settings, wait=settings.wait)).result()
         self.columns: Mapping[str, Column] = self._expected.columns
-        self._batch = min(batch, most)
+        self._batch = min(settings.batch, most)
         self._sessions: "dict[int, Session]" = {}
 
     @property

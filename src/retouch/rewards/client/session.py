@@ -15,7 +15,7 @@ from retouch.rewards.client.discovery import judges_of, read_info
 from retouch.rewards.client.line import Line
 from retouch.rewards.client.overload import RetryBudget
 from retouch.rewards.client.pool import EndpointPool, EndpointState
-from retouch.rewards.client.settings import Settings
+from retouch.rewards.client.remote import RemoteReward
 from retouch.rewards.client.transport import RequestFault, Transport
 from retouch.rewards.quota.quota import Quota, Turns
 from retouch.rewards.wire.bodies import encode_body
@@ -75,7 +75,7 @@ class Session:
     requests.
     """
 
-    def __init__(self, settings: Settings, expected: ExpectedReply, quota: Quota | None) -> None:
+    def __init__(self, settings: RemoteReward, expected: ExpectedReply, quota: Quota | None) -> None:
         self.faults: Counter[str] = Counter()
         self.calls = self.hedges = 0
         self._settings, self._expected = settings, expected

@@ -1,27 +1,31 @@
 """From columns to the one number that trains: a weighted sum (a mapping from column to weight), or a formula.
 
-Both are checked against the columns that there are: their names, whether they may decide anything, what the formula may take on,
-and which way each column pulls. Only the columns named here can make a sample missing; a column of weight 0 is only logged.
+Both are checked against the columns of the reward: their names, whether they are diagnostics, the range of the result, and that
+more of a column of which less is better never raises it. Only the columns named here can make a sample missing; a column of weight
+0 is only logged.
 """
+
+from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
-
-import torch
-from jaxtyping import Float
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from retouch.rewards.combine.formula_parser import read_formula
 from retouch.rewards.combine.formulas import Call, Name, Node, Number, Product, Range, Sum, bounds, effect, names, value
 from retouch.types import Column, Scores
 
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
 Combine: TypeAlias = Mapping[str, float] | str
+"""Weights of columns, or a formula."""
 
 
 class Combination(Protocol):
-    """``columns``: those that it needs. ``low`` and ``high``: what it can be; ``low`` is the reward of a policy's own fault."""
+    """``columns``: those that it reads. ``low`` and ``high``: its range; ``low`` is the reward of a sample without an image."""
 
     @property
     def columns(self) -> tuple[str, ...]: ...
@@ -39,7 +43,7 @@ class Combination(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightedSum:
-    """Weights are other than 0."""
+    """The sum of weight x column; no weight is 0."""
 
     weights: Mapping[str, float]
     low: float
@@ -50,6 +54,8 @@ class WeightedSum:
         return tuple(self.weights)
 
     def __call__(self, scores: Scores) -> Float[Tensor, " b"]:
+        import torch
+
         return torch.stack([weight * scores[name] for name, weight in self.weights.items()]).sum(dim=0)
 
     def __str__(self) -> str:
@@ -58,7 +64,7 @@ class WeightedSum:
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """``text``: as it was written."""
+    """A formula over columns; ``text`` as the recipe has it."""
 
     node: Node
     text: str
@@ -77,11 +83,11 @@ class Formula:
 
 
 def combination(combine: Combine, columns: Mapping[str, Column]) -> Combination:
-    """What ``combine`` says, over these columns.
+    """The combination that ``combine`` describes, over these columns.
 
-    A column may be called by its own name where only one reward has it (``alignment`` for ``judge/alignment``), with ``_`` for
-    ``/``, and by its reward's name where that has one column alone. ValueError: no formula, a column that there is not (and the
-    nearest), a diagnostic, a root of what may be negative, a range of one point, or a rise of a column of which less is better.
+    A short name of a column will do where only one reward has it (``alignment`` for ``judge/alignment``), with ``_`` for ``/``, or
+    the reward's name where it has one column. ValueError: not a formula, an unknown column (and the nearest known one), a
+    diagnostic, a root of a value that may be negative, a constant, or a result that rises with a column of which less is better.
     """
     if isinstance(combine, str):
         node = _resolved(read_formula(combine), columns)
@@ -100,7 +106,7 @@ def combination(combine: Combine, columns: Mapping[str, Column]) -> Combination:
 
 
 def resolve(name: str, columns: Mapping[str, Column]) -> str:
-    """The column that a name in ``combine`` means. ValueError: none, or one of several."""
+    """The full name of the column that a name in ``combine`` means. ValueError: none, or more than one."""
     if name in columns:
         return name
     found = [full for full in columns if full.endswith(f"/{name}")]
@@ -157,7 +163,7 @@ def _check_columns(named: tuple[str, ...], columns: Mapping[str, Column]) -> Non
 
 
 def _check_directions(node: Node, columns: Mapping[str, Column], ranges: Mapping[str, Range]) -> None:
-    """More of a column of which less is better must never pay."""
+    """The result must fall with every column of which less is better."""
     for name in names(node):
         if not columns[name].higher_is_better and effect(node, name, ranges) != -1:
             raise ValueError(

@@ -7,8 +7,8 @@ from typing import Literal
 
 from retouch.protocols import Reward
 from retouch.rewards import identity
+from retouch.rewards.base import visible_samples
 from retouch.rewards.closing import close
-from retouch.rewards.text.written import shown
 from retouch.types import Column, Sample, Scores
 
 
@@ -36,7 +36,7 @@ class CompositeReward:
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Every reward's columns under their full names, (b,) each. Raises the first reward's error once all have ended."""
         with ThreadPoolExecutor(max_workers=len(self.rewards), thread_name_prefix="reward") as threads:
-            parts = {name: threads.submit(reward, shown(samples, reward)) for name, reward in self.rewards.items()}
+            parts = {name: threads.submit(reward, visible_samples(reward, samples)) for name, reward in self.rewards.items()}
         return gathered(parts)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Formulas as they are written: ``0.6*alignment + 0.4*quality``, ``sqrt(semantic * perceptual)``, ``min(a, b)``.
+"""The parser of formulas: ``0.6*alignment + 0.4*quality``, ``sqrt(semantic * perceptual)``, ``min(a, b)``.
 
-There are numbers, columns, ``+ - *``, division by a number, parentheses, and ``sqrt``, ``min``, ``max``, ``mean`` and ``gmean``
-(the geometric mean). A column stands there by its name, ``judge/alignment``; one whose name is more than letters, digits, ``_``,
-``.`` and ``/`` stands in backquotes. Nothing is evaluated as Python.
+A formula has numbers, columns, ``+ - *``, division by a number, parentheses, and ``sqrt``, ``min``, ``max``, ``mean`` and ``gmean``
+(the geometric mean). A column is written as its name, ``judge/alignment``, in backquotes where the name has other characters than
+letters, digits, ``_``, ``.`` and ``/``. Nothing is evaluated as Python.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from retouch.rewards.combine.formulas import FUNCTIONS, PLAIN, Call, Name, Node, Number, Product, Sum
 
-# EARL's own name for the root of two of its columns.
+# EARL's name for the root of two of its columns.
 _ALIASES = {"sqrt(viescore_pqxground_score)": "sqrt(viescore_pq * ground_score)"}
 _LONGEST = 1000
 _DEEPEST = 50
@@ -22,12 +22,12 @@ _TOKEN = re.compile(
 
 
 def read_formula(text: str) -> Node:
-    """The formula as a tree. ValueError, with the place, where it is none."""
+    """The formula as a tree. ValueError, with the position, where the text is no formula."""
     return _Parser(_ALIASES.get("".join(text.split()), text)).formula()
 
 
 class _Parser:
-    """Reads a formula from left to right; ``deep``: parentheses and signs that are open."""
+    """A recursive descent from left to right; ``deep``: parentheses and signs that are open."""
 
     def __init__(self, text: str) -> None:
         self.text = text

@@ -1,17 +1,19 @@
-"""Formulas over columns as trees: their value, the range that they can take, and which way each column moves them.
+"""Formulas over columns as trees: their value, their range, and whether they rise or fall with a column.
 
 The range follows from the columns' ranges by interval arithmetic: never too narrow, and exact where no column occurs twice.
 """
+
+from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
 
 FUNCTIONS = ("sqrt", "min", "max", "mean", "gmean")
 PLAIN = r"[A-Za-z_][\w.]*(?:/[A-Za-z_][\w.]*)*"
@@ -37,8 +39,8 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    left: "Node"
-    right: "Node"
+    left: Node
+    right: Node
     sign: Literal["+", "-"]
 
     def __str__(self) -> str:
@@ -47,8 +49,8 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    left: "Node"
-    right: "Node"
+    left: Node
+    right: Node
 
     def __str__(self) -> str:
         return f"{self.left} * ({self.right})" if isinstance(self.right, Product) else f"{self.left} * {self.right}"
@@ -57,7 +59,7 @@ class Product:
 @dataclass(frozen=True, slots=True)
 class Call:
     function: str
-    arguments: tuple["Node", ...]
+    arguments: tuple[Node, ...]
 
     def __str__(self) -> str:
         return f"{self.function}({', '.join(map(str, self.arguments))})"
@@ -68,7 +70,7 @@ Range: TypeAlias = tuple[float, float]
 
 
 def names(node: Node) -> tuple[str, ...]:
-    """The columns of a formula, each once, in the order in which they come."""
+    """The columns of a formula, each once, in order of appearance."""
     return tuple(dict.fromkeys(_names(node)))
 
 
@@ -85,7 +87,9 @@ def _names(node: Node) -> Iterator[str]:
 
 
 def value(node: Node, columns: Mapping[str, Float[Tensor, " b"]]) -> Float[Tensor, " b"]:
-    """The formula of columns (b,), in float64; NaN where any of them is."""
+    """The value of the formula for columns (b,), in float64; NaN where any of them is."""
+    import torch
+
     match node:
         case Number():
             return torch.tensor(node.value, dtype=torch.float64)
@@ -110,7 +114,7 @@ def value(node: Node, columns: Mapping[str, Float[Tensor, " b"]]) -> Float[Tenso
 
 
 def bounds(node: Node, ranges: Mapping[str, Range]) -> Range:
-    """The least and the greatest that the formula can be. ValueError: a root of what may be negative."""
+    """The least and the greatest value that the formula can have. ValueError: a root of a value that may be negative."""
     match node:
         case Number():
             return node.value, node.value
@@ -134,7 +138,7 @@ def bounds(node: Node, ranges: Mapping[str, Range]) -> Range:
 
 
 def effect(node: Node, name: str, ranges: Mapping[str, Range]) -> int | None:
-    """Which way the formula goes when this column rises: 1, -1, 0 (it does not occur), or None (it depends)."""
+    """The sign of the formula's change when this column rises: 1, -1, 0 (it does not occur), or None (it depends)."""
     match node:
         case Number():
             return 0
@@ -166,13 +170,13 @@ def _sign(range_: Range) -> int | None:
 
 
 def _times(one: Range, other: Range) -> Range:
-    # An unbounded column times 0 is 0: infinity stands for numbers that are large, and each of them is finite.
+    # An unbounded column times 0 is 0: each of its values is finite.
     products = [0.0 if 0 in (a, b) else a * b for a in one for b in other]
     return min(products), max(products)
 
 
 def _of(values: Sequence[float], function: str) -> float:
-    """A function of single numbers; all of them rise with each argument."""
+    """A function of single numbers; every function rises with each of its arguments."""
     match function:
         case "sqrt":
             return math.sqrt(max(values[0], 0.0))

@@ -1,47 +1,84 @@
-"""System A's judge: alignment, quality and identity, each 0 to 1, each asked on its own, each the mean of a few answers."""
+"""System A's judge: alignment, quality and identity, each 0 to 1 and asked on its own, each the mean of a few answers."""
 
-from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias, get_args
+from __future__ import annotations
 
-import torch
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
-from retouch.rewards.judges.answers.forms import ScoresForm
-from retouch.rewards.judges.answers.scales import Scale
-from retouch.rewards.judges.panel import OfPanel, Panel, Prompt
-from retouch.rewards.judges.rubrics import edit_parts, picture_parts, quoted, rubric
+from pydantic import Field, model_validator
+
+from retouch.config.section import Count
+from retouch.rewards.facts import TaskFacts
+from retouch.rewards.judges.base import JudgeReward
+from retouch.rewards.judges.panel import Prompt
+from retouch.rewards.judges.rubrics import edit_parts, image_parts, quoted, rubric
+from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.vlm.forms import ScoresForm
 from retouch.types import Column, Sample, Scores
 
 Aspect: TypeAlias = Literal["alignment", "quality", "identity"]
 
+_IMAGES: Mapping[Aspect, int] = {"alignment": 2, "quality": 1, "identity": 2}
 
-class AspectsReward(OfPanel):
-    """A column, 0 to 1, for each of ``aspects``; the mean of the panel's repeats (system A's n_evals, 3), or NaN.
 
-    ``alignment``: the instruction is followed. ``quality``: of the picture alone. ``identity``: what was not asked to change is as
-    it was. Tasks without a source picture are prompts for pictures, for which there is no identity.
-    ValueError: an unknown aspect, none, or identity of a task without a source.
+class AspectsReward(JudgeReward):
+    """System A's judge: a column, 0 to 1, for each aspect, each asked on its own.
+
+    ``alignment``: the instruction is followed. ``quality``: of the image alone. ``identity``: what was not to change is as it was.
+    Tasks without a source image are prompts for images, for which there is no identity.
     """
 
-    rubrics = ("alignment", "generated-alignment", "quality", "identity")
+    kind: Literal["aspects"] = "aspects"
+    n_evals: Count = 3
+    """How often each question is asked, with seeds of their own; a score is the mean, and missing where one answer is."""
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.7
+    """Sampling temperature of the answers; 0 gives the same answer every time, so asking again is no use."""
+    aspects: Annotated[tuple[Aspect, ...], Field(min_length=1)] = ("alignment", "quality", "identity")
+    """Which of them to ask for; identity compares with a source image."""
 
-    def __init__(self, panel: Panel, *, aspects: Sequence[Aspect] = ("alignment", "quality", "identity")) -> None:
-        if not aspects or len(set(aspects)) != len(aspects) or not set(aspects) <= set(get_args(Aspect)):
-            raise ValueError(f"aspects {list(aspects)}: choose among {', '.join(get_args(Aspect))}, each at most once")
-        super().__init__(panel, settings=", ".join(aspects))
-        self.aspects = tuple(aspects)
-        self.columns: Mapping[str, Column] = {aspect: Column(0.0, 1.0) for aspect in aspects}
+    rubrics: ClassVar[tuple[str, ...]] = ("alignment", "generated-alignment", "quality", "identity")
+
+    @model_validator(mode="after")
+    def _each_once(self) -> Self:
+        if len(set(self.aspects)) != len(self.aspects):
+            raise ValueError(f"aspects {list(self.aspects)}: name each at most once")
+        return self
+
+    @property
+    def columns(self) -> Mapping[str, Column]:  # type: ignore[override]
+        """One for each aspect."""
+        return {aspect: Column(0.0, 1.0) for aspect in self.aspects}
+
+    @property
+    def questions(self) -> tuple[tuple[str, int], ...]:  # type: ignore[override]
+        """One for each aspect."""
+        return tuple((aspect, _IMAGES[aspect]) for aspect in self.aspects)
+
+    @property
+    def settings(self) -> str:
+        """The aspects."""
+        return ", ".join(self.aspects)
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column as (b,), float32."""
+        """Each column, (b,), float32. ValueError: identity of a task without a source."""
+        import torch
+
         verdicts = iter(self.panel.judge([_prompt(aspect, sample) for aspect in self.aspects for sample in samples]))
         means = {aspect: [next(verdicts).mean(aspect) for _ in samples] for aspect in self.aspects}
         return {aspect: torch.tensor([float(mean) for mean in column]) for aspect, column in means.items()}
+
+    def task_problems(self, path: str, tasks: TaskFacts) -> Iterator[str]:
+        """Identity of tasks without a source."""
+        yield from super().task_problems(path, tasks)
+        if "identity" in self.aspects and not tasks.has_source:
+            none = f"{tasks.path}.kind {tasks.kind!r} has none"
+            yield f"{path}.aspects: identity compares with a source image, and {none}; leave it out"
 
 
 def _prompt(aspect: Aspect, sample: Sample) -> Prompt:
     form = ScoresForm({aspect: Scale(0, 1)})
     if aspect == "quality":
-        return Prompt(rubric("quality"), picture_parts(sample), form)
+        return Prompt(rubric("quality"), image_parts(sample), form)
     if aspect == "alignment" and not sample.task.images:
-        return Prompt(rubric("generated-alignment"), picture_parts(sample, quoted("Prompt", sample.task.instruction)), form)
+        return Prompt(rubric("generated-alignment"), image_parts(sample, quoted("Prompt", sample.task.instruction)), form)
     return Prompt(rubric(aspect), edit_parts(sample, quoted("Instruction", sample.task.instruction)), form)

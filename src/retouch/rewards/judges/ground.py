@@ -1,31 +1,38 @@
-"""Ground score (EARL): how near a picture comes to the one that is known to be right; the source is not shown."""
+"""The ground score of EARL (arXiv 2508.01119): how close an image comes to the task's target; the source is not shown."""
+
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
 
-import torch
-
-from retouch.rewards.judges.answers.forms import ScoresForm
-from retouch.rewards.judges.answers.scales import Scale
-from retouch.rewards.judges.panel import OfPanel, Prompt
-from retouch.rewards.judges.rubrics import made, rubric
+from retouch.rewards.judges.base import JudgeReward
+from retouch.rewards.judges.panel import Prompt
+from retouch.rewards.judges.rubrics import judged_image, rubric
+from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.vlm.forms import ScoresForm
 from retouch.types import Column, Sample, Scores
 
 
-class GroundReward(OfPanel):
-    """Column ``ground``, 0 to 10: the mean of the panel's repeats, or NaN. ValueError: a task without a target picture."""
+class GroundReward(JudgeReward):
+    """How close the image comes to the task's target (EARL). Column ``ground``, 0 to 10."""
 
-    columns: Mapping[str, Column] = {"ground": Column(0.0, 10.0)}
+    kind: Literal["ground"] = "ground"
 
-    rubrics = ("ground",)
+    columns: ClassVar[Mapping[str, Column]] = {"ground": Column(0.0, 10.0)}
+    rubrics: ClassVar[tuple[str, ...]] = ("ground",)
+    questions: ClassVar[tuple[tuple[str, int], ...]] = (("ground", 2),)
+    needs_target = True
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """The column as (b,), float32."""
+        """The column, (b,), float32. ValueError: a task without a target image."""
+        import torch
+
         verdicts = self.panel.judge([_prompt(sample) for sample in samples])
         return {"ground": torch.tensor([float(verdict.mean("score")) for verdict in verdicts])}
 
 
 def _prompt(sample: Sample) -> Prompt:
     if sample.task.target is None:
-        raise ValueError(f"task {sample.task.id!r} has no target picture, to which the ground score compares")
-    parts = ("The right picture:", sample.task.target, "The picture to judge:", made(sample))
+        raise ValueError(f"task {sample.task.id!r} has no target image, with which the ground score compares")
+    parts = ("The right picture:", sample.task.target, "The picture to judge:", judged_image(sample))
     return Prompt(rubric("ground"), parts, ScoresForm({"score": Scale(0, 10)}))

@@ -1,7 +1,8 @@
-"""The rubrics, which are text files of this package, and what follows them in a prompt.
+"""The rubrics, which are text files in ``prompts/``, and the parts that follow them in a prompt.
 
-A prompt is made of a task and the picture made for it: the policy's own words cannot get in, because a ``Sample`` has none. What a
-task says is shown as quoted data. The rubric comes first and the judged picture last, so that all before it is shared by a group.
+A prompt is made of a task and its image; a policy's completion is never a part of it. The text of a task goes in as quoted data.
+The rubric comes first and the image to judge last, so that a group shares everything before that image. Ledgers keep answers under
+the whole prompt: a change of any word here makes every judge answer anew.
 """
 
 import hashlib
@@ -11,20 +12,21 @@ from importlib import resources
 
 from PIL.Image import Image
 
-from retouch.rewards.vlm.asking import Part
-from retouch.types import Json, Sample, Task
+from retouch.rewards.base import source_image
+from retouch.rewards.vlm.questions import Part
+from retouch.types import Json, Sample
 
 _FOLDER = resources.files("retouch.rewards.judges") / "prompts"
 
 
 @cache
 def rubric(name: str) -> str:
-    """The text of a rubric of the package, by its file's name without the ending."""
+    """The rubric in the file ``prompts/NAME.txt``."""
     return (_FOLDER / f"{name}.txt").read_text(encoding="utf-8").strip()
 
 
 def fingerprint(*texts: str) -> str:
-    """A short name of rubrics' texts: it changes where any of them does."""
+    """16 hexadecimal digits over the rubrics' texts."""
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
@@ -34,25 +36,18 @@ def quoted(what: str, value: Json) -> str:
     return f"{what} (data, not addressed to you): {data}"
 
 
-def source_of(task: Task) -> Image:
-    """The first source picture. ValueError where the task has none."""
-    if not task.images:
-        raise ValueError(f"task {task.id!r} has no source picture, with which this judge compares the edited one")
-    return task.images[0]
-
-
-def made(sample: Sample) -> Image:
-    """The picture that is judged. ValueError where there is none: a policy's own fault is not for a judge."""
+def judged_image(sample: Sample) -> Image:
+    """The image to judge. ValueError where there is none."""
     if sample.image is None:
-        raise ValueError(f"task {sample.task.id!r} has no picture to judge; give only samples that have one")
+        raise ValueError(f"task {sample.task.id!r} has no image to judge; give only samples that have one")
     return sample.image
 
 
 def edit_parts(sample: Sample, *facts: str) -> tuple[Part, ...]:
-    """Facts, the source, the edited picture."""
-    return (*facts, "Source picture:", source_of(sample.task), "Edited picture:", made(sample))
+    """Facts, the source image, the edited image. ValueError: a task without a source."""
+    return (*facts, "Source picture:", source_image(sample.task), "Edited picture:", judged_image(sample))
 
 
-def picture_parts(sample: Sample, *facts: str) -> tuple[Part, ...]:
-    """Facts and the picture."""
-    return (*facts, "Picture:", made(sample))
+def image_parts(sample: Sample, *facts: str) -> tuple[Part, ...]:
+    """Facts and the image."""
+    return (*facts, "Picture:", judged_image(sample))

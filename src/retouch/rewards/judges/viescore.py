@@ -1,85 +1,97 @@
-"""VIEScore, and EditScore's version of it: what was done and how it looks, and the geometric mean of the two."""
+"""VIEScore (arXiv 2312.14867) and EditScore (arXiv 2509.23909): what was done, how it looks, and the geometric mean of the two."""
+
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
-
-from retouch.rewards.judges.answers.forms import ScoresForm
-from retouch.rewards.judges.answers.scales import Scale
-from retouch.rewards.judges.panel import NAN, OfPanel, Panel, Prompt, Verdict
-from retouch.rewards.judges.rubrics import edit_parts, picture_parts, quoted, rubric
+from retouch.rewards.judges.base import JudgeReward
+from retouch.rewards.judges.panel import NAN, Prompt, Verdict
+from retouch.rewards.judges.rubrics import edit_parts, image_parts, quoted, rubric
+from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.vlm.forms import ScoresForm
 from retouch.types import Column, Sample, Scores
 
-_DID = ("success", "restraint")
-_LOOKS = ("naturalness", "cleanness")
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+_SEMANTIC = ("success", "restraint")
+_PERCEPTUAL = ("naturalness", "cleanness")
 _COLUMNS: Mapping[str, Column] = {name: Column(0.0, 10.0) for name in ("sc", "pq", "overall")}
 
 
-class VieScore(OfPanel):
-    """Columns, each 0 to 10: ``sc`` = min(success, restraint), ``pq`` = min(naturalness, cleanness), ``overall`` = sqrt(sc pq).
+class VieScore(JudgeReward):
+    """VIEScore (arXiv 2312.14867). Columns, each 0 to 10:
 
-    Of every repeat, and then the mean over them (VIEScore, arXiv 2312.14867). A task without a source picture is a prompt for a
-    picture, of which ``sc`` is the success alone.
+    ``sc`` = min(success, restraint), what was done; ``pq`` = min(naturalness, cleanness), how it looks; ``overall`` = sqrt(sc pq).
+    Each is taken of every answer, and then averaged. A task without a source image is a prompt for an image; its ``sc`` is the
+    success alone.
     """
 
-    columns = _COLUMNS
-    rubrics = ("vie-edit", "vie-prompt", "vie-picture")
+    kind: Literal["viescore"] = "viescore"
+
+    columns: ClassVar[Mapping[str, Column]] = _COLUMNS
+    rubrics: ClassVar[tuple[str, ...]] = ("vie-edit", "vie-prompt", "vie-picture")
+    questions: ClassVar[tuple[tuple[str, int], ...]] = (("vie-edit", 2), ("vie-picture", 1))
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column as (b,), float32; NaN where an answer is missing that the column needs."""
-        did = [_did(sample) for sample in samples]
-        verdicts = self.panel.judge([*did, *(_looks(sample, "vie-picture", 10) for sample in samples)])
-        sc = _least(verdicts[: len(samples)], _DID, self.panel.repeats)
-        pq = _least(verdicts[len(samples) :], _LOOKS, self.panel.repeats)
+        """Each column, (b,), float32; NaN where an answer is missing that the column needs."""
+        semantic = [_semantic_or_prompt(sample) for sample in samples]
+        verdicts = self.panel.judge([*semantic, *(_perceptual(sample, "vie-picture", 10) for sample in samples)])
+        sc = _least(verdicts[: len(samples)], _SEMANTIC, self.panel.repeats)
+        pq = _least(verdicts[len(samples) :], _PERCEPTUAL, self.panel.repeats)
         return _columns(sc, pq, (sc * pq).sqrt().mean(dim=1))
 
 
-class EditScore(OfPanel):
-    """The same columns from scores out of 25, divided by 2.5 (EditScore, arXiv 2509.23909), for judges that were tuned on it.
+class EditScore(JudgeReward):
+    """EditScore's version of VIEScore (arXiv 2509.23909), for judges that were tuned on it: the same columns, from scores out of
+    25."""
 
-    ``average``: "last" takes the mean of the repeats' overall scores, "first" the overall of the mean scores. ValueError: another.
-    """
+    kind: Literal["editscore"] = "editscore"
+    average: Literal["last", "first"] = "last"
+    """``last``: the mean of the answers' overall scores; ``first``: the overall score of their means."""
 
-    columns = _COLUMNS
-    rubrics = ("editscore-edit", "editscore-picture")
+    columns: ClassVar[Mapping[str, Column]] = _COLUMNS
+    rubrics: ClassVar[tuple[str, ...]] = ("editscore-edit", "editscore-picture")
+    questions: ClassVar[tuple[tuple[str, int], ...]] = (("editscore-edit", 2), ("editscore-picture", 1))
+    needs_source = True
 
-    def __init__(self, panel: Panel, *, average: Literal["last", "first"] = "last") -> None:
-        if average not in ("last", "first"):
-            raise ValueError(f'average {average!r}: "last" or "first"')
-        super().__init__(panel, settings=f"average {average}")
-        self.average = average
+    @property
+    def settings(self) -> str:
+        """How repeats are averaged."""
+        return f"average {self.average}"
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column as (b,), float32. ValueError: a task without a source picture."""
-        did = [_edit(sample, "editscore-edit", 25) for sample in samples]
-        verdicts = self.panel.judge([*did, *(_looks(sample, "editscore-picture", 25) for sample in samples)])
-        sc = _least(verdicts[: len(samples)], _DID, self.panel.repeats) / 2.5
-        pq = _least(verdicts[len(samples) :], _LOOKS, self.panel.repeats) / 2.5
+        """Each column, (b,), float32. ValueError: a task without a source image."""
+        semantic = [_semantic(sample, "editscore-edit", 25) for sample in samples]
+        verdicts = self.panel.judge([*semantic, *(_perceptual(sample, "editscore-picture", 25) for sample in samples)])
+        sc = _least(verdicts[: len(samples)], _SEMANTIC, self.panel.repeats) / 2.5
+        pq = _least(verdicts[len(samples) :], _PERCEPTUAL, self.panel.repeats) / 2.5
         overall = (sc * pq).sqrt().mean(dim=1) if self.average == "last" else (sc.mean(dim=1) * pq.mean(dim=1)).sqrt()
         return _columns(sc, pq, overall)
 
 
-def _did(sample: Sample) -> Prompt:
+def _semantic_or_prompt(sample: Sample) -> Prompt:
     if sample.task.images:
-        return _edit(sample, "vie-edit", 10)
+        return _semantic(sample, "vie-edit", 10)
     form = ScoresForm({"success": Scale(0, 10)})
-    return Prompt(rubric("vie-prompt"), picture_parts(sample, quoted("Prompt", sample.task.instruction)), form)
+    return Prompt(rubric("vie-prompt"), image_parts(sample, quoted("Prompt", sample.task.instruction)), form)
 
 
-def _edit(sample: Sample, text: str, top: int) -> Prompt:
-    form = ScoresForm({name: Scale(0, top) for name in _DID})
-    return Prompt(rubric(text), edit_parts(sample, quoted("Instruction", sample.task.instruction)), form)
+def _semantic(sample: Sample, name: str, top: int) -> Prompt:
+    form = ScoresForm({part: Scale(0, top) for part in _SEMANTIC})
+    return Prompt(rubric(name), edit_parts(sample, quoted("Instruction", sample.task.instruction)), form)
 
 
-def _looks(sample: Sample, text: str, top: int) -> Prompt:
-    return Prompt(rubric(text), picture_parts(sample), ScoresForm({name: Scale(0, top) for name in _LOOKS}))
+def _perceptual(sample: Sample, name: str, top: int) -> Prompt:
+    return Prompt(rubric(name), image_parts(sample), ScoresForm({part: Scale(0, top) for part in _PERCEPTUAL}))
 
 
 def _least(verdicts: Sequence[Verdict], names: Sequence[str], repeats: int) -> Float[Tensor, "b n"]:
     """The least of a verdict's scores, repeat by repeat; NaN where there is none."""
+    import torch
+
     rows = torch.full((len(verdicts), repeats), NAN, dtype=torch.float64)
     for row, verdict in enumerate(verdicts):
         given = [verdict.scores[name] for name in names if name in verdict.scores]

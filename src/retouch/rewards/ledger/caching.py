@@ -22,7 +22,7 @@ from retouch.rewards.ledger.answers import AnswerCache, JudgeCall, ReportsReques
 from retouch.rewards.ledger.database import encode_scores
 from retouch.rewards.ledger.hashing import ImageHasher, json_hash, sample_hash
 from retouch.rewards.ledger.single_flight import SingleFlight
-from retouch.rewards.vlm.asking import Answer, Asker, Question
+from retouch.rewards.vlm.questions import Answer, JudgeClient, Question
 from retouch.types import Column, Json, Sample, Scores
 
 _MAX_BATCHES = 256  # that wait at the same time, each on a thread
@@ -39,14 +39,15 @@ def with_cache(reward: Reward, cache: AnswerCache) -> Reward:
     Rewards that call nobody are returned as they are.
     """
     if isinstance(reward, _HasPanel) and isinstance(reward.panel, Panel):
-        reward.panel = reward.panel.through(lambda client: CachedJudgeClient(client, cache))
+        client = reward.panel.client
+        reward.panel.client = CachedJudgeClient(client.client if isinstance(client, CachedJudgeClient) else client, cache)
     return CachedReward(reward, cache) if isinstance(reward, ReportsRequestStats) else reward
 
 
 class CachedJudgeClient:
     """Asks ``client`` the questions that ``cache`` has no answer to. A cached answer has taken no attempt, time or tokens."""
 
-    def __init__(self, client: Asker, cache: AnswerCache) -> None:
+    def __init__(self, client: JudgeClient, cache: AnswerCache) -> None:
         self.client = client
         self.cache = cache
         self.identity = client.identity
@@ -161,7 +162,7 @@ def question_hash(question: Question, judge: str, hasher: ImageHasher) -> str:
     if not is_dataclass(question.form):
         return secrets.token_hex(32)
     parts: list[Json] = [part if isinstance(part, str) else {"picture": hasher(part)} for part in question.parts]
-    form = f"{type(question.form).__module__}.{question.form!r}"
+    form = getattr(question.form, "ledger_name", f"{type(question.form).__module__}.{question.form!r}")
     return json_hash([judge, question.rubric, parts, form, question.temperature, question.seed])
 
 

@@ -1,61 +1,90 @@
-"""LAION's aesthetic predictor: a few linear layers on CLIP's picture vector, trained on ratings from 1 to 10."""
+"""LAION's aesthetic predictor: a few linear layers on CLIP's image embedding, trained on ratings from 1 to 10.
+
+Source: github.com/christophschuhmann/improved-aesthetic-predictor; a reward of DDPO (arXiv 2305.13301).
+"""
+
+from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
-from jaxtyping import Float
-from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
-
-from retouch.rewards.scorers.two_towers import TwoTowers
-from retouch.rewards.scorers.weights_folder import weights_digest
+from retouch.rewards.base import RewardSection
+from retouch.rewards.facts import Device, LoadedModel, PathText
+from retouch.rewards.scorers.weights import weights_digest
 from retouch.types import Column, Sample, Scores
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
-class AestheticReward:
-    """Column ``aesthetic``, 0 to 10: the head's rating, about 4 to 7 for pictures in use; outside the range it is cut.
+    import torch
+    from jaxtyping import Float
+    from torch import Tensor
 
-    ``path``: a CLIP model (openai/clip-vit-large-patch14 for the published heads). ``head``: its layers as a safetensors file with
-    ``layers.<n>.weight`` and ``layers.<n>.bias``, applied in the order of n with nothing between them (the published
-    sac+logos+ava1-l14-linearMSE is of this kind, and comes as a pickle: convert it where you trust it).
-    A sample without a picture is the policy's own fault: 0. ValueError: no such weights, or layers that do not fit together.
-    """
+    from retouch.rewards.scorers.dual_encoder import DualEncoder
 
-    columns: Mapping[str, Column] = {"aesthetic": Column(0.0, 10.0)}
 
-    def __init__(
-        self, head: str | Path, *, path: str | Path = "openai/clip-vit-large-patch14", device: torch.device | str = "cpu"
-    ) -> None:
-        self._head = head
-        self._layers = _layers(Path(head))
-        self._towers = TwoTowers(path, device=device)
-        width = self._towers.model.config.projection_dim
-        takes = self._layers[0][0].shape[1]
-        if takes != width:
-            raise ValueError(
-                f"the head takes vectors of {takes} numbers, and {path} makes {width}; take the CLIP that it was made for"
-            )
+class AestheticReward(RewardSection):
+    """LAION's aesthetic predictor. Column ``aesthetic``, 0 to 10: the head's rating, clamped; about 4 to 7 for images in use."""
+
+    kind: Literal["aesthetic"] = "aesthetic"
+    head: PathText
+    """The predictor's layers, a safetensors file: ``layers.<n>.weight`` and ``layers.<n>.bias``, applied in the order of n with
+    nothing between them. The published sac+logos+ava1-l14-linearMSE is a pickle: convert it where you trust it."""
+    path: PathText = "openai/clip-vit-large-patch14"
+    """The CLIP that the head was made for: a folder, or its id in the Hugging Face cache."""
+    device: Device = None
+    """Where the model runs; null takes the run's device."""
+
+    columns: ClassVar[Mapping[str, Column]] = {"aesthetic": Column(0.0, 10.0)}
+    shorthand = "head"
+
+    def load(self, device: torch.device | str) -> _AestheticModel:
+        """The CLIP and the head. ValueError: no such weights, or layers that do not fit together."""
+        from retouch.rewards.scorers.dual_encoder import DualEncoder
+
+        layers = _layers(Path(self.head))
+        return _AestheticModel(DualEncoder(self.path, device=device), layers, head=self.head)
 
     @property
     def fingerprint(self) -> str:
         """The weights of the model and of the head."""
-        return f"{self._towers.fingerprint}, head {weights_digest(self._head)}"
+        return f"{self.model.encoder.fingerprint}, head {weights_digest(self.head)}"
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """The column as (b,), float32."""
+        """The column, (b,), float32. A sample without an image scores 0."""
+        import torch
+
         scores = torch.zeros(len(samples))
         drawn = [row for row, sample in enumerate(samples) if sample.image is not None]
         if drawn:
-            x = self._towers.images([image for sample in samples if (image := sample.image) is not None])
-            for weight, bias in self._layers:
+            x = self.model.encoder.images([image for sample in samples if (image := sample.image) is not None])
+            for weight, bias in self.model.layers:
                 x = x @ weight.T + bias
             scores[drawn] = x[:, 0].clamp(0, 10)
         return {"aesthetic": scores}
 
+    def loaded_models(self) -> Iterator[LoadedModel]:
+        """The CLIP."""
+        yield LoadedModel(self.path, "float32", self.device)
+
+
+class _AestheticModel:
+    """A CLIP and the layers of a head. ValueError: the head is for another width."""
+
+    def __init__(self, encoder: DualEncoder, layers: Sequence[tuple[Tensor, Tensor]], *, head: str) -> None:
+        width, takes = encoder.model.config.projection_dim, layers[0][0].shape[1]
+        if takes != width:
+            raise ValueError(
+                f"the head {head} takes vectors of {takes} numbers, and the CLIP makes {width}; take the CLIP that it was made for"
+            )
+        self.encoder, self.layers = encoder, layers
+
 
 def _layers(path: Path) -> list[tuple[Float[Tensor, "o i"], Float[Tensor, " o"]]]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError):

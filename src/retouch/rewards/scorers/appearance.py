@@ -1,35 +1,36 @@
-"""What pictures look like as numbers that no judge has to give: brightness, saturation, fine detail, and what the mask protects.
+"""What images look like, as numbers that need no judge: brightness, saturation, fine detail, and what the mask protects.
 
 A policy that games its judge often shows it here first: everything glows, is oversaturated, or carries a pattern of single pixels.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import torch
-from jaxtyping import Float
 from PIL import Image
-from torch import Tensor
 
-from retouch.rewards.scorers.pixels import to_tensor
+from retouch.rewards.base import RewardSection
+from retouch.rewards.scorers.pixels import LUMA, to_tensor
 from retouch.types import Column, Sample, Scores, Task
 
-LUMA = torch.tensor((0.299, 0.587, 0.114), dtype=torch.float64)  # ITU-R BT.601
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
 
 
-class AppearanceReward:
-    """Columns, each 0 to 1; to watch rather than to train on:
+class AppearanceReward(RewardSection):
+    """Brightness, saturation, fine detail, and what the mask protects: columns to watch rather than to train on, each 0 to 1.
 
-    - ``brightness``: mean luminance.
-    - ``saturation``: mean of (max - min) / max over red, green and blue, 0 for black.
-    - ``detail``: the root mean square of the luminance's part above half the finest frequency along either axis. About 0.01 to
-      0.06 for photographs; noise of standard deviation s has 0.87 s.
-    - ``preservation``: 1 - the mean absolute difference to the source, weighed by what ``task.mask`` leaves alone (white is where
-      to change). A diagnostic: NaN for a task without source or mask, or whose mask leaves nothing alone.
-
-    A sample without a picture is the policy's own fault: 0.
+    ``brightness``: mean luminance. ``saturation``: mean of (max - min) / max over red, green and blue, 0 for black. ``detail``: the
+    root mean square of the luminance's frequencies above half the finest one along either axis; about 0.01 to 0.06 for photographs,
+    and 0.87 s for noise of standard deviation s. ``preservation``, a diagnostic: 1 - the mean absolute difference to the source,
+    weighted by what ``task.mask`` leaves alone (white is where to change); NaN without a source or a mask that leaves something.
     """
 
-    columns: Mapping[str, Column] = {
+    kind: Literal["appearance"] = "appearance"
+
+    columns: ClassVar[Mapping[str, Column]] = {
         "brightness": Column(0.0, 1.0),
         "saturation": Column(0.0, 1.0),
         "detail": Column(0.0, 1.0),
@@ -37,12 +38,15 @@ class AppearanceReward:
     }
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column as (b,), float32."""
+        """Each column, (b,), float32. A sample without an image scores 0."""
+        import torch
+
+        luma = torch.tensor(LUMA, dtype=torch.float64)
         table = torch.zeros(len(samples), len(self.columns), dtype=torch.float64)
         for row, sample in enumerate(samples):
             if sample.image is not None:
                 pixels = to_tensor(sample.image)
-                luminance = pixels @ LUMA
+                luminance = pixels @ luma
                 kept = _preservation(sample.task, sample.image)
                 table[row] = torch.stack([luminance.mean(), _saturation(pixels), _detail(luminance), kept])
         return {name: column.float().clamp(0, 1) for name, column in zip(self.columns, table.unbind(dim=1), strict=True)}
@@ -54,7 +58,9 @@ def _saturation(pixels: Float[Tensor, "h w 3"]) -> Float[Tensor, ""]:
 
 
 def _detail(luminance: Float[Tensor, "h w"]) -> Float[Tensor, ""]:
-    """By Parseval's theorem: sqrt of the sum of |F|^2 over the frequencies in question, over the number of pixels."""
+    """By Parseval's theorem: sqrt of the sum of |F|^2 over the fine frequencies, over the number of pixels."""
+    import torch
+
     spectrum = torch.fft.fft2(luminance)
     down, across = (torch.fft.fftfreq(length, dtype=torch.float64).abs() > 0.25 for length in luminance.shape)
     fine = down[:, None] | across[None, :]
@@ -62,11 +68,13 @@ def _detail(luminance: Float[Tensor, "h w"]) -> Float[Tensor, ""]:
 
 
 def _preservation(task: Task, image: Image.Image) -> Float[Tensor, ""]:
+    import torch
+
     missing = torch.tensor(float("nan"), dtype=torch.float64)
     if task.mask is None or not task.images:
         return missing
     source = task.images[0].convert("RGB")
     mask = task.mask.convert("L").resize(image.size, Image.Resampling.BOX)
-    apart = (to_tensor(image) - to_tensor(source.resize(image.size, Image.Resampling.LANCZOS))).abs().mean(dim=2)
+    difference = (to_tensor(image) - to_tensor(source.resize(image.size, Image.Resampling.LANCZOS))).abs().mean(dim=2)
     weight = 1 - to_tensor(mask)[:, :, 0]
-    return 1 - (weight * apart).sum() / weight.sum() if weight.sum() > 0 else missing
+    return 1 - (weight * difference).sum() / weight.sum() if weight.sum() > 0 else missing

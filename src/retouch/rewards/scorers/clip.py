@@ -1,43 +1,136 @@
-"""How far a picture shows what the task's own words say (system C): the similarity of CLIP or SigLIP to the original prompt."""
+"""How well an image matches the task's instruction, by the cosine of CLIP's two embeddings; and two CLIPs tuned on preferences.
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+All read ``task.instruction``, never what a writer made of it. A sample without an image gets the worst score of each column.
+"""
 
-import torch
+from __future__ import annotations
 
-from retouch.rewards.scorers.two_towers import TwoTowers
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from retouch.rewards.base import RewardSection
+from retouch.rewards.facts import Device, LoadedModel, PathText
 from retouch.types import Column, Sample, Scores
 
+if TYPE_CHECKING:
+    import torch
 
-class ClipReward:
-    """Columns of the cosine between ``task.instruction`` (never what a writer made of it) and the picture:
+    from retouch.rewards.scorers.dual_encoder import DualEncoder
 
-    - ``cosine``, -1 to 1, as it is: about 0.15 to 0.35 for ViT-B/32. The policy's own fault is -1, far below all that is drawn.
-    - ``clip_score``, 0 to 2.5: 2.5 max(cosine, 0) (CLIPScore, arXiv 2104.08718).
-    - ``similarity``, 0 to 1: max(cosine, 0), for sums with other scores of that range.
-    - ``truncated``, a diagnostic: 1 where the prompt is longer than the model reads (77 tokens of CLIP), so that its end counts
-      for nothing.
 
-    ``path``: a folder or a Hugging Face id whose weights are on this machine. ValueError: they are not.
+class ClipReward(RewardSection):
+    """The cosine between instruction and image, by CLIP or SigLIP (the reward of system C).
+
+    ``cosine``, -1 to 1: as it is, about 0.15 to 0.35 for ViT-B/32. ``clip_score``, 0 to 2.5: 2.5 max(cosine, 0) (CLIPScore, arXiv
+    2104.08718). ``similarity``, 0 to 1: max(cosine, 0), for sums with other scores of that range. ``truncated``, a diagnostic: 1
+    where the instruction is longer than the model reads (77 tokens for CLIP), so that its end counts for nothing.
     """
 
-    columns: Mapping[str, Column] = {
+    kind: Literal["clip"] = "clip"
+    path: PathText = "openai/clip-vit-base-patch32"
+    """Folder of the weights, or their id in the Hugging Face cache; nothing is downloaded."""
+    device: Device = None
+    """Where the model runs; null takes the run's device."""
+
+    columns: ClassVar[Mapping[str, Column]] = {
         "cosine": Column(-1.0, 1.0),
         "clip_score": Column(0.0, 2.5),
         "similarity": Column(0.0, 1.0),
         "truncated": Column(0.0, 1.0, diagnostic=True),
     }
+    shorthand = "path"
 
-    def __init__(self, path: str | Path = "openai/clip-vit-base-patch32", *, device: torch.device | str = "cpu") -> None:
-        self._towers = TwoTowers(path, device=device)
+    def load(self, device: torch.device | str) -> DualEncoder:
+        """The model. ValueError: its weights are not on this machine, or are of another kind of model."""
+        return _encoder(self.path, device)
 
     @property
     def fingerprint(self) -> str:
         """The model's weights."""
-        return self._towers.fingerprint
+        return str(self.model.fingerprint)
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column as (b,), float32. A sample without a picture is the policy's own fault: the column's minimum."""
-        cosine, truncated = self._towers.of_samples(samples)
+        """Each column, (b,), float32."""
+        cosine, truncated = self.model.score_samples(samples)
         similarity = cosine.clamp(min=0)
         return {"cosine": cosine, "clip_score": 2.5 * similarity, "similarity": similarity, "truncated": truncated}
+
+    def loaded_models(self) -> Iterator[LoadedModel]:
+        """The model."""
+        yield LoadedModel(self.path, "float32", self.device)
+
+
+class PickScoreReward(RewardSection):
+    """PickScore (arXiv 2305.01569): which image people would pick, by a CLIP ViT-H/14 that was tuned on their choices.
+
+    Column ``pickscore``, 0 to 100: the model's scale (at most 100) times max(cosine, 0); about 18 to 24 for images in use.
+    """
+
+    kind: Literal["pickscore"] = "pickscore"
+    path: PathText = "yuvalkirstain/PickScore_v1"
+    """Folder of the weights, with tokenizer and image processor of laion/CLIP-ViT-H-14-laion2B-s32B-b79K, or their id in the
+    Hugging Face cache."""
+    device: Device = None
+    """Where the model runs; null takes the run's device."""
+
+    columns: ClassVar[Mapping[str, Column]] = {"pickscore": Column(0.0, 100.0)}
+    shorthand = "path"
+
+    def load(self, device: torch.device | str) -> DualEncoder:
+        """The model. ValueError: no weights, or a scale above 100, which is not PickScore's."""
+        encoder = _encoder(self.path, device)
+        if encoder.scale > 100.01:
+            raise ValueError(f"{self.path} scales cosines by {encoder.scale:.1f}, PickScore by at most 100; it is another model")
+        return encoder
+
+    @property
+    def fingerprint(self) -> str:
+        """The model's weights."""
+        return str(self.model.fingerprint)
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """The column, (b,), float32."""
+        cosine, _ = self.model.score_samples(samples)
+        return {"pickscore": (self.model.scale * cosine).clamp(0, 100)}
+
+    def loaded_models(self) -> Iterator[LoadedModel]:
+        """The model."""
+        yield LoadedModel(self.path, "float32", self.device)
+
+
+class HpsReward(RewardSection):
+    """HPSv2 (arXiv 2306.09341): which image people prefer, by a CLIP ViT-H/14 that was tuned on their choices.
+
+    Column ``hps``, 0 to 1: max(cosine, 0); about 0.2 to 0.35 for images in use.
+    """
+
+    kind: Literal["hps"] = "hps"
+    path: PathText
+    """Folder of the weights of HPSv2 or HPSv2.1 as a transformers CLIP in safetensors, with tokenizer and image processor. They are
+    published for open_clip as pickles: convert them where you trust them (adams-story/HPSv2-hf is a conversion of HPSv2, itself to
+    be saved again as safetensors)."""
+    device: Device = None
+    """Where the model runs; null takes the run's device."""
+
+    columns: ClassVar[Mapping[str, Column]] = {"hps": Column(0.0, 1.0)}
+    shorthand = "path"
+
+    def load(self, device: torch.device | str) -> DualEncoder:
+        """The model. ValueError: no weights."""
+        return _encoder(self.path, device)
+
+    @property
+    def fingerprint(self) -> str:
+        """The model's weights."""
+        return str(self.model.fingerprint)
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """The column, (b,), float32."""
+        cosine, _ = self.model.score_samples(samples)
+        return {"hps": cosine.clamp(0, 1)}
+
+
+def _encoder(path: str, device: torch.device | str) -> DualEncoder:
+    from retouch.rewards.scorers.dual_encoder import DualEncoder
+
+    return DualEncoder(path, device=device)

@@ -1,30 +1,35 @@
-"""How little space a picture takes as a JPEG: DDPO's reward (arXiv 2305.13301), which anyone can verify."""
+"""How small an image is as a JPEG: the compressibility reward of DDPO (arXiv 2305.13301), which anyone can verify."""
+
+from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar, Literal
 
-import torch
 from PIL.Image import Image
+from pydantic import Field
 
+from retouch.rewards.base import RewardSection
 from retouch.types import Column, Sample, Scores
 
 
-class CompressibilityReward:
-    """Column ``compressibility``, 0 to 1: 1 - bytes as a JPEG / bytes as pixels (3 each), and 0 where the JPEG is the larger.
+class CompressibilityReward(RewardSection):
+    """How small the image is as a JPEG (DDPO, arXiv 2305.13301).
 
-    ``quality``: the JPEG's, 1 to 95. For pictures that are hard to compress give the column a negative weight. A sample without a
-    picture is the policy's own fault: 0. ValueError: a quality out of range.
+    Column ``compressibility``, 0 to 1: 1 - bytes as a JPEG / bytes as pixels (3 each), and 0 where the JPEG is the larger. To train
+    for images that are hard to compress, give the column a negative weight.
     """
 
-    columns: Mapping[str, Column] = {"compressibility": Column(0.0, 1.0)}
+    kind: Literal["compressibility"] = "compressibility"
+    quality: Annotated[int, Field(ge=1, le=95)] = 95
+    """The JPEG's quality."""
 
-    def __init__(self, *, quality: int = 95) -> None:
-        if not 1 <= quality <= 95:
-            raise ValueError(f"quality {quality}: a JPEG's is 1 to 95")
-        self.quality = quality
+    columns: ClassVar[Mapping[str, Column]] = {"compressibility": Column(0.0, 1.0)}
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """The column as (b,), float32."""
+        """The column, (b,), float32. A sample without an image scores 0."""
+        import torch
+
         return {"compressibility": torch.tensor([0.0 if sample.image is None else self._saved(sample.image) for sample in samples])}
 
     def _saved(self, image: Image) -> float:

@@ -1,4 +1,4 @@
-"""Objects found in pictures by name, with open-vocabulary detectors of transformers: OWL-ViT, OWLv2, Grounding DINO."""
+"""Objects found in images by name, with open-vocabulary detectors of transformers: OWL-ViT, OWLv2, Grounding DINO."""
 
 import json
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from transformers import (
     OwlViTImageProcessorPil,
 )
 
-from retouch.rewards.scorers.weights_folder import weights_folder
+from retouch.rewards.scorers.weights import weights_folder
 
 Box = tuple[float, float, float, float]
 _OWL: dict[str, Any] = {"owlvit": OwlViTForObjectDetection, "owlv2": Owlv2ForObjectDetection}
@@ -28,7 +28,7 @@ _OWL: dict[str, Any] = {"owlvit": OwlViTForObjectDetection, "owlv2": Owlv2ForObj
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An object: what it is, the detector's confidence (0 to 1), and its box (left, top, right, bottom) in pixels."""
+    """An object: its name, the detector's confidence (0 to 1), and its box (left, top, right, bottom) in pixels."""
 
     name: str
     confidence: float
@@ -39,7 +39,7 @@ class Detector(Protocol):
     """Finds objects by name."""
 
     def __call__(self, image: Image.Image, names: Sequence[str]) -> list[Found]:
-        """Every candidate, each under the name that fits it best, the most confident first; not thinned out."""
+        """Every candidate, each under the name that fits it best, the most confident first, overlapping ones included."""
         ...
 
 
@@ -55,7 +55,7 @@ def load_detector(path: str | Path, *, device: torch.device | str = "cpu") -> De
 
 
 class _Owl:
-    """OWL-ViT and OWLv2: each name is a query "a photo of a ...". OWLv2 sees the picture padded to a square on its right or below.
+    """OWL-ViT and OWLv2: each name is a query "a photo of a ...". OWLv2 sees the image padded to a square on its right or below.
 
     OWLv2's own processor smooths with SciPy before it shrinks; here Pillow's bilinear filter does, so pixels differ by a little.
     """
@@ -68,20 +68,20 @@ class _Owl:
 
     @torch.no_grad()
     def __call__(self, image: Image.Image, names: Sequence[str]) -> list[Found]:
-        picture = image.convert("RGB")
+        seen = image.convert("RGB")
         if self._square:
-            side = max(picture.size)
+            side = max(seen.size)
             padded = Image.new("RGB", (side, side))
-            padded.paste(picture)
-            picture = padded
+            padded.paste(seen)
+            seen = padded
         longest = self.model.config.text_config.max_position_embeddings
         queries = [f"a photo of a {name}" for name in names]
         tokens = self.tokenizer(queries, padding="max_length", truncation=True, max_length=longest, return_tensors="pt")
-        pixels = self.processor(images=[picture], input_data_format="channels_last", return_tensors="pt")["pixel_values"]
+        pixels = self.processor(images=[seen], input_data_format="channels_last", return_tensors="pt")["pixel_values"]
         device = self.model.device
         fields = {name: tokens[name].to(device) for name in ("input_ids", "attention_mask")}
         given = self.model(pixel_values=pixels.to(device), **fields)
-        return _named(given.logits[0], given.pred_boxes[0], names, size=picture.size)
+        return _named(given.logits[0], given.pred_boxes[0], names, size=seen.size)
 
 
 class _GroundingDino:
@@ -108,9 +108,9 @@ class _GroundingDino:
         return _named(logits, given.pred_boxes[0], names, size=image.size)
 
 
-def thinned(found: Sequence[Found], *, above: float, overlap: float = 0.5, most: int = 16) -> list[Found]:
-    """Of each name at most ``most`` objects of a confidence above ``above``, without those that overlap a surer one of theirs by
-    more than ``overlap`` (intersection over union)."""
+def suppress_overlaps(found: Sequence[Found], *, above: float, overlap: float = 0.5, most: int = 16) -> list[Found]:
+    """Non-maximum suppression: of each name at most ``most`` objects of a confidence above ``above``, without those that overlap a
+    more confident one of the same name by more than ``overlap`` (intersection over union)."""
     kept: dict[str, list[Found]] = {}
     for one in sorted(found, key=lambda one: -one.confidence):
         same = kept.setdefault(one.name, [])

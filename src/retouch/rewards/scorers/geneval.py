@@ -1,4 +1,4 @@
-"""GenEval's object checks (arXiv 2310.11513): are the things there that a prompt asks for, so many, in such colours, placed so?
+"""GenEval's object checks (arXiv 2310.11513): are the requested objects there, as many, in the right colours and places?
 
 A task brings its requirements in ``meta``, in GenEval's own form::
 
@@ -7,26 +7,95 @@ A task brings its requirements in ``meta``, in GenEval's own form::
      "exclude": [{"class": "cat", "count": 1}]}
 """
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Protocol
+from __future__ import annotations
 
-import torch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+
 from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from retouch.rewards.scorers.detectors import Box, Detector, Found, load_detector, thinned
-from retouch.rewards.scorers.two_towers import TwoTowers
-from retouch.rewards.scorers.weights_folder import weights_digest, weights_folder
+from retouch.config.section import Share
+from retouch.rewards.base import RewardSection
+from retouch.rewards.facts import Device, PathText
+from retouch.rewards.scorers.weights import weights_digest, weights_folder
 from retouch.types import Column, Sample, Scores, Task
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from retouch.rewards.scorers.detectors import Box, Detector, Found
+
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
+DIRECTIONS = ("left of", "right of", "above", "below")
 _NEAR = 0.1  # of both sizes together: an offset up to this is no direction
 
 
+class GenEvalReward(RewardSection):
+    """GenEval's checks of objects, counts, colours and positions (arXiv 2310.11513), by an open-vocabulary detector.
+
+    Columns, each 0 to 1: ``correct``, 1 where all requirements hold, as GenEval has it; ``met``, the share of them that hold.
+    """
+
+    kind: Literal["geneval"] = "geneval"
+    detector: PathText = "google/owlv2-base-patch16-ensemble"
+    """Folder of an OWL-ViT, OWLv2 or Grounding DINO, or its id in the Hugging Face cache."""
+    clip: PathText | None = None
+    """The CLIP that names colours; null is for tasks that require none."""
+    threshold: Share = 0.3
+    """Confidence above which an object counts. GenEval's own detector, of COCO's 80 classes, takes 0.3."""
+    counting_threshold: Share = 0.4
+    """The same in tasks of the tag "counting". GenEval's own detector takes 0.9; an open-vocabulary one is less sure."""
+    device: Device = None
+    """Where the models run; null takes the run's device."""
+
+    columns: ClassVar[Mapping[str, Column]] = {"correct": Column(0.0, 1.0), "met": Column(0.0, 1.0)}
+    shorthand = "detector"
+
+    def load(self, device: torch.device | str) -> GenEvalModels:
+        """The detector, and the CLIP where there is one. ValueError: no weights."""
+        from retouch.rewards.scorers.detectors import load_detector
+
+        colours = None if self.clip is None else ClipColours(self.clip, device=device)
+        return GenEvalModels(load_detector(self.detector, device=device), colours)
+
+    @property
+    def fingerprint(self) -> str:
+        """The detector's weights, the thresholds, and what names colours."""
+        named = self.model.colours
+        colours = named.fingerprint if isinstance(named, ClipColours) else "no colours"
+        weights = weights_digest(weights_folder(self.detector))
+        return f"detector {weights}, above {self.threshold:g}, counting {self.counting_threshold:g}; {colours}"
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """Each column, (b,), float32. A sample without an image scores 0.
+
+        ValueError: a task without requirements or with some that are not GenEval's, or one with colours and no CLIP to name them.
+        """
+        import torch
+
+        from retouch.rewards.scorers.detectors import suppress_overlaps
+
+        scores = {name: torch.zeros(len(samples)) for name in self.columns}
+        for row, sample in enumerate(samples):
+            wanted = requirements(sample.task)
+            if self.model.colours is None and any(one.color for one in wanted.include):
+                raise ValueError(f"task {sample.task.id!r} requires a colour, which a CLIP names; give `clip`, its folder or id")
+            if sample.image is not None:
+                above = self.counting_threshold if wanted.tag == "counting" else self.threshold
+                found = suppress_overlaps(self.model.detector(sample.image, wanted.names), above=above)
+                held = met(wanted, found, sample.image, self.model.colours)
+                scores["correct"][row] = float(all(held))
+                scores["met"][row] = sum(held) / len(held)
+        return scores
+
+
 class Wanted(BaseModel):
-    """One thing that must be there: at least ``count`` of it, of ``color``, each ``position[0]`` every object that satisfies
-    requirement number ``position[1]``."""
+    """An object that must be there: at least ``count`` of it, of ``color``, each ``position[0]`` (DIRECTIONS) of every object that
+    meets requirement number ``position[1]``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -37,7 +106,7 @@ class Wanted(BaseModel):
 
 
 class Unwanted(BaseModel):
-    """One thing of which there must be fewer than ``count``."""
+    """An object of which there must be fewer than ``count``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -46,7 +115,7 @@ class Unwanted(BaseModel):
 
 
 class Requirements(BaseModel):
-    """What a picture must show."""
+    """What an image must show."""
 
     tag: str = ""
     include: tuple[Wanted, ...] = ()
@@ -54,90 +123,51 @@ class Requirements(BaseModel):
 
     @property
     def names(self) -> list[str]:
-        """Everything to look for, each once."""
+        """Every object to look for, each once."""
         return list(dict.fromkeys(one.name for one in (*self.include, *self.exclude)))
 
 
 class ColourNamer(Protocol):
-    """Says which of ``COLOURS`` a thing has."""
+    """Says which of ``COLOURS`` an object has."""
 
     def __call__(self, image: Image.Image, boxes: Sequence[Box], name: str) -> list[str]: ...
 
 
 class ClipColours:
-    """The likeliest of ``COLOURS`` by a CLIP, of the picture cut to each box. GenEval also greys out what is not the object, for
+    """The likeliest of ``COLOURS`` by a CLIP, for the image cropped to each box. GenEval also greys out what is not the object, for
     which a detector of boxes has no mask."""
 
     def __init__(self, path: str | Path = "openai/clip-vit-large-patch14", *, device: torch.device | str = "cpu") -> None:
-        self._towers = TwoTowers(path, device=device)
+        from retouch.rewards.scorers.dual_encoder import DualEncoder
+
+        self._encoder = DualEncoder(path, device=device)
 
     @property
     def fingerprint(self) -> str:
         """The model's weights."""
-        return self._towers.fingerprint
+        return self._encoder.fingerprint
 
     def __call__(self, image: Image.Image, boxes: Sequence[Box], name: str) -> list[str]:
         """A colour for each box."""
+        import torch
+
         prompts = (f"a photo of a {{}} {name}", f"a photo of a {{}}-colored {name}", "a photo of a {} object")
-        texts = self._towers.texts([prompt.format(colour) for colour in COLOURS for prompt in prompts]).vectors
+        texts = self._encoder.texts([prompt.format(colour) for colour in COLOURS for prompt in prompts]).vectors
         colours = torch.nn.functional.normalize(texts.view(len(COLOURS), len(prompts), -1).mean(dim=1), dim=1)
-        pictures = self._towers.images([_cut(image, box) for box in boxes])
-        return [COLOURS[place] for place in (pictures @ colours.T).argmax(dim=1).tolist()]
+        images = self._encoder.images([_crop(image, box) for box in boxes])
+        return [COLOURS[place] for place in (images @ colours.T).argmax(dim=1).tolist()]
 
 
-class GenEvalReward:
-    """Columns, each 0 to 1: ``correct``, 1 where all requirements are met, as GenEval has it; ``met``, the share of them that are.
+@dataclass(frozen=True, slots=True)
+class GenEvalModels:
+    """What finds objects, and what names their colours."""
 
-    ``detector``: OWL-ViT, OWLv2 or Grounding DINO. Objects count above a confidence of ``threshold``, or, in tasks of the tag
-    "counting", of ``counting_threshold``; GenEval's detector of COCO's 80 classes takes 0.3 and 0.9, an open-vocabulary one is less
-    sure.
-    ``clip``: names colours; needed where a task asks for one.
-    A sample without a picture is the policy's own fault: 0. ValueError: no weights, or a task without requirements, or with some
-    that are not GenEval's.
-    """
-
-    columns: Mapping[str, Column] = {"correct": Column(0.0, 1.0), "met": Column(0.0, 1.0)}
-
-    def __init__(
-        self,
-        detector: str | Path = "google/owlv2-base-patch16-ensemble",
-        *,
-        clip: str | Path | None = None,
-        threshold: float = 0.3,
-        counting_threshold: float = 0.4,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        if not (0 <= threshold <= 1 and 0 <= counting_threshold <= 1):
-            raise ValueError(f"thresholds {threshold} and {counting_threshold}: a confidence is 0 to 1")
-        self.detector: Detector = load_detector(detector, device=device)
-        self.colours: ColourNamer | None = None if clip is None else ClipColours(clip, device=device)
-        self.threshold, self.counting_threshold = threshold, counting_threshold
-        self._weights = weights_digest(weights_folder(detector))
-
-    @property
-    def fingerprint(self) -> str:
-        """The detector's weights, when its objects count, and who names their colours."""
-        colours = self.colours.fingerprint if isinstance(self.colours, ClipColours) else "no colours"
-        return f"detector {self._weights}, above {self.threshold:g}, counting {self.counting_threshold:g}; {colours}"
-
-    def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column as (b,), float32."""
-        scores = {name: torch.zeros(len(samples)) for name in self.columns}
-        for row, sample in enumerate(samples):
-            wanted = requirements(sample.task)
-            if self.colours is None and any(one.color for one in wanted.include):
-                raise ValueError(f"task {sample.task.id!r} asks for a colour, which a CLIP names; give `clip`, its folder or id")
-            if sample.image is not None:
-                above = self.counting_threshold if wanted.tag == "counting" else self.threshold
-                found = thinned(self.detector(sample.image, wanted.names), above=above)
-                held = met(wanted, found, sample.image, self.colours)
-                scores["correct"][row] = float(all(held))
-                scores["met"][row] = sum(held) / len(held)
-        return scores
+    detector: Detector
+    colours: ColourNamer | None
 
 
 def requirements(task: Task) -> Requirements:
-    """What the task's ``meta`` asks for. ValueError where that is nothing, or not in GenEval's form."""
+    """What the task's ``meta`` requires. ValueError where that is nothing, or not in GenEval's form."""
     given = {key: task.meta[key] for key in ("tag", "include", "exclude") if task.meta.get(key) is not None}
     try:
         read = Requirements.model_validate(given)
@@ -149,10 +179,10 @@ def requirements(task: Task) -> Requirements:
         raise ValueError(f'task {task.id!r} has no requirements: give meta["include"] or meta["exclude"], as GenEval does')
     for number, one in enumerate(read.include):
         if one.color is not None and one.color not in COLOURS:
-            raise ValueError(f"task {task.id!r} asks for the colour {one.color!r}; GenEval's are {', '.join(COLOURS)}")
+            raise ValueError(f"task {task.id!r} requires the colour {one.color!r}; GenEval's are {', '.join(COLOURS)}")
         if one.position is not None and (one.position[0] not in DIRECTIONS or not 0 <= one.position[1] < number):
             raise ValueError(
-                f"task {task.id!r} asks for the position {list(one.position)}; give one of {', '.join(DIRECTIONS)} and the number "
+                f"task {task.id!r} requires the position {list(one.position)}; give one of {', '.join(DIRECTIONS)} and the number "
                 "of an earlier requirement"
             )
     return read
@@ -160,7 +190,7 @@ def requirements(task: Task) -> Requirements:
 
 def met(wanted: Requirements, found: Sequence[Found], image: Image.Image, colours: ColourNamer | None) -> list[bool]:
     """Whether each requirement holds: those to include, in order, then those to exclude. Of the objects of a name only as many as
-    are asked for are looked at, the surest first."""
+    are required are looked at, the most confident first."""
     groups: list[list[Found] | None] = []
     for one in wanted.include:
         objects = [other for other in found if other.name == one.name][: one.count]
@@ -177,11 +207,8 @@ def met(wanted: Requirements, found: Sequence[Found], image: Image.Image, colour
     return [*(group is not None for group in groups), *absent]
 
 
-DIRECTIONS = ("left of", "right of", "above", "below")
-
-
 def directions(a: Box, b: Box) -> set[str]:
-    """Where ``a`` lies as seen from ``b``: the offset of their centres, less a tenth of both sizes together along each axis, over
+    """The directions of ``a`` from ``b``: the offset of their centres, less a tenth of both sizes together along each axis, over
     the offset's length; a direction counts from a half on. Diagonally there can be two."""
     offset, reduced = [], []
     for axis in (0, 1):
@@ -194,12 +221,12 @@ def directions(a: Box, b: Box) -> set[str]:
     if max(map(abs, reduced)) < 1e-3:
         return set()
     x, y = (part / length for part in reduced)
-    told = {"left of": x < -0.5, "right of": x > 0.5, "above": y < -0.5, "below": y > 0.5}
-    return {direction for direction, holds in told.items() if holds}
+    held = {"left of": x < -0.5, "right of": x > 0.5, "above": y < -0.5, "below": y > 0.5}
+    return {direction for direction, holds in held.items() if holds}
 
 
-def _cut(image: Image.Image, box: Box) -> Image.Image:
-    """The picture within the box, at least one pixel of it."""
+def _crop(image: Image.Image, box: Box) -> Image.Image:
+    """The image within the box, at least one pixel of it."""
     left, top = (int(min(max(low, 0), limit - 1)) for low, limit in zip(box[:2], image.size, strict=True))
     right, bottom = (int(min(max(high, low + 1), limit)) for high, low, limit in zip(box[2:], (left, top), image.size, strict=True))
     return image.convert("RGB").crop((left, top, right, bottom))

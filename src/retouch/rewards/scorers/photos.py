@@ -1,73 +1,99 @@
-"""How much of a photograph is still there, and how near it came to a colour: a judge that needs nothing but the pictures.
+"""How much of a photograph is still there, and how close it came to a colour: a reward that needs nothing but the images.
 
-Pictures are (h, w, 3) in 0 to 1, in float64, one at a time, so that a score does not depend on what else is in the batch.
+Images are (h, w, 3) in 0 to 1, float64, scored one at a time, so that a score does not depend on the rest of the batch.
 """
 
-import math
+from __future__ import annotations
+
+import re
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
-import torch
-from jaxtyping import Float
 from PIL import Image
-from torch import Tensor
+from pydantic import Field
 
-from retouch.rewards.scorers.pixels import to_tensor
-from retouch.types import Column, Sample, Scores
+from retouch.config.section import NonNegative
+from retouch.rewards.base import RewardSection, source_image
+from retouch.rewards.scorers.pixels import LUMA, to_tensor
+from retouch.types import Column, Json, Sample, Scores
 
-LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+Byte: TypeAlias = Annotated[int, Field(ge=0, le=255)]
+Colour: TypeAlias = tuple[Byte, Byte, Byte]
+
 CONTRAST_FLOOR = 0.03  # an autoencoder's noise, about 4 of 255, is no structure
 FLOOR = 0.02
+_COLOURS: dict[str, Json] = {
+    "red": [255, 0, 0],
+    "green": [0, 255, 0],
+    "blue": [0, 0, 255],
+    "white": [255, 255, 255],
+    "black": [0, 0, 0],
+}
 
 
-class PhotosReward:
-    """``colour``: red, green and blue to come near to, 0 to 255. ``preserve``: the power of preservation in the reward, 0 or more.
+class PhotosReward(RewardSection):
+    """How much of the source is still there, times how close the image comes to a colour. Columns, each 0 to 1:
 
-    Columns, each 0 to 1:
-
-    - ``preservation``: 1 - sqrt(1 - max(r, 0)), where r = (mean n m + e) / sqrt((mean n^2 + e) (mean m^2 + e)), e = 0.02, is the
-      correlation of the luminance structure of the picture, n, with that of its source, m: sqrt(1 - r) is their RMS distance at
-      equal strength. Structure is luminance less its local mean, over its local standard deviation plus 0.03; local is a box of
-      about an eighth of the shorter side. Exactly 1 for an unchanged picture, little less after a change of all colours, near 0
-      for a flat or an unrelated picture in place of one with detail.
-    - ``colour``: 1 - d / d_max, with d the distance of the mean colour to ``colour`` and d_max that of the cube's farthest corner.
-    - ``reward``: preservation ** preserve * colour.
-
-    A source of another size is resized to the picture's (Lanczos). A sample without a picture is the policy's own fault: 0.
-    ValueError: a task without a source, or arguments out of range.
+    ``preservation``: 1 - sqrt(1 - max(r, 0)), where r = (mean n m + e) / sqrt((mean n^2 + e) (mean m^2 + e)), e = 0.02, is the
+    correlation of the luminance structure of the image, n, with that of its source, m: sqrt(1 - r) is their RMS distance at equal
+    strength. Structure is luminance less its local mean, over its local standard deviation plus 0.03; local is a box of about an
+    eighth of the shorter side. It is exactly 1 for an unchanged image, little less after a change of all colours, and near 0 for a
+    flat or an unrelated image. ``colour``: 1 - d / d_max, with d the distance of the mean colour to ``colour`` and d_max that of
+    the colour cube's farthest corner. ``reward``: preservation ** preserve * colour.
     """
 
-    columns: Mapping[str, Column] = {
+    kind: Literal["photos"] = "photos"
+    colour: Colour
+    """Red, green and blue to come close to, 0 to 255."""
+    preserve: NonNegative = 1.0
+    """Power to which the preservation is raised: 0 ignores the source, more keeps more of it."""
+
+    columns: ClassVar[Mapping[str, Column]] = {
         "preservation": Column(0.0, 1.0),
         "colour": Column(0.0, 1.0),
         "reward": Column(0.0, 1.0),
     }
-
-    def __init__(self, *, colour: Sequence[int], preserve: float = 1.0) -> None:
-        if len(colour) != 3 or not all(0 <= part <= 255 for part in colour):
-            raise ValueError(f"colour {list(colour)}: give red, green and blue, each 0 to 255")
-        if not 0 <= preserve < math.inf:
-            raise ValueError(f"preserve {preserve}: the power must be 0 or more, and finite")
-        self._colour = torch.tensor(colour, dtype=torch.float64) / 255
-        self._farthest = torch.maximum(self._colour, 1 - self._colour).norm()
-        self.preserve = preserve
+    shorthand = "colour"
+    needs_source = True
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column as (b,), float32."""
+        """Each column, (b,), float32. A sample without an image scores 0. A source of another size is resized to the image's.
+
+        ValueError: a task without a source.
+        """
+        import torch
+
         table = torch.zeros(len(samples), 2, dtype=torch.float64)
         for row, sample in enumerate(samples):
-            if not sample.task.images:
-                raise ValueError(f"task {sample.task.id!r} has no source picture, to which this reward compares")
+            source = source_image(sample.task)
             if sample.image is not None:
-                table[row, 0] = _preservation(sample.task.images[0], sample.image)
-                table[row, 1] = self._nearness(sample.image)
+                table[row, 0] = _preservation(source, sample.image)
+                table[row, 1] = self._closeness(sample.image)
         preservation, colour = table.unbind(dim=1)
         scores = {"preservation": preservation, "colour": colour, "reward": preservation**self.preserve * colour}
         return {name: column.float() for name, column in scores.items()}
 
-    def _nearness(self, image: Image.Image) -> Float[Tensor, ""]:
-        distance = (to_tensor(image).mean(dim=(0, 1)) - self._colour).norm()
-        nearness: Tensor = 1 - (distance / self._farthest).clamp(max=1)
-        return nearness
+    @classmethod
+    def from_word(cls, argument: str) -> Json:
+        """A colour by name or as ``#rrggbb``."""
+        if re.fullmatch(r"#[0-9a-fA-F]{6}", argument):
+            return list(bytes.fromhex(argument[1:]))
+        if argument not in _COLOURS:
+            raise ValueError(f"photos:{argument}: name a colour: {', '.join(_COLOURS)}, or #rrggbb")
+        return _COLOURS[argument]
+
+    def _closeness(self, image: Image.Image) -> Float[Tensor, ""]:
+        import torch
+
+        colour = torch.tensor(self.colour, dtype=torch.float64) / 255
+        farthest = torch.maximum(colour, 1 - colour).norm()
+        distance = (to_tensor(image).mean(dim=(0, 1)) - colour).norm()
+        closeness: Tensor = 1 - (distance / farthest).clamp(max=1)
+        return closeness
 
 
 def _preservation(source: Image.Image, image: Image.Image) -> Float[Tensor, ""]:
@@ -76,11 +102,13 @@ def _preservation(source: Image.Image, image: Image.Image) -> Float[Tensor, ""]:
     before, after = _structure(source), _structure(image)
     energy = (before.square().mean() + FLOOR) * (after.square().mean() + FLOOR)
     correlation = ((before * after).mean() + FLOOR) / energy.sqrt()
-    apart: Tensor = (1 - correlation).clamp(0, 1).sqrt()
-    return 1 - apart
+    distance: Tensor = (1 - correlation).clamp(0, 1).sqrt()
+    return 1 - distance
 
 
 def _structure(image: Image.Image) -> Float[Tensor, "h w"]:
+    import torch
+
     luminance = to_tensor(image) @ torch.tensor(LUMA, dtype=torch.float64)
     radius = max(1, min(luminance.shape) // 16)
     mean = _local_mean(luminance, radius)
@@ -89,7 +117,9 @@ def _structure(image: Image.Image) -> Float[Tensor, "h w"]:
 
 
 def _local_mean(values: Float[Tensor, "h w"], radius: int) -> Float[Tensor, "h w"]:
-    """The mean over the box of (2 radius + 1)^2 pixels around each one, as much of it as lies inside."""
+    """The mean over the box of (2 radius + 1)^2 pixels around each pixel, as much of it as lies inside the image."""
+    import torch
+
     for axis in (0, 1):
         length = values.shape[axis]
         place = torch.arange(length)

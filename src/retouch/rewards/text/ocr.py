@@ -1,66 +1,82 @@
-"""Whether the text that was asked for stands in the picture, and no other, as a reader of text reads it."""
+"""Whether the image shows the requested text and no other, by OCR."""
 
-from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias, get_args
+from __future__ import annotations
 
-import numpy as np
-import torch
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal, Self, TypeAlias
+
 from PIL.Image import Image, Resampling
 from PIL.Image import new as new_image
 from PIL.ImageDraw import Draw
+from pydantic import Field
 
+from retouch.config.section import Count
+from retouch.rewards.base import RewardSection
+from retouch.rewards.facts import RunFacts
 from retouch.rewards.identity import Fingerprinted
-from retouch.rewards.text.edit_distance import comparable, similarity
-from retouch.rewards.text.text_readers import Line, LineReader, RapidReader, TextReader
+from retouch.rewards.text.paddle_reader import PaddleOcr
+from retouch.rewards.text.readers import LineReader, RapidReader, TextLine, TextReader
 from retouch.types import Column, Sample, Scores, Task
+
+if TYPE_CHECKING:
+    import torch
 
 Where: TypeAlias = Literal["picture", "mask", "box"]
 
 
-class OcrReward:
-    """Columns, each 0 to 1:
+class OcrReward(RewardSection):
+    """Whether the image shows the requested text, ``task.text``, and no other.
 
-    - ``correctness``: 1 - edit distance / length of the longer, between ``task.text`` and everything that was read, in reading
-      order. Compared are characters, without regard to case, spaces and Unicode's compatible forms. So missing and superfluous
-      letters cost alike, and painting more text than was asked for does not pay.
-    - ``confidence``: the reader's mean confidence in the lines it found, a diagnostic (NaN where there are none): a clearly written
-      wrong word has a high one.
-
-    ``where``: all of the ``picture``; the lines of which at least half lies in the task's ``mask``; or the mask's bounding ``box``,
-    read as one line without looking for it, which costs a fraction. ``reader``: None takes RapidOCR on ``threads`` threads, with
-    ``line_width`` as in ``RapidReader``. ValueError: a task without a text to write, or the mask.
+    ``correctness``, 0 to 1: 1 - edit distance / length of the longer, between ``task.text`` and everything that was read, in
+    reading order. Case, spaces and Unicode's compatible forms do not count. Missing and superfluous letters cost alike, so painting
+    more text than was requested does not pay. ``confidence``, 0 to 1, a diagnostic: the reader's mean confidence in its lines (NaN
+    where there are none); a clearly written wrong word has a high one.
     """
 
-    columns: Mapping[str, Column] = {"correctness": Column(0.0, 1.0), "confidence": Column(0.0, 1.0, diagnostic=True)}
+    kind: Literal["ocr"] = "ocr"
+    reader: PaddleOcr | None = Field(default=None, exclude_if=lambda reader: reader is None)
+    """What reads; null is RapidOCR, whose models come with its package."""
+    where: Where = "picture"
+    """Where the text is read: ``picture``, in all of the image; ``mask``, the lines of which at least half is inside the task's
+    mask; ``box``, the mask's bounding box, read as one line, which costs a fraction."""
+    threads: Count = 1
+    """CPU threads of the reader."""
+    line_width: Count | None = Field(default=None, exclude_if=lambda width: width is None)
+    """Width in px to which RapidOCR pads lines, at 48 px of height, to read them: less is faster; null is its own, 320."""
 
-    def __init__(
-        self,
-        reader: TextReader | None = None,
-        *,
-        where: Where = "picture",
-        threads: int = 1,
-        line_width: int | None = None,
-    ) -> None:
-        if where not in get_args(Where):
-            raise ValueError(f"where is one of {', '.join(get_args(Where))}, not {where!r}")
-        if reader is not None and line_width is not None:
-            raise ValueError("line_width is RapidOCR's alone; leave it out beside another reader")
-        self.reader = reader or RapidReader(threads=threads, line_width=line_width)
-        if where == "box" and not isinstance(self.reader, LineReader):
-            raise ValueError(f"{type(self.reader).__name__} has no read_lines(images); with where='box' it must read single lines")
-        self.where = where
+    columns: ClassVar[Mapping[str, Column]] = {"correctness": Column(0.0, 1.0), "confidence": Column(0.0, 1.0, diagnostic=True)}
+    changeable: ClassVar[frozenset[str]] = frozenset({"threads"})
+    reads_text = True
+
+    def load(self, device: torch.device | str) -> TextReader:
+        """The reader, on the CPU. ValueError: its package is not installed, or a ``line_width`` for a reader that has none."""
+        if self.reader is not None:
+            if self.line_width is not None:
+                raise ValueError("line_width is RapidOCR's alone; leave it out beside another reader")
+            return self.reader.open(threads=self.threads)
+        return RapidReader(threads=self.threads, line_width=self.line_width)
+
+    def with_model(self, model: TextReader) -> Self:
+        """The same reward with another reader. ValueError: one that cannot read single lines, with ``where`` "box"."""
+        if self.where == "box" and not isinstance(model, LineReader):
+            raise ValueError(f"{type(model).__name__} has no read_lines(images); with where='box' it must read single lines")
+        return super().with_model(model)
 
     @property
     def fingerprint(self) -> str:
-        """Who reads, and where."""
-        own = self.reader.fingerprint if isinstance(self.reader, Fingerprinted) else type(self.reader).__name__
+        """The reader, and where it reads."""
+        own = self.model.fingerprint if isinstance(self.model, Fingerprinted) else type(self.model).__name__
         return f"{own}, {self.where}"
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column as (b,), float32. A sample without a picture is the policy's own fault: 0."""
+        """Each column, (b,), float32. A sample without an image scores 0. ValueError: a task without a text, or without the
+        mask."""
+        import torch
+
         for sample in samples:
             if not comparable(sample.task.text or ""):
-                raise ValueError(f"task {sample.task.id!r} has no text (task.text) that the picture should show")
+                raise ValueError(f"task {sample.task.id!r} has no text (task.text) that the image should show")
             if self.where != "picture":
                 _marked(sample.task)
         correctness, confidence = [], []
@@ -70,17 +86,22 @@ class OcrReward:
             confidence.append(sum(line.confidence for line in lines) / len(lines) if lines else float("nan"))
         return {"correctness": torch.tensor(correctness), "confidence": torch.tensor(confidence).clamp(0, 1)}
 
-    def _read(self, samples: Sequence[Sample]) -> list[list[Line]]:
+    def problems(self, path: str, prefix: str, run: RunFacts) -> Iterator[str]:
+        """A ``line_width`` for a reader that has none."""
+        yield from super().problems(path, prefix, run)
+        if self.reader is not None and self.line_width is not None:
+            yield f"{path}.line_width: RapidOCR's alone, and {self.reader.kind} reads here; leave it out"
+
+    def _read(self, samples: Sequence[Sample]) -> list[list[TextLine]]:
         """The lines that count, of each sample."""
         if self.where == "box":
-            assert isinstance(self.reader, LineReader)
             drawn = [(place, sample.task, sample.image) for place, sample in enumerate(samples) if sample.image is not None]
             crops = [image.crop(_mask(task, image).getbbox()) for _, task, image in drawn]
-            found: list[list[Line]] = [[] for _ in samples]
-            for (place, _, _), line in zip(drawn, self.reader.read_lines(crops), strict=True):
+            found: list[list[TextLine]] = [[] for _ in samples]
+            for (place, _, _), line in zip(drawn, self.model.read_lines(crops), strict=True):
                 found[place] = [line] if line.text else []
             return found
-        read = [[] if sample.image is None else self.reader(sample.image) for sample in samples]
+        read = [[] if sample.image is None else self.model(sample.image) for sample in samples]
         if self.where == "picture":
             return read
         return [
@@ -89,21 +110,46 @@ class OcrReward:
         ]
 
 
+def edit_distance(a: str, b: str) -> int:
+    """Levenshtein's distance: the fewest insertions, deletions and replacements of one character that turn ``a`` into ``b``."""
+    previous = list(range(len(b) + 1))
+    for row, left in enumerate(a, 1):
+        current = [row]
+        for column, right in enumerate(b, 1):
+            current.append(min(previous[column] + 1, current[-1] + 1, previous[column - 1] + (left != right)))
+        previous = current
+    return previous[-1]
+
+
+def comparable(text: str) -> str:
+    """The text as it is compared: Unicode's NFKC, without regard to case, without any space."""
+    return "".join(unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold()).split())
+
+
+def similarity(wanted: str, found: str) -> float:
+    """1 - distance / length of the longer, 0 to 1, of the two texts as they are compared; both empty are the same."""
+    wanted, found = comparable(wanted), comparable(found)
+    longest = max(len(wanted), len(found))
+    return 1.0 - edit_distance(wanted, found) / longest if longest else 1.0
+
+
 def _marked(task: Task) -> Image:
     """The task's mask. ValueError where it has none, or marks nothing."""
     if task.mask is None or task.mask.getbbox() is None:
-        raise ValueError(f"task {task.id!r} has no mask that says where its text should stand")
+        raise ValueError(f"task {task.id!r} has no mask that says where its text should be")
     return task.mask
 
 
 def _mask(task: Task, image: Image) -> Image:
-    """The task's mask at the picture's size."""
+    """The task's mask at the image's size."""
     mask = _marked(task)
     return mask if mask.size == image.size else mask.resize(image.size, Resampling.NEAREST)
 
 
-def _inside(line: Line, mask: Image) -> float:
+def _inside(line: TextLine, mask: Image) -> float:
     """The share of the line's outline, in pixels, that the mask marks."""
+    import numpy as np
+
     outline = new_image("L", mask.size)
     Draw(outline).polygon([(round(x), round(y)) for x, y in line.corners], fill=255)
     covered = np.asarray(outline) > 0

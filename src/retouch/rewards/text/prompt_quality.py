@@ -1,18 +1,17 @@
-"""System C's five points for a rewritten prompt: to watch, not to train on, for a writer that is paid for them learns to be
-long and to say "4k"."""
+"""System C's five points for a rewritten prompt: to watch, not to train on, since a policy that is rewarded for them learns to
+write long prompts that say "4k"."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
-import torch
-
-from retouch.rewards.text.written import written
+from retouch.core.answers import answer_in
+from retouch.rewards.base import RewardSection, completion_of
 from retouch.types import Column, Sample, Scores
 
 _WORD = re.compile(r"\w+(?:['’]\w+)?")
-_FILLERS = frozenset(
+_STOP_WORDS = frozenset(
     (
         *("a", "an", "and", "are", "as", "at", "be", "by", "for", "from", "has", "he", "her", "his", "in", "is", "it", "its", "my"),
         *("of", "on", "or", "our", "she", "that", "the", "their", "them", "they", "this", "to", "was", "we", "with", "you"),
@@ -43,15 +42,15 @@ class PromptQuality:
 
 
 def prompt_quality(original: str, enhanced: str) -> PromptQuality:
-    """How an enhanced prompt differs from the one it came from, by words (in languages that put spaces between them).
+    """Five points for an enhanced prompt beside the original one, by words (in languages that put spaces between them).
 
-    ``length``: it has more words. ``keywords``: the share of the original's words, fillers aside, that it keeps. ``details``: new
-    words, full marks from 5. ``quality_words``: it has one of a few phrases of praise ("highly detailed", "4k"). ``sentence``: it
-    has 5 words or more. Upper and lower case are one.
+    ``length``: it has more words. ``keywords``: the share of the original's words, stop words aside, that it keeps. ``details``:
+    new words, 1 from five on. ``quality_words``: it has one of a few phrases of praise ("highly detailed", "4k"). ``sentence``: it
+    has five words or more. Case does not count.
     """
     before, after = _words(original), _words(enhanced)
-    wanted = set(before) - _FILLERS or set(before)
-    new = set(after) - set(before) - _FILLERS
+    wanted = set(before) - _STOP_WORDS or set(before)
+    new = set(after) - set(before) - _STOP_WORDS
     praise = any(re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", enhanced.casefold()) for phrase in _PRAISE)
     return PromptQuality(
         length=float(len(after) > len(before)),
@@ -62,26 +61,27 @@ def prompt_quality(original: str, enhanced: str) -> PromptQuality:
     )
 
 
-class PromptQualityReward:
-    """``prompt_quality`` of the task's instruction and what the policy wrote: ``length``, ``keywords``, ``details``,
-    ``quality_words``, ``sentence``, each 0 to 1, and ``total``, 0 to 5.
+class PromptQualityReward(RewardSection):
+    """System C's five points for the prompt that a policy wrote, beside the task's instruction: to watch, since a policy that is
+    rewarded for them learns to say "4k".
 
-    ``answer``: finds the prompt in what was written (thoughts and tags come off); where it finds none, that is the policy's own
-    fault: 0. ValueError: a sample for which nothing was written.
+    ``length``, ``keywords``, ``details``, ``quality_words``, ``sentence``, each 0 to 1, as in ``prompt_quality``; ``total``, 0 to
+    5. All are 0 where the completion has no prompt in it.
     """
 
-    columns: Mapping[str, Column] = {
+    kind: Literal["prompt_quality"] = "prompt_quality"
+
+    columns: ClassVar[Mapping[str, Column]] = {
         **dict.fromkeys(("length", "keywords", "details", "quality_words", "sentence"), Column(0.0, 1.0)),
         "total": Column(0.0, 5.0),
     }
-    reads_completions: Literal[True] = True
-
-    def __init__(self, *, answer: Callable[[str], str | None] = str) -> None:
-        self._answer = answer
+    reads_completions = True
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column as (b,), float32."""
-        rows = [self._points(sample.task.instruction, self._answer(written(sample))) for sample in samples]
+        """Each column, (b,), float32. ValueError: a sample without a completion."""
+        import torch
+
+        rows = [self._points(sample.task.instruction, answer_in(completion_of(sample))) for sample in samples]
         table = torch.tensor(rows, dtype=torch.float32).view(len(samples), len(self.columns))
         return dict(zip(self.columns, table.unbind(dim=1), strict=True))
 

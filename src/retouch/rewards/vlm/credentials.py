@@ -1,4 +1,4 @@
-"""The key of a judge: from the environment, or a file that it names, and never in a text that we write."""
+"""A judge's key: read from the environment, or from a file that it names, and never repeated in any text."""
 
 import os
 import re

@@ -1,162 +1,44 @@
-"""A judge in this process: a Qwen2-VL, Qwen2.5-VL or Qwen3-VL from a folder, on a stated device, for where there is no server.
+"""A judge that runs in the run's own process, as a section of a recipe. Its model is in ``local_model.py``."""
 
-It answers one question after another. Words are read off the first token's exact distribution; scores are written freely (no
-grammar holds them to the schema) and read as any free text.
-"""
+from __future__ import annotations
 
-import json
-import math
-import threading
-import time
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from jaxtyping import Float, Int
-from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2Tokenizer,
-    Qwen2VLForConditionalGeneration,
-    Qwen2VLImageProcessorPil,
-    Qwen3VLForConditionalGeneration,
-)
+from retouch.rewards.facts import Device, LoadedModel, PathText
+from retouch.rewards.vlm.base import JudgeModel
 
-from retouch.core.random import generator
-from retouch.rewards.judges.answers.forms import Reply
-from retouch.rewards.scorers.weights_folder import weights_digest, weights_folder
-from retouch.rewards.vlm.asking import Answer, Question
+if TYPE_CHECKING:
+    import torch
 
-_CLASSES: dict[str, Any] = {
-    "qwen2_vl": Qwen2VLForConditionalGeneration,
-    "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
-    "qwen3_vl": Qwen3VLForConditionalGeneration,
-}
-_NAMES = {"qwen2_vl": "Qwen2-VL", "qwen2_5_vl": "Qwen2.5-VL", "qwen3_vl": "Qwen3-VL"}
-_PAD = "<|image_pad|>"
-_LIKELIEST = 50
+    from retouch.rewards.vlm.local_model import LocalJudge
 
 
-class InProcessJudge:
-    """Answers questions with the model in ``path``, frozen; the same question, seed and temperature give the same answer.
+class InProcess(JudgeModel):
+    """A Qwen2-VL, Qwen2.5-VL or Qwen3-VL in the run's own process, on a device of its own; it answers one question after
+    another."""
 
-    Thinking variants are for judges that are asked for scores: by probability their first token would begin a thought.
-    ValueError: the weights are not on this machine, or are of another kind of model.
-    """
-
-    def __init__(self, path: str | Path, *, device: torch.device | str, dtype: torch.dtype = torch.float32) -> None:
-        folder = weights_folder(path)
-        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
-        if kind not in _CLASSES:
-            raise ValueError(f"{path} is a model of type {kind!r}; choose one of type {', '.join(_CLASSES)}")
-        model = _CLASSES[kind].from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=dtype)
-        self.model = model.requires_grad_(False).eval().to(device)
-        self.tokenizer = Qwen2Tokenizer.from_pretrained(folder, local_files_only=True)
-        self.processor = Qwen2VLImageProcessorPil.from_pretrained(folder, local_files_only=True)
-        self.identity = f"a {_NAMES[kind]} in this process, weights {weights_digest(folder)}, {dtype}"
-        end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
-        self._end = int(end)
-        self._asking = threading.Lock()
-
-    def ask(self, questions: Sequence[Question]) -> list[Answer]:
-        """An answer each, in order. Calls from several threads wait for each other."""
-        with self._asking:
-            return [self._answer(question) for question in questions]
-
-    def _answer(self, question: Question) -> Answer:
-        began = time.monotonic()
-        inputs = self._inputs(question)
-        if question.form.schema() is None:
-            ids, logits = self._written(inputs, question, longest=1)
-            first = self._first(logits)
-        else:
-            ids, _ = self._written(inputs, question, longest=question.form.max_tokens)
-            first = {}
-        ended = len(ids) > 0 and int(ids[-1]) == self._end
-        text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        scores = question.form.read(Reply(text, "stop" if ended else "length", first=first))
-        return Answer(
-            scores=scores or {},
-            fault="" if scores is not None else "unusable answer",
-            text=text,
-            attempts=1,
-            seed=question.seed,
-            temperature=question.temperature,
-            seconds=time.monotonic() - began,
-            input_tokens=inputs["input_ids"].shape[1],
-            output_tokens=len(ids),
-        )
-
-    def _inputs(self, question: Question) -> dict[str, Tensor]:
-        """The chat as token ids, each picture a run of image tokens. Words of the question are never read as special tokens."""
-        pictures = [part.convert("RGB") for part in question.parts if not isinstance(part, str)]
-        seen = self.processor(images=pictures, return_tensors="pt")
-        counts = iter((seen["image_grid_thw"].prod(-1) // self.processor.merge_size**2).tolist())
-        ids = [*self._ids("<|im_start|>system\n"), *self._words(question.rubric), *self._ids("<|im_end|>\n<|im_start|>user\n")]
-        for part in question.parts:
-            ids += self._words(part + "\n") if isinstance(part, str) else self._ids(_block(next(counts)))
-        ids += self._ids("<|im_end|>\n<|im_start|>assistant\n")
-        tokens = torch.tensor([ids])
-        inputs = {
-            "input_ids": tokens,
-            "attention_mask": torch.ones_like(tokens),
-            "mm_token_type_ids": (tokens == self._image).int(),
-        }
-        inputs |= {"pixel_values": seen["pixel_values"].to(self.model.dtype), "image_grid_thw": seen["image_grid_thw"]}
-        return {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
+    kind: Literal["in_process"] = "in_process"
+    path: PathText
+    """Folder of the weights, or their id in the Hugging Face cache."""
+    device: Device = None
+    """Where the model runs; null takes the run's device."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Type of the weights."""
 
     @property
-    def _image(self) -> int:
-        return int(self.model.config.image_token_id)
+    def description(self) -> str:
+        """The weights."""
+        return self.path
 
-    def _ids(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+    def open(self, *, device: torch.device | str = "cpu") -> LocalJudge:
+        """The model, loaded. ValueError: its weights are not on this machine, or are of another kind of model."""
+        import torch
 
-    def _words(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+        from retouch.rewards.vlm.local_model import LocalJudge
 
-    def _written(
-        self, inputs: dict[str, Tensor], question: Question, *, longest: int
-    ) -> tuple[Int[Tensor, " t"], Float[Tensor, " v"]]:
-        """What it writes, and the logits of the first token."""
-        drawn = [_Gumbel(question)] if question.temperature > 0 else []
-        made: Any = self.model.generate(
-            **inputs,
-            generation_config=self._settings(longest),
-            logits_processor=LogitsProcessorList(drawn),
-        )
-        return made.sequences[0, inputs["input_ids"].shape[1] :].cpu(), made.logits[0][0].float().cpu()
+        return LocalJudge(self.path, device=self.device or device, dtype=getattr(torch, self.dtype))
 
-    def _settings(self, longest: int) -> GenerationConfig:
-        """Plain greedy search, and nothing of the settings that the folder may hold."""
-        ends = {"eos_token_id": self._end, "pad_token_id": self._end}
-        return GenerationConfig(do_sample=False, max_new_tokens=longest, return_dict_in_generate=True, output_logits=True, **ends)
-
-    def _first(self, logits: Float[Tensor, " v"]) -> dict[str, float]:
-        """The likeliest first tokens with their log-probabilities; tokens that are spelled alike are one."""
-        found: dict[str, float] = {}
-        values, ids = logits.log_softmax(dim=0).topk(min(_LIKELIEST, len(logits)))
-        for value, token in zip(values.tolist(), ids.tolist(), strict=True):
-            text = self.tokenizer.decode([token])
-            found[text] = math.log(math.exp(found[text]) + math.exp(value)) if text in found else value
-        return found
-
-
-class _Gumbel:
-    """Sampling as the greatest of logits / temperature + Gumbel noise, from a generator of the question's own."""
-
-    def __init__(self, question: Question) -> None:
-        self._generator = generator("judge", "answer", question.seed)
-        self._temperature = question.temperature
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        uniform = torch.rand(scores.shape, generator=self._generator, dtype=torch.float64).clamp(1e-12, 1 - 1e-12)
-        noise = -(-uniform.log()).log()
-        return (scores.double() / self._temperature + noise.to(scores.device)).float()
-
-
-def _block(count: int) -> str:
-    return f"<|vision_start|>{_PAD * count}<|vision_end|>\n"
+    def loaded_models(self) -> Iterator[LoadedModel]:
+        """The model."""
+        yield LoadedModel(self.path, self.dtype, self.device)

@@ -1,0 +1,61 @@
+"""The answer in a completion: what is left when thoughts, tags, labels and quotation marks come off."""
+
+import re
+
+_THINKS = re.compile(r"<think(?:ing)?>", re.IGNORECASE)
+_THOUGHT = re.compile(r"</think(?:ing)?>", re.IGNORECASE)
+_ANSWERS = re.compile(r"<answer>", re.IGNORECASE)
+_ANSWERED = re.compile(r"</answer>", re.IGNORECASE)
+_FENCE = re.compile(r"```[^\S\n]*\w*[^\S\n]*\n(.*?)```", re.DOTALL)
+_ADJECTIVE = r"(?:enhanced|improved|refined|rewritten|revised|expanded|detailed|optimi[sz]ed|final|new|better)"
+_LABEL = re.compile(
+    r"^[ \t>#]*(?P<bold>\*\*|__)?"
+    rf"(?:(?:{_ADJECTIVE}[ -])+(?:image |text-to-image )?(?:prompt|version|description)|prompt|answer|output|response)"
+    r"[ \t]*(?(bold)(?:[:：][ \t]*(?P=bold)|(?P=bold)[ \t]*[:：])|[:：])\s*",
+    re.IGNORECASE | re.MULTILINE,
+)
+_OPENER = re.compile(
+    r"^\s*(?:sure|certainly|of course|absolutely|okay|ok|here)\b[^\n:]{0,120}?"
+    r"(?:(?:prompt|version|description)[^\n:]{0,40}[:：]|[:：][^\S\n]*\n)\s*",
+    re.IGNORECASE,
+)
+_POLITE = re.compile(r"^\s*(?:sure|certainly|of course|absolutely)\s*[!.,]\s+", re.IGNORECASE)
+_QUOTES = (('"', '"'), ("'", "'"), ("`", "`"), ("“", "”"), ("‘", "’"), ("„", "“"), ("«", "»"), ("「", "」"), ("**", "**"))
+
+
+def answer_in(text: str) -> str | None:
+    """The prompt in a completion, on one line; None where there is none.
+
+    The answer stands after the last thought, and a thought without an end is none. Of several ``<answer>`` tags or code fences
+    the last one that ends counts; where one tag of a pair is missing, all on its side. Then come off: a label ("Enhanced
+    prompt:", at the beginning of any line), what leads up to it ("Sure! Here is ...:"), and quotation marks around the whole.
+    """
+    text = _THOUGHT.split(text)[-1]
+    if _THINKS.search(text):
+        return None
+    text = _tagged(text)
+    fenced = _FENCE.findall(text)
+    text = _unlabelled(_unquoted((fenced[-1] if fenced else text).strip()))
+    text = _unquoted(" ".join(text.split()))
+    return text if any(sign.isalnum() for sign in text) else None
+
+
+def _tagged(text: str) -> str:
+    ended = _ANSWERED.split(text)
+    return _ANSWERS.split(ended[-2] if len(ended) > 1 else text)[-1]
+
+
+def _unlabelled(text: str) -> str:
+    labels = list(_LABEL.finditer(text))
+    if labels:
+        return text[labels[-1].end() :]
+    return _OPENER.sub("", _POLITE.sub("", text), count=1)
+
+
+def _unquoted(text: str) -> str:
+    for opens, closes in _QUOTES:
+        inside = text[len(opens) : -len(closes)]
+        whole = text.startswith(opens) and text.endswith(closes) and len(text) >= len(opens) + len(closes)
+        if whole and opens not in inside and closes not in inside:
+            return _unquoted(inside.strip())
+    return text

@@ -1,0 +1,52 @@
+"""The reward of kind ``import`` for classes that do not derive from ``RewardSection``: any class with ``columns`` and a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, JsonValue
+
+from retouch.config.imports import build_class
+from retouch.config.section import ClassPath
+from retouch.protocols import Reward
+from retouch.rewards.base import RewardSection, unchanged
+from retouch.types import Column
+
+if TYPE_CHECKING:
+    import torch
+
+    from retouch.rewards.vlm.base import JudgeClients
+
+
+class ImportedReward(RewardSection):
+    """A reward of your own: any class with ``columns`` and a call (``retouch.protocols.Reward``). ``args`` of a class that derives
+    from ``RewardSection`` are its fields, and are checked when the recipe is read."""
+
+    kind: Literal["import"] = "import"
+    class_: ClassPath = Field(alias="class")
+    """The class, as ``package.module:Class``."""
+    args: dict[str, JsonValue] = Field(default={})
+    """Keyword arguments of its constructor."""
+
+    def known_columns(self) -> Mapping[str, Column] | None:
+        """None: the class is not imported yet."""
+        return None
+
+    def build(
+        self,
+        *,
+        device: torch.device | str = "cpu",
+        clients: JudgeClients | None = None,
+        keep: Callable[[Reward], Reward] = unchanged,
+    ) -> Reward:
+        """The user's class with ``args``, and with ``device`` where its constructor takes one.
+
+        ValueError: no such class, or one without ``columns`` or that cannot be called.
+        """
+        import torch
+
+        made = build_class(self.class_, self.args, device=torch.device(device))
+        if not isinstance(made, Reward):
+            raise ValueError(f"{self.class_} is no reward: it needs `columns` and to be callable with samples")
+        return keep(made)

@@ -1,0 +1,101 @@
+"""Judges of one token: the probability of "yes", and the expected digit, from the first token's log-probabilities or from votes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from retouch.rewards.judges.base import JudgeReward
+from retouch.rewards.judges.panel import Prompt
+from retouch.rewards.judges.rubrics import edit_parts, image_parts, quoted, rubric
+from retouch.rewards.vlm.forms import ChoiceForm, Form, WordForm
+from retouch.types import Column, Sample, Scores
+
+
+class YesReward(JudgeReward):
+    """The probability of yes, as the answer to whether the task was done; needs log-probabilities, or repeats that vote.
+
+    Column ``yes``, 0 to 1: p(yes) / (p(yes) + p(no)). Tasks with and without a source have rubrics of their own.
+    """
+
+    kind: Literal["yes"] = "yes"
+    min_mass: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
+    """Least probability of yes and no together; with less the score is missing."""
+    by: Literal["probability", "choice"] = "probability"
+    """``probability``: from the first token's log-probabilities; ``choice``, for endpoints without them: the share of ``n_evals``
+    answers."""
+
+    columns: ClassVar[Mapping[str, Column]] = {"yes": Column(0.0, 1.0)}
+    rubrics: ClassVar[tuple[str, ...]] = ("yes", "generated-yes")
+    questions: ClassVar[tuple[tuple[str, int], ...]] = (("yes", 2),)
+    one_token: ClassVar[bool] = True
+
+    @property
+    def settings(self) -> str:
+        """The least mass, or that answers are votes."""
+        return _settings(self)
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """The column, (b,), float32."""
+        import torch
+
+        form = _form(self, "yes", {"no": 0.0, "yes": 1.0})
+        verdicts = self.panel.judge([_yes(sample, form) for sample in samples])
+        return {"yes": torch.tensor([float(verdict.mean("yes")) for verdict in verdicts])}
+
+
+class DigitReward(JudgeReward):
+    """The expected digit from 0 to 5, over 5 (Edit-R1, arXiv 2510.16888); needs log-probabilities, or repeats that vote.
+
+    Column ``digit``, 0 to 1. ``task.meta["requirement"]``, where there is one, is what the data set says a good edit must look
+    like.
+    """
+
+    kind: Literal["digit"] = "digit"
+    min_mass: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
+    """Least probability of the six digits together; with less the score is missing."""
+    by: Literal["probability", "choice"] = "probability"
+    """``probability``: from the first token's log-probabilities; ``choice``, for endpoints without them: the mean of ``n_evals``
+    answers."""
+
+    columns: ClassVar[Mapping[str, Column]] = {"digit": Column(0.0, 1.0)}
+    rubrics: ClassVar[tuple[str, ...]] = ("digit",)
+    questions: ClassVar[tuple[tuple[str, int], ...]] = (("digit", 2),)
+    one_token: ClassVar[bool] = True
+    needs_source = True
+
+    @property
+    def settings(self) -> str:
+        """The least mass, or that answers are votes."""
+        return _settings(self)
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """The column, (b,), float32. ValueError: a task without a source image."""
+        import torch
+
+        form = _form(self, "digit", {str(digit): digit / 5 for digit in range(6)})
+        verdicts = self.panel.judge([_digit(sample, form) for sample in samples])
+        return {"digit": torch.tensor([float(verdict.mean("digit")) for verdict in verdicts])}
+
+
+def _settings(reward: YesReward | DigitReward) -> str:
+    return f"min_mass {reward.min_mass:g}" if reward.by == "probability" else "votes"
+
+
+def _form(reward: YesReward | DigitReward, name: str, values: Mapping[str, float]) -> Form:
+    return WordForm(name, values, reward.min_mass) if reward.by == "probability" else ChoiceForm(name, values)
+
+
+def _yes(sample: Sample, form: Form) -> Prompt:
+    if not sample.task.images:
+        return Prompt(rubric("generated-yes"), image_parts(sample, quoted("Prompt", sample.task.instruction)), form)
+    return Prompt(rubric("yes"), edit_parts(sample, quoted("Instruction", sample.task.instruction)), form)
+
+
+def _digit(sample: Sample, form: Form) -> Prompt:
+    facts = [quoted("Instruction", sample.task.instruction)]
+    if "requirement" in sample.task.meta:
+        facts.append(quoted("Requirement", sample.task.meta["requirement"]))
+    return Prompt(rubric("digit"), edit_parts(sample, *facts), form)

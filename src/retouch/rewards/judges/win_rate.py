@@ -1,0 +1,72 @@
+"""Win rates within a group (Pref-GRPO, arXiv 2508.20751): images made for one task are compared in pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import ClassVar, Literal
+
+from retouch.rewards.facts import RunFacts
+from retouch.rewards.judges.base import JudgeReward
+from retouch.rewards.judges.panel import NAN, Prompt, Verdict
+from retouch.rewards.judges.rubrics import judged_image, quoted, rubric
+from retouch.rewards.vlm.forms import WordForm
+from retouch.types import Column, Sample, Scores
+
+_FORM = WordForm("second", {"first": 0.0, "second": 1.0})
+
+
+class WinRateReward(JudgeReward):
+    """Win rate among the images made for one task (Pref-GRPO, arXiv 2508.20751).
+
+    Column ``win_rate``, 0 to 1: the mean probability that an image is better than each of the others. Every pair is asked both ways
+    round and its probability is the mean of the two, which takes out a judge's preference for a position. A group is what one call
+    has of one ``task.id``, so calls must have whole groups. A sample alone in its group, or in a pair without an answer, is
+    missing.
+    """
+
+    kind: Literal["win_rate"] = "win_rate"
+
+    columns: ClassVar[Mapping[str, Column]] = {"win_rate": Column(0.0, 1.0)}
+    rubrics: ClassVar[tuple[str, ...]] = ("pair",)
+    questions: ClassVar[tuple[tuple[str, int], ...]] = (("pair", 3),)
+    one_token: ClassVar[bool] = True
+    compares_groups: ClassVar[bool] = True
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """The column, (b,), float32. k samples of a task take k (k - 1) questions, times the repeats."""
+        import torch
+
+        groups: dict[str, list[int]] = {}
+        for row, sample in enumerate(samples):
+            groups.setdefault(sample.task.id, []).append(row)
+        pairs = [pair for rows in groups.values() for pair in combinations(rows, 2)]
+        ordered = [order for pair in pairs for order in (pair, pair[::-1])]
+        verdicts = self.panel.judge([_prompt(samples[first], samples[second]) for first, second in ordered])
+        wins: list[list[float]] = [[] for _ in samples]
+        for (one, other), forth, back in zip(pairs, verdicts[::2], verdicts[1::2], strict=True):
+            better = _first_is_better(forth, back)
+            wins[one].append(better)
+            wins[other].append(1 - better)
+        return {"win_rate": torch.tensor([sum(won) / len(won) if won else NAN for won in wins])}
+
+    def problems(self, path: str, prefix: str, run: RunFacts) -> Iterator[str]:
+        """Evaluation, which makes one image a task, and chunks that split groups."""
+        yield from super().problems(path, prefix, run)
+        if run.trained_columns is not None and f"{prefix}win_rate" in run.trained_columns and run.eval_column is None:
+            yield "eval.column: win_rate compares images of one task, of which evaluation has one; name another column"
+        for phase in run.phases:
+            if phase.chunk < phase.rows and phase.chunk % phase.group_size:
+                split = f"{phase.chunk} splits groups of {phase.group_size}"
+                yield f"rollout.chunk: {split}, which win_rate compares whole; take a multiple"
+
+
+def _first_is_better(forth: Verdict, back: Verdict) -> float:
+    return (1 - float(forth.mean("second")) + float(back.mean("second"))) / 2
+
+
+def _prompt(first: Sample, second: Sample) -> Prompt:
+    task = first.task
+    source = ("Source picture:", task.images[0]) if task.images else ()
+    images = ("First picture:", judged_image(first), "Second picture:", judged_image(second))
+    return Prompt(rubric("pair"), (quoted("Instruction", task.instruction), *source, *images), _FORM)

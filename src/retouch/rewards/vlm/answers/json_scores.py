@@ -1,0 +1,151 @@
+"""Scores out of JSON, as a typed answer gives them: no repair, no second key, nothing off the scale."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import NoReturn
+
+from retouch.rewards.vlm.answers.other_scales import is_elsewhere
+from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.vlm.answers.unseen_images import is_blind
+from retouch.types import Json
+
+GENERIC = ("score", "scores", "rating", "grade", "final_score", "overall_score", "overall_rating", "final_rating", "total_score")
+_MOST_BRACKETS = 200  # far from what the parser's recursion allows
+_TOPS = re.compile(r"max|out_?of|scale|range|total|denominator|possible|upper|full_?marks|(?:^|_)top(?:_|$)")
+_SCORES = re.compile(r"score|rating|grade|revised|corrected|adjusted|updated|final|overall|verdict|answer|actual")
+_FOREIGN = re.compile(r"(?:^|_)(?:example|sample|template|source|original|unedited|previous|old|initial|target|before)(?:_|$)")
+_SCHEMA = ("properties", "$schema", "minimum", "maximum", "required")
+_OTHER_SCORE = re.compile(  # in a text beside the score
+    r"\b(?:actually|wait|correction|on (?:second thought|reflection)|scratch that)\b[^.\n]{0,40}"
+    r"\b(?:should (?:be|have been)|deserves|make (?:it|that|this)|(?:score|rating) (?:is|of)"
+    r"|i(?:['’]d| would)? (?:give|say|rate|score))\b[^.\n]{0,20}[0-9]",
+    re.IGNORECASE,
+)
+_FIGURES = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})?")
+_FRACTION = re.compile(r"\s*([0-9][0-9.]*)\s*(?:/\s*([0-9][0-9.]*))?\s*")
+
+
+def parse(text: str) -> tuple[Json, int] | None:
+    """The JSON value with which the text begins, and where it ends. None where it is none, has a key twice, NaN, or is too deep."""
+    if text.count("{") + text.count("[") > _MOST_BRACKETS:
+        return None
+    try:
+        value, end = _DECODER.raw_decode(text)
+    except ValueError:
+        return None
+    return value, end
+
+
+def scores_of(value: Json, scales: Mapping[str, Scale]) -> dict[str, float] | None:
+    """A number each, from an object's keys or a list in the order of ``scales``. None where one is absent or off its scale."""
+    if isinstance(value, dict):
+        return None if _declined(value) or _other_scale(value, scales) else _of_object(value, scales)
+    if isinstance(value, list):
+        return _of_list(value, scales)
+    return _of_list([value], scales) if not isinstance(value, str) else None
+
+
+def _declined(value: dict[str, Json]) -> bool:
+    """Whether the object says that there was nothing to judge or that its number is another, carries an error, or is a schema or an
+    example."""
+    texts = [part for part in value.values() if isinstance(part, str)]
+    blind = any(is_blind(text) or _OTHER_SCORE.search(text) for text in texts)
+    return blind or any(_spoils(_plain(key), part) for key, part in value.items())
+
+
+def _spoils(key: str, part: Json) -> bool:
+    if key in ("error", "refusal", "refused", "example", "sample", "template", "dummy"):
+        return bool(part)
+    if key in ("valid", "is_valid"):
+        return part is False
+    words = part.strip().lower() if isinstance(part, str) else ""
+    if key in ("status", "state"):
+        return bool(re.search(r"err|fail|refus|incomplete|pending|invalid", words))
+    if key in ("unit", "units"):
+        return "percent" in words or "%" in words
+    if key in ("image", "picture", "subject", "of", "for"):
+        return bool(re.match(r"(?:the )?(?:source|original|unedited|input|reference)\b", words))
+    return key in _SCHEMA
+
+
+def _other_scale(value: dict[str, Json], scales: Mapping[str, Scale]) -> bool:
+    """Whether the object names a top that is not the scale's: {"score": 4, "max_score": 5} on a scale to 10."""
+    own = (*GENERIC, *map(_plain, scales))
+    if any(isinstance(part, str) and is_elsewhere(part, scales.values()) for part in value.values()):
+        return True
+    named = [part for key, part in value.items() if _TOPS.search(_plain(key)) and _plain(key) not in own]
+    tops = [float((_FIGURES.findall(str(part)) or ["nan"])[-1]) for part in named]
+    return any(top != scale.high for top in tops for scale in scales.values())
+
+
+def _of_object(value: dict[str, Json], scales: Mapping[str, Scale]) -> dict[str, float] | None:
+    keys = [_plain(key) for key in value]
+    if len(set(keys)) != len(keys):
+        return None
+    parts = dict(zip(keys, value.values(), strict=True))
+    generic = [parts[key] for key in GENERIC if key in parts]
+    if len(scales) == 1 and _other_scores(parts, _plain(next(iter(scales)))):
+        return None
+    if len(scales) > 1 and not any(_plain(name) in parts for name in scales):
+        return _of_list(generic[0], scales) if len(generic) == 1 and isinstance(generic[0], list) else None
+    found = {}
+    for name, scale in scales.items():
+        given = [parts[_plain(name)]] if _plain(name) in parts else []
+        if len(scales) == 1 and _plain(name) not in GENERIC:
+            given += generic
+        elif len(scales) == 1:
+            given = generic
+        numbers = {_number(part, scale) for part in given}
+        if len(numbers) != 1 or None in numbers:
+            return None
+        found[name] = numbers.pop()
+    return {name: number for name, number in found.items() if number is not None}
+
+
+def _other_scores(parts: Mapping[str, Json], name: str) -> bool:
+    """Whether a number stands beside the score that may be meant in its place: a revised score, or that of another picture."""
+    numbers = [key for key, part in parts.items() if isinstance(part, int | float) and not isinstance(part, bool)]
+    others = [key for key in numbers if key != name and key not in GENERIC and not _TOPS.search(key)]
+    return any(_SCORES.search(key) or _FOREIGN.search(key) for key in others)
+
+
+def _of_list(value: Json, scales: Mapping[str, Scale]) -> dict[str, float] | None:
+    if not isinstance(value, list) or len(value) != len(scales):
+        return None
+    numbers = [_number(part, scale) for part, scale in zip(value, scales.values(), strict=True)]
+    found = {name: number for name, number in zip(scales, numbers, strict=True) if number is not None}
+    return found if len(found) == len(scales) else None
+
+
+def _number(value: Json, scale: Scale) -> float | None:
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, str):
+        written = _FRACTION.fullmatch(value)
+        if written is None or (written[2] is not None and not scale.is_top(written[2])):
+            return None
+        return scale.read(written[1])
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if abs(value) > 1e9:
+        return None
+    return scale.admit(float(value))
+
+
+def _plain(key: str) -> str:
+    return re.sub(r"[\s\-]+", "_", key.strip().lower())
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _no_double(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a key stands there twice")
+    return made
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, object_pairs_hook=_no_double)

@@ -1,0 +1,175 @@
+"""Scores in free text: a label, a sign, a figure ("**Score:** 7/10"), or a tag ("<score>7</score>").
+
+A statement must begin a line or a sentence, its figure must be on the scale and end there, and whatever else stands in the text
+beside a label must say the same. Anything else makes the whole text unreadable: None, never a guess.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from retouch.rewards.vlm.answers.retractions import takes_back
+from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.vlm.answers.visible_text import leads_to_own_score
+
+_ENGLISH = (
+    r"(?:(?:my|the|final|overall|total|combined|assigned)[\s_]+){0,3}(?:scores?|rating|grade)"
+    r"(?:\s+for\s+(?:this|the)\s+edit(?:ed\s+(?:image|picture))?)?"
+)
+_FINAL = rf"{_ENGLISH}|(?:(?:my|the)\s+)?final\s+answer"
+_TAGS = rf"{_ENGLISH}|(?:final[\s_]+)?answer"
+_FOREIGN = (
+    r"(?:endgültige\s+|finale\s+)?(?:gesamt)?(?:bewertung|punktzahl|punkte|endnote|wertung)|note(?:\s+(?:finale|globale))?"
+    r"|(?:puntuación|puntaje|calificación|nota|pontuação|avaliação|punteggio|valutazione|voto)(?:\s+(?:final|finale|total))?"
+    r"|(?:итоговая\s+|общая\s+)?оценка|балл|总分|總分|(?:最终|综合)?(?:评分|得分|分数|打分|評分)|(?:総合)?(?:スコア|評価|点数)|(?:최종\s*)?(?:점수|평점)"
+    r"|ocena|wynik|cijfer|beoordeling|puan|betyg|poäng"
+)
+_FIGURE = r"(?P<figure>[0-9][0-9.,]*)(?:\s*(?:/|／|out\s+of|of|von|sur|de|su|из|van|av)\s*(?P<top>[0-9][0-9.]*))?"
+_UNIT = r"(?:\s*(?:分|点|점|points?|pts?\.?|Punkten?|puntos|pontos|punti|баллов|балла))?"
+_BULLET = r"[ \t]*(?:(?:[-•–+]|[0-9]{1,2}[.)]|#{1,6})[ \t]+)?"
+_BOUNDS = r"(?:\s*\(\s*(?:from\s+)?(?P<bounds>[0-9.]+\s*(?:-|–|—|to)\s*[0-9.]+|(?:/|out\s+of)\s*[0-9.]+)\s*\))?"
+_TAIL = re.compile(r"[ \t]*(?:\Z|\n|[.;!。；！](?=\s|\Z)|,(?=\s)|\(|（|[|]|[-–—](?=\s))")
+_NUMBERED = re.compile(r"not[ea]\s*[:：]\s*[0-9]{1,2}[.)][ \t]+\S", re.IGNORECASE)  # a first remark, and no grade
+_LISTED = re.compile(r"[0-9]{1,2}[.)][ \t]+\S")
+_SENTENCE_END = re.compile(r"(?:\A|\n|[.!?。！？][)\s]|[。！？])[ \t]*\Z")
+_MOST = 50  # scores stated in one text
+_JOINED = re.compile(r"\s*[,;|]?\s*(?:and\s+)?\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """A score that the text states: of which name, what, and where it stands."""
+
+    name: str
+    value: float
+    start: int
+    end: int
+
+
+def stated(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
+    """A score for every name that the statements agree on, or None. ``text`` is bare of thoughts, quotations, JSON and marks."""
+    listed = list(_mentions(text, scales))
+    mentions = sorted((one for one in listed if one is not None), key=lambda one: one.start)
+    if not 0 < len(listed) <= _MOST or len(mentions) < len(listed):
+        return None
+    found: dict[str, float] = {}
+    end = 0
+    for one in mentions:
+        if not _opens(text, one.start, end) or found.setdefault(one.name, one.value) != one.value:
+            return None
+        end = one.end
+    return found if set(found) == set(scales) and _stands(text, mentions) else None
+
+
+def unmarked(text: str) -> str:
+    """The text with a space in place of each sign of Markdown's emphasis."""
+    return re.sub(r"\*|(?<!\w)_{1,2}|_{1,2}(?!\w)", " ", text)
+
+
+def unboxed(text: str) -> str:
+    """The text with TeX's boxed answers as tags ("\\boxed{7}" as "<answer>7</answer>"), or bare after a label."""
+
+    def plain(match: re.Match[str]) -> str:
+        labelled = re.search(r"(?:[:：=]|\bis)[ \t*]*\Z", text[: match.start()]) is not None
+        return match["figure"] if labelled else f"<answer>{match['figure']}</answer>"
+
+    return re.sub(r"\${0,2}\\boxed\{\s*(?P<figure>[0-9][0-9.]*(?:\s*/\s*[0-9][0-9.]*)?)\s*\}\${0,2}", plain, text)
+
+
+def bare(text: str, scale: Scale) -> float | None:
+    """The number where the text is nothing but one: "7", "7/10"."""
+    whole = re.fullmatch(rf"\s*{_FIGURE}{_UNIT}\s*\.?\s*", text)
+    return None if whole is None else _value(whole, scale, decimal_comma=whole["top"] is not None)
+
+
+def _mentions(text: str, scales: Mapping[str, Scale]) -> Iterator[Statement | None]:
+    """Everything that looks like a score of one of the names; None for what looks like one and cannot be read."""
+    for name, scale in scales.items():
+        if len(scales) > 1:
+            yield from _of_tag(text, name, scale, _own(name))
+            yield from _of_label(text, name, scale, _own(name), decimal_comma=False)
+            continue
+        yield from _without_figure(text, rf"{_own(name)}|{_FINAL}")
+        yield from _of_tag(text, name, scale, rf"{_own(name)}|{_TAGS}")
+        yield from _of_label(text, name, scale, rf"{_own(name)}|{_FINAL}", decimal_comma=False)
+        yield from _of_label(text, name, scale, _FOREIGN, decimal_comma=True)
+
+
+def _of_tag(text: str, name: str, scale: Scale, label: str) -> Iterator[Statement | None]:
+    tag = re.compile(rf"<\s*(?P<tag>{label})\s*>\s*{_FIGURE}\s*<\s*/\s*(?P=tag)\s*>", re.IGNORECASE)
+    for opening in re.finditer(rf"<\s*(?:{label})\s*>", text, re.IGNORECASE):
+        whole = tag.match(text, opening.start())
+        value = None if whole is None else _value(whole, scale, decimal_comma=False)
+        yield None if whole is None or value is None else Statement(name, value, whole.start(), whole.end())
+
+
+def _without_figure(text: str, label: str) -> Iterator[None]:
+    """None for every label that announces a score and gives no figure: "Score: TBD", a last "Final score:" that was cut."""
+    for _ in re.finditer(rf"(?<!\w)(?:{label})\s*[:：=](?!\s*[0-9])", text, re.IGNORECASE):
+        yield None
+
+
+def _of_label(text: str, name: str, scale: Scale, label: str, *, decimal_comma: bool) -> Iterator[Statement | None]:
+    line = rf"(?<!\w)(?:{label}){_BOUNDS}(?P<sign>\s*(?:[:：=]|\b(?:is|of)\b)?\s*){_FIGURE}{_UNIT}"
+    for match in re.finditer(line, text, re.IGNORECASE):
+        numbered = _NUMBERED.match(text, match.start()) or ("\n" in match["sign"] and _LISTED.match(text, match.start("figure")))
+        value = None if numbered else _value(match, scale, decimal_comma=decimal_comma)
+        ends = _TAIL.match(text, _figure_end(match)) is not None
+        signed = match["sign"].strip().lower() in (":", "：", "=", "is")
+        if value is None or not ends or not signed or not _fits(match["bounds"], scale):
+            yield None
+        else:
+            yield Statement(name, value, match.start(), _figure_end(match))
+
+
+def _figure_end(match: re.Match[str]) -> int:
+    """Where the figure ends: a point or comma at its end belongs to the sentence."""
+    return match.end() - (1 if match[0][-1] in ".," else 0)
+
+
+def _value(match: re.Match[str], scale: Scale, *, decimal_comma: bool) -> float | None:
+    figure, top = match["figure"], match["top"]
+    if top is None:
+        figure = re.sub(r"[.,]\Z", "", figure)
+    elif not scale.is_top(re.sub(r"\.\Z", "", top)):
+        return None
+    return scale.read(figure, decimal_comma=decimal_comma or top is not None)
+
+
+def _fits(bounds: str | None, scale: Scale) -> bool:
+    """Whether the scale that the text names, "(0-10)" or "(out of 10)", is the one that was asked for."""
+    if bounds is None:
+        return True
+    figures = [float(figure) for figure in re.findall(r"[0-9]+(?:\.[0-9]+)?", bounds)]
+    return figures in ([scale.high], [scale.low, scale.high])
+
+
+def _opens(text: str, start: int, after: int) -> bool:
+    """Whether a statement begins its line or sentence, and is no text that the sentence before it reports."""
+    before = text[:start]
+    if after and _JOINED.fullmatch(text[after:start]):
+        return True
+    begins = re.fullmatch(_BULLET, before[before.rfind("\n") + 1 :]) is not None or _SENTENCE_END.search(before[-80:]) is not None
+    follows = after > 0 and "\n" not in before[after:].strip(" \t").strip("\n")  # the line before states another name's score
+    return begins and (follows or leads_to_own_score(before[: len(before) - len(_last_bullet(before))]))
+
+
+def _last_bullet(before: str) -> str:
+    line = before[before.rfind("\n") + 1 :]
+    return line if re.fullmatch(_BULLET, line) else ""
+
+
+def _stands(text: str, mentions: list[Statement]) -> bool:
+    """Whether what stands around and after the statements leaves them as they are: no other figure, and no second thought."""
+    first = min(one.start for one in mentions)
+    rest = list(text)
+    for one in mentions:
+        rest[one.start : one.end] = " " * (one.end - one.start)
+    after = "".join(rest[first:])
+    after = re.sub(rf"(?m)^{_BULLET}", "", after)
+    return not any(sign.isnumeric() for sign in after) and not takes_back(after)
+
+
+def _own(name: str) -> str:
+    """A pattern of a name as people write it: instruction_following, "Instruction Following", "Instruction-following score"."""
+    return r"[\s_\-]+".join(re.escape(part) for part in re.split(r"[\s_\-]+", name)) + r"(?:\s+(?:score|rating))?"

@@ -1,0 +1,126 @@
+"""From a judge's answer to scores, or to nothing: the reader abstains from whatever can be understood in two ways.
+
+An answer off the scale, on another scale, cut off, refused, hedged, contradicted or quoted from the picture has no value. There is
+no clamping, no repair and no default: what cannot be read is missing.
+"""
+
+import re
+from collections.abc import Mapping
+
+from retouch.rewards.vlm.answers.json_scores import parse, scores_of
+from retouch.rewards.vlm.answers.labelled_scores import bare, stated, unboxed, unmarked
+from retouch.rewards.vlm.answers.other_scales import is_elsewhere
+from retouch.rewards.vlm.answers.retractions import takes_back
+from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.vlm.answers.unseen_images import is_blind
+from retouch.rewards.vlm.answers.visible_text import declines, leads_to_own_score, spoken, without_quotes
+from retouch.types import Json
+
+LONGEST = 20_000  # characters; a judge that writes more has lost its thread
+_FENCE = re.compile(r"^[ \t]*```(?:json|text|plaintext)?[ \t]*$", re.MULTILINE | re.IGNORECASE)
+
+
+def read_score(text: str, scale: Scale) -> float | None:
+    """The one score that the text gives on this scale, or None.
+
+    Example: ``read_score("**Score:** 7/10", Scale(0, 10))`` is 7.0, and of "7-8" it is None.
+    """
+    found = read_scores(text, {"score": scale})
+    return None if found is None else found["score"]
+
+
+def read_scores(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
+    """The score of every name, or None where any is absent or in doubt. Never raises, whatever the text.
+
+    Understood are JSON (an object with these names or with a list "score" in their order; plain, fenced, or before or after prose),
+    tags, labelled lines, and for a single name a bare number. With a single name the general labels (score, rating and so on, in
+    a few languages) count as its own.
+    """
+    if not scales or len(text) > LONGEST:
+        return None
+    whole = _typed_whole(text, scales)
+    if whole is not None:
+        return whole[0]
+    said = spoken(text.replace("\r\n", "\n"))
+    if said is None or not said:
+        return None
+    whole = _typed_whole(said, scales)
+    if whole is not None:
+        return whole[0]
+    return _free(said, scales)
+
+
+def _typed_whole(text: str, scales: Mapping[str, Scale]) -> tuple[dict[str, float] | None] | None:
+    """The reading of a text that is JSON and nothing else, perhaps in one fence; None where it is not."""
+    text = text.strip()
+    fences = list(_FENCE.finditer(text))
+    if len(fences) == 2 and fences[0].start() == 0 and fences[1].end() == len(text):
+        text = text[fences[0].end() : fences[1].start()].strip()
+    parsed = parse(text)
+    if parsed is None or parsed[1] != len(text):
+        return None
+    return (scores_of(parsed[0], scales),)
+
+
+def _free(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
+    blocks = _blocks(text)
+    if blocks is None:
+        return None
+    objects, prose = blocks
+    words = without_quotes(prose)
+    if words is None or declines(words) or is_blind(words) or is_elsewhere(words, scales.values()):
+        return None
+    words = unmarked(unboxed(words))
+    if re.search(r"[{}]|<\|", words):
+        return None
+    if not objects:
+        (name, scale), *others = scales.items()
+        alone = None if others else bare(words, scale)
+        return {name: alone} if alone is not None else stated(words, scales)
+    readings = [scores_of(value, scales) for value in objects]
+    first = readings[0]
+    if first is None or any(reading != first for reading in readings):
+        return None
+    said = stated(words, scales)
+    labels = re.search(r"\b(?:scores?|rating|grade)\b|[0-9]", words, re.IGNORECASE) is not None
+    return first if said == first or (said is None and not labels) else None
+
+
+def _blocks(text: str) -> tuple[list[Json], str] | None:
+    """The JSON values that stand on lines of their own, and the text without them.
+
+    None where one is broken, where a fence does not end, or where the values neither begin nor end the text, or are announced as
+    somebody else's words or taken back.
+    """
+    if not _fences_hold_answers(text):
+        return None
+    text = _FENCE.sub(lambda fence: " " * len(fence[0]), text)
+    values: list[Json] = []
+    rest: list[str] = []
+    place = 0
+    for opening in re.finditer(r"^[ \t]*(?=\{|\[\s*[-0-9\"{\[])", text, re.MULTILINE):
+        if opening.start() < place:
+            continue
+        parsed = parse(text[opening.end() :])
+        if parsed is None:
+            return None
+        end = opening.end() + parsed[1]
+        if not re.match(r"[ \t]*(?:\n|\Z)", text[end:]):
+            return None
+        values.append(parsed[0])
+        rest.append(text[place : opening.start()])
+        place = end
+    rest.append(text[place:])
+    if values and ((rest[0].strip() and rest[-1].strip()) or not leads_to_own_score(rest[0]) or takes_back(rest[-1])):
+        return None
+    return values, "\n".join(rest)
+
+
+def _fences_hold_answers(text: str) -> bool:
+    """Whether every fence ends, and holds JSON or the whole answer; else it holds code or a quotation."""
+    fences = list(_FENCE.finditer(text))
+    if len(fences) % 2 or text.count("```") != len(fences):
+        return False
+    insides = [text[one.end() : other.start()].lstrip() for one, other in zip(fences[::2], fences[1::2], strict=True)]
+    whole = len(fences) == 2 and not text[: fences[0].start()].strip() and not text[fences[1].end() :].strip()
+    return whole or all(inside.startswith(("{", "[")) for inside in insides)

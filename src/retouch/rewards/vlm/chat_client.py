@@ -1,0 +1,220 @@
+"""A client of one OpenAI-compatible endpoint (OpenAI, vLLM, SGLang, llama.cpp), through the official package.
+
+A question ends as an answer with scores or as one without: after a time-out, a server error, or a reply that is cut off or unusable
+it is asked again until the attempts or the deadline are spent; after a final refusal (400, 401, 404 and so on) it is not. No fault
+becomes a number.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from retouch.rewards.client import event_loop
+from retouch.rewards.client.line import Line
+from retouch.rewards.quota.quota import Turn, Turns
+from retouch.rewards.vlm import chat_format, credentials
+from retouch.rewards.vlm.backoff import backoff_pause, retry_after
+from retouch.rewards.vlm.endpoint import Endpoint
+from retouch.rewards.vlm.questions import Answer, Question
+
+_TRANSIENT = frozenset({408, 409, 425, 429})  # and every 5xx
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """An attempt without a usable answer. ``wait``: seconds that the server demands before the next one. ``final``: there is
+    none."""
+
+    reason: str
+    wait: float | None = None
+    final: bool = False
+    text: str = ""
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Tries:
+    """The attempts at one question: how many were made, why each failed, the latest seed, and the tokens of all."""
+
+    seed: int
+    made: int = 0
+    read: int = 0
+    written: int = 0
+    faults: list[str] = field(default_factory=list)
+
+    def count(self, outcome: Answer | _Fault) -> None:
+        """Count one more attempt."""
+        self.made += 1
+        self.read += outcome.input_tokens
+        self.written += outcome.output_tokens
+
+
+class ChatClient:
+    """A client of one ``Endpoint``, with at most ``concurrency`` requests in flight over all calls and threads.
+
+    The key is read from the environment and from nowhere else. ValueError: no key, no ``openai`` package (extra ``judge``), or a
+    quota of cost without prices.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        for problem in endpoint.problems("judge"):
+            raise ValueError(problem)
+        self._openai = _package()
+        self._key = credentials.api_key(endpoint.key)
+        self.endpoint = endpoint
+        # Ledgers keep answers under this text.
+        self.identity = f"{endpoint.model}{', typed' if endpoint.typed else ''}{', guided' if endpoint.guided else ''}"
+        self.quota = None if endpoint.quota is None else endpoint.quota.open()
+        self._client, self._line, self._turns = event_loop.submit(self._open()).result()
+
+    def ask(self, questions: Sequence[Question]) -> list[Answer]:
+        """An answer to each question, in order. May be called from several threads.
+
+        BudgetSpent: the quota does not have enough for all questions, and none was asked.
+        """
+        if self.quota is not None:
+            self.quota.claim(len(questions))
+        began = time.monotonic()
+        typed, guided = self.endpoint.typed, self.endpoint.guided
+        urls = chat_format.data_urls(questions)
+        requests = [chat_format.request(question, typed=typed, guided=guided, urls=urls) for question in questions]
+        answers = event_loop.submit(self._ask_all(questions, requests, began)).result()
+        faults = Counter(answer.fault for answer in answers if answer.fault)
+        if faults:
+            says = ", ".join(f"{count} {reason}" for reason, count in faults.most_common())
+            _log.warning("%s: %d of %d answers are missing (%s)", self.endpoint.model, faults.total(), len(answers), says)
+        return answers
+
+    def close(self) -> None:
+        """Close the connections."""
+        event_loop.submit(self._client.close()).result()
+
+    async def _open(self) -> tuple[Any, Line, Turns | None]:
+        own = self.endpoint
+        client = self._openai.AsyncOpenAI(api_key=self._key, base_url=own.base_url, max_retries=0, timeout=own.timeout)
+        line = Line(own.concurrency, patience=own.deadline)
+        return client, line, None if self.quota is None else Turns(self.quota)
+
+    async def _ask_all(self, questions: Sequence[Question], requests: Sequence[dict[str, Any]], began: float) -> list[Answer]:
+        pairs = zip(questions, requests, strict=True)
+        return list(await asyncio.gather(*(self._ask_one(question, fields, began) for question, fields in pairs)))
+
+    async def _ask_one(self, question: Question, fields: dict[str, Any], began: float) -> Answer:
+        tries = _Tries(seed=question.seed)
+        try:
+            end = await self._line.enter(since=began)
+            async with asyncio.timeout(end - time.monotonic()):
+                outcome = await self._until_answered(question, fields, end, tries)
+        except TimeoutError:
+            outcome = _Fault("deadline")
+        answer = Answer(fault=outcome.reason, text=outcome.text) if isinstance(outcome, _Fault) else outcome
+        return replace(
+            answer,
+            attempts=tries.made,
+            faults=tuple(tries.faults),
+            seed=tries.seed,
+            temperature=question.temperature,
+            seconds=time.monotonic() - began,
+            input_tokens=tries.read,
+            output_tokens=tries.written,
+            cost=self.endpoint.cost(input_tokens=tries.read, output_tokens=tries.written),
+        )
+
+    async def _until_answered(self, question: Question, fields: dict[str, Any], end: float, tries: "_Tries") -> Answer | _Fault:
+        """The first usable answer, or the last fault. It holds a place in flight on entry, and releases it in pauses and at the
+        end."""
+        key = chat_format.digest(fields)
+        counted = 0
+        inside = True
+        try:
+            while True:
+                turn = await self._turn(end, again=tries.made > 0)
+                if isinstance(turn, _Fault):
+                    return turn
+                tries.seed = (question.seed + 1_000_003 * tries.made) % 2**31  # the same one might give the same unusable answer
+                outcome = await self._attempt(question, {**fields, "seed": tries.seed})
+                tries.count(outcome)
+                await self._settle(turn, outcome)
+                if not isinstance(outcome, _Fault):
+                    return outcome
+                counted += outcome.wait is None
+                pause = self._pause(tries.made - 1 if outcome.wait is None else 0, key) + (outcome.wait or 0.0)
+                if outcome.final or counted >= self.endpoint.attempts or time.monotonic() + pause >= end:
+                    return outcome
+                tries.faults.append(outcome.reason)
+                self._line.leave()
+                inside = False
+                await asyncio.sleep(pause)
+                await self._line.enter_again()
+                inside = True
+        finally:
+            if inside:
+                self._line.leave()
+
+    def _pause(self, attempt: int, key: str) -> float:
+        return backoff_pause(attempt, key, base=self.endpoint.pause, longest=self.endpoint.longest_pause)
+
+    async def _turn(self, end: float, *, again: bool) -> Turn | _Fault | None:
+        """The quota's permission to ask, awaited; None where there is no quota, a fault where it permits no more."""
+        if self.quota is None or self._turns is None:
+            return None
+        if again and not await asyncio.to_thread(self.quota.claim_another):
+            return _Fault("budget", final=True)
+        turn = await self._turns.next(self.quota.largest, latest=end)
+        return _Fault("rate limit", final=True) if turn is None else turn
+
+    async def _settle(self, turn: Turn | None, outcome: Answer | _Fault) -> None:
+        """Tell the quota how many tokens were used. Without a reply that is not known, and the most that it may be stays
+        counted."""
+        used = outcome.input_tokens + outcome.output_tokens
+        if self.quota is not None and turn is not None and used:
+            cost = self.endpoint.cost(input_tokens=outcome.input_tokens, output_tokens=outcome.output_tokens)
+            await asyncio.to_thread(self.quota.settle, turn, used=used, cost=cost or 0.0)
+
+    async def _attempt(self, question: Question, fields: dict[str, Any]) -> Answer | _Fault:
+        openai = self._openai
+        try:
+            async with asyncio.timeout(self.endpoint.timeout):
+                raw = await self._client.chat.completions.with_raw_response.create(model=self.endpoint.model, **fields)
+                body = raw.http_response.text
+        except (openai.APITimeoutError, TimeoutError):
+            return _Fault("time-out")
+        except openai.APIStatusError as error:
+            return self._refused(error.status_code, error.message, error.response.headers.get("retry-after"))
+        except openai.APIConnectionError:
+            return _Fault("connection")
+        except openai.OpenAIError as error:
+            return _Fault(type(error).__name__)
+        return self._read(question, body)
+
+    def _refused(self, status: int, message: str, later: str | None) -> _Fault:
+        """A reply of an error status. The server's message is kept only for a final one: it says what to change."""
+        if status in _TRANSIENT or status >= 500:
+            return _Fault(f"HTTP {status}", wait=retry_after(later))
+        return _Fault(f"HTTP {status}: {credentials.redacted(message, self._key)[:200]}", final=True)
+
+    def _read(self, question: Question, body: str) -> Answer | _Fault:
+        received = chat_format.parse_reply(body)
+        if received is None:
+            return _Fault("unreadable reply")
+        text = credentials.redacted(received.reply.text, self._key)
+        scores = question.form.read(received.reply)
+        tokens = {"input_tokens": received.input_tokens, "output_tokens": received.output_tokens}
+        self._line.answered()
+        if scores is None:
+            return _Fault("refusal" if received.reply.refused else "unusable answer", text=text, **tokens)
+        return Answer(scores=scores, text=text, **tokens)
+
+
+def _package() -> Any:
+    try:
+        import openai
+    except ImportError:
+        raise ValueError("asking a judge needs the openai package: pip install 'retouch[judge]'") from None
+    return openai

@@ -1,0 +1,146 @@
+"""The bodies of a chat completion: the request to an OpenAI-compatible server, and what its reply must be.
+
+Images go as lossless data URLs, so that a judge sees the pixels that the policy made.
+"""
+
+import base64
+import hashlib
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from PIL.Image import Image
+from pydantic import BaseModel, Field, ValidationError
+
+from retouch.rewards.vlm.forms import Reply
+from retouch.rewards.vlm.questions import Part, Question
+
+_WEBP_LIMIT = 16383  # pixels a side, of the format
+# vLLM's field since 0.11, and its name before that, which 0.12 has dropped.
+Guided: TypeAlias = Literal["structured_outputs", "guided_choice"]
+
+
+class _Token(BaseModel):
+    token: str
+    logprob: float
+
+
+class _Place(_Token):
+    top_logprobs: list[_Token] = Field(default_factory=list)
+
+
+class _Logprobs(BaseModel):
+    content: list[_Place] | None = None
+
+
+class _Message(BaseModel):
+    content: str | None = None
+    refusal: str | None = None
+
+
+class _Choice(BaseModel):
+    message: _Message
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _Usage(BaseModel):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Completion(BaseModel):
+    choices: list[_Choice] = Field(min_length=1, max_length=1)
+    usage: _Usage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A reply, and the tokens that it took."""
+
+    reply: Reply
+    input_tokens: int
+    output_tokens: int
+
+
+def parse_reply(body: str) -> Received | None:
+    """The one choice in a completion's body; None where it is cut off, empty, of another shape, or no JSON at all."""
+    try:
+        completion = _Completion.model_validate_json(body)
+    except ValidationError:
+        return None
+    choice = completion.choices[0]
+    usage = completion.usage or _Usage()
+    reply = Reply(
+        text=choice.message.content or "",
+        finished=choice.finish_reason or "",
+        refused=bool(choice.message.refusal) or choice.finish_reason == "content_filter",
+        first=_first(choice.logprobs),
+    )
+    return Received(reply, usage.prompt_tokens, usage.completion_tokens)
+
+
+def _first(logprobs: _Logprobs | None) -> dict[str, float]:
+    """The candidates for the first token, with log-probabilities; a token that is listed twice (as bytes, say) counts with its
+    sum."""
+    if logprobs is None or not logprobs.content:
+        return {}
+    found: dict[str, float] = {}
+    for token in logprobs.content[0].top_logprobs:
+        before = found.get(token.token)
+        found[token.token] = token.logprob if before is None else math.log(math.exp(before) + math.exp(token.logprob))
+    return found
+
+
+def request(question: Question, *, typed: bool, urls: Mapping[int, str], guided: Guided | None = None) -> dict[str, Any]:
+    """A request without model and seed. ``typed``: with a JSON schema, where the form has one. ``guided``: the field that gives the
+    server the answers to choose among, where the form has few. ``urls``: of images, by ``id()``."""
+    fields: dict[str, Any] = {
+        "messages": [
+            {"role": "system", "content": question.rubric},
+            {"role": "user", "content": [_part(part, urls) for part in question.parts]},
+        ],
+        "temperature": question.temperature,
+        "max_completion_tokens": question.form.max_tokens,
+    }
+    schema, choices = question.form.schema(), list(question.form.choices())
+    if schema is None:
+        fields |= {"logprobs": True, "top_logprobs": 20}
+    elif choices and guided is not None:
+        fields["extra_body"] = {"guided_choice": choices} if guided == "guided_choice" else {guided: {"choice": choices}}
+    elif typed:
+        fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "scores", "strict": True, "schema": schema}}
+    return fields
+
+
+def data_urls(questions: Sequence[Question]) -> dict[int, str]:
+    """The data URL of every image in the questions, by ``id()``; each is encoded once."""
+    urls: dict[int, str] = {}
+    for question in questions:
+        for part in question.parts:
+            if not isinstance(part, str) and id(part) not in urls:
+                urls[id(part)] = data_url(part)
+    return urls
+
+
+def digest(fields: Mapping[str, Any]) -> str:
+    """A short name of a request: equal requests have equal ones."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _part(part: Part, urls: Mapping[int, str]) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    return {"type": "image_url", "image_url": {"url": urls[id(part)]}}
+
+
+def data_url(image: Image) -> str:
+    """The image in RGB as lossless WebP in base64 (PNG beyond WebP's largest side)."""
+    form = "PNG" if max(image.size) > _WEBP_LIMIT else "WEBP"
+    settings = {"compress_level": 1} if form == "PNG" else {"lossless": True, "quality": 0, "method": 0}
+    buffer = io.BytesIO()
+    image.convert("RGB").save(buffer, form, **settings)
+    return f"data:image/{form.lower()};base64,{base64.b64encode(buffer.getvalue()).decode()}"

@@ -1,0 +1,187 @@
+"""The forms that an answer may have: scores as JSON, one of a few words, or the probabilities of these. Each reads a reply, or
+returns None where the reply is not usable."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.vlm.answers.scores import read_scores
+from retouch.types import Json
+
+_LEDGER_PREFIX = "retouch.rewards.judges.forms."
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A server's reply. ``first``: the candidates for the first token, with log-probabilities, where they were requested."""
+
+    text: str
+    finished: str
+    refused: bool = False
+    first: Mapping[str, float] = field(default_factory=dict)
+
+
+class Form(Protocol):
+    """What an answer may be."""
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens of an answer."""
+        ...
+
+    def read(self, reply: Reply) -> dict[str, float] | None:
+        """The scores, or None where the reply is not usable."""
+        ...
+
+    def schema(self) -> dict[str, Json] | None:
+        """The JSON schema of an answer; None where its first token's log-probabilities are read."""
+        ...
+
+    def choices(self) -> tuple[str, ...]:
+        """All possible answers, for servers that constrain an answer to a list; empty where there is no short list."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ScoresForm:
+    """A number for each name, on its scale, after a ``reasoning`` where that is requested.
+
+    A reply that was cut off, refused or filtered, or that ``read_scores`` cannot read, is not usable.
+    """
+
+    scales: Mapping[str, Scale]
+    reasoning: bool = True
+    max_tokens: int = 1024
+
+    @property
+    def ledger_name(self) -> str:
+        """The form in the names under which ledgers keep answers. It never changes, or kept answers would be asked for again."""
+        return f"{_LEDGER_PREFIX}{self!r}"
+
+    def read(self, reply: Reply) -> dict[str, float] | None:
+        """A number for every name, or None."""
+        if reply.refused or reply.finished != "stop":
+            return None
+        return read_scores(reply.text, self.scales)
+
+    def schema(self) -> dict[str, Json]:
+        """An object of exactly these keys, the reasoning first, so that the numbers come after it."""
+        properties: dict[str, Json] = {"reasoning": {"type": "string"}} if self.reasoning else {}
+        for name, scale in self.scales.items():
+            kind = "integer" if scale.whole else "number"
+            properties[name] = {"type": kind, "minimum": scale.low, "maximum": scale.high}
+        return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+    def choices(self) -> tuple[str, ...]:
+        """None: there is no short list of numbers."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceForm:
+    """The value of a one-word answer: a vote, to be averaged over repeats, for endpoints without log-probabilities.
+
+    ``values`` as for ``WordForm``. A reply is usable where it is a legal word and nothing else, or JSON of the schema.
+    ValueError: fewer than two words, or two that are spelled alike.
+    """
+
+    name: str
+    values: Mapping[str, float]
+    max_tokens: int = 32
+
+    def __post_init__(self) -> None:
+        _check_words(self.values)
+
+    @property
+    def ledger_name(self) -> str:
+        """The form in the names under which ledgers keep answers. It never changes, or kept answers would be asked for again."""
+        return f"{_LEDGER_PREFIX}{self!r}"
+
+    def read(self, reply: Reply) -> dict[str, float] | None:
+        """The word's value, or None."""
+        if reply.refused or reply.finished != "stop":
+            return None
+        values = {_spelling(word): value for word, value in self.values.items()}
+        text = reply.text.strip()
+        if text.startswith("{"):
+            try:
+                given = json.loads(text)
+            except ValueError:
+                return None
+            text = given["answer"] if isinstance(given, dict) and list(given) == ["answer"] else ""
+        word = _spelling(text.removesuffix(".")) if isinstance(text, str) else ""
+        return {self.name: values[word]} if word in values else None
+
+    def schema(self) -> dict[str, Json]:
+        """An object with the word as its ``answer``."""
+        answer: dict[str, Json] = {"answer": {"type": "string", "enum": list(self.values)}}
+        return {"type": "object", "properties": answer, "required": ["answer"], "additionalProperties": False}
+
+    def choices(self) -> tuple[str, ...]:
+        """The words."""
+        return tuple(self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class WordForm:
+    """The expected value of the answer's first token over a few words: sum of p(word) value / sum of p(word), as Edit-R1 (arXiv
+    2510.16888) reads digits.
+
+    ``values``: word to value, "5" to 5.0 or "yes" to 1.0; case and spaces around a token do not matter. The legal words must hold
+    at least ``min_mass`` of the probability; with less the judge was about to say something else, and the reply is not usable.
+    ValueError: fewer than two words, two that are spelled alike, or a mass that is none.
+    """
+
+    name: str
+    values: Mapping[str, float]
+    min_mass: float = 0.5
+    max_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        _check_words(self.values)
+        if not 0 < self.min_mass <= 1:
+            raise ValueError(f"min_mass {self.min_mass}: give a probability above 0 and up to 1")
+
+    @property
+    def ledger_name(self) -> str:
+        """The form in the names under which ledgers keep answers. It never changes, or kept answers would be asked for again."""
+        return f"{_LEDGER_PREFIX}{self!r}"
+
+    def read(self, reply: Reply) -> dict[str, float] | None:
+        """The expected value, or None."""
+        if reply.refused or not reply.first:
+            return None
+        values = {_spelling(word): value for word, value in self.values.items()}
+        mass = total = everything = 0.0
+        for token, log_prob in reply.first.items():
+            if math.isnan(log_prob) or log_prob > 1e-3:
+                return None
+            probability = math.exp(log_prob)
+            everything += probability
+            if _spelling(token) in values:
+                mass += probability
+                total += probability * values[_spelling(token)]
+        if everything > 1.01 or mass < self.min_mass:
+            return None
+        low, high = min(values.values()), max(values.values())
+        return {self.name: min(max(total / mass, low), high)}
+
+    def schema(self) -> None:
+        """None: the log-probabilities are read."""
+        return None
+
+    def choices(self) -> tuple[str, ...]:
+        """None: the answer is not constrained, so that the probability of the legal words can be read."""
+        return ()
+
+
+def _check_words(values: Mapping[str, float]) -> None:
+    if len({_spelling(word) for word in values}) != len(values) or len(values) < 2:
+        raise ValueError(f"the words {list(values)}: give two or more that differ in their letters")
+
+
+def _spelling(token: str) -> str:
+    return token.strip(" \n\t▁Ġ").lower()

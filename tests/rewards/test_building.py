@@ -1,0 +1,140 @@
+"""Rewards from their sections: judges ask their servers, one client serves all that name it, servers give what was declared."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import tiny_models
+import tiny_towers
+from judge_double import KEY, Double
+from live_server import live
+from retouch.protocols import Reward
+from retouch.recipe.document import evaluate
+from retouch.recipe.reward_words import parse_reward
+from retouch.rewards.closing import close
+from retouch.rewards.combine.composite import CompositeReward
+from retouch.rewards.vlm.local_model import LocalJudge
+from retouch.types import Sample, Task
+
+ROOT = Path(__file__).parents[2]
+JUDGES = ("aspects", "viescore", "editscore", "complex_edit", "ground", "yes", "digit", "win_rate")
+WORDS = {"yes": 0.4, "no": 0.3, "second": 0.2, "first": 0.05, "5": 0.02, "0": 0.02}
+
+
+def picture(seed: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (12, 12, 3), dtype=np.uint8))
+
+
+def samples(count: int) -> list[Sample]:
+    task = Task("t", "make it red", (picture(100),), target=picture(101))
+    return [Sample(task, picture(k), completion="give me 10") for k in range(count)]
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+
+
+@pytest.fixture
+def build() -> Iterator[Any]:
+    made: list[Reward] = []
+
+    def building(section: dict[str, Any], **options: Any) -> Any:
+        made.append(parse_reward(section).build(**options))
+        return made[-1]
+
+    yield building
+    for each in made:
+        close(each)
+
+
+def endpoint(url: str, **more: Any) -> dict[str, Any]:
+    return {"kind": "endpoint", "model": "m", "base_url": url, **more}
+
+
+@pytest.mark.parametrize("kind", JUDGES)
+def test_a_judge_asks_its_server_as_its_section_says(build: Any, kind: str) -> None:
+    words = {"yes": WORDS, "digit": {"5": 0.5, "0": 0.4}, "win_rate": {"first": 0.5, "second": 0.4}}.get(kind, WORDS)
+    with Double(words=words) as double:
+        section = {"kind": kind, "judge": endpoint(double.url), "n_evals": 2, "temperature": 0.5, "seed": 7}
+        reward = build(section)
+        assert dict(reward.columns) == parse_reward(section).known_columns()
+        scores = reward(samples(2))
+        assert double.refused == []
+        assert {request["seed"] for request in double.requests} == {7, 8}
+        assert {request["temperature"] for request in double.requests} == {0.5}
+        assert {request["model"] for request in double.requests} == {"m"}
+        assert "give me 10" not in str(double.requests)
+    for name, column in reward.columns.items():
+        assert ((scores[name] >= column.low) & (scores[name] <= column.high)).all()
+
+
+def test_rewards_that_name_the_same_judge_share_its_connections(build: Any) -> None:
+    with Double() as double:
+        same, other = endpoint(double.url), endpoint(double.url, concurrency=2)
+        rewards = {
+            "a": {"kind": "viescore", "judge": same},
+            "b": {"kind": "aspects", "judge": same},
+            "c": {"kind": "yes", "judge": other},
+        }
+        several = build({"kind": "several", "rewards": rewards})
+        assert isinstance(several, CompositeReward)
+        clients = [reward.panel.client for reward in several.rewards.values()]
+        assert clients[0] is clients[1]
+        assert clients[1] is not clients[2]
+        assert len(several(samples(2))) == 3 + 3 + 1
+
+
+def test_a_judge_in_this_process_is_loaded_once_and_on_the_runs_device(build: Any, tmp_path: Path) -> None:
+    tokenizer = tiny_models.qwen_tokenizer()
+    for part in (tiny_models.qwen_text_encoder(tokenizer), tokenizer, tiny_models.qwen_image_processor()):
+        part.save_pretrained(tmp_path)
+    judge = {"kind": "in_process", "path": str(tmp_path), "dtype": "float32"}
+    rewards = {"yes": {"kind": "yes", "judge": judge, "min_mass": 1e-9}, "digit": {"kind": "digit", "judge": judge}}
+    several = build({"kind": "several", "rewards": rewards}, device="meta")
+    clients = [reward.panel.client for reward in several.rewards.values()]
+    assert isinstance(clients[0], LocalJudge)
+    assert clients[0] is clients[1]
+    assert clients[0].model.device.type == "meta"
+    named = build({"kind": "yes", "judge": {**judge, "device": "cpu"}}, device="meta")
+    assert named.panel.client.model.device.type == "cpu"
+    assert named.panel.client.model.dtype == torch.float32
+
+
+def test_a_model_goes_where_its_section_says_or_where_the_run_is(build: Any, tmp_path: Path) -> None:
+    path = str(tiny_towers.clip(tmp_path))
+    assert build({"kind": "clip", "path": path}).model.device.type == "cpu"
+    assert build({"kind": "clip", "path": path}, device="meta").model.device.type == "meta"
+    assert build({"kind": "clip", "path": path, "device": "cpu"}, device="meta").model.device.type == "cpu"
+
+
+def test_servers_must_give_the_columns_that_were_declared(build: Any) -> None:
+    with live("share:red") as server:
+        reward = build({"kind": "remote", "endpoints": [server.url], "columns": {"share": [0, 1]}})
+        assert reward([Sample(Task("t", "x"), Image.new("RGB", (2, 2), (255, 0, 0)))])["share"].tolist() == [1.0]
+        for columns, says in [
+            ({"share": [0, 10]}, "share is to be from 0 to 10, and the servers give it from 0 to 1"),
+            ({"x": [0, 1]}, "have no such column; they give share 0 to 1"),
+        ]:
+            with pytest.raises(ValueError, match=says):
+                build({"kind": "remote", "endpoints": [server.url], "columns": columns})
+
+
+def test_the_judges_that_recipes_share_are_sections(tmp_path: Path) -> None:
+    """System A's own, 0.6 and 0.4 with identity logged at weight 0, and the one with identity turned on."""
+    library = ROOT / "recipes" / "lib" / "judges.libsonnet"
+    (tmp_path / "two.jsonnet").write_text(
+        f"local judges = import '{library}'; local judge = judges.endpoint('gpt-4o');\n"
+        "{ a: judges.alignment_quality(judge), b: judges.alignment_identity_quality(judges.in_process('folder')) }"
+    )
+    made = evaluate(tmp_path / "two.jsonnet")
+    shipped, recommended = parse_reward(made["a"]), parse_reward(made["b"])
+    assert shipped.combine == {"alignment": 0.6, "quality": 0.4, "identity": 0.0}
+    assert shipped.n_evals == recommended.n_evals == 3
+    assert set(shipped.known_columns()) == {"alignment", "quality", "identity"}
+    assert "identity" in recommended.combine

@@ -1,0 +1,109 @@
+"""Forms of answers: the expected value of a word, and what makes a reply unusable."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.vlm.forms import ChoiceForm, Reply, ScoresForm, WordForm
+
+VOTE = ChoiceForm("yes", {"no": 0.0, "yes": 1.0})
+YES = WordForm("yes", {"no": 0.0, "yes": 1.0})
+DIGITS = WordForm("digit", {str(digit): digit / 5 for digit in range(6)})
+
+
+def reply(**mass: float) -> Reply:
+    return Reply("", "length", first={word: math.log(share) for word, share in mass.items()})
+
+
+def test_yes_is_its_share_of_the_legal_mass():
+    found = YES.read(reply(yes=0.6, no=0.2, maybe=0.15))
+    assert found == {"yes": pytest.approx(0.75)}
+
+
+def test_spellings_of_a_word_are_one():
+    first = {" Yes": math.log(0.3), "yes": math.log(0.3), "NO": math.log(0.2), "▁no": math.log(0.1)}
+    assert YES.read(Reply("", "length", first=first)) == {"yes": pytest.approx(0.6 / 0.9)}
+
+
+@given(st.lists(st.floats(0.01, 1), min_size=6, max_size=6))
+def test_a_digit_is_the_expectation_of_its_distribution(weights):
+    total = sum(weights)
+    found = DIGITS.read(Reply("", "length", first={str(k): math.log(weight / total) for k, weight in enumerate(weights)}))
+    assert found["digit"] == pytest.approx(sum(k * weight for k, weight in enumerate(weights)) / total / 5)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        {},
+        {"The": math.log(0.9), "5": math.log(0.05)},  # about to say something else
+        {"5": math.log(0.49)},
+        {"5": 0.5},  # no log-probability
+        {"5": float("nan")},
+        {"5": float("inf")},
+        {"5": math.log(0.9), "4": math.log(0.9)},  # no distribution
+        {"5": -math.inf, "4": -math.inf},
+    ],
+)
+def test_no_distribution_over_legal_words_is_no_score(first):
+    assert DIGITS.read(Reply("5", "length", first=first)) is None
+
+
+def test_a_refusal_is_no_score():
+    assert YES.read(Reply("yes", "stop", refused=True, first={"yes": 0.0})) is None
+    form = ScoresForm({"score": Scale(0, 10)})
+    assert form.read(Reply('{"score": 7}', "stop")) == {"score": 7.0}
+    assert form.read(Reply('{"score": 7}', "stop", refused=True)) is None
+    assert form.read(Reply('{"score": 7}', "length")) is None
+    assert form.read(Reply('{"score": 7}', "")) is None
+
+
+def test_the_schema_has_the_reasoning_first_and_nothing_else():
+    form = ScoresForm({"a": Scale(0, 1), "b": Scale(0, 10, whole=True)})
+    schema = form.schema()
+    assert list(schema["properties"]) == schema["required"] == ["reasoning", "a", "b"]
+    assert schema["properties"]["a"] == {"type": "number", "minimum": 0, "maximum": 1}
+    assert schema["properties"]["b"]["type"] == "integer"
+    assert schema["additionalProperties"] is False
+    assert "reasoning" not in ScoresForm({"a": Scale(0, 1)}, reasoning=False).schema()["properties"]
+
+
+@pytest.mark.parametrize(
+    ("values", "mass"), [({"yes": 1.0}, 0.5), ({"yes": 1.0, " YES": 0.0}, 0.5), ({"yes": 1.0, "no": 0.0}, 0.0)]
+)
+def test_words_that_are_none_are_refused(values, mass):
+    with pytest.raises(ValueError, match=r"words|min_mass"):
+        WordForm("x", values, mass)
+
+
+@pytest.mark.parametrize("text", ["yes", "Yes", " YES.\n", '{"answer": "yes"}', '{ "answer" : "Yes" }'])
+def test_a_vote_is_the_word_alone(text):
+    assert VOTE.read(Reply(text, "stop")) == {"yes": 1.0}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "maybe", "yes and no", "yes, it was", "no no", "y", "yesno", '"yes"', "- yes", "yes..", "1", "true"),
+        *('{"answer": "maybe"}', '{"answer": 1}', '{"answer": ["yes"]}', '{"answer": "yes"', '{"answer": "yes", "x": 1}'),
+        *('{"yes": 1}', "{}"),
+    ],
+)
+def test_what_is_no_vote_is_nothing(text):
+    assert VOTE.read(Reply(text, "stop")) is None
+
+
+def test_a_vote_that_was_cut_or_refused_is_nothing():
+    assert VOTE.read(Reply("yes", "length")) is None
+    assert VOTE.read(Reply("yes", "stop", refused=True)) is None
+
+
+def test_a_vote_is_asked_for_as_one_of_its_words():
+    assert VOTE.choices() == ("no", "yes")
+    assert VOTE.schema()["properties"] == {"answer": {"type": "string", "enum": ["no", "yes"]}}
+    assert YES.choices() == ScoresForm({"score": Scale(0, 10)}).choices() == ()
+    with pytest.raises(ValueError, match="differ in their letters"):
+        ChoiceForm("x", {"yes": 1.0, "YES": 0.0})

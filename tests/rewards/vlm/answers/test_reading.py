@@ -1,0 +1,211 @@
+"""The reader of judges' answers: a corpus labelled by hand, and strings that nobody would write."""
+
+import json
+import math
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.vlm.answers.scores import LONGEST, read_score, read_scores
+
+CORPUS = [json.loads(line) for line in (Path(__file__).parent / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
+KINDS = {
+    *("plain", "bold", "fractions", "json", "fenced", "truncated", "refusals", "injections", "off the scale", "several numbers"),
+    *("ranges", "decimal commas", "languages", "thoughts", "tags", "nonsense", "two names"),
+    *("thousands", "two fractions", "other digits", "percentages", "TeX", "negative", "scientific", "tool calls", "nested JSON"),
+    *("repeated keys", "cut streams", "second thoughts", "not the judge's", "blind", "other keys", "not a score", "honest"),
+    *("traps", "seldom"),  # made to mislead; forms that are seldom met, from which the reader may abstain
+}
+FORMS = [
+    {"score": Scale(0, 10)},
+    {"score": Scale(1, 5, whole=True)},
+    {"alignment": Scale(0, 1), "quality": Scale(0, 1)},
+]
+PIECES = [
+    *(
+        "Score",
+        "score",
+        "**",
+        "Final ",
+        "Rating",
+        ":",
+        "=",
+        " is ",
+        "/10",
+        "/5",
+        " out of 10",
+        "7",
+        "10",
+        "0",
+        "8.5",
+        "7,5",
+        "-",
+        "–",
+        "..",
+        "\n",
+    ),
+    *(
+        '{"score": ',
+        "}",
+        "[",
+        "]",
+        ",",
+        '"',
+        "'",
+        "`",
+        "```json\n",
+        "```",
+        "<think>",
+        "</think>",
+        "<score>",
+        "</score>",
+        "“",
+        "”",
+        "«",
+        "评分",
+        "：",
+        "½",
+    ),
+    *(
+        "alignment",
+        "quality",
+        "reads",
+        "Actually",
+        "I cannot",
+        "NaN",
+        "null",
+        "1e999",
+        "\x00",
+        "\ud800",
+        "\u202e",
+        "🙂",
+        "٧",
+        " ",
+        "\t",
+        ">",
+        "#",
+        "1. ",
+    ),
+    *("\\boxed{", "$", "%", "1,000", "1e1", "７", "½", "<tool_call>", '"arguments": ', '"max_score": 20', "(source image)", "not "),
+]
+
+
+def asked(row):
+    """The scales and the label of a row of the corpus."""
+    whole = row.get("whole", False)
+    scales = {name: Scale(*bounds, whole) for name, bounds in row.get("scales", {"score": row.get("scale")}).items()}
+    label = {"score": row["want"]} if "scale" in row and row["want"] is not None else row["want"]
+    return scales, label
+
+
+def check(found, scales):
+    """What is read is a number on its scale for each name, or nothing."""
+    if found is None:
+        return
+    assert set(found) == set(scales)
+    for name, value in found.items():
+        assert math.isfinite(value)
+        assert scales[name].low <= value <= scales[name].high
+        assert not scales[name].whole or value == int(value)
+
+
+def test_the_corpus():
+    outcomes = Counter()
+    wrong = []
+    for row in CORPUS:
+        scales, label = asked(row)
+        found = read_scores(row["text"], scales)
+        right = found == label
+        outcomes["right" if right else "abstained" if found is None else "wrong"] += 1
+        outcomes["valued and read"] += right and label is not None and row["kind"] != "seldom"
+        if not right and found is not None:
+            wrong.append((row["text"], label, found))
+    assert wrong == []
+    assert len(CORPUS) >= 1600
+    assert {row["kind"] for row in CORPUS} == KINDS
+    valued = sum(row["want"] is not None and row["kind"] != "seldom" for row in CORPUS)
+    assert valued >= 250
+    assert outcomes["valued and read"] >= 0.95 * valued, outcomes  # abstaining from everything would be easy
+
+
+def test_nothing_is_clamped_or_rescaled():
+    assert read_score("11", Scale(0, 10)) is None
+    assert read_score("7/10", Scale(0, 5)) is None
+    assert read_score("7/10", Scale(0, 100)) is None
+    assert read_score("3.5", Scale(0, 5, whole=True)) is None
+    assert read_score("Score: -0.5", Scale(-1, 1)) is None  # a sign before a figure may be a dash
+    assert read_score('{"score": -0.5}', Scale(-1, 1)) == -0.5
+
+
+def test_no_thought_is_an_answer():
+    assert read_score("<think>Score: 9</think>", Scale(0, 10)) is None
+    assert read_score("<think>Score: 9</think>\nScore: 2", Scale(0, 10)) == 2
+
+
+def test_too_long_or_too_deep_is_no_answer():
+    assert read_score("a. " * LONGEST + "Score: 7", Scale(0, 10)) is None
+    for text in (
+        "[" * 15000,
+        '{"a":' * 3000,
+        "9" * 15000,
+        '{"score": ' + "9" * 15000 + "}",
+        " " * LONGEST,
+        "Score: 7\n" * 2000,
+        "*" * LONGEST,
+    ):
+        assert read_score(text, Scale(0, 10)) is None
+
+
+@given(st.text(max_size=80), st.sampled_from(FORMS))
+@settings(max_examples=300)
+def test_any_text_is_read_or_not(text, scales):
+    check(read_scores(text, scales), scales)
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=14).map("".join), st.sampled_from(FORMS))
+@settings(max_examples=500)
+def test_any_text_of_an_answers_pieces_is_read_or_not(text, scales):
+    check(read_scores(text, scales), scales)
+
+
+@given(st.floats(0, 10).map(lambda value: round(value, 2)))
+@settings(max_examples=50)
+def test_what_a_typed_answer_says_is_read_exactly(value):
+    assert read_scores(json.dumps({"reasoning": 'a "9" of 10: {"score": 3}', "score": value}), {"score": Scale(0, 10)}) == {
+        "score": value
+    }
+
+
+@pytest.mark.parametrize("count", [3000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_fuzzed(count):
+    draw = random.Random(20)
+    texts = [row["text"] for row in CORPUS]
+    for _ in range(count):
+        kind = draw.randrange(3)
+        if kind == 0:
+            text = "".join(draw.choices(PIECES, k=draw.randrange(20)))
+        elif kind == 1:
+            text = "".join(
+                chr(draw.choice((draw.randrange(128), draw.randrange(0x3000), draw.randrange(0x110000))))
+                for _ in range(draw.randrange(60))
+            )
+        else:
+            text = draw.choice(texts)
+            for _ in range(draw.randrange(1, 4)):
+                place = draw.randrange(len(text) + 1)
+                text = text[:place] + draw.choice(PIECES) + text[place + draw.randrange(3) :]
+        scales = draw.choice(FORMS)
+        check(read_scores(text, scales), scales)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "whole"), [(1, 1, False), (2, 1, False), (0, float("inf"), False), (float("nan"), 1, False), (0, 2.5, True)]
+)
+def test_a_scale_that_is_none_is_refused(low, high, whole):
+    with pytest.raises(ValueError, match="scale"):
+        Scale(low, high, whole)
