@@ -128,7 +128,7 @@ def scored(task):
 def test_what_only_the_model_can_show_is_not_judged_again(folder, made, tmp_path):
     recipe = parse(document(tmp_path, folder, [made]))
     heldout = assemble(recipe, Ranks()).sets[0].heldout[0].id
-    with pytest.raises(ValueError, match="retouch tokenize --pictures"):
+    with pytest.raises(ValueError, match="retouch data tokenize --pictures"):
         RunTasks(recipe)(scored(heldout))
 
 

@@ -35,7 +35,7 @@ class RunTasks:
         if Codes.SOURCE in task.meta and not task.images:
             raise ValueError(
                 f"the source image of the task {task.id!r} is given as tokens, which no model is loaded to decode; prepare the "
-                "data with `retouch tokenize --pictures` to score it again"
+                "data with `retouch data tokenize --pictures` to score it again"
             )
         return task
 

@@ -12,7 +12,7 @@ import torch
 import retouch
 import tiny_emu3
 import vllm_runner
-from retouch.models.common.grid_grammar import GridGrammar
+from retouch.models.emu3.grammar import GridGrammar
 from retouch.models.emu3.tokens import Emu3Words
 from retouch.policies.engines.grammar import KEY, ImageGrammar, check_grammar, grammar_to_json
 from retouch.types import Prompts

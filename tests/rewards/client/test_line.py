@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from retouch.rewards.client.line import Line
+from retouch.rewards.quota.line import Line
 
 
 class Clock:

@@ -16,7 +16,7 @@ from retouch.rewards.scorers.aesthetic import AestheticReward
 from retouch.rewards.scorers.clip import ClipReward, PickScoreReward
 from retouch.rewards.scorers.dino import DinoReward
 from retouch.rewards.scorers.dual_encoder import DualEncoder
-from retouch.rewards.scorers.weights import weights_folder
+from retouch.rewards.weights import weights_folder
 from retouch.testing import check_reward
 from retouch.types import Sample, Task
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import Emu3ForCausalLM, Emu3VQVAE, PreTrainedTokenizerBase
 
 from retouch.models.common.causal_text import CausalText, require_plain
-from retouch.models.common.grid_grammar import GridGrammar, NoGrammar
+from retouch.models.emu3.grammar import GridGrammar, NoGrammar
 from retouch.models.emu3.images import Emu3Pictures
 from retouch.models.emu3.tokens import Emu3Words
 from retouch.protocols import Grammar

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from retouch.rewards.client import event_loop
 from retouch.rewards.client.remote import RemoteReward
 from retouch.rewards.ledger.answers import RequestStats
+from retouch.rewards.quota import event_loop
 from retouch.types import Column, Sample, Scores
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ import torch
 
 from retouch.core.random import generator
 from retouch.rewards.client.discovery import judges_of, read_info
-from retouch.rewards.client.line import Line
 from retouch.rewards.client.overload import RetryBudget
 from retouch.rewards.client.pool import EndpointPool, EndpointState
 from retouch.rewards.client.remote import RemoteReward
 from retouch.rewards.client.transport import RequestFault, Transport
+from retouch.rewards.quota.line import Line
 from retouch.rewards.quota.quota import Quota, Turns
 from retouch.rewards.wire.bodies import encode_body
 from retouch.rewards.wire.packing import ImageEncoding, pack

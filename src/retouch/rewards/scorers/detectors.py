@@ -20,7 +20,7 @@ from transformers import (
     OwlViTImageProcessorPil,
 )
 
-from retouch.rewards.scorers.weights import weights_folder
+from retouch.rewards.weights import weights_folder
 
 Box = tuple[float, float, float, float]
 _OWL: dict[str, Any] = {"owlvit": OwlViTForObjectDetection, "owlv2": Owlv2ForObjectDetection}

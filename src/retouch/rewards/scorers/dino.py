@@ -10,7 +10,7 @@ from PIL import Image
 from retouch.config.section import Count
 from retouch.rewards.base import RewardSection, source_image
 from retouch.rewards.facts import Device, LoadedModel, PathText
-from retouch.rewards.scorers.weights import weights_digest, weights_folder
+from retouch.rewards.weights import weights_digest, weights_folder
 from retouch.types import Column, Sample, Scores, Task
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from transformers import (
     SiglipModel,
 )
 
-from retouch.rewards.scorers.weights import weights_digest, weights_folder
+from retouch.rewards.weights import weights_digest, weights_folder
 from retouch.types import Sample
 
 # Model, image processor, and whether texts are padded to the full length, as the model was trained.

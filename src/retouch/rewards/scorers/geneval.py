@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from retouch.config.section import Share
 from retouch.rewards.base import RewardSection
 from retouch.rewards.facts import Device, PathText
-from retouch.rewards.scorers.weights import weights_digest, weights_folder
+from retouch.rewards.weights import weights_digest, weights_folder
 from retouch.types import Column, Sample, Scores, Task
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from retouch.rewards.base import RewardSection
 from retouch.rewards.facts import Device, PathText
-from retouch.rewards.scorers.weights import weights_digest
+from retouch.rewards.weights import weights_digest
 from retouch.types import Column, Sample, Scores
 
 if TYPE_CHECKING:

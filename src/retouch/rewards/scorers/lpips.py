@@ -11,7 +11,7 @@ from pydantic import Field
 
 from retouch.rewards.base import RewardSection, source_image
 from retouch.rewards.facts import Device, LoadedModel, PathText
-from retouch.rewards.scorers.weights import weights_digest
+from retouch.rewards.weights import weights_digest
 from retouch.types import Column, Sample, Scores
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from retouch.rewards.client import event_loop
-from retouch.rewards.client.line import Line
+from retouch.rewards.quota import event_loop
+from retouch.rewards.quota.line import Line
 from retouch.rewards.quota.quota import Turn, Turns
 from retouch.rewards.vlm import chat_format, credentials
 from retouch.rewards.vlm.backoff import backoff_pause, retry_after

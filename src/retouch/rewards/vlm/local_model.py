@@ -26,9 +26,9 @@ from transformers import (
 )
 
 from retouch.core.random import generator
-from retouch.rewards.scorers.weights import weights_digest, weights_folder
 from retouch.rewards.vlm.forms import Reply
 from retouch.rewards.vlm.questions import Answer, Question
+from retouch.rewards.weights import weights_digest, weights_folder
 
 _CLASSES: dict[str, Any] = {
     "qwen2_vl": Qwen2VLForConditionalGeneration,
