@@ -1,28 +1,19 @@
 """The playground's exact judge of edits: it knows the scene and the edits, and measures pixels cell by cell."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import numpy as np
-from jaxtyping import Bool, Float, Int
-from numpy import ndarray
-
-from retouch.playground.judges.measuring import (
-    CELL_TEMPLATES,
-    EXACT_QUALITY,
-    OBJECT_WEIGHT,
-    CellReading,
-    distance,
-    image_cells,
-    keep,
-    quality,
-)
 from retouch.playground.world.edits import KINDS, MOST_EDITS, Edit, apply
-from retouch.playground.world.rendering import codes
 from retouch.playground.world.scenes import CELLS, SIZE, Scene
 from retouch.rewards.base import RewardSection
 from retouch.types import Column, Sample, Scores, Task
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+    from numpy import ndarray
 
 
 class PlaygroundReward(RewardSection):
@@ -58,7 +49,10 @@ class PlaygroundReward(RewardSection):
 
         ValueError: a task that is not the playground's.
         """
+        import numpy as np
         import torch
+
+        from retouch.playground.judges.measuring import EXACT_QUALITY, CellReading, image_cells, quality
 
         if not samples:
             return {name: torch.zeros(0) for name in self.columns}
@@ -80,6 +74,8 @@ class PlaygroundReward(RewardSection):
 
     def _or_low(self, name: str, column: Float[ndarray, " b"], usable: Bool[ndarray, " b"]) -> Float[ndarray, " b"]:
         """The column with its minimum where the image is not usable; what does not apply stays NaN."""
+        import numpy as np
+
         return np.where(usable | np.isnan(column), column, self.columns[name].low).astype(np.float32)
 
 
@@ -94,8 +90,12 @@ class _Edits:
     kinds: Int[ndarray, "b 4"]
 
     @classmethod
-    def of(cls, tasks: Sequence[Task]) -> "_Edits":
+    def of(cls, tasks: Sequence[Task]) -> _Edits:
         """The tasks' edits; a task that occurs often (a group's) is read once."""
+        import numpy as np
+
+        from retouch.playground.world.rendering import codes
+
         rows: dict[int, int] = {}
         read: list[tuple[Scene, list[Edit]]] = []
         for task in tasks:
@@ -131,6 +131,10 @@ def _read(task: Task) -> tuple[Scene, list[Edit]]:
 
 def _following(cells: Float[ndarray, "b 9 192"], edits: _Edits) -> Float[ndarray, " b"]:
     """IF, 0 to 10."""
+    import numpy as np
+
+    from retouch.playground.judges.measuring import CELL_TEMPLATES, distance
+
     target = CELL_TEMPLATES[edits.backgrounds[:, None], edits.target]
     source = CELL_TEMPLATES[edits.backgrounds[:, None], edits.source]
     before = distance(source, target)
@@ -143,6 +147,10 @@ def _following(cells: Float[ndarray, "b 9 192"], edits: _Edits) -> Float[ndarray
 
 def _preservation(cells: Float[ndarray, "b 9 192"], edits: _Edits) -> Float[ndarray, " b"]:
     """IP, 0 to 10. At least one cell is untouched: four edits touch eight at most."""
+    import numpy as np
+
+    from retouch.playground.judges.measuring import CELL_TEMPLATES, OBJECT_WEIGHT, distance, keep
+
     weights = np.where(edits.member.any(1), 0.0, np.where(edits.source > 0, OBJECT_WEIGHT, 1.0))
     kept = keep(distance(cells, CELL_TEMPLATES[edits.backgrounds[:, None], edits.source]))
     return 10 * (weights * kept).sum(-1) / weights.sum(-1)

@@ -3,19 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
-import numpy as np
-
-from retouch.playground.judges.measuring import (
-    CELL_TEMPLATES,
-    EXACT_QUALITY,
-    OBJECT_WEIGHT,
-    CellReading,
-    distance,
-    image_cells,
-    keep,
-    quality,
-)
-from retouch.playground.world.rendering import codes
 from retouch.playground.world.scenes import SIZE, Scene
 from retouch.rewards.base import RewardSection
 from retouch.types import Column, Sample, Scores, Task
@@ -51,7 +38,20 @@ class PaintingReward(RewardSection):
         """Each column, (b,), float32. A sample without an image, or with one of another size than 24 x 24, gets the minimum, and
         NaN for ``extra``. ValueError: a task that is no painting of the playground.
         """
+        import numpy as np
         import torch
+
+        from retouch.playground.judges.measuring import (
+            CELL_TEMPLATES,
+            EXACT_QUALITY,
+            OBJECT_WEIGHT,
+            CellReading,
+            distance,
+            image_cells,
+            keep,
+            quality,
+        )
+        from retouch.playground.world.rendering import codes
 
         if not samples:
             return {name: torch.zeros(0) for name in self.columns}
@@ -77,7 +77,7 @@ class PaintingReward(RewardSection):
         return {name: torch.from_numpy(np.where(usable, columns[name], low).astype(np.float32)) for name, low in self._lows()}
 
     def _lows(self) -> list[tuple[str, float]]:
-        return [(name, np.nan if name == "extra" else column.low) for name, column in self.columns.items()]
+        return [(name, float("nan") if name == "extra" else column.low) for name, column in self.columns.items()]
 
 
 def _scene(task: Task) -> Scene:

@@ -3,23 +3,26 @@
 Colours are red, green and blue, 0 to 255, and distances between them Euclidean.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal, TypeAlias
+from __future__ import annotations
 
-import numpy as np
-from jaxtyping import Float, Int
-from numpy import ndarray
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+
 from PIL.Image import Image
 
 from retouch.rewards.base import RewardSection
 from retouch.types import Column, Sample, Scores, Task
 
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+    from numpy import ndarray
+
+    Pixels: TypeAlias = Int[ndarray, "n 3"]
+    InkColour: TypeAlias = Float[ndarray, " 3"]
+
 FARTHEST = 8
 CONTRAST = 60.0
 SAME, OTHER = 16.0, 80.0
-
-Pixels: TypeAlias = Int[ndarray, "n 3"]
-InkColour: TypeAlias = Float[ndarray, " 3"]
 
 
 class SignReward(RewardSection):
@@ -41,6 +44,7 @@ class SignReward(RewardSection):
 
         ValueError: a task without a mask or a reference.
         """
+        import numpy as np
         import torch
 
         wanted: dict[int, tuple[InkColour, InkColour]] = {}
@@ -57,18 +61,24 @@ class SignReward(RewardSection):
 
 def paper_and_ink(pixels: Pixels) -> tuple[InkColour, InkColour]:
     """The paper's and the ink's colour of a sign's pixels; where nothing is written the two are nearly the same."""
+    import numpy as np
+
     paper = np.median(pixels, axis=0)
     away = np.linalg.norm(pixels - paper, axis=1)
     return paper, pixels[np.argsort(-away, kind="stable")[:FARTHEST]].mean(axis=0)
 
 
 def _compare(pixels: Pixels, paper: InkColour, ink: InkColour) -> tuple[float, float]:
+    import numpy as np
+
     own_paper, own_ink = paper_and_ink(pixels)
     written = np.linalg.norm(own_ink - own_paper) >= CONTRAST
     return _agreement(own_paper, paper), _agreement(own_ink, ink) if written else 0.0
 
 
 def _agreement(one: InkColour, other: InkColour) -> float:
+    import numpy as np
+
     return 1.0 - float(np.clip((np.linalg.norm(one - other) - SAME) / (OTHER - SAME), 0.0, 1.0))
 
 
@@ -79,4 +89,6 @@ def _marked(task: Task) -> tuple[Image, Image]:
 
 
 def _pixels(image: Image) -> Int[ndarray, "h w 3"]:
+    import numpy as np
+
     return np.asarray(image.convert("RGB")).astype(np.int64)

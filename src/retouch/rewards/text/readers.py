@@ -3,13 +3,15 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
-import numpy as np
 from PIL.Image import Image
 
+if TYPE_CHECKING:
+    import numpy as np
+
 Corners: TypeAlias = tuple[tuple[float, float], ...]
-Pixels: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+Pixels: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 _SMALLEST = 4  # pixels a side; no letter fits into less
 
@@ -89,6 +91,8 @@ def read_large(images: Sequence[Image], read: Callable[[Sequence[Image]], list[T
 
 def pixels(image: Image) -> Pixels:
     """Blue, green, red, (h, w, 3), the order that readers take."""
+    import numpy as np
+
     return np.ascontiguousarray(np.asarray(image.convert("RGB"))[:, :, ::-1])
 
 
