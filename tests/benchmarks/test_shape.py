@@ -115,3 +115,10 @@ def test_what_counts_as_a_source(counts, text: str) -> None:
 @pytest.mark.parametrize("text", ["equal groups", "this section", "a wallpaper", "the policy gradient"])
 def test_what_does_not_count_as_a_source(counts, text: str) -> None:
     assert not counts.CITATION.search(text)
+
+
+def test_the_package_itself_has_no_circles_and_no_class_name_twice(counts) -> None:
+    found = counts.structure(ROOT / "src" / "retouch")
+    assert found["lists"]["circles"]["modules"] == []
+    assert found["lists"]["circles"]["packages"] == []
+    assert found["totals"]["files over 400 lines"] == 0
