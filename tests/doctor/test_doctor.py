@@ -27,7 +27,7 @@ from retouch.doctor.install import check_install, check_playground, check_versio
 from retouch.doctor.judge import check_judge
 from retouch.doctor.memory import check_memory, describe, footprint
 from retouch.doctor.ranks import Meeting, check_all_reduce, check_devices, check_same
-from retouch.memory.plan import Lora, Setup
+from retouch.memory.plan import LoraShape, Setup
 from retouch.memory.sizes import parts_in, stored_count
 from retouch.models.common.pretrained import fetch_weights, find_weights
 from retouch.models.qwen_image.family import QwenImageModel
@@ -192,7 +192,7 @@ def test_the_plan_of_the_full_size_recipe_is_that_of_its_settings() -> None:
     found = footprint(recipe, described)
     image, seen = (1024 // 16) ** 2, 1024 * 1024 // 28**2
     assert found.tokens == 2 * image + seen + 256
-    lora = Lora(64, QwenImageModel.lora_targets)
+    lora = LoraShape(64, QwenImageModel.lora_targets)
     setup = Setup(lora=lora, rows=2, tokens=found.tokens, ranks=8)  # both branches of guidance at once
     assert found.plan == plan(QwenImageModel(path="Qwen/Qwen-Image"), setup)
 

@@ -16,7 +16,7 @@ import tiny_writers
 from measured_memory import measured_peak
 from retouch.memory.images import codes_plan, image_model_plan
 from retouch.memory.peak import most_alive
-from retouch.memory.plan import Lora, MemoryPlan
+from retouch.memory.plan import LoraShape, MemoryPlan
 from retouch.memory.sizes import judge, model_in, parts, stored_count, writer
 from retouch.memory.tokens import Writing, writer_plan
 from retouch.models.base import ImageBatch
@@ -27,7 +27,7 @@ from retouch.models.z_image.family import ZImageModel
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 VLM = "Qwen/Qwen2.5-VL-7B-Instruct"
 SETUP = Writing(
-    lora=Lora(4, TARGETS),
+    lora=LoraShape(4, TARGETS),
     prompt=100,
     completion=28,
     update=(1, 1),
@@ -88,7 +88,7 @@ def test_the_known_anchors() -> None:
     """16.6 GB for the 7B vision-language model, 41 GB for the 20.4 B transformer, in 16 bits."""
     language = writer(VLM)
     assert language is not None
-    setup = replace(SETUP, dtype=torch.bfloat16, lora=Lora(32, TARGETS))
+    setup = replace(SETUP, dtype=torch.bfloat16, lora=LoraShape(32, TARGETS))
     assert rows(writer_plan(language, setup))["writer, frozen weights"] / 1e9 == pytest.approx(16.6, rel=0.005)
     editor = parts("qwen-image-edit-2511")
     assert stored_count(editor["transformer"]) * 2 / 1e9 == pytest.approx(41, rel=0.005)
@@ -103,7 +103,7 @@ def test_what_trains_follows_from_counts() -> None:
     assert language is not None
     wide, narrow, layers = 3584, 512, 28
     trained = 32 * layers * (2 * (wide + wide) + 2 * (wide + narrow))
-    setup = replace(SETUP, dtype=torch.bfloat16, lora=Lora(32, TARGETS), copies=2, ranks=8)
+    setup = replace(SETUP, dtype=torch.bfloat16, lora=LoraShape(32, TARGETS), copies=2, ranks=8)
     alone = rows(writer_plan(language, setup))
     assert alone["writer, trained weights"] == alone["gradients"] == 4 * trained
     assert alone["AdamW's two moments"] == 8 * trained
@@ -174,7 +174,7 @@ def test_an_update_grows_with_its_rows_and_not_its_logits() -> None:
 
 def test_targets_that_match_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="no linear layer is called 'query'"):
-        writer_plan(described(small(1)), replace(SETUP, lora=Lora(4, ("query",))))
+        writer_plan(described(small(1)), replace(SETUP, lora=LoraShape(4, ("query",))))
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Any) -> None:

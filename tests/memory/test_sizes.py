@@ -7,7 +7,7 @@ from peft import LoraConfig
 import tiny_models
 from measured_memory import saved_bytes
 from published_plans import plan
-from retouch.memory.plan import Lora, Setup, activation_bytes
+from retouch.memory.plan import LoraShape, Setup, activation_bytes
 from retouch.memory.sizes import known_models, lora_count, parameter_count, parts, stored_count
 from retouch.models.flux.family import FluxModel
 from retouch.models.qwen_image.family import QwenImageModel
@@ -18,7 +18,7 @@ QWEN = QwenImageModel(path="Qwen/Qwen-Image")
 SD3_MEDIUM = SD3Model(path="stabilityai/stable-diffusion-3.5-medium")
 Z_IMAGE = ZImageModel(path="Tongyi-MAI/Z-Image")
 FAMILIES = {"qwen": QWEN, "sd3": SD3_MEDIUM, "flux": FluxModel(path="black-forest-labs/FLUX.1-dev"), "z-image": Z_IMAGE}
-QWEN_LORA = Lora(64, QWEN.lora_targets)
+QWEN_LORA = LoraShape(64, QWEN.lora_targets)
 TINY = {
     "qwen": tiny_models.qwen_transformer,
     "sd3": tiny_models.sd3_transformer,
@@ -109,7 +109,7 @@ def test_adapters_are_as_large_as_peft_makes_them(name):
 
 def test_a_target_that_matches_nothing():
     with pytest.raises(ValueError, match=r"'attn\.to_queue'"):
-        plan(QWEN, Setup(lora=Lora(4, ("attn.to_q", "attn.to_queue")), rows=1, tokens=1))
+        plan(QWEN, Setup(lora=LoraShape(4, ("attn.to_q", "attn.to_queue")), rows=1, tokens=1))
 
 
 def test_state_of_a_full_fine_tune_is_what_adamw_keeps():
@@ -180,7 +180,7 @@ def test_z_image_is_counted_as_it_is_built():
     time, words, padding = (read + 1) * 1024 + (1024 + 1) * read, text + (text + 1) * width, 2 * width
     whole = 34 * block + 32 * told + ends + time + words + padding
     assert parameter_count(parts("z-image")["transformer"]) == whole == 6_154_908_736
-    lora = Lora(32, Z_IMAGE.lora_targets)
+    lora = LoraShape(32, Z_IMAGE.lora_targets)
     made = rows(Setup(lora=lora, rows=1, tokens=4096 + 512, ranks=8, sharding="fsdp"), Z_IMAGE)
     assert made["two gathered blocks"] == 2 * 2 * (block + told)
     setup = Setup(lora=lora, rows=1, tokens=4096 + 512)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from retouch.core.random import generator
-from retouch.memory.plan import MemoryPlan, Row
+from retouch.memory.plan import MemoryPlan, MemoryRow
 from retouch.objectives.base import ValueHead
 from retouch.policies.value_heads import LatentValues, TokenValues, channels_of, summary
 from retouch.protocols import AutoregressiveModel, DenoisingModel
@@ -41,7 +41,7 @@ def with_head(plan: MemoryPlan, recipe: Recipe, features: int) -> MemoryPlan:
         return plan
     width = recipe.advantage.value_head.width
     count = width * (features + 2) + 1
-    return MemoryPlan((*plan.rows, Row(HEAD_ROW, 4 * count * torch.float32.itemsize)), plan.phases)
+    return MemoryPlan((*plan.rows, MemoryRow(HEAD_ROW, 4 * count * torch.float32.itemsize)), plan.phases)
 
 
 def saved_of_head(plan: MemoryPlan) -> int:

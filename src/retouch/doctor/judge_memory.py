@@ -4,19 +4,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from retouch.assembly.model import DTYPES
-from retouch.memory.plan import Row
+from retouch.memory.plan import MemoryRow
 from retouch.memory.sizes import judge, model_in, stored_count
 from retouch.models.common.pretrained import find_writer
 from retouch.rewards.base import RewardSection
 
 
-def judge_rows(reward: RewardSection, *, device: str) -> Iterator[tuple[str, Row]]:
+def judge_rows(reward: RewardSection, *, device: str) -> Iterator[tuple[str, MemoryRow]]:
     """Device and weights of each model that judges in the run's own process; ``device``: of those that name none."""
     models = dict.fromkeys(model for _, _, part in reward.parts() for model in part.loaded_models())
     for model in models:
         if (described := _described(model.path)) is not None:
             size = stored_count(described) * DTYPES[model.dtype].itemsize
-            yield model.device or device, Row(f"reward, {model.path}", size)
+            yield model.device or device, MemoryRow(f"reward, {model.path}", size)
 
 
 def uncounted(reward: RewardSection) -> list[str]:

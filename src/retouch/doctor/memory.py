@@ -77,7 +77,7 @@ def footprint(recipe: Recipe, described: Described) -> Footprint:
     if isinstance(train, IpAdapter):
         adapter, projection = adapter_counts(described["transformer"], described[_ENCODER], train)
     setup = Setup(
-        lora=None if lora is None else memory.Lora(lora.rank, tuple(lora_targets(recipe.policy))),
+        lora=None if lora is None else memory.LoraShape(lora.rank, tuple(lora_targets(recipe.policy))),
         adapter=adapter,
         projection=projection,
         rows=recipe.microbatch * branches,

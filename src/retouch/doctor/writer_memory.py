@@ -17,7 +17,7 @@ from retouch.doctor.judge_memory import judge_rows, uncounted
 from retouch.doctor.memory import LEFT_FREE, SHOWN_FROM, describe, table
 from retouch.doctor.writer_setup import codes_setup, drawing_setup, held_out_rows, image_dtype, rank_rows, writing_setup
 from retouch.memory.images import codes_plan, image_model_plan
-from retouch.memory.plan import MemoryPlan, Row
+from retouch.memory.plan import MemoryPlan, MemoryRow
 from retouch.memory.sizes import lora_count, model_in, parameter_count, stored_count, writer
 from retouch.memory.tokens import reading_bytes, writer_plan
 from retouch.models import train as recipe_train
@@ -102,13 +102,13 @@ def plans(recipe: Recipe, written: Mapping[str, Any], described: Described) -> I
         rows = min(renderer.encoder_batch, max(rank_rows(recipe), held_out_rows(recipe)))
         tokens = rows * (setup.prompt + setup.completion)
         encoder = written if shared else described["text_encoder"]
-        reading = Row("reading responses", reading_bytes(encoder, tokens, setup.dtype))
+        reading = MemoryRow("reading responses", reading_bytes(encoder, tokens, setup.dtype))
         if shared:
             for_policy = MemoryPlan(for_policy.rows, (*for_policy.phases, reading))
         else:
             for_renderer = MemoryPlan(for_renderer.rows, (*for_renderer.phases, reading))
     weights = sum(row.bytes for row in for_renderer.rows)
-    waiting = MemoryPlan((), tuple(Row(f"{row.name}, its weights lent", row.bytes + weights) for row in for_renderer.phases))
+    waiting = MemoryPlan((), tuple(MemoryRow(f"{row.name}, its weights lent", row.bytes + weights) for row in for_renderer.phases))
     if devices.offload:
         for_renderer = waiting
     placed: dict[str, list[tuple[str, MemoryPlan]]] = {mine: [("policy", for_policy)]}
@@ -153,7 +153,7 @@ def _called(device: str, place: Place) -> str:
 def _mend(recipe: Recipe, planned: Planned, place: Place) -> str:
     """The one change that helps most: what takes turns made smaller while that can be enough, else weights put elsewhere."""
     kept = sum(row.bytes for row in planned.plan.rows) + planned.lent
-    most = max(planned.plan.phases, key=lambda row: row.bytes, default=Row("nothing", 0))
+    most = max(planned.plan.phases, key=lambda row: row.bytes, default=MemoryRow("nothing", 0))
     if kept < place.bytes:
         if most.name.startswith("an update") and not recipe.policy.gradient_checkpointing:
             return "--set policy.gradient_checkpointing=true"

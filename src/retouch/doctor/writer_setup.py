@@ -8,7 +8,7 @@ import torch
 
 from retouch.assembly.model import DTYPES, lora_targets
 from retouch.assembly.phases import copies_needed
-from retouch.memory.plan import Lora
+from retouch.memory.plan import LoraShape
 from retouch.memory.tokens import Writing
 from retouch.models import train as recipe_train
 from retouch.models.base import INSTRUCTION_TOKENS, Described, DiffusersModel, ImageBatch, ImportedModel
@@ -33,7 +33,7 @@ def writing_setup(recipe: Recipe, policy: AutoregressivePolicy, described: Descr
     assert not isinstance(model, ImportedModel)
     dtype = DTYPES[model.dtype]
     return Writing(
-        lora=Lora(train.rank, tuple(lora_targets(policy))) if isinstance(train, recipe_train.Lora) else None,
+        lora=LoraShape(train.rank, tuple(lora_targets(policy))) if isinstance(train, recipe_train.Lora) else None,
         prompt=_prompt_tokens(recipe, described),
         completion=max(rollout.max_new_tokens for rollout in rollouts),
         update=(_tasks(recipe, update), update),

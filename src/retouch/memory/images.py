@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from retouch.memory.peak import in_dtype, most_alive
-from retouch.memory.plan import MemoryPlan, Row
+from retouch.memory.plan import MemoryPlan, MemoryRow
 from retouch.memory.sizes import build_meta, stored_count
 from retouch.models.base import Described, DiffusersModel, ImageBatch, Part
 
@@ -24,15 +24,15 @@ def image_model_plan(
 ) -> MemoryPlan:
     """What the renderer's device holds. ``without``: parts that are elsewhere."""
     rows = [
-        Row(part if part != "transformer" else "image model", stored_count(made) * batch.dtype.itemsize)
+        MemoryRow(part if part != "transformer" else "image model", stored_count(made) * batch.dtype.itemsize)
         for part, made in described.items()
         if part not in without
     ]
     return MemoryPlan(
         tuple(rows),
         (
-            Row("drawing: one denoising step", _step_bytes(model, described, batch)),
-            Row("drawing: pictures from latents", _decoding_bytes(model, described["vae"], batch)),
+            MemoryRow("drawing: one denoising step", _step_bytes(model, described, batch)),
+            MemoryRow("drawing: pictures from latents", _decoding_bytes(model, described["vae"], batch)),
         ),
     )
 
@@ -47,10 +47,10 @@ def codes_plan(autoencoder: Part, *, rows: int, read: int, size: tuple[int, int]
     given = [codes, pixels, *module.parameters(), *module.buffers()]
     with torch.no_grad():
         return MemoryPlan(
-            (Row("autoencoder", stored_count(autoencoder) * torch.float32.itemsize),),
+            (MemoryRow("autoencoder", stored_count(autoencoder) * torch.float32.itemsize),),
             (
-                Row("drawing: pictures from codes", most_alive(lambda: module.decode(codes), given=given)),
-                Row("reading: codes of pictures", most_alive(lambda: module.encode(pixels, sizes), given=given)),
+                MemoryRow("drawing: pictures from codes", most_alive(lambda: module.decode(codes), given=given)),
+                MemoryRow("reading: codes of pictures", most_alive(lambda: module.encode(pixels, sizes), given=given)),
             ),
         )
 

@@ -17,7 +17,7 @@ _ADAMW_BYTES = 8  # two fp32 moments
 
 
 @dataclass(frozen=True, slots=True)
-class Lora:
+class LoraShape:
     """Low-rank adapters: their rank, and the endings of the names of the linear layers that they sit on."""
 
     rank: int
@@ -25,7 +25,7 @@ class Lora:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MemoryRow:
     """One line of a memory plan. ``bytes`` on each GPU."""
 
     name: str
@@ -36,8 +36,8 @@ class Row:
 class MemoryPlan:
     """What one GPU keeps at the peak of a training step: all of ``rows``, and one of ``phases``, which take turns."""
 
-    rows: tuple[Row, ...]
-    phases: tuple[Row, ...] = ()
+    rows: tuple[MemoryRow, ...]
+    phases: tuple[MemoryRow, ...] = ()
 
     @property
     def total(self) -> int:
@@ -56,7 +56,7 @@ class Setup:
     optimizer's state ("zero2"), or of the transformer's whole state ("fsdp").
     """
 
-    lora: Lora | None
+    lora: LoraShape | None
     adapter: int | None = None
     projection: int = 0
     rows: int
@@ -99,20 +99,20 @@ def plan_parts(described: Described, setup: Setup, *, shape: Shape) -> MemoryPla
     trained_bytes = _share((trained - whole) * setup.trained_dtype.itemsize, share) + whole * setup.trained_dtype.itemsize
     moments = _share((trained - whole) * _ADAMW_BYTES, 1 if setup.sharding == "ddp" else setup.ranks) + whole * _ADAMW_BYTES
     rows = [
-        Row("transformer, frozen weights", _share(frozen * setup.dtype.itemsize, share)),
-        Row("transformer, trained weights", trained_bytes),
-        Row("gradients", trained_bytes),
-        Row("AdamW's two moments", moments),
-        Row("copies of the trained weights", setup.copies * trained_bytes),
+        MemoryRow("transformer, frozen weights", _share(frozen * setup.dtype.itemsize, share)),
+        MemoryRow("transformer, trained weights", trained_bytes),
+        MemoryRow("gradients", trained_bytes),
+        MemoryRow("AdamW's two moments", moments),
+        MemoryRow("copies of the trained weights", setup.copies * trained_bytes),
     ]
     if setup.sharding == "fsdp":
-        rows.append(Row("two gathered blocks", 2 * _largest_block(transformer) * setup.dtype.itemsize))
+        rows.append(MemoryRow("two gathered blocks", 2 * _largest_block(transformer) * setup.dtype.itemsize))
     elif setup.trained_dtype.itemsize > setup.dtype.itemsize:
-        rows.append(Row("autocast's copy of the trained weights", casts * setup.dtype.itemsize))
+        rows.append(MemoryRow("autocast's copy of the trained weights", casts * setup.dtype.itemsize))
     for part, description in described.items():
         if part != "transformer" and part not in setup.without:
-            rows.append(Row(part, stored_count(description) * setup.dtype.itemsize))
-    rows.append(Row("activations (estimate)", activation_bytes(shape, setup)))
+            rows.append(MemoryRow(part, stored_count(description) * setup.dtype.itemsize))
+    rows.append(MemoryRow("activations (estimate)", activation_bytes(shape, setup)))
     return MemoryPlan(tuple(row for row in rows if row.bytes))
 
 

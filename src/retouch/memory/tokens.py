@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from retouch.core.tokens import log_prob, sample_tokens, warp_logits
 from retouch.memory.peak import FusedAttention, Live, in_dtype, most_alive
-from retouch.memory.plan import Lora, MemoryPlan, Row
+from retouch.memory.plan import LoraShape, MemoryPlan, MemoryRow
 from retouch.memory.sizes import build_meta, lora_count, parameter_count, stored_count
 from retouch.models.base import Part
 
@@ -36,7 +36,7 @@ class Writing:
     the grammar.
     """
 
-    lora: Lora | None
+    lora: LoraShape | None
     prompt: int
     completion: int
     update: tuple[int, int]
@@ -65,24 +65,24 @@ def writer_plan(writer: Part, setup: Writing) -> MemoryPlan:
     return MemoryPlan(tuple(row for row in _kept(setup, frozen, trained) if row.bytes), _phases(writer, setup, trained))
 
 
-def _kept(setup: Writing, frozen: int, trained: int) -> list[Row]:
+def _kept(setup: Writing, frozen: int, trained: int) -> list[MemoryRow]:
     sharded = 1 if setup.sharding == "replicated" else setup.ranks
     whole = setup.ranks if setup.sharding == "fsdp2" else 1
     size, beside = setup.trained_dtype.itemsize, setup.copies - setup.waiting
     rows = [
-        Row("writer, frozen weights", math.ceil(frozen * setup.dtype.itemsize / whole)),
-        Row("writer, trained weights", math.ceil(trained * size / whole)),
-        Row("gradients", math.ceil(trained * size / whole)),
-        Row("AdamW's two moments", math.ceil(trained * _ADAMW_BYTES / sharded)),
-        Row("copies of the trained weights", math.ceil(beside * trained * size / whole)),
+        MemoryRow("writer, frozen weights", math.ceil(frozen * setup.dtype.itemsize / whole)),
+        MemoryRow("writer, trained weights", math.ceil(trained * size / whole)),
+        MemoryRow("gradients", math.ceil(trained * size / whole)),
+        MemoryRow("AdamW's two moments", math.ceil(trained * _ADAMW_BYTES / sharded)),
+        MemoryRow("copies of the trained weights", math.ceil(beside * trained * size / whole)),
     ]
     if setup.sharding == "zero2":
         # A bucket as large as all gradients, and this rank's shares of them and of the weights in fp32.
-        rows.append(Row("ZeRO's shares of gradients and weights", math.ceil(trained * (size + 4) / setup.ranks)))
+        rows.append(MemoryRow("ZeRO's shares of gradients and weights", math.ceil(trained * (size + 4) / setup.ranks)))
     return rows
 
 
-def _phases(writer: Part, setup: Writing, trained: int) -> tuple[Row, ...]:
+def _phases(writer: Part, setup: Writing, trained: int) -> tuple[MemoryRow, ...]:
     """What comes and goes, one after the other."""
     config = _text_config(writer)
     layers, width = config["num_hidden_layers"], config["hidden_size"]
@@ -98,10 +98,10 @@ def _phases(writer: Part, setup: Writing, trained: int) -> tuple[Row, ...]:
     update += logits
     reference = trained * setup.trained_dtype.itemsize + reading_bytes(writer, tokens, setup.dtype) + logits
     return (
-        Row("an update: activations and logits", update + gathered),
-        Row("a rollout: cache and logits", _writing_bytes(writer, setup, *setup.rollout) + gathered),
-        Row("an evaluation: cache and logits", _writing_bytes(writer, setup, setup.evaluation, setup.evaluation) + gathered),
-        *([Row("the reference, which comes over: its weights, states and logits", reference)] if setup.waiting else []),
+        MemoryRow("an update: activations and logits", update + gathered),
+        MemoryRow("a rollout: cache and logits", _writing_bytes(writer, setup, *setup.rollout) + gathered),
+        MemoryRow("an evaluation: cache and logits", _writing_bytes(writer, setup, setup.evaluation, setup.evaluation) + gathered),
+        *([MemoryRow("the reference, which comes over: its weights, states and logits", reference)] if setup.waiting else []),
     )
 
 

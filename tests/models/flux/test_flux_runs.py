@@ -22,7 +22,7 @@ from retouch.doctor.memory import describe, footprint
 from retouch.inference.exporting import export_target
 from retouch.inference.opening import open_target
 from retouch.inference.sampling import sample_target
-from retouch.memory.plan import Lora, Setup
+from retouch.memory.plan import LoraShape, Setup
 from retouch.models.base import DiffusersModel, Takes
 from retouch.models.flux.family import FluxFillModel
 from retouch.models.flux.kontext import FluxKontext
@@ -130,7 +130,7 @@ def test_what_memory_it_takes_is_planned_from_the_published_configuration(folder
     assert described is not None
     found = footprint(recipe, described)
     assert found.tokens == (512 // 16) ** 2 + 512
-    setup = Setup(lora=Lora(4, tuple(lora_targets(recipe.policy))), rows=32, tokens=found.tokens, gradient_checkpointing=False)
+    setup = Setup(lora=LoraShape(4, tuple(lora_targets(recipe.policy))), rows=32, tokens=found.tokens, gradient_checkpointing=False)
     assert found.plan == plan(FluxFillModel(path="black-forest-labs/FLUX.1-Fill-dev"), setup)
     made["policy"]["model"] |= {"kind": "flux-kontext", "path": "black-forest-labs/FLUX.1-Kontext-dev"}
     edits = parse(made)

@@ -18,7 +18,7 @@ from retouch.doctor.memory import describe, footprint
 from retouch.inference.exporting import export_target
 from retouch.inference.opening import open_target
 from retouch.memory.images import image_model_plan
-from retouch.memory.plan import Lora, Setup, activation_bytes
+from retouch.memory.plan import LoraShape, Setup, activation_bytes
 from retouch.memory.sizes import lora_count, parameter_count
 from retouch.models.base import ImageBatch
 from retouch.models.qwen_image_2.family import QwenImage2Model
@@ -146,7 +146,7 @@ def test_what_memory_it_takes_is_planned_from_the_published_configuration(tmp_pa
     assert published is not None
     found = footprint(recipe, published)
     assert found.tokens == (512 // 16) * (768 // 16) + 512
-    setup = Setup(lora=Lora(4, tuple(lora_targets(recipe.policy))), rows=32, tokens=found.tokens, gradient_checkpointing=False)
+    setup = Setup(lora=LoraShape(4, tuple(lora_targets(recipe.policy))), rows=32, tokens=found.tokens, gradient_checkpointing=False)
     assert found.plan == plan(FAMILY, setup)
 
 

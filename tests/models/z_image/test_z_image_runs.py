@@ -17,7 +17,7 @@ from retouch.assembly.value_head import build_head
 from retouch.doctor.memory import describe, footprint
 from retouch.inference.exporting import export_target
 from retouch.inference.opening import open_target
-from retouch.memory.plan import Lora, Setup
+from retouch.memory.plan import LoraShape, Setup
 from retouch.models.base import DiffusersModel
 from retouch.models.common.pipeline_model import accepts_prompt
 from retouch.models.z_image.family import ZImageModel
@@ -87,7 +87,7 @@ def test_what_memory_it_takes_is_planned_from_the_published_configuration(path: 
     assert described is not None
     found = footprint(recipe, described)
     assert found.tokens == (512 // 16) * (768 // 16) + 512
-    setup = Setup(lora=Lora(4, tuple(lora_targets(recipe.policy))), rows=32, tokens=found.tokens, gradient_checkpointing=False)
+    setup = Setup(lora=LoraShape(4, tuple(lora_targets(recipe.policy))), rows=32, tokens=found.tokens, gradient_checkpointing=False)
     assert found.plan == plan(ZImageModel(path=path), setup)
 
 

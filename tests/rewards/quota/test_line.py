@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from retouch.rewards.quota.line import Line
+from retouch.rewards.quota.line import ProgressSemaphore
 
 
 class Clock:
@@ -18,12 +18,12 @@ class Clock:
 def test_places_are_given_in_turn() -> None:
     inside: list[int] = []
 
-    async def one(line: Line, number: int) -> None:
+    async def one(line: ProgressSemaphore, number: int) -> None:
         assert await line.enter(since=100.0) == 105.0
         inside.append(number)
 
     async def act() -> None:
-        line = Line(2, patience=5.0, clock=Clock())
+        line = ProgressSemaphore(2, patience=5.0, clock=Clock())
         waiting = [asyncio.create_task(one(line, number)) for number in range(5)]
         for seen in (2, 3, 4, 5):
             while len(inside) < seen:
@@ -41,7 +41,7 @@ def test_who_waits_gives_up_when_nobody_was_answered_for_too_long() -> None:
     clock = Clock()
 
     async def act() -> None:
-        line = Line(1, patience=0.02, clock=clock)
+        line = ProgressSemaphore(1, patience=0.02, clock=clock)
         await line.enter(since=clock())
         waiting = [asyncio.create_task(line.enter(since=clock())) for _ in range(3)]
         for _ in range(10):
@@ -62,7 +62,7 @@ def test_a_place_got_late_ends_with_the_patience() -> None:
     clock = Clock()
 
     async def act() -> float:
-        line = Line(1, patience=10.0, clock=clock)
+        line = ProgressSemaphore(1, patience=10.0, clock=clock)
         await line.enter(since=100.0)
         waiting = asyncio.create_task(line.enter(since=100.0))
         await asyncio.sleep(0.01)
@@ -75,7 +75,7 @@ def test_a_place_got_late_ends_with_the_patience() -> None:
 
 def test_who_goes_away_takes_no_place_along() -> None:
     async def act() -> None:
-        line = Line(1, patience=100.0, clock=Clock())
+        line = ProgressSemaphore(1, patience=100.0, clock=Clock())
         await line.enter(since=100.0)
         gone = asyncio.create_task(line.enter(since=100.0))
         await asyncio.sleep(0.01)

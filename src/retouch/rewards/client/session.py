@@ -16,7 +16,7 @@ from retouch.rewards.client.overload import RetryBudget
 from retouch.rewards.client.pool import EndpointPool, EndpointState
 from retouch.rewards.client.remote import RemoteReward
 from retouch.rewards.client.transport import RequestFault, Transport
-from retouch.rewards.quota.line import Line
+from retouch.rewards.quota.line import ProgressSemaphore
 from retouch.rewards.quota.quota import Quota, Turns
 from retouch.rewards.wire.bodies import encode_body
 from retouch.rewards.wire.packing import ImageEncoding, pack
@@ -81,7 +81,7 @@ class Session:
         self._settings, self._expected = settings, expected
         self._pool = EndpointPool(settings.endpoints)
         self._transport = Transport(token=settings.token, connections=settings.concurrency * len(settings.endpoints))
-        self._line = Line(settings.concurrency * len(settings.endpoints), patience=settings.deadline)
+        self._line = ProgressSemaphore(settings.concurrency * len(settings.endpoints), patience=settings.deadline)
         self._retries = RetryBudget(share=settings.retry_share, per_second=10.0, max_saved=20.0)
         self._hedging = RetryBudget(share=settings.hedge_share, per_second=0.0, max_saved=5.0)
         self._latencies: deque[float] = deque(maxlen=_LATENCIES)

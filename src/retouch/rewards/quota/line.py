@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 
-class Line:
+class ProgressSemaphore:
     """``places`` at once. ``patience``: seconds without any answer after which those in line give up. Used on one event loop."""
 
     def __init__(self, places: int, *, patience: float, clock: Callable[[], float] = time.monotonic) -> None:

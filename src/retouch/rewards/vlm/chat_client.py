@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from retouch.rewards.quota import event_loop
-from retouch.rewards.quota.line import Line
+from retouch.rewards.quota.line import ProgressSemaphore
 from retouch.rewards.quota.quota import Turn, Turns
 from retouch.rewards.vlm import chat_format, credentials
 from retouch.rewards.vlm.backoff import backoff_pause, retry_after
@@ -95,10 +95,10 @@ class ChatClient:
         """Close the connections."""
         event_loop.submit(self._client.close()).result()
 
-    async def _open(self) -> tuple[Any, Line, Turns | None]:
+    async def _open(self) -> tuple[Any, ProgressSemaphore, Turns | None]:
         own = self.endpoint
         client = self._openai.AsyncOpenAI(api_key=self._key, base_url=own.base_url, max_retries=0, timeout=own.timeout)
-        line = Line(own.concurrency, patience=own.deadline)
+        line = ProgressSemaphore(own.concurrency, patience=own.deadline)
         return client, line, None if self.quota is None else Turns(self.quota)
 
     async def _ask_all(self, questions: Sequence[Question], requests: Sequence[dict[str, Any]], began: float) -> list[Answer]:

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias
 from PIL.Image import Image
 from pydantic import BaseModel, Field, ValidationError
 
-from retouch.rewards.vlm.forms import Reply
+from retouch.rewards.vlm.forms import JudgeReply
 from retouch.rewards.vlm.questions import Part, Question
 
 _WEBP_LIMIT = 16383  # pixels a side, of the format
@@ -61,7 +61,7 @@ class _Completion(BaseModel):
 class Received:
     """A reply, and the tokens that it took."""
 
-    reply: Reply
+    reply: JudgeReply
     input_tokens: int
     output_tokens: int
 
@@ -74,7 +74,7 @@ def parse_reply(body: str) -> Received | None:
         return None
     choice = completion.choices[0]
     usage = completion.usage or _Usage()
-    reply = Reply(
+    reply = JudgeReply(
         text=choice.message.content or "",
         finished=choice.finish_reason or "",
         refused=bool(choice.message.refusal) or choice.finish_reason == "content_filter",

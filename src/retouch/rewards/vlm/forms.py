@@ -15,7 +15,7 @@ _LEDGER_PREFIX = "retouch.rewards.judges.forms."
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class JudgeReply:
     """A server's reply. ``first``: the candidates for the first token, with log-probabilities, where they were requested."""
 
     text: str
@@ -32,7 +32,7 @@ class Form(Protocol):
         """The most tokens of an answer."""
         ...
 
-    def read(self, reply: Reply) -> dict[str, float] | None:
+    def read(self, reply: JudgeReply) -> dict[str, float] | None:
         """The scores, or None where the reply is not usable."""
         ...
 
@@ -61,7 +61,7 @@ class ScoresForm:
         """The form in the names under which ledgers keep answers. It never changes, or kept answers would be asked for again."""
         return f"{_LEDGER_PREFIX}{self!r}"
 
-    def read(self, reply: Reply) -> dict[str, float] | None:
+    def read(self, reply: JudgeReply) -> dict[str, float] | None:
         """A number for every name, or None."""
         if reply.refused or reply.finished != "stop":
             return None
@@ -100,7 +100,7 @@ class ChoiceForm:
         """The form in the names under which ledgers keep answers. It never changes, or kept answers would be asked for again."""
         return f"{_LEDGER_PREFIX}{self!r}"
 
-    def read(self, reply: Reply) -> dict[str, float] | None:
+    def read(self, reply: JudgeReply) -> dict[str, float] | None:
         """The word's value, or None."""
         if reply.refused or reply.finished != "stop":
             return None
@@ -150,7 +150,7 @@ class WordForm:
         """The form in the names under which ledgers keep answers. It never changes, or kept answers would be asked for again."""
         return f"{_LEDGER_PREFIX}{self!r}"
 
-    def read(self, reply: Reply) -> dict[str, float] | None:
+    def read(self, reply: JudgeReply) -> dict[str, float] | None:
         """The expected value, or None."""
         if reply.refused or not reply.first:
             return None

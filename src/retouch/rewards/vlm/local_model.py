@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from retouch.core.random import generator
-from retouch.rewards.vlm.forms import Reply
+from retouch.rewards.vlm.forms import JudgeReply
 from retouch.rewards.vlm.questions import Answer, Question
 from retouch.rewards.weights import weights_digest, weights_folder
 
@@ -77,7 +77,7 @@ class LocalJudge:
             first = {}
         ended = len(ids) > 0 and int(ids[-1]) == self._end
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        scores = question.form.read(Reply(text, "stop" if ended else "length", first=first))
+        scores = question.form.read(JudgeReply(text, "stop" if ended else "length", first=first))
         return Answer(
             scores=scores or {},
             fault="" if scores is not None else "unusable answer",

@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retouch.rewards.vlm.answers.scales import Scale
-from retouch.rewards.vlm.forms import ChoiceForm, Reply, ScoresForm, WordForm
+from retouch.rewards.vlm.forms import ChoiceForm, JudgeReply, ScoresForm, WordForm
 
 VOTE = ChoiceForm("yes", {"no": 0.0, "yes": 1.0})
 YES = WordForm("yes", {"no": 0.0, "yes": 1.0})
 DIGITS = WordForm("digit", {str(digit): digit / 5 for digit in range(6)})
 
 
-def reply(**mass: float) -> Reply:
-    return Reply("", "length", first={word: math.log(share) for word, share in mass.items()})
+def reply(**mass: float) -> JudgeReply:
+    return JudgeReply("", "length", first={word: math.log(share) for word, share in mass.items()})
 
 
 def test_yes_is_its_share_of_the_legal_mass():
@@ -25,13 +25,13 @@ def test_yes_is_its_share_of_the_legal_mass():
 
 def test_spellings_of_a_word_are_one():
     first = {" Yes": math.log(0.3), "yes": math.log(0.3), "NO": math.log(0.2), "▁no": math.log(0.1)}
-    assert YES.read(Reply("", "length", first=first)) == {"yes": pytest.approx(0.6 / 0.9)}
+    assert YES.read(JudgeReply("", "length", first=first)) == {"yes": pytest.approx(0.6 / 0.9)}
 
 
 @given(st.lists(st.floats(0.01, 1), min_size=6, max_size=6))
 def test_a_digit_is_the_expectation_of_its_distribution(weights):
     total = sum(weights)
-    found = DIGITS.read(Reply("", "length", first={str(k): math.log(weight / total) for k, weight in enumerate(weights)}))
+    found = DIGITS.read(JudgeReply("", "length", first={str(k): math.log(weight / total) for k, weight in enumerate(weights)}))
     assert found["digit"] == pytest.approx(sum(k * weight for k, weight in enumerate(weights)) / total / 5)
 
 
@@ -49,16 +49,16 @@ def test_a_digit_is_the_expectation_of_its_distribution(weights):
     ],
 )
 def test_no_distribution_over_legal_words_is_no_score(first):
-    assert DIGITS.read(Reply("5", "length", first=first)) is None
+    assert DIGITS.read(JudgeReply("5", "length", first=first)) is None
 
 
 def test_a_refusal_is_no_score():
-    assert YES.read(Reply("yes", "stop", refused=True, first={"yes": 0.0})) is None
+    assert YES.read(JudgeReply("yes", "stop", refused=True, first={"yes": 0.0})) is None
     form = ScoresForm({"score": Scale(0, 10)})
-    assert form.read(Reply('{"score": 7}', "stop")) == {"score": 7.0}
-    assert form.read(Reply('{"score": 7}', "stop", refused=True)) is None
-    assert form.read(Reply('{"score": 7}', "length")) is None
-    assert form.read(Reply('{"score": 7}', "")) is None
+    assert form.read(JudgeReply('{"score": 7}', "stop")) == {"score": 7.0}
+    assert form.read(JudgeReply('{"score": 7}', "stop", refused=True)) is None
+    assert form.read(JudgeReply('{"score": 7}', "length")) is None
+    assert form.read(JudgeReply('{"score": 7}', "")) is None
 
 
 def test_the_schema_has_the_reasoning_first_and_nothing_else():
@@ -81,7 +81,7 @@ def test_words_that_are_none_are_refused(values, mass):
 
 @pytest.mark.parametrize("text", ["yes", "Yes", " YES.\n", '{"answer": "yes"}', '{ "answer" : "Yes" }'])
 def test_a_vote_is_the_word_alone(text):
-    assert VOTE.read(Reply(text, "stop")) == {"yes": 1.0}
+    assert VOTE.read(JudgeReply(text, "stop")) == {"yes": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -93,12 +93,12 @@ def test_a_vote_is_the_word_alone(text):
     ],
 )
 def test_what_is_no_vote_is_nothing(text):
-    assert VOTE.read(Reply(text, "stop")) is None
+    assert VOTE.read(JudgeReply(text, "stop")) is None
 
 
 def test_a_vote_that_was_cut_or_refused_is_nothing():
-    assert VOTE.read(Reply("yes", "length")) is None
-    assert VOTE.read(Reply("yes", "stop", refused=True)) is None
+    assert VOTE.read(JudgeReply("yes", "length")) is None
+    assert VOTE.read(JudgeReply("yes", "stop", refused=True)) is None
 
 
 def test_a_vote_is_asked_for_as_one_of_its_words():
