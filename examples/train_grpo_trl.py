@@ -24,7 +24,7 @@ from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
 from retouch.assembly.writer import build_writer
 from retouch.data.sources.folder import read_folder
 from retouch.data.tasks import Tasks
-from retouch.integrations.trl import PictureReward
+from retouch.integrations.trl import RetouchReward
 from retouch.integrations.trl_prompts import dataset_of, processor_for
 from retouch.models.common.encoder import Encoder
 from retouch.models.kinds import IMAGE_MODELS
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> GRPOTrainer:
     reward, combine = reward_of(script)
     trainer = GRPOTrainer(
         model=policy,
-        reward_funcs=PictureReward(
+        reward_funcs=RetouchReward(
             writer, renderer, reward, combine=combine, task=lambda row: tasks[row["task"]], seed=training.seed
         ),
         args=training,

@@ -18,7 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 from retouch.core.advantages import group_relative
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import ReplicatedStepper
-from retouch.integrations.trl import PictureReward
+from retouch.integrations.trl import RetouchReward
 from retouch.integrations.trl_prompts import dataset_of, processor_for
 from retouch.models.qwen_image.responses import writer_for
 from retouch.models.qwen_vl.model import LORA_ALPHA, LORA_RANK, LORA_TARGETS, QwenWriter
@@ -159,7 +159,7 @@ def library(pair: Twins, setting: Setting, *, seed: int) -> Callable[[int], floa
 class Kept:
     """A reward function of TRL's that keeps what it gave."""
 
-    def __init__(self, reward: PictureReward) -> None:
+    def __init__(self, reward: RetouchReward) -> None:
         self.reward = reward
         self.calls: list[list[float | None]] = []
 
@@ -175,7 +175,7 @@ class Kept:
 def trainer(pair: Twins, setting: Setting, *, seed: int, folder: str) -> tuple[GRPOTrainer, Kept]:
     """TRL's, with the library's settings; what TRL has by default is left where the library can do the same."""
     steps = len(pair.tasks) // TASKS_PER_STEP
-    judged = PictureReward(pair.theirs, Strips(), Light(), combine={"wanted": 1.0}, task=lambda row: pair.tasks[row["task"]])
+    judged = RetouchReward(pair.theirs, Strips(), Light(), combine={"wanted": 1.0}, task=lambda row: pair.tasks[row["task"]])
     kept = Kept(judged)
     config = GRPOConfig(
         folder,

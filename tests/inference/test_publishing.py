@@ -16,7 +16,7 @@ from hub_double import Hub
 from retouch.doctor.checks import check_push
 from retouch.inference import publishing
 from retouch.inference.exporting import export_target
-from retouch.inference.publishing import unable
+from retouch.inference.publishing import why_not_pushable
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
 from retouch.session.session import run
@@ -93,7 +93,7 @@ def test_what_could_not_be_sent_stays_and_the_run_goes_on(tmp_path: Path, hub: H
 
 def test_who_may_not_write_hears_of_it_before_the_first_step(tmp_path: Path, hub: Hub) -> None:
     hub.refuses["/api/repos/create"] = 403
-    with pytest.raises(ValueError, match=f"push.repo {REPO}: the Hugging Face Hub refuses it"):
+    with pytest.raises(ValueError, match=f"push.repo {REPO}: the Hugging Face Hub refused it"):
         run(recipe(tmp_path), fresh=False)
     assert not list(tmp_path.glob("*/metrics.jsonl"))
 
@@ -111,7 +111,7 @@ def test_without_a_token_nothing_is_pushed_and_the_run_says_so(tmp_path: Path, h
 
 def test_a_machine_that_is_offline_pushes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publishing, "HF_HUB_OFFLINE", True)
-    assert unable() == "HF_HUB_OFFLINE is set"
+    assert why_not_pushable() == "HF_HUB_OFFLINE is set"
 
 
 @pytest.mark.parametrize(

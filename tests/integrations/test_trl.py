@@ -12,7 +12,7 @@ import tiny_editing
 import tiny_writer_runs
 import tiny_writers
 from retouch.distributed.launching import rank_environments, run_ranks
-from retouch.integrations.trl import PictureReward
+from retouch.integrations.trl import RetouchReward
 from retouch.integrations.trl_prompts import dataset_of, processor_for
 from retouch.models.common.chat_template import TURNS
 from retouch.models.common.encoder import Encoder
@@ -71,7 +71,7 @@ def test_a_column_that_nobody_could_judge_is_not_logged():
 
 def test_too_many_missing_end_the_training():
     function, _ = bridge(unread=5, max_missing=0.2)
-    with pytest.raises(TooManyMissing, match="25% of the samples could not be judged, and max_missing allows 20%"):
+    with pytest.raises(TooManyMissing, match="25% of the samples have no score, but max_missing allows only 20%"):
         call(function, [[7], [6], [5], [4]])
 
 
@@ -105,7 +105,7 @@ def test_two_ranks_agree(tmp_path):
     assert group == other_group  # a group that both have rows of
     assert (slots, other_slots) == ("[0, 1]", "[2, 3]")
     assert said == other_said
-    assert said.startswith("25% of the samples could not be judged")
+    assert said.startswith("25% of the samples have no score")
 
 
 # What the writer reads
@@ -162,7 +162,7 @@ def test_a_text_that_looks_like_jinja_stays_a_text():
 
 def test_a_writer_without_eyes_needs_no_processor():
     writer = QwenWriter(tiny_writers.module("qwen2.5"), tiny_writers.tokenizer(), template=tiny_writers.TEMPLATE)
-    with pytest.raises(ValueError, match="sees no pictures; give TRL its tokenizer"):
+    with pytest.raises(ValueError, match="takes no images; give TRL its tokenizer"):
         processor_for(writer)
 
 
@@ -195,7 +195,7 @@ def test_the_trainer_learns_from_pictures(tmp_path, monkeypatch):
     renderer = Kept(QwenResponses(editor, encoder), num_steps=2, cut_off="draw", guidance_scale=2.0)
     trainer = GRPOTrainer(
         model=policy,
-        reward_funcs=PictureReward(writer, renderer, ShareReward(), combine={"share": 1.0}, task=lambda row: tasks[row["task"]]),
+        reward_funcs=RetouchReward(writer, renderer, ShareReward(), combine={"share": 1.0}, task=lambda row: tasks[row["task"]]),
         args=GRPOConfig(
             str(tmp_path),
             max_steps=2,

@@ -24,9 +24,9 @@ BRIDGING = (
     Mutant(
         "a completion ends at the first token that could end one",
         "integrations/trl.py",
-        "said = tuple(ids[:-1] if ended else ids)",
+        "tokens = tuple(ids[:-1] if ended else ids)",
         "ends = [place for place, k in enumerate(ids) if k in self.writer.stop]\n"
-        "        said = tuple(ids[: ends[0]] if ends else ids)",
+        "        tokens = tuple(ids[: ends[0]] if ends else ids)",
         f"{BRIDGE}::test_only_the_last_end_is_one",
     ),
     Mutant(
@@ -60,8 +60,8 @@ BRIDGING = (
     Mutant(
         "rows of a group have each a task of its own",
         "integrations/trl.py",
-        "[known.setdefault(task.id, task) for task in made]",
-        "made",
+        "[known.setdefault(task.id, task) for task in tasks]",
+        "tasks",
         f"{BRIDGE}::test_rows_of_a_group_share_one_task",
     ),
     Mutant(

@@ -94,16 +94,16 @@ REFERENCES = (
     ),
     Mutant(
         "dropout of references hides all but its share",
-        "policies/denoising/reference_dropout.py",
-        "(torch.stack(draws) >= share)",
-        "(torch.stack(draws) < share)",
+        "policies/denoising/policy.py",
+        "(torch.stack(draws) >= fraction)",
+        "(torch.stack(draws) < fraction)",
         f"{RUNS}::test_dropout_takes_its_share_and_depends_on_step_and_group_alone",
     ),
     Mutant(
         "dropout of references is drawn by place and not by group",
-        "policies/denoising/reference_dropout.py",
-        "for gid in batch.group_ids]",
-        "for gid, _ in enumerate(batch.group_ids)]",
+        "policies/denoising/policy.py",
+        "batch.step, gid)) for gid in batch.group_ids]",
+        "batch.step, gid)) for gid, _ in enumerate(batch.group_ids)]",
         f"{RUNS}::test_dropout_takes_its_share_and_depends_on_step_and_group_alone",
     ),
     Mutant(

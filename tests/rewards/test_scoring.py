@@ -84,7 +84,7 @@ def test_a_file_or_a_recipe_names_its_reward(files: Path, capsys: pytest.Capture
         (["thinking", "--image", "out.png"], "has no completion"),
         (["playground", "--image", "out.png"], "has no scene"),
         (["share:red", "--image", "out.png", "--meta", "{"], "--meta is not JSON"),
-        (["share:red", "--image", "out.png", "--meta", "[]"], "--meta is an object"),
+        (["share:red", "--image", "out.png", "--meta", "[]"], "--meta must be a JSON object"),
     ],
 )
 def test_what_cannot_be_judged_is_said(files: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str) -> None:

@@ -14,7 +14,7 @@ from retouch import cli
 from retouch.assembly.assembly import assemble
 from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.distributed.ranks import Ranks
-from retouch.inference.evaluating import evaluate_target
+from retouch.inference.evaluation import evaluate_target
 from retouch.playground.world.tasks import PlaygroundData
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from retouch.distributed.ranks import destroy_distributed, init_distributed
-from retouch.integrations.trl import PictureReward
+from retouch.integrations.trl import RetouchReward
 from retouch.training.loop import TooManyMissing
 from retouch.types import Column, Task
 
@@ -50,7 +50,7 @@ def bridge(*, unread=None, **options):
     spy = Spy()
     writer = SimpleNamespace(stop=ENDS, decode=lambda ids: " ".join(map(str, ids)))
     options = {"combine": {"light": 1.0}, "task": lambda row: Task(row["name"], "x"), **options}
-    return PictureReward(writer, spy, Brightness(unread), **options), spy
+    return RetouchReward(writer, spy, Brightness(unread), **options), spy
 
 
 def call(function, ids, *, names=None, step=0, **more):

@@ -15,7 +15,7 @@ from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.denoising.transitions import CPSTransition, ODETransition, SDETransition
 from retouch.policies.denoising.windows import AllSteps, RandomWindow, SlidingWindow
 from retouch.policies.weights import WeightCopies
-from retouch.testing.figures import relative_distance
+from retouch.testing.assertions import relative_distance
 from retouch.types import Batch, Minibatch, Task
 
 NUM_STEPS = 4

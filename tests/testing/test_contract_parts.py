@@ -56,14 +56,14 @@ def above_the_darkest(samples):
         (brightness, {**UNIT, "b": Column(0.0, 1.0)}, r"declares the columns \['a', 'b'\] and returns \['a'\]"),
         (brightness, {"a": Column(0.0, 0.1)}, "outside its range 0.0 to 0.1"),
         (lambda samples: brightness(samples)[:-1], UNIT, r"shape \(3,\) for 4 samples"),
-        (lambda samples: brightness(samples).round().long(), UNIT, "in which there is no NaN"),
+        (lambda samples: brightness(samples).round().long(), UNIT, "which cannot represent NaN"),
         (lambda samples: torch.arange(len(samples)) / 10, UNIT, "column 'a' in the order"),
         (lambda samples: brightness(samples) * torch.rand(1), UNIT, "draws from torch's global generator"),
-        (above_the_darkest, UNIT, "of a sample beside a picture of one pixel"),
+        (above_the_darkest, UNIT, "of a sample in a batch with an image of one pixel"),
         (
             lambda samples: torch.tensor([sample.image.getpixel((8, 8))[0] / 255 for sample in samples]),
             UNIT,
-            "raised on a picture of one pixel",
+            "raised an error on an image of one pixel",
         ),
         (
             lambda samples: torch.tensor([1 / len(sample.image.getcolors(9999)) for sample in samples]) * torch.inf,
@@ -104,10 +104,10 @@ def test_a_broken_renderer_is_found():
         return images
 
     broken = {
-        "3 pictures for 4 rows": lambda tasks, trajectory: good(tasks, trajectory)[:3],
+        "3 images for 4 rows": lambda tasks, trajectory: good(tasks, trajectory)[:3],
         "row 0 rendered alone": lambda tasks, trajectory: brighter(good(tasks, trajectory)),
         "mode L, not RGB": lambda tasks, trajectory: [image.convert("L") for image in good(tasks, trajectory)],
-        "is not finite was drawn": lambda tasks, trajectory: policy.model.decode(
+        "is not finite was rendered": lambda tasks, trajectory: policy.model.decode(
             trajectory.outputs.nan_to_num(), trajectory.conditioning
         ),
         "changed the trajectory's outputs": spoils,
@@ -164,10 +164,10 @@ def test_a_broken_model_is_found(model):
         (changed(model, initial_noise=lambda given, keys: 2 * model.initial_noise(given, keys)), "variance"),
         (changed(model, initial_noise=lambda given, keys: torch.randn(len(keys), 4, 64)), "draws from torch's global generator"),
         (changed(model, sigmas=lambda steps, given: model.sigmas(steps, given)[:-1]), r"\(4,\) sigmas for 4 steps, not 5"),
-        (changed(model, sigmas=lambda steps, given: model.sigmas(steps, given).flip(0)), "do not fall from about 1 to 0"),
+        (changed(model, sigmas=lambda steps, given: model.sigmas(steps, given).flip(0)), "do not decrease from about 1 to 0"),
         (changed(model, combine=lambda positive, negative, scale: positive + scale * (positive - negative)), "guidance at scale 1"),
         (changed(model, encode_negative=lambda tasks: model.encode_negative(tasks[:1])), "has 1 rows for 3 tasks"),
-        (changed(model, decode=lambda x, given: model.decode(x[:1], given)), "1 pictures for 3 rows"),
+        (changed(model, decode=lambda x, given: model.decode(x[:1], given)), "1 images for 3 rows"),
         (changed(model, encode_images=lambda images: model.encode_images(images)[:, :2]), "encode_images gives"),
     ]
     check_model(model, tasks)

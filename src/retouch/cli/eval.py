@@ -16,7 +16,7 @@ def add_eval(commands: Commands) -> None:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    from retouch.inference.evaluating import evaluate_target
+    from retouch.inference.evaluation import evaluate_target
 
     print(json.dumps(evaluate_target(arguments.target, arguments.overrides), indent=2))
     return 0

@@ -28,7 +28,7 @@ def add_score(commands: Commands) -> None:
 
 
 def _score(arguments: argparse.Namespace) -> int:
-    from retouch.inference.scoring import score_files
+    from retouch.inference.image_scores import score_files
 
     scored = score_files(
         arguments.reward,

@@ -9,7 +9,7 @@ from retouch.assembly.data import build_sets
 from retouch.data.base import DataSets, DataSource
 from retouch.distributed.sharding_checks import check_sharding
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
-from retouch.inference.publishing import unable
+from retouch.inference.publishing import why_not_pushable
 from retouch.recipe.checks import check_ranks, rank_count_warning
 from retouch.recipe.differences import differences
 from retouch.recipe.recipe import Recipe, parse
@@ -64,7 +64,7 @@ def check_push(recipe: Recipe) -> Iterator[Finding]:
     """Whether what the recipe wants pushed can be; the Hub itself is not asked."""
     if recipe.push is None:
         return
-    if (reason := unable()) is not None:
+    if (reason := why_not_pushable()) is not None:
         yield note("push", f"nothing will be pushed to {recipe.push.repo}: {reason}")
         return
     cadence = f"every {recipe.push.every} steps and " if recipe.push.every else ""

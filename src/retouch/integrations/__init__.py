@@ -1,1 +1,4 @@
-"""Retouch's parts inside other trainers."""
+"""Parts of Retouch for use in other trainers.
+
+It may import everything except ``cli``, ``session`` and above; an extra installs the trainer's package.
+"""

@@ -1,7 +1,7 @@
-"""A reward function for TRL's GRPOTrainer: completions are drawn by any of Retouch's renderers and judged by any of its rewards.
+"""A reward function for TRL's GRPOTrainer: any renderer of Retouch renders the completions, and any reward scores the images.
 
-TRL owns the policy, its sampling and its update. It calls a reward function with lists, one entry a row: ``completion_ids`` as they
-were sampled, ``completions`` as text, and the data set's columns; rows of a group are those of one task.
+TRL owns the policy, its sampling and its update. It calls a reward function with lists, one entry per row: ``completion_ids`` as
+sampled, ``completions`` as text, and the columns of the data set. The rows of a group are those of one task.
 """
 
 import hashlib
@@ -25,25 +25,26 @@ NOT_COLUMNS = ("prompts", "completions", "completion_ids", "trainer_state", "log
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Completions:
-    """As much of a trajectory as a renderer of completions reads."""
+    """The part of a trajectory that a renderer of completions reads."""
 
     outputs: tuple[Completion, ...]
 
 
-class PictureReward:
-    """Draws and judges completions: a float for each, None where it could not be judged (TRL leaves such a row out).
+class RetouchReward:
+    """Renders and scores completions: a float for each, or None if it could not be scored (TRL ignores such a row).
 
-    ``writer``: the adapter of the model that TRL trains; it knows what ends a completion, and the text of ids. A picture is made of
-    the ids; TRL's text is not read, for tokenised again it may be other ids. ``combine``: the reward's columns that train.
-    ``task``: the task of a row, from the row's columns; rows of a group give tasks of one ``id``, by which the noise of their
-    pictures is keyed too, with ``seed`` and the optimizer's step. ``max_missing``: the largest share of missing scores, over all
-    ranks, before TooManyMissing ends the training on every one of them.
+    ``writer``: the adapter of the model that TRL trains; it knows which ids end a completion and how to decode ids. Images are
+    rendered from the ids. TRL's text is not used, because encoding it again may give other ids. ``combine``: the columns of the
+    reward that train, and how. ``task``: makes the task of a row from the row's columns. Rows of a group must give tasks with the
+    same ``id``, which also keys the noise of their images, together with ``seed`` and the optimizer step. ``max_missing``: the
+    largest fraction of missing scores over all ranks; above it, TooManyMissing stops the training on all ranks.
 
-    A completion that cannot be drawn is the policy's own fault and has the declared minimum of every column. Means of the columns,
-    and the shares of missing scores and faults, go to the trainer's metrics. ValueError as ``Judge`` raises it, or from ``task``.
+    A completion that cannot be rendered is the policy's fault and gets the declared minimum of every column. The means of the
+    columns and the fractions of missing scores and faults are logged as metrics of the trainer. Raises ValueError as ``Judge`` and
+    ``task`` do.
     """
 
-    __name__ = "retouch"  # what TRL calls it in its metrics
+    __name__ = "retouch"  # the name in TRL's metrics
 
     def __init__(
         self,
@@ -63,32 +64,32 @@ class PictureReward:
         self.seed = seed
         self.max_missing = max_missing
 
-    def __call__(self, *, completion_ids: Sequence[Sequence[int]], **given: Any) -> list[float | None]:
+    def __call__(self, *, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float | None]:
         """The rewards of TRL's rows, in order."""
-        ranks, state = _ranks(), given.get("trainer_state")
+        ranks, state = _ranks(), columns.get("trainer_state")
         step = 0 if state is None else int(state.global_step)
-        tasks = self._tasks({name: values for name, values in given.items() if name not in NOT_COLUMNS}, len(completion_ids))
+        tasks = self._tasks({name: values for name, values in columns.items() if name not in NOT_COLUMNS}, len(completion_ids))
         first = ranks.rank * len(tasks)
         rows = enumerate(zip(completion_ids, tasks, strict=True))
-        outputs = tuple(self._written(ids, key=(self.seed, step, _number(task.id), first + row)) for row, (ids, task) in rows)
+        outputs = tuple(self._parse(ids, key=(self.seed, step, _number(task.id), first + row)) for row, (ids, task) in rows)
         images = self.renderer(tasks, _Completions(outputs))
         judged = self.judge([Sample(task, image, out.text) for task, image, out in zip(tasks, images, outputs, strict=True)])
-        self._account(judged, ranks, given.get("log_metric"))
+        self._log(judged, ranks, columns.get("log_metric"))
         return [None if reward != reward else reward for reward in judged.rewards.tolist()]
 
     def _tasks(self, columns: Mapping[str, Sequence[Any]], rows: int) -> list[Task]:
-        """Each row's task; one object a task, so that its pictures and prompt are prepared once."""
+        """Each row's task. Rows of a task share one object, so that its images and prompt are prepared once."""
         known: dict[str, Task] = {}
-        made = [self.task({name: values[row] for name, values in columns.items()}) for row in range(rows)]
-        return [known.setdefault(task.id, task) for task in made]
+        tasks = [self.task({name: values[row] for name, values in columns.items()}) for row in range(rows)]
+        return [known.setdefault(task.id, task) for task in tasks]
 
-    def _written(self, ids: Sequence[int], *, key: tuple[int, int, int, int]) -> Completion:
+    def _parse(self, ids: Sequence[int], *, key: tuple[int, int, int, int]) -> Completion:
         ended = not ids or ids[-1] in self.writer.stop
-        said = tuple(ids[:-1] if ended else ids)
-        return Completion(said, self.writer.decode(said), not ended, key)
+        tokens = tuple(ids[:-1] if ended else ids)
+        return Completion(tokens, self.writer.decode(tokens), not ended, key)
 
-    def _account(self, judged: ScoredBatch, ranks: Ranks, log_metric: Callable[[str, float], None] | None) -> None:
-        """Metrics of these rows; TooManyMissing on every rank where it holds over all."""
+    def _log(self, judged: ScoredBatch, ranks: Ranks, log_metric: Callable[[str, float], None] | None) -> None:
+        """Log the metrics of these rows. Raises TooManyMissing on all ranks if too many scores are missing over all ranks."""
         missing = judged.rewards.isnan()
         if log_metric is not None:
             for name, column in judged.scores.items():
@@ -99,13 +100,13 @@ class PictureReward:
         lost, rows = ranks.sum(torch.tensor([float(missing.sum()), float(len(missing))])).tolist()
         if lost > self.max_missing * rows:
             raise TooManyMissing(
-                f"{lost / rows:.0%} of the samples could not be judged, and max_missing allows {self.max_missing:.0%}: the judge "
-                "is failing. Go on from the last checkpoint when it answers"
+                f"{lost / rows:.0%} of the samples have no score, but max_missing allows only {self.max_missing:.0%}: the judge is "
+                "failing. Resume from the last checkpoint when the judge works"
             )
 
 
 def _ranks() -> Ranks:
-    """The ranks of the trainer, which has joined them."""
+    """The ranks of the trainer, which has already initialised the process group."""
     if not dist.is_initialized():
         return Ranks()
     state = PartialState()
@@ -113,5 +114,5 @@ def _ranks() -> Ranks:
 
 
 def _number(task: str) -> int:
-    """The same number for a task on every rank: TRL spreads the rows of a group over them and does not number groups."""
+    """A number for a task that is the same on every rank: TRL spreads the rows of a group over ranks and does not number groups."""
     return int.from_bytes(hashlib.sha256(task.encode()).digest()[:7], "big")

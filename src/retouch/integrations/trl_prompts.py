@@ -1,7 +1,7 @@
-"""What TRL's trainer lets a writer read, so that it writes in the context in which the renderer reads what it wrote.
+"""The prompts of TRL's trainer, such that the writer reads exactly the context that the renderer conditions on.
 
-Left to themselves TRL and transformers take the model's own chat template and pictures at their native size; an editor's pipeline
-has another template, and brings pictures to sizes of its own.
+By default TRL and transformers use the model's own chat template and images at their native size. An editor's pipeline has another
+template and resizes images.
 """
 
 import copy
@@ -42,13 +42,14 @@ class WriterProcessor(ProcessorMixin):
 
 
 def processor_for(writer: QwenWriter) -> WriterProcessor:
-    """The trainer's ``processing_class``: prompts of ``dataset_of`` become the ids that ``writer.encode`` gives.
+    """The trainer's ``processing_class``: it turns the prompts of ``dataset_of`` into the ids that ``writer.encode`` gives.
 
-    The writer's model ends a completion where the writer does from then on. ValueError where the writer sees no pictures.
+    From then on the writer's model ends a completion with the same ids as the writer. Raises ValueError if the writer takes no
+    images.
     """
     template = writer.template
     if template.image_processor is None:
-        raise ValueError(f"{type(writer.module).__name__} sees no pictures; give TRL its tokenizer as processing_class")
+        raise ValueError(f"{type(writer.module).__name__} takes no images; give TRL its tokenizer as processing_class")
     writer.module.generation_config.eos_token_id = list(writer.stop)
     block = "".join(
         [
@@ -60,20 +61,21 @@ def processor_for(writer: QwenWriter) -> WriterProcessor:
     )
     chat = f"{{{{ {_literal(template.head)} }}}}{block}{{{{ {_literal(template.tail)} }}}}"
     tokenizer = copy.deepcopy(template.tokenizer)
-    # TRL pads ids on the left by itself, and takes the types of tokens as they are padded here.
+    # TRL pads ids on the left itself, but takes the token types as padded here.
     tokenizer.padding_side = "left"
     return WriterProcessor(template.image_processor, tokenizer, chat_template=chat)
 
 
 def dataset_of(tasks: Sequence[Task], writer: QwenWriter) -> Dataset:
-    """The trainer's ``train_dataset``: each task's ``prompt`` and its ``images`` as the writer sees them, made when they are asked
-    for, and its number in ``task``, by which a reward finds it: ``task=lambda row: tasks[row["task"]]``.
+    """The trainer's ``train_dataset``: each task's ``prompt``, its ``images`` as the writer takes them, and its number in ``task``.
+
+    Images are prepared when a row is read. A reward finds the task with ``task=lambda row: tasks[row["task"]]``.
     """
     return Dataset.from_dict({"task": list(range(len(tasks)))}).with_transform(_Prompts(tasks, writer.area))
 
 
 class _Prompts:
-    """Rows from numbers of tasks. It holds no model: the library pickles what it is given, to name the data set by it."""
+    """Makes rows from task numbers. It holds no model, because ``datasets`` pickles this object to fingerprint the data set."""
 
     def __init__(self, tasks: Sequence[Task], area: Area) -> None:
         self.tasks = tasks
@@ -89,5 +91,5 @@ class _Prompts:
 
 
 def _literal(text: str) -> str:
-    """The text as a string of Jinja."""
+    """The text as a Jinja string literal."""
     return json.dumps(text, ensure_ascii=False)

@@ -1,11 +1,11 @@
-"""Value heads: small networks that say, before each action, what reward is to be expected.
+"""Value heads: small networks that predict the reward before each action.
 
-A head trains beside the policy and is no part of it. For tokens it reads the policy's own last hidden states, which an evaluation
-computes anyway. A denoiser has none that were one thing in all of its families, so its head reads the state itself: sigma, and mean
-and spread of each channel of the latents and of the conditioning. That asks nothing of the transformer, neither in a rollout nor in
-an update, and what it says of a state does not change as the policy does.
+A head trains together with the policy but is not part of it. For tokens it reads the policy's last hidden states, which an
+evaluation computes anyway. Denoising models have no hidden state that is the same in all families, so their head reads the state of
+the chain: sigma, and the mean and standard deviation of each channel of latents and conditioning. This needs nothing from the
+transformer, in a rollout or in an update, and its input for a given state does not change as the policy trains.
 
-A head that has learned nothing says 0 everywhere.
+An untrained head predicts 0 everywhere.
 """
 
 import math
@@ -20,7 +20,7 @@ from retouch.types import Conditioning
 
 
 class _Network(nn.Module):
-    """Two layers: (..., features) to (...). All ranks begin with the same weights."""
+    """Two layers: (..., features) to (...). All ranks start with the same weights."""
 
     def __init__(self, features: int, *, width: int, seed: int) -> None:
         super().__init__()
@@ -38,9 +38,9 @@ class _Network(nn.Module):
 
 
 class TokenValues(nn.Module):
-    """Values from the states before tokens, each normalised first.
+    """Values from the hidden states before tokens, (n, d) to (n,), with layer norm.
 
-    ``coefficient``: the share of the value loss's gradient that goes on into the policy; 0 lets the head learn alone.
+    ``coefficient``: the factor on the value loss's gradient that flows into the policy; with 0 only the head learns.
     """
 
     def __init__(self, features: int, *, width: int, seed: int, coefficient: float = 0.0) -> None:
@@ -57,10 +57,10 @@ class TokenValues(nn.Module):
 
 
 class LatentValues(nn.Module):
-    """Values from latents of so many ``channels``, sigma and conditioning.
+    """Values from latents with ``channels`` channels, sigma and conditioning.
 
-    ``sampled``: summaries of some tasks' conditioning, from which each of its numbers has its mean and deviation: tasks have much
-    more in common than what tells them apart, and the head is to see the latter.
+    ``sampled``: ``summary`` of the conditioning of some tasks, (n, f), from which each feature gets its mean and standard
+    deviation. Tasks have much more in common than what distinguishes them; standardising shows the head the differences.
     """
 
     centre: Tensor
@@ -73,18 +73,18 @@ class LatentValues(nn.Module):
         self.register_buffer("spread", spread.clamp(min=1e-6 + 0.1 * float(spread.mean() if len(spread) else 0.0)))
         self.network = _Network(2 * channels + sampled.shape[1] + 1, width=width, seed=seed)
 
-    def forward(self, x: Float[Tensor, "r t ..."], sigma: Float[Tensor, " t"], told: Float[Tensor, "r f"]) -> Float[Tensor, "r t"]:
+    def forward(self, x: Float[Tensor, "r t ..."], sigma: Float[Tensor, " t"], task: Float[Tensor, "r f"]) -> Float[Tensor, "r t"]:
         rows, actions = x.shape[:2]
-        of_task = ((told - self.centre) / self.spread).clamp(-5.0, 5.0)[:, None].expand(rows, actions, -1)
-        looks = _mean_and_spread(_sequence(x.flatten(0, 1))).unflatten(0, (rows, actions))
-        values: Tensor = self.network(torch.cat([looks, of_task, sigma.expand(rows, actions)[..., None]], dim=2))
+        of_task = ((task - self.centre) / self.spread).clamp(-5.0, 5.0)[:, None].expand(rows, actions, -1)
+        state = _mean_and_spread(_sequence(x.flatten(0, 1))).unflatten(0, (rows, actions))
+        values: Tensor = self.network(torch.cat([state, of_task, sigma.expand(rows, actions)[..., None]], dim=2))
         return values
 
 
 def summary(conditioning: Conditioning) -> Float[Tensor, "p f"]:
-    """A task's conditioning in few numbers: mean and spread of each channel of each embedding; masks and the like are left out.
+    """Features (p, f) of each task's conditioning: mean and standard deviation of each channel of each embedding.
 
-    What a sequence is padded with does not count.
+    Padding does not count, and masks are left out.
     """
     found = []
     for name, tensor in conditioning.tensors.items():
@@ -99,12 +99,12 @@ def summary(conditioning: Conditioning) -> Float[Tensor, "p f"]:
 
 
 def _sequence(x: Float[Tensor, "r ..."]) -> Float[Tensor, "r n c"]:
-    """Places and their channels: packed tokens (n, c) are that already, latents (c, h, w) have their channels first."""
+    """Positions and channels: packed tokens (n, c) already are; latents (c, h, w) have their channels first."""
     return x if x.dim() == 3 else x.flatten(2).transpose(1, 2)
 
 
 def _mean_and_spread(rows: Float[Tensor, "r n c"], there: Bool[Tensor, "r n"] | None = None) -> Float[Tensor, "r f"]:
-    """Of each channel, over the places that are there."""
+    """Mean and standard deviation of each channel over the positions where ``there`` is True."""
     weights = torch.ones_like(rows[..., :1]) if there is None else there[..., None].float()
     count = weights.sum(1).clamp(min=1)
     mean = (rows * weights).sum(1) / count
@@ -113,5 +113,5 @@ def _mean_and_spread(rows: Float[Tensor, "r n c"], there: Bool[Tensor, "r n"] | 
 
 
 def channels_of(x: Float[Tensor, "r ..."]) -> int:
-    """How many channels one state has, in either layout."""
+    """The number of channels of one state, in either layout."""
     return int(x.shape[2] if x.dim() == 3 else x.shape[1])

@@ -65,7 +65,7 @@ def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
         log.warning("%s", warning)
     accelerate.utils.set_seed(recipe.seed)  # our code does not use the global generators, but a user's reward may
     limit_memory(recipe.devices, plan_placement(recipe, ranks))
-    publisher = open_publisher(recipe, folder, first=ranks.is_main)
+    publisher = open_publisher(recipe, folder, is_main=ranks.is_main)
     keep_images = recipe.ledger is not None and recipe.ledger.keep_images
     with closing(Ledger(folder.root, ranks, keep_images=keep_images, new_judge=new_judge)) as ledger:
         with explain_out_of_memory(recipe, lambda: "loading"):

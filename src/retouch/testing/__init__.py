@@ -1,6 +1,7 @@
-"""The contracts of every part that you can write yourself, as functions to call in your own tests.
+"""Contract checks for the parts that you can write yourself, to call in your own tests.
 
-Each raises AssertionError, with figures, at the first promise that is broken. Use tiny models: the checks evaluate often.
+Each raises AssertionError, with measured values, at the first violation. Use tiny models: the checks evaluate many times. It may
+import everything except ``cli``.
 
 Example::
 

@@ -13,7 +13,7 @@ from retouch.objectives.advantages import Advantage
 from retouch.objectives.base import Objective
 from retouch.policies.denoising.transitions import Transition
 from retouch.policies.denoising.windows import Window
-from retouch.testing.figures import relative_distance, require, require_close, twice
+from retouch.testing.assertions import call_twice, relative_distance, require, require_close
 from retouch.types import Batch, Minibatch, Trajectory
 
 CUT_LIMIT = 1e-4
@@ -33,7 +33,7 @@ def check_objective(objective: Objective, policy: Any, batch: Batch) -> None:
     trained = [parameter for parameter in policy.module.parameters() if parameter.requires_grad]
     require(len(trained) > 0, "no parameter of policy.module requires a gradient")
     built = objective.build()
-    (gradient, losses), (again, _) = twice(lambda: _gradient(built, policy, minibatch, trained), "losses")
+    (gradient, losses), (again, _) = call_twice(lambda: _gradient(built, policy, minibatch, trained), "losses")
     require(all(bool(tensor.isfinite().all()) for tensor in gradient), "the gradient of the loss is not finite")
     require(any(bool(tensor.any()) for tensor in gradient), "the loss has no gradient")
     require(all(torch.equal(a, b) for a, b in zip(gradient, again, strict=True)), "two calls with the same minibatch differ")
@@ -102,7 +102,7 @@ def check_advantage(advantage: Advantage, *, reward_range: tuple[float, float] =
     def compute(values: Tensor, of: Tensor) -> Tensor:
         return advantage(values, of, reward_range=reward_range)
 
-    found, again = twice(lambda: compute(rewards.clone(), group), "the advantage")
+    found, again = call_twice(lambda: compute(rewards.clone(), group), "the advantage")
     require(found.shape == rewards.shape, f"advantages are {tuple(found.shape)}, rewards {tuple(rewards.shape)}; return one a row")
     require(found.dtype == torch.float32, f"advantages are {found.dtype}, not float32")
     require(bool(found.isfinite().all()), "advantages of finite rewards are not finite")
@@ -152,7 +152,7 @@ def check_window(window: Window, *, num_steps: int = 10) -> None:
     - It depends on (seed, step) only, so that every rank has the same.
     """
     for step in range(50):
-        first, again = twice(lambda step=step: window.actions(num_steps=num_steps, seed=3, step=step), "the window")  # type: ignore[misc]
+        first, again = call_twice(lambda step=step: window.actions(num_steps=num_steps, seed=3, step=step), "the window")  # type: ignore[misc]
         require(first == again, f"step {step}: two calls give {first} and {again}")
         require(isinstance(first, range) and first.step == 1 and len(first) > 0, f"step {step}: {first!r} is no range of steps")
         require(

@@ -10,21 +10,23 @@ from pydantic import TypeAdapter
 
 from retouch.data.base import DataContext, DataSource
 from retouch.data.kinds import DATA
-from retouch.testing.figures import require
+from retouch.testing.assertions import require
 from retouch.types import Task
 
 FIELDS = ("mask", "reference", "target", "text")
 
 
 def check_data_source(source: DataSource, *, context: DataContext | None = None, tasks: int = 16) -> None:
-    """Check a data source on the first ``tasks`` tasks of either set. ``context``: what a run would tell it (default: images keep
-    their size, up to 64 held-out tasks). Raises AssertionError at the first broken promise:
+    """Raises AssertionError if ``source`` violates the contract on the first ``tasks`` tasks of its training and held-out sets.
 
-    - ``build`` gives training and held-out tasks; both have lengths, are indexed from 0, and are the same when built again. -
-    Different training tasks have different ids (a task may be repeated); no held-out task has the id or the source images of a
-    training task. - Instructions are not empty; images are RGB and masks L, of the size of the first source image (or of the
-    target). - Every task has what ``contents`` promises, and nothing that it excludes. - The recipe's document of the section can
-    be read back.
+    ``context``: what a run would tell it (default: images keep their size, up to 64 held-out tasks).
+
+    - ``build`` gives training and held-out tasks; both have lengths, are indexed from 0, and are the same when built again.
+    - Different training tasks have different ids (a task may be repeated); no held-out task has the id or the source images of a
+      training task.
+    - Instructions are not empty; images are RGB and masks L, of the size of the first source image (or of the target).
+    - Every task has what ``contents`` promises, and nothing that it excludes.
+    - The recipe's document of the section can be read back.
     """
     context = DataContext() if context is None else context
     document = DATA.document(source)

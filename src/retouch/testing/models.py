@@ -1,4 +1,4 @@
-"""The contract of a flow-matching model's adapter: rows are rows, padding is nothing, and the numbers are a velocity."""
+"""The contract of a flow-matching model adapter: independent rows, no effect of padding, and a velocity of the right kind."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,23 +8,23 @@ from torch import Tensor
 
 from retouch.core.random import generator
 from retouch.protocols import DenoisingModel
-from retouch.testing.figures import own_random_only, require, require_close
+from retouch.testing.assertions import no_global_draws, require, require_close
 from retouch.types import Conditioning, Task
 
 ROUNDING = 1e-4
 
 
 def check_model(model: DenoisingModel, tasks: Sequence[Task], *, num_steps: int = 4) -> None:
-    """AssertionError where ``model`` breaks a promise on ``tasks``: two or more of one size, best with texts of unequal lengths.
+    """Raises AssertionError if ``model`` violates the contract on ``tasks``: two or more of one size, of unequal text lengths.
 
-    - A conditioning has one row a task, without gradient, also for the negative branch. Tasks encoded one by one and put
-      together, rows repeated by an index, and longer padding all give the same velocity (1e-4 of the largest value).
-    - Velocity: of x's shape, fp32, finite; each row at its own sigma and independent of the others; with gradient to ``module``.
-    - Noise: row i from generator i alone, standard normal. Sigmas: num_steps + 1 of them, falling, from about 1 to 0.
-    - Guidance at scale 1 is the positive velocity. Pictures are decoded one a row and encoded to x's shape.
+    - A conditioning has one row per task and no gradient, also for the negative branch. Tasks encoded one by one and
+      concatenated, rows repeated by an index, and longer padding give the same velocity (up to 1e-4 of the largest value).
+    - The velocity has the shape of x, is fp32 and finite, depends only on its own row and sigma, and has a gradient to ``module``.
+    - Noise: row i from generator i only, standard normal. Sigmas: num_steps + 1 decreasing values from about 1 to 0.
+    - Guidance with scale 1 gives the positive velocity. Images are decoded one per row and encoded to the shape of x.
     """
     require(len(tasks) >= 2, "give at least two tasks")
-    with own_random_only("encode"):
+    with no_global_draws("encode"):
         conditioning, negative = model.encode(tasks), model.encode_negative(tasks)
     for name, each in (("encode", conditioning), ("encode_negative", negative)):
         for key, tensor in each.tensors.items():
@@ -36,12 +36,12 @@ def check_model(model: DenoisingModel, tasks: Sequence[Task], *, num_steps: int 
     rows = len(next(iter(both.tensors.values())))
     require(rows == 2 * len(tasks), f"both branches of guidance together have {rows} rows for {len(tasks)} tasks")
     _check_velocity(model, tasks, conditioning, x)
-    _check_pictures(model, conditioning, x)
+    _check_images(model, conditioning, x)
 
 
 def _check_noise(model: DenoisingModel, conditioning: Conditioning) -> Tensor:
     rows = len(next(iter(conditioning.tensors.values())))
-    with own_random_only("initial_noise"):
+    with no_global_draws("initial_noise"):
         x = model.initial_noise(conditioning, [_generator(row) for row in range(rows)])
     require(len(x) == rows and x.dtype == torch.float32, f"initial_noise gives {tuple(x.shape)} in {x.dtype} for {rows} rows")
     last = model.initial_noise(conditioning.take(slice(rows - 1, rows)), [_generator(rows - 1)])
@@ -61,7 +61,7 @@ def _check_sigmas(model: DenoisingModel, conditioning: Conditioning, num_steps: 
     sigmas = model.sigmas(num_steps, conditioning)
     require(tuple(sigmas.shape) == (num_steps + 1,), f"{tuple(sigmas.shape)} sigmas for {num_steps} steps, not {num_steps + 1}")
     falling = bool((sigmas.diff() < 0).all())
-    require(falling and 0.9 <= sigmas[0] <= 1 and sigmas[-1] == 0, f"sigmas {sigmas.tolist()} do not fall from about 1 to 0")
+    require(falling and 0.9 <= sigmas[0] <= 1 and sigmas[-1] == 0, f"sigmas {sigmas.tolist()} do not decrease from about 1 to 0")
 
 
 def _check_velocity(model: DenoisingModel, tasks: Sequence[Task], conditioning: Conditioning, x: Tensor) -> None:
@@ -98,7 +98,7 @@ def _check_velocity(model: DenoisingModel, tasks: Sequence[Task], conditioning: 
 
 
 def _padded(conditioning: Conditioning) -> Conditioning:
-    """Three places longer than it need be."""
+    """Three positions longer than necessary."""
     tensors = dict(conditioning.tensors)
     for name in conditioning.padded:
         tensor = tensors[name]
@@ -106,13 +106,16 @@ def _padded(conditioning: Conditioning) -> Conditioning:
     return replace(conditioning, tensors=tensors)
 
 
-def _check_pictures(model: DenoisingModel, conditioning: Conditioning, x: Tensor) -> None:
-    with own_random_only("decode"):
+def _check_images(model: DenoisingModel, conditioning: Conditioning, x: Tensor) -> None:
+    with no_global_draws("decode"):
         images = model.decode(x, conditioning)
-    require(len(images) == len(x), f"decode gives {len(images)} pictures for {len(x)} rows")
+    require(len(images) == len(x), f"decode gives {len(images)} images for {len(x)} rows")
     kinds = {(image.mode, image.size) for image in images}
-    require(len(kinds) == 1 and next(iter(kinds))[0] == "RGB", f"decode gives pictures of {sorted(kinds)}, not of one RGB kind")
-    with own_random_only("encode_images"):
+    require(
+        len(kinds) == 1 and next(iter(kinds))[0] == "RGB",
+        f"decode gives images of {sorted(kinds)}; all must be RGB and of one size",
+    )
+    with no_global_draws("encode_images"):
         clean = model.encode_images(images)
     require(clean.shape == x.shape and clean.dtype == torch.float32, f"encode_images gives {tuple(clean.shape)} in {clean.dtype}")
     require(bool(clean.isfinite().all()), "encode_images gives values that are not finite")

@@ -1,4 +1,4 @@
-"""The contract of a policy: what it says of its own actions is what it did, however the rows are cut."""
+"""The contract of a policy: evaluation reproduces the rollout's log-probabilities, however rows and actions are sliced."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from torch import Tensor
 from retouch.core.random import generator
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.protocols import Policy, VelocityPolicy
-from retouch.testing.figures import relative_distance, require, require_close, twice
+from retouch.testing.assertions import call_twice, relative_distance, require, require_close
 from retouch.types import Batch, Kind, Minibatch, Needs, Slice, Trajectory
 
 ROUNDING = 1e-4
@@ -20,20 +20,20 @@ CUT_LIMIT = 1e-5
 
 
 def check_policy(policy: Policy, batch: Batch, *, needs: Needs | None = None, ratio_limit: float | None = None) -> None:
-    """AssertionError where ``policy`` breaks a promise on ``batch``, which should have a few rows of at least two tasks.
+    """Raises AssertionError if ``policy`` violates the contract on ``batch``, which should have a few rows of at least two tasks.
 
-    - A rollout is keyed by its rows: the same bits again, the same rows to rounding in a smaller batch, no draw from the global
-      generator, no weight touched.
+    - A rollout is keyed by its rows: the same bits on a second call, the same rows (up to rounding) in a smaller batch, no draw
+      from the global generator, no change of weights.
     - ``evaluate`` reproduces it: |ratio - 1| is at most ``ratio_limit`` before a step (None: 1e-6 for transitions, which holds for
-      means over their elements, and 1e-5 for tokens), and not 0 once the weights have moved.
-    - Slices cover every row and action once, and the gradient does not depend on how they are cut (1e-5 of its length).
-    - Actions that are masked out get no gradient, and nothing that is stored for them matters.
-    - Where the trajectory has values, ``evaluate`` reproduces them too, however the rows are cut.
-    - ``needs.kl``: that KL is 0, the policy being at its reference, and has a gradient once the weights have moved.
-      ``needs.log_ratio`` "norm": RatioNorm's ratio is held to the same limit.
-    - A ``VelocityPolicy``: row slices cover every row once, and a row's velocity does not depend on the others.
+      means over their elements, and 1e-5 for tokens), and not 0 after the weights have changed.
+    - Microbatches cover every row and action once, and the gradient does not depend on the slicing (up to 1e-5 of its norm).
+    - Masked actions get no gradient, and the values stored for them do not matter.
+    - If the trajectory has values, ``evaluate`` reproduces them too, for any slicing.
+    - ``needs.kl``: that KL is 0 while the policy equals its reference, and has a gradient after the weights have changed.
+      ``needs.log_ratio`` "norm": RatioNorm's ratio has the same limit.
+    - A ``VelocityPolicy``: row slices cover every row once, and a row's velocity does not depend on the other rows.
 
-    Where a rollout makes whole pictures, without log-probabilities, only what does not ask for them is checked. Weights are
+    If a rollout consists of whole images without log-probabilities, the checks of log-probabilities are skipped. The weights are
     restored to the bit.
     """
     needs = Needs() if needs is None else needs
@@ -48,16 +48,16 @@ def check_policy(policy: Policy, batch: Batch, *, needs: Needs | None = None, ra
     limit = ratio_limit or (1e-6 if (trajectory.kind == Kind.TRANSITION).all() else 1e-5)
     _check_slices(trajectory, list(policy.microbatches(trajectory)))
     _check_ratio(policy, trajectory, needs, limit)
-    _check_cut(policy, trajectory, trained)
+    _check_slicing(policy, trajectory, trained)
     _check_mask(policy, trajectory, batch, trained)
     if trajectory.values is not None:
         _check_values(policy, trajectory, trajectory.values)
-    _check_moved(policy, trajectory, trained, needs)
+    _check_changed_weights(policy, trajectory, trained, needs)
 
 
 def _check_rollout(policy: Policy, batch: Batch) -> Trajectory:
     before = {name: (p.detach().clone(), p.requires_grad) for name, p in policy.module.named_parameters()}
-    trajectory, again = twice(lambda: policy.rollout(batch), "rollout")
+    trajectory, again = call_twice(lambda: policy.rollout(batch), "rollout")
     for name, parameter in policy.module.named_parameters():
         value, trains = before[name]
         require(torch.equal(parameter, value), f"rollout changed {name}")
@@ -84,13 +84,13 @@ def _check_outputs(a: Any, b: Any, *, limit: float, what: str) -> None:
 
 
 def _check_rows(trajectory: Trajectory) -> None:
-    """Taking apart and putting together changes nothing."""
+    """Slicing and concatenating must not change anything."""
     middle = (len(trajectory) + 1) // 2
     joined = type(trajectory).concat([trajectory.take(slice(0, middle)), trajectory.take(slice(middle, len(trajectory)))])
     for name in ("log_probs", "mask", "kind"):
         a, b = getattr(joined, name), getattr(trajectory, name)
-        require(torch.equal(a.nan_to_num(), b.nan_to_num()), f"{name} changes when rows are taken apart and put together")
-    _check_outputs(joined.outputs, trajectory.outputs, limit=0.0, what="outputs taken apart and put together")
+        require(torch.equal(a.nan_to_num(), b.nan_to_num()), f"{name} changes when rows are sliced and concatenated")
+    _check_outputs(joined.outputs, trajectory.outputs, limit=0.0, what="outputs sliced and concatenated")
 
 
 def _check_slices(trajectory: Trajectory, parts: Sequence[Slice]) -> None:
@@ -105,42 +105,42 @@ def _check_slices(trajectory: Trajectory, parts: Sequence[Slice]) -> None:
 
 def _check_ratio(policy: Policy, trajectory: Trajectory, needs: Needs, limit: float) -> None:
     for log_ratio in dict.fromkeys(("plain", needs.log_ratio)):
-        off = _ratio_off(policy, trajectory, Needs(log_ratio=log_ratio))
+        deviation = _max_ratio_deviation(policy, trajectory, Needs(log_ratio=log_ratio))
         require(
-            off <= limit,
-            f"evaluate does not reproduce the rollout: |ratio - 1| is {off:.2e} ({log_ratio}), and {limit:.0e} is allowed",
+            deviation <= limit,
+            f"evaluate does not reproduce the rollout: |ratio - 1| is {deviation:.2e} ({log_ratio}); the limit is {limit:.0e}",
         )
 
 
-def _ratio_off(policy: Policy, trajectory: Trajectory, needs: Needs) -> float:
-    """The largest |ratio - 1|, evaluated with gradient, as training does it."""
-    worst = 0.0
+def _max_ratio_deviation(policy: Policy, trajectory: Trajectory, needs: Needs) -> float:
+    """The largest |ratio - 1|, evaluated with gradient as in training."""
+    largest = 0.0
     for part in policy.microbatches(trajectory):
         evaluation, mask = policy.evaluate(trajectory, part, needs), trajectory.mask[part.rows, part.actions]
         require(
             evaluation.log_probs.shape == mask.shape, f"evaluate gives {tuple(evaluation.log_probs.shape)} for {tuple(mask.shape)}"
         )
-        off = (evaluation.log_ratio.detach()[mask].exp() - 1).abs()
-        require(bool(off.isfinite().all()), f"{int((~off.isfinite()).sum())} ratios of {part} are not finite")
-        worst = max(worst, float(off.max()) if off.numel() else 0.0)
-    return worst
+        deviation = (evaluation.log_ratio.detach()[mask].exp() - 1).abs()
+        require(bool(deviation.isfinite().all()), f"{int((~deviation.isfinite()).sum())} ratios of {part} are not finite")
+        largest = max(largest, float(deviation.max()) if deviation.numel() else 0.0)
+    return largest
 
 
-def _check_cut(policy: Policy, trajectory: Trajectory, trained: Sequence[Tensor]) -> None:
+def _check_slicing(policy: Policy, trajectory: Trajectory, trained: Sequence[Tensor]) -> None:
     rows, actions = trajectory.mask.shape
     coefficients = _coefficients(trajectory)
     whole = _gradient(policy, trajectory, [Slice(slice(0, rows), slice(0, actions))], coefficients, trained)
     require(any(bool(part.any()) for part in whole), "the gradient of the log-probabilities is exactly 0")
-    cuts = {
+    slicings = {
         "the policy's own microbatches": policy.microbatches(trajectory),
-        "a row at a time": (Slice(slice(row, row + 1), slice(0, actions)) for row in range(rows)),
-        "an action at a time": (Slice(slice(0, rows), slice(action, action + 1)) for action in range(actions)),
+        "one row at a time": (Slice(slice(row, row + 1), slice(0, actions)) for row in range(rows)),
+        "one action at a time": (Slice(slice(0, rows), slice(action, action + 1)) for action in range(actions)),
     }
-    for name, parts in cuts.items():
-        apart = relative_distance(_gradient(policy, trajectory, parts, coefficients, trained), whole)
+    for name, parts in slicings.items():
+        distance = relative_distance(_gradient(policy, trajectory, parts, coefficients, trained), whole)
         require(
-            apart <= CUT_LIMIT,
-            f"the gradient depends on the cut: {name} gives one that is {apart:.2e} away, {CUT_LIMIT:.0e} is allowed",
+            distance <= CUT_LIMIT,
+            f"the gradient depends on the slicing: with {name} it differs by {distance:.2e}; the limit is {CUT_LIMIT:.0e}",
         )
 
 
@@ -162,7 +162,7 @@ def _grad(loss: Tensor, trained: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _coefficients(trajectory: Trajectory) -> Float[Tensor, "b t"]:
-    """A weight of either sign for every action that had a choice, so that no mistake cancels out."""
+    """A random weight of either sign for every unmasked action, so that errors do not cancel."""
     drawn = torch.randn(trajectory.mask.shape, generator=generator("retouch.testing", "coefficients"))
     return drawn.to(trajectory.mask.device) * trajectory.mask
 
@@ -178,12 +178,12 @@ def _check_values(policy: Policy, trajectory: Trajectory, values: Tensor) -> Non
         found = policy.evaluate(trajectory, part, Needs(values=True)).values
         assert found is not None, f"evaluate gives no values for {part}"
         mask = trajectory.mask[part.rows, part.actions]
-        wanted = values[part.rows, part.actions][mask]
-        require_close(found.detach()[mask], wanted, limit=ROUNDING, what=f"values of {part} and those of the rollout")
+        expected = values[part.rows, part.actions][mask]
+        require_close(found.detach()[mask], expected, limit=ROUNDING, what=f"values of {part} and those of the rollout")
 
 
 def _check_mask(policy: Policy, trajectory: Trajectory, batch: Batch, trained: Sequence[Tensor]) -> None:
-    """The objective's gradient with half of the actions masked out is that of the other half alone."""
+    """With half of the actions masked, the objective's gradient must be that of the other half alone."""
     rows, actions = trajectory.mask.shape
     checkers = (torch.arange(rows)[:, None] + torch.arange(actions)) % 2 == 0
     mask = trajectory.mask & checkers.to(trajectory.mask.device)
@@ -192,31 +192,31 @@ def _check_mask(policy: Policy, trajectory: Trajectory, batch: Batch, trained: S
     minibatch = Minibatch(batch, halved, advantages=coefficients.masked_fill(~mask, 1e6), weights=mask.float())
     losses = [loss.value for loss in PolicyGradient(clip_low=0.5, clip_high=0.5).losses(policy, minibatch)]
     found = _grad(-torch.stack(losses).sum(), trained)
-    wanted = _gradient(policy, trajectory, policy.microbatches(trajectory), coefficients, trained)
-    apart = relative_distance(found, wanted)
-    require(apart <= ROUNDING, f"masked actions change the gradient by {apart:.2e} of its length")
+    expected = _gradient(policy, trajectory, policy.microbatches(trajectory), coefficients, trained)
+    distance = relative_distance(found, expected)
+    require(distance <= ROUNDING, f"masked actions change the gradient by {distance:.2e} of its norm")
 
 
-def _check_moved(policy: Policy, trajectory: Trajectory, trained: Sequence[Tensor], needs: Needs) -> None:
+def _check_changed_weights(policy: Policy, trajectory: Trajectory, trained: Sequence[Tensor], needs: Needs) -> None:
     if needs.kl is not None:
-        off, _ = _kl(policy, trajectory, needs, trained)
-        require(off <= 1e-6, f"the {needs.kl} KL is {off:.2e} at the reference, not 0")
-    with _moved(trained):
-        off = _ratio_off(policy, trajectory, Needs())
-        require(off > 0, "the ratio is still exactly 1 after the weights have moved")
+        kl, _ = _kl(policy, trajectory, needs, trained)
+        require(kl <= 1e-6, f"the {needs.kl} KL is {kl:.2e} at the reference, not 0")
+    with _perturbed(trained):
+        deviation = _max_ratio_deviation(policy, trajectory, Needs())
+        require(deviation > 0, "the ratio is still exactly 1 after the weights have changed")
         if needs.kl is not None:
-            off, gradient = _kl(policy, trajectory, needs, trained)
-            require(off > 0, f"the {needs.kl} KL is still 0 after the weights have moved: the reference moves along")
+            kl, gradient = _kl(policy, trajectory, needs, trained)
+            require(kl > 0, f"the {needs.kl} KL is still 0 after the weights have changed: the reference changes with them")
             finite = all(bool(part.isfinite().all()) for part in gradient)
             require(finite and any(bool(part.any()) for part in gradient), f"the {needs.kl} KL has no usable gradient")
 
 
 def _kl(policy: Policy, trajectory: Trajectory, needs: Needs, trained: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
-    """The largest KL of an action, and the gradient of their sum."""
+    """The largest KL of an action, and the gradient of the sum over actions."""
     columns = []
     for part in policy.microbatches(trajectory):
         kl = policy.evaluate(trajectory, part, needs).kl
-        require(kl is not None, f"evaluate gives no KL where {needs} asks for one")
+        require(kl is not None, f"evaluate returns no KL, but {needs} requires one")
         assert kl is not None
         columns.append(kl[trajectory.mask[part.rows, part.actions]])
     values = torch.cat(columns)
@@ -224,8 +224,8 @@ def _kl(policy: Policy, trajectory: Trajectory, needs: Needs, trained: Sequence[
 
 
 @contextmanager
-def _moved(trained: Sequence[Tensor]) -> Iterator[None]:
-    """The weights a little elsewhere, and back to the bit afterwards."""
+def _perturbed(trained: Sequence[Tensor]) -> Iterator[None]:
+    """Change the weights a little inside the block, and restore them to the bit."""
     before = [parameter.detach().clone() for parameter in trained]
     random = generator("retouch.testing", "moved")
     with torch.no_grad():
@@ -252,10 +252,13 @@ def _check_velocity(policy: VelocityPolicy, trajectory: Trajectory, trained: Seq
     require(whole.shape == x.shape and whole.dtype == torch.float32, f"velocity gives {tuple(whole.shape)} in {whole.dtype}")
     require(whole.requires_grad, "the current velocity carries no gradient")
     direction = torch.randn(whole.shape, generator=generator("retouch.testing", "direction")).to(whole)
-    wanted, found = _grad((direction * whole).sum(), trained), [torch.zeros_like(parameter) for parameter in trained]
+    expected, found = _grad((direction * whole).sum(), trained), [torch.zeros_like(parameter) for parameter in trained]
     for rows in parts:
         velocity = policy.velocity(trajectory, rows, x[rows], sigma[rows], "current")
         require_close(velocity, whole[rows], limit=ROUNDING, what=f"velocity of rows {rows.start} to {rows.stop} alone")
         found = [a + b for a, b in zip(found, _grad((direction[rows] * velocity).sum(), trained), strict=True)]
-    apart = relative_distance(found, wanted)
-    require(apart <= CUT_LIMIT, f"the velocity's gradient depends on the cut: {apart:.2e} away, {CUT_LIMIT:.0e} is allowed")
+    distance = relative_distance(found, expected)
+    require(
+        distance <= CUT_LIMIT,
+        f"the velocity's gradient depends on the slicing: it differs by {distance:.2e}; the limit is {CUT_LIMIT:.0e}",
+    )

@@ -1,4 +1,4 @@
-"""The contract of a renderer: one picture a row, of that row alone."""
+"""The contract of a renderer: one image per row, which depends on that row only."""
 
 from collections.abc import Sequence
 from dataclasses import is_dataclass, replace
@@ -10,27 +10,29 @@ from PIL.Image import Image
 from torch import Tensor
 
 from retouch.protocols import Renderer
-from retouch.testing.figures import require, twice
+from retouch.testing.assertions import call_twice, require
 from retouch.types import Task
 
 
 def check_renderer(renderer: Renderer, tasks: Sequence[Task], trajectory: Any) -> None:
-    """AssertionError where ``renderer`` breaks a promise on the rows of ``trajectory``; ``tasks`` are theirs, one a row.
+    """Raises AssertionError if ``renderer`` violates the contract on the rows of ``trajectory``; ``tasks`` has one task per row.
 
-    - It gives one RGB picture, or None, a row; the same again, whatever torch's global generator says.
-    - A row's picture does not depend on the others (a level of 255 is allowed for rounding), and the outputs stay as they were.
-    - Where the outputs are a floating tensor: a row that is not finite gives None, and the others their pictures.
+    - It returns one RGB image or None per row, and the same on a second call, whatever the state of torch's global generator.
+    - A row's image does not depend on the other rows (up to 1 level of 255, for rounding), and the outputs are not modified.
+    - If the outputs are a floating-point tensor: a row that is not finite gives None, and the other rows their images.
     """
-    require(len(tasks) == len(trajectory) >= 2, f"{len(tasks)} tasks for {len(trajectory)} rows; give one a row, and at least two")
+    require(
+        len(tasks) == len(trajectory) >= 2, f"{len(tasks)} tasks for {len(trajectory)} rows; give one per row, and at least two"
+    )
     outputs = trajectory.outputs
     before = outputs.clone() if isinstance(outputs, Tensor) else None
-    images, again = twice(lambda: renderer(tasks, trajectory), "the renderer")
-    require(len(images) == len(trajectory), f"{len(images)} pictures for {len(trajectory)} rows")
+    images, again = call_twice(lambda: renderer(tasks, trajectory), "the renderer")
+    require(len(images) == len(trajectory), f"{len(images)} images for {len(trajectory)} rows")
     if before is not None:
         require(torch.equal(before.nan_to_num(), outputs.nan_to_num()), "the renderer changed the trajectory's outputs")
     for row, image in enumerate(images):
         if image is not None:
-            require(image.mode == "RGB", f"the picture of row {row} has mode {image.mode}, not RGB")
+            require(image.mode == "RGB", f"the image of row {row} has mode {image.mode}, not RGB")
         _require_same(image, again[row], levels=0, what=f"row {row} rendered again")
     for row in (0, len(images) - 1):
         alone = renderer([tasks[row]], trajectory.take(slice(row, row + 1)))
@@ -39,14 +41,14 @@ def check_renderer(renderer: Renderer, tasks: Sequence[Task], trajectory: Any) -
         broken = before.clone()
         broken[0] = torch.nan
         drawn = renderer(tasks, replace(trajectory, outputs=broken))  # type: ignore[type-var]
-        require(drawn[0] is None, "a row whose output is not finite was drawn; it is the policy's own fault and gives None")
+        require(drawn[0] is None, "a row whose output is not finite was rendered; it is the policy's fault and must give None")
         for row in range(1, len(images)):
-            _require_same(drawn[row], images[row], levels=1, what=f"row {row} beside one that cannot be drawn")
+            _require_same(drawn[row], images[row], levels=1, what=f"row {row} in a batch with a row that cannot be rendered")
 
 
 def _require_same(a: Image | None, b: Image | None, *, levels: int, what: str) -> None:
-    require((a is None) == (b is None), f"{what}: a picture once and None once")
+    require((a is None) == (b is None), f"{what}: an image in one case and None in the other")
     if a is not None and b is not None:
         require(a.size == b.size, f"{what}: sizes {a.size} and {b.size} differ")
-        apart = int(np.abs(np.asarray(a).astype(int) - np.asarray(b).astype(int)).max())
-        require(apart <= levels, f"{what}: pictures differ by {apart} levels of 255, and {levels} are allowed")
+        difference = int(np.abs(np.asarray(a).astype(int) - np.asarray(b).astype(int)).max())
+        require(difference <= levels, f"{what}: images differ by {difference} levels of 255; the limit is {levels}")

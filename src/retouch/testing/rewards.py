@@ -1,4 +1,4 @@
-"""The contract of a reward: it gives what it declares, for each sample on its own, and NaN where it cannot judge."""
+"""The contract of a reward: it returns its declared columns, one score per sample, and NaN where it cannot score."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -9,36 +9,35 @@ from PIL import Image
 
 from retouch.core.random import generator
 from retouch.protocols import Reward
-from retouch.testing.figures import require, require_close, twice
+from retouch.testing.assertions import call_twice, require, require_close
 from retouch.types import Sample, Scores
 
 SAME = 1e-5
 
 
 def check_reward(reward: Reward, samples: Sequence[Sample]) -> None:
-    """AssertionError where ``reward`` breaks a promise on ``samples``, of which there should be three or more, all with a picture.
+    """Raises AssertionError if ``reward`` violates the contract on ``samples``; give three or more, all with an image.
 
-    - It returns exactly the columns that it declares, each (b,), floating, within its range or NaN.
-    - The samples' order changes nothing but the order of their scores (1e-5 of the largest), and no draw from torch's global
-      generator does.
-    - Odd pictures (of one pixel, all black, very wide, of another mode) give a score or NaN and raise nothing.
+    - It returns exactly the declared columns, each (b,) in a floating-point dtype, within its range or NaN.
+    - Permuting the samples permutes the scores (up to 1e-5 of the largest), and nothing is drawn from torch's global generator.
+    - Unusual images (one pixel, all black, very wide, another mode) give a score or NaN and raise no error.
     """
     require(len(samples) >= 2, "give at least two samples")
-    require(all(sample.image is not None for sample in samples), "give samples with a picture: a judge is shown no other")
-    scores, again = twice(lambda: _judged(reward, samples, "the samples"), "the reward")
+    require(all(sample.image is not None for sample in samples), "give samples with an image: a reward is never called without one")
+    scores, again = call_twice(lambda: _score(reward, samples, "the samples"), "the reward")
     _check_columns(reward, scores, len(samples))
     for name, column in scores.items():
-        require_close(again[name], column, limit=SAME, what=f"column {name!r} judged twice")
-    drawn = torch.randperm(len(samples), generator=generator("retouch.testing", "order")).tolist()
-    for order in (list(reversed(range(len(samples)))), drawn):
-        moved = _judged(reward, [samples[index] for index in order], "the samples in another order")
+        require_close(again[name], column, limit=SAME, what=f"column {name!r} scored twice")
+    permutation = torch.randperm(len(samples), generator=generator("retouch.testing", "order")).tolist()
+    for order in (list(reversed(range(len(samples)))), permutation):
+        permuted = _score(reward, [samples[index] for index in order], "the samples in another order")
         for name, column in scores.items():
-            require_close(moved[name], column[order], limit=SAME, what=f"column {name!r} in the order {order}")
-    for what, image in _odd_pictures():
-        odd = _judged(reward, [replace(samples[0], image=image), samples[1]], what)
+            require_close(permuted[name], column[order], limit=SAME, what=f"column {name!r} in the order {order}")
+    for what, image in _unusual_images():
+        odd = _score(reward, [replace(samples[0], image=image), samples[1]], what)
         _check_columns(reward, odd, 2)
         for name, column in odd.items():
-            require_close(column[1:], scores[name][1:2], limit=SAME, what=f"column {name!r} of a sample beside {what}")
+            require_close(column[1:], scores[name][1:2], limit=SAME, what=f"column {name!r} of a sample in a batch with {what}")
 
 
 def _check_columns(reward: Reward, scores: Scores, count: int) -> None:
@@ -47,23 +46,23 @@ def _check_columns(reward: Reward, scores: Scores, count: int) -> None:
     for name, column in reward.columns.items():
         values = scores[name]
         require(tuple(values.shape) == (count,), f"column {name!r} has shape {tuple(values.shape)} for {count} samples")
-        require(values.is_floating_point(), f"column {name!r} is {values.dtype}, in which there is no NaN")
+        require(values.is_floating_point(), f"column {name!r} is {values.dtype}, which cannot represent NaN")
         outside = values[~values.isnan() & ~((values >= column.low) & (values <= column.high))]
         require(not len(outside), f"column {name!r} gives {outside[:3].tolist()}, outside its range {column.low} to {column.high}")
 
 
-def _odd_pictures() -> Iterator[tuple[str, Image.Image]]:
-    yield "a picture of one pixel", Image.new("RGB", (1, 1), (200, 30, 90))
-    yield "a black picture", Image.new("RGB", (32, 32))
-    yield "a very wide picture", Image.new("RGB", (160, 2), (9, 200, 120))
-    yield "a grey picture (mode L)", Image.new("L", (24, 24), 77)
+def _unusual_images() -> Iterator[tuple[str, Image.Image]]:
+    yield "an image of one pixel", Image.new("RGB", (1, 1), (200, 30, 90))
+    yield "a black image", Image.new("RGB", (32, 32))
+    yield "a very wide image", Image.new("RGB", (160, 2), (9, 200, 120))
+    yield "a grey image (mode L)", Image.new("L", (24, 24), 77)
 
 
-def _judged(reward: Reward, samples: Sequence[Sample], what: str) -> Scores:
-    """The scores, or what was being judged when the reward raised."""
+def _score(reward: Reward, samples: Sequence[Sample], what: str) -> Scores:
+    """The scores. Raises AssertionError with ``what`` was scored if the reward raises an error."""
     try:
         return reward(samples)
     finally:
         error = sys.exception()
         if isinstance(error, Exception):
-            raise AssertionError(f"the reward raised on {what}; where it cannot judge it returns NaN") from error
+            raise AssertionError(f"the reward raised an error on {what}; it must return NaN where it cannot score") from error

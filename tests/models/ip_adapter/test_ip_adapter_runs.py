@@ -21,7 +21,7 @@ from retouch.models.ip_adapter import adapter as ip_adapter
 from retouch.models.ip_adapter import files as ip_adapter_files
 from retouch.playground.models import playground_weights
 from retouch.playground.world.tasks import PlaygroundData
-from retouch.policies.denoising.reference_dropout import unshown
+from retouch.policies.denoising.policy import drop_references
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.files import read_json
 from retouch.records.folder import RunFolder
@@ -155,13 +155,15 @@ def test_dropout_takes_its_share_and_depends_on_step_and_group_alone() -> None:
     count = 2000
     batch = Batch(seed=1, step=2, tasks=(), group_ids=tuple(range(count)), group=(), slot=())
     told = Conditioning({"embeds": torch.ones(count, 3), Conditioning.REFERENCE: torch.randn(count, 4).abs() + 1})
-    left = unshown(told, batch, share=0.2).tensors[Conditioning.REFERENCE]
+    left = drop_references(told, batch, fraction=0.2).tensors[Conditioning.REFERENCE]
     rows = (left != 0).any(1)
     assert torch.equal(left[rows], told.tensors[Conditioning.REFERENCE][rows])
     assert abs(rows.float().mean() - 0.8) < 4 * (0.16 / count) ** 0.5
     half = Batch(seed=1, step=2, tasks=(), group_ids=tuple(range(1000, count)), group=(), slot=())
-    assert torch.equal(unshown(told.take(slice(1000, count)), half, share=0.2).tensors[Conditioning.REFERENCE], left[1000:])
-    assert unshown(told, batch, share=0.0) is told
+    assert torch.equal(
+        drop_references(told.take(slice(1000, count)), half, fraction=0.2).tensors[Conditioning.REFERENCE], left[1000:]
+    )
+    assert drop_references(told, batch, fraction=0.0) is told
 
 
 def test_the_reference_copy_is_the_adapter_at_its_start(world: Path) -> None:

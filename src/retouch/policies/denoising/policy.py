@@ -1,8 +1,8 @@
-"""The denoising kernel: a flow-matching model acts by denoising, and is evaluated transition by transition.
+"""The denoising policy: a flow-matching model acts by denoising and is evaluated transition by transition.
 
-Conventions: sigma runs 1 to 0, velocity = noise - data. Action ``j`` of a trajectory is the transition from
-``latents[:, j]`` to ``latents[:, j + 1]``, at ``sigmas[first + j]``; all other steps of the chain are deterministic Euler
-steps. Noise is keyed by (seed, step, group, slot) and drawn on the CPU.
+Conventions: sigma runs from 1 to 0, velocity = noise - data. Action ``j`` of a trajectory is the transition from ``latents[:, j]``
+to ``latents[:, j + 1]``, at ``sigmas[first + j]``. All other steps of the chain are deterministic Euler steps. Noise is keyed by
+(seed, step, group, slot) and drawn on the CPU.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,6 @@ from retouch.core.divergences import gaussian_kl, velocity_mse
 from retouch.core.random import generator
 from retouch.core.ratio_norm import gradient_balance, ratio_norm
 from retouch.core.transitions import TransitionResult
-from retouch.policies.denoising.reference_dropout import unshown
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.denoising.trajectory import DenoisingTrajectory
 from retouch.policies.value_heads import LatentValues, summary
@@ -28,12 +27,13 @@ from retouch.types import Batch, Conditioning, Evaluation, Kind, Needs, Slice, W
 
 
 class DenoisingPolicy:
-    """A flow-matching model as policy (implements ``retouch.protocols.VelocityPolicy``).
+    """A flow-matching model as a policy (implements ``retouch.protocols.VelocityPolicy``).
 
     ``sampling``: how a rollout samples, under the weights ``acting``. ``microbatch``: velocities per forward pass with gradient.
     ``eval_steps``: steps of the deterministic sampling in evaluation and inference. ``copies`` may hold ``reference``, ``old`` and
-    ``average`` weights. ``head``: predicts the reward before each action. ``reference_dropout``: share of tasks whose demonstration
-    gets no reference image; a rollout always gets it, otherwise its ratio would not be 1.
+    ``average`` weights. ``keep_means``: store the means of the transitions, which RatioNorm needs. ``head``: predicts the reward
+    before each action. ``reference_dropout``: fraction, 0 to 1, of tasks whose demonstration gets no reference image; a rollout
+    always gets it, otherwise its ratio would not be 1.
     """
 
     def __init__(
@@ -60,11 +60,9 @@ class DenoisingPolicy:
         self.head = head
         self.reference_dropout = reference_dropout
 
-    # Acting
-
     @torch.no_grad()
     def rollout(self, batch: Batch) -> DenoisingTrajectory:
-        """Act with exploration in this step's window of the chain. ``outputs``: clean latents (b, ...), fp32."""
+        """Sample with exploration in the window of this step. ``outputs``: clean latents (b, ...), fp32."""
         window = self.sampling.window.actions(num_steps=self.sampling.num_steps, seed=batch.seed, step=batch.step)
         actions = window if self.sampling.transition.stochastic else range(0)
         with self.copies.using("old") if self.acting == "old" else nullcontext():
@@ -75,18 +73,18 @@ class DenoisingPolicy:
         return replace(made, values=self._values(made, Slice(slice(0, rows), slice(0, count))))
 
     def sample(self, batch: Batch) -> DenoisingTrajectory:
-        """Denoise deterministically, under the averaged weights where there are any."""
+        """Sample deterministically, under the average weights if there are any."""
         with self.copies.using("average") if "average" in self.copies.copies else nullcontext():
             return self._denoise(batch, num_steps=self.eval_steps, actions=range(0), shared_noise=False)
 
     def demonstrate(self, batch: Batch) -> DenoisingTrajectory:
-        """The tasks' targets as outputs. ValueError where a task has none."""
+        """The tasks' targets as outputs. Raises ValueError if a task has no target."""
         targets = [batch.tasks[k].target for k in batch.group]
         images = [target for target in targets if target is not None]
         if len(images) < len(targets):
             lacking = next(batch.tasks[k].id for k in batch.group if batch.tasks[k].target is None)
-            raise ValueError(f"task {lacking} has no target picture, which supervised learning imitates; give the data a `target`")
-        conditioning = unshown(self.model.encode(batch.tasks), batch, share=self.reference_dropout)
+            raise ValueError(f"task {lacking} has no target image, which supervised learning needs; give the data a `target`")
+        conditioning = drop_references(self.model.encode(batch.tasks), batch, fraction=self.reference_dropout)
         with torch.no_grad():
             x = self.model.encode_images(images)
         return self._pictures(x, sigmas=x.new_zeros(1), conditioning=conditioning, group=self._group(batch))
@@ -136,7 +134,7 @@ class DenoisingPolicy:
 
     @staticmethod
     def _pictures(x: Tensor, *, sigmas: Tensor, conditioning: Conditioning, group: Tensor) -> DenoisingTrajectory:
-        """A trajectory without transitions: the whole picture is one action, and has no log-probability."""
+        """A trajectory without transitions: the whole image is one action without a log-probability."""
         log_probs = x.new_full((len(x), 1), torch.nan)
         return DenoisingTrajectory(
             log_probs=log_probs,
@@ -170,23 +168,25 @@ class DenoisingPolicy:
         draws = [torch.randn(x.shape[1:], generator=generator(seed, "transition", step, gid, slot, action)) for gid, slot in keys]
         return torch.stack(draws).to(x.device)
 
-    # Evaluating
-
     def microbatches(self, trajectory: DenoisingTrajectory) -> Iterator[Slice]:
-        """All actions of a few rows where they fit in a microbatch, else a few actions of one row."""
+        """All actions of a few rows if they fit into a microbatch, otherwise a few actions of one row."""
         rows, actions = trajectory.mask.shape
-        append_dims = min(actions, self.microbatch)
-        at_once = max(1, self.microbatch // actions)
-        for row in range(0, rows, at_once):
-            for action in range(0, actions, append_dims):
-                yield Slice(slice(row, min(row + at_once, rows)), slice(action, min(action + append_dims, actions)))
+        actions_at_once = min(actions, self.microbatch)
+        rows_at_once = max(1, self.microbatch // actions)
+        for row in range(0, rows, rows_at_once):
+            for action in range(0, actions, actions_at_once):
+                yield Slice(slice(row, min(row + rows_at_once, rows)), slice(action, min(action + actions_at_once, actions)))
 
     def row_slices(self, trajectory: DenoisingTrajectory) -> Iterator[slice]:
+        """Slices of at most ``microbatch`` rows."""
         for row in range(0, len(trajectory), self.microbatch):
             yield slice(row, min(row + self.microbatch, len(trajectory)))
 
     def evaluate(self, trajectory: DenoisingTrajectory, part: Slice, needs: Needs) -> Evaluation:
-        """Log-probability of the stored transitions under the current weights; KL to the reference where asked for."""
+        """Log-probabilities of the stored transitions under the current weights, and the KL to the reference if needed.
+
+        ``log_ratio`` "norm" gives RatioNorm's ratio and scale (GRPO-Guard, arXiv 2510.22319).
+        """
         old_log_probs = trajectory.log_probs[part.rows, part.actions]
         shape = old_log_probs.shape
         count = shape[1]
@@ -219,14 +219,14 @@ class DenoisingPolicy:
         return Evaluation(log_probs=made.log_prob.view(shape), log_ratio=log_ratio, kl=kl, values=values, scale=scale)
 
     def _values(self, trajectory: DenoisingTrajectory, part: Slice) -> Float[Tensor, "r t"]:
-        """What the head expects before each of these actions."""
+        """The head's prediction before each of these actions."""
         assert self.head is not None, "values are asked of a policy with a value head"
         sigmas = trajectory.sigmas[trajectory.first : -1][part.actions]
         of_task = summary(trajectory.conditioning)[trajectory.group[part.rows]]
         return self.head(trajectory.latents[part.rows, part.actions], sigmas, of_task)
 
     def velocity(self, trajectory: DenoisingTrajectory, rows: slice, x: Tensor, sigma: Tensor, weights: Weights) -> Tensor:
-        """The velocity field at ``x`` and ``sigma`` under the rows' conditioning; gradient under current weights only."""
+        """The velocity field at ``x`` and ``sigma`` for these rows; with gradient only under the current weights."""
         conditioning = trajectory.conditioning.take(trajectory.group[rows])
         if weights == "current":
             return self.model.velocity(self.module, x, sigma, conditioning)
@@ -234,7 +234,7 @@ class DenoisingPolicy:
             return self.model.velocity(self.model.module, x, sigma, conditioning)
 
     def follow_old(self, decay: float) -> None:
-        """Move the old weights towards the current ones."""
+        """old = decay * old + (1 - decay) * current, for the old weights of DiffusionNFT (arXiv 2509.16117)."""
         self.copies.update_ema("old", decay)
 
     def _transition(
@@ -258,3 +258,17 @@ class DenoisingPolicy:
             noise=noise,
             next=next,
         )
+
+
+def drop_references(conditioning: Conditioning, batch: Batch, *, fraction: float) -> Conditioning:
+    """Replace the reference embedding of about ``fraction`` (0 to 1) of the batch's tasks by zeros.
+
+    This trains the unconditional branch of guidance for the reference. The draw is keyed by (seed, step, group), so that the rows
+    of a group share one conditioning.
+    """
+    if fraction == 0:
+        return conditioning
+    draws = [torch.rand((), generator=generator(batch.seed, "reference", batch.step, gid)) for gid in batch.group_ids]
+    embeds = conditioning.tensors[Conditioning.REFERENCE]
+    kept = (torch.stack(draws) >= fraction).to(embeds)
+    return replace(conditioning, tensors={**conditioning.tensors, Conditioning.REFERENCE: embeds * kept[:, None]})

@@ -1,4 +1,4 @@
-"""What a denoising policy did: the chain's states around its actions, and how it ended."""
+"""The trajectory of a denoising policy: the states of the chain around its actions, and the final latents."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,11 @@ from retouch.types import Conditioning, Trajectory
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class DenoisingTrajectory(Trajectory):
-    """``latents``: states before each action and after the last, fp32. ``group``: each row's row of ``conditioning``."""
+    """``latents``: fp32 states before each action and after the last one. ``group``: each row's row in ``conditioning``.
+
+    ``means``: the means of the transitions, if RatioNorm needs them. ``sigmas``: the whole schedule. ``first``: the number of the
+    step that is action 0.
+    """
 
     latents: Float[Tensor, "b t_plus_1 ..."]
     means: Float[Tensor, "b t ..."] | None

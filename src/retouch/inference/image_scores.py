@@ -1,4 +1,4 @@
-"""`retouch score`: one reward on one picture, from files."""
+"""``retouch score``: the scores of one reward for one image, from files."""
 
 import json
 import math
@@ -18,8 +18,8 @@ from retouch.types import Column, Json
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scored:
-    """``scores``: NaN where missing. ``reward``: what ``combined`` makes of them, where the reward says how."""
+class ImageScores:
+    """``scores``: by column, NaN where missing. ``reward``: the combined reward, None if the reward does not say how to combine."""
 
     columns: dict[str, Column]
     scores: dict[str, float]
@@ -28,11 +28,11 @@ class Scored:
 
     @property
     def missing(self) -> list[str]:
-        """The columns that could not be judged."""
+        """The columns without a score, except diagnostics."""
         return [name for name, value in self.scores.items() if math.isnan(value) and not self.columns[name].diagnostic]
 
     def to_json(self) -> str:
-        """One line: null where a score is missing."""
+        """One line of JSON, with null where a score is missing."""
         combined = {} if self.combined is None else {"reward": self.reward}
         return json.dumps(jsonable({"scores": self.scores, **combined, "missing": self.missing}), allow_nan=False)
 
@@ -45,10 +45,10 @@ class Scored:
         lines = []
         for name, value in values.items():
             low, high = ranges[name]
-            absent = "missing" if name in self.missing or name == "reward" else "none"
-            shown = absent if math.isnan(value) else f"{value:.4f}"
-            told = f" = {self.combined}" if name == "reward" and self.combined is not None else ""
-            lines.append(f"{name:<{width}}  {shown:>8}  ({low:g} to {high:g}){told}")
+            placeholder = "missing" if name in self.missing or name == "reward" else "none"
+            text = placeholder if math.isnan(value) else f"{value:.4f}"
+            formula = f" = {self.combined}" if name == "reward" and self.combined is not None else ""
+            lines.append(f"{name:<{width}}  {text:>8}  ({low:g} to {high:g}){formula}")
         return "\n".join(lines)
 
 
@@ -64,19 +64,20 @@ def score_files(
     text: str | None = None,
     written: str | None = None,
     meta: str | None = None,
-) -> Scored:
-    """Judge the picture in ``image`` by the reward that a word names (``recipe/reward_words.py``). ``meta``: JSON.
+) -> ImageScores:
+    """Score the image in the file ``image`` with the reward that ``reward`` names (see ``recipe/reward_words.py``).
 
-    ValueError: a file that cannot be read, no such reward, or one that needs what is not given.
+    ``written``: the completion that a policy wrote. ``meta``: JSON. Raises ValueError if a file cannot be read, there is no such
+    reward, or the reward needs something that is not given.
     """
     document = read_combined(reward)
     section = parse_reward(document)
-    made = section.build(device="cuda" if torch.cuda.is_available() else "cpu")
+    built = section.build(device="cuda" if torch.cuda.is_available() else "cpu")
     try:
-        columns = dict(made.columns)
+        columns = dict(built.columns)
         combined = combination(section.combine, columns) if document.get("combine") else None
         scores = score(
-            made,
+            built,
             load_image(image),
             instruction=instruction,
             source=[load_image(source) for source in sources],
@@ -88,9 +89,9 @@ def score_files(
             meta=_meta(meta),
         )
     finally:
-        close(made)
+        close(built)
     total = None if combined is None else combined({name: torch.tensor([value]) for name, value in scores.items()}).item()
-    return Scored(columns=columns, scores=scores, combined=combined, reward=total)
+    return ImageScores(columns=columns, scores=scores, combined=combined, reward=total)
 
 
 def _meta(text: str | None) -> dict[str, Json]:
@@ -99,5 +100,5 @@ def _meta(text: str | None) -> dict[str, Json]:
     except json.JSONDecodeError as error:
         raise ValueError(f"--meta is not JSON: {error}") from None
     if not isinstance(meta, dict):
-        raise ValueError('--meta is an object of JSON, {"operations": [...]} say')
+        raise ValueError('--meta must be a JSON object, for example {"operations": [...]}')
     return meta

@@ -1,4 +1,4 @@
-"""`retouch eval`: judge a run, or a recipe's untrained policy, on its held-out tasks."""
+"""``retouch eval``: evaluate a run, or a recipe's untrained policy, on held-out tasks."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from retouch.training.evaluation import headline_tasks, score_table
 
 
 def evaluate_target(target: str, overrides: Sequence[str]) -> dict[str, object]:
-    """Column means and 95 % intervals by row of the held-out table, with the step whose weights were judged."""
+    """Column means and their 95 % confidence intervals by row of the held-out table, and the step whose weights were evaluated."""
     parts, step = open_target(target, overrides)
     try:
         evaluated = parts.evaluator(parts.judge.for_split("heldout", step))(parts.policy(parts.recipe.rollout))
