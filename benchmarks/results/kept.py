@@ -104,7 +104,6 @@ REFERENCED = (
     "retouch.models.ip_adapter.adapter",
     "retouch.models.ip_adapter.reference_model",
     "retouch.playground.judges.sign_judge",
-    "retouch.policies.denoising.reference_dropout",
 )
 # By the kind of the renderer; None where the policy renders its own images, or the kind of a model that has modules of its own.
 DECIDING = {None: DENOISING, "response": WRITING, "prompt": REWRITING, "codes": IMAGE_TOKENS, "playground-words": WORDS}
