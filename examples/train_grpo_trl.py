@@ -21,20 +21,17 @@ from peft import get_peft_model
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOConfig, GRPOTrainer, ModelConfig, TrlParser, get_peft_config
 
-from retouch.assembly.writer import build_writer
 from retouch.data.sources.folder import read_folder
 from retouch.data.tasks import Tasks
 from retouch.integrations.trl import RetouchReward
 from retouch.integrations.trl_prompts import dataset_of, processor_for
-from retouch.models.common.encoder import Encoder
 from retouch.models.kinds import IMAGE_MODELS
-from retouch.models.qwen_image.responses import QwenResponses
-from retouch.models.qwen_vl.model import LORA_TARGETS
+from retouch.models.qwen_vl.family import QwenLanguageModel
 from retouch.playground.judges.edit_judge import PlaygroundReward
+from retouch.playground.language_models import PlaygroundWriter
 from retouch.playground.models import PlaygroundModel
 from retouch.playground.world.indirect import IndirectPlaygroundData
 from retouch.protocols import Reward
-from retouch.recipe.writer import AutoregressivePolicy, PlaygroundWriter, QwenWriter
 from retouch.renderers.responses import ResponseRenderer
 from retouch.rewards.judges.aspects import AspectsReward
 from retouch.rewards.judges.panel import Panel
@@ -69,24 +66,22 @@ def main(arguments: Sequence[str] | None = None) -> GRPOTrainer:
     dtype = model.dtype if model.dtype in ("bfloat16", "float16") else "float32"
     published = IMAGE_MODELS.load(script.editor_kind)
     image_model = PlaygroundModel() if script.editor is None else published(path=script.editor, dtype=dtype)
-    editor = image_model.build(device=training.device)
     if model.model_name_or_path is None or script.editor is None:
-        section = PlaygroundWriter(kind="playground-writer", path=model.model_name_or_path)
+        language_model = PlaygroundWriter(path=model.model_name_or_path)
     else:
         attention = model.attn_implementation or "sdpa"
-        section = QwenWriter(kind="qwen-vl", path=model.model_name_or_path, dtype=dtype, attention=attention)
-    writer = build_writer(AutoregressivePolicy(kind="autoregressive", model=section), before=editor, device=training.device)
-    model.lora_target_modules = model.lora_target_modules or list(LORA_TARGETS)
-    policy = get_peft_model(writer.module, get_peft_config(model))
-
-    if script.encoder == "policy":
-        encoder = Encoder.policy(writer.module, published=policy.disable_adapter)
-        editor.text.encoder = writer.module  # keep the weights once: the editor's own encoder is not used any more
-    else:
-        encoder = Encoder.frozen(editor.text.encoder)
-    renderer = ResponseRenderer(
-        QwenResponses(editor, encoder), num_steps=script.num_steps, cut_off="fault", guidance_scale=script.guidance_scale
+        language_model = QwenLanguageModel(kind="qwen-vl", path=model.model_name_or_path, dtype=dtype, attention=attention)
+    section = ResponseRenderer(
+        model=image_model, encoder=script.encoder, num_steps=script.num_steps, guidance_scale=script.guidance_scale
     )
+    writer, editor = section.load(
+        lambda: language_model.build(device=training.device, gradient_checkpointing=False),
+        device=training.device,
+        base_frozen=False,
+    )
+    model.lora_target_modules = model.lora_target_modules or list(language_model.lora_targets)
+    policy = get_peft_model(writer.module, get_peft_config(model))
+    renderer = section.build(editor, writer, published=policy.disable_adapter)
     tasks = tasks_of(script, seed=training.seed)
     reward, combine = reward_of(script)
     trainer = GRPOTrainer(

@@ -15,8 +15,8 @@ from typing import Any
 from page import Entry
 
 from retouch.models.ip_adapter.section import IpAdapter
+from retouch.playground.language_models import PlaygroundEmu3
 from retouch.recipe.document import evaluate
-from retouch.recipe.emu3 import PlaygroundEmu3
 from retouch.recipe.recipe import Recipe, load
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +42,7 @@ DENOISING = (
     "retouch.playground.judges.edit_judge",
     "retouch.playground.world.tasks",
     "retouch.policies.denoising.policy",
-    "retouch.renderers.latents",
+    "retouch.renderers.decoders",
 )
 WRITING = (
     "retouch.training.loop",
@@ -56,7 +56,6 @@ WRITING = (
     "retouch.playground.judges.edit_judge",
     "retouch.playground.world.tasks",
     "retouch.policies.autoregressive.policy",
-    "retouch.renderers.blind",
     "retouch.renderers.responses",
 )
 REWRITING = (
@@ -69,7 +68,6 @@ REWRITING = (
     "retouch.playground.judges.painting_judge",
     "retouch.playground.world.paintings",
     "retouch.policies.autoregressive.policy",
-    "retouch.renderers.blind",
     "retouch.renderers.prompts",
 )
 IMAGE_TOKENS = (
@@ -81,7 +79,7 @@ IMAGE_TOKENS = (
     "retouch.playground.judges.edit_judge",
     "retouch.playground.world.tasks",
     "retouch.policies.autoregressive.policy",
-    "retouch.renderers.codes",
+    "retouch.renderers.decoders",
 )
 WORDS = (
     "retouch.training.loop",
@@ -95,7 +93,7 @@ WORDS = (
     "retouch.objectives.supervised",
     "retouch.playground.world.words",
     "retouch.policies.denoising.policy",
-    "retouch.renderers.latents",
+    "retouch.renderers.decoders",
     "retouch.rewards.text.ocr",
 )
 # In addition to those of the model, for a run that trains an IP-Adapter.

@@ -20,8 +20,9 @@ from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import ReplicatedStepper
 from retouch.integrations.trl import RetouchReward
 from retouch.integrations.trl_prompts import dataset_of, processor_for
+from retouch.models.language import PretrainedLanguageModel
 from retouch.models.qwen_image.responses import writer_for
-from retouch.models.qwen_vl.model import LORA_ALPHA, LORA_RANK, LORA_TARGETS, QwenWriter
+from retouch.models.qwen_vl.model import QwenWriter
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.playground.models import PlaygroundModel
 from retouch.playground.world.tasks import PlaygroundData
@@ -29,6 +30,7 @@ from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.pretraining.networks.writer import untrained_writer
+from retouch.recipe.policy import LanguageModelLora
 from retouch.rewards.judging import Judge
 from retouch.training.clock import Clock
 from retouch.training.loop import Phase, Run, collect, update
@@ -36,6 +38,7 @@ from retouch.types import Batch, Column, Sample, Scores, Task
 
 TASKS_PER_STEP, GROUP_SIZE = 4, 8
 ROWS = TASKS_PER_STEP * GROUP_SIZE
+LORA = LanguageModelLora(kind="lora")
 LEARNING_RATE = 1e-2
 WANTED = range(100, 132)  # of the tokenizer's ids
 
@@ -86,7 +89,11 @@ def twins(setting: Setting, *, seed: int, steps: int) -> Twins:
     """The writers, and as many tasks as the steps take."""
     editor: Any = PlaygroundModel(kind="playground").build(device=torch.device("cpu"))
     config = LoraConfig(
-        r=LORA_RANK, lora_alpha=LORA_ALPHA, lora_dropout=0.0, init_lora_weights="gaussian", target_modules=list(LORA_TARGETS)
+        r=LORA.rank,
+        lora_alpha=LORA.alpha,
+        lora_dropout=0.0,
+        init_lora_weights="gaussian",
+        target_modules=list(PretrainedLanguageModel.lora_targets),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

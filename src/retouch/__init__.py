@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from retouch.inference.writers import OpenWriter
+    from retouch.inference.writers import Writer
 
 __version__ = "0.1.0"
 
 
-def open_writer(target: str, overrides: Sequence[str] = ()) -> "OpenWriter":
+def open_writer(target: str, overrides: Sequence[str] = ()) -> "Writer":
     """The writer of a recipe or run, to use from Python: ``write("a cat").prompt``, or ``write.many([...])`` for several.
 
     ValueError for a policy that does not write.

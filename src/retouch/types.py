@@ -284,13 +284,13 @@ class Prompts:
 class Completion:
     """One completion, as a renderer takes it: the sampled ids without the token that ended it, and their text.
 
-    ``cut_off``: it reached the longest length and had not ended. ``key``: the row's (seed, step, group, slot), by which a renderer
-    keys its own draws; None where it was made without a batch, and then it can be read and not drawn.
+    ``truncated``: it reached the longest length and had not ended. ``key``: the row's (seed, step, group, slot), the key of the
+    renderer's noise; None if it was generated without a batch, and then no image can be made of it.
     """
 
     ids: tuple[int, ...]
     text: str
-    cut_off: bool
+    truncated: bool
     key: tuple[int, int, int, int] | None = None
 
 

@@ -15,13 +15,12 @@ from torch import nn
 
 import tiny_writer_runs
 from retouch.assembly.assembly import assemble
-from retouch.assembly.image_model import parts_of
 from retouch.distributed.placement import Placement, gpus_per_rank, init_distributed_from_recipe, plan_placement, resolve_device
 from retouch.distributed.ranks import Ranks
 from retouch.playground.models import playground_weights
 from retouch.recipe.devices import Devices
 from retouch.recipe.recipe import parse
-from retouch.renderers.offloaded import Offloaded, lent_to
+from retouch.renderers.wrappers import RendererInContext, on_device, parts_of
 
 SUPPORT = Path(__file__).parents[1] / "support"
 CPU = torch.device("cpu")
@@ -81,7 +80,7 @@ def test_what_waited_is_the_very_same_afterwards() -> None:
     before = dict([*module.named_parameters(), *module.named_buffers()])
 
     def used() -> None:
-        with lent_to(torch.device("meta"), [module]):
+        with on_device(torch.device("meta"), [module]):
             assert {tensor.device.type for tensor in [*module.parameters(), *module.buffers()]} == {"meta"}
             assert module[0].weight is module[2].weight
             raise KeyError
@@ -97,9 +96,10 @@ def test_offload_of_a_recipe(tmp_path: Path, writer: Path) -> None:
     document = tiny_writer_runs.recipe(tmp_path, writer, devices={"offload": True}, renderer__encoder="policy")
     parts = assemble(parse(document), Ranks())
     renderer = parts.renderer()
-    assert isinstance(renderer, Offloaded)
-    assert parts.model.module not in renderer.parts
-    assert len(renderer.parts) == 2
+    assert isinstance(renderer, RendererInContext)
+    _, waiting = renderer.context.args  # type: ignore[attr-defined]
+    assert parts.model.module not in waiting
+    assert len(waiting) == 2
     parts.judge.close()
 
 

@@ -7,13 +7,12 @@ from huggingface_hub import constants
 from safetensors.torch import load_file
 
 from retouch import cli
-from retouch.assembly.emu3 import find_emu3
 from retouch.assembly.phases import copies_needed
 from retouch.doctor.checks import check_data
 from retouch.doctor.device import CARDS, Place
 from retouch.doctor.findings import Finding
 from retouch.doctor.writer_memory import check_writing_memory
-from retouch.recipe.emu3 import PlaygroundEmu3
+from retouch.playground.language_models import PlaygroundEmu3
 from retouch.recipe.recipe import load
 
 A = "recipes/qwen-image-edit/writer-grpo.jsonnet"
@@ -167,7 +166,7 @@ def test_image_tokens_have_a_plan_from_the_published_configuration(monkeypatch: 
 def test_the_playgrounds_image_tokens_have_a_plan_too(start: str) -> None:
     recipe = load("recipes/emu3/sft_sc__rl_sc-playground.jsonnet", [f"policy.model.start={start}"])
     assert isinstance(recipe.policy.model, PlaygroundEmu3)
-    folder, _ = find_emu3(recipe.policy.model)
+    folder, _ = recipe.policy.model.find_weights()
     (found,), checkpoint = check_writing_memory(recipe, folder, Place("4090", CARDS["4090"], None))
     assert found.status == "ok"
     assert folder is not None

@@ -128,7 +128,7 @@ def test_what_cannot_be_drawn_falls_back_to_the_instruction_and_is_counted(
     assert cli.main(["sample", str(strict), "--instructions", str(tmp_path / "list.txt"), "--out", str(tmp_path / "out")]) == 0
     lines = lines_of(tmp_path / "out")
     fallen = [line for line in lines if line["fell_back"]]
-    cut_off = [reply.cut_off for reply in retouch.open_writer(str(strict)).many(PROMPTS)]
+    cut_off = [reply.truncated for reply in retouch.open_writer(str(strict)).many(PROMPTS)]
     assert [line["fell_back"] for line in lines] == cut_off
     assert any(cut_off)
     assert f"{len(fallen)} of 5 images were made from the instruction itself" in capsys.readouterr().err

@@ -15,11 +15,12 @@ from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.integrations.trl import RetouchReward
 from retouch.integrations.trl_prompts import dataset_of, processor_for
 from retouch.models.common.chat_template import TURNS
-from retouch.models.common.encoder import Encoder
 from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
+from retouch.models.qwen_image.encoder import Encoder
 from retouch.models.qwen_image.responses import QwenResponses, writer_for
 from retouch.models.qwen_vl.model import QwenWriter
-from retouch.renderers.responses import ResponseRenderer
+from retouch.playground.models import PlaygroundModel
+from retouch.renderers.responses import ResponseRenderer, ResponseSampler
 from retouch.rewards.scorers.share import ShareReward
 from retouch.training.loop import TooManyMissing
 from tiny_bridge import bridge, call
@@ -40,7 +41,7 @@ def test_pictures_are_made_of_the_ids_and_not_of_the_text():
     ((_, outputs),) = spy.seen
     assert [output.ids for output in outputs] == [(7, 8), (5,), (6,), (), ()]
     assert [output.text for output in outputs] == ["7 8", "5", "6", "", ""]
-    assert [output.cut_off for output in outputs] == [False, True, False, False, False]
+    assert [output.truncated for output in outputs] == [False, True, False, False, False]
 
 
 def test_only_the_last_end_is_one():
@@ -184,7 +185,7 @@ def test_the_trainer_learns_from_pictures(tmp_path, monkeypatch):
     tasks = tiny_editing.tasks()[:2]
     kept, asked = [], []
 
-    class Kept(ResponseRenderer):
+    class Kept(ResponseSampler):
         def __call__(self, tasks, trajectory):
             kept.extend(trajectory.outputs)
             return super().__call__(tasks, trajectory)
@@ -192,7 +193,8 @@ def test_the_trainer_learns_from_pictures(tmp_path, monkeypatch):
     generate = module.generate
     monkeypatch.setattr(module, "generate", lambda **inputs: asked.append(inputs["input_ids"]) or generate(**inputs))
     encoder = Encoder.policy(module, published=policy.disable_adapter)
-    renderer = Kept(QwenResponses(editor, encoder), num_steps=2, cut_off="draw", guidance_scale=2.0)
+    config = ResponseRenderer(model=PlaygroundModel(), encoder="policy", num_steps=2, cut_off="draw", guidance_scale=2.0)
+    renderer = Kept(QwenResponses(editor, encoder), config)
     trainer = GRPOTrainer(
         model=policy,
         reward_funcs=RetouchReward(writer, renderer, ShareReward(), combine={"share": 1.0}, task=lambda row: tasks[row["task"]]),
@@ -223,7 +225,7 @@ def test_the_trainer_learns_from_pictures(tmp_path, monkeypatch):
     columns = [zip(batch["completion_ids"], batch["completion_mask"], strict=True) for batch in trained_on]
     ids = [row[mask.bool()].tolist() for rows in columns for row, mask in rows]
     assert [list(output.ids) for output in kept] == [row[:-1] if row[-1] in writer.stop else row for row in ids]
-    assert [output.cut_off for output in kept] == [row[-1] not in writer.stop for row in ids]
+    assert [output.truncated for output in kept] == [row[-1] not in writer.stop for row in ids]
     after = dict(policy.named_parameters())
     assert all(torch.equal(before[name], after[name]) for name in before if "lora_" not in name)
     assert any(not torch.equal(before[name], after[name]) for name in before if "lora_B" in name)

@@ -17,10 +17,11 @@ from measured_memory import measured_peak
 from retouch.memory.images import codes_plan, image_model_plan
 from retouch.memory.peak import most_alive
 from retouch.memory.plan import LoraShape, MemoryPlan
-from retouch.memory.sizes import judge, model_in, parts, stored_count, writer
+from retouch.memory.sizes import judge, parts, stored_count
 from retouch.memory.tokens import Writing, writer_plan
 from retouch.models.base import ImageBatch
 from retouch.models.common.recompute import recomputing
+from retouch.models.language import published_language_model, read_description
 from retouch.models.sd3.family import SD3Model
 from retouch.models.z_image.family import ZImageModel
 
@@ -86,7 +87,7 @@ def test_what_is_let_go_is_not_counted_and_views_are_not_counted_twice() -> None
 
 def test_the_known_anchors() -> None:
     """16.6 GB for the 7B vision-language model, 41 GB for the 20.4 B transformer, in 16 bits."""
-    language = writer(VLM)
+    language = published_language_model(VLM)
     assert language is not None
     setup = replace(SETUP, dtype=torch.bfloat16, lora=LoraShape(32, TARGETS))
     assert rows(writer_plan(language, setup))["writer, frozen weights"] / 1e9 == pytest.approx(16.6, rel=0.005)
@@ -99,7 +100,7 @@ def test_the_known_anchors() -> None:
 
 
 def test_what_trains_follows_from_counts() -> None:
-    language = writer(VLM)
+    language = published_language_model(VLM)
     assert language is not None
     wide, narrow, layers = 3584, 512, 28
     trained = 32 * layers * (2 * (wide + wide) + 2 * (wide + narrow))
@@ -179,7 +180,7 @@ def test_targets_that_match_nothing_are_refused() -> None:
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Any) -> None:
     with pytest.raises(ValueError, match="holds no model"):
-        model_in(tmp_path)
+        read_description(tmp_path)
 
 
 # What draws

@@ -6,12 +6,12 @@ from itertools import combinations
 import pytest
 import torch
 
-from retouch.assembly import emu3 as building
+from retouch.playground import language_models
+from retouch.playground.language_models import PlaygroundEmu3
 from retouch.playground.models import playground_weights
 from retouch.pretraining.build_emu3 import build_emu3
 from retouch.pretraining.networks.emu3 import Emu3Training
 from retouch.pretraining.networks.image_codes import CodesTraining
-from retouch.recipe.emu3 import PlaygroundEmu3
 
 CODES = CodesTraining(steps=3, free_steps=2, batch=4)
 STARTS = {
@@ -35,11 +35,11 @@ def test_all_starts_are_read_from_where_they_are_written(built, monkeypatch):
     assert {name for name in scores if "ceiling" in name} == {
         f"{start}, ceiling {what}" for start in (*STARTS, "sc-unfinished") for what in ("overall", "exact")
     }
-    monkeypatch.setattr(building, "playground_weights", lambda name: path)
+    monkeypatch.setattr(language_models, "playground_weights", lambda name: path)
     heads = []
     for start in ("s", "sc", "sc-unfinished"):
-        section = PlaygroundEmu3(kind="playground-emu3", start=start)
-        editor = building.build_emu3(section, device=torch.device("cpu"), gradient_checkpointing=False)
+        section = PlaygroundEmu3(start=start)
+        editor = section.build(device=torch.device("cpu"), gradient_checkpointing=False)
         assert editor.grid == (3, 3)
         heads.append(editor.module.lm_head.weight)
     assert all(not torch.equal(a, b) for a, b in combinations(heads, 2))

@@ -8,14 +8,13 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline
 
-from retouch.assembly.writer import build_writer
+from retouch.playground.language_models import PlaygroundEnhancer
 from retouch.playground.models import PlaygroundPainter, playground_weights
 from retouch.playground.world.paintings import PaintingData
 from retouch.pretraining import build_painter as building
 from retouch.pretraining.build_painter import build_painter, measure
 from retouch.pretraining.networks.enhancer import EnhancerTraining
 from retouch.pretraining.networks.painter import PainterTraining, described
-from retouch.recipe.writer import AutoregressivePolicy, PlaygroundEnhancer
 from retouch.records.files import read_json
 from small_builds import three
 
@@ -90,8 +89,7 @@ def test_the_shipped_weights_score_what_their_build_measured() -> None:
     assert painter == enhancer
     cpu = torch.device("cpu")
     model: Any = PlaygroundPainter().build(device=cpu)
-    policy = AutoregressivePolicy(kind="autoregressive", model=PlaygroundEnhancer(kind="playground-enhancer"))
-    writer: Any = build_writer(policy, before=None, device=cpu)
+    writer: Any = PlaygroundEnhancer().build(device=cpu, gradient_checkpointing=False)
     found = measure(model, writer)
     assert found.keys() == painter.keys()
     assert max(abs(found[name] - painter[name]) for name in painter) <= 0.1

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from retouch.data.tasks import MappedTasks
-from retouch.models.common.encoder import Encoder
 from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.models.qwen_image.encoder import Encoder
 from retouch.models.qwen_image.responses import QwenResponses
 from retouch.playground.models import PlaygroundModel
 from retouch.playground.world.indirect import indirect
@@ -30,7 +30,7 @@ def states(editor: QwenImageEdit, encoder: Encoder) -> list[Tensor]:
     reads = QwenResponses(editor, encoder)
     responses = [editor.text.tokenizer(str(task.meta["completion"]))["input_ids"] for task in TASKS]
     with torch.no_grad():
-        return reads.read([reads.prepare(task) for task in TASKS], responses)
+        return reads.encode([reads.prepare(task) for task in TASKS], responses)
 
 
 def test_the_editors_own_encoder_is_at_no_distance(editor: QwenImageEdit) -> None:

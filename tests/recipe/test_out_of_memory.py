@@ -18,7 +18,7 @@ from retouch.recipe.document import apply
 from retouch.recipe.out_of_memory import LESS_AT_ONCE, OutOfMemory, explain_out_of_memory, suggestions
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.records.folder import RunFolder
-from retouch.renderers.latents import LatentRenderer
+from retouch.renderers.decoders import LatentRenderer
 from retouch.rewards.judging import Judge
 from retouch.session.session import run
 from retouch.training import loop

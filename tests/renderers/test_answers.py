@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retouch.core.answers import answer_in
-from retouch.renderers.answers import enhancer_prompt
+from retouch.models.qwen_vl.family import enhancer_system_prompt
 
 PROMPT = "a red cat's hat, 35mm: soft light"
 THOUGHTS = [
@@ -124,7 +124,7 @@ def test_an_answer_is_one_line_with_something_in_it_and_is_its_own_answer(writte
 
 
 def test_the_enhancer_is_asked_for_what_the_source_asks():
-    asked = enhancer_prompt().lower()
+    asked = enhancer_system_prompt().lower()
     assert asked == asked.strip()
     for word in ("subject", "style", "lighting", "technical terms", "concise"):
         assert word in asked

@@ -5,7 +5,7 @@ from typing import Any
 
 from PIL import Image
 
-from retouch.renderers.blind import Blind
+from retouch.renderers.wrappers import BlindRenderer
 from retouch.types import Completion, Task
 
 
@@ -22,16 +22,16 @@ class Seen:
 
 class Answers:
     outputs = (
-        Completion(ids=(4, 5), text="make it red", cut_off=False, key=(0, 1, 2, 3)),
-        Completion(ids=(4, 5, 6), text="make it red and", cut_off=True, key=(0, 1, 2, 4)),
+        Completion(ids=(4, 5), text="make it red", truncated=False, key=(0, 1, 2, 3)),
+        Completion(ids=(4, 5, 6), text="make it red and", truncated=True, key=(0, 1, 2, 4)),
     )
 
 
 def test_only_the_keys_of_the_noise_and_the_tasks_own_words_come_through() -> None:
     seen = Seen()
     tasks = [Task(id=name, instruction=f"paint {name}") for name in ("one", "two")]
-    assert len(Blind(seen)(tasks, Answers())) == 2
+    assert len(BlindRenderer(seen)(tasks, Answers())) == 2
     assert seen.outputs == [
-        Completion(ids=(), text=task.instruction, cut_off=False, key=written.key)
+        Completion(ids=(), text=task.instruction, truncated=False, key=written.key)
         for task, written in zip(tasks, Answers.outputs, strict=True)
     ]

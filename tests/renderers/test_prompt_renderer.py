@@ -1,7 +1,6 @@
 """Rewritten prompts as pictures: those of diffusers' pipelines for the same words and noise."""
 
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,11 +17,12 @@ from retouch.models.flux.model import Flux
 from retouch.models.flux.text import FluxText
 from retouch.models.qwen_image.model import QwenImage
 from retouch.models.sd3.model import SD3
+from retouch.playground.models import PlaygroundPainter
 from retouch.protocols import Renderer
-from retouch.renderers.blind import Blind
-from retouch.renderers.pipelines import PipelinePainter
-from retouch.renderers.prompts import FlowPainter, Painter, PromptRenderer
-from retouch.renderers.sampling import noise
+from retouch.renderers.pipelines import PipelineTextToImage
+from retouch.renderers.prompts import PromptRenderer, PromptSampler, TextToImage
+from retouch.renderers.sampling import noise_generators
+from retouch.renderers.wrappers import BlindRenderer
 from retouch.testing import check_renderer
 from retouch.types import Completion
 
@@ -123,16 +123,16 @@ def kind(request):
     return model, pipe, options
 
 
-def painter(model, guidance_scale=4.0):
-    return FlowPainter(model, num_steps=STEPS, guidance_scale=guidance_scale, reads=partial(accepts_prompt, model))
+def config(**options):
+    return PromptRenderer(**{"model": PlaygroundPainter(), "num_steps": STEPS, "cut_off": "draw", **options})
 
 
 def renderer(model, guidance_scale=4.0, **options):
-    return PromptRenderer(painter(model, guidance_scale), **{"cut_off": "draw", **options})
+    return config(guidance_scale=guidance_scale, **options).build(model, tiny_writers.writer("qwen2.5"))
 
 
-def outputs(*texts, cut_off=False):
-    return SimpleNamespace(outputs=tuple(Completion((1,), text, cut_off, (3, 5, 0, slot)) for slot, text in enumerate(texts)))
+def outputs(*texts, truncated=False):
+    return SimpleNamespace(outputs=tuple(Completion((1,), text, truncated, (3, 5, 0, slot)) for slot, text in enumerate(texts)))
 
 
 def tasks(count):
@@ -159,15 +159,15 @@ def acted():
     asked = tuple(replace(task, instruction=f"prompt {k}") for k, task in enumerate(tiny_writers.tasks(3, pictures=False)))
     batch = tiny_writing.batch(asked)
     rows, trajectory = tiny_editing.acted(tiny_writing.policy("qwen2.5"), batch)
-    said = tuple(replace(output, text=text, cut_off=False) for output, text in zip(trajectory.outputs, SAID, strict=True))
+    said = tuple(replace(output, text=text, truncated=False) for output, text in zip(trajectory.outputs, SAID, strict=True))
     return rows, replace(trajectory, outputs=said)
 
 
-@pytest.mark.parametrize("options", [{}, {"guidance_scale": 1.0}, {"rows": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"guidance_scale": 1.0}, {"batch": 2}], ids=str)
 def test_it_keeps_the_contract(kind, acted, options):
     draws = renderer(kind[0], **options)
     assert isinstance(draws, Renderer)
-    assert isinstance(draws.painter, Painter)
+    assert isinstance(draws.text_to_image, TextToImage)
     check_renderer(draws, *acted)
     assert [image is None for image in draws(*acted)] == [False, False, True, False, True, False]
 
@@ -183,7 +183,7 @@ def test_the_pictures_are_the_pipelines(kind, guidance_scale):
         height=SIZE[0],
         width=SIZE[1],
         num_inference_steps=STEPS,
-        generator=noise(said.outputs, shared=True),
+        generator=noise_generators(said.outputs, shared=True),
     ).images
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.size == other.size == (40, 24)
@@ -196,10 +196,10 @@ def test_a_pipeline_paints_as_the_adapter_does(kind, acted):
     given = {**options(4.0), "height": SIZE[0], "width": SIZE[1]}
     if "negative_prompt" in given:
         given["negative_prompt"] = [" "] * 2
-    drawn = PipelinePainter(pipe, num_steps=STEPS, options=given)
-    assert isinstance(drawn, Painter)
+    drawn = PipelineTextToImage(pipe, num_steps=STEPS, options=given)
+    assert isinstance(drawn, TextToImage)
     rows = acted[0][:2], acted[1].take(slice(0, 2))
-    by_pipeline, by_adapter = PromptRenderer(drawn, cut_off="draw")(*rows), renderer(model)(*rows)
+    by_pipeline, by_adapter = PromptSampler(drawn, config())(*rows), renderer(model)(*rows)
     for mine, other in zip(by_pipeline, by_adapter, strict=True):
         assert apart(mine, other) <= 1
 
@@ -207,14 +207,14 @@ def test_a_pipeline_paints_as_the_adapter_does(kind, acted):
 def test_a_pipeline_keeps_the_contract(acted):
     model = sd3()
     options = {"guidance_scale": 4.0, "height": SIZE[0], "width": SIZE[1], "max_sequence_length": 80}
-    drawn = PipelinePainter(sd3_pipeline(model), num_steps=STEPS, options=options)
-    check_renderer(PromptRenderer(drawn, cut_off="draw", rows=3), *acted)
+    drawn = PipelineTextToImage(sd3_pipeline(model), num_steps=STEPS, options=options)
+    check_renderer(PromptSampler(drawn, config(batch=3)), *acted)
     assert not any(parameter.requires_grad for parameter in model.vae.parameters())
     with torch.no_grad():
         next(model.module.parameters()).fill_(torch.nan)
-    assert PromptRenderer(drawn, cut_off="draw")(*acted) == [None] * 6
+    assert PromptSampler(drawn, config())(*acted) == [None] * 6
     with pytest.raises(ValueError, match=r"\['generator'\]: these are given to the pipeline row by row"):
-        PipelinePainter(drawn.pipeline, num_steps=STEPS, options={"generator": None})
+        PipelineTextToImage(drawn.pipeline, num_steps=STEPS, options={"generator": None})
 
 
 def test_the_writers_words_are_drawn_and_the_tasks_are_not(kind):
@@ -239,7 +239,7 @@ def test_what_the_model_cannot_read_is_not_drawn(kind):
 
 def test_cut_off_is_a_fault_where_the_recipe_says_so(kind):
     model, _, _ = kind
-    cut = outputs("a cat in", cut_off=True)
+    cut = outputs("a cat in", truncated=True)
     assert renderer(model, cut_off="draw")(tasks(1), cut)[0] is not None
     assert renderer(model, cut_off="fault")(tasks(1), cut) == [None]
 
@@ -253,8 +253,8 @@ def test_nothing_moves(kind, acted):
 
 
 def test_settings_that_are_none(kind):
-    with pytest.raises(ValueError, match="give at least 1"):
-        renderer(kind[0], rows=0)
+    with pytest.raises(ValueError, match="greater than or equal to 1"):
+        renderer(kind[0], batch=0)
 
 
 def test_a_blind_renderer_draws_the_prompt_that_was_asked_for(kind, acted):
@@ -262,5 +262,5 @@ def test_a_blind_renderer_draws_the_prompt_that_was_asked_for(kind, acted):
     draws = renderer(kind[0])
     asked = [replace(output, text=task.instruction) for task, output in zip(rows, trajectory.outputs, strict=True)]
     wanted = draws(rows, replace(trajectory, outputs=tuple(asked)))
-    for ours, theirs in zip(Blind(draws)(rows, trajectory), wanted, strict=True):
+    for ours, theirs in zip(BlindRenderer(draws)(rows, trajectory), wanted, strict=True):
         assert ours.tobytes() == theirs.tobytes()

@@ -12,12 +12,13 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus_m
 
 import tiny_editing
 import tiny_models
-from retouch.models.common.encoder import Encoder
 from retouch.models.qwen_image.edit import QwenImageEditPlus
+from retouch.models.qwen_image.encoder import Encoder
 from retouch.models.qwen_image.responses import QwenResponses
+from retouch.playground.models import PlaygroundModel
 from retouch.protocols import Renderer
-from retouch.renderers.responses import ResponseRenderer
-from retouch.renderers.sampling import noise
+from retouch.renderers.responses import ResponseRenderer, ResponseSampler
+from retouch.renderers.sampling import OdeSampler, noise_generators
 from retouch.testing import check_renderer
 from retouch.types import Completion
 
@@ -44,20 +45,21 @@ def acted(policy):
     return tiny_editing.acted(policy, tiny_editing.batch(tiny_editing.tasks()))
 
 
-def renderer(editor, encoder, **options):
-    made = QwenResponses(editor, encoder)
-    return ResponseRenderer(made, **{"num_steps": STEPS, "cut_off": "draw", "guidance_scale": 4.0, **options})
+def renderer(editor, encoder, *, sharded=False, cached=64, **options):
+    given = {"model": PlaygroundModel(), "encoder": "frozen", "num_steps": STEPS, "cut_off": "draw", "guidance_scale": 4.0}
+    config = ResponseRenderer(**{**given, **options})
+    return ResponseSampler(QwenResponses(editor, encoder), config, sharded=sharded, cached=cached)
 
 
 def frozen(editor):
     return Encoder.frozen(editor.text.encoder)
 
 
-def outputs(*ids, cut_off=False, groups=None):
+def outputs(*ids, truncated=False, groups=None):
     """Completions of the first group, or of those given, in step 5."""
     groups = [0] * len(ids) if groups is None else groups
     written = [
-        Completion(said, "", cut_off, (3, 5, group, slot)) for slot, (said, group) in enumerate(zip(ids, groups, strict=True))
+        Completion(said, "", truncated, (3, 5, group, slot)) for slot, (said, group) in enumerate(zip(ids, groups, strict=True))
     ]
     return SimpleNamespace(outputs=tuple(written))
 
@@ -71,12 +73,12 @@ def apart(a, b):
 
 
 @pytest.mark.parametrize("whose", ["frozen", "policy"])
-@pytest.mark.parametrize("options", [{}, {"guidance_scale": 1.0}, {"sharded": True}, {"encoder_rows": 2, "rows": 1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"guidance_scale": 1.0}, {"sharded": True}, {"encoder_batch": 2, "batch": 1}], ids=str)
 def test_it_keeps_the_contract(editor, policy, acted, whose, options):
     tasks, trajectory = acted
-    assert any(output.cut_off for output in trajectory.outputs)
+    assert any(output.truncated for output in trajectory.outputs)
     assert len({len(output.ids) for output in trajectory.outputs}) > 1
-    emptied = (replace(trajectory.outputs[0], ids=(), text="", cut_off=False), *trajectory.outputs[1:])
+    emptied = (replace(trajectory.outputs[0], ids=(), text="", truncated=False), *trajectory.outputs[1:])
     broken = (*emptied[:-1], replace(emptied[-1], ids=(policy.model.image_token,)))
     draws = renderer(editor, frozen(editor) if whose == "frozen" else tiny_editing.policys_own(policy), **options)
     assert isinstance(draws, Renderer)
@@ -97,8 +99,8 @@ def test_the_pictures_are_the_pipelines(made, monkeypatch, guidance_scale, said)
     trajectory, task = outputs(said), tiny_models.task("a", "make it red", tiny_models.picture(0, 40, 56))
     (ours,) = draws([task], trajectory)
 
-    questions = [draws.editor.prepare(task)]
-    embeds = draws.editor.condition(questions, draws.editor.read(questions, [said])).tensors
+    contexts = [draws.editor.prepare(task)]
+    embeds = draws.editor.condition(contexts, draws.editor.encode(contexts, [said])).tensors
     told = {"prompt": task.instruction} if not said else {"prompt_embeds": embeds["embeds"], "prompt_embeds_mask": embeds["mask"]}
     pipe = tiny_editing.pipeline(QwenImageEditPipeline, made, tiny_models.TEMPLATE)
     theirs = pipe(
@@ -107,7 +109,7 @@ def test_the_pictures_are_the_pipelines(made, monkeypatch, guidance_scale, said)
         negative_prompt=" " if guidance_scale > 1 else None,
         true_cfg_scale=guidance_scale,
         num_inference_steps=STEPS,
-        generator=noise(trajectory.outputs, shared=True),
+        generator=noise_generators(trajectory.outputs, shared=True),
     ).images[0]
     assert theirs.size == ours.size == (64, 64)
     assert apart(ours, theirs) <= 1  # a last bit, where a value sits on the edge between two levels
@@ -124,8 +126,8 @@ def test_several_sources_are_the_pipelines_too(made, monkeypatch):
     )
     draws = renderer(editor, frozen(editor))
     (ours,) = draws([task], trajectory)
-    questions = [draws.editor.prepare(task)]
-    embeds = draws.editor.condition(questions, draws.editor.read(questions, [(3, 200)])).tensors
+    contexts = [draws.editor.prepare(task)]
+    embeds = draws.editor.condition(contexts, draws.editor.encode(contexts, [(3, 200)])).tensors
     theirs = tiny_editing.pipeline(QwenImageEditPlusPipeline, made, tiny_models.TEXT_TEMPLATE)(
         list(task.images),
         prompt_embeds=embeds["embeds"],
@@ -135,7 +137,7 @@ def test_several_sources_are_the_pipelines_too(made, monkeypatch):
         height=32,
         width=48,
         num_inference_steps=STEPS,
-        generator=noise(trajectory.outputs, shared=True),
+        generator=noise_generators(trajectory.outputs, shared=True),
     ).images[0]
     assert theirs.size == ours.size == (48, 32)
     assert apart(ours, theirs) <= 1
@@ -163,11 +165,11 @@ def test_keys_are_the_batchs(policy):
     chunk = batch.take(slice(3, 6))
     assert [output.key for output in policy.rollout(chunk).outputs] == keys[3:6]
     with pytest.raises(ValueError, match="output 0 has no key"):
-        noise([Completion((1,), "", False)], shared=True)
+        noise_generators([Completion((1,), "", False)], shared=True)
 
 
 def test_cut_off_is_a_fault_where_the_recipe_says_so(editor):
-    task, cut = tiny_editing.tasks()[0], outputs((65, 66), cut_off=True)
+    task, cut = tiny_editing.tasks()[0], outputs((65, 66), truncated=True)
     assert renderer(editor, frozen(editor), cut_off="draw")([task], cut)[0] is not None
     assert renderer(editor, frozen(editor), cut_off="fault")([task], cut) == [None]
 
@@ -184,11 +186,11 @@ def calls(module, act):
 @pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
 def test_ranks_call_the_encoder_equally_often(editor, guidance_scale):
     encoder, tasks = frozen(editor), tiny_editing.tasks()
-    draws = renderer(editor, encoder, guidance_scale=guidance_scale, cut_off="fault", sharded=True, encoder_rows=2)
+    draws = renderer(editor, encoder, guidance_scale=guidance_scale, cut_off="fault", sharded=True, encoder_batch=2)
     ranks = [
         ([tasks[0]] * 5, outputs((), (), (), (), ())),
         ([tasks[0], tasks[1], tasks[2], tasks[2], tasks[2]], outputs((1,), (2, 3), (4,) * 9, (5,), ())),
-        ([tasks[2]] * 5, outputs((1,), (2,), (3,), (4,), (5,), cut_off=True)),
+        ([tasks[2]] * 5, outputs((1,), (2,), (3,), (4,), (5,), truncated=True)),
     ]
     counted = [calls(encoder.module.model, lambda rank=rank: draws(*rank)) for rank in ranks * 2]
     assert counted == [3 if guidance_scale == 1.0 else 6] * 6
@@ -196,7 +198,7 @@ def test_ranks_call_the_encoder_equally_often(editor, guidance_scale):
 
 def test_the_negative_is_read_once(editor):
     encoder, tasks = frozen(editor), tiny_editing.tasks()[:2]
-    draws = renderer(editor, encoder, remembered=1)
+    draws = renderer(editor, encoder, cached=1)
     said = outputs((1,), (2,), (3,), (4,))
     both, one = [tasks[0], tasks[0], tasks[1], tasks[1]], [tasks[1]] * 4
     assert [calls(encoder.module.model, lambda rows=rows: draws(rows, said)) for rows in (both, one, both)] == [1 + 2, 1, 1 + 2]
@@ -247,6 +249,11 @@ def test_a_policy_that_is_no_number_draws_nothing(editor, acted):
 
 
 def test_settings_that_are_none(editor):
-    for wrong in ({"num_steps": 0}, {"guidance_scale": 0.5}, {"rows": 0}, {"encoder_rows": 0}):
-        with pytest.raises(ValueError, match="give at least 1"):
+    for wrong in ({"num_steps": 0}, {"guidance_scale": 0.5}, {"batch": 0}, {"encoder_batch": 0}):
+        with pytest.raises(ValueError, match="greater than or equal to 1"):
             renderer(editor, frozen(editor), **wrong)
+    with pytest.raises(ValueError, match="give at least 1"):
+        renderer(editor, frozen(editor), cached=0)
+    for wrong in ({"num_steps": 0}, {"num_steps": 1, "guidance_scale": 0.5}):
+        with pytest.raises(ValueError, match="give at least 1"):
+            OdeSampler(editor, **wrong)

@@ -14,10 +14,10 @@ import torch
 
 import several_devices
 from retouch.assembly import assembly
-from retouch.assembly.image_model import parts_of
 from retouch.distributed.placement import Placement
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import parse
+from retouch.renderers.wrappers import parts_of
 from retouch.rewards.scorers.share import ShareReward
 from retouch.training.loop import accumulate, collect, make_minibatch
 

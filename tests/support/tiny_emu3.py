@@ -8,8 +8,9 @@ from transformers import Emu3Config, Emu3ForConditionalGeneration, Qwen2Tokenize
 
 import tiny_models
 from retouch.models.emu3.load import language_model
-from retouch.models.emu3.model import DRAW, LORA_TARGETS, Emu3Editor
+from retouch.models.emu3.model import DRAW, Emu3Editor
 from retouch.models.emu3.tokens import BOI, BOS, EOF, EOI, EOL, EOS, IMG
+from retouch.models.language import PretrainedLanguageModel
 
 CODES = 32
 SIZE = (16, 24)
@@ -66,5 +67,5 @@ def editor(*, prefill: str = DRAW, train: str = "lora", seed: int = 0, **options
     """Trainable as a recipe would have it."""
     whole = module(seed).requires_grad_(False)
     made = language_model(whole)
-    tiny_models.make_trainable(made, train, LORA_TARGETS, seed=seed + 1)
+    tiny_models.make_trainable(made, train, PretrainedLanguageModel.lora_targets, seed=seed + 1)
     return Emu3Editor(made, tokenizer(), vq=whole.model.vqmodel, size=SIZE, prefill=prefill, **options)

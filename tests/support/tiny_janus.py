@@ -7,7 +7,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import JanusConfig, JanusForConditionalGeneration, Qwen2Tokenizer
 
 import tiny_models
-from retouch.models.janus.model import BEGIN, LORA_TARGETS, JanusDrawing, JanusPainter
+from retouch.models.janus.model import BEGIN, JanusDrawing, JanusPainter
+from retouch.models.language import PretrainedLanguageModel
 from retouch.types import Prompts
 
 CODES, SIDE = 32, 4
@@ -71,7 +72,7 @@ def painter(*, train: str = "lora", seed: int = 0, **options) -> JanusPainter:
     """Trainable as a recipe would have it."""
     made = whole(seed).requires_grad_(False)
     module = JanusDrawing(made)
-    tiny_models.make_trainable(module, train, LORA_TARGETS, seed=seed + 1)
+    tiny_models.make_trainable(module, train, PretrainedLanguageModel.lora_targets, seed=seed + 1)
     return JanusPainter(module, tokenizer(), vq=made.model.vqmodel, **options)
 
 

@@ -12,7 +12,7 @@ from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import ReplicatedStepper
 from retouch.objectives.advantages import GroupAdvantage
 from retouch.objectives.policy_gradient import Kl, PolicyGradient
-from retouch.renderers.latents import LatentRenderer
+from retouch.renderers.decoders import LatentRenderer
 from retouch.rewards.judging import Judge
 from retouch.rewards.scorers.share import ShareReward
 from retouch.training.clock import Clock

@@ -20,7 +20,8 @@ from transformers import (
 import tiny_models
 from retouch.core.random import generator
 from retouch.models.common.chat_template import TURNS
-from retouch.models.qwen_vl.model import LORA_TARGETS, QwenWriter
+from retouch.models.language import PretrainedLanguageModel
+from retouch.models.qwen_vl.model import QwenWriter
 from retouch.types import Task
 
 SEES = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl")
@@ -135,7 +136,7 @@ def writer(kind="qwen2.5-vl", *, train="lora", seed=0, checkpointing=False, text
     )
 
 
-make_trainable = functools.partial(tiny_models.make_trainable, targets=LORA_TARGETS)
+make_trainable = functools.partial(tiny_models.make_trainable, targets=PretrainedLanguageModel.lora_targets)
 
 
 @torch.no_grad()

@@ -6,12 +6,10 @@ from functools import partial
 from typing import Literal
 
 from retouch.assembly.data import sets_of, steps_of
-from retouch.assembly.image_model import parts_of
 from retouch.assembly.model import make_trainable
 from retouch.assembly.phases import build_phase, copies_needed
 from retouch.assembly.policy import TrainedPolicy, build_models, build_policy
 from retouch.assembly.value_head import build_head
-from retouch.assembly.writer import Averaged, build_renderer
 from retouch.data.base import DataSets
 from retouch.distributed.fsdp import FsdpStepper, shard
 from retouch.distributed.head_stepper import HeadStepper
@@ -30,10 +28,9 @@ from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer
 from retouch.recipe.checks import check_ranks
 from retouch.recipe.phases import ResolvedPhase
 from retouch.recipe.recipe import Recipe
-from retouch.recipe.renderer import ResponseRenderer
 from retouch.recipe.rollout import Rollout
-from retouch.renderers.latents import LatentRenderer
-from retouch.renderers.offloaded import Offloaded
+from retouch.renderers.decoders import LatentRenderer
+from retouch.renderers.wrappers import RendererInContext, on_device, parts_of
 from retouch.rewards.base import unchanged
 from retouch.rewards.judging import Judge, JudgeBatch
 from retouch.training.clock import Clock
@@ -106,30 +103,24 @@ class Assembly:
         return self.recipe.sharding == "fsdp2" and self.ranks.world > 1
 
     def renderer(self, *, num_steps: int | None = None) -> Renderer:
-        """What makes pictures of what the policy did; a writer's in ``num_steps`` denoising steps, None: as the recipe says."""
+        """The renderer of a trajectory. ``num_steps``: denoising steps of an image of a completion; None: as in the recipe."""
         if isinstance(self.model, DenoisingModel):
             return LatentRenderer(self.model)
-        assert self.recipe.renderer is not None, "the recipe's checks see to it"
-        renderer = build_renderer(
-            self.recipe.renderer,
-            self.image_model,
-            writer=self.model,
-            copies=self.copies,
-            num_steps=num_steps,
-            in_step=self._in_step,
-        )
+        assert self.recipe.renderer is not None, "the recipe's checks ensure it"
+        published = partial(self.copies.using, "reference") if "reference" in self.copies.copies else None
+        section = self.recipe.renderer.with_num_steps(num_steps)
+        renderer = section.build(self.image_model, self.model, published=published, sharded=self._in_step)
         if not self.placement.offload:
             return renderer
-        assert isinstance(self.image_model, DenoisingModel), "the recipe's checks see to it"
+        assert isinstance(self.image_model, DenoisingModel), "the recipe's checks ensure it"
         parts = [part for part in parts_of(self.image_model) if part is not self.model.module]
-        return Offloaded(renderer, parts, self.placement.renderer)
+        return RendererInContext(renderer, partial(on_device, self.placement.renderer, parts))
 
     def users_renderer(self) -> Renderer:
-        """The same for what the policy's ``sample`` did: where the policy reads for the editor, it too is its average."""
-        renderer = self.renderer(num_steps=self.recipe.eval.num_steps)
-        match self.recipe.renderer:
-            case ResponseRenderer(encoder="policy") if "average" in self.copies.copies:
-                return Averaged(renderer, self.copies)
+        """The renderer for the policy's ``sample``: if the policy encodes responses, it does so with its averaged weights too."""
+        renderer, section = self.renderer(num_steps=self.recipe.eval.num_steps), self.recipe.renderer
+        if section is not None and section.policy_encodes and "average" in self.copies.copies:
+            return RendererInContext(renderer, partial(self.copies.using, "average"))
         return renderer
 
     def stepper(self) -> Stepper:
@@ -190,7 +181,8 @@ class Assembly:
         if "old" in self.plan[index][0].objective.weight_copies:
             self.copies.snapshot("old")
         warmed_up = index > 0 and self.plan[index - 1][0].imitates
-        if warmed_up and "reference" in self.copies.copies and not isinstance(self.recipe.renderer, ResponseRenderer):
+        fixed = self.recipe.renderer is not None and self.recipe.renderer.keeps_first_reference
+        if warmed_up and "reference" in self.copies.copies and not fixed:
             self.copies.snapshot("reference")
 
     def evaluator(self, judge: JudgeBatch) -> Evaluator:
@@ -278,13 +270,10 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
 def _copies(
     recipe: Recipe, model: DenoisingModel | AutoregressiveModel, image_model: DenoisingModel | AutoregressiveModel
 ) -> set[str]:
-    """The weights to keep beside the current ones: what learning needs, and what a frozen encoder reads with that is held once."""
-    match recipe.renderer:
-        case ResponseRenderer(encoder="frozen") if isinstance(image_model, DenoisingModel) and model.module in parts_of(
-            image_model
-        ):
-            return {*copies_needed(recipe), "reference"}
-    return copies_needed(recipe)
+    """Weights to keep besides the current ones: for learning, and for a frozen encoder that shares the policy's base weights."""
+    shares = image_model is not model and model.module in getattr(image_model, "parts", ())
+    frozen = recipe.renderer is not None and not recipe.renderer.policy_encodes
+    return copies_needed(recipe) | ({"reference"} if shares and frozen else set())
 
 
 def _has_target(task: Task) -> bool:

@@ -9,7 +9,6 @@ from retouch.data.sampler import steps_for_passes
 from retouch.models.ip_adapter.section import IpAdapter
 from retouch.recipe.phases import ResolvedPhase
 from retouch.recipe.recipe import Recipe
-from retouch.recipe.renderer import PromptRenderer
 from retouch.recipe.reward_checks import rewards_of
 
 
@@ -58,7 +57,7 @@ def steps_of(phases: Sequence[ResolvedPhase], sets: Sequence[DataSets]) -> list[
 def _required(recipe: Recipe) -> RowRequirements:
     """What the image model takes (a writer of prompts needs no images), and the text that the reward reads."""
     model = recipe.image_model
-    takes = None if isinstance(recipe.renderer, PromptRenderer) else model.takes
+    takes = model.takes if recipe.renderer is None or recipe.renderer.uses_sources else None
     return RowRequirements(
         images=(0, sys.maxsize) if takes is None else takes.images,
         mask=takes is not None and takes.mask,

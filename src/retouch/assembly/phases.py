@@ -8,9 +8,8 @@ from retouch.data.sampler import assign, global_rows, tasks_for_step
 from retouch.data.tasks import Subset
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.phases import ResolvedPhase
+from retouch.recipe.policy import AutoregressivePolicyKeys
 from retouch.recipe.recipe import Recipe
-from retouch.recipe.renderer import ResponseRenderer
-from retouch.recipe.writer import AutoregressivePolicy
 from retouch.training.loop import Phase
 from retouch.types import Batch, Task
 
@@ -44,7 +43,7 @@ def build_phase(
         )
 
     objective = phase.objective
-    entropy = isinstance(recipe.policy, AutoregressivePolicy) and recipe.policy.entropy
+    entropy = isinstance(recipe.policy, AutoregressivePolicyKeys) and recipe.policy.entropy
     return Phase(
         name=phase.name,
         steps=steps,
@@ -66,9 +65,8 @@ def build_phase(
 def copies_needed(recipe: Recipe) -> set[str]:
     """Weights to keep besides the current ones, over all phases."""
     needed = {"average"} if recipe.policy.ema is not None else set()
-    match recipe.renderer:
-        case ResponseRenderer(encoder="policy", guidance_scale=scale) if scale > 1:
-            needed.add("reference")
+    if recipe.renderer is not None:
+        needed |= recipe.renderer.weight_copies
     for phase in recipe.resolved_phases():
         needed |= phase.objective.weight_copies
     return needed

@@ -1,61 +1,49 @@
-"""The policy that a recipe names, of either kind, and the models that it and its pictures need."""
+"""The policy of a recipe, of either kind, and the models that it and its images need."""
 
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 import torch
 
-from retouch.assembly.image_model import move, share_encoder
 from retouch.assembly.model import DTYPES
-from retouch.assembly.writer import build_writer
 from retouch.distributed.placement import Placement
-from retouch.models import train as recipe_train
 from retouch.models.base import DiffusersModel
 from retouch.models.common.guidance import Guided
 from retouch.models.ip_adapter.section import IpAdapter
-from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.models.train import Lora
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.autoregressive.rollout import Engine, TokenRollout
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.policies.value_heads import LatentValues, TokenValues
 from retouch.policies.weights import WeightCopies
 from retouch.protocols import AutoregressiveModel, DenoisingModel
-from retouch.recipe import policy as recipe_policy
+from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe
-from retouch.recipe.renderer import CodesRenderer, ResponseRenderer
 from retouch.recipe.rollout import Rollout
 
-_CPU = torch.device("cpu")
 TrainedPolicy: TypeAlias = DenoisingPolicy | AutoregressivePolicy
 TrainedModel: TypeAlias = DenoisingModel | AutoregressiveModel
 
 
 def build_models(recipe: Recipe, placement: Placement) -> tuple[TrainedModel, TrainedModel]:
-    """What trains, and what makes the pictures: one and the same but for writers of text. Weights that both need are held once."""
-    policy, renderer = recipe.policy, recipe.renderer
-    if isinstance(policy, recipe_policy.DenoisingPolicyKeys):
-        model = _shown(policy, policy.model.build(device=placement.policy), placement)
+    """The model that trains and the model that makes the images, which is another one for policies of text.
+
+    Weights that both need are held once.
+    """
+    policy = recipe.policy
+    if isinstance(policy, DenoisingPolicyKeys):
+        model = _with_references(policy, policy.model.build(device=placement.policy), placement)
         return model, model
-    assert renderer is not None, "the recipe's checks see to it"
-    if isinstance(renderer, CodesRenderer):
-        drawing = build_writer(policy, before=None, device=placement.policy)
-        return drawing, drawing
-    rests = _CPU if placement.offload else placement.renderer
-    if not isinstance(renderer, ResponseRenderer):
-        image_model = renderer.model.build(device=rests)
-        return build_writer(policy, before=None, device=placement.policy), image_model
-    editor = renderer.model.build(device=_CPU)
-    writer = build_writer(policy, before=editor, device=placement.policy)
-    assert isinstance(editor, QwenImageEdit), "the recipe's checks see to it"
-    share_encoder(
-        editor, writer.module, policy_reads=renderer.encoder == "policy", base_stays=isinstance(policy.train, recipe_train.Lora)
+    assert recipe.renderer is not None, "the recipe's checks ensure it"
+    return recipe.renderer.load(
+        lambda: policy.model.build(device=placement.policy, gradient_checkpointing=policy.gradient_checkpointing),
+        device=torch.device("cpu") if placement.offload else placement.renderer,
+        base_frozen=isinstance(policy.train, Lora),
     )
-    move(editor, rests, but=writer.module)
-    return writer, editor
 
 
-def _shown(policy: recipe_policy.DenoisingPolicyKeys, model: DenoisingModel, placement: Placement) -> DenoisingModel:
-    """The model, shown references where an IP-Adapter trains."""
+def _with_references(policy: DenoisingPolicyKeys, model: DenoisingModel, placement: Placement) -> DenoisingModel:
+    """The model, with reference images as an input if an IP-Adapter trains."""
     if not isinstance(policy.train, IpAdapter):
         return model
     assert isinstance(policy.model, DiffusersModel), "the recipe's checks ensure it"
@@ -82,7 +70,7 @@ def build_policy(
     """
     if isinstance(rollout, TokenRollout):
         assert not isinstance(model, DenoisingModel)
-        assert not isinstance(recipe.policy, recipe_policy.DenoisingPolicyKeys)
+        assert not isinstance(recipe.policy, DenoisingPolicyKeys)
         assert not isinstance(head, LatentValues)
         return AutoregressivePolicy(
             model,

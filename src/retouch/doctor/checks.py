@@ -10,8 +10,10 @@ from retouch.data.base import DataSets, DataSource
 from retouch.distributed.sharding_checks import check_sharding
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
 from retouch.inference.publishing import why_not_pushable
+from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.recipe.checks import check_ranks, rank_count_warning
 from retouch.recipe.differences import differences
+from retouch.recipe.policy import AutoregressivePolicyKeys
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
 from retouch.records.summary import split_label
@@ -147,3 +149,14 @@ def check_disk(recipe: Recipe, bytes_each: int) -> Finding:
     if needed > free:
         return failed("disk", text, mend="--set out=FOLDER_ON_A_LARGER_DISK")
     return ok("disk", text)
+
+
+def check_engines(recipe: Recipe) -> Iterator[Finding]:
+    """What the engines of all phases report about themselves, each asked once; a vLLM server is asked over HTTP."""
+    if not isinstance(recipe.policy, AutoregressivePolicyKeys):
+        return
+    model, rollouts = recipe.policy.model, [phase.rollout for phase in recipe.resolved_phases()]
+    engines = {each.engine: each.max_new_tokens for each in rollouts if isinstance(each, TokenRollout) and each.engine is not None}
+    for engine, longest in engines.items():
+        found = engine.diagnose(base_model=model.base_model, max_new_tokens=longest, image_grammar=model.image_grammar)
+        yield from (Finding(status, "engine", text, fix) for status, text, fix in found)

@@ -14,19 +14,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from retouch.assembly.emu3 import find_emu3
 from retouch.distributed.ranks import Ranks
 from retouch.doctor.checks import (
     check_batch,
     check_data,
     check_disk,
+    check_engines,
     check_folder,
     check_push,
     check_ranks_share,
     check_trackers,
 )
 from retouch.doctor.device import check_device, local_name, require_known
-from retouch.doctor.engine import check_engines
 from retouch.doctor.findings import Finding, failed, note, ok
 from retouch.doctor.install import check_install, check_playground
 from retouch.doctor.judge import check_reward
@@ -34,13 +33,9 @@ from retouch.doctor.memory import check_memory
 from retouch.doctor.ranks import Meeting, check_ranks_together, meet, ranks_named
 from retouch.doctor.trial import check_trial
 from retouch.doctor.writer_memory import check_writing_memory
-from retouch.models.base import ImageModel
-from retouch.models.common.pretrained import find_writer
 from retouch.playground.models import playground_weights
-from retouch.recipe.emu3 import TokenModel
 from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe
-from retouch.recipe.writer import QwenWriter
 from retouch.records.libraries import silence_libraries
 
 _QUICKSTART = ("recipes/quickstart.jsonnet",)
@@ -176,20 +171,14 @@ def _examine_recipe(report: _Report, meeting: Meeting, recipe: Recipe, wanted: s
 
 def _weights(recipe: Recipe) -> tuple[Path | None, bool]:
     """The folder of the image model's weights if it has one, and whether all weights are here. ValueError: there can be none."""
-    writer = recipe.policy.model
-    written = not isinstance(writer, QwenWriter) or find_writer(writer.path) is not None
-    model = recipe.image_model
-    if isinstance(model, TokenModel):
-        return find_emu3(model)
-    folder, here = model.find_weights()
-    return folder, here and written
+    folder, here = recipe.image_model.find_weights()
+    return folder, here and recipe.policy.model.find_weights()[1]
 
 
 def _where(recipe: Recipe, folder: Path | None, weights_here: bool) -> Finding:
-    model = recipe.image_model
-    source = model.source if isinstance(model, ImageModel) else model.path
-    if not weights_here and isinstance(recipe.policy.model, QwenWriter) and find_writer(recipe.policy.model.path) is None:
-        source = recipe.policy.model.path
+    source = recipe.image_model.source
+    if not weights_here and not recipe.policy.model.find_weights()[1]:
+        source = recipe.policy.model.source
     if not weights_here:
         return note("weights", f"the weights of {source} are not on this machine: they would be downloaded when training starts")
     if folder is None:

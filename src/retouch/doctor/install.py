@@ -18,7 +18,7 @@ from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.policies.denoising.transitions import CPSTransition
 from retouch.policies.weights import WeightCopies
-from retouch.renderers.latents import LatentRenderer
+from retouch.renderers.decoders import LatentRenderer
 from retouch.types import Batch, Sample
 
 _NAMED = ("torch", "diffusers", "transformers", "peft")

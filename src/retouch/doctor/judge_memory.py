@@ -5,8 +5,9 @@ from typing import Any
 
 from retouch.assembly.model import DTYPES
 from retouch.memory.plan import MemoryRow
-from retouch.memory.sizes import judge, model_in, stored_count
+from retouch.memory.sizes import judge, stored_count
 from retouch.models.common.pretrained import find_writer
+from retouch.models.language import read_description
 from retouch.rewards.base import RewardSection
 
 
@@ -29,7 +30,7 @@ def _described(path: str) -> dict[str, Any] | None:
     """The model's class and configuration; None where it is not known, or of a class that cannot be counted."""
     try:
         folder = find_writer(path) if "/" in path else None
-        described = judge(path) if folder is None else model_in(folder)
+        described = judge(path) if folder is None else read_description(folder)
         if described is not None:
             stored_count(described)
     except ValueError:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from retouch.assembly.emu3 import describe_emu3
 from retouch.assembly.model import DTYPES, lora_targets
 from retouch.assembly.phases import copies_needed
 from retouch.assembly.value_head import saved_of_head, with_head
@@ -15,12 +14,12 @@ from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
 from retouch.memory import plan as memory
 from retouch.memory.ip_adapter import adapter_counts, embed_width, vision_part
 from retouch.memory.plan import MemoryPlan, Setup, plan_parts
-from retouch.memory.sizes import image_encoder, model_in, parts_in, stored_count
+from retouch.memory.sizes import image_encoder, parts_in, stored_count
 from retouch.models.base import Described, DiffusersModel, Shape
 from retouch.models.common.pretrained import find_encoder
 from retouch.models.ip_adapter.section import IpAdapter
+from retouch.models.language import LanguageModel, read_description
 from retouch.policies.denoising.rollout import DenoisingRollout
-from retouch.recipe.emu3 import TokenModel
 from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe
 
@@ -45,8 +44,8 @@ def describe(recipe: Recipe, folder: Path | None) -> Described | None:
     ``folder``: where its weights lie; None, not on this machine. ValueError for a folder that holds no such model.
     """
     model = recipe.image_model
-    if isinstance(model, TokenModel):
-        return describe_emu3(model, folder)
+    if isinstance(model, LanguageModel):
+        return model.describe()
     if not isinstance(model, DiffusersModel):
         return None
     described = model.published() if folder is None else parts_in(folder, loaded_as=dict(model.loaded_as))
@@ -57,7 +56,7 @@ def describe(recipe: Recipe, folder: Path | None) -> Described | None:
 def _with_encoder(described: Described, path: str) -> Described | None:
     """The image encoder of an IP-Adapter as one more part; None where its size is not known."""
     folder = find_encoder(path)
-    found = image_encoder(path) if folder is None else model_in(folder)
+    found = image_encoder(path) if folder is None else read_description(folder)
     return None if found is None else {**described, _ENCODER: vision_part(found)}
 
 

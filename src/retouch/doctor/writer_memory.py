@@ -10,26 +10,22 @@ import torch
 from retouch.assembly.model import DTYPES, lora_targets
 from retouch.assembly.phases import copies_needed
 from retouch.assembly.value_head import saved_of_head, with_head
-from retouch.assembly.writer import playground_writer_weights
 from retouch.doctor.device import CARDS, Place, place_of
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
 from retouch.doctor.judge_memory import judge_rows, uncounted
 from retouch.doctor.memory import LEFT_FREE, SHOWN_FROM, describe, table
-from retouch.doctor.writer_setup import codes_setup, drawing_setup, held_out_rows, image_dtype, rank_rows, writing_setup
+from retouch.doctor.writer_setup import codes_setup, held_out_rows, image_batch, rank_rows, writing_setup
 from retouch.memory.images import codes_plan, image_model_plan
 from retouch.memory.plan import MemoryPlan, MemoryRow
-from retouch.memory.sizes import lora_count, model_in, parameter_count, stored_count, writer
+from retouch.memory.sizes import lora_count, parameter_count, stored_count
 from retouch.memory.tokens import reading_bytes, writer_plan
 from retouch.models import train as recipe_train
-from retouch.models.base import Described, DiffusersModel, ImportedModel
-from retouch.models.common.pretrained import find_writer
-from retouch.playground.models import playground_weights
+from retouch.models.base import Described, DiffusersModel
+from retouch.models.language import PretrainedLanguageModel
 from retouch.recipe.devices import Devices
-from retouch.recipe.emu3 import TokenModel
 from retouch.recipe.out_of_memory import suggestions
+from retouch.recipe.policy import AutoregressivePolicyKeys
 from retouch.recipe.recipe import Recipe
-from retouch.recipe.renderer import CodesRenderer, ResponseRenderer
-from retouch.recipe.writer import AutoregressivePolicy, PlaygroundEnhancer, PlaygroundWriter
 
 _ADAMW_BYTES = 8
 
@@ -51,10 +47,11 @@ class Planned:
 def check_writing_memory(recipe: Recipe, folder: Path | None, place: Place | None) -> tuple[list[Finding], int | None]:
     """Whether each device holds what is planned for it, and the bytes of a checkpoint. ``folder``: where the image model lies."""
     policy = recipe.policy
-    assert isinstance(policy, AutoregressivePolicy)
+    assert isinstance(policy, AutoregressivePolicyKeys)
     try:
         described = describe(recipe, folder)
-        written = described["writer"] if described is not None and "writer" in described else _writer(policy)
+        of_policy = policy.model.describe()
+        written = None if of_policy is None else of_policy["writer"]
         if described is None or written is None:
             of = "the writer" if written is None else "the image model"
             return [note("memory", f"no configuration of {of} is known here, so the run's memory is not planned")], None
@@ -66,7 +63,7 @@ def check_writing_memory(recipe: Recipe, folder: Path | None, place: Place | Non
     findings = [_fits(recipe, each, sizes, None if place is None else place_of(each.device, place)) for each in planned]
     if names := uncounted(recipe.reward):
         findings.append(note("memory", f"not counted, for want of a known configuration: the models of {', '.join(names)}"))
-    findings += _in_cpus_memory(recipe, sum(stored_count(part) for part in described.values()) * image_dtype(recipe).itemsize)
+    findings += _in_cpus_memory(recipe, sum(stored_count(part) for part in described.values()) * _image_dtype(recipe).itemsize)
     return findings, _checkpoint(recipe, policy, written)
 
 
@@ -76,7 +73,7 @@ def _in_cpus_memory(recipe: Recipe, weights: int) -> list[Finding]:
         return []
     if recipe.devices is not None and recipe.devices.offload:
         return [note("memory", f"{gigabytes(weights)} wait in the CPU's memory, for each rank of the machine")]
-    if isinstance(recipe.renderer, ResponseRenderer):
+    if recipe.renderer is not None and recipe.renderer.loads_on_cpu:
         return [note("memory", f"loading takes {gigabytes(weights)} of the CPU's memory, for each rank of the machine")]
     return []
 
@@ -84,22 +81,22 @@ def _in_cpus_memory(recipe: Recipe, weights: int) -> list[Finding]:
 def plans(recipe: Recipe, written: Mapping[str, Any], described: Described) -> Iterator[Planned]:
     """A plan for each device, the policy's first."""
     policy, renderer = recipe.policy, recipe.renderer
-    assert isinstance(policy, AutoregressivePolicy)
+    assert isinstance(policy, AutoregressivePolicyKeys)
     assert renderer is not None
     devices = recipe.devices or Devices()
     mine, theirs = devices.policy or recipe.device, devices.renderer or devices.policy or recipe.device
     setup = writing_setup(recipe, policy, described)
     for_policy = with_head(writer_plan(written, setup), recipe, _width(written))
-    shared = isinstance(renderer, ResponseRenderer) and renderer.encoder == "policy"
-    if isinstance(renderer, CodesRenderer):
-        for_renderer = codes_plan(described["autoencoder"], **codes_setup(recipe, policy))
+    shared = renderer.policy_encodes
+    if renderer.image_model is None:
+        assert isinstance(policy.model, PretrainedLanguageModel)
+        for_renderer = codes_plan(described["autoencoder"], **codes_setup(recipe, policy.model))
     else:
-        assert isinstance(renderer.model, DiffusersModel)
-        for_renderer = image_model_plan(
-            renderer.model, described, drawing_setup(recipe, described, setup), without=("text_encoder",) if shared else ()
-        )
-    if isinstance(renderer, ResponseRenderer):
-        rows = min(renderer.encoder_batch, max(rank_rows(recipe), held_out_rows(recipe)))
+        assert isinstance(renderer.image_model, DiffusersModel)
+        batch = image_batch(recipe, renderer.image_model, setup)
+        for_renderer = image_model_plan(renderer.image_model, described, batch, without=("text_encoder",) if shared else ())
+    if renderer.responses_at_once is not None:
+        rows = min(renderer.responses_at_once, max(rank_rows(recipe), held_out_rows(recipe)))
         tokens = rows * (setup.prompt + setup.completion)
         encoder = written if shared else described["text_encoder"]
         reading = MemoryRow("reading responses", reading_bytes(encoder, tokens, setup.dtype))
@@ -171,21 +168,9 @@ def _mend(recipe: Recipe, planned: Planned, place: Place) -> str:
     return "--set sharding=fsdp2" if larger is None else f"--device {larger}"
 
 
-def _writer(policy: AutoregressivePolicy) -> dict[str, Any] | None:
-    """The language model's class and configuration; None where it is not known before it is loaded."""
-    model = policy.model
-    if isinstance(model, ImportedModel | TokenModel):
-        return None
-    if isinstance(model, PlaygroundWriter):
-        shipped = playground_weights("enhancer") if isinstance(model, PlaygroundEnhancer) else playground_writer_weights()
-        return model_in(Path(model.path) if model.path else shipped)
-    folder = find_writer(model.path)
-    return writer(model.path) if folder is None else model_in(folder)
-
-
-def _checkpoint(recipe: Recipe, policy: AutoregressivePolicy, written: Mapping[str, Any]) -> int:
+def _checkpoint(recipe: Recipe, policy: AutoregressivePolicyKeys, written: Mapping[str, Any]) -> int:
     """Bytes of one: weights that train, their copies, and AdamW's moments."""
-    assert not isinstance(policy.model, ImportedModel)
+    assert isinstance(policy.model, PretrainedLanguageModel)
     if isinstance(policy.train, recipe_train.Lora):
         count = lora_count(written, rank=policy.train.rank, targets=lora_targets(policy))
         size = torch.float32.itemsize
@@ -199,3 +184,10 @@ def _width(written: Mapping[str, Any]) -> int:
     """Numbers of a state."""
     config = written["config"]
     return int((config.get("text_config") or config)["hidden_size"])
+
+
+def _image_dtype(recipe: Recipe) -> torch.dtype:
+    """Of the image model's weights."""
+    model = recipe.image_model
+    assert isinstance(model, DiffusersModel | PretrainedLanguageModel)
+    return DTYPES[model.dtype]

@@ -13,8 +13,7 @@ from typing import Literal
 
 from retouch.assembly.assembly import Assembly
 from retouch.inference.opening import open_target
-from retouch.models.base import ImageModel
-from retouch.recipe.writer import AutoregressivePolicy
+from retouch.recipe.policy import AutoregressivePolicyKeys
 from retouch.records import files
 from retouch.records.libraries import versions
 
@@ -53,6 +52,5 @@ def write_export(parts: Assembly, to: Path, *, step: int, which: Which | None = 
 def _write_weights(parts: Assembly, to: Path) -> None:
     """The weights as they are now: adapters in the formats of their readers, or the whole transformer."""
     policy = parts.recipe.policy
-    writes = isinstance(policy, AutoregressivePolicy)
-    pipeline = policy.model.pipeline if isinstance(policy.model, ImageModel) and not writes else None
-    policy.train.export(parts.model.module, to, folder="writer" if writes else "transformer", pipeline=pipeline)
+    folder = "writer" if isinstance(policy, AutoregressivePolicyKeys) else "transformer"
+    policy.train.export(parts.model.module, to, folder=folder, pipeline=policy.model.pipeline)

@@ -3,21 +3,17 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from retouch.assembly.assembly import Assembly, assemble
 from retouch.assembly.model import make_trainable
 from retouch.assembly.policy import build_policy
 from retouch.assembly.state import restore_weights
-from retouch.assembly.writer import build_writer
 from retouch.distributed.placement import init_distributed_from_recipe
-from retouch.inference.writers import OpenWriter
+from retouch.inference.writers import Writer
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.autoregressive.rollout import TokenRollout
-from retouch.recipe import writer as recipe_writer
 from retouch.recipe.document import apply
+from retouch.recipe.policy import AutoregressivePolicyKeys
 from retouch.recipe.recipe import Recipe, load, parse
-from retouch.recipe.renderer import ResponseRenderer
 from retouch.records.folder import RunFolder
 from retouch.records.libraries import silence_libraries
 from retouch.training import checkpoint
@@ -36,19 +32,18 @@ def open_target(target: str, overrides: Sequence[str] = ()) -> tuple[Assembly, i
     return parts, state.step
 
 
-def open_writer(target: str, overrides: Sequence[str] = ()) -> OpenWriter:
-    """The writer of a recipe or run, alone: no data, no judge, and the image model only where it gives the writer its template.
+def open_writer(target: str, overrides: Sequence[str] = ()) -> Writer:
+    """The language model of a recipe or run alone: no data and no judge, and an image model only if it defines the prompts.
 
-    ValueError for a policy that does not write.
+    ValueError for a policy that generates no text.
     """
     silence_libraries()
     recipe, folder = _recipe(target, overrides)
     policy, renderer, rollout = recipe.policy, recipe.renderer, recipe.rollout
-    if not isinstance(policy, recipe_writer.AutoregressivePolicy) or not isinstance(rollout, TokenRollout):
+    if not isinstance(policy, AutoregressivePolicyKeys) or not isinstance(rollout, TokenRollout) or renderer is None:
         raise ValueError(f"{target}: its policy makes pictures and writes nothing; `retouch sample` uses it")
     device = init_distributed_from_recipe(recipe).device
-    before = renderer.model.build(device=torch.device("cpu")) if isinstance(renderer, ResponseRenderer) else None
-    model = build_writer(policy, before=before, device=device)
+    model = renderer.load_writer(lambda: policy.model.build(device=device, gradient_checkpointing=policy.gradient_checkpointing))
     copies = make_trainable(model.module, policy, seed=recipe.seed)
     state = _newest(folder)
     if state is not None:
@@ -57,7 +52,7 @@ def open_writer(target: str, overrides: Sequence[str] = ()) -> OpenWriter:
         restore_weights(copies, state)
     built = build_policy(recipe, rollout, model=model, copies=copies, acting="current", keep_means=False)
     assert isinstance(built, AutoregressivePolicy)
-    return OpenWriter(built, rows=recipe.eval.batch)
+    return Writer(built, batch=recipe.eval.batch)
 
 
 def _newest(folder: RunFolder | None) -> TrainState | None:

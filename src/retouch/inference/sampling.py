@@ -12,15 +12,14 @@ from retouch.data.images import load_image, load_mask
 from retouch.data.sources.prompts import read_instructions
 from retouch.inference.opening import open_target
 from retouch.policies.autoregressive.trajectory import AutoregressiveTrajectory
-from retouch.renderers.blind import Blind, Unread
+from retouch.renderers.wrappers import Completions
 from retouch.types import Batch, Task
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A picture made for a task. ``text``: what a writer wrote for it; ``fell_back``: nothing could be drawn of that, so the
-    picture is of the task's own words.
-    """
+class UserSample:
+    """An image for a task. ``text``: the completion, if the policy generates text. ``fell_back``: no image could be made of the
+    completion, so it is made of the task's instruction."""
 
     task: Task
     image: Image
@@ -30,13 +29,13 @@ class Made:
 
 def sample_target(
     target: str, *, instruction: str, image: Path | None, mask: Path | None, reference: Path | None = None, out: Path, seed: int
-) -> Made:
-    """Make one picture from the instruction and the pictures beside it, and write it to ``out``.
+) -> UserSample:
+    """Make one image from the instruction and its source images, and write it to ``out``.
 
-    ValueError where a picture cannot be read, or where nothing usable was made.
+    ValueError if an image cannot be read, or if the policy makes no usable image.
     """
     if not instruction.strip():
-        raise ValueError("--instruction is empty; say what the picture should become")
+        raise ValueError("--instruction is empty; say what the image should become")
     images = () if image is None else (load_image(image),)
     task = Task(
         id=str(out),
@@ -45,73 +44,74 @@ def sample_target(
         mask=None if mask is None else load_mask(mask),
         reference=None if reference is None else load_image(reference),
     )
-    (made,) = _use(target, [task], seed)
+    (sample,) = _samples(target, [task], seed)
     out.parent.mkdir(parents=True, exist_ok=True)
-    made.image.save(out)
-    return made
+    sample.image.save(out)
+    return sample
 
 
-def sample_list(target: str, *, instructions: Path, out: Path, seed: int) -> list[Made]:
-    """Make a picture for each line of a list (see ``read_instructions``) in the folder ``out``, with ``samples.jsonl`` beside them.
+def sample_list(target: str, *, instructions: Path, out: Path, seed: int) -> list[UserSample]:
+    """Make an image for each line of a list (see ``read_instructions``), in the new folder ``out`` with ``samples.jsonl``.
 
-    Each line starts from noise of its own. ValueError as ``sample_target``, before any picture is made where it is the list's
-    fault, or where ``out`` holds something.
+    Each line has its own noise. ValueError as for ``sample_target``; faults of the list and of ``out`` are raised first.
     """
     tasks = read_instructions(instructions)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is there already and not empty; give a new folder")
-    made = list(_use(target, tasks, seed))
+    samples = list(_samples(target, tasks, seed))
     out.mkdir(parents=True, exist_ok=True)
     with (out / "samples.jsonl").open("w", encoding="utf-8") as lines:
-        for number, each in enumerate(made):
+        for number, sample in enumerate(samples):
             name = f"{number:05d}.png"
-            each.image.save(out / name)
-            written = {} if each.text is None else {"text": each.text, "fell_back": each.fell_back}
-            line = {"image": name, "id": each.task.id, "instruction": each.task.instruction, **written}
+            sample.image.save(out / name)
+            completion = {} if sample.text is None else {"text": sample.text, "fell_back": sample.fell_back}
+            line = {"image": name, "id": sample.task.id, "instruction": sample.task.instruction, **completion}
             lines.write(json.dumps(line, ensure_ascii=False) + "\n")
-    return made
+    return samples
 
 
-def _use(target: str, tasks: Sequence[Task], seed: int) -> Iterator[Made]:
+def _samples(target: str, tasks: Sequence[Task], seed: int) -> Iterator[UserSample]:
     parts, _ = open_target(target)
     try:
-        for rows in _alike(tasks, at_most=parts.recipe.eval.batch):
+        for rows in _same_sizes(tasks, at_most=parts.recipe.eval.batch):
             yield from _sample(parts, rows, tuple(tasks[row] for row in rows), seed)
     finally:
         parts.judge.close()
 
 
-def _alike(tasks: Sequence[Task], *, at_most: int) -> Iterator[range]:
-    """Neighbours whose pictures have the same sizes, so many at most at once."""
+def _same_sizes(tasks: Sequence[Task], *, at_most: int) -> Iterator[range]:
+    """Consecutive tasks whose images have the same sizes, at most ``at_most`` at a time."""
     start, sizes = 0, None
     for row, task in enumerate(tasks):
-        these = [image.size for image in task.images]
-        if row > start and (these != sizes or row - start == at_most):
+        own = [image.size for image in task.images]
+        if row > start and (own != sizes or row - start == at_most):
             yield range(start, row)
             start = row
-        sizes = these
+        sizes = own
     yield range(start, len(tasks))
 
 
-def _sample(parts: Assembly, rows: range, tasks: tuple[Task, ...], seed: int) -> Iterator[Made]:
-    """Act, draw, and draw again of their own words what nothing can be drawn of."""
+def _sample(parts: Assembly, rows: range, tasks: tuple[Task, ...], seed: int) -> Iterator[UserSample]:
+    """Sample and render; rows whose completion gives no image are rendered again, from the task's instruction."""
     numbers = tuple(range(len(tasks)))
     batch = Batch(seed=seed, step=0, tasks=tasks, group_ids=tuple(rows), group=numbers, slot=(0,) * len(tasks))
-    acted = parts.policy(parts.recipe.rollout).sample(batch)
+    trajectory = parts.policy(parts.recipe.rollout).sample(batch)
     renderer = parts.users_renderer()
-    images = renderer(tasks, acted)
+    images = renderer(tasks, trajectory)
     failed = [row for row in numbers if images[row] is None]
-    if not isinstance(acted, AutoregressiveTrajectory):
+    if not isinstance(trajectory, AutoregressiveTrajectory):
         if failed:
             raise ValueError("the policy made latents that are not finite; train it less far, or take an earlier checkpoint")
-        yield from (Made(task, image, None, False) for task, image in zip(tasks, images, strict=True) if image is not None)
+        yield from (UserSample(task, image, None, False) for task, image in zip(tasks, images, strict=True) if image is not None)
         return
+    completions = trajectory.outputs
     if failed:
-        unread = Unread([acted.outputs[row] for row in failed])
-        for row, image in zip(failed, Blind(renderer)([tasks[row] for row in failed], unread), strict=True):
+        again = [tasks[row] for row in failed]
+        instead = renderer(again, Completions.empty(again, [completions[row] for row in failed]))
+        for row, image in zip(failed, instead, strict=True):
             if image is None:
-                raise ValueError(f"nothing can be drawn of {tasks[row].instruction!r}, nor of {acted.outputs[row].text!r}")
+                raise ValueError(f"no image can be made of {tasks[row].instruction!r}, nor of {completions[row].text!r}")
             images[row] = image
     for row, (task, image) in enumerate(zip(tasks, images, strict=True)):
         assert image is not None
-        yield Made(task, image, acted.outputs[row].text, row in failed)
+        yield UserSample(task, image, completions[row].text, row in failed)

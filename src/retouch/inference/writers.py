@@ -1,4 +1,4 @@
-"""A writer to use from Python: what it writes for an instruction, without the image model behind it."""
+"""A trained language model to use from Python: its completion for an instruction, without the image model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,39 +11,41 @@ from retouch.types import Batch, Task
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """``text``: what was written. ``prompt``: the prompt in it, None where there is none. ``cut_off``: it had not ended."""
+class WriterOutput:
+    """``text``: the completion. ``prompt``: the prompt in it, None if there is none. ``truncated``: it had not ended."""
 
     text: str
     prompt: str | None
-    cut_off: bool
+    truncated: bool
 
 
-class OpenWriter:
-    """Writes the likeliest words, by the averaged weights where the run keeps such. Many at once say what each alone would."""
+class Writer:
+    """Generates the most likely completion, under the averaged weights if the run has them. The completion for an instruction does
+    not depend on the others of a call."""
 
-    def __init__(self, policy: AutoregressivePolicy, *, rows: int) -> None:
+    def __init__(self, policy: AutoregressivePolicy, *, batch: int) -> None:
         self.policy = policy
-        self.rows = rows
+        self.batch = batch
 
-    def __call__(self, instruction: str, images: Sequence[Image] = ()) -> Reply:
-        """The reply to one instruction, with the pictures that it is about."""
-        (reply,) = self.many([instruction], [images])
-        return reply
+    def __call__(self, instruction: str, images: Sequence[Image] = ()) -> WriterOutput:
+        """The completion for one instruction and its source images."""
+        (output,) = self.many([instruction], [images])
+        return output
 
-    def many(self, instructions: Sequence[str], images: Sequence[Sequence[Image]] | None = None) -> list[Reply]:
-        """The replies to several, each with its pictures. ValueError where there are not as many lists of pictures."""
-        pictures = [()] * len(instructions) if images is None else images
-        if len(pictures) != len(instructions):
-            raise ValueError(f"{len(instructions)} instructions, and pictures for {len(pictures)}: give [] where there are none")
+    def many(self, instructions: Sequence[str], images: Sequence[Sequence[Image]] | None = None) -> list[WriterOutput]:
+        """The completions for several instructions, each with its images. ValueError if there are not as many lists of images."""
+        sources = [()] * len(instructions) if images is None else images
+        if len(sources) != len(instructions):
+            raise ValueError(f"{len(instructions)} instructions, and pictures for {len(sources)}: give [] where there are none")
         tasks = [
-            Task(id=str(row), instruction=text, images=tuple(seen))
-            for row, (text, seen) in enumerate(zip(instructions, pictures, strict=True))
+            Task(id=str(row), instruction=text, images=tuple(own))
+            for row, (text, own) in enumerate(zip(instructions, sources, strict=True))
         ]
-        return [reply for first in range(0, len(tasks), self.rows) for reply in self._write(tasks[first : first + self.rows])]
+        batches = [tasks[first : first + self.batch] for first in range(0, len(tasks), self.batch)]
+        return [output for batch in batches for output in self._generate(batch)]
 
-    def _write(self, tasks: Sequence[Task]) -> list[Reply]:
+    def _generate(self, tasks: Sequence[Task]) -> list[WriterOutput]:
         rows = tuple(range(len(tasks)))
         batch = Batch(seed=0, step=0, tasks=tuple(tasks), group_ids=rows, group=rows, slot=(0,) * len(rows))
-        written = self.policy.sample(batch).outputs
-        return [Reply(each.text, answer_in(each.text), each.cut_off) for each in written]
+        completions = self.policy.sample(batch).outputs
+        return [WriterOutput(each.text, answer_in(each.text), each.truncated) for each in completions]

@@ -17,6 +17,8 @@ import torch
 import transformers
 from torch import nn
 
+from retouch.models.language import published_language_model
+
 _MODELS = Path(str(files("retouch.models")))
 
 
@@ -51,28 +53,14 @@ def parts_in(folder: Path, *, loaded_as: Mapping[str, str] | None = None) -> dic
     return described
 
 
-def writer(name: str) -> dict[str, Any] | None:
-    """A published language model by its id or the last part of it; None where its configuration is not known."""
-    return _one("writers", name)
-
-
 def judge(name: str) -> dict[str, Any] | None:
-    """As ``writer``, for a model that a reward judges with."""
-    return _one("judges", name) or _one("writers", name)
+    """A published model that a reward judges with, by its id or the last part of it; None where its configuration is not known."""
+    return _one("judges", name) or published_language_model(name)
 
 
 def image_encoder(name: str) -> dict[str, Any] | None:
-    """As ``writer``, for the image encoder of an IP-Adapter."""
+    """As ``judge``, for the image encoder of an IP-Adapter."""
     return _one("encoders", name)
-
-
-def model_in(folder: Path) -> dict[str, Any]:
-    """The model in a local transformers folder, described in the same way. ValueError where there is none."""
-    place = folder / "config.json"
-    config = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
-    if not config.get("architectures"):
-        raise ValueError(f"{folder} holds no model: no config.json that names its class")
-    return {"class": config["architectures"][0], "config": config}
 
 
 def _one(kind: str, name: str) -> dict[str, Any] | None:

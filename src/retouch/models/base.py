@@ -8,7 +8,8 @@ configuration says, so that its memory can be planned before any weight is loade
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from retouch.protocols import DenoisingModel
+    from retouch.protocols import AutoregressiveModel, DenoisingModel
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Size: TypeAlias = tuple[int, int]
@@ -117,6 +118,8 @@ class ImageModel(Section):
     """The linear layers that get an adapter where the recipe names none, as endings of their names; empty: the recipe must."""
     pipeline: ClassVar[str | None] = None
     """The class in diffusers whose ``save_lora_weights`` writes a LoRA of it; None writes PEFT's format alone."""
+    uses_image_tokens: ClassVar[bool | None] = None
+    """Whether it reads and generates images as tokens; None if only the model itself knows."""
     ip_adapter_blocks: ClassVar[tuple[Literal["double", "all"], ...]] = ()
     """The blocks on which an IP-Adapter can be; empty: it takes none."""
 
@@ -138,6 +141,38 @@ class ImageModel(Section):
     def source(self) -> str:
         """What messages call its weights."""
         return f"{type(self).__module__}:{type(self).__qualname__}"
+
+    # For editors that read a language model's response to the task (``takes.responses``)
+
+    def writer_for(self, editor: DenoisingModel, writer: AutoregressiveModel) -> AutoregressiveModel:
+        """The language model ``writer``, with prompts that are exactly what the editor reads before a response.
+
+        Raises ValueError if the two have different tokenizers.
+        """
+        raise NotImplementedError(f"{type(self).__name__} reads no responses")
+
+    def share_encoder(self, editor: DenoisingModel, writer: nn.Module, *, policy_encodes: bool, base_frozen: bool) -> None:
+        """Replace the editor's text encoder by the module of the writer if that encodes the same, so that it is held once.
+
+        ``policy_encodes``: the policy encodes responses. ``base_frozen``: the writer's base weights do not train.
+        """
+
+    def response_editor(
+        self,
+        editor: DenoisingModel,
+        writer: nn.Module,
+        *,
+        frozen: bool,
+        guided: bool,
+        published: Callable[[], AbstractContextManager[None]] | None,
+    ) -> Any:
+        """The editor as ``retouch.renderers.responses.ResponseEditor``.
+
+        ``frozen``: its own text encoder encodes responses, else the policy's module ``writer``. ``guided``: with a negative branch.
+        ``published``: opens a context with the policy's weights from before training, if they are kept. Raises ValueError if the
+        editor cannot use the policy's hidden states.
+        """
+        raise NotImplementedError(f"{type(self).__name__} reads no responses")
 
 
 class ImportedModel(ImageModel):
@@ -172,6 +207,7 @@ class DiffusersModel(ImageModel):
     """Type of the frozen weights and of the forward pass; log-probabilities are fp32 in any case."""
 
     takes: ClassVar[Takes] = Takes(images=(0, 0))
+    uses_image_tokens = False
     adapter: ClassVar[str]
     """The class that runs it, as ``package.module:Class``, with ``from_pretrained``."""
     pipeline: ClassVar[str]

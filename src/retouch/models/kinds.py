@@ -1,4 +1,4 @@
-"""The image models that a recipe can name: one row a kind."""
+"""The models that a recipe can name: one row a kind."""
 
 from retouch.config.kinds import Kinds
 
@@ -19,5 +19,18 @@ IMAGE_MODELS = Kinds(
         "flux2-klein": "retouch.models.flux2.family:Flux2KleinModel",
         "qwen-image-2": "retouch.models.qwen_image_2.family:QwenImage2Model",
         "import": "retouch.models.base:ImportedModel",
+    },
+)
+
+LANGUAGE_MODELS = Kinds(
+    "language_model",
+    {
+        "qwen-vl": "retouch.models.qwen_vl.family:QwenLanguageModel",
+        "qwen": "retouch.models.qwen_vl.family:QwenLanguageModel",
+        "playground-writer": "retouch.playground.language_models:PlaygroundWriter",
+        "playground-enhancer": "retouch.playground.language_models:PlaygroundEnhancer",
+        "emu3": "retouch.models.emu3.family:Emu3Model",
+        "playground-emu3": "retouch.playground.language_models:PlaygroundEmu3",
+        "import": "retouch.models.language:ImportedLanguageModel",
     },
 )

@@ -17,7 +17,7 @@ from retouch.pretraining.networks.autoencoder import AutoencoderTraining, train_
 from retouch.pretraining.networks.editor import EditorRound, EditorTraining, train_editor
 from retouch.pretraining.record import BuildRecord, halved, held_out, log, one_thread, write_index
 from retouch.records import files
-from retouch.renderers.latents import LatentRenderer
+from retouch.renderers.decoders import LatentRenderer
 from retouch.training.evaluation import score_table
 
 AUTOENCODER = AutoencoderTraining(steps=2000, decoder_steps=2000)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from retouch.assembly.emu3 import build_emu3 as load
+from retouch.models.emu3.family import Emu3Model
 from retouch.models.emu3.load import language_model
 from retouch.models.emu3.model import Emu3Editor
 from retouch.playground.judges.edit_judge import PlaygroundReward
@@ -19,8 +19,7 @@ from retouch.policies.weights import WeightCopies
 from retouch.pretraining.networks.emu3 import LONGEST, Emu3Training, emu3_tokenizer, train_emu3, train_rounds
 from retouch.pretraining.networks.image_codes import CodesTraining, train_codes
 from retouch.pretraining.record import BuildRecord, halved, held_out, log, one_thread
-from retouch.recipe.emu3 import Emu3
-from retouch.renderers.codes import CodesRenderer
+from retouch.renderers.decoders import CodesDecoder
 from retouch.training.evaluation import score_table
 
 COMMAND = "retouch playground build --emu3"
@@ -68,15 +67,15 @@ def build_emu3(
 
 def build_further(folder: Path, settings: Emu3Training) -> dict[str, float]:
     """Go on from the start ``sc`` as it was written to ``folder``, and write the third there. Returns held-out means."""
-    written = Emu3(
-        kind="emu3",
+    section = Emu3Model(
         path=str(folder / "sc"),
         tokenizer=str(folder / "tokenizer"),
         autoencoder=str(folder / "autoencoder"),
         size=(SIZE, SIZE),
         dtype="float32",
     )
-    editor = load(written, device=torch.device("cpu"), gradient_checkpointing=False)
+    editor = section.build(device=torch.device("cpu"), gradient_checkpointing=False)
+    assert isinstance(editor, Emu3Editor)
     train_rounds(editor, settings, _named(FURTHER))
     halved(editor.module).save_pretrained(folder / FURTHER)
     return {f"{FURTHER}, {what}": value for what, value in measure(editor).items()}
@@ -89,7 +88,7 @@ def measure(editor: Emu3Editor) -> dict[str, float]:
     ceiling, edited = held_out(
         policy,
         tasks=PlaygroundData(seed=1, count=HELD_OUT, complexity=[1, 2, 3], split="test").tasks(in_turn=True),
-        renderer=CodesRenderer(editor, rows=HELD_OUT),
+        renderer=CodesDecoder(editor, batch=HELD_OUT),
         reward=PlaygroundReward(),
         column="overall",
     )

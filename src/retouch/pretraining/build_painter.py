@@ -5,12 +5,11 @@ from pathlib import Path
 
 import torch
 
-from retouch.models.common.pipeline_model import accepts_prompt
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.qwen_image.model import QwenImage
 from retouch.models.qwen_vl.model import QwenWriter
 from retouch.playground.judges.painting_judge import PaintingReward
-from retouch.playground.models import PlaygroundModel, playground_weights
+from retouch.playground.models import PlaygroundModel, PlaygroundPainter, playground_weights
 from retouch.playground.world.paintings import PaintingData
 from retouch.policies.autoregressive.demonstrations import has_completion
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
@@ -23,7 +22,7 @@ from retouch.pretraining.networks.enhancer import TEMPLATE as ENHANCING
 from retouch.pretraining.networks.painter import TEMPLATE, PainterTraining, train_painter
 from retouch.pretraining.record import BuildRecord, halved, held_out, log, one_thread, write_index
 from retouch.records import files
-from retouch.renderers.prompts import FlowPainter, PromptRenderer
+from retouch.renderers.prompts import PromptRenderer
 from retouch.training.evaluation import score_table
 
 PAINTER = PainterTraining(steps=2600)
@@ -86,11 +85,11 @@ def measure(model: QwenImage, writer: QwenWriter) -> dict[str, float]:
     policy = AutoregressivePolicy(
         writer, sampling=TokenRollout(max_new_tokens=LONGEST), microbatch=HELD_OUT, copies=WeightCopies(writer.module)
     )
-    painter = FlowPainter(model, num_steps=EVAL_STEPS, reads=lambda prompt: accepts_prompt(model, prompt))
+    renderer = PromptRenderer(model=PlaygroundPainter(), num_steps=EVAL_STEPS, batch=HELD_OUT)
     right, enhanced = held_out(
         policy,
         tasks=PaintingData(seed=1, count=HELD_OUT, complexity=[1, 2, 3, 4], split="test").tasks(in_turn=True),
-        renderer=PromptRenderer(painter, cut_off="fault", rows=HELD_OUT),
+        renderer=renderer.build(model, writer),
         reward=PaintingReward(),
         column="overall",
         demonstrates=has_completion,

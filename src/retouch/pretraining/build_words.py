@@ -14,7 +14,7 @@ from retouch.pretraining.networks import flux_parts
 from retouch.pretraining.networks.words import WordAutoencoderTraining, WordRound, WordTraining, train_word_autoencoder, train_words
 from retouch.pretraining.record import BuildRecord, halved, held_out, log, one_thread, write_index
 from retouch.records import files
-from retouch.renderers.latents import LatentRenderer
+from retouch.renderers.decoders import LatentRenderer
 from retouch.rewards.text.ocr import OcrReward
 from retouch.training.evaluation import score_table
 

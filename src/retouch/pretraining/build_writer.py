@@ -6,12 +6,11 @@ from pathlib import Path
 import torch
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from retouch.assembly.writer import playground_writer_weights
-from retouch.models.common.encoder import Encoder
 from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.models.qwen_image.encoder import Encoder
 from retouch.models.qwen_image.responses import QwenResponses, writer_for
 from retouch.playground.judges.edit_judge import PlaygroundReward
-from retouch.playground.models import PlaygroundModel
+from retouch.playground.models import PlaygroundModel, playground_weights
 from retouch.playground.world.indirect import IndirectPlaygroundData
 from retouch.policies.autoregressive.demonstrations import has_completion
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
@@ -20,7 +19,7 @@ from retouch.policies.weights import WeightCopies
 from retouch.pretraining.networks import qwen_parts
 from retouch.pretraining.networks.writer import LONGEST, WriterRound, WriterTraining, train_writer
 from retouch.pretraining.record import BuildRecord, held_out, log, one_thread
-from retouch.renderers.responses import ResponseRenderer
+from retouch.renderers.responses import ResponseRenderer, ResponseSampler
 from retouch.training.evaluation import score_table
 
 WRITER = WriterTraining(
@@ -41,7 +40,7 @@ def build_writer(out: Path | None, *, seed: int, writer: WriterTraining = WRITER
     About 25 minutes on one core of a laptop. One thread, so that the bits do not depend on how many cores there are.
     """
     record = BuildRecord(seed=seed)
-    folder = playground_writer_weights() if out is None else out
+    folder = playground_weights("writer") if out is None else out
     with one_thread():
         editor = PlaygroundModel(kind="playground").build(device=torch.device("cpu"))
         assert isinstance(editor, QwenImageEdit)
@@ -63,18 +62,15 @@ def measure(editor: QwenImageEdit, module: Qwen2_5_VLForConditionalGeneration) -
         microbatch=HELD_OUT,
         copies=WeightCopies(module),
     )
+    config = ResponseRenderer(
+        model=PlaygroundModel(), encoder="frozen", num_steps=EVAL_STEPS, encoder_batch=HELD_OUT, batch=HELD_OUT
+    )
     scores = {}
     for reader, encoder in (("the editor's encoder", editor.text.encoder), ("the writer", module)):
         right, own = held_out(
             policy,
             tasks=tasks,
-            renderer=ResponseRenderer(
-                QwenResponses(editor, Encoder.frozen(encoder)),
-                num_steps=EVAL_STEPS,
-                cut_off="fault",
-                encoder_rows=HELD_OUT,
-                rows=HELD_OUT,
-            ),
+            renderer=ResponseSampler(QwenResponses(editor, Encoder.frozen(encoder)), config),
             reward=PlaygroundReward(),
             column="overall",
             demonstrates=has_completion,

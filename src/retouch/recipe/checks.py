@@ -4,23 +4,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from retouch.data.sampler import check_arithmetic
-from retouch.models.base import ImportedModel
 from retouch.objectives.base import ObjectiveContext
 from retouch.policies.denoising.rollout import DenoisingRollout
-from retouch.recipe.emu3 import TokenModel
 from retouch.recipe.image_checks import image_model_problems, picture_problems
 from retouch.recipe.ip_adapter_checks import ip_adapter_problems
 from retouch.recipe.phases import ResolvedPhase
-from retouch.recipe.policy import DenoisingPolicyKeys
-from retouch.recipe.renderer import CodesRenderer
+from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
+from retouch.recipe.policy_checks import engine_problems, parts_problems, renderer_problems
 from retouch.recipe.reward_checks import reward_data_problems, reward_problems
 from retouch.recipe.watch_checks import watch_problems
-from retouch.recipe.writer import AutoregressivePolicy
-from retouch.recipe.writer_checks import (
-    engine_problems,
-    parts_problems,
-    renderer_problems,
-)
 
 if TYPE_CHECKING:
     from retouch.recipe.keys import RecipeKeys
@@ -103,7 +95,7 @@ def _devices(recipe: "RecipeKeys") -> Iterator[str]:
         return
     if devices.policy is not None and recipe.device != "auto":
         yield f"device, devices.policy: {recipe.device} and {devices.policy} both choose the device of the policy; give one of them"
-    if recipe.renderer is None or isinstance(recipe.renderer, CodesRenderer):
+    if recipe.renderer is None or recipe.renderer.image_model is None:
         for key in ("renderer", "offload"):
             if getattr(devices, key):
                 yield f"devices.{key}: this policy makes its images itself, on its own device; leave it out"
@@ -173,11 +165,6 @@ def _context(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -> 
     )
 
 
-def _token_kinds(policy: DenoisingPolicyKeys | AutoregressivePolicy) -> frozenset[str] | None:
+def _token_kinds(policy: DenoisingPolicyKeys | AutoregressivePolicyKeys) -> frozenset[str] | None:
     """Kinds of tokens that the policy generates; None for an imported model, where this is unknown."""
-    model = policy.model
-    if isinstance(policy, DenoisingPolicyKeys) or isinstance(model, ImportedModel):
-        return None
-    if isinstance(model, TokenModel):
-        return frozenset({"text", "vision"} if model.think else {"vision"})
-    return frozenset({"text"})
+    return None if isinstance(policy, DenoisingPolicyKeys) else policy.model.token_kinds

@@ -3,11 +3,9 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from retouch.models.base import DiffusersModel, ImportedModel
-from retouch.recipe.emu3 import TokenModel
+from retouch.models.base import DiffusersModel
 from retouch.recipe.phases import ResolvedPhase
 from retouch.recipe.policy import DenoisingPolicyKeys
-from retouch.recipe.renderer import CodesRenderer
 
 if TYPE_CHECKING:
     from retouch.recipe.keys import RecipeKeys
@@ -17,7 +15,7 @@ def image_model_problems(recipe: "RecipeKeys") -> Iterator[str]:
     """Whether the size of the image model's images is known."""
     model = recipe.image_model
     if isinstance(model, DiffusersModel) and not model.has_size:
-        yield f"{_at(recipe)}.size: missing; {model.kind} has no source image to take it from; give [height, width]"
+        yield f"{recipe.image_model_key}.size: missing; {model.kind} has no source image to take it from; give [height, width]"
 
 
 def picture_problems(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Iterator[str]:
@@ -27,11 +25,11 @@ def picture_problems(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Ite
     takes, size = model.takes, recipe.image_size
     has, own = data.contents(), data.image_size
     if has.tokens:
-        if not isinstance(model, TokenModel | ImportedModel):
+        if model.uses_image_tokens is False:
             yield f"{at}.kind: tokens are for a policy that generates image tokens, for example emu3, and not for {model.kind}"
         return
     if None not in (own, size) and own != size:
-        yield f"{at}.size: {list(own or ())} and {_at(recipe)}.size: {list(size or ())} differ; give one of them"
+        yield f"{at}.size: {list(own or ())} and {recipe.image_model_key}.size: {list(size or ())} differ; give one of them"
     if takes is None:
         return
     if has.images is False and takes.images[0] > 0:
@@ -41,7 +39,3 @@ def picture_problems(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Ite
         yield f"{at}.kind: {data.label} has no masks, and {model.kind} takes {takes}; take triplets, folder or hub data"
     if has.images and isinstance(recipe.policy, DenoisingPolicyKeys) and takes.images[1] == 0:
         yield f"{at}.kind: {data.label} has source images, which {model.kind} does not take; take prompts, or folder or hub data"
-
-
-def _at(recipe: "RecipeKeys") -> str:
-    return "policy.model" if recipe.renderer is None or isinstance(recipe.renderer, CodesRenderer) else "renderer.model"

@@ -8,19 +8,18 @@ from pydantic import Field, JsonValue
 from retouch.config.section import Cadence, Count, Positive, Section
 from retouch.data.base import DataSource, Mixture, SplitName
 from retouch.data.kinds import DATA
-from retouch.models.base import ImageModel, ImportedModel
+from retouch.models.base import ImageModel
+from retouch.models.language import LanguageModel
 from retouch.objectives.advantages import Advantage, GroupAdvantage
 from retouch.objectives.base import Objective
 from retouch.objectives.kinds import ADVANTAGES, OBJECTIVES
 from retouch.recipe.devices import Devices
-from retouch.recipe.emu3 import TokenModel
 from retouch.recipe.optimizer import Optimizer
 from retouch.recipe.phases import PhaseKeys, ResolvedPhase
-from retouch.recipe.policy import DenoisingPolicyKeys
-from retouch.recipe.renderer import CodesRenderer, Renderer
+from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
 from retouch.recipe.rollout import Rollout
 from retouch.recipe.watch import Watch
-from retouch.recipe.writer import AutoregressivePolicy
+from retouch.renderers.base import RENDERERS, RendererSection
 from retouch.rewards.kinds import AnyReward
 
 LEFT_OUT = ("renderer", "ledger", "watch", "devices", "sharding", "push")
@@ -128,11 +127,11 @@ class RecipeKeys(Section):
     """Optimizer steps per pass."""
     microbatch: Count = 32
     """Velocities or completions per forward pass with gradient; changes memory and time only."""
-    policy: Annotated[DenoisingPolicyKeys | AutoregressivePolicy, Field(discriminator="kind")]
+    policy: Annotated[DenoisingPolicyKeys | AutoregressivePolicyKeys, Field(discriminator="kind")]
     """The policy: the model that is trained."""
     rollout: Rollout
     """How the policy samples during training."""
-    renderer: Renderer | None = None
+    renderer: Annotated[RendererSection, RENDERERS] | None = None
     """Makes images from the completions of a language-model policy; a denoising policy has no renderer."""
     data: Annotated[DataSource, DATA]
     """The tasks."""
@@ -193,15 +192,15 @@ class RecipeKeys(Section):
         return self.data.for_evaluation(tasks=given.tasks, seed=given.seed, split=given.split, complexity=given.complexity)
 
     @property
-    def image_model(self) -> ImageModel | TokenModel:
+    def image_model(self) -> ImageModel | LanguageModel:
         """The model that makes the images: the policy's own, or the renderer's."""
-        if self.policy.kind == "denoising":
-            return self.policy.model
-        if isinstance(self.renderer, CodesRenderer):
-            assert isinstance(self.policy.model, TokenModel | ImportedModel), "the recipe's checks see to it"
-            return self.policy.model
-        assert self.renderer is not None, "the recipe's checks see to it"
-        return self.renderer.model
+        of_renderer = None if self.renderer is None else self.renderer.image_model
+        return self.policy.model if of_renderer is None else of_renderer
+
+    @property
+    def image_model_key(self) -> str:
+        """The key of that model."""
+        return "policy.model" if self.image_model is self.policy.model else "renderer.model"
 
     @property
     def image_size(self) -> tuple[int, int] | None:

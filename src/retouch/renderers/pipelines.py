@@ -1,4 +1,4 @@
-"""Any diffusers text-to-image pipeline as a painter of prompts, for models that have no adapter here."""
+"""Any diffusers text-to-image pipeline for prompts, also of models that have no adapter here."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,12 +13,12 @@ from retouch.types import Task
 _OURS = ("prompt", "num_inference_steps", "generator", "output_type", "return_dict", "num_images_per_prompt", "latents")
 
 
-class PipelinePainter:
-    """A pipeline called with a list of prompts and a generator for each (implements ``retouch.renderers.prompts.Painter``).
+class PipelineTextToImage:
+    """A pipeline of diffusers, called with prompts and a generator for each (implements ``retouch.renderers.prompts.TextToImage``).
 
-    ``options``: the pipeline's own arguments (``guidance_scale``, ``height``), the same for every prompt. Prompts that are too long
-    are cut off as the pipeline does. The pipeline's models are frozen and set to eval mode by this. ValueError: ``options`` names
-    what is given here.
+    ``options``: the pipeline's own arguments (``guidance_scale``, ``height``), the same for every prompt. The pipeline truncates
+    prompts that are too long. This freezes the pipeline's models and sets them to eval mode. ValueError: ``options`` contains an
+    argument that is set row by row.
     """
 
     def __init__(self, pipeline: DiffusionPipeline, *, num_steps: int, options: Mapping[str, Any]) -> None:
@@ -33,17 +33,17 @@ class PipelinePainter:
         self.num_steps = num_steps
         self.options = dict(options)
 
-    def reads(self, prompt: str) -> bool:
+    def accepts(self, prompt: str) -> bool:
         return True
 
-    def paint(self, tasks: Sequence[Task], generators: Sequence[torch.Generator]) -> list[Image | None]:
-        drawn = self.pipeline(
+    def sample(self, tasks: Sequence[Task], generators: Sequence[torch.Generator]) -> list[Image | None]:
+        sampled = self.pipeline(
             prompt=[task.instruction for task in tasks],
             num_inference_steps=self.num_steps,
             generator=list(generators),
             output_type="pt",
             **self.options,
         ).images
-        pictures = self.pipeline.image_processor.numpy_to_pil(self.pipeline.image_processor.pt_to_numpy(drawn.float().nan_to_num()))
-        finite = drawn.flatten(1).isfinite().all(dim=1).tolist()
-        return [picture if usable else None for picture, usable in zip(pictures, finite, strict=True)]
+        images = self.pipeline.image_processor.numpy_to_pil(self.pipeline.image_processor.pt_to_numpy(sampled.float().nan_to_num()))
+        finite = sampled.flatten(1).isfinite().all(dim=1).tolist()
+        return [image if usable else None for image, usable in zip(images, finite, strict=True)]

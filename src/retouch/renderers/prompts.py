@@ -1,87 +1,134 @@
-"""From a rewritten prompt to a picture: a frozen text-to-image model draws what the completion says (system C).
+"""From an enhanced prompt to an image: a frozen text-to-image model draws the prompt in a completion.
 
-The task keeps the prompt as it was asked for, and that is what a judge sees.
+The task keeps its own instruction, and that is what a judge sees.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from __future__ import annotations
 
-import torch
-from PIL.Image import Image
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, runtime_checkable
 
 from retouch.core.answers import answer_in
-from retouch.protocols import DenoisingModel
-from retouch.renderers.sampling import Completed, CutOff, OdeSampler, by_length, noise
-from retouch.types import Conditioning, Task
+from retouch.models.language import LanguageModel
+from retouch.renderers.base import ImageModelRenderer, WeightContext
+from retouch.renderers.sampling import HasCompletions, OdeSampler, noise_generators, sort_by_length
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+    from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer
+    from retouch.types import Conditioning, Task
+
+
+class PromptRenderer(ImageModelRenderer):
+    """A text-to-image model that draws the prompt in the completion."""
+
+    kind: Literal["prompt"] = "prompt"
+
+    uses_sources: ClassVar[bool] = False
+
+    def problems(self, writer: LanguageModel) -> Iterator[str]:
+        takes = self.model.takes
+        if takes is not None and takes.images[0] > 0:
+            yield (
+                f"renderer.model.kind: {self.model.kind} edits a source picture, and a prompt has none; take qwen-image, "
+                f"sd3, z-image or flux{', or renderer.kind response' if takes.responses else ''}"
+            )
+        yield from writer.prompt_problems()
+
+    def load(
+        self, build_writer: Callable[[], AutoregressiveModel], *, device: torch.device, base_frozen: bool
+    ) -> tuple[AutoregressiveModel, DenoisingModel | AutoregressiveModel]:
+        image_model = self.model.build(device=device)
+        return build_writer(), image_model
+
+    def build(
+        self,
+        image_model: DenoisingModel | AutoregressiveModel,
+        writer: AutoregressiveModel,
+        *,
+        published: WeightContext | None = None,
+        sharded: bool = False,
+    ) -> Renderer:
+        from retouch.models.common.pipeline_model import accepts_prompt
+        from retouch.renderers.wrappers import BlindRenderer
+
+        text_to_image = FlowTextToImage(
+            image_model,
+            num_steps=self.num_steps,
+            guidance_scale=self.guidance_scale,
+            accepts=partial(accepts_prompt, image_model),
+        )
+        sampler = PromptSampler(text_to_image, self)
+        return BlindRenderer(sampler) if self.blind else sampler
 
 
 @runtime_checkable
-class Painter(Protocol):
+class TextToImage(Protocol):
     """A frozen text-to-image model."""
 
-    def reads(self, prompt: str) -> bool:
-        """Whether the prompt can be read to its end."""
+    def accepts(self, prompt: str) -> bool:
+        """Whether it can read the whole prompt."""
         ...
 
-    def paint(self, tasks: Sequence[Task], generators: Sequence[torch.Generator]) -> list[Image | None]:
-        """A picture for each task's instruction, of noise from the row's generator; None where it is not finite."""
+    def sample(self, tasks: Sequence[Task], generators: Sequence[torch.Generator]) -> list[Image | None]:
+        """An image for each task's instruction, from the noise of the row's generator; None if it is not finite."""
         ...
 
 
-class FlowPainter:
-    """A flow-matching model without source pictures (SD3, Qwen-Image), with its negative branch encoded once.
+class FlowTextToImage:
+    """A flow-matching model without source images (SD3, Qwen-Image); its negative branch is encoded once.
 
-    ``reads``: whether a prompt is one for this model, ``functools.partial(accepts_prompt, model)`` for example
-    (``retouch.models.common.pipeline_model``).
+    ``accepts``: whether it can read the whole of a prompt.
     """
 
-    def __init__(self, model: DenoisingModel, *, num_steps: int, guidance_scale: float = 1.0, reads: Callable[[str], bool]) -> None:
+    def __init__(
+        self, model: DenoisingModel, *, num_steps: int, guidance_scale: float = 1.0, accepts: Callable[[str], bool]
+    ) -> None:
         self.sampler = OdeSampler(model, num_steps=num_steps, guidance_scale=guidance_scale)
-        self._reads = reads
+        self._accepts = accepts
         self._negative: Conditioning | None = None
 
-    def reads(self, prompt: str) -> bool:
-        return self._reads(prompt)
+    def accepts(self, prompt: str) -> bool:
+        return self._accepts(prompt)
 
-    def paint(self, tasks: Sequence[Task], generators: Sequence[torch.Generator]) -> list[Image | None]:
-        conditioning = self.sampler.model.encode(tasks)
-        if self.sampler.guided:
-            if self._negative is None:
-                self._negative = self.sampler.model.encode_negative(tasks[:1])
-            conditioning = replace(conditioning, negative=self._negative.take(torch.zeros(len(tasks), dtype=torch.long)))
-        return self.sampler(conditioning, generators)
+    def sample(self, tasks: Sequence[Task], generators: Sequence[torch.Generator]) -> list[Image | None]:
+        import torch
+
+        with torch.no_grad():
+            conditioning = self.sampler.model.encode(tasks)
+            if self.sampler.guided:
+                if self._negative is None:
+                    self._negative = self.sampler.model.encode_negative(tasks[:1])
+                conditioning = replace(conditioning, negative=self._negative.take(torch.zeros(len(tasks), dtype=torch.long)))
+            return self.sampler(conditioning, generators)
 
 
-class PromptRenderer:
-    """Draws what each row's completion asks for (implements ``retouch.protocols.Renderer``).
+class PromptSampler:
+    """Samples the images of the prompts in completions (implements ``retouch.protocols.Renderer``).
 
-    ``rows``: most rows in one call of the model. ``cut_off``: a completion that reached the longest length is drawn as far as it
-    goes, or is the policy's own fault. ``shared_noise``: the samples of a group start alike.
-
-    A completion without a prompt in it, or with one that the model cannot read, is not drawn and gives None.
+    ``config``: its ``batch``, ``cut_off`` and ``shared_noise`` are used. A completion without a prompt, or with one that the model
+    cannot read, gives None, the policy's own fault.
     """
 
-    def __init__(self, painter: Painter, *, cut_off: CutOff, shared_noise: bool = True, rows: int = 8) -> None:
-        if rows < 1:
-            raise ValueError(f"rows {rows}: give at least 1")
-        self.painter = painter
-        self.cut_off = cut_off
-        self.shared_noise = shared_noise
-        self.rows = rows
+    def __init__(self, text_to_image: TextToImage, config: PromptRenderer) -> None:
+        self.text_to_image = text_to_image
+        self.config = config
 
-    @torch.no_grad()
-    def __call__(self, tasks: Sequence[Task], trajectory: Completed) -> list[Image | None]:
-        outputs = trajectory.outputs
-        generators = noise(outputs, shared=self.shared_noise)
-        rewritten: dict[int, Task] = {}
-        for row, (task, output) in enumerate(zip(tasks, outputs, strict=True)):
-            prompt = None if output.cut_off and self.cut_off == "fault" else answer_in(output.text)
-            if prompt is not None and self.painter.reads(prompt):
-                rewritten[row] = replace(task, instruction=prompt, images=())
-        images: list[Image | None] = [None] * len(outputs)
-        for batch in by_length(list(rewritten), length=lambda row: len(rewritten[row].instruction), at_most=self.rows):
-            drawn = self.painter.paint([rewritten[row] for row in batch], [generators[row] for row in batch])
-            for row, image in zip(batch, drawn, strict=True):
+    def __call__(self, tasks: Sequence[Task], trajectory: HasCompletions) -> list[Image | None]:
+        config, completions = self.config, trajectory.outputs
+        generators = noise_generators(completions, shared=config.shared_noise)
+        enhanced: dict[int, Task] = {}
+        for row, (task, completion) in enumerate(zip(tasks, completions, strict=True)):
+            prompt = None if completion.truncated and config.cut_off == "fault" else answer_in(completion.text)
+            if prompt is not None and self.text_to_image.accepts(prompt):
+                enhanced[row] = replace(task, instruction=prompt, images=())
+        images: list[Image | None] = [None] * len(completions)
+        for rows in sort_by_length(list(enhanced), length=lambda row: len(enhanced[row].instruction), batch=config.batch):
+            sampled = self.text_to_image.sample([enhanced[row] for row in rows], [generators[row] for row in rows])
+            for row, image in zip(rows, sampled, strict=True):
                 images[row] = image
         return images

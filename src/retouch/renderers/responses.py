@@ -1,30 +1,110 @@
-"""From what a writer answered to an edited picture: the states of the whole dialogue condition a frozen editor (system A).
+"""From a response to an edited image: the hidden states of the whole dialogue condition a frozen editor.
 
-The encoder reads every row, usable or not, in ceil(rows / encoder_rows) calls: ranks with equally many rows call it equally often,
-as they must where its weights are sharded. How often the image model is called depends on the rows; it is whole on each rank.
+The encoder reads every row, usable or not, in ceil(rows / encoder_batch) calls. So ranks with equally many rows call it equally
+often, as they must if its weights are sharded. The number of calls of the image model depends on the rows; every rank has all of
+its weights.
 """
 
+from __future__ import annotations
+
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
-import torch
-from jaxtyping import Float
-from PIL.Image import Image
-from torch import Tensor
+from retouch.config.section import Count
+from retouch.models.kinds import IMAGE_MODELS
+from retouch.models.language import LanguageModel
+from retouch.renderers.base import ImageModelRenderer, WeightContext
+from retouch.renderers.sampling import HasCompletions, OdeSampler, bucket, noise_generators, sort_by_length, unique_objects
 
-from retouch.protocols import DenoisingModel
-from retouch.renderers.sampling import Completed, CutOff, OdeSampler, batches, by_length, noise, once
-from retouch.types import Conditioning, Task
+if TYPE_CHECKING:
+    import torch
+    from jaxtyping import Float
+    from PIL.Image import Image
+    from torch import Tensor
 
-States: TypeAlias = Float[Tensor, "_ d"]
+    from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer
+    from retouch.types import Conditioning, Task
+
+
+class ResponseRenderer(ImageModelRenderer):
+    """An editor that reads the task and the policy's response to it as one dialogue (its hidden states condition the editor)."""
+
+    kind: Literal["response"] = "response"
+    encoder: Literal["policy", "frozen"]
+    """What encodes the dialogue for the editor: the policy's current weights, or the editor's own text encoder, which is frozen."""
+    encoder_batch: Count = 8
+    """Responses encoded at once."""
+
+    keeps_first_reference: ClassVar[bool] = True
+    loads_on_cpu: ClassVar[bool] = True
+
+    @property
+    def policy_encodes(self) -> bool:
+        return self.encoder == "policy"
+
+    @property
+    def responses_at_once(self) -> int:
+        return self.encoder_batch
+
+    @property
+    def weight_copies(self) -> frozenset[str]:
+        return frozenset({"reference"} if self.policy_encodes and self.guided else ())
+
+    def problems(self, writer: LanguageModel) -> Iterator[str]:
+        if self.model.takes is None or not self.model.takes.responses:
+            editors = ", ".join(kind for kind in IMAGE_MODELS if _reads_responses(kind))
+            yield f"renderer.model.kind: {self.model.kind} reads no responses; take one of {editors}, or kind prompt"
+        yield from writer.editor_problems()
+
+    def load_writer(self, build_writer: Callable[[], AutoregressiveModel]) -> AutoregressiveModel:
+        return self._load_on_cpu(build_writer)[0]
+
+    def _load_on_cpu(self, build_writer: Callable[[], AutoregressiveModel]) -> tuple[AutoregressiveModel, DenoisingModel]:
+        """The policy's model, with prompts that the editor reads, and the editor on the CPU."""
+        import torch
+
+        editor = self.model.build(device=torch.device("cpu"))
+        return self.model.writer_for(editor, build_writer()), editor
+
+    def load(
+        self, build_writer: Callable[[], AutoregressiveModel], *, device: torch.device, base_frozen: bool
+    ) -> tuple[AutoregressiveModel, DenoisingModel | AutoregressiveModel]:
+        from retouch.renderers.wrappers import parts_of
+
+        writer, editor = self._load_on_cpu(build_writer)
+        self.model.share_encoder(editor, writer.module, policy_encodes=self.policy_encodes, base_frozen=base_frozen)
+        for part in parts_of(editor):
+            if part is not writer.module:
+                part.to(device)
+        return writer, editor
+
+    def build(
+        self,
+        image_model: DenoisingModel | AutoregressiveModel,
+        writer: AutoregressiveModel,
+        *,
+        published: WeightContext | None = None,
+        sharded: bool = False,
+    ) -> Renderer:
+        from retouch.renderers.wrappers import BlindRenderer, parts_of
+
+        frozen = not self.policy_encodes
+        editor = self.model.response_editor(image_model, writer.module, frozen=frozen, guided=self.guided, published=published)
+        sampler = ResponseSampler(editor, self, sharded=sharded and writer.module in parts_of(image_model))
+        return BlindRenderer(sampler) if self.blind else sampler
+
+
+def _reads_responses(kind: str) -> bool:
+    takes = getattr(IMAGE_MODELS.load(kind), "takes", None)
+    return takes is not None and takes.responses
 
 
 @runtime_checkable
-class Question(Protocol):
-    """A task, ready for a response. ``size``: those of one size can be drawn together. ``length``: tokens before a response."""
+class ResponseContext(Protocol):
+    """A task, prepared for a response. ``size``: contexts of one size can be sampled together. ``length``: its tokens."""
 
     @property
     def size(self) -> Hashable: ...
@@ -35,128 +115,118 @@ class Question(Protocol):
 
 @runtime_checkable
 class ResponseEditor(Protocol):
-    """A frozen editor that is told a task and a response to it, through an encoder that is not its own."""
+    """A frozen editor that is conditioned on a task and a response to it."""
 
     model: DenoisingModel
 
     def prepare(self, task: Task) -> Any:
-        """A ``Question``, which only this editor looks into."""
+        """A ``ResponseContext``, opaque to the renderer."""
         ...
 
-    def takes(self, question: Any, response: Sequence[int]) -> bool:
-        """Whether the response can be read."""
+    def accepts(self, context: Any, response: Sequence[int]) -> bool:
+        """Whether the response can be encoded."""
         ...
 
-    def read(self, questions: Sequence[Any], responses: Sequence[Sequence[int]]) -> list[States]:
-        """The states of each row, by one call of the encoder in eval mode, without gradient. Sizes may differ."""
+    def encode(self, contexts: Sequence[Any], responses: Sequence[Sequence[int]]) -> list[Float[Tensor, "_ d"]]:
+        """The hidden states of each row, by one call of the encoder in eval mode, without gradient. Sizes may differ."""
         ...
 
-    def read_negative(self, tasks: Sequence[Task]) -> list[States]:
-        """The same for the negative branch, under weights that do not train; it may depend on the pictures alone."""
+    def encode_negative(self, tasks: Sequence[Task]) -> list[Float[Tensor, "_ d"]]:
+        """The same for the negative branch, under weights that do not train; it may depend on the images alone."""
         ...
 
-    def condition(self, questions: Sequence[Any], states: Sequence[States]) -> Conditioning:
+    def condition(self, contexts: Sequence[Any], states: Sequence[Float[Tensor, "_ d"]]) -> Conditioning:
         """A conditioning of rows of one size."""
         ...
 
 
-class ResponseRenderer:
-    """Draws each row's task, edited as its response says (implements ``retouch.protocols.Renderer``).
+class ResponseSampler:
+    """Samples the edited image of each row's task and response (implements ``retouch.protocols.Renderer``).
 
-    ``encoder_rows`` and ``rows``: most rows in one call of the encoder and of the image model. ``cut_off``: a response that
-    reached the longest length is drawn as it is, or is the policy's own fault. ``shared_noise``: the samples of a group start
-    alike, so that their pictures differ by what was written alone. ``sharded``: the encoder's weights are spread over ranks, so
-    the negative branch is read in step with the responses and not remembered; else that of the last ``remembered`` tasks is.
-
-    A response that cannot be read, or whose picture is not finite, gives None; an empty one is the instruction alone, and legal.
+    ``sharded``: the encoder's weights are sharded over ranks, so the negative branch is encoded together with the responses and not
+    cached; else the negative states of the last ``cached`` tasks are. A response that cannot be encoded, or whose image is not
+    finite, gives None, the policy's own fault. An empty response is the instruction alone, and legal.
     """
 
-    def __init__(
-        self,
-        editor: ResponseEditor,
-        *,
-        num_steps: int,
-        cut_off: CutOff,
-        guidance_scale: float = 1.0,
-        shared_noise: bool = True,
-        encoder_rows: int = 8,
-        rows: int = 8,
-        sharded: bool = False,
-        remembered: int = 64,
-    ) -> None:
-        if min(encoder_rows, rows, remembered) < 1:
-            raise ValueError(f"encoder_rows {encoder_rows}, rows {rows}, remembered {remembered}: give at least 1 of each")
+    def __init__(self, editor: ResponseEditor, config: ResponseRenderer, *, sharded: bool = False, cached: int = 64) -> None:
+        if cached < 1:
+            raise ValueError(f"cached {cached}: give at least 1")
         self.editor = editor
-        self.sampler = OdeSampler(editor.model, num_steps=num_steps, guidance_scale=guidance_scale)
-        self.cut_off = cut_off
-        self.shared_noise = shared_noise
-        self.encoder_rows = encoder_rows
-        self.rows = rows
+        self.config = config
+        self.sampler = OdeSampler(editor.model, num_steps=config.num_steps, guidance_scale=config.guidance_scale)
         self.sharded = sharded
-        self._negatives = Remembered(lambda task: editor.read_negative([task])[0], most=remembered)
+        self._negatives = _NegativeStates(lambda task: editor.encode_negative([task])[0], size=cached)
 
-    @torch.no_grad()
-    def __call__(self, tasks: Sequence[Task], trajectory: Completed) -> list[Image | None]:
-        outputs = trajectory.outputs
-        generators = noise(outputs, shared=self.shared_noise)
-        distinct, index = once(tasks)
+    def __call__(self, tasks: Sequence[Task], trajectory: HasCompletions) -> list[Image | None]:
+        import torch
+
+        with torch.no_grad():
+            return self._render(tasks, trajectory)
+
+    def _render(self, tasks: Sequence[Task], trajectory: HasCompletions) -> list[Image | None]:
+        config, completions = self.config, trajectory.outputs
+        generators = noise_generators(completions, shared=config.shared_noise)
+        distinct, index = unique_objects(tasks)
         prepared = [self.editor.prepare(task) for task in distinct]
-        questions = [prepared[number] for number in index]
+        contexts = [prepared[number] for number in index]
         usable = [
-            not (output.cut_off and self.cut_off == "fault") and self.editor.takes(question, output.ids)
-            for output, question in zip(outputs, questions, strict=True)
+            not (completion.truncated and config.cut_off == "fault") and self.editor.accepts(context, completion.ids)
+            for completion, context in zip(completions, contexts, strict=True)
         ]
-        responses = [output.ids if drawn else () for output, drawn in zip(outputs, usable, strict=True)]
-        states, negatives = self._read(tasks, questions, responses)
-        images: list[Image | None] = [None] * len(outputs)
-        rows = [row for row, drawn in enumerate(usable) if drawn]
-        for batch in batches(rows, size=lambda row: questions[row].size, length=lambda row: len(states[row]), at_most=self.rows):
-            asked = [questions[row] for row in batch]
-            conditioning = self.editor.condition(asked, [states[row] for row in batch])
+        responses = [completion.ids if used else () for completion, used in zip(completions, usable, strict=True)]
+        states, negatives = self._encode(tasks, contexts, responses)
+        images: list[Image | None] = [None] * len(completions)
+        rows = [row for row, used in enumerate(usable) if used]
+        for batch in bucket(rows, size=lambda row: contexts[row].size, length=lambda row: len(states[row]), batch=config.batch):
+            batched = [contexts[row] for row in batch]
+            conditioning = self.editor.condition(batched, [states[row] for row in batch])
             if self.sampler.guided:
-                negative = self.editor.condition(asked, [negatives[row] for row in batch])
+                negative = self.editor.condition(batched, [negatives[row] for row in batch])
                 conditioning = replace(conditioning, negative=negative)
             for row, image in zip(batch, self.sampler(conditioning, [generators[row] for row in batch]), strict=True):
                 images[row] = image
         return images
 
-    def _read(
-        self, tasks: Sequence[Task], questions: Sequence[Question], responses: Sequence[Sequence[int]]
-    ) -> tuple[dict[int, States], dict[int, States]]:
-        """Each row's states, and under guidance its negative's."""
-        states: dict[int, States] = {}
-        negatives: dict[int, States] = {}
-        length = [question.length + len(response) for question, response in zip(questions, responses, strict=True)]
-        for batch in by_length(range(len(tasks)), length=length.__getitem__, at_most=self.encoder_rows):
-            read = self.editor.read([questions[row] for row in batch], [responses[row] for row in batch])
-            states.update(zip(batch, read, strict=True))
+    def _encode(
+        self, tasks: Sequence[Task], contexts: Sequence[ResponseContext], responses: Sequence[Sequence[int]]
+    ) -> tuple[dict[int, Float[Tensor, "_ d"]], dict[int, Float[Tensor, "_ d"]]]:
+        """The states of each row and, with guidance, those of its negative branch."""
+        states: dict[int, Float[Tensor, "_ d"]] = {}
+        negatives: dict[int, Float[Tensor, "_ d"]] = {}
+        length = [context.length + len(response) for context, response in zip(contexts, responses, strict=True)]
+        for batch in sort_by_length(range(len(tasks)), length=length.__getitem__, batch=self.config.encoder_batch):
+            encoded = self.editor.encode([contexts[row] for row in batch], [responses[row] for row in batch])
+            states.update(zip(batch, encoded, strict=True))
             if self.sampler.guided and self.sharded:
-                distinct, index = once([tasks[row] for row in batch])
-                read = self.editor.read_negative(distinct)
-                negatives.update((row, read[number]) for row, number in zip(batch, index, strict=True))
+                distinct, index = unique_objects([tasks[row] for row in batch])
+                encoded = self.editor.encode_negative(distinct)
+                negatives.update((row, encoded[number]) for row, number in zip(batch, index, strict=True))
         if self.sampler.guided and not self.sharded:
             negatives = {row: self._negatives(task) for row, task in enumerate(tasks)}
         return states, negatives
 
 
-class Remembered:
-    """What ``read`` gave for the pictures of the last ``most`` tasks; each is read alone, so no bit depends on what is known."""
+class _NegativeStates:
+    """A cache of what ``encode`` gives for the images of the last ``size`` tasks.
 
-    def __init__(self, read: Callable[[Task], States], *, most: int) -> None:
-        self._read = read
-        self._most = most
-        self._known: OrderedDict[bytes, States] = OrderedDict()
+    Each task is encoded alone, so the bits do not depend on what is cached.
+    """
 
-    def __call__(self, task: Task) -> States:
+    def __init__(self, encode: Callable[[Task], Float[Tensor, "_ d"]], *, size: int) -> None:
+        self._encode = encode
+        self._size = size
+        self._cache: OrderedDict[bytes, Float[Tensor, "_ d"]] = OrderedDict()
+
+    def __call__(self, task: Task) -> Float[Tensor, "_ d"]:
         digest = sha256()
         for image in task.images:
             digest.update(repr((image.mode, image.size)).encode())
             digest.update(image.tobytes())
         key = digest.digest()
-        if key not in self._known:
-            self._known[key] = self._read(task)
-        self._known.move_to_end(key)
-        states = self._known[key]
-        while len(self._known) > self._most:
-            self._known.popitem(last=False)
+        if key not in self._cache:
+            self._cache[key] = self._encode(task)
+        self._cache.move_to_end(key)
+        states = self._cache[key]
+        while len(self._cache) > self._size:
+            self._cache.popitem(last=False)
         return states

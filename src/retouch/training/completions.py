@@ -17,7 +17,7 @@ def completion_texts(trajectory: Trajectory) -> Sequence[str | None]:
         return [None] * len(trajectory)
     if not (trajectory.kind == Kind.TEXT_TOKEN).any():  # image tokens only
         return [None] * len(trajectory)
-    return [written.text for written in trajectory.outputs]
+    return [completion.text for completion in trajectory.outputs]
 
 
 def completion_metrics(trajectory: Trajectory, *, ranks: Ranks) -> Metrics:
@@ -28,13 +28,13 @@ def completion_metrics(trajectory: Trajectory, *, ranks: Ranks) -> Metrics:
     """
     if not isinstance(trajectory, AutoregressiveTrajectory):
         return {}
-    cut_off = sum(written.cut_off for written in trajectory.outputs)
-    found = torch.tensor([float(trajectory.lengths.sum()), float(cut_off), float(len(trajectory))])
-    tokens, cut, rows = ranks.sum(found).tolist()
-    return {"completion/length": tokens / rows, "completion/cut_off_fraction": cut / rows, **_engine(trajectory, ranks)}
+    truncated = sum(completion.truncated for completion in trajectory.outputs)
+    sums = torch.tensor([float(trajectory.lengths.sum()), float(truncated), float(len(trajectory))])
+    tokens, cut, rows = ranks.sum(sums).tolist()
+    return {"completion/length": tokens / rows, "completion/cut_off_fraction": cut / rows, **_mismatch(trajectory, ranks)}
 
 
-def _engine(trajectory: AutoregressiveTrajectory, ranks: Ranks) -> Metrics:
+def _mismatch(trajectory: AutoregressiveTrajectory, ranks: Ranks) -> Metrics:
     if trajectory.behaviour_log_probs is None:
         return {}
     error = log_prob_difference(trajectory.log_probs, trajectory.behaviour_log_probs, trajectory.mask).cpu().double()

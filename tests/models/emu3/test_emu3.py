@@ -12,7 +12,7 @@ import tiny_writing
 from retouch.models.emu3.model import DRAW, END_OF_THOUGHT, THINK, Emu3Editor
 from retouch.models.emu3.tokens import BOI, BOS, EOF, EOI, EOL, EOS, IMG
 from retouch.protocols import AutoregressiveModel, Grammar
-from retouch.renderers.codes import CodesModel, CodesRenderer
+from retouch.renderers.decoders import CodesDecoder, DecodesCodes
 from retouch.testing import check_policy, check_renderer
 from retouch.types import Completion, Kind, Needs, Task
 
@@ -115,7 +115,7 @@ def test_the_policy_keeps_the_contract(prefill, train, sampling):
         drawn = trajectory.mask.sum(1)
         assert drawn.tolist() == [height * width] * len(batch)
         assert set(trajectory.kind[trajectory.mask].tolist()) == {Kind.IMAGE_TOKEN}
-        assert not any(written.cut_off for written in trajectory.outputs)
+        assert not any(written.truncated for written in trajectory.outputs)
 
 
 def test_every_sample_of_a_random_model_is_a_picture():
@@ -126,7 +126,7 @@ def test_every_sample_of_a_random_model_is_a_picture():
     for step in range(3):
         batch = tiny_writing.batch(tasks(), group_size=30, step=step)
         trajectory = policy.rollout(batch)
-        images = CodesRenderer(made, rows=64)([batch.tasks[k] for k in batch.group], trajectory)
+        images = CodesDecoder(made, batch=64)([batch.tasks[k] for k in batch.group], trajectory)
         assert all(image is not None and image.size == (24, 16) for image in images)
         ends = {tuple(written.ids[-2:]) for written in trajectory.outputs}
         assert ends == {(made.words.eof, made.words.eoi)}
@@ -156,11 +156,11 @@ def test_without_the_grammar_a_malformed_picture_is_the_policys_fault():
     check_policy(policy, batch, needs=Needs())
     trajectory = policy.rollout(batch)
     assert torch.equal(trajectory.mask.sum(1), trajectory.lengths)  # nothing is forced
-    images = CodesRenderer(made)([batch.tasks[k] for k in batch.group], trajectory)
+    images = CodesDecoder(made)([batch.tasks[k] for k in batch.group], trajectory)
     assert images == [None] * len(batch)
     # The same ids, where they are a picture, are one; and of what was drawn in it the kind is the image's.
     shown = policy.demonstrate(tiny_writing.batch((dataclasses.replace(tasks()[0], target=tiny_models.picture(7, 16, 24)),)))
-    assert CodesRenderer(made)(batch.tasks[:1], shown)[0] is not None
+    assert CodesDecoder(made)(batch.tasks[:1], shown)[0] is not None
     assert shown.kind[0].tolist().count(Kind.IMAGE_TOKEN) == longest - len(made.words.header(*made.grid))
 
 
@@ -174,16 +174,16 @@ def test_rows_without_a_whole_picture_are_the_policys_fault(editor):
     whole = [tuple(editor.words.picture(each)[1:]) for each in codes]
     key = (0, 0, 0, 0)
     outputs = [
-        Completion(ids=whole[0], text="", cut_off=False, key=key),
-        Completion(ids=whole[1], text="", cut_off=True, key=key),
-        Completion(ids=whole[1][:6], text="", cut_off=False, key=key),
-        Completion(ids=whole[2], text="", cut_off=False, key=key),
+        Completion(ids=whole[0], text="", truncated=False, key=key),
+        Completion(ids=whole[1], text="", truncated=True, key=key),
+        Completion(ids=whole[1][:6], text="", truncated=False, key=key),
+        Completion(ids=whole[2], text="", truncated=False, key=key),
     ]
-    images = CodesRenderer(editor, rows=1)([tasks()[0]] * 4, Said(outputs))
+    images = CodesDecoder(editor, batch=1)([tasks()[0]] * 4, Said(outputs))
     assert [image is None for image in images] == [False, True, True, False]
     expected = editor.decode_codes(codes[[0, 2]])
     assert [images[0].tobytes(), images[3].tobytes()] == [image.tobytes() for image in expected]
-    assert isinstance(editor, CodesModel)
+    assert isinstance(editor, DecodesCodes)
 
 
 def test_the_renderer_keeps_the_contract(editor):
@@ -191,7 +191,7 @@ def test_the_renderer_keeps_the_contract(editor):
     longest = len(editor.words.header(height, width)) + height * (width + 1) + 3
     policy = tiny_writing.policy(writer=editor, sampling={"max_new_tokens": longest})
     batch = tiny_writing.batch(tasks())
-    check_renderer(CodesRenderer(editor), [batch.tasks[k] for k in batch.group], policy.rollout(batch))
+    check_renderer(CodesDecoder(editor), [batch.tasks[k] for k in batch.group], policy.rollout(batch))
 
 
 def test_what_cannot_be_is_said(editor):

@@ -21,7 +21,7 @@ from transformers import (
 import tiny_encoders
 import tiny_models
 from retouch.memory.ip_adapter import adapter_counts, vision_part
-from retouch.memory.sizes import image_encoder, model_in, parameter_count
+from retouch.memory.sizes import image_encoder, parameter_count
 from retouch.models.common.guidance import Guided
 from retouch.models.flux.fill import FluxFill
 from retouch.models.flux.model import Flux
@@ -30,6 +30,7 @@ from retouch.models.ip_adapter import files as ip_adapter_files
 from retouch.models.ip_adapter.image_encoder import ImageEncoder, embed_width
 from retouch.models.ip_adapter.reference_model import ReferenceModel
 from retouch.models.ip_adapter.section import IpAdapter
+from retouch.models.language import read_description
 from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.testing.models import check_model
 from retouch.types import Conditioning, Task
@@ -149,7 +150,7 @@ def test_of_two_towers_it_takes_the_one_that_sees(encoders, name, kind):
 @pytest.mark.parametrize("name", ["clip", "siglip", "two-clip", "two-siglip"])
 @pytest.mark.parametrize("form", [SMALL, LARGE])
 def test_its_size_is_known_before_it_is_loaded(encoders, name, form):
-    described = vision_part(model_in(encoders / name))
+    described = vision_part(read_description(encoders / name))
     assert parameter_count(described) == sum(weight.numel() for weight in encoder(encoders, name).model.parameters())
     transformer = tiny_models.flux_transformer()
     part = {"class": "FluxTransformer2DModel", "config": dict(transformer.config)}

@@ -14,7 +14,7 @@ from retouch.models.janus.load import JanusFromFolder
 from retouch.models.janus.model import BEGIN, TEMPLATE, JanusDrawing, JanusPainter
 from retouch.objectives.cross_entropy import CrossEntropy
 from retouch.protocols import AutoregressiveModel, Grammar
-from retouch.renderers.codes import CodesModel, CodesRenderer
+from retouch.renderers.decoders import CodesDecoder, DecodesCodes
 from retouch.testing import check_policy, check_renderer
 from retouch.types import Kind, Minibatch, Needs, Slice, Task
 from tiny_janus import CODES, SIDE
@@ -70,7 +70,7 @@ def test_a_prompt_is_the_dialogue_before_a_picture():
     words = model.tokenizer
     assert words.decode(prompts.ids[2][prompts.mask[2]]) == words.bos_token + TEMPLATE.format("two blue cats") + BEGIN
     assert isinstance(model, AutoregressiveModel)
-    assert isinstance(model, CodesModel)
+    assert isinstance(model, DecodesCodes)
     assert isinstance(model.grammar, Grammar)
     with pytest.raises(ValueError, match="from words alone"):
         model.encode([tiny_models.task("edit", "x", tiny_models.picture(0, 8, 8))])
@@ -89,7 +89,7 @@ def test_the_policy_keeps_the_contract(train, sampling):
     assert set(trajectory.kind[trajectory.mask].tolist()) == {Kind.IMAGE_TOKEN}
     evaluation = made.evaluate(trajectory, Slice(slice(0, 4), slice(0, COUNT + 1)), Needs())
     assert (evaluation.log_ratio[trajectory.mask[:4]].exp() - 1).abs().max() <= 1e-5
-    images = CodesRenderer(made.model)([batch.tasks[k] for k in batch.group], trajectory)
+    images = CodesDecoder(made.model)([batch.tasks[k] for k in batch.group], trajectory)
     assert all(image is not None and image.size == made.model.size for image in images)
 
 
@@ -125,14 +125,14 @@ def test_with_checkpointing_the_gradient_is_the_same():
 def test_a_picture_that_is_cut_off_is_the_policys_fault():
     made = policy(tiny_janus.painter(), max_new_tokens=COUNT)
     trajectory = made.rollout(tiny_writing.batch(tasks()))
-    assert all(written.cut_off for written in trajectory.outputs)
-    assert CodesRenderer(made.model)([tasks()[0]] * 6, trajectory) == [None] * 6
+    assert all(written.truncated for written in trajectory.outputs)
+    assert CodesDecoder(made.model)([tasks()[0]] * 6, trajectory) == [None] * 6
 
 
 def test_the_renderer_keeps_the_contract():
     made = policy(tiny_janus.painter())
     batch = tiny_writing.batch(tasks())
-    check_renderer(CodesRenderer(made.model, rows=2), [batch.tasks[k] for k in batch.group], made.rollout(batch))
+    check_renderer(CodesDecoder(made.model, batch=2), [batch.tasks[k] for k in batch.group], made.rollout(batch))
 
 
 def test_a_folder_is_read_with_its_autoencoder_in_full_precision(tmp_path):

@@ -7,8 +7,8 @@ from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline
 import tiny_editing
 import tiny_models
 import tiny_writers
-from retouch.models.common.encoder import Encoder
 from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
+from retouch.models.qwen_image.encoder import Encoder
 from retouch.models.qwen_image.responses import QwenResponses, writer_for
 
 ODD = (3, 200, 255, 7, 180)  # bytes that are no text: decoded and tokenised again they would be others
@@ -29,8 +29,8 @@ def editor(made):
 
 
 def embeds(editor, tasks, responses):
-    questions = [editor.prepare(task) for task in tasks]
-    return editor.condition(questions, editor.read(questions, responses)).tensors
+    contexts = [editor.prepare(task) for task in tasks]
+    return editor.condition(contexts, editor.encode(contexts, responses)).tensors
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -79,18 +79,18 @@ def test_a_response_stands_in_the_open_turn_as_it_was_sampled(made, editor):
 
 def test_a_row_does_not_see_its_batch(editor):
     tasks, answers = tiny_editing.tasks(), [ODD, (), (65, 66)]
-    questions = [editor.prepare(task) for task in tasks]
-    together = editor.read(questions, answers)
-    for question, answer, row in zip(questions, answers, together, strict=True):
-        (alone,) = editor.read([question], [answer])
+    contexts = [editor.prepare(task) for task in tasks]
+    together = editor.encode(contexts, answers)
+    for context, answer, row in zip(contexts, answers, together, strict=True):
+        (alone,) = editor.encode([context], [answer])
         torch.testing.assert_close(row, alone, atol=1e-6, rtol=0)
 
 
 def test_the_negative_is_the_adapters(editor):
     tasks = tiny_editing.tasks()[:2]
     theirs = editor.model.encode_negative(tasks).tensors
-    questions = [editor.prepare(task) for task in tasks]
-    ours = editor.condition(questions, editor.read_negative(tasks)).tensors
+    contexts = [editor.prepare(task) for task in tasks]
+    ours = editor.condition(contexts, editor.encode_negative(tasks)).tensors
     for name in theirs:
         torch.testing.assert_close(ours[name], theirs[name], atol=1e-6, rtol=0)
 
@@ -100,11 +100,11 @@ def test_the_policys_encoder_moves_with_it_and_its_negative_does_not(made):
     policy = tiny_editing.policy(editor)
     reader, task = QwenResponses(editor, tiny_editing.policys_own(policy)), tiny_editing.tasks()[0]
     with policy.copies.using("reference"):
-        published = reader.read([reader.prepare(task)], [ODD])[0]
-        negative = reader.read_negative([task])[0]
-    moved = reader.read([reader.prepare(task)], [ODD])[0]
+        published = reader.encode([reader.prepare(task)], [ODD])[0]
+        negative = reader.encode_negative([task])[0]
+    moved = reader.encode([reader.prepare(task)], [ODD])[0]
     assert (moved - published).abs().max() > 1e-2
-    assert torch.equal(reader.read_negative([task])[0], negative)
+    assert torch.equal(reader.encode_negative([task])[0], negative)
 
 
 @pytest.mark.parametrize("cls", [QwenImageEdit, QwenImageEditPlus])
@@ -118,26 +118,26 @@ def test_a_writer_reads_what_stands_before_its_response(made, cls):
         else (tiny_models.picture(0, 40, 56), tiny_models.picture(1, 64, 32))
     )
     task = tiny_models.task("a", "make it red", *images)
-    prompts, question = writer.encode([task]), reader.prepare(task)
-    assert torch.equal(prompts.ids, question.prepared.tokens["input_ids"])
+    prompts, context = writer.encode([task]), reader.prepare(task)
+    assert torch.equal(prompts.ids, context.prepared.tokens["input_ids"])
     # The states that its tokens were drawn from are among those that condition the picture.
     ids = torch.tensor([[*ODD, 0]])
     with torch.no_grad():
         drawn_from = writer.states(module, prompts, ids, torch.ones_like(ids, dtype=torch.bool))[0]
-    (states,) = reader.read([question], [ODD])
+    (states,) = reader.encode([context], [ODD])
     torch.testing.assert_close(states[-len(ODD) - 2 : -1], drawn_from, atol=1e-5, rtol=0)
 
 
 def test_what_cannot_be_read(made, editor):
-    question = editor.prepare(tiny_editing.tasks()[0])
+    context = editor.prepare(tiny_editing.tasks()[0])
     image_token = made["text_encoder"].config.image_token_id
-    assert editor.takes(question, ())
-    assert editor.takes(question, (1,) * question.room)
-    assert not editor.takes(question, (1,) * (question.room + 1))
-    assert not editor.takes(question, (1, image_token))
-    assert not editor.takes(question, (len(made["tokenizer"]),))
-    states = torch.zeros(1, question.length - editor.text.prefix + question.room + 1, 32)
-    conditioning = editor.condition([question], list(states))
+    assert editor.accepts(context, ())
+    assert editor.accepts(context, (1,) * context.room)
+    assert not editor.accepts(context, (1,) * (context.room + 1))
+    assert not editor.accepts(context, (1, image_token))
+    assert not editor.accepts(context, (len(made["tokenizer"]),))
+    states = torch.zeros(1, context.length - editor.text.prefix + context.room + 1, 32)
+    conditioning = editor.condition([context], list(states))
     x = editor.model.initial_noise(conditioning, tiny_models.generators(1))
     assert editor.model.velocity(editor.model.module, x, torch.ones(1), conditioning).isfinite().all()
 

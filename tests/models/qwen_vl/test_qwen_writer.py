@@ -11,10 +11,14 @@ import tiny_models
 import tiny_writers
 from retouch.models.common.chat_template import TURNS, VISION
 from retouch.models.common.latents import fit
+from retouch.models.language import PretrainedLanguageModel
 from retouch.models.qwen_image.text import EDIT, EDIT_PLUS, QwenText
 from retouch.models.qwen_vl.load import load_writer
-from retouch.models.qwen_vl.model import LORA_ALPHA, LORA_RANK, LORA_TARGETS, QwenWriter
+from retouch.models.qwen_vl.model import QwenWriter
+from retouch.recipe.policy import LanguageModelLora
 from retouch.types import Prompts, Task
+
+LORA = LanguageModelLora(kind="lora")
 
 
 class WithoutVideo(Qwen2_5_VLProcessor):
@@ -177,7 +181,7 @@ def test_what_stands_for_pictures_is_never_written(kind):
 @pytest.mark.parametrize("kind", tiny_writers.KINDS)
 def test_the_usual_lora_sits_on_the_language_model(kind):
     module = tiny_writers.module(kind)
-    module.add_adapter(LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=list(LORA_TARGETS)))
+    module.add_adapter(LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules=list(PretrainedLanguageModel.lora_targets)))
     names = [name for name, _ in module.named_parameters() if "lora_" in name]
     assert len(names) == 2 * 4 * 2  # layers, targets, matrices
     assert not any("visual" in name for name in names)

@@ -11,7 +11,6 @@ from diffusers import ZImagePipeline
 import tiny_flux_runs
 import tiny_models
 from published_plans import plan
-from retouch.assembly.image_model import parts_of
 from retouch.assembly.model import lora_targets
 from retouch.assembly.value_head import build_head
 from retouch.doctor.memory import describe, footprint
@@ -24,6 +23,7 @@ from retouch.models.z_image.family import ZImageModel
 from retouch.models.z_image.model import ZImage
 from retouch.objectives.advantages import GAEAdvantage
 from retouch.recipe.recipe import parse
+from retouch.renderers.wrappers import parts_of
 from retouch.session.session import run
 
 PUBLISHED = {"kind": "z-image", "path": "Tongyi-MAI/Z-Image-Turbo", "size": [512, 768], "dtype": "bfloat16"}

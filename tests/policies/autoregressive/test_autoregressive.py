@@ -183,7 +183,7 @@ def test_masked_tokens_have_no_gradient_whatever_stands_there():
 def test_what_was_cut_off_teaches_nothing_where_that_is_wanted():
     batch = tiny_writing.batch(group_size=6)
     plain, masked = (tiny_writing.policy(mask_truncated=how).rollout(batch) for how in (False, True))
-    cut = torch.tensor([written.cut_off for written in plain.outputs])
+    cut = torch.tensor([written.truncated for written in plain.outputs])
     assert 0 < cut.sum() < len(cut)
     assert masked.outputs == plain.outputs
     assert torch.equal(masked.mask, plain.mask & ~cut[:, None])
@@ -206,10 +206,10 @@ def test_outputs_are_the_ids_without_their_end_and_their_text():
     for row, written in enumerate(trajectory.outputs):
         length = int(trajectory.lengths[row])
         last = int(trajectory.ids[row, length - 1])
-        assert written.cut_off == (last not in policy.model.stop)
-        assert list(written.ids) == trajectory.ids[row, : length if written.cut_off else length - 1].tolist()
+        assert written.truncated == (last not in policy.model.stop)
+        assert list(written.ids) == trajectory.ids[row, : length if written.truncated else length - 1].tolist()
         assert written.text == tokenizer.decode(list(written.ids), skip_special_tokens=True)
-    assert {written.cut_off for written in trajectory.outputs} == {True, False}
+    assert {written.truncated for written in trajectory.outputs} == {True, False}
 
 
 def test_trajectories_join_and_part():
@@ -325,7 +325,7 @@ def test_a_completion_that_a_task_brings_is_as_if_it_had_been_written():
     tasks = tuple(replace(task, meta={"completion": text}) for task, text in zip(tiny_writers.tasks(), told, strict=True))
     acted = policy.demonstrate(tiny_writing.batch(tasks))
     assert [written.text for written in acted.outputs] == [text for text in told for _ in range(2)]
-    assert not any(written.cut_off for written in acted.outputs)
+    assert not any(written.truncated for written in acted.outputs)
     assert acted.lengths.tolist() == [len(written.ids) + 1 for written in acted.outputs]
     assert acted.mask.sum(1).tolist() == acted.lengths.tolist()
     measured = policy.evaluate(acted, everything(acted), Needs()).log_probs

@@ -26,7 +26,7 @@ def redness(tasks, trajectory):
     """A picture for each completion, as red as its ids are even; none for one that was cut off."""
     return [
         None
-        if written.cut_off
+        if written.truncated
         else new("RGB", (1, 1), (int(255 * sum(k % 2 == 0 for k in written.ids) / max(len(written.ids), 1)), 255, 0))
         for written in trajectory.outputs
     ]

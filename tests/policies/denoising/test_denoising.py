@@ -10,7 +10,7 @@ import tiny_policies as tiny
 from retouch.core.random import generator
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.protocols import VelocityPolicy
-from retouch.renderers.latents import LatentRenderer
+from retouch.renderers.decoders import LatentRenderer
 from retouch.testing import check_model, check_policy, check_renderer
 from retouch.types import Batch, Kind, Needs, Slice
 

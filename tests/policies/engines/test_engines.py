@@ -16,7 +16,7 @@ import vllm_runner
 from retouch import cli
 from retouch.assembly.assembly import assemble
 from retouch.distributed.ranks import Ranks
-from retouch.doctor.engine import check_engines
+from retouch.doctor.checks import check_engines
 from retouch.models.emu3.load import language_model
 from retouch.policies.autoregressive.rollout import EngineFault
 from retouch.policies.engines import vllm

@@ -6,7 +6,6 @@ during an evaluation, in which ranks call it more or less often.
 """
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,8 +13,6 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
 from retouch.models.common.preallocated_cache import roomy
-
-Attention: TypeAlias = Literal["sdpa", "flash_attention_2", "eager"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

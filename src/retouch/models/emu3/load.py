@@ -22,9 +22,9 @@ from transformers import (
 )
 from transformers.models.emu3.configuration_emu3 import Emu3VQVAEConfig
 
-from retouch.models.common.causal import Attention
 from retouch.models.common.folders import LOCAL
 from retouch.models.emu3.model import Emu3Editor
+from retouch.models.language import Attention
 
 KEYS = (
     (r"\.(q|k|v)\.(weight|bias)$", r".\1_proj.\2"),

@@ -22,7 +22,6 @@ DRAW = "<|image start|>"
 THINK = " Let's think step by step. <|start thinking|>"
 END_OF_THOUGHT = "<|end thinking|>"
 THOUGHT = Codes.THOUGHT
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class Emu3Editor(CausalText):

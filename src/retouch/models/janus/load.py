@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import AutoTokenizer, JanusForConditionalGeneration
 from transformers.models.janus.modeling_janus import JanusVQVAE
 
-from retouch.models.common.causal import Attention
 from retouch.models.common.folders import LOCAL
 from retouch.models.janus.model import JanusDrawing, JanusPainter
+from retouch.models.language import Attention
 
 _AUTOENCODER = "model.vqmodel."
 

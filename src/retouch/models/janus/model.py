@@ -24,7 +24,6 @@ from retouch.types import Kind, Prompts, Task
 
 TEMPLATE = "<|User|>: {}\n\n<|Assistant|>:"
 BEGIN = "<begin_of_image>"
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class JanusDrawing(JanusPreTrainedModel):

@@ -9,6 +9,8 @@ from retouch.models.base import Described, DiffusersModel, ImageBatch, Part, Tak
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from retouch.protocols import AutoregressiveModel, DenoisingModel
+
 
 class QwenImageFamily(DiffusersModel):
     """What Qwen-Image and its editing models have in common."""
@@ -57,6 +59,34 @@ class QwenImageModel(QwenImageFamily):
 
 class QwenImageEditor(QwenImageFamily):
     """What Qwen-Image's editing models have in common."""
+
+    def writer_for(self, editor: DenoisingModel, writer: AutoregressiveModel) -> AutoregressiveModel:
+        from retouch.models.qwen_image.edit import QwenImageEdit
+        from retouch.models.qwen_image.responses import writer_for
+        from retouch.models.qwen_vl.model import QwenWriter
+
+        assert isinstance(editor, QwenImageEdit)
+        assert isinstance(writer, QwenWriter), "the recipe's checks ensure it"
+        if writer.template.tokenizer.get_vocab() != editor.text.tokenizer.get_vocab():
+            raise ValueError("policy.model: its tokenizer is another than that of the editor, which could not read its ids")
+        made: Any = writer_for(editor, writer.module, gradient_checkpointing=writer.gradient_checkpointing)
+        same_prompts: AutoregressiveModel = made
+        return same_prompts
+
+    def share_encoder(self, editor: DenoisingModel, writer: nn.Module, *, policy_encodes: bool, base_frozen: bool) -> None:
+        from retouch.models.qwen_image.edit import QwenImageEdit
+        from retouch.models.qwen_image.encoder import share_encoder
+
+        assert isinstance(editor, QwenImageEdit)
+        share_encoder(editor, writer, policy_encodes=policy_encodes, base_frozen=base_frozen)
+
+    def response_editor(self, editor: DenoisingModel, writer: nn.Module, **options: Any) -> Any:
+        from retouch.models.qwen_image.edit import QwenImageEdit
+        from retouch.models.qwen_image.encoder import encoder_for
+        from retouch.models.qwen_image.responses import QwenResponses
+
+        assert isinstance(editor, QwenImageEdit)
+        return QwenResponses(editor, encoder_for(editor, writer, **options))
 
     def condition_tokens(self, described: Described) -> int:
         area: int = self.adapter_class().CONDITION_AREA

@@ -1,8 +1,8 @@
-"""Qwen-Image-Edit and Edit-Plus conditioned on more than an instruction: on what a writer answered to it.
+"""Qwen-Image-Edit and Edit-Plus conditioned on an instruction and a language model's response to it.
 
-The encoder reads the pipeline's template with the task in it, which ends in an open assistant turn, then a response's ids as they
-were sampled, then the token that closes the turn. An empty response adds nothing, not even that token. The template's beginning is
-dropped as the pipeline drops it, so the image model sees [user, pictures, instruction, assistant, response].
+The encoder reads the pipeline's template with the task in it, which ends in an open assistant turn, then the response's ids as they
+were sampled, then the token that closes the turn. An empty response adds nothing, not even that token. The beginning of the
+template is dropped as in the pipeline, so the image model sees [user, images, instruction, assistant, response].
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from retouch.models.common.chat_template import VISION, Tokens
-from retouch.models.common.encoder import Encoder
 from retouch.models.common.frozen import evaluating
 from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
+from retouch.models.qwen_image.encoder import Encoder
 from retouch.models.qwen_image.flow import Prepared
 from retouch.models.qwen_image.text import QwenText
 from retouch.models.qwen_vl.model import STOP, QwenWriter, Reader
@@ -27,15 +27,15 @@ CLOSING = "<|im_end|>"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Question:
-    """A task as it stands before a response: its tokens, source latents and sizes, and the most ids that may follow."""
+class QwenContext:
+    """A task before a response: its tokens, source latents and sizes, and ``room``, the most ids of a response."""
 
     prepared: Prepared
     room: int
 
     @property
     def size(self) -> tuple[tuple[int, int, int], ...]:
-        """The output's and the sources' sizes; questions of one size can be drawn together."""
+        """Sizes of the output and the sources in tokens; contexts of one size can be sampled in one batch."""
         grids: tuple[tuple[int, int, int], ...] = self.prepared.shared["grids"]
         return grids
 
@@ -46,10 +46,10 @@ class Question:
 
 
 class QwenResponses:
-    """An editor whose embeddings of a task go on into a response (implements ``retouch.renderers.responses.ResponseEditor``).
+    """An editor that is conditioned on a task and a response (implements ``retouch.renderers.responses.ResponseEditor``).
 
-    ``encoder`` reads in the place of the editor's own text encoder, with the editor's tokenizer, template and sizes; its states are
-    those of the last layer after the final norm. The autoencoder is frozen by this.
+    ``encoder`` replaces the editor's own text encoder and reads with the editor's tokenizer, template and sizes; its states are
+    those of the last layer after the final norm. This freezes the autoencoder.
     """
 
     def __init__(self, editor: QwenImageEdit, encoder: Encoder) -> None:
@@ -64,8 +64,8 @@ class QwenResponses:
         self._vocabulary: int = encoder.module.get_input_embeddings().weight.shape[0]
         self._pictures = {config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id}
 
-    def prepare(self, task: Task) -> Question:
-        """Everything about a task that a response does not change. ValueError where it leaves no room for one."""
+    def prepare(self, task: Task) -> QwenContext:
+        """Everything about a task that does not depend on the response. ValueError if the task leaves no room for one."""
         with torch.no_grad():
             prepared = self.model.prepare([task])
         positions: Any = self.model.module.get_submodule("pos_embed")
@@ -78,31 +78,36 @@ class QwenResponses:
                 f"the {length} tokens of task {task.id!r} fill the transformer's {table} rotary positions; "
                 "shorten its instruction, or shrink its pictures"
             )
-        return Question(prepared, room)
+        return QwenContext(prepared, room)
 
-    def takes(self, question: Question, response: Sequence[int]) -> bool:
-        """Whether these ids can be read: known to the encoder, none that stands for a picture, no more than fit."""
-        return len(response) <= question.room and all(0 <= k < self._vocabulary and k not in self._pictures for k in response)
+    def accepts(self, context: QwenContext, response: Sequence[int]) -> bool:
+        """Whether these ids can be encoded: known to the encoder, no image token among them, and no more than fit."""
+        return len(response) <= context.room and all(0 <= k < self._vocabulary and k not in self._pictures for k in response)
 
-    def read(self, questions: Sequence[Question], responses: Sequence[Sequence[int]]) -> list[Float[Tensor, "_ d"]]:
-        """Embeddings of each question with its response, in one forward of the encoder; sizes and lengths may differ."""
-        return self._embed([_extended(q.prepared.tokens, r, self._closing) for q, r in zip(questions, responses, strict=True)])
+    def encode(self, contexts: Sequence[QwenContext], responses: Sequence[Sequence[int]]) -> list[Float[Tensor, "_ d"]]:
+        """The embeddings of each context with its response, in one forward of the encoder; sizes and lengths may differ."""
+        return self._embed(
+            [
+                _extended(context.prepared.tokens, response, self._closing)
+                for context, response in zip(contexts, responses, strict=True)
+            ]
+        )
 
-    def read_negative(self, tasks: Sequence[Task]) -> list[Float[Tensor, "_ d"]]:
+    def encode_negative(self, tasks: Sequence[Task]) -> list[Float[Tensor, "_ d"]]:
         """The pipeline's own negative branch: the same pictures with the instruction " ", under the published weights."""
         tokens = [self.model.tokenise([task], instructions=[" "]) for task in tasks]
         with self.encoder.published():
             return self._embed(tokens)
 
-    def condition(self, questions: Sequence[Question], states: Sequence[Float[Tensor, "_ d"]]) -> Conditioning:
-        """Questions of one size as a conditioning, padded on the right, on the transformer's device."""
-        shared = questions[0].prepared.shared
-        assert all(question.size == questions[0].size for question in questions)
+    def condition(self, contexts: Sequence[QwenContext], states: Sequence[Float[Tensor, "_ d"]]) -> Conditioning:
+        """Contexts of one size as a conditioning, padded on the right, on the transformer's device."""
+        shared = contexts[0].prepared.shared
+        assert all(context.size == contexts[0].size for context in contexts)
         device = next(self.model.module.parameters()).device
         lengths = torch.tensor([len(row) for row in states], device=device)
         embeds = pad_sequence([row.to(device) for row in states], batch_first=True)
         mask = torch.arange(embeds.shape[1], device=device) < lengths[:, None]
-        source = [question.prepared.source.to(device) for question in questions if question.prepared.source is not None]
+        source = [context.prepared.source.to(device) for context in contexts if context.prepared.source is not None]
         return Conditioning({"embeds": embeds, "mask": mask, "source": torch.cat(source)}, frozenset({"embeds", "mask"}), shared)
 
     def _embed(self, rows: Sequence[Tokens]) -> list[Float[Tensor, "_ d"]]:
@@ -115,9 +120,9 @@ class QwenResponses:
 def writer_for(
     editor: QwenImageEdit, module: Reader, *, stop: Sequence[str] = STOP, gradient_checkpointing: bool = False
 ) -> QwenWriter:
-    """A writer that reads a task exactly as ``QwenResponses`` does before a response: same template, pictures and tokenizer.
+    """A writer whose prompts are exactly what ``QwenResponses`` reads before a response: same template, images and tokenizer.
 
-    So a response is read in the context that it was written in.
+    So a response is encoded in the context in which it was sampled.
     """
     words = editor.text
     return QwenWriter(
@@ -133,7 +138,7 @@ def writer_for(
 
 
 def _extended(tokens: Tokens, response: Sequence[int], closing: int) -> Tokens:
-    """One row's tokens, with the response and the end of its turn where there is one."""
+    """One row's tokens, with the response and the end of its turn, if there is a response."""
     ids = tokens["input_ids"]
     more = ids.new_tensor([[*response, closing]] if len(response) else [[]])
     return {**tokens, "input_ids": torch.cat([ids, more], dim=1)}

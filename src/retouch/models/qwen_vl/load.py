@@ -17,9 +17,9 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from retouch.models.common.causal import Attention
 from retouch.models.common.chat_template import VISION
 from retouch.models.common.latents import Area
+from retouch.models.language import Attention
 from retouch.models.qwen_vl.model import STOP, QwenWriter, Reader
 
 CLASSES: dict[str, Any] = {

@@ -29,8 +29,6 @@ from retouch.models.common.text_grammar import WithoutVision
 from retouch.models.qwen_vl import vision as qwen_sight
 from retouch.types import Prompts, Task
 
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")  # of the language model alone: the vision towers name theirs otherwise
-LORA_RANK, LORA_ALPHA = 32, 64
 STOP = ("<|im_end|>", "<|endoftext|>")
 Reader: TypeAlias = Qwen2VLForConditionalGeneration | Qwen2_5_VLForConditionalGeneration | Qwen3VLForConditionalGeneration
 Speaker: TypeAlias = Qwen2ForCausalLM | Qwen3ForCausalLM

@@ -1,0 +1,123 @@
+"""Emu3 in a recipe, as a policy that reads and generates images as tokens."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from retouch.config.section import Pixels
+from retouch.models.base import INSTRUCTION_TOKENS, Described, Size, Takes
+from retouch.models.language import PretrainedLanguageModel, TokenKind
+
+if TYPE_CHECKING:
+    import torch
+
+    from retouch.protocols import AutoregressiveModel
+
+_FORM_TOKENS = 16
+"""Tokens of a prompt that are neither codes nor text: those that begin and end an image, and its size."""
+
+
+class Emu3Family(PretrainedLanguageModel):
+    """What Emu3 and the playground's small one have in common."""
+
+    think: bool = False
+    """Let text come before the image ("Let's think step by step")."""
+    grammar: bool = True
+    """Only complete images of the model's size can be generated; false leaves the form to the model, and a malformed image is the
+    policy's own fault: the reward's minimum."""
+
+    takes = Takes(images=(1, 1))
+
+    @property
+    def token_kinds(self) -> frozenset[TokenKind]:
+        return frozenset({"text", "vision"} if self.think else {"vision"})
+
+    @property
+    def image_grammar(self) -> bool:
+        return self.grammar
+
+    def load(
+        self, folder: Path, *, tokenizer: Path, autoencoder: Path, device: torch.device, **options: Any
+    ) -> AutoregressiveModel:
+        """The model in local folders. ``options``: of ``load_emu3``."""
+        from retouch.models.emu3.load import load_emu3
+        from retouch.models.emu3.model import DRAW, THINK
+
+        editor: AutoregressiveModel = load_emu3(
+            folder,
+            tokenizer=tokenizer,
+            autoencoder=autoencoder,
+            size=self.planned_size,
+            prefill=THINK if self.think else DRAW,
+            grammar=self.grammar,
+            dtype=self.torch_dtype,
+            device=device,
+            attention=self.attention,
+            **options,
+        )
+        return editor
+
+    def describe_parts(self, folder: Path | None, autoencoder: Path | None) -> Described:
+        """``writer`` and ``autoencoder`` as their folders say; as published if one of them is not on this machine."""
+        from retouch.models.emu3.load import parts_of_emu3
+
+        if folder is None or autoencoder is None:
+            parts: Described = json.loads((files("retouch.models.emu3") / "emu3.json").read_text(encoding="utf-8"))["parts"]
+            return parts
+        return parts_of_emu3(folder, autoencoder=autoencoder)
+
+    def prompt_tokens(self, described: Described, *, image_tokens: int) -> int:
+        side = 2 ** (len(described["autoencoder"]["config"]["channel_multiplier"]) - 1)
+        height, width = self.planned_size[0] // side, self.planned_size[1] // side
+        return height * (width + 1) + _FORM_TOKENS + INSTRUCTION_TOKENS
+
+    @property
+    def vocabularies(self) -> int:
+        return 2
+
+
+class Emu3Model(Emu3Family):
+    """Emu3 as an editor (EARL): it reads the source image as tokens, and generates the edited one as tokens."""
+
+    kind: Literal["emu3"] = "emu3"
+    path: str
+    """Folder or Hugging Face id of the model, in transformers' layout or in the original one (BAAI's, EARL's checkpoints)."""
+    tokenizer: str | None = None
+    """Folder or id of the tokenizer; null takes the model's. The original is code and is not run: Emu3-community/Emu3-Gen-hf."""
+    autoencoder: str | None = None
+    """Folder or id of the autoencoder, which the original layout has apart: BAAI/Emu3-VisionTokenizer. Its codes are computed in
+    fp32, whatever the dtype."""
+    size: Pixels = (256, 256)
+    """Height and width of its images in pixels."""
+
+    def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
+        from retouch.models.common.pretrained import fetch_writer
+
+        folder = self.fetch_weights()
+        return self.load(
+            folder,
+            tokenizer=folder if self.tokenizer is None else fetch_writer(self.tokenizer),
+            autoencoder=folder if self.autoencoder is None else fetch_writer(self.autoencoder),
+            device=device,
+            gradient_checkpointing=gradient_checkpointing,
+        )
+
+    def find_weights(self) -> tuple[Path | None, bool]:
+        from retouch.models.common.pretrained import find_writer
+
+        folder = find_writer(self.path)
+        others = [find_writer(path) for path in (self.tokenizer, self.autoencoder) if path is not None]
+        return folder, folder is not None and None not in others
+
+    def describe(self) -> Described:
+        from retouch.models.common.pretrained import find_writer
+
+        folder = find_writer(self.path)
+        return self.describe_parts(folder, folder if self.autoencoder is None else find_writer(self.autoencoder))
+
+    @property
+    def planned_size(self) -> Size:
+        return self.size

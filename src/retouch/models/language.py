@@ -1,0 +1,201 @@
+"""The recipe's section of a language model that is trained as a policy, and what shared code asks of its family.
+
+Recipes are read without torch, so this module and every ``family.py`` import it inside the methods that compute. A model is
+*described* part by part, ``{"writer": {"class": ..., "config": ...}, ...}``, so that its memory can be planned before any weight is
+loaded; ``writer`` is the language model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import Field, JsonValue
+
+from retouch.config.imports import build_class
+from retouch.config.section import ClassPath, Section
+from retouch.models.base import INSTRUCTION_TOKENS, Described, Dtype, Size, Takes
+
+if TYPE_CHECKING:
+    import torch
+
+    from retouch.protocols import AutoregressiveModel
+
+Attention: TypeAlias = Literal["sdpa", "flash_attention_2", "eager"]
+TokenKind: TypeAlias = Literal["text", "vision"]
+TEMPLATE_TOKENS = 128
+"""Tokens that a chat template is planned with."""
+
+
+class LanguageModel(Section):
+    """Base of the language models that a recipe can train, built in or your own: override ``build``.
+
+    A class that derives from this one alone is opaque: its memory is not planned, and a LoRA must name its targets. A model in
+    transformers' layout derives from ``PretrainedLanguageModel``.
+    """
+
+    kind: str = "import"
+
+    takes: ClassVar[Takes | None] = None
+    """What a model of image tokens reads of a task; None if it is not checked before the run."""
+    lora_targets: ClassVar[tuple[str, ...]] = ()
+    """The linear layers that get an adapter if the recipe names none, as endings of their names; empty: the recipe must."""
+    pipeline: ClassVar[None] = None
+    """No class of diffusers loads a LoRA of it."""
+
+    def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
+        """The model with frozen weights. Downloads what is not on this machine.
+
+        ``gradient_checkpointing``: updates recompute activations in the backward pass. Raises ValueError if its folder contains
+        something else.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no build")
+
+    @property
+    def token_kinds(self) -> frozenset[TokenKind] | None:
+        """Kinds of tokens that it generates; None if only the model itself knows."""
+        return None
+
+    @property
+    def uses_image_tokens(self) -> bool | None:
+        """Whether it reads and generates images as tokens; None if only the model itself knows."""
+        return None if self.token_kinds is None else "vision" in self.token_kinds
+
+    @property
+    def image_grammar(self) -> bool:
+        """Whether it generates image tokens under a grammar, so that every image is complete."""
+        return False
+
+    def editor_problems(self) -> Iterator[str]:
+        """Why it cannot be used before an image editor that reads its responses (``renderer.kind: response``)."""
+        yield (
+            f"policy.model.kind: an editor reads a writer's ids in its own tokens and pictures, so {self.kind} cannot stand before "
+            "one; take qwen-vl, or renderer.kind prompt"
+        )
+
+    def prompt_problems(self) -> Iterator[str]:
+        """Why it cannot write prompts for a text-to-image model (``renderer.kind: prompt``)."""
+        yield from ()
+
+    def find_weights(self) -> tuple[Path | None, bool]:
+        """The folder of its weights, if it has one here, and whether all of them are on this machine. Does not use the network.
+
+        Raises ValueError for a path that can be neither a folder nor a Hugging Face id.
+        """
+        return None, True
+
+    @property
+    def source(self) -> str:
+        """What messages call its weights."""
+        return f"{type(self).__module__}:{type(self).__qualname__}"
+
+    @property
+    def base_model(self) -> str | None:
+        """Folder or Hugging Face id of the weights, which a server must have too; None if it is not known."""
+        return None
+
+    def describe(self) -> Described | None:
+        """Its parts; None if its size is not known before it is loaded. Raises ValueError for a folder that has no such model."""
+        return None
+
+
+class ImportedLanguageModel(LanguageModel):
+    """A model adapter of your own (``retouch.protocols.AutoregressiveModel``)."""
+
+    kind: Literal["import"] = "import"
+    class_: ClassPath = Field(alias="class")
+    """The class, as ``package.module:Class``."""
+    args: dict[str, JsonValue] = Field(default={})
+    """Keyword arguments of its constructor, or the fields of a class derived from ``retouch.models.language.LanguageModel``."""
+
+    def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
+        model: AutoregressiveModel = build_class(self.class_, self.args, device=device)
+        return model
+
+    @property
+    def source(self) -> str:
+        return self.class_
+
+
+class PretrainedLanguageModel(LanguageModel):
+    """A model in transformers' layout."""
+
+    path: str
+    """Folder or Hugging Face id of the model."""
+    dtype: Dtype = "bfloat16"
+    """Type of the frozen weights and of the forward pass; log-probabilities are fp32 in any case."""
+    attention: Attention = "sdpa"
+    """How attention is computed; ``flash_attention_2`` needs the flash-attn package and a GPU."""
+
+    # Of the language model alone: vision towers name theirs otherwise.
+    lora_targets = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+    @property
+    def token_kinds(self) -> frozenset[TokenKind]:
+        return frozenset({"text"})
+
+    @property
+    def source(self) -> str:
+        return self.path
+
+    @property
+    def base_model(self) -> str | None:
+        return self.path
+
+    def find_weights(self) -> tuple[Path | None, bool]:
+        from retouch.models.common.pretrained import find_writer
+
+        folder = find_writer(self.path)
+        return folder, folder is not None
+
+    def fetch_weights(self) -> Path:
+        """The folder of its weights, downloaded if necessary. Raises ValueError if that fails."""
+        from retouch.models.common.pretrained import fetch_writer
+
+        return fetch_writer(self.path)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    def describe(self) -> Described | None:
+        folder, _ = self.find_weights()
+        part = published_language_model(self.path) if folder is None else read_description(folder)
+        return None if part is None else {"writer": part}
+
+    # What a plan of its memory asks
+
+    def prompt_tokens(self, described: Described, *, image_tokens: int) -> int:
+        """Most tokens of a prompt. ``image_tokens``: of a source image, if the model reads it before an editor."""
+        return TEMPLATE_TOKENS + INSTRUCTION_TOKENS + image_tokens
+
+    @property
+    def vocabularies(self) -> int:
+        """Vocabularies of its grammar."""
+        return 1
+
+    @property
+    def planned_size(self) -> Size:
+        """(height, width) in px of the images that a model of image tokens reads and generates."""
+        raise NotImplementedError(f"{type(self).__name__} generates no image tokens")
+
+
+def published_language_model(name: str) -> dict[str, Any] | None:
+    """A published language model by its id or the last part of it; None if its configuration is not known."""
+    file = Path(str(files("retouch.models"))) / "configs" / "writers" / f"{name.rpartition('/')[2].lower()}.json"
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """The model in a local transformers folder. Raises ValueError if there is none."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if not config.get("architectures"):
+        raise ValueError(f"{folder} holds no model: no config.json that names its class")
+    return {"class": config["architectures"][0], "config": config}

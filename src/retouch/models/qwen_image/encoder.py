@@ -1,0 +1,100 @@
+"""The encoder that reads a response for the image model: the image model's own, or the policy that wrote the response."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from retouch.models.qwen_image.edit import QwenImageEdit
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoder:
+    """A Qwen2.5-VL that encodes responses, in eval mode and without gradient.
+
+    ``published`` opens a context in which ``module`` has the weights that the image model was trained with; the negative branch of
+    guidance is encoded in it, so that it stays the same during training. ``reading`` opens the context of everything that is
+    encoded.
+    """
+
+    module: Qwen2_5_VLForConditionalGeneration
+    published: Callable[[], AbstractContextManager[None]] = nullcontext
+    reading: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    @classmethod
+    def frozen(cls, module: Qwen2_5_VLForConditionalGeneration) -> "Encoder":
+        """A separate encoder, which this freezes: an image depends on the response alone."""
+        module.requires_grad_(False).eval()
+        return cls(module)
+
+    @classmethod
+    def without_adapter(
+        cls, module: Qwen2_5_VLForConditionalGeneration, *, published: Callable[[], AbstractContextManager[None]]
+    ) -> "Encoder":
+        """A frozen encoder that shares its weights with the policy: the policy's module without its adapter, in ``published``."""
+        return cls(module, published, published)
+
+    @classmethod
+    def policy(
+        cls, module: Qwen2_5_VLForConditionalGeneration, *, published: Callable[[], AbstractContextManager[None]]
+    ) -> "Encoder":
+        """The policy's module with its current weights, so that images change with them.
+
+        ``published``: for example ``functools.partial(copies.using, "reference")``.
+        """
+        return cls(module, published)
+
+
+def encoder_for(
+    editor: QwenImageEdit,
+    writer: nn.Module,
+    *,
+    frozen: bool,
+    guided: bool,
+    published: Callable[[], AbstractContextManager[None]] | None,
+) -> Encoder:
+    """The encoder of responses: the editor's own (``frozen``) or the policy's module ``writer``.
+
+    ``guided``: a negative branch is encoded too. ``published``: opens a context with the policy's weights from before training, if
+    they are kept. Raises ValueError if the editor cannot use the policy's hidden states.
+    """
+    if frozen and editor.text.encoder is not writer:
+        return Encoder.frozen(editor.text.encoder)
+    if not isinstance(writer, Qwen2_5_VLForConditionalGeneration):
+        raise ValueError(f"renderer.encoder: the editor reads states of a Qwen2.5-VL, not of {type(writer).__name__}; take frozen")
+    if writer.get_input_embeddings().weight.shape[1] != editor.module.config.joint_attention_dim:
+        width = editor.module.config.joint_attention_dim
+        raise ValueError(f"renderer.encoder: the editor reads states of width {width}, and the writer has others; take frozen")
+    if not guided and not frozen:
+        return Encoder(writer)
+    assert published is not None, "a negative branch, and a frozen encoder, are read under weights that do not train"
+    return Encoder.without_adapter(writer, published=published) if frozen else Encoder.policy(writer, published=published)
+
+
+def share_encoder(editor: QwenImageEdit, writer: nn.Module, *, policy_encodes: bool, base_frozen: bool) -> None:
+    """Replace the editor's text encoder by the policy's module ``writer`` if that does the same, so that the weights are held once.
+
+    It does if the policy encodes, and if both have the same weights, those of the policy do not train (``base_frozen``: a LoRA),
+    and both compute alike. Call it before anything trains, and before the editor is moved to its device.
+    """
+    if policy_encodes or (base_frozen and _interchangeable(editor.text.encoder, writer)):
+        editor.text.encoder = writer
+
+
+def _interchangeable(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules have the same class, attention and weights (types and values)."""
+    if type(one) is not type(other) or _attention(one) != _attention(other):
+        return False
+    mine, theirs = dict(one.named_parameters()), dict(other.named_parameters())
+    if mine.keys() != theirs.keys():
+        return False
+    return all(
+        tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name].to(tensor.device)) for name, tensor in mine.items()
+    )
+
+
+def _attention(module: nn.Module) -> object:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None)

@@ -1,0 +1,59 @@
+"""Qwen's instruct models in a recipe, as policies that write text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from retouch.config.section import Count
+from retouch.models.language import PretrainedLanguageModel
+
+if TYPE_CHECKING:
+    import torch
+
+    from retouch.protocols import AutoregressiveModel
+
+
+class QwenFamily(PretrainedLanguageModel):
+    """What Qwen's instruct models have in common."""
+
+    def load(self, folder: Path, *, device: torch.device, **options: Any) -> AutoregressiveModel:
+        """The model in a local folder. ``options``: of ``load_writer``; ``template`` defaults to the enhancer's system prompt."""
+        from retouch.models.common.chat_template import TURNS
+        from retouch.models.qwen_vl.load import load_writer
+
+        defaults = {"template": TURNS.format(system=enhancer_system_prompt(), user="{}")}
+        settings = {"dtype": self.torch_dtype, "attention": self.attention, "device": device}
+        writer: AutoregressiveModel = load_writer(folder, **{**settings, **defaults, **options})
+        return writer
+
+
+class QwenLanguageModel(QwenFamily):
+    """A Qwen instruct model: ``qwen-vl`` reads images (Qwen2-VL, Qwen2.5-VL, Qwen3-VL), ``qwen`` does not (Qwen2.5, Qwen3)."""
+
+    kind: Literal["qwen-vl", "qwen"]
+    system: str | None = None
+    """System prompt; null takes the packaged prompt of an enhancer, or before an editor that editor's whole template."""
+    area: Count | None = None
+    """Area in pixels of the images that it reads; null leaves them as they are, or before an editor takes that editor's."""
+
+    def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
+        from retouch.models.common.chat_template import TURNS
+
+        options: dict[str, Any] = {"area": "as_is" if self.area is None else self.area}
+        if self.system is not None:
+            options["template"] = TURNS.format(system=self.system, user="{}")
+        return self.load(self.fetch_weights(), device=device, gradient_checkpointing=gradient_checkpointing, **options)
+
+    def editor_problems(self) -> Iterator[str]:
+        if self.kind == "qwen":
+            yield from super().editor_problems()
+        if self.system is not None or self.area is not None:
+            yield "policy.model.system, policy.model.area: the editor's template and sizes hold for its writer too; leave both out"
+
+
+def enhancer_system_prompt() -> str:
+    """The system prompt of a model that enhances prompts: keep the subject, add style, lighting and technical terms, be concise."""
+    return (files("retouch.models.qwen_vl") / "enhancer.txt").read_text(encoding="utf-8").strip()

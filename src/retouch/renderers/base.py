@@ -1,0 +1,137 @@
+"""The recipe's section of a renderer, which makes images of a policy's completions, and the table of kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
+
+from pydantic import Field
+
+from retouch.config.kinds import Kinds
+from retouch.config.section import Count, Section
+from retouch.models.base import ImageModel
+from retouch.models.kinds import IMAGE_MODELS
+from retouch.models.language import LanguageModel, TokenKind
+
+if TYPE_CHECKING:
+    import torch
+
+    from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer
+
+RENDERERS = Kinds(
+    "renderer",
+    {
+        "response": "retouch.renderers.responses:ResponseRenderer",
+        "prompt": "retouch.renderers.prompts:PromptRenderer",
+        "codes": "retouch.renderers.decoders:CodesRenderer",
+    },
+)
+WeightContext: TypeAlias = "Callable[[], AbstractContextManager[None]]"
+"""Opens a context in which a module computes with other weights."""
+
+
+class RendererSection(Section):
+    """Base of the renderers that a recipe can name, built in or your own: override ``build``.
+
+    Unless it says otherwise, a renderer makes images of text, and has no model besides the policy's.
+    """
+
+    kind: str = "import"
+    batch: Count = 8
+    """Images made at once."""
+
+    reads: ClassVar[TokenKind] = "text"
+    """The kind of tokens that it makes images of."""
+    uses_sources: ClassVar[bool] = True
+    """Whether its image model is given the tasks' source images."""
+    keeps_first_reference: ClassVar[bool] = False
+    """Whether the reference weights must stay those from before the first phase."""
+    loads_on_cpu: ClassVar[bool] = False
+    """Whether its image model is loaded into the CPU's memory before it is moved to its device."""
+
+    @property
+    def image_model(self) -> ImageModel | None:
+        """The image model's section; None if the policy's own model makes the images."""
+        return None
+
+    @property
+    def policy_encodes(self) -> bool:
+        """Whether the policy's current weights encode what the image model reads."""
+        return False
+
+    @property
+    def responses_at_once(self) -> int | None:
+        """Responses that are encoded at once; None if none are."""
+        return None
+
+    @property
+    def weight_copies(self) -> frozenset[str]:
+        """Copies of the policy's weights that it needs."""
+        return frozenset()
+
+    def problems(self, writer: LanguageModel) -> Iterator[str]:
+        """A line for everything that cannot work together with the policy's model, as "key: mistake; what to do"."""
+        yield from ()
+
+    def with_num_steps(self, num_steps: int | None) -> RendererSection:
+        """The renderer with so many denoising steps; unchanged for None, or if it has none."""
+        return self
+
+    def load_writer(self, build_writer: Callable[[], AutoregressiveModel]) -> AutoregressiveModel:
+        """The policy's model alone, with its prompts. ``build_writer``: loads it, on its own device."""
+        return build_writer()
+
+    def load(
+        self, build_writer: Callable[[], AutoregressiveModel], *, device: torch.device, base_frozen: bool
+    ) -> tuple[AutoregressiveModel, DenoisingModel | AutoregressiveModel]:
+        """The policy's model and the model that makes the images, the latter on ``device`` if it is another one.
+
+        ``build_writer``: loads the policy's model, on its own device. ``base_frozen``: its base weights do not train.
+        """
+        writer = build_writer()
+        return writer, writer
+
+    def build(
+        self,
+        image_model: DenoisingModel | AutoregressiveModel,
+        writer: AutoregressiveModel,
+        *,
+        published: WeightContext | None = None,
+        sharded: bool = False,
+    ) -> Renderer:
+        """The renderer of completions (``trajectory.outputs`` of ``retouch.types.Completion``). It freezes the image model.
+
+        ``published``: opens a context with the policy's weights from before training, if they are kept. ``sharded``: the policy's
+        weights are sharded over ranks, so that all ranks must call its model equally often.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no build")
+
+
+class ImageModelRenderer(RendererSection):
+    """What the renderers of text have in common."""
+
+    model: Annotated[ImageModel, IMAGE_MODELS]
+    """The image model, which does not train."""
+    num_steps: Count
+    """Denoising steps of an image; the sampler is deterministic."""
+    guidance_scale: Annotated[float, Field(ge=1.0)] = 1.0
+    """Classifier-free guidance; 1 is none, larger values double the forward passes."""
+    shared_noise: bool = True
+    """All samples of a group start from the same noise, so that their images differ by the completions alone."""
+    cut_off: Literal["draw", "fault"] = "fault"
+    """A completion that is truncated at ``rollout.max_new_tokens`` is drawn, or is the policy's fault: the reward's minimum."""
+    blind: bool = False
+    """A control: make the images without the completions (of the task's own words), so that the reward can teach nothing."""
+
+    @property
+    def image_model(self) -> ImageModel:
+        return self.model
+
+    @property
+    def guided(self) -> bool:
+        """Whether a negative branch is computed too."""
+        return self.guidance_scale > 1
+
+    def with_num_steps(self, num_steps: int | None) -> RendererSection:
+        return self if num_steps is None else self.model_copy(update={"num_steps": num_steps})
