@@ -118,7 +118,7 @@ def test_a_machine_that_is_offline_pushes_nothing(monkeypatch: pytest.MonkeyPatc
     ("change", "says"),
     [
         ({"push": {"repo": "edits"}}, "push.repo"),
-        ({"push": {"repo": REPO}, "sharding": "fsdp2"}, "push: fsdp2"),
+        ({"push": {"repo": REPO}, "sharding": "fsdp2"}, "push: with fsdp2 no rank has the whole weights"),
         ({"checkpoints": {"every": 2, "keep_every": 3}}, "checkpoints.keep_every"),
         ({"checkpoints": {"every": 0, "keep_every": 3}}, "checkpoints.keep_every"),
     ],

@@ -15,6 +15,7 @@ import tiny_flux_runs
 import tiny_models
 from published_plans import plan
 from retouch import cli
+from retouch.assembly.model import lora_targets
 from retouch.data.requirements import RequiredRows, RowRequirements
 from retouch.data.rows import BadRow
 from retouch.data.sources.triplets import TripletRows
