@@ -9,7 +9,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from retouch.protocols import DenoisingModel, Renderer
+from retouch.protocols import Renderer
 from retouch.renderers.sampling import HasCompletions
 from retouch.types import Completion, Task
 
@@ -55,7 +55,7 @@ def on_device(device: torch.device, parts: Sequence[nn.Module]) -> Iterator[None
             table[name] = tensor
 
 
-def parts_of(model: DenoisingModel) -> list[nn.Module]:
+def parts_of(model: Any) -> list[nn.Module]:
     """The modules of an image model. Raises ValueError for a model without a property ``parts``."""
     parts: list[nn.Module] | None = getattr(model, "parts", None)
     if parts is None:
