@@ -37,16 +37,16 @@ PAINTING = (
     ),
     Mutant(
         "a blind renderer hears what was written",
-        "renderers/blind.py",
-        "ids=(), text=task.instruction, cut_off=False",
-        "ids=(), cut_off=False",
+        "renderers/wrappers.py",
+        "ids=(), text=task.instruction, truncated=False",
+        "ids=(), truncated=False",
         "tests/renderers/test_blind.py::test_only_the_keys_of_the_noise_and_the_tasks_own_words_come_through",
     ),
     Mutant(
         "falling back is not told",
         "inference/sampling.py",
-        "acted.outputs[row].text, row in failed)",
-        "acted.outputs[row].text, False)",
+        "completions[row].text, row in failed)",
+        "completions[row].text, False)",
         f"{USING}::test_what_cannot_be_drawn_falls_back_to_the_instruction_and_is_counted",
     ),
     Mutant(

@@ -39,16 +39,16 @@ PLACING = (
     ),
     Mutant(
         "a frozen reader of the writer's own weights reads with what it has learnt",
-        "assembly/writer.py",
-        'published = partial(copies.using, "reference")',
-        "pass",
+        "models/qwen_image/encoder.py",
+        "return Encoder.without_adapter(writer, published=published) if frozen else",
+        "return Encoder.policy(writer, published=published) if frozen else",
         f"{PLACEMENT}::test_a_frozen_encoder_of_the_writers_own_weights_is_held_once",
     ),
     Mutant(
         "the policy's reader is held beside the policy",
-        "assembly/image_model.py",
-        "    editor.text.encoder = writer\n",
-        "    editor.text.encoder = __import__('copy').deepcopy(writer)\n",
+        "models/qwen_image/encoder.py",
+        "        editor.text.encoder = writer\n",
+        "        editor.text.encoder = __import__('copy').deepcopy(writer)\n",
         f"{PLACEMENT}::test_what_is_held_once_has_one_storage",
     ),
     Mutant(

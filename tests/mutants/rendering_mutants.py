@@ -66,15 +66,15 @@ RENDERING = (
     Mutant(
         "a cut-off completion is always drawn",
         "renderers/prompts.py",
-        'None if output.cut_off and self.cut_off == "fault" else answer_in(output.text)',
-        "answer_in(output.text)",
+        'None if completion.truncated and config.cut_off == "fault" else answer_in(completion.text)',
+        "answer_in(completion.text)",
         f"{PROMPTS}::test_cut_off_is_a_fault_where_the_recipe_says_so",
     ),
     Mutant(
         "the task's own prompt is drawn",
         "renderers/prompts.py",
-        "rewritten[row] = replace(task, instruction=prompt, images=())",
-        "rewritten[row] = replace(task, images=())",
+        "enhanced[row] = replace(task, instruction=prompt, images=())",
+        "enhanced[row] = replace(task, images=())",
         f"{PROMPTS}::test_the_pictures_are_the_pipelines",
     ),
     Mutant(

@@ -45,7 +45,7 @@ def describe(recipe: Recipe, folder: Path | None) -> Described | None:
     """
     model = recipe.image_model
     if isinstance(model, LanguageModel):
-        return model.describe()
+        return model.describe(folder)
     if not isinstance(model, DiffusersModel):
         return None
     described = model.published() if folder is None else parts_in(folder, loaded_as=dict(model.loaded_as))

@@ -50,7 +50,8 @@ def check_writing_memory(recipe: Recipe, folder: Path | None, place: Place | Non
     assert isinstance(policy, AutoregressivePolicyKeys)
     try:
         described = describe(recipe, folder)
-        of_policy = policy.model.describe()
+        model = policy.model
+        of_policy = described if recipe.image_model is model else model.describe(model.find_weights()[0])
         written = None if of_policy is None else of_policy["writer"]
         if described is None or written is None:
             of = "the writer" if written is None else "the image model"

@@ -97,8 +97,11 @@ class LanguageModel(Section):
         """Folder or Hugging Face id of the weights, which a server must have too; None if it is not known."""
         return None
 
-    def describe(self) -> Described | None:
-        """Its parts; None if its size is not known before it is loaded. Raises ValueError for a folder that has no such model."""
+    def describe(self, folder: Path | None) -> Described | None:
+        """Its parts, from its ``folder`` or as published (None); None if its size is not known before it is loaded.
+
+        Raises ValueError for a folder that has no such model.
+        """
         return None
 
 
@@ -164,8 +167,7 @@ class PretrainedLanguageModel(LanguageModel):
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
-    def describe(self) -> Described | None:
-        folder, _ = self.find_weights()
+    def describe(self, folder: Path | None) -> Described | None:
         part = published_language_model(self.path) if folder is None else read_description(folder)
         return None if part is None else {"writer": part}
 

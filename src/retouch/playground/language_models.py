@@ -129,5 +129,5 @@ class PlaygroundEmu3(PlaygroundLanguageModel, Emu3Family):
             gradient_checkpointing=gradient_checkpointing,
         )
 
-    def describe(self) -> Described:
-        return self.describe_parts(self.folder, playground_weights("emu3") / "autoencoder")
+    def describe(self, folder: Path | None) -> Described:
+        return self.describe_parts(folder, playground_weights("emu3") / "autoencoder")

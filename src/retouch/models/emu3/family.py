@@ -112,10 +112,9 @@ class Emu3Model(Emu3Family):
         others = [find_writer(path) for path in (self.tokenizer, self.autoencoder) if path is not None]
         return folder, folder is not None and None not in others
 
-    def describe(self) -> Described:
+    def describe(self, folder: Path | None) -> Described:
         from retouch.models.common.pretrained import find_writer
 
-        folder = find_writer(self.path)
         return self.describe_parts(folder, folder if self.autoencoder is None else find_writer(self.autoencoder))
 
     @property
