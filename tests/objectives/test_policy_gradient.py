@@ -8,6 +8,7 @@ from jaxtyping import TypeCheckError
 
 import tiny_policies as tiny
 from retouch.core.ratio_norm import gradient_balance, ratio_norm
+from retouch.objectives.base import Objective, ObjectiveContext
 from retouch.objectives.policy_gradient import Kl, PolicyGradient, check_clip
 from retouch.protocols import SupportsLosses
 from retouch.types import Needs, Slice
@@ -258,3 +259,29 @@ def test_clip_ranges_that_fit_their_reduction_pass():
 def test_clip_ranges_that_do_not_fit_say_what_to_do(reduction, low, high, says):
     with pytest.raises((ValueError, TypeCheckError), match=f"{says}|Type-check"):
         check_clip(reduction, low, high)
+
+
+class Likelihood(Objective):
+    """An objective of one's own that asks for log-probabilities."""
+
+    needs_log_probs = True
+
+
+@pytest.mark.parametrize("stochastic", [True, False])
+def test_an_own_objective_of_log_probabilities_is_refused_where_there_are_none(stochastic):
+    context = ObjectiveContext(
+        objective="objective",
+        rollout="rollout",
+        model="sd3",
+        writes_tokens=False,
+        token_kinds=None,
+        stochastic=stochastic,
+        noise_level=None,
+        reduction="mean",
+        actions=None,
+        microbatch=1,
+        optimizer_steps=1,
+        lora_dropout=None,
+    )
+    said = "rollout.transition.kind: ode has no log-probabilities, which Likelihood needs; take cps or sde"
+    assert list(Likelihood().problems(context)) == ([] if stochastic else [said])

@@ -36,7 +36,7 @@ class _Version(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class ServerInfo:
+class EngineServerInfo:
     """``base``: the base model. ``loads_adapters``: adapters can be loaded at run time. ``takes_ids``: it takes and returns ids."""
 
     version: str
@@ -45,7 +45,7 @@ class ServerInfo:
     takes_ids: bool
 
 
-def query_server(client: Client) -> ServerInfo:
+def query_server(client: Client) -> EngineServerInfo:
     """What the server can do; changes nothing on it. EngineFault if it does not answer as vLLM does."""
     try:
         version = _parse(client.get("/version"), _Version).version
@@ -54,7 +54,7 @@ def query_server(client: Client) -> ServerInfo:
             raise EngineFault(f"{client.url} serves no model")
         # Their empty bodies are refused if the endpoints exist.
         loads = _exists(client, LOAD, {"lora_name": "", "lora_path": ""})
-        return ServerInfo(version, bases[0], loads_adapters=loads, takes_ids=_exists(client, GENERATE, {}))
+        return EngineServerInfo(version, bases[0], loads_adapters=loads, takes_ids=_exists(client, GENERATE, {}))
     except RequestRefused as refused:
         raise EngineFault(f"{client.url} refuses: {refused}") from None
 
