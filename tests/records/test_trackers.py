@@ -49,6 +49,17 @@ def test_a_resumed_run_hides_what_the_killed_one_had_shown(tmp_path: Path) -> No
     assert scalars(folder, "reward/mean") == [(1, -1.0), (2, -1.0), (3, 1.0), (4, 1.0)]
 
 
+def test_runs_resumed_within_one_second_are_read_in_their_order(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    for step in range(1, 4):
+        tracker = open_tensorboard(folder, first_step=step)
+        tracker.log({"reward/mean": float(step)}, step)
+        tracker.close()
+    names = sorted(file.name for file in folder.tensorboard.iterdir())
+    assert len({name.split(".")[3] for name in names}) == 3, "every file has a second of its own"
+    assert scalars(folder, "reward/mean") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
 def test_none_is_left_out_rather_than_shown_as_a_number(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     tracker = open_tensorboard(folder)

@@ -4,8 +4,10 @@ Trackers only display. Everything that the run itself needs is in its folder.
 """
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from accelerate import PartialState
@@ -34,6 +36,7 @@ class TensorBoard:
     """TensorBoard event files in the run's folder. Points at or after ``first_step``, from a killed run, are hidden."""
 
     def __init__(self, folder: RunFolder, *, first_step: int) -> None:
+        _wait_for_a_later_name(folder.tensorboard)
         self._writer = SummaryWriter(str(folder.tensorboard), purge_step=first_step)
 
     def log(self, values: Mapping[str, float | None], step: int) -> None:
@@ -129,6 +132,16 @@ def require_trackers(names: Sequence[TrackerName]) -> None:
 def _require(name: str) -> None:
     if find_spec(name) is None:
         raise ValueError(f"tracker {name!r} is not installed: run `pip install 'retouch[track]'`, or remove it from the recipe")
+
+
+def _wait_for_a_later_name(folder: Path) -> None:
+    """Wait until a new event file sorts after all that exist, at most one second.
+
+    TensorBoard reads event files in the order of their names, which begin with the second of creation. Two files of the same second
+    may be read in the wrong order, and then the points of a killed run hide those of the run that resumed it.
+    """
+    while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+        time.sleep(0.05)
 
 
 def _measured(values: Mapping[str, float | None]) -> dict[str, float]:
