@@ -34,7 +34,7 @@ SHIPPED = {
 DENOISING = (
     "retouch.training.loop",
     "retouch.data.sampler",
-    "retouch.models.common.guidance",
+    "retouch.models.common.wrappers",
     "retouch.models.qwen_image.edit",
     "retouch.objectives.nft",
     "retouch.objectives.policy_gradient",

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from retouch.distributed.stepper import ReplicatedStepper
+from retouch.models.common.pipeline_model import PipelineModel
 from retouch.models.qwen_image.edit import QwenImageEdit
-from retouch.models.sd3.model import SD3
 from retouch.protocols import DenoisingModel
 from retouch.training.loop import Run
 
@@ -118,16 +118,13 @@ class Recorder:
 
 def _networks(model: DenoisingModel) -> list[tuple[nn.Module, str, bool]]:
     """Each network of an adapter, how it is called, and whether that belongs to encoding the task."""
-    if isinstance(model, SD3):
-        vae, encoders = model.vae, model.text.encoders
-    else:
-        assert isinstance(model, QwenImageEdit)
-        vae, encoders = model.latents.vae, [model.text.encoder.model]
+    assert isinstance(model, PipelineModel)
+    encoders = [encoder.model if isinstance(model, QwenImageEdit) else encoder for encoder in model.text.encoders]
     return [
         (model.module, "forward", False),
         *((encoder, "forward", True) for encoder in encoders),
-        (vae, "encode", True),
-        (vae, "decode", False),
+        (model.latents.vae, "encode", True),
+        (model.latents.vae, "decode", False),
     ]
 
 

@@ -15,8 +15,8 @@ FLUX = (
     Mutant(
         "rows and columns change places",
         "models/flux/model.py",
-        "torch.full_like(rows, picture), rows, columns]",
-        "torch.full_like(rows, picture), columns, rows]",
+        "torch.full_like(rows, image), rows, columns]",
+        "torch.full_like(rows, image), columns, rows]",
         f"{_FLUX}::test_walks_with_the_pipeline[True]",
     ),
     Mutant(
@@ -36,13 +36,13 @@ FLUX = (
     Mutant(
         "latents scaled and not shifted",
         "models/common/latents.py",
-        "return (tokens - self.vae.config.shift_factor) * self.vae.config.scaling_factor",
-        "return tokens * self.vae.config.scaling_factor",
+        "return (x - self.vae.config.shift_factor) * self.vae.config.scaling_factor",
+        "return x * self.vae.config.scaling_factor",
         f"{_FLUX}::test_pictures_come_back_from_their_latents",
     ),
     Mutant(
         "the mask of an inpainting is shrunk to the latents",
-        "models/flux/latents.py",
+        "models/flux/fill.py",
         "pack(torch.nn.functional.pixel_unshuffle(mask, self.latent_pixels))",
         "pack(mask[..., :: self.latent_pixels, :: self.latent_pixels].repeat(1, self.latent_pixels**2, 1, 1))",
         f"{_FLUX}::test_the_mask_is_packed_to_the_pipelines_bits",
@@ -64,8 +64,8 @@ FLUX = (
     Mutant(
         "the source lies where the output does",
         "models/flux/kontext.py",
-        "places(other, picture=1)",
-        "places(other)",
+        "positions(source, image=1)",
+        "positions(source)",
         f"{_FLUX}::test_kontext_walks_with_the_pipeline",
     ),
 )

@@ -98,14 +98,14 @@ MUTANTS = (
     ),
     Mutant(
         "guidance in the rollout only",
-        "models/common/guidance.py",
+        "models/common/wrappers.py",
         "return self.combine(positive, negative, self.guidance_scale)",
         "return positive if torch.is_grad_enabled() else self.combine(positive, negative, self.guidance_scale)",
         f"{CONTRACT}[sde-all-3.0]",
     ),
     Mutant(
         "no gradient through the negative branch",
-        "models/common/guidance.py",
+        "models/common/wrappers.py",
         "return self.combine(positive, negative, self.guidance_scale)",
         "return self.combine(positive, negative.detach(), self.guidance_scale)",
         "tests/models/common/test_guidance.py::test_both_branches_have_gradient",

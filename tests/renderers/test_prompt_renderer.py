@@ -46,7 +46,7 @@ def sd3_pipeline(model):
     (first, second), third, (a, b, c) = model.text.clips, model.text.t5, model.text.tokenizers
     return StableDiffusion3Pipeline(
         transformer=model.module,
-        vae=model.vae,
+        vae=model.latents.vae,
         scheduler=FlowMatchEulerDiscreteScheduler(**SHIFT),
         text_encoder=first,
         text_encoder_2=second,
@@ -209,7 +209,7 @@ def test_a_pipeline_keeps_the_contract(acted):
     options = {"guidance_scale": 4.0, "height": SIZE[0], "width": SIZE[1], "max_sequence_length": 80}
     drawn = PipelineTextToImage(sd3_pipeline(model), num_steps=STEPS, options=options)
     check_renderer(PromptSampler(drawn, config(batch=3)), *acted)
-    assert not any(parameter.requires_grad for parameter in model.vae.parameters())
+    assert not any(parameter.requires_grad for parameter in model.latents.vae.parameters())
     with torch.no_grad():
         next(model.module.parameters()).fill_(torch.nan)
     assert PromptSampler(drawn, config())(*acted) == [None] * 6

@@ -8,7 +8,7 @@ import torch
 from retouch.assembly.model import DTYPES
 from retouch.distributed.placement import Placement
 from retouch.models.base import DiffusersModel
-from retouch.models.common.guidance import Guided
+from retouch.models.common.wrappers import Guided
 from retouch.models.ip_adapter.section import IpAdapter
 from retouch.models.train import Lora
 from retouch.policies.autoregressive.policy import AutoregressivePolicy

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from retouch.models.common.wrapper import ModelWrapper
+from retouch.models.common.wrappers import ModelWrapper
 from retouch.models.qwen_image.flow import Prepared, QwenFlow
 from retouch.objectives.supervised import Supervised
 from retouch.policies.denoising.policy import DenoisingPolicy

@@ -143,8 +143,8 @@ def test_kontext_walks_with_the_pipeline(text):
 
 def test_kontext_takes_a_size_that_it_was_trained_at(text):
     model = build(FluxKontext, text)
-    assert model._trained_at(tiny_models.picture(0, 300, 200)) == (1248, 832)
-    assert model._trained_at(tiny_models.picture(0, 64, 64)) == (1024, 1024)
+    assert model.fit(tiny_models.picture(0, 300, 200)) == (1248, 832)
+    assert model.fit(tiny_models.picture(0, 64, 64)) == (1024, 1024)
 
 
 @pytest.mark.parametrize("kind", [Flux, FluxFill, FluxKontext])
@@ -174,7 +174,7 @@ def test_pictures_come_back_from_their_latents(text):
 def test_what_cannot_be_is_said(text):
     fill, kontext = build(FluxFill, text), build(FluxKontext, text)
     whole = masked("one", "blue")
-    with pytest.raises(ValueError, match="1 pictures and no mask"):
+    with pytest.raises(ValueError, match="1 images and no mask"):
         fill.encode([tiny_models.task("x", "blue", whole.images[0])])
     with pytest.raises(ValueError, match="different sizes"):
         fill.encode([whole, masked("two", "blue", size=(24, 24))])
@@ -184,7 +184,7 @@ def test_what_cannot_be_is_said(text):
         build(Flux, text, size=(20, 40))
     with pytest.raises(ValueError, match="shorten it"):
         build(Flux, text, size=(24, 40)).encode([tiny_models.task("x", "blue " * 30)])
-    with pytest.raises(ValueError, match="not told of guidance"):
+    with pytest.raises(ValueError, match="takes no guidance"):
         build(Flux, text, distilled=False, guidance=2.0)
     with pytest.raises(ValueError, match="this one takes 64"):
         FluxFill(

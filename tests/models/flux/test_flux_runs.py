@@ -187,7 +187,7 @@ def test_it_is_used_as_its_user_would(trained: tuple[str, Path], triplets: Path,
     other = sample_target(str(folder), instruction="green", out=tmp_path / "b.png", **given)
     assert first.image.size == tiny_flux_runs.SIZE
     assert ImageChops.difference(first.image, other.image).getbbox() is not None
-    with pytest.raises(ValueError, match="1 pictures and no mask"):
+    with pytest.raises(ValueError, match="1 images and no mask"):
         sample_target(str(folder), instruction="blue", out=tmp_path / "c.png", **{**given, "mask": None})
 
 

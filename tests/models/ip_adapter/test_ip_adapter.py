@@ -22,7 +22,7 @@ import tiny_encoders
 import tiny_models
 from retouch.memory.ip_adapter import adapter_counts, vision_part
 from retouch.memory.sizes import image_encoder, parameter_count
-from retouch.models.common.guidance import Guided
+from retouch.models.common.wrappers import Guided
 from retouch.models.flux.fill import FluxFill
 from retouch.models.flux.model import Flux
 from retouch.models.ip_adapter import adapter as ip_adapter

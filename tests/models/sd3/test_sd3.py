@@ -38,7 +38,7 @@ def pipeline(model):
     pipe = StableDiffusion3Pipeline(
         transformer=model.module,
         scheduler=FlowMatchEulerDiscreteScheduler(**SCHEDULER),
-        vae=model.vae,
+        vae=model.latents.vae,
         text_encoder=encoders[0],
         tokenizer=tokenizers[0],
         text_encoder_2=encoders[1],
@@ -127,7 +127,7 @@ def test_pictures_there_and_back_are_the_autoencoders_own(parts):
     ours = model.decode(model.encode_images(pictures), model.encode(tasks()))
     processor = pipeline(model).image_processor
     with torch.no_grad():
-        pixels = model.vae(processor.preprocess(pictures)).sample
+        pixels = model.latents.vae(processor.preprocess(pictures)).sample
     for mine, theirs in zip(ours, processor.postprocess(pixels), strict=True):
         difference = torch.tensor(list(mine.tobytes())).int() - torch.tensor(list(theirs.tobytes())).int()
         assert mine.size == (32, 32)

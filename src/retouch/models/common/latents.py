@@ -1,15 +1,14 @@
-"""Latents as tokens: what the families whose transformers read 2 x 2 latents as one token have in common.
+"""Images as the latents that transformers read. Most families read 2 x 2 latents as one token.
 
 An image of (height, width) px becomes c latent channels of (height / f, width / f) for an autoencoder of factor f, normalised and
 packed 2 x 2 into tokens: (r, height / 2f * width / 2f, 4c), channel index c * 4 + dy * 2 + dx.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLFlux2
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils.torch_utils import randn_tensor
 from jaxtyping import Float
@@ -37,7 +36,7 @@ def unpack(tokens: Float[Tensor, "r s d"], *, height: int, width: int) -> Float[
 
 
 def fit(image: Image, area: Area) -> Size:
-    """(height, width) that a picture gets: about ``area`` px with its aspect ratio and sides of multiples of 32, or as it is.
+    """(height, width) to resize an image to: about ``area`` px with its aspect ratio and sides of multiples of 32, or as it is.
 
     Source: diffusers' Qwen-Image-Edit pipelines.
     """
@@ -48,59 +47,98 @@ def fit(image: Image, area: Area) -> Size:
     return round(width / ratio / 32) * 32, round(width / 32) * 32
 
 
-class PackedLatents:
-    """Images to packed latents and back, through a frozen autoencoder that shifts and scales its latents (FLUX.1, Z-Image).
+class Latents:
+    """Images to x and back, through a frozen AutoencoderKL; x is its latents (r, c, h, w), shifted and scaled.
 
-    Subclasses replace ``normalise`` and ``denormalise``.
+    ``channels``: of a latent. ``latent_pixels``, ``token_pixels``: side in px of a latent, and of a token of ``token_latents`` x
+    ``token_latents`` of them. Sizes are (height, width) in px. Subclasses replace ``pack`` and ``unpack``, or ``normalise`` and
+    ``denormalise``.
     """
 
-    def __init__(self, vae: AutoencoderKL | AutoencoderKLFlux2) -> None:
+    def __init__(self, vae: Any, *, token_latents: int = 2) -> None:
         self.vae = vae
-        self.channels: int = vae.config.latent_channels
-        self.latent_pixels: int = 2 ** (len(vae.config.block_out_channels) - 1)
-        self.token_pixels: int = 2 * self.latent_pixels
+        self.channels, self.latent_pixels = self.geometry(vae.config)
+        self.token_pixels = token_latents * self.latent_pixels
         self._images = VaeImageProcessor(vae_scale_factor=self.token_pixels)
 
+    @staticmethod
+    def geometry(config: Mapping[str, Any]) -> tuple[int, int]:
+        """Channels of a latent and its side in px, from the autoencoder's configuration."""
+        return config["latent_channels"], 2 ** (len(config["block_out_channels"]) - 1)
+
     def grid(self, size: Size) -> tuple[int, int]:
-        """(height, width) in tokens of a picture of ``size`` px. ValueError where the sides do not divide."""
-        if size[0] % self.token_pixels or size[1] % self.token_pixels or min(size) < self.token_pixels:
+        """(height, width) in tokens. Raises ``ValueError`` for sides that are no multiples of ``token_pixels``."""
+        side = self.token_pixels
+        if size[0] % side or size[1] % side or min(size) < side:
             raise ValueError(
-                f"a picture of {size[0]} x {size[1]} px (height x width) does not divide into tokens of {self.token_pixels} px; "
+                f"an image of {size[0]} x {size[1]} px (height x width) does not divide into tokens of {side} px; "
                 "give sides that are multiples of it"
             )
-        return size[0] // self.token_pixels, size[1] // self.token_pixels
+        return size[0] // side, size[1] // side
 
-    def pixels(self, images: Sequence[Image], size: Size) -> Float[Tensor, "r 3 h w"]:
+    def resize(self, image: Image, size: Size) -> Image:
+        """The image at ``size``, as the pipelines resize (Lanczos)."""
+        return image if (image.height, image.width) == size else self._images.resize(image, *size)
+
+    def pixels(self, images: Sequence[Image], size: Size) -> Float[Tensor, "r k h w"]:
         """-1 to 1, resized as the pipelines resize (Lanczos)."""
         self.grid(size)
         return torch.cat([self._images.preprocess(image, *size) for image in images])
 
-    def encode(self, pixels: Float[Tensor, "r 3 h w"]) -> Float[Tensor, "r s d"]:
-        """Mode of the posterior, packed and normalised, fp32, on the autoencoder's device."""
+    def encode(self, pixels: Float[Tensor, "r k h w"]) -> Float[Tensor, "r ..."]:
+        """Clean x: the mode of the posterior, normalised, fp32, on the autoencoder's device."""
         with evaluating(self.vae):
-            latents = self.vae.encode(pixels.to(self.vae.device, self.vae.dtype)).latent_dist.mode().float()
-        return self.normalise(pack(latents))
+            latents = self.latents_of(pixels.to(self.vae.device, self.vae.dtype)).float()
+        return self.normalise(self.pack(latents))
 
-    def decode(self, tokens: Float[Tensor, "r s d"], size: Size) -> list[Image]:
-        """The images of clean tokens."""
-        height, width = self.grid(size)
-        latents = unpack(self.denormalise(tokens.to(self.vae.device, torch.float32)), height=height, width=width)
+    def decode(self, x: Float[Tensor, "r ..."], size: Size) -> list[Image]:
+        """The images of clean x."""
+        latents = self.unpack(self.denormalise(x.to(self.vae.device, torch.float32)), size)
         with evaluating(self.vae):
-            pixels = self.vae.decode(latents.to(self.vae.dtype)).sample
+            pixels = self.pixels_of(latents.to(self.vae.dtype))
         images: list[Image] = self._images.postprocess(pixels.float())
         return images
 
-    def noise(self, size: Size, generators: Sequence[torch.Generator], device: torch.device | str) -> Float[Tensor, "r s d"]:
-        """Packed noise for images of ``size`` px, a row from each generator, drawn as the pipelines draw it."""
-        height, width = self.grid(size)
-        shape = (1, self.channels, 2 * height, 2 * width)
+    def noise(self, size: Size, generators: Sequence[torch.Generator], device: torch.device | str) -> Float[Tensor, "r ..."]:
+        """x at sigma 1, one row per generator, drawn as the pipelines draw it."""
+        self.grid(size)
+        shape = (1, self.channels, size[0] // self.latent_pixels, size[1] // self.latent_pixels)
         rows = [randn_tensor(shape, generator=generator, device=device, dtype=torch.float32) for generator in generators]
-        return pack(torch.cat(rows))
+        return self.pack(torch.cat(rows))
 
-    def normalise(self, tokens: Float[Tensor, "r s d"]) -> Float[Tensor, "r s d"]:
+    def latents_of(self, pixels: Float[Tensor, "r k h w"]) -> Float[Tensor, "r c y x"]:
+        """The mode of the posterior."""
+        latents: Tensor = self.vae.encode(pixels).latent_dist.mode()
+        return latents
+
+    def pixels_of(self, latents: Float[Tensor, "r c y x"]) -> Float[Tensor, "r k h w"]:
+        """What the autoencoder decodes."""
+        pixels: Tensor = self.vae.decode(latents).sample
+        return pixels
+
+    def pack(self, latents: Float[Tensor, "r c y x"]) -> Float[Tensor, "r ..."]:
+        """From the autoencoder's layout to the transformer's."""
+        return latents
+
+    def unpack(self, x: Float[Tensor, "r ..."], size: Size) -> Float[Tensor, "r c y x"]:
+        """From the transformer's layout to the autoencoder's."""
+        return x
+
+    def normalise(self, x: Float[Tensor, "r ..."]) -> Float[Tensor, "r ..."]:
         """From the autoencoder's scale to the transformer's."""
-        return (tokens - self.vae.config.shift_factor) * self.vae.config.scaling_factor
+        return (x - self.vae.config.shift_factor) * self.vae.config.scaling_factor
 
-    def denormalise(self, tokens: Float[Tensor, "r s d"]) -> Float[Tensor, "r s d"]:
+    def denormalise(self, x: Float[Tensor, "r ..."]) -> Float[Tensor, "r ..."]:
         """From the transformer's scale to the autoencoder's."""
-        return tokens / self.vae.config.scaling_factor + self.vae.config.shift_factor
+        return x / self.vae.config.scaling_factor + self.vae.config.shift_factor
+
+
+class PackedLatents(Latents):
+    """Latents that are packed 2 x 2 into tokens (r, s, 4c)."""
+
+    def pack(self, latents: Float[Tensor, "r c y x"]) -> Float[Tensor, "r s d"]:
+        return pack(latents)
+
+    def unpack(self, x: Float[Tensor, "r s d"], size: Size) -> Float[Tensor, "r c y x"]:
+        height, width = self.grid(size)
+        return unpack(x, height=height, width=width)

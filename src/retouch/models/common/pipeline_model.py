@@ -7,41 +7,13 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from jaxtyping import Float
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from retouch.models.common.latents import Size
-from retouch.models.common.schedule import pipeline_sigmas
+from retouch.models.common.latents import Latents, Size
 from retouch.types import Conditioning, Task
-
-
-@runtime_checkable
-class Latents(Protocol):
-    """Images as x and back, through a frozen autoencoder. Sizes are (height, width) in px."""
-
-    @property
-    def vae(self) -> nn.Module: ...
-
-    def grid(self, size: Size) -> Any:
-        """The size in tokens. Raises ``ValueError`` for sides that do not divide into tokens."""
-        ...
-
-    def pixels(self, images: Sequence[Image], size: Size) -> Float[Tensor, "r c h w"]:
-        """-1 to 1, resized as the pipeline resizes."""
-        ...
-
-    def encode(self, pixels: Float[Tensor, "r c h w"]) -> Float[Tensor, "r s d"]:
-        """Clean x."""
-        ...
-
-    def decode(self, tokens: Float[Tensor, "r s d"], size: Size) -> list[Image]:
-        """RGB images of clean x."""
-        ...
-
-    def noise(self, size: Size, generators: Sequence[torch.Generator], device: torch.device | str) -> Float[Tensor, "r s d"]:
-        """x at sigma 1, one row per generator, drawn as the pipeline draws it."""
-        ...
 
 
 @runtime_checkable
@@ -59,7 +31,7 @@ class PromptEncoder(Protocol):
 
 
 class PipelineModel(ABC):
-    """A ``retouch.protocols.DenoisingModel`` of packed tokens; subclasses give ``condition`` and ``velocity``.
+    """A ``retouch.protocols.DenoisingModel``; subclasses give ``condition`` and ``velocity``.
 
     ``size``: (height, width) of the output in px; None leaves it to ``condition``. ``NEGATIVE``: the negative prompt. Raises
     ``ValueError`` for a size that does not divide into tokens.
@@ -99,8 +71,8 @@ class PipelineModel(ABC):
 
     @abstractmethod
     def velocity(
-        self, module: nn.Module, x: Float[Tensor, "r s d"], sigma: Float[Tensor, " r"], conditioning: Conditioning
-    ) -> Float[Tensor, "r s d"]: ...
+        self, module: nn.Module, x: Float[Tensor, "r ..."], sigma: Float[Tensor, " r"], conditioning: Conditioning
+    ) -> Float[Tensor, "r ..."]: ...
 
     def conditioning(
         self,
@@ -129,8 +101,8 @@ class PipelineModel(ABC):
         start, shift = self.start(max(num_steps, 1)), self.shift(tokens, num_steps)
         return pipeline_sigmas(self.scheduler_config, num_steps, image_tokens=tokens, start=start, shift=shift)
 
-    def start(self, num_steps: int) -> list[float]:
-        """The sigmas that the pipeline gives its scheduler: 1 to 1 / num_steps in equal steps."""
+    def start(self, num_steps: int) -> list[float] | None:
+        """The sigmas that the pipeline gives its scheduler: 1 to 1 / num_steps in equal steps. None: the scheduler's own."""
         return list(np.linspace(1.0, 1 / num_steps, num_steps).tolist())
 
     def shift(self, tokens: int, num_steps: int) -> float | None:
@@ -150,14 +122,18 @@ class PipelineModel(ABC):
         """Classifier-free guidance (Ho & Salimans 2022, arXiv 2207.12598)."""
         return negative + guidance_scale * (positive - negative)
 
-    def initial_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator]) -> Float[Tensor, "r s d"]:
+    def initial_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator]) -> Float[Tensor, "r ..."]:
         return self.latents.noise(conditioning.shared["size"], generators, conditioning.tensors["embeds"].device)
 
-    def encode_images(self, images: Sequence[Image]) -> Float[Tensor, "r s d"]:
-        size = common_size([(image.height, image.width) if self.size is None else self.size for image in images])
+    def encode_images(self, images: Sequence[Image]) -> Float[Tensor, "r ..."]:
+        size = common_size([self.fit(image) if self.size is None else self.size for image in images])
         return self.latents.encode(self.latents.pixels(images, size))
 
-    def decode(self, x: Float[Tensor, "r s d"], conditioning: Conditioning) -> list[Image]:
+    def fit(self, image: Image) -> Size:
+        """The size that an image gets where the output has none of its own."""
+        return image.height, image.width
+
+    def decode(self, x: Float[Tensor, "r ..."], conditioning: Conditioning) -> list[Image]:
         return self.latents.decode(x, conditioning.shared["size"])
 
 
@@ -180,3 +156,40 @@ def accepts_prompt(model: object, prompt: str) -> bool:
         except ValueError:
             return False
     return True
+
+
+def dynamic_shift(config: Mapping[str, Any], image_tokens: int) -> float:
+    """mu of the exponential time shift: a line through two points (tokens, shift) of the scheduler's configuration.
+
+    Source: diffusers' Flux and Qwen-Image pipelines.
+    """
+    low, high = config["base_image_seq_len"], config["max_image_seq_len"]
+    start, end = config["base_shift"], config["max_shift"]
+    return float(start + (end - start) * (image_tokens - low) / (high - low))
+
+
+def pipeline_sigmas(
+    config: Mapping[str, Any],
+    num_steps: int,
+    *,
+    image_tokens: int,
+    start: Sequence[float] | None = None,
+    shift: float | None = None,
+) -> Float[Tensor, " num_steps_plus_1"]:
+    """The sigmas that FlowMatchEulerDiscreteScheduler goes through in ``num_steps`` steps, from about 1 to 0; on the CPU.
+
+    ``start``: the sigmas before shifting where the pipeline gives its own; else the scheduler's. ``shift``: mu where
+    the pipeline computes it; else ``dynamic_shift``. ValueError where the configuration has no schedule of this many steps.
+    """
+    if num_steps < 1:
+        raise ValueError(f"num_steps is {num_steps}; a schedule has at least one step")
+    scheduler = FlowMatchEulerDiscreteScheduler.from_config(dict(config))
+    mu = None
+    if scheduler.config.use_dynamic_shifting:
+        mu = dynamic_shift(scheduler.config, image_tokens) if shift is None else shift
+    if scheduler.config.shift_terminal and num_steps == 1:
+        raise ValueError("this scheduler stretches its sigmas to shift_terminal, which takes at least 2 steps")
+    scheduler.set_timesteps(None if start is not None else num_steps, sigmas=None if start is None else list(start), mu=mu)
+    sigmas: Tensor = scheduler.sigmas
+    assert torch.isfinite(sigmas).all()
+    return sigmas.to("cpu", torch.float32)

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from retouch.models.common.wrapper import ModelWrapper
+from retouch.models.common.wrappers import ModelWrapper
 from retouch.models.ip_adapter.image_encoder import ImageEncoder
 from retouch.protocols import DenoisingModel
 from retouch.types import Conditioning, Task

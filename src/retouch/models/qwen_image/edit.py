@@ -6,15 +6,15 @@ from typing import Any, ClassVar
 
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
-from jaxtyping import Float
 from PIL.Image import Image
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration
+from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration, Qwen2VLImageProcessorPil
 
 from retouch.models.common.chat_template import Tokens
+from retouch.models.common.folders import load_parts
 from retouch.models.common.latents import Area, Size, fit
-from retouch.models.qwen_image import load as qwen_load
-from retouch.models.qwen_image.flow import Prepared, QwenFlow
+from retouch.models.common.pipeline_model import common_size
+from retouch.models.qwen_image.flow import PARTS, Prepared, QwenFlow
+from retouch.models.qwen_image.layout import QwenLatents
 from retouch.models.qwen_image.text import EDIT, EDIT_PLUS, VISION, QwenText
 from retouch.types import Task
 
@@ -49,8 +49,8 @@ class QwenImageEdit(QwenFlow):
     ) -> None:
         template = self.TEMPLATE if template is None else template
         text = QwenText(text_encoder, tokenizer, template=template, image_processor=image_processor)
-        super().__init__(transformer=transformer, vae=vae, text=text, scheduler_config=scheduler_config)
-        self.size = size
+        latents = QwenLatents(vae)
+        super().__init__(transformer=transformer, latents=latents, text=text, scheduler_config=scheduler_config, size=size)
         self.condition_area: Area = self.CONDITION_AREA if condition_area is None else condition_area
         self.source_area: Area = self.SOURCE_AREA if source_area is None else source_area
 
@@ -66,15 +66,13 @@ class QwenImageEdit(QwenFlow):
         condition_area: Area | None = None,
         source_area: Area | None = None,
     ) -> "QwenImageEdit":
-        """The parts of a local diffusers folder (safetensors, no remote code); all but the transformer frozen."""
-        parts = qwen_load.load(path, dtype=dtype, device=device)
+        """Load a local diffusers folder (safetensors, no remote code); everything but the transformer is frozen."""
+        parts = load_parts(path, dtype=dtype, device=device, **PARTS)
         return cls(
-            transformer=parts.transformer,
-            vae=parts.vae,
-            text_encoder=parts.text_encoder,
-            tokenizer=parts.tokenizer,
-            image_processor=qwen_load.load_image_processor(path),
-            scheduler_config=parts.scheduler_config,
+            **{name: parts[name] for name in PARTS},
+            # In its PIL version, which needs no torchvision.
+            image_processor=Qwen2VLImageProcessorPil.from_pretrained(Path(path) / "processor", local_files_only=True),
+            scheduler_config=parts["scheduler"],
             size=size,
             template=template,
             condition_area=condition_area,
@@ -91,11 +89,12 @@ class QwenImageEdit(QwenFlow):
                 raise ValueError(
                     f"task {task.id!r} has {len(task.images)} source pictures; {type(self).__name__} takes 1 to {self.MOST_SOURCES}"
                 )
-        sizes = _common([tuple(fit(image, self.source_area) for image in task.images) for task in tasks])
+        sizes = common_size([tuple(fit(image, self.source_area) for image in task.images) for task in tasks])
         tokens = self.tokenise(tasks, instructions=instructions)
-        source = [self.latents.encode([task.images[k] for task in tasks], size) for k, size in enumerate(sizes)]
+        columns = [[task.images[k] for task in tasks] for k in range(len(sizes))]
+        source = [self.latents.encode(self.latents.pixels(images, each)) for images, each in zip(columns, sizes, strict=True)]
         size = sizes[-1] if self.size is None else self.size
-        grids = tuple(self.latents.grid(each) for each in (size, *sizes))
+        grids = tuple((1, *self.latents.grid(each)) for each in (size, *sizes))
         return Prepared(tokens, torch.cat(source, dim=1), {"grids": grids, "size": size})
 
     def tokenise(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> Tokens:
@@ -111,11 +110,8 @@ class QwenImageEdit(QwenFlow):
         assert pictures == 1  # its place is in the template
         return instruction
 
-    def encode_images(self, images: Sequence[Image]) -> Float[Tensor, "r s d"]:
-        sizes = {fit(image, self.source_area) if self.size is None else self.size for image in images}
-        if len(sizes) != 1:
-            raise ValueError(f"pictures of different sizes in one batch: {sorted(sizes)}; bucket them by size")
-        return self.latents.encode(images, sizes.pop())
+    def fit(self, image: Image) -> Size:
+        return fit(image, self.source_area)
 
 
 class QwenImageEditPlus(QwenImageEdit):
@@ -130,9 +126,3 @@ class QwenImageEditPlus(QwenImageEdit):
 
     def _body(self, instruction: str, pictures: int) -> str:
         return "".join(f"Picture {k}: {VISION}" for k in range(1, pictures + 1)) + instruction
-
-
-def _common(sizes: Sequence[tuple[Size, ...]]) -> tuple[Size, ...]:
-    if len(set(sizes)) != 1:
-        raise ValueError(f"source pictures of different sizes in one batch: {sorted(set(sizes))}; bucket the tasks by size")
-    return sizes[0]

@@ -43,7 +43,7 @@ class QwenImageFamily(DiffusersModel):
         return batch.empty(vae["config"]["z_dim"], 1, batch.size[0] // side, batch.size[1] // side)
 
     def prepare_vae(self, vae: nn.Module) -> None:
-        from retouch.models.common.single_frame import for_single_frames
+        from retouch.models.qwen_image.layout import for_single_frames
 
         for_single_frames(vae)
 

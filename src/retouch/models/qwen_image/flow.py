@@ -5,70 +5,64 @@ where there are pictures to edit, and in ``shared`` "grids", the (1, height, wid
 "size", the output's (height, width) in px.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
-from diffusers.utils.torch_utils import randn_tensor
 from jaxtyping import Float
-from PIL.Image import Image
 from torch import Tensor, nn
+from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from retouch.models.common.frozen import evaluating
-from retouch.models.common.latents import pack
-from retouch.models.common.schedule import pipeline_sigmas
+from retouch.models.common.pipeline_model import PipelineModel
 from retouch.models.ip_adapter.adapter import attention_inputs
 from retouch.models.qwen_image.layout import QwenLatents
 from retouch.models.qwen_image.text import QwenText, Tokens
 from retouch.types import Conditioning, Task
 
+PARTS = {
+    "transformer": QwenImageTransformer2DModel,
+    "vae": AutoencoderKLQwenImage,
+    "text_encoder": Qwen2_5_VLForConditionalGeneration,
+    "tokenizer": Qwen2Tokenizer,
+}
+"""The parts of every pipeline of the family."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """Tasks on their way into the model: what the text encoder reads, the packed source latents, and the common sizes."""
+    """Tasks as the model reads them: the text encoder's tokens, the packed source latents, and what all rows share."""
 
     tokens: Tokens
     source: Float[Tensor, "p s d"] | None
     shared: Mapping[str, Any]
 
 
-class QwenFlow(ABC):
-    """What Qwen-Image and Qwen-Image-Edit have in common; to be derived from (implements ``retouch.protocols.DenoisingModel``).
+class QwenFlow(PipelineModel):
+    """What Qwen-Image and Qwen-Image-Edit have in common; subclasses give ``prepare``.
 
-    ValueError for guidance-distilled weights, whose guidance is an input that no adapter here gives.
+    Raises ``ValueError`` for guidance-distilled weights, whose guidance is an input that no adapter here gives.
     """
 
-    def __init__(
-        self,
-        *,
-        transformer: QwenImageTransformer2DModel,
-        vae: AutoencoderKLQwenImage,
-        text: QwenText,
-        scheduler_config: Mapping[str, Any],
-    ) -> None:
+    NEGATIVE = " "
+    latents: QwenLatents
+    text: QwenText
+
+    def __init__(self, *, transformer: QwenImageTransformer2DModel, **rest: Any) -> None:
         if transformer.config.guidance_embeds:
             raise ValueError("this transformer is guidance-distilled (guidance_embeds); take the undistilled weights")
-        self.module: nn.Module = transformer
-        self.latents = QwenLatents(vae)
-        self.text = text
-        self.scheduler_config = dict(scheduler_config)
-
-    @property
-    def parts(self) -> list[nn.Module]:
-        """All its modules, the transformer first."""
-        return [self.module, self.latents.vae, self.text.encoder]
+        super().__init__(transformer=transformer, **rest)
 
     @abstractmethod
     def prepare(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> Prepared:
         """Everything that needs no gradient; ``instructions`` replace the tasks' own."""
 
-    @abstractmethod
-    def encode_images(self, images: Sequence[Image]) -> Float[Tensor, "r s d"]:
-        """Clean x for pictures."""
+    def condition(self, tasks: Sequence[Task], prompts: Sequence[str]) -> Conditioning:
+        with evaluating(self.text.encoder):
+            return self.embed(self.prepare(tasks, instructions=prompts))
 
     def embed(self, prepared: Prepared) -> Conditioning:
         """The conditioning with gradient to the text encoder, in the mode the encoder is in: for training it as well.
@@ -90,33 +84,10 @@ class QwenFlow(ABC):
             tensors["source"] = prepared.source.to(device)
         return Conditioning(tensors, frozenset({"embeds", "mask"}), prepared.shared)
 
-    def encode(self, tasks: Sequence[Task]) -> Conditioning:
-        with evaluating(self.text.encoder):
-            return self.embed(self.prepare(tasks))
-
-    def encode_negative(self, tasks: Sequence[Task]) -> Conditioning:
-        """The same pictures, where there are any, with the instruction " "."""
-        with evaluating(self.text.encoder):
-            return self.embed(self.prepare(tasks, instructions=[" "] * len(tasks)))
-
     def combine(self, positive: Tensor, negative: Tensor, guidance_scale: float) -> Tensor:
         """Guidance with each token's velocity brought back to the length it has without (Qwen-Image's "true CFG"); in fp32."""
         guided = negative + guidance_scale * (positive - negative)
         return guided * (positive.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
-
-    def initial_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator]) -> Float[Tensor, "r s d"]:
-        """Standard normal tokens, row i drawn from generator i as (1, 1, channels, h, w) latents and then packed."""
-        _, height, width = conditioning.shared["grids"][0]
-        device = conditioning.tensors["embeds"].device
-        shape = (1, 1, self.latents.channels, 2 * height, 2 * width)
-        rows = [randn_tensor(shape, generator=generator, device=device, dtype=torch.float32)[:, 0] for generator in generators]
-        return pack(torch.cat(rows))
-
-    def sigmas(self, num_steps: int, conditioning: Conditioning) -> Float[Tensor, " num_steps_plus_1"]:
-        """1 to 1 / num_steps in equal steps, shifted for the number of tokens of the output, then 0."""
-        _, height, width = conditioning.shared["grids"][0]
-        start = np.linspace(1.0, 1 / num_steps, num_steps).tolist()
-        return pipeline_sigmas(self.scheduler_config, num_steps, image_tokens=height * width, start=start)
 
     def velocity(
         self, module: nn.Module, x: Float[Tensor, "r s d"], sigma: Float[Tensor, " r"], conditioning: Conditioning
@@ -141,6 +112,3 @@ class QwenFlow(ABC):
             return_dict=False,
         )[0]
         return output[:, : x.shape[1]].float()
-
-    def decode(self, x: Float[Tensor, "r s d"], conditioning: Conditioning) -> list[Image]:
-        return self.latents.decode(x, conditioning.shared["size"])

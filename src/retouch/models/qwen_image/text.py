@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float
 from PIL.Image import Image
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration
 
@@ -58,6 +58,10 @@ class QwenText:
                 f"the official template begins with {OFFICIAL_PREFIX[template]} tokens, and with {self.prefix} in this tokenizer: "
                 "give the model's own tokenizer, or a template of your own"
             )
+
+    @property
+    def encoders(self) -> list[nn.Module]:
+        return [self.encoder]
 
     def check(self, instruction: str, task: str) -> None:
         """ValueError where an instruction spells one of the tokenizer's special tokens, which would change the template."""

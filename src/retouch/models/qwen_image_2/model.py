@@ -5,14 +5,12 @@ places of ``embeds`` that stand for source images, and for tasks with images "so
 "size", the output's (height, width) in px, and "sources", those of the source images.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKLQwenImage21, QwenImage21Transformer2DModel
-from diffusers.image_processor import VaeImageProcessor
-from diffusers.utils.torch_utils import randn_tensor
 from jaxtyping import Float
 from PIL.Image import Image, new
 from torch import Tensor, nn
@@ -22,12 +20,10 @@ from transformers import PreTrainedTokenizerBase, Qwen2Tokenizer, Qwen2VLImagePr
 from retouch.models.common.chat_template import TURNS, VISION, QwenTemplate
 from retouch.models.common.folders import load_parts
 from retouch.models.common.frozen import evaluating
-from retouch.models.common.latents import Area, Size, fit
+from retouch.models.common.latents import Area, Latents, Size, fit
 from retouch.models.common.pipeline_model import PipelineModel, common_size
 from retouch.models.common.qwen3_text import ChatPrompts
 from retouch.types import Conditioning, Task
-
-TOKEN_PIXELS = 16
 
 
 class QwenImage2Text(ChatPrompts):
@@ -57,45 +53,54 @@ class QwenImage2Text(ChatPrompts):
         return {name: pad_sequence(each, batch_first=True) for name, each in rows.items()}
 
 
-class QwenImage2Latents:
+class QwenImage2Latents(Latents):
     """RGBA images to normalised latents and back, through a frozen autoencoder; one latent is a token of 64 channels."""
 
     def __init__(self, vae: AutoencoderKLQwenImage21) -> None:
-        self.vae = vae
-        self.images = VaeImageProcessor(vae_scale_factor=TOKEN_PIXELS)
+        super().__init__(vae, token_latents=1)
 
-    def grid(self, size: Size) -> tuple[int, int, int]:
-        """(1, height, width) in tokens of an image of ``size`` px. Raises ``ValueError`` for sides that are not multiples of 32."""
-        if any(side < 1 or side % (2 * TOKEN_PIXELS) for side in size):
+    @staticmethod
+    def geometry(config: Mapping[str, Any]) -> tuple[int, int]:
+        return config["z_dim"], 16
+
+    def grid(self, size: Size) -> tuple[int, int]:
+        """(height, width) in tokens of an image of ``size`` px. Raises ``ValueError`` for sides that are not multiples of 32."""
+        if any(side < 1 or side % (2 * self.token_pixels) for side in size):
             raise ValueError(f"an image of {size[0]} x {size[1]} px (height x width): give sides that are multiples of 32 px")
-        return 1, size[0] // TOKEN_PIXELS, size[1] // TOKEN_PIXELS
+        return super().grid(size)
 
     def resize(self, image: Image, size: Size) -> Image:
         """A source image as the text encoder sees it."""
-        return on_white(self.images.resize(image.convert("RGBA"), *size))
+        return on_white(self._images.resize(image.convert("RGBA"), *size))
 
     def pixels(self, images: Sequence[Image], size: Size) -> Float[Tensor, "r 4 h w"]:
-        self.grid(size)
-        return torch.cat([self.images.preprocess(image.convert("RGBA"), *size) for image in images])
+        return super().pixels([image.convert("RGBA") for image in images], size)
 
-    def encode(self, pixels: Float[Tensor, "r 4 h w"]) -> Float[Tensor, "r s d"]:
-        with evaluating(self.vae):
-            latents = self.vae.encode(pixels.unsqueeze(2).to(self.vae.device, self.vae.dtype)).latent_dist.mode()
-        mean, std = self._statistics(latents.device)
-        return (latents.float().flatten(2).transpose(1, 2) - mean) / std
-
-    def decode(self, tokens: Float[Tensor, "r s d"], size: Size) -> list[Image]:
+    def decode(self, x: Float[Tensor, "r s d"], size: Size) -> list[Image]:
         """RGB images, on white where they are transparent."""
-        mean, std = self._statistics(self.vae.device)
-        latents = (tokens.to(mean) * std + mean).transpose(1, 2).unflatten(2, self.grid(size))
-        with evaluating(self.vae):
-            pixels = self.vae.decode(latents.to(self.vae.dtype)).sample[:, :, 0]
-        return [on_white(image) for image in self.images.postprocess(pixels.float())]
+        return [on_white(image) for image in super().decode(x, size)]
 
-    def noise(self, size: Size, generators: Sequence[torch.Generator], device: torch.device | str) -> Float[Tensor, "r s d"]:
-        shape = (1, 1, self.vae.config.z_dim, *self.grid(size)[1:])
-        rows = [randn_tensor(shape, generator=generator, device=device, dtype=torch.float32) for generator in generators]
-        return torch.cat(rows)[:, 0].flatten(2).transpose(1, 2)
+    def latents_of(self, pixels: Float[Tensor, "r 4 h w"]) -> Float[Tensor, "r c y x"]:
+        latents: Tensor = self.vae.encode(pixels.unsqueeze(2)).latent_dist.mode()[:, :, 0]
+        return latents
+
+    def pixels_of(self, latents: Float[Tensor, "r c y x"]) -> Float[Tensor, "r 4 h w"]:
+        pixels: Tensor = self.vae.decode(latents.unsqueeze(2)).sample[:, :, 0]
+        return pixels
+
+    def pack(self, latents: Float[Tensor, "r c y x"]) -> Float[Tensor, "r s d"]:
+        return latents.flatten(2).transpose(1, 2)
+
+    def unpack(self, x: Float[Tensor, "r s d"], size: Size) -> Float[Tensor, "r c y x"]:
+        return x.transpose(1, 2).unflatten(2, self.grid(size))
+
+    def normalise(self, x: Float[Tensor, "r s d"]) -> Float[Tensor, "r s d"]:
+        mean, std = self._statistics(x.device)
+        return (x - mean) / std
+
+    def denormalise(self, x: Float[Tensor, "r s d"]) -> Float[Tensor, "r s d"]:
+        mean, std = self._statistics(x.device)
+        return x * std + mean
 
     def _statistics(self, device: torch.device) -> tuple[Float[Tensor, " d"], Float[Tensor, " d"]]:
         return tuple(torch.tensor(self.vae.config[name], device=device) for name in ("latents_mean", "latents_std"))
@@ -161,7 +166,7 @@ class QwenImage2(PipelineModel):
     ) -> Float[Tensor, "r s d"]:
         """One forward per row: the rows of a forward share their layout, and padding would move an image away from its prompt."""
         dtype, shared = next(module.parameters()).dtype, conditioning.shared
-        grids = [self.latents.grid(size) for size in (*shared["sources"], shared["size"])]
+        grids = [(1, *self.latents.grid(size)) for size in (*shared["sources"], shared["size"])]
         lengths, rows = conditioning.tensors["mask"].sum(1).tolist(), []
         for row, length in enumerate(lengths):
             told = {name: tensor[row : row + 1] for name, tensor in conditioning.tensors.items()}

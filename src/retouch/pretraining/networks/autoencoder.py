@@ -10,7 +10,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from retouch.core.random import generator
-from retouch.models.common.single_frame import for_single_frames
+from retouch.models.qwen_image.layout import for_single_frames
 from retouch.playground.world.scenes import CELLS, GRID
 from retouch.playground.world.tasks import PlaygroundData
 

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from retouch.core.random import generator
-from retouch.models.common.wrapper import ModelWrapper
+from retouch.models.common.wrappers import ModelWrapper
 from retouch.models.flux.fill import FluxFill
 from retouch.playground.world.words import WordData
 from retouch.pretraining.joint_training import train_jointly

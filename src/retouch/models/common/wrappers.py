@@ -1,6 +1,7 @@
-"""A flow-matching model around another one: what it does not do in its own way, the inner model does."""
+"""Flow-matching models around another one: what they do not override, the inner model does."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 import torch
@@ -15,7 +16,7 @@ Inner = TypeVar("Inner", bound=DenoisingModel)
 
 
 class ModelWrapper(Generic[Inner]):
-    """``model`` as it is, to be derived from; it is itself a ``DenoisingModel``."""
+    """Hands every call on to ``model``; a base for models that override some of them. It is itself a ``DenoisingModel``."""
 
     def __init__(self, model: Inner) -> None:
         self.model = model
@@ -44,3 +45,26 @@ class ModelWrapper(Generic[Inner]):
 
     def decode(self, x: Tensor, conditioning: Conditioning) -> list[Image]:
         return self.model.decode(x, conditioning)
+
+
+class Guided(ModelWrapper[DenoisingModel]):
+    """A model whose velocity is guided at ``guidance_scale`` (above 1); it is itself a ``DenoisingModel``.
+
+    Both branches go through one forward of twice the rows, and both have gradient (Ho & Salimans 2022, arXiv 2207.12598).
+    How they are combined is the model's own.
+    """
+
+    def __init__(self, model: DenoisingModel, guidance_scale: float) -> None:
+        if guidance_scale <= 1.0:
+            raise ValueError(f"guidance_scale {guidance_scale}: guidance begins above 1; take the model without it")
+        super().__init__(model)
+        self.guidance_scale = guidance_scale
+
+    def encode(self, tasks: Sequence[Task]) -> Conditioning:
+        return replace(self.model.encode(tasks), negative=self.encode_negative(tasks))
+
+    def velocity(self, module: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Float[Tensor, "r ..."]:
+        assert conditioning.negative is not None, "the conditioning was not encoded by this model"
+        both = Conditioning.concat([replace(conditioning, negative=None), conditioning.negative])
+        positive, negative = self.model.velocity(module, torch.cat([x, x]), torch.cat([sigma, sigma]), both).chunk(2)
+        return self.combine(positive, negative, self.guidance_scale)
