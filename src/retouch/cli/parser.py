@@ -5,27 +5,30 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import import_module
 
 from retouch import __version__
-from retouch.cli.data import add_data
-from retouch.cli.doctor import add_doctor
-from retouch.cli.eval import add_eval
-from retouch.cli.export import add_export
-from retouch.cli.launch import add_launch
-from retouch.cli.ledger import add_ledger
-from retouch.cli.playground import add_playground
-from retouch.cli.recipes import add_recipes
-from retouch.cli.sample import add_sample
-from retouch.cli.score import add_score
-from retouch.cli.serve import add_serve
-from retouch.cli.train import add_train
 
+_COMMANDS = {
+    "train": "retouch.cli.train:add_train",
+    "launch": "retouch.cli.launch:add_launch",
+    "eval": "retouch.cli.eval:add_eval",
+    "sample": "retouch.cli.sample:add_sample",
+    "score": "retouch.cli.score:add_score",
+    "export": "retouch.cli.export:add_export",
+    "doctor": "retouch.cli.doctor:add_doctor",
+    "recipes": "retouch.cli.recipes:add_recipes",
+    "playground": "retouch.cli.playground:add_playground",
+    "data": "retouch.cli.data:add_data",
+    "ledger": "retouch.cli.ledger:add_ledger",
+    "serve": "retouch.cli.serve:add_serve",
+}
 _USER_ERROR = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 for success, 1 if it found a problem, 2 for a mistake of the user."""
-    arguments = build_parser().parse_args(argv)
+    arguments = _parse(sys.argv[1:] if argv is None else argv)
     # A user's own classes (``package.module:Class``) may be in the working directory.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -39,29 +42,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; the namespace it returns has ``run``, the function of the command."""
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The parser of all commands, or only of this one. The namespace it returns has ``run``, the function of the command."""
     parser = argparse.ArgumentParser(
         prog="retouch", description="Reinforcement-learning post-training for image editing and generation."
     )
     parser.add_argument("--version", action="version", version=f"retouch {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add_train(commands)
-    add_launch(commands, parse=parser.parse_args)
-    for add in (
-        add_eval,
-        add_sample,
-        add_score,
-        add_export,
-        add_doctor,
-        add_recipes,
-        add_playground,
-        add_data,
-        add_ledger,
-        add_serve,
-    ):
-        add(commands)
+    for name in _COMMANDS if command is None else [command]:
+        module, _, function = _COMMANDS[name].partition(":")
+        add = getattr(import_module(module), function)
+        if name == "launch":
+            add(commands, parse=_parse)
+        else:
+            add(commands)
     return parser
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The parsed arguments. Imports only the command that they begin with; help and mistakes need all commands."""
+    return build_parser(argv[0] if argv and argv[0] in _COMMANDS else None).parse_args(argv)
 
 
 def _is_user_error(error: ValueError) -> bool:
