@@ -123,7 +123,7 @@ def test_what_was_scored_by_whom(kept, unkept, ask):
     assert "overall" not in train["missing"]
     assert any(name.startswith("success/") for name in train["missing"])
     (judge,) = found["judges"]
-    assert (judge["about"]["class"], judge["since"]) == ("retouch.playground.judges.edit_judge:PlaygroundReward", 0)
+    assert (judge["about"]["kind"], judge["since"]) == ("playground", 0)
     assert (found["asked"], found["cost"]) == ([], None)
     few = ask(unkept, "cost")["samples"]
     assert (few["train"]["pictures"], few["train"]["pictured_steps"], few["heldout"]["pictures"]) == (3, [2], 0)

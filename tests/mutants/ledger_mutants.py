@@ -125,9 +125,16 @@ LEDGER = (
         f"{_LEDGER}::test_all_ranks_stop_where_one_has_another_judge",
     ),
     Mutant(
+        "a new version of a reward is the same judge",
+        "rewards/identity.py",
+        '"version": getattr(made_by, "version", 1)',
+        '"version": 1',
+        "tests/training/test_ledger.py::test_a_reward_of_the_package_is_named_by_its_kind_version_and_arguments",
+    ),
+    Mutant(
         "a judge whose code was edited is the same",
         "rewards/identity.py",
-        "hashlib.sha256(inspect.getsource(sys.modules[kind.__module__]).encode()).hexdigest()[:16]",
+        "hashlib.sha256(inspect.getsource(sys.modules[made_by.__module__]).encode()).hexdigest()[:16]",
         'hashlib.sha256(b"").hexdigest()[:16]',
         f"{_LEDGER}::test_code_that_changed_is_another_judge",
     ),

@@ -1,5 +1,6 @@
 """A run's ledger between the run and who judges: the same judge as before, or nobody goes on."""
 
+import json
 from contextlib import closing
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from PIL import Image
 
 from judge_double import asking
 from retouch.distributed.ranks import Ranks
+from retouch.playground.judges.edit_judge import PlaygroundReward
 from retouch.protocols import Reward
 from retouch.recipe.differences import differences
 from retouch.recipe.recipe import load
@@ -17,6 +19,8 @@ from retouch.rewards.judges.one_token import YesReward
 from retouch.rewards.judges.panel import Panel
 from retouch.rewards.judging import Judge
 from retouch.rewards.ledger.caching import CachedJudgeClient
+from retouch.rewards.scorers.appearance import AppearanceReward
+from retouch.rewards.scorers.photos import PhotosReward
 from retouch.rewards.scorers.share import ShareReward
 from retouch.rewards.vlm.questions import Answer
 from retouch.training.ledger import Ledger
@@ -97,11 +101,77 @@ def test_one_part_of_several_that_changed_is_another_judge(tmp_path: Path) -> No
 
 def test_code_that_changed_is_another_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module of one's own that was edited between two starts."""
-    reward = ShareReward()
-    meet(tmp_path, reward, since=0)
+
+    class Mine(ShareReward):
+        pass
+
+    meet(tmp_path, Mine(), since=0)
     monkeypatch.setattr("inspect.getsource", lambda module: "edited")
-    with pytest.raises(ValueError, match=r"the code of retouch.rewards.scorers.share:ShareReward was changed"):
-        meet(tmp_path, reward, since=1)
+    with pytest.raises(ValueError, match=r"the code of test_ledger:.*Mine was changed"):
+        meet(tmp_path, Mine(), since=1)
+
+
+def test_a_reward_of_the_package_is_named_by_its_kind_version_and_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = meet(tmp_path, ShareReward(), since=0)
+    monkeypatch.setattr("inspect.getsource", lambda module: "edited")
+    monkeypatch.setattr(ShareReward, "__module__", "retouch.elsewhere")
+    assert meet(tmp_path, ShareReward(max_missing=0.5), since=1) == first
+    with pytest.raises(ValueError, match=r"own: {'channel': 'red'} in the run, {'channel': 'blue'} now"):
+        meet(tmp_path, ShareReward(channel="blue"), since=1)
+    monkeypatch.setattr(ShareReward, "version", 2)
+    with pytest.raises(ValueError, match="version: 1 in the run, 2 now"):
+        meet(tmp_path, ShareReward(), since=1)
+
+
+@pytest.mark.parametrize(
+    ("reward", "digits"),
+    [
+        (ShareReward(), "83ee13154baa9271"),
+        (PhotosReward(colour=(200, 30, 30)), "8e45d671ac31172b"),
+        (PlaygroundReward(), "38293467dcaca87e"),
+        (asking(YesReward, Panel(Fixed(), repeats=2, temperature=0.5), min_mass=0.6), "fae50c3f9054a137"),
+        (CompositeReward({"a": asking(YesReward, Panel(Fixed())), "b": ShareReward()}), "e3f2420afd5f5dd2"),
+    ],
+    ids=["share", "photos", "playground", "yes", "several"],
+)
+def test_fingerprints_are_those_of_the_runs_that_exist(reward: Reward, digits: str) -> None:
+    """A change here means that no existing run with this reward can continue without --new-judge."""
+    assert identity.fingerprint(reward) == digits
+
+
+def earlier(reward: Reward) -> dict[str, object]:
+    """The description of a reward of the package as earlier releases made it."""
+    now = identity.describe(reward)
+    own = now["own"]
+    if isinstance(reward, CompositeReward):
+        own = json.dumps({name: earlier(part) for name, part in reward.rewards.items()}, sort_keys=True)
+    elif not isinstance(own, str):
+        own = None
+    return {"class": "retouch.rewards.an_old_place:Old", "source": "0123456789abcdef", "columns": now["columns"], "own": own}
+
+
+@pytest.mark.parametrize(
+    ("reward", "other"),
+    [
+        (ShareReward(), AppearanceReward()),
+        (asking(YesReward, Panel(Fixed())), asking(YesReward, Panel(Fixed("model b")))),
+        (
+            CompositeReward({"a": asking(YesReward, Panel(Fixed())), "b": ShareReward()}),
+            CompositeReward({"a": asking(YesReward, Panel(Fixed("model b"))), "b": ShareReward()}),
+        ),
+    ],
+    ids=["columns", "own", "several"],
+)
+def test_a_run_of_an_earlier_release_continues_under_its_fingerprint(tmp_path: Path, reward: Reward, other: Reward) -> None:
+    known = earlier(reward)
+    with closing(Ledger(tmp_path, Ranks(), keep_images=False, new_judge=False)) as ledger, ledger._database.writing() as connection:
+        row = (identity.short(known), json.dumps(known, sort_keys=True), 0)
+        connection.execute("INSERT INTO judges (fingerprint, about, since) VALUES (?, ?, ?)", row)
+    assert meet(tmp_path, reward, since=3) == [(identity.short(known), 0)]
+    with pytest.raises(ValueError, match="the judge is not the one"):
+        meet(tmp_path, other, since=3)
 
 
 class TwoRanks(Ranks):

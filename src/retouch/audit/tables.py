@@ -21,7 +21,7 @@ def overview(found: Mapping[str, Any]) -> str:
     for judge in found["judges"]:
         about = judge["about"]
         told = f"  {about['own']}" if about.get("own") else ""
-        lines.append(f"  {judge['fingerprint']} since step {judge['since']}: {about['class']}{told}")
+        lines.append(f"  {judge['fingerprint']} since step {judge['since']}: {about.get('class') or about['kind']}{told}")
     if not found["asked"]:
         return "\n".join([*lines, "", "no judge or server outside the run was called, so there is no cost"])
     rows = [["judge", "calls", "failed", "attempts", "input tokens", "output tokens", "seconds per call", "cost"]]

@@ -52,6 +52,9 @@ class RewardSection(Section):
 
     columns: ClassVar[Mapping[str, Column]]
     """Every score that a call returns, with its range."""
+    version: ClassVar[int] = 1
+    """Counts up with every change of the class after which it may score the same samples differently. A run continues only with the
+    version that it began with. For a reward of your own, a hash of its module's source serves the same purpose."""
     shorthand: ClassVar[str | None] = None
     """The key that stands after the colon on a command line: ``clip:FOLDER`` is ``{kind: 'clip', path: 'FOLDER'}``."""
     changeable: ClassVar[frozenset[str]] = frozenset({"device"})
@@ -112,6 +115,10 @@ class RewardSection(Section):
     def known_columns(self) -> Mapping[str, Column] | None:
         """The columns, as far as the section alone tells them; None where only the built reward does."""
         return self.columns
+
+    def arguments(self) -> dict[str, Any]:
+        """The keys that decide its scores, as JSON: all of its own that may not change when a run is resumed."""
+        return self.model_dump(mode="json", exclude={"kind", *RewardSection.model_fields, *self.changeable})
 
     def parts(self, path: str = "reward") -> Iterator[tuple[str, str, "RewardSection"]]:
         """Each reward of the section, which stands at ``path`` of the recipe: its own path, the prefix of its columns, itself."""

@@ -4,10 +4,12 @@ import hashlib
 import inspect
 import json
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from retouch.protocols import Reward
+from retouch.rewards.base import RewardSection
 from retouch.types import Json
 
 
@@ -31,17 +33,55 @@ class Wrapper(Protocol):
 
 
 def describe(reward: Reward) -> dict[str, Json]:
-    """What the reward scores by, as JSON: its class, a hash of its module's source, its columns, and its own ``fingerprint``."""
+    """What the reward scores by, as JSON: what computes the scores, its columns, and its own ``fingerprint`` or else its arguments.
+
+    A reward of this package is named by its kind and its ``version``, so it may move within the package. Any other class is named
+    by its path and a hash of its module's source.
+    """
     while isinstance(reward, Wrapper):
         reward = reward.wrapped
-    kind = type(reward)
-    own = reward.fingerprint if isinstance(reward, Fingerprinted) else None
-    return {
-        "class": f"{kind.__module__}:{kind.__qualname__}",
-        "source": hashlib.sha256(inspect.getsource(sys.modules[kind.__module__]).encode()).hexdigest()[:16],
-        "columns": {name: list(astuple(column)) for name, column in reward.columns.items()},
-        "own": own,
-    }
+    made_by, kind = type(reward), getattr(reward, "kind", None)
+    code: dict[str, Json]
+    if made_by.__module__.partition(".")[0] == "retouch" and kind is not None:
+        code = {"kind": kind, "version": getattr(made_by, "version", 1)}
+    else:
+        source = hashlib.sha256(inspect.getsource(sys.modules[made_by.__module__]).encode()).hexdigest()[:16]
+        code = {"class": f"{made_by.__module__}:{made_by.__qualname__}", "source": source}
+    if isinstance(reward, Fingerprinted):
+        own: Json = reward.fingerprint
+    else:
+        own = reward.arguments() if isinstance(reward, RewardSection) else None
+    return {**code, "columns": {name: list(astuple(column)) for name, column in reward.columns.items()}, "own": own}
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each difference between two descriptions of a reward. None if both score alike.
+
+    Earlier releases named their own rewards by class and source, and did not describe arguments; these are not compared.
+    """
+    earlier = str(before.get("class", "")).startswith("retouch.") and "kind" in now
+    for key in ("columns", "own") if earlier else now:
+        was, new = before.get(key), now[key]
+        if was == new or (earlier and key == "own" and was is None):
+            continue
+        parts, new_parts = (_parts(each) if key == "own" else None for each in (was, new))
+        if key == "source":
+            yield f"the code of {now['class']} was changed"
+        elif parts is not None and new_parts is not None and parts.keys() == new_parts.keys():
+            yield from (f"{name}: {line}" for name in parts for line in changes(parts[name], new_parts[name]))
+        else:
+            yield f"{key}: {was} in the run, {new} now"
+
+
+def _parts(own: object) -> dict[str, Any] | None:
+    """The descriptions that the fingerprint of a ``CompositeReward`` consists of; None for any other fingerprint."""
+    if not isinstance(own, str) or not own.startswith("{"):
+        return None
+    try:
+        parts = json.loads(own)
+    except ValueError:
+        return None
+    return parts if all(isinstance(part, dict) and "columns" in part for part in parts.values()) else None
 
 
 def fingerprint(reward: Reward) -> str:

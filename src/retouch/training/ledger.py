@@ -5,9 +5,7 @@ It is opened before the rewards are built, so that calls to judges and servers g
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from retouch.distributed.ranks import Ranks
 from retouch.protocols import Reward
@@ -42,7 +40,7 @@ class Ledger:
     def require_same_judge(self, reward: Reward) -> None:
         """ValueError, on every rank, where the run began with another reward and ``new_judge`` is False."""
         known = self._last()
-        changed = [] if known is None else list(_changes(known, identity.describe(reward)))
+        changed = [] if known is None else list(identity.changes(known, identity.describe(reward)))
         if not self._ranks.any(bool(changed)):
             return
         told = "\n  ".join(changed) or "another rank's message says how"
@@ -56,9 +54,11 @@ class Ledger:
 
     def attach(self, judge: Judge, *, since: int) -> None:
         """Give the training judge its journal, and note in the ledger that it judges from step ``since`` on."""
-        about = identity.describe(judge.reward)
-        fingerprint = identity.short(about)
-        if (last := self._last()) is None or identity.short(last) != fingerprint:
+        about, last = identity.describe(judge.reward), self._last()
+        same = last is not None and not any(identity.changes(last, about))
+        # An earlier release may have described the same judge in other words; its scores are found under its fingerprint.
+        fingerprint = identity.short(last if same else about)
+        if not same:
             with self._database.writing() as connection:
                 row = (fingerprint, json.dumps(about, sort_keys=True), since)
                 connection.execute("INSERT INTO judges (fingerprint, about, since) VALUES (?, ?, ?)", row)
@@ -82,14 +82,3 @@ class Ledger:
 def ledger_path(run: Path, rank: int) -> Path:
     """A rank's ledger in a run's folder."""
     return run / ("ledger.sqlite" if rank == 0 else f"ledger.rank{rank}.sqlite")
-
-
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each difference between two descriptions of a judge."""
-    for key in now:
-        if before.get(key) == now[key]:
-            continue
-        if key == "source":
-            yield f"the code of {now['class']} was changed"
-        else:
-            yield f"{key}: {before.get(key)} in the run, {now[key]} now"

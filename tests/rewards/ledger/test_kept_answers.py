@@ -1,5 +1,6 @@
 """What was answered is not asked again, also after a restart, and everything asked is on record."""
 
+import hashlib
 import json
 import sqlite3
 import threading
@@ -13,15 +14,18 @@ import torch
 from PIL import Image
 
 from judge_double import asking
+from retouch.rewards.judges.aspects import AspectsReward
+from retouch.rewards.judges.complex_edit import ComplexEditReward
+from retouch.rewards.judges.one_token import DigitReward, YesReward
 from retouch.rewards.judges.panel import Panel
 from retouch.rewards.judges.rubrics import fingerprint
-from retouch.rewards.judges.viescore import VieScore
+from retouch.rewards.judges.viescore import EditScore, VieScore
 from retouch.rewards.ledger.answers import AnswerCache, RequestStats
-from retouch.rewards.ledger.caching import CachedJudgeClient, CachedReward
+from retouch.rewards.ledger.caching import CachedJudgeClient, CachedReward, question_hash
 from retouch.rewards.ledger.database import Database, open_read_only
-from retouch.rewards.ledger.hashing import image_hash
+from retouch.rewards.ledger.hashing import ImageHasher, image_hash
 from retouch.rewards.vlm.answers.scales import Scale
-from retouch.rewards.vlm.forms import ScoresForm, WordForm
+from retouch.rewards.vlm.forms import ChoiceForm, ScoresForm, WordForm
 from retouch.rewards.vlm.questions import Answer, Question
 from retouch.types import Column, Sample, Task
 
@@ -391,3 +395,47 @@ def test_a_reader_cannot_write_and_another_format_is_refused(tmp_path):
         open_read_only(tmp_path / "other.sqlite")
     with pytest.raises(ValueError, match="cannot be used"):
         open_read_only(tmp_path / "none.sqlite")
+
+
+class Fixed(Random):
+    """A client with a fixed identity, all of whose scores are 1."""
+
+    identity = "a model"
+
+    def ask(self, questions):
+        self.asked += questions
+        return [Answer(scores=dict.fromkeys(getattr(each.form, "scales", ("yes", "digit")), 1.0)) for each in questions]
+
+
+@pytest.mark.parametrize(
+    ("judge", "fields", "digest"),
+    [
+        (VieScore, {}, "a79f200610b1efa5"),
+        (EditScore, {}, "9cc25a36a108bc15"),
+        (AspectsReward, {}, "e2d3591a648abdce"),
+        (ComplexEditReward, {}, "d26eda62d045cde5"),
+        (YesReward, {}, "f9185b1b1b79fce4"),
+        (YesReward, {"by": "choice"}, "8f3b75c6f16782f9"),
+        (DigitReward, {}, "f96b57224442a9c2"),
+    ],
+    ids=["viescore", "editscore", "aspects", "complex_edit", "yes", "choice", "digit"],
+)
+def test_answers_of_existing_ledgers_are_found(judge, fields, digest):
+    """A change here means that judges are asked again, at cost, about everything that existing ledgers have answers to."""
+    client, before, after = Fixed(), Image.new("RGB", (8, 8), (200, 10, 10)), Image.new("RGB", (8, 8), (10, 10, 200))
+    asking(judge, Panel(client), **fields)([Sample(Task("t0", "make the red circle blue", images=(before,)), after)])
+    keys = [question_hash(each, client.identity, ImageHasher()) for each in client.asked]
+    assert hashlib.sha256("".join(sorted(keys)).encode()).hexdigest()[:16] == digest
+
+
+def test_the_names_of_forms_in_ledgers_never_change():
+    scores = ScoresForm({"a": Scale(0, 10), "b": Scale(0, 5, whole=True)}, reasoning=False)
+    prefix = "retouch.rewards.judges.forms."
+    assert scores.ledger_name == prefix + (
+        "ScoresForm(scales={'a': Scale(low=0, high=10, whole=False), 'b': Scale(low=0, high=5, whole=True)}, "
+        "reasoning=False, max_tokens=1024)"
+    )
+    values = {"no": 0.0, "yes": 1.0}
+    named = "(name='yes', values={'no': 0.0, 'yes': 1.0}, "
+    assert WordForm("yes", values).ledger_name == f"{prefix}WordForm{named}min_mass=0.5, max_tokens=1)"
+    assert ChoiceForm("yes", values).ledger_name == f"{prefix}ChoiceForm{named}max_tokens=32)"

@@ -35,6 +35,8 @@ class RemoteClient:
     ValueError: no server answers, they differ, or they refuse.
     """
 
+    kind = "remote"
+
     def __init__(self, settings: RemoteReward) -> None:
         if importlib.util.find_spec("httpx") is None:
             raise ValueError("asking reward servers needs httpx: pip install 'retouch[serve]'")

@@ -18,6 +18,7 @@ class CompositeReward:
     A call runs all rewards at the same time, each on a thread. A ``Judge`` runs them itself, so that batches overlap as well.
     """
 
+    kind: Literal["several"] = "several"
     reads_completions: Literal[True] = True  # some may; each reward is given only what it may see
 
     def __init__(self, rewards: Mapping[str, Reward]) -> None:
