@@ -13,7 +13,7 @@ import tiny_writer_runs
 from retouch.config.packaged import packaged_recipes
 from retouch.distributed.launching import rank_environments
 from retouch.distributed.sharding_checks import check_sharding
-from retouch.doctor.checks import check_ranks_share
+from retouch.doctor.checks import check_sharding_settings
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
 from tiny_recipes import SMALL
@@ -65,14 +65,14 @@ def test_what_is_not_followed_is_refused(sharding: str | None, environment: dict
         check_sharding(sharded(sharding), environment)
 
 
-def test_a_missing_library_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_reported_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = sharded("zero2")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     check_sharding(recipe, {})  # one rank alone shares nothing
-    (found,) = check_ranks_share(recipe, world=2)
-    assert (found.status, found.mend) == ("FAILED", "pip install 'retouch[deepspeed]'")
-    (alone,) = check_ranks_share(recipe, world=1)
-    assert (alone.status, alone.text) == ("ok", "one rank alone shares nothing")
+    (found,) = check_sharding_settings(recipe, world=2)
+    assert (found.status, found.fix) == ("FAILED", "pip install 'retouch[deepspeed]'")
+    (alone,) = check_sharding_settings(recipe, world=1)
+    assert (alone.status, alone.text) == ("ok", "a single rank shards nothing")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The doctor: what it finds in good and bad recipes, what it plans, how ranks agree, and which command it says to type next."""
+"""The doctor: its findings for good and bad recipes, memory plans, checks between ranks, and the suggested next command."""
 
 import json
 import math
@@ -21,12 +21,12 @@ from retouch.assembly.state import capture
 from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.distributed.ranks import Ranks
 from retouch.doctor.checks import check_batch, check_data, check_disk, check_folder, check_trackers
-from retouch.doctor.device import CARDS, Place, check_device
+from retouch.doctor.device import GPUS, PlannedDevice, check_device
 from retouch.doctor.findings import Finding, failed, note, ok
 from retouch.doctor.install import check_install, check_playground, check_versions
-from retouch.doctor.judge import check_judge
 from retouch.doctor.memory import check_memory, describe, footprint
-from retouch.doctor.ranks import Meeting, check_all_reduce, check_devices, check_same
+from retouch.doctor.ranks import RankGroup, check_all_reduce, check_devices, check_same
+from retouch.doctor.reward import check_scoring
 from retouch.memory.plan import LoraShape, Setup
 from retouch.memory.sizes import parts_in, stored_count
 from retouch.models.common.pretrained import fetch_weights, find_weights
@@ -50,7 +50,7 @@ def small(*changes: str) -> Recipe:
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """A folder of twelve small pictures."""
+    """A folder of twelve small images."""
     folder = tmp_path / "photos"
     folder.mkdir()
     lines = []
@@ -66,7 +66,7 @@ def doctor(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[s
     return code, capsys.readouterr().out.splitlines()
 
 
-def written(tmp_path: Path, *changes: str) -> str:
+def recipe_file(tmp_path: Path, *changes: str) -> str:
     """A small recipe as a file."""
     file = tmp_path / "small.json"
     file.write_text(json.dumps(apply(SMALL, [f"out={tmp_path / 'runs'}", *changes])))
@@ -74,7 +74,7 @@ def written(tmp_path: Path, *changes: str) -> str:
 
 
 def test_findings_are_aligned() -> None:
-    lines = [str(each) for each in (ok("torch", "2.13"), note("data", "one\ntwo"), failed("run folder", "full", mend="rm"))]
+    lines = [str(each) for each in (ok("torch", "2.13"), note("data", "one\ntwo"), failed("run folder", "full", fix="rm"))]
     assert lines == [
         "ok      torch         2.13",
         "note    data          one\n                      two",
@@ -91,9 +91,9 @@ def test_this_installation_is_good() -> None:
     assert {finding.status for finding in found} == {"ok"}
 
 
-def test_versions_outside_what_is_supported_are_named_with_what_mends_them() -> None:
-    needs = ["safetensors>=0.1", "peft>=99", "no-such-library>=2", "numpy<1", "torch>=2.11"]
-    found = list(check_versions([Requirement(need) for need in needs]))
+def test_unsupported_versions_are_named_with_the_command_that_fixes_them() -> None:
+    requirements = ["safetensors>=0.1", "peft>=99", "no-such-library>=2", "numpy<1", "torch>=2.11"]
+    found = list(check_versions([Requirement(each) for each in requirements]))
     assert [(finding.subject, finding.status) for finding in found] == [
         ("torch", "ok"),
         ("peft", "FAILED"),
@@ -101,7 +101,7 @@ def test_versions_outside_what_is_supported_are_named_with_what_mends_them() -> 
         ("numpy", "FAILED"),
         ("libraries", "ok"),
     ]
-    assert found[1].mend == "pip install --upgrade 'peft>=99'"
+    assert found[1].fix == "pip install --upgrade 'peft>=99'"
     assert found[2].text == "not installed; >=2 is supported"
     assert found[4].text.startswith("1 other")
 
@@ -109,13 +109,13 @@ def test_versions_outside_what_is_supported_are_named_with_what_mends_them() -> 
 def test_without_a_recipe_the_installation_and_the_built_in_model(capsys: pytest.CaptureFixture[str]) -> None:
     code, lines = doctor(capsys)
     assert code == 0
-    assert any(line.startswith("ok      playground    the built-in model loads and acts") for line in lines)
+    assert any(line.startswith("ok      playground    the built-in model loads and samples") for line in lines)
     assert lines[-3:] == ["", "ready", "next: retouch train recipes/quickstart.jsonnet"]
 
 
 def test_a_missing_or_damaged_built_in_model_is_a_failure(tmp_path: Path) -> None:
     missing = check_playground(tmp_path)
-    assert (missing.status, missing.mend) == ("FAILED", "retouch playground build")
+    assert (missing.status, missing.fix) == ("FAILED", "retouch playground build")
     for file in playground_weights().rglob("*.*"):
         if file.is_file():
             copy = tmp_path / file.relative_to(playground_weights())
@@ -124,7 +124,7 @@ def test_a_missing_or_damaged_built_in_model_is_a_failure(tmp_path: Path) -> Non
     assert check_playground(tmp_path).status == "FAILED"
 
 
-# The full-size recipe, whose weights are not here
+# The full-size recipe, without its weights
 
 
 def test_the_full_size_recipe_is_ready_up_to_the_download(
@@ -133,26 +133,26 @@ def test_the_full_size_recipe_is_ready_up_to_the_download(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     words = [FULL, "--set", f"data.path={photos}", "--set", f"out={tmp_path / 'my runs'}", "--device", "h100"]
     code, lines = doctor(capsys, *words)
-    said = "\n".join(lines)
-    assert code == 0, said
+    text = "\n".join(lines)
+    assert code == 0, text
     assert "ok      batch         32 tasks x 16 samples = 512 a step; 64 on each of 8 ranks, 32 for each optimizer step" in lines
-    assert f"ok      data          {photos}: " in said
-    assert "transformer 20.43 B" in said
+    assert f"ok      data          {photos}: " in text
+    assert "transformer 20.43 B" in text
     rows = dict(line.strip().rsplit("  ", 1) for line in lines if line.endswith(" GB") and line.startswith(" " * 24))
     sizes = {name.strip(): float(size.removesuffix(" GB")) for name, size in rows.items()}
     assert sizes["transformer, frozen weights"] == pytest.approx(41, rel=0.02)
     assert sizes["text_encoder"] == pytest.approx(16.6, rel=0.02)
     parts = [size for name, size in sizes.items() if name not in ("total", "headroom on h100")]
     assert sizes["total"] == pytest.approx(sum(parts), abs=0.05)
-    assert sizes["total"] + sizes["headroom on h100"] == pytest.approx(CARDS["h100"] / 1e9, abs=0.02)
-    there = "the weights of Qwen/Qwen-Image-Edit are not on this machine: they would be downloaded when training starts"
+    assert sizes["total"] + sizes["headroom on h100"] == pytest.approx(GPUS["h100"] / 1e9, abs=0.02)
+    there = "the weights of Qwen/Qwen-Image-Edit are not on this machine: they will be downloaded when training starts"
     assert lines[-4] == f"note    weights       {there}"
     next_words = f"{FULL} --set data.path={photos} --set 'out={tmp_path / 'my runs'}'"
     assert lines[-2:] == ["ready", f"next: retouch launch --nproc 8 {next_words}"]
     assert not (tmp_path / "my runs").exists()
 
 
-def test_a_gpu_that_is_too_small_is_refused_and_the_rest_still_said(
+def test_a_gpu_that_is_too_small_is_refused_and_the_other_checks_still_run(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -167,13 +167,13 @@ def test_a_gpu_that_is_too_small_is_refused_and_the_rest_still_said(
     ]
 
 
-def test_without_cuda_a_usual_gpu_is_planned_for_and_said_so() -> None:
+def test_without_cuda_the_plan_is_for_a_common_gpu_and_a_note_says_so() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device, so that is planned for")
-    place, finding = check_device("auto", device=None, weights_here=False)
-    assert place == Place("h100", CARDS["h100"], None)
+    target, finding = check_device("auto", device=None, weights_here=False)
+    assert target == PlannedDevice("h100", GPUS["h100"], None)
     assert finding.status == "note"
-    assert "no CUDA device is here" in finding.text
+    assert "no CUDA device on this machine" in finding.text
     here, _ = check_device("auto", device=None, weights_here=True)
     assert here is not None
     assert here.device is not None
@@ -197,15 +197,18 @@ def test_the_plan_of_the_full_size_recipe_is_that_of_its_settings() -> None:
     assert found.plan == plan(QwenImageModel(path="Qwen/Qwen-Image"), setup)
 
 
-def test_what_fits_narrowly_is_said() -> None:
+def test_a_plan_that_fits_with_little_room_is_a_note() -> None:
     recipe = load(FULL)
     described = describe(recipe, None)
     assert described is not None
     total = footprint(recipe, described).plan.total
     for bytes_there, status in ((total - 1, "FAILED"), (total + 1, "note"), (int(total / 0.89), "ok")):
-        assert check_memory(recipe, None, Place("card", bytes_there, None))[0].status == status
-    assert check_memory(recipe, None, Place("card", 1, None))[0].mend == "--device h200"
-    assert check_memory(parse({**recipe.document(), "microbatch": 2}), None, Place("card", 1, None))[0].mend == "--set microbatch=1"
+        assert check_memory(recipe, None, PlannedDevice("card", bytes_there, None))[0].status == status
+    assert check_memory(recipe, None, PlannedDevice("card", 1, None))[0].fix == "--device h200"
+    assert (
+        check_memory(parse({**recipe.document(), "microbatch": 2}), None, PlannedDevice("card", 1, None))[0].fix
+        == "--set microbatch=1"
+    )
 
 
 def test_models_without_a_known_configuration_are_not_planned(tmp_path: Path) -> None:
@@ -221,7 +224,7 @@ def test_models_without_a_known_configuration_are_not_planned(tmp_path: Path) ->
 _PHOTO_TASKS = ('data={"kind":"folder","path":"x"}', 'reward={"kind":"share","combine":{"share":1}}')
 
 
-# The model that is here
+# A model whose weights are present
 
 
 def test_the_footprint_is_what_a_run_keeps() -> None:
@@ -241,17 +244,17 @@ def test_the_footprint_is_what_a_run_keeps() -> None:
     conditioning = parts.model.encode([parts.sets[0].train[0]])
     image = parts.model.initial_noise(conditioning, [torch.Generator()]).shape[1]
     text = conditioning.tensors["embeds"].shape[1]
-    pictures = image + conditioning.tensors["source"].shape[1]
-    assert pictures + (24 // 8) ** 2 == found.tokens - 256
-    assert pictures < pictures + text <= found.tokens
+    latents = image + conditioning.tensors["source"].shape[1]
+    assert latents + (24 // 8) ** 2 == found.tokens - 256
+    assert latents < latents + text <= found.tokens
     parts.judge.close()
 
 
 def test_a_small_recipe_is_tried_and_nothing_is_left_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = written(tmp_path)
+    file = recipe_file(tmp_path)
     code, lines = doctor(capsys, file, "--device", "cpu")
     assert code == 0, "\n".join(lines)
-    assert "ok      data          the playground: 8 tasks to train on, 4 held out" in lines
+    assert "ok      data          the playground: 8 tasks for training, 4 held out" in lines
     assert sum(line.startswith("ok      trial step    ") for line in lines) == 5
     assert lines[-2:] == ["ready", f"next: retouch train {file}"]
     assert not (tmp_path / "runs").exists()
@@ -259,7 +262,7 @@ def test_a_small_recipe_is_tried_and_nothing_is_left_behind(tmp_path: Path, caps
 
 def test_the_trial_step_samples_no_more_rows_at_once_than_the_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = assemble(small("rollout.chunk=3", "tasks_per_step=8"), Ranks())
-    run, phase = parts.phase(0, stepper=parts.stepper(), judge=lambda batch, samples: pytest.fail("a trial asks no judge"))
+    run, phase = parts.phase(0, stepper=parts.stepper(), judge=lambda batch, samples: pytest.fail("a reward was computed"))
     seen: list[tuple[int, ...]] = []
     rollout = run.policy.rollout
     monkeypatch.setattr(run.policy, "rollout", lambda batch: seen.append(batch.group_ids) or rollout(batch))
@@ -275,17 +278,17 @@ def test_objectives_without_probabilities_move_the_weights_in_a_trial(objective:
     parts = assemble(small(f"objective={objective}", 'rollout.transition={"kind":"ode"}', "group_size=4"), Ranks())
     stepper = parts.stepper()
     parts.begin(0)
-    run, phase = parts.phase(0, stepper=stepper, judge=lambda batch, samples: pytest.fail("a trial asks no judge"))
+    run, phase = parts.phase(0, stepper=stepper, judge=lambda batch, samples: pytest.fail("a reward was computed"))
     checks = preflight(run, phase, step=0, rows=8)
     parts.judge.close()
     assert [(check.name, check.ok) for check in checks] == [("gradient", True), ("moved", True), ("frozen", True)]
 
 
 def test_a_trial_step_that_could_not_learn_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, lines = doctor(capsys, written(tmp_path, 'policy.train.targets=["no.such.layer"]'), "--device", "cpu")
+    code, lines = doctor(capsys, recipe_file(tmp_path, 'policy.train.targets=["no.such.layer"]'), "--device", "cpu")
     assert code == 1
     assert lines[-2] == "not ready: memory"
-    code, lines = doctor(capsys, written(tmp_path, "policy.train.init_from=nowhere"), "--device", "cpu")
+    code, lines = doctor(capsys, recipe_file(tmp_path, "policy.train.init_from=nowhere"), "--device", "cpu")
     assert code == 1
     assert lines[-2] == "not ready: model"
     assert any("nowhere has none of" in line for line in lines)
@@ -320,11 +323,11 @@ def test_problems_of_the_data_are_shown(photos: Path) -> None:
     ((finding, sets),) = check_data(recipe)
     assert finding.status == "note"
     assert "3.png: mode L, read as RGB" in finding.text
-    (photos / "5.png").write_bytes(b"no picture")
+    (photos / "5.png").write_bytes(b"not an image")
     ((finding, _),) = check_data(recipe)
     assert finding.status == "FAILED"
     assert "metadata.jsonl:6" in finding.text
-    assert finding.mend == f"retouch data check {photos}"
+    assert finding.fix == f"retouch data check {photos}"
 
 
 def test_held_out_tasks_must_have_the_headlines_tags() -> None:
@@ -335,7 +338,7 @@ def test_held_out_tasks_must_have_the_headlines_tags() -> None:
 
 
 class Unsure:
-    """A judge that cannot judge."""
+    """A reward whose score is always missing."""
 
     columns = {"overall": Column(0.0, 1.0)}  # noqa: RUF012
 
@@ -343,20 +346,20 @@ class Unsure:
         return {"overall": torch.full((len(samples),), math.nan)}
 
 
-def test_the_judge_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reward_scores_a_source_image(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = small()
     sets = build_sets(recipe, recipe.data, size=None)
-    good = check_judge(recipe, sets)
+    good = check_scoring(recipe, sets)
     assert good.status == "ok"
-    assert good.text.endswith("for an untouched source picture")
-    assert "not tried" in check_judge(recipe, None).text
+    assert good.text.endswith("for an unedited source image")
+    assert "not tested" in check_scoring(recipe, None).text
     monkeypatch.setitem(
         sys.modules, "judges", SimpleNamespace(Unsure=Unsure, __spec__=SimpleNamespace(submodule_search_locations=None))
     )
-    wrong = check_judge(small('reward={"kind":"import","class":"judges:Unsure","combine":{"overal":1}}'), sets)
+    wrong = check_scoring(small('reward={"kind":"import","class":"judges:Unsure","combine":{"overal":1}}'), sets)
     assert wrong.status == "FAILED"
     assert "'overal'" in wrong.text
-    unsure = check_judge(small('reward={"kind":"import","class":"judges:Unsure","combine":{"overall":1}}'), sets)
+    unsure = check_scoring(small('reward={"kind":"import","class":"judges:Unsure","combine":{"overall":1}}'), sets)
     assert unsure.status == "FAILED"
     assert "overall missing" in unsure.text
 
@@ -365,10 +368,10 @@ def test_trackers_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)
     assert check_trackers(small()).status == "ok"
     missing = check_trackers(small('trackers=["wandb"]'))
-    assert (missing.status, missing.mend) == ("FAILED", "pip install 'retouch[track]'")
+    assert (missing.status, missing.fix) == ("FAILED", "pip install 'retouch[track]'")
 
 
-def test_what_lies_in_the_runs_folder(tmp_path: Path) -> None:
+def test_the_runs_folder_may_contain_the_same_run_and_no_other(tmp_path: Path) -> None:
     recipe = small(f"out={tmp_path}")
     assert check_folder(recipe).status == "ok"
     folder = RunFolder(recipe.folder)
@@ -393,7 +396,7 @@ def test_checkpoints_must_fit_on_the_disk(tmp_path: Path) -> None:
     assert check_disk(longer, 1000).text.startswith("7 checkpoints of 0.00 MB, and one being written"), "2 newest and 5 for good"
 
 
-# Where weights lie
+# Where weights are found
 
 
 def test_weights_are_found_in_a_folder_or_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,7 +450,7 @@ def test_what_differs_between_ranks_is_named() -> None:
 
 
 def test_a_sum_that_comes_back_wrong_is_a_failure() -> None:
-    class Deaf(Ranks):
+    class NoCommunication(Ranks):
         def sum(self, values: torch.Tensor) -> torch.Tensor:
             return values
 
@@ -457,15 +460,15 @@ def test_a_sum_that_comes_back_wrong_is_a_failure() -> None:
         def gather(self, values: torch.Tensor) -> torch.Tensor:
             return values
 
-    assert check_all_reduce(Deaf(rank=0, world=1)).status == "ok"
-    assert check_all_reduce(Deaf(rank=0, world=2)).status == "FAILED"
+    assert check_all_reduce(NoCommunication(rank=0, world=1)).status == "ok"
+    assert check_all_reduce(NoCommunication(rank=0, world=2)).status == "FAILED"
 
 
-def test_one_rank_alone_hears_itself() -> None:
-    meeting = Meeting(Ranks())
-    bad = failed("data", "gone", mend="look")
-    assert meeting.texts("é") == ["é"]
-    assert meeting.failures([ok("a", "b"), bad]) == {bad: [0]}
+def test_a_single_rank_gathers_its_own_texts() -> None:
+    group = RankGroup(Ranks())
+    bad = failed("data", "gone", fix="look")
+    assert group.gather_texts("é") == ["é"]
+    assert group.gather_failures([ok("a", "b"), bad]) == {bad: [0]}
     assert isinstance(bad, Finding)
 
 
@@ -483,7 +486,7 @@ recipe, there, elsewhere = sys.argv[1:]
 rank = os.environ["RANK"]
 same = ["doctor", "--distributed", recipe, "--device", "cpu"]
 codes = [main(same), main([*same, "--set", f"seed={rank}"])]
-# The photographs lie on the first rank's machine only.
+# Only the machine of the first rank has the photographs.
 os.chdir(there if rank == "0" else elsewhere)
 data = ["--set", 'data={"kind":"folder","path":"photos","held_out":0.5}']
 codes.append(main([*same, *data, "--set", 'reward={"kind":"share","combine":{"share":1}}']))
@@ -492,7 +495,7 @@ print("codes", *codes)
 
 
 def test_ranks_agree_through_the_launcher(tmp_path: Path, photos: Path) -> None:
-    recipe = written(tmp_path, "ranks=2")
+    recipe = recipe_file(tmp_path, "ranks=2")
     (tmp_path / "elsewhere").mkdir()
     command = [sys.executable, "-c", TOGETHER, recipe, str(photos.parent), str(tmp_path / "elsewhere")]
     assert run_ranks(command, rank_environments(2), logs=tmp_path / "logs", grace=20.0) == 0
@@ -500,7 +503,7 @@ def test_ranks_agree_through_the_launcher(tmp_path: Path, photos: Path) -> None:
     assert "codes 0 1 1" in first
     assert "codes 0 1 1" in second
     assert "ready" not in second
-    agreed, differing, lacking = first.split("ok      rendezvous    2 ranks found each other\n")[1:]
+    agreed, differing, lacking = first.split("ok      rendezvous    2 ranks connected\n")[1:]
     assert "ok      all-reduce" in agreed
     assert "ok      batch         2 tasks x 2 samples = 4 a step; 2 on each of 2 ranks" in agreed
     assert agreed.count("ok      trial step") == 5

@@ -1,4 +1,5 @@
-"""The doctor's plan of writers: what each device holds in the full-size recipes, whether it fits, and what is said where not."""
+"""The doctor's memory plans of runs with a writer: the devices of the full-size recipes, whether they fit, and suggestions if
+not."""
 
 from collections.abc import Sequence
 
@@ -9,9 +10,9 @@ from safetensors.torch import load_file
 from retouch import cli
 from retouch.assembly.phases import copies_needed
 from retouch.doctor.checks import check_data
-from retouch.doctor.device import CARDS, Place
+from retouch.doctor.device import GPUS, PlannedDevice
 from retouch.doctor.findings import Finding
-from retouch.doctor.writer_memory import check_writing_memory
+from retouch.doctor.writer_memory import check_writer_memory
 from retouch.playground.language_models import PlaygroundEmu3
 from retouch.recipe.recipe import load
 
@@ -27,7 +28,7 @@ def no_weights(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 
 def check(name: str, card: str, *changes: str) -> list[Finding]:
-    found, checkpoint = check_writing_memory(load(name, changes), None, Place(card, CARDS[card], None))
+    found, checkpoint = check_writer_memory(load(name, changes), None, PlannedDevice(card, GPUS[card], None))
     assert checkpoint is not None
     return found
 
@@ -45,34 +46,34 @@ def statuses(found: Sequence[Finding]) -> list[str]:
 def test_system_a_on_an_h200() -> None:
     found, loading = check(A, "h200")
     assert found.status == "ok"
-    assert loading.text == "loading takes 57.70 GB of the CPU's memory, for each rank of the machine"
+    assert loading.text == "loading takes 57.70 GB of CPU memory, for each rank of the machine"
     assert "policy, renderer need" in found.text
     assert "on each of 8 ranks" in found.text
     rows = lines(found)
     assert rows["writer, frozen weights"] == pytest.approx(16.6, rel=0.005)
     assert rows["image model"] == pytest.approx(41, rel=0.005)
-    assert "text_encoder" not in rows  # the policy itself reads, and is held once
-    kept = [size for name, size in rows.items() if "in turn" not in name and name not in ("total", "headroom on h200")]
-    in_turn = [size for name, size in rows.items() if "in turn" in name]
+    assert "text_encoder" not in rows  # it is the policy itself
+    kept = [size for name, size in rows.items() if "one at a time" not in name and name not in ("total", "headroom on h200")]
+    in_turn = [size for name, size in rows.items() if "one at a time" in name]
     assert rows["total"] == pytest.approx(sum(kept) + max(in_turn), abs=0.1)
-    assert rows["total"] + rows["headroom on h200"] == pytest.approx(CARDS["h200"] / 1e9, abs=0.02)
+    assert rows["total"] + rows["headroom on h200"] == pytest.approx(GPUS["h200"] / 1e9, abs=0.02)
 
 
-def test_a_frozen_encoder_fits_an_h100_narrowly() -> None:
+def test_a_frozen_encoder_fits_an_h100_with_little_room() -> None:
     assert statuses(check(FROZEN, "h200")) == ["ok", "note"]
     found, _ = check(FROZEN, "h100")
     assert found.status == "note"
-    assert "fit narrowly" in found.text
+    assert "fit with little room" in found.text
     assert lines(found)["text_encoder"] == pytest.approx(16.6, rel=0.005)
 
 
-def test_an_image_model_that_waits_leaves_an_update_more_room() -> None:
+def test_an_offloaded_image_model_leaves_an_update_more_room() -> None:
     changes = ("devices=null", "renderer.batch=1", "microbatch=64", "policy.gradient_checkpointing=true", "rollout.chunk=16")
-    together, waiting = (check(C, "a100-40gb", *changes, *more) for more in ((), ("devices.offload=true",)))
+    together, offloaded = (check(C, "a100-40gb", *changes, *more) for more in ((), ("devices.offload=true",)))
     assert together[0].status == "FAILED"
-    assert together[0].mend == "--set devices.offload=true"
-    assert waiting[0].status != "FAILED"
-    assert "wait in the CPU's memory" in waiting[-1].text
+    assert together[0].fix == "--set devices.offload=true"
+    assert offloaded[0].status != "FAILED"
+    assert "of offloaded weights in CPU memory" in offloaded[-1].text
 
 
 def test_system_c_has_a_plan_for_each_of_its_three_gpus() -> None:
@@ -97,13 +98,13 @@ def test_system_c_has_a_plan_for_each_of_its_three_gpus() -> None:
         (C, "4090", ("microbatch=1",), "--set renderer.batch=1"),
     ],
 )
-def test_what_does_not_fit_names_the_keys_to_lower(name: str, card: str, changes: tuple[str, ...], next_words: str) -> None:
+def test_a_plan_that_does_not_fit_names_the_keys_to_lower(name: str, card: str, changes: tuple[str, ...], next_words: str) -> None:
     failures = [finding for finding in check(name, card, *changes) if finding.status == "FAILED"]
     assert failures
     assert "not fit" in failures[0].text
-    assert next_words in {finding.mend for finding in failures}
+    assert next_words in {finding.fix for finding in failures}
     if name == C:
-        assert "less at once takes less: --set" in failures[0].text
+        assert "settings that need less: --set" in failures[0].text
 
 
 def test_following_the_advice_makes_it_fit() -> None:
@@ -112,20 +113,20 @@ def test_following_the_advice_makes_it_fit() -> None:
         failures = [finding for finding in check(C, "a100-40gb", *changes) if finding.status == "FAILED"]
         if not failures:
             return
-        assert failures[0].mend.startswith("--set ")
-        changes.append(failures[0].mend.removeprefix("--set "))
+        assert failures[0].fix.startswith("--set ")
+        changes.append(failures[0].fix.removeprefix("--set "))
     raise AssertionError(changes)
 
 
-def test_fsdp2_spreads_the_writer() -> None:
-    whole, spread = (lines(check(A, "h200", f"sharding={kind}")[0])["writer, frozen weights"] for kind in ("zero2", "fsdp2"))
-    assert spread == pytest.approx(whole / 8, abs=0.01)
+def test_fsdp2_shards_the_writer() -> None:
+    whole, sharded = (lines(check(A, "h200", f"sharding={kind}")[0])["writer, frozen weights"] for kind in ("zero2", "fsdp2"))
+    assert sharded == pytest.approx(whole / 8, abs=0.01)
 
 
 def test_models_without_a_known_configuration_are_named() -> None:
     found = check(C, "h100", 'reward.rewards.taste={"kind": "pickscore"}')
     assert found[-1].status == "note"
-    assert "not counted, for want of a known configuration: the models of pickscore" in found[-1].text
+    assert "not counted, because their configuration is not known: the models of pickscore" in found[-1].text
 
 
 def test_a_benchmark_is_refused_before_it_is_downloaded() -> None:
@@ -158,7 +159,7 @@ def test_image_tokens_have_a_plan_from_the_published_configuration(monkeypatch: 
     assert rows["AdamW's two moments"] == pytest.approx(8.49, abs=0.01)
     assert rows["autoencoder"] == pytest.approx(4 * 0.271, abs=0.01)
     # 16 rows of 1328 and 2048 tokens, and two prompts, at 131072 bytes a token.
-    assert rows["a rollout: cache and logits (in turn)"] == pytest.approx(131072 * (2 * 1328 + 16 * 3376) / 1e9, abs=0.6)
+    assert rows["rollout: cache and logits (one at a time)"] == pytest.approx(131072 * (2 * 1328 + 16 * 3376) / 1e9, abs=0.6)
     assert "parameters: writer 8.49 B, autoencoder 0.27 B" in found.text
 
 
@@ -167,7 +168,7 @@ def test_the_playgrounds_image_tokens_have_a_plan_too(start: str) -> None:
     recipe = load("recipes/emu3/sft_sc__rl_sc-playground.jsonnet", [f"policy.model.start={start}"])
     assert isinstance(recipe.policy.model, PlaygroundEmu3)
     folder, _ = recipe.policy.model.find_weights()
-    (found,), checkpoint = check_writing_memory(recipe, folder, Place("4090", CARDS["4090"], None))
+    (found,), checkpoint = check_writer_memory(recipe, folder, PlannedDevice("4090", GPUS["4090"], None))
     assert found.status == "ok"
     assert folder is not None
     count = sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())

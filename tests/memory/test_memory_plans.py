@@ -1,4 +1,4 @@
-"""Memory plans of writers and of what draws for them, against what torch's profiler sees and against counts by hand."""
+"""Memory plans of writers and image models, compared with torch's profiler and with counts by hand."""
 
 import copy
 from dataclasses import replace
@@ -15,10 +15,10 @@ import tiny_models
 import tiny_writers
 from measured_memory import measured_peak
 from retouch.memory.images import codes_plan, image_model_plan
-from retouch.memory.peak import most_alive
+from retouch.memory.peak import peak_bytes
 from retouch.memory.plan import LoraShape, MemoryPlan
-from retouch.memory.sizes import judge, parts, stored_count
-from retouch.memory.tokens import Writing, writer_plan
+from retouch.memory.sizes import parts, reward_model, stored_count
+from retouch.memory.tokens import WriterSetup, writer_plan
 from retouch.models.base import ImageBatch
 from retouch.models.common.recompute import recomputing
 from retouch.models.language import published_language_model, read_description
@@ -27,7 +27,7 @@ from retouch.models.z_image.family import ZImageModel
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
 VLM = "Qwen/Qwen2.5-VL-7B-Instruct"
-SETUP = Writing(
+SETUP = WriterSetup(
     lora=LoraShape(4, TARGETS),
     prompt=100,
     completion=28,
@@ -56,36 +56,38 @@ def described(module: nn.Module) -> dict[str, Any]:
     return {"class": type(module).__name__, "config": module.config.to_dict()}  # type: ignore[union-attr, operator]
 
 
-# What is alive at once
+# Peak memory
 
 
-def test_what_is_computed_on_no_device_takes_what_the_cpus_allocator_gives_out() -> None:
+def test_the_peak_on_the_meta_device_equals_that_of_the_cpu() -> None:
     net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64))
     x = torch.randn(512, 64)
 
-    def learn(module: nn.Module, given: torch.Tensor) -> None:
-        module(given).sum().backward()
+    def train(module: nn.Module, inputs: torch.Tensor) -> None:
+        module(inputs).sum().backward()
         module.zero_grad(set_to_none=True)
 
-    learn(net, x)
-    bare, nowhere = copy.deepcopy(net).to("meta"), x.to("meta")
-    assert most_alive(lambda: learn(bare, nowhere), given=[nowhere, *bare.parameters()]) == measured_peak(lambda: learn(net, x))
+    train(net, x)
+    on_meta, x_meta = copy.deepcopy(net).to("meta"), x.to("meta")
+    assert peak_bytes(lambda: train(on_meta, x_meta), existing=[x_meta, *on_meta.parameters()]) == measured_peak(
+        lambda: train(net, x)
+    )
 
 
-def test_what_is_let_go_is_not_counted_and_views_are_not_counted_twice() -> None:
-    def turns() -> None:
+def test_freed_tensors_are_not_counted_and_views_are_not_counted_twice() -> None:
+    def allocate() -> None:
         for _ in range(5):
-            made = torch.empty(1000, device="meta")
-            made.view(10, 100).T[3:]
-            del made
+            tensor = torch.empty(1000, device="meta")
+            tensor.view(10, 100).T[3:]
+            del tensor
 
-    assert most_alive(turns) == 4000
+    assert peak_bytes(allocate) == 4000
 
 
 # A writer
 
 
-def test_the_known_anchors() -> None:
+def test_published_models_have_their_known_sizes() -> None:
     """16.6 GB for the 7B vision-language model, 41 GB for the 20.4 B transformer, in 16 bits."""
     language = published_language_model(VLM)
     assert language is not None
@@ -94,12 +96,12 @@ def test_the_known_anchors() -> None:
     editor = parts("qwen-image-edit-2511")
     assert stored_count(editor["transformer"]) * 2 / 1e9 == pytest.approx(41, rel=0.005)
     assert stored_count(editor["text_encoder"]) * 2 / 1e9 == pytest.approx(16.6, rel=0.005)
-    clip = judge("openai/clip-vit-base-patch32")
+    clip = reward_model("openai/clip-vit-base-patch32")
     assert clip is not None
     assert stored_count(clip) == 151_277_313
 
 
-def test_what_trains_follows_from_counts() -> None:
+def test_trained_weights_follow_from_parameter_counts() -> None:
     language = published_language_model(VLM)
     assert language is not None
     wide, narrow, layers = 3584, 512, 28
@@ -112,20 +114,20 @@ def test_what_trains_follows_from_counts() -> None:
     zero = rows(writer_plan(language, replace(setup, sharding="zero2")))
     assert zero["AdamW's two moments"] == trained
     assert zero["writer, frozen weights"] == alone["writer, frozen weights"]
-    spread = rows(writer_plan(language, replace(setup, sharding="fsdp2")))
+    sharded = rows(writer_plan(language, replace(setup, sharding="fsdp2")))
     for name in ("writer, frozen weights", "writer, trained weights", "gradients", "AdamW's two moments"):
-        assert spread[name] == pytest.approx(alone[name] / 8, rel=1e-6)
+        assert sharded[name] == pytest.approx(alone[name] / 8, rel=1e-6)
     whole = rows(writer_plan(language, replace(setup, lora=None)))
     assert "writer, frozen weights" not in whole
     assert whole["gradients"] == whole["writer, trained weights"]
-    away = writer_plan(language, replace(setup, lora=None, waiting=True))
-    assert rows(away)["copies of the trained weights"] == whole["writer, trained weights"], "one of two"
-    assert away.phases[-1].bytes > whole["writer, trained weights"], "it comes over to be asked"
+    offloaded = writer_plan(language, replace(setup, lora=None, offload_reference=True))
+    assert rows(offloaded)["copies of the trained weights"] == whole["writer, trained weights"], "one of two"
+    assert offloaded.phases[-1].bytes > whole["writer, trained weights"], "it is moved to the device to be used"
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_layer_takes_in_an_update_what_it_takes_on_the_cpu(checkpointing: bool) -> None:
-    planned, seen = [], []
+def test_the_planned_activations_of_a_layer_are_those_of_the_cpu(checkpointing: bool) -> None:
+    planned, measured = [], []
     for layers in (2, 6):
         model = small(layers)
         planned.append(writer_plan(described(model), replace(SETUP, gradient_checkpointing=checkpointing)).phases[0].bytes)
@@ -133,20 +135,20 @@ def test_a_layer_takes_in_an_update_what_it_takes_on_the_cpu(checkpointing: bool
         inject_adapter_in_model(LoraConfig(r=4, target_modules=list(TARGETS)), model.model)
         states = torch.randn(1, 128, 64, requires_grad=True)
 
-        def learn(model: Any = model, states: torch.Tensor = states) -> None:
+        def train(model: Any = model, states: torch.Tensor = states) -> None:
             with recomputing(model, on=checkpointing):
-                made = model.model(inputs_embeds=states, use_cache=False).last_hidden_state
-            made.sum().backward()
+                output = model.model(inputs_embeds=states, use_cache=False).last_hidden_state
+            output.sum().backward()
             states.grad = None
             model.zero_grad(set_to_none=True)
 
-        learn()
-        seen.append(measured_peak(learn))
-    assert planned[1] - planned[0] == pytest.approx(seen[1] - seen[0], rel=0.2)
-    assert planned[0] == pytest.approx(seen[0], rel=0.2)
+        train()
+        measured.append(measured_peak(train))
+    assert planned[1] - planned[0] == pytest.approx(measured[1] - measured[0], rel=0.2)
+    assert planned[0] == pytest.approx(measured[0], rel=0.2)
 
 
-def test_the_cache_is_as_large_as_transformers_own() -> None:
+def test_the_kv_cache_is_as_large_as_that_of_transformers() -> None:
     model = small(3)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
@@ -156,9 +158,9 @@ def test_the_cache_is_as_large_as_transformers_own() -> None:
     def planned(stage: str, **changes: Any) -> int:
         return rows(writer_plan(described(model), replace(SETUP, **changes)))[f"{stage}: cache and logits"]
 
-    assert planned("a rollout", completion=28 + 40) - planned("a rollout") == kept
-    assert planned("an evaluation", completion=28 + 40, evaluation=5) - planned("an evaluation", evaluation=5) == 5 * kept
-    assert planned("a rollout", rollout=(5, 5)) == planned("an evaluation", evaluation=5) > planned("an evaluation")
+    assert planned("rollout", completion=28 + 40) - planned("rollout") == kept
+    assert planned("evaluation", completion=28 + 40, evaluation=5) - planned("evaluation", evaluation=5) == 5 * kept
+    assert planned("rollout", rollout=(5, 5)) == planned("evaluation", evaluation=5) > planned("evaluation")
 
 
 def test_an_update_grows_with_its_rows_and_not_its_logits() -> None:
@@ -174,7 +176,7 @@ def test_an_update_grows_with_its_rows_and_not_its_logits() -> None:
 
 
 def test_targets_that_match_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match="no linear layer is called 'query'"):
+    with pytest.raises(ValueError, match="no linear layer named 'query'"):
         writer_plan(described(small(1)), replace(SETUP, lora=LoraShape(4, ("query",))))
 
 
@@ -183,41 +185,41 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Any) -> None:
         read_description(tmp_path)
 
 
-# What draws
+# Image models
 
-DRAWING = ImageBatch(rows=2, size=(32, 32), source=(32, 32), sources=1, text=24, dtype=torch.float32)
+RENDERING = ImageBatch(rows=2, size=(32, 32), source=(32, 32), sources=1, text=24, dtype=torch.float32)
 
 
 SD3, Z_IMAGE = SD3Model(path="sd3"), ZImageModel(path="z-image")
 
 
-def drawer(transformer: nn.Module) -> dict[str, Any]:
-    made = {"transformer": transformer, "vae": tiny_models.sd3_vae()}
-    return {name: {"class": type(module).__name__, "config": dict(module.config)} for name, module in made.items()}
+def image_model(transformer: nn.Module) -> dict[str, Any]:
+    modules = {"transformer": transformer, "vae": tiny_models.sd3_vae()}
+    return {name: {"class": type(module).__name__, "config": dict(module.config)} for name, module in modules.items()}
 
 
-def test_pictures_from_latents_take_what_they_take_on_the_cpu() -> None:
+def test_the_planned_decoding_of_latents_is_that_of_the_cpu() -> None:
     vae = tiny_models.sd3_vae()
     side = 32 // 2 ** (len(vae.config.block_out_channels) - 1)
     latents = torch.randn(2, vae.config.latent_channels, side, side)
     with torch.no_grad():
         vae.decode(latents)
-        seen = measured_peak(lambda: vae.decode(latents))
-    planned = rows(image_model_plan(SD3, drawer(tiny_models.sd3_transformer()), DRAWING))
-    assert planned["drawing: pictures from latents"] == pytest.approx(seen, rel=0.05)
+        measured = measured_peak(lambda: vae.decode(latents))
+    planned = rows(image_model_plan(SD3, image_model(tiny_models.sd3_transformer()), RENDERING))
+    assert planned["rendering: decoding of latents"] == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.parametrize(("family", "transformer"), [(SD3, "sd3"), (Z_IMAGE, "z_image")])
-def test_drawing_more_at_once_takes_more_and_weights_stay(family: Any, transformer: str) -> None:
-    model = drawer(getattr(tiny_models, f"{transformer}_transformer")())
-    one, two = (rows(image_model_plan(family, model, replace(DRAWING, rows=count))) for count in (1, 2))
+def test_larger_batches_need_more_memory_and_the_same_weights(family: Any, transformer: str) -> None:
+    model = image_model(getattr(tiny_models, f"{transformer}_transformer")())
+    one, two = (rows(image_model_plan(family, model, replace(RENDERING, rows=count))) for count in (1, 2))
     assert two["image model"] == one["image model"] == 4 * stored_count(model["transformer"])
-    for name in ("drawing: one denoising step", "drawing: pictures from latents"):
+    for name in ("rendering: one denoising step", "rendering: decoding of latents"):
         assert two[name] == pytest.approx(2 * one[name], rel=0.1)
 
 
-def test_a_part_that_lies_elsewhere_is_left_out() -> None:
-    assert "vae" not in rows(image_model_plan(SD3, drawer(tiny_models.sd3_transformer()), DRAWING, without=("vae",)))
+def test_a_part_on_another_device_is_not_counted() -> None:
+    assert "vae" not in rows(image_model_plan(SD3, image_model(tiny_models.sd3_transformer()), RENDERING, without=("vae",)))
 
 
 # Image tokens
@@ -245,7 +247,7 @@ def test_emu3_from_its_published_configuration() -> None:
         gradient_checkpointing=True,
         ranks=8,
         sharding="zero2",
-        sets=2,
+        grammar_sets=2,
     )
     plan = rows(writer_plan(described["writer"], setup))
     assert "writer, frozen weights" not in plan
@@ -253,25 +255,25 @@ def test_emu3_from_its_published_configuration() -> None:
     assert plan["AdamW's two moments"] == count
     token = 2 * 2 * layers * narrow  # keys and values, two bytes each
     cache = token * (2 * 1328 + 16 * (1328 + 2048))
-    assert 0 <= plan["a rollout: cache and logits"] - cache < 0.6e9
-    assert 0 <= plan["an evaluation: cache and logits"] - token * (8 * 1328 + 8 * (1328 + 2048)) < 2e9
-    alone = rows(writer_plan(described["writer"], replace(setup, sets=1)))
+    assert 0 <= plan["rollout: cache and logits"] - cache < 0.6e9
+    assert 0 <= plan["evaluation: cache and logits"] - token * (8 * 1328 + 8 * (1328 + 2048)) < 2e9
+    alone = rows(writer_plan(described["writer"], replace(setup, grammar_sets=1)))
     fp32 = 256 * vocabulary * 4
-    assert plan["an update: activations and logits"] > 3 * fp32
-    # What may be drawn, and what may not, of each place and not of all at once.
-    assert plan["an update: activations and logits"] - alone["an update: activations and logits"] == 2 * 255 * vocabulary
+    assert plan["update: activations and logits"] > 3 * fp32
+    # The allowed and the excluded tokens, one mask per position instead of one for all.
+    assert plan["update: activations and logits"] - alone["update: activations and logits"] == 2 * 255 * vocabulary
 
 
-def test_pictures_of_codes_take_what_the_cpus_allocator_gives_out() -> None:
+def test_the_planned_image_tokenizer_is_that_of_the_cpu() -> None:
     vq = tiny_emu3.module(deep=True).model.vqmodel
-    plan = codes_plan(described(vq), rows=3, read=2, size=(32, 48))
+    plan = codes_plan(described(vq), decoded=3, encoded=2, size=(32, 48))
     planned = rows(plan)
     assert planned["autoencoder"] == 4 * sum(tensor.numel() for tensor in vq.state_dict().values())
     height, width = 32 // vq.spatial_scale_factor, 48 // vq.spatial_scale_factor
     codes, pixels = torch.zeros(3, height, width, dtype=torch.long), torch.zeros(2, 3, 32, 48)
     with torch.no_grad():
-        drawing = measured_peak(lambda: vq.decode(codes))
-        reading = measured_peak(lambda: vq.encode(pixels, torch.tensor([[32, 48]] * 2)))
-    # Convolutions and attention have workspaces of their own on a CPU.
-    assert planned["drawing: pictures from codes"] == pytest.approx(drawing, rel=0.3)
-    assert planned["reading: codes of pictures"] == pytest.approx(reading, rel=0.3)
+        decoding = measured_peak(lambda: vq.decode(codes))
+        encoding = measured_peak(lambda: vq.encode(pixels, torch.tensor([[32, 48]] * 2)))
+    # On a CPU, convolutions and attention need workspaces in addition.
+    assert planned["rendering: decoding of codes"] == pytest.approx(decoding, rel=0.3)
+    assert planned["encoding: images to codes"] == pytest.approx(encoding, rel=0.3)

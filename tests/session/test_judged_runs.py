@@ -12,7 +12,7 @@ from judge_double import KEY, Double
 from retouch import cli
 from retouch.assembly.data import build_sets
 from retouch.doctor.findings import Finding
-from retouch.doctor.judge import check_calls, check_judge, check_keys
+from retouch.doctor.reward import check_calls, check_keys, check_scoring
 from retouch.recipe.document import apply
 from retouch.recipe.judge_calls import judge_calls
 from retouch.recipe.recipe import Recipe, load, parse
@@ -140,8 +140,8 @@ def test_the_doctor_names_the_key_that_is_not_there(monkeypatch: pytest.MonkeyPa
     assert list(check_keys(recipe())) == []
     monkeypatch.delenv("OPENAI_API_KEY")
     (finding,) = check_keys(recipe())
-    assert finding.text == "OPENAI_API_KEY is not set, and reward.rewards.judge asks m at http://127.0.0.1:9/v1"
-    assert finding.mend.startswith("export OPENAI_API_KEY=")
+    assert finding.text == "OPENAI_API_KEY is not set; reward.rewards.judge needs it for m at http://127.0.0.1:9/v1"
+    assert finding.fix.startswith("export OPENAI_API_KEY=")
     assert list(check_keys(recipe(reward__rewards__judge__judge__key=None))) == []
     (other,) = check_keys(recipe(reward__rewards__judge__judge__key="MY_JUDGES_KEY"))
     assert "MY_JUDGES_KEY is not set" in other.text
@@ -154,9 +154,9 @@ def test_the_doctor_tries_the_judge_and_says_which_column_is_missing() -> None:
     with Double() as double:
         assert tried(double.url).status == "ok"
         asked = len(double.requests)
-        blind = check_judge(recipe(double.url), None)
+        blind = check_scoring(recipe(double.url), None)
         assert len(double.requests) == asked == 6
-    assert "not tried" in blind.text
+    assert "not tested" in blind.text
     with Double(lambda digest, times: "401") as double:
         failing = tried(double.url)
     assert failing.status == "FAILED"
@@ -165,7 +165,7 @@ def test_the_doctor_tries_the_judge_and_says_which_column_is_missing() -> None:
 
 def tried(url: str) -> Finding:
     made = recipe(url)
-    return check_judge(made, build_sets(made, made.data, size=None))
+    return check_scoring(made, build_sets(made, made.data, size=None))
 
 
 def test_an_estimate_has_calls_tokens_and_dollars() -> None:

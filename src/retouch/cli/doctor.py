@@ -20,8 +20,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from retouch.recipe.recipe import load
 
     recipe = None if arguments.recipe is None else load(arguments.recipe, arguments.overrides)
-    from retouch.doctor.doctor import examine
+    from retouch.doctor.doctor import run_checks
 
     changes = [word for override in arguments.overrides for word in ("--set", override)]
     named = [] if arguments.recipe is None else [arguments.recipe, *changes]
-    return examine(recipe, distributed=arguments.distributed, device=arguments.device, named=named)
+    return run_checks(recipe, distributed=arguments.distributed, device=arguments.device, arguments=named)

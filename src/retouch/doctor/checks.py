@@ -1,4 +1,4 @@
-"""What can be checked of a recipe without loading its model: arithmetic, trackers, run folder, data and disk space."""
+"""The checks of a recipe that load no model: batch sizes, sharding, trackers, run folder, data, disk space and engines."""
 
 import os
 import shutil
@@ -21,15 +21,15 @@ from retouch.records.trackers import require_trackers
 from retouch.training import checkpoint
 from retouch.training.evaluation import headline_tasks
 
-_SHOWN = 5
+_LISTED_PROBLEMS = 5
 
 
 def check_batch(recipe: Recipe, *, world: int) -> Iterator[Finding]:
-    """Whether ``world`` ranks can share the steps of each phase, and what each then has."""
+    """Whether the rows of each phase's steps can be divided over ``world`` ranks, and the rows per rank and optimizer step."""
     try:
         check_ranks(recipe, world)
     except ValueError as error:
-        yield failed("batch", str(error), mend="choose one of the numbers above in the recipe, or with --set")
+        yield failed("batch", str(error), fix="set one of the numbers above in the recipe or with --set")
         return
     for phase in recipe.resolved_phases():
         share = phase.rows // world
@@ -41,66 +41,66 @@ def check_batch(recipe: Recipe, *, world: int) -> Iterator[Finding]:
         yield note("batch", warning)
 
 
-def check_ranks_share(recipe: Recipe, *, world: int) -> Iterator[Finding]:
-    """Whether the ranks can share as the recipe says, and as the launcher was told."""
+def check_sharding_settings(recipe: Recipe, *, world: int) -> Iterator[Finding]:
+    """Whether the recipe's ``sharding`` is installed, and agrees with the configuration of the launcher."""
     try:
         check_sharding(recipe, {**os.environ, "WORLD_SIZE": str(world)})
     except ValueError as error:
-        wants = "pip install 'retouch[deepspeed]'" if "pip install" in str(error) else "change the launcher's configuration"
-        yield failed("sharding", str(error), mend=wants)
+        fix = "pip install 'retouch[deepspeed]'" if "pip install" in str(error) else "change the launcher's configuration"
+        yield failed("sharding", str(error), fix=fix)
         return
     if recipe.sharding is not None:
-        yield ok("sharding", f"{recipe.sharding}, over {world} ranks" if world > 1 else "one rank alone shares nothing")
+        yield ok("sharding", f"{recipe.sharding}, over {world} ranks" if world > 1 else "a single rank shards nothing")
 
 
 def check_trackers(recipe: Recipe) -> Finding:
-    """Whether what the recipe wants its curves shown by is installed."""
+    """Whether the recipe's trackers are installed."""
     try:
         require_trackers(recipe.trackers)
     except ValueError as error:
-        return failed("trackers", str(error), mend="pip install 'retouch[track]'")
+        return failed("trackers", str(error), fix="pip install 'retouch[track]'")
     return ok("trackers", ", ".join(recipe.trackers) or "none")
 
 
 def check_push(recipe: Recipe) -> Iterator[Finding]:
-    """Whether what the recipe wants pushed can be; the Hub itself is not asked."""
+    """Whether the recipe's uploads are possible. Sends no request to the Hub."""
     if recipe.push is None:
         return
     if (reason := why_not_pushable()) is not None:
         yield note("push", f"nothing will be pushed to {recipe.push.repo}: {reason}")
         return
-    cadence = f"every {recipe.push.every} steps and " if recipe.push.every else ""
-    yield ok("push", f"to {recipe.push.repo}, {cadence}at the end")
+    interval = f"every {recipe.push.every} steps and " if recipe.push.every else ""
+    yield ok("push", f"to {recipe.push.repo}, {interval}at the end")
 
 
 def check_folder(recipe: Recipe) -> Finding:
-    """Whether the run's folder is free, or holds a run that this recipe may go on with."""
+    """Whether the run's folder is unused, or contains a run that this recipe can resume."""
     folder = RunFolder(recipe.folder)
     if not folder.recipe.exists():
         return ok("run folder", f"{folder.root}, a new run")
     try:
         changed = differences(parse(folder.read_recipe()["recipe"]), recipe)
     except ValueError as error:
-        return failed("run folder", f"{folder.root} holds a run that cannot be read: {error}", mend="--set name=ANOTHER")
+        return failed("run folder", f"{folder.root} contains a run that cannot be read: {error}", fix="--set name=ANOTHER")
     if changed:
         listed = "\n".join(f"  {line}" for line in changed)
-        return failed("run folder", f"{folder.root} holds a run of another recipe:\n{listed}", mend="--set name=ANOTHER")
+        return failed("run folder", f"{folder.root} contains a run of another recipe:\n{listed}", fix="--set name=ANOTHER")
     found = checkpoint.latest(folder.checkpoints)
-    where = "from its start: it has no checkpoint" if found is None else f"from {found}"
-    return note("run folder", f"{folder.root} holds this run already; it goes on {where}")
+    start = "from its start, because it has no checkpoint" if found is None else f"from {found}"
+    return note("run folder", f"{folder.root} contains this run already; it will be resumed {start}")
 
 
 def check_data(recipe: Recipe) -> Iterator[tuple[Finding, DataSets | None]]:
-    """Each data set of the recipe, read as training would."""
+    """Each data set of the recipe, read as in training; the data sets are None where that failed."""
     size = recipe.image_size
     done: list[DataSource] = []
     for phase in recipe.resolved_phases():
         if phase.data not in done:
             done.append(phase.data)
-            yield _read(recipe, phase.data, size)
+            yield _read_data(recipe, phase.data, size)
 
 
-def _read(recipe: Recipe, data: DataSource, size: tuple[int, int] | None) -> tuple[Finding, DataSets | None]:
+def _read_data(recipe: Recipe, data: DataSource, size: tuple[int, int] | None) -> tuple[Finding, DataSets | None]:
     missing = [path for path in data.paths() if not Path(path).exists()]
     path = next(iter(missing or data.paths()), "the playground" if data.label.startswith("playground") else data.label)
     if data.on_hub and missing:
@@ -108,51 +108,54 @@ def _read(recipe: Recipe, data: DataSource, size: tuple[int, int] | None) -> tup
             data.refuse_test_sets()
         except ValueError as error:
             return failed(
-                "data", str(error), mend="name data to train on, or data.allow_test_sets where that is what you mean"
+                "data", str(error), fix="choose another data set, or set data.allow_test_sets to train on a benchmark"
             ), None
-        return note("data", f"{path} is not in a folder here: it is read from the Hugging Face hub when training starts"), None
+        return note("data", f"{path} is not a local folder: it will be read from the Hugging Face Hub when training starts"), None
     try:
         sets = build_sets(recipe, data, size=size)
     except ValueError as error:
-        elsewhere = "--set data.lists=[DIR, ...]" if "lists" in data.path_keys else "--set data.path=DIR"
-        return failed("data", str(error), mend=elsewhere if missing else f"retouch data check {path}"), None
-    return _described(recipe, path, sets), sets
+        other_path = "--set data.lists=[DIR, ...]" if "lists" in data.path_keys else "--set data.path=DIR"
+        return failed("data", str(error), fix=other_path if missing else f"retouch data check {path}"), None
+    return _data_finding(recipe, path, sets), sets
 
 
-def _described(recipe: Recipe, path: str, sets: DataSets) -> Finding:
-    judged = "held out" if split_label(recipe.eval.split) == "held-out" else "of them judge the run, none held out"
-    text = f"{path}: {len(sets.train)} tasks to train on, {len(sets.heldout)} {judged}"
+def _data_finding(recipe: Recipe, path: str, sets: DataSets) -> Finding:
+    heldout = "held out" if split_label(recipe.eval.split) == "held-out" else "of them also for evaluation, none held out"
+    text = f"{path}: {len(sets.train)} tasks for training, {len(sets.heldout)} {heldout}"
     if recipe.eval.headline:
         try:
             headline_tasks([sets.heldout[index] for index in range(len(sets.heldout))], recipe.eval.headline)
         except ValueError as error:
-            return failed("data", str(error), mend="--set eval.headline=null")
+            return failed("data", str(error), fix="--set eval.headline=null")
     if not sets.problems:
         return ok("data", text)
-    lines = [f"{text}; found while reading:", *(f"  {problem}" for problem in sets.problems[:_SHOWN])]
-    if len(sets.problems) > _SHOWN:
-        lines.append(f"  and {len(sets.problems) - _SHOWN} more: retouch data check {path}")
+    lines = [f"{text}; problems in the data:", *(f"  {problem}" for problem in sets.problems[:_LISTED_PROBLEMS])]
+    if len(sets.problems) > _LISTED_PROBLEMS:
+        lines.append(f"  and {len(sets.problems) - _LISTED_PROBLEMS} more: retouch data check {path}")
     return note("data", "\n".join(lines))
 
 
 def check_disk(recipe: Recipe, bytes_each: int) -> Finding:
-    """Whether the disk holds the checkpoints that are kept, and one more while it is written."""
+    """Whether the disk has room for the checkpoints that are kept, and for one more while it is written.
+
+    ``bytes_each``: size of a checkpoint.
+    """
     folder = recipe.folder.absolute()
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    free = shutil.disk_usage(there).free
+    parent = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(parent).free
     steps = sum(phase.steps or 0 for phase in recipe.resolved_phases())
-    for_good = 0 if recipe.checkpoints.keep_every is None else steps // recipe.checkpoints.keep_every
-    kept = recipe.checkpoints.keep + for_good
+    permanent = 0 if recipe.checkpoints.keep_every is None else steps // recipe.checkpoints.keep_every
+    kept = recipe.checkpoints.keep + permanent
     needed = (kept + 1) * bytes_each
     each = gigabytes(bytes_each) if bytes_each >= 10**7 else f"{bytes_each / 1e6:.2f} MB"
-    text = f"{kept} checkpoints of {each}, and one being written; {gigabytes(free)} are free under {there}"
+    text = f"{kept} checkpoints of {each}, and one being written; {gigabytes(free)} are free under {parent}"
     if needed > free:
-        return failed("disk", text, mend="--set out=FOLDER_ON_A_LARGER_DISK")
+        return failed("disk", text, fix="--set out=FOLDER_ON_A_LARGER_DISK")
     return ok("disk", text)
 
 
 def check_engines(recipe: Recipe) -> Iterator[Finding]:
-    """What the engines of all phases report about themselves, each asked once; a vLLM server is asked over HTTP."""
+    """The diagnosis of the engines of all phases, once per engine; a vLLM server is queried over HTTP."""
     if not isinstance(recipe.policy, AutoregressivePolicyKeys):
         return
     model, rollouts = recipe.policy.model, [phase.rollout for phase in recipe.resolved_phases()]

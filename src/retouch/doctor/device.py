@@ -1,4 +1,4 @@
-"""Where a recipe would run: a device of this machine, or a GPU by name, for which can only be planned."""
+"""The device that memory is planned for: one of this machine, or a GPU by name."""
 
 import os
 import re
@@ -11,9 +11,9 @@ from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
 
 _GIB = 2**30
 
-# As torch reports them (``total_memory``, and the "total capacity" of its out-of-memory messages), which is less than is printed
-# on the box counts.
-CARDS = {
+# As torch reports them (``total_memory``, and the "total capacity" in its out-of-memory messages), which is less than the
+# advertised size.
+GPUS = {
     "h200": int(139.8 * _GIB),
     "h100": int(79.1 * _GIB),
     "a100-80gb": int(79.1 * _GIB),
@@ -22,14 +22,14 @@ CARDS = {
     "5090": int(31.4 * _GIB),
     "4090": int(23.6 * _GIB),
 }
-"""GPUs by the name that ``--device`` takes, and their memory in bytes."""
-PLANNED = "h100"
+"""Names of GPUs that ``--device`` accepts, and their memory in bytes."""
+DEFAULT_GPU = "h100"
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """``bytes`` of memory; ``device`` None: it is not here, so that nothing can be tried on it."""
+class PlannedDevice:
+    """A device with ``bytes`` of memory. ``device`` is None for a GPU of another machine, on which no trial step is possible."""
 
     name: str
     bytes: int
@@ -37,54 +37,54 @@ class Place:
 
 
 def require_known(name: str) -> None:
-    """ValueError unless ``name`` is a device in torch's spelling or a known GPU."""
-    if name not in CARDS and not _DEVICE.fullmatch(name):
+    """Raise ValueError unless ``name`` is a device in torch's notation or a known GPU."""
+    if name not in GPUS and not _DEVICE.fullmatch(name):
         raise ValueError(
-            f"--device {name}: take auto, cpu, mps, cuda or cuda:N for a device of this machine, or {', '.join(CARDS)}"
+            f"--device {name}: use auto, cpu, mps, cuda or cuda:N for a device of this machine, or one of {', '.join(GPUS)}"
         )
 
 
 def local_name(name: str) -> str:
-    """The device of this machine that goes with the name: itself, and for the name of a GPU whatever is here."""
-    return "auto" if name in CARDS else name
+    """The device of this machine to use: ``name`` itself, or ``auto`` for the name of a GPU to plan for."""
+    return "auto" if name in GPUS else name
 
 
-def check_device(name: str, *, device: torch.device | None, weights_here: bool) -> tuple[Place | None, Finding]:
-    """What ``name`` stands for. ``device``: the one that the rank has joined with, if it has.
+def check_device(name: str, *, device: torch.device | None, weights_here: bool) -> tuple[PlannedDevice | None, Finding]:
+    """The device that ``name`` means, or None if it is not available. ``device``: the one that the rank has joined with, if any.
 
-    ``auto`` without CUDA stands for a usual GPU where the weights are not on this machine: they will not be used here.
+    Without CUDA and without the weights on this machine, ``auto`` means a common GPU, because the run will not take place here.
     """
-    if name in CARDS:
-        return Place(name, CARDS[name], None), ok("device", f"planned for {name}, {gigabytes(CARDS[name])} of memory")
+    if name in GPUS:
+        return PlannedDevice(name, GPUS[name], None), ok("device", f"{name}, {gigabytes(GPUS[name])} of memory (planned only)")
     if name == "auto" and not weights_here and not torch.cuda.is_available():
-        planned = f"no CUDA device is here: planned for {PLANNED}, a GPU of 80 GB; --device names another ({', '.join(CARDS)})"
-        return Place(PLANNED, CARDS[PLANNED], None), note("device", planned)
+        text = f"no CUDA device on this machine: planning for {DEFAULT_GPU}; --device chooses another ({', '.join(GPUS)})"
+        return PlannedDevice(DEFAULT_GPU, GPUS[DEFAULT_GPU], None), note("device", text)
     if device is None:
         try:
             device = init_distributed(name).device
         except ValueError as error:
-            return None, failed("device", str(error), mend="--device auto")
-    place = measured(device)
-    return place, ok("device", f"{place.name}, {gigabytes(place.bytes)} of memory{_used(device)}")
+            return None, failed("device", str(error), fix="--device auto")
+    target = local_device(device)
+    return target, ok("device", f"{target.name}, {gigabytes(target.bytes)} of memory{_used(device)}")
 
 
-def place_of(name: str, place: Place) -> Place:
-    """Where a part lies whose device has this name in a recipe, beside a policy on ``place``: planned for, all GPUs are alike."""
-    if place.device is None or name in ("auto", str(place.device), place.device.type):
-        return place
-    return measured(torch.device(name))
+def device_of_part(name: str, policy_device: PlannedDevice) -> PlannedDevice:
+    """The device of a part that the recipe places on ``name``. If the policy's device is only planned for, all GPUs are like it."""
+    if policy_device.device is None or name in ("auto", str(policy_device.device), policy_device.device.type):
+        return policy_device
+    return local_device(torch.device(name))
 
 
-def measured(device: torch.device) -> Place:
-    """A device of this machine."""
+def local_device(device: torch.device) -> PlannedDevice:
+    """A device of this machine with its total memory."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        return Place(f"{device} ({properties.name})", properties.total_memory, device)
-    return Place(str(device), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), device)
+        return PlannedDevice(f"{device} ({properties.name})", properties.total_memory, device)
+    return PlannedDevice(str(device), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), device)
 
 
 def _used(device: torch.device) -> str:
-    """What others hold of a GPU's memory already."""
+    """The GPU memory that other processes use."""
     if device.type != "cuda":
         return ""
     free, total = torch.cuda.mem_get_info(device)

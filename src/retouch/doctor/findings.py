@@ -1,4 +1,4 @@
-"""What a check of the doctor found, and how it is written down: one aligned line each, further lines below the text."""
+"""The result of one check, and its format: one aligned line, further lines indented below the text."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,12 +9,13 @@ _SUBJECT = 12
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``mend`` of a failure: the command to type, or, where it begins with ``--``, what to add to the doctor's own."""
+    """The result of one check. ``fix`` of a failure: the command to type next, or options to add to this ``retouch doctor`` command
+    if it starts with ``--``."""
 
     status: Status
     subject: str
     text: str
-    mend: str = ""
+    fix: str = ""
 
     def __str__(self) -> str:
         first, *more = self.text.splitlines()
@@ -23,18 +24,20 @@ class Finding:
 
 
 def ok(subject: str, text: str) -> Finding:
+    """A check that passed."""
     return Finding("ok", subject, text)
 
 
 def note(subject: str, text: str) -> Finding:
-    """Something to know; it does not stand in the way."""
+    """Something to know that does not prevent the run."""
     return Finding("note", subject, text)
 
 
-def failed(subject: str, text: str, *, mend: str) -> Finding:
-    return Finding("FAILED", subject, text, mend)
+def failed(subject: str, text: str, *, fix: str) -> Finding:
+    """A check that failed; the run would fail too."""
+    return Finding("FAILED", subject, text, fix)
 
 
 def gigabytes(count: float) -> str:
-    """Bytes as GB (1e9), to two digits after the point."""
+    """Bytes as GB (1e9 bytes), with two decimals."""
     return f"{count / 1e9:.2f} GB"

@@ -1,4 +1,4 @@
-"""Is what Retouch stands on installed, and does the built-in model act?"""
+"""Whether the libraries that Retouch requires are installed, and whether the built-in model works."""
 
 import platform
 from collections.abc import Iterator, Sequence
@@ -21,64 +21,68 @@ from retouch.policies.weights import WeightCopies
 from retouch.renderers.decoders import LatentRenderer
 from retouch.types import Batch, Sample
 
-_NAMED = ("torch", "diffusers", "transformers", "peft")
+_LISTED_LIBRARIES = ("torch", "diffusers", "transformers", "peft")
 _STEPS = 6
-_PICTURES = 16
+_IMAGES = 16
 _BUILD = "retouch playground build"
 
 
 def check_install() -> Iterator[Finding]:
-    """Python and every library that the package's own metadata asks for, against the versions that it asks for."""
-    asked = SpecifierSet(metadata("retouch")["Requires-Python"])
-    yield _compared("python", platform.python_version(), asked, mend=f"install Python {asked}")
-    needs = [
-        need for need in map(Requirement, requires("retouch") or ()) if need.marker is None or need.marker.evaluate({"extra": ""})
+    """The versions of Python and of every required library, compared with the metadata of the installed package."""
+    supported = SpecifierSet(metadata("retouch")["Requires-Python"])
+    yield _check_version("python", platform.python_version(), supported, fix=f"install Python {supported}")
+    requirements = [
+        each for each in map(Requirement, requires("retouch") or ()) if each.marker is None or each.marker.evaluate({"extra": ""})
     ]
-    yield from check_versions(needs)
+    yield from check_versions(requirements)
 
 
-def check_versions(needs: Sequence[Requirement]) -> Iterator[Finding]:
-    """A line for each of the large libraries and for each other one that is wrong; one for all the rest."""
+def check_versions(requirements: Sequence[Requirement]) -> Iterator[Finding]:
+    """One finding for each of the large libraries and each library with a wrong version; one for all others together."""
     rest = 0
-    for need in sorted(needs, key=lambda need: (*(need.name != name for name in _NAMED), need.name)):
-        finding = _installed(need)
-        if need.name in _NAMED or finding.status == "FAILED":
+    for each in sorted(requirements, key=lambda each: (*(each.name != name for name in _LISTED_LIBRARIES), each.name)):
+        finding = _check_library(each)
+        if each.name in _LISTED_LIBRARIES or finding.status == "FAILED":
             yield finding
         else:
             rest += 1
     if rest:
-        yield ok("libraries", f"{rest} others, of versions that are supported")
+        yield ok("libraries", f"{rest} others, all of supported versions")
 
 
-def _installed(need: Requirement) -> Finding:
-    mend = f"pip install --upgrade '{need.name}{need.specifier}'"
+def _check_library(requirement: Requirement) -> Finding:
+    name, supported = requirement.name, requirement.specifier
+    fix = f"pip install --upgrade '{name}{supported}'"
     try:
-        return _compared(need.name, version(need.name), need.specifier, mend=mend)
+        return _check_version(name, version(name), supported, fix=fix)
     except PackageNotFoundError:
-        return failed(need.name, f"not installed; {need.specifier or 'any version'} is supported", mend=mend)
+        return failed(name, f"not installed; {supported or 'any version'} is supported", fix=fix)
 
 
-def _compared(name: str, found: str, asked: SpecifierSet, *, mend: str) -> Finding:
-    if asked.contains(found, prereleases=True):
-        return ok(name, f"{found} ({asked or 'any version'})")
-    return failed(name, f"{found} is not supported; {asked} is", mend=mend)
+def _check_version(name: str, installed: str, supported: SpecifierSet, *, fix: str) -> Finding:
+    if supported.contains(installed, prereleases=True):
+        return ok(name, f"{installed} ({supported or 'any version'})")
+    return failed(name, f"{installed} is not supported; {supported} is", fix=fix)
 
 
 def check_playground(folder: Path) -> Finding:
-    """The built-in model in ``folder`` loads, acts, and makes a few pictures that are judged, on the CPU."""
+    """Whether the built-in model in ``folder`` loads, samples with finite log-probabilities, and makes images that can be scored.
+
+    Runs on the CPU.
+    """
     try:
         model = PlaygroundModel(path=str(folder)).build(device=torch.device("cpu"))
         sampling = DenoisingRollout(num_steps=_STEPS, transition=CPSTransition(noise_level=0.7))
         policy = DenoisingPolicy(model, sampling=sampling, eval_steps=_STEPS, microbatch=1, copies=WeightCopies(model.module))
-        tasks = tuple(PlaygroundData(count=_PICTURES, complexity={1: 1.0}).tasks(in_turn=True)[:])
-        rows = tuple(range(_PICTURES))
-        batch = Batch(seed=0, step=0, tasks=tasks, group_ids=rows, group=rows, slot=(0,) * _PICTURES)
-        acted = policy.rollout(batch)
+        tasks = tuple(PlaygroundData(count=_IMAGES, complexity={1: 1.0}).tasks(in_turn=True)[:])
+        rows = tuple(range(_IMAGES))
+        batch = Batch(seed=0, step=0, tasks=tasks, group_ids=rows, group=rows, slot=(0,) * _IMAGES)
+        trajectory = policy.rollout(batch)
         images = LatentRenderer(model)(tasks, policy.sample(batch))
         scores = PlaygroundReward()([Sample(task, image) for task, image in zip(tasks, images, strict=True)])
     except (ValueError, OSError, SafetensorError) as error:
-        return failed("playground", str(error), mend=_BUILD)
-    if None in images or not acted.log_probs.isfinite().all():
-        return failed("playground", f"the model in {folder} makes numbers that are not finite", mend=_BUILD)
+        return failed("playground", str(error), fix=_BUILD)
+    if None in images or not trajectory.log_probs.isfinite().all():
+        return failed("playground", f"the model in {folder} produces values that are not finite", fix=_BUILD)
     mean = scores["overall"].mean().item()
-    return ok("playground", f"the built-in model loads and acts; {_PICTURES} simple edits score {mean:.1f} of 10")
+    return ok("playground", f"the built-in model loads and samples; {_IMAGES} simple edits score {mean:.1f} of 10 on average")

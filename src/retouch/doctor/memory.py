@@ -1,5 +1,5 @@
-"""What a recipe's run keeps on each device and in each checkpoint, planned from the model's configuration: its folder's, or for
-weights that are not here the published one."""
+"""The memory plan of a denoising policy's run, and the size of its checkpoints, computed from the model's configuration: from its
+folder, or for weights that are not on this machine from the packaged copy of the published one."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch
 from retouch.assembly.model import DTYPES, lora_targets
 from retouch.assembly.phases import copies_needed
 from retouch.assembly.value_head import saved_of_head, with_head
-from retouch.doctor.device import CARDS, Place
+from retouch.doctor.device import GPUS, PlannedDevice
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
 from retouch.memory import plan as memory
 from retouch.memory.ip_adapter import adapter_counts, embed_width, vision_part
@@ -24,13 +24,15 @@ from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe
 
 _ENCODER = "image_encoder"
-LEFT_FREE = 0.1
-SHOWN_FROM = 10**9
+FREE_SHARE = 0.1
+"""The share of a device's memory that a plan should leave free, for the CUDA context and fragmentation."""
+TABLE_FROM_BYTES = 10**9
+"""Plans of at least this many bytes are printed row by row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """``checkpoint``: bytes of one. ``counts``: a line about how large the model's parts are."""
+    """A memory plan, the tokens of a sample, the bytes of a checkpoint, and the parameter counts of the model's parts as text."""
 
     plan: MemoryPlan
     tokens: int
@@ -39,10 +41,10 @@ class Footprint:
 
 
 def describe(recipe: Recipe, folder: Path | None) -> Described | None:
-    """The recipe's model part by part; None where its size is not known before it is loaded.
+    """Class and configuration of each part of the recipe's image model; None if they are not known before it is loaded.
 
-    ``folder``: where its weights lie; None, not on this machine. ValueError for a folder that holds no such model.
-    """
+    ``folder``: the folder of its weights; None if they are not on this machine. Raises ValueError for a folder without such a
+    model."""
     model = recipe.image_model
     if isinstance(model, LanguageModel):
         return model.describe(folder)
@@ -54,19 +56,19 @@ def describe(recipe: Recipe, folder: Path | None) -> Described | None:
 
 
 def _with_encoder(described: Described, path: str) -> Described | None:
-    """The image encoder of an IP-Adapter as one more part; None where its size is not known."""
+    """Add the image encoder of an IP-Adapter as a part; None if its configuration is not known."""
     folder = find_encoder(path)
     found = image_encoder(path) if folder is None else read_description(folder)
     return None if found is None else {**described, _ENCODER: vision_part(found)}
 
 
 def footprint(recipe: Recipe, described: Described) -> Footprint:
-    """What the recipe's run keeps. ValueError where it cannot be planned (LoRA targets that match nothing, say)."""
-    assert isinstance(recipe.policy, DenoisingPolicyKeys), "a writer's memory is not planned"
+    """The memory of the recipe's run. Raises ValueError if it cannot be planned, for example for LoRA targets without a layer."""
+    assert isinstance(recipe.policy, DenoisingPolicyKeys), "writers are planned in writer_memory"
     model, train = recipe.policy.model, recipe.policy.train
     assert isinstance(model, DiffusersModel)
     copies, dtype, lora = len(copies_needed(recipe)), DTYPES[model.dtype], train.lora
-    # Both branches of guidance go through one forward.
+    # Both branches of guidance share one forward pass.
     rollouts = [phase.rollout for phase in recipe.resolved_phases()]
     branches = max(2 if isinstance(each, DenoisingRollout) and each.guidance_scale > 1 else 1 for each in rollouts)
     images = any(phase.data.contents().images is not False for phase in recipe.resolved_phases())
@@ -88,25 +90,25 @@ def footprint(recipe: Recipe, described: Described) -> Footprint:
         ranks=recipe.ranks or 1,
         sharding="zero2" if recipe.sharding == "zero2" else "fsdp" if recipe.sharding == "fsdp2" else "ddp",
     )
-    planned = with_head(plan_parts(described, setup, shape=shape), recipe, _seen_by_head(described, shape))
+    planned = with_head(plan_parts(described, setup, shape=shape), recipe, _value_head_inputs(described, shape))
     rows = {row.name: row.bytes for row in planned.rows}
     checkpoint = (1 + copies) * rows["transformer, trained weights"] + rows["AdamW's two moments"] + saved_of_head(planned)
     counts = ", ".join(f"{name} {stored_count(part) / 1e9:.2f} B" for name, part in described.items())
     return Footprint(planned, tokens, checkpoint, counts)
 
 
-def _seen_by_head(described: Described, shape: Shape) -> int:
-    """Numbers that a value head reads: of latents and sources, which are no wider than the transformer's input, of the text, and of
-    the reference that an IP-Adapter is shown."""
+def _value_head_inputs(described: Described, shape: Shape) -> int:
+    """Number of inputs of a value head, at most: mean and deviation of the channels of latents, source latents and text, the pooled
+    text, the embedding of an IP-Adapter's reference image, and sigma. Source latents have no more channels than the latents."""
     pooled: int = described["transformer"]["config"].get("pooled_projection_dim", 0)
-    shown = embed_width(described[_ENCODER]) if _ENCODER in described else 0
-    return 2 * (2 * shape.latents + shape.text) + pooled + shown + 1
+    reference = embed_width(described[_ENCODER]) if _ENCODER in described else 0
+    return 2 * (2 * shape.latents + shape.text) + pooled + reference + 1
 
 
-def check_memory(recipe: Recipe, folder: Path | None, place: Place | None) -> tuple[Finding, int | None]:
-    """Whether the plan fits on the place, with the plan line by line where it is of any size; and the bytes of a checkpoint.
+def check_memory(recipe: Recipe, folder: Path | None, target: PlannedDevice | None) -> tuple[Finding, int | None]:
+    """Whether the plan fits into the memory of ``target``, and the bytes of a checkpoint.
 
-    ``folder``: where the weights lie; None, not on this machine.
+    ``folder``: the folder of the weights; None if they are not on this machine. ``target``: None if the device is not available.
     """
     assert isinstance(recipe.policy, DenoisingPolicyKeys)
     subject = recipe.policy.model.source
@@ -114,43 +116,43 @@ def check_memory(recipe: Recipe, folder: Path | None, place: Place | None) -> tu
         described = describe(recipe, folder)
         found = None if described is None else footprint(recipe, described)
     except ValueError as error:
-        return failed("memory", f"{subject}: {error}", mend="mend what policy.model and policy.train name"), None
+        return failed("memory", f"{subject}: {error}", fix="correct policy.model and policy.train"), None
     if found is None:
-        return note("memory", f"no configuration of {subject} is known here, so its memory is not planned"), None
-    return _fits(recipe, subject, found, place), found.checkpoint
+        return note("memory", f"the configuration of {subject} is not known, so its memory is not planned"), None
+    return _fits(recipe, subject, found, target), found.checkpoint
 
 
-def _fits(recipe: Recipe, subject: str, found: Footprint, place: Place | None) -> Finding:
+def _fits(recipe: Recipe, subject: str, found: Footprint, target: PlannedDevice | None) -> Finding:
     total = found.plan.total
-    heading = f"parameters: {found.counts}; {found.tokens} tokens a row"
-    lines = "\n".join(["", *table(found.plan, place, heading)]) if total >= SHOWN_FROM else ""
+    heading = f"parameters: {found.counts}; {found.tokens} tokens per sample"
+    lines = "\n".join(["", *table(found.plan, target, heading)]) if total >= TABLE_FROM_BYTES else ""
     on_each = f" on each of {recipe.ranks} devices" if recipe.ranks is not None and recipe.ranks > 1 else ""
-    if place is None:
+    if target is None:
         return note("memory", f"{subject} needs {gigabytes(total)}{on_each}{lines}")
-    needed = f"{gigabytes(total)} of the {gigabytes(place.bytes)} of {place.name}{on_each}"
-    if total > place.bytes:
-        return failed("memory", f"{subject} does not fit: it needs {needed}{lines}", mend=_mend(recipe))
-    if total > (1 - LEFT_FREE) * place.bytes:
-        return note("memory", f"{subject} fits narrowly: it needs {needed}, and a tenth should be free{lines}")
+    needed = f"{gigabytes(total)} of the {gigabytes(target.bytes)} of {target.name}{on_each}"
+    if total > target.bytes:
+        return failed("memory", f"{subject} does not fit: it needs {needed}{lines}", fix=_suggested_fix(recipe))
+    if total > (1 - FREE_SHARE) * target.bytes:
+        return note("memory", f"{subject} fits with little room: it needs {needed}; a tenth should stay free{lines}")
     return ok("memory", f"{subject} needs {needed}{lines}")
 
 
-def _mend(recipe: Recipe) -> str:
-    """What saves most activations, as long as there is something to save; then a larger device."""
+def _suggested_fix(recipe: Recipe) -> str:
+    """The setting that saves most activation memory, if one is left; otherwise a larger device."""
     if recipe.microbatch > 1:
         return "--set microbatch=1"
     if not recipe.policy.gradient_checkpointing:
         return "--set policy.gradient_checkpointing=true"
-    return f"--device {next(iter(CARDS))}"
+    return f"--device {next(iter(GPUS))}"
 
 
-def table(plan: MemoryPlan, place: Place | None, heading: str) -> list[str]:
-    """The plan's rows, what takes turns, the most that they come to together, and what is left over."""
+def table(plan: MemoryPlan, target: PlannedDevice | None, heading: str) -> list[str]:
+    """The lines of a memory plan: permanent rows, phases of which one is active at a time, their total, and the headroom."""
     rows = [(row.name, row.bytes) for row in plan.rows]
-    rows += [(f"{phase.name} (in turn)", phase.bytes) for phase in plan.phases]
+    rows += [(f"{phase.name} (one at a time)", phase.bytes) for phase in plan.phases]
     rows.append(("total", plan.total))
-    if place is not None:
-        rows.append((f"headroom on {place.name}", place.bytes - plan.total))
+    if target is not None:
+        rows.append((f"headroom on {target.name}", target.bytes - plan.total))
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name:<{width}}  {count / 1e9:8.2f} GB" for name, count in rows]
     return [heading, *lines]

@@ -1,4 +1,5 @@
-"""The model is loaded and a step of each phase is tried, as a run does at its start; no judge is asked and nothing is kept."""
+"""The trial step: load the model and try one step of each phase, as a run does at its start. No reward is computed and nothing is
+saved."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -16,24 +17,24 @@ from retouch.types import Batch, Sample
 
 
 def check_trial(recipe: Recipe, ranks: Ranks) -> Iterator[Finding]:
-    """Load, try a step of each phase, say what it took. Every rank takes part."""
+    """Load the model, try one step of each phase, and report the peak memory. Collective: every rank must call it."""
     smaller = "--set microbatch=1" if recipe.microbatch > 1 else "--set policy.gradient_checkpointing=true"
     try:
         parts = assemble(recipe, ranks)
     except (ValueError, OSError, SafetensorError) as error:
-        yield failed("model", str(error), mend="mend what policy.model names")
+        yield failed("model", str(error), fix="correct policy.model")
         return
     except torch.OutOfMemoryError as error:
-        yield failed("model", f"{ranks.device} is full before the first step: {error}", mend="--device of more memory")
+        yield failed("model", f"{ranks.device} is full before the first step: {error}", fix="use a device with more memory")
         return
     try:
         yield _loaded(parts)
-        for check in trial_steps(parts, stepper=parts.stepper(), judge=_not_asked, done=0):
-            yield ok("trial step", check.text) if check.ok else failed("trial step", check.text, mend=_advice(check.name))
+        for check in trial_steps(parts, stepper=parts.stepper(), judge=_no_scores, done=0):
+            yield ok("trial step", check.text) if check.ok else failed("trial step", check.text, fix=_suggested_fix(check.name))
     except ValueError as error:
-        yield failed("trial step", str(error), mend="mend the recipe as it says")
+        yield failed("trial step", str(error), fix="correct the recipe as the message says")
     except torch.OutOfMemoryError as error:
-        yield failed("trial step", f"{ranks.device} is full: {error}", mend=smaller)
+        yield failed("trial step", f"{ranks.device} is full: {error}", fix=smaller)
     finally:
         parts.judge.close()
     if ranks.device.type == "cuda":
@@ -44,16 +45,14 @@ def _loaded(parts: Assembly) -> Finding:
     weights = list(parts.model.module.parameters())
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     total = sum(weight.numel() for weight in weights)
-    return ok(
-        "model", f"loaded on {parts.ranks.device}: {trained / 1e6:.2f} M of the transformer's {total / 1e6:.2f} M numbers train"
-    )
+    return ok("model", f"loaded on {parts.ranks.device}: {trained / 1e6:.2f} M of {total / 1e6:.2f} M parameters are trained")
 
 
-def _advice(check: str) -> str:
+def _suggested_fix(check: str) -> str:
     if check == "ratio_before":
-        return "--set policy.model.dtype=float32, to see whether it is rounding"
+        return "--set policy.model.dtype=float32, to see whether the difference is rounding"
     return "--set policy.train.targets=null, and a higher learning_rate"
 
 
-def _not_asked(batch: Batch, samples: Sequence[Sample]) -> "Future[ScoredBatch]":
-    raise AssertionError("a trial step asks no judge")
+def _no_scores(batch: Batch, samples: Sequence[Sample]) -> "Future[ScoredBatch]":
+    raise AssertionError("a trial step computes no reward")

@@ -1,4 +1,4 @@
-"""Rows and tokens on one rank that follow from a recipe whose policy is a language model, for a plan of its memory."""
+"""Rows and tokens on one rank of a recipe with a language-model policy, as input of its memory plan."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 from retouch.assembly.model import DTYPES, lora_targets
 from retouch.assembly.phases import copies_needed
 from retouch.memory.plan import LoraShape
-from retouch.memory.tokens import Writing
+from retouch.memory.tokens import WriterSetup
 from retouch.models import train as recipe_train
 from retouch.models.base import Described, DiffusersModel, ImageBatch
 from retouch.models.language import PretrainedLanguageModel
@@ -17,42 +17,43 @@ from retouch.recipe.policy import AutoregressivePolicyKeys
 from retouch.recipe.recipe import Recipe
 
 
-def writing_setup(recipe: Recipe, policy: AutoregressivePolicyKeys, described: Described) -> Writing:
-    """How the language model is used on one rank."""
+def writer_setup(recipe: Recipe, policy: AutoregressivePolicyKeys, described: Described) -> WriterSetup:
+    """How the language model is used and trained on one rank."""
     rollouts = [phase.rollout for phase in recipe.resolved_phases() if isinstance(phase.rollout, TokenRollout)]
     share = rank_rows(recipe)
     update = min(recipe.microbatch, max(1, share // recipe.minibatches))
-    at_once = min(max(rollout.chunk for rollout in rollouts), share)
+    chunk = min(max(rollout.chunk for rollout in rollouts), share)
     model, train = policy.model, policy.train
     assert isinstance(model, PretrainedLanguageModel)
     dtype = DTYPES[model.dtype]
-    return Writing(
+    copies = copies_needed(recipe)
+    return WriterSetup(
         lora=LoraShape(train.rank, tuple(lora_targets(policy))) if isinstance(train, recipe_train.Lora) else None,
         prompt=_prompt_tokens(recipe, model, described),
         completion=max(rollout.max_new_tokens for rollout in rollouts),
         update=(_tasks(recipe, update), update),
-        rollout=(_tasks(recipe, at_once), at_once),
+        rollout=(_tasks(recipe, chunk), chunk),
         evaluation=held_out_rows(recipe),
         logits_at_once=policy.logits_at_once,
         dtype=dtype,
         trained_dtype=torch.float32 if isinstance(train, recipe_train.Lora) else dtype,
-        copies=len(copies_needed(recipe)),
-        waiting=recipe.devices is not None and recipe.devices.reference is not None and "reference" in copies_needed(recipe),
+        copies=len(copies),
+        offload_reference=recipe.devices is not None and recipe.devices.reference is not None and "reference" in copies,
         gradient_checkpointing=policy.gradient_checkpointing,
         attention=model.attention,
-        sets=model.vocabularies,
+        grammar_sets=model.vocabularies,
         ranks=recipe.ranks or 1,
         sharding="replicated" if recipe.sharding is None else "zero2" if recipe.sharding == "zero2" else "fsdp2",
     )
 
 
 def rank_rows(recipe: Recipe) -> int:
-    """A rank's samples of a step, at most."""
+    """Samples per rank and step, at most."""
     return math.ceil(max(phase.rows for phase in recipe.resolved_phases()) / (recipe.ranks or 1))
 
 
 def held_out_rows(recipe: Recipe) -> int:
-    """Held-out tasks that a rank takes up at once."""
+    """Held-out tasks that a rank samples at once."""
     return min(recipe.eval.batch, math.ceil(recipe.eval.tasks / (recipe.ranks or 1)))
 
 
@@ -61,13 +62,13 @@ def _tasks(recipe: Recipe, rows: int) -> int:
 
 
 def _prompt_tokens(recipe: Recipe, model: PretrainedLanguageModel, described: Described) -> int:
-    """Tokens of a prompt, with those of a source image if the policy reads it before an editor."""
+    """Tokens of a prompt, including those of the source image if the policy writes for an image editor."""
     editor = None if recipe.renderer is None or not recipe.renderer.responses_at_once else recipe.renderer.image_model
     image_tokens = editor.condition_tokens(described) if isinstance(editor, DiffusersModel) else 0
     return model.prompt_tokens(described, image_tokens=image_tokens)
 
 
-def image_batch(recipe: Recipe, model: DiffusersModel, setup: Writing) -> ImageBatch:
+def image_batch(recipe: Recipe, model: DiffusersModel, setup: WriterSetup) -> ImageBatch:
     """How the renderer's image model samples on one rank."""
     assert recipe.renderer is not None
     return ImageBatch(
@@ -81,10 +82,11 @@ def image_batch(recipe: Recipe, model: DiffusersModel, setup: Writing) -> ImageB
 
 
 def codes_setup(recipe: Recipe, model: PretrainedLanguageModel) -> dict[str, Any]:
-    """Images that are decoded from codes at once (``rows``) and encoded to codes at once (``read``), and their ``size`` in px."""
+    """Number of images decoded from codes at once (``decoded``) and encoded to codes at once (``encoded``), and their ``size``, (h,
+    w) px."""
     assert recipe.renderer is not None
     rows = max(rank_rows(recipe), held_out_rows(recipe))
-    at_once = [phase.rollout.chunk for phase in recipe.resolved_phases() if isinstance(phase.rollout, TokenRollout)]
+    chunks = [phase.rollout.chunk for phase in recipe.resolved_phases() if isinstance(phase.rollout, TokenRollout)]
     tokenized = recipe.data.contents().tokens
-    read = 1 if tokenized else max(_tasks(recipe, min(max(at_once), rank_rows(recipe))), held_out_rows(recipe))
-    return {"rows": min(recipe.renderer.batch, rows), "read": read, "size": model.planned_size}
+    encoded = 1 if tokenized else max(_tasks(recipe, min(max(chunks), rank_rows(recipe))), held_out_rows(recipe))
+    return {"decoded": min(recipe.renderer.batch, rows), "encoded": encoded, "size": model.planned_size}

@@ -1,7 +1,7 @@
-"""What a frozen image model that draws keeps on its device, worked out before anything is loaded.
+"""The memory plan of a frozen image model that only renders, computed before anything is loaded.
 
-Weights follow from counts and are exact. What comes and goes is measured on the meta device (``live_bytes``), in the model's true
-width; one block stands for all, since without gradients they take turns.
+Weights follow from parameter counts and are exact. Activations are measured on the meta device (``peak_bytes``) in the model's true
+width. One block of each kind is enough, because without gradients the blocks use the same memory one after the other.
 """
 
 import copy
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from retouch.memory.peak import in_dtype, most_alive
+from retouch.memory.peak import cast_parameters, peak_bytes
 from retouch.memory.plan import MemoryPlan, MemoryRow
 from retouch.memory.sizes import build_meta, stored_count
 from retouch.models.base import Described, DiffusersModel, ImageBatch, Part
@@ -22,7 +22,7 @@ _META = torch.device("meta")
 def image_model_plan(
     model: DiffusersModel, described: Described, batch: ImageBatch, *, without: tuple[str, ...] = ()
 ) -> MemoryPlan:
-    """What the renderer's device holds. ``without``: parts that are elsewhere."""
+    """The plan of the renderer's device. ``without``: names of parts that are on another device."""
     rows = [
         MemoryRow(part if part != "transformer" else "image model", stored_count(made) * batch.dtype.itemsize)
         for part, made in described.items()
@@ -31,45 +31,48 @@ def image_model_plan(
     return MemoryPlan(
         tuple(rows),
         (
-            MemoryRow("drawing: one denoising step", _step_bytes(model, described, batch)),
-            MemoryRow("drawing: pictures from latents", _decoding_bytes(model, described["vae"], batch)),
+            MemoryRow("rendering: one denoising step", _step_bytes(model, described, batch)),
+            MemoryRow("rendering: decoding of latents", _decoding_bytes(model, described["vae"], batch)),
         ),
     )
 
 
-def codes_plan(autoencoder: Part, *, rows: int, read: int, size: tuple[int, int]) -> MemoryPlan:
-    """What makes ``rows`` pictures of codes at once, and codes of ``read`` pictures; ``size``: (height, width) px. Always fp32."""
+def codes_plan(autoencoder: Part, *, decoded: int, encoded: int, size: tuple[int, int]) -> MemoryPlan:
+    """The plan of an image tokenizer that decodes ``decoded`` images and encodes ``encoded`` images at once, in fp32.
+
+    ``size``: (height, width) in pixels.
+    """
     module: Any = build_meta(autoencoder)
     height, width = (edge // module.spatial_scale_factor for edge in size)
-    codes = torch.empty(rows, height, width, dtype=torch.long, device=_META)
-    pixels = torch.empty(read, autoencoder["config"]["in_channels"], *size, device=_META)
-    sizes = torch.tensor([size] * read)
-    given = [codes, pixels, *module.parameters(), *module.buffers()]
+    codes = torch.empty(decoded, height, width, dtype=torch.long, device=_META)
+    pixels = torch.empty(encoded, autoencoder["config"]["in_channels"], *size, device=_META)
+    sizes = torch.tensor([size] * encoded)
+    existing = [codes, pixels, *module.parameters(), *module.buffers()]
     with torch.no_grad():
         return MemoryPlan(
             (MemoryRow("autoencoder", stored_count(autoencoder) * torch.float32.itemsize),),
             (
-                MemoryRow("drawing: pictures from codes", most_alive(lambda: module.decode(codes), given=given)),
-                MemoryRow("reading: codes of pictures", most_alive(lambda: module.encode(pixels, sizes), given=given)),
+                MemoryRow("rendering: decoding of codes", peak_bytes(lambda: module.decode(codes), existing=existing)),
+                MemoryRow("encoding: images to codes", peak_bytes(lambda: module.encode(pixels, sizes), existing=existing)),
             ),
         )
 
 
 def _step_bytes(model: DiffusersModel, described: Described, batch: ImageBatch) -> int:
     part = model.one_of_each_block(described["transformer"])
-    module = in_dtype(copy.deepcopy(build_meta(part)), batch.dtype)
+    module = cast_parameters(copy.deepcopy(build_meta(part)), batch.dtype)
     inputs = model.step_inputs(described, batch)
     noisy = sum(value.numel() for value in tree_leaves(next(iter(inputs.values()))))
-    given = [value for value in tree_leaves(inputs) if isinstance(value, Tensor)]
+    tensors = [value for value in tree_leaves(inputs) if isinstance(value, Tensor)]
     with torch.no_grad():
-        made = most_alive(lambda: module(**inputs), given=[*given, *module.parameters(), *module.buffers()])
-    # Latents, and velocities of both branches under guidance, are kept in fp32 from step to step.
-    return made + sum(value.numel() * value.element_size() for value in given) + 3 * 4 * noisy
+        peak = peak_bytes(lambda: module(**inputs), existing=[*tensors, *module.parameters(), *module.buffers()])
+    # Between steps, latents and the velocities of both branches of guidance are kept in fp32.
+    return peak + sum(value.numel() * value.element_size() for value in tensors) + 3 * 4 * noisy
 
 
 def _decoding_bytes(model: DiffusersModel, vae: Part, batch: ImageBatch) -> int:
-    module: Any = in_dtype(copy.deepcopy(build_meta(vae)), batch.dtype)
+    module: Any = cast_parameters(copy.deepcopy(build_meta(vae)), batch.dtype)
     model.prepare_vae(module)
     latents = model.latents(vae, batch)
     with torch.no_grad():
-        return most_alive(lambda: module.decode(latents), given=[latents, *module.parameters(), *module.buffers()])
+        return peak_bytes(lambda: module.decode(latents), existing=[latents, *module.parameters(), *module.buffers()])

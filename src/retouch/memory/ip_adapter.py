@@ -1,4 +1,4 @@
-"""How large an IP-Adapter and its encoder are, counted on the meta device from configurations: no weight is loaded or made."""
+"""Parameter counts of an IP-Adapter and its image encoder, from their configurations on the meta device. No weights are needed."""
 
 import copy
 from collections.abc import Mapping
@@ -10,26 +10,27 @@ from retouch.memory.sizes import build_meta
 from retouch.models.ip_adapter.adapter import AdapterSettings, attach, modules
 from retouch.models.ip_adapter.image_encoder import width_of
 
-_TYPES = {"CLIPVisionModelWithProjection": "clip_vision_model", "SiglipVisionModel": "siglip_vision_model"}
-_WHOLE = {"CLIPModel": "CLIPVisionModelWithProjection", "SiglipModel": "SiglipVisionModel"}
+_MODEL_TYPES = {"CLIPVisionModelWithProjection": "clip_vision_model", "SiglipVisionModel": "siglip_vision_model"}
+_VISION_TOWERS = {"CLIPModel": "CLIPVisionModelWithProjection", "SiglipModel": "SiglipVisionModel"}
 
 
 def vision_part(described: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a described model is loaded: of a two-tower model its vision tower."""
-    if described["class"] not in _WHOLE:
+    """The part of a described encoder that is loaded: the vision tower of a two-tower model (CLIP, SigLIP), else the whole
+    model."""
+    if described["class"] not in _VISION_TOWERS:
         return dict(described)
     config = described["config"]
     projection = {"projection_dim": config["projection_dim"]} if "projection_dim" in config else {}
-    return {"class": _WHOLE[described["class"]], "config": {**config["vision_config"], **projection}}
+    return {"class": _VISION_TOWERS[described["class"]], "config": {**config["vision_config"], **projection}}
 
 
 def embed_width(encoder: Mapping[str, Any]) -> int:
-    """Numbers of what a described vision model makes of a picture."""
-    return width_of({"model_type": _TYPES[encoder["class"]], **encoder["config"]})
+    """Width of the image embedding of a described vision model."""
+    return width_of({"model_type": _MODEL_TYPES[encoder["class"]], **encoder["config"]})
 
 
 def adapter_counts(transformer: Mapping[str, Any], encoder: Mapping[str, Any], settings: AdapterSettings) -> tuple[int, int]:
-    """Numbers of the adapter on a described transformer, with a described vision model to read, and of its projection alone."""
+    """Parameter counts of the whole adapter and of its projection alone, for a described transformer and image encoder."""
     module = copy.deepcopy(build_meta(transformer))
     with torch.device("meta"):
         attach(module, settings, embed_width=embed_width(encoder), seed=0)

@@ -1,8 +1,8 @@
-"""How many bytes of tensors are alive at once while something is computed: found by computing it on the meta device, where tensors
-have shapes and no numbers, so that the largest published models take seconds on any machine.
+"""The peak memory of a computation, measured by running it on the meta device. Its tensors have shapes but no data, so even the
+largest published models take only seconds.
 
-It is what a device's allocator is asked for. Workspaces of kernels, rounding to blocks and fragmentation come on top. Attention
-counts as fused kernels do it: no table of all pairs of tokens.
+The result is the memory requested from the allocator. Workspaces of kernels, rounding to blocks and fragmentation are not included.
+Attention is counted as in fused kernels (FlashAttention, arXiv:2205.14135), which do not store the matrix of all pairs of tokens.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,51 +18,51 @@ from torch.utils._pytree import tree_leaves
 T = TypeVar("T")
 
 
-class Live(TorchDispatchMode):
-    """Counts what operations inside it make. ``given``: tensors that were there before, which are not counted.
+class PeakMemory(TorchDispatchMode):
+    """Counts the bytes of the tensors that operations create inside this context. ``existing``: tensors that are not counted.
 
-    ``now``: bytes that are alive; ``most``: the highest that was.
+    ``current``: bytes of the tensors that exist now; ``peak``: the maximum so far.
     """
 
-    def __init__(self, given: Iterable[Tensor] = ()) -> None:
+    def __init__(self, existing: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self.most = 0
-        self._given = {tensor.untyped_storage()._cdata for tensor in given}
+        self.peak = 0
+        self._existing = {tensor.untyped_storage()._cdata for tensor in existing}
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     @property
-    def now(self) -> int:
-        self._alive = {key: kept for key, kept in self._alive.items() if not kept[0].expired()}
+    def current(self) -> int:
+        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
         return sum(size for _, size in self._alive.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._given:
+                if storage._cdata not in self._existing:
                     self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.most = max(self.most, self.now)
-        return made
+        self.peak = max(self.peak, self.current)
+        return result
 
 
 class FusedAttention(TorchFunctionMode):
-    """Scaled dot-product attention as flash kernels compute it: their outputs and what they keep for the backward pass."""
+    """Replaces scaled dot-product attention by tensors of the sizes that flash kernels allocate and keep for the backward pass."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
-        return _Attention.apply(given["query"], given["key"], given["value"])
+        inputs = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
+        return _Attention.apply(inputs["query"], inputs["key"], inputs["value"])
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        made = query.new_empty((*query.shape[:-1], value.shape[-1]))
-        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, made, sums)
-        return made
+        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        log_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, log_sums)
+        return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
@@ -70,15 +70,15 @@ class _Attention(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def most_alive(compute: Callable[[], Any], *, given: Iterable[Tensor] = ()) -> int:
-    """The highest number of bytes that are alive while ``compute`` runs, apart from those of ``given``."""
-    with Live(given) as live, FusedAttention():
+def peak_bytes(compute: Callable[[], Any], *, existing: Iterable[Tensor] = ()) -> int:
+    """Peak memory of the tensors that ``compute`` creates, in bytes. Tensors in ``existing`` are not counted."""
+    with PeakMemory(existing) as memory, FusedAttention():
         compute()
-    return live.most
+    return memory.peak
 
 
-def in_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The module, its parameters in another type."""
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Convert the module's parameters, not its buffers, to ``dtype`` in place; returns the module."""
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
     return module

@@ -1,7 +1,7 @@
-"""What a training run of a published model keeps on each GPU, worked out before anything is loaded.
+"""The memory plan of a denoising policy's training on each GPU, computed before anything is loaded.
 
-Weights, gradients and optimizer states follow from counts and are exact. Activations are an estimate, and the CUDA context,
-fragmentation, NCCL's buffers and the autoencoder's decoding are not counted: leave a tenth free.
+Weights, gradients and optimizer states follow from parameter counts and are exact. Activations are an estimate. The CUDA context,
+fragmentation, NCCL's buffers and the decoding of latents are not counted: leave a tenth of the memory free.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _ADAMW_BYTES = 8  # two fp32 moments
 
 @dataclass(frozen=True, slots=True)
 class LoraShape:
-    """Low-rank adapters: their rank, and the endings of the names of the linear layers that they sit on."""
+    """Rank of the LoRA weights, and the suffixes of the names of the linear layers that have them."""
 
     rank: int
     targets: tuple[str, ...]
@@ -26,7 +26,7 @@ class LoraShape:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """One line of a memory plan. ``bytes`` on each GPU."""
+    """One row of a memory plan: ``bytes`` on each GPU."""
 
     name: str
     bytes: int
@@ -34,7 +34,8 @@ class MemoryRow:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What one GPU keeps at the peak of a training step: all of ``rows``, and one of ``phases``, which take turns."""
+    """The memory of one GPU at the peak of a training step: the sum of ``rows``, and the largest of ``phases``, of which only one
+    is active at a time."""
 
     rows: tuple[MemoryRow, ...]
     phases: tuple[MemoryRow, ...] = ()
@@ -46,14 +47,17 @@ class MemoryPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """How a model is trained.
+    """How a denoising model is trained.
 
-    ``lora`` and ``adapter`` None train every weight of the transformer; ``adapter`` is how many numbers an IP-Adapter has, whose
-    frozen encoder is one of the model's parts, and ``projection`` how many of them stay whole under "fsdp". ``dtype``: of frozen
-    weights and of the computation; ``trained_dtype``: of trained weights and their gradients. ``copies``: further sets of the
-    trained weights (a weight average, an old policy, the reference of a full fine-tune). ``rows``: samples in one forward with
-    gradient; ``tokens``: of one sample, text and sources included. ``ranks`` GPUs hold everything each ("ddp"), or a share of the
-    optimizer's state ("zero2"), or of the transformer's whole state ("fsdp").
+    ``lora``, ``adapter``: if both are None, all weights of the transformer are trained. ``adapter`` is the number of parameters of
+    an IP-Adapter, whose frozen image encoder is one of the model's parts; ``projection`` of them are not sharded with "fsdp".
+    ``rows``: samples per forward pass with gradient. ``tokens``: tokens per sample, of latents, text and source images. ``dtype``:
+    type of frozen weights and activations; ``trained_dtype``: of trained weights and their gradients. ``copies``: further copies of
+    the trained weights (average, old policy, the reference of full fine-tuning). ``sharding``: "ddp" replicates everything on
+    ``ranks`` GPUs, "zero2" shards gradients and optimizer state, "fsdp" also the transformer's weights. ``without``: parts that are
+    not on this GPU.
+
+    Raises ValueError for counts below 1, and for types other than 16 or 32 bits.
     """
 
     lora: LoraShape | None
@@ -71,25 +75,24 @@ class Setup:
 
     def __post_init__(self) -> None:
         if min(self.rows, self.tokens, self.ranks) < 1 or self.copies < 0:
-            raise ValueError("rows, tokens and ranks are at least 1, and copies at least 0")
+            raise ValueError("rows, tokens and ranks must be at least 1, and copies at least 0")
         if self.dtype.itemsize not in (2, 4):
-            raise ValueError(f"{self.dtype}: the computation runs in a 16-bit or 32-bit type")
+            raise ValueError(f"{self.dtype}: dtype must have 16 or 32 bits")
 
 
 def plan_parts(described: Described, setup: Setup, *, shape: Shape) -> MemoryPlan:
-    """The memory plan of a model that is described part by part, whose transformer has this shape. ``setup.without`` names parts
-    that live elsewhere.
+    """The memory plan of a model with these parts, whose transformer has this shape.
 
-    Raises ValueError for an unknown part or LoRA target.
+    Raises ValueError for a name in ``setup.without`` that is no part, and for a LoRA target without a layer.
     """
     unknown = [part for part in setup.without if part not in described or part == "transformer"]
     if unknown:
-        raise ValueError(f"the model has no part {unknown[0]!r} to leave out; it has {', '.join(described)}")
+        raise ValueError(f"without: the model has no part {unknown[0]!r}; it has {', '.join(described)}")
     transformer = described["transformer"]
     share = setup.ranks if setup.sharding == "fsdp" else 1
     frozen = stored_count(transformer)
     trained = 0 if setup.lora is None else lora_count(transformer, rank=setup.lora.rank, targets=setup.lora.targets)
-    casts = trained  # an IP-Adapter computes in its own type
+    casts = trained  # an IP-Adapter computes in the type of its weights, without autocast
     if setup.adapter is not None:
         trained += setup.adapter
     elif setup.lora is None:
@@ -117,9 +120,10 @@ def plan_parts(described: Described, setup: Setup, *, shape: Shape) -> MemoryPla
 
 
 def activation_bytes(shape: Shape, setup: Setup) -> int:
-    """What autograd keeps of one forward, roughly.
+    """Estimated bytes that autograd keeps of one forward pass.
 
-    That is all of every block; with checkpointing, every block's input and all of one block.
+    Without gradient checkpointing all activations of every block; with it the input of every block and all activations of one
+    (sublinear memory, Chen et al., arXiv:1604.06174).
     """
     size = setup.dtype.itemsize
     numbers = setup.rows * setup.tokens * shape.width

@@ -1,8 +1,8 @@
-"""What a policy that writes keeps on its device, worked out before anything is loaded.
+"""The memory plan of a language-model policy, computed before anything is loaded.
 
-Weights, gradients, optimizer states and caches follow from counts and are exact. What comes and goes is measured on the meta device
-(``live_bytes``): one layer of the language model in its true width, times how many there are. The CUDA context, workspaces,
-fragmentation and NCCL's buffers are not counted: leave a tenth free.
+Weights, gradients, optimizer states and KV caches follow from counts and are exact. Activations are measured on the meta device
+(``peak_bytes``): one layer of the language model in its true width, times the number of layers. The CUDA context, workspaces,
+fragmentation and NCCL's buffers are not counted: leave a tenth of the memory free.
 """
 
 import copy
@@ -15,7 +15,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from retouch.core.tokens import log_prob, sample_tokens, warp_logits
-from retouch.memory.peak import FusedAttention, Live, in_dtype, most_alive
+from retouch.memory.peak import FusedAttention, PeakMemory, cast_parameters, peak_bytes
 from retouch.memory.plan import LoraShape, MemoryPlan, MemoryRow
 from retouch.memory.sizes import build_meta, lora_count, parameter_count, stored_count
 from retouch.models.base import Part
@@ -26,15 +26,15 @@ _META = torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Writing:
-    """How a language model is trained on one rank.
+class WriterSetup:
+    """How a language model is used and trained on one rank.
 
-    ``prompt`` and ``completion``: tokens of a row, at most. ``update``: (tasks, completions) in one forward with gradient;
-    ``rollout``: the same of what is written at once; ``evaluation``: held-out tasks at once. ``logits_at_once``: tokens whose
-    logits exist at once. ``lora`` None trains all weights; ``trained_dtype`` and ``copies`` are of what trains. ``waiting``: the
-    reference is one of these and waits in the CPU's memory while it is not asked. ``sharding``: what ``ranks`` share. ``sets``: of
-    the grammar.
-    """
+    ``prompt``, ``completion``: tokens per row, at most. ``update``: (tasks, completions) per forward pass with gradient;
+    ``rollout``: (tasks, completions) that are generated at once; ``evaluation``: held-out tasks at once. ``logits_at_once``:
+    positions whose logits exist at the same time. ``lora``: None trains all weights. ``dtype``: type of frozen weights and
+    activations; ``trained_dtype``: of trained weights and their gradients. ``copies``: further copies of the trained weights.
+    ``offload_reference``: one of these copies, the reference, is in CPU memory while it is not used. ``grammar_sets``: number of
+    token sets of the grammar. ``sharding``: what is sharded over ``ranks``."""
 
     lora: LoraShape | None
     prompt: int
@@ -47,117 +47,117 @@ class Writing:
     trained_dtype: torch.dtype
     copies: int
     gradient_checkpointing: bool
-    waiting: bool = False
+    offload_reference: bool = False
     attention: str = "sdpa"
-    sets: int = 1
+    grammar_sets: int = 1
     ranks: int = 1
     sharding: Sharding = "replicated"
 
 
-def writer_plan(writer: Part, setup: Writing) -> MemoryPlan:
-    """What the policy's device holds. ValueError for LoRA targets that match nothing, and for a class that cannot be counted."""
+def writer_plan(writer: Part, setup: WriterSetup) -> MemoryPlan:
+    """The plan of the policy's device. Raises ValueError for a LoRA target without a layer, and for a model of an unknown class."""
     frozen = stored_count(writer)
     if setup.lora is None:
         trained = parameter_count(writer)
         frozen -= trained
     else:
         trained = lora_count(writer, rank=setup.lora.rank, targets=setup.lora.targets)
-    return MemoryPlan(tuple(row for row in _kept(setup, frozen, trained) if row.bytes), _phases(writer, setup, trained))
+    return MemoryPlan(tuple(row for row in _permanent(setup, frozen, trained) if row.bytes), _phases(writer, setup, trained))
 
 
-def _kept(setup: Writing, frozen: int, trained: int) -> list[MemoryRow]:
+def _permanent(setup: WriterSetup, frozen: int, trained: int) -> list[MemoryRow]:
     sharded = 1 if setup.sharding == "replicated" else setup.ranks
     whole = setup.ranks if setup.sharding == "fsdp2" else 1
-    size, beside = setup.trained_dtype.itemsize, setup.copies - setup.waiting
+    size, copies = setup.trained_dtype.itemsize, setup.copies - setup.offload_reference
     rows = [
         MemoryRow("writer, frozen weights", math.ceil(frozen * setup.dtype.itemsize / whole)),
         MemoryRow("writer, trained weights", math.ceil(trained * size / whole)),
         MemoryRow("gradients", math.ceil(trained * size / whole)),
         MemoryRow("AdamW's two moments", math.ceil(trained * _ADAMW_BYTES / sharded)),
-        MemoryRow("copies of the trained weights", math.ceil(beside * trained * size / whole)),
+        MemoryRow("copies of the trained weights", math.ceil(copies * trained * size / whole)),
     ]
     if setup.sharding == "zero2":
-        # A bucket as large as all gradients, and this rank's shares of them and of the weights in fp32.
+        # DeepSpeed has a bucket as large as all gradients, and this rank's shard of the gradients and of fp32 weights.
         rows.append(MemoryRow("ZeRO's shares of gradients and weights", math.ceil(trained * (size + 4) / setup.ranks)))
     return rows
 
 
-def _phases(writer: Part, setup: Writing, trained: int) -> tuple[MemoryRow, ...]:
-    """What comes and goes, one after the other."""
+def _phases(writer: Part, setup: WriterSetup, trained: int) -> tuple[MemoryRow, ...]:
+    """The memory of each phase beyond the permanent rows. Only one phase is active at a time."""
     config = _text_config(writer)
     layers, width = config["num_hidden_layers"], config["hidden_size"]
     tasks, rows = setup.update
     shared = not setup.gradient_checkpointing
     tokens = tasks * setup.prompt + rows * setup.completion if shared else rows * (setup.prompt + setup.completion)
-    kept, most = _layer(writer, setup, tokens)
+    kept, peak = _layer(writer, setup, tokens)
     states = tokens * width * setup.dtype.itemsize
-    update = layers * kept + most - kept if shared else layers * states + most
+    update = layers * kept + peak - kept if shared else layers * states + peak
     gathered = 2 * _layer_bytes(writer) * setup.dtype.itemsize if setup.sharding == "fsdp2" else 0
     vocabulary = config["vocab_size"]
-    logits = most_alive(lambda: _update_logits(setup.logits_at_once, vocabulary, width, setup))
+    logits = peak_bytes(lambda: _update_logits(setup.logits_at_once, vocabulary, width, setup))
     update += logits
-    reference = trained * setup.trained_dtype.itemsize + reading_bytes(writer, tokens, setup.dtype) + logits
+    reference = trained * setup.trained_dtype.itemsize + prefill_bytes(writer, tokens, setup.dtype) + logits
     return (
-        MemoryRow("an update: activations and logits", update + gathered),
-        MemoryRow("a rollout: cache and logits", _writing_bytes(writer, setup, *setup.rollout) + gathered),
-        MemoryRow("an evaluation: cache and logits", _writing_bytes(writer, setup, setup.evaluation, setup.evaluation) + gathered),
-        *([MemoryRow("the reference, which comes over: its weights, states and logits", reference)] if setup.waiting else []),
+        MemoryRow("update: activations and logits", update + gathered),
+        MemoryRow("rollout: cache and logits", _generation_bytes(writer, setup, *setup.rollout) + gathered),
+        MemoryRow("evaluation: cache and logits", _generation_bytes(writer, setup, setup.evaluation, setup.evaluation) + gathered),
+        *([MemoryRow("reference model: weights, states and logits", reference)] if setup.offload_reference else []),
     )
 
 
-def _writing_bytes(writer: Part, setup: Writing, tasks: int, rows: int) -> int:
-    """The cache of ``rows`` completions of ``tasks`` prompts, and what comes and goes beside it."""
+def _generation_bytes(writer: Part, setup: WriterSetup, tasks: int, rows: int) -> int:
+    """Bytes of the KV cache of ``tasks`` prompts and ``rows`` completions, and of the activations of generation."""
     config = _text_config(writer)
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     each = 2 * config["num_hidden_layers"] * heads * head * setup.dtype.itemsize
     cache = each * (tasks * setup.prompt + rows * (setup.prompt + setup.completion))
-    reading = reading_bytes(writer, tasks * setup.prompt, setup.dtype)
-    return cache + max(reading, most_alive(lambda: _draw(rows, config["vocab_size"], setup.sets)))
+    prefill = prefill_bytes(writer, tasks * setup.prompt, setup.dtype)
+    return cache + max(prefill, peak_bytes(lambda: _sample(rows, config["vocab_size"], setup.grammar_sets)))
 
 
-def reading_bytes(writer: Part, tokens: int, dtype: torch.dtype) -> int:
-    """What comes and goes while the language model reads so many tokens without gradient."""
+def prefill_bytes(writer: Part, tokens: int, dtype: torch.dtype) -> int:
+    """Peak bytes of activations while the language model computes this many tokens without gradient."""
     layer, states, angles = _one_layer(writer, tokens, dtype, attention="sdpa")
     with torch.no_grad():
-        made = most_alive(
+        peak = peak_bytes(
             lambda: layer(states, attention_mask=None, position_embeddings=angles),
-            given=[states, *angles, *layer.parameters()],
+            existing=[states, *angles, *layer.parameters()],
         )
-    return made + states.numel() * dtype.itemsize
+    return peak + states.numel() * dtype.itemsize
 
 
 # One layer of a language model
 
 
-def _layer(writer: Part, setup: Writing, tokens: int) -> tuple[int, int]:
-    """Bytes that one layer keeps for its backward pass, and the most that is alive in its forward and backward pass."""
+def _layer(writer: Part, setup: WriterSetup, tokens: int) -> tuple[int, int]:
+    """Bytes that one layer keeps for its backward pass, and its peak over forward and backward pass."""
     layer, states, angles = _one_layer(writer, tokens, setup.dtype, attention=setup.attention)
     if setup.lora is not None:
         layer.requires_grad_(False)
         names = {name.rpartition(".")[2] for name, inner in layer.named_modules() if isinstance(inner, nn.Linear)}
-        hit = [target for target in setup.lora.targets if target.rpartition(".")[2] in names]
-        if hit:
-            inject_adapter_in_model(LoraConfig(r=setup.lora.rank, target_modules=hit), layer)
+        found = [target for target in setup.lora.targets if target.rpartition(".")[2] in names]
+        if found:
+            inject_adapter_in_model(LoraConfig(r=setup.lora.rank, target_modules=found), layer)
         for name, parameter in layer.named_parameters():
             parameter.requires_grad_("lora_" in name)
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(setup.trained_dtype)
     states.requires_grad_()
     trained = sum(p.numel() * p.element_size() for p in layer.parameters() if p.requires_grad)
-    with Live([states, *angles, *layer.parameters()]) as live, FusedAttention():
-        made = layer(states, attention_mask=None, position_embeddings=angles)
-        made = made if isinstance(made, Tensor) else made[0]
-        kept = live.now
-        made.sum().backward()
-    return kept, live.most - trained  # gradients of weights have a row of their own
+    with PeakMemory([states, *angles, *layer.parameters()]) as memory, FusedAttention():
+        output = layer(states, attention_mask=None, position_embeddings=angles)
+        output = output if isinstance(output, Tensor) else output[0]
+        kept = memory.current
+        output.sum().backward()
+    return kept, memory.peak - trained  # the plan has a separate row for the gradients of weights
 
 
 def _one_layer(writer: Part, tokens: int, dtype: torch.dtype, *, attention: str) -> tuple[nn.Module, Tensor, tuple[Tensor, Tensor]]:
-    """A layer, states before it and rotary angles, all on the meta device."""
+    """A layer, its input states and rotary angles, all on the meta device."""
     model: Any = build_meta(_shallow(writer))
     decoder = model.model.language_model if hasattr(model.model, "language_model") else model.model
-    layer = in_dtype(copy.deepcopy(decoder.layers[0]), dtype)
+    layer = cast_parameters(copy.deepcopy(decoder.layers[0]), dtype)
     layer.self_attn.config._attn_implementation = "eager" if attention == "eager" else "sdpa"
     config = _text_config(writer)
     head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -173,7 +173,7 @@ def _layer_bytes(writer: Part) -> int:
 
 
 def _shallow(writer: Part) -> dict[str, Any]:
-    """The same language model with one layer."""
+    """The same language model with a single layer."""
     config = copy.deepcopy(dict(writer["config"]))
     text = config.get("text_config", config)
     text["num_hidden_layers"] = 1
@@ -186,21 +186,21 @@ def _text_config(writer: Part) -> dict[str, Any]:
     return dict(config.get("text_config") or config)
 
 
-def _update_logits(count: int, vocabulary: int, width: int, setup: Writing) -> None:
+def _update_logits(count: int, vocabulary: int, width: int, setup: WriterSetup) -> None:
     states = torch.empty(count, width, dtype=setup.dtype, device=_META, requires_grad=True)
     head = torch.empty(vocabulary, width, dtype=setup.dtype, device=_META)
-    allowed = _allowed(count, vocabulary, setup.sets)
+    allowed = _allowed(count, vocabulary, setup.grammar_sets)
     logits = warp_logits((states @ head.T).float(), allowed, temperature=1.0)
     log_prob(logits, torch.empty(count, dtype=torch.long, device=_META)).sum().backward()
 
 
-def _draw(rows: int, vocabulary: int, sets: int) -> None:
+def _sample(rows: int, vocabulary: int, sets: int) -> None:
     logits = torch.empty(rows, vocabulary, dtype=torch.float32, device=_META)
     sample_tokens(
         warp_logits(logits, _allowed(rows, vocabulary, sets), temperature=1.0), torch.empty(rows, dtype=torch.float64, device=_META)
     )
 
 
-def _allowed(places: int, vocabulary: int, sets: int) -> Tensor:
-    """What may be drawn: one row for all places where the grammar has one set."""
-    return torch.empty(1 if sets == 1 else places, vocabulary, dtype=torch.bool, device=_META)
+def _allowed(positions: int, vocabulary: int, sets: int) -> Tensor:
+    """The mask of allowed tokens: one row for all positions if the grammar has a single set."""
+    return torch.empty(1 if sets == 1 else positions, vocabulary, dtype=torch.bool, device=_META)

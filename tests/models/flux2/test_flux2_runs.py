@@ -212,5 +212,5 @@ def test_sampling_takes_what_it_takes_on_the_cpu() -> None:
         module(**inputs), vae.decode(latents)
         step, decoding = measured_peak(lambda: module(**inputs)), measured_peak(lambda: vae.decode(latents))
     kept = sum(value.nbytes for value in inputs.values() if isinstance(value, torch.Tensor)) + 3 * inputs["hidden_states"].nbytes
-    assert planned["drawing: one denoising step"] == pytest.approx(step + kept, rel=0.05)
-    assert planned["drawing: pictures from latents"] == pytest.approx(decoding, rel=0.05)
+    assert planned["rendering: one denoising step"] == pytest.approx(step + kept, rel=0.05)
+    assert planned["rendering: decoding of latents"] == pytest.approx(decoding, rel=0.05)

@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 import paddle_double
 from retouch.assembly import assembly
 from retouch.distributed.ranks import Ranks
-from retouch.doctor.judge import check_reward as check_reward_of
+from retouch.doctor.reward import check_reward as check_reward_of
 from retouch.recipe.recipe import load
 from retouch.recipe.reward_words import parse_reward
 from retouch.rewards.identity import describe
@@ -109,7 +109,7 @@ def test_a_missing_package_is_found_before_a_weight_is_loaded(monkeypatch):
     with pytest.raises(ValueError, match=r"retouch\[paddle\]"):
         assembly.assemble(recipe, Ranks())
     (finding,) = check_reward_of(recipe, None)
-    assert (finding.subject, finding.status) == ("judge", "FAILED")
+    assert (finding.subject, finding.status) == ("reward", "FAILED")
     assert "retouch[paddle]" in finding.text
 
 

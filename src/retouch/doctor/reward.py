@@ -1,4 +1,4 @@
-"""What can be checked of a recipe's reward before anything expensive: keys, the reward itself on one picture, calls and cost."""
+"""Checks of the recipe's reward: API keys of judges, number and cost of their calls, and the score of one image."""
 
 import os
 from collections.abc import Iterator
@@ -18,28 +18,28 @@ from retouch.watch.measures import build_measures
 
 
 def check_reward(recipe: Recipe, sets: DataSets | None) -> Iterator[Finding]:
-    """The keys that judges need; what they will be asked; and, where the keys are there, the reward on one picture."""
-    absent = list(check_keys(recipe))
-    yield from absent
+    """All checks of the reward. Without the API keys of its judges, neither the reward nor the watch is built."""
+    missing_keys = list(check_keys(recipe))
+    yield from missing_keys
     yield from check_calls(recipe, sets)
-    if not absent:
-        yield check_judge(recipe, sets)
+    if not missing_keys:
+        yield check_scoring(recipe, sets)
         if recipe.watch is not None:
             yield check_watch(recipe.watch, _device(recipe))
 
 
 def check_keys(recipe: Recipe) -> Iterator[Finding]:
-    """A failure for each environment variable that a judge's key is to come from, and is not there."""
-    told: set[str] = set()
+    """A failure for each environment variable with a judge's API key that is not set."""
+    reported: set[str] = set()
     for path, part in rewards_of(recipe):
         for name, judge in part.variables():
-            if name not in told and not (os.environ.get(name) or os.environ.get(f"{name}_FILE")):
-                told.add(name)
-                yield failed("key", f"{name} is not set, and {path} asks {judge}", mend=f"export {name}=...  (the judge's key)")
+            if name not in reported and not (os.environ.get(name) or os.environ.get(f"{name}_FILE")):
+                reported.add(name)
+                yield failed("key", f"{name} is not set; {path} needs it for {judge}", fix=f"export {name}=...  (the API key)")
 
 
 def check_calls(recipe: Recipe, sets: DataSets | None) -> Iterator[Finding]:
-    """What the judges will be asked, where the length of the run is known."""
+    """The number and cost of the calls to each judge, if the length of the run is known."""
     phases = recipe.resolved_phases()
     if any(phase.steps is None for phase in phases) and sets is None:
         return
@@ -49,45 +49,45 @@ def check_calls(recipe: Recipe, sets: DataSets | None) -> Iterator[Finding]:
         yield note("judge calls", str(calls))
 
 
-def check_judge(recipe: Recipe, sets: DataSets | None) -> Finding:
-    """Whether the judge is built, has the columns that are combined, and judges an untouched source picture."""
-    wrong = "mend the recipe's reward section"
+def check_scoring(recipe: Recipe, sets: DataSets | None) -> Finding:
+    """Whether the reward can be built, has the columns that are combined, and scores an unedited source image."""
+    fix = "fix the recipe's reward section"
     try:
         judge = Judge(recipe.reward.build(device=_device(recipe)), recipe.reward.combine)
         try:
-            told = f"{recipe.reward.name}, {judge.combination} ({judge.combination.low:g} to {judge.combination.high:g})"
+            text = f"{recipe.reward.name}, {judge.combination} ({judge.combination.low:g} to {judge.combination.high:g})"
             if sets is None or not len(sets.train):
-                return ok("judge", f"{told}; not tried, for want of a picture")
+                return ok("reward", f"{text}; not tested, because there is no task")
             task = sets.train[0]
-            value, missing = _tried(judge, task)
+            value, missing = _score_source(judge, task)
         finally:
             judge.close()
     except ValueError as error:
-        return failed("judge", str(error), mend=wrong)
+        return failed("reward", str(error), fix=fix)
     if value != value:
-        what = f"could not judge a picture of {task.id}: {', '.join(missing)} missing"
-        return failed("judge", f"{recipe.reward.name} {what}", mend=wrong)
-    what = "an untouched source picture" if task.images else "a grey picture"
-    return ok("judge", f"{told}: {value:.3f} for {what}")
+        problem = f"could not score an image of {task.id}: {', '.join(missing)} missing"
+        return failed("reward", f"{recipe.reward.name} {problem}", fix=fix)
+    image = "an unedited source image" if task.images else "a gray image"
+    return ok("reward", f"{text}: {value:.3f} for {image}")
 
 
 def check_watch(watch: Watch, device: torch.device) -> Finding:
-    """Whether what watches is built; it is tried on no picture."""
+    """Whether the rewards of the watch can be built. They score no image."""
     try:
         measures = build_measures(watch, device=device)
     except ValueError as error:
-        return failed("watch", str(error), mend="mend the recipe's watch section")
-    heldout = "no held-out judge" if measures.heldout is None else f"held out: {measures.heldout.combination}"
+        return failed("watch", str(error), fix="fix the recipe's watch section")
+    heldout = "no held-out reward" if measures.heldout is None else f"held-out reward: {measures.heldout.combination}"
     measures.close()
-    return ok("watch", f"{watch.tasks} pictures every {watch.every} steps; {heldout}")
+    return ok("watch", f"{watch.tasks} images every {watch.every} steps; {heldout}")
 
 
 def _device(recipe: Recipe) -> torch.device:
     return torch.device(recipe.device if recipe.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _tried(judge: Judge, task: Task) -> tuple[float, list[str]]:
-    """The reward of the task's own source, and the combined columns that are missing."""
+def _score_source(judge: Judge, task: Task) -> tuple[float, list[str]]:
+    """The reward of the task's source image, and the combined columns whose score is missing."""
     image = task.images[0] if task.images else Image.new("RGB", (64, 64), "gray")
     judged = judge([Sample(task, image, completion=task.instruction)])
     missing = [name for name in judge.combination.columns if judged.scores[name].isnan().any()]
