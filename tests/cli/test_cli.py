@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from retouch import cli
+from retouch.records.ownership import Owner
 
 
 def test_help_needs_no_heavy_import() -> None:
@@ -72,16 +73,19 @@ def test_a_fault_in_what_we_call_is_not_blamed_on_the_user(monkeypatch: pytest.M
 def test_launch_hands_on_recipe_or_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from retouch.distributed import launching
 
-    calls = []
+    calls, owned = [], []
 
-    def record(nproc: int, gpus: list[int] | None, argv: list[str], *, logs: Path) -> int:
+    def record(nproc: int, gpus: list[int] | None, argv: list[str], *, logs: Path, owner: Owner | None = None) -> int:
         calls.append((nproc, gpus, argv, logs))
+        owned.append(None if owner is None else owner.path.parent)
         return 5
 
     monkeypatch.setattr(launching, "launch", record)
     monkeypatch.chdir(tmp_path)
     assert cli.main(["launch", "--nproc", "2", "recipes/quickstart.jsonnet", "--set", f"out={tmp_path}", "--set", "name=mine"]) == 5
     assert cli.main(["launch", "--nproc", "3", "--gpus", "1,2,3", "doctor", "--distributed"]) == 5
+    of_recipe = ["doctor", "recipes/quickstart.jsonnet", "--set", f"out={tmp_path}", "--set", "name=mine"]
+    assert cli.main(["launch", "--nproc", "2", *of_recipe]) == 5
     assert calls == [
         (
             2,
@@ -90,7 +94,9 @@ def test_launch_hands_on_recipe_or_command(tmp_path: Path, monkeypatch: pytest.M
             tmp_path / "mine" / "logs",
         ),
         (3, [1, 2, 3], ["doctor", "--distributed"], Path("runs/doctor/logs")),
+        (2, None, of_recipe, tmp_path / "mine" / "logs-doctor"),
     ]
+    assert owned == [tmp_path / "mine", None, None], "only training owns a run's folder"
 
 
 def test_launching_afresh_sets_the_old_run_aside_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,11 +105,11 @@ def test_launching_afresh_sets_the_old_run_aside_once(tmp_path: Path, monkeypatc
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "metrics.jsonl").write_text("old")
     given = []
-    monkeypatch.setattr(launching, "launch", lambda nproc, gpus, argv, *, logs: given.append(argv) or 0)
+    monkeypatch.setattr(launching, "launch", lambda nproc, gpus, argv, *, logs, owner: given.append(argv) or 0)
     words = ["launch", "--nproc", "2", "recipes/quickstart.jsonnet", "--fresh", "--set", f"out={tmp_path}", "--set", "name=mine"]
     assert cli.main(words) == 0
     assert "--fresh" not in given[0]  # the ranks must not each do it again
-    assert not (tmp_path / "mine").exists()
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["owner.json"]
     (aside,) = tmp_path.glob("mine.old-*")
     assert (aside / "metrics.jsonl").read_text() == "old"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from retouch.distributed.launching import launch, rank_environments, run_ranks
+from retouch.records.ownership import Owner
 
 WAIT = "import time; time.sleep(60)"
 
@@ -203,6 +204,57 @@ while True: time.sleep(0.05)
         launcher.send_signal(signal.SIGINT)
         assert launcher.wait(30) == 128 + signal.SIGKILL
     assert (tmp_path / "rank-1.log").read_text() == "ready\nheard\n"
+
+
+PARENT = f"""
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, '-c', {WAIT!r}])
+print(os.getpid(), child.pid, 'ready', flush=True)
+time.sleep(60)
+"""
+
+
+def _told(tmp_path: Path) -> list[int]:
+    """The processes of both ranks and their children."""
+    _wait_for_both(tmp_path, "ready")
+    return [int(word) for rank in range(2) for word in (tmp_path / f"rank-{rank}.log").read_text().split()[:2]]
+
+
+def test_ranks_and_their_children_die_with_a_killed_launcher(tmp_path: Path) -> None:
+    with launched(PARENT, tmp_path) as launcher:
+        processes = _told(tmp_path)
+        launcher.kill()
+    assert [process for process in processes if _alive(process)] == []
+
+
+def test_ranks_of_ours_die_even_if_the_guardian_was_killed_first(tmp_path: Path) -> None:
+    code = "from retouch.distributed.guardian import die_with_launcher\ndie_with_launcher()\n" + PARENT
+    with launched(code, tmp_path) as launcher:
+        processes = _told(tmp_path)
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        (guardian,) = {int(child) for child in children} - set(processes)
+        os.kill(guardian, signal.SIGKILL)
+        launcher.kill()
+    assert [process for process in processes[::2] if _alive(process)] == []
+    for process in processes[1::2]:
+        os.kill(process, signal.SIGKILL)
+
+
+def test_a_rank_whose_launcher_has_already_ended_does_not_begin() -> None:
+    code = "from retouch.distributed.guardian import die_with_launcher\ndie_with_launcher()\nprint('began')"
+    environment = {**os.environ, "RETOUCH_LAUNCHER": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "launcher of this rank has ended" in done.stderr
+
+
+def test_a_rank_keeps_the_run_folder_after_its_launcher(tmp_path: Path) -> None:
+    owner = Owner(tmp_path / "run")
+    code = "import os, sys\nfrom pathlib import Path\nfrom retouch.records.ownership import shared_owner\n"
+    code += f"shared_owner(Path({str(tmp_path / 'run')!r}), os.environ).require()\nprint('owned')"
+    assert run_ranks([sys.executable, "-c", code], rank_environments(2), logs=tmp_path, grace=20.0, owner=owner) == 0
+    owner.close()
+    assert [(tmp_path / f"rank-{rank}.log").read_text() for rank in range(2)] == ["owned\n"] * 2
 
 
 def test_a_closed_terminal_does_not_stop_the_run(tmp_path: Path) -> None:

@@ -242,9 +242,10 @@ def test_every_file_that_is_named_exists(page: Path) -> None:
     assert [name for name in named if name not in MADE and not (ROOT / name).is_file()] == []
 
 
-def test_every_function_and_test_that_the_architecture_names_exists() -> None:
-    named = re.findall(r"`([\w/]+\.py)::([\w.]+)`", (ROOT / "docs" / "architecture.md").read_text())
-    assert len(named) > 30
+@pytest.mark.parametrize(("page", "least"), [("architecture.md", 30), ("security.md", 10)])
+def test_every_function_and_test_that_a_page_names_exists(page: str, least: int) -> None:
+    named = re.findall(r"`([\w/]+\.py)::([\w.]+)`", (ROOT / "docs" / page).read_text())
+    assert len(named) > least
     for file, name in named:
         root = ROOT / "tests" if name.startswith("test_") else ROOT / "src" / "retouch"
         assert name in defined(root / file), f"{file}::{name}"

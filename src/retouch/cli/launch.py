@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -35,12 +36,17 @@ def _launch(parse: Callable[[Sequence[str]], argparse.Namespace], arguments: arg
     if argv[0] not in _LAUNCHABLE:
         argv = ["train", *argv]
     command = parse(argv)
-    folder = Path("runs") / command.command
-    if (recipe := vars(command).get("recipe")) is not None:
-        folder = load(recipe, command.overrides).folder
-    # The ranks' logs are in the run's folder, so an old run must be renamed before they are opened.
-    if "--fresh" in arguments.argv and folder.exists():
-        from retouch.records.folder import RunFolder
+    if (recipe := vars(command).get("recipe")) is None:
+        return launch(arguments.nproc, arguments.gpus, argv, logs=Path("runs") / command.command / "logs")
+    folder = load(recipe, command.overrides).folder
+    if command.command != "train":  # it may look at a run that is training, whose logs these must not replace
+        return launch(arguments.nproc, arguments.gpus, argv, logs=folder / f"logs-{command.command}")
+    from retouch.records.folder import own
 
-        print(f"the old run is now {RunFolder(folder).set_aside()}")
-    return launch(arguments.nproc, arguments.gpus, argv, logs=folder / "logs")
+    # The ranks' logs are in the run's folder, so it must be owned, and an old run renamed, before they are opened.
+    run, aside = own(folder, fresh="--fresh" in arguments.argv, environment={})
+    if aside is not None:
+        print(f"the old run is now {aside}")
+    assert run.owner is not None
+    with closing(run.owner) as owner:
+        return launch(arguments.nproc, arguments.gpus, argv, logs=folder / "logs", owner=owner)

@@ -1,6 +1,7 @@
 """The parser of all commands, and ``main``, which runs one of them."""
 
 import argparse
+import errno
 import os
 import sys
 import traceback
@@ -24,11 +25,27 @@ _COMMANDS = {
     "serve": "retouch.cli.serve:add_serve",
 }
 _USER_ERROR = 2
+_ADVICE = {
+    errno.ENOSPC: "free some space and run the same command again",
+    errno.EDQUOT: "free some space (this user's quota is used up) and run the same command again",
+    errno.EROFS: "choose a folder that can be written to",
+    errno.EACCES: "choose another folder, or ask its owner for the permission",
+    errno.EPERM: "choose another folder, or ask its owner for the permission",
+    errno.ENOTDIR: "a part of this path is a file; choose another folder",
+    errno.EEXIST: "a file has the name of a folder that is needed; choose another folder",
+    errno.EISDIR: "a folder has the name of a file that is needed; move it away",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 for success, 1 if it found a problem, 2 for a mistake of the user."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
+    if "RETOUCH_LAUNCHER" in os.environ:
+        from retouch.distributed.guardian import die_with_launcher
+
+        die_with_launcher()
     # A user's own classes (``package.module:Class``) may be in the working directory.
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -38,6 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.debug or not _is_user_error(error):
             raise
         print(f"retouch {arguments.command}: {error}", file=sys.stderr)
+        return _USER_ERROR
+    except OSError as error:
+        if arguments.debug or error.filename is None:
+            raise
+        print(f"retouch {arguments.command}: {_explained(error)}", file=sys.stderr)
         return _USER_ERROR
     return code
 
@@ -62,6 +84,12 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     """The parsed arguments. Imports only the command that they begin with; help and mistakes need all commands."""
     return build_parser(argv[0] if argv and argv[0] in _COMMANDS else None).parse_args(argv)
+
+
+def _explained(error: OSError) -> str:
+    """What the system refused, for which file, and what to do about it."""
+    advice = _ADVICE.get(error.errno or 0)
+    return f"{error.filename}: {error.strerror}" + ("" if advice is None else f"; {advice}")
 
 
 def _is_user_error(error: ValueError) -> bool:

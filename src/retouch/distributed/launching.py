@@ -1,8 +1,9 @@
 """The launcher of several ranks on this machine: one process per rank, with torchrun's environment variables.
 
-If one rank fails, all are terminated. Each rank has its own process group, so Ctrl-C in the terminal reaches only the launcher,
-which forwards it once. torchrun's agent does not fit: after the first signal it kills ranks that need more than 30 s to save a
-checkpoint, signals the ranks' own worker processes too, and always exits with 1.
+If one rank fails, all are terminated, and if the launcher itself is killed, the ranks are killed too. Each rank has its own
+process group, so Ctrl-C in the terminal reaches only the launcher, which forwards it once. torchrun's agent does not fit: after the
+first signal it kills ranks that need more than 30 s to save a checkpoint, signals the ranks' own worker processes too, and always
+exits with 1.
 """
 
 import os
@@ -14,21 +15,25 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO
+
+from retouch.distributed.guardian import LAUNCHER, guardian
+from retouch.records.ownership import Owner
 
 GRACE_SECONDS = 30.0
 _POLL_SECONDS = 0.05
 _STDOUT = 1
 
 
-def launch(nproc: int, gpus: Sequence[int] | None, argv: Sequence[str], *, logs: Path) -> int:
+def launch(nproc: int, gpus: Sequence[int] | None, argv: Sequence[str], *, logs: Path, owner: Owner | None = None) -> int:
     """Run ``retouch <argv>`` on ``nproc`` ranks and return the exit code of the first rank that failed, or 0.
 
     ``gpus``: the CUDA devices to use, the same number per rank; None lets each rank choose. ``logs``: the folder of ``rank-N.log``;
-    the output of rank 0 also goes to the terminal. Raises ValueError if the number of ranks or devices is impossible, or if this
-    process is already a rank of a launcher.
+    the output of rank 0 also goes to the terminal. ``owner``: the ownership of the run's folder, which the ranks share.
+    Raises ValueError if the number of ranks or devices is impossible, or if this process is already a rank of a launcher.
     """
     if nproc < 1:
         raise ValueError(f"--nproc {nproc}: give 1 or more")
@@ -38,7 +43,7 @@ def launch(nproc: int, gpus: Sequence[int] | None, argv: Sequence[str], *, logs:
     if "RANK" in os.environ:
         raise ValueError(f"this process is already rank {os.environ['RANK']} of a launcher; run the command without `launch`")
     command = [sys.executable, "-m", "retouch.cli", *argv]
-    return run_ranks(command, rank_environments(nproc, gpus), logs=logs, grace=GRACE_SECONDS)
+    return run_ranks(command, rank_environments(nproc, gpus), logs=logs, grace=GRACE_SECONDS, owner=owner)
 
 
 def rank_environments(nproc: int, gpus: Sequence[int] | None = None) -> list[dict[str, str]]:
@@ -56,23 +61,27 @@ def rank_environments(nproc: int, gpus: Sequence[int] | None = None) -> list[dic
     return [{**threads, **os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(nproc)]
 
 
-def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]], *, logs: Path, grace: float) -> int:
+def run_ranks(
+    command: Sequence[str], environments: Sequence[Mapping[str, str]], *, logs: Path, grace: float, owner: Owner | None = None
+) -> int:
     """Run the command once under each environment until all have ended; return the exit code of the first that failed, or 0.
 
     If a rank fails, the others get SIGTERM, and after ``grace`` seconds SIGKILL together with their child processes. The first
     SIGINT or SIGTERM sent to this process is forwarded to the ranks, which may take as long as they need to stop (``grace`` seconds
-    once one has failed); a second one kills them. A rank that dies of signal n has the exit code 128 + n.
+    once one has failed); a second one kills them. A rank that dies of signal n has the exit code 128 + n. If this process is
+    killed, so are the ranks and their child processes. The ranks share the ownership of a run folder, ``owner``.
     """
     logs.mkdir(parents=True, exist_ok=True)
     ranks: list[subprocess.Popen[bytes]] = []
-    with _signals() as stop:
+    start = partial(_start, command, owner=owner)
+    with _signals() as stop, guardian() as guard:
         try:
-            ranks.append(_start(command, environments[0], subprocess.PIPE))
+            ranks.append(guard(start(environments[0], subprocess.PIPE)))
             copier = threading.Thread(target=_tee, args=(ranks[0].stdout, logs / "rank-0.log"), daemon=True)
             copier.start()
             for number, environment in enumerate(environments[1:], start=1):
                 with open(logs / f"rank-{number}.log", "wb") as log:
-                    ranks.append(_start(command, environment, log))
+                    ranks.append(guard(start(environment, log)))
             code = _wait(ranks, stop, grace)
         finally:
             _kill(ranks)
@@ -81,9 +90,18 @@ def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]],
     return code
 
 
-def _start(command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | int) -> subprocess.Popen[bytes]:
+def _start(
+    command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | int, *, owner: Owner | None
+) -> subprocess.Popen[bytes]:
+    shared = {} if owner is None else owner.environment()
     return subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0
+        command,
+        env={**environment, **shared, LAUNCHER: str(os.getpid())},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        process_group=0,
+        pass_fds=() if owner is None else (owner.fileno(),),
     )
 
 

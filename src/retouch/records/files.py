@@ -4,10 +4,12 @@ JSON is strict: a number that JSON cannot represent (NaN, infinity) is written a
 gives the same bits. A last line without a newline was cut off by a kill; readers ignore it and ``filter_lines`` removes it.
 """
 
+import errno
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,24 @@ def jsonable(value: Any) -> Any:
 def write_atomic(path: Path, content: bytes) -> None:
     """Write a whole file: to a temporary file, flushed to disk, which then replaces the old file."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    fsync_folder(path.parent)
+    with naming(path):
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        fsync_folder(path.parent)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an OSError that names no file, such as that of a full disk, the name of the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
 
 
 def fsync_folder(path: Path) -> None:
@@ -71,10 +85,13 @@ def append_line(path: Path, value: Mapping[str, Any], *, durable: bool = True) -
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         line = json_line(value)
-        written = os.write(handle, line)
-        assert written == len(line), f"short write to {path}"
-        if durable:
-            os.fsync(handle)
+        with naming(path):
+            before = os.fstat(handle).st_size
+            if os.write(handle, line) < len(line):  # the disk became full within the line
+                os.ftruncate(handle, before)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if durable:
+                os.fsync(handle)
     finally:
         os.close(handle)
 

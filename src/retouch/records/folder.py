@@ -2,13 +2,15 @@
 
 Step 0 is the state before training; step n is the state after the n-th step. ``metrics.jsonl`` contains no times, so that a resumed
 run and an uninterrupted one write the same bytes; times go to ``timings.jsonl``. Only one rank writes. What may be written again
-after a resume (evaluations, images) replaces what was written before.
+after a resume (evaluations, images) replaces what was written before. With an ``owner``, every writer first checks that this
+process still owns the folder, and raises ``NotOwner`` otherwise.
 """
 
 import io
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +19,7 @@ from PIL.Image import Image
 
 from retouch.records import files
 from retouch.records.libraries import versions
+from retouch.records.ownership import FILE, Owner, shared_owner
 from retouch.records.summary import Summary
 from retouch.types import Sample
 
@@ -49,6 +52,7 @@ class RunFolder:
     """Paths, writers and readers of one run's folder. Constructing it does not touch the disk; writers create what they need."""
 
     root: Path
+    owner: Owner | None = field(default=None, compare=False)
 
     @property
     def name(self) -> str:
@@ -105,8 +109,14 @@ class RunFolder:
     def samples(self, step: int) -> Path:
         return self.root / "samples" / f"step-{step:06d}"
 
+    def require_owner(self) -> None:
+        """Raise NotOwner if this process had the folder and has lost it. Call it before anything in the folder is changed."""
+        if self.owner is not None:
+            self.owner.require()
+
     def create(self) -> None:
         """Create the folder and the checkpoints folder in it."""
+        self.require_owner()
         self.checkpoints.mkdir(parents=True, exist_ok=True)
 
     def write_recipe(self, recipe: Mapping[str, Any]) -> None:
@@ -116,6 +126,7 @@ class RunFolder:
 
     def append_metrics(self, step: int, phase: str, values: Mapping[str, Number]) -> None:
         """Append a step's line: step, phase, then the metrics by name. Raises ValueError for a time; use ``append_timings``."""
+        self.require_owner()
         timed = [name for name in values if name.startswith("time/")]
         if timed:
             raise ValueError(f"times differ between an uninterrupted and a resumed run: write {timed} with append_timings")
@@ -123,6 +134,7 @@ class RunFolder:
 
     def append_timings(self, step: int, seconds: Mapping[str, float]) -> None:
         """Append a step's wall-clock seconds: ``time/<stage>`` for stages that do not overlap, ``time/step`` for the whole step."""
+        self.require_owner()
         files.append_line(self.timings, {"step": step, **dict(sorted(seconds.items()))}, durable=False)
 
     def write_eval(self, step: int, split: str, *, table: Table, ci95: Intervals, lower_is_better: Sequence[str] = ()) -> None:
@@ -132,6 +144,7 @@ class RunFolder:
         are broken down, ``tag=value``. ``ci95``: row name to column to [low, high] of the mean; rows and columns may be missing.
         ``lower_is_better``: the columns for which a lower score is better.
         """
+        self.require_owner()
         others = [line for line in self.read_evals() if (line["step"], line["split"]) != (step, split)]
         line = {"step": step, "split": split, "table": table, "ci95": ci95}
         if lower_is_better:
@@ -143,6 +156,7 @@ class RunFolder:
 
         They replace those of the same step and kind. Images are written before the lines that name them.
         """
+        self.require_owner()
         folder = self.samples(step)
         folder.mkdir(parents=True, exist_ok=True)
         others = [line for line in self.read_samples(step) if line["set"] != kind]
@@ -151,10 +165,12 @@ class RunFolder:
         files.write_lines(folder / "samples.jsonl", [*others, *lines])
 
     def write_summary(self, summary: Summary) -> None:
+        self.require_owner()
         files.write_json(self.summary, summary.to_json())
 
     def write_preflight(self, checks: Sequence[Mapping[str, Any]]) -> None:
         """Store the checks made before the first step: ``name``, ``ok``, ``value`` and ``limit`` (or None), ``text``."""
+        self.require_owner()
         files.write_json(self.preflight, list(checks))
 
     def read_summary(self) -> Summary | None:
@@ -166,6 +182,7 @@ class RunFolder:
 
     def write_alarm(self, alarm: Mapping[str, Any]) -> None:
         """Store why a rule stopped the run: ``step``, ``back_to`` (or None), ``alarms`` with ``rule``, ``text``, ``response``."""
+        self.require_owner()
         files.write_json(self.alarm, alarm)
 
     def read_alarm(self) -> dict[str, Any] | None:
@@ -198,6 +215,7 @@ class RunFolder:
 
     def truncate_after(self, step: int) -> None:
         """Delete what was written about later steps, and incomplete last lines, so that a resumed run writes them again."""
+        self.require_owner()
         for path in (self.metrics, self.timings, self.evals):
             files.filter_lines(path, lambda line: bool(line["step"] <= step))
         for folder in self.root.glob("samples/step-*"):
@@ -206,6 +224,7 @@ class RunFolder:
 
     def set_aside(self) -> Path:
         """Rename the folder to ``<name>.old-YYYYMMDD-HHMMSS`` and return the new path."""
+        self.require_owner()
         base = self.root.with_name(f"{self.root.name}.old-{datetime.now():%Y%m%d-%H%M%S}")
         target, count = base, 1
         while target.exists():
@@ -214,6 +233,23 @@ class RunFolder:
         self.root.rename(target)
         files.fsync_folder(target.parent)
         return target
+
+
+def own(root: Path, *, fresh: bool, environment: Mapping[str, str]) -> tuple[RunFolder, Path | None]:
+    """Take the ownership of a run's folder, which the launcher of this process may share (``environment``).
+
+    ``fresh``: if the folder holds anything, it is renamed, and a new folder is owned; also returns the new name of the old one.
+    Raises NotOwner, with who it is, if another process owns the folder.
+    """
+    shared = shared_owner(root, environment)
+    if shared is not None:
+        return RunFolder(root, shared), None
+    owner = Owner(root)
+    if not fresh or all(path.name == FILE for path in root.iterdir()):
+        return RunFolder(root, owner), None
+    with closing(owner):
+        aside = RunFolder(root, owner).set_aside()
+        return RunFolder(root, Owner(root)), aside
 
 
 def _step(folder: Path) -> int:

@@ -73,6 +73,7 @@ class RunEvaluations:
                 "best_of_k": None if best is None else self._headline(self._values(best)),
                 "k": k or None,
             }
+            self.folder.require_owner()
             files.write_json(self._baselines_path, found)
 
     def format_table(self, step: int) -> Iterator[str]:

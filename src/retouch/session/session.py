@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -19,16 +18,15 @@ from retouch.distributed.stepper import Stepper
 from retouch.inference.publishing import Publisher, open_publisher
 from retouch.policies.autoregressive.rollout import EngineFault
 from retouch.recipe.checks import rank_count_warning
-from retouch.recipe.differences import differences
 from retouch.recipe.judge_calls import judge_calls
 from retouch.recipe.out_of_memory import explain_out_of_memory
-from retouch.recipe.recipe import Recipe, parse
+from retouch.recipe.recipe import Recipe
 from retouch.records.folder import RunFolder
-from retouch.records.libraries import silence_libraries
 from retouch.records.trackers import CompositeTracker, open_trackers, require_trackers
 from retouch.report.page import write_report
 from retouch.rewards.quota.quota import BudgetSpent
 from retouch.session.evaluations import RunEvaluations
+from retouch.session.run_folder import run_folder
 from retouch.session.signals import StopRequest, catch_stop_signals
 from retouch.session.trial_steps import trial_steps
 from retouch.training import checkpoint
@@ -49,15 +47,17 @@ def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
 
     ``fresh``: rename an existing run with this name and start from the beginning. ``new_judge``: the run may resume with another
     judge. The exit code is 0 when the run is done, and 128 + a signal's number when it was stopped on request, with a checkpoint.
-    Raises ValueError if nothing was started, or if the run stopped because of a fault that the message names, with a checkpoint of
-    the last good step.
+    Raises ValueError if nothing was started (for example, because another process owns the run's folder), or if the run stopped
+    because of a fault that the message names, with a checkpoint of the last good step.
     """
     require_trackers(recipe.trackers)
     check_sharding(recipe, os.environ)
     ranks = init_distributed_from_recipe(recipe)
-    folder = RunFolder(recipe.folder)
-    _open_folder(folder, recipe, ranks, fresh=fresh, new_judge=new_judge)
-    _log_to(folder, ranks)
+    with run_folder(recipe, ranks, fresh=fresh, new_judge=new_judge) as folder:
+        return _run_in(folder, recipe, ranks, new_judge=new_judge)
+
+
+def _run_in(folder: RunFolder, recipe: Recipe, ranks: Ranks, *, new_judge: bool) -> int:
     sharding = f" with {recipe.sharding}" if recipe.sharding is not None and ranks.world > 1 else ""
     where = f"{ranks.device}, {ranks.world} rank{'s' * (ranks.world > 1)}{sharding}"
     log.info("run %s on %s; folder %s", recipe.name, where, folder.root)
@@ -83,41 +83,6 @@ def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
                 refuse_if_stopped(folder, recipe.watch, columns=parts.judge.reward.columns, ranks=ranks)
                 watcher = build_watcher(parts, folder, measures)
             return _Session(recipe, folder, parts, ledger, watcher, publisher, request).run()
-
-
-def _open_folder(folder: RunFolder, recipe: Recipe, ranks: Ranks, *, fresh: bool, new_judge: bool) -> None:
-    """Create the folder, or check that the run in it may continue under this recipe; the main rank writes."""
-    if folder.recipe.exists() and not fresh:
-        changed = differences(parse(folder.read_recipe()["recipe"]), recipe, new_judge=new_judge)
-        if changed:
-            listed = "\n  ".join(changed)
-            raise ValueError(
-                f"{folder.root} contains a run of another recipe:\n  {listed}\n"
-                "Give this run another name, or rename the old one with --fresh"
-            )
-    ranks.barrier()
-    if ranks.is_main:
-        if fresh and folder.recipe.exists():
-            log.info("the old run is now %s", folder.set_aside())
-        folder.create()
-        folder.write_recipe(recipe.document())
-        checkpoint.remove_leftovers(folder.checkpoints)
-    ranks.barrier()
-
-
-def _log_to(folder: RunFolder, ranks: Ranks) -> None:
-    """Log to the rank's log file with times, and on the main rank also to the terminal without times."""
-    for handler in [*log.handlers]:
-        log.removeHandler(handler)
-        handler.close()
-    file = logging.FileHandler(folder.log(ranks.rank))
-    file.setFormatter(logging.Formatter("%(asctime)s  %(message)s"))
-    log.addHandler(file)
-    if ranks.is_main:
-        log.addHandler(logging.StreamHandler(sys.stdout))
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    silence_libraries()
 
 
 @dataclass
@@ -277,12 +242,13 @@ class _Session:
                 log.info(line)
 
     def _report(self) -> None:
+        self.folder.require_owner()
         log.info("report: %s", write_report(self.folder.root))
 
     def _save(self, stepper: Stepper) -> None:
         state = capture(self.parts, stepper, step=self.done)
         if self.parts.ranks.is_main:
-            checkpoint.save(self.folder.checkpoints, state)
+            checkpoint.save(self.folder.checkpoints, state, before_commit=self.folder.require_owner)
             section = self.recipe.checkpoints
             checkpoint.prune(self.folder.checkpoints, section.keep, keep_every=section.keep_every)
         self.parts.ranks.barrier()

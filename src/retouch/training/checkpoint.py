@@ -11,7 +11,7 @@ import logging
 import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,12 +45,14 @@ class TrainState:
     numbers: Mapping[str, Json]
 
 
-def save(folder: Path, state: TrainState) -> Path:
+def save(folder: Path, state: TrainState, *, before_commit: Callable[[], None] = lambda: None) -> Path:
     """Write ``step-NNNNNN`` into ``folder`` and return its path once it is safely on disk.
 
     An intact checkpoint of that step is left as it is; a damaged one is replaced. Raises ValueError if it cannot be written (for
-    example, no space left on the disk); existing checkpoints are then unchanged.
+    example, no space left on the disk); existing checkpoints are then unchanged. ``before_commit`` is called at the start and
+    before the checkpoint gets its name, and may raise.
     """
+    before_commit()
     path = folder / f"step-{state.step:06d}"
     if path.exists() and _is_intact(path):
         return path
@@ -69,6 +71,7 @@ def save(folder: Path, state: TrainState) -> Path:
         for file in temporary.iterdir():
             files.fsync_folder(file)
         files.fsync_folder(temporary)
+        before_commit()
         if path.exists():
             _discard(path)
         temporary.rename(path)

@@ -1,0 +1,256 @@
+"""One owner per run folder: two processes never train in the same one.
+
+The owner holds a lock of the operating system on ``owner.json`` for as long as it runs, and the file names the owner. A crashed
+owner loses the lock at once. The processes of one launcher share its lock, so the folder stays owned until the last of them ends.
+
+A network file system may not pass locks on to other machines. The owner therefore renews the file's time; a process on another
+machine that gets the lock watches the file first, and refuses if it is still renewed. Every write to the folder calls
+``Owner.require``, so that an owner which lost the folder (its lock file deleted or replaced, the folder renamed) stops writing.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+FILE = "owner.json"
+SHARED = "RETOUCH_OWNER"
+BEAT_SECONDS = 10.0
+WATCH_SECONDS = 45.0
+_UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
+_HELD = {errno.EWOULDBLOCK, errno.EACCES}
+
+
+class NotOwner(ValueError):
+    """The run folder belongs to another process."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerRecord:
+    """Who owns a folder. ``machine`` identifies a running kernel, which containers share. ``began``: the start of the process."""
+
+    token: str
+    host: str
+    pid: int
+    since: str
+    machine: str
+    began: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.since}"
+
+
+class Owner:
+    """The ownership of a run folder; ``close`` gives it up. Raises NotOwner, naming the owner, if another process has it.
+
+    ``shared``: a descriptor of the lock file that the launcher has locked already, and the launcher's token.
+    """
+
+    def __init__(self, folder: Path, *, shared: tuple[int, str] | None = None) -> None:
+        self.path = folder / FILE
+        self._ending = threading.Event()
+        self._record: OwnerRecord | None = None
+        if shared is None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        else:
+            self._handle, self._token = shared
+        _open_owners.add(self)
+        if shared is not None:
+            os.set_inheritable(self._handle, False)
+            return
+        try:
+            self._record = self._take()
+        except BaseException:
+            os.close(self._handle)
+            _open_owners.discard(self)
+            raise
+        self._token = self._record.token
+        threading.Thread(target=self._beat, args=(BEAT_SECONDS,), name="run-owner", daemon=True).start()
+
+    def require(self) -> None:
+        """Raise NotOwner unless this process still owns the folder. Call it before anything in the folder is changed."""
+        try:
+            there = os.stat(self.path)
+        except OSError as error:
+            raise NotOwner(
+                f"{self.path} is gone: the run folder was moved or deleted while the run was using it. The run stops without "
+                f"writing to it again ({error.strerror}); restore the folder and start the run again"
+            ) from None
+        mine = os.fstat(self._handle)
+        record = read_record(self.path)
+        if (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino) or (record is not None and record.token != self._token):
+            raise NotOwner(
+                f"{self.path.parent} now belongs to {record or 'another process'}. This process stops without writing to it again"
+            )
+        if record is None and self._record is not None:
+            self._write(self._record)
+
+    def environment(self) -> dict[str, str]:
+        """The environment variable by which a child that inherits ``fileno`` shares the ownership (``shared_owner``)."""
+        return {SHARED: f"{self._handle}:{self._token}"}
+
+    def fileno(self) -> int:
+        return self._handle
+
+    def close(self) -> None:
+        """Give the ownership up; processes that share it keep it."""
+        self._ending.set()
+        if self._handle < 0:
+            return
+        if self._record is not None and (record := read_record(self.path)) is not None and record.token == self._token:
+            os.ftruncate(self._handle, 0)
+        os.close(self._handle)
+        self._handle = -1
+        _open_owners.discard(self)
+
+    def _take(self) -> OwnerRecord:
+        locked = _lock(self._handle)
+        before = read_record(self.path)
+        if locked is False:
+            raise NotOwner(_refusal(self.path.parent, before))
+        if before is not None:
+            if before.machine == _machine():
+                # Without locks, the process itself says whether it lives.
+                if locked is None and _process_start(before.pid) == before.began:
+                    raise NotOwner(_refusal(self.path.parent, before))
+            elif self._is_renewed(WATCH_SECONDS):
+                raise NotOwner(_refusal(self.path.parent, before))
+        record = OwnerRecord(
+            uuid.uuid4().hex,
+            socket.gethostname(),
+            os.getpid(),
+            datetime.now(UTC).isoformat(timespec="seconds"),
+            _machine(),
+            _process_start(os.getpid()),
+        )
+        self._write(record)
+        if locked is None:
+            time.sleep(1.0)  # of processes that start at the same time, the last one to write is the owner
+        there, mine = os.stat(self.path), os.fstat(self._handle)
+        found = read_record(self.path)
+        if (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino) or found != record:
+            raise NotOwner(_refusal(self.path.parent, found))
+        return record
+
+    def _is_renewed(self, seconds: float) -> bool:
+        """Whether the file changes within this time, opened again each time because network file systems cache its times."""
+        first, end = _stamp(self.path), time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(min(1.0, seconds / 10))
+            if _stamp(self.path) != first:
+                return True
+        return False
+
+    def _write(self, record: OwnerRecord) -> None:
+        line = (json.dumps(asdict(record)) + "\n").encode()
+        os.ftruncate(self._handle, 0)
+        os.pwrite(self._handle, line, 0)
+        os.fsync(self._handle)
+
+    def _beat(self, seconds: float) -> None:
+        while not self._ending.wait(seconds):
+            try:
+                os.utime(self._handle)
+            except OSError:
+                return  # ``require`` reports it
+
+    def _close_in_child(self) -> None:
+        os.close(self._handle)
+        self._handle, self._record = -1, None
+
+
+_open_owners: "weakref.WeakSet[Owner]" = weakref.WeakSet()
+
+
+def _close_all_in_child() -> None:
+    for owner in list(_open_owners):
+        owner._close_in_child()
+    _open_owners.clear()
+
+
+# A fork would otherwise keep the lock for as long as it lives.
+os.register_at_fork(after_in_child=_close_all_in_child)
+
+
+def shared_owner(folder: Path, environment: Mapping[str, str]) -> Owner | None:
+    """The ownership that the launcher of this process shares with it; None if there is none of this folder."""
+    number, _, token = environment.get(SHARED, "").partition(":")
+    try:
+        there, mine = os.stat(folder / FILE), os.fstat(int(number))
+    except (ValueError, OSError):
+        return None
+    return Owner(folder, shared=(int(number), token)) if (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino) else None
+
+
+def read_record(path: Path) -> OwnerRecord | None:
+    """The record in an owner file; None if there is none, for example after the owner has given the folder up."""
+    try:
+        return OwnerRecord(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def current_owner(folder: Path) -> OwnerRecord | None:
+    """Who owns a run folder now; None if nobody does or the file is unreadable. For display: it may change at any time."""
+    record = read_record(folder / FILE)
+    if record is None or record.machine != _machine():
+        return record
+    return record if _process_start(record.pid) == record.began else None
+
+
+def _lock(handle: int) -> bool | None:
+    """Whether the lock was free; None if the file system has no locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD:
+            return False
+        if error.errno in _UNSUPPORTED:
+            return None
+        raise
+    return True
+
+
+def _refusal(folder: Path, record: OwnerRecord | None) -> str:
+    return (
+        f"{folder} is in use by {record or 'another process'}: only one process may train in a run folder. "
+        "Wait until it ends, stop it, or give this run another name (--set name=ANOTHER)"
+    )
+
+
+def _stamp(path: Path) -> tuple[int, int, bytes]:
+    with path.open("rb") as file:
+        return os.fstat(file.fileno()).st_ino, os.fstat(file.fileno()).st_mtime_ns, file.read()
+
+
+def _machine() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else socket.gethostname()
+
+
+def _process_start(pid: int) -> str:
+    """When a process of this machine started, as far as the system says; empty if there is no such process."""
+    stat = Path(f"/proc/{pid}/stat")
+    if stat.parent.parent.joinpath("self").exists():
+        try:
+            state, *fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            return ""
+        return "" if state == "Z" else fields[18]
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return ""
+    except PermissionError:
+        pass
+    return "running"
