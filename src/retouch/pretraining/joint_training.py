@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from retouch.models.common.wrappers import ModelWrapper
-from retouch.models.qwen_image.flow import Prepared, QwenFlow
+from retouch.models.qwen_image.model import Prepared, QwenFlow
 from retouch.objectives.supervised import Supervised
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.policies.denoising.rollout import DenoisingRollout

@@ -21,18 +21,18 @@ Size: TypeAlias = tuple[int, int]
 Area: TypeAlias = int | Literal["as_is"]
 
 
-def pack(latents: Float[Tensor, "r c h w"]) -> Float[Tensor, "r s d"]:
-    """Latents to tokens, row by row of 2 x 2 patches."""
+def pack(latents: Float[Tensor, "r c h w"], side: int = 2) -> Float[Tensor, "r s d"]:
+    """Latents to tokens, row by row of ``side`` x ``side`` patches."""
     r, c, h, w = latents.shape
-    patches = latents.reshape(r, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5)
-    return patches.reshape(r, (h // 2) * (w // 2), c * 4)
+    patches = latents.reshape(r, c, h // side, side, w // side, side).permute(0, 2, 4, 1, 3, 5)
+    return patches.reshape(r, (h // side) * (w // side), c * side**2)
 
 
-def unpack(tokens: Float[Tensor, "r s d"], *, height: int, width: int) -> Float[Tensor, "r c h w"]:
+def unpack(tokens: Float[Tensor, "r s d"], *, height: int, width: int, side: int = 2) -> Float[Tensor, "r c h w"]:
     """Tokens to latents; ``height`` and ``width`` in tokens."""
     r, _, d = tokens.shape
-    patches = tokens.reshape(r, height, width, d // 4, 2, 2).permute(0, 3, 1, 4, 2, 5)
-    return patches.reshape(r, d // 4, height * 2, width * 2)
+    patches = tokens.reshape(r, height, width, d // side**2, side, side).permute(0, 3, 1, 4, 2, 5)
+    return patches.reshape(r, d // side**2, height * side, width * side)
 
 
 def fit(image: Image, area: Area) -> Size:
@@ -58,7 +58,7 @@ class Latents:
     def __init__(self, vae: Any, *, token_latents: int = 2) -> None:
         self.vae = vae
         self.channels, self.latent_pixels = self.geometry(vae.config)
-        self.token_pixels = token_latents * self.latent_pixels
+        self.token_latents, self.token_pixels = token_latents, token_latents * self.latent_pixels
         self._images = VaeImageProcessor(vae_scale_factor=self.token_pixels)
 
     @staticmethod
@@ -90,6 +90,11 @@ class Latents:
         with evaluating(self.vae):
             latents = self.latents_of(pixels.to(self.vae.device, self.vae.dtype)).float()
         return self.normalise(self.pack(latents))
+
+    def encode_sources(self, images: Sequence[Sequence[Image]], sizes: Sequence[Size]) -> Float[Tensor, "r s d"]:
+        """Clean x of the source images of each row, resized to ``sizes``: the tokens of one image after those of the other."""
+        columns = zip(sizes, zip(*images, strict=True), strict=True)
+        return torch.cat([self.encode(self.pixels(column, size)) for size, column in columns], dim=1)
 
     def decode(self, x: Float[Tensor, "r ..."], size: Size) -> list[Image]:
         """The images of clean x."""
@@ -134,11 +139,32 @@ class Latents:
 
 
 class PackedLatents(Latents):
-    """Latents that are packed 2 x 2 into tokens (r, s, 4c)."""
+    """Latents that are packed into tokens (r, s, c * token_latents ** 2)."""
 
     def pack(self, latents: Float[Tensor, "r c y x"]) -> Float[Tensor, "r s d"]:
-        return pack(latents)
+        return pack(latents, self.token_latents)
 
     def unpack(self, x: Float[Tensor, "r s d"], size: Size) -> Float[Tensor, "r c y x"]:
         height, width = self.grid(size)
-        return unpack(x, height=height, width=width)
+        return unpack(x, height=height, width=width, side=self.token_latents)
+
+
+class FrameLatents(PackedLatents):
+    """Packed latents of a video autoencoder, for which an image is one frame; normalised channel by channel."""
+
+    def latents_of(self, pixels: Float[Tensor, "r k h w"]) -> Float[Tensor, "r c y x"]:
+        latents: Tensor = self.vae.encode(pixels.unsqueeze(2)).latent_dist.mode()[:, :, 0]
+        return latents
+
+    def pixels_of(self, latents: Float[Tensor, "r c y x"]) -> Float[Tensor, "r k h w"]:
+        pixels: Tensor = self.vae.decode(latents.unsqueeze(2)).sample[:, :, 0]
+        return pixels
+
+    def normalise(self, x: Float[Tensor, "r s d"]) -> Float[Tensor, "r s d"]:
+        return (x - self._statistic("latents_mean", x)) / self._statistic("latents_std", x)
+
+    def denormalise(self, x: Float[Tensor, "r s d"]) -> Float[Tensor, "r s d"]:
+        return x * self._statistic("latents_std", x) + self._statistic("latents_mean", x)
+
+    def _statistic(self, name: str, x: Tensor) -> Float[Tensor, " d"]:
+        return torch.tensor(self.vae.config[name], device=x.device).repeat_interleave(self.token_latents**2)

@@ -88,9 +88,7 @@ class PipelineModel(ABC):
         ``images``: the source images of each row; their tokens, one image after the other, become "source" (r, s, d).
         """
         if sizes:
-            columns = zip(sizes, zip(*images, strict=True), strict=True)
-            tokens = [self.latents.encode(self.latents.pixels(column, each)) for each, column in columns]
-            tensors = {**tensors, "source": torch.cat(tokens, dim=1)}
+            tensors = {**tensors, "source": self.latents.encode_sources(images, sizes)}
         device = next(self.module.parameters()).device
         tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
         return Conditioning(tensors, padded, {"size": size, "sources": tuple(sizes)})

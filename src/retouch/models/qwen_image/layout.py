@@ -7,43 +7,24 @@ convolution: the same numbers to rounding for a third of the work, or better whe
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKLQwenImage
 from diffusers.models.autoencoders.autoencoder_kl_qwenimage import QwenImageCausalConv3d
-from jaxtyping import Float
 from torch import Tensor, nn
 
-from retouch.models.common.latents import PackedLatents
+from retouch.models.common.latents import FrameLatents
 
 
-class QwenLatents(PackedLatents):
+class QwenLatents(FrameLatents):
     """Images to packed latents and back, normalised channel by channel. The autoencoder takes single frames only from then on."""
 
     def __init__(self, vae: AutoencoderKLQwenImage) -> None:
         for_single_frames(vae)
         super().__init__(vae)
-        # A token has 4 latents of each channel.
-        self._mean = torch.tensor(vae.config.latents_mean).repeat_interleave(4)
-        self._std = torch.tensor(vae.config.latents_std).repeat_interleave(4)
 
     @staticmethod
     def geometry(config: Mapping[str, Any]) -> tuple[int, int]:
         return config["z_dim"], 2 ** len(config["temperal_downsample"])
-
-    def latents_of(self, pixels: Float[Tensor, "r 3 h w"]) -> Float[Tensor, "r c y x"]:
-        latents: Tensor = self.vae.encode(pixels.unsqueeze(2)).latent_dist.mode()[:, :, 0]
-        return latents
-
-    def pixels_of(self, latents: Float[Tensor, "r c y x"]) -> Float[Tensor, "r 3 h w"]:
-        pixels: Tensor = self.vae.decode(latents.unsqueeze(2)).sample[:, :, 0]
-        return pixels
-
-    def normalise(self, x: Float[Tensor, "r s d"]) -> Float[Tensor, "r s d"]:
-        return (x - self._mean.to(x.device)) / self._std.to(x.device)
-
-    def denormalise(self, x: Float[Tensor, "r s d"]) -> Float[Tensor, "r s d"]:
-        return x * self._std.to(x.device) + self._mean.to(x.device)
 
 
 def for_single_frames(vae: nn.Module) -> None:

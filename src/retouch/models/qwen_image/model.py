@@ -1,29 +1,61 @@
-"""Qwen-Image, text to image, as diffusers runs it."""
+"""Qwen-Image, text to image, and what it has in common with its editing models, as diffusers runs them.
 
+x is (r, s, 64) packed tokens in fp32. A conditioning has "embeds" (r, L, d) and "mask" (r, L) for the text, "source" (r, S, 64)
+where there are images to edit, and in ``shared`` "grids", the (1, height, width) in tokens of the output and of each source, and
+"size", the output's (height, width) in px.
+"""
+
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
-from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from retouch.models.common.folders import load_parts
+from retouch.models.common.frozen import evaluating
 from retouch.models.common.latents import Size
-from retouch.models.qwen_image.flow import PARTS, Prepared, QwenFlow
+from retouch.models.common.pipeline_model import PipelineModel
+from retouch.models.ip_adapter.adapter import attention_inputs
 from retouch.models.qwen_image.layout import QwenLatents
-from retouch.models.qwen_image.text import TEXT_TO_IMAGE, QwenText
-from retouch.types import Task
+from retouch.models.qwen_image.text import TEXT_TO_IMAGE, QwenText, Tokens
+from retouch.types import Conditioning, Task
+
+_PARTS = {
+    "transformer": QwenImageTransformer2DModel,
+    "vae": AutoencoderKLQwenImage,
+    "text_encoder": Qwen2_5_VLForConditionalGeneration,
+    "tokenizer": Qwen2Tokenizer,
+}
 
 
-class QwenImage(QwenFlow):
-    """Qwen-Image: an image from a prompt alone; images of a task are ignored.
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """Tasks as the model reads them: the text encoder's tokens, the packed source latents, and what all rows share."""
 
-    ``size``: (height, width) of the output in px; None is the pipeline's 1024 x 1024 (128 latents a side). ``template``: None is
-    the official one. ``max_tokens``: the longest prompt in tokens, the template's end included.
+    tokens: Tokens
+    source: Float[Tensor, "p s d"] | None
+    shared: Mapping[str, Any]
+
+
+class QwenFlow(PipelineModel):
+    """What Qwen-Image and Qwen-Image-Edit have in common; subclasses give ``prepare``.
+
+    ``template``: of the text encoder; None is ``TEMPLATE``, the official one. ``image_processor``: the text encoder's, for
+    templates with images, Qwen2VLImageProcessorPil for one. ``size``: (height, width) of the output in px.
+
+    Raises ``ValueError`` for guidance-distilled weights, whose guidance is an input that no adapter here gives.
     """
 
-    size: Size
+    TEMPLATE: ClassVar[str]
+    NEGATIVE = " "
+    latents: QwenLatents
+    text: QwenText
 
     def __init__(
         self,
@@ -33,38 +65,118 @@ class QwenImage(QwenFlow):
         text_encoder: Qwen2_5_VLForConditionalGeneration,
         tokenizer: PreTrainedTokenizerBase,
         scheduler_config: Mapping[str, Any],
+        image_processor: Any = None,
         size: Size | None = None,
         template: str | None = None,
-        max_tokens: int = 512,
     ) -> None:
+        if transformer.config.guidance_embeds:
+            raise ValueError("this transformer is guidance-distilled (guidance_embeds); take the undistilled weights")
+        template = self.TEMPLATE if template is None else template
+        text = QwenText(text_encoder, tokenizer, template=template, image_processor=image_processor)
         latents = QwenLatents(vae)
-        size = (64 * latents.token_pixels,) * 2 if size is None else size
-        text = QwenText(text_encoder, tokenizer, template=TEXT_TO_IMAGE if template is None else template)
         super().__init__(transformer=transformer, latents=latents, text=text, scheduler_config=scheduler_config, size=size)
-        self.max_tokens = max_tokens
 
     @classmethod
-    def from_pretrained(
-        cls,
-        path: Path | str,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        size: Size | None = None,
-        template: str | None = None,
-    ) -> "QwenImage":
-        """Load a local diffusers folder (safetensors, no remote code); everything but the transformer is frozen."""
-        parts = load_parts(path, dtype=dtype, device=device, **PARTS)
-        return cls(**{name: parts[name] for name in PARTS}, scheduler_config=parts["scheduler"], size=size, template=template)
+    def from_pretrained(cls, path: Path | str, *, dtype: torch.dtype, device: torch.device | str, **options: Any) -> "QwenFlow":
+        """Load a local diffusers folder (safetensors, no remote code); everything but the transformer is frozen.
+
+        ``options``: of the class, such as ``size``.
+        """
+        parts = load_parts(path, dtype=dtype, device=device, **_PARTS)
+        options |= cls.processors(Path(path))
+        return cls(**{name: parts[name] for name in _PARTS}, scheduler_config=parts["scheduler"], **options)
+
+    @classmethod
+    def processors(cls, path: Path) -> dict[str, Any]:
+        """Further parts of the pipeline's folder, as arguments of the class."""
+        return {}
+
+    @abstractmethod
+    def prepare(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> Prepared:
+        """Everything that needs no gradient; ``instructions`` replace the tasks' own."""
+
+    def checked(self, tasks: Sequence[Task], instructions: Sequence[str] | None) -> list[str]:
+        """The instructions of the tasks, or those that replace them. Raises ``ValueError`` where one contains a special token."""
+        texts = [task.instruction for task in tasks] if instructions is None else list(instructions)
+        for task, text in zip(tasks, texts, strict=True):
+            self.text.check(text, task.id)
+        return texts
+
+    def condition(self, tasks: Sequence[Task], prompts: Sequence[str]) -> Conditioning:
+        with evaluating(self.text.encoder):
+            return self.embed(self.prepare(tasks, instructions=prompts))
+
+    def embed(self, prepared: Prepared) -> Conditioning:
+        """The conditioning with gradient to the text encoder, in the mode the encoder is in: for training it as well.
+
+        Raises ``ValueError`` where text and images together are longer than the transformer's table of rotary positions.
+        """
+        embeds, mask = self.text.embed(prepared.tokens)
+        table = self.module.get_submodule("pos_embed").pos_freqs.shape[0]
+        sides = [side for grid in prepared.shared["grids"] for side in grid[1:]]
+        start = max(side // 2 for side in sides)
+        if start + embeds.shape[1] > table:
+            raise ValueError(
+                f"{embeds.shape[1]} text tokens beside pictures of up to {max(sides)} tokens a side need {start + embeds.shape[1]} "
+                f"rotary positions, and the transformer has {table}; shorten the instruction or shrink the pictures"
+            )
+        device = next(self.module.parameters()).device
+        tensors = {"embeds": embeds.to(device), "mask": mask.to(device)}
+        if prepared.source is not None:
+            tensors["source"] = prepared.source.to(device)
+        return Conditioning(tensors, frozenset({"embeds", "mask"}), prepared.shared)
+
+    def combine(self, positive: Tensor, negative: Tensor, guidance_scale: float) -> Tensor:
+        """Guidance with each token's velocity brought back to the length it has without (Qwen-Image's "true CFG"); in fp32."""
+        guided = super().combine(positive, negative, guidance_scale)
+        return guided * (positive.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))
+
+    def velocity(
+        self, module: nn.Module, x: Float[Tensor, "r s d"], sigma: Float[Tensor, " r"], conditioning: Conditioning
+    ) -> Float[Tensor, "r s d"]:
+        """noise - data in fp32 at ``x``; the tokens of the sources are read and not predicted. ValueError for x of another size."""
+        embeds, mask = conditioning.tensors["embeds"], conditioning.tensors["mask"]
+        grids = list(conditioning.shared["grids"])
+        if x.shape[1] != grids[0][1] * grids[0][2]:
+            raise ValueError(f"x has {x.shape[1]} tokens, and its conditioning is for {grids[0][1]} x {grids[0][2]}")
+        lengths = mask.sum(1).tolist()  # one transfer to the host says both how much is padding and whether a mask is needed
+        longest = max(lengths)
+        tokens = torch.cat([x, conditioning.tensors["source"]], dim=1) if "source" in conditioning.tensors else x
+        dtype = next(module.parameters()).dtype
+        output = module(
+            hidden_states=tokens.to(dtype),
+            # The pipelines hand timesteps over in thousandths and divide again; the rounding reaches the highest frequencies.
+            timestep=sigma * 1000 / 1000,
+            encoder_hidden_states=embeds[:, :longest].to(dtype),
+            encoder_hidden_states_mask=None if min(lengths) == longest else mask[:, :longest],
+            img_shapes=[grids] * len(x),
+            attention_kwargs=attention_inputs(module, conditioning),
+            return_dict=False,
+        )[0]
+        return output[:, : x.shape[1]].float()
+
+
+class QwenImage(QwenFlow):
+    """Qwen-Image: an image from a prompt alone; images of a task are ignored.
+
+    ``size``: None is the pipeline's 1024 x 1024 (128 latents a side). ``max_tokens``: the longest prompt in tokens, the template's
+    end included.
+    """
+
+    TEMPLATE = TEXT_TO_IMAGE
+    size: Size
+
+    def __init__(self, *, max_tokens: int = 512, **parts: Any) -> None:
+        super().__init__(**parts)
+        self.size = self.size or (64 * self.latents.token_pixels,) * 2
+        self.max_tokens = max_tokens
 
     def prepare(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> Prepared:
         """Everything that needs no gradient: the tokens; ``instructions`` replace the tasks' own.
 
         Raises ``ValueError`` for a prompt of more than ``max_tokens`` tokens.
         """
-        texts = [task.instruction for task in tasks] if instructions is None else list(instructions)
-        for task, text in zip(tasks, texts, strict=True):
-            self.text.check(text, task.id)
+        texts = self.checked(tasks, instructions)
         tokens = self.text.tokenise(texts, [()] * len(texts))
         lengths = tokens["attention_mask"].sum(1) - self.text.prefix
         if lengths.max() > self.max_tokens:

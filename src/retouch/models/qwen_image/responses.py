@@ -18,7 +18,7 @@ from retouch.models.common.chat_template import VISION, Tokens
 from retouch.models.common.frozen import evaluating
 from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
 from retouch.models.qwen_image.encoder import Encoder
-from retouch.models.qwen_image.flow import Prepared
+from retouch.models.qwen_image.model import Prepared
 from retouch.models.qwen_image.text import QwenText
 from retouch.models.qwen_vl.model import STOP, QwenWriter, Reader
 from retouch.types import Conditioning, Task

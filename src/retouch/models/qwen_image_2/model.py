@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase, Qwen2Tokenizer, Qwen2VLImagePr
 from retouch.models.common.chat_template import TURNS, VISION, QwenTemplate
 from retouch.models.common.folders import load_parts
 from retouch.models.common.frozen import evaluating
-from retouch.models.common.latents import Area, Latents, Size, fit
+from retouch.models.common.latents import Area, FrameLatents, Size, fit
 from retouch.models.common.pipeline_model import PipelineModel, common_size
 from retouch.models.common.qwen3_text import ChatPrompts
 from retouch.types import Conditioning, Task
@@ -53,7 +53,7 @@ class QwenImage2Text(ChatPrompts):
         return {name: pad_sequence(each, batch_first=True) for name, each in rows.items()}
 
 
-class QwenImage2Latents(Latents):
+class QwenImage2Latents(FrameLatents):
     """RGBA images to normalised latents and back, through a frozen autoencoder; one latent is a token of 64 channels."""
 
     def __init__(self, vae: AutoencoderKLQwenImage21) -> None:
@@ -79,31 +79,6 @@ class QwenImage2Latents(Latents):
     def decode(self, x: Float[Tensor, "r s d"], size: Size) -> list[Image]:
         """RGB images, on white where they are transparent."""
         return [on_white(image) for image in super().decode(x, size)]
-
-    def latents_of(self, pixels: Float[Tensor, "r 4 h w"]) -> Float[Tensor, "r c y x"]:
-        latents: Tensor = self.vae.encode(pixels.unsqueeze(2)).latent_dist.mode()[:, :, 0]
-        return latents
-
-    def pixels_of(self, latents: Float[Tensor, "r c y x"]) -> Float[Tensor, "r 4 h w"]:
-        pixels: Tensor = self.vae.decode(latents.unsqueeze(2)).sample[:, :, 0]
-        return pixels
-
-    def pack(self, latents: Float[Tensor, "r c y x"]) -> Float[Tensor, "r s d"]:
-        return latents.flatten(2).transpose(1, 2)
-
-    def unpack(self, x: Float[Tensor, "r s d"], size: Size) -> Float[Tensor, "r c y x"]:
-        return x.transpose(1, 2).unflatten(2, self.grid(size))
-
-    def normalise(self, x: Float[Tensor, "r s d"]) -> Float[Tensor, "r s d"]:
-        mean, std = self._statistics(x.device)
-        return (x - mean) / std
-
-    def denormalise(self, x: Float[Tensor, "r s d"]) -> Float[Tensor, "r s d"]:
-        mean, std = self._statistics(x.device)
-        return x * std + mean
-
-    def _statistics(self, device: torch.device) -> tuple[Float[Tensor, " d"], Float[Tensor, " d"]]:
-        return tuple(torch.tensor(self.vae.config[name], device=device) for name in ("latents_mean", "latents_std"))
 
 
 class QwenImage2(PipelineModel):
