@@ -335,3 +335,63 @@ def test_data_that_changed_are_not_taken_for_those_that_were_judged(tmp_path, ca
     RunFolder(run).write_recipe(document)
     assert cli.main(["ledger", str(run), "rescore", "playground"]) == 2
     assert "changed since" in capsys.readouterr().err
+
+
+HONEST, POISON = '{"gpt": 0.5}', '{"gpt": 1e999}'
+
+
+def poisoned(run: Path) -> Path:
+    """A ledger in which one of three answers and one of three samples have scores without end."""
+    path = ledger_path(run, 0)
+    with closing(Database(path)) as database:
+        AnswerCache(database).record(
+            [JudgeCall(**{**CALL, "content": f"c{k}", "image": f"{k:064x}"}, scores={"gpt": 0.5}) for k in range(3)]
+        )
+        with database.writing() as connection:
+            for k in range(3):
+                row = ("train", k, 0, 0, f"t{k}", f"{k:064x}", None, "gpt, typed", POISON if k == 1 else HONEST, 1.0, 1.0)
+                connection.execute(f"INSERT INTO samples VALUES (?{', ?' * 10})", row)
+            connection.execute("UPDATE answers SET scores = ? WHERE content = 'c1'", (POISON,))
+    return run
+
+
+def in_use(run: Path) -> tuple[list[int], list[str]]:
+    """The steps with scores, and the contents whose answers are found again."""
+    with closing(Database(ledger_path(run, 0))) as database, database.reading() as connection:
+        steps = [step + 1 for (step,) in connection.execute("SELECT step FROM samples ORDER BY step")]
+        found = connection.execute("SELECT content FROM answers WHERE scores IS NOT NULL AND NOT fresh ORDER BY content")
+        return steps, [content for (content,) in found]
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "contents"),
+    [
+        ([], [1, 3], ["c0", "c2"]),
+        (["--image", f"{2:064x}"], [1, 2], ["c0", "c1"]),
+        (["--steps", "1:1"], [2, 3], ["c1", "c2"]),
+        (["--judge", "gpt, typed", "--steps", "2:3"], [1], ["c0"]),
+        (["--split", "heldout"], [1, 2, 3], ["c0", "c1", "c2"]),
+    ],
+)
+def test_scores_that_are_wrong_are_taken_out_of_use_and_their_cost_stays(tmp_path, ask, words, steps, contents):
+    run = poisoned(tmp_path)
+    before = ask(run, "cost")["asked"]
+    ask(run, "expel", *words, "--dry-run")
+    assert in_use(run) == ([1, 2, 3], ["c0", "c1", "c2"])
+    found = ask(run, "expel", *words)
+    assert in_use(run) == (steps, contents)
+    assert (len(found["samples"]), len(found["answers"])) == (3 - len(steps), 3 - len(contents))
+    after = ask(run, "cost")["asked"]
+    assert [each["calls"] for each in after] == [each["calls"] for each in before]
+    assert ask(run, "expel", *words)["answers"] == []
+
+
+def test_a_poisoned_answer_is_never_used_even_before_it_is_expelled(tmp_path):
+    with closing(Database(ledger_path(poisoned(tmp_path), 0))) as database:
+        assert set(AnswerCache(database).recall(["c0", "c1", "c2"])) == {"c0", "c2"}
+
+
+def test_what_is_not_a_hash_expels_nothing(tmp_path, capsys):
+    assert cli.main(["ledger", str(poisoned(tmp_path)), "expel", "--image", "%"]) == 2
+    assert "hexadecimal" in capsys.readouterr().err
+    assert in_use(tmp_path)[0] == [1, 2, 3]

@@ -17,7 +17,12 @@ from retouch.types import Sample
 from served_rewards import Digest, digest_score
 
 Reply = dict[str, Any]
+Kind = str | Callable[[Reply], bytes]
 INFO = ServerInfo(service="retouch", version="0", rewards=[host(Digest()).info()], limits=Limits().info())
+
+
+def true_info() -> bytes:
+    return INFO.model_dump_json().encode()
 
 
 def true_reply(body: bytes, kind: str) -> Reply:
@@ -105,14 +110,16 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self._answer(200, INFO.model_dump_json().encode())
+        self._answer(200, self.server.info())
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         kind = self.server.kind()
         self.server.asked += 1
         reply = true_reply(body, self.headers["Content-Type"])
-        if kind in CHANGES:
+        if callable(kind):
+            self._answer(200, kind(reply))
+        elif kind in CHANGES:
             self._answer(200, json.dumps(CHANGES[kind](reply)).encode())
         elif kind in STATUSES:
             self._answer(STATUSES[kind], b'{"error": {"code": "x", "message": "y"}}' if kind != "204" else b"")
@@ -184,9 +191,9 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, kind: Callable[[], str]) -> None:
+    def __init__(self, kind: Callable[[], Kind], info: Callable[[], bytes]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.kind, self.asked, self.ended = kind, 0, threading.Event()
+        self.kind, self.info, self.asked, self.ended = kind, info, 0, threading.Event()
 
     def handle_error(self, request: object, client_address: object) -> None:
         pass  # the client hung up
@@ -197,9 +204,12 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def bad_server(kind: str | Callable[[], str]) -> Iterator[_Server]:
-    """A server that misbehaves in one way, or in the way that ``kind()`` names each time; "none" is a good one."""
-    server = _Server((lambda: kind) if isinstance(kind, str) else kind)
+def bad_server(kind: str | Callable[[], Kind], *, info: Callable[[], bytes] = true_info) -> Iterator[_Server]:
+    """A server that misbehaves in one way, or in the way that ``kind()`` names each time; "none" is a good one.
+
+    ``kind()`` may also return what makes the reply's bytes from the true reply. ``info``: makes the server's description.
+    """
+    server = _Server((lambda: kind) if isinstance(kind, str) else kind, info)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:

@@ -1,4 +1,4 @@
-"""`retouch ledger RUN ...`: the scores of a run, their judges and cost; where judges disagree; scoring images again."""
+"""`retouch ledger RUN ...`: the scores of a run, their judges and cost; where judges disagree; scoring images again; expelling."""
 
 import json
 from argparse import Namespace
@@ -7,6 +7,7 @@ from typing import Any
 
 from retouch.audit import tables
 from retouch.audit.comparison import ColumnComparison
+from retouch.audit.expelling import Selection, expel
 from retouch.audit.images import RunImages
 from retouch.audit.ledger_view import LedgerView, select_samples
 from retouch.audit.overview import overview
@@ -29,6 +30,10 @@ def _result(arguments: Namespace) -> tuple[Any, str]:
 
             result = rescore(run, arguments.reward, name=arguments.name, split=arguments.split, steps=arguments.steps)
             return result, tables.rescored(result)
+        case "expel":
+            chosen = Selection(image=arguments.image, judge=arguments.judge, split=arguments.split, steps=arguments.steps)
+            result = expel(run, chosen, dry_run=arguments.dry_run)
+            return result, tables.expelled(result)
         case "agree" | "worst":
             comparison = _comparison(arguments)
             if arguments.what == "agree":

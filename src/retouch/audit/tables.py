@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+_MOST_LISTED = 20
+
 
 def overview(found: Mapping[str, Any]) -> str:
     """The summary of a ledger."""
@@ -74,6 +76,24 @@ def rescored(found: Mapping[str, Any]) -> str:
             f"columns: {', '.join(found['columns'])}",
         ]
     )
+
+
+def expelled(found: Mapping[str, Any]) -> str:
+    """What was taken out of use."""
+    samples, answers = found["samples"], found["answers"]
+    if not samples and not answers:
+        return "no score in the ledger matches; nothing was changed"
+    verb = "would be" if found["dry_run"] else "were"
+    counts = f"the scores of {len(samples)} samples and {len(answers)} answers {verb} taken out of use; they are asked for again"
+    rows = [["", "step", "group", "slot", "judge", "scores", "image"]]
+    for each in samples[:_MOST_LISTED]:
+        step = each["step"] + (each["split"] == "train")
+        place = [each["split"], str(step), str(each["group_id"]), str(each["slot"])]
+        rows.append([*place, each["judge"][:40], each["scores"][:60], each["picture"][:12]])
+    for each in answers[:_MOST_LISTED]:
+        rows.append(["answer", "", "", "", each["judge"][:40], each["scores"][:60], each["picture"][:12]])
+    more = max(len(samples), len(answers)) > _MOST_LISTED
+    return "\n".join([counts, *aligned(rows), *(["  ... (--json lists all)"] if more else [])])
 
 
 def money(cost: float | None) -> str:

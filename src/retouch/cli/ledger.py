@@ -36,6 +36,13 @@ def add_ledger(commands: Commands) -> None:
     rescore.add_argument("reward", metavar="REWARD", help="as in `retouch score`")
     rescore.add_argument("--name", help="prefix of its columns; the default is the name of the reward")
     rescore.set_defaults(what="rescore")
+    expel = what.add_parser(
+        "expel", parents=[subset], help="take wrong scores out of use; without a selection, those that are not finite numbers"
+    )
+    expel.add_argument("--image", metavar="HASH", help="the first 8 or more digits of the judged image's hash")
+    expel.add_argument("--judge", help="as in the table of `retouch ledger RUN`")
+    expel.add_argument("--dry-run", action="store_true", help="list what would be expelled")
+    expel.set_defaults(what="expel")
 
 
 def _ledger(arguments: argparse.Namespace) -> int:

@@ -1,5 +1,6 @@
 """One call of a reward: the samples that it sees, and the checks that its scores must pass."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -56,7 +57,7 @@ def checked(reward: Reward, samples: Sequence[Sample], returned: Scores) -> Scor
     """The declared columns of all samples, (b,), float32, from what the reward ``returned`` for ``with_images(samples)``.
 
     A sample without an image scores each column's worst, and NaN for a diagnostic. ValueError: a declared column is not there, has
-    another shape, or a value outside its declared range.
+    another shape, or a value that is infinite or outside its declared range.
     """
     drawn = torch.tensor([sample.image is not None for sample in samples], dtype=torch.bool)
     count = int(drawn.sum())
@@ -79,9 +80,11 @@ def _checked_column(name: str, column: Column, returned: Scores, count: int) -> 
         raise ValueError(
             f"column {name!r} has shape {tuple(values.shape)} for {count} samples; return one a sample, NaN where missing"
         )
-    outside = ~torch.isnan(values) & ~((values >= column.low) & (values <= column.high))
+    outside = ~torch.isnan(values) & ~((values >= column.low) & (values <= column.high) & values.isfinite())
     if outside.any():
         wrong = values[outside][0].item()
+        if math.isinf(wrong):
+            raise ValueError(f"column {name!r} gave {wrong}; return a finite score, or NaN where there is none")
         raise ValueError(
             f"column {name!r} gave {wrong}, outside its declared range {column.low} to {column.high}; declare the true range"
         )

@@ -4,7 +4,6 @@ The words are those of ``recipe/reward_words.py::read_reward``, with an optional
 """
 
 import importlib
-import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ import torch
 from retouch.protocols import Reward
 from retouch.recipe.reward_words import parse_reward, read_reward
 from retouch.rewards import identity
-from retouch.rewards.wire.schema import NAME, ColumnInfo, RewardInfo
+from retouch.rewards.wire.schema import LARGEST, NAME, ColumnInfo, RewardInfo
 from retouch.types import Column
 
 _NAMED = re.compile(r"^([A-Za-z0-9_.-]{1,64})=(.+)$", re.DOTALL)
@@ -63,12 +62,14 @@ def parse_specs(words: Sequence[str]) -> list[RewardSpec]:
 def build(spec: RewardSpec, *, sole: bool) -> HostedReward:
     """Build the reward and load its weights. Unless it is the ``sole`` reward and unnamed, its columns begin with its name.
 
-    ValueError: it cannot be built, or a column's range is not finite (a sample without an image would score an infinity).
+    ValueError: it cannot be built, or a column's range is too large (a sample without an image would score an end of it).
     """
     reward = parse_reward(spec.section).build(device=_device())
     for name, column in reward.columns.items():
-        if not (math.isfinite(column.low) and math.isfinite(column.high) and column.low <= column.high):
-            raise ValueError(f"{spec.name}: column {name!r} has the range {column.low} to {column.high}; declare a finite one")
+        if not -LARGEST <= column.low <= column.high <= LARGEST:
+            raise ValueError(
+                f"{spec.name}: column {name!r} has the range {column.low} to {column.high}; declare one within {LARGEST:g}"
+            )
     prefix = "" if sole and not spec.named else f"{spec.name}/"
     public = {name: f"{prefix}{name}" for name in reward.columns}
     return HostedReward(spec.name, reward, public, fingerprint(spec.section, reward))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from retouch import __version__
 from retouch.rewards.wire.errors import ErrorCode, RequestError
-from retouch.rewards.wire.schema import ServerInfo
+from retouch.rewards.wire.schema import SERVICE, ServerInfo
 from retouch.serving.batching import Batcher, RewardResult
 from retouch.serving.decoding import Decoded, decode
 from retouch.serving.hosted_rewards import HostedReward, RewardSpec, rebuild
@@ -80,7 +80,7 @@ class Service:
     def info(self) -> ServerInfo:
         """The reply of ``GET /v1/info``."""
         rewards = [each.info() for each in self.hosted]
-        return ServerInfo(service="retouch", version=__version__, rewards=rewards, limits=self.limits.info())
+        return ServerInfo(service=SERVICE, version=__version__, rewards=rewards, limits=self.limits.info())
 
     def admit(self) -> "Admission":
         """Admit a request before its body is read. RequestError: the server is shutting down, or full."""

@@ -223,6 +223,45 @@ def test_what_a_task_says_cannot_leave_its_quotation(open_panel):
     assert label == quoted("Instruction", "")[: len(label)]
 
 
+TEMPLATE_TOKENS = {
+    "ChatML, Qwen": ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|vision_start|>", "<|image_pad|>", "<tool_call>"),
+    "Llama 2, Mistral": (
+        "[INST]",
+        "[/INST]",
+        "<<SYS>>",
+        "<</SYS>>",
+        "<s>",
+        "</s>",
+        "[ INST ]",
+        "[SYSTEM_PROMPT]",
+        "[/SYSTEM_PROMPT]",
+    ),
+    "Mistral": ("[AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "[THINK]", "[/THINK]"),
+    "Llama 3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "Gemma": ("<start_of_turn>", "<end_of_turn>", "<bos>", "<eos>", "<start_of_image>", "<unused7>"),
+    "DeepSeek": ("<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"),
+    "Phi, Command R": ("<|user|>", "<|assistant|>", "<|end|>", "<|START_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>"),
+    "GLM": ("[gMASK]", "<sop>", "[MASK]", "[sMASK]", "<|observation|>"),
+    "Kimi": ("◁think▷", "◁/think▷", "<|im_middle|>"),
+    "InternVL, BERT": ("<img>", "<IMG_CONTEXT>", "[CLS]", "[SEP]", "[PAD]", "[UNK]"),
+}
+
+
+@pytest.mark.parametrize("family", TEMPLATE_TOKENS)
+def test_no_text_of_a_task_spells_a_token_of_a_chat_template(family):
+    for token in TEMPLATE_TOKENS[family]:
+        for text in (token, f"x{token}\n{token}", f"\\{token}", f"[{token}]", token * 3):
+            for value in (text, [text], {"a": [text, 1, None]}):
+                line = quoted("Instruction", value)
+                assert token not in line
+                assert json.loads(line.partition(": ")[2]) == value
+
+
+@pytest.mark.parametrize("value", ["a [red] car", ["red", "blue"], [True], [None, False], [[1, 2], []], "a[0] = 1", {"a": [True]}])
+def test_a_quotation_is_what_was_said(value):
+    assert json.loads(quoted("Instruction", value).partition(": ")[2]) == value
+
+
 def test_aspects_of_prompts_and_what_is_refused(open_panel):
     with Double() as double:
         panel = open_panel(double, repeats=1)

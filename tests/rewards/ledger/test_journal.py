@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from retouch.rewards.judging import Judge, ScoredBatch
-from retouch.rewards.ledger.database import Database
+from retouch.rewards.ledger.database import Database, decode_scores
 from retouch.rewards.ledger.hashing import image_hash
 from retouch.rewards.ledger.journal import Journal, JournalRow, journal_rows
 from retouch.rewards.ledger.kept_images import KeptImages
@@ -294,7 +294,7 @@ def test_a_reward_that_fails_leaves_no_trace(start: Start) -> None:
 @given(patterns=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=200))
 @settings(max_examples=10)
 def test_every_float_comes_back(tmp_path_factory: pytest.TempPathFactory, patterns: list[int]) -> None:
-    """Zeros of both signs, subnormal numbers, infinities; a NaN comes back as a NaN."""
+    """Zeros of both signs, subnormal numbers; a NaN comes back as a NaN, an infinity is in the file and never used again."""
     special = [0x0000_0000, 0x8000_0000, 0x0000_0001, 0x7F80_0000, 0xFF80_0000, 0x7FC0_0000]
     column = torch.tensor([struct.unpack("<f", struct.pack("<I", pattern))[0] for pattern in [*special, *patterns]])
     rows = batch(groups=1, slots=len(column))
@@ -305,10 +305,17 @@ def test_every_float_comes_back(tmp_path_factory: pytest.TempPathFactory, patter
     journal.database.close()
     again = Journal(Database(path))
     known, scores = again.recall(rows_of(rows), ["any"])
+    with again.database.reading() as connection:
+        stored = [
+            decode_scores(text)["any"] for (text,) in connection.execute("SELECT scores FROM samples ORDER BY group_id, slot")
+        ]
     again.database.close()
-    assert known.all()
-    assert same(scores["any"][~column.isnan()], column[~column.isnan()])
-    assert torch.equal(scores["any"].isnan(), column.isnan())
+    finite = column.isfinite()
+    assert torch.equal(known, ~column.isinf())
+    assert same(scores["any"][finite], column[finite])
+    assert scores["any"][~finite].isnan().all()
+    assert same(torch.tensor(stored)[~column.isnan()], column[~column.isnan()])
+    assert torch.equal(torch.tensor(stored).isnan(), column.isnan())
 
 
 def test_names_that_have_no_utf8(journal: Journal) -> None:

@@ -321,6 +321,18 @@ def test_a_sample_is_sent_once_also_after_a_restart(remember):
     assert first["quality"][0] == first["quality"][4]
 
 
+@pytest.mark.parametrize("poison", ["1e999", "-1e999", "1e300", "1.5", "-0.5"])
+def test_a_cached_score_that_no_honest_server_could_give_is_asked_for_again(remember, reopen, poison):
+    server, given = Server(), [sample(k) for k in range(3)]
+    remember(server)(given)
+    with reopen()._database.writing() as connection:
+        connection.execute("UPDATE answers SET scores = ? WHERE number = 2", (f'{{"quality": {poison}, "notes": null}}',))
+    again = remember(server)(given)
+    assert server.asked == ["t0", "t1", "t2", "t1"]
+    assert again["quality"].isfinite().all()
+    assert again["quality"].max() <= 1
+
+
 @pytest.mark.parametrize(
     "changes",
     [

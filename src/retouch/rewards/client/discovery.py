@@ -63,7 +63,7 @@ async def _try_info(transport: Transport, url: str) -> ServerInfo | None:
     except RequestFault as fault:
         if fault.kind == "http_401":
             raise ValueError(f"{url} requires another token: set RETOUCH_TOKEN to the server's token") from None
-        if fault.final or fault.kind in ("wrong_shape", "wrong_type"):
+        if fault.final or fault.kind in ("wrong_shape", "wrong_type", "too_large"):
             raise ValueError(f"{url} is not a reward server of Retouch: {fault.kind} for /v1/info") from None
         return None
 

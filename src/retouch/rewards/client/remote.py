@@ -12,6 +12,7 @@ from retouch.config.section import Count, Positive, Share
 from retouch.protocols import Reward
 from retouch.rewards.base import RewardSection, unchanged
 from retouch.rewards.facts import Address, PathText
+from retouch.rewards.wire.schema import Bound
 from retouch.types import Column, Json
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class RemoteReward(RewardSection):
     kind: Literal["remote"] = "remote"
     endpoints: Annotated[tuple[Address, ...], Field(min_length=1)]
     """Addresses of servers that host the same rewards."""
-    declared: dict[str, tuple[float, float]] | None = Field(default=None, alias="columns")
+    declared: dict[str, tuple[Bound, Bound]] | None = Field(default=None, alias="columns")
     """Columns that the servers must have, with their ranges, so that ``combine`` is checked when the recipe is read; null takes the
     servers' own when the run starts."""
     rewards: tuple[str, ...] | None = None

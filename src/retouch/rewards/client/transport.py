@@ -9,6 +9,7 @@ from functools import cache
 import httpx
 
 MAX_REPLY_BYTES = 16 * 2**20
+MAX_INFO_BYTES = 2**20
 _CONNECT_SECONDS = 5.0
 _FINAL_STATUSES = frozenset({400, 401, 403, 404, 405, 411, 413, 414, 415, 422, 431})
 
@@ -63,22 +64,23 @@ class Transport:
     async def post(self, url: str, body: bytes, content_type: str, *, seconds: float) -> bytes:
         """The body of the reply. ``seconds``: the time limit, which is also sent to the server. RequestFault: no valid reply."""
         headers = {"Content-Type": content_type, "X-Deadline-Seconds": f"{seconds:.3f}"}
-        return await self._exchange(self._client.build_request("POST", url, content=body, headers=headers), seconds)
+        request = self._client.build_request("POST", url, content=body, headers=headers)
+        return await self._exchange(request, seconds, most=MAX_REPLY_BYTES)
 
     async def get(self, url: str, *, seconds: float) -> bytes:
         """The body of the reply. ``seconds``: the time limit. RequestFault: no valid reply."""
-        return await self._exchange(self._client.build_request("GET", url), seconds)
+        return await self._exchange(self._client.build_request("GET", url), seconds, most=MAX_INFO_BYTES)
 
     async def close(self) -> None:
         """Close the connections."""
         await self._client.aclose()
 
-    async def _exchange(self, request: httpx.Request, seconds: float) -> bytes:
+    async def _exchange(self, request: httpx.Request, seconds: float, *, most: int) -> bytes:
         try:
             async with asyncio.timeout(seconds):
                 response = await self._client.send(request, stream=True)
                 try:
-                    return await _read(response)
+                    return await _read(response, most)
                 finally:
                     await response.aclose()
         except TimeoutError:
@@ -95,7 +97,8 @@ def _certificates() -> ssl.SSLContext:
     return httpx.create_ssl_context(trust_env=False)
 
 
-async def _read(response: httpx.Response) -> bytes:
+async def _read(response: httpx.Response, most: int) -> bytes:
+    """The body, of at most ``most`` bytes. A compressed one is refused, so nothing is ever decompressed."""
     if response.status_code != 200:
         raise fault_of_status(response.status_code, _seconds(response.headers.get("retry-after")))
     if response.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -105,7 +108,7 @@ async def _read(response: httpx.Response) -> bytes:
     parts, size = [], 0
     async for part in response.aiter_raw():
         size += len(part)
-        if size > MAX_REPLY_BYTES:
+        if size > most:
             raise RequestFault("too_large")
         parts.append(part)
     return b"".join(parts)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Protocol, runtime_checkable
 
-from retouch.rewards.ledger.database import Database, decode_scores, encode_scores, encode_text
+from retouch.rewards.ledger.database import Database, all_finite, decode_scores, encode_scores, encode_text
 from retouch.rewards.vlm import credentials
 from retouch.types import Sample, Scores
 
@@ -86,7 +86,7 @@ class AnswerCache:
         self._bypasses = 0
 
     def recall(self, contents: Iterable[str]) -> dict[str, CachedAnswer]:
-        """The cached answers to these contents, the oldest of each; nothing inside ``bypass``."""
+        """The cached answers to these contents, the oldest of each with finite scores; nothing inside ``bypass``."""
         if self.bypassed:
             return {}
         wanted, found = list(dict.fromkeys(contents)), {}
@@ -97,8 +97,10 @@ class AnswerCache:
                     "SELECT content, scores, text, seed FROM answers WHERE scores IS NOT NULL AND NOT fresh "
                     f"AND content IN ({', '.join('?' * len(part))}) ORDER BY number DESC"
                 )
-                for content, scores, text, seed in connection.execute(query, part):
-                    found[content] = CachedAnswer(decode_scores(scores), text, seed)
+                for content, given, text, seed in connection.execute(query, part):
+                    scores = decode_scores(given)
+                    if all_finite(scores):
+                        found[content] = CachedAnswer(scores, text, seed)
         return found
 
     def record(self, calls: Iterable[JudgeCall]) -> None:

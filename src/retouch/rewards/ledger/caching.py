@@ -4,6 +4,7 @@ Judges are cached question by question, reward servers sample by sample. A rewar
 cached: it is called again, unless the journal has its scores.
 """
 
+import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from retouch.rewards.ledger.database import encode_scores
 from retouch.rewards.ledger.hashing import ImageHasher, json_hash, sample_hash
 from retouch.rewards.ledger.single_flight import SingleFlight
 from retouch.rewards.vlm.questions import Answer, JudgeClient, Question
+from retouch.rewards.wire.replies import in_range
 from retouch.types import Column, Json, Sample, Scores
 
 _MAX_BATCHES = 256  # that wait at the same time, each on a thread
@@ -120,7 +122,12 @@ class CachedReward:
         close(self.wrapped)
 
     def _recall(self, keys: Sequence[str]) -> dict[str, dict[str, float]]:
-        return {key: cached.scores for key, cached in self.cache.recall(keys).items()}
+        return {key: cached.scores for key, cached in self.cache.recall(keys).items() if self._fits(cached.scores)}
+
+    def _fits(self, scores: Mapping[str, float]) -> bool:
+        """Whether cached scores could be a reply of these servers; others are asked for again."""
+        known = [(scores.get(name, math.inf), column) for name, column in self.columns.items()]
+        return all(value != value or in_range(value, column) for value, column in known)
 
     def _score(self, keys: Sequence[str], samples: Sequence[Sample], hasher: ImageHasher) -> list[dict[str, float]]:
         scores, stats = self._with_stats(samples)

@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 FORMAT = 2
+_LARGEST = 3.4028234663852886e38  # of float32
 _SCHEMA = (
     """
     CREATE TABLE IF NOT EXISTS judges (
@@ -116,6 +117,11 @@ def encode_scores(scores: Mapping[str, float]) -> str:
 def decode_scores(text: str) -> dict[str, float]:
     """The scores that ``encode_scores`` wrote."""
     return {name: math.nan if value is None else float(value) for name, value in json.loads(text).items()}
+
+
+def all_finite(scores: Mapping[str, float]) -> bool:
+    """Whether every score is missing (NaN) or finite in float32. Others are never used again, so one cannot block a run."""
+    return all(value != value or abs(value) <= _LARGEST for value in scores.values())
 
 
 def _number(value: float) -> str:

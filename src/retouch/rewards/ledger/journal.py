@@ -13,7 +13,7 @@ from jaxtyping import Bool
 from PIL.Image import Image
 from torch import Tensor
 
-from retouch.rewards.ledger.database import Database, decode_scores, encode_scores, encode_text
+from retouch.rewards.ledger.database import Database, all_finite, decode_scores, encode_scores, encode_text
 from retouch.rewards.ledger.hashing import ImageHasher
 from retouch.rewards.ledger.kept_images import KeptImages
 from retouch.types import Batch, Sample, Scores
@@ -113,7 +113,7 @@ class Journal:
             connection.executemany("DELETE FROM samples WHERE split = ? AND step = ? AND group_id = ? AND slot = ?", missing)
 
     def _kept(self, rows: Sequence[JournalRow]) -> dict[JournalRow, dict[str, float]]:
-        """What this judge scored in the rows' split, step and range of groups."""
+        """What this judge scored in the rows' split, step and range of groups, where all scores are finite."""
         if not rows:
             return {}
         (split, step), *others = {row[:2] for row in rows}
@@ -125,7 +125,8 @@ class Journal:
         groups = [row.group for row in rows]
         with self.database.reading() as connection:
             found = connection.execute(query, (split, step, min(groups), max(groups), self.judge)).fetchall()
-        return {JournalRow(*row): decode_scores(scores) for *row, scores in found}
+        decoded = ((JournalRow(*row), decode_scores(scores)) for *row, scores in found)
+        return {row: scores for row, scores in decoded if all_finite(scores)}
 
 
 def _misses(scores: Mapping[str, float], names: Iterable[str]) -> bool:

@@ -110,7 +110,9 @@ class Quota:
         return Turn(0.0, now, expected[-1] if self._units is not None else 0.0)
 
     def settle(self, turn: Turn, *, used: float, cost: float) -> None:
-        """Record what a started request really took: ``used`` units and ``cost``."""
+        """Record what a started request really took: ``used`` units and ``cost``. ValueError: one of them is no amount."""
+        if not (0 <= used < math.inf and 0 <= cost < math.inf):
+            raise ValueError(f"a request cannot have used {used} units at a cost of {cost}")
         with self._shared.locked() as numbers:
             numbers[_COST] += cost
             if self._units is not None:

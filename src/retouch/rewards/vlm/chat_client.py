@@ -22,6 +22,7 @@ from retouch.rewards.vlm.endpoint import Endpoint
 from retouch.rewards.vlm.questions import Answer, Question
 
 _TRANSIENT = frozenset({408, 409, 425, 429})  # and every 5xx
+_LONGEST_MESSAGE = 10_000  # characters of a server's error that are searched for keys
 _log = logging.getLogger(__name__)
 
 
@@ -65,12 +66,13 @@ class ChatClient:
     def __init__(self, endpoint: Endpoint) -> None:
         for problem in endpoint.problems("judge"):
             raise ValueError(problem)
-        self._openai = _package()
+        self._openai, self._http = _packages()
         self._key = credentials.api_key(endpoint.key)
         self.endpoint = endpoint
         # Ledgers keep answers under this text.
         self.identity = f"{endpoint.model}{', typed' if endpoint.typed else ''}{', guided' if endpoint.guided else ''}"
         self.quota = None if endpoint.quota is None else endpoint.quota.open()
+        self._warned_of_usage = False
         self._client, self._line, self._turns = event_loop.submit(self._open()).result()
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
@@ -97,7 +99,10 @@ class ChatClient:
 
     async def _open(self) -> tuple[Any, ProgressSemaphore, Turns | None]:
         own = self.endpoint
-        client = self._openai.AsyncOpenAI(api_key=self._key, base_url=own.base_url, max_retries=0, timeout=own.timeout)
+        http = self._http.BoundedClient(timeout=own.timeout, connections=own.concurrency)
+        client = self._openai.AsyncOpenAI(
+            api_key=self._key, base_url=own.base_url, max_retries=0, timeout=own.timeout, http_client=http
+        )
         line = ProgressSemaphore(own.concurrency, patience=own.deadline)
         return client, line, None if self.quota is None else Turns(self.quota)
 
@@ -182,39 +187,50 @@ class ChatClient:
         try:
             async with asyncio.timeout(self.endpoint.timeout):
                 raw = await self._client.chat.completions.with_raw_response.create(model=self.endpoint.model, **fields)
-                body = raw.http_response.text
+                body = raw.http_response.content
         except (openai.APITimeoutError, TimeoutError):
             return _Fault("time-out")
         except openai.APIStatusError as error:
             return self._refused(error.status_code, error.message, error.response.headers.get("retry-after"))
-        except openai.APIConnectionError:
-            return _Fault("connection")
+        except openai.APIConnectionError as error:
+            return _Fault(str(error.__cause__) if isinstance(error.__cause__, self._http.UnboundedReply) else "connection")
         except openai.OpenAIError as error:
             return _Fault(type(error).__name__)
         return self._read(question, body)
 
     def _refused(self, status: int, message: str, later: str | None) -> _Fault:
-        """A reply of an error status. The server's message is kept only for a final one: it says what to change."""
+        """A reply of an error status. The server's message is kept only for a final one: it says what to change.
+
+        A redirect is final: the question would go to an address that nobody chose.
+        """
         if status in _TRANSIENT or status >= 500:
             return _Fault(f"HTTP {status}", wait=retry_after(later))
-        return _Fault(f"HTTP {status}: {credentials.redacted(message, self._key)[:200]}", final=True)
+        return _Fault(f"HTTP {status}: {credentials.redacted(message[:_LONGEST_MESSAGE], self._key)[:200]}", final=True)
 
-    def _read(self, question: Question, body: str) -> Answer | _Fault:
+    def _read(self, question: Question, body: bytes) -> Answer | _Fault:
         received = chat_format.parse_reply(body)
         if received is None:
             return _Fault("unreadable reply")
+        counted = chat_format.tokens_of(question, received)
+        if counted.estimated and not self._warned_of_usage:
+            self._warned_of_usage = True
+            told = "reports no usage" if received.usage is None else f"reports a usage that is impossible ({received.usage})"
+            _log.warning("%s %s; its tokens are estimated from the texts and images", self.endpoint.description, told)
         text = credentials.redacted(received.reply.text, self._key)
         scores = question.form.read(received.reply)
-        tokens = {"input_tokens": received.input_tokens, "output_tokens": received.output_tokens}
+        tokens = {"input_tokens": counted.input, "output_tokens": counted.output}
         self._line.answered()
         if scores is None:
             return _Fault("refusal" if received.reply.refused else "unusable answer", text=text, **tokens)
         return Answer(scores=scores, text=text, **tokens)
 
 
-def _package() -> Any:
+def _packages() -> tuple[Any, Any]:
+    """The openai package, and our HTTP client for it."""
     try:
         import openai
+
+        from retouch.rewards.vlm import bounded_http
     except ImportError:
         raise ValueError("asking a judge needs the openai package: pip install 'retouch[judge]'") from None
-    return openai
+    return openai, bounded_http

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from PIL.Image import Image
 from pydantic import BaseModel, Field, ValidationError
@@ -19,21 +19,23 @@ from retouch.rewards.vlm.forms import JudgeReply
 from retouch.rewards.vlm.questions import Part, Question
 
 _WEBP_LIMIT = 16383  # pixels a side, of the format
+_PIXELS_PER_TOKEN = 28 * 28
+_TEMPLATE_TOKENS, _SPARE_TOKENS = 4096, 64  # that a server may count besides the texts and images, and besides the answer
 # vLLM's field since 0.11, and its name before that, which 0.12 has dropped.
 Guided: TypeAlias = Literal["structured_outputs", "guided_choice"]
 
 
 class _Token(BaseModel):
-    token: str
-    logprob: float
+    token: Annotated[str, Field(max_length=1000)]
+    logprob: Annotated[float, Field(ge=-1e9, le=1e-3, allow_inf_nan=False)]
 
 
 class _Place(_Token):
-    top_logprobs: list[_Token] = Field(default_factory=list)
+    top_logprobs: Annotated[list[_Token], Field(max_length=1000)] = Field(default_factory=list)
 
 
 class _Logprobs(BaseModel):
-    content: list[_Place] | None = None
+    content: Annotated[list[_Place], Field(max_length=10_000)] | None = None
 
 
 class _Message(BaseModel):
@@ -48,8 +50,8 @@ class _Choice(BaseModel):
 
 
 class _Usage(BaseModel):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    prompt_tokens: int
+    completion_tokens: int
 
 
 class _Completion(BaseModel):
@@ -58,29 +60,57 @@ class _Completion(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
+class Tokens:
+    """The tokens of one attempt. ``estimated``: they are counted here, because the server's count is missing or impossible."""
+
+    input: int
+    output: int
+    estimated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Received:
-    """A reply, and the tokens that it took."""
+    """A reply, and the tokens that the server says it took: (input, output), None where it says nothing."""
 
     reply: JudgeReply
-    input_tokens: int
-    output_tokens: int
+    usage: tuple[int, int] | None
 
 
-def parse_reply(body: str) -> Received | None:
+def parse_reply(body: str | bytes) -> Received | None:
     """The one choice in a completion's body; None where it is cut off, empty, of another shape, or no JSON at all."""
     try:
         completion = _Completion.model_validate_json(body)
     except ValidationError:
         return None
     choice = completion.choices[0]
-    usage = completion.usage or _Usage()
+    usage = completion.usage
     reply = JudgeReply(
         text=choice.message.content or "",
         finished=choice.finish_reason or "",
         refused=bool(choice.message.refusal) or choice.finish_reason == "content_filter",
         first=_first(choice.logprobs),
     )
-    return Received(reply, usage.prompt_tokens, usage.completion_tokens)
+    return Received(reply, None if usage is None else (usage.prompt_tokens, usage.completion_tokens))
+
+
+def tokens_of(question: Question, received: Received) -> Tokens:
+    """The tokens of an attempt: as the server says, where that is possible for this question and answer, or else an estimate.
+
+    A token is at most 64 bytes of text or 28 x 28 pixels on average, and at least one byte; a server may add a template, and count
+    a reasoning up to the question's limit. The estimate is one token per 4 bytes of text and per 28 x 28 pixels.
+    """
+    texts = [question.rubric, *(part for part in question.parts if isinstance(part, str))]
+    sent = sum(len(text.encode("utf-8", "replace")) for text in texts)
+    pixels = [part.width * part.height for part in question.parts if not isinstance(part, str)]
+    written = len(received.reply.text.encode("utf-8", "replace"))
+    if received.usage is not None:
+        inputs, outputs = received.usage
+        most = sent + sum(size // 64 for size in pixels) + _TEMPLATE_TOKENS * (len(question.parts) + 1)
+        least = max(1, sent // 64), written // 64 + bool(written)
+        if least[0] <= inputs <= most and least[1] <= outputs <= question.form.max_tokens + _SPARE_TOKENS:
+            return Tokens(inputs, outputs)
+    estimate = sent // 4 + sum(size // _PIXELS_PER_TOKEN + 1 for size in pixels)
+    return Tokens(estimate + 1, min(written // 4 + 1, question.form.max_tokens), estimated=True)
 
 
 def _first(logprobs: _Logprobs | None) -> dict[str, float]:

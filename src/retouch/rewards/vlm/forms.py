@@ -11,6 +11,7 @@ from retouch.rewards.vlm.answers.scales import Scale
 from retouch.rewards.vlm.answers.scores import read_scores
 from retouch.types import Json
 
+_LONGEST_VOTE = 1000  # characters
 _LEDGER_PREFIX = "retouch.rewards.judges.forms."
 
 
@@ -106,6 +107,8 @@ class ChoiceForm:
             return None
         values = {_spelling(word): value for word, value in self.values.items()}
         text = reply.text.strip()
+        if len(text) > _LONGEST_VOTE:
+            return None
         if text.startswith("{"):
             try:
                 given = json.loads(text)

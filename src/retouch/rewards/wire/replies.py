@@ -2,6 +2,8 @@
 
 ``{"judges": {reward: [fingerprint]}, "items": [{"id", "scores": {column: number or null}, "errors": {reward: code}}]}``.
 Null means "could not be judged". A column is absent only where its reward has an error for the item. Items come in any order.
+
+Reading a reply takes memory in proportion to what was requested: the number of JSON values is bounded before it is parsed.
 """
 
 import json
@@ -11,7 +13,10 @@ from typing import NoReturn
 
 import numpy as np
 
+from retouch.rewards.wire.schema import LARGEST
 from retouch.types import Column
+
+_NODES, _NODES_OF_ITEM = 1000, 16  # JSON values in a reply, besides two for each column and reward of an item
 
 
 class InvalidReply(ValueError):
@@ -37,7 +42,8 @@ class ItemScores:
 
 def read_reply(body: bytes, ids: Collection[str], expected: ExpectedReply) -> dict[str, ItemScores]:
     """The scores by id. InvalidReply if any check fails: a reply with one error is rejected as a whole."""
-    reply = _parse(body)
+    wanted = _NODES_OF_ITEM + 2 * (len(expected.columns) + len(expected.judges))
+    reply = _parse(body, most=_NODES + len(ids) * wanted)
     judges, items = reply.get("judges"), reply.get("items")
     if judges != {name: [fingerprint] for name, fingerprint in expected.judges.items()}:
         raise InvalidReply("other_judge")
@@ -60,9 +66,11 @@ def in_range(value: float, column: Column) -> bool:
     return float(np.float32(column.low)) <= value <= float(np.float32(column.high))
 
 
-def _parse(body: bytes) -> dict[str, object]:
+def _parse(body: bytes, *, most: int) -> dict[str, object]:
+    if body.count(b",") + body.count(b"[") + body.count(b"{") > most:
+        raise InvalidReply("too_many_values")
     try:
-        reply = json.loads(body.decode(), parse_constant=_reject_constant)
+        reply = json.loads(body.decode(), parse_constant=_reject_constant, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError):
         raise InvalidReply("not_json") from None
     if not isinstance(reply, dict):
@@ -85,10 +93,18 @@ def _number(value: object, column: Column) -> float:
         return float("nan")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidReply("no_number")
-    if not in_range(value, column):
+    if not abs(value) <= LARGEST or not in_range(value, column):
         raise InvalidReply("out_of_range")
     return float(value)
 
 
 def _reject_constant(name: str) -> NoReturn:
     raise ValueError(name)
+
+
+def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """The object. ValueError: it has a key twice, so that two readers could see two scores."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError("a key is repeated")
+    return made

@@ -4,18 +4,23 @@ In a batch, a task or an image that several items share is listed once and refer
 document in the body. Keys that are not in the schema are rejected.
 """
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 VERSION: Literal[1] = 1
 NAME = r"^[A-Za-z0-9_.-]{1,64}$"
+SERVICE: Literal["retouch"] = "retouch"
+LARGEST = 1e9
+"""The largest absolute value of a score: far above any real scale, and its square is still finite in float32."""
 
 Form: TypeAlias = Literal["encoded", "raw"]
 Id: TypeAlias = Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")]
 Name: TypeAlias = Annotated[str, Field(pattern=NAME)]
 Number: TypeAlias = Annotated[int, Field(ge=0)]
 Side: TypeAlias = Annotated[int, Field(ge=1, le=65535)]
+Bound: TypeAlias = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
+Limit: TypeAlias = Annotated[int, Field(ge=1, le=2**62)]
 
 
 class _Part(BaseModel):
@@ -70,36 +75,50 @@ class _InfoPart(BaseModel):
 
 
 class ColumnInfo(_InfoPart):
-    """A column as ``retouch.types.Column`` declares it."""
+    """A column as ``retouch.types.Column`` declares it. Its range is finite and within ``LARGEST``."""
 
-    low: float
-    high: float
+    low: Bound
+    high: Bound
     diagnostic: bool = False
     higher_is_better: bool = True
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.low > self.high:
+            raise ValueError(f"the range {self.low} to {self.high} is empty")
+        return self
 
 
 class RewardInfo(_InfoPart):
     """A hosted reward. ``kind``: its class. ``fingerprint``: changes with its code, its arguments and its rubric."""
 
     name: Name
-    kind: str
-    fingerprint: str
-    columns: dict[str, ColumnInfo]
+    kind: Annotated[str, Field(max_length=512)]
+    fingerprint: Annotated[str, Field(min_length=1, max_length=128)]
+    columns: Annotated[dict[Annotated[str, Field(min_length=1, max_length=256)], ColumnInfo], Field(min_length=1, max_length=256)]
 
 
 class LimitsInfo(_InfoPart):
     """The largest request that the server accepts."""
 
-    max_body_bytes: int
-    max_items: int
-    max_pixels: int
-    max_total_pixels: int
+    max_body_bytes: Limit
+    max_items: Limit
+    max_pixels: Limit
+    max_total_pixels: Limit
 
 
 class ServerInfo(_InfoPart):
     """The reply of ``GET /v1/info``: what a client needs to know before its first request."""
 
-    service: str
-    version: str
-    rewards: list[RewardInfo]
+    service: Literal["retouch"]
+    version: Annotated[str, Field(max_length=64)]
+    rewards: Annotated[list[RewardInfo], Field(min_length=1, max_length=256)]
     limits: LimitsInfo
+
+    @model_validator(mode="after")
+    def _names_once(self) -> Self:
+        names = [each.name for each in self.rewards]
+        columns = [column for each in self.rewards for column in each.columns]
+        if len(set(names)) < len(names) or len(set(columns)) < len(columns):
+            raise ValueError("a reward or a column has the name of another one")
+        return self

@@ -1,0 +1,78 @@
+"""Reward servers that lie in well-formed HTTP: in their description, which is refused at the start, and in their replies."""
+
+import json
+import re
+import tracemalloc
+from contextlib import closing
+
+import pytest
+import torch
+
+from bad_server import bad_server, true_info, true_reply
+from live_server import remote, samples_of
+from lying_server import INFO_LIES, REPLY_LIES
+from retouch.rewards.client.remote import RemoteReward
+from retouch.rewards.wire.replies import ExpectedReply, InvalidReply, read_reply
+from retouch.types import Column
+from served_rewards import digest_score
+
+EXPECTED = ExpectedReply(
+    {"digest": Column(0.0, 1.0), "odd": Column(0.0, 1.0)},
+    dict.fromkeys(("digest", "odd"), "digest"),
+    {"digest": "fingerprint-digest"},
+)
+
+
+@pytest.fixture(scope="module")
+def server():
+    """A server whose ``lie`` makes its replies; it can be replaced between two requests."""
+    lies = {"now": "none"}
+    with bad_server(lambda: lies["now"]) as made:
+        made.lies = lies
+        yield made
+
+
+@pytest.mark.parametrize("lie", INFO_LIES)
+def test_a_description_that_cannot_be_true_is_refused_before_anything_is_sent(lie: str) -> None:
+    with bad_server("none", info=INFO_LIES[lie]) as server:
+        with pytest.raises(ValueError, match="is not a reward server of Retouch"):
+            remote([server.url])
+        assert server.asked == 0
+
+
+@pytest.mark.parametrize("lie", REPLY_LIES)
+def test_a_reply_that_cannot_be_true_is_refused_as_a_whole(server, lie: str) -> None:
+    samples = samples_of(4)
+    server.lies["now"] = REPLY_LIES[lie]
+    with closing(remote([server.url], batch=4, attempts=1, timeout=20.0)) as reward:
+        missing = reward(samples)["digest"]
+        server.lies["now"] = "none"
+        after = reward(samples)["digest"]
+    assert missing.isnan().all()
+    assert torch.equal(after, torch.tensor([digest_score(sample) for sample in samples]))
+
+
+def test_a_small_request_cannot_bring_a_reply_that_takes_much_memory() -> None:
+    body = b'{"judges": {"digest": ["fingerprint-digest"]}, "items": [' + b"[]," * 5_000_000 + b"[]]}"
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidReply, match="too_many_values"):
+            read_reply(body, ["0"], EXPECTED)
+        assert tracemalloc.get_traced_memory()[1] < 10e6
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(("low", "high"), [("0", "1e309"), ("-1e308", "1"), ("0", "1e10")])
+def test_a_recipe_cannot_declare_a_range_without_end(low: str, high: str) -> None:
+    columns = {"digest": (json.loads(low), json.loads(high))}
+    with pytest.raises(ValueError, match=r"1000000000|finite"):
+        RemoteReward(endpoints=("http://127.0.0.1:1",), columns=columns)
+
+
+def test_the_lies_are_about_true_things() -> None:
+    """Without the change, both documents are accepted."""
+    with bad_server("none", info=true_info) as server, closing(remote([server.url])) as reward:
+        assert not reward(samples_of(2))["digest"].isnan().any()
+    assert re.search(rb'"high":1\.0', true_info())
+    assert callable(true_reply)

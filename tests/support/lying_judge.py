@@ -1,0 +1,272 @@
+"""A judge that lies: an OpenAI-compatible endpoint whose every reply is made by a function, and tables of such functions."""
+
+import gzip
+import json
+import math
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Completion = dict[str, Any]
+
+
+@dataclass
+class Reply:
+    """What is sent."""
+
+    body: bytes
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+Lie = Callable[[Completion], Reply]
+
+
+def completion(content: object = '{"reasoning": "", "score": 7}', **choice: object) -> Completion:
+    """A true completion with this content."""
+    message = {"role": "assistant", "content": content}
+    whole = {"index": 0, "message": message, "finish_reason": "stop", **choice}
+    usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
+    return {"id": "x", "object": "chat.completion", "created": 0, "model": "judge", "choices": [whole], "usage": usage}
+
+
+def _json(value: object, **headers: str) -> Reply:
+    return Reply(json.dumps(value).encode(), headers=headers)
+
+
+def _content(content: object, **choice: object) -> Lie:
+    return lambda true: _json(completion(content, **choice))
+
+
+def _score(text: str) -> Lie:
+    return _content(f'{{"reasoning": "", "score": {text}}}')
+
+
+def _changed(**changes: object) -> Lie:
+    return lambda true: _json({**true, **changes})
+
+
+def _bytes(make: Callable[[bytes], bytes], **headers: str) -> Lie:
+    return lambda true: Reply(
+        make(json.dumps(true).encode()), headers={key.replace("_", "-"): value for key, value in headers.items()}
+    )
+
+
+def _first(*tokens: tuple[str, object]) -> Lie:
+    """Candidates for the first token; a text as a log-probability goes in as it is."""
+
+    def lie(true: Completion) -> Reply:
+        given = [{"token": token, "logprob": f"@{value}@" if isinstance(value, str) else value} for token, value in tokens]
+        place = {**given[0], "top_logprobs": given}
+        text = json.dumps(completion(tokens[0][0], logprobs={"content": [place]}))
+        return Reply(text.replace('"@', "").replace('@"', "").encode())
+
+    return lie
+
+
+def _gzipped_zeros(size: int) -> bytes:
+    return gzip.compress(b'{"choices": "' + bytes(size) + b'"}', 9)
+
+
+YES = math.log(0.7)
+BOMB = 300 * 2**20
+
+SCORES: dict[str, Lie] = {
+    **{
+        f"a score of {text}": _score(text)
+        for text in ("1e300", "-1e300", "1e999", "-1e999", "NaN", "Infinity", "-Infinity", "11", "-1")
+    },
+    **{
+        f"a score of {text}": _score(text)
+        for text in ("10.000001", "-0.000001", "1" + "0" * 400, "9" * 5000, "true", "null", "[]", "[7, 8]")
+    },
+    **{
+        f"a score of {text}": _score(text)
+        for text in ('"7 or 8"', '"7-8"', '"１０"', '"7e0"', '"0x7"', '"+7"', '"VII"', '{"value": 7}', "07", ".7")
+    },
+    "two scores": _content('{"score": 7, "score": 8}'),
+    "a score and a revised score": _content('{"score": 7, "revised_score": 2}'),
+    "a score of another scale": _content('{"score": 7, "max_score": 100}'),
+    "an error with a score": _content('{"error": "no image", "score": 7}'),
+    "a schema": _content('{"properties": {"score": {"type": "number"}}, "score": 7}'),
+    "a score in a thought without an end": _content("<think>Score: 7"),
+    "a score in a quotation": _content('The sign reads "Score: 7"'),
+    "a score that is taken back": _content("Score: 7. Actually, I cannot see the image."),
+    "lists 5000 deep": _content("[" * 5000),
+    "objects 5000 deep": _content('{"score":' * 3000 + "7" + "}" * 3000),
+    "19 900 spaces before a figure": _content("score" + " " * 19_900 + "7x"),
+    "19 900 spaces and a colon": _content("score" + " " * 19_900 + ":"),
+    "10 000 opening tags": _content("<" + " " * 19_000 + "score"),
+    "6000 quotation marks": _content("“" * 6000 + "score: 7"),
+    "6000 backticks": _content("`a" * 6000),
+    "5000 fences": _content("```\n" * 4999),
+    "4000 labels": _content("score: " * 2800),
+    "1 MB of text": _content("a " * 500_000 + "Score: 7"),
+    "a null byte": _content("\0{}"),
+    "half a surrogate pair": _content("\ud800"),
+    "content that is a list": _content([{"type": "text", "text": '{"score": 7}'}]),
+    "content that is an object": _content({"score": 7}),
+    "content that is a number": _content(7),
+    "cut off by length": _content('{"score": 7}', finish_reason="length"),
+    "a filter": _content('{"score": 7}', finish_reason="content_filter"),
+    "an unknown end": _content('{"score": 7}', finish_reason="bored"),
+    "no end": _content('{"score": 7}', finish_reason=None),
+    "a refusal with a score": lambda true: _json(
+        {**true, "choices": [{"message": {"content": '{"score": 7}', "refusal": "no"}, "finish_reason": "stop"}]}
+    ),
+    "a call of a tool": lambda true: _json(
+        {
+            **true,
+            "choices": [
+                {"message": {"content": None, "tool_calls": [{"function": {"name": "score"}}]}, "finish_reason": "tool_calls"}
+            ],
+        }
+    ),
+    "no choices": _changed(choices=[]),
+    "two choices": lambda true: _json({**true, "choices": true["choices"] * 2}),
+    "ten thousand choices": lambda true: _json({**true, "choices": true["choices"] * 10_000}),
+    "choices that are an object": lambda true: _json({**true, "choices": {"0": true["choices"][0]}}),
+    "a usage that is a text": _changed(usage="many"),
+    "tokens that are a text": _changed(usage={"prompt_tokens": "many", "completion_tokens": 1}),
+    "tokens that are half": _changed(usage={"prompt_tokens": 0.5, "completion_tokens": 1}),
+    "a list": lambda true: _json([true]),
+    "null": lambda true: _json(None),
+    "an error in a reply of 200": lambda true: _json({"error": {"message": "overloaded"}}),
+}
+"""Replies to a question for a score from 0 to 10 that must not become one."""
+
+WIRE: dict[str, Lie] = {
+    "a gzip bomb": lambda true: Reply(_gzipped_zeros(BOMB), headers={"Content-Encoding": "gzip"}),
+    "a gzip bomb as x-gzip": lambda true: Reply(_gzipped_zeros(BOMB), headers={"Content-Encoding": "X-GZIP"}),
+    "a deflate bomb": lambda true: Reply(zlib.compress(bytes(BOMB), 9), headers={"Content-Encoding": "deflate"}),
+    "a gzip bomb of an error": lambda true: Reply(_gzipped_zeros(BOMB), 500, {"Content-Encoding": "gzip"}),
+    "a gzip bomb of a refusal": lambda true: Reply(_gzipped_zeros(BOMB), 400, {"Content-Encoding": "gzip"}),
+    "gzip in gzip": lambda true: Reply(
+        gzip.compress(gzip.compress(json.dumps(true).encode())), headers={"Content-Encoding": "gzip, gzip"}
+    ),
+    "gzip that is none": _bytes(lambda text: text, Content_Encoding="gzip"),
+    "gzip that is cut off": _bytes(lambda text: gzip.compress(text)[:-20], Content_Encoding="gzip"),
+    "brotli": _bytes(lambda text: text, Content_Encoding="br"),
+    "zstandard": _bytes(lambda text: text, Content_Encoding="zstd"),
+    "an unknown compression": _bytes(lambda text: text, Content_Encoding="rot13"),
+    "6 MB": _bytes(lambda text: text + b" " * 6 * 2**20),
+    "6 MB of an error": lambda true: Reply(b" " * 6 * 2**20, 500),
+    "6 MB of a refusal": lambda true: Reply(b'{"error": {"message": "' + b"a" * 6 * 2**20 + b'"}}', 400),
+    "a charset that is no text": lambda true: Reply(b"7b7d", headers={"Content-Type": "application/json; charset=hex"}),
+    "a charset that is unknown": lambda true: Reply(b"{}", headers={"Content-Type": "application/json; charset=klingon"}),
+    "an error in a charset that is no text": lambda true: Reply(b"7b7d", 500, {"Content-Type": "text/plain; charset=hex"}),
+    "no UTF-8": _bytes(lambda text: text.replace(b"assistant", b"assis\xfft")),
+    "UTF-16": _bytes(lambda text: text.decode().encode("utf-16")),
+    "lists 100 000 deep": _bytes(lambda text: b"[" * 100_000),
+    "a million logprobs": lambda true: _json(
+        completion("7", logprobs={"content": [{"token": "", "logprob": 0, "top_logprobs": []}] * 50_000})
+    ),
+    "a status of 299": lambda true: Reply(b"", 299),
+    "a status of 600": lambda true: Reply(b"", 600),
+    "no body": lambda true: Reply(b""),
+    "HTML": lambda true: Reply(b"<html>", headers={"Content-Type": "text/html"}),
+    "an event stream": _bytes(lambda text: b"data: " + text + b"\n\n", Content_Type="text/event-stream"),
+    **{
+        f"429 with Retry-After {value}": (lambda true, value=value: Reply(b"{}", 429, {"Retry-After": value}))
+        for value in (
+            "-1",
+            "1e309",
+            "nan",
+            "1e20",
+            "9" * 5000,
+            "soon",
+            "Mon, 99 Foo 99999 99:99:99 GMT",
+            "Fri, 31 Dec 9999 23:59:59 -2359",
+        )
+    },
+}
+"""Replies that must not cost much memory or time, nor become a score."""
+
+WORDS: dict[str, Lie] = {
+    "a log-probability of 5": _first(("yes", 5.0), ("no", -1.0)),
+    "a log-probability of 1e308": _first(("yes", 1e308), ("no", -1.0)),
+    "a log-probability of infinity": _first(("yes", "Infinity"), ("no", -1.0)),
+    "a log-probability of NaN": _first(("yes", "NaN"), ("no", -1.0)),
+    "a log-probability of minus infinity, twice": _first(("yes", "-Infinity"), ("yes", "-Infinity")),
+    "a log-probability of -1e308, twice": _first(("yes", -1e308), ("yes", -1e308)),
+    "the same token twice at 1000": _first(("yes", 1000.0), ("yes", 1000.0)),
+    "probabilities of 1.4 in all": _first(("yes", YES), ("no", YES)),
+    "other words": _first(("maybe", YES), ("perhaps", -2.0)),
+    "a token of 1 MB": _first(("y" * 10**6, YES), ("no", -2.0)),
+    "ten thousand candidates": _first(*[(f"t{k}", -20.0) for k in range(10_000)]),
+    "no candidates": lambda true: _json(completion("yes")),
+    "an empty list of candidates": lambda true: _json(completion("yes", logprobs={"content": []})),
+    "a log-probability that is a text": lambda true: _json(
+        completion(
+            "yes", logprobs={"content": [{"token": "yes", "logprob": 0, "top_logprobs": [{"token": "yes", "logprob": "high"}]}]}
+        )
+    ),
+    "a refusal": lambda true: _json(completion("yes", finish_reason="content_filter")),
+}
+"""Replies to a question for one word that must not become a score."""
+
+USAGE: dict[str, object] = {
+    "minus 1e9 tokens": {"prompt_tokens": -(10**9), "completion_tokens": 1},
+    "minus one token written": {"prompt_tokens": 100, "completion_tokens": -1},
+    "no tokens at all": {"prompt_tokens": 0, "completion_tokens": 0},
+    "1e15 tokens": {"prompt_tokens": 10**15, "completion_tokens": 1},
+    "10^400 tokens": {"prompt_tokens": 10**400, "completion_tokens": 1},
+    "a million tokens written": {"prompt_tokens": 100, "completion_tokens": 10**6},
+    "null": None,
+}
+"""What a judge may say that an answer took, with a true answer."""
+
+REDIRECTS = (300, 301, 302, 303, 304, 305, 307, 308)
+
+
+class LyingJudge:
+    """A server on loopback. ``lie``: makes the reply from a true completion. ``questions``: how many requests came."""
+
+    def __init__(self) -> None:
+        self.lie: Lie = _json
+        self.questions = 0
+        judge = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                judge.questions += 1
+                self.rfile.read(int(self.headers["Content-Length"]))
+                reply = judge.lie(completion())
+                self.send_response(reply.status)
+                for name, value in {"Content-Type": "application/json", **reply.headers}.items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(reply.body)))
+                self.end_headers()
+                self.wfile.write(reply.body)
+
+            do_GET = do_POST
+
+            def log_message(self, *arguments: object) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, *arguments: object) -> None:
+                pass  # the client hung up
+
+        self.server = Server(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
+
+
+@contextmanager
+def lying_judge() -> Iterator[LyingJudge]:
+    """A judge that tells the truth until its ``lie`` is replaced."""
+    judge = LyingJudge()
+    threading.Thread(target=judge.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        yield judge
+    finally:
+        judge.server.shutdown()
+        judge.server.server_close()
