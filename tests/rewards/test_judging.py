@@ -4,6 +4,7 @@ import math
 import time
 from concurrent.futures import Future
 from contextlib import closing
+from typing import ClassVar
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from retouch.rewards.judging import Judge, ScoredBatch
+from retouch.rewards.scoring import scores_of
 from retouch.types import Column, Sample, Task
 
 COLUMNS = {"a": Column(0.0, 10.0), "b": Column(-1.0, 1.0), "note": Column(0.0, 1.0, diagnostic=True)}
@@ -82,6 +84,18 @@ def test_a_sample_is_missing_where_any_combined_column_is_and_nowhere_else(rows)
 def test_a_value_outside_the_declared_range_stops_the_run(judge, wrong):
     with pytest.raises(ValueError, match=r"'a' gave .*outside its declared range 0.0 to 10.0"):
         judge([sample("x", 1.0, 0.0), sample("y", wrong, 0.0)])
+
+
+@pytest.mark.parametrize("wrong", [math.inf, -math.inf, 1e39])
+def test_an_infinite_score_stops_the_run_even_if_the_range_is_infinite(wrong):
+    class Endless:
+        columns: ClassVar = {"a": Column(-math.inf, math.inf)}
+
+        def __call__(self, samples):
+            return {"a": torch.tensor([wrong] * len(samples))}
+
+    with pytest.raises(ValueError, match="return a finite score"):
+        scores_of(Endless(), [sample("x", 0.0, 0.0)])
 
 
 def test_a_column_that_does_not_come_or_has_another_shape_stops_the_run():

@@ -83,7 +83,7 @@ def _checked_column(name: str, column: Column, returned: Scores, count: int) -> 
     outside = ~torch.isnan(values) & ~((values >= column.low) & (values <= column.high) & values.isfinite())
     if outside.any():
         wrong = values[outside][0].item()
-        if math.isinf(wrong):
+        if math.isinf(wrong) and column.low <= wrong <= column.high:
             raise ValueError(f"column {name!r} gave {wrong}; return a finite score, or NaN where there is none")
         raise ValueError(
             f"column {name!r} gave {wrong}, outside its declared range {column.low} to {column.high}; declare the true range"
