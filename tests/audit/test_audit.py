@@ -23,7 +23,7 @@ from retouch.rewards.judging import Judge
 from retouch.rewards.ledger.answers import AnswerCache, JudgeCall
 from retouch.rewards.ledger.database import Database
 from retouch.rewards.ledger.hashing import image_hash
-from retouch.rewards.scorers.share import ShareReward
+from retouch.rewards.scorers.pixels import ShareReward
 from retouch.training.ledger import Ledger, ledger_path
 from retouch.types import Batch, Sample
 

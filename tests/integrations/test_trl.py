@@ -21,7 +21,7 @@ from retouch.models.qwen_image.responses import QwenResponses, writer_for
 from retouch.models.qwen_vl.model import QwenWriter
 from retouch.playground.models import PlaygroundModel
 from retouch.renderers.responses import ResponseRenderer, ResponseSampler
-from retouch.rewards.scorers.share import ShareReward
+from retouch.rewards.scorers.pixels import ShareReward
 from retouch.training.loop import TooManyMissing
 from tiny_bridge import bridge, call
 

@@ -10,7 +10,7 @@ from judge_double import KEY, Double, clean
 from retouch import cli
 from retouch.playground.judges.edit_judge import PlaygroundReward
 from retouch.playground.world.tasks import PlaygroundData
-from retouch.rewards.scorers.compressibility import CompressibilityReward
+from retouch.rewards.scorers.pixels import CompressibilityReward
 from retouch.rewards.scoring import score
 from retouch.types import Sample
 

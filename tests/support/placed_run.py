@@ -19,7 +19,7 @@ from retouch.distributed.placement import Placement
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import parse
 from retouch.renderers.wrappers import parts_of
-from retouch.rewards.scorers.share import ShareReward
+from retouch.rewards.scorers.pixels import ShareReward
 from retouch.training.loop import accumulate, collect, make_minibatch
 from retouch.types import Sample, Scores
 

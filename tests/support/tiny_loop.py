@@ -14,7 +14,7 @@ from retouch.objectives.advantages import GroupAdvantage
 from retouch.objectives.policy_gradient import Kl, PolicyGradient
 from retouch.renderers.decoders import LatentRenderer
 from retouch.rewards.judging import Judge
-from retouch.rewards.scorers.share import ShareReward
+from retouch.rewards.scorers.pixels import ShareReward
 from retouch.training.clock import Clock
 from retouch.training.loop import Phase, Run
 

@@ -11,7 +11,7 @@ import tiny_policies as tiny
 from retouch.playground.judges.edit_judge import PlaygroundReward
 from retouch.playground.world.tasks import PlaygroundData
 from retouch.renderers.decoders import LatentRenderer
-from retouch.rewards.scorers.share import ShareReward
+from retouch.rewards.scorers.pixels import ShareReward
 from retouch.testing import check_model, check_renderer, check_reward
 from retouch.types import Column, Sample
 

@@ -21,7 +21,7 @@ from retouch.rewards.judging import Judge
 from retouch.rewards.ledger.caching import CachedJudgeClient
 from retouch.rewards.scorers.appearance import AppearanceReward
 from retouch.rewards.scorers.photos import PhotosReward
-from retouch.rewards.scorers.share import ShareReward
+from retouch.rewards.scorers.pixels import ShareReward
 from retouch.rewards.vlm.questions import Answer
 from retouch.training.ledger import Ledger
 from retouch.types import Batch, Sample, Task

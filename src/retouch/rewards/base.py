@@ -16,7 +16,7 @@ from pydantic import Discriminator, Field, PrivateAttr, Tag
 
 from retouch.config.section import UNTAGGED, Section, Share
 from retouch.protocols import Reward
-from retouch.rewards.facts import LoadedModel, RunFacts, TaskFacts
+from retouch.rewards.facts import Device, LoadedModel, PathText, RunFacts, TaskFacts
 from retouch.types import Column, Json, Sample, Task
 
 if TYPE_CHECKING:
@@ -161,6 +161,21 @@ class RewardSection(Section):
     def from_word(cls, argument: str) -> Json:
         """The value of the ``shorthand`` key, from what a command line has after the colon. ValueError: not a value of that key."""
         return argument
+
+
+class ModelReward(RewardSection):
+    """A reward by one model that runs in this process."""
+
+    path: PathText
+    """Folder of the weights, or their id in the Hugging Face cache; nothing is downloaded."""
+    device: Device = None
+    """Where the model runs; null takes the run's device."""
+
+    shorthand: ClassVar[str | None] = "path"
+
+    def loaded_models(self) -> Iterator[LoadedModel]:
+        """The model."""
+        yield LoadedModel(self.path, "float32", self.device)
 
 
 def visible_samples(reward: Reward, samples: Sequence[Sample]) -> list[Sample]:

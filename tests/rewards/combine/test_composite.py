@@ -12,7 +12,7 @@ from PIL import Image
 from retouch.protocols import Reward
 from retouch.rewards.combine.composite import CompositeReward
 from retouch.rewards.judging import Judge
-from retouch.rewards.scorers.share import ShareReward
+from retouch.rewards.scorers.pixels import ShareReward
 from retouch.rewards.text.prompt_quality import PromptQualityReward, prompt_quality
 from retouch.rewards.text.thinking import ThinkReward
 from retouch.testing import check_reward

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from retouch.rewards.scorers.compressibility import CompressibilityReward
+from retouch.rewards.scorers.pixels import CompressibilityReward
 from retouch.testing import check_reward
 from retouch.types import Sample, Task
 

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from retouch.protocols import Reward
-from retouch.rewards.scorers.share import ShareReward
+from retouch.rewards.scorers.pixels import ShareReward
 from retouch.testing import check_reward
 from retouch.types import Sample, Task
 

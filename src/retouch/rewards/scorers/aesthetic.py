@@ -9,14 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from retouch.rewards.base import RewardSection
-from retouch.rewards.facts import Device, LoadedModel, PathText
+from retouch.rewards.base import ModelReward
+from retouch.rewards.facts import PathText
 from retouch.rewards.weights import weights_digest
 from retouch.types import Column, Sample, Scores
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
     from jaxtyping import Float
     from torch import Tensor
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from retouch.rewards.scorers.dual_encoder import DualEncoder
 
 
-class AestheticReward(RewardSection):
+class AestheticReward(ModelReward):
     """LAION's aesthetic predictor. Column ``aesthetic``, 0 to 10: the head's rating, clamped; about 4 to 7 for images in use."""
 
     kind: Literal["aesthetic"] = "aesthetic"
@@ -33,8 +31,6 @@ class AestheticReward(RewardSection):
     nothing between them. The published sac+logos+ava1-l14-linearMSE is a pickle: convert it where you trust it."""
     path: PathText = "openai/clip-vit-large-patch14"
     """The CLIP that the head was made for: a folder, or its id in the Hugging Face cache."""
-    device: Device = None
-    """Where the model runs; null takes the run's device."""
 
     columns: ClassVar[Mapping[str, Column]] = {"aesthetic": Column(0.0, 10.0)}
     shorthand = "head"
@@ -63,10 +59,6 @@ class AestheticReward(RewardSection):
                 x = x @ weight.T + bias
             scores[drawn] = x[:, 0].clamp(0, 10)
         return {"aesthetic": scores}
-
-    def loaded_models(self) -> Iterator[LoadedModel]:
-        """The CLIP."""
-        yield LoadedModel(self.path, "float32", self.device)
 
 
 class _AestheticModel:

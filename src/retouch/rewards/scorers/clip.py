@@ -5,11 +5,11 @@ All read ``task.instruction``, never what a writer made of it. A sample without 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from retouch.rewards.base import RewardSection
-from retouch.rewards.facts import Device, LoadedModel, PathText
+from retouch.rewards.base import ModelReward
+from retouch.rewards.facts import PathText
 from retouch.types import Column, Sample, Scores
 
 if TYPE_CHECKING:
@@ -18,7 +18,22 @@ if TYPE_CHECKING:
     from retouch.rewards.scorers.dual_encoder import DualEncoder
 
 
-class ClipReward(RewardSection):
+class _CosineReward(ModelReward):
+    """A reward from the cosine of a CLIP's two embeddings."""
+
+    def load(self, device: torch.device | str) -> DualEncoder:
+        """The model. ValueError: its weights are not on this machine, or are of another kind of model."""
+        from retouch.rewards.scorers.dual_encoder import DualEncoder
+
+        return DualEncoder(self.path, device=device)
+
+    @property
+    def fingerprint(self) -> str:
+        """The model's weights."""
+        return str(self.model.fingerprint)
+
+
+class ClipReward(_CosineReward):
     """The cosine between instruction and image, by CLIP or SigLIP (the reward of system C).
 
     ``cosine``, -1 to 1: as it is, about 0.15 to 0.35 for ViT-B/32. ``clip_score``, 0 to 2.5: 2.5 max(cosine, 0) (CLIPScore, arXiv
@@ -29,8 +44,6 @@ class ClipReward(RewardSection):
     kind: Literal["clip"] = "clip"
     path: PathText = "openai/clip-vit-base-patch32"
     """Folder of the weights, or their id in the Hugging Face cache; nothing is downloaded."""
-    device: Device = None
-    """Where the model runs; null takes the run's device."""
 
     columns: ClassVar[Mapping[str, Column]] = {
         "cosine": Column(-1.0, 1.0),
@@ -38,16 +51,6 @@ class ClipReward(RewardSection):
         "similarity": Column(0.0, 1.0),
         "truncated": Column(0.0, 1.0, diagnostic=True),
     }
-    shorthand = "path"
-
-    def load(self, device: torch.device | str) -> DualEncoder:
-        """The model. ValueError: its weights are not on this machine, or are of another kind of model."""
-        return _encoder(self.path, device)
-
-    @property
-    def fingerprint(self) -> str:
-        """The model's weights."""
-        return str(self.model.fingerprint)
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Each column, (b,), float32."""
@@ -55,12 +58,8 @@ class ClipReward(RewardSection):
         similarity = cosine.clamp(min=0)
         return {"cosine": cosine, "clip_score": 2.5 * similarity, "similarity": similarity, "truncated": truncated}
 
-    def loaded_models(self) -> Iterator[LoadedModel]:
-        """The model."""
-        yield LoadedModel(self.path, "float32", self.device)
 
-
-class PickScoreReward(RewardSection):
+class PickScoreReward(_CosineReward):
     """PickScore (arXiv 2305.01569): which image people would pick, by a CLIP ViT-H/14 that was tuned on their choices.
 
     Column ``pickscore``, 0 to 100: the model's scale (at most 100) times max(cosine, 0); about 18 to 24 for images in use.
@@ -70,35 +69,23 @@ class PickScoreReward(RewardSection):
     path: PathText = "yuvalkirstain/PickScore_v1"
     """Folder of the weights, with tokenizer and image processor of laion/CLIP-ViT-H-14-laion2B-s32B-b79K, or their id in the
     Hugging Face cache."""
-    device: Device = None
-    """Where the model runs; null takes the run's device."""
 
     columns: ClassVar[Mapping[str, Column]] = {"pickscore": Column(0.0, 100.0)}
-    shorthand = "path"
 
     def load(self, device: torch.device | str) -> DualEncoder:
         """The model. ValueError: no weights, or a scale above 100, which is not PickScore's."""
-        encoder = _encoder(self.path, device)
+        encoder = super().load(device)
         if encoder.scale > 100.01:
             raise ValueError(f"{self.path} scales cosines by {encoder.scale:.1f}, PickScore by at most 100; it is another model")
         return encoder
-
-    @property
-    def fingerprint(self) -> str:
-        """The model's weights."""
-        return str(self.model.fingerprint)
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """The column, (b,), float32."""
         cosine, _ = self.model.score_samples(samples)
         return {"pickscore": (self.model.scale * cosine).clamp(0, 100)}
 
-    def loaded_models(self) -> Iterator[LoadedModel]:
-        """The model."""
-        yield LoadedModel(self.path, "float32", self.device)
 
-
-class HpsReward(RewardSection):
+class HpsReward(_CosineReward):
     """HPSv2 (arXiv 2306.09341): which image people prefer, by a CLIP ViT-H/14 that was tuned on their choices.
 
     Column ``hps``, 0 to 1: max(cosine, 0); about 0.2 to 0.35 for images in use.
@@ -109,28 +96,10 @@ class HpsReward(RewardSection):
     """Folder of the weights of HPSv2 or HPSv2.1 as a transformers CLIP in safetensors, with tokenizer and image processor. They are
     published for open_clip as pickles: convert them where you trust them (adams-story/HPSv2-hf is a conversion of HPSv2, itself to
     be saved again as safetensors)."""
-    device: Device = None
-    """Where the model runs; null takes the run's device."""
 
     columns: ClassVar[Mapping[str, Column]] = {"hps": Column(0.0, 1.0)}
-    shorthand = "path"
-
-    def load(self, device: torch.device | str) -> DualEncoder:
-        """The model. ValueError: no weights."""
-        return _encoder(self.path, device)
-
-    @property
-    def fingerprint(self) -> str:
-        """The model's weights."""
-        return str(self.model.fingerprint)
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """The column, (b,), float32."""
         cosine, _ = self.model.score_samples(samples)
         return {"hps": cosine.clamp(0, 1)}
-
-
-def _encoder(path: str, device: torch.device | str) -> DualEncoder:
-    from retouch.rewards.scorers.dual_encoder import DualEncoder
-
-    return DualEncoder(path, device=device)

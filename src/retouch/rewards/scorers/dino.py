@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from PIL import Image
 
 from retouch.config.section import Count
-from retouch.rewards.base import RewardSection, source_image
-from retouch.rewards.facts import Device, LoadedModel, PathText
+from retouch.rewards.base import ModelReward, source_image
+from retouch.rewards.facts import PathText
 from retouch.rewards.weights import weights_digest, weights_folder
 from retouch.types import Column, Sample, Scores, Task
 
@@ -22,7 +22,7 @@ _MEAN = (0.485, 0.456, 0.406)  # of ImageNet, as the model was trained
 _STD = (0.229, 0.224, 0.225)
 
 
-class DinoReward(RewardSection):
+class DinoReward(ModelReward):
     """How much of the source is still there where nothing was to change, in the features of DINOv2 (arXiv 2304.07193).
 
     Column ``preservation``, 0 to 1: the mean over patches of max(cosine, 0) between the features of the image and of its source.
@@ -35,11 +35,8 @@ class DinoReward(RewardSection):
     """Folder of the weights, or their id in the Hugging Face cache."""
     size: Count = 224
     """Both images are resized to so many pixels a side (bicubic); a multiple of the model's patch."""
-    device: Device = None
-    """Where the model runs; null takes the run's device."""
 
     columns: ClassVar[Mapping[str, Column]] = {"preservation": Column(0.0, 1.0)}
-    shorthand = "path"
     needs_source = True
 
     def load(self, device: torch.device | str) -> Any:
@@ -80,10 +77,6 @@ class DinoReward(RewardSection):
             weight = self._kept(sample.task)
             scores[row] = (weight * cosine).sum() / weight.sum() if weight.sum() > 0 else 1.0
         return {"preservation": scores.clamp(0, 1)}
-
-    def loaded_models(self) -> Iterator[LoadedModel]:
-        """The model."""
-        yield LoadedModel(self.path, "float32", self.device)
 
     def _patches(self, image: Image.Image) -> Float[Tensor, "n d"]:
         """A unit vector for each patch, row by row."""

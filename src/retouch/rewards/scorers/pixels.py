@@ -1,15 +1,22 @@
-"""Images as tensors of pixels, for rewards that look at pixels."""
+"""Rewards that need nothing but the pixels of the image: the share of a colour, and its size as a JPEG."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import io
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from PIL.Image import Image
+from pydantic import Field
+
+from retouch.rewards.base import RewardSection
+from retouch.types import Column, Sample, Scores
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from torch import Tensor
 
+_CHANNELS = ("red", "green", "blue")
 LUMA = (0.299, 0.587, 0.114)
 """Weights of red, green and blue in the luminance (ITU-R BT.601)."""
 
@@ -21,3 +28,55 @@ def to_tensor(image: Image) -> Float[Tensor, "h w 3"]:
 
     pixels = np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
     return torch.from_numpy(pixels.astype(np.float64)) / 255
+
+
+class ShareReward(RewardSection):
+    """The share of one colour channel in all light of the image.
+
+    Column ``share``, 0 to 1: the mean over the pixels of channel / (red + green + blue), where a black pixel counts 1/3.
+    """
+
+    kind: Literal["share"] = "share"
+    channel: Literal["red", "green", "blue"] = "red"
+    """Which channel."""
+
+    columns: ClassVar[Mapping[str, Column]] = {"share": Column(0.0, 1.0)}
+    shorthand = "channel"
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """The column, (b,), float32. A sample without an image scores 0."""
+        import torch
+
+        shares = [0.0 if sample.image is None else float(self._share(sample.image)) for sample in samples]
+        return {"share": torch.tensor(shares, dtype=torch.float32)}
+
+    def _share(self, image: Image) -> Float[Tensor, ""]:
+        pixels = to_tensor(image)
+        light = pixels.sum(dim=2)
+        share = pixels[:, :, _CHANNELS.index(self.channel)] / light.masked_fill(light == 0, 1)
+        return share.masked_fill(light == 0, 1 / 3).mean()
+
+
+class CompressibilityReward(RewardSection):
+    """How small the image is as a JPEG (DDPO, arXiv 2305.13301).
+
+    Column ``compressibility``, 0 to 1: 1 - bytes as a JPEG / bytes as pixels (3 each), and 0 where the JPEG is the larger. To train
+    for images that are hard to compress, give the column a negative weight.
+    """
+
+    kind: Literal["compressibility"] = "compressibility"
+    quality: Annotated[int, Field(ge=1, le=95)] = 95
+    """The JPEG's quality."""
+
+    columns: ClassVar[Mapping[str, Column]] = {"compressibility": Column(0.0, 1.0)}
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """The column, (b,), float32. A sample without an image scores 0."""
+        import torch
+
+        return {"compressibility": torch.tensor([0.0 if sample.image is None else self._saved(sample.image) for sample in samples])}
+
+    def _saved(self, image: Image) -> float:
+        buffer = io.BytesIO()
+        image.convert("RGB").save(buffer, "JPEG", quality=self.quality, optimize=False, subsampling="4:2:0")
+        return max(0.0, 1 - buffer.tell() / (3 * image.width * image.height))
