@@ -1,9 +1,12 @@
-"""What all tests share: Hypothesis without a deadline, environment variables that packaged recipes read, fixtures of whole runs.
+"""What all tests share: Hypothesis without a deadline, environment variables, fixtures of whole runs.
 
-The fixtures import what they need when a test asks for them.
+The variables: those that packaged recipes read; consent to import the modules that tests and pages name, and keys bound to servers
+of this machine (``tests/config/test_consent.py`` and ``tests/config/test_keys.py`` take both away); and folders of the user's
+configuration and state that are not those of whoever runs the tests. The fixtures import what they need when a test asks for them.
 """
 
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,17 @@ from hypothesis import settings
 
 settings.register_profile("retouch", deadline=None)
 settings.load_profile("retouch")
+
+TESTS = Path(__file__).parent
+NAMED_IN_TESTS = [
+    *sorted(file.stem for file in TESTS.rglob("*.py")),
+    *("a", "bright", "flawed_judges", "judges", "mine", "no_such_module_of_mine", "nowhere", "scorers", "tiny_sd3"),
+    *("my_data", "my_reward", "my_model", "my_objective", "my_sampling"),
+]
+USER = tempfile.TemporaryDirectory(prefix="retouch-tests-")
+os.environ |= {"XDG_CONFIG_HOME": f"{USER.name}/config", "XDG_STATE_HOME": f"{USER.name}/state"}
+
+os.environ |= {"RETOUCH_ALLOW_IMPORTS": ",".join(NAMED_IN_TESTS), "RETOUCH_KEYS": "OPENAI_API_KEY=http://127.0.0.1:*"}
 
 for name, value in {
     "APP__DATA_DIR": "data",

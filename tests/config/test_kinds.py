@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import ValidationError
 
-from retouch.config import kinds
+from retouch.config import consent
+from retouch.config.consent import GROUP
 from retouch.config.errors import unknown_keys, wrong_values
 from retouch.config.kinds import Imported, Kinds
 from retouch.config.schema import alternatives, annotation_of, keys_of
@@ -100,9 +101,8 @@ def test_an_installed_package_adds_a_kind_of_its_own(monkeypatch: pytest.MonkeyP
     plugin.Square = Square  # type: ignore[attr-defined]
     Square.__module__ = "a_plugin"
     monkeypatch.setitem(sys.modules, "a_plugin", plugin)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: plugin.__spec__ or object())
-    entries = [EntryPoint("shape.square", "a_plugin:Square", kinds.GROUP), EntryPoint("other.square", "a_plugin:None", kinds.GROUP)]
-    monkeypatch.setattr(kinds, "entry_points", lambda group: entries)
+    entries = [EntryPoint("shape.square", "a_plugin:Square", GROUP), EntryPoint("other.square", "a_plugin:None", GROUP)]
+    monkeypatch.setattr(consent, "plugins", lambda: entries)
     drawing = read({"shape": {"kind": "square", "side": 2}})
     assert drawing.shape == Square(side=2)
     assert drawing.model_dump(mode="json")["shape"] == {"kind": "square", "side": 2}

@@ -97,6 +97,8 @@ def test_a_source_of_ones_own_is_a_source_like_ours() -> None:
     with pytest.raises(ValueError, match=r"data\.args\.pth: unknown key; did you mean data\.args\.path"):
         parse(photos(**imported("Numbers", pth="here")))
     with pytest.raises(ValueError, match=r"is no data: derive the class from retouch\.data\.base\.DataSource"):
+        parse(photos(kind="import", **{"class": f"{__name__}:Task"}))
+    with pytest.raises(ValueError, match=r"retouch\.types:Task is not a class of Retouch that a recipe can name"):
         parse(photos(kind="import", **{"class": "retouch.types:Task"}))
 
 

@@ -24,7 +24,7 @@ from PIL import Image
 
 from retouch import cli
 from retouch.assembly.data import build_sets
-from retouch.config.kinds import GROUP
+from retouch.config.consent import GROUP
 from retouch.config.schema import places
 from retouch.models.kinds import IMAGE_MODELS
 from retouch.recipe.out_of_memory import OutOfMemory, explain_out_of_memory

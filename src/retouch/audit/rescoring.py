@@ -17,7 +17,7 @@ from retouch.audit.ledger_view import RESCORED, LedgerSample, LedgerView, select
 from retouch.audit.tasks import RunTasks
 from retouch.protocols import Reward
 from retouch.recipe.recipe import parse
-from retouch.recipe.reward_words import parse_reward, read_reward
+from retouch.recipe.reward_words import modules_typed, parse_reward, read_reward
 from retouch.records.folder import RunFolder
 from retouch.rewards import identity
 from retouch.rewards.closing import close
@@ -39,7 +39,7 @@ def rescore(run: Path, words: str, *, name: str | None, split: str | None, steps
     called = name or default_name(words)
     if not re.fullmatch(r"[A-Za-z0-9._-]+", called):
         raise ValueError(f"{called!r} cannot be a name: use letters, digits, dots, dashes and underscores; give one with --name")
-    section = parse_reward(read_reward(words))
+    section = parse_reward(read_reward(words), allow_imports=modules_typed(words))
     samples = select_samples(LedgerView.open(run).samples, split=split, steps=steps)
     images = RunImages(run)
     with_image = [sample for sample in samples if images.path(sample) is not None]

@@ -18,6 +18,19 @@ def debug_option() -> argparse.ArgumentParser:
     return parser
 
 
+def import_option() -> argparse.ArgumentParser:
+    """The parent parser with ``--allow-import``, for commands that read recipes or runs."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument(
+        "--allow-import",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="a module of your own that the recipe may import; a package includes its modules (also RETOUCH_ALLOW_IMPORTS)",
+    )
+    return parser
+
+
 def set_option() -> argparse.ArgumentParser:
     """The parent parser with ``--set``, which changes keys of the recipe."""
     parser = argparse.ArgumentParser(add_help=False)

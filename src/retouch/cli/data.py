@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from retouch.cli.arguments import Commands, debug_option
+from retouch.cli.arguments import Commands, debug_option, import_option
 
 
 def add_data(commands: Commands) -> None:
@@ -12,7 +12,9 @@ def add_data(commands: Commands) -> None:
     check = data.add_parser("check", parents=[debug_option()], help="read a data set as training would, and list its problems")
     check.add_argument("path", metavar="PATH")
     check.set_defaults(run=_data_check)
-    tokens = data.add_parser("tokenize", parents=[debug_option()], help="encode the images of a data set as image tokens")
+    tokens = data.add_parser(
+        "tokenize", parents=[debug_option(), import_option()], help="encode the images of a data set as image tokens"
+    )
     tokens.add_argument("source", metavar="SOURCE", help="a folder or data set, a data section (JSON or its file), or a recipe")
     tokens.add_argument("--model", required=True, metavar="PATH", help="folder or id of the autoencoder, or playground")
     tokens.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for feature/ and list/")

@@ -2,13 +2,15 @@
 
 import argparse
 
-from retouch.cli.arguments import Commands, debug_option, set_option
+from retouch.cli.arguments import Commands, debug_option, import_option, set_option
 
 
 def add_doctor(commands: Commands) -> None:
     """Add the command."""
     doctor = commands.add_parser(
-        "doctor", parents=[debug_option(), set_option()], help="check the installation and a recipe before an expensive run starts"
+        "doctor",
+        parents=[debug_option(), set_option(), import_option()],
+        help="check the installation and a recipe before an expensive run starts",
     )
     doctor.add_argument("recipe", nargs="?", metavar="RECIPE")
     doctor.add_argument("--distributed", action="store_true", help="under `retouch launch`: check that the ranks can communicate")

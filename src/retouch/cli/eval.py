@@ -3,13 +3,15 @@
 import argparse
 import json
 
-from retouch.cli.arguments import Commands, debug_option, set_option
+from retouch.cli.arguments import Commands, debug_option, import_option, set_option
 
 
 def add_eval(commands: Commands) -> None:
     """Add the command."""
     evaluate = commands.add_parser(
-        "eval", parents=[debug_option(), set_option()], help="evaluate a run, or a recipe's untrained policy, on held-out tasks"
+        "eval",
+        parents=[debug_option(), set_option(), import_option()],
+        help="evaluate a run, or a recipe's untrained policy, on held-out tasks",
     )
     evaluate.add_argument("target", metavar="RECIPE_OR_RUN")
     evaluate.set_defaults(run=_eval)

@@ -3,12 +3,14 @@
 import argparse
 from pathlib import Path
 
-from retouch.cli.arguments import Commands, debug_option
+from retouch.cli.arguments import Commands, debug_option, import_option
 
 
 def add_export(commands: Commands) -> None:
     """Add the command."""
-    export = commands.add_parser("export", parents=[debug_option()], help="write a run's weights for diffusers and PEFT")
+    export = commands.add_parser(
+        "export", parents=[debug_option(), import_option()], help="write a run's weights for diffusers and PEFT"
+    )
     export.add_argument("target", metavar="RUN")
     export.add_argument("--to", type=Path, required=True, metavar="DIR", help="a new folder")
     export.add_argument("--weights", choices=("average", "current"), help="the default is average, if the run has one")

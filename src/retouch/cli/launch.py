@@ -27,6 +27,7 @@ def add_launch(commands: Commands, *, parse: Callable[[Sequence[str]], argparse.
 
 
 def _launch(parse: Callable[[Sequence[str]], argparse.Namespace], arguments: argparse.Namespace) -> int:
+    from retouch.config import consent
     from retouch.distributed.launching import launch
     from retouch.recipe.recipe import load
 
@@ -36,17 +37,19 @@ def _launch(parse: Callable[[Sequence[str]], argparse.Namespace], arguments: arg
     if argv[0] not in _LAUNCHABLE:
         argv = ["train", *argv]
     command = parse(argv)
-    if (recipe := vars(command).get("recipe")) is None:
-        return launch(arguments.nproc, arguments.gpus, argv, logs=Path("runs") / command.command / "logs")
-    folder = load(recipe, command.overrides).folder
-    if command.command != "train":  # it may look at a run that is training, whose logs these must not replace
-        return launch(arguments.nproc, arguments.gpus, argv, logs=folder / f"logs-{command.command}")
-    from retouch.records.folder import own
+    # What the user allows here holds for the ranks too, which cannot ask.
+    with consent.allowing(command.allow_import, ask=True):
+        if (recipe := vars(command).get("recipe")) is None:
+            return launch(arguments.nproc, arguments.gpus, argv, logs=Path("runs") / command.command / "logs")
+        folder = load(recipe, command.overrides).folder
+        if command.command != "train":  # it may look at a run that is training, whose logs these must not replace
+            return launch(arguments.nproc, arguments.gpus, argv, logs=folder / f"logs-{command.command}")
+        from retouch.records.folder import own
 
-    # The ranks' logs are in the run's folder, so it must be owned, and an old run renamed, before they are opened.
-    run, aside = own(folder, fresh="--fresh" in arguments.argv, environment={})
-    if aside is not None:
-        print(f"the old run is now {aside}")
-    assert run.owner is not None
-    with closing(run.owner) as owner:
-        return launch(arguments.nproc, arguments.gpus, argv, logs=folder / "logs", owner=owner)
+        # The ranks' logs are in the run's folder, so it must be owned, and an old run renamed, before they are opened.
+        run, aside = own(folder, fresh="--fresh" in arguments.argv, environment={})
+        if aside is not None:
+            print(f"the old run is now {aside}")
+        assert run.owner is not None
+        with closing(run.owner) as owner:
+            return launch(arguments.nproc, arguments.gpus, argv, logs=folder / "logs", owner=owner)

@@ -3,13 +3,15 @@
 import argparse
 from pathlib import Path
 
-from retouch.cli.arguments import Commands, debug_option
+from retouch.cli.arguments import Commands, debug_option, import_option
 
 
 def add_ledger(commands: Commands) -> None:
     """Add the command and its subcommands."""
     ledger = commands.add_parser(
-        "ledger", parents=[debug_option()], help="the scores of a run, their judges and cost; score the images again"
+        "ledger",
+        parents=[debug_option(), import_option()],
+        help="the scores of a run, their judges and cost; score the images again",
     )
     ledger.add_argument("ledger_of", type=Path, metavar="RUN", help="the folder of a run")
     ledger.add_argument("--json", action="store_true")

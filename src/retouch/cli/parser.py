@@ -46,11 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         from retouch.distributed.guardian import die_with_launcher
 
         die_with_launcher()
-    # A user's own classes (``package.module:Class``) may be in the working directory.
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
+    from retouch.config import consent
+
     try:
-        code: int = arguments.run(arguments)
+        with consent.allowing(vars(arguments).get("allow_import", ()), ask=True):
+            code: int = arguments.run(arguments)
     except ValueError as error:
         if arguments.debug or not _is_user_error(error):
             raise

@@ -4,12 +4,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from retouch.cli.arguments import Commands, debug_option
+from retouch.cli.arguments import Commands, debug_option, import_option
 
 
 def add_sample(commands: Commands) -> None:
     """Add the command."""
-    sample = commands.add_parser("sample", parents=[debug_option()], help="generate or edit images with a policy")
+    sample = commands.add_parser("sample", parents=[debug_option(), import_option()], help="generate or edit images with a policy")
     sample.add_argument("target", metavar="RECIPE_OR_RUN")
     instructions = sample.add_mutually_exclusive_group(required=True)
     instructions.add_argument("--instruction", help="what to generate or to change")

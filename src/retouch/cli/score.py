@@ -3,12 +3,12 @@
 import argparse
 from pathlib import Path
 
-from retouch.cli.arguments import Commands, debug_option
+from retouch.cli.arguments import Commands, debug_option, import_option
 
 
 def add_score(commands: Commands) -> None:
     """Add the command."""
-    score = commands.add_parser("score", parents=[debug_option()], help="score an image with one reward")
+    score = commands.add_parser("score", parents=[debug_option(), import_option()], help="score an image with one reward")
     score.add_argument(
         "reward",
         metavar="REWARD",

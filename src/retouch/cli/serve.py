@@ -3,12 +3,14 @@
 import argparse
 from pathlib import Path
 
-from retouch.cli.arguments import Commands, debug_option, integers
+from retouch.cli.arguments import Commands, debug_option, import_option, integers
 
 
 def add_serve(commands: Commands) -> None:
     """Add the command."""
-    serve = commands.add_parser("serve", parents=[debug_option()], help="serve rewards over HTTP, with one or more replicas")
+    serve = commands.add_parser(
+        "serve", parents=[debug_option(), import_option()], help="serve rewards over HTTP, with one or more replicas"
+    )
     serve.add_argument(
         "rewards",
         nargs="+",

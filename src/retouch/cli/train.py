@@ -2,12 +2,14 @@
 
 import argparse
 
-from retouch.cli.arguments import Commands, debug_option, set_option
+from retouch.cli.arguments import Commands, debug_option, import_option, set_option
 
 
 def add_train(commands: Commands) -> None:
     """Add the command."""
-    train = commands.add_parser("train", parents=[debug_option(), set_option()], help="train; resumes a run with the same name")
+    train = commands.add_parser(
+        "train", parents=[debug_option(), set_option(), import_option()], help="train; resumes a run with the same name"
+    )
     train.add_argument("recipe", metavar="RECIPE", help="Jsonnet or JSON file, or the name of a packaged recipe")
     train.add_argument("--fresh", action="store_true", help="rename an existing run with this name and start from the beginning")
     train.add_argument("--new-judge", action="store_true", help="allow the run to resume with a different judge")

@@ -7,8 +7,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from retouch.config.imports import import_class, nearest
-from retouch.config.kinds import IMPORT
+from retouch.config.consent import IMPORT
+from retouch.config.imports import CLASS_PATH, nearest
+from retouch.config.kinds import Kinds
 from retouch.config.schema import (
     alternatives,
     annotation_of,
@@ -52,16 +53,16 @@ def _unknown(
         for place, entry in entries:
             if isinstance(entry, dict) and (found := section_for(annotation, entry)) is not None:
                 yield from _unknown(entry, found, root, alternatives(annotation), place)
-                if open_kinds(annotation) is not None and entry.get("kind") == IMPORT:
-                    yield from _unknown_arguments(entry, root, place)
+                if (kinds := open_kinds(annotation)) is not None and entry.get("kind") == IMPORT:
+                    yield from _unknown_arguments(entry, kinds, root, place)
 
 
-def _unknown_arguments(value: Mapping[str, Any], root: type[Section], path: Path) -> Iterator[str]:
+def _unknown_arguments(value: Mapping[str, Any], kinds: Kinds, root: type[Section], path: Path) -> Iterator[str]:
     """The same for the ``args`` of an imported class that is a section, which are its fields."""
-    arguments = value.get("args")
-    if isinstance(arguments, dict) and isinstance(value.get("class"), str):
+    arguments, named = value.get("args"), value.get("class")
+    if isinstance(arguments, dict) and isinstance(named, str) and CLASS_PATH.fullmatch(named):
         with suppress(ValueError):  # reported when the value itself is validated
-            own = import_class(value["class"])
+            own = kinds.imported(named)
             if issubclass(own, Section):
                 yield from _unknown(arguments, own, root, (own,), (*path, "args"))
 

@@ -5,22 +5,21 @@ A field is open when its annotation is ``Annotated[Base, KINDS]``, where ``KINDS
 
 * the table of the package itself (``{"nft": "retouch.objectives.nft:NFT"}``);
 * entry points of installed packages, group ``retouch.plugins``, named ``<set>.<kind>`` (``objective.theirs``);
-* ``{kind: 'import', class: 'my_module:MyClass', args: {...}}``, for any class on the Python path that derives from ``Base``.
+* ``{kind: 'import', class: 'my_module:MyClass', args: {...}}``, for any class on the Python path that derives from ``Base``, if the
+  user has allowed its module (``retouch.config.consent``).
 """
 
 import json
-from collections.abc import Container, Iterator, Mapping
-from importlib.metadata import entry_points
+from collections.abc import Collection, Container, Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import Field, GetCoreSchemaHandler, JsonValue, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError, core_schema
 
-from retouch.config.imports import import_class
+from retouch.config import consent
+from retouch.config.consent import IMPORT
+from retouch.config.imports import CLASS_PATH, import_class
 from retouch.config.section import ClassPath, Section
-
-GROUP = "retouch.plugins"
-IMPORT = "import"
 
 
 class Imported(Section):
@@ -40,17 +39,19 @@ class Kinds:
     """One open set of alternatives.
 
     ``name``: what an alternative is called in messages and entry points ("objective"). ``table``: kind to ``module:Class``; several
-    kinds may share a class. ``tag``: the key that holds the kind.
+    kinds may share a class. ``tag``: the key that holds the kind. ``named``: classes of this package that have no kind, but
+    that recipes may import by name.
 
     An imported class is validated like a built-in one: its fields are the keys of ``args``, unknown keys are errors. An entry
     ``import`` in the table is the section for imported classes that do not derive from the set's base; the keys that it shares with
     the base are given beside ``args`` for all imported classes.
     """
 
-    def __init__(self, name: str, table: Mapping[str, str], *, tag: str = "kind") -> None:
+    def __init__(self, name: str, table: Mapping[str, str], *, tag: str = "kind", named: Collection[str] = ()) -> None:
         self.name = name
         self.tag = tag
         self._table = dict(table)
+        self._own = frozenset([*table.values(), *named])
 
     def __iter__(self) -> Iterator[str]:
         """Every kind, ``import`` included."""
@@ -77,6 +78,14 @@ class Kinds:
             return Imported
         return self.load(value.get(self.tag))
 
+    def imported(self, path: str) -> type:
+        """The class that a recipe names as ``class``.
+
+        Raises ValueError if the user has not allowed its module (nothing is imported then), or if there is no such class.
+        """
+        consent.require(path, own=self._own)
+        return import_class(path)
+
     def document(self, section: Section) -> dict[str, Any]:
         """The section as JSON, with its kind or its class path, so that a recipe that contains it can be read back."""
         return self._named(section, section.model_dump(mode="json"))
@@ -93,8 +102,8 @@ class Kinds:
     def _plugins(self) -> dict[str, str]:
         """Kinds of installed packages: kind to ``module:Class``."""
         prefix = f"{self.name}."
-        entries = [entry for entry in entry_points(group=GROUP) if entry.name.startswith(prefix)]
-        return {entry.name.removeprefix(prefix): entry.value for entry in entries}
+        entries = [entry for entry in consent.plugins() if entry.name.startswith(prefix)]
+        return {entry.name.removeprefix(prefix): entry.value for entry in reversed(entries)}
 
     def __get_pydantic_core_schema__(self, base: type[Section], handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         def validate(value: Any, info: core_schema.ValidationInfo) -> Any:
@@ -109,7 +118,7 @@ class Kinds:
     def _parse(self, value: Any, base: type[Section], *, json_input: bool) -> Any:
         if not isinstance(value, Mapping):
             raise PydanticCustomError("kind_type", f"Input should be an object with a {self.tag}")
-        if value.get("kind") == IMPORT and (IMPORT not in self._table or _derives(value.get("class"), base)):
+        if value.get("kind") == IMPORT and (IMPORT not in self._table or self._derives(value, base)):
             return self._import(value, base, json_input=json_input)
         discriminator = {"discriminator": f"'{self.tag}'"}
         if self.tag not in value:
@@ -126,7 +135,7 @@ class Kinds:
     def _import(self, value: Mapping[str, Any], base: type[Section], *, json_input: bool) -> Section:
         beside = {key: value[key] for key in value if key in self._shared_keys(base)}
         section = _validated(Imported, {key: value[key] for key in value if key not in beside}, json_input=json_input)
-        found = import_class(section.class_)
+        found = self.imported(section.class_)
         if not issubclass(found, base):
             raise ValueError(f"{section.class_} is no {self.name}: derive the class from {base.__module__}.{base.__qualname__}")
         try:
@@ -135,18 +144,21 @@ class Kinds:
         except ValidationError as error:
             raise _below("args", error, beside) from None
 
+    def _derives(self, value: Mapping[str, Any], base: type[Section]) -> bool:
+        """Whether the class can be imported and derives from the base. Raises ValueError if it is not allowed."""
+        path = value.get("class")
+        if not isinstance(path, str) or not CLASS_PATH.fullmatch(path):
+            return False
+        consent.require(path, own=self._own)
+        try:
+            return issubclass(import_class(path), base)
+        except ValueError:
+            return False
+
     def _shared_keys(self, section: type[Section]) -> list[str]:
         """The keys of the section that are given beside ``args`` where its class is imported."""
         other = self.load(IMPORT)
         return [] if other is None else [key for key in other.model_fields if key in section.model_fields and key not in _IMPORTED]
-
-
-def _derives(path: object, base: type[Section]) -> bool:
-    """Whether a class of this path can be imported and derives from the base."""
-    try:
-        return isinstance(path, str) and issubclass(import_class(path), base)
-    except ValueError:
-        return False
 
 
 def _validated(section: type[Section], value: Mapping[str, Any], *, json_input: bool) -> Any:

@@ -42,7 +42,8 @@ def launch(nproc: int, gpus: Sequence[int] | None, argv: Sequence[str], *, logs:
         raise ValueError(f"--gpus {named}: give the same number of devices for each of the {nproc} ranks, and each device once")
     if "RANK" in os.environ:
         raise ValueError(f"this process is already rank {os.environ['RANK']} of a launcher; run the command without `launch`")
-    command = [sys.executable, "-m", "retouch.cli", *argv]
+    # -P: modules in the current folder do not come before installed ones.
+    command = [sys.executable, "-P", "-m", "retouch.cli", *argv]
     return run_ranks(command, rank_environments(nproc, gpus), logs=logs, grace=GRACE_SECONDS, owner=owner)
 
 

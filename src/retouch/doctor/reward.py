@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 from PIL import Image
 
+from retouch.config import keys
 from retouch.data.base import DataSets
 from retouch.doctor.findings import Finding, failed, note, ok
 from retouch.recipe.judge_calls import judge_calls
@@ -18,11 +19,12 @@ from retouch.watch.measures import build_measures
 
 
 def check_reward(recipe: Recipe, sets: DataSets | None) -> Iterator[Finding]:
-    """All checks of the reward. Without the API keys of its judges, neither the reward nor the watch is built."""
-    missing_keys = list(check_keys(recipe))
-    yield from missing_keys
+    """All checks of the reward. Unless its judges have their API keys, and may be sent them, neither the reward nor the watch is
+    built."""
+    found = [*check_keys(recipe), *check_key_addresses(recipe)]
+    yield from found
     yield from check_calls(recipe, sets)
-    if not missing_keys:
+    if all(finding.status == "ok" for finding in found):
         yield check_scoring(recipe, sets)
         if recipe.watch is not None:
             yield check_watch(recipe.watch, _device(recipe))
@@ -36,6 +38,18 @@ def check_keys(recipe: Recipe) -> Iterator[Finding]:
             if name not in reported and not (os.environ.get(name) or os.environ.get(f"{name}_FILE")):
                 reported.add(name)
                 yield failed("key", f"{name} is not set; {path} needs it for {judge}", fix=f"export {name}=...  (the API key)")
+
+
+def check_key_addresses(recipe: Recipe) -> Iterator[Finding]:
+    """Which key goes where; a failure for one that may not go to the address that the recipe names."""
+    sent = dict.fromkeys(pair for _, part in rewards_of(recipe) for pair in part.keys_sent())
+    for variable, url in sent:
+        try:
+            keys.require_bound(variable, url)
+        except ValueError as error:
+            yield failed("key", str(error), fix=keys.binding_command(variable, url))
+        else:
+            yield ok("key", f"{variable} goes to {keys.address_of(url)}")
 
 
 def check_calls(recipe: Recipe, sets: DataSets | None) -> Iterator[Finding]:

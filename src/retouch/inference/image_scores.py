@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from retouch.data.images import load_image, load_mask
-from retouch.recipe.reward_words import parse_reward, read_combined
+from retouch.recipe.reward_words import modules_typed, parse_reward, read_combined
 from retouch.records.files import jsonable
 from retouch.rewards.closing import close
 from retouch.rewards.combine.combination import Combination, combination
@@ -71,7 +71,7 @@ def score_files(
     reward, or the reward needs something that is not given.
     """
     document = read_combined(reward)
-    section = parse_reward(document)
+    section = parse_reward(document, allow_imports=modules_typed(reward))
     built = section.build(device="cuda" if torch.cuda.is_available() else "cpu")
     try:
         columns = dict(built.columns)

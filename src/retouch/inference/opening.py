@@ -1,6 +1,6 @@
 """A policy to use, from a recipe (as it is before training) or from a run's folder (as it is after its newest checkpoint)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from retouch.assembly.assembly import Assembly, assemble
@@ -11,7 +11,6 @@ from retouch.distributed.placement import init_distributed_from_recipe
 from retouch.inference.writers import Writer
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.autoregressive.rollout import TokenRollout
-from retouch.recipe.document import apply
 from retouch.recipe.policy import AutoregressivePolicyKeys
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.records.folder import RunFolder
@@ -32,13 +31,13 @@ def open_target(target: str, overrides: Sequence[str] = ()) -> tuple[Assembly, i
     return parts, state.step
 
 
-def open_writer(target: str, overrides: Sequence[str] = ()) -> Writer:
+def open_writer(target: str, overrides: Sequence[str] = (), *, allow_imports: Iterable[str] = ()) -> Writer:
     """The language model of a recipe or run alone: no data and no judge, and an image model only if it defines the prompts.
 
-    ValueError for a policy that generates no text.
+    ``allow_imports``: modules that the recipe may import. ValueError for a policy that generates no text.
     """
     silence_libraries()
-    recipe, folder = _recipe(target, overrides)
+    recipe, folder = _recipe(target, overrides, allow_imports)
     policy, renderer, rollout = recipe.policy, recipe.renderer, recipe.rollout
     if not isinstance(policy, AutoregressivePolicyKeys) or not isinstance(rollout, TokenRollout) or renderer is None:
         raise ValueError(f"{target}: its policy makes pictures and writes nothing; `retouch sample` uses it")
@@ -65,8 +64,8 @@ def _newest(folder: RunFolder | None) -> TrainState | None:
     return checkpoint.load(found)
 
 
-def _recipe(target: str, overrides: Sequence[str]) -> tuple[Recipe, RunFolder | None]:
+def _recipe(target: str, overrides: Sequence[str], allow_imports: Iterable[str] = ()) -> tuple[Recipe, RunFolder | None]:
     folder = RunFolder(Path(target))
     if folder.recipe.is_file():
-        return parse(apply(folder.read_recipe()["recipe"], list(overrides))), folder
-    return load(target, overrides), None
+        return parse(folder.read_recipe()["recipe"], overrides, allow_imports=allow_imports), folder
+    return load(target, overrides, allow_imports=allow_imports), None

@@ -23,6 +23,7 @@ from PIL.Image import Image
 from pydantic import ValidationError
 from torch import Tensor
 
+from retouch.config import consent
 from retouch.config.errors import unknown_keys, wrong_values
 from retouch.config.packaged import SUFFIXES, find
 from retouch.config.section import Section
@@ -137,7 +138,7 @@ def read_tasks(source: str, *, size: tuple[int, int], skip: bool = False) -> Seq
     on_bad_row: OnBadRow = "skip" if skip else "refuse"
     if source.lstrip().startswith("{"):
         try:
-            section = _section(json.loads(source))
+            section = _section(json.loads(source), allow_imports=consent.named_in_words([f"={source}"], json.loads))
         except json.JSONDecodeError as error:
             raise ValueError(f"{source!r} is not JSON ({error.msg}); give a data section as in a recipe") from None
     elif source.endswith(SUFFIXES):
@@ -147,14 +148,15 @@ def read_tasks(source: str, *, size: tuple[int, int], skip: bool = False) -> Seq
     return section.all_tasks(size=size, on_bad_row=on_bad_row)
 
 
-def _section(document: Mapping[str, Any]) -> DataSource:
+def _section(document: Mapping[str, Any], *, allow_imports: Sequence[str] = ()) -> DataSource:
     """The data of a recipe, or the section itself."""
     held = {"data": document.get("data", document)}
-    lines = unknown_keys(held, _Holder)
-    try:
-        return _Holder.model_validate_json(json.dumps(held)).data
-    except ValidationError as error:
-        raise ValueError("\n".join(lines + wrong_values(error, held, _Holder))) from None
+    with consent.reading(held, allow=allow_imports):
+        lines = unknown_keys(held, _Holder)
+        try:
+            return _Holder.model_validate_json(json.dumps(held)).data
+        except ValidationError as error:
+            raise ValueError("\n".join(lines + wrong_values(error, held, _Holder))) from None
 
 
 def _autoencoder(job: Job, shard: int) -> Emu3Pictures:

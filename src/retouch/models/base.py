@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, JsonValue
 
-from retouch.config.imports import build_class, import_class
+from retouch.config.imports import build_class, import_class, methods_of
 from retouch.config.section import ClassPath, Pixels, Section
+from retouch.protocols import DenoisingModel
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from retouch.protocols import AutoregressiveModel, DenoisingModel
+    from retouch.protocols import AutoregressiveModel
 
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Size: TypeAlias = tuple[int, int]
@@ -185,7 +186,8 @@ class ImportedModel(ImageModel):
     """Keyword arguments of its constructor, or the fields of a class that derives from ``retouch.models.base.ImageModel``."""
 
     def build(self, *, device: torch.device) -> DenoisingModel:
-        made: DenoisingModel = build_class(self.class_, self.args, device=device)
+        members = methods_of(DenoisingModel)
+        made: DenoisingModel = build_class(self.class_, self.args, device=device, what="image model", members=members)
         return made
 
     @property

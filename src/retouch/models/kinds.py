@@ -20,6 +20,7 @@ IMAGE_MODELS = Kinds(
         "qwen-image-2": "retouch.models.qwen_image_2.family:QwenImage2Model",
         "import": "retouch.models.base:ImportedModel",
     },
+    named=["retouch.pretraining.networks.tiny_fill:TinyFluxFill"],
 )
 
 LANGUAGE_MODELS = Kinds(
@@ -33,4 +34,5 @@ LANGUAGE_MODELS = Kinds(
         "playground-emu3": "retouch.playground.language_models:PlaygroundEmu3",
         "import": "retouch.models.language:ImportedLanguageModel",
     },
+    named=["retouch.models.janus.load:JanusFromFolder"],
 )

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, JsonValue
 
-from retouch.config.imports import build_class
+from retouch.config.imports import build_class, methods_of
 from retouch.config.section import ClassPath, Section
 from retouch.models.base import INSTRUCTION_TOKENS, Described, Dtype, Size, Takes
+from retouch.protocols import AutoregressiveModel
 
 if TYPE_CHECKING:
     import torch
-
-    from retouch.protocols import AutoregressiveModel
 
 Attention: TypeAlias = Literal["sdpa", "flash_attention_2", "eager"]
 TokenKind: TypeAlias = Literal["text", "vision"]
@@ -115,7 +114,8 @@ class ImportedLanguageModel(LanguageModel):
     """Keyword arguments of its constructor, or the fields of a class derived from ``retouch.models.language.LanguageModel``."""
 
     def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
-        model: AutoregressiveModel = build_class(self.class_, self.args, device=device)
+        members = methods_of(AutoregressiveModel)
+        model: AutoregressiveModel = build_class(self.class_, self.args, device=device, what="language model", members=members)
         return model
 
     @property

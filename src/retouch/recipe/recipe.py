@@ -6,15 +6,16 @@ torch.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
 from pydantic import ValidationError, model_validator
 
+from retouch.config import consent
 from retouch.config.packaged import find
 from retouch.recipe.checks import problems
-from retouch.recipe.document import apply, evaluate, refuse_secrets
+from retouch.recipe.document import apply, evaluate, refuse_secrets, value_of
 from retouch.recipe.keys import RecipeKeys
 
 
@@ -29,30 +30,37 @@ class Recipe(RecipeKeys):
         return self
 
 
-def parse(document: object) -> Recipe:
-    """A recipe from a JSON document. ValueError with a line for each mistake: an unknown key (and what was probably meant), a value
-    that is missing or wrong, or values that cannot stand together."""
+def parse(document: object, overrides: Sequence[str] = (), *, allow_imports: Iterable[str] = ()) -> Recipe:
+    """A recipe from a JSON document, changed by ``a.b=value`` overrides.
+
+    ``allow_imports``: modules that it may import, besides those that the overrides name and that the user has allowed
+    (``retouch.config.consent``). Raises ValueError with a line for each mistake: an unknown key (and what was probably meant), a
+    value that is missing or wrong, values that cannot stand together, or a class whose module is not allowed.
+    """
     if not isinstance(document, Mapping):
         raise ValueError(f"a recipe is an object with keys, not a {type(document).__name__}")
-    try:
-        return Recipe.model_validate_json(json.dumps(document))
-    except ValidationError as error:
-        # Imports every kind of every section, to name the nearest keys; a valid recipe imports only what it names.
-        from retouch.config.errors import unknown_keys, wrong_values
+    changed = apply(document, overrides)
+    typed = consent.named_in_words(overrides, value_of)
+    with consent.reading(changed, source=document, allow=[*consent.module_names(allow_imports), *typed]):
+        try:
+            return Recipe.model_validate_json(json.dumps(changed))
+        except ValidationError as error:
+            # Imports every kind of every section, to name the nearest keys; a valid recipe imports only what it names.
+            from retouch.config.errors import unknown_keys, wrong_values
 
-        raise ValueError("\n".join(unknown_keys(document, Recipe) + wrong_values(error, document, Recipe))) from None
+            raise ValueError("\n".join(unknown_keys(changed, Recipe) + wrong_values(error, changed, Recipe))) from None
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load(path: str | Path, overrides: Sequence[str] = (), *, allow_imports: Iterable[str] = ()) -> Recipe:
     """The recipe in a Jsonnet or JSON file, or the packaged one of that name, changed by ``a.b=value`` overrides.
 
-    ValueError: no such file (the packaged ones are listed), Jsonnet that does not evaluate, a secret of the environment in it, or
-    mistakes as ``parse`` finds them.
+    ``allow_imports``: as in ``parse``. ValueError: no such file (the packaged ones are listed), Jsonnet that does not evaluate, a
+    secret of the environment in it, or mistakes as ``parse`` finds them.
     """
     file = find(path)
     try:
-        document = apply(evaluate(file), overrides)
-        refuse_secrets(document, os.environ)
-        return parse(document)
+        document = evaluate(file)
+        refuse_secrets(apply(document, overrides), os.environ)
+        return parse(document, overrides, allow_imports=allow_imports)
     except ValueError as error:
         raise ValueError(f"{file}:\n{error}") from None

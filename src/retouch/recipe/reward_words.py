@@ -6,16 +6,18 @@ one of the user's own; the JSON of a recipe's ``reward`` section, or a file that
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from retouch.config import consent
 from retouch.config.errors import unknown_keys, wrong_values
+from retouch.config.imports import CLASS_PATH, module_of
 from retouch.config.packaged import SUFFIXES, find
 from retouch.config.section import Section
-from retouch.recipe.document import evaluate
+from retouch.recipe.document import evaluate, value_of
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.rewards.base import RewardSection
@@ -28,14 +30,24 @@ class _Holder(Section):
     reward: AnyReward
 
 
-def parse_reward(document: Mapping[str, Any]) -> RewardSection:
-    """A reward's section. ValueError with a line for each mistake."""
+def parse_reward(document: Mapping[str, Any], *, allow_imports: Iterable[str] = ()) -> RewardSection:
+    """A reward's section. ``allow_imports``: as in ``recipe.parse``. Raises ValueError with a line for each mistake."""
     held = {"reward": dict(document)}
-    lines = unknown_keys(held, _Holder)
-    try:
-        return _Holder.model_validate_json(json.dumps(held)).reward
-    except ValidationError as error:
-        raise ValueError("\n".join(lines + wrong_values(error, held, _Holder))) from None
+    with consent.reading(held, source=document, allow=consent.module_names(allow_imports)):
+        lines = unknown_keys(held, _Holder)
+        try:
+            return _Holder.model_validate_json(json.dumps(held)).reward
+        except ValidationError as error:
+            raise ValueError("\n".join(lines + wrong_values(error, held, _Holder))) from None
+
+
+def modules_typed(text: str) -> list[str]:
+    """The modules of classes that the word itself names, which is the user's consent; a file or a run that it names is none."""
+    if text.lstrip().startswith("{"):
+        return consent.named_in_words([f"={text}"], value_of)
+    is_file = text.endswith(SUFFIXES) or RunFolder(Path(text)).recipe.is_file()
+    path = {} if is_file or not CLASS_PATH.fullmatch(text) else read_combined(text)
+    return [module_of(path["class"])] if path.get("kind") == "import" else []
 
 
 def read_reward(text: str) -> dict[str, Any]:

@@ -157,6 +157,10 @@ class RewardSection(Section):
         """Environment variables that it needs, each with who asks for it."""
         yield from ()
 
+    def keys_sent(self) -> Iterator[tuple[str, str]]:
+        """The environment variables of keys that it sends, each with the URL of the server."""
+        yield from ()
+
     @classmethod
     def from_word(cls, argument: str) -> Json:
         """The value of the ``shorthand`` key, from what a command line has after the colon. ValueError: not a value of that key."""

@@ -42,11 +42,12 @@ class ImportedReward(RewardSection):
     ) -> Reward:
         """The user's class with ``args``, and with ``device`` where its constructor takes one.
 
-        ValueError: no such class, or one without ``columns`` or that cannot be called.
+        ValueError: no such class, or one without ``columns`` or that cannot be called with samples; it is not instantiated then.
         """
         import torch
 
-        made = build_class(self.class_, self.args, device=torch.device(device))
+        members = ("columns", "__call__")
+        made = build_class(self.class_, self.args, device=torch.device(device), what="reward", members=members)
         if not isinstance(made, Reward):
             raise ValueError(f"{self.class_} is no reward: it needs `columns` and to be callable with samples")
         return keep(made)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from retouch.protocols import Reward
-from retouch.recipe.reward_words import parse_reward, read_reward
+from retouch.recipe.reward_words import modules_typed, parse_reward, read_reward
 from retouch.rewards import identity
 from retouch.rewards.wire.schema import LARGEST, NAME, ColumnInfo, RewardInfo
 from retouch.types import Column
@@ -22,11 +22,13 @@ _NAMED = re.compile(r"^([A-Za-z0-9_.-]{1,64})=(.+)$", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class RewardSpec:
-    """A reward to host: its name and its recipe section. ``named``: the user chose the name."""
+    """A reward to host: its name and its recipe section. ``named``: the user chose the name. ``allow_imports``: modules of classes
+    that the user named on the command line."""
 
     name: str
     section: Mapping[str, object]
     named: bool
+    allow_imports: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +66,7 @@ def build(spec: RewardSpec, *, sole: bool) -> HostedReward:
 
     ValueError: it cannot be built, or a column's range is too large (a sample without an image would score an end of it).
     """
-    reward = parse_reward(spec.section).build(device=_device())
+    reward = parse_reward(spec.section, allow_imports=spec.allow_imports).build(device=_device())
     for name, column in reward.columns.items():
         if not -LARGEST <= column.low <= column.high <= LARGEST:
             raise ValueError(
@@ -107,5 +109,6 @@ def _parse_spec(word: str) -> RewardSpec:
     called = name or str(section.get("class", section["kind"])).rpartition(":")[2].lower()
     if not re.match(NAME, called):
         raise ValueError(f"{called!r} cannot be a reward's name: use letters, digits, dots, dashes and underscores, at most 64")
-    parse_reward(section)
-    return RewardSpec(called, section, named=name is not None)
+    typed = tuple(modules_typed(rest))
+    parse_reward(section, allow_imports=typed)
+    return RewardSpec(called, section, named=name is not None, allow_imports=typed)

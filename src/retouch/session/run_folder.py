@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from retouch.config import consent
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.differences import differences
 from retouch.recipe.recipe import Recipe, parse
@@ -42,6 +43,7 @@ def run_folder(recipe: Recipe, ranks: Ranks, *, fresh: bool, new_judge: bool) ->
         if ranks.is_main:
             folder.create()
             folder.write_recipe(recipe.document())
+            consent.remember(recipe.document())
             checkpoint.remove_leftovers(folder.checkpoints)
         ranks.barrier()
         _log_to(folder, ranks)

@@ -13,11 +13,10 @@ from typing import Any, TypeVar
 import httpx
 import torch
 
+from retouch.config import keys
 from retouch.core.random import generator
 from retouch.policies.autoregressive.rollout import EngineFault
 
-KEY = "VLLM_API_KEY"
-"""The environment variable of the key, for the server too."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 _TRIES_OF_500 = 3
 _MAX_BYTES = 64 * 2**20
@@ -49,7 +48,8 @@ class Client:
     """Connections to the server at ``url``; a context, usable from several threads.
 
     ``timeout``: most seconds without any data. ``patience``: seconds over which a temporary fault is retried, with jittered pauses
-    that double; HTTP 500 is tried three times. The key comes from ``VLLM_API_KEY`` alone, if it is set.
+    that double; HTTP 500 is tried three times. The key comes from ``VLLM_API_KEY`` alone, if it is set. ValueError: it is not
+    bound to this address (``retouch.config.keys``).
     """
 
     def __init__(
@@ -65,7 +65,9 @@ class Client:
         self.patience = patience
         self._sleep = sleep
         self._clock = clock
-        key = os.environ.get(KEY, "").strip()
+        key = os.environ.get(keys.VLLM_KEY, "").strip()
+        if key:
+            keys.require_bound(keys.VLLM_KEY, self.url)
         self._http = httpx.Client(
             headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {}),
             timeout=httpx.Timeout(timeout, connect=min(timeout, 10.0)),

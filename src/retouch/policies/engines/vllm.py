@@ -1,6 +1,8 @@
 """The recipe's section of a vLLM server that generates completions. It imports neither torch nor httpx before it is built."""
 
+import importlib.util
 import logging
+import os
 import shutil
 import weakref
 from collections.abc import Iterator
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from retouch.config import keys
 from retouch.config.section import NonNegative, Positive
 from retouch.policies.autoregressive.rollout import Diagnosis, Engine, EngineContext, EngineFault, EngineSection, TokenRollout
 from retouch.protocols import AutoregressiveModel
@@ -108,7 +111,8 @@ class VllmEngine(EngineSection):
         try:
             client = impatient.connect()
         except ValueError as error:
-            yield "FAILED", str(error), "pip install 'retouch[vllm]'"
+            package = importlib.util.find_spec("httpx") is None
+            yield "FAILED", str(error), "pip install 'retouch[vllm]'" if package else keys.binding_command(keys.VLLM_KEY, self.url)
             return
         from retouch.policies.engines.grammar import PLUGIN
         from retouch.policies.engines.server import has_plugin, query_server
@@ -121,6 +125,8 @@ class VllmEngine(EngineSection):
             except EngineFault as fault:
                 yield "FAILED", str(fault), _STARTING
                 return
+        if os.environ.get(keys.VLLM_KEY):
+            yield "ok", f"the key in {keys.VLLM_KEY} goes to {keys.address_of(self.url)}", ""
         where = f"vLLM {server.version} at {client.url}"
         yield "ok", f"{where} serves {server.base.root or server.base.id}", ""
         yield "note", f"this engine was tested against a double of vLLM {INTERFACE}'s interface, and has never run on vLLM", ""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from retouch.config import keys
 from retouch.config.section import Count, Positive, Share
 from retouch.protocols import Reward
 from retouch.rewards.base import RewardSection, unchanged
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
     from retouch.rewards.quota.quota import Quota
     from retouch.rewards.vlm.base import JudgeClients
-
-TOKEN = "RETOUCH_TOKEN"
 
 
 class RemoteReward(RewardSection):
@@ -93,10 +92,17 @@ class RemoteReward(RewardSection):
             raise ValueError("rate_file needs samples_per_minute, requests_per_minute or calls beside it")
         return self
 
+    def keys_sent(self) -> Iterator[tuple[str, str]]:
+        """The token with each endpoint, if there is a token."""
+        yield from ((keys.TOKEN, url) for url in self.endpoints if keys.TOKEN in os.environ)
+
     @property
     def token(self) -> str | None:
-        """The token in the environment."""
-        return os.environ.get(TOKEN)
+        """The token in the environment. ValueError: it may not be sent to each of the endpoints (``retouch.config.keys``)."""
+        token = os.environ.get(keys.TOKEN)
+        for variable, url in self.keys_sent():
+            keys.require_bound(variable, url)
+        return token
 
     @property
     def _limited(self) -> bool:

@@ -113,5 +113,9 @@ class JudgeReward(RewardSection):
         for variable in self.judge.variables():
             yield variable, self.judge.description
 
+    def keys_sent(self) -> Iterator[tuple[str, str]]:
+        """Those of the model."""
+        yield from self.judge.keys_sent()
+
     def _panel(self, client: JudgeClient) -> Panel:
         return Panel(client, repeats=self.n_evals, temperature=self.temperature, seed=self.seed)

@@ -49,6 +49,10 @@ class JudgeModel(Section, ABC):
         """The environment variables that it needs."""
         yield from ()
 
+    def keys_sent(self) -> Iterator[tuple[str, str]]:
+        """The environment variables of keys that it sends, each with the URL of the server."""
+        yield from ()
+
 
 JUDGE_MODELS = Kinds(
     "judge",

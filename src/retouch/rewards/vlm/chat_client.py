@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from retouch.config import keys
 from retouch.rewards.quota import event_loop
 from retouch.rewards.quota.line import ProgressSemaphore
 from retouch.rewards.quota.quota import Turn, Turns
@@ -59,8 +60,8 @@ class _Tries:
 class ChatClient:
     """A client of one ``Endpoint``, with at most ``concurrency`` requests in flight over all calls and threads.
 
-    The key is read from the environment and from nowhere else. ValueError: no key, no ``openai`` package (extra ``judge``), or a
-    quota of cost without prices.
+    The key is read from the environment and from nowhere else. ValueError: no key, a key that is not bound to the address
+    (``retouch.config.keys``), no ``openai`` package (extra ``judge``), or a quota of cost without prices.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -68,6 +69,8 @@ class ChatClient:
             raise ValueError(problem)
         self._openai, self._http = _packages()
         self._key = credentials.api_key(endpoint.key)
+        for variable, url in endpoint.keys_sent():
+            keys.require_bound(variable, url)
         self.endpoint = endpoint
         # Ledgers keep answers under this text.
         self.identity = f"{endpoint.model}{', typed' if endpoint.typed else ''}{', guided' if endpoint.guided else ''}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from retouch.rewards.quota.quota import Quota
 
 _MILLION = 1e6
+HEADERS = "OPENAI_CUSTOM_HEADERS"
 
 
 def _variable(name: str) -> str:
@@ -152,3 +154,10 @@ class Endpoint(JudgeModel):
         """The key's."""
         if self.key is not None:
             yield self.key
+
+    def keys_sent(self) -> Iterator[tuple[str, str]]:
+        """The key's, and the headers that the ``openai`` package takes from the environment and sends to every address."""
+        if self.key is not None:
+            yield self.key, self.base_url
+        if HEADERS in os.environ:
+            yield HEADERS, self.base_url

@@ -1,0 +1,257 @@
+"""Which code a recipe may import: only modules that the user has named.
+
+A recipe names classes with ``kind: 'import'``, and importing a module runs its code. Recipes and run folders come from other people
+too, so nothing is imported because a recipe says so. A module is allowed if
+
+* the user names it: ``--allow-import my_module``, the environment variable RETOUCH_ALLOW_IMPORTS (names with commas between them),
+  ``allow_imports=`` in Python, or the class itself on the command line (``--set``, or as the reward of ``retouch score``);
+* the user has answered the question that a command asks on a terminal, or has trained with exactly this recipe before: both are
+  remembered by the recipe's hash, for the file that the module was then;
+* an installed package declares the very class as an entry point of the group ``retouch.plugins``.
+
+Retouch's own classes are allowed if they have a kind, or if their ``Kinds`` names them. What stands in a recipe's file is never
+consent, and neither is the folder that a module is in.
+"""
+
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from retouch.config.imports import CLASS_PATH, locate, module_of
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+VARIABLE = "RETOUCH_ALLOW_IMPORTS"
+GROUP = "retouch.plugins"
+IMPORT = "import"
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_reading: ContextVar[frozenset[str]] = ContextVar("retouch_imports_of_this_recipe", default=frozenset())
+_command: ContextVar[bool] = ContextVar("retouch_imports_of_this_command", default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ImportPolicy:
+    """The modules that may be imported; a name allows its submodules too."""
+
+    modules: frozenset[str]
+
+    def allows(self, module: str) -> bool:
+        """Whether the module or a package that contains it is among them."""
+        parts = module.split(".")
+        return any(".".join(parts[:depth]) in self.modules for depth in range(1, len(parts) + 1))
+
+
+def current() -> ImportPolicy:
+    """What is allowed now: the names in RETOUCH_ALLOW_IMPORTS, and those for the recipe that is being read."""
+    return ImportPolicy(frozenset(module_names([os.environ.get(VARIABLE, "")])) | _reading.get())
+
+
+def module_names(words: Iterable[str]) -> list[str]:
+    """The modules in words like "my_rewards,my_models". Raises ValueError for a word that is not a module's name."""
+    names = [name for word in words for name in word.replace(",", " ").split()]
+    for name in names:
+        if not _MODULE.fullmatch(name):
+            raise ValueError(
+                f"--allow-import or {VARIABLE}: {name!r} is not the name of a module; write it as in Python's `import`, for "
+                "example my_package.rewards"
+            )
+    return names
+
+
+def require(path: str, *, own: Container[str] = ()) -> None:
+    """Raise ValueError unless the module of this class may be imported. ``own``: classes of Retouch that recipes may name."""
+    module = module_of(path)
+    if path in own or current().allows(module) or path in {entry.value for entry in plugins()}:
+        return
+    if _is_own(path):
+        raise ValueError(f"{path} is not a class of Retouch that a recipe can name; docs/recipes.md lists the kinds")
+    _require_found(path)
+    raise ValueError(_refusal([("", path)]))
+
+
+def plugins() -> "list[EntryPoint]":
+    """The entry points ``retouch.plugins`` of installed packages, the first on Python's path first.
+
+    What lies in the current folder is not installed: a folder from somebody else could declare anything.
+    """
+    from importlib.metadata import distributions  # slow to import
+
+    here = Path.cwd()
+    path = [entry for entry in sys.path if Path(entry).resolve() != here]
+    return [entry for found in distributions(path=path) for entry in found.entry_points if entry.group == GROUP]
+
+
+@contextmanager
+def allowing(modules: Iterable[str], *, ask: bool = False) -> Iterator[None]:
+    """Allow these modules within the block, in this process and in those that it starts.
+
+    ``ask``: the block is a command, which may ask its user for further modules if it has a terminal.
+    """
+    before, asked = os.environ.get(VARIABLE), _command.get()
+    _command.set(ask)
+    try:
+        _allow_here(module_names(modules))
+        yield
+    finally:
+        _command.set(asked)
+        os.environ.pop(VARIABLE, None)
+        if before is not None:
+            os.environ[VARIABLE] = before
+
+
+@contextmanager
+def reading(document: object, *, source: object = None, allow: Iterable[str] = ()) -> Iterator[None]:
+    """Within the block, ``document`` may import its classes.
+
+    ``source``: the document without changes from the command line, if there are any; consent is remembered for it. ``allow``: more
+    modules that are allowed. Raises ValueError, with all classes and what to do, if a module is not allowed.
+    """
+    source = document if source is None else source
+    allowed = frozenset(allow)
+    outer = _reading.set(_reading.get() | allowed)
+    try:
+        if missing := list(_not_allowed(document)):
+            names = sorted({module_of(path) for _, path in missing})
+            if not _remembers(source, names):
+                if not _confirmed(missing):
+                    raise ValueError(_refusal(missing))
+                _remember(source, names)
+            _reading.set(_reading.get() | frozenset(names))
+            if _command.get():
+                _allow_here(names)
+        yield
+    finally:
+        _reading.reset(outer)
+
+
+def remember(document: object) -> None:
+    """Remember that the user has imported what this recipe names, so that its run can be opened without further consent."""
+    names = sorted({module_of(path) for _, path in classes_named(document)})
+    if names:
+        _remember(document, names)
+
+
+def named_in_words(words: Iterable[str], value_of: Callable[[str], Any]) -> list[str]:
+    """The modules of classes that the user typed: in changes ``a.b=value`` of a recipe, or in JSON.
+
+    ``value_of``: reads a value.
+    """
+    found = []
+    for word in words:
+        key, _, text = word.partition("=")
+        value = value_of(text)
+        if key.endswith(".class") and isinstance(value, str):
+            found.append(value)
+        found += [path for _, path in classes_named(value)]
+    return [module_of(path) for path in found if CLASS_PATH.fullmatch(path)]
+
+
+def classes_named(value: object, path: str = "") -> Iterator[tuple[str, str]]:
+    """The class of each ``kind: 'import'`` in a document, with the path of its key."""
+    if isinstance(value, Mapping):
+        named = value.get("class")
+        if value.get("kind") == IMPORT and isinstance(named, str) and CLASS_PATH.fullmatch(named):
+            yield f"{path}.class".removeprefix("."), named
+        for key, inner in value.items():
+            yield from classes_named(inner, f"{path}.{key}".removeprefix("."))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from classes_named(inner, f"{path}.{index}")
+
+
+def _not_allowed(document: object) -> Iterator[tuple[str, str]]:
+    """The classes that need consent and have none. Retouch's own are left to ``require``, which knows those with a kind."""
+    policy = current()
+    unknown = [(key, path) for key, path in classes_named(document) if not _is_own(path) and not policy.allows(module_of(path))]
+    declared = {entry.value for entry in plugins()} if unknown else set()
+    for key, path in unknown:
+        if path not in declared:
+            _require_found(path, key)
+            yield key, path
+
+
+def _is_own(path: str) -> bool:
+    return path.partition(":")[0].partition(".")[0] == __name__.partition(".")[0]
+
+
+def _require_found(path: str, key: str = "") -> None:
+    module = module_of(path)
+    if locate(module) is None:
+        where = f"{key}: " if key else ""
+        raise ValueError(f"{where}{path}: there is no module {module}; install it, or put its folder on PYTHONPATH")
+
+
+def _refusal(missing: Sequence[tuple[str, str]]) -> str:
+    names = sorted({module_of(path) for _, path in missing})
+    lines = [
+        f"{_printable(key)}{': ' if key else ''}{path} is code from outside Retouch, in {_printable(locate(module_of(path)))}; "
+        "a recipe may import only modules that you have named"
+        for key, path in missing
+    ]
+    flags = " ".join(f"--allow-import {name}" for name in names)
+    lines.append(f"if you trust the code, add {flags}, or set {VARIABLE}={','.join(names)} (in Python: allow_imports={names})")
+    return "\n".join(lines)
+
+
+def _printable(text: str | None) -> str:
+    """The text without control characters, which could hide it on a terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text or "")
+
+
+def _confirmed(missing: Sequence[tuple[str, str]]) -> bool:
+    """The user's answer; False without a terminal, and outside of a command."""
+    if not _command.get() or "RANK" in os.environ or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    sys.stderr.write("This recipe runs code from outside Retouch:\n")
+    for key, path in missing:
+        sys.stderr.write(f"  {_printable(key)}: {path}, in {_printable(locate(module_of(path)))}\n")
+    sys.stderr.write("Run it, now and whenever this recipe is used? [y/N] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _allow_here(names: Iterable[str]) -> None:
+    known = module_names([os.environ.get(VARIABLE, "")])
+    if together := dict.fromkeys([*known, *names]):
+        os.environ[VARIABLE] = ",".join(together)
+
+
+def _remembers(document: object, names: Iterable[str]) -> bool:
+    """Whether the user has agreed to these modules in this recipe, and each is the file that it was then."""
+    file = _memory(document)
+    if not file.is_file():
+        return False
+    try:
+        known = json.loads(file.read_text(encoding="utf-8"))["modules"]
+        return all(known.get(name) is not None and known[name] == locate(name) for name in names)
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+        raise ValueError(f"{file} cannot be read; remove it, and you will be asked again") from None
+
+
+def _remember(document: object, names: Iterable[str]) -> None:
+    """A folder that cannot be written is no fault: the user is asked again."""
+    import tempfile
+
+    file = _memory(document)
+    text = json.dumps({"modules": {name: locate(name) for name in names}}, indent=1)
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, encoding="utf-8", delete=False) as made:
+            made.write(text)
+        os.replace(made.name, file)
+
+
+def _memory(document: object) -> Path:
+    """The file of what the user has agreed to for this document."""
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    return state / "retouch" / "consent" / f"{hashlib.sha256(text.encode()).hexdigest()}.json"

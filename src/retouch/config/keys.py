@@ -1,0 +1,147 @@
+"""Which key goes to which server: what the user has bound, and never what a recipe says.
+
+A recipe names the address of a judge, a reward server or an engine, and for a judge the environment variable of its key. Somebody
+else's recipe could thus send any variable to any address. Therefore a key is sent only to addresses that it is bound to:
+
+* in the environment variable RETOUCH_KEYS: ``OPENAI_API_KEY=https://api.openai.com JUDGE_KEY=https://judge.example:8443``;
+* in ``~/.config/retouch/keys.toml``: ``OPENAI_API_KEY = "https://api.openai.com"``, or a list of addresses;
+* for a variable that is in neither, the provider's own address (``KNOWN``).
+
+An address is a scheme, a host and a port. It is https, except on this machine (loopback), where the port may be ``*``, and except
+for the tokens of servers that users start themselves (``OWN_SERVERS``), which may be bound to http in a network of one's own.
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+VARIABLE = "RETOUCH_KEYS"
+_LOCAL = ("http://127.0.0.1:*", "http://localhost:*", "http://[::1]:*")
+_OPENAI = ("https://api.openai.com",)
+KNOWN: Mapping[str, tuple[str, ...]] = {
+    "OPENAI_API_KEY": _OPENAI,
+    "OPENAI_CUSTOM_HEADERS": _OPENAI,
+    "ANTHROPIC_API_KEY": ("https://api.anthropic.com",),
+    "DASHSCOPE_API_KEY": ("https://dashscope.aliyuncs.com", "https://dashscope-intl.aliyuncs.com"),
+    "DEEPSEEK_API_KEY": ("https://api.deepseek.com",),
+    "FIREWORKS_API_KEY": ("https://api.fireworks.ai",),
+    "GEMINI_API_KEY": ("https://generativelanguage.googleapis.com",),
+    "GROQ_API_KEY": ("https://api.groq.com",),
+    "MISTRAL_API_KEY": ("https://api.mistral.ai",),
+    "OPENROUTER_API_KEY": ("https://openrouter.ai",),
+    "TOGETHER_API_KEY": ("https://api.together.xyz",),
+}
+"""Where keys go that the user has not bound: to their providers."""
+TOKEN = "RETOUCH_TOKEN"
+VLLM_KEY = "VLLM_API_KEY"
+OWN_SERVERS = frozenset({TOKEN, VLLM_KEY})
+"""The keys of servers that users start. They always may go to this machine."""
+_PORTS = {"http": 80, "https": 443}
+_HOST = re.compile(r"[A-Za-z0-9._:-]+")
+_LOOPBACK = re.compile(r"localhost|127(\.\d{1,3}){3}|::1")
+_NOT_SECRET = "without https everybody on the way can read it; use https, or a tunnel to 127.0.0.1"
+_BINDING = re.compile(r"(?P<variable>[A-Za-z_]\w*)=(?P<url>\S+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a key may go. ``port``: None allows any."""
+
+    scheme: str
+    host: str
+    port: int | None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is this machine's loopback interface."""
+        return _LOOPBACK.fullmatch(self.host) is not None
+
+    def covers(self, other: "Address") -> bool:
+        """Whether a key that is bound to this address may go to the other one."""
+        return (self.scheme, self.host) == (other.scheme, other.host) and self.port in (None, other.port)
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        port = "*" if self.port is None else self.port
+        return f"{self.scheme}://{host}" + ("" if port == _PORTS[self.scheme] else f":{port}")
+
+
+def address_of(url: str) -> Address:
+    """Scheme, host and port of a URL; the rest of it is left out. ValueError: it has none."""
+    any_port = re.fullmatch(r"(\w+://[^/@]+):\*/?", url)
+    try:
+        parts = urlsplit(any_port[1] if any_port else url)
+        port = parts.port
+    except ValueError:
+        raise ValueError(f"{url} is not an address; write it as https://host or https://host:port") from None
+    if parts.scheme not in _PORTS or not _HOST.fullmatch(parts.hostname or "") or parts.username is not None:
+        raise ValueError(f"{url} is not an address; write it as https://host or https://host:port")
+    return Address(parts.scheme, parts.hostname.rstrip("."), None if any_port else port or _PORTS[parts.scheme])
+
+
+def bound_addresses(variable: str) -> tuple[Address, ...]:
+    """The addresses that the key in this environment variable may go to. ValueError: a binding that cannot be read."""
+    own = _from_environment().get(variable, ()) + _from_file().get(variable, ())
+    known = _LOCAL if variable in OWN_SERVERS else () if own else KNOWN.get(variable, ())
+    return own + tuple(map(address_of, known))
+
+
+def require_bound(variable: str, url: str) -> None:
+    """Raise ValueError, with the line that binds it, unless the key in this variable may go to this address."""
+    address = address_of(url)
+    if any(bound.covers(address) for bound in bound_addresses(variable)):
+        return
+    said = f"{variable} is not sent to {address}: you have not bound this key to this address"
+    if address.scheme == "http" and not address.is_local and variable not in OWN_SERVERS:
+        raise ValueError(f"{said}, and {_NOT_SECRET}")
+    raise ValueError(f"{said}. If that server may have the key: {binding_command(variable, url)}")
+
+
+def binding_command(variable: str, url: str) -> str:
+    """The line to type that binds the key to this address."""
+    before = f"${VARIABLE} " if os.environ.get(VARIABLE) else ""
+    return f'export {VARIABLE}="{before}{variable}={address_of(url)}"'
+
+
+def _from_environment() -> dict[str, tuple[Address, ...]]:
+    found: dict[str, tuple[Address, ...]] = {}
+    for word in os.environ.get(VARIABLE, "").replace(",", " ").split():
+        binding = _BINDING.fullmatch(word)
+        if binding is None:
+            raise ValueError(f"{VARIABLE}: {word.partition('=')[0]!r} needs an address: VARIABLE=https://host")
+        found[binding["variable"]] = (*found.get(binding["variable"], ()), _checked(binding["variable"], binding["url"], VARIABLE))
+    return found
+
+
+def _from_file() -> dict[str, tuple[Address, ...]]:
+    file = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "retouch" / "keys.toml"
+    if not file.is_file():
+        return {}
+    try:
+        content = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from None
+    found: dict[str, tuple[Address, ...]] = {}
+    for variable, urls in content.items():
+        urls = [urls] if isinstance(urls, str) else urls
+        if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
+            raise ValueError(f'{file}: {variable} must be an address or a list of them: {variable} = "https://host"')
+        found[variable] = tuple(_checked(variable, url, str(file)) for url in urls)
+    return found
+
+
+def _checked(variable: str, url: str, where: str) -> Address:
+    """An address that the key may be bound to. ValueError: on another machine, without https or with any port."""
+    try:
+        address = address_of(url)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if not address.is_local and address.scheme != "https" and variable not in OWN_SERVERS:
+        raise ValueError(f"{where}: {variable}={url}: {_NOT_SECRET}")
+    if not address.is_local and address.port is None:
+        raise ValueError(f"{where}: {url}: only an address of this machine may have the port *")
+    return address

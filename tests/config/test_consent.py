@@ -1,0 +1,367 @@
+"""Code that a recipe names is imported only after the user has named its module, and built only if it is what the recipe says.
+
+Each test begins without consent. The modules in them are written to disk, and write a file when they are imported.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from retouch import cli
+from retouch.config import consent
+from retouch.config.imports import locate
+from retouch.inference.opening import open_target
+from retouch.models.language import ImportedLanguageModel
+from retouch.recipe.document import apply, evaluate
+from retouch.recipe.recipe import load, parse
+from retouch.recipe.reward_words import parse_reward
+from retouch.records.folder import RunFolder
+from retouch.rewards.imported import ImportedReward
+
+REWARD = """
+from pathlib import Path
+from retouch.types import Column
+Path(__file__).with_suffix(".ran").touch()
+
+class Zero:
+    columns = {"zero": Column(0.0, 1.0)}
+    def __init__(self, *, device="cpu", note=None):
+        Path(__file__).with_suffix(".built").touch()
+    def __call__(self, samples):
+        return {"zero": [0.0] * len(samples)}
+
+class Number:
+    def __init__(self, *args, **kwargs):
+        Path(__file__).with_suffix(".built").touch()
+"""
+SMALL = ["steps=1", "tasks_per_step=2", "eval.tasks=4", "eval.best_of_k=0", "eval.column=null", "trackers=[]"]
+
+
+class Project:
+    """A folder that is the current one, with a module of a reward, and a recipe that names it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.recipe = folder / "theirs.jsonnet"
+        (folder / "stranger.py").write_text(REWARD)
+        self.write(self.section("stranger:Zero"))
+
+    def section(self, path: str, **args: object) -> dict[str, Any]:
+        return {"kind": "import", "class": path, "args": args, "combine": {"zero": 1}}
+
+    def write(self, reward: dict[str, Any]) -> None:
+        small = "steps: 1, tasks_per_step: 2, trackers: [], eval+: { tasks: 4, best_of_k: 0, column: null }"
+        self.recipe.write_text(f"(import 'quickstart.jsonnet') + {{ name: 'theirs', {small}, reward: {json.dumps(reward)} }}")
+
+    def run_folder(self) -> Path:
+        """A run's folder as it might be received: with a recipe, and nothing else."""
+        with consent.allowing(["stranger"]):
+            recipe = load(self.recipe)
+        folder = RunFolder(self.folder / "received")
+        folder.write_recipe(recipe.document())
+        self.forget()
+        return folder.root
+
+    def forget(self) -> None:
+        sys.modules.pop("stranger", None)
+        for trace in self.folder.glob("*.ran"):
+            trace.unlink()
+
+    @property
+    def ran(self) -> bool:
+        return (self.folder / "stranger.ran").exists()
+
+    @property
+    def built(self) -> bool:
+        return (self.folder / "stranger.built").exists()
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
+    monkeypatch.delenv("RETOUCH_ALLOW_IMPORTS")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "project").mkdir()
+    monkeypatch.chdir(tmp_path / "project")
+    yield Project(tmp_path / "project")
+    sys.modules.pop("stranger", None)
+
+
+class Terminal:
+    """Standard input and error as a terminal, with an answer; it counts the questions."""
+
+    def __init__(self, answer: str) -> None:
+        self.answer = answer
+        self.text = ""
+        self.asked = 0
+
+    def isatty(self) -> bool:
+        return True
+
+    def readline(self) -> str:
+        self.asked += 1
+        return self.answer + "\n"
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+    def flush(self) -> None:
+        pass
+
+
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch, answer: str) -> Terminal:
+    terminal = Terminal(answer)
+    monkeypatch.setattr(sys, "stdin", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    return terminal
+
+
+# Commands
+
+
+def commands(project: Project, target: str) -> list[list[str]]:
+    image = str(project.folder / "in.png")
+    Image.new("RGB", (32, 32)).save(image)
+    listed = [
+        ["doctor", target],
+        ["eval", target],
+        ["sample", target, "--instruction", "x", "--image", image, "--out", "out.png"],
+        ["export", target, "--to", "exported"],
+        ["score", target, "--image", image],
+        ["serve", target, "--port", "0"],
+    ]
+    return [*listed, ["train", target], ["launch", "--nproc", "2", target]] if target.endswith("jsonnet") else listed[1:]
+
+
+@pytest.mark.parametrize("target", ["theirs.jsonnet", "received"])
+def test_no_command_runs_code_that_a_recipe_or_a_run_names(
+    project: Project, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if target == "received":
+        project.run_folder()
+    for words in commands(project, target):
+        assert cli.main(words) == 2, words
+        said = capsys.readouterr().err
+        assert "reward.class: stranger:Zero is code from outside Retouch, in " in said
+        assert str(project.folder / "stranger.py") in said
+        assert "add --allow-import stranger, or set RETOUCH_ALLOW_IMPORTS=stranger" in said
+    assert not project.ran
+
+
+def test_a_report_and_a_ledger_of_a_received_run_import_nothing(project: Project) -> None:
+    from retouch.report.page import write_report
+
+    folder = project.run_folder()
+    write_report(folder)
+    assert not project.ran
+
+
+def test_a_module_is_allowed_by_flag_environment_argument_or_its_own_name_on_the_command_line(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(load(project.recipe, allow_imports=["stranger"]).reward, ImportedReward)
+    with pytest.raises(ValueError, match=r"in Python: allow_imports=\['stranger'\]"):
+        load(project.recipe)
+    typed = json.dumps(project.section("stranger:Zero", note="typed"))
+    assert isinstance(load("recipes/quickstart.jsonnet", [f"reward={typed}", *SMALL]).reward, ImportedReward)
+    assert isinstance(load(project.recipe, ["reward.class=stranger:Zero"]).reward, ImportedReward)
+    monkeypatch.setenv("RETOUCH_ALLOW_IMPORTS", "another, stranger")
+    assert isinstance(load(project.recipe).reward, ImportedReward)
+
+
+def test_a_flag_holds_for_its_command_and_for_what_it_starts(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+    monkeypatch.setattr(
+        "retouch.session.session.run", lambda recipe, **_: seen.append(os.environ.get("RETOUCH_ALLOW_IMPORTS")) or 0
+    )
+    assert cli.main(["train", "theirs.jsonnet", "--allow-import", "stranger", "--allow-import", "a,b"]) == 0
+    assert seen == ["stranger,a,b"]
+    assert "RETOUCH_ALLOW_IMPORTS" not in os.environ
+    assert cli.main(["train", "theirs.jsonnet"]) == 2
+
+
+def test_a_package_allows_its_modules_and_a_module_nothing_above_it() -> None:
+    policy = consent.ImportPolicy(frozenset({"mine", "theirs.rewards"}))
+    assert all(map(policy.allows, ["mine", "mine.rewards.red", "theirs.rewards.red"]))
+    assert not any(map(policy.allows, ["theirs", "minerals", "theirs.models", ""]))
+
+
+@pytest.mark.parametrize("name", ["*", "my-module", "stranger.py:", "../stranger", "a..b"])
+def test_what_is_not_a_modules_name_is_refused(project: Project, name: str) -> None:
+    with pytest.raises(ValueError, match="is not the name of a module"):
+        load(project.recipe, allow_imports=[name])
+
+
+# The question on a terminal
+
+
+def test_a_terminal_asks_once_and_remembers(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retouch.session.session.run", lambda recipe, **_: 0)
+    terminal = on_a_terminal(monkeypatch, "y")
+    assert cli.main(["train", "theirs.jsonnet"]) == 0
+    assert (terminal.asked, project.ran) == (1, True)
+    assert f"reward.class: stranger:Zero, in {project.folder / 'stranger.py'}" in terminal.text
+    assert cli.main(["train", "theirs.jsonnet", "--set", "steps=2"]) == 0
+    assert terminal.asked == 1
+    project.write(project.section("stranger:Zero", note="changed"))
+    terminal.answer = ""
+    assert cli.main(["train", "theirs.jsonnet"]) == 2
+    assert terminal.asked == 2
+
+
+def test_what_was_remembered_does_not_hold_for_another_file(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    consent.remember(parse(evaluate(project.recipe), allow_imports=["stranger"]).document())
+    document = parse(evaluate(project.recipe), allow_imports=["stranger"]).document()
+    project.forget()
+    parse(document)
+    elsewhere = tmp_path / "download"
+    elsewhere.mkdir()
+    (elsewhere / "stranger.py").write_text(REWARD)
+    project.forget()
+    monkeypatch.chdir(elsewhere)
+    sys.path[:] = [entry for entry in sys.path if Path(entry) != project.folder]
+    with pytest.raises(ValueError, match="a recipe may import only modules that you have named"):
+        parse(document)
+    assert not (elsewhere / "stranger.ran").exists()
+
+
+def test_nobody_is_asked_outside_of_a_command_or_as_a_rank(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_a_terminal(monkeypatch, "y")
+    with pytest.raises(ValueError, match="--allow-import stranger"):
+        load(project.recipe)
+    monkeypatch.setenv("RANK", "0")
+    assert cli.main(["eval", "theirs.jsonnet"]) == 2
+    assert terminal.asked == 0
+
+
+def test_the_question_shows_no_control_characters(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = on_a_terminal(monkeypatch, "n")
+    hidden = "\x1b[2K\rharmless"
+    rewards = {"kind": "several", "rewards": {hidden: project.section("stranger:Zero")}, "combine": {f"{hidden}/zero": 1}}
+    project.write(rewards)
+    assert cli.main(["eval", "theirs.jsonnet"]) == 2
+    assert terminal.asked == 1
+    assert "\x1b" not in terminal.text.partition("[y/N]")[0]
+
+
+def test_a_run_of_ones_own_is_opened_without_further_consent(project: Project) -> None:
+    assert cli.main(["train", "theirs.jsonnet", "--allow-import", "stranger"]) == 0
+    project.forget()
+    assert cli.main(["eval", "runs/theirs"]) == 0
+    project.forget()
+    _, step = open_target("runs/theirs", ["eval.tasks=2"])
+    assert step == 1
+    assert cli.main(["doctor", "theirs.jsonnet"]) == 2  # the recipe's own text was never agreed to
+
+
+# Names that must not be reached
+
+
+@pytest.mark.parametrize(
+    "key", ["reward", "policy.model", "data", "objective", "advantage", "rollout.transition", "rollout.window"]
+)
+def test_every_key_that_names_a_class_needs_consent(project: Project, key: str) -> None:
+    section = {"kind": "import", "class": "stranger:Zero", "args": {"unknown": 1}}
+    quickstart = evaluate(Path(__file__).parents[2] / "recipes" / "quickstart.jsonnet")
+    document = apply(quickstart, [f"{key}={json.dumps(section)}"])
+    with pytest.raises(ValueError, match=rf"{key}\.class: stranger:Zero is code from outside Retouch"):
+        parse(document)
+    assert not project.ran
+
+
+@pytest.mark.parametrize("path", ["subprocess:Popen", "os:PathLike", "stranger.deeper:Popen", "antigravity:Any"])
+def test_no_module_is_imported_before_consent_not_even_a_parent(project: Project, path: str) -> None:
+    sys.modules.pop("antigravity", None)
+    with pytest.raises(ValueError, match="is code from outside Retouch"):
+        parse_reward({"kind": "import", "class": path, "args": {"args": ["touch", "ran"]}, "combine": {"a": 1}})
+    assert "antigravity" not in sys.modules
+    assert not project.ran
+
+
+@pytest.mark.parametrize("path", ["subprocess:Popen", "stranger:Number", "functools:partial", "torch.nn:Linear"])
+def test_a_class_that_is_no_reward_is_not_called(project: Project, path: str) -> None:
+    marker = project.folder / "called"
+    args = {"args": ["touch", str(marker)]} if path == "subprocess:Popen" else {}
+    section = parse_reward(project.section(path, **args), allow_imports=[path.partition(":")[0]])
+    with pytest.raises(ValueError, match=r"is no reward: its class has no columns"):
+        section.build()
+    assert not marker.exists()
+    assert not project.built
+
+
+def test_a_class_that_is_no_model_is_not_called(project: Project) -> None:
+    marker = project.folder / "called"
+    section = {"kind": "import", "class": "subprocess:Popen", "args": {"args": ["touch", str(marker)]}}
+    image_model = load("recipes/quickstart.jsonnet", [f"policy.model={json.dumps(section)}"]).policy.model
+    with pytest.raises(ValueError, match="subprocess:Popen is no image model: its class has no encode, "):
+        image_model.build(device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="subprocess:Popen is no language model: its class has no encode, "):
+        ImportedLanguageModel(**section).build(device=torch.device("cpu"), gradient_checkpointing=False)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("path", ["retouch.cli.__main__:main", "retouch.types:Task", "retouch.rewards.client.client:RemoteClient"])
+def test_of_retouch_only_classes_that_are_meant_for_recipes_can_be_named(project: Project, path: str) -> None:
+    with pytest.raises(ValueError, match=f"{path} is not a class of Retouch that a recipe can name"):
+        parse_reward(project.section(path))
+
+
+def test_classes_of_retouch_with_a_kind_need_no_consent(project: Project) -> None:
+    named = {
+        "kind": "import",
+        "class": "retouch.rewards.scorers.share:ShareReward",
+        "args": {"channel": "red"},
+        "combine": {"share": 1},
+    }
+    assert parse_reward(named).channel == "red"
+    assert load("recipes/flux-fill/tiny.jsonnet").policy.model.class_.endswith("TinyFluxFill")
+
+
+def test_a_package_in_the_current_folder_is_not_an_installed_one(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata = Path("stranger-1.0.dist-info")
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[retouch.plugins]\nreward.innocent = stranger:Zero\n")
+    for entry in ("", str(project.folder)):
+        monkeypatch.setattr(sys, "path", [entry, *sys.path])
+        with pytest.raises(ValueError, match=r"reward\.kind: 'innocent' is not one of"):
+            parse_reward({"kind": "innocent", "combine": {"zero": 1}})
+    assert not project.ran
+    installed = project.folder / "site"
+    installed.mkdir()
+    metadata.rename(installed / metadata.name)
+    monkeypatch.setattr(sys, "path", [str(installed), *sys.path])
+    assert [entry.value for entry in consent.plugins() if entry.name == "reward.innocent"] == ["stranger:Zero"]
+    assert isinstance(parse_reward(project.section("stranger:Zero")), ImportedReward)
+
+
+def test_a_current_folder_shadows_nothing_and_gives_no_optional_package(project: Project) -> None:
+    """Neither in a command nor in a rank of the launcher."""
+    for name in ("torch", "wandb", "pydantic", "trackio"):
+        (project.folder / f"{name}.py").write_text(REWARD)
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    command = [sys.executable, "-P", "-m", "retouch.cli"]
+    told = ["doctor", "recipes/quickstart.jsonnet", "--set", 'trackers=["wandb", "trackio"]', "--device", "cpu"]
+    for words in (told, ["launch", "--nproc", "1", *told]):
+        subprocess.run([*command, *words], env=environment, capture_output=True, timeout=300)
+    assert not list(project.folder.glob("*.ran"))
+
+
+def test_where_a_module_is_is_found_without_importing_it(project: Project) -> None:
+    (project.folder / "package").mkdir()
+    (project.folder / "package" / "__init__.py").write_text(REWARD)
+    assert locate("stranger") == str(project.folder / "stranger.py")
+    assert locate("package.inner.most") == str(project.folder / "package")
+    assert locate("no_such_thing") is None
+    assert not project.ran
+    assert "package" not in sys.modules

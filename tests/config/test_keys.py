@@ -1,0 +1,201 @@
+"""A key is sent only to addresses that the user has bound it to, whatever a recipe says.
+
+Each test begins without bindings. The server of this machine counts the connections that it accepts.
+"""
+
+import json
+import socketserver
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from retouch.doctor.judge import check_key_addresses
+
+from retouch.config import keys
+from retouch.policies.engines.client import Client
+from retouch.policies.engines.vllm import VllmEngine
+from retouch.recipe.recipe import load
+from retouch.rewards.client.remote import RemoteReward
+from retouch.rewards.vlm.chat_client import ChatClient
+from retouch.rewards.vlm.endpoint import Endpoint
+
+SECRET = "sk-0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def nothing_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of the user's bindings, which does not exist."""
+    monkeypatch.delenv("RETOUCH_KEYS")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    return tmp_path / "retouch" / "keys.toml"
+
+
+@pytest.fixture
+def listener() -> Iterator[tuple[str, list[object]]]:
+    """The address of a server, and the connections that it accepted."""
+    accepted: list[object] = []
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            accepted.append(self.client_address)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", accepted
+        server.shutdown()
+
+
+def judge(url: str, **more: object) -> Endpoint:
+    return Endpoint(**{"model": "m", "base_url": url, "attempts": 1, **more})
+
+
+def test_a_judge_that_the_key_is_not_bound_to_is_not_asked(
+    listener: tuple[str, list[object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, accepted = listener
+    for variable in ("OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "HOME"):
+        monkeypatch.setenv(variable, SECRET)
+        with pytest.raises(ValueError, match="is not sent to") as refused:
+            ChatClient(judge(url, key=variable))
+        assert str(refused.value) == (
+            f"{variable} is not sent to {url}: you have not bound this key to this address. If that server may have the key: "
+            f'export RETOUCH_KEYS="{variable}={url}"'
+        )
+        assert SECRET not in str(refused.value)
+    assert not accepted
+    monkeypatch.setenv("RETOUCH_KEYS", f"OPENAI_API_KEY={url}")
+    ChatClient(judge(url)).close()
+    with pytest.raises(ValueError, match=r'export RETOUCH_KEYS="\$RETOUCH_KEYS HOME='):
+        ChatClient(judge(url, key="HOME"))
+
+
+def test_a_server_without_a_key_needs_no_binding(listener: tuple[str, list[object]]) -> None:
+    ChatClient(judge(listener[0], key=None)).close()
+    assert RemoteReward(endpoints=("http://10.1.2.3:8700",)).token is None
+    Client("http://10.1.2.3:8000", timeout=1.0, patience=0.0).close()
+
+
+def test_a_key_in_a_file_is_bound_by_its_variable_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "key").write_text(SECRET)
+    monkeypatch.setenv("JUDGE_KEY_FILE", str(tmp_path / "key"))
+    with pytest.raises(ValueError, match=r"JUDGE_KEY is not sent to https://judge\.example:8443"):
+        ChatClient(judge("https://judge.example:8443/v1", key="JUDGE_KEY"))
+
+
+def test_headers_that_the_openai_package_adds_are_bound_like_a_key(
+    listener: tuple[str, list[object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", f"Authorization: Bearer {SECRET}")
+    with pytest.raises(ValueError, match="OPENAI_CUSTOM_HEADERS is not sent to"):
+        ChatClient(judge(listener[0], key=None))
+    assert not listener[1]
+
+
+def test_the_token_of_reward_servers_goes_to_this_machine_and_where_it_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RETOUCH_TOKEN", SECRET)
+    local = ("http://127.0.0.1:8700", "http://localhost:9000", "http://[::1]:8700")
+    assert RemoteReward(endpoints=local).token == SECRET
+    foreign = RemoteReward(endpoints=(*local, "https://rewards.example"))
+    with pytest.raises(ValueError, match=r"RETOUCH_TOKEN is not sent to https://rewards\.example"):
+        foreign.build()
+    monkeypatch.setenv("RETOUCH_KEYS", "RETOUCH_TOKEN=https://rewards.example")
+    assert foreign.token == SECRET
+
+
+def test_the_key_of_an_engine_goes_to_this_machine_and_where_it_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", SECRET)
+    Client("http://127.0.0.1:8000/v1", timeout=1.0, patience=0.0).close()
+    engine = VllmEngine(url="http://10.1.2.3:8000")
+    with pytest.raises(ValueError, match=r"VLLM_API_KEY is not sent to http://10\.1\.2\.3:8000"):
+        engine.connect()
+    ((status, text, command),) = engine.diagnose(base_model=None, max_new_tokens=8, image_grammar=False)
+    assert status == "FAILED"
+    assert "VLLM_API_KEY is not sent" in text
+    assert command == 'export RETOUCH_KEYS="VLLM_API_KEY=http://10.1.2.3:8000"'
+    monkeypatch.setenv("RETOUCH_KEYS", "VLLM_API_KEY=http://10.1.2.3:8000")
+    engine.connect().close()
+
+
+# Bindings
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://api.openai.com.evil.example/v1",
+        "https://evil.example/api.openai.com",
+        "https://evil.example#@api.openai.com",
+        "https://api.openai.com:8443/v1",
+        "http://api.openai.com/v1",
+        "https://openai.com/v1",
+        "https://xapi.openai.com/v1",
+        "https://127.0.0.1.evil.example",
+    ],
+)
+def test_an_address_is_compared_as_a_whole(url: str) -> None:
+    with pytest.raises(ValueError, match="OPENAI_API_KEY is not sent to"):
+        keys.require_bound("OPENAI_API_KEY", url)
+
+
+@pytest.mark.parametrize(
+    "url", ["https://api.openai.com/v1", "https://API.OpenAI.com:443/v1/", "https://api.openai.com./v1", "https://api.openai.com"]
+)
+def test_a_providers_own_key_goes_to_the_provider(url: str) -> None:
+    keys.require_bound("OPENAI_API_KEY", url)
+
+
+def test_what_the_user_binds_replaces_the_providers_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RETOUCH_KEYS", "OPENAI_API_KEY=https://proxy.example, OPENAI_API_KEY=http://127.0.0.1:*")
+    keys.require_bound("OPENAI_API_KEY", "https://proxy.example/v1")
+    keys.require_bound("OPENAI_API_KEY", "http://127.0.0.1:12345/v1")
+    for url in ("https://api.openai.com/v1", "http://localhost:12345/v1"):
+        with pytest.raises(ValueError, match="is not sent to"):
+            keys.require_bound("OPENAI_API_KEY", url)
+
+
+def test_bindings_are_read_from_the_users_file_too(nothing_bound: Path) -> None:
+    nothing_bound.parent.mkdir()
+    nothing_bound.write_text('A_KEY = "https://a.example:8443"\nB_KEY = ["https://b.example", "http://127.0.0.1:8000"]\n')
+    keys.require_bound("A_KEY", "https://a.example:8443/v1")
+    keys.require_bound("B_KEY", "http://127.0.0.1:8000/v1")
+    with pytest.raises(ValueError, match=r"B_KEY is not sent to https://a\.example:8443"):
+        keys.require_bound("B_KEY", "https://a.example:8443/v1")
+
+
+@pytest.mark.parametrize(
+    ("bindings", "says"),
+    [
+        ("OPENAI_API_KEY=http://judge.example", "without https everybody on the way can read it"),
+        ("OPENAI_API_KEY=https://judge.example:*", "only an address of this machine may have the port"),
+        ("OPENAI_API_KEY=https://*", "is not an address"),
+        ("OPENAI_API_KEY=judge.example", "is not an address"),
+        ("OPENAI_API_KEY=https://me:pw@judge.example", "is not an address"),
+        (f"{SECRET}", "needs an address: VARIABLE=https://host"),
+    ],
+)
+def test_a_binding_that_would_not_keep_the_key_is_refused(monkeypatch: pytest.MonkeyPatch, bindings: str, says: str) -> None:
+    monkeypatch.setenv("RETOUCH_KEYS", bindings)
+    with pytest.raises(ValueError, match=f"RETOUCH_KEYS: .*({says})"):
+        keys.require_bound("OPENAI_API_KEY", "https://judge.example")
+
+
+@pytest.mark.parametrize("text", ["A_KEY = 3", "A_KEY = [1]", "not toml", 'A_KEY = "http://a.example"'])
+def test_a_file_of_bindings_that_cannot_be_read_is_named(nothing_bound: Path, text: str) -> None:
+    nothing_bound.parent.mkdir()
+    nothing_bound.write_text(text)
+    with pytest.raises(ValueError, match=r"keys\.toml"):
+        keys.require_bound("A_KEY", "https://a.example")
+
+
+def test_the_doctor_shows_which_key_goes_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(url: str) -> list[tuple[str, str, str]]:
+        reward = {"kind": "aspects", "judge": {"kind": "endpoint", "model": "m", "base_url": url}, "combine": {"alignment": 1}}
+        recipe = load("recipes/quickstart.jsonnet", [f"reward={json.dumps(reward)}", "eval.column=null"])
+        return [(finding.status, finding.text, finding.mend) for finding in check_key_addresses(recipe)]
+
+    assert found("https://api.openai.com/v1") == [("ok", "OPENAI_API_KEY goes to https://api.openai.com", "")]
+    ((status, text, mend),) = found("https://judge.example/v1")
+    assert status == "FAILED"
+    assert "OPENAI_API_KEY is not sent to https://judge.example" in text
+    assert mend == 'export RETOUCH_KEYS="OPENAI_API_KEY=https://judge.example"'
