@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from retouch.doctor.judge import check_key_addresses
+from retouch.doctor.reward import check_key_addresses
 
 from retouch.config import keys
 from retouch.policies.engines.client import Client
@@ -192,7 +192,7 @@ def test_the_doctor_shows_which_key_goes_where(monkeypatch: pytest.MonkeyPatch) 
     def found(url: str) -> list[tuple[str, str, str]]:
         reward = {"kind": "aspects", "judge": {"kind": "endpoint", "model": "m", "base_url": url}, "combine": {"alignment": 1}}
         recipe = load("recipes/quickstart.jsonnet", [f"reward={json.dumps(reward)}", "eval.column=null"])
-        return [(finding.status, finding.text, finding.mend) for finding in check_key_addresses(recipe)]
+        return [(finding.status, finding.text, finding.fix) for finding in check_key_addresses(recipe)]
 
     assert found("https://api.openai.com/v1") == [("ok", "OPENAI_API_KEY goes to https://api.openai.com", "")]
     ((status, text, mend),) = found("https://judge.example/v1")
