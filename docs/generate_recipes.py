@@ -23,7 +23,8 @@ type and combinations that cannot work are errors that name the key and say what
 from the command line; the value is read as JSON, otherwise as text. `retouch recipes` lists the included recipes.
 
 Keys without a default are required. Sections with several forms have a `kind` (or `mode`) that selects the form; only the keys of
-that form are allowed. `kind: 'import'` uses a class of your own ([your-own.md](your-own.md)).
+that form are allowed. `kind: 'import'` uses a class of your own ([your-own.md](your-own.md)), from a module that you have
+allowed with `--allow-import`.
 """
 _NAMES = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 _BOUNDS = {Ge: ("ge", "at least"), Gt: ("gt", "above"), Le: ("le", "at most"), Lt: ("lt", "below")}

@@ -1,7 +1,7 @@
 // The benchmark recipe: a tiny, untrained Stable Diffusion 3 with the real classes learns to make its images redder. Settings,
 // models and seeds are those of examples/one_file_flow_grpo.py, and the first gradient is the same. In a checkout:
 //
-//   PYTHONPATH=benchmarks/speed retouch train recipes/tiny-sd3.jsonnet
+//   PYTHONPATH=benchmarks/speed retouch train recipes/tiny-sd3.jsonnet --allow-import tiny_sd3
 local objectives = import 'lib/objectives.libsonnet';
 local sampling = import 'lib/sampling.libsonnet';
 

@@ -81,6 +81,8 @@ def measured(case: str, seed: int, *, steps: int, folder: Path) -> dict[str, flo
         environment = {
             **os.environ,
             "OPENAI_API_KEY": KEY,
+            "RETOUCH_ALLOW_IMPORTS": "tiny_sd3",
+            "RETOUCH_KEYS": "OPENAI_API_KEY=http://127.0.0.1:*",
             "PYTHONPATH": os.pathsep.join([str(ROOT / "benchmarks" / "speed"), str(ROOT / "src")]),
         }
         command = [sys.executable, "-m", "retouch.cli", "train", str(ROOT / "recipes" / "tiny-sd3.jsonnet"), *changes]

@@ -89,7 +89,8 @@ def measure(limits: dict[str, float], *, processes: int, seconds: float) -> list
     with TemporaryDirectory() as folder:
         until = time.monotonic() + seconds
         words = [sys.executable, __file__, "--ask", url, str(Path(folder) / "quota"), json.dumps(limits), str(until)]
-        environment = {**os.environ, "OPENAI_API_KEY": "none", "OMP_NUM_THREADS": "1"}
+        keys = {"OPENAI_API_KEY": "none", "RETOUCH_KEYS": f"OPENAI_API_KEY={url}"}
+        environment = {**os.environ, **keys, "OMP_NUM_THREADS": "1"}
         asking = [subprocess.Popen(words, env=environment) for _ in range(processes)]
         for process in asking:
             process.wait()

@@ -1,6 +1,6 @@
 """The tiny, untrained Stable Diffusion 3 of examples/one_file_flow_grpo.py as a model of the library, and that file's own batches.
 
-A recipe names the class as ``tiny_sd3:TinySD3``, with this folder on PYTHONPATH.
+A recipe names the class as ``tiny_sd3:TinySD3``, with this folder on PYTHONPATH and ``--allow-import tiny_sd3``.
 """
 
 import importlib.util

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from retouch.doctor.reward import check_key_addresses
 
 from retouch.config import keys
+from retouch.doctor.reward import check_key_addresses
 from retouch.policies.engines.client import Client
 from retouch.policies.engines.vllm import VllmEngine
 from retouch.recipe.recipe import load

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 class RemoteReward(RewardSection):
     """Rewards that ``retouch serve`` hosts, at one or more addresses (docs/serving.md). A token, where the servers want one, is
-    read from the environment variable RETOUCH_TOKEN."""
+    read from the environment variable RETOUCH_TOKEN, and sent only to addresses that it is bound to."""
 
     kind: Literal["remote"] = "remote"
     endpoints: Annotated[tuple[Address, ...], Field(min_length=1)]
