@@ -78,9 +78,10 @@ def address_of(url: str) -> Address:
         port = parts.port
     except ValueError:
         raise ValueError(f"{url} is not an address; write it as https://host or https://host:port") from None
-    if parts.scheme not in _PORTS or not _HOST.fullmatch(parts.hostname or "") or parts.username is not None:
+    host = parts.hostname or ""
+    if parts.scheme not in _PORTS or not _HOST.fullmatch(host) or parts.username is not None:
         raise ValueError(f"{url} is not an address; write it as https://host or https://host:port")
-    return Address(parts.scheme, parts.hostname.rstrip("."), None if any_port else port or _PORTS[parts.scheme])
+    return Address(parts.scheme, host.rstrip("."), None if any_port else port or _PORTS[parts.scheme])
 
 
 def bound_addresses(variable: str) -> tuple[Address, ...]:
