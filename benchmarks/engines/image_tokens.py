@@ -2,7 +2,7 @@
 
     python benchmarks/engines/image_tokens.py
 
-A random Emu3 of width 256 and four layers, pictures of 16 x 16 codes, one thread, in turn in one run; three rounds after one that
+A random Emu3 of width 256 and four layers, images of 16 x 16 codes, one thread, in turn in one run; three rounds after one that
 only warms up, medians. In `generate` the grammar is a logits processor in Python that looks at the ids written so far, as one would
 write it for a trainer. Both sides draw at temperature 1.
 """
@@ -21,7 +21,7 @@ import tiny_emu3
 import tiny_models
 from retouch.models.emu3.load import language_model
 from retouch.models.emu3.model import Emu3Editor
-from retouch.models.emu3.tokens import Emu3Words
+from retouch.models.emu3.tokens import Emu3Tokens
 from retouch.policies.autoregressive.decoding import CachedDecoding
 from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.types import Batch
@@ -101,9 +101,9 @@ def cached(editor: Emu3Editor, batch: Batch, length: int) -> None:
 
 
 class Grid(LogitsProcessor):
-    """The form of a picture, row by row from the ids behind the prompt."""
+    """The form of an image, row by row from the ids behind the prompt."""
 
-    def __init__(self, words: Emu3Words, prompt: int) -> None:
+    def __init__(self, words: Emu3Tokens, prompt: int) -> None:
         self.words, self.prompt = words, prompt
         self.header = words.header(SIDE, SIDE)
 

@@ -4,7 +4,7 @@
 
 Three runs of the quickstart's policy on the playground, a look every 5 steps, the exact judge's ``exact`` column held out:
 `honest` is trained on the exact judge's ``overall``; `gamed` on a judge with a taste for light (half what the exact judge says,
-half the picture's mean luminance); `drifting` on the exact judge until, from the 400th picture on, it gives a point less to all.
+half the image's mean luminance); `drifting` on the exact judge until, from the 400th image on, it gives a point less to all.
 Each ends by itself or by an alarm; with --gentle only the held-out judge may end one, so that its alarm is seen alone. Prints a
 table, and writes every look as JSON.
 """

@@ -2,10 +2,10 @@
 
     python benchmarks/judging/judge_faults.py [--steps 60] [--seeds 0 1 2]
 
-The tiny SD3 learns to make its pictures redder. Its judge stands behind an OpenAI-compatible server on loopback (the tests' strict
-double), which says how red a picture is, and in some runs fails at a tenth of what it is asked, in 23 ways: errors, resets, cut and
+The tiny SD3 learns to make its images redder. Its judge stands behind an OpenAI-compatible server on loopback (the tests' strict
+double), which says how red an image is, and in some runs fails at a tenth of what it is asked, in 23 ways: errors, resets, cut and
 empty replies, refusals, prose, scores off the scale. Passing faults are those of single requests, which are asked again; lasting
-ones are those of a question however often it is asked, so its score is missing. Held-out pictures are measured by their pixels.
+ones are those of a question however often it is asked, so its score is missing. Held-out images are measured by their pixels.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def measured(case: str, seed: int, *, steps: int, folder: Path) -> dict[str, float]:
-    """One run: the share of red in held-out pictures before and after and in the last steps, and what was missing and asked."""
+    """One run: the share of red in held-out images before and after and in the last steps, and what was missing and asked."""
     name = f"{case}-{seed}"
     with Redness(CASES[case]) as double:
         judge = {"kind": "endpoint", "model": "redness", "base_url": double.url, "pause": 0.01, "longest_pause": 0.1}

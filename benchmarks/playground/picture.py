@@ -1,4 +1,4 @@
-"""The README's picture: held-out edits of a finished run, before and after.
+"""The README's image: held-out edits of a finished run, before and after.
 
 `python benchmarks/playground/picture.py runs/quickstart docs/pictures/quickstart.png`
 """
@@ -27,7 +27,7 @@ def main(run: Path, out: Path) -> None:
     rows = (len(after) + 1) // 2
     captions = [caption(before[line["task"]], line) for line in after]
     high = height_of(folder.samples(last) / after[0]["image"])
-    below = LINE if high < SIDE else 0  # a score in the corner of a low picture would hide what it shows
+    below = LINE if high < SIDE else 0  # a score in the corner of a low image would hide what it shows
     text = 4 + below + LINE * max(len(lines) for lines in captions)
     sheet = Image.new("RGB", (width, 28 + rows * (high + text + GAP)), "white")
     draw = ImageDraw.Draw(sheet)
@@ -57,7 +57,7 @@ def main(run: Path, out: Path) -> None:
 
 
 def height_of(picture: Path) -> int:
-    """Of a picture that is shown ``SIDE`` px wide."""
+    """Of an image that is shown ``SIDE`` px wide."""
     with Image.open(picture) as image:
         return SIDE * image.height // image.width
 

@@ -103,7 +103,7 @@ REFERENCED = (
     "retouch.models.ip_adapter.reference_model",
     "retouch.playground.judges.sign_judge",
 )
-# By the kind of the renderer; None where the policy renders its own images, or the kind of a model that has modules of its own.
+# By the kind of the renderer; None if the policy renders its own images, or the kind of a model that has modules of its own.
 DECIDING = {None: DENOISING, "response": WRITING, "prompt": REWRITING, "codes": IMAGE_TOKENS, "playground-words": WORDS}
 
 
@@ -114,7 +114,7 @@ def place(entry: Entry, seed: int) -> Path:
 
 
 def read(entry: Entry, seed: int) -> dict | None:
-    """The kept run of a recipe and seed, or None where there is no file."""
+    """The kept run of a recipe and seed, or None if there is no file."""
     file = place(entry, seed)
     return json.loads(file.read_text()) if file.exists() else None
 

@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def valid_runs(entry: Entry, seeds: Sequence[int], *, renamed: bool = False) -> dict[int, dict | None]:
-    """Seed to kept run; None where there is none, or where recipe or code have changed what it would compute."""
+    """Seed to kept run; None if there is none, or where recipe or code have changed what it would compute."""
     runs = {seed: kept.read(entry, seed) for seed in seeds if seed in entry.seeds}
     if not any(runs.values()):
         return runs

@@ -2,7 +2,7 @@
 
     python benchmarks/serving/chaos.py [--samples 10000]
 
-Every score proves which picture it belongs to. Replies are spoiled by a proxy before each replica, in 17 ways in turn; the
+Every score proves which image it belongs to. Replies are spoiled by a proxy before each replica, in 17 ways in turn; the
 command's own supervisor starts dead replicas again. Last, what 5 % faults cost in learning where nothing is asked twice.
 """
 

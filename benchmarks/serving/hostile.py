@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def _refused(picture: bytes) -> float:
-    """Seconds until the picture is refused."""
+    """Seconds until the image is refused."""
 
     def refuse() -> None:
         try:

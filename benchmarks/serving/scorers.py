@@ -10,7 +10,7 @@ from retouch.types import Column, Sample, Scores
 
 
 def corner_score(sample: Sample) -> float:
-    """Cheap, and decodes the picture nevertheless."""
+    """Cheap, and decodes the image nevertheless."""
     assert sample.image is not None
     red, green, blue = sample.image.getpixel((0, 0))  # type: ignore[misc]
     return float(red + green + blue) / 765
@@ -47,7 +47,7 @@ class Busy(Fixed):
 
 
 class Digest(Fixed):
-    """The same with a score that no other picture has."""
+    """The same with a score that no other image has."""
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         super().__call__(samples)

@@ -112,7 +112,7 @@ class Health:
 
 
 def sending(rounds: int) -> dict[str, object]:
-    """512 x 512 pictures to a scorer that costs nothing; each way of sending has three turns, and its median counts."""
+    """512 x 512 images to a scorer that costs nothing; each way of sending has three turns, and its median counts."""
     batches = [photos(BATCH, 512)] * max(1, rounds // TURNS)
     turns: dict[str, list[dict[str, float]]] = {"plain": [], "webp": [], "raw": []}
     with (
@@ -133,7 +133,7 @@ def sending(rounds: int) -> dict[str, object]:
 
 
 def batching(rounds: int) -> dict[str, object]:
-    """8 callers with 4 small pictures each, to a scorer of 200 ms a call and 10 ms a picture, a health page asked beside."""
+    """8 callers with 4 small images each, to a scorer of 200 ms a call and 10 ms an image, a health page asked beside."""
     batches = [photos(4, 64)] * (8 * rounds)
     with plain(0.2, 0.01) as (url, pid), httpx.Client(base_url=url, timeout=120) as client, Health(f"{url}/health") as health:
         measured: dict[str, object] = {"plain": timed(lambda samples: ask_plain(client, samples), batches, 8, server=pid)}

@@ -1,6 +1,6 @@
 """`python benchmarks/speed/ledger_cost.py`: what keeping every score adds to a step of the quickstart.
 
-A step runs through the real loop. What the ledger does in it (naming the pictures, looking them up, writing the scores to the disk)
+A step runs through the real loop. What the ledger does in it (naming the images, looking them up, writing the scores to the disk)
 is timed where it happens, on its own threads; none of it counts as hidden behind sampling. The processor's seconds stand beside
 the clock's, which a busy machine stretches.
 """

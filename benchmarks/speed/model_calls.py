@@ -1,7 +1,7 @@
 """The calls of neural networks that a training step makes: recorded with their inputs, and made again in a plain loop.
 
 Recorded are the transformer, the text encoders, the autoencoder's two ways, every backward and every optimizer step. What is
-left out is all that a library adds: tokens, noise, transitions, losses, pictures, scores, advantages, bookkeeping.
+left out is all that a library adds: tokens, noise, transitions, losses, images, scores, advantages, bookkeeping.
 """
 
 import time

@@ -1,6 +1,6 @@
 """The step of the library against the bare sum of its model calls, in turn in one run.
 
-A round: a step through the real loop (tasks, rollout, pictures, judge, update) whose calls are recorded; the same step again, with
+A round: a step through the real loop (tasks, rollout, images, judge, update) whose calls are recorded; the same step again, with
 the journal of scores, timed; and the recorded calls made again in a plain loop, timed. Ratio: median over median.
 """
 
@@ -44,7 +44,7 @@ def measure(name: str, recipe: str, *, rounds: int, overrides: Sequence[str] = (
         library, bare, stages, calls = [], [], [], []
         for step in range(rounds + 1):  # the first only warms up
             with recorder.recording() as (watched, made):
-                # Its pictures stay out of the journal, or the timed step could find them there.
+                # Its images stay out of the journal, or the timed step could find them there.
                 watched = replace(watched, judge=lambda _, samples: ready.parts.judge.submit(samples))
                 update(watched, ready.phase, step, collect(watched, ready.phase, step))
             seconds, by_stage = _timed(ready, step)

@@ -45,7 +45,7 @@ WANTED = range(100, 132)  # of the tokenizer's ids
 
 @dataclass(frozen=True)
 class Setting:
-    """``side``: px of the square picture that the writer sees; each 8 x 8 of them are a token. ``longest``: of a completion."""
+    """``side``: px of the square image that the writer sees; each 8 x 8 of them are a token. ``longest``: of a completion."""
 
     name: str
     side: int

@@ -13,7 +13,7 @@ def open_writer(target: str, overrides: Sequence[str] = (), *, allow_imports: It
     """The writer of a recipe or run, to use from Python: ``write("a cat").prompt``, or ``write.many([...])`` for several.
 
     ``allow_imports``: modules outside Retouch that the recipe may import; runs of your own need none.
-    ValueError for a policy that does not write.
+    Raises ValueError for a policy that does not write.
     """
     from retouch.inference.opening import open_writer as opened  # loads torch
 

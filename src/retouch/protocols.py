@@ -70,11 +70,11 @@ class DenoisingModel(Protocol):
         ...
 
     def encode_images(self, images: Sequence[Image]) -> Float[Tensor, "r ..."]:
-        """Clean x for pictures (mode of the VAE's posterior, normalised): targets of supervised learning."""
+        """Clean x for images (mode of the VAE's posterior, normalised): targets of supervised learning."""
         ...
 
     def decode(self, x: Float[Tensor, "r ..."], conditioning: Conditioning) -> list[Image]:
-        """Pictures for clean x."""
+        """Images for clean x."""
         ...
 
 
@@ -82,7 +82,7 @@ class DenoisingModel(Protocol):
 class Grammar(Protocol):
     """Which tokens may follow which: part of the distribution, in sampling and in evaluation alike.
 
-    ``vocabularies``: a few sets of ids, True where an id may be drawn. ``kinds``: the ``Kind`` of each set's tokens.
+    ``vocabularies``: a few sets of ids, True if an id may be drawn. ``kinds``: the ``Kind`` of each set's tokens.
     """
 
     vocabularies: Bool[Tensor, "s v"]
@@ -200,13 +200,13 @@ class Renderer(Protocol):
     """The frozen way from a policy's outputs to pixels."""
 
     def __call__(self, tasks: Sequence[Task], trajectory: Any) -> list[Image | None]:
-        """One image a row; None where the output cannot be drawn, which is the policy's own fault."""
+        """One image a row; None if the output cannot be drawn, which is the policy's own fault."""
         ...
 
 
 @runtime_checkable
 class Reward(Protocol):
-    """Judges samples. ``columns`` declares the scores; calling returns each as (b,), NaN where it could not judge."""
+    """Judges samples. ``columns`` declares the scores; calling returns each as (b,), NaN if it could not judge."""
 
     @property
     def columns(self) -> Mapping[str, Column]: ...

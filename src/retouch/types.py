@@ -170,16 +170,16 @@ class Trajectory:
 
 
 class Kind:
-    """Values of ``Trajectory.kind``. ``PICTURE``: a whole picture counts as one action without a log-probability (NaN)."""
+    """Values of ``Trajectory.kind``. ``IMAGE``: a whole image counts as one action without a log-probability (NaN)."""
 
     TEXT_TOKEN = 0
     IMAGE_TOKEN = 1
     TRANSITION = 2
-    PICTURE = 3
+    IMAGE = 3
 
 
 class Codes:
-    """Keys of a task's ``meta``: its pictures as image tokens, rows of codes, and what is thought before one is drawn."""
+    """Keys of a task's ``meta``: its images as image tokens (rows of codes), and the reasoning text before the image."""
 
     SOURCE = "source_codes"
     TARGET = "target_codes"
@@ -193,7 +193,7 @@ class Conditioning:
     ``tensors``: name to a tensor whose axis 0 is rows. ``padded``: the names whose axis 1 is a sequence padded on the right with
     zeros (an embedding and its mask, say); parts with other lengths can then be joined. ``shared``: what all rows have in common
     (sizes in pixels or latents). ``negative``: the same for the unconditional branch of guidance. ``REFERENCE``: the name of an
-    embedding (r, d) of the tasks' reference pictures, where the model is shown them.
+    embedding (r, d) of the tasks' reference images, where the model is shown them.
     """
 
     REFERENCE: ClassVar[str] = "reference"
@@ -214,7 +214,7 @@ class Conditioning:
 
     @classmethod
     def concat(cls, parts: "Sequence[Conditioning]") -> "Conditioning":
-        """The rows of the parts, in order, padded to the longest. ValueError where their shared sizes differ."""
+        """The rows of the parts, in order, padded to the longest. Raises ValueError if their shared sizes differ."""
         import torch
 
         first = parts[0]
@@ -239,16 +239,16 @@ class Prompts:
     """What a writer reads before it writes: one row a task, padded on the left, so that every row's last column is a real token.
 
     ``positions``: on each axis of the rotary embedding, one for text, (time, height, width) for Qwen's vision-language models.
-    ``pictures``: a mapping for each row, empty where it has no picture; tensors of one name are joined along axis 0.
+    ``image_inputs``: a mapping for each row, empty where it has no image; tensors of one name are joined along axis 0.
     """
 
     ids: Int[Tensor, "p l"]
     mask: Bool[Tensor, "p l"]
     positions: Int[Tensor, "p l axes"]
-    pictures: tuple[Mapping[str, Tensor], ...]
+    image_inputs: tuple[Mapping[str, Tensor], ...]
 
     def __len__(self) -> int:
-        return len(self.pictures)
+        return len(self.image_inputs)
 
     def next_positions(self) -> Int[Tensor, " p"]:
         """The position, equal on all axes, of the first token that is written."""
@@ -258,8 +258,8 @@ class Prompts:
         """The given rows, which may repeat, without the columns that none of them uses."""
         mask = self.mask[index]
         first = int(mask.any(0).int().argmax())
-        pictures = tuple(self.pictures[row] for row in index.tolist())
-        return Prompts(self.ids[index, first:], mask[:, first:], self.positions[index, first:], pictures)
+        image_inputs = tuple(self.image_inputs[row] for row in index.tolist())
+        return Prompts(self.ids[index, first:], mask[:, first:], self.positions[index, first:], image_inputs)
 
     @classmethod
     def concat(cls, parts: "Sequence[Prompts]") -> "Prompts":
@@ -276,7 +276,7 @@ class Prompts:
             torch.cat([padded(part.ids) for part in parts]),
             torch.cat([padded(part.mask) for part in parts]),
             torch.cat([padded(part.positions) for part in parts]),
-            tuple(row for part in parts for row in part.pictures),
+            tuple(row for part in parts for row in part.image_inputs),
         )
 
 
@@ -298,7 +298,7 @@ class Completion:
 class Column:
     """A named score: its range, whether it may decide anything, and which end of it is the better one.
 
-    The worse end is what a policy's own fault scores. A diagnostic may be NaN where it does not apply, never makes a sample
+    The worse end is what a policy's own fault scores. A diagnostic may be NaN if it does not apply, never makes a sample
     missing, and is NaN for a policy's own fault.
     """
 

@@ -38,7 +38,7 @@ def recipe(out: Path) -> Recipe:
 
 
 def attempt(sample_of: Any, *key: int) -> Image.Image:
-    """A picture between the source and the target, with noise."""
+    """An image between the source and the target, with noise."""
     draw = np.random.default_rng(key)
     source, target = (np.asarray(image, dtype=float) for image in (sample_of.images[0], sample_of.target))
     share = draw.uniform()
@@ -56,7 +56,7 @@ def batches(made: Recipe) -> tuple[list[Batch], Batch]:
 
 
 def judge_run(made: Recipe, *, keep_images: bool) -> Path:
-    """Judges three steps and an evaluation; the second step has a picture that could not be made."""
+    """Judges three steps and an evaluation; the second step has an image that could not be made."""
     folder = RunFolder(made.folder)
     folder.write_recipe(made.document())
     training, heldout = batches(made)
@@ -88,7 +88,7 @@ def judge_run(made: Recipe, *, keep_images: bool) -> Path:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that kept its pictures."""
+    """A run that kept its images."""
     return judge_run(recipe(tmp_path_factory.mktemp("kept")), keep_images=True)
 
 
@@ -259,7 +259,7 @@ def test_peoples_ratings_name_pictures_in_three_ways(kept, ask, tmp_path):
     for header, about in files.items():
         file = tmp_path / "ratings.csv"
         lines = [f"{who}{rating}" for who, rating in zip(about, rated, strict=True)]
-        # A second opinion on the first picture leaves its mean where it was.
+        # A second opinion on the first image leaves its mean where it was.
         lines += [f"{about[0]}{rated[0] - 1}", f"{about[0]}{rated[0] + 1}"]
         file.write_text("\n".join([f"{header},rating", *lines]) + "\n")
         found = ask(kept, "agree", "overall", "--ratings", file)

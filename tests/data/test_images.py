@@ -1,4 +1,4 @@
-"""Loading and fitting pictures: every mode, every kind of damage, and geometry against closed forms."""
+"""Loading and fitting images: every mode, every kind of damage, and geometry against closed forms."""
 
 import io
 import struct
@@ -102,7 +102,7 @@ def test_exif_rotation_is_undone(orientation, format):
         6: 2,
         7: 6,
         8: 4,
-    }  # Pillow's Transpose that stores a picture so that it has to be turned back
+    }  # Pillow's Transpose that stores an image so that it has to be turned back
     stored = upright if orientation == 1 else upright.transpose(Image.Transpose(inverse[orientation]))
     exif = Image.Exif()
     exif[0x0112] = orientation

@@ -52,7 +52,7 @@ def test_first_gradient_is_the_one_file_s(first_step, monkeypatch):
     decode, shown = one_file.decode, pixels(collected.images)
 
     def same_pictures(pipeline, latents):
-        # Latents equal to rounding may still fall on two sides of an 8-bit colour: then both are to judge the same picture.
+        # Latents equal to rounding may still fall on two sides of an 8-bit colour: then both are to judge the same image.
         assert (latents - collected.trajectory.outputs).abs().max() < 1e-5
         apart = (decode(pipeline, latents).int() - shown.int()).abs()
         assert apart.max() <= 1

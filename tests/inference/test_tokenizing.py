@@ -1,4 +1,4 @@
-"""From pictures to image tokens on disk, and from these to a run: the command, its shards, and what training makes of the codes."""
+"""From images to image tokens on disk, and from these to a run: the command, its shards, and what training makes of the codes."""
 
 import json
 import shutil

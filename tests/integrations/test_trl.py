@@ -120,7 +120,7 @@ def test_trl_lets_the_writer_read_what_the_editor_reads(cls):
     writer = writer_for(tiny_editing.editor(tiny_editing.parts(), cls, condition_area=32 * 64), tiny_writers.module())
     tasks = tiny_editing.tasks()
     if cls is QwenImageEditPlus:
-        tasks = (*tasks, tiny_writers.tasks()[2])  # of two pictures
+        tasks = (*tasks, tiny_writers.tasks()[2])  # of two images
     rows = [dataset_of(tasks, writer)[index] for index in range(len(tasks))]
     messages = [prepare_multimodal_messages(row["prompt"], images=row["images"]) for row in rows]
     processor = processor_for(writer)
@@ -129,7 +129,7 @@ def test_trl_lets_the_writer_read_what_the_editor_reads(cls):
         prompts = writer.encode([task])
         assert ids == prompts.ids[0].tolist()
         assert tasks[row["task"]] is task
-    bodies = ["".join(writer.picture.format(k) for k in range(1, len(row["images"]) + 1)) for row in rows]
+    bodies = ["".join(writer.image_block.format(k) for k in range(1, len(row["images"]) + 1)) for row in rows]
     seen = writer.template.tokenise(bodies, [row["images"] for row in rows])
     assert torch.equal(torch.as_tensor(read["pixel_values"]), seen["pixel_values"])
     assert [len(row["images"]) for row in rows] == [len(task.images) for task in tasks]

@@ -181,7 +181,7 @@ def test_targets_that_match_nothing_are_refused() -> None:
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Any) -> None:
-    with pytest.raises(ValueError, match="holds no model"):
+    with pytest.raises(ValueError, match="contains no model"):
         read_description(tmp_path)
 
 

@@ -38,7 +38,7 @@ RENDERING = (
     Mutant(
         "a token for a picture may stand in a response",
         "models/qwen_image/responses.py",
-        "and k not in self._pictures",
+        "and k not in self._image_ids",
         "",
         f"{READING}::test_what_cannot_be_read",
     ),

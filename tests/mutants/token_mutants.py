@@ -81,8 +81,8 @@ TOKENS = (
     Mutant(
         "a code too many",
         "models/janus/model.py",
-        "torch.where(places < self._count,",
-        "torch.where(places <= self._count,",
+        "torch.where(positions < self._count,",
+        "torch.where(positions <= self._count,",
         f"{JANUS}::test_the_likeliest_picture_is_transformers_own[0]",
     ),
     Mutant(

@@ -14,7 +14,7 @@ ADVANTAGES = [1.0, -0.5, 0.0, 7.0]
 
 
 def pictures(moved=0.0, **options):
-    """A policy with its old self, pictures of the old one, and the same points that the objective draws."""
+    """A policy with its old self, images of the old one, and the same points that the objective draws."""
     policy = tiny.policy(kind="ode", train="full", copies=("old", "reference"), acting="old", **options)
     batch = tiny.batch()
     trajectory = policy.rollout(batch)
@@ -140,7 +140,7 @@ def test_the_reference_pulls_with_its_weight():
 
 @pytest.mark.parametrize("microbatch", [1, 3, 100])
 def test_neither_cut_nor_number_of_actions_changes_the_gradient(microbatch):
-    """Pictures that came of several random steps are still one picture each."""
+    """Images that came of several random steps are still one image each."""
     batch = tiny.batch()
     gradients = []
     for kind, size in (("ode", 4), ("ode", microbatch), ("sde", microbatch)):

@@ -161,7 +161,7 @@ def test_flow_grpo_for_ocr() -> None:
         "reward.combine.correctness": 1.0,
     }
     assert {path: found[path] for path in wanted} == wanted
-    # 9 pictures at once, four times, on each of 32 GPUs, and two optimizer steps of them.
+    # 9 images at once, four times, on each of 32 GPUs, and two optimizer steps of them.
     assert found["tasks_per_step"] * found["group_size"] == found["microbatch"] * 4 * 32
     assert found["minibatches"] == 2
 

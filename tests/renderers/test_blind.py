@@ -10,7 +10,7 @@ from retouch.types import Completion, Task
 
 
 class Seen:
-    """Keeps what it was shown, and draws one grey picture a row."""
+    """Keeps what it was shown, and draws one grey image a row."""
 
     def __init__(self) -> None:
         self.outputs: list[Completion] = []

@@ -1,4 +1,4 @@
-"""Rewritten prompts as pictures: those of diffusers' pipelines for the same words and noise."""
+"""Rewritten prompts as images: those of diffusers' pipelines for the same words and noise."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Responses as edited pictures: diffusers' own pictures for the same embeddings and noise, and nothing that is frozen moves."""
+"""Responses as edited images: diffusers' own images for the same embeddings and noise, and nothing that is frozen moves."""
 
 from dataclasses import replace
 from types import SimpleNamespace

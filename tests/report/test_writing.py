@@ -1,4 +1,4 @@
-"""What a policy wrote, beside its pictures: of prompts also how long and how good they are."""
+"""What a policy wrote, beside its images: of prompts also how long and how good they are."""
 
 import json
 from pathlib import Path

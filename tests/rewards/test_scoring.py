@@ -1,4 +1,4 @@
-"""`retouch score`, and one call on one picture."""
+"""`retouch score`, and one call on one image."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Writes the folder of a run that never ran, through the run's own writers: real tasks, pictures and scores, made-up learning."""
+"""Writes the folder of a run that never ran, through the run's own writers: real tasks, images and scores, made-up learning."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from retouch.types import Sample, Task
 
 
 def attempt(task: Task, skill: float, random: torch.Generator) -> Image.Image:
-    """A picture by an editor that makes each edit with probability ``skill`` and blurs a little."""
+    """An image by an editor that makes each edit with probability ``skill`` and blurs a little."""
     scene = Scene.from_json(task.meta["scene"])
     draws = torch.rand(8, generator=random).tolist()
     edits = task.meta["edits"]
@@ -37,7 +37,7 @@ def judge(tasks: Sequence[Task], images: Sequence[Image.Image]) -> list[dict[str
 
 
 def evaluate(folder: RunFolder, step: int, skill: float, tasks: Sequence[Task]) -> float:
-    """Keep an evaluation and its pictures; returns the mean overall."""
+    """Keep an evaluation and its images; returns the mean overall."""
     images = [attempt(task, skill, generator("eval", place)) for place, task in enumerate(tasks)]
     scores = judge(tasks, images)
     rows = {"all": list(range(len(tasks)))}
@@ -135,7 +135,7 @@ def write_start(root: Path, *, name: str = "quickstart", steps: int = 120) -> Ru
 
 
 def write_run(root: Path, *, steps: int = 120, tasks: int = 80, every: int = 30) -> RunFolder:
-    """A whole run: ``steps`` steps with an evaluation each ``every`` and pictures at both ends."""
+    """A whole run: ``steps`` steps with an evaluation each ``every`` and images at both ends."""
     folder = write_start(root, steps=steps)
     folder.write_preflight(
         [

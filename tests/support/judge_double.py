@@ -1,6 +1,6 @@
 """A strict double of an OpenAI-compatible server on loopback: it refuses what such a server would, and breaks where it is told to.
 
-Its scores are a function of the judged picture's pixels, the score's name and the seed, so that a test knows the clean ones.
+Its scores are a function of the judged image's pixels, the score's name and the seed, so that a test knows the clean ones.
 """
 
 import base64
@@ -53,13 +53,13 @@ FAULTS = (
 
 
 def fraction(pixels: bytes, name: str, seed: int) -> float:
-    """From 0 to 1, by the judged picture, the score's name and the panel's seed."""
+    """From 0 to 1, by the judged image, the score's name and the panel's seed."""
     digest = hashlib.sha256(pixels + name.encode() + str(seed % RETRIES).encode()).digest()
     return int.from_bytes(digest[:4], "big") / 2**32
 
 
 def clean(image: Image.Image, name: str, seed: int, *, low: float, high: float, whole: bool = False) -> float:
-    """What the double answers about a picture."""
+    """What the double answers about an image."""
     value = low + (high - low) * fraction(image.convert("RGB").tobytes(), name, seed)
     return float(round(value)) if whole else round(value, 3)
 
@@ -214,7 +214,7 @@ def picture_of(part) -> bytes:
 
 
 def vote(choices, pixels: bytes, seed: int) -> str:
-    """The double's choice, by the judged picture and the panel's seed."""
+    """The double's choice, by the judged image and the panel's seed."""
     return choices[int(fraction(pixels, "choice", seed) * len(choices))]
 
 
@@ -224,7 +224,7 @@ def choices_of(body) -> list[str] | None:
 
 
 def complaint_of(handler, body) -> str | None:
-    """What such a server would refuse, and what our own prompts promise: rubric first, judged picture last."""
+    """What such a server would refuse, and what our own prompts promise: rubric first, judged image last."""
     known = {
         "structured_outputs",
         "guided_choice",

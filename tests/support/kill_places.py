@@ -1,7 +1,7 @@
 """Runs a tiny recipe, kills it with SIGKILL at one place after another, resumes it, and says whether any bit differs.
 
 A program of its own, so that it can fork before any thread runs: `python tests/support/kill_places.py OUT COUNT [WHAT]` prints a
-JSON line a place. WHAT is the folder of a writer, and the policy writes; that of an Emu3, and it writes pictures beside a value
+JSON line a place. WHAT is the folder of a writer, and the policy writes; that of an Emu3, and it writes images beside a value
 head; or "phases", and it imitates before it acts. A place is a function and how often it was called before the kill, which comes
 before or after that call.
 """

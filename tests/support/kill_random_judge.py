@@ -29,7 +29,7 @@ PLACES = (
 def by_luck(out: Path, name: str, log: Path, *, replay: bool = False) -> Recipe:
     document = recipe(out, name, None).document()
     arguments = {"log": str(log), "replay": replay}
-    document["learning_rate"] = 0.01  # a picture that stays what it was would be judged twice, and rightly so
+    document["learning_rate"] = 0.01  # an image that stays what it was would be judged twice, and rightly so
     document["reward"] = {"kind": "import", "class": "random_judge:RandomJudge", "args": arguments, "combine": {"luck": 1}}
     return parse(document)
 

@@ -91,7 +91,7 @@ def picture(number: int, *, size: tuple[int, int] = (24, 24), mode: str = "RGB")
 
 
 def samples_of(count: int, *, group: int = 4, **task: object) -> list[Sample]:
-    """Samples in groups that share a task with a source picture."""
+    """Samples in groups that share a task with a source image."""
     tasks = [Task(id=f"task/{k}" + "x" * (k % 2), instruction="make it red", images=(picture(1000 + k),)) for k in range(count)]
     return [Sample(replace(tasks[row // group], **task), picture(row)) for row in range(count)]
 

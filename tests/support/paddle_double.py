@@ -1,6 +1,6 @@
-"""A strict double of PaddleOCR 3: the arguments that it knows, the pictures that it takes, and results of the form that it gives.
+"""A strict double of PaddleOCR 3: the arguments that it knows, the images that it takes, and results of the form that it gives.
 
-It reads bars of one colour, each a line of text that names the colour, so a picture in another order of channels reads as another.
+It reads bars of one colour, each a line of text that names the colour, so an image in another order of channels reads as another.
 """
 
 import ctypes

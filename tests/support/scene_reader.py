@@ -45,7 +45,7 @@ def singles() -> list[Edit]:
 
 
 def random_edits(scene: Scene, complexity: int, generator: torch.Generator) -> tuple[Edit, ...]:
-    """So many random edits that the scene can have. ValueError where no draw of many fits."""
+    """So many random edits that the scene can have. Raises ValueError if no draw of many fits."""
     for _ in range(1000):
         edits = edits_of_kinds(scene, random_kinds(complexity, generator), generator)
         if edits is not None:

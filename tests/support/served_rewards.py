@@ -1,4 +1,4 @@
-"""Rewards to be served in tests: one whose scores prove which picture they belong to, and some with faults."""
+"""Rewards to be served in tests: one whose scores prove which image they belong to, and some with faults."""
 
 import hashlib
 import os
@@ -12,7 +12,7 @@ from retouch.types import Column, Sample, Scores
 
 
 def digest_score(sample: Sample) -> float:
-    """Between 0 and 1, another one for every picture and task."""
+    """Between 0 and 1, another one for every image and task."""
     assert sample.image is not None
     what = f"{sample.task.id} {sample.image.mode} {sample.image.size}".encode() + sample.image.tobytes()
     value = int.from_bytes(hashlib.sha256(what).digest()[:3], "big") / 2**24

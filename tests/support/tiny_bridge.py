@@ -20,7 +20,7 @@ ENDS = (2, 3)
 
 
 class Spy:
-    """Draws a picture as bright as a completion's first id (9 where it is empty), none where that is 0; keeps what it was shown."""
+    """Draws an image as bright as a completion's first id (9 where it is empty), none where that is 0; keeps what it was shown."""
 
     def __init__(self):
         self.seen = []

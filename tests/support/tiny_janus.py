@@ -7,7 +7,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import JanusConfig, JanusForConditionalGeneration, Qwen2Tokenizer
 
 import tiny_models
-from retouch.models.janus.model import BEGIN, JanusDrawing, JanusPainter
+from retouch.models.janus.model import BEGIN, JanusImageModel, JanusImageModules
 from retouch.models.language import PretrainedLanguageModel
 from retouch.types import Prompts
 
@@ -68,12 +68,12 @@ def whole(seed: int = 0) -> JanusForConditionalGeneration:
         return JanusForConditionalGeneration(config).eval()
 
 
-def painter(*, train: str = "lora", seed: int = 0, **options) -> JanusPainter:
+def painter(*, train: str = "lora", seed: int = 0, **options) -> JanusImageModel:
     """Trainable as a recipe would have it."""
     made = whole(seed).requires_grad_(False)
-    module = JanusDrawing(made)
+    module = JanusImageModules(made)
     tiny_models.make_trainable(module, train, PretrainedLanguageModel.lora_targets, seed=seed + 1)
-    return JanusPainter(module, tokenizer(), vq=made.model.vqmodel, **options)
+    return JanusImageModel(module, tokenizer(), vq=made.model.vqmodel, **options)
 
 
 def published(whole: JanusForConditionalGeneration, prompts: Prompts) -> torch.Tensor:

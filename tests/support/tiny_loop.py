@@ -23,7 +23,7 @@ GRPO = PolicyGradient(clip_low=1e-4, clip_high=1e-4, kl=Kl(kind="closed", weight
 
 
 class Share:
-    """How red a picture is, missing for the rows (group, slot) that are named."""
+    """How red an image is, missing for the rows (group, slot) that are named."""
 
     def __init__(self, missing=()):
         self.judge = Judge(ShareReward(), {"share": 1.0})

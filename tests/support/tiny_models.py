@@ -296,7 +296,7 @@ def qwen3(tokenizer: Qwen2Tokenizer, seed: int = 0) -> Qwen3ForCausalLM:
 
 
 def z_image_transformer(seed: int = 0) -> ZImageTransformer2DModel:
-    """Two blocks, and one each that refines picture and text; its tokens for padding are not zero, as it is made with."""
+    """Two blocks, and one each that refines image and text; its tokens for padding are not zero, as it is made with."""
     torch.manual_seed(seed)
     made = ZImageTransformer2DModel(
         dim=64,

@@ -40,7 +40,7 @@ def _qwen_parts():
 
 
 def edit_model():
-    """Qwen-Image-Edit for pictures of 16 x 16 px: 4 tokens of output beside 4 of source."""
+    """Qwen-Image-Edit for images of 16 x 16 px: 4 tokens of output beside 4 of source."""
     return QwenImageEdit(
         **_qwen_parts(),
         tokenizer=tiny_models.qwen_tokenizer(),
@@ -59,7 +59,7 @@ def _sd3_parts():
 
 
 def sd3_model():
-    """Stable Diffusion 3 for pictures of 8 x 16 px, with one text encoder: x is (r, 16, 2, 4)."""
+    """Stable Diffusion 3 for images of 8 x 16 px, with one text encoder: x is (r, 16, 2, 4)."""
     return SD3(
         **_sd3_parts(),
         # One for each: a tokenizer keeps its padding from call to call, and the ranks of a test are threads.

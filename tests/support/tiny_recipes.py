@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {
 
 
 class Middle:
-    """The red of a few pixels in the middle: pictures that differ by rounding alone hardly ever differ in it."""
+    """The red of a few pixels in the middle: images that differ by rounding alone hardly ever differ in it."""
 
     columns: Mapping[str, Column] = {"red": Column(0.0, 1.0)}
 

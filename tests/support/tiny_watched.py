@@ -17,7 +17,7 @@ from retouch.types import Column
 
 
 class Fickle:
-    """Answers how light a picture is, and more of it by ``shift``."""
+    """Answers how light an image is, and more of it by ``shift``."""
 
     identity = "fickle"
     shift = 0.0
@@ -42,7 +42,7 @@ class Graded:
 
 
 class Sinking:
-    """Held out: how light a picture is, less ``sunk``."""
+    """Held out: how light an image is, less ``sunk``."""
 
     columns: Mapping[str, Column] = {"worth": Column(-1.0, 1.0)}
     sunk = 0.0

@@ -148,7 +148,7 @@ def move(module, size=0.1, key=0):
 
 
 def tasks(count=3, *, pictures=True):
-    """Instructions and numbers of pictures that differ; the second task has no picture, the third has two."""
+    """Instructions and numbers of images that differ; the second task has no image, the third has two."""
     texts = ["red", "make it blue and put it left of that", "a"]
     shapes = [((32, 32),), (), ((48, 32), (16, 32))]  # more tokens than their longer side: positions fall behind
     return tuple(

@@ -108,7 +108,7 @@ class Runner:
         random: np.random.Generator | None = None,
         speculative: Any = None,
     ) -> None:
-        # What others left: any id may stand there, also those that begin a picture.
+        # What others left: any id may stand there, also those that begin an image.
         junk = np.random.default_rng(0).integers(0, vocabulary, (slots, longest))
         self.ids = SimpleNamespace(gpu=torch.from_numpy(junk).int())
         self.prompt_len, self.prefill_len = _backed(slots), _backed(slots)

@@ -177,7 +177,7 @@ def test_two_real_ranks_share_one_gradient(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     alone, wanted, _ = step_on(tiny_loop.ALONE, tiny.policy(mode="window", microbatch=2), tiny_loop.GRPO, [(1, 1)])
     assert tiny.distance(load_file(tmp_path / "gradient.safetensors"), alone) < 1e-5
-    # Pictures drawn two at a time may differ by a level of 255 in a pixel or two.
+    # Images drawn two at a time may differ by a level of 255 in a pixel or two.
     assert json.loads((tmp_path / "metrics.json").read_text()) == pytest.approx(wanted, rel=1e-4, abs=1e-5)
 
 

@@ -36,7 +36,7 @@ CLIPPED = PolicyGradient(clip_low=1e-4, clip_high=1e-4)
 
 
 def task(place, text):
-    """The upper or the lower half of a picture is to be painted; the other half holds a word that is nobody's business."""
+    """The upper or the lower half of an image is to be painted; the other half holds a word that is nobody's business."""
     mask = Image.new("L", (WIDTH, HEIGHT))
     ImageDraw.Draw(mask).rectangle(BOXES[place % 2], fill=255)
     # Two of the three have the same instruction: a group is a row of data and no string.

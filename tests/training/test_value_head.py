@@ -99,7 +99,7 @@ class Chooser:
 
 
 def paid(tasks, trajectory):
-    """Pictures as red as the choices earn."""
+    """Images as red as the choices earn."""
     earned = [PAYS[first, second].item() for first, second in trajectory.outputs.tolist()]
     return [new("RGB", (1, 1), (round(250 * share), 250 - round(250 * share), 0)) for share in earned]
 

@@ -137,7 +137,7 @@ def test_a_run_ends_when_its_reward_and_the_held_out_judge_part_ways(tmp_path, g
 
 
 def test_canaries_are_never_answered_from_memory(tmp_path):
-    """A judge that changes in the middle is caught, although the ledger remembers what it said of the very same pictures."""
+    """A judge that changes in the middle is caught, although the ledger remembers what it said of the very same images."""
     recipe = parse(tiny_watched.recipe(tmp_path, limit=None, on_alarm="stop", reward="tiny_watched:Graded"))
     tiny_watched.Fickle.shift = 0.0
     real = checkpoint.save

@@ -49,7 +49,7 @@ _STEPPERS: dict[str | None, type[ReplicatedStepper] | type[ZeroStepper]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Assembly:
-    """``placement``: where things lie. ``model``: what trains. ``image_model``: what makes pictures, the same but for writers of
+    """``placement``: where things lie. ``model``: what trains. ``image_model``: what makes images, the same but for writers of
     text. ``plan``: each phase with the steps of the run that it takes. ``copies``: weights kept beside the current ones. ``head``:
     the value head that trains beside the policy, where one does. ``engines``: by their sections.
     """

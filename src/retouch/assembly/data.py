@@ -25,7 +25,7 @@ def build_sets(recipe: Recipe, data: DataSource, *, size: tuple[int, int] | None
     """The tasks of a data source and the held-out tasks of the run. ``size``: (height, width) in px that the model works at, if
     fixed.
 
-    Raises ValueError where rows are unusable, where no task is left, and where a known test set would be trained on.
+    Raises ValueError if rows are unusable, where no task is left, and where a known test set would be trained on.
     """
     given = recipe.eval
     return data.build(

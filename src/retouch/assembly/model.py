@@ -27,6 +27,6 @@ def make_trainable(
 
 
 def lora_targets(policy: DenoisingPolicyKeys | AutoregressivePolicyKeys) -> Sequence[str]:
-    """The linear layers that get an adapter, as endings of their paths. Raises ValueError where nothing names them."""
+    """The linear layers that get an adapter, as endings of their paths. Raises ValueError if nothing names them."""
     assert policy.train.lora is not None
     return policy.train.lora.layers(policy.model.lora_targets)

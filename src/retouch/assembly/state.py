@@ -29,7 +29,7 @@ def capture(parts: Assembly, stepper: Stepper, *, step: int) -> TrainState:
 
 
 def restore_weights(copies: WeightCopies, state: TrainState) -> None:
-    """The trained weights and their copies. ValueError where the checkpoint is of other weights."""
+    """The trained weights and their copies. Raises ValueError if the checkpoint is of other weights."""
     trained = copies.parameters
     if trained.keys() != state.tensors["weights"].keys():
         raise ValueError(f"the checkpoint of step {state.step} holds other weights than the recipe trains")

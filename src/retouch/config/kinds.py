@@ -73,7 +73,7 @@ class Kinds:
         return (*known, *(() if IMPORT in self._table else (Imported,)))
 
     def class_for(self, value: Mapping[str, Any]) -> type[Section] | None:
-        """The class that describes this part of a document; None where its kind is missing or unknown."""
+        """The class that describes this part of a document; None if its kind is missing or unknown."""
         if value.get("kind") == IMPORT and IMPORT not in self._table:
             return Imported
         return self.load(value.get(self.tag))

@@ -22,7 +22,7 @@ def available() -> list[str]:
 def find(name: str | Path) -> Path:
     """The recipe file of that name, else the packaged recipe of that name.
 
-    Raises ValueError where there is neither; the message lists the packaged recipes.
+    Raises ValueError if there is neither; the message lists the packaged recipes.
     """
     file = Path(name)
     if file.is_file():

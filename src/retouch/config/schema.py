@@ -53,7 +53,7 @@ def alternatives(annotation: Any) -> tuple[type[Section], ...]:
 
 
 def section_for(annotation: Any, value: Mapping[str, Any]) -> type[Section] | None:
-    """The section that this value is one of; None where its kind is missing or unknown."""
+    """The section that this value is one of; None if its kind is missing or unknown."""
     if (open_set := open_kinds(annotation)) is not None:
         return open_set.class_for(value)
     sections = alternatives(annotation)

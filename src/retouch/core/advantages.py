@@ -24,7 +24,7 @@ def group_relative(
 ) -> Float[Tensor, " b"]:
     """(reward - baseline) / (std + eps), clamped to [-clip, clip].
 
-    ``rewards``: (b,), in any unit, NaN where missing. ``group``: (b,), the integer id of each row's group.
+    ``rewards``: (b,), in any unit, NaN if missing. ``group``: (b,), the integer id of each row's group.
     ``baseline``: "mean" is the mean of the group's valid rewards (GRPO, DeepSeekMath, arXiv 2402.03300); "leave_one_out" is the
     mean of the *other* valid rewards of the group (RLOO, arXiv 2402.14740).
     ``scale``: "group" divides by the group's standard deviation (GRPO); "batch" by the standard deviation of all valid rewards

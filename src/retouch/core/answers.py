@@ -24,7 +24,7 @@ _QUOTES = (('"', '"'), ("'", "'"), ("`", "`"), ("“", "”"), ("‘", "’"), (
 
 
 def answer_in(text: str) -> str | None:
-    """The prompt in a completion, on one line; None where there is none.
+    """The prompt in a completion, on one line; None if there is none.
 
     The answer stands after the last thought, and a thought without an end is none. Of several ``<answer>`` tags or code fences
     the last one that ends counts; where one tag of a pair is missing, all on its side. Then come off: a label ("Enhanced

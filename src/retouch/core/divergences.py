@@ -32,7 +32,7 @@ def gaussian_kl(
 
     ``reduction``: mean or sum over all axes except rows. ``step_std`` is the true standard deviation of the transition, which
     contains the factor sqrt(-dt): this is the KL of Flow-GRPO's paper (arXiv 2505.05470), whose published code omits that factor.
-    NaN where ``step_std`` is 0, because a deterministic transition has no density.
+    NaN if ``step_std`` is 0, because a deterministic transition has no density.
     """
     distance = reduce_rows((mean.float() - reference_mean.float()).square(), reduction)
     variance = step_std.float().square()

@@ -32,7 +32,7 @@ def ratio_norm(
     """The normalised log-ratio <next - old_mean, mean - old_mean> / step_std, as (b,); exactly 0 where the means agree.
 
     Only ``mean`` receives a gradient. This form needs no log-probabilities. It is therefore valid for every kind of transition
-    (including "cps", whose log_prob drops the variance) and does not subtract large numbers. NaN where ``step_std`` is 0.
+    (including "cps", whose log_prob drops the variance) and does not subtract large numbers. NaN if ``step_std`` is 0.
     """
     old_mean, step_std = old_mean.detach().float(), step_std.detach().float()
     none = step_std == 0

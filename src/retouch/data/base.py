@@ -97,7 +97,7 @@ class DataSource(Section):
     def build(self, context: DataContext) -> DataSets:
         """The tasks to train on and the held-out tasks.
 
-        Raises ValueError where rows are unusable, where no task is left, and where a known test set would be trained on.
+        Raises ValueError if rows are unusable, where no task is left, and where a known test set would be trained on.
         """
 
     def contents(self) -> TaskContents:
@@ -120,7 +120,7 @@ class DataSource(Section):
     def all_tasks(self, *, size: tuple[int, int], on_bad_row: OnBadRow) -> Sequence[Task]:
         """All tasks with images resized to ``size``, (height, width) in px; none is held out. Used by ``retouch data tokenize``.
 
-        Raises ValueError where they cannot be tokenized.
+        Raises ValueError if they cannot be tokenized.
         """
         raise ValueError(f"data.kind: {self.label} data cannot be tokenized; give data with source images")
 
@@ -167,7 +167,7 @@ class StoredData(DataSource):
 
     @abstractmethod
     def rows(self, *, seed: int) -> Rows:
-        """The rows of the data set; nothing is decoded yet. ``seed``: of the run. Raises ValueError where there are none."""
+        """The rows of the data set; nothing is decoded yet. ``seed``: of the run. Raises ValueError if there are none."""
 
     @property
     def bad_rows(self) -> OnBadRow:

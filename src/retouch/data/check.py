@@ -29,7 +29,7 @@ def check(source: str | Path | Rows, *, max_pixels: int = MAX_PIXELS) -> list[Pr
 def read_path(path: str | Path) -> Rows:
     """The rows of a file or folder: what a data source recognises as its own, else what the ``datasets`` library reads.
 
-    Raises ValueError where nothing is at ``path``, or nothing that can be read.
+    Raises ValueError if nothing is at ``path``, or nothing that can be read.
     """
     where = Path(path)
     if not where.exists():

@@ -174,7 +174,7 @@ def find_columns(
 
 
 def dig(fields: Mapping[str, Any], column: str) -> Any:
-    """The value under a name, or under a dotted path of names and list indices. None where there is none."""
+    """The value under a name, or under a dotted path of names and list indices. None if there is none."""
     if column in fields:
         return fields[column]
     value: Any = fields

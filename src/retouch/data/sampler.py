@@ -17,7 +17,7 @@ def tasks_for_step(*, seed: int, step: int, count: int, size: int) -> list[int]:
     """The ``count`` row numbers, each from 0 to ``size - 1``, that are the tasks of a step.
 
     Every pass over the data draws each row once; the order of pass k is keyed by (seed, k). A step at the end of a pass continues
-    into the next one, so it may contain a row twice, as two groups. Raises ValueError where ``count`` or ``size`` is below 1.
+    into the next one, so it may contain a row twice, as two groups. Raises ValueError if ``count`` or ``size`` is below 1.
     """
     import torch
 
@@ -34,7 +34,7 @@ def tasks_for_step(*, seed: int, step: int, count: int, size: int) -> list[int]:
 
 
 def steps_for_passes(passes: float, *, size: int, count: int) -> int:
-    """The number of steps of ``count`` tasks in ``passes`` over ``size`` rows, rounded up. Raises ValueError where passes <= 0."""
+    """The number of steps of ``count`` tasks in ``passes`` over ``size`` rows, rounded up. Raises ValueError if passes <= 0."""
     if passes <= 0:
         raise ValueError(f"{passes} passes over the data must be above 0")
     return math.ceil(Fraction(str(passes)) * size / count)  # exact in decimal: 0.07 * 100 is above 7 in binary

@@ -25,7 +25,7 @@ def split_by_source(sources: Sequence[str], *, held_out: float | int, seed: int)
     ``held_out``: a float below 1 is the probability that a source is held out, independent of the other sources. A whole number is
     the least number of held-out rows: the sources with the lowest hashes are held out, so added rows may replace others.
 
-    Raises ValueError where a side is empty; only with ``held_out`` 0 may the held-out side be empty.
+    Raises ValueError if a side is empty; only with ``held_out`` 0 may the held-out side be empty.
     """
     if held_out < 0 or (isinstance(held_out, float) and held_out >= 1):
         raise ValueError(f"held_out {held_out} must be a share from 0 to below 1, or a number of rows")
@@ -55,7 +55,7 @@ def split_by_source(sources: Sequence[str], *, held_out: float | int, seed: int)
 def limit(indices: Sequence[int], *, n: int, seed: int) -> tuple[int, ...]:
     """``n`` of the indices, drawn without replacement, in their order; all of them if there are no more than ``n``.
 
-    With the same seed, the indices drawn for a smaller ``n`` are among those for a larger one. Raises ValueError where ``n`` < 1.
+    With the same seed, the indices drawn for a smaller ``n`` are among those for a larger one. Raises ValueError if ``n`` < 1.
     """
     if n < 1:
         raise ValueError(f"a limit of {n} rows leaves nothing; use at least 1")

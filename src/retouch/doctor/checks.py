@@ -91,7 +91,7 @@ def check_folder(recipe: Recipe) -> Finding:
 
 
 def check_data(recipe: Recipe) -> Iterator[tuple[Finding, DataSets | None]]:
-    """Each data set of the recipe, read as in training; the data sets are None where that failed."""
+    """Each data set of the recipe, read as in training; the data sets are None if that failed."""
     size = recipe.image_size
     done: list[DataSource] = []
     for phase in recipe.resolved_phases():

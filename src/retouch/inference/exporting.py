@@ -24,9 +24,8 @@ def export_target(target: str, *, to: Path, which: Which | None = None, override
     """Write the weights of a run's newest checkpoint to the folder ``to``, and return the files.
 
     ``which``: ``average`` (what evaluation and `retouch sample` use, and the default where the run keeps one) or ``current``.
-    ``export.json`` beside them has the recipe and the step. ValueError where ``to`` is not empty, the target was never trained, or
-    there is no average.
-    """
+    ``export.json`` beside them has the recipe and the step. Raises ValueError if ``to`` is not empty, the target was never trained,
+    or there is no average."""
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ValueError(f"--to {to}: there is something already; name a new folder")
     parts, step = open_target(target, overrides)

@@ -19,7 +19,7 @@ from retouch.types import Column, Json
 
 @dataclass(frozen=True, kw_only=True)
 class ImageScores:
-    """``scores``: by column, NaN where missing. ``reward``: the combined reward, None if the reward does not say how to combine."""
+    """``scores``: by column, NaN if missing. ``reward``: the combined reward, None if the reward does not say how to combine."""
 
     columns: dict[str, Column]
     scores: dict[str, float]
@@ -32,7 +32,7 @@ class ImageScores:
         return [name for name, value in self.scores.items() if math.isnan(value) and not self.columns[name].diagnostic]
 
     def to_json(self) -> str:
-        """One line of JSON, with null where a score is missing."""
+        """One line of JSON, with null if a score is missing."""
         combined = {} if self.combined is None else {"reward": self.reward}
         return json.dumps(jsonable({"scores": self.scores, **combined, "missing": self.missing}), allow_nan=False)
 

@@ -34,7 +34,7 @@ def open_target(target: str, overrides: Sequence[str] = ()) -> tuple[Assembly, i
 def open_writer(target: str, overrides: Sequence[str] = (), *, allow_imports: Iterable[str] = ()) -> Writer:
     """The language model of a recipe or run alone: no data and no judge, and an image model only if it defines the prompts.
 
-    ``allow_imports``: modules that the recipe may import. ValueError for a policy that generates no text.
+    ``allow_imports``: modules that the recipe may import. Raises ValueError for a policy that generates no text.
     """
     silence_libraries()
     recipe, folder = _recipe(target, overrides, allow_imports)
@@ -55,7 +55,7 @@ def open_writer(target: str, overrides: Sequence[str] = (), *, allow_imports: It
 
 
 def _newest(folder: RunFolder | None) -> TrainState | None:
-    """What the newest checkpoint of a run holds; None for a recipe. ValueError where a run has none."""
+    """What the newest checkpoint of a run holds; None for a recipe. Raises ValueError if a run has none."""
     if folder is None:
         return None
     found = checkpoint.latest(folder.checkpoints)

@@ -1,4 +1,4 @@
-"""Data sets as image tokens: every picture of a data set is encoded once, and a run trains on the codes.
+"""Data sets as image tokens: every image of a data set is encoded once, and a run trains on the codes.
 
 The rows are shared out over shards, row k to shard k modulo their number. Each shard writes the features of its own rows and a list
 of its own; whoever finds all lists there puts them together, by renaming a whole file into place, so that shards may end at once.
@@ -35,7 +35,7 @@ from retouch.data.sources.tokens import FEATURES, LIST
 from retouch.data.validation import OnBadRow
 from retouch.distributed.ranks import find_device
 from retouch.models.common.pretrained import fetch_writer
-from retouch.models.emu3.images import Emu3Pictures
+from retouch.models.emu3.images import Emu3ImageTokenizer
 from retouch.models.emu3.load import load_autoencoder
 from retouch.playground.models import playground_weights
 from retouch.recipe.document import evaluate
@@ -90,7 +90,7 @@ def tokenize(job: Job, *, processes: int = 1) -> Path:
 def tokenize_shard(job: Job, shard: int, *, of: int) -> Path | None:
     """One shard's rows. The list of all features, where all other shards are done too.
 
-    ValueError: a shard that there is not, rows that cannot be used, or a task without exactly one source picture, or with a mask or
+    ValueError: a shard that there is not, rows that cannot be used, or a task without exactly one source image, or with a mask or
     a reference, which the layout has not.
     """
     if not 0 <= shard < of or job.batch < 1:
@@ -113,7 +113,7 @@ def tokenize_shard(job: Job, shard: int, *, of: int) -> Path | None:
 
 
 def merge(out: Path, *, of: int) -> Path | None:
-    """Put the lists of all shards together, in the order of the rows; None where one is not there yet, or is of another job."""
+    """Put the lists of all shards together, in the order of the rows; None if one is not there yet, or is of another job."""
     files = [_list_of(out, shard, of) for shard in range(of)]
     if not all(file.is_file() for file in files):
         return None
@@ -159,16 +159,16 @@ def _section(document: Mapping[str, Any], *, allow_imports: Sequence[str] = ()) 
             raise ValueError("\n".join(lines + wrong_values(error, held, _Holder))) from None
 
 
-def _autoencoder(job: Job, shard: int) -> Emu3Pictures:
+def _autoencoder(job: Job, shard: int) -> Emu3ImageTokenizer:
     device = find_device(job.device)
     if job.device == "auto" and device.type == "cuda":
         device = torch.device("cuda", shard % torch.cuda.device_count())
     path = playground_weights("emu3") / "autoencoder" if job.model == "playground" else fetch_writer(job.model)
-    return Emu3Pictures(load_autoencoder(path).to(device), job.size)
+    return Emu3ImageTokenizer(load_autoencoder(path).to(device), job.size)
 
 
 def _features(job: Job, tasks: Sequence[Task], encode: Encode) -> Iterator[tuple[str, bytes]]:
-    """Each task's file, by name and content; a batch's pictures are encoded together."""
+    """Each task's file, by name and content; a batch's images are encoded together."""
     for task in tasks:
         if len(task.images) != 1:
             raise ValueError(
@@ -202,7 +202,7 @@ def _features(job: Job, tasks: Sequence[Task], encode: Encode) -> Iterator[tuple
 
 
 def _keep(out: Path, name: str, image: Image) -> str:
-    """Write the picture, and say where it lies in the data set."""
+    """Write the image, and say where it lies in the data set."""
     content = BytesIO()
     image.save(content, format="PNG")
     write_atomic(out / "pictures" / name, content.getvalue())

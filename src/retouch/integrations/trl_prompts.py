@@ -55,7 +55,7 @@ def processor_for(writer: QwenWriter) -> WriterProcessor:
         [
             '{% set seen = namespace(number=0) %}{% for part in messages[0].content %}{% if part.type == "image" %}',
             "{% set seen.number = seen.number + 1 %}",
-            f"{{{{ {_literal(writer.picture)}.replace('{{}}', seen.number | string) }}}}",
+            f"{{{{ {_literal(writer.image_block)}.replace('{{}}', seen.number | string) }}}}",
             "{% else %}{{ part.text }}{% endif %}{% endfor %}",
         ]
     )

@@ -2,7 +2,7 @@
 largest published models take only seconds.
 
 The result is the memory requested from the allocator. Workspaces of kernels, rounding to blocks and fragmentation are not included.
-Attention is counted as in fused kernels (FlashAttention, arXiv:2205.14135), which do not store the matrix of all pairs of tokens.
+Attention is counted as in fused kernels (FlashAttention, arXiv 2205.14135), which do not store the matrix of all pairs of tokens.
 """
 
 from collections.abc import Callable, Iterable

@@ -123,7 +123,7 @@ def activation_bytes(shape: Shape, setup: Setup) -> int:
     """Estimated bytes that autograd keeps of one forward pass.
 
     Without gradient checkpointing all activations of every block; with it the input of every block and all activations of one
-    (sublinear memory, Chen et al., arXiv:1604.06174).
+    (sublinear memory, Chen et al., arXiv 1604.06174).
     """
     size = setup.dtype.itemsize
     numbers = setup.rows * setup.tokens * shape.width

@@ -87,7 +87,7 @@ def stored_count(part: Mapping[str, Any]) -> int:
 
 
 def lora_count(part: Mapping[str, Any], *, rank: int, targets: Sequence[str]) -> int:
-    """Number of parameters of LoRA (arXiv:2106.09685) on all linear layers whose names end in a target: rank * (in + out) each.
+    """Number of parameters of LoRA (arXiv 2106.09685) on all linear layers whose names end in a target: rank * (in + out) each.
 
     Raises ValueError for a target without a layer.
     """

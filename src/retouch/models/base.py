@@ -114,7 +114,7 @@ class ImageModel(Section):
     kind: str = "import"
 
     takes: ClassVar[Takes | None] = None
-    """What it reads of a task; None where only the model itself knows."""
+    """What it reads of a task; None if only the model itself knows."""
     lora_targets: ClassVar[tuple[str, ...]] = ()
     """The linear layers that get an adapter where the recipe names none, as endings of their names; empty: the recipe must."""
     pipeline: ClassVar[str | None] = None
@@ -127,7 +127,7 @@ class ImageModel(Section):
     def build(self, *, device: torch.device) -> DenoisingModel:
         """The model with its weights, all of it frozen but for the transformer. Downloads what is not on this machine.
 
-        Raises ValueError where its folder holds something else.
+        Raises ValueError if its folder holds something else.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no build")
 
@@ -204,7 +204,7 @@ class DiffusersModel(ImageModel):
     path: str
     """Folder or Hugging Face id of the pipeline."""
     size: Pixels | None = None
-    """Height and width of the pictures it makes, in pixels; an editor with null takes its source's."""
+    """Height and width of the images it makes, in pixels; an editor with null takes its source's."""
     dtype: Dtype = "bfloat16"
     """Type of the frozen weights and of the forward pass; log-probabilities are fp32 in any case."""
 
@@ -259,7 +259,7 @@ class DiffusersModel(ImageModel):
         return self.size is not None or self.takes.images[1] > 0
 
     def published(self) -> Described | None:
-        """The published model of this path, described part by part; None where its configuration is not known."""
+        """The published model of this path, described part by part; None if its configuration is not known."""
         name = Path(self.path).name.lower()
         owner = next(cls for cls in type(self).__mro__ if "configurations" in vars(cls))
         file = next((file for part, file in self.configurations if part in name), None)

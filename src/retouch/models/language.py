@@ -199,5 +199,5 @@ def read_description(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if not config.get("architectures"):
-        raise ValueError(f"{folder} holds no model: no config.json that names its class")
+        raise ValueError(f"{folder} contains no model: no config.json that names its class")
     return {"class": config["architectures"][0], "config": config}

@@ -59,7 +59,7 @@ class Lora(Section):
     def layers(self, usual: Sequence[str]) -> Sequence[str]:
         """The layers that get an adapter, as endings of their paths; ``usual``: those of the model's family.
 
-        Raises ValueError where neither names any.
+        Raises ValueError if neither names any.
         """
         if self.targets is None and not usual:
             raise ValueError(

@@ -1,6 +1,6 @@
 """Advantages: how rewards of all ranks become an advantage for each action of this rank's rows.
 
-Rewards are (rows,), float32, in the step's global order, NaN where a sample could not be judged; such a row has advantage 0 or NaN
+Rewards are (rows,), float32, in the step's global order, NaN if a sample could not be judged; such a row has advantage 0 or NaN
 and weight 0 in the loss. ``group`` (rows,) numbers the rows' groups.
 """
 
@@ -52,7 +52,7 @@ class Advantage(Section):
         return None
 
     def check_range(self, low: float, high: float) -> None:
-        """ValueError where rewards of this range cannot be used."""
+        """Raises ValueError if rewards of this range cannot be used."""
 
     @property
     def needs_groups(self) -> bool:
@@ -137,7 +137,7 @@ class GAEAdvantage(Advantage):
         return rescale_rewards(rewards, low=low, high=high)
 
     def assign(self, advantages: Float[Tensor, " b"], trajectory: Trajectory, ranks: Collectives) -> Credit:
-        """``advantages``: each row's reward on the scale from -1 to 1, NaN where missing.
+        """``advantages``: each row's reward on the scale from -1 to 1, NaN if missing.
 
         Whitening is over all actions of all ranks. The metric ``value/explained_variance`` is of the discounted rewards, not of the
         returns, which contain predicted values where ``lam`` is below 1.

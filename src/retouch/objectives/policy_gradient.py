@@ -299,7 +299,7 @@ class ActorCritic:
 
 
 def check_clip(reduction: Literal["mean", "sum", "token"], low: float, high: float) -> None:
-    """Raises ValueError where a clip range does not fit the scale of the log-probabilities; the message says what to do.
+    """Raises ValueError if a clip range does not fit the scale of the log-probabilities; the message says what to do.
 
     ``reduction``: how a transition's log-probability was reduced over its D elements, or "token". A clip range of 0.2 on the sum is
     one of 0.2 / D on the mean, so a range made for one of them never or always clips with the other.

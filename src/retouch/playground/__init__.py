@@ -1,1 +1,1 @@
-"""The built-in world of small pictures in which every recipe has a twin: scenes, edits, instructions, tasks and an exact judge."""
+"""The built-in world of small images in which every recipe has a twin: scenes, edits, instructions, tasks and an exact judge."""

@@ -29,7 +29,7 @@ class PlaygroundFamily(DiffusersModel):
     path: str | None = None  # type: ignore[assignment]
     """Folder of other weights of the same shape; null takes those that ship with the package."""
     size: Pixels | None = None
-    """Height and width of its pictures in pixels; null takes the playground's own."""
+    """Height and width of its images in pixels; null takes the playground's own."""
     dtype: Dtype = "float32"
     """Type of the frozen weights and of the forward pass; log-probabilities are fp32 in any case."""
 

@@ -82,7 +82,7 @@ def build_further(folder: Path, settings: Emu3Training) -> dict[str, float]:
 
 
 def measure(editor: Emu3Editor) -> dict[str, float]:
-    """Held-out means of its likeliest pictures, and of the true targets through its codes, by complexity."""
+    """Held-out means of its likeliest images, and of the true targets through its codes, by complexity."""
     sampling = TokenRollout(max_new_tokens=LONGEST)
     policy = AutoregressivePolicy(editor, sampling=sampling, microbatch=HELD_OUT, copies=WeightCopies(editor.module))
     ceiling, edited = held_out(

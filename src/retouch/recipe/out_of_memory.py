@@ -67,7 +67,7 @@ def _advice(recipe: Recipe, stage: str) -> str:
 
 
 def _value(recipe: Recipe, key: str) -> JsonValue:
-    """What the recipe says there; None where this recipe has no such key."""
+    """What the recipe says there; None if this recipe has no such key."""
     node: JsonValue = recipe.document()
     for part in key.split("."):
         node = node.get(part) if isinstance(node, dict) else None

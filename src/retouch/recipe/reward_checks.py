@@ -61,7 +61,7 @@ def reward_data_problems(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) ->
 
 
 def _combined(combine: Combine, columns: Mapping[str, Column] | None) -> Combination | None:
-    """The combination of the columns; None where they are not known yet, and then only the syntax is checked."""
+    """The combination of the columns; None if they are not known yet, and then only the syntax is checked."""
     if not combine:
         raise ValueError('empty; name at least one column and its weight, {"overall": 1.0} say')
     if columns is not None:

@@ -19,7 +19,7 @@ class Rule(Section):
 
 
 class HeldOutJudge(Rule):
-    """A judge that is never trained on. Alarm: since the look at which it thought best of the pictures its mean has fallen, by more
+    """A judge that is never trained on. Alarm: since the look at which it thought best of the images its mean has fallen, by more
     than ``sigmas`` standard errors of the paired difference, and the mean reward has not."""
 
     reward: AnyReward
@@ -29,25 +29,25 @@ class HeldOutJudge(Rule):
 
 
 class Canaries(Rule):
-    """The first pictures of the start, shown to the reward again and again. Alarm: the mean change of a column's scores of them is
+    """The first images of the start, shown to the reward again and again. Alarm: the mean change of a column's scores of them is
     above ``limit``, so it is the judge that has changed."""
 
     count: Count = 8
-    """Pictures, at most ``watch.tasks``."""
+    """Images, at most ``watch.tasks``."""
     limit: Share = 0.05
     """Mean absolute change, as a share of the column's range."""
 
 
 class PaintedText(Rule):
-    """Text that nobody asked for and that speaks to a judge, found by OCR (extra ``ocr``). Alarm: the share of pictures with such
+    """Text that nobody asked for and that speaks to a judge, found by OCR (extra ``ocr``). Alarm: the share of images with such
     text is more than ``limit`` above that of the start."""
 
     limit: Share = 0.05
-    """Rise of the share of pictures."""
+    """Rise of the share of images."""
 
 
 class Diversity(Rule):
-    """How far the pictures of a group are from each other, in every step. Alarm: its mean over the last ``window`` steps is below
+    """How far the images of a group are from each other, in every step. Alarm: its mean over the last ``window`` steps is below
     ``limit`` times that over the first."""
 
     window: Count = 10
@@ -57,21 +57,21 @@ class Diversity(Rule):
 
 
 class Shift(Rule):
-    """A mean over the pictures. Alarm: it is more than ``limit`` from that of the start (for the preservation: below it)."""
+    """A mean over the images. Alarm: it is more than ``limit`` from that of the start (for the preservation: below it)."""
 
     limit: Share = 0.1
     """Largest change, of a quantity from 0 to 1."""
 
 
 class Factor(Rule):
-    """A mean over the pictures. Alarm: it has grown, or shrunk, by more than ``limit`` times since the start."""
+    """A mean over the images. Alarm: it has grown, or shrunk, by more than ``limit`` times since the start."""
 
     limit: Annotated[float, Field(gt=1.0)] = 1.5
     """Largest factor."""
 
 
 class Watch(Section):
-    """Looks at the pictures that the policy makes for a few held-out tasks, always the same and from the same noise, and what they
+    """Looks at the images that the policy makes for a few held-out tasks, always the same and from the same noise, and what they
     must not show. All of it is logged as ``watch/...``; rules that are null only measure."""
 
     every: Count = 10
@@ -81,9 +81,9 @@ class Watch(Section):
     judge: HeldOutJudge | None = None
     """A held-out judge; null has none."""
     canaries: Canaries | None = None
-    """Pictures that must keep their scores; null has none."""
+    """Images that must keep their scores; null has none."""
     text: PaintedText | None = None
-    """The tripwire for painted text; null does not read the pictures."""
+    """The tripwire for painted text; null does not read the images."""
     diversity: Diversity | None = Diversity()
     """Diversity within groups."""
     preservation: Shift | None = Shift()

@@ -30,7 +30,7 @@ class OdeSampler:
     """Samples from a frozen flow-matching model: deterministic Euler steps along its own sigmas.
 
     ``guidance_scale``: 1 has no negative branch; above 1 the two branches are combined as in the model's own pipeline. This freezes
-    the transformer and sets it to eval mode. ValueError for fewer than 1 step, or a scale below 1.
+    the transformer and sets it to eval mode. Raises ValueError for fewer than 1 step, or a scale below 1.
     """
 
     def __init__(self, model: DenoisingModel, *, num_steps: int, guidance_scale: float = 1.0) -> None:
@@ -74,7 +74,7 @@ class OdeSampler:
 def noise_generators(completions: Sequence[Completion], *, shared: bool) -> list[torch.Generator]:
     """A generator for the initial noise of each row; ``shared``: the same for all rows of a group.
 
-    ValueError for a completion without a key.
+    Raises ValueError for a completion without a key.
     """
     from retouch.core.random import generator
 

@@ -8,7 +8,7 @@ MOST_POINTS = 240
 
 
 class Point(NamedTuple):
-    """A value at a step, with the ends of its band; NaN where missing."""
+    """A value at a step, with the ends of its band; NaN if missing."""
 
     x: float
     y: float

@@ -113,7 +113,7 @@ class RewardSection(Section):
         return keep(self.with_model(self.load(device if own is None else own)))
 
     def known_columns(self) -> Mapping[str, Column] | None:
-        """The columns, as far as the section alone tells them; None where only the built reward does."""
+        """The columns, as far as the section alone tells them; None if only the built reward does."""
         return self.columns
 
     def arguments(self) -> dict[str, Any]:
@@ -191,14 +191,14 @@ def visible_samples(reward: Reward, samples: Sequence[Sample]) -> list[Sample]:
 
 
 def source_image(task: Task) -> Image:
-    """The first source image. ValueError where the task has none."""
+    """The first source image. Raises ValueError if the task has none."""
     if not task.images:
         raise ValueError(f"task {task.id!r} has no source image, with which this reward compares")
     return task.images[0]
 
 
 def completion_of(sample: Sample) -> str:
-    """The text that the policy wrote. ValueError where there is none."""
+    """The text that the policy wrote. Raises ValueError if there is none."""
     if sample.completion is None:
         raise ValueError(f"task {sample.task.id!r} has no completion, which this reward scores; it is for policies that write text")
     return sample.completion

@@ -25,7 +25,7 @@ from retouch.types import Batch, Sample, Scores
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredBatch:
-    """The scores of ``b`` samples. ``scores``: each column, (b,). ``rewards``: the combined number, (b,), NaN where it is missing.
+    """The scores of ``b`` samples. ``scores``: each column, (b,). ``rewards``: the combined number, (b,), NaN if it is missing.
 
     ``faults``: the number of samples without an image.
     """

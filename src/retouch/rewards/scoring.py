@@ -26,11 +26,11 @@ def score(
     completion: str | None = None,
     meta: Mapping[str, Json] | None = None,
 ) -> dict[str, float]:
-    """The columns of one image, without building a task: a number each, NaN where it could not be judged or does not apply.
+    """The columns of one image, without building a task: a number each, NaN if it could not be judged or does not apply.
 
     ``source``: the image or images that were edited. ``mask``: white where the image was to change. ``text``: what should be
-    written in the image. ``completion``: what the policy wrote, for rewards of text. ValueError where the reward needs something
-    that is not given, or returns other columns than it declares.
+    written in the image. ``completion``: what the policy wrote, for rewards of text. Raises ValueError if the reward needs
+    something that is not given, or returns other columns than it declares.
 
     Example: ``score(ClipReward(), image, instruction="a red barn")["similarity"]``
     """

@@ -43,7 +43,7 @@ def check_policy(policy: Policy, batch: Batch, *, needs: Needs | None = None, ra
     _check_rows(trajectory)
     if isinstance(policy, VelocityPolicy):
         _check_velocity(policy, trajectory, trained)
-    if (trajectory.kind == Kind.PICTURE).all():
+    if (trajectory.kind == Kind.IMAGE).all():
         return
     limit = ratio_limit or (1e-6 if (trajectory.kind == Kind.TRANSITION).all() else 1e-5)
     _check_slices(trajectory, list(policy.microbatches(trajectory)))

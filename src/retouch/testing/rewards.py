@@ -1,4 +1,4 @@
-"""The contract of a reward: it returns its declared columns, one score per sample, and NaN where it cannot score."""
+"""The contract of a reward: it returns its declared columns, one score per sample, and NaN if it cannot score."""
 
 import sys
 from collections.abc import Iterator, Sequence

@@ -12,7 +12,7 @@ from retouch.types import Kind, Trajectory
 
 
 def completion_texts(trajectory: Trajectory) -> Sequence[str | None]:
-    """Each row's text; None where the policy writes no text (it may generate an image token by token)."""
+    """Each row's text; None if the policy writes no text (it may generate an image token by token)."""
     if not isinstance(trajectory, AutoregressiveTrajectory):
         return [None] * len(trajectory)
     if not (trajectory.kind == Kind.TEXT_TOKEN).any():  # image tokens only

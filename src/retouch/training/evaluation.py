@@ -25,7 +25,7 @@ MOST_TAG_VALUES = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EvaluationResult:
-    """Scores and rewards (n,) of the held-out tasks in their order, NaN where missing.
+    """Scores and rewards (n,) of the held-out tasks in their order, NaN if missing.
 
     ``images`` and ``texts``: the images of the first few tasks, and the completions they were made from (None: the policy writes
     none).

@@ -66,7 +66,7 @@ class Run:
 
     ``judge``: starts scoring a chunk's samples and returns at once. ``chunk``: rows that are sampled, rendered and scored together.
     ``average``: updates the weight average, called with the number of optimizer steps. ``clock``: times a named stage.
-    ``describe``: metrics of a trajectory, over all ranks. ``completions``: each row's text, None where the policy writes none.
+    ``describe``: metrics of a trajectory, over all ranks. ``completions``: each row's text, None if the policy writes none.
     ``counted``: columns whose share of missing scores is a metric.
     """
 

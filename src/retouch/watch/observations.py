@@ -18,7 +18,7 @@ from retouch.types import Scores
 class Observation:
     """What was measured after ``step`` steps.
 
-    ``scores``: name to (n,), one score per task, NaN where it could not be measured. ``canaries``: reward column to the scores (k,)
+    ``scores``: name to (n,), one score per task, NaN if it could not be measured. ``canaries``: reward column to the scores (k,)
     of the canary images. ``judge``: the fingerprint of the held-out judge, or "".
     """
 

@@ -1,4 +1,4 @@
-"""Complex-Edit, read from a parquet of its own schema: levels, splits by picture, and no training on it by mistake."""
+"""Complex-Edit, read from a parquet of its own schema: levels, splits by image, and no training on it by mistake."""
 
 import io
 
@@ -50,7 +50,7 @@ def save(folder, split, numbers, edits) -> None:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with a parquet file for each split, as the Hub serves them; the two hold different pictures."""
+    """A folder with a parquet file for each split, as the Hub serves them; the two hold different images."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     shown = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
@@ -114,7 +114,7 @@ def test_all_levels_of_a_picture_stand_on_one_side(folder):
     assert len(parts.train) == 8 * len(sides[0])
     alone = read_complex_edit(folder, complexity="8")
     again = split_by_source(sources(alone, range(len(alone))), held_out=0.4, seed=0)
-    assert set(again.held_out) == sides[1]  # more levels move no picture to the other side
+    assert set(again.held_out) == sides[1]  # more levels move no image to the other side
 
 
 def test_a_short_chain_is_named_by_its_row(folder):

@@ -1,4 +1,4 @@
-"""Folders of pictures with metadata, read into tasks."""
+"""Folders of images with metadata, read into tasks."""
 
 import json
 

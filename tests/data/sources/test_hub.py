@@ -77,7 +77,7 @@ def test_every_kind_of_storage_gives_the_same_tasks(tmp_path, how):
         (0, 0, 255),
         (0, 128, 0),
     ]
-    assert first.meta == {"edited_prompt_list": ["short", "a longer phrasing"], "score": 7.5}  # neither dates nor pictures are JSON
+    assert first.meta == {"edited_prompt_list": ["short", "a longer phrasing"], "score": 7.5}  # neither dates nor images are JSON
     assert "score" not in second.meta  # nor is NaN
     assert check(rows) == []
 

@@ -40,5 +40,5 @@ def test_both_branches_have_gradient():
 
 @pytest.mark.parametrize("scale", [1.0, 0.0, -2.0])
 def test_guidance_begins_above_one(scale):
-    with pytest.raises(ValueError, match="guidance begins above 1"):
+    with pytest.raises(ValueError, match="guidance needs a scale above 1"):
         Guided(tiny.sd3_model(), scale)

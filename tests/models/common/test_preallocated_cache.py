@@ -6,12 +6,12 @@ from transformers import DynamicCache
 
 import tiny_writers
 from retouch.models.common.causal import new_cache
-from retouch.models.common.preallocated_cache import ROOM, RoomyLayer, roomy
+from retouch.models.common.preallocated_cache import ROOM, PreallocatedCacheLayer, with_preallocated_layers
 
 
 def caches(**text):
     config = tiny_writers.module("qwen2.5", **text).config
-    return roomy(DynamicCache(config=config)), DynamicCache(config=config)
+    return with_preallocated_layers(DynamicCache(config=config)), DynamicCache(config=config)
 
 
 def grow(cache, pieces, select=None):
@@ -71,5 +71,5 @@ def test_with_gradient_it_is_transformers():
 
 def test_layers_with_a_window_stay_as_they_are():
     windowed = tiny_writers.module("qwen2.5", use_sliding_window=True, sliding_window=4, max_window_layers=1)
-    kinds = [type(layer) is RoomyLayer for layer in new_cache(windowed.model).layers]
+    kinds = [type(layer) is PreallocatedCacheLayer for layer in new_cache(windowed.model).layers]
     assert kinds == [True, False]

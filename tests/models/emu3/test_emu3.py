@@ -1,4 +1,4 @@
-"""Emu3 as an editor: its prompts, its pictures as codes, and the form of what it writes."""
+"""Emu3 as an editor: its prompts, its images as codes, and the form of what it writes."""
 
 import dataclasses
 
@@ -66,7 +66,7 @@ def test_codes_are_the_autoencoders_own(editor):
 
 def test_a_written_picture_comes_back(editor):
     codes = editor.encode_codes([tiny_models.picture(5, 16, 24)])[0]
-    ids = editor.words.picture(codes)[1:]  # boi is the prefill
+    ids = editor.words.image_ids(codes)[1:]  # boi is the prefill
     assert torch.equal(editor.codes_in(ids), codes)
     place = ids.index(editor.words.img) + 1
     assert editor.codes_in(ids[: place + 3]) is None
@@ -85,7 +85,7 @@ def test_what_is_imitated_is_the_target_picture(editor):
     shown = tiny_writing.policy(writer=editor, sampling={"max_new_tokens": len(drawn) + 1}).demonstrate(batch)
     assert [list(written.ids) for written in shown.outputs] == [drawn] * 2
     assert shown.mask.sum(1).tolist() == [codes.numel()] * 2
-    with pytest.raises(ValueError, match="no target picture"):
+    with pytest.raises(ValueError, match="no target image"):
         editor.target_ids(tasks()[:1])
 
 
@@ -158,7 +158,7 @@ def test_without_the_grammar_a_malformed_picture_is_the_policys_fault():
     assert torch.equal(trajectory.mask.sum(1), trajectory.lengths)  # nothing is forced
     images = CodesDecoder(made)([batch.tasks[k] for k in batch.group], trajectory)
     assert images == [None] * len(batch)
-    # The same ids, where they are a picture, are one; and of what was drawn in it the kind is the image's.
+    # The same ids, where they are an image, are one; and of what was drawn in it the kind is the image's.
     shown = policy.demonstrate(tiny_writing.batch((dataclasses.replace(tasks()[0], target=tiny_models.picture(7, 16, 24)),)))
     assert CodesDecoder(made)(batch.tasks[:1], shown)[0] is not None
     assert shown.kind[0].tolist().count(Kind.IMAGE_TOKEN) == longest - len(made.words.header(*made.grid))
@@ -171,7 +171,7 @@ class Said:
 
 def test_rows_without_a_whole_picture_are_the_policys_fault(editor):
     codes = editor.encode_codes([tiny_models.picture(k, 16, 24) for k in range(3)])
-    whole = [tuple(editor.words.picture(each)[1:]) for each in codes]
+    whole = [tuple(editor.words.image_ids(each)[1:]) for each in codes]
     key = (0, 0, 0, 0)
     outputs = [
         Completion(ids=whole[0], text="", truncated=False, key=key),
@@ -195,7 +195,7 @@ def test_the_renderer_keeps_the_contract(editor):
 
 
 def test_what_cannot_be_is_said(editor):
-    with pytest.raises(ValueError, match="0 pictures"):
+    with pytest.raises(ValueError, match="0 images"):
         editor.encode([Task(id="x", instruction="red")])
     with pytest.raises(ValueError, match="special token"):
         editor.encode([tiny_models.task("x", f"red {EOS}", tiny_models.picture(0))])

@@ -110,5 +110,5 @@ def test_what_is_no_emu3_is_refused(folder, original, tmp_path):
     weights = load_file(autoencoder / "m.safetensors")
     weights["encoder.other"] = weights.pop("quant_conv.conv.weight")
     save_file(weights, tmp_path / "m.safetensors")
-    with pytest.raises(ValueError, match=r"missing .*quant_conv.*unknown .*other"):
+    with pytest.raises(ValueError, match=r"missing .*quant_conv.*unexpected .*other"):
         load_emu3(language, tokenizer=folder, autoencoder=tmp_path, **SETTINGS)

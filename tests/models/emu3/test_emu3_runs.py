@@ -1,4 +1,4 @@
-"""Runs whose policy writes pictures as tokens, from a recipe to what is exported of them."""
+"""Runs whose policy writes images as tokens, from a recipe to what is exported of them."""
 
 import json
 
@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def document(tmp_path, folder):
     def made(**changes):
-        # The playground's judge gives random pictures nothing, and so no gradient.
+        # The playground's judge gives random images nothing, and so no gradient.
         reward = {"kind": "compressibility", "combine": {"compressibility": 1}}
         settings = {**tiny_writer_runs.image_tokens(folder), "policy__train": {"kind": "full"}, "reward": reward, **changes}
         return tiny_writer_runs.recipe(tmp_path / "runs", folder, **settings)
@@ -96,7 +96,7 @@ def test_the_playgrounds_twins_of_earls_recipes_take_a_step(tmp_path, stem):
     lines = metrics(tmp_path / twin["name"])
     assert len(lines) == len(twin["phases"] or [None])
     if stem == "sft_think_s__rl_s":
-        assert lines[-1]["completion/length"] > 24  # more than a picture
+        assert lines[-1]["completion/length"] > 24  # more than an image
 
 
 def test_all_of_earls_recipes_have_a_twin():

@@ -95,7 +95,7 @@ def test_at_512_px_shapes_are_those_of_the_pipeline(text):
 
 def test_fill_walks_with_the_pipeline(text, monkeypatch):
     model = build(FluxFill, text)
-    # The pipeline draws the masked picture's latents from their posterior; ours are its mode, so that equal tasks are equal.
+    # The pipeline draws the masked image's latents from their posterior; ours are its mode, so that equal tasks are equal.
     monkeypatch.setattr(pipeline_flux_fill, "retrieve_latents", lambda encoded, generator=None: encoded.latent_dist.mode())
     tasks = [masked(prompt, prompt, seed) for seed, prompt in enumerate(TEXTS)]
     theirs = pipeline(FluxFillPipeline, model)(

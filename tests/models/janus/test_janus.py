@@ -1,4 +1,4 @@
-"""Janus as a painter: transformers' own generation, its pictures, and the contract of a policy."""
+"""Janus as a painter: transformers' own generation, its images, and the contract of a policy."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ import tiny_models
 import tiny_policies
 import tiny_writing
 from retouch.models.janus.load import JanusFromFolder
-from retouch.models.janus.model import BEGIN, TEMPLATE, JanusDrawing, JanusPainter
+from retouch.models.janus.model import BEGIN, TEMPLATE, JanusImageModel, JanusImageModules
 from retouch.objectives.cross_entropy import CrossEntropy
 from retouch.protocols import AutoregressiveModel, Grammar
 from retouch.renderers.decoders import CodesDecoder, DecodesCodes
@@ -37,7 +37,7 @@ def policy(model, *, train="lora", **sampling):
 @pytest.mark.parametrize("seed", range(3))
 def test_the_likeliest_picture_is_transformers_own(seed):
     whole = tiny_janus.whole(seed)
-    model = JanusPainter(JanusDrawing(whole), tiny_janus.tokenizer(), vq=whole.model.vqmodel)
+    model = JanusImageModel(JanusImageModules(whole), tiny_janus.tokenizer(), vq=whole.model.vqmodel)
     prompts = model.encode(tasks())
     assert (~prompts.mask).any()  # of unequal lengths
     drawn = policy(model, train="full").sample(tiny_writing.batch(tasks(), group_size=1))
@@ -72,7 +72,7 @@ def test_a_prompt_is_the_dialogue_before_a_picture():
     assert isinstance(model, AutoregressiveModel)
     assert isinstance(model, DecodesCodes)
     assert isinstance(model.grammar, Grammar)
-    with pytest.raises(ValueError, match="from words alone"):
+    with pytest.raises(ValueError, match="from text only"):
         model.encode([tiny_models.task("edit", "x", tiny_models.picture(0, 8, 8))])
     with pytest.raises(ValueError, match="spells the special token"):
         model.encode([Task(id="x", instruction=f"a {BEGIN}")])
@@ -144,5 +144,5 @@ def test_a_folder_is_read_with_its_autoencoder_in_full_precision(tmp_path):
     wanted = whole.model.vqmodel.state_dict()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.vq.state_dict().items())
     assert not any(parameter.requires_grad for parameter in model.module.parameters())
-    with pytest.raises(ValueError, match="holds no Janus"):
+    with pytest.raises(ValueError, match="contains no Janus"):
         JanusFromFolder(path=str(tmp_path / "nowhere"))

@@ -64,7 +64,7 @@ def test_full_weights_are_exported_and_draw_the_same_pictures_when_they_are_read
     parts, _ = open_target(str(run))
     parts.judge.close()
     base = str(tmp_path / "janus")
-    again = JanusFromFolder(path=base, drawing=str(exported / "writer"), dtype="float32")
+    again = JanusFromFolder(path=base, weights=str(exported / "writer"), dtype="float32")
     wanted, found = parts.model.module.state_dict(), again.module.state_dict()
     assert wanted.keys() == found.keys()
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
@@ -76,7 +76,7 @@ def test_full_weights_are_exported_and_draw_the_same_pictures_when_they_are_read
     assert whole.load_state_dict(load_file(exported / "writer" / "model.safetensors"), strict=False).unexpected_keys == []
     assert torch.equal(tiny_janus.published(whole, again.encode(tasks)), first[:, : SIDE * SIDE])
     with pytest.raises(ValueError, match="does not hold the weights of what draws"):
-        JanusFromFolder(path=base, drawing=base)
+        JanusFromFolder(path=base, weights=base)
 
 
 def greedy(model, tasks):

@@ -62,7 +62,7 @@ def model(parts):
 def test_edit_walks_with_the_pipeline(parts, monkeypatch, guidance_scale, texts):
     real = edit_module.calculate_dimensions
     monkeypatch.setattr(edit_module, "calculate_dimensions", lambda area, ratio: real(AREA, ratio))
-    # The pipeline resizes what the text encoder sees of one picture, but not of a list.
+    # The pipeline resizes what the text encoder sees of one image, but not of a list.
     images = (
         [tiny_models.picture(0, 40, 56)] if len(texts) == 1 else [tiny_models.picture(0, 64, 64), tiny_models.picture(1, 64, 64)]
     )
@@ -249,15 +249,15 @@ def test_the_pictures_place_in_the_grid_matters(model, parts):
 
 def test_no_two_sizes_in_one_batch(model):
     tasks = [tiny_models.task("a", "red", tiny_models.picture(0)), tiny_models.task("b", "red", tiny_models.picture(0, 24, 32))]
-    with pytest.raises(ValueError, match="bucket"):
+    with pytest.raises(ValueError, match="group the tasks"):
         model.encode(tasks)
-    with pytest.raises(ValueError, match="bucket"):
+    with pytest.raises(ValueError, match="group the tasks"):
         model.encode_images([task.images[0] for task in tasks])
 
 
 @pytest.mark.parametrize("number", [0, 2])
 def test_edit_takes_one_source(model, number):
-    with pytest.raises(ValueError, match=f"{number} source pictures"):
+    with pytest.raises(ValueError, match=f"{number} source images"):
         model.encode([tiny_models.task("a", "red", *[tiny_models.picture(0)] * number)])
 
 

@@ -120,7 +120,7 @@ def test_a_writer_reads_what_stands_before_its_response(made, cls):
     task = tiny_models.task("a", "make it red", *images)
     prompts, context = writer.encode([task]), reader.prepare(task)
     assert torch.equal(prompts.ids, context.prepared.tokens["input_ids"])
-    # The states that its tokens were drawn from are among those that condition the picture.
+    # The states that its tokens were drawn from are among those that condition the image.
     ids = torch.tensor([[*ODD, 0]])
     with torch.no_grad():
         drawn_from = writer.states(module, prompts, ids, torch.ones_like(ids, dtype=torch.bool))[0]

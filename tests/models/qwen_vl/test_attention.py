@@ -30,16 +30,16 @@ def test_both_ways_that_torch_has_give_the_same_states(kind, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("there", "dtype", "device", "why"),
+    ("installed", "dtype", "device", "why"),
     [
         (False, torch.bfloat16, CUDA, "flash-attn is not installed"),
-        (True, torch.bfloat16, CPU, "needs a CUDA device, and this is cpu"),
-        (True, torch.float32, CUDA, "computes in 16 bits, and dtype is float32"),
+        (True, torch.bfloat16, CPU, "needs a CUDA device, not cpu"),
+        (True, torch.float32, CUDA, "needs a 16-bit dtype, not float32"),
     ],
 )
-def test_flash_attention_that_cannot_be_had_is_refused_with_what_to_take(monkeypatch, there, dtype, device, why):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if there else None)
-    with pytest.raises(ValueError, match=rf"policy\.model\.attention: flash_attention_2: .*{why}; take sdpa"):
+def test_unavailable_flash_attention_is_refused_with_a_suggestion(monkeypatch, installed, dtype, device, why):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    with pytest.raises(ValueError, match=rf"policy\.model\.attention: flash_attention_2: .*{why}; use sdpa"):
         require_attention("flash_attention_2", dtype=dtype, device=device)
 
 

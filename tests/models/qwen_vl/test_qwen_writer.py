@@ -44,7 +44,7 @@ def more_padding(prompts, columns):
         torch.cat([torch.full((rows, columns), 7), prompts.ids], dim=1),
         torch.cat([torch.zeros(rows, columns, dtype=torch.bool), prompts.mask], dim=1),
         torch.cat([torch.zeros(rows, columns, prompts.positions.shape[2], dtype=torch.long), prompts.positions], dim=1),
-        prompts.pictures,
+        prompts.image_inputs,
     )
 
 
@@ -65,8 +65,8 @@ def test_prompts_are_those_of_transformers_processor(kind, processor):
     found = writer.encode(tasks)
     assert torch.equal(found.mask, wanted["attention_mask"].bool())
     assert torch.equal(found.ids[found.mask], wanted["input_ids"][found.mask])
-    assert torch.equal(torch.cat([row["pixels"] for row in found.pictures if row]), wanted["pixel_values"])
-    grids = torch.cat([row["grids"] for row in found.pictures if row])
+    assert torch.equal(torch.cat([row["pixels"] for row in found.image_inputs if row]), wanted["pixel_values"])
+    grids = torch.cat([row["grids"] for row in found.image_inputs if row])
     assert torch.equal(grids, wanted["image_grid_thw"])
     positions, deltas = writer.module.model.get_rope_index(
         wanted["input_ids"], wanted["mm_token_type_ids"], image_grid_thw=grids, attention_mask=wanted["attention_mask"]
@@ -126,8 +126,8 @@ def test_a_tower_that_does_not_train_is_asked_once_a_task(kind):
     frozen, training = (tiny_writers.writer(kind, train=train) for train in ("lora", "full"))
     ids, mask = torch.tensor([[1, 2]] * 3), torch.ones(3, 2, dtype=torch.bool)
     kept, looked = (prompts_of(kind, writer) for writer in (frozen, training))
-    assert "pixels" not in kept.pictures[0]
-    assert "pixels" in looked.pictures[0]
+    assert "pixels" not in kept.image_inputs[0]
+    assert "pixels" in looked.image_inputs[0]
     calls = []
     frozen.module.model.visual.register_forward_hook(lambda *_: calls.append(0))
     a = frozen.states(frozen.module, kept, ids, mask)
@@ -193,7 +193,7 @@ def test_the_editors_own_prompt_is_the_writers(template, picture, monkeypatch):
     monkeypatch.setattr("retouch.models.qwen_image.text.OFFICIAL_PREFIX", {})  # the tiny tokenizer knows bytes only
     module, processor = tiny_writers.module(), tiny_writers.image_processor("qwen2.5-vl")
     writer = QwenWriter(
-        module, tiny_writers.tokenizer(), template=template, image_processor=processor, picture=picture, area=32 * 32
+        module, tiny_writers.tokenizer(), template=template, image_processor=processor, image_block=picture, area=32 * 32
     )
     text = QwenText(module, tiny_writers.tokenizer(), template=template, image_processor=processor)
     image = tiny_models.picture(1, 40, 56)
@@ -228,21 +228,21 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no config\.json"):
         load_writer(tmp_path, **given)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ValueError, match=r"a model of type 'llama'; give the local folder of one of qwen2_vl"):
+    with pytest.raises(ValueError, match=r"a model of type 'llama'; set the local folder of a model of type qwen2_vl"):
         load_writer(tmp_path, **given)
 
 
 def test_mistakes_are_named():
     module, tokenizer = tiny_writers.module("qwen3"), tiny_writers.tokenizer()
     processor = tiny_writers.image_processor("qwen2.5-vl")
-    with pytest.raises(ValueError, match="sees no pictures"):
+    with pytest.raises(ValueError, match="reads no images"):
         QwenWriter(module, tokenizer, template=tiny_writers.TEMPLATE, image_processor=processor)
     with pytest.raises(ValueError, match=r"no token \['<end>'\]"):
         QwenWriter(module, tokenizer, template=tiny_writers.TEMPLATE, stop=("<end>",))
     with pytest.raises(ValueError, match="exactly one placeholder"):
         QwenWriter(module, tokenizer, template=TURNS.format(system="a", user="b"))
     writer = QwenWriter(module, tokenizer, template=tiny_writers.TEMPLATE)
-    with pytest.raises(ValueError, match="no image_processor was given"):
+    with pytest.raises(ValueError, match="no image_processor"):
         writer.encode(tiny_writers.tasks())
     with pytest.raises(ValueError, match="special token"):
         writer.encode([Task(id="a", instruction="<|im_end|>")])

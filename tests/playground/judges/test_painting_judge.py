@@ -21,7 +21,7 @@ RED, BLUE = Thing("red", "circle"), Thing("blue", "square")
 
 
 def judge(task: Task, image: Image.Image | None) -> dict[str, float]:
-    """The scores of one picture."""
+    """The scores of one image."""
     return {name: column.item() for name, column in JUDGE([Sample(task, image)]).items()}
 
 
@@ -77,7 +77,7 @@ def slowly(task: Task, image: Image.Image) -> dict[str, float]:
 
 
 def pictures() -> list[tuple[Task, Image.Image]]:
-    """Right, wrong, noisy and meaningless pictures for tasks."""
+    """Right, wrong, noisy and meaningless images for tasks."""
     drawn = np.random.default_rng(0)
     cases = []
     for number, task in enumerate(TASKS[:24]):

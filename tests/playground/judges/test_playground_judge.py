@@ -26,7 +26,7 @@ MAIN = ("IF", "IP", "PQ", "overall", "exact")
 
 
 def judge(task: Task, image: Image.Image | None) -> dict[str, float]:
-    """The scores of one picture."""
+    """The scores of one image."""
     return {name: column.item() for name, column in JUDGE([Sample(task, image)]).items()}
 
 
@@ -38,13 +38,13 @@ def parts(task: Task) -> tuple[Scene, list[Edit]]:
 
 
 def array(image: Image.Image | None) -> ndarray:
-    """A picture's values as floats."""
+    """An image's values as floats."""
     assert image is not None
     return np.asarray(image).astype(np.float64)
 
 
 def picture(values: ndarray) -> Image.Image:
-    """A picture of values, rounded and clipped."""
+    """An image of values, rounded and clipped."""
     return Image.fromarray(np.clip(np.rint(values), 0, 255).astype(np.uint8))
 
 
@@ -55,7 +55,7 @@ def window(cell: int) -> tuple[slice, slice]:
 
 
 def noise(seed: int) -> ndarray:
-    """A picture of uniform noise."""
+    """An image of uniform noise."""
     return np.random.default_rng(seed).uniform(0, 255, (SIZE, SIZE, 3))
 
 

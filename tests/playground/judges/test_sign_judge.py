@@ -26,7 +26,7 @@ def scores(made: list[tuple[Task, Image.Image | None]]) -> dict[str, torch.Tenso
 
 
 def painted(task: Task, word: str, ink: tuple[int, ...], paper: tuple[int, ...]) -> Image.Image:
-    """The task's picture with this on its sign."""
+    """The task's image with this on its sign."""
     assert task.mask is not None
     picture = task.images[0].copy()
     words.write(picture, task.mask.getbbox(), word, Style(ink, paper, 11))
@@ -79,7 +79,7 @@ def test_the_right_picture_gets_all_and_other_styles_little() -> None:
     assert right["ink"].min() >= 0.95
     # Right style, other word: what stands there is not this judge's.
     assert scores([(task, painted(task, "KAT", *colours(task))) for task in TASKS])["style"].min() >= 0.9
-    # The style of the picture, which is another: a copy of what hangs there.
+    # The style of the image, which is another: a copy of what hangs there.
     hung = [painted(task, task.text or "", *hanging(task)) for task in TASKS]
     assert scores(list(zip(TASKS, hung, strict=True)))["style"].mean() <= 0.2
     assert scores(list(zip(TASKS, hung, strict=True)))["style"].max() <= 0.7
@@ -94,7 +94,7 @@ def test_an_empty_sign_has_no_ink() -> None:
 
 
 def test_the_autoencoder_keeps_papers_and_little_of_inks() -> None:
-    """What is lost between the right picture and 1 is the ceiling of whoever paints with it; a wrong style stays far below."""
+    """What is lost between the right image and 1 is the ceiling of whoever paints with it; a wrong style stays far below."""
     vae = AutoencoderKL.from_pretrained(playground_weights("words") / "vae").eval()
 
     def through(tasks: list[Task]) -> list[Image.Image]:
@@ -136,7 +136,7 @@ def colours(task: Task) -> tuple[tuple[int, ...], ...]:
 
 
 def hanging(task: Task) -> tuple[tuple[int, ...], ...]:
-    """Ink and paper of the sign that hangs in the picture."""
+    """Ink and paper of the sign that hangs in the image."""
     assert task.mask is not None
     left, top, *_ = task.mask.getbbox()
     other = words.LINE - top

@@ -1,4 +1,4 @@
-"""Indirect instructions: one meaning each for who sees the picture, and what should be written for them."""
+"""Indirect instructions: one meaning each for who sees the image, and what should be written for them."""
 
 from functools import partial
 

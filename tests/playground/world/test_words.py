@@ -140,7 +140,7 @@ def test_a_narrower_line_reads_the_same_for_less():
 
 
 def written(task, word):
-    """The task's picture with another word."""
+    """The task's image with another word."""
     picture = task.images[0].copy()
     words.write(picture, task.mask.getbbox(), word, words.Style((0, 0, 0), (255, 255, 255), 11))
     return picture

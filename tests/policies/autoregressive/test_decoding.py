@@ -23,7 +23,7 @@ def generate(writer, tasks, longest):
     prompts = writer.encode(tasks)
     inputs = {"input_ids": prompts.ids, "attention_mask": prompts.mask.long()}
     if any(task.images for task in tasks):
-        texts = [writer.picture * len(task.images) + task.instruction for task in tasks]
+        texts = [writer.image_block * len(task.images) + task.instruction for task in tasks]
         tokens = writer.template.tokenise(texts, [task.images for task in tasks])
         types = (prompts.ids == writer.image_token).int()
         inputs |= {"mm_token_type_ids": types, "pixel_values": tokens["pixel_values"], "image_grid_thw": tokens["image_grid_thw"]}

@@ -23,7 +23,7 @@ TASKS = tiny_writers.tasks(2)
 
 
 def redness(tasks, trajectory):
-    """A picture for each completion, as red as its ids are even; none for one that was cut off."""
+    """An image for each completion, as red as its ids are even; none for one that was cut off."""
     return [
         None
         if written.truncated

@@ -107,7 +107,7 @@ def test_a_branch_shares_all_that_comes_before_it():
 
 
 def test_tasks_with_the_same_words_stay_two_tasks():
-    """A group is a row of the data, never a prompt: each is shown its own picture, and has noise of its own."""
+    """A group is a row of the data, never a prompt: each is shown its own image, and has noise of its own."""
     first, second = (replace(task, instruction="make it red") for task in tiny.tasks(2))
     policy = tiny.policy("edit")
     apart = [Batch(3, 5, (task,), (k,), (0,), (0,)) for k, task in enumerate((first, second))]
@@ -133,7 +133,7 @@ def test_sampling_is_deterministic_and_does_not_explore():
     policy, batch = tiny.policy(kind="sde"), tiny.batch()
     sampled = policy.sample(batch)
     assert torch.equal(sampled.outputs, policy.sample(batch).outputs)
-    assert (sampled.kind == Kind.PICTURE).all()
+    assert (sampled.kind == Kind.IMAGE).all()
     assert sampled.log_probs.isnan().all()
     ode = tiny.policy(kind="ode")
     assert torch.equal(sampled.outputs, ode.rollout(batch).outputs)
@@ -171,7 +171,7 @@ def test_demonstrations_are_the_targets():
     shown = policy.demonstrate(batch)
     expected = policy.model.encode_images([batch.tasks[k].target for k in batch.group])
     assert torch.equal(shown.outputs, expected)
-    assert (shown.kind == Kind.PICTURE).all()
+    assert (shown.kind == Kind.IMAGE).all()
     lacking = replace(batch, tasks=(batch.tasks[0], replace(batch.tasks[1], target=None)))
     with pytest.raises(ValueError, match="t1 has no target"):
         policy.demonstrate(lacking)

@@ -13,7 +13,7 @@ import retouch
 import tiny_emu3
 import vllm_runner
 from retouch.models.emu3.grammar import GridGrammar
-from retouch.models.emu3.tokens import Emu3Words
+from retouch.models.emu3.tokens import Emu3Tokens
 from retouch.policies.engines.grammar import KEY, ImageGrammar, check_grammar, grammar_to_json
 from retouch.types import Prompts
 from vllm_runner import Request, Runner, params
@@ -29,7 +29,7 @@ def processor(monkeypatch):
 
 @functools.cache
 def words():
-    return Emu3Words(tiny_emu3.tokenizer())
+    return Emu3Tokens(tiny_emu3.tokenizer())
 
 
 def grammar():
@@ -38,9 +38,9 @@ def grammar():
 
 
 def request(number, random, *, thinks):
-    """A prompt with a picture between two texts, which begins one more unless text may come first."""
+    """A prompt with an image between two texts, which begins one more unless text may come first."""
     before, after = (random.integers(0, 200, random.integers(0, 6)).tolist() for _ in range(2))
-    source = words().picture(torch.from_numpy(random.integers(0, tiny_emu3.CODES, (HEIGHT, WIDTH))))
+    source = words().image_ids(torch.from_numpy(random.integers(0, tiny_emu3.CODES, (HEIGHT, WIDTH))))
     prompt = [words().bos, *before, *source, *after, *([] if thinks else [words().boi])]
     return Request(prompt, params(**{KEY: grammar_to_json(grammar())}, number=number))
 
@@ -125,11 +125,11 @@ def test_after_text_the_same_tokens_may_stand_as_in_the_policy(processor):
 @pytest.mark.parametrize("before", [0, 3])
 @pytest.mark.parametrize("after", [0, 4])
 def test_neither_a_pictures_place_in_the_prompt_nor_what_was_left_behind_it_begins_the_form(processor, before, after):
-    """The source picture begins and ends wherever it stands; a slot's tokens beyond the last are another request's."""
+    """The source image begins and ends wherever it stands; a slot's tokens beyond the last are another request's."""
     law = grammar()
     runner = Runner(processor, slots=1, longest=LONGEST, vocabulary=law.vocabularies.shape[1])
     runner.ids.gpu[:] = words().boi
-    source = words().picture(torch.zeros(HEIGHT, WIDTH, dtype=torch.long))
+    source = words().image_ids(torch.zeros(HEIGHT, WIDTH, dtype=torch.long))
     prompt = [words().bos, *[7] * before, *source, *[9] * after]
     each = Request(prompt, params(**{KEY: grammar_to_json(law)}))
     runner.add(each)

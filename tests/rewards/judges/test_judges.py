@@ -69,7 +69,7 @@ EVERY = [
 
 
 def masses(pixels: bytes) -> dict[str, float]:
-    """A distribution of first words that depends on the picture."""
+    """A distribution of first words that depends on the image."""
     share = 0.1 + 0.8 * (sum(pixels) % 97) / 97
     return {"yes": share, "no": 0.9 - share, "5": 0.02, "0": 0.02, "second": 0.01}
 

@@ -75,7 +75,7 @@ def picture(seed, size):
 
 
 def prompts(judge, make, *, size, source):
-    """The prompts about a group of four, by rubric: tokens, those of a picture as its pixels."""
+    """The prompts about a group of four, by rubric: tokens, those of an image as its pixels."""
     images = (picture(0, size),) if source else ()
     task = Task(
         "t", INSTRUCTION, images=images, target=picture(9, size), meta={"operations": ["replace the sky", "keep the people"]}
@@ -95,7 +95,7 @@ def prompts(judge, make, *, size, source):
 
 
 def shares(tokens):
-    """Of a group's prompts: the share of tokens that all begin with, and the same without the tokens of the last picture."""
+    """Of a group's prompts: the share of tokens that all begin with, and the same without the tokens of the last image."""
     common = sum(1 for _ in itertools.takewhile(lambda column: len(set(column)) == 1, zip(*tokens, strict=True)))
     last = [name for name in tokens[0] if isinstance(name, bytes)][-1]
     return common / len(tokens[0]), common / (len(tokens[0]) - tokens[0].count(last))
@@ -111,7 +111,7 @@ def test_a_group_shares_four_tokens_of_five(judge, make, source):
 
 
 def test_a_larger_picture_is_all_that_is_not_shared(judge):
-    """Nothing can share the picture that is judged: what remains beside it is the same share of a smaller part."""
+    """Nothing can share the image that is judged: what remains beside it is the same share of a smaller part."""
     for tokens in prompts(judge, AspectsReward, size=504, source=True).values():
         assert tokens[0].count(picture(1, 504).tobytes()) == 18 * 18
         assert shares(tokens)[1] >= 0.9

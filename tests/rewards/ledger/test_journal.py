@@ -178,7 +178,7 @@ def test_another_judge_is_asked_anew(start: Start) -> None:
 
 
 def test_evaluations_have_pages_of_their_own(start: Start) -> None:
-    """Held-out batches have the same groups and slots at each evaluation, and the targets' pictures have them too."""
+    """Held-out batches have the same groups and slots at each evaluation, and the targets' images have them too."""
     rows, reward = batch(-1), Counting()
     judge = start(reward)
     pages = [("train", -1), ("heldout", 0), ("heldout", 25), ("ceiling", 0)]

@@ -108,7 +108,7 @@ def test_the_same_question_is_asked_once_also_after_a_restart(reopen):
 
 
 def test_equal_questions_of_one_call_are_asked_once(reopen):
-    """Pictures of a group may be the same to the pixel."""
+    """Images of a group may be the same to the pixel."""
     asker = Random()
     answers = CachedJudgeClient(asker, reopen()).ask([question(), question(1), question(), question()])
     assert len(asker.asked) == 2

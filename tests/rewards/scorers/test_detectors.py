@@ -31,7 +31,7 @@ def picture(seed, size):
 def test_owl_is_read_as_transformers_reads_it(folder, kind, size):
     detector, image = load_detector(folder / kind), picture(1, size)
     found = detector(image, NAMES)
-    # By hand: the picture (OWLv2's padded to a square on its right or below), queries, and the processor's own reading.
+    # By hand: the image (OWLv2's padded to a square on its right or below), queries, and the processor's own reading.
     seen = image
     if kind == "owlv2":
         seen = Image.new("RGB", (max(size), max(size)))

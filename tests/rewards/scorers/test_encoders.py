@@ -145,7 +145,7 @@ def test_preservation_keeps_the_contract_and_is_one_for_the_same_picture(folder)
 
 
 def test_preservation_looks_only_where_nothing_was_to_change(folder):
-    """Features see the whole picture, so what changes under the mask moves the others too, but weighs nothing itself."""
+    """Features see the whole image, so what changes under the mask moves the others too, but weighs nothing itself."""
     reward = DinoReward(path=folder / "dino", size=28)
     source = picture(9, (28, 28))
     edited = source.copy()

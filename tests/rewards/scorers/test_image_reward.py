@@ -16,7 +16,7 @@ from retouch.types import Sample, Task
 
 
 class Model:
-    """Opens one picture as the package does, and scores it by its text and mean."""
+    """Opens one image as the package does, and scores it by its text and mean."""
 
     def __init__(self, device):
         self.device = device

@@ -1,4 +1,4 @@
-"""Reading text in pictures: the score's arithmetic, and RapidOCR itself on rendered words and on real pictures."""
+"""Reading text in images: the score's arithmetic, and RapidOCR itself on rendered words and on real images."""
 
 import os
 from pathlib import Path

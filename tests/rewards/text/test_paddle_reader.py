@@ -32,7 +32,7 @@ def package(monkeypatch):
 
 
 def barred(*bars: tuple[str, tuple[int, int]], size=(100, 60)) -> Image.Image:
-    """A picture with bars, each of a colour at its left upper corner."""
+    """An image with bars, each of a colour at its left upper corner."""
     image = Image.new("RGB", size, "white")
     height, width = paddle_double.SIZE
     for colour, (left, top) in bars:
@@ -69,7 +69,7 @@ def test_lines_of_known_boxes_keep_their_rows_where_some_are_too_small(package):
 
 @pytest.mark.parametrize("where", ["picture", "mask", "box"])
 def test_correctness_by_paddle_is_of_the_same_lines_as_by_rapidocr(package, where):
-    """The mask's rule, the comparison, and the fault of a missing picture are the reward's own."""
+    """The mask's rule, the comparison, and the fault of a missing image are the reward's own."""
     reward = OcrReward(where=where).with_model(PaddleReader())
     image = barred(("red", (10, 10)), ("blue", (50, 40)))
     right = Task("t", "", text=" RED", mask=marking(5, 5, 45, 25))

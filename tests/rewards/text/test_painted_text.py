@@ -23,7 +23,7 @@ TASK = Task("t", "make it blue")
 
 
 class Told:
-    """Reads what it was told for each picture, by its red value."""
+    """Reads what it was told for each image, by its red value."""
 
     def __init__(self, texts, confidence=0.9):
         self.texts = texts

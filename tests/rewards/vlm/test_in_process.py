@@ -51,7 +51,7 @@ def test_words_have_the_models_own_probabilities(judge):
 
 
 def test_what_is_written_is_what_the_whole_model_would_write(judge):
-    """Greedy, without a cache: the positions of pictures and of what follows them are right."""
+    """Greedy, without a cache: the positions of images and of what follows them are right."""
     inputs = judge._inputs(question(LETTERS))
     ids, _ = judge._generate(inputs, question(LETTERS), longest=6)
     tokens = inputs["input_ids"]

@@ -244,7 +244,7 @@ def mixed(parts: Sequence[Sequence[int]], coefficients: Sequence[float], *, seed
 
 
 def list_file(place: str | Path) -> Path:
-    """The list of that name, or the one in a data set's folder. Raises ValueError where there is none."""
+    """The list of that name, or the one in a data set's folder. Raises ValueError if there is none."""
     file = Path(place)
     inside = file / FEATURES / LIST  # the layout of EARL's own archives
     found = (inside if inside.is_file() else file / LIST) if file.is_dir() else file

@@ -1,8 +1,8 @@
-"""A transformers decoder, run in one forward or step by step. It takes embeddings and explicit positions.
+"""Runs a transformers decoder on embeddings and explicit positions, in one forward pass or step by step with a KV cache.
 
-The decoder is the part below the head: ``model`` of a text model, ``model.language_model`` of a vision-language model. It and the
-head are called by their own forwards, so a stepper that shards weights must wrap each of the two; and it must keep the head whole
-during an evaluation, in which ranks call it more or less often.
+The decoder is the model without its output head: ``model`` of a text model, ``model.language_model`` of a vision-language model.
+Decoder and head are called separately, so a stepper that shards weights must wrap both, and must keep the head unsharded during an
+evaluation, in which ranks call it a different number of times.
 """
 
 from dataclasses import dataclass
@@ -12,20 +12,23 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
-from retouch.models.common.preallocated_cache import roomy
+from retouch.models.common.preallocated_cache import with_preallocated_layers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sight:
-    """What Qwen3-VL adds to the first layers' states at image tokens: places (b, l), and for each layer (tokens, d)."""
+class LayerFeatures:
+    """Features that Qwen3-VL adds to the states of its first layers at image tokens (DeepStack, arXiv 2406.04334).
 
-    places: Bool[Tensor, "b l"]
+    ``positions``: which tokens are image tokens, (b, l). ``features``: one tensor (image tokens, d) for each of these layers.
+    """
+
+    positions: Bool[Tensor, "b l"]
     features: tuple[Float[Tensor, "n d"], ...]
 
 
 def new_cache(decoder: nn.Module) -> Cache:
-    """An empty cache; layers with a sliding window keep no more than it."""
-    return roomy(DynamicCache(config=decoder.config))
+    """An empty KV cache; layers with a sliding window keep only the window."""
+    return with_preallocated_layers(DynamicCache(config=decoder.config))
 
 
 def run(
@@ -35,30 +38,32 @@ def run(
     mask: Bool[Tensor, "b l"],
     positions: Int[Tensor, "b k axes"],
     cache: Cache | None = None,
-    sight: Sight | None = None,
+    layer_features: LayerFeatures | None = None,
 ) -> Float[Tensor, "b k d"]:
-    """States after the final norm. ``mask`` covers what the cache has, and these k tokens, which are added to it."""
-    seen = {} if sight is None else {"visual_pos_masks": sight.places, "deepstack_visual_embeds": list(sight.features)}
-    made = decoder(
+    """The states after the final norm. ``mask`` covers the tokens in the cache and these k tokens, which are added to the cache."""
+    visual = {}
+    if layer_features is not None:
+        visual = {"visual_pos_masks": layer_features.positions, "deepstack_visual_embeds": list(layer_features.features)}
+    output = decoder(
         inputs_embeds=embeds,
         attention_mask=mask.long(),
         position_ids=positions[..., 0] if positions.shape[-1] == 1 else positions.permute(2, 0, 1),
         past_key_values=cache,
         use_cache=cache is not None,
-        **seen,
+        **visual,
     )
-    states: Tensor = made.last_hidden_state
+    states: Tensor = output.last_hidden_state
     return states
 
 
 def select(cache: Cache, rows: Int[Tensor, " r"]) -> Cache:
-    """The cache of the given rows, in place; with gradient, where its keys and values have one."""
+    """Reduce the cache to these rows, in place. Keys and values with a gradient keep it."""
     cache.batch_select_indices(rows)
     return cache
 
 
 def padded_left(rows: list[Tensor]) -> tuple[Tensor, Bool[Tensor, "p l"]]:
-    """Rows of unequal lengths, (l_i, ...) each, padded with zeros on the left; and which places are real."""
+    """Rows of shapes (l_i, ...), padded with zeros on the left, and the mask of the positions that are not padding."""
     longest = max(len(row) for row in rows)
     padded = torch.stack([torch.cat([row.new_zeros(longest - len(row), *row.shape[1:]), row]) for row in rows])
     lengths = torch.tensor([len(row) for row in rows], device=padded.device)

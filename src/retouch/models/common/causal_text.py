@@ -1,4 +1,4 @@
-"""What decoders over one sequence of tokens have in common, pictures being tokens like any other: positions on one axis."""
+"""The common part of models that are decoders over a single sequence of tokens, in which images are tokens too."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from retouch.types import Prompts, Task
 
 
 class CausalText:
-    """The part of ``retouch.protocols.AutoregressiveModel`` that hangs on the decoder alone.
+    """The methods of ``retouch.protocols.AutoregressiveModel`` that depend only on the decoder; positions have one axis.
 
-    ``gradient_checkpointing``: an update keeps each layer's input alone, and reads a prompt for every row.
-    """
+    ``gradient_checkpointing``: an update keeps only each layer's input, and computes the prompt once per row instead of once per
+    task."""
 
     def __init__(self, module: nn.Module, *, gradient_checkpointing: bool = False) -> None:
         self.module: nn.Module = module
@@ -27,16 +27,16 @@ class CausalText:
     @staticmethod
     @abstractmethod
     def decoder(module: nn.Module) -> nn.Module:
-        """The part below the head."""
+        """The model without its output head."""
         ...
 
     def embed(self, module: nn.Module, ids: Int[Tensor, "r k"]) -> Float[Tensor, "r k d"]:
-        """What the decoder reads of written tokens; of prompts it reads the module's own input embeddings."""
+        """The embeddings of generated tokens. Those of prompts are always the module's input embeddings."""
         embeds: Tensor = module.get_input_embeddings()(ids)
         return embeds
 
     def prompts(self, rows: Sequence[Sequence[int]]) -> Prompts:
-        """Rows of ids as prompts, padded on the left."""
+        """Prompts of rows of ids, padded on the left."""
         device = next(self.module.parameters()).device
         ids, mask = causal.padded_left([torch.tensor(row, device=device) for row in rows])
         return Prompts(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0)[..., None], tuple({} for _ in rows))
@@ -60,13 +60,13 @@ class CausalText:
     def states(
         self, module: nn.Module, prompts: Prompts, ids: Int[Tensor, "r k"], mask: Bool[Tensor, "r k"]
     ) -> Float[Tensor, "r k d"]:
-        more = ids.shape[1] - 1  # the state after the last token is nobody's
-        where = prompts.next_positions()[:, None] + torch.arange(more, device=ids.device)
-        positions = torch.cat([prompts.positions, where[..., None]], dim=1)
-        whole = torch.cat([prompts.mask, mask[:, :more]], dim=1)
+        more = ids.shape[1] - 1  # the state after the last token is not used
+        new = prompts.next_positions()[:, None] + torch.arange(more, device=ids.device)
+        positions = torch.cat([prompts.positions, new[..., None]], dim=1)
+        row_mask = torch.cat([prompts.mask, mask[:, :more]], dim=1)
         with recomputing(module, on=self.gradient_checkpointing and torch.is_grad_enabled()):
             embeds = torch.cat([module.get_input_embeddings()(prompts.ids), self.embed(module, ids[:, :more])], dim=1)
-            states = causal.run(self.decoder(module), embeds, mask=whole, positions=positions)
+            states = causal.run(self.decoder(module), embeds, mask=row_mask, positions=positions)
         return states[:, -ids.shape[1] :]
 
     def logits(self, module: nn.Module, states: Float[Tensor, "n d"]) -> Float[Tensor, "n v"]:
@@ -74,9 +74,9 @@ class CausalText:
         return logits.float()
 
 
-def require_plain(tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase) -> None:
-    """ValueError where an instruction spells a special token, which would be read as a picture or a turn of the dialogue."""
+def require_no_special_tokens(tasks: Sequence[Task], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise ValueError if an instruction contains a special token, which would be read as an image or a turn of the dialogue."""
     special = set(tokenizer.get_added_vocab())
     for task in tasks:
-        if spelt := [token for token in special if token in task.instruction]:
-            raise ValueError(f"the instruction of task {task.id!r} spells the special token {spelt[0]}; say it otherwise")
+        if found := [token for token in special if token in task.instruction]:
+            raise ValueError(f"the instruction of task {task.id!r} contains the special token {found[0]}; remove it")

@@ -1,4 +1,4 @@
-"""Models in local folders: safetensors only, named classes only, no code from the folder."""
+"""Loads models from local folders: safetensors only, known classes only, no code from the folder."""
 
 import json
 from pathlib import Path
@@ -9,24 +9,22 @@ from diffusers import FlowMatchEulerDiscreteScheduler, ModelMixin
 from torch import nn
 
 LOCAL: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
-"""What every ``from_pretrained`` of weights is told."""
+"""Arguments of every ``from_pretrained`` call that loads weights."""
 
 
 def diffusers_folder(path: Path | str) -> Path:
-    """The folder of a pipeline. ValueError where it is none."""
+    """The folder of a diffusers pipeline. Raises ValueError for another folder."""
     root = Path(path)
     if not (root / "model_index.json").is_file():
-        raise ValueError(f"{root} is no diffusers folder (no model_index.json); download the model and give its local path")
+        raise ValueError(f"{root} is not a diffusers folder (no model_index.json); download the model and set its local path")
     return root
 
 
 def load_parts(path: Path | str, *, dtype: torch.dtype, device: torch.device | str, **kinds: Any) -> dict[str, Any]:
-    """The parts of a local diffusers folder, by the names of their folders.
+    """The parts of a local diffusers folder by their names, and the configurations "scheduler" and "index" (``model_index.json``).
 
-    Besides them "scheduler", its configuration, and "index", the pipeline's own (``model_index.json``).
-
-    ``kinds``: the class of each part. Modules are loaded in ``dtype`` on ``device``, all but the transformer frozen. Raises
-    ``ValueError`` where it is no such folder.
+    ``kinds``: the class of each part. Modules are loaded in ``dtype`` on ``device``; all but the transformer are frozen. Raises
+    ValueError if this is not a diffusers folder.
     """
     root = diffusers_folder(path)
     parts: dict[str, Any] = {}
@@ -34,8 +32,8 @@ def load_parts(path: Path | str, *, dtype: torch.dtype, device: torch.device | s
         if not issubclass(kind, nn.Module):
             parts[name] = kind.from_pretrained(root / name, local_files_only=True)
             continue
-        told = {"torch_dtype" if issubclass(kind, ModelMixin) else "dtype": dtype}
-        parts[name] = kind.from_pretrained(root / name, **told, **LOCAL).to(device)
+        dtype_argument = {"torch_dtype" if issubclass(kind, ModelMixin) else "dtype": dtype}
+        parts[name] = kind.from_pretrained(root / name, **dtype_argument, **LOCAL).to(device)
         if name != "transformer":
             parts[name].requires_grad_(False).eval()
     scheduler = FlowMatchEulerDiscreteScheduler.load_config(root / "scheduler", local_files_only=True)

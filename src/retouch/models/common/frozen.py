@@ -1,4 +1,4 @@
-"""Running a part that is not trained: in eval mode, without gradient, and as it was afterwards."""
+"""Runs frozen modules in eval mode and without gradient, and restores their mode afterwards."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(*modules: nn.Module) -> Iterator[None]:
-    """Eval mode (no dropout) and no gradient inside the block; each module's own mode comes back after it."""
+    """Eval mode (no dropout) and no gradient inside the block; each module's mode is restored at its end."""
     training = [module for module in modules if module.training]
     for module in training:
         module.eval()

@@ -72,7 +72,7 @@ class Latents:
         if size[0] % side or size[1] % side or min(size) < side:
             raise ValueError(
                 f"an image of {size[0]} x {size[1]} px (height x width) does not divide into tokens of {side} px; "
-                "give sides that are multiples of it"
+                "use sides that are multiples of it"
             )
         return size[0] // side, size[1] // side
 
@@ -117,7 +117,7 @@ class Latents:
         return latents
 
     def pixels_of(self, latents: Float[Tensor, "r c y x"]) -> Float[Tensor, "r k h w"]:
-        """What the autoencoder decodes."""
+        """The decoded pixels."""
         pixels: Tensor = self.vae.decode(latents).sample
         return pixels
 

@@ -1,4 +1,4 @@
-"""A LoRA on a transformer: added, read from a folder, and written for PEFT and diffusers."""
+"""LoRA (arXiv 2106.09685) on a transformer: adds it, loads it from a folder, and writes it for PEFT and diffusers."""
 
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,10 @@ _FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors", "weig
 
 
 def add_lora(module: nn.Module, config: LoraConfig, *, init_from: Path | None, seed: int) -> None:
-    """Put adapters on the module. They train, in fp32; nothing else does.
+    """Add LoRA weights in fp32 to the module. They are the only trainable weights.
 
-    Their initial values are those of the configuration, drawn from the seed without using the global generator, or come from the
-    folder ``init_from``. Raises ValueError where that folder has no LoRA of this rank and these targets.
-    """
+    Their initial values are drawn from the seed as the configuration says, without changing the global generator, or loaded from
+    the folder ``init_from``. Raises ValueError if that folder has no LoRA of this rank and these targets."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(seed, "lora").initial_seed())
         module.add_adapter(config)  # type: ignore[operator]
@@ -40,7 +39,7 @@ def _load(module: nn.Module, folder: Path) -> None:
     wanted = {_plain_name(name): p.shape for name, p in module.named_parameters() if p.requires_grad}
     different = sorted(given.keys() ^ wanted.keys()) or sorted(name for name in wanted if given[name].shape != wanted[name])
     if different:
-        raise ValueError(f"policy.train.init_from: {found[0]} does not fit the recipe's rank and targets, at {different[0]} first")
+        raise ValueError(f"policy.train.init_from: {found[0]} does not fit the recipe's rank and targets, first at {different[0]}")
     set_peft_model_state_dict(module, given, adapter_name="default")
 
 
@@ -51,11 +50,11 @@ def _plain_name(name: str) -> str:
 
 
 def write_lora(module: Any, to: Path, *, pipeline: str | None) -> None:
-    """The module's LoRA as PEFT reads it and, where ``pipeline`` names a class of diffusers, as that pipeline reads it."""
+    """Write the module's LoRA in PEFT's format and, if ``pipeline`` names a diffusers class, also in that pipeline's format."""
     config = module.peft_config["default"]
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in get_peft_model_state_dict(module).items()}
     config.save_pretrained(to)
     save_file({f"base_model.model.{name}": tensor for name, tensor in tensors.items()}, to / "adapter_model.safetensors")
     if pipeline is not None:
-        writer: Any = getattr(diffusers, pipeline)
-        writer.save_lora_weights(to, transformer_lora_layers=tensors, transformer_lora_adapter_metadata=config.to_dict())
+        pipeline_class: Any = getattr(diffusers, pipeline)
+        pipeline_class.save_lora_weights(to, transformer_lora_layers=tensors, transformer_lora_adapter_metadata=config.to_dict())

@@ -1,4 +1,4 @@
-"""What the adapters of diffusers pipelines have in common: prompts, guidance, schedule, noise, and images."""
+"""The common part of the adapters of diffusers pipelines: prompts, guidance, schedule, noise, and images."""
 
 import math
 from abc import ABC, abstractmethod
@@ -26,7 +26,7 @@ class PromptEncoder(Protocol):
         ...
 
     def check(self, prompt: str, task: str) -> None:
-        """Raises ``ValueError`` for a prompt that the encoder does not read to its end, or that contains a special token."""
+        """Raise ValueError for a prompt that is too long for the encoder, or that contains a special token."""
         ...
 
 
@@ -34,7 +34,7 @@ class PipelineModel(ABC):
     """A ``retouch.protocols.DenoisingModel``; subclasses give ``condition`` and ``velocity``.
 
     ``size``: (height, width) of the output in px; None leaves it to ``condition``. ``NEGATIVE``: the negative prompt. Raises
-    ``ValueError`` for a size that does not divide into tokens.
+    ValueError for a size that does not divide into tokens.
     """
 
     NEGATIVE: ClassVar[str] = ""
@@ -62,7 +62,7 @@ class PipelineModel(ABC):
         return [self.module, self.latents.vae, *self.text.encoders]
 
     def check_prompt(self, prompt: str, task: str) -> None:
-        """Raises ``ValueError`` where the model would refuse the prompt of the task of this name."""
+        """Raise ValueError if the model cannot read this prompt of the task with this id."""
         self.text.check(prompt, task)
 
     @abstractmethod
@@ -128,7 +128,7 @@ class PipelineModel(ABC):
         return self.latents.encode(self.latents.pixels(images, size))
 
     def fit(self, image: Image) -> Size:
-        """The size that an image gets where the output has none of its own."""
+        """The size to which an image is resized if the output has no fixed size."""
         return image.height, image.width
 
     def decode(self, x: Float[Tensor, "r ..."], conditioning: Conditioning) -> list[Image]:
@@ -136,14 +136,14 @@ class PipelineModel(ABC):
 
 
 def common_size(sizes: Sequence[Any]) -> Any:
-    """The one value of ``sizes``. Raises ``ValueError`` where they differ."""
+    """The one value of ``sizes``. Raises ValueError if they differ."""
     if len(set(sizes)) != 1:
-        raise ValueError(f"images of different sizes or numbers in one batch: {sorted(set(sizes))}; bucket the tasks by them")
+        raise ValueError(f"images of different sizes or numbers in one batch: {sorted(set(sizes))}; group the tasks by them")
     return sizes[0]
 
 
 def accepts_prompt(model: object, prompt: str) -> bool:
-    """Whether the model would read the prompt to its end: it is neither too long nor contains a special token.
+    """Whether the model can read the prompt: it is not too long and contains no special token.
 
     True for a model without a method ``check_prompt(prompt, task)``.
     """
@@ -174,19 +174,18 @@ def pipeline_sigmas(
     start: Sequence[float] | None = None,
     shift: float | None = None,
 ) -> Float[Tensor, " num_steps_plus_1"]:
-    """The sigmas that FlowMatchEulerDiscreteScheduler goes through in ``num_steps`` steps, from about 1 to 0; on the CPU.
+    """The sigmas of diffusers' FlowMatchEulerDiscreteScheduler for ``num_steps`` steps, from about 1 to 0; on the CPU.
 
-    ``start``: the sigmas before shifting where the pipeline gives its own; else the scheduler's. ``shift``: mu where
-    the pipeline computes it; else ``dynamic_shift``. ValueError where the configuration has no schedule of this many steps.
-    """
+    ``start``: the sigmas before shifting, if the pipeline passes its own to the scheduler. ``shift``: mu, if the pipeline computes
+    it; otherwise ``dynamic_shift``. Raises ValueError if the configuration has no schedule of this many steps."""
     if num_steps < 1:
-        raise ValueError(f"num_steps is {num_steps}; a schedule has at least one step")
+        raise ValueError(f"num_steps is {num_steps}; it must be at least 1")
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(dict(config))
     mu = None
     if scheduler.config.use_dynamic_shifting:
         mu = dynamic_shift(scheduler.config, image_tokens) if shift is None else shift
     if scheduler.config.shift_terminal and num_steps == 1:
-        raise ValueError("this scheduler stretches its sigmas to shift_terminal, which takes at least 2 steps")
+        raise ValueError("this scheduler stretches its sigmas to shift_terminal, which needs at least 2 steps")
     scheduler.set_timesteps(None if start is not None else num_steps, sigmas=None if start is None else list(start), mu=mu)
     sigmas: Tensor = scheduler.sigmas
     assert torch.isfinite(sigmas).all()

@@ -1,6 +1,7 @@
-"""A cache with room for more tokens: one that is written goes beside those before it, which are not copied for its sake.
+"""A KV cache with preallocated room, so that a new token is written in place.
 
-transformers' own joins keys and values anew for every token, and with a long prompt that is most of what decoding moves.
+transformers' DynamicCache concatenates all keys and values for every new token; with a long prompt, this copy is most of the memory
+traffic of decoding.
 """
 
 import torch
@@ -10,8 +11,9 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 ROOM = 64  # tokens
 
 
-class RoomyLayer(DynamicLayer):
-    """Keys and values stand at the beginning of longer buffers. With gradient, where nothing may be overwritten, there are none."""
+class PreallocatedCacheLayer(DynamicLayer):
+    """A cache layer whose keys and values are views of longer buffers. With gradients enabled it concatenates as usual, because
+    autograd forbids writing in place."""
 
     _buffers: tuple[Tensor, Tensor] | None = None
 
@@ -23,7 +25,7 @@ class RoomyLayer(DynamicLayer):
             return joined
         end = length + key_states.shape[-2]
         if self._buffers is None or self._buffers[0].shape[-2] < end:
-            self._buffers = _roomier(self.keys, end + ROOM), _roomier(self.values, end + ROOM)
+            self._buffers = _grown(self.keys, end + ROOM), _grown(self.values, end + ROOM)
         keys, values = self._buffers
         keys[..., length:end, :] = key_states
         values[..., length:end, :] = value_states
@@ -35,13 +37,13 @@ class RoomyLayer(DynamicLayer):
         self._buffers = None
 
 
-def roomy(cache: DynamicCache) -> DynamicCache:
-    """The empty cache, with room in those of its layers that keep every token."""
-    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+def with_preallocated_layers(cache: DynamicCache) -> DynamicCache:
+    """The empty cache with a preallocated layer in place of each layer that keeps every token."""
+    cache.layers = [PreallocatedCacheLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
-def _roomier(tensor: Tensor, length: int) -> Tensor:
+def _grown(tensor: Tensor, length: int) -> Tensor:
     buffer = tensor.new_empty(*tensor.shape[:-2], length, tensor.shape[-1])
     buffer[..., : tensor.shape[-2], :] = tensor
     return buffer

@@ -1,5 +1,5 @@
-"""Where the weights of a published model lie: in a folder, or in the cache of the Hugging Face hub, which is filled when training
-starts. Safetensors and JSON only."""
+"""Finds the weights of a published model in a local folder or in the cache of the Hugging Face Hub, or downloads them. Safetensors
+and JSON only."""
 
 from importlib.resources import files
 from pathlib import Path
@@ -12,67 +12,67 @@ _PARTS = (
     *("text_encoder", "text_encoder_2", "text_encoder_3"),
     *("tokenizer", "tokenizer_2", "tokenizer_3"),
 )
-_WANTED = ["model_index.json", *(f"{part}/*" for part in _PARTS)]
-_WANTED_OF_WRITERS = ["*.safetensors", "*.json", "*.txt", "*.jinja"]
-_ENCODER = "policy.train.encoder"
-_UNWANTED = ["*.bin", "*.fp16.*", "*.msgpack", "*.py"]
+_PIPELINE_FILES = ["model_index.json", *(f"{part}/*" for part in _PARTS)]
+_MODEL_FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja"]
+_ENCODER_KEY = "policy.train.encoder"
+_IGNORED_FILES = ["*.bin", "*.fp16.*", "*.msgpack", "*.py"]
 
 
 def find_weights(path: str) -> Path | None:
-    """The folder of that name, or the hub's cached copy of that id; None where the weights are not on this machine.
+    """The folder ``path``, or the cached copy of the Hub id ``path``; None if the weights are not on this machine.
 
-    Asks no network. ValueError for what is neither a folder nor an id.
+    Does not use the network. Raises ValueError for a text that is neither a folder nor an id.
     """
-    return _find(path, _WANTED)
+    return _find(path, _PIPELINE_FILES)
 
 
 def fetch_weights(path: str) -> Path:
-    """As ``find_weights``, and what is not there is downloaded. ValueError where that does not work."""
-    return _fetch(path, _WANTED)
+    """Like ``find_weights``, but downloads missing weights. Raises ValueError if the download fails."""
+    return _fetch(path, _PIPELINE_FILES)
 
 
 def find_writer(path: str) -> Path | None:
-    """As ``find_weights``, for a language model in transformers' layout."""
-    return _find(path, _WANTED_OF_WRITERS)
+    """Like ``find_weights``, for a language model in transformers' layout."""
+    return _find(path, _MODEL_FILES)
 
 
 def fetch_writer(path: str) -> Path:
-    """As ``fetch_weights``, for a language model in transformers' layout."""
-    return _fetch(path, _WANTED_OF_WRITERS)
+    """Like ``fetch_weights``, for a language model in transformers' layout."""
+    return _fetch(path, _MODEL_FILES)
 
 
 def find_encoder(path: str) -> Path | None:
-    """As ``find_weights``, for the image encoder of an IP-Adapter, in transformers' layout; ``playground`` is the built-in one."""
+    """Like ``find_weights``, for the image encoder of an IP-Adapter in transformers' layout; ``playground`` is the built-in one."""
     if path == "playground":
         return Path(str(files("retouch.playground"))) / "weights" / "sight"
-    return _find(path, _WANTED_OF_WRITERS, at=_ENCODER)
+    return _find(path, _MODEL_FILES, key=_ENCODER_KEY)
 
 
 def fetch_encoder(path: str) -> Path:
-    """As ``find_encoder``, and what is not there is downloaded. ValueError where that does not work."""
-    return find_encoder(path) or _fetch(path, _WANTED_OF_WRITERS, at=_ENCODER)
+    """Like ``find_encoder``, but downloads a missing encoder. Raises ValueError if the download fails."""
+    return find_encoder(path) or _fetch(path, _MODEL_FILES, key=_ENCODER_KEY)
 
 
-def _find(path: str, wanted: list[str], *, at: str = "policy.model.path") -> Path | None:
+def _find(path: str, patterns: list[str], *, key: str = "policy.model.path") -> Path | None:
     if Path(path).is_dir():
         return Path(path)
     try:
-        return Path(snapshot_download(path, allow_patterns=wanted, ignore_patterns=_UNWANTED, local_files_only=True))
+        return Path(snapshot_download(path, allow_patterns=patterns, ignore_patterns=_IGNORED_FILES, local_files_only=True))
     except HFValidationError:
-        raise ValueError(f'{at}: no folder {path}, and no Hugging Face id ("owner/name") either') from None
+        raise ValueError(f'{key}: {path} is neither a folder nor a Hugging Face id ("owner/name")') from None
     except LocalEntryNotFoundError:
         return None
 
 
-def _fetch(path: str, wanted: list[str], *, at: str = "policy.model.path") -> Path:
-    found = _find(path, wanted, at=at)
+def _fetch(path: str, patterns: list[str], *, key: str = "policy.model.path") -> Path:
+    found = _find(path, patterns, key=key)
     if found is not None:
         return found
     try:
-        return Path(snapshot_download(path, allow_patterns=wanted, ignore_patterns=_UNWANTED))
+        return Path(snapshot_download(path, allow_patterns=patterns, ignore_patterns=_IGNORED_FILES))
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"{at}: the weights of {path} could not be downloaded: {reason}. Log in with `hf auth login` where they "
-            "are gated, or download them elsewhere and give the folder"
+            f"{key}: the weights of {path} could not be downloaded: {reason}. Log in with `hf auth login` if they are gated, or "
+            "download them elsewhere and set the local folder"
         ) from error

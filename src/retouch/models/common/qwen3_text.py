@@ -1,4 +1,4 @@
-"""Prompts in a chat template, and as hidden states of a frozen Qwen3: the text encoding of Z-Image and FLUX.2-klein."""
+"""Text encoding with a chat template and the hidden states of a frozen Qwen3, for Z-Image and FLUX.2-klein."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
@@ -12,11 +12,10 @@ from retouch.models.common.chat_template import QwenTemplate
 
 
 class ChatPrompts:
-    """A text encoder that reads a prompt in a chat template, to be derived from.
+    """Base class of text encoders that read a prompt in a chat template.
 
-    ``FAMILY``: name of the models, for messages. ``max_sequence_length``: tokens of a prompt in its template, without the first
-    ``prefix``, which are not kept.
-    """
+    ``FAMILY``: name of the models, for messages. ``max_sequence_length``: maximum number of tokens of a prompt in its template,
+    without the first ``prefix``, whose states are dropped."""
 
     FAMILY: ClassVar[str]
 
@@ -32,23 +31,23 @@ class ChatPrompts:
         return [self.encoder]
 
     def check(self, prompt: str, task: str) -> None:
-        """Raises ``ValueError`` where the prompt contains a special token of the tokenizer, or is not read to its end."""
+        """Raise ValueError if the prompt contains a special token of the tokenizer, or is too long."""
         self.template.check(prompt, task)
         tokens = self.template.tokenise([prompt], [()])["input_ids"].shape[1] - self.prefix
         if tokens > self.max_sequence_length:
             raise ValueError(
-                f"the prompt of task {task!r} has {tokens} tokens in its template, and {self.FAMILY} reads "
+                f"the prompt of task {task!r} has {tokens} tokens in its template, but {self.FAMILY} reads at most "
                 f"{self.max_sequence_length}; shorten it"
             )
 
 
 class Qwen3Text(ChatPrompts):
-    """A Qwen3 text encoder with its tokenizer, whose chat template gets one turn of the user; to be derived from.
+    """Base class of Qwen3 text encoders; the prompt is the only user turn of the tokenizer's chat template.
 
     ``LAYERS``: the hidden states that are concatenated (0 is the embedding). ``THINKING``: the template's ``enable_thinking``.
-    ``PADDING``: of a batch, to its longest prompt or to ``max_sequence_length``.
+    ``PADDING``: a batch is padded to its longest prompt or to ``max_sequence_length``.
 
-    Raises ``ValueError`` where the tokenizer has no chat template that contains the prompt unchanged.
+    Raises ValueError if the tokenizer has no chat template that contains the prompt unchanged.
     """
 
     LAYERS: ClassVar[tuple[int, ...]]
@@ -62,13 +61,13 @@ class Qwen3Text(ChatPrompts):
         super().__init__(encoder, QwenTemplate(tokenizer, template=str(made)), max_sequence_length=max_sequence_length)
 
     def embed(self, prompts: Sequence[str]) -> tuple[Float[Tensor, "r l d"], Bool[Tensor, "r l"]]:
-        """Embeddings and their mask, on the encoder's device; padding gets whatever the encoder gives there.
+        """Embeddings and their mask, on the encoder's device. The embeddings of padding are not defined.
 
-        A batch is padded to its longest prompt on the right, or to ``max_sequence_length`` on the tokenizer's own side.
+        A batch is padded to its longest prompt on the right, or to ``max_sequence_length`` on the tokenizer's side.
         """
         texts = [self.template.head + prompt + self.template.tail for prompt in prompts]
-        told = {"max_length": self.max_sequence_length} if self.PADDING == "max_length" else {"padding_side": "right"}
-        tokens = self.tokenizer(texts, padding=self.PADDING, return_tensors="pt", **told)
+        padding = {"max_length": self.max_sequence_length} if self.PADDING == "max_length" else {"padding_side": "right"}
+        tokens = self.tokenizer(texts, padding=self.PADDING, return_tensors="pt", **padding)
         ids, mask = (tokens[name].to(self.encoder.device) for name in ("input_ids", "attention_mask"))
         states = self.encoder(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False).hidden_states
         assert states is not None

@@ -1,7 +1,7 @@
-"""Gradient checkpointing of a transformers model without its training mode: layers are recomputed, dropout stays off.
+"""Gradient checkpointing (arXiv 1604.06174) of a transformers model in eval mode, so that dropout stays off.
 
-transformers recomputes a layer where the layer itself is in training mode; by its own switch, train(), that would be its parts
-too, with their dropout.
+transformers recomputes a layer only if the layer is in training mode. ``train()`` would also switch its submodules, and with them
+dropout, so only the flag of the layer itself is set.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 @contextmanager
 def recomputing(module: nn.Module, *, on: bool) -> Iterator[None]:
-    """Where ``on``, forwards inside the block keep only each layer's input. The backward pass may run outside of it."""
+    """With ``on``, forward passes inside the block keep only each layer's input. The backward pass may run outside of it."""
     layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)] if on else []
     before = [layer.training for layer in layers]
     for layer in layers:

@@ -1,4 +1,4 @@
-"""What a writer of text may write: a grammar of one set of tokens."""
+"""The grammar of text completions: a single set of tokens."""
 
 import torch
 from jaxtyping import Int
@@ -8,10 +8,10 @@ from transformers import PreTrainedTokenizerBase
 from retouch.types import Kind, Prompts
 
 
-class WithoutVision:
-    """Any text: every token of the tokenizer but those that stand for pictures (a ``Grammar``; nothing is forced).
+class TextGrammar:
+    """Any text: all tokens of the tokenizer except image and video placeholders (implements ``Grammar``; nothing is forced).
 
-    The weights have more rows than the tokenizer has tokens; those have no text and are left out too.
+    The output embedding has more rows than the tokenizer has tokens; these ids have no text and are excluded too.
     """
 
     kinds = (Kind.TEXT_TOKEN,)
@@ -22,5 +22,5 @@ class WithoutVision:
         self.vocabularies[:, [tokenizer.convert_tokens_to_ids(token) for token in named]] = False
 
     def parse(self, prompts: Prompts, ids: Int[Tensor, "r k"]) -> tuple[Int[Tensor, "r k1"], Int[Tensor, "r k1"]]:
-        places = ids.new_zeros(ids.shape[0], ids.shape[1] + 1)
-        return places, places - 1
+        sets = ids.new_zeros(ids.shape[0], ids.shape[1] + 1)
+        return sets, sets - 1

@@ -56,7 +56,7 @@ class Guided(ModelWrapper[DenoisingModel]):
 
     def __init__(self, model: DenoisingModel, guidance_scale: float) -> None:
         if guidance_scale <= 1.0:
-            raise ValueError(f"guidance_scale {guidance_scale}: guidance begins above 1; take the model without it")
+            raise ValueError(f"guidance_scale {guidance_scale}: guidance needs a scale above 1; use the model without guidance")
         super().__init__(model)
         self.guidance_scale = guidance_scale
 

@@ -1,29 +1,29 @@
-"""What an image-token model may write: text until a picture begins, then a picture of exactly its form, then the end.
+"""The grammar of Emu3: text until an image starts, then one complete image of the model's size, then the end of the sequence.
 
-Only visual tokens and text are drawn. What gives the picture its form is forced: it has no log-probability and no gradient, in
-sampling and in evaluation alike (EARL forced it in sampling and paid for it all the same).
+Only text and visual tokens are sampled. The tokens that give an image its structure are forced: they have no log-probability and no
+gradient, in sampling and in evaluation. (EARL, arXiv 2508.01119, forces them in sampling but still computes their gradient.)
 """
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from retouch.models.emu3.tokens import Emu3Words
+from retouch.models.emu3.tokens import Emu3Tokens
 from retouch.types import Kind, Prompts
 
 TEXT, VISUAL = 0, 1
 
 
 class GridGrammar:
-    """Emu3's pictures of ``height`` x ``width`` codes (a ``Grammar``). ``vocabulary``: rows of the head.
+    """Images of ``height`` x ``width`` codes (implements ``Grammar``). ``vocabulary``: rows of the output embedding.
 
-    A prompt that ends in boi has begun the picture already. Text may also end without one, which leaves nothing to draw.
-    ``begin``: boi. ``form``: by tokens since it, the id that is forced, or -1 where a visual token is drawn.
+    A prompt that ends with boi (begin of image) has started the image already. Text may also end without an image.
+    ``begin``: id of boi. ``form``: by number of tokens since boi, the forced id, or -1 where a visual token is sampled.
     """
 
     kinds = (Kind.TEXT_TOKEN, Kind.IMAGE_TOKEN)
 
-    def __init__(self, words: Emu3Words, *, height: int, width: int, vocabulary: int, device: torch.device) -> None:
+    def __init__(self, words: Emu3Tokens, *, height: int, width: int, vocabulary: int, device: torch.device) -> None:
         self.begin = words.boi
         visual = torch.zeros(vocabulary, dtype=torch.bool)
         visual[words.visual] = True
@@ -36,26 +36,26 @@ class GridGrammar:
 
     def parse(self, prompts: Prompts, ids: Int[Tensor, "r k"]) -> tuple[Int[Tensor, "r k1"], Int[Tensor, "r k1"]]:
         rows, count = ids.shape
-        places = torch.arange(count + 1, device=ids.device).expand(rows, -1)
-        begun = torch.cat([prompts.ids[:, -1:] == self.begin, ids == self.begin], dim=1)  # place k stands after begun[k]
+        positions = torch.arange(count + 1, device=ids.device).expand(rows, -1)
+        begun = torch.cat([prompts.ids[:, -1:] == self.begin, ids == self.begin], dim=1)  # position k follows begun[k]
         first = torch.where(begun.any(1), begun.int().argmax(1), count + 1)
-        since = places - first[:, None]
-        drawing = since >= 0
-        forced = torch.where(drawing, self.form[since.clamp(0, len(self.form) - 1)], -1)
-        return drawing.long() * VISUAL, forced
+        since = positions - first[:, None]
+        in_image = since >= 0
+        forced = torch.where(in_image, self.form[since.clamp(0, len(self.form) - 1)], -1)
+        return in_image.long() * VISUAL, forced
 
 
 class NoGrammar:
-    """Every token may follow every other (a ``Grammar``): whether a picture comes of it is left to the model. Nothing is forced."""
+    """Any token may follow any other (implements ``Grammar``). Nothing is forced, so a completion may contain no complete image."""
 
     kinds = (Kind.TEXT_TOKEN, Kind.IMAGE_TOKEN)
 
-    def __init__(self, words: Emu3Words, *, vocabulary: int, device: torch.device) -> None:
+    def __init__(self, words: Emu3Tokens, *, vocabulary: int, device: torch.device) -> None:
         self._img = words.img
         known = torch.arange(vocabulary, device=device) < len(words.tokenizer)
         self.vocabularies = known.expand(2, -1).clone()
 
     def parse(self, prompts: Prompts, ids: Int[Tensor, "r k"]) -> tuple[Int[Tensor, "r k1"], Int[Tensor, "r k1"]]:
         rows, count = ids.shape
-        drawing = torch.cat([ids.new_zeros(rows, 1, dtype=torch.bool), (ids == self._img).cumsum(1) > 0], dim=1)
-        return drawing.long() * VISUAL, ids.new_full((rows, count + 1), -1)
+        in_image = torch.cat([ids.new_zeros(rows, 1, dtype=torch.bool), (ids == self._img).cumsum(1) > 0], dim=1)
+        return in_image.long() * VISUAL, ids.new_full((rows, count + 1), -1)

@@ -1,4 +1,4 @@
-"""Emu3's autoencoder: pictures as grids of codes, and back."""
+"""Emu3's image tokenizer (MoVQGAN, arXiv 2209.09002): images to grids of codes, and back."""
 
 from collections.abc import Sequence
 
@@ -8,15 +8,15 @@ from PIL.Image import Image
 from torch import Tensor
 from transformers import Emu3VQVAE
 
-from retouch.models.common.code_pixels import pictures, pixels
 from retouch.models.common.frozen import evaluating
+from retouch.models.common.image_pixels import to_images, to_pixels
 
 
-class Emu3Pictures:
-    """Pictures of one ``size``, (height, width) in px, through a frozen autoencoder that shrinks each side by its own factor (8).
+class Emu3ImageTokenizer:
+    """A frozen image tokenizer for images of one ``size``, (height, width) in pixels.
 
-    ``grid``: (height, width) in codes. ValueError where the size is no multiple of the factor.
-    """
+    ``grid``: (height, width) in codes, smaller by the autoencoder's factor (8). Raises ValueError if the size is not a multiple of
+    it."""
 
     def __init__(self, vq: Emu3VQVAE, size: tuple[int, int]) -> None:
         self.vq = vq.requires_grad_(False).eval()
@@ -27,13 +27,13 @@ class Emu3Pictures:
         self.grid = (size[0] // factor, size[1] // factor)
 
     def encode(self, images: Sequence[Image]) -> Int[Tensor, "r h w"]:
-        """Pictures as codes, at ``size`` (Lanczos)."""
+        """The codes of images, which are first resized to ``size`` (Lanczos)."""
         sizes = torch.tensor([self.size] * len(images))
         with evaluating(self.vq):
-            codes = self.vq.encode(pixels(images, self.size, self.vq.device), sizes, return_dict=True).image_tokens
+            codes = self.vq.encode(to_pixels(images, self.size, self.vq.device), sizes, return_dict=True).image_tokens
         return torch.stack(list(codes)).long()
 
     def decode(self, codes: Int[Tensor, "r h w"]) -> list[Image]:
-        """Codes as pictures."""
+        """The images of codes."""
         with evaluating(self.vq):
-            return pictures(self.vq.decode(codes.to(self.vq.device)))
+            return to_images(self.vq.decode(codes.to(self.vq.device)))

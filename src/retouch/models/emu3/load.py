@@ -1,6 +1,7 @@
-"""Reading Emu3 from local folders, in transformers' layout or in the original one (BAAI's and EARL's): safetensors, no code.
+"""Loads Emu3 (arXiv 2409.18869) from local folders in transformers' layout or the original one of BAAI and EARL: safetensors only,
+no code.
 
-The original layout has the language model in one folder and the autoencoder in another, whose weights have other names there.
+In the original layout, language model and autoencoder are separate folders, and the autoencoder's weights have other names.
 """
 
 import json
@@ -35,7 +36,7 @@ KEYS = (
     (r"\.up\.(?=\d)", ".up_block.up."),
     (r"\.mid\.", ".middle_block."),
 )
-"""From the original names of the autoencoder's weights to transformers' own, by pattern; the language model's are the same."""
+"""Patterns from the original names of the autoencoder's weights to those of transformers. The language model's are the same."""
 _AUTOENCODER_FIELDS = {
     "ch": "base_channels",
     "ch_mult": "channel_multiplier",
@@ -57,10 +58,11 @@ def load_emu3(
     attention: Attention = "sdpa",
     gradient_checkpointing: bool = False,
 ) -> Emu3Editor:
-    """The editor, all of it frozen: the language model in ``dtype``, the autoencoder in fp32, since codes are nearest neighbours.
+    """The editor with all weights frozen: the language model in ``dtype``, the autoencoder in fp32, because codes are nearest
+    neighbours.
 
-    ``tokenizer``, ``autoencoder``: their folders, None is ``path``; the original layout has both apart. ValueError where a folder
-    holds something else, or weights are missing or too many.
+    ``size``: (height, width) of images in pixels. ``tokenizer``, ``autoencoder``: their folders; None is ``path``. In the original
+    layout both are separate. Raises ValueError for a folder with another model, and for missing or unexpected weights.
     """
     path = Path(path)
     words = _tokenizer(path if tokenizer is None else Path(tokenizer))
@@ -78,7 +80,7 @@ def load_emu3(
 
 
 def parts_of_emu3(path: Path, *, autoencoder: Path) -> dict[str, dict[str, Any]]:
-    """Classes and configurations of the part that writes and of the autoencoder (see ``sizes``), without weights. ValueError."""
+    """Classes and configurations of language model and autoencoder, without weights. Raises ValueError for another model."""
     config = _json(path / "config.json")
     if config.get("model_type") not in ("emu3", "emu3_text_model", "Emu3"):
         raise ValueError(_no_model(path, config))
@@ -91,7 +93,7 @@ def parts_of_emu3(path: Path, *, autoencoder: Path) -> dict[str, dict[str, Any]]
 
 
 def _language(path: Path, *, dtype: torch.dtype, attention: Attention) -> Any:
-    """The part that writes: of the whole, or alone under transformers' configuration or the original one."""
+    """The language model: from a whole Emu3, or alone with transformers' configuration or the original one."""
     config = _json(path / "config.json")
     settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     match config.get("model_type"):
@@ -109,18 +111,18 @@ def _language(path: Path, *, dtype: torch.dtype, attention: Attention) -> Any:
 
 
 def _text_config(config: Mapping[str, Any]) -> Emu3TextConfig:
-    """Of what the configuration says, what transformers knows."""
+    """The configuration without the fields that transformers does not know."""
     known = {*Emu3TextConfig().to_dict(), "rope_theta"} - {"model_type"}
     return Emu3TextConfig(**{name: value for name, value in config.items() if name in known})
 
 
 def _no_model(path: Path, config: Mapping[str, Any]) -> str:
     found = f"a model of type {config['model_type']!r}" if "model_type" in config else "no config.json"
-    return f"{path} holds {found}; give the local folder of an Emu3, in transformers' layout or in the original one"
+    return f"{path} contains {found}; set the local folder of an Emu3 model, in transformers' layout or the original one"
 
 
 def load_autoencoder(path: Path) -> Emu3VQVAE:
-    """The autoencoder in fp32, of the whole or alone."""
+    """The autoencoder in fp32, from the folder of a whole Emu3 or its own."""
     fields, weights = _autoencoder_config(path), _weights(path)
     match _json(path / "config.json")["model_type"]:
         case "emu3":
@@ -134,7 +136,7 @@ def load_autoencoder(path: Path) -> Emu3VQVAE:
 
 
 def language_model(whole: Emu3ForConditionalGeneration) -> Emu3ForCausalLM:
-    """The part that writes, with the same weights."""
+    """The language model of a whole Emu3, with shared weights."""
     with torch.device("meta"):
         module = Emu3ForCausalLM(whole.config.text_config)
     module.model, module.lm_head = whole.model.text_model, whole.lm_head
@@ -143,12 +145,12 @@ def language_model(whole: Emu3ForConditionalGeneration) -> Emu3ForCausalLM:
 
 def _check(path: Path, found: Set[str], expected: Set[str]) -> None:
     if found != expected:
-        missing, strange = sorted(expected - found), sorted(found - expected)
-        raise ValueError(f"{path} does not hold that part of an Emu3: missing {missing[:3]}, unknown {strange[:3]}")
+        missing, unexpected = sorted(expected - found), sorted(found - expected)
+        raise ValueError(f"{path} does not match this part of Emu3: missing {missing[:3]}, unexpected {unexpected[:3]}")
 
 
 def renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The autoencoder's weights under transformers' names; 1 x 1 convolutions of attention become linear layers."""
+    """The autoencoder's weights with transformers' names; the 1 x 1 convolutions of attention become linear layers."""
     found = {}
     for name, tensor in weights.items():
         for pattern, replacement in KEYS:
@@ -159,7 +161,7 @@ def renamed(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _own(weights: Mapping[str, Tensor], begin: str) -> dict[str, Tensor]:
-    """The weights of one part, by their names in it."""
+    """The weights of one part, without its prefix ``begin``."""
     return {re.sub(begin, "", name): tensor for name, tensor in weights.items() if re.match(begin, name)}
 
 
@@ -173,8 +175,8 @@ def _autoencoder_config(path: Path) -> dict[str, Any]:
         case "Emu3VisionVQ":
             return _autoencoder_fields(config)
     raise ValueError(
-        f"{path} holds no autoencoder of Emu3; the original layout has it apart: give policy.model.autoencoder, "
-        "BAAI/Emu3-VisionTokenizer say"
+        f"{path} contains no autoencoder of Emu3; in the original layout it is a separate model: set policy.model.autoencoder, for "
+        "example to BAAI/Emu3-VisionTokenizer"
     )
 
 
@@ -188,8 +190,8 @@ def _autoencoder_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _tokenizer(path: Path) -> PreTrainedTokenizerBase:
     if not (path / "tokenizer.json").is_file():
         raise ValueError(
-            f"{path} has no tokenizer.json; Emu3's original tokenizer is code, which is not run: give policy.model.tokenizer the "
-            "folder of a converted one (Emu3-community/Emu3-Gen-hf has it)"
+            f"{path} has no tokenizer.json; Emu3's original tokenizer is Python code, which is not executed: set "
+            "policy.model.tokenizer to the folder of a converted one (Emu3-community/Emu3-Gen-hf has it)"
         )
     found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, local_files_only=True)
     return found
@@ -200,7 +202,7 @@ def _weights(path: Path) -> dict[str, Tensor]:
     for file in sorted(path.glob("*.safetensors")):
         found |= load_file(file)
     if not found:
-        raise ValueError(f"{path} holds no safetensors; other formats of weights are not read")
+        raise ValueError(f"{path} contains no safetensors files; other weight formats are not read")
     return found
 
 

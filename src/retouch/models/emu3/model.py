@@ -1,6 +1,7 @@
-"""Emu3 as an editor (EARL): a source picture and an instruction are read as tokens, and the edited picture is written as tokens.
+"""Emu3 (arXiv 2409.18869) as an image editor, as in EARL (arXiv 2508.01119): it reads source image and instruction as tokens and
+generates the edited image as tokens.
 
-A prompt is bos, the source picture's tokens, the instruction, and the prefill with which the answer begins.
+A prompt consists of bos, the tokens of the source image, the instruction, and the prefill, the first tokens of the answer.
 """
 
 from collections.abc import Sequence
@@ -11,10 +12,10 @@ from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import Emu3ForCausalLM, Emu3VQVAE, PreTrainedTokenizerBase
 
-from retouch.models.common.causal_text import CausalText, require_plain
+from retouch.models.common.causal_text import CausalText, require_no_special_tokens
 from retouch.models.emu3.grammar import GridGrammar, NoGrammar
-from retouch.models.emu3.images import Emu3Pictures
-from retouch.models.emu3.tokens import Emu3Words
+from retouch.models.emu3.images import Emu3ImageTokenizer
+from retouch.models.emu3.tokens import Emu3Tokens
 from retouch.protocols import Grammar
 from retouch.types import Codes, Prompts, Task
 
@@ -25,12 +26,14 @@ THOUGHT = Codes.THOUGHT
 
 
 class Emu3Editor(CausalText):
-    """Emu3's language model, which may train, and its autoencoder, which stays frozen (``retouch.protocols.AutoregressiveModel``).
+    """Emu3's language model, which can be trained, and its frozen autoencoder (implements
+    ``retouch.protocols.AutoregressiveModel``).
 
-    A server can generate in its place (``policies/engines``): its images are part of the prompt's ids.
+    Images are part of the prompt's token ids, so an engine of ``policies/engines`` can generate the completions.
 
-    ``size``: (height, width) in px of every picture; the autoencoder shrinks each side by its own factor (8). ``prefill``: ``DRAW``
-    begins the picture at once, ``THINK`` lets text come first. ``grammar``: False leaves the form of a picture to the model.
+    ``size``: (height, width) of all images in pixels, multiples of the autoencoder's factor (8). ``prefill``: ``DRAW`` starts the
+    image at once, ``THINK`` generates text first. ``grammar``: False does not enforce the structure of an image.
+    Raises ValueError if the tokenizer has not exactly one visual token for each code.
     """
 
     def __init__(
@@ -45,14 +48,16 @@ class Emu3Editor(CausalText):
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__(module, gradient_checkpointing=gradient_checkpointing)
-        self.words = Emu3Words(tokenizer)
-        self.pictures = Emu3Pictures(vq, size)
-        self.vq, self.size, self.grid = self.pictures.vq, size, self.pictures.grid
+        self.words = Emu3Tokens(tokenizer)
+        self.image_tokenizer = Emu3ImageTokenizer(vq, size)
+        self.vq, self.size, self.grid = self.image_tokenizer.vq, size, self.image_tokenizer.grid
         self.prefill_ids = self.words.text_ids(prefill)
         self.thinks = self.prefill_ids[-1:] != [self.words.boi]
         tokens, codes = len(self.words.visual), self.vq.config.codebook_size
         if tokens != codes:
-            raise ValueError(f"the tokenizer has {tokens} visual tokens, and the autoencoder {codes} codes; they belong together")
+            raise ValueError(
+                f"the tokenizer has {tokens} visual tokens but the autoencoder has {codes} codes; use those of one model"
+            )
         self.codebook_size = codes
         rows = module.get_output_embeddings().weight.shape[0]
         self.grammar: Grammar = (
@@ -66,7 +71,7 @@ class Emu3Editor(CausalText):
     image_token: int | None = None
 
     def resized_images(self, task: Task) -> tuple[Image, ...]:
-        """No picture is sent beside the prompt: it is in it."""
+        """None: source images are part of the prompt's token ids, so an engine gets no images in addition."""
         return ()
 
     @staticmethod
@@ -75,70 +80,71 @@ class Emu3Editor(CausalText):
         return decoder
 
     def encode(self, tasks: Sequence[Task]) -> Prompts:
-        """The tasks' prompts. ValueError for a task without exactly one picture, or an instruction that spells a special token."""
-        require_plain(tasks, self.words.tokenizer)
+        """The tasks' prompts. Raises ValueError for a task without exactly one image, or with a special token in its
+        instruction."""
+        require_no_special_tokens(tasks, self.words.tokenizer)
         for task in tasks:
             if len(task.images) != 1 and Codes.SOURCE not in task.meta:
-                raise ValueError(f"task {task.id!r} has {len(task.images)} pictures; Emu3Editor takes one")
+                raise ValueError(f"task {task.id!r} has {len(task.images)} images; Emu3Editor takes one")
         sources = self._codes(tasks, Codes.SOURCE)
         rows = [
-            [self.words.bos, *self.words.picture(codes), *self.words.text_ids(task.instruction), *self.prefill_ids]
+            [self.words.bos, *self.words.image_ids(codes), *self.words.text_ids(task.instruction), *self.prefill_ids]
             for task, codes in zip(tasks, sources, strict=True)
         ]
         return self.prompts(rows)
 
     def _codes(self, tasks: Sequence[Task], key: str) -> list[Int[Tensor, "h w"]]:
-        """Each task's own codes; pictures are encoded, all at once, where a task brings none."""
+        """The codes of each task; where a task has none, its image is encoded, all of them in one batch."""
         codes = {row: self._checked(task, key) for row, task in enumerate(tasks) if key in task.meta}
-        pictures = {
+        to_encode = {
             row: task.images[0] if key == Codes.SOURCE else task.target for row, task in enumerate(tasks) if row not in codes
         }
-        images = [image for image in pictures.values() if image is not None]
-        codes |= zip(pictures, self.encode_codes(images) if images else (), strict=True)
+        images = [image for image in to_encode.values() if image is not None]
+        codes |= zip(to_encode, self.encode_codes(images) if images else (), strict=True)
         return [codes[row] for row in range(len(tasks))]
 
     def _checked(self, task: Task, key: str) -> Int[Tensor, "h w"]:
         codes = torch.tensor(task.meta[key])
         if tuple(codes.shape) != self.grid or not 0 <= int(codes.min()) <= int(codes.max()) < self.codebook_size:
             raise ValueError(
-                f"task {task.id!r} brings {key} of the shape {tuple(codes.shape)} up to {int(codes.max())}, and this model has "
-                f"{self.codebook_size} codes in grids of {self.grid}; tokenize it again"
+                f"task {task.id!r} has {key} of shape {tuple(codes.shape)} and values up to {int(codes.max())}, but this model has "
+                f"{self.codebook_size} codes in grids of {self.grid}; tokenize the data again"
             )
         return codes
 
     def encode_codes(self, images: Sequence[Image]) -> Int[Tensor, "r h w"]:
-        """Pictures as codes, at ``size`` (Lanczos)."""
-        return self.pictures.encode(images)
+        """The codes of images, which are first resized to ``size`` (Lanczos)."""
+        return self.image_tokenizer.encode(images)
 
     def decode_codes(self, codes: Int[Tensor, "r h w"]) -> list[Image]:
-        """Codes as pictures."""
-        return self.pictures.decode(codes)
+        """The images of codes."""
+        return self.image_tokenizer.decode(codes)
 
     def codes_in(self, ids: Sequence[int]) -> Int[Tensor, "h w"] | None:
-        """The codes of the picture in a completion, of one of this size; None where there is none."""
+        """The codes of the image in a completion; None if it contains no complete image of this size."""
         begun = [] if self.thinks else [self.words.boi]
         return self.words.codes([*begun, *ids], height=self.grid[0], width=self.grid[1])
 
     def target_ids(self, tasks: Sequence[Task]) -> list[list[int]]:
-        """What draws each task's target: after ``THINK`` the thought in its meta (``thought``) first, then the picture.
+        """The completion of each task to imitate: its target image, with ``THINK`` after the reasoning text in its meta
+        (``thought``).
 
-        ValueError where a task has no target, or no thought to go before it.
+        Raises ValueError for a task without a target, or without the reasoning text.
         """
         for task in tasks:
             if task.target is None and Codes.TARGET not in task.meta:
-                raise ValueError(f"task {task.id!r} has no target picture, which supervised learning imitates")
+                raise ValueError(f"task {task.id!r} has no target image, which supervised learning needs")
             if self.thinks and not isinstance(task.meta.get(THOUGHT), str):
-                raise ValueError(f"task {task.id!r} has no text in meta['{THOUGHT}'], with which a model that thinks begins")
-        pictures = [self.words.picture(codes) for codes in self._codes(tasks, Codes.TARGET)]
+                raise ValueError(f"task {task.id!r} has no reasoning text in meta['{THOUGHT}'], which policy.model.think needs")
+        targets = [self.words.image_ids(codes) for codes in self._codes(tasks, Codes.TARGET)]
         if not self.thinks:
-            return [picture[1:] for picture in pictures]  # the prefill has begun it
+            return [ids[1:] for ids in targets]  # the first token is in the prefill
         return [
-            [*self.words.text_ids(f"{task.meta[THOUGHT]}{END_OF_THOUGHT}"), *picture]
-            for task, picture in zip(tasks, pictures, strict=True)
+            [*self.words.text_ids(f"{task.meta[THOUGHT]}{END_OF_THOUGHT}"), *ids] for task, ids in zip(tasks, targets, strict=True)
         ]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; a picture is not text."""
-        seen = set(self.words.visual.tolist()) | {self.words.eol, self.words.img}
-        text: str = self.words.tokenizer.decode([each for each in ids if each not in seen], skip_special_tokens=True)
+        """The text of a completion, without the image."""
+        structure = set(self.words.visual.tolist()) | {self.words.eol, self.words.img}
+        text: str = self.words.tokenizer.decode([each for each in ids if each not in structure], skip_special_tokens=True)
         return text

@@ -91,7 +91,7 @@ class Flux(PipelineModel):
 
     @classmethod
     def _check(cls, config: Mapping[str, Any], vae: Mapping[str, Any], guidance: float | None) -> None:
-        """Raises ``ValueError`` where a transformer of this configuration is another model's, or takes no guidance."""
+        """Raises ValueError if a transformer of this configuration is another model's, or takes no guidance."""
         given, taken = cls._channels(vae), config["in_channels"]
         if given != taken:
             raise ValueError(

@@ -35,7 +35,7 @@ class FluxText:
         return [self.clip, self.t5]
 
     def check(self, prompt: str, task: str) -> None:
-        """ValueError where T5 does not read the prompt to its end. (CLIP may cut it off, as in the pipelines.)"""
+        """Raises ValueError if T5 does not read the prompt to its end. (CLIP may cut it off, as in the pipelines.)"""
         tokens = len(self.t5_tokenizer(prompt, verbose=False)["input_ids"])
         if tokens > self.max_sequence_length:
             raise ValueError(

@@ -1,7 +1,8 @@
-"""An IP-Adapter on the transformer of Flux or Qwen-Image: a picture's embedding becomes a few tokens, to which blocks attend.
+"""An IP-Adapter (arXiv 2308.06721) on the transformer of Flux or Qwen-Image: an image embedding becomes a few tokens, to which the
+transformer's blocks attend.
 
-The adapter is part of the transformer (``encoder_hid_proj`` and the blocks' attention processors), so that its weights are trained,
-copied, saved and swapped as any others. It begins by adding exactly 0: its values are 0.
+The adapter is part of the transformer (``encoder_hid_proj`` and the blocks' attention processors), so its weights are trained,
+copied, saved and swapped like all others. It initially adds exactly 0, because the weights of its values are 0.
 """
 
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -14,10 +15,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from retouch.core.random import generator
-from retouch.models.ip_adapter.attention import FluxReferenceAttention, QwenReferenceAttention, WideLinear
+from retouch.models.ip_adapter.attention import Float32Linear, FluxReferenceAttention, QwenReferenceAttention
 from retouch.types import Conditioning
 
-_SIXTEEN = 65536
+_ROWS_OF_16_TOKENS = 65536
 
 
 @runtime_checkable
@@ -26,27 +27,27 @@ class AdapterSettings(Protocol):
 
     @property
     def tokens(self) -> int:
-        """Tokens that an embedding becomes."""
+        """Number of tokens per reference image."""
         ...
 
     @property
     def projection(self) -> Literal["linear", "mlp"]:
-        """What makes them: one layer, or two."""
+        """The projection of the embedding to tokens: one layer, or an MLP with two."""
         ...
 
     @property
     def blocks(self) -> Literal["double", "all"]:
-        """The blocks that attend to them: Flux has double and single ones, Qwen-Image double ones alone."""
+        """The blocks that attend to the tokens: Flux has double and single blocks, Qwen-Image only double ones."""
         ...
 
     @property
     def scale(self) -> float:
-        """Factor of the attention to them."""
+        """Factor of the attention to the tokens."""
         ...
 
 
-class MlpProjection(nn.Module):
-    """Embedding to tokens through a hidden layer of twice its width, normed."""
+class MLPProjection(nn.Module):
+    """Projects an embedding to tokens with a hidden layer of twice its width and a final LayerNorm."""
 
     def __init__(self, embed_width: int, width: int, tokens: int) -> None:
         super().__init__()
@@ -55,41 +56,41 @@ class MlpProjection(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, embeds: Float[Tensor, "r d"]) -> Float[Tensor, "r n w"]:
-        made: Tensor = self.norm(self.proj(embeds).unflatten(-1, (self.tokens, -1)))
-        return made
+        tokens: Tensor = self.norm(self.proj(embeds).unflatten(-1, (self.tokens, -1)))
+        return tokens
 
 
-def read_by_diffusers(transformer: nn.Module, settings: AdapterSettings) -> bool:
-    """Whether the adapter is one that a Flux pipeline's ``load_ip_adapter`` reads: it takes 16 tokens for what has 65536 rows, and
-    everything else for 4."""
+def loadable_by_diffusers(transformer: nn.Module, settings: AdapterSettings) -> bool:
+    """Whether ``load_ip_adapter`` of diffusers' Flux pipelines can load the adapter. It assumes 16 tokens if the projection has
+    65536 rows, and 4 tokens otherwise."""
     if not isinstance(transformer, FluxTransformer2DModel) or settings.projection != "linear" or settings.blocks != "double":
         return False
     rows = settings.tokens * int(transformer.config.joint_attention_dim)
-    return settings.tokens == (16 if rows == _SIXTEEN else 4)
+    return settings.tokens == (16 if rows == _ROWS_OF_16_TOKENS else 4)
 
 
 def attach(transformer: nn.Module, settings: AdapterSettings, *, embed_width: int, seed: int) -> None:
-    """Put a new adapter on the transformer, drawn from the seed, in fp32 and trainable. The rest stays as it is.
+    """Add a new, trainable adapter in fp32 to the transformer, with initial weights from the seed. Other weights do not change.
 
-    ValueError for a transformer that has no such attention, and for single blocks where there are none.
+    Raises ValueError for a transformer of another family, and for single blocks of a transformer without them.
     """
     if not isinstance(transformer, FluxTransformer2DModel | QwenImageTransformer2DModel):
-        raise ValueError(f"an IP-Adapter is for Flux and Qwen-Image here, and not for {type(transformer).__name__}")
+        raise ValueError(f"IP-Adapters are supported for Flux and Qwen-Image, not for {type(transformer).__name__}")
     if settings.blocks == "all" and isinstance(transformer, QwenImageTransformer2DModel):
-        raise ValueError("Qwen-Image has double blocks alone; take blocks 'double'")
+        raise ValueError("policy.train.blocks: Qwen-Image has only double blocks; use 'double'")
     device, width = transformer.device, int(transformer.config.joint_attention_dim)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(seed, "ip-adapter").initial_seed())
-        made: nn.Module
+        projection: nn.Module
         if settings.projection == "linear":
-            made = ImageProjection(embed_width, cross_attention_dim=width, num_image_text_embeds=settings.tokens)
+            projection = ImageProjection(embed_width, cross_attention_dim=width, num_image_text_embeds=settings.tokens)
         else:
-            made = MlpProjection(embed_width, width, settings.tokens)
+            projection = MLPProjection(embed_width, width, settings.tokens)
         processors = {
             name: base if name.startswith("single_") and settings.blocks == "double" else _processor(transformer, settings, base)
             for name, base in transformer.attn_processors.items()
         }
-    transformer.encoder_hid_proj = MultiIPAdapterImageProjection([made.to(device)])
+    transformer.encoder_hid_proj = MultiIPAdapterImageProjection([projection.to(device)])
     transformer.set_attn_processor(processors)
     for adapted in modules(transformer):
         adapted.to(device).requires_grad_(True)
@@ -98,32 +99,32 @@ def attach(transformer: nn.Module, settings: AdapterSettings, *, embed_width: in
 def _processor(
     transformer: FluxTransformer2DModel | QwenImageTransformer2DModel, settings: AdapterSettings, base: Any
 ) -> nn.Module:
-    width, result = int(transformer.config.joint_attention_dim), next(transformer.parameters()).dtype
-    made: Any
-    if read_by_diffusers(transformer, settings):
-        made = FluxIPAdapterAttnProcessor(transformer.inner_dim, width, num_tokens=(settings.tokens,), scale=settings.scale)
+    width, dtype = int(transformer.config.joint_attention_dim), next(transformer.parameters()).dtype
+    processor: Any
+    if loadable_by_diffusers(transformer, settings):
+        processor = FluxIPAdapterAttnProcessor(transformer.inner_dim, width, num_tokens=(settings.tokens,), scale=settings.scale)
         for name in ("to_k_ip", "to_v_ip"):
-            setattr(made, name, nn.ModuleList([WideLinear(width, transformer.inner_dim, bias=True, result=result)]))
-        nn.init.zeros_(made.to_v_ip[0].bias)
-        nn.init.zeros_(made.to_v_ip[0].weight)
+            setattr(processor, name, nn.ModuleList([Float32Linear(width, transformer.inner_dim, bias=True, output_dtype=dtype)]))
+        nn.init.zeros_(processor.to_v_ip[0].bias)
+        nn.init.zeros_(processor.to_v_ip[0].weight)
     else:
         kind = FluxReferenceAttention if isinstance(transformer, FluxTransformer2DModel) else QwenReferenceAttention
         heads, head_width = transformer.config.num_attention_heads, transformer.config.attention_head_dim
-        made = kind(base, width=width, heads=heads, head_width=head_width, scale=settings.scale, result=result)
-        nn.init.zeros_(made.to_v_ip.weight)
-    adapter: nn.Module = made
-    return adapter
+        processor = kind(base, width=width, heads=heads, head_width=head_width, scale=settings.scale, output_dtype=dtype)
+        nn.init.zeros_(processor.to_v_ip.weight)
+    module: nn.Module = processor
+    return module
 
 
 def modules(transformer: nn.Module) -> list[nn.Module]:
-    """The adapter's parts: its projection, then its attention, block by block."""
+    """The modules of the adapter: its projection, then the attention of each block."""
     found: Any = transformer
     processors = found.attn_processors.values()
     return [found.encoder_hid_proj, *(each for each in processors if isinstance(each, nn.Module) and hasattr(each, "to_k_ip"))]
 
 
 def attention_inputs(transformer: nn.Module, conditioning: Conditioning) -> dict[str, list[Tensor]] | None:
-    """What the blocks are handed of the rows' references; None where the rows have none."""
+    """The keyword arguments that give the reference tokens to the blocks; None if the rows have no references."""
     embeds = conditioning.tensors.get(Conditioning.REFERENCE)
     if embeds is None:
         return None

@@ -1,8 +1,9 @@
-"""Attention of a picture's tokens to those of a reference: keys and values of its own beside the model's (IP-Adapter,
-arXiv 2308.06721), in the layout of the larger adapters for FLUX.1: no bias, keys normed, added before the output projection.
+"""Attention of image tokens to the tokens of a reference image with separate keys and values (decoupled cross-attention of
+IP-Adapter, arXiv 2308.06721), in the layout of the larger adapters for FLUX.1: no bias, normed keys, added before the output
+projection.
 
-In single blocks, where text and picture are one sequence, text attends to the reference as well. The smaller layout, which
-diffusers loads, has diffusers' own class.
+In single blocks, where text and image are one sequence, text attends to the reference too. The smaller layout, which diffusers can
+load, uses diffusers' own class.
 """
 
 from typing import Any
@@ -16,32 +17,31 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 
-class WideLinear(nn.Linear):
-    """A linear layer in fp32, so that small steps of its training count, whose result has the type of what it stands in."""
+class Float32Linear(nn.Linear):
+    """A linear layer with fp32 weights, so that small updates are not rounded away, and an output of ``output_dtype``."""
 
-    def __init__(self, width: int, out_width: int, *, bias: bool, result: torch.dtype) -> None:
+    def __init__(self, width: int, out_width: int, *, bias: bool, output_dtype: torch.dtype) -> None:
         super().__init__(width, out_width, bias=bias, dtype=torch.float32)
-        self.result = result
+        self.output_dtype = output_dtype
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input.float()).to(self.result)
+        return super().forward(input.float()).to(self.output_dtype)
 
 
 class ReferenceAttention(nn.Module):
-    """What both families' processors have in common. ``base``: the processor that it stands for, which it is when ``scale`` is 0 or
-    there is no reference. Processors are called with their attention, so that its weights are no part of theirs.
-    """
+    """The common part of both families' attention processors. ``base``: the original processor, which is used alone if ``scale`` is
+    0 or there is no reference. A processor gets its attention module as an argument and does not contain its weights."""
 
-    def __init__(self, base: Any, *, width: int, heads: int, head_width: int, scale: float, result: torch.dtype) -> None:
+    def __init__(self, base: Any, *, width: int, heads: int, head_width: int, scale: float, output_dtype: torch.dtype) -> None:
         super().__init__()
         self.base = base
         self.scale = scale
         self.heads = (heads, head_width)
-        self.to_k_ip = WideLinear(width, heads * head_width, bias=False, result=result)
-        self.to_v_ip = WideLinear(width, heads * head_width, bias=False, result=result)
+        self.to_k_ip = Float32Linear(width, heads * head_width, bias=False, output_dtype=output_dtype)
+        self.to_v_ip = Float32Linear(width, heads * head_width, bias=False, output_dtype=output_dtype)
 
-    def look(self, query: Float[Tensor, "r s h d"], reference: Float[Tensor, "r 1 n w"]) -> Float[Tensor, "r s hd"]:
-        """What the queries, normed and before rotation, find in the reference."""
+    def attend(self, query: Float[Tensor, "r s h d"], reference: Float[Tensor, "r 1 n w"]) -> Float[Tensor, "r s hd"]:
+        """The scaled attention output for the reference tokens; queries are normed and not rotated."""
         tokens = reference.flatten(1, 2)
         key = rms_norm(self.to_k_ip(tokens).unflatten(-1, self.heads).float(), self.heads[1:], eps=1e-5).to(query.dtype)
         value = self.to_v_ip(tokens).unflatten(-1, self.heads)
@@ -50,7 +50,7 @@ class ReferenceAttention(nn.Module):
 
 
 class FluxReferenceAttention(ReferenceAttention):
-    """In Flux's double blocks (the picture's stream looks) and single blocks (all of the sequence does)."""
+    """Attention to a reference in Flux: of the image stream in double blocks, of the whole sequence in single blocks."""
 
     def __call__(  # diffusers reads the names of a processor's arguments here
         self,
@@ -66,7 +66,7 @@ class FluxReferenceAttention(ReferenceAttention):
         query = attn.norm_q(attn.to_q(hidden_states).unflatten(-1, self.heads))
         key = attn.norm_k(attn.to_k(hidden_states).unflatten(-1, self.heads))
         value = attn.to_v(hidden_states).unflatten(-1, self.heads)
-        found = self.look(query, ip_hidden_states[0])
+        found = self.attend(query, ip_hidden_states[0])
         if encoder_hidden_states is not None:
             text = attn.add_q_proj(encoder_hidden_states), attn.add_k_proj(encoder_hidden_states)
             query = torch.cat([attn.norm_added_q(text[0].unflatten(-1, self.heads)), query], dim=1)
@@ -74,15 +74,15 @@ class FluxReferenceAttention(ReferenceAttention):
             value = torch.cat([attn.add_v_proj(encoder_hidden_states).unflatten(-1, self.heads), value], dim=1)
         if image_rotary_emb is not None:
             query, key = (apply_rotary_emb(each, image_rotary_emb, sequence_dim=1) for each in (query, key))
-        seen = dispatch_attention_fn(query, key, value, attn_mask=attention_mask).flatten(2).to(query.dtype)
+        output = dispatch_attention_fn(query, key, value, attn_mask=attention_mask).flatten(2).to(query.dtype)
         if encoder_hidden_states is None:
-            return seen + found
-        words, picture = seen.tensor_split([encoder_hidden_states.shape[1]], dim=1)
-        return attn.to_out[1](attn.to_out[0](picture + found)), attn.to_add_out(words.contiguous())
+            return output + found
+        text_output, image = output.tensor_split([encoder_hidden_states.shape[1]], dim=1)
+        return attn.to_out[1](attn.to_out[0](image + found)), attn.to_add_out(text_output.contiguous())
 
 
 class QwenReferenceAttention(ReferenceAttention):
-    """In Qwen-Image's blocks: the picture's stream looks, the tokens of the pictures that are edited too."""
+    """Attention to a reference in Qwen-Image: of the image stream, including the tokens of source images."""
 
     def __call__(  # diffusers reads the names of a processor's arguments here
         self,
@@ -103,16 +103,16 @@ class QwenReferenceAttention(ReferenceAttention):
         keys = [attn.norm_added_k(attn.add_k_proj(encoder_hidden_states).unflatten(-1, self.heads))]
         keys.append(attn.norm_k(attn.to_k(hidden_states).unflatten(-1, self.heads)))
         values = [attn.add_v_proj(encoder_hidden_states), attn.to_v(hidden_states)]
-        found = self.look(queries[1], ip_hidden_states[0])
+        found = self.attend(queries[1], ip_hidden_states[0])
         if image_rotary_emb is not None:
-            places = image_rotary_emb[::-1]  # theirs are of the picture, then of the text
-            queries = [apply_rotary_emb_qwen(each, at, use_real=False) for each, at in zip(queries, places, strict=True)]
-            keys = [apply_rotary_emb_qwen(each, at, use_real=False) for each, at in zip(keys, places, strict=True)]
+            angles = image_rotary_emb[::-1]  # diffusers has the image's first, then the text's
+            queries = [apply_rotary_emb_qwen(each, of, use_real=False) for each, of in zip(queries, angles, strict=True)]
+            keys = [apply_rotary_emb_qwen(each, of, use_real=False) for each, of in zip(keys, angles, strict=True)]
         mask = None
         if encoder_hidden_states_mask is not None:
-            everywhere = encoder_hidden_states_mask.new_ones(hidden_states.shape[:2], dtype=torch.bool)
-            mask = torch.cat([encoder_hidden_states_mask.bool(), everywhere], dim=1)[:, None, None]
+            image_mask = encoder_hidden_states_mask.new_ones(hidden_states.shape[:2], dtype=torch.bool)
+            mask = torch.cat([encoder_hidden_states_mask.bool(), image_mask], dim=1)[:, None, None]
         value = torch.cat(values, dim=1).unflatten(-1, self.heads)
-        seen = dispatch_attention_fn(torch.cat(queries, dim=1), torch.cat(keys, dim=1), value, attn_mask=mask)
-        words, picture = seen.flatten(2).to(values[0].dtype).tensor_split([encoder_hidden_states.shape[1]], dim=1)
-        return attn.to_out[1](attn.to_out[0](picture + found)), attn.to_add_out(words.contiguous())
+        output = dispatch_attention_fn(torch.cat(queries, dim=1), torch.cat(keys, dim=1), value, attn_mask=mask)
+        text, image = output.flatten(2).to(values[0].dtype).tensor_split([encoder_hidden_states.shape[1]], dim=1)
+        return attn.to_out[1](attn.to_out[0](image + found)), attn.to_add_out(text.contiguous())

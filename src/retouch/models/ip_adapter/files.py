@@ -1,14 +1,14 @@
-"""An IP-Adapter as a file: ``ip_adapter.safetensors``.
+"""Reads and writes an IP-Adapter as ``ip_adapter.safetensors``, with these names:
 
     image_proj.proj.weight, .bias                  a linear projection, or
     image_proj.proj.0.weight, ... proj.2.bias      the two layers of an MLP
-    image_proj.norm.weight, .bias                  of the tokens
+    image_proj.norm.weight, .bias                  LayerNorm of the tokens
     ip_adapter.<k>.to_k_ip.weight, .to_v_ip.weight keys and values of block k: double blocks first, then single ones
-    ip_adapter.<k>.to_k_ip.bias, .to_v_ip.bias     in the form that diffusers loads
+    ip_adapter.<k>.to_k_ip.bias, .to_v_ip.bias     only in the form that diffusers loads
 
-In the form of 4 or 16 tokens, linear and in double blocks alone, this is what a Flux pipeline's ``load_ip_adapter`` reads; the
-larger one has the names of the larger adapters' own checkpoints. Files with the names of XLabs' adapters are read too.
-"""
+An adapter with 4 or 16 tokens, a linear projection and only double blocks can be loaded with ``load_ip_adapter`` of diffusers' Flux
+pipelines. Other adapters have the names of the larger adapters' published checkpoints. Files with the names of XLabs' adapters can
+be read too."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from retouch.models.ip_adapter import adapter as ip_adapter
 
 FILE = "ip_adapter.safetensors"
-_THEIRS = (
+_XLABS_NAMES = (
     ("ip_adapter_proj_model.", "image_proj."),
     ("double_blocks.", "ip_adapter."),
     ("processor.", ""),
@@ -31,7 +31,7 @@ _THEIRS = (
 
 
 def write(transformer: nn.Module, folder: Path) -> Path:
-    """The adapter's weights as they are now; returns the file."""
+    """Write the adapter's current weights; returns the file."""
     file = folder / FILE
     save_file({name: tensor.detach().clone().contiguous() for name, tensor in _named(transformer).items()}, file)
     return file
@@ -39,23 +39,23 @@ def write(transformer: nn.Module, folder: Path) -> Path:
 
 @torch.no_grad()
 def read(transformer: nn.Module, path: Path) -> None:
-    """Take over the weights of a file, or of ``ip_adapter.safetensors`` in a folder.
+    """Load the weights of a file, or of ``ip_adapter.safetensors`` in a folder, into the transformer's adapter.
 
-    ValueError where it is no such file, or of an adapter of another form.
+    Raises ValueError for a file of another kind, and for an adapter with other settings.
     """
     file = path / FILE if path.is_dir() else path
     if not file.is_file() or file.suffix != ".safetensors":
-        raise ValueError(f"{path} is no folder with {FILE}, and no .safetensors file; other kinds are not read")
+        raise ValueError(f"{path} is neither a folder with {FILE} nor a .safetensors file; other formats are not read")
     try:
-        given = {_ours(name): tensor for name, tensor in load_file(file).items()}
+        stored = {_translated(name): tensor for name, tensor in load_file(file).items()}
     except SafetensorError as error:
         raise ValueError(f"{file} cannot be read: {error}") from None
-    wanted = _named(transformer)
-    odd = sorted(given.keys() ^ wanted.keys()) or sorted(name for name in wanted if given[name].shape != wanted[name].shape)
-    if odd:
-        raise ValueError(f"{file} is an adapter of another form than the recipe's: they differ at {odd[0]} first")
-    for name, tensor in wanted.items():
-        tensor.copy_(given[name])
+    own = _named(transformer)
+    differing = sorted(stored.keys() ^ own.keys()) or sorted(name for name in own if stored[name].shape != own[name].shape)
+    if differing:
+        raise ValueError(f"{file} is an adapter with other settings than the recipe's; the first difference is {differing[0]}")
+    for name, tensor in own.items():
+        tensor.copy_(stored[name])
 
 
 def _named(transformer: nn.Module) -> dict[str, Tensor]:
@@ -69,7 +69,7 @@ def _named(transformer: nn.Module) -> dict[str, Tensor]:
     return named
 
 
-def _ours(name: str) -> str:
-    for theirs, ours in _THEIRS:
-        name = name.replace(theirs, ours)
+def _translated(name: str) -> str:
+    for xlabs_name, own_name in _XLABS_NAMES:
+        name = name.replace(xlabs_name, own_name)
     return name

@@ -1,4 +1,5 @@
-"""A frozen CLIP or SigLIP vision model: what an IP-Adapter is told of a picture, one vector each."""
+"""The frozen image encoder of an IP-Adapter: a CLIP (arXiv 2103.00020) or SigLIP (arXiv 2303.15343) vision model, one vector per
+image."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -33,9 +34,9 @@ _KINDS: dict[str, tuple[Any, Any, str]] = {
 
 
 class ImageEncoder:
-    """A picture as CLIP's projected embedding (what diffusers' pipelines take) or SigLIP's pooled one.
+    """Encodes images as CLIP's projected embedding (as diffusers' pipelines do) or SigLIP's pooled output.
 
-    ``width``: numbers of a vector. Folders of the whole two-tower model do as well as those of the vision model alone.
+    ``width``: width of the vector. The folder may contain the whole two-tower model or only the vision model.
     """
 
     def __init__(self, model: nn.Module, processor: Any, *, field: str, width: int) -> None:
@@ -46,7 +47,7 @@ class ImageEncoder:
 
     @classmethod
     def from_pretrained(cls, path: Path | str, *, dtype: torch.dtype, device: torch.device | str) -> "ImageEncoder":
-        """From a local folder (safetensors, no remote code). ValueError for another kind of model."""
+        """From a local folder (safetensors, no remote code). Raises ValueError for another kind of model."""
         folder = Path(path)
         model_class, processor_class, field = _KINDS[_kind(folder)]
         settings: dict[str, Any] = {"dtype": dtype}
@@ -58,24 +59,24 @@ class ImageEncoder:
 
     @torch.no_grad()
     def embed(self, images: Sequence[Image]) -> Float[Tensor, "r d"]:
-        """A vector a picture, fp32, of any sizes; each is resized as the encoder was trained."""
-        pictures = [image.convert("RGB") for image in images]
-        pixels = self._processor(images=pictures, input_data_format="channels_last", return_tensors="pt")["pixel_values"]
+        """One fp32 vector per image. Images may have any size; the encoder's image processor resizes them."""
+        rgb = [image.convert("RGB") for image in images]
+        pixels = self._processor(images=rgb, input_data_format="channels_last", return_tensors="pt")["pixel_values"]
         weight = next(self.model.parameters())
         embeds: Tensor = getattr(self.model(pixels.to(weight)), self._field)
         return embeds.float()
 
 
 def embed_width(path: Path | str) -> int:
-    """Numbers of a vector of the encoder in a folder, from its configuration. ValueError for another kind of model."""
+    """Width of the vectors of the encoder in a folder, from its configuration. Raises ValueError for another kind of model."""
     folder = Path(path)
     _kind(folder)
     return width_of(_config(folder))
 
 
 def width_of(config: Mapping[str, Any]) -> int:
-    """The same of a configuration: of CLIP the projection's, which stands beside both towers; of SigLIP the vision tower's own.
-    What is left out of a tower's is transformers' default."""
+    """Width of the vectors of an encoder with this configuration: CLIP's ``projection_dim``, or the width of SigLIP's vision tower.
+    Missing values are transformers' defaults."""
     kind = config["model_type"]
     if kind == "clip":
         return int(CLIPConfig(**config).projection_dim)
@@ -89,12 +90,12 @@ def width_of(config: Mapping[str, Any]) -> int:
 def _kind(folder: Path) -> str:
     kind = _config(folder).get("model_type")
     if kind not in _KINDS:
-        raise ValueError(f"{folder} is a model of type {kind!r}; an IP-Adapter reads one of type {', '.join(_KINDS)}")
+        raise ValueError(f"policy.train.encoder: {folder} contains a model of type {kind!r}; use one of type {', '.join(_KINDS)}")
     return str(kind)
 
 
 def _config(folder: Path) -> dict[str, Any]:
     place = folder / "config.json"
     if not place.is_file():
-        raise ValueError(f"{folder} holds no model: no config.json")
+        raise ValueError(f"policy.train.encoder: {folder} contains no model (config.json)")
     return dict(json.loads(place.read_text(encoding="utf-8")))

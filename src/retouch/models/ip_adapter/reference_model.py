@@ -1,4 +1,4 @@
-"""A flow-matching model that is also shown a task's reference picture, through an IP-Adapter on its transformer."""
+"""A flow-matching model that is also conditioned on a task's reference image, with an IP-Adapter on its transformer."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,10 +14,10 @@ from retouch.types import Conditioning, Task
 
 
 class ReferenceModel(ModelWrapper[DenoisingModel]):
-    """``model``, told of each task's reference too; it is itself a ``DenoisingModel``.
+    """``model``, also conditioned on each task's reference image (implements ``DenoisingModel``).
 
-    The unconditional branch of guidance has a reference of zeros, which is what dropout in supervised learning shows as well.
-    ValueError for a task without a reference.
+    The unconditional branch of guidance gets zeros as its reference, like rows with a dropped reference in supervised learning.
+    ``encode`` raises ValueError for a task without a reference.
     """
 
     def __init__(self, model: DenoisingModel, encoder: ImageEncoder) -> None:
@@ -28,14 +28,14 @@ class ReferenceModel(ModelWrapper[DenoisingModel]):
         references = []
         for task in tasks:
             if task.reference is None:
-                raise ValueError(f"task {task.id!r} has no reference picture, which an IP-Adapter reads; give the data one")
+                raise ValueError(f"task {task.id!r} has no reference image, which an IP-Adapter needs; add one to the data")
             references.append(task.reference)
-        return _told(self.model.encode(tasks), self.encoder.embed(references))
+        return _with_reference(self.model.encode(tasks), self.encoder.embed(references))
 
     def encode_negative(self, tasks: Sequence[Task]) -> Conditioning:
-        return _told(self.model.encode_negative(tasks), torch.zeros(len(tasks), self.encoder.width))
+        return _with_reference(self.model.encode_negative(tasks), torch.zeros(len(tasks), self.encoder.width))
 
 
-def _told(conditioning: Conditioning, embeds: Float[Tensor, "p d"]) -> Conditioning:
+def _with_reference(conditioning: Conditioning, embeds: Float[Tensor, "p d"]) -> Conditioning:
     device = next(iter(conditioning.tensors.values())).device
     return replace(conditioning, tensors={**conditioning.tensors, Conditioning.REFERENCE: embeds.to(device)})

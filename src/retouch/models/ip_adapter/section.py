@@ -19,36 +19,38 @@ if TYPE_CHECKING:
 
 
 class IpAdapter(Section):
-    """An adapter trains that lets the model attend to each task's reference image, and a LoRA with it where there is one; the
-    model's own weights stay as they are. The reference policy of a KL is the policy at its start, or what a supervised phase before
-    made of it.
+    """Trains an IP-Adapter (arXiv 2308.06721), with which the model attends to each task's reference image, and optionally a LoRA;
+    the model's own weights are frozen. The reference policy of a KL is the policy at the start of the run, or after a supervised
+    phase.
 
-    Flux's ``load_ip_adapter`` in diffusers reads 4 tokens, or 16 of a full-size model, of a linear projection in double blocks.
+    ``load_ip_adapter`` of diffusers' Flux pipelines reads 4 tokens, or 16 of a full-size model, with a linear projection in double
+    blocks.
     """
 
     kind: Literal["ip-adapter"] = "ip-adapter"
     encoder: str
-    """Folder or Hugging Face id of the frozen CLIP or SigLIP model that encodes references (diffusers takes CLIP); ``playground``
-    is the built-in one."""
+    """Folder or Hugging Face id of the frozen CLIP or SigLIP model that encodes references (diffusers supports CLIP);
+    ``playground`` is the built-in one."""
     tokens: Count = 4
-    """Tokens that a reference becomes; 4, 16 and 128 are usual."""
+    """Number of tokens per reference; 4, 16 and 128 are usual."""
     projection: Literal["linear", "mlp"] = "linear"
-    """What makes them: one layer, or two."""
+    """Projection of the embedding to tokens: one layer, or an MLP with two."""
     blocks: Literal["double", "all"] = "double"
-    """Blocks that attend to them: those with an image stream of their own, or Flux's single ones too."""
+    """Blocks that attend to the tokens: those with a separate image stream, or Flux's single blocks too."""
     scale: Positive = 1.0
     """Factor of the attention to the reference."""
     dropout: Share = 0.0
-    """Share of tasks without their reference in supervised phases, which guidance needs; other phases always use it."""
+    """Share of tasks whose reference is dropped in supervised phases, for guidance; other phases always use it."""
     init_from: str | None = None
-    """File, or folder with an ``ip_adapter.safetensors``, to go on from; null begins as the model without an adapter."""
+    """File, or folder with an ``ip_adapter.safetensors``, with the initial weights; null starts from the model without an
+    adapter."""
     lora: Lora | None = None
-    """A LoRA that trains with it; null trains the adapter alone."""
+    """A LoRA that is trained too; null trains only the adapter."""
 
     keeps_dtype: ClassVar[bool] = False
 
     def make_trainable(self, module: nn.Module, *, targets: Sequence[str], seed: int) -> None:
-        """Raises ValueError where ``init_from`` is an adapter with other tokens, projection or blocks."""
+        """Add the trainable adapter. Raises ValueError if ``init_from`` is an adapter with other tokens, projection or blocks."""
         from retouch.models.common.pretrained import fetch_encoder
         from retouch.models.ip_adapter import files
         from retouch.models.ip_adapter.adapter import attach
@@ -65,7 +67,7 @@ class IpAdapter(Section):
                 raise ValueError(f"policy.train.init_from: {error}") from None
 
     def with_references(self, model: DenoisingModel, *, dtype: torch.dtype, device: torch.device) -> ReferenceModel:
-        """The model, conditioned on each task's reference too. Loads the image encoder."""
+        """The model, also conditioned on each task's reference. Loads the image encoder."""
         from retouch.models.common.pretrained import fetch_encoder
         from retouch.models.ip_adapter.image_encoder import ImageEncoder
         from retouch.models.ip_adapter.reference_model import ReferenceModel
@@ -73,13 +75,13 @@ class IpAdapter(Section):
         return ReferenceModel(model, ImageEncoder.from_pretrained(fetch_encoder(self.encoder), dtype=dtype, device=device))
 
     def export(self, module: Any, to: Path, *, folder: str, pipeline: str | None) -> None:
-        """Write ``ip_adapter.safetensors``, and ``ip_adapter.json``: its settings, and whether diffusers loads it."""
+        """Write ``ip_adapter.safetensors``, and ``ip_adapter.json`` with its settings and whether diffusers can load it."""
         from retouch.models.ip_adapter import files
-        from retouch.models.ip_adapter.adapter import read_by_diffusers
+        from retouch.models.ip_adapter.adapter import loadable_by_diffusers
 
         files.write(module, to)
         about = self.model_dump(include={"tokens", "projection", "blocks", "scale"})
-        about |= {"encoder": self.encoder, "diffusers": read_by_diffusers(module, self)}
+        about |= {"encoder": self.encoder, "diffusers": loadable_by_diffusers(module, self)}
         (to / "ip_adapter.json").write_text(json.dumps(about, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         if self.lora is not None:
             self.lora.export(module, to, folder=folder, pipeline=pipeline)

@@ -1,9 +1,8 @@
-"""Janus-Pro as a painter: it reads an instruction and writes a picture as codes, and nothing else (text to image).
+"""Janus-Pro (arXiv 2501.17811) as a text-to-image policy: it reads a prompt and generates an image as codes, without text.
 
-Codes have embeddings and a head of their own, so what is written has its own ids: the codes from 0 on, and one more that ends a
-picture, which is forced after the last code and never read. The published sampler runs each picture twice, with and without its
-instruction, and guides the one away from the other. Here guidance is off, in sampling and in evaluation alike: what is drawn from
-is the model's own distribution, and one forward gives its gradient.
+Codes have their own embeddings and output head, so completions have their own ids: the codes from 0, and one more that ends the
+image, which is forced after the last code and has no embedding. The published sampler uses classifier-free guidance. Here guidance
+is off in sampling and evaluation: the policy is the model's conditional distribution, whose gradient needs one forward pass.
 """
 
 from collections.abc import Sequence
@@ -16,9 +15,9 @@ from torch import Tensor, nn
 from transformers import JanusForConditionalGeneration, PreTrainedTokenizerBase
 from transformers.models.janus.modeling_janus import JanusPreTrainedModel, JanusVQVAE
 
-from retouch.models.common.causal_text import CausalText, require_plain
-from retouch.models.common.code_pixels import pictures, pixels
+from retouch.models.common.causal_text import CausalText, require_no_special_tokens
 from retouch.models.common.frozen import evaluating
+from retouch.models.common.image_pixels import to_images, to_pixels
 from retouch.protocols import Grammar
 from retouch.types import Kind, Prompts, Task
 
@@ -26,8 +25,8 @@ TEMPLATE = "<|User|>: {}\n\n<|Assistant|>:"
 BEGIN = "<begin_of_image>"
 
 
-class JanusDrawing(JanusPreTrainedModel):
-    """The parts of a Janus that draw, under their own names: the language model, and embeddings and head of the codes."""
+class JanusImageModules(JanusPreTrainedModel):
+    """The modules of a Janus model that generate images, with their own names: language model, embeddings and head of the codes."""
 
     def __init__(self, whole: JanusForConditionalGeneration) -> None:
         super().__init__(whole.config)
@@ -36,13 +35,13 @@ class JanusDrawing(JanusPreTrainedModel):
             self.model.add_module(name, whole.model.get_submodule(name))
 
     def get_input_embeddings(self) -> nn.Module:
-        """Of text."""
+        """The embeddings of text tokens."""
         embeddings: nn.Module = self.model.get_submodule("language_model").get_input_embeddings()
         return embeddings
 
 
-class WholePicture:
-    """``count`` codes, then ``end`` (a ``Grammar``)."""
+class FixedLengthGrammar:
+    """Exactly ``count`` codes, then the token ``end`` (implements ``Grammar``)."""
 
     kinds = (Kind.IMAGE_TOKEN,)
 
@@ -51,20 +50,19 @@ class WholePicture:
         self._count, self._end = count, end
 
     def parse(self, prompts: Prompts, ids: Int[Tensor, "r k"]) -> tuple[Int[Tensor, "r k1"], Int[Tensor, "r k1"]]:
-        places = torch.arange(ids.shape[1] + 1, device=ids.device).expand(ids.shape[0], -1)
-        return torch.zeros_like(places), torch.where(places < self._count, -1, self._end)
+        positions = torch.arange(ids.shape[1] + 1, device=ids.device).expand(ids.shape[0], -1)
+        return torch.zeros_like(positions), torch.where(positions < self._count, -1, self._end)
 
 
-class JanusPainter(CausalText):
-    """What draws, which may train, and the autoencoder, which stays frozen (``retouch.protocols.AutoregressiveModel``).
+class JanusImageModel(CausalText):
+    """The trainable modules and the frozen autoencoder of a Janus-Pro model (implements ``retouch.protocols.AutoregressiveModel``).
 
-    ``template``: the dialogue around an instruction, after which the picture begins. ``size``, (height, width) in px, and ``grid``,
-    in codes, are the model's own. ValueError where the tokenizer does not know how a picture begins.
-    """
+    ``template``: the dialogue around the prompt, after which the image starts. ``size``, (height, width) in pixels, and ``grid``,
+    in codes, follow from the model. Raises ValueError if the tokenizer has no token that starts an image."""
 
     def __init__(
         self,
-        module: JanusDrawing,
+        module: JanusImageModules,
         tokenizer: PreTrainedTokenizerBase,
         *,
         vq: JanusVQVAE,
@@ -73,14 +71,14 @@ class JanusPainter(CausalText):
     ) -> None:
         super().__init__(module, gradient_checkpointing=gradient_checkpointing)
         if BEGIN not in tokenizer.get_vocab() or tokenizer.bos_token_id is None:
-            raise ValueError(f"the tokenizer has no {BEGIN} or no token that begins a text; give Janus' own")
+            raise ValueError(f"the tokenizer has no {BEGIN} or no bos token; use that of Janus")
         self.tokenizer, self.template = tokenizer, template
         self.vq = vq.requires_grad_(False).eval()
         side, factor = vq.config.num_patches, 2 ** (len(vq.config.channel_multiplier) - 1)
         self.grid, self.size = (side, side), (side * factor, side * factor)
         codes = vq.config.num_embeddings
         self.stop, self.pad = (codes,), codes
-        self.grammar: Grammar = WholePicture(count=side * side, codes=codes, end=codes, device=module.device)
+        self.grammar: Grammar = FixedLengthGrammar(count=side * side, codes=codes, end=codes, device=module.device)
 
     @staticmethod
     def decoder(module: nn.Module) -> nn.Module:
@@ -88,22 +86,22 @@ class JanusPainter(CausalText):
         return decoder
 
     def embed(self, module: nn.Module, ids: Int[Tensor, "r k"]) -> Float[Tensor, "r k d"]:
-        """The end of a picture has no embedding; where it stands nobody reads."""
+        """The embeddings of codes. The token that ends an image gets that of the last code, which is never used."""
         parts: Any = module.get_submodule("model")
         embeds: Tensor = parts.generation_aligner(parts.generation_embeddings(ids.clamp(max=self.pad - 1)))
         return embeds
 
     def logits(self, module: nn.Module, states: Float[Tensor, "n d"]) -> Float[Tensor, "n v"]:
-        """Of the codes."""
+        """The logits of the codes."""
         logits: Tensor = module.get_submodule("model.generation_head")(states)
         return logits.float()
 
     def encode(self, tasks: Sequence[Task]) -> Prompts:
-        """The tasks' prompts. ValueError for a task with a picture, or an instruction that spells a special token."""
-        require_plain(tasks, self.tokenizer)
+        """The tasks' prompts. Raises ValueError for a task with an image, or with a special token in its instruction."""
+        require_no_special_tokens(tasks, self.tokenizer)
         for task in tasks:
             if task.images:
-                raise ValueError(f"task {task.id!r} has a picture, and Janus draws from words alone; take an editor")
+                raise ValueError(f"task {task.id!r} has a source image, but Janus generates from text only; use an editing model")
         return self.prompts([self._prompt(task.instruction) for task in tasks])
 
     def _prompt(self, instruction: str) -> list[int]:
@@ -111,31 +109,31 @@ class JanusPainter(CausalText):
         return [self.tokenizer.bos_token_id, *ids]
 
     def encode_codes(self, images: Sequence[Image]) -> Int[Tensor, "r h w"]:
-        """Pictures as codes, at ``size`` (Lanczos)."""
+        """The codes of images, which are first resized to ``size`` (Lanczos)."""
         with evaluating(self.vq):
-            codes = self.vq.encode(pixels(images, self.size, self.vq.device), return_dict=True).image_tokens
+            codes = self.vq.encode(to_pixels(images, self.size, self.vq.device), return_dict=True).image_tokens
         return codes.reshape(-1, *self.grid)
 
     def decode_codes(self, codes: Int[Tensor, "r h w"]) -> list[Image]:
-        """Codes as pictures."""
+        """The images of codes."""
         with evaluating(self.vq):
-            return pictures(self.vq.decode(codes.flatten(1).to(self.vq.device)))
+            return to_images(self.vq.decode(codes.flatten(1).to(self.vq.device)))
 
     def codes_in(self, ids: Sequence[int]) -> Int[Tensor, "h w"] | None:
-        """The codes of the picture in a completion; None where it is not whole."""
+        """The codes of the image in a completion; None if it is not complete."""
         height, width = self.grid
         if len(ids) != height * width or not all(0 <= each < self.pad for each in ids):
             return None
         return torch.tensor(ids).reshape(height, width)
 
     def target_ids(self, tasks: Sequence[Task]) -> list[list[int]]:
-        """What draws each task's target, which supervised learning imitates. ValueError where a task has none."""
+        """The codes of each task's target image, for supervised learning. Raises ValueError for a task without one."""
         targets = [task.target for task in tasks if task.target is not None]
         if len(targets) < len(tasks):
             without = next(task for task in tasks if task.target is None)
-            raise ValueError(f"task {without.id!r} has no target picture, which supervised learning imitates")
+            raise ValueError(f"task {without.id!r} has no target image, which supervised learning needs")
         return self.encode_codes(targets).flatten(1).tolist()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """No text: codes are no words."""
+        """The text of a completion: none, because it consists of codes."""
         return ""

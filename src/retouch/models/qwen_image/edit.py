@@ -41,12 +41,12 @@ class QwenImageEdit(QwenFlow):
     def prepare(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> Prepared:
         """Everything that needs no gradient: tokens, pixels and source latents; ``instructions`` replace the tasks' own.
 
-        Raises ``ValueError`` where a task has too many images or none, or where sizes differ between tasks.
+        Raises ValueError if a task has too many images or none, or where sizes differ between tasks.
         """
         for task in tasks:
             if not 1 <= len(task.images) <= self.MOST_SOURCES:
                 raise ValueError(
-                    f"task {task.id!r} has {len(task.images)} source pictures; {type(self).__name__} takes 1 to {self.MOST_SOURCES}"
+                    f"task {task.id!r} has {len(task.images)} source images; {type(self).__name__} takes 1 to {self.MOST_SOURCES}"
                 )
         sizes = common_size([tuple(fit(image, self.source_area) for image in task.images) for task in tasks])
         tokens = self.tokenise(tasks, instructions=instructions)

@@ -43,9 +43,9 @@ class QwenImageFamily(DiffusersModel):
         return batch.empty(vae["config"]["z_dim"], 1, batch.size[0] // side, batch.size[1] // side)
 
     def prepare_vae(self, vae: nn.Module) -> None:
-        from retouch.models.qwen_image.layout import for_single_frames
+        from retouch.models.qwen_image.layout import use_last_temporal_tap
 
-        for_single_frames(vae)
+        use_last_temporal_tap(vae)
 
 
 class QwenImageModel(QwenImageFamily):

@@ -19,7 +19,7 @@ class QwenLatents(FrameLatents):
     """Images to packed latents and back, normalised channel by channel. The autoencoder takes single frames only from then on."""
 
     def __init__(self, vae: AutoencoderKLQwenImage) -> None:
-        for_single_frames(vae)
+        use_last_temporal_tap(vae)
         super().__init__(vae)
 
     @staticmethod
@@ -27,7 +27,7 @@ class QwenLatents(FrameLatents):
         return config["z_dim"], 2 ** len(config["temperal_downsample"])
 
 
-def for_single_frames(vae: nn.Module) -> None:
+def use_last_temporal_tap(vae: nn.Module) -> None:
     """Let every causal convolution of ``vae`` compute its last temporal tap only. Inputs must be (b, c, 1, h, w) from then on."""
     for module in vae.modules():
         if isinstance(module, QwenImageCausalConv3d) and module.stride[0] == 1:

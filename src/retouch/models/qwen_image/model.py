@@ -96,7 +96,7 @@ class QwenFlow(PipelineModel):
         """Everything that needs no gradient; ``instructions`` replace the tasks' own."""
 
     def checked(self, tasks: Sequence[Task], instructions: Sequence[str] | None) -> list[str]:
-        """The instructions of the tasks, or those that replace them. Raises ``ValueError`` where one contains a special token."""
+        """The instructions of the tasks, or those that replace them. Raises ValueError if one contains a special token."""
         texts = [task.instruction for task in tasks] if instructions is None else list(instructions)
         for task, text in zip(tasks, texts, strict=True):
             self.text.check(text, task.id)
@@ -109,7 +109,7 @@ class QwenFlow(PipelineModel):
     def embed(self, prepared: Prepared) -> Conditioning:
         """The conditioning with gradient to the text encoder, in the mode the encoder is in: for training it as well.
 
-        Raises ``ValueError`` where text and images together are longer than the transformer's table of rotary positions.
+        Raises ValueError if text and images together are longer than the transformer's table of rotary positions.
         """
         embeds, mask = self.text.embed(prepared.tokens)
         table = self.module.get_submodule("pos_embed").pos_freqs.shape[0]
@@ -134,7 +134,7 @@ class QwenFlow(PipelineModel):
     def velocity(
         self, module: nn.Module, x: Float[Tensor, "r s d"], sigma: Float[Tensor, " r"], conditioning: Conditioning
     ) -> Float[Tensor, "r s d"]:
-        """noise - data in fp32 at ``x``; the tokens of the sources are read and not predicted. ValueError for x of another size."""
+        """noise - data in fp32 at ``x``; the tokens of the sources are read and not predicted. Raises ValueError for x of another size."""
         embeds, mask = conditioning.tensors["embeds"], conditioning.tensors["mask"]
         grids = list(conditioning.shared["grids"])
         if x.shape[1] != grids[0][1] * grids[0][2]:
@@ -185,5 +185,5 @@ class QwenImage(QwenFlow):
         return Prepared(tokens, None, {"grids": ((1, *self.latents.grid(self.size)),), "size": self.size})
 
     def check_prompt(self, prompt: str, task: str) -> None:
-        """Raises ``ValueError`` where the model would refuse the prompt of the task of this name."""
+        """Raises ValueError if the model would refuse the prompt of the task of this name."""
         self.prepare([Task(id=task, instruction=prompt)])

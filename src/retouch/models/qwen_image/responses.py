@@ -20,7 +20,7 @@ from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
 from retouch.models.qwen_image.encoder import Encoder
 from retouch.models.qwen_image.model import Prepared
 from retouch.models.qwen_image.text import QwenText
-from retouch.models.qwen_vl.model import STOP, QwenWriter, Reader
+from retouch.models.qwen_vl.model import STOP, QwenWriter, VisionModel
 from retouch.types import Conditioning, Task
 
 CLOSING = "<|im_end|>"
@@ -62,7 +62,7 @@ class QwenResponses:
         config = encoder.module.config
         self._closing: int = words.tokenizer.convert_tokens_to_ids(CLOSING)
         self._vocabulary: int = encoder.module.get_input_embeddings().weight.shape[0]
-        self._pictures = {config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id}
+        self._image_ids = {config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id}
 
     def prepare(self, task: Task) -> QwenContext:
         """Everything about a task that does not depend on the response. ValueError if the task leaves no room for one."""
@@ -76,13 +76,13 @@ class QwenResponses:
         if room < 1:
             raise ValueError(
                 f"the {length} tokens of task {task.id!r} fill the transformer's {table} rotary positions; "
-                "shorten its instruction, or shrink its pictures"
+                "shorten its instruction, or reduce its images"
             )
         return QwenContext(prepared, room)
 
     def accepts(self, context: QwenContext, response: Sequence[int]) -> bool:
         """Whether these ids can be encoded: known to the encoder, no image token among them, and no more than fit."""
-        return len(response) <= context.room and all(0 <= k < self._vocabulary and k not in self._pictures for k in response)
+        return len(response) <= context.room and all(0 <= k < self._vocabulary and k not in self._image_ids for k in response)
 
     def encode(self, contexts: Sequence[QwenContext], responses: Sequence[Sequence[int]]) -> list[Float[Tensor, "_ d"]]:
         """The embeddings of each context with its response, in one forward of the encoder; sizes and lengths may differ."""
@@ -94,7 +94,7 @@ class QwenResponses:
         )
 
     def encode_negative(self, tasks: Sequence[Task]) -> list[Float[Tensor, "_ d"]]:
-        """The pipeline's own negative branch: the same pictures with the instruction " ", under the published weights."""
+        """The pipeline's own negative branch: the same images with the instruction " ", under the published weights."""
         tokens = [self.model.tokenise([task], instructions=[" "]) for task in tasks]
         with self.encoder.published():
             return self._embed(tokens)
@@ -118,7 +118,7 @@ class QwenResponses:
 
 
 def writer_for(
-    editor: QwenImageEdit, module: Reader, *, stop: Sequence[str] = STOP, gradient_checkpointing: bool = False
+    editor: QwenImageEdit, module: VisionModel, *, stop: Sequence[str] = STOP, gradient_checkpointing: bool = False
 ) -> QwenWriter:
     """A writer whose prompts are exactly what ``QwenResponses`` reads before a response: same template, images and tokenizer.
 
@@ -130,7 +130,7 @@ def writer_for(
         words.tokenizer,
         template=words.template.head + "{}" + words.template.tail,
         image_processor=words.image_processor,
-        picture="Picture {}: " + VISION if isinstance(editor, QwenImageEditPlus) else "",
+        image_block="Picture {}: " + VISION if isinstance(editor, QwenImageEditPlus) else "",
         area=editor.condition_area,
         stop=stop,
         gradient_checkpointing=gradient_checkpointing,

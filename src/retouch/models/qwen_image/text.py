@@ -1,7 +1,7 @@
 """What Qwen-Image knows of an instruction: hidden states of Qwen2.5-VL over a chat template, without the template's beginning.
 
 The last hidden state (after the final norm) of the real tokens, less the system turn and the user header: (r, L, d) with a mask.
-Pictures come as runs of image tokens, one for each merged patch, and have three-axis positions (time, height, width).
+Images come as runs of image tokens, one for each merged patch, and have three-axis positions (time, height, width).
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class QwenText:
     """A Qwen2.5-VL text encoder with its tokenizer and image processor, and the template that it reads.
 
     ``template`` has one placeholder ``{}``; what stands before it, or before its first vision block, is the prefix that is
-    dropped. ValueError where an official template has another number of prefix tokens than the models were trained with.
+    dropped. Raises ValueError if an official template has another number of prefix tokens than the models were trained with.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class QwenText:
         return [self.encoder]
 
     def check(self, instruction: str, task: str) -> None:
-        """ValueError where an instruction spells one of the tokenizer's special tokens, which would change the template."""
+        """Raises ValueError if an instruction spells one of the tokenizer's special tokens, which would change the template."""
         self.template.check(instruction, task)
 
     def tokenise(self, bodies: Sequence[str], pictures: Sequence[Sequence[Image]]) -> Tokens:
-        """The encoder's inputs for these bodies (what replaces the placeholder) and each row's pictures; see ``QwenTemplate``."""
+        """The encoder's inputs for these bodies (what replaces the placeholder) and each row's images; see ``QwenTemplate``."""
         return self.template.tokenise(bodies, pictures)
 
     def embed(self, tokens: Tokens) -> tuple[Float[Tensor, "r l d"], Bool[Tensor, "r l"]]:

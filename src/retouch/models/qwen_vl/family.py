@@ -51,7 +51,7 @@ class QwenLanguageModel(QwenFamily):
         if self.kind == "qwen":
             yield from super().editor_problems()
         if self.system is not None or self.area is not None:
-            yield "policy.model.system, policy.model.area: the editor's template and sizes hold for its writer too; leave both out"
+            yield "policy.model.system, policy.model.area: a writer for an editor uses the editor's template and sizes; omit both"
 
 
 def enhancer_system_prompt() -> str:

@@ -1,4 +1,4 @@
-"""Reading a local transformers folder of a Qwen instruct model: safetensors only, named classes only, no code from the folder."""
+"""Loads a Qwen instruct model from a local transformers folder: safetensors only, known classes only, no code from the folder."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ from transformers import (
 from retouch.models.common.chat_template import VISION
 from retouch.models.common.latents import Area
 from retouch.models.language import Attention
-from retouch.models.qwen_vl.model import STOP, QwenWriter, Reader
+from retouch.models.qwen_vl.model import STOP, QwenWriter, VisionModel
 
 CLASSES: dict[str, Any] = {
     "qwen2_vl": Qwen2VLForConditionalGeneration,
@@ -38,21 +38,21 @@ def load_writer(
     dtype: torch.dtype,
     device: torch.device | str,
     attention: Attention = "sdpa",
-    picture: str = VISION,
+    image_block: str = VISION,
     area: Area = "as_is",
     stop: Sequence[str] = STOP,
     gradient_checkpointing: bool = False,
 ) -> QwenWriter:
-    """The writer in ``dtype`` on ``device``, all of it frozen.
+    """The writer in ``dtype`` on ``device`` with all weights frozen. Other arguments: see ``QwenWriter``.
 
-    ValueError where the folder holds none of these models, or attention cannot be computed so here.
+    Raises ValueError for a folder with another model, and for an attention implementation that is not available.
     """
     require_attention(attention, dtype=dtype, device=torch.device(device))
     config = Path(path) / "config.json"
     kind = json.loads(config.read_text())["model_type"] if config.is_file() else None
     if kind not in CLASSES:
         found = "no config.json" if kind is None else f"a model of type {kind!r}"
-        raise ValueError(f"{path} holds {found}; give the local folder of one of {', '.join(CLASSES)}")
+        raise ValueError(f"{path} contains {found}; set the local folder of a model of type {', '.join(CLASSES)}")
     module = CLASSES[kind].from_pretrained(
         path, dtype=dtype, attn_implementation=attention, local_files_only=True, use_safetensors=True
     )
@@ -61,11 +61,11 @@ def load_writer(
         module,
         Qwen2Tokenizer.from_pretrained(path, local_files_only=True),
         template=template,
-        # In its PIL version, which needs no torchvision.
+        # The PIL version needs no torchvision.
         image_processor=Qwen2VLImageProcessorPil.from_pretrained(path, local_files_only=True)
-        if isinstance(module, Reader)
+        if isinstance(module, VisionModel)
         else None,
-        picture=picture,
+        image_block=image_block,
         area=area,
         stop=stop,
         gradient_checkpointing=gradient_checkpointing,
@@ -73,15 +73,15 @@ def load_writer(
 
 
 def require_attention(attention: Attention, *, dtype: torch.dtype, device: torch.device) -> None:
-    """ValueError, with what to take, where flash attention is asked for and cannot be had."""
+    """Raise ValueError if flash attention is requested and not available here."""
     if attention != "flash_attention_2":
         return
-    wrong = None
+    reason = None
     if importlib.util.find_spec("flash_attn") is None:
-        wrong = "the package flash-attn is not installed"
+        reason = "the package flash-attn is not installed"
     elif device.type != "cuda":
-        wrong = f"it needs a CUDA device, and this is {device}"
+        reason = f"it needs a CUDA device, not {device}"
     elif dtype == torch.float32:
-        wrong = "it computes in 16 bits, and dtype is float32"
-    if wrong is not None:
-        raise ValueError(f"policy.model.attention: flash_attention_2: {wrong}; take sdpa, whose kernels are of the same kind")
+        reason = "it needs a 16-bit dtype, not float32"
+    if reason is not None:
+        raise ValueError(f"policy.model.attention: flash_attention_2: {reason}; use sdpa, which has similar kernels")

@@ -1,6 +1,7 @@
-"""Qwen's instruct models as writers: Qwen2-VL, Qwen2.5-VL and Qwen3-VL with pictures, Qwen2.5 and Qwen3 without.
+"""Qwen's instruct models as writers: Qwen2-VL (arXiv 2409.12191), Qwen2.5-VL (arXiv 2502.13923) and Qwen3-VL with images, Qwen2.5
+and Qwen3 (arXiv 2505.09388) without.
 
-A prompt is a chat template with a task's pictures and instruction in it. Tokens that stand for pictures are never written.
+A prompt is a chat template with a task's images and instruction in it. Image placeholder tokens are never generated.
 """
 
 from collections.abc import Sequence
@@ -21,96 +22,98 @@ from transformers import (
 )
 
 from retouch.models.common import causal
-from retouch.models.common.causal import Sight
+from retouch.models.common.causal import LayerFeatures
 from retouch.models.common.chat_template import VISION, QwenTemplate
 from retouch.models.common.latents import Area, fit
 from retouch.models.common.recompute import recomputing
-from retouch.models.common.text_grammar import WithoutVision
-from retouch.models.qwen_vl import vision as qwen_sight
+from retouch.models.common.text_grammar import TextGrammar
+from retouch.models.qwen_vl import vision
 from retouch.types import Prompts, Task
 
 STOP = ("<|im_end|>", "<|endoftext|>")
-Reader: TypeAlias = Qwen2VLForConditionalGeneration | Qwen2_5_VLForConditionalGeneration | Qwen3VLForConditionalGeneration
-Speaker: TypeAlias = Qwen2ForCausalLM | Qwen3ForCausalLM
+VisionModel: TypeAlias = Qwen2VLForConditionalGeneration | Qwen2_5_VLForConditionalGeneration | Qwen3VLForConditionalGeneration
+TextModel: TypeAlias = Qwen2ForCausalLM | Qwen3ForCausalLM
 
 
 class QwenWriter:
     """A Qwen instruct model (implements ``retouch.protocols.AutoregressiveModel``).
 
-    ``template``: ``TURNS.format(system=..., user="{}")``, say. ``picture``: what stands for each picture before the instruction,
-    with ``{}`` for its number from 1; "" where the template has the vision block. ``area``: px of a picture as the model sees it
-    (see ``fit``). ``stop``: the tokens that end a completion. ``gradient_checkpointing``: an update keeps each layer's
-    input alone, and reads a prompt for every row.
+    ``template``: for example ``TURNS.format(system=..., user="{}")``. ``image_block``: the text that represents each image before
+    the instruction, with ``{}`` for its number from 1; "" if the template has the vision block. ``area``: area in pixels to which
+    images are resized (see ``fit``). ``stop``: the tokens that end a completion. ``gradient_checkpointing``: an update keeps only
+    each layer's input, and computes the prompt once per row instead of once per task.
+
+    Raises ValueError for a stop token that the tokenizer does not have, and for an image processor of a text model.
     """
 
     def __init__(
         self,
-        module: Reader | Speaker,
+        module: VisionModel | TextModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
         template: str,
         image_processor: Any = None,
-        picture: str = VISION,
+        image_block: str = VISION,
         area: Area = "as_is",
         stop: Sequence[str] = STOP,
         gradient_checkpointing: bool = False,
     ) -> None:
-        reads = isinstance(module, Reader)
+        reads = isinstance(module, VisionModel)
         if image_processor is not None and not reads:
-            raise ValueError(f"{type(module).__name__} sees no pictures; leave image_processor out")
+            raise ValueError(f"{type(module).__name__} reads no images; omit image_processor")
         known = tokenizer.get_vocab()
         if any(token not in known for token in stop):
             raise ValueError(f"stop {list(stop)}: the tokenizer has no token {[token for token in stop if token not in known]}")
         self.module: nn.Module = module
         self.image_token: int | None = module.config.image_token_id if reads else None
         self.template = QwenTemplate(tokenizer, template=template, image_processor=image_processor, image_token=self.image_token)
-        self.picture = picture
+        self.image_block = image_block
         self.area: Area = area
         self.gradient_checkpointing = gradient_checkpointing
         self.shares_prompts = not gradient_checkpointing
-        self.grammar = WithoutVision(tokenizer, module.get_output_embeddings().weight.shape[0], module.device)
+        self.grammar = TextGrammar(tokenizer, module.get_output_embeddings().weight.shape[0], module.device)
         self.stop = tuple(known[token] for token in stop)
         self.pad = known["<|endoftext|>"]
 
     def resized_images(self, task: Task) -> list[Image]:
-        """A task's pictures at the size at which the image processor gets them."""
+        """A task's images, resized for the image processor."""
         return [image.resize(fit(image, self.area)[::-1], Resampling.LANCZOS) for image in task.images]
 
     def encode(self, tasks: Sequence[Task]) -> Prompts:
-        """The tasks' prompts. ValueError where an instruction spells a special token, or a picture has no place."""
+        """The tasks' prompts. Raises ValueError for a special token in an instruction, and for images without a placeholder."""
         for task in tasks:
             self.template.check(task.instruction, task.id)
-        blocks = ["".join(self.picture.format(k) for k in range(1, len(task.images) + 1)) for task in tasks]
-        seen = [self.resized_images(task) for task in tasks]
-        tokens = self.template.tokenise([block + task.instruction for block, task in zip(blocks, tasks, strict=True)], seen)
+        blocks = ["".join(self.image_block.format(k) for k in range(1, len(task.images) + 1)) for task in tasks]
+        images = [self.resized_images(task) for task in tasks]
+        tokens = self.template.tokenise([block + task.instruction for block, task in zip(blocks, tasks, strict=True)], images)
         tokens = {name: tensor.to(self.module.device) for name, tensor in tokens.items()}
         real = tokens["attention_mask"].bool()
         ids, mask = causal.padded_left([row[keep] for row, keep in zip(tokens["input_ids"], real, strict=True)])
         if self.image_token is None:
             return Prompts(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0)[..., None], tuple({} for _ in tasks))
-        # Always given: what the model works out by itself it remembers, and takes for the next batch's.
+        # Positions are always passed explicitly: otherwise the model stores those of this batch and uses them for the next one.
         grids = tokens.get("image_grid_thw")
         types = (ids == self.image_token).int()
         positions, _ = self.module.model.get_rope_index(ids, types, image_grid_thw=grids, attention_mask=mask)
-        pictures: tuple[dict[str, Tensor], ...] = tuple({} for _ in tasks)
+        image_inputs: tuple[dict[str, Tensor], ...] = tuple({} for _ in tasks)
         if grids is not None:
-            numbers, merge = [len(row) for row in seen], self.template.image_processor.merge_size
-            pictures = qwen_sight.by_row(self.module, tokens["pixel_values"], grids, numbers=numbers, merge=merge)
-        return Prompts(ids, mask, positions.permute(1, 2, 0), pictures)
+            numbers, merge = [len(row) for row in images], self.template.image_processor.merge_size
+            image_inputs = vision.by_row(self.module, tokens["pixel_values"], grids, numbers=numbers, merge=merge)
+        return Prompts(ids, mask, positions.permute(1, 2, 0), image_inputs)
 
     def prefill(self, module: nn.Module, prompts: Prompts) -> tuple[Float[Tensor, "p d"], Cache]:
         assert not (self.gradient_checkpointing and torch.is_grad_enabled())  # its layers would not fill the cache
-        embeds, sight = qwen_sight.embed(module, prompts, self.image_token)
+        embeds, features = vision.embed(module, prompts, self.image_token)
         decoder = _decoder(module)
         cache = causal.new_cache(decoder)
-        states = causal.run(decoder, embeds, mask=prompts.mask, positions=prompts.positions, cache=cache, sight=sight)
+        states = causal.run(decoder, embeds, mask=prompts.mask, positions=prompts.positions, cache=cache, layer_features=features)
         return states[:, -1], cache
 
     def extend(
         self, module: nn.Module, ids: Int[Tensor, "r k"], *, mask: Bool[Tensor, "r l"], positions: Int[Tensor, "r k"], cache: Cache
     ) -> Float[Tensor, "r k d"]:
-        where = positions[..., None].expand(*positions.shape, 1 if self.image_token is None else 3)
-        return causal.run(_decoder(module), module.get_input_embeddings()(ids), mask=mask, positions=where, cache=cache)
+        axes = positions[..., None].expand(*positions.shape, 1 if self.image_token is None else 3)
+        return causal.run(_decoder(module), module.get_input_embeddings()(ids), mask=mask, positions=axes, cache=cache)
 
     def select(self, cache: Cache, rows: Int[Tensor, " r"]) -> Cache:
         return causal.select(cache, rows)
@@ -118,16 +121,16 @@ class QwenWriter:
     def states(
         self, module: nn.Module, prompts: Prompts, ids: Int[Tensor, "r k"], mask: Bool[Tensor, "r k"]
     ) -> Float[Tensor, "r k d"]:
-        more = ids.shape[1] - 1  # the state after the last token is nobody's
-        where = prompts.next_positions()[:, None] + torch.arange(more, device=ids.device)
-        positions = torch.cat([prompts.positions, where[..., None].expand(*where.shape, prompts.positions.shape[-1])], dim=1)
+        more = ids.shape[1] - 1  # the state after the last token is not used
+        new = prompts.next_positions()[:, None] + torch.arange(more, device=ids.device)
+        positions = torch.cat([prompts.positions, new[..., None].expand(*new.shape, prompts.positions.shape[-1])], dim=1)
         with recomputing(module, on=self.gradient_checkpointing and torch.is_grad_enabled()):
-            embeds, sight = qwen_sight.embed(module, prompts, self.image_token)
-            if sight is not None:
-                sight = Sight(nn.functional.pad(sight.places, (0, more)), sight.features)
+            embeds, features = vision.embed(module, prompts, self.image_token)
+            if features is not None:
+                features = LayerFeatures(nn.functional.pad(features.positions, (0, more)), features.features)
             embeds = torch.cat([embeds, module.get_input_embeddings()(ids[:, :more])], dim=1)
-            whole = torch.cat([prompts.mask, mask[:, :more]], dim=1)
-            states = causal.run(_decoder(module), embeds, mask=whole, positions=positions, sight=sight)
+            row_mask = torch.cat([prompts.mask, mask[:, :more]], dim=1)
+            states = causal.run(_decoder(module), embeds, mask=row_mask, positions=positions, layer_features=features)
         return states[:, -ids.shape[1] :]
 
     def logits(self, module: nn.Module, states: Float[Tensor, "n d"]) -> Float[Tensor, "n v"]:
@@ -135,7 +138,7 @@ class QwenWriter:
         return logits.float()
 
     def text_ids(self, text: str) -> list[int]:
-        """The ids of a text. ValueError where it spells a special token."""
+        """The ids of a text. Raises ValueError if it contains a special token."""
         self.template.check(text, text)
         ids: list[int] = self.template.tokenizer(text).input_ids
         return ids
@@ -146,4 +149,4 @@ class QwenWriter:
 
 
 def _decoder(module: nn.Module) -> nn.Module:
-    return module.model.language_model if isinstance(module, Reader) else module.model
+    return module.model.language_model if isinstance(module, VisionModel) else module.model

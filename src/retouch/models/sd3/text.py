@@ -15,7 +15,7 @@ CLIP_LENGTH = 77
 
 
 class SD3Text:
-    """Two CLIP encoders and T5, each with its tokenizer, or None where one is left out. ValueError where all are.
+    """Two CLIP encoders and T5, each with its tokenizer, or None if one is left out. Raises ValueError if all are.
 
     ``joint_dim`` and ``pooled_dim``: what the transformer takes. ``max_sequence_length``: T5's, up to 512.
     """
@@ -47,7 +47,7 @@ class SD3Text:
         return [encoder for encoder in (*self.clips, self.t5) if encoder is not None]
 
     def check(self, prompt: str, task: str) -> None:
-        """ValueError where no encoder reads the prompt to its end. (CLIP alone may cut it off, as in the pipeline.)"""
+        """Raises ValueError if no encoder reads the prompt to its end. (CLIP alone may cut it off, as in the pipeline.)"""
         pairs = [(tokenizer, most) for tokenizer, most in zip(self.tokenizers, self.lengths, strict=True) if tokenizer is not None]
         tokens = [len(tokenizer(prompt, verbose=False)["input_ids"]) for tokenizer, _ in pairs]
         if all(count > most for count, (_, most) in zip(tokens, pairs, strict=True)):

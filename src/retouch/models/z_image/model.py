@@ -35,10 +35,10 @@ class ZImageText(Qwen3Text):
 
 
 class ZImage(PipelineModel):
-    """Z-Image: a picture from words alone.
+    """Z-Image: an image from words alone.
 
-    ``size``: (height, width) of the output in px; None is the pipeline's 1024 x 1024 (128 latents a side). ValueError for sides
-    that do not divide into tokens, or have more of them than the transformer has places for.
+    ``size``: (height, width) of the output in px; None is the pipeline's 1024 x 1024 (128 latents a side). Raises ValueError for
+    sides that do not divide into tokens, or have more of them than the transformer has places for.
 
     Guidance here is that of the other models, negative + scale * (positive - negative). The pipeline adds its own scale to 1: its
     ``guidance_scale`` 4 is 5 here, and its 0, which Z-Image-Turbo asks for, is 1. Renormalised guidance is not made.
@@ -95,6 +95,6 @@ class ZImage(PipelineModel):
         lengths = tensors["mask"].sum(1).tolist()
         embeds = [row[:length] for row, length in zip(tensors["embeds"].to(dtype), lengths, strict=True)]
         latents = unpack(x, height=height, width=width).to(dtype).unsqueeze(2)
-        # Its time runs from noise, 0, to picture, 1, and so does the velocity that it gives.
+        # Its time runs from noise, 0, to image, 1, and so does the velocity that it gives.
         output = module(list(latents), (1000 - sigma * 1000) / 1000, embeds, return_dict=False)[0]
         return -pack(torch.stack(output).squeeze(2).float())

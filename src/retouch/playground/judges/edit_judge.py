@@ -28,7 +28,7 @@ class PlaygroundReward(RewardSection):
     over all cells; 0 where no cell shows a thing (one that is nearest and has keep above 0). ``overall``, 0 to 10: sqrt(min(IF,
     IP) x PQ). ``exact``: 1 where background and every cell's nearest template are the target's and PQ is at least 7, else 0.
     ``success/<kind>``, diagnostics: the share of the task's edits of this kind that are done, that is, all their cells' nearest
-    templates are the target's; NaN where the task has none.
+    templates are the target's; NaN if the task has none.
     """
 
     kind: Literal["playground"] = "playground"

@@ -1,6 +1,6 @@
 """Prompts of the playground's text-to-image model: scenes in the words that it was trained on.
 
-"dark picture, red circle top left, blue square centre": the background, then a clause for each thing. The scene has no other
+"dark image, red circle top left, blue square centre": the background, then a clause for each thing. The scene has no other
 things.
 """
 

@@ -68,7 +68,7 @@ class Edit:
 
     @classmethod
     def from_json(cls, value: Json) -> Edit:
-        """The inverse of ``to_json``. Raises ValueError where the value is not an edit."""
+        """The inverse of ``to_json``. Raises ValueError if the value is not an edit."""
         match value:
             case {
                 "kind": str(kind),
@@ -82,7 +82,7 @@ class Edit:
 
 
 def apply(scene: Scene, edits: Sequence[Edit]) -> Scene:
-    """The scene after the edits. Raises ValueError where they do not fit the scene, conflict, or leave it empty."""
+    """The scene after the edits. Raises ValueError if they do not fit the scene, conflict, or leave it empty."""
     cells = list(scene.cells)
     touched: set[int] = set()
     known = {thing for thing in scene.cells if thing is not None}
@@ -107,7 +107,7 @@ def apply(scene: Scene, edits: Sequence[Edit]) -> Scene:
 def random_kinds(complexity: int, generator: torch.Generator) -> tuple[Kind, ...]:
     """Kinds of ``complexity`` edits, drawn uniformly; redrawn where no scene of 2 to 4 things could have them.
 
-    Raises ValueError where ``complexity`` is not 1 to 4.
+    Raises ValueError if ``complexity`` is not 1 to 4.
     """
     if not 1 <= complexity <= MOST_EDITS:
         raise ValueError(f"complexity is the number of edits in an instruction, 1 to {MOST_EDITS}, not {complexity}")
@@ -125,7 +125,7 @@ def things_needed(kinds: Sequence[Kind]) -> int:
 
 
 def edits_of_kinds(scene: Scene, kinds: Sequence[Kind], generator: torch.Generator) -> tuple[Edit, ...] | None:
-    """Random edits of these kinds, in this order; None where the draw failed (another draw or scene may not)."""
+    """Random edits of these kinds, in this order; None if the draw failed (another draw or scene may not)."""
     choices = RandomChoices(generator)
     objects = scene.objects
     named = choices.sample(list(objects), len(objects))

@@ -1,7 +1,7 @@
 """Requests for a scene in words that the playground's text-to-image model was not trained on.
 
 Colours and shapes have other names, places are points of the compass or of a clock, and the background is a time of day. Every word
-has one meaning: "show me a ruby disc at half past ten and a navy box in the heart, at midnight" means "dark picture, red circle top
+has one meaning: "show me a ruby disc at half past ten and a navy box in the heart, at midnight" means "dark image, red circle top
 left, blue square centre".
 """
 

@@ -86,7 +86,7 @@ class Scene:
 
     @classmethod
     def from_json(cls, value: Json) -> Scene:
-        """The inverse of ``to_json``. Raises ValueError where the value is not a scene."""
+        """The inverse of ``to_json``. Raises ValueError if the value is not a scene."""
         match value:
             case {"background": int(background), "objects": list(objects)}:
                 cells: list[Thing | None] = [None] * CELLS

@@ -43,7 +43,7 @@ class CachedDecoding:
 
     Rows that have ended leave the cache when they are half of it. Tokens that the grammar forces on all rows go through the model
     together with the next token that is sampled. ``exact``: None means yes for weights in fp32 and no in 16 bits, where a forward
-    over the whole row and one token by token differ by far more than a ratio may; pass False where they differ in fp32 too (a deep
+    over the whole row and one token by token differ by far more than a ratio may; pass False if they differ in fp32 too (a deep
     model). ``any_rank``: whether a flag is true on one of the ranks that must call the model equally often; all of them decode
     until the last one is done.
     """

@@ -1,7 +1,7 @@
 """The policy of tokens: a causal language model samples completions and is evaluated on the same ids.
 
 Conventions: action ``j`` of a row is its j-th new token, and t is ``max_new_tokens`` for every row, so that rows of different
-batches line up. The mask is True where a token was sampled: not where the grammar forced it, and not after the end of a row. Ids
+batches line up. The mask is True if a token was sampled: not where the grammar forced it, and not after the end of a row. Ids
 are stored and never made from text again, since tokenising a text again may give other ids.
 """
 
@@ -157,8 +157,8 @@ class AutoregressivePolicy:
     def evaluate(self, trajectory: AutoregressiveTrajectory, part: Slice, needs: Needs) -> Evaluation:
         """Log-probabilities of the stored ids under the current weights; entropy, values and k3 KL to the reference if needed.
 
-        ``scale``: the importance weights of tokens that another engine sampled. ValueError for needs that tokens do not have.
-        """
+        ``scale``: the importance weights of tokens that another engine sampled. Raises ValueError for needs that tokens do not
+        have."""
         if needs.kl not in (None, "k3") or needs.log_ratio != "plain" or (needs.values and self.head is None):
             raise ValueError(f"{needs}: tokens have the k3 KL and the plain ratio, and values where the policy has a head")
         mask = trajectory.mask[part.rows, part.actions]

@@ -139,7 +139,7 @@ class DenoisingPolicy:
         return DenoisingTrajectory(
             log_probs=log_probs,
             mask=torch.ones_like(log_probs, dtype=torch.bool),
-            kind=torch.full_like(log_probs, Kind.PICTURE, dtype=torch.long),
+            kind=torch.full_like(log_probs, Kind.IMAGE, dtype=torch.long),
             outputs=x,
             latents=x.unsqueeze(1),
             means=None,

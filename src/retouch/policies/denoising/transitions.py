@@ -51,7 +51,7 @@ class Transition(Section):
 
     @property
     def exploration(self) -> float | None:
-        """Its noise level, where 0 would explore nothing; None where that is not known."""
+        """Its noise level, where 0 would explore nothing; None if that is not known."""
         return None
 
 

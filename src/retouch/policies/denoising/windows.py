@@ -38,7 +38,7 @@ class Window(Section):
 
     @property
     def length(self) -> int | None:
-        """Number of actions where it is the same for every chain; None where it follows from ``num_steps``."""
+        """Number of actions where it is the same for every chain; None if it follows from ``num_steps``."""
         return None
 
     def problems(self, *, num_steps: int, key: str) -> Iterator[str]:

@@ -36,7 +36,7 @@ def grammar_to_json(grammar: ImageGrammar) -> dict[str, Any]:
 
 
 def check_grammar(document: Any) -> None:
-    """ValueError unless the document has the form that ``grammar_to_json`` gives."""
+    """Raises ValueError unless the document has the form that ``grammar_to_json`` gives."""
     if not isinstance(document, Mapping) or set(document) != {"begin", "form", "text", "drawn"}:
         raise ValueError(f"extra_args.{KEY} is no grammar: give begin, form, text and drawn")
     if not _is_id(document["begin"]):

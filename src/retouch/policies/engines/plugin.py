@@ -32,7 +32,7 @@ class GrammarProcessor(LogitsProcessor):
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """ValueError for a wrong grammar, which the server answers with HTTP 400."""
+        """Raises ValueError for a wrong grammar, which the server answers with HTTP 400."""
         document = (sampling_params.extra_args or {}).get(KEY)
         if document is not None:
             check_grammar(document)

@@ -1,4 +1,4 @@
-"""The playground's autoencoder: Qwen-Image's own class, 4 times down, trained to repeat pictures of its world."""
+"""The playground's autoencoder: Qwen-Image's own class, 4 times down, trained to repeat images of its world."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from retouch.core.random import generator
-from retouch.models.qwen_image.layout import for_single_frames
+from retouch.models.qwen_image.layout import use_last_temporal_tap
 from retouch.playground.world.scenes import CELLS, GRID
 from retouch.playground.world.tasks import PlaygroundData
 
@@ -40,7 +40,7 @@ def train_autoencoder(settings: AutoencoderTraining, log: Callable[[str], None])
     channels = settings.latent_channels
     vae = _build(channels, [0.0] * channels, [1.0] * channels)
     _with_unit_gain(vae)
-    for_single_frames(vae)
+    use_last_temporal_tap(vae)
     _train_both(vae, settings, log)
     mean, std = _latent_statistics(vae, settings)
     train_decoder(vae, settings, log)
@@ -52,7 +52,7 @@ def train_autoencoder(settings: AutoencoderTraining, log: Callable[[str], None])
 def _with_unit_gain(vae: AutoencoderKLQwenImage) -> None:
     """Draw the convolutions so that each keeps the size of its input.
 
-    The class's own draw counts all three temporal taps, of which a picture meets the last: everything shrinks on its way, and
+    The class's own draw counts all three temporal taps, of which an image meets the last: everything shrinks on its way, and
     learning starts many times slower.
     """
     for module in vae.modules():
@@ -97,7 +97,7 @@ def train_decoder(vae: AutoencoderKLQwenImage, settings: AutoencoderTraining, lo
 
 
 def rearranged(pictures: Tensor, order: Tensor) -> Tensor:
-    """Pictures or latents (b, c, 1, h, w) with their cells in another order: cell i of the result is cell ``order[b, i]``."""
+    """Images or latents (b, c, 1, h, w) with their cells in another order: cell i of the result is cell ``order[b, i]``."""
     cells = pictures.unflatten(4, (GRID, -1)).unflatten(3, (GRID, -1)).permute(0, 3, 5, 1, 2, 4, 6).flatten(1, 2)
     moved = cells[torch.arange(len(cells))[:, None], order]
     return moved.unflatten(1, (GRID, GRID)).permute(0, 3, 4, 1, 5, 2, 6).flatten(5, 6).flatten(3, 4)

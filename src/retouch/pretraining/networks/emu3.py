@@ -81,7 +81,7 @@ def untrained_emu3(words: Qwen2Tokenizer, vq: Emu3VQVAE) -> Emu3ForConditionalGe
 def train_emu3(
     vq: Emu3VQVAE, words: Qwen2Tokenizer, settings: Emu3Training, log: Callable[[str], None]
 ) -> Emu3ForConditionalGeneration:
-    """Teach an editor of tokens from the seed, by cross-entropy of the target picture's codes."""
+    """Teach an editor of tokens from the seed, by cross-entropy of the target image's codes."""
     seeded(settings.seed)
     whole = untrained_emu3(words, vq)
     train_rounds(Emu3Editor(language_model(whole), words, vq=whole.model.vqmodel, size=(SIZE, SIZE)), settings, log)

@@ -75,7 +75,7 @@ def autoencoder(shift: float = 0.0, scale: float = 1.0) -> AutoencoderKL:
 
 
 def transformer() -> FluxTransformer2DModel:
-    """Two double and three single blocks of width 96: 1.2 M parameters. A token is four latents of noise and picture and a mask."""
+    """Two double and three single blocks of width 96: 1.2 M parameters. A token is four latents of noise and image and a mask."""
     channels = 4 * LATENT_CHANNELS
     return FluxTransformer2DModel(
         in_channels=2 * channels + 4 * 16,

@@ -1,4 +1,4 @@
-"""The playground's autoencoder of codes: Emu3's own class, 8 times down, so that a picture of nine cells is nine codes.
+"""The playground's autoencoder of codes: Emu3's own class, 8 times down, so that an image of nine cells is nine codes.
 
 The class cannot train by itself: its quantiser passes no gradient. Here latents learn first to be repeated through noise, then
 codes are placed among them (k-means), and both learn on with gradients straight through the nearest code. A cell's latents must be
@@ -38,7 +38,7 @@ class CodesTraining:
     latent_noise: float = 0.1
     commitment: float = 0.25
     alone: float = 1.0
-    """Weight of the distance between a cell's latents in one picture and in another."""
+    """Weight of the distance between a cell's latents in one image and in another."""
 
 
 def untrained_codes() -> Emu3VQVAE:
@@ -62,7 +62,7 @@ def untrained_codes() -> Emu3VQVAE:
             continue
         assert module.bias is not None
         nn.init.zeros_(module.bias)
-        if isinstance(module, nn.Conv3d):  # a picture meets the last temporal tap alone
+        if isinstance(module, nn.Conv3d):  # an image meets the last temporal tap alone
             nn.init.zeros_(module.weight)
         nn.init.kaiming_normal_(module.weight[:, :, -1] if isinstance(module, nn.Conv3d) else module.weight, nonlinearity="linear")
         if name.endswith("conv_y"):  # norms that scale and shift by the codes start as plain ones
@@ -113,7 +113,7 @@ def train_codes(settings: CodesTraining, log: Callable[[str], None]) -> Emu3VQVA
 
 
 def exchanged(images: Float[Tensor, "b c h w"], chosen: Bool[Tensor, "half 9"]) -> Float[Tensor, "b c h w"]:
-    """Pictures or latents whose first half has changed the chosen cells for those of the second half."""
+    """Images or latents whose first half has changed the chosen cells for those of the second half."""
     height, width = images.shape[2] // GRID, images.shape[3] // GRID
     where = chosen.view(-1, 1, GRID, GRID).repeat_interleave(height, 2).repeat_interleave(width, 3)
     first, second = images.chunk(2)
@@ -121,7 +121,7 @@ def exchanged(images: Float[Tensor, "b c h w"], chosen: Bool[Tensor, "half 9"]) 
 
 
 def encoded(vq: Emu3VQVAE, pictures: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b c hh ww"]:
-    """The latents before they are rounded to codes; pictures in [-1, 1]."""
+    """The latents before they are rounded to codes; images in [-1, 1]."""
     latents: Tensor = vq.encoder(pictures[:, None])
     latents = vq.quant_conv(latents.transpose(1, 2)).transpose(1, 2)
     return latents[:, 0]

@@ -13,7 +13,7 @@ SIDE = 32
 
 
 def build_image_encoder(folder: Path, *, seed: int = 0) -> None:
-    """Write it to ``folder``: embeddings of 64 numbers, from pictures of 32 x 32 px."""
+    """Write it to ``folder``: embeddings of 64 numbers, from images of 32 x 32 px."""
     config = CLIPVisionConfig(
         hidden_size=64,
         intermediate_size=128,

@@ -38,9 +38,9 @@ class PainterTraining:
 
 
 def from_editor(editor: QwenImageEdit) -> QwenImage:
-    """The editor's parts as a model that makes pictures from words alone: what the painter starts from.
+    """The editor's parts as a model that makes images from words alone: what the painter starts from.
 
-    The editor knows what a red circle is and where the top left is; it has never painted without a source picture.
+    The editor knows what a red circle is and where the top left is; it has never painted without a source image.
     """
     return QwenImage(
         transformer=editor.module,

@@ -49,7 +49,7 @@ def tokenizer(seed: int) -> Qwen2Tokenizer:
 
 
 def image_processor() -> Qwen2VLImageProcessorPil:
-    """A 24 px picture becomes 6 x 6 patches of 4 px, merged to 9 tokens: one for each cell."""
+    """A 24 px image becomes 6 x 6 patches of 4 px, merged to 9 tokens: one for each cell."""
     return Qwen2VLImageProcessorPil(
         patch_size=4, temporal_patch_size=1, merge_size=2, size={"shortest_edge": 8 * 8, "longest_edge": 256 * 256}
     )
@@ -109,7 +109,7 @@ def vision_config() -> dict[str, Any]:
 
 
 def picture_tokens(words: Qwen2Tokenizer) -> dict[str, int]:
-    """What a Qwen configuration must know of the tokens around and in place of pictures."""
+    """What a Qwen configuration must know of the tokens around and in place of images."""
     names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
     return {f"{name}_token_id": words.convert_tokens_to_ids(f"<|{token}|>") for name, token in names.items()}
 
@@ -129,7 +129,7 @@ def transformer() -> QwenImageTransformer2DModel:
 
 
 def scheduler() -> FlowMatchEulerDiscreteScheduler:
-    """A static shift of 2: small pictures need little of it."""
+    """A static shift of 2: small images need little of it."""
     return FlowMatchEulerDiscreteScheduler(shift=2.0)
 
 

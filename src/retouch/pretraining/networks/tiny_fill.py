@@ -14,7 +14,7 @@ _LONGEST = 64
 
 
 class TinyFluxFill(FluxFill):
-    """The real classes with random weights from ``seed``; ``size``: (height, width) of its pictures in px, multiples of 8.
+    """The real classes with random weights from ``seed``; ``size``: (height, width) of its images in px, multiples of 8.
 
     Example, in a recipe::
 

@@ -1,6 +1,6 @@
 """The playground's base writer: Qwen2.5-VL's own classes in small, over the editor's tokenizer, in front of the editor.
 
-It learns by the project's own supervised objective to look at the picture and name things in full, from imperfect completions:
+It learns by the project's own supervised objective to look at the image and name things in full, from imperfect completions:
 where several edits are asked for, most of them say nothing.
 """
 

@@ -37,7 +37,7 @@ class Combination(Protocol):
     def high(self) -> float: ...
 
     def __call__(self, scores: Scores) -> Float[Tensor, " b"]:
-        """The reward (b,), float32; NaN where any of its columns is."""
+        """The reward (b,), float32; NaN if any of its columns is."""
         ...
 
 

@@ -87,7 +87,7 @@ def _names(node: Node) -> Iterator[str]:
 
 
 def value(node: Node, columns: Mapping[str, Float[Tensor, " b"]]) -> Float[Tensor, " b"]:
-    """The value of the formula for columns (b,), in float64; NaN where any of them is."""
+    """The value of the formula for columns (b,), in float64; NaN if any of them is."""
     import torch
 
     match node:

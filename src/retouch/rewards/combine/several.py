@@ -40,7 +40,7 @@ class SeveralRewards(RewardSection):
         return documents
 
     def known_columns(self) -> Mapping[str, Column] | None:
-        """All columns under their full names; None where one of the rewards does not know its own."""
+        """All columns under their full names; None if one of the rewards does not know its own."""
         columns: dict[str, Column] = {}
         for name, part in self.rewards.items():
             own = part.known_columns()

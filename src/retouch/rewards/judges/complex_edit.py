@@ -75,7 +75,7 @@ def _quality(sample: Sample) -> Prompt:
 
 
 def _mean(verdict: Verdict) -> float:
-    """The mean over names and repeats; NaN where any is missing."""
+    """The mean over names and repeats; NaN if any is missing."""
     import torch
 
     return float(torch.stack(list(verdict.scores.values())).mean()) if verdict.scores else NAN

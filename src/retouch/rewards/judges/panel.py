@@ -30,13 +30,13 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verdict:
-    """The answers to one prompt. ``scores``: each name's values over the repeats, (n,), float64, NaN where a repeat is missing."""
+    """The answers to one prompt. ``scores``: each name's values over the repeats, (n,), float64, NaN if a repeat is missing."""
 
     scores: Mapping[str, Float[Tensor, " n"]]
     answers: tuple[Answer, ...]
 
     def mean(self, name: str) -> Float[Tensor, ""]:
-        """The mean over the repeats; NaN where one is missing."""
+        """The mean over the repeats; NaN if one is missing."""
         import torch
 
         return self.scores[name].mean() if name in self.scores else torch.tensor(NAN)

@@ -45,7 +45,7 @@ def quoted(what: str, value: Json) -> str:
 
 
 def judged_image(sample: Sample) -> Image:
-    """The image to judge. ValueError where there is none."""
+    """The image to judge. Raises ValueError if there is none."""
     if sample.image is None:
         raise ValueError(f"task {sample.task.id!r} has no image to judge; give only samples that have one")
     return sample.image

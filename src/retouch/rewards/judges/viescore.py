@@ -36,7 +36,7 @@ class VieScore(JudgeReward):
     questions: ClassVar[tuple[tuple[str, int], ...]] = (("vie-edit", 2), ("vie-picture", 1))
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
-        """Each column, (b,), float32; NaN where an answer is missing that the column needs."""
+        """Each column, (b,), float32; NaN if an answer is missing that the column needs."""
         semantic = [_semantic_or_prompt(sample) for sample in samples]
         verdicts = self.panel.judge([*semantic, *(_perceptual(sample, "vie-picture", 10) for sample in samples)])
         sc = _least(verdicts[: len(samples)], _SEMANTIC, self.panel.repeats)
@@ -89,7 +89,7 @@ def _perceptual(sample: Sample, name: str, top: int) -> Prompt:
 
 
 def _least(verdicts: Sequence[Verdict], names: Sequence[str], repeats: int) -> Float[Tensor, "b n"]:
-    """The least of a verdict's scores, repeat by repeat; NaN where there is none."""
+    """The least of a verdict's scores, repeat by repeat; NaN if there is none."""
     import torch
 
     rows = torch.full((len(verdicts), repeats), NAN, dtype=torch.float64)

@@ -47,8 +47,8 @@ class JudgeCall:
     """A question to a judge, or a sample sent to a reward server, and its answer.
 
     ``content``: the hash under which the answer is found again. ``image``: the hash of the judged image. ``judge``: who answered.
-    ``scores``: None where the answer could not be used, and ``fault`` then says why. ``faults``: why earlier attempts failed.
-    ``seconds``: total time. ``cost``: in the currency of the price list, None where no price is known.
+    ``scores``: None if the answer could not be used, and ``fault`` then says why. ``faults``: why earlier attempts failed.
+    ``seconds``: total time. ``cost``: in the currency of the price list, None if no price is known.
     """
 
     content: str

@@ -67,7 +67,7 @@ class Journal:
         self._images = images
 
     def recall(self, rows: Sequence[JournalRow], columns: Iterable[str]) -> tuple[Bool[Tensor, " b"], Scores]:
-        """Which rows are known with all of these columns, and the scores: (b,) each, NaN where missing or not known.
+        """Which rows are known with all of these columns, and the scores: (b,) each, NaN if missing or not known.
 
         All rows have one split and one step.
         """

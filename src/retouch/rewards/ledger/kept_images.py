@@ -32,12 +32,12 @@ class KeptImages:
         os.replace(temporary, path)
 
     def read(self, digest: str) -> Image.Image | None:
-        """The image; None where it was not kept, or its file holds another image."""
+        """The image; None if it was not kept, or its file holds another image."""
         return read_image(self.path(digest), digest)
 
 
 def read_image(path: Path, digest: str) -> Image.Image | None:
-    """The image in a file; None where there is no readable file, or its image has another SHA-256."""
+    """The image in a file; None if there is no readable file, or its image has another SHA-256."""
     try:
         with Image.open(path) as file:
             file.load()

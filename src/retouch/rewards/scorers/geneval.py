@@ -167,7 +167,7 @@ class GenEvalModels:
 
 
 def requirements(task: Task) -> Requirements:
-    """What the task's ``meta`` requires. ValueError where that is nothing, or not in GenEval's form."""
+    """What the task's ``meta`` requires. Raises ValueError if that is nothing, or not in GenEval's form."""
     given = {key: task.meta[key] for key in ("tag", "include", "exclude") if task.meta.get(key) is not None}
     try:
         read = Requirements.model_validate(given)

@@ -27,7 +27,7 @@ _RANGE = 10.0  # standard deviations of the model's own scale; images in use sco
 class ImageRewardScore(RewardSection):
     """ImageReward (arXiv 2304.05977): which image people rank higher, through the authors' own package.
 
-    Column ``image_reward``, -10 to 10: the model's standardised score of the image for the instruction, clamped; NaN where the
+    Column ``image_reward``, -10 to 10: the model's standardised score of the image for the instruction, clamped; NaN if the
     score is not finite.
     """
 

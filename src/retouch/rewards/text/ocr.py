@@ -134,7 +134,7 @@ def similarity(wanted: str, found: str) -> float:
 
 
 def _marked(task: Task) -> Image:
-    """The task's mask. ValueError where it has none, or marks nothing."""
+    """The task's mask. Raises ValueError if it has none, or marks nothing."""
     if task.mask is None or task.mask.getbbox() is None:
         raise ValueError(f"task {task.id!r} has no mask that says where its text should be")
     return task.mask

@@ -17,7 +17,7 @@ def backoff_pause(attempt: int, key: str, *, base: float, longest: float) -> flo
 
 
 def retry_after(value: str | None) -> float | None:
-    """The seconds of a Retry-After header, given as seconds or as a date; None where it says nothing readable."""
+    """The seconds of a Retry-After header, given as seconds or as a date; None if it says nothing readable."""
     if value is None:
         return None
     try:

@@ -27,7 +27,7 @@ class JudgeModel(Section, ABC):
         """The model's name and where it is asked, for messages."""
 
     def cost(self, *, input_tokens: float, output_tokens: float) -> float | None:
-        """What so many tokens cost in dollars; None where no price is known."""
+        """What so many tokens cost in dollars; None if no price is known."""
         return None
 
     @abstractmethod

@@ -169,7 +169,7 @@ class ChatClient:
         return backoff_pause(attempt, key, base=self.endpoint.pause, longest=self.endpoint.longest_pause)
 
     async def _turn(self, end: float, *, again: bool) -> Turn | _Fault | None:
-        """The quota's permission to ask, awaited; None where there is no quota, a fault where it permits no more."""
+        """The quota's permission to ask, awaited; None if there is no quota, a fault where it permits no more."""
         if self.quota is None or self._turns is None:
             return None
         if again and not await asyncio.to_thread(self.quota.claim_another):

@@ -70,14 +70,14 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A reply, and the tokens that the server says it took: (input, output), None where it says nothing."""
+    """A reply, and the tokens that the server says it took: (input, output), None if it says nothing."""
 
     reply: JudgeReply
     usage: tuple[int, int] | None
 
 
 def parse_reply(body: str | bytes) -> Received | None:
-    """The one choice in a completion's body; None where it is cut off, empty, of another shape, or no JSON at all."""
+    """The one choice in a completion's body; None if it is cut off, empty, of another shape, or no JSON at all."""
     try:
         completion = _Completion.model_validate_json(body)
     except ValidationError:

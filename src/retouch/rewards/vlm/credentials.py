@@ -14,7 +14,7 @@ _LOOKS_LIKE_ONE = re.compile(r"\b(?:sk|sess)-[A-Za-z0-9_\-]{6,}|(?i:\bbearer\s+)
 def api_key(variable: str | None = VARIABLE) -> str:
     """The key in the environment variable, or in the file that the variable with ``_FILE`` after its name names; None: no key.
 
-    ValueError where there is none of the two, or no such file.
+    Raises ValueError if there is none of the two, or no such file.
     """
     if variable is None:
         return "none"

@@ -135,7 +135,7 @@ class Endpoint(JudgeModel):
         return f"{self.model} at {self.base_url}"
 
     def cost(self, *, input_tokens: float, output_tokens: float) -> float | None:
-        """What so many tokens cost in dollars; None where no price is known."""
+        """What so many tokens cost in dollars; None if no price is known."""
         return None if self.prices is None else self.prices.cost(input_tokens=input_tokens, output_tokens=output_tokens)
 
     def open(self, *, device: torch.device | str = "cpu") -> JudgeClient:

@@ -1,5 +1,5 @@
 """The forms that an answer may have: scores as JSON, one of a few words, or the probabilities of these. Each reads a reply, or
-returns None where the reply is not usable."""
+returns None if the reply is not usable."""
 
 import json
 import math
@@ -34,11 +34,11 @@ class Form(Protocol):
         ...
 
     def read(self, reply: JudgeReply) -> dict[str, float] | None:
-        """The scores, or None where the reply is not usable."""
+        """The scores, or None if the reply is not usable."""
         ...
 
     def schema(self) -> dict[str, Json] | None:
-        """The JSON schema of an answer; None where its first token's log-probabilities are read."""
+        """The JSON schema of an answer; None if its first token's log-probabilities are read."""
         ...
 
     def choices(self) -> tuple[str, ...]:

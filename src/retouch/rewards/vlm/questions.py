@@ -36,7 +36,7 @@ class Answer:
 
     ``text``: the raw answer, for the record. ``seed``: of the attempt that was kept. ``seconds``: in all, with pauses. ``faults``:
     why the attempts before the last one failed. The tokens are those of all attempts together; ``cost``: their price in dollars,
-    None where it is not known.
+    None if it is not known.
     """
 
     scores: Mapping[str, float] = field(default_factory=dict)

@@ -34,7 +34,7 @@ class ExpectedReply:
 
 @dataclass(frozen=True, slots=True)
 class ItemScores:
-    """One item's columns, NaN where one could not be judged or its reward failed. ``failed``: the rewards that failed."""
+    """One item's columns, NaN if one could not be judged or its reward failed. ``failed``: the rewards that failed."""
 
     scores: Mapping[str, float]
     failed: frozenset[str]

@@ -53,7 +53,7 @@ class TaskHead(_Part):
 
 
 class BatchItem(_Part):
-    """One sample: the number of its task and of its image, null where the policy made none. ``id`` is returned with its scores."""
+    """One sample: the number of its task and of its image, null if the policy made none. ``id`` is returned with its scores."""
 
     id: Id
     task: Number

@@ -27,7 +27,7 @@ _FRACTION = re.compile(r"\s*([0-9][0-9.]*)\s*(?:/\s*([0-9][0-9.]*))?\s*")
 
 
 def parse(text: str) -> tuple[Json, int] | None:
-    """The JSON value with which the text begins, and where it ends. None where it is none, has a key twice, NaN, or is too deep."""
+    """The JSON value with which the text begins, and where it ends. None if it is none, has a key twice, NaN, or is too deep."""
     if text.count("{") + text.count("[") > _MOST_BRACKETS:
         return None
     try:
@@ -38,7 +38,7 @@ def parse(text: str) -> tuple[Json, int] | None:
 
 
 def scores_of(value: Json, scales: Mapping[str, Scale]) -> dict[str, float] | None:
-    """A number each, from an object's keys or a list in the order of ``scales``. None where one is absent or off its scale."""
+    """A number each, from an object's keys or a list in the order of ``scales``. None if one is absent or off its scale."""
     if isinstance(value, dict):
         return None if _declined(value) or _other_scale(value, scales) else _of_object(value, scales)
     if isinstance(value, list):
@@ -104,7 +104,7 @@ def _of_object(value: dict[str, Json], scales: Mapping[str, Scale]) -> dict[str,
 
 
 def _other_scores(parts: Mapping[str, Json], name: str) -> bool:
-    """Whether a number stands beside the score that may be meant in its place: a revised score, or that of another picture."""
+    """Whether a number stands beside the score that may be meant in its place: a revised score, or that of another image."""
     numbers = [key for key, part in parts.items() if isinstance(part, int | float) and not isinstance(part, bool)]
     others = [key for key in numbers if key != name and key not in GENERIC and not _TOPS.search(key)]
     return any(_SCORES.search(key) or _FOREIGN.search(key) for key in others)

@@ -1,4 +1,4 @@
-"""What stands around a score and makes it none: a second thought, a condition, another picture's, or what is painted in one.
+"""What stands around a score and makes it none: a second thought, a condition, another image's, or what is painted in one.
 
 English, and a few words of the languages in which scores are read.
 """
@@ -27,7 +27,7 @@ _REVISED_SIGNS = (
     r"[%‰?？↓→⇒]|[-=]>|\A\W*not\b|\bnot\W*\Z|\bno\W*\Z|\([^)]*\Z|\b(?:corrected|amended|updated?|edit)\s*[:：]|[:：]\s*\Z"
     r"|不对|不對|更正|修正|其实|其實|應該|应该|いや|訂正|やはり|実は|아니|정정|사실"
 )
-# What a remark after a score must speak of, sentence by sentence: pictures and edits.
+# What a remark after a score must speak of, sentence by sentence: images and edits.
 _PICTURED = r"""
     edit\w* images? pictures? photos? photographs? colou?r\w* light\w* shad\w* reflection\w* edges? art[ei]fact\w*
     backgrounds? foreground instruct\w* requested objects? details? shapes? textures? faces? fingers? hands? hair sky scenes?
@@ -48,7 +48,7 @@ _QUALIFYING = r"""
 _UNMEANT = r"""
     example joke joking kidding ignore disregard fiction\w* pretend\w* hypothetical\w* placeholder dummy template opposite
 """
-# A fragment right before a score that names what stands in a picture or a prompt, and says nothing of it.
+# A fragment right before a score that names what stands in an image or a prompt, and says nothing of it.
 _SEEN = r"ocr prompt message transcript\w* caption banner watermark overlay quotation subtitle signboard"
 _SAYING = r"""
     is are was were has have had does do did looks? reads? match(?:es)? seems? appears? remains? stays? keeps? changed works?
@@ -81,7 +81,7 @@ _VERB = _compiled(rf"\b(?:{_any(_SAYING)})\b")
 def takes_back(after: str) -> bool:
     """Whether the text after a score has second thoughts, a condition, or somebody else to whom the score belongs.
 
-    There are more ways to take a score back than can be listed. So the rest must be sentences about pictures, in English, of
+    There are more ways to take a score back than can be listed. So the rest must be sentences about images, in English, of
     which none has a word of doubt or speaks of the judge ("I ..."). Courtesies are passed over.
     """
     after = _COURTESY.sub("", after)

@@ -26,7 +26,7 @@ class Scale:
             raise ValueError(f"a scale of whole numbers from {self.low} to {self.high}: its bounds must be whole")
 
     def admit(self, value: float) -> float | None:
-        """The value, or None where it is not on the scale (never clamped)."""
+        """The value, or None if it is not on the scale (never clamped)."""
         if not math.isfinite(value) or not self.low <= value <= self.high:
             return None
         return None if self.whole and value != math.floor(value) else value

@@ -1,6 +1,6 @@
 """From a judge's answer to scores, or to nothing: the reader abstains from whatever can be understood in two ways.
 
-An answer off the scale, on another scale, cut off, refused, hedged, contradicted or quoted from the picture has no value. There is
+An answer off the scale, on another scale, cut off, refused, hedged, contradicted or quoted from the image has no value. There is
 no clamping, no repair and no default: what cannot be read is missing.
 """
 
@@ -30,7 +30,7 @@ def read_score(text: str, scale: Scale) -> float | None:
 
 
 def read_scores(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
-    """The score of every name, or None where any is absent or in doubt. Never raises, whatever the text.
+    """The score of every name, or None if any is absent or in doubt. Never raises, whatever the text.
 
     Understood are JSON (an object with these names or with a list "score" in their order; plain, fenced, or before or after prose),
     tags, labelled lines, and for a single name a bare number. With a single name the general labels (score, rating and so on, in
@@ -51,7 +51,7 @@ def read_scores(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | No
 
 
 def _typed_whole(text: str, scales: Mapping[str, Scale]) -> tuple[dict[str, float] | None] | None:
-    """The reading of a text that is JSON and nothing else, perhaps in one fence; None where it is not."""
+    """The reading of a text that is JSON and nothing else, perhaps in one fence; None if it is not."""
     text = text.strip()
     fences = list(_FENCE.finditer(text))
     if len(fences) == 2 and fences[0].start() == 0 and fences[1].end() == len(text):
@@ -89,7 +89,7 @@ def _free(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
 def _blocks(text: str) -> tuple[list[Json], str] | None:
     """The JSON values that stand on lines of their own, and the text without them.
 
-    None where one is broken, where a fence does not end, or where the values neither begin nor end the text, or are announced as
+    None if one is broken, where a fence does not end, or where the values neither begin nor end the text, or are announced as
     somebody else's words or taken back.
     """
     if not _fences_hold_answers(text):

@@ -9,7 +9,7 @@ _WHICH = r"(?:(?:the|any|an|either|both|your|these|those|two|of|edited|source|or
 _BLIND = re.compile(
     "|".join(
         (
-            # No picture came.
+            # No image came.
             rf"\bno (?:edited |source |second )?{_PICTURE}\b(?! (?:art[ei]facts?|noise|quality|defects?|issues?|changes?))"
             r"[^.]{0,20}\b(?:provided|attached|visible|shown|given|found|loaded)\b",
             rf"\b(?:no|without any) (?:(?:second|first|edited|source|other) )?{_PICTURE} "
@@ -42,5 +42,5 @@ _BLIND = re.compile(
 
 
 def is_blind(text: str) -> bool:
-    """Whether the text says that the pictures could not be seen, or that its number is none, so that it judges nothing."""
+    """Whether the text says that the images could not be seen, or that its number is none, so that it judges nothing."""
     return _BLIND.search(text) is not None

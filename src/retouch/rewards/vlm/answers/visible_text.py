@@ -1,6 +1,6 @@
 """What a judge says to us: its answer without its thoughts, without what it quotes, and not at all where it declines.
 
-Every function gives None where that cannot be told; none of them raises on any text.
+Every function gives None if that cannot be told; none of them raises on any text.
 """
 
 import re
@@ -60,7 +60,7 @@ _FOREIGN_TO = re.compile(
 
 
 def spoken(text: str) -> str | None:
-    """The text without marked thoughts and closing tokens. None where a thought does not end, or its marks do not pair.
+    """The text without marked thoughts and closing tokens. None if a thought does not end, or its marks do not pair.
 
     A closing mark whose opening stands in the prompt (thinking models' templates) ends a thought that began with the text; it must
     then end its line.
@@ -95,7 +95,7 @@ def _without_last_tokens(text: str) -> str:
 
 
 def without_quotes(text: str) -> str | None:
-    """The text with what it quotes blanked out, length kept. None where a quotation does not end."""
+    """The text with what it quotes blanked out, length kept. None if a quotation does not end."""
     text = re.sub(r"^[ \t]*>.*$", lambda line: " " * len(line[0]), text, flags=re.MULTILINE)
     text = _QUOTED.sub(lambda quote: "".join("\n" if sign == "\n" else "\x00" for sign in quote[0]), text)
     return None if _QUOTE_MARKS.search(text) else text

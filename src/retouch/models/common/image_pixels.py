@@ -1,4 +1,4 @@
-"""Pictures as the autoencoders of codes take and give them: (r, 3, h, w) in fp32 from -1 to 1."""
+"""PIL images to the tensors of image tokenizers, (r, 3, h, w) in fp32 from -1 to 1, and back."""
 
 from collections.abc import Sequence
 
@@ -8,15 +8,15 @@ from PIL.Image import Image, Resampling, fromarray
 from torch import Tensor
 
 
-def pixels(images: Sequence[Image], size: tuple[int, int], device: torch.device) -> Float[Tensor, "r 3 h w"]:
-    """Pictures at ``size``, (height, width) in px (Lanczos)."""
+def to_pixels(images: Sequence[Image], size: tuple[int, int], device: torch.device) -> Float[Tensor, "r 3 h w"]:
+    """RGB tensors of images, resized to ``size``, (height, width) in pixels (Lanczos)."""
     height, width = size
     resized = [image.convert("RGB").resize((width, height), Resampling.LANCZOS) for image in images]
     levels = torch.stack([torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8) for image in resized])
     return levels.reshape(-1, height, width, 3).permute(0, 3, 1, 2).to(device) / 127.5 - 1
 
 
-def pictures(pixels: Float[Tensor, "r 3 h w"]) -> list[Image]:
-    """What lies beyond the range is cut off."""
+def to_images(pixels: Float[Tensor, "r 3 h w"]) -> list[Image]:
+    """PIL images of tensors; values outside -1 to 1 are clipped."""
     levels = ((pixels.float().clamp(-1, 1) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).cpu().numpy()
     return [fromarray(each) for each in levels]
