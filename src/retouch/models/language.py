@@ -71,8 +71,8 @@ class LanguageModel(Section):
     def editor_problems(self) -> Iterator[str]:
         """Why it cannot be used before an image editor that reads its responses (``renderer.kind: response``)."""
         yield (
-            f"policy.model.kind: an editor reads a writer's ids in its own tokens and pictures, so {self.kind} cannot stand before "
-            "one; take qwen-vl, or renderer.kind prompt"
+            f"policy.model.kind: the editor reads the writer's token ids and images, so {self.kind} cannot be used with "
+            "it; use qwen-vl, or renderer.kind prompt"
         )
 
     def prompt_problems(self) -> Iterator[str]:

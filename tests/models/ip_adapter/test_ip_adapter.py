@@ -418,13 +418,13 @@ def test_what_cannot_be_is_said(tmp_path):
         ip_adapter.attach(tiny_models.sd3_transformer(), SMALL, embed_width=4, seed=0)
     with pytest.raises(ValueError, match="only double blocks"):
         qwen(LARGE)
-    with pytest.raises(ValueError, match=r"no folder with ip_adapter.safetensors"):
+    with pytest.raises(ValueError, match=r"neither a folder with ip_adapter.safetensors"):
         ip_adapter_files.read(flux().module, tmp_path)
     (tmp_path / "ip_adapter.safetensors").write_bytes(b"no")
     with pytest.raises(ValueError, match="cannot be read"):
         ip_adapter_files.read(flux().module, tmp_path)
     ip_adapter_files.write(flux().module, tmp_path)
-    with pytest.raises(ValueError, match=r"another form than the recipe's: they differ at image_proj.proj.0.bias"):
+    with pytest.raises(ValueError, match=r"other settings than the recipe's; the first difference is image_proj.proj.0.bias"):
         ip_adapter_files.read(flux(form=SMALL.model_copy(update={"tokens": 4, "projection": "mlp"})).module, tmp_path)
 
 

@@ -74,7 +74,7 @@ def test_a_prompt_is_the_dialogue_before_a_picture():
     assert isinstance(model.grammar, Grammar)
     with pytest.raises(ValueError, match="from text only"):
         model.encode([tiny_models.task("edit", "x", tiny_models.picture(0, 8, 8))])
-    with pytest.raises(ValueError, match="spells the special token"):
+    with pytest.raises(ValueError, match="contains the special token"):
         model.encode([Task(id="x", instruction=f"a {BEGIN}")])
 
 

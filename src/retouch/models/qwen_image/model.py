@@ -117,8 +117,8 @@ class QwenFlow(PipelineModel):
         start = max(side // 2 for side in sides)
         if start + embeds.shape[1] > table:
             raise ValueError(
-                f"{embeds.shape[1]} text tokens beside pictures of up to {max(sides)} tokens a side need {start + embeds.shape[1]} "
-                f"rotary positions, and the transformer has {table}; shorten the instruction or shrink the pictures"
+                f"{embeds.shape[1]} text tokens next to images of up to {max(sides)} tokens a side need {start + embeds.shape[1]} "
+                f"rotary positions, and the transformer has {table}; shorten the instruction or reduce the images"
             )
         device = next(self.module.parameters()).device
         tensors = {"embeds": embeds.to(device), "mask": mask.to(device)}
@@ -134,7 +134,8 @@ class QwenFlow(PipelineModel):
     def velocity(
         self, module: nn.Module, x: Float[Tensor, "r s d"], sigma: Float[Tensor, " r"], conditioning: Conditioning
     ) -> Float[Tensor, "r s d"]:
-        """noise - data in fp32 at ``x``; the tokens of the sources are read and not predicted. Raises ValueError for x of another size."""
+        """noise - data in fp32 at ``x``; the tokens of the sources are read and not predicted. Raises ValueError for x of another
+        size."""
         embeds, mask = conditioning.tensors["embeds"], conditioning.tensors["mask"]
         grids = list(conditioning.shared["grids"])
         if x.shape[1] != grids[0][1] * grids[0][2]:

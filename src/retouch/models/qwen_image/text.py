@@ -67,9 +67,9 @@ class QwenText:
         """Raises ValueError if an instruction spells one of the tokenizer's special tokens, which would change the template."""
         self.template.check(instruction, task)
 
-    def tokenise(self, bodies: Sequence[str], pictures: Sequence[Sequence[Image]]) -> Tokens:
+    def tokenise(self, bodies: Sequence[str], images: Sequence[Sequence[Image]]) -> Tokens:
         """The encoder's inputs for these bodies (what replaces the placeholder) and each row's images; see ``QwenTemplate``."""
-        return self.template.tokenise(bodies, pictures)
+        return self.template.tokenise(bodies, images)
 
     def embed(self, tokens: Tokens) -> tuple[Float[Tensor, "r l d"], Bool[Tensor, "r l"]]:
         """Embeddings and their mask, padded on the right with zeros; with gradient where the caller has not turned it off.
