@@ -1,11 +1,15 @@
-"""Recipes of a few small steps for whole runs of a family of image models, and what such runs leave."""
+"""What tests of a family of image models share: recipes of a few small steps, the metrics of a run, and checks of an adapter."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import tiny_flux_runs
 import tiny_models
+from retouch.protocols import DenoisingModel
+from retouch.types import Conditioning
 
 
 def recipe_of(model: dict[str, Any], root: Path, **changes: Any) -> dict[str, Any]:
@@ -35,3 +39,22 @@ def described(module: Any) -> dict[str, Any]:
 def lines_of(recipe: Any) -> list[dict[str, Any]]:
     """The run's metrics."""
     return [json.loads(line) for line in (recipe.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def check_recomputing(model: DenoisingModel, conditioning: Conditioning, *, trained: str) -> None:
+    """Gradient checkpointing leaves all gradients as they are. ``trained``: how the names of some weights with gradient begin."""
+    x = model.initial_noise(conditioning, tiny_models.generators(2))
+    module: Any = model.module
+
+    def gradients() -> dict[str, torch.Tensor]:
+        module.zero_grad()
+        model.velocity(module, x, torch.tensor([0.5, 0.2]), conditioning).square().mean().backward()
+        return {name: weight.grad.clone() for name, weight in module.named_parameters() if weight.grad is not None}
+
+    plain = gradients()
+    module.enable_gradient_checkpointing()
+    again = gradients()
+    assert plain.keys() == again.keys()
+    assert any(name.startswith(trained) and grad.any() for name, grad in plain.items())
+    for name, gradient in plain.items():
+        torch.testing.assert_close(again[name], gradient, atol=1e-6, rtol=1e-5)

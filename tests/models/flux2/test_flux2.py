@@ -1,13 +1,14 @@
 """FLUX.2-klein against diffusers' own pipeline, with tiny random models."""
 
 import pytest
-import tiny_flux2
 import torch
 from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 
 import retouch.testing
+import tiny_flux2
 import tiny_models
+from family_runs import check_recomputing
 from retouch.models.common.latents import unpack
 from retouch.models.flux2.model import Flux2Klein, Flux2Text
 from retouch.protocols import DenoisingModel
@@ -98,23 +99,9 @@ def test_rows_that_read_other_images_do_not_mix(pipe):
     assert (first - second).abs().max() > 1e-3
 
 
-def test_recomputing_gives_the_same_gradients(pipe):
+def test_recomputing_gives_the_same_gradients():
     model = build(tiny_flux2.pipeline(), length=96)
-    conditioning = model.encode(tasks(IMAGES[0]))
-    x = model.initial_noise(conditioning, tiny_models.generators(2))
-
-    def gradients():
-        model.module.zero_grad()
-        model.velocity(model.module, x, torch.tensor([0.5, 0.2]), conditioning).square().mean().backward()
-        return {name: weight.grad.clone() for name, weight in model.module.named_parameters() if weight.grad is not None}
-
-    plain = gradients()
-    model.module.enable_gradient_checkpointing()
-    again = gradients()
-    assert plain.keys() == again.keys()
-    assert any(name.startswith("single_transformer_blocks") and grad.any() for name, grad in plain.items())
-    for name, gradient in plain.items():
-        torch.testing.assert_close(again[name], gradient, atol=1e-6, rtol=1e-5)
+    check_recomputing(model, model.encode(tasks(IMAGES[0])), trained="single_transformer_blocks")
 
 
 def test_images_come_back_as_the_autoencoder_gives_them(pipe):

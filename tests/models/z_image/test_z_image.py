@@ -5,6 +5,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline
 
 import tiny_models
+from family_runs import check_recomputing
 from retouch.models.common.latents import pack
 from retouch.models.z_image.family import ZImageModel
 from retouch.models.z_image.model import ZImage, ZImageText
@@ -89,21 +90,7 @@ def test_it_is_a_denoising_model_and_a_row_does_not_see_its_batch(language):
 
 def test_recomputing_gives_the_same_gradients(language):
     model = build(language)
-    conditioning = model.encode(tasks())
-    x = model.initial_noise(conditioning, tiny_models.generators(2))
-
-    def gradients():
-        model.module.zero_grad()
-        model.velocity(model.module, x, torch.tensor([0.5, 0.2]), conditioning).square().mean().backward()
-        return {name: weight.grad.clone() for name, weight in model.module.named_parameters() if weight.grad is not None}
-
-    plain = gradients()
-    model.module.enable_gradient_checkpointing()
-    again = gradients()
-    assert plain.keys() == again.keys()
-    assert any(name.startswith("context_refiner") and grad.any() for name, grad in plain.items())
-    for name, gradient in plain.items():
-        torch.testing.assert_close(again[name], gradient, atol=1e-6, rtol=1e-5)
+    check_recomputing(model, model.encode(tasks()), trained="context_refiner")
 
 
 def test_pictures_there_and_back_are_the_autoencoders_own(language):
