@@ -1,24 +1,25 @@
-"""A run's parts, built from its recipe: everything that the session drives."""
+"""A run's parts, built from its recipe: everything that the session drives.
+
+What only some recipes need (sharding, a value head, a renderer's wrappers, LoRA files) is imported where it is built.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Literal
+
+from torch import nn
 
 from retouch.assembly.data import sets_of, steps_of
 from retouch.assembly.model import make_trainable
 from retouch.assembly.phases import build_phase, copies_needed
 from retouch.assembly.policy import TrainedPolicy, build_models, build_policy
-from retouch.assembly.value_head import build_head
+from retouch.config.imports import import_class
 from retouch.data.base import DataSets
-from retouch.distributed.fsdp import FsdpStepper, shard
-from retouch.distributed.head_stepper import HeadStepper
 from retouch.distributed.placement import Placement, plan_placement
 from retouch.distributed.ranks import Ranks
-from retouch.distributed.sharded_copies import ShardedCopies
 from retouch.distributed.stepper import ReplicatedStepper, Stepper
-from retouch.distributed.zero import ZeroStepper
-from retouch.models.common.lora import write_lora
 from retouch.models.train import Lora
 from retouch.policies.autoregressive.demonstrations import TokenizesTargets, has_completion
 from retouch.policies.autoregressive.rollout import CachedEngine, Engine, EngineContext, EngineSection, TokenRollout
@@ -30,7 +31,6 @@ from retouch.recipe.phases import ResolvedPhase
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.rollout import Rollout
 from retouch.renderers.decoders import LatentRenderer
-from retouch.renderers.wrappers import RendererInContext, on_device, parts_of
 from retouch.rewards.base import unchanged
 from retouch.rewards.judging import Judge, JudgeBatch
 from retouch.training.clock import Clock
@@ -40,11 +40,7 @@ from retouch.training.ledger import Ledger
 from retouch.training.loop import Phase, Run
 from retouch.types import Task
 
-_STEPPERS: dict[str | None, type[ReplicatedStepper] | type[ZeroStepper]] = {
-    None: ReplicatedStepper,
-    "zero2": ZeroStepper,
-    "fsdp2": FsdpStepper,
-}
+_SHARDED_STEPPERS = {"zero2": "retouch.distributed.zero:ZeroStepper", "fsdp2": "retouch.distributed.fsdp:FsdpStepper"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +108,8 @@ class Assembly:
         renderer = section.build(self.image_model, self.model, published=published, sharded=self._in_step)
         if not self.placement.offload:
             return renderer
+        from retouch.renderers.wrappers import RendererInContext, on_device, parts_of
+
         assert isinstance(self.image_model, DenoisingModel), "the recipe's checks ensure it"
         parts = [part for part in parts_of(self.image_model) if part is not self.model.module]
         return RendererInContext(renderer, partial(on_device, self.placement.renderer, parts))
@@ -120,6 +118,8 @@ class Assembly:
         """The renderer for the policy's ``sample``: if the policy encodes responses, it does so with its averaged weights too."""
         renderer, section = self.renderer(num_steps=self.recipe.eval.num_steps), self.recipe.renderer
         if section is not None and section.policy_encodes and "average" in self.copies.copies:
+            from retouch.renderers.wrappers import RendererInContext
+
             return RendererInContext(renderer, partial(self.copies.using, "average"))
         return renderer
 
@@ -127,10 +127,13 @@ class Assembly:
         """A new optimizer over what trains. One rank alone has nothing to share."""
         options = self.recipe.optimizer.options
         sharding = self.recipe.sharding if self.ranks.world > 1 else None
-        stepper = _STEPPERS[sharding](self.model.module, self.ranks, **options)
+        kind = ReplicatedStepper if sharding is None else import_class(_SHARDED_STEPPERS[sharding])
+        stepper: Stepper = kind(self.model.module, self.ranks, **options)
         section = self.recipe.advantage.value_head
         if self.head is None or section is None:
             return stepper
+        from retouch.distributed.head_stepper import HeadStepper
+
         return HeadStepper(
             stepper,
             ReplicatedStepper(self.head, self.ranks, **options),
@@ -207,7 +210,7 @@ class Assembly:
         if rollout.engine not in self.engines:
             context = EngineContext(
                 weights=self.copies.parameters,
-                save_adapter=lambda path: write_lora(model.module, path, pipeline=None),
+                save_adapter=partial(_save_adapter, model.module),
                 folder=self.recipe.folder,
                 first=self.ranks.is_main,
                 any_rank=self.ranks.any,
@@ -236,6 +239,8 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
         ledger.require_same_judge(reward)
     judge = Judge(reward, recipe.reward.combine)
     recipe.advantage.check_range(judge.combination.low, judge.combination.high)
+    if recipe.eval.column is not None and recipe.eval.column not in reward.columns:
+        raise ValueError(f"eval.column: the reward has no column {recipe.eval.column!r}, only {', '.join(reward.columns)}")
     phases = recipe.resolved_phases()
     sets = sets_of(recipe, phases, size=recipe.image_size)
     plan = list(zip(phases, steps_of(phases, sets), strict=True))
@@ -243,6 +248,9 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
     sets = [each.with_model(image_model) for each in sets]
     copies = make_trainable(model.module, recipe.policy, seed=recipe.seed, copy_devices=placement.copy_devices)
     if recipe.sharding == "fsdp2" and ranks.world > 1:
+        from retouch.distributed.fsdp import shard
+        from retouch.distributed.sharded_copies import ShardedCopies
+
         shard(model.module, ranks)
         copies = ShardedCopies(model.module)
     for name in sorted(_copies(recipe, model, image_model)):
@@ -252,6 +260,8 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
             copies.snapshot(name)
     head = None
     if recipe.advantage.value_head is not None:
+        from retouch.assembly.value_head import build_head
+
         head = build_head(recipe.advantage.value_head, model, tasks=sets[0].train, seed=recipe.seed)
     return Assembly(
         recipe=recipe,
@@ -274,6 +284,12 @@ def _copies(
     shares = image_model is not model and model.module in getattr(image_model, "parts", ())
     frozen = recipe.renderer is not None and not recipe.renderer.policy_encodes
     return copies_needed(recipe) | ({"reference"} if shares and frozen else set())
+
+
+def _save_adapter(module: nn.Module, folder: Path) -> None:
+    from retouch.models.common.lora import write_lora
+
+    write_lora(module, folder, pipeline=None)
 
 
 def _has_target(task: Task) -> bool:

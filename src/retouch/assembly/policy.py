@@ -1,7 +1,7 @@
 """The policy of a recipe, of either kind, and the models that it and its images need."""
 
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
@@ -11,7 +11,6 @@ from retouch.models.base import DiffusersModel
 from retouch.models.common.wrappers import Guided
 from retouch.models.ip_adapter.section import IpAdapter
 from retouch.models.train import Lora
-from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.autoregressive.rollout import Engine, TokenRollout
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.policies.value_heads import LatentValues, TokenValues
@@ -21,7 +20,10 @@ from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.rollout import Rollout
 
-TrainedPolicy: TypeAlias = DenoisingPolicy | AutoregressivePolicy
+if TYPE_CHECKING:
+    from retouch.policies.autoregressive.policy import AutoregressivePolicy
+
+TrainedPolicy: TypeAlias = "DenoisingPolicy | AutoregressivePolicy"
 TrainedModel: TypeAlias = DenoisingModel | AutoregressiveModel
 
 
@@ -72,6 +74,8 @@ def build_policy(
         assert not isinstance(model, DenoisingModel)
         assert not isinstance(recipe.policy, DenoisingPolicyKeys)
         assert not isinstance(head, LatentValues)
+        from retouch.policies.autoregressive.policy import AutoregressivePolicy
+
         return AutoregressivePolicy(
             model,
             sampling=rollout,

@@ -67,7 +67,7 @@ class FsdpStepper(ReplicatedStepper):
         return norm
 
     def gradient_norm(self, loss: Tensor) -> float:
-        """The gradient norm of ``loss``. Clears all gradients, also those accumulated before."""
+        """As ``retouch.distributed.stepper.MeasuresGradients``."""
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         norm = self._reduced_norm()

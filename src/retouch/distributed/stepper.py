@@ -40,6 +40,15 @@ class Stepper(Protocol):
         ...
 
 
+@runtime_checkable
+class MeasuresGradients(Protocol):
+    """A stepper over sharded weights: their gradients exist only after a backward pass, and not in ``torch.autograd.grad``."""
+
+    def gradient_norm(self, loss: Tensor) -> float:
+        """The gradient norm of ``loss``. Clears all gradients, also those accumulated before."""
+        ...
+
+
 class ReplicatedStepper:
     """AdamW over weights that are replicated on every rank.
 

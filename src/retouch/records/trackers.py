@@ -1,6 +1,6 @@
 """Trackers show metrics while a run goes on: TensorBoard by default, W&B and Trackio on request.
 
-Trackers only display. Everything that the run itself needs is in its folder.
+Trackers only display. Everything that the run itself needs is in its folder. A tracker's library is imported when it is opened.
 """
 
 import os
@@ -9,10 +9,6 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
-
-from accelerate import PartialState
-from accelerate.tracking import TrackioTracker, WandBTracker
-from torch.utils.tensorboard import SummaryWriter
 
 from retouch.records.folder import RunFolder
 
@@ -36,6 +32,8 @@ class TensorBoard:
     """TensorBoard event files in the run's folder. Points at or after ``first_step``, from a killed run, are hidden."""
 
     def __init__(self, folder: RunFolder, *, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
         _wait_for_a_later_name(folder.tensorboard)
         self._writer = SummaryWriter(str(folder.tensorboard), purge_step=first_step)
 
@@ -55,6 +53,9 @@ class Wandb:
     """
 
     def __init__(self, folder: RunFolder, *, project: str, recipe: Mapping[str, Any]) -> None:
+        from accelerate import PartialState
+        from accelerate.tracking import WandBTracker
+
         _require("wandb")
         PartialState()  # accelerate's trackers log through it
         self._tracker = WandBTracker(
@@ -74,6 +75,9 @@ class Trackio:
     """A Trackio run with the run's name, through accelerate's tracker; an existing one is continued."""
 
     def __init__(self, folder: RunFolder, *, project: str, recipe: Mapping[str, Any]) -> None:
+        from accelerate import PartialState
+        from accelerate.tracking import TrackioTracker
+
         _require("trackio")
         PartialState()
         self._tracker = TrackioTracker(project, name=folder.name, resume="allow", config=dict(recipe))

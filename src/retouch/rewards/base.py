@@ -63,6 +63,8 @@ class RewardSection(Section):
     """Whether it scores the text that the policy wrote. Only such a reward receives ``Sample.completion``."""
     reads_text: ClassVar[bool] = False
     """Whether every task must have a ``text``."""
+    asks_judge: ClassVar[bool] = False
+    """Whether it asks a vision-language model."""
     needs_source: ClassVar[bool] = False
     """Whether every task must have a source image."""
     needs_target: ClassVar[bool] = False

@@ -29,10 +29,6 @@ class RunEvaluations:
         self.evaluator = parts.evaluator(parts.judge.for_split("heldout", 0))
         self.policy = parts.policy(recipe.rollout)
         self.headline = headline_tasks(self.evaluator.tasks, recipe.eval.headline)
-        if recipe.eval.column is not None and recipe.eval.column not in parts.judge.reward.columns:
-            raise ValueError(
-                f"eval.column: the reward has no column {recipe.eval.column!r}, only {', '.join(parts.judge.reward.columns)}"
-            )
 
     def evaluate(self, step: int) -> EvaluationResult:
         """Score the policy after ``step`` steps and store every score.

@@ -1,10 +1,14 @@
-"""A run from its recipe to its report: start or resume, train, save, evaluate, summarise."""
+"""A run from its recipe to its report: start or resume, train, save, evaluate, summarise.
+
+What only some recipes have (``watch``, ``push``, judges that are asked) and what is needed after the first step (trackers, the
+report) is imported where it is used.
+"""
 
 import logging
 import os
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import accelerate.utils
 
@@ -15,15 +19,13 @@ from retouch.distributed.placement import init_distributed_from_recipe, plan_pla
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.sharding_checks import check_sharding
 from retouch.distributed.stepper import Stepper
-from retouch.inference.publishing import Publisher, open_publisher
 from retouch.policies.autoregressive.rollout import EngineFault
 from retouch.recipe.checks import rank_count_warning
-from retouch.recipe.judge_calls import judge_calls
 from retouch.recipe.out_of_memory import explain_out_of_memory
 from retouch.recipe.recipe import Recipe
+from retouch.recipe.reward_checks import rewards_of
 from retouch.records.folder import RunFolder
 from retouch.records.trackers import CompositeTracker, open_trackers, require_trackers
-from retouch.report.page import write_report
 from retouch.rewards.quota.quota import BudgetSpent
 from retouch.session.evaluations import RunEvaluations
 from retouch.session.run_folder import run_folder
@@ -34,10 +36,11 @@ from retouch.training.ledger import Ledger
 from retouch.training.loop import TooManyMissing, train
 from retouch.training.preflight import require_passed
 from retouch.training.recorder import Recorder
-from retouch.watch.alarm_stop import refuse_if_stopped, stop_message, stopping_alarms, write_stop
-from retouch.watch.alarms import Alarm, AlarmStop
-from retouch.watch.measures import build_measures
-from retouch.watch.watcher import Watcher, build_watcher
+
+if TYPE_CHECKING:
+    from retouch.inference.publishing import Publisher
+    from retouch.watch.alarms import Alarm
+    from retouch.watch.watcher import Watcher
 
 log = logging.getLogger("retouch")
 
@@ -65,21 +68,35 @@ def _run_in(folder: RunFolder, recipe: Recipe, ranks: Ranks, *, new_judge: bool)
         log.warning("%s", warning)
     accelerate.utils.set_seed(recipe.seed)  # our code does not use the global generators, but a user's reward may
     limit_memory(recipe.devices, plan_placement(recipe, ranks))
-    publisher = open_publisher(recipe, folder, is_main=ranks.is_main)
+    publisher = None
+    if recipe.push is not None:
+        from retouch.inference.publishing import open_publisher
+
+        publisher = open_publisher(recipe, folder, is_main=ranks.is_main)
     keep_images = recipe.ledger is not None and recipe.ledger.keep_images
     with closing(Ledger(folder.root, ranks, keep_images=keep_images, new_judge=new_judge)) as ledger:
         with explain_out_of_memory(recipe, lambda: "loading"):
-            measures = None if recipe.watch is None else build_measures(recipe.watch, device=ranks.device, cached=ledger.cached)
+            measures = None
+            if recipe.watch is not None:
+                from retouch.watch.measures import build_measures
+
+                measures = build_measures(recipe.watch, device=ranks.device, cached=ledger.cached)
             parts = assemble(recipe, ranks, ledger=ledger)
         for test_set in dict.fromkeys(test_set for sets in parts.sets for test_set in sets.test_sets):
             log.warning("the run trains on a known test set, which the recipe allows: %s", test_set)
         if recipe.eval.split == "train":
             log.warning("eval.split is train: evaluation on the training tasks measures fit, not generalisation")
-        for calls in judge_calls(recipe, steps=[len(steps) for _, steps in parts.plan], heldout=len(parts.sets[0].heldout)):
-            log.info("%s", calls)
+        if any(part.asks_judge for _, part in rewards_of(recipe)):
+            from retouch.recipe.judge_calls import judge_calls
+
+            for calls in judge_calls(recipe, steps=[len(steps) for _, steps in parts.plan], heldout=len(parts.sets[0].heldout)):
+                log.info("%s", calls)
         with catch_stop_signals() as request, explain_out_of_memory(recipe, lambda: parts.clock.stage or "evaluation"):
             watcher = None
             if measures is not None and recipe.watch is not None:
+                from retouch.watch.alarm_stop import refuse_if_stopped
+                from retouch.watch.watcher import build_watcher
+
                 refuse_if_stopped(folder, recipe.watch, columns=parts.judge.reward.columns, ranks=ranks)
                 watcher = build_watcher(parts, folder, measures)
             return _Session(recipe, folder, parts, ledger, watcher, publisher, request).run()
@@ -91,8 +108,8 @@ class _Session:
     folder: RunFolder
     parts: Assembly
     ledger: Ledger
-    watcher: Watcher | None
-    publisher: Publisher | None
+    watcher: "Watcher | None"
+    publisher: "Publisher | None"
     request: StopRequest
 
     def run(self) -> int:
@@ -103,7 +120,6 @@ class _Session:
             )
         state = None if found is None else checkpoint.load(found)
         self.done = 0 if state is None else state.step
-        self.memory = DeviceMemory(self.parts.ranks, self.parts.placement, self.recipe.devices)
         stepper = self.parts.stepper()
         if state is not None:
             restore(self.parts, state, stepper)
@@ -114,23 +130,23 @@ class _Session:
         if self.parts.ranks.is_main:
             self.folder.truncate_after(self.done)
         self.parts.ranks.barrier()
-        self.trackers = self._trackers()
         self.ledger.attach(self.parts.judge, since=self.done)
-        self.evaluations = RunEvaluations(self.recipe, self.folder, self.parts)
-        self.recorder = Recorder(self.folder, self.trackers, total=self.parts.steps, pictured_groups=self.recipe.samples.groups)
-        try:
-            return self._train(stepper)
-        finally:
-            if self.publisher is not None:
-                self.publisher.close()
-            self.trackers.close()
-            self.parts.judge.close()
+        with ExitStack() as stack:
             if self.watcher is not None:
-                self.watcher.measures.close()
+                stack.callback(self.watcher.measures.close)
+            stack.callback(self.parts.judge.close)
+            if self.publisher is not None:
+                stack.callback(self.publisher.close)
+            if self.done < self.parts.steps:
+                self._preflight(stepper)
+            # After the preflight, so that a run that cannot learn shows up in no tracker.
+            trackers = stack.enter_context(closing(self._trackers()))
+            self.memory = DeviceMemory(self.parts.ranks, self.parts.placement, self.recipe.devices)
+            self.evaluations = RunEvaluations(self.recipe, self.folder, self.parts)
+            self.recorder = Recorder(self.folder, trackers, total=self.parts.steps, pictured_groups=self.recipe.samples.groups)
+            return self._train(stepper)
 
     def _train(self, stepper: Stepper) -> int:
-        if self.done < self.parts.steps:
-            self._preflight(stepper)
         if self.done == 0:
             self._heldout(baseline=True)
         if self.watcher is not None:
@@ -182,8 +198,8 @@ class _Session:
                 raise
             metrics = {**metrics, **watch_metrics}
         self._record(phase, collected, metrics)
-        if stopping_alarms(alarms):
-            self._stop_for_alarms(stepper, stopping_alarms(alarms))
+        if alarms:
+            self._stop_for_alarms(stepper, alarms)
         last = self.done == self.parts.steps
         # Evaluate before saving: a run killed in between resumes from an older checkpoint and loses neither.
         if not last and _due(self.done, self.recipe.eval.every):
@@ -208,8 +224,14 @@ class _Session:
             if _due(self.done, self.recipe.samples.every):
                 self.recorder.groups(self.done, collected)
 
-    def _stop_for_alarms(self, stepper: Stepper, alarms: list[Alarm]) -> NoReturn:
-        """Stop with a checkpoint of this step, or go back to the newest existing checkpoint, which is from before the alarm."""
+    def _stop_for_alarms(self, stepper: Stepper, raised: "list[Alarm]") -> None:
+        """If one of the alarms stops the run, raise AlarmStop with a checkpoint of this step, or go back to the newest existing
+        checkpoint, which is from before the alarm."""
+        from retouch.watch.alarm_stop import stop_message, stopping_alarms, write_stop
+        from retouch.watch.alarms import AlarmStop
+
+        if not (alarms := stopping_alarms(raised)):
+            return
         back_to = None
         if any(alarm.response == "roll_back" for alarm in alarms):
             newest = checkpoint.latest(self.folder.checkpoints)
@@ -242,6 +264,8 @@ class _Session:
                 log.info(line)
 
     def _report(self) -> None:
+        from retouch.report.page import write_report
+
         self.folder.require_owner()
         log.info("report: %s", write_report(self.folder.root))
 

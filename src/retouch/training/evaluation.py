@@ -11,7 +11,6 @@ from PIL.Image import Image
 from torch import Tensor
 
 from retouch.distributed.ranks import Ranks
-from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.protocols import Renderer
 from retouch.rewards.judging import JudgeBatch, ScoredBatch
 from retouch.training.completions import completion_texts
@@ -94,7 +93,7 @@ class Evaluator:
         A denoising policy starts from new noise each time. A writer samples its tokens, because its most likely tokens are always
         the same.
         """
-        act = policy.rollout if isinstance(policy, AutoregressivePolicy) else policy.sample
+        act = policy.rollout if policy.sampling.writes_tokens else policy.sample
         results = [self._evaluate(act, slot=slot) for slot in range(k)]
         scores = {name: _best([result.scores[name] for result in results]) for name in results[0].scores}
         return EvaluationResult(self.tasks, scores, _best([result.rewards for result in results]))

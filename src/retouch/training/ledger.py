@@ -11,8 +11,7 @@ from retouch.distributed.ranks import Ranks
 from retouch.protocols import Reward
 from retouch.rewards import identity
 from retouch.rewards.judging import Judge
-from retouch.rewards.ledger.answers import AnswerCache
-from retouch.rewards.ledger.caching import with_cache
+from retouch.rewards.ledger.answers import AnswerCache, ReportsRequestStats
 from retouch.rewards.ledger.database import Database
 from retouch.rewards.ledger.journal import Journal
 from retouch.rewards.ledger.kept_images import KeptImages
@@ -35,6 +34,10 @@ class Ledger:
 
     def cached(self, reward: Reward) -> Reward:
         """The reward with its calls to judges and reward servers going through the ledger; other rewards as they are."""
+        if not (hasattr(reward, "panel") or isinstance(reward, ReportsRequestStats)):
+            return reward
+        from retouch.rewards.ledger.caching import with_cache
+
         return with_cache(reward, self.cache)
 
     def require_same_judge(self, reward: Reward) -> None:

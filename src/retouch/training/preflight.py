@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from retouch.distributed.fsdp import FsdpStepper
 from retouch.distributed.head_stepper import HeadStepper
+from retouch.distributed.stepper import MeasuresGradients
 from retouch.objectives.base import Objective
 from retouch.objectives.policy_gradient import ActorCritic
 from retouch.training.checkpoint import restore_rng, rng_state
@@ -158,7 +158,7 @@ def _kl_gradient(run: Run, objective: Objective, minibatch: Minibatch) -> float:
     evaluation = run.policy.evaluate(minibatch.trajectory, part, Needs(kl=objective.kl_kind))
     assert evaluation.kl is not None
     stepper = run.stepper.policy if isinstance(run.stepper, HeadStepper) else run.stepper
-    if isinstance(stepper, FsdpStepper):  # sharded gradients exist only after a backward pass, not in autograd.grad
+    if isinstance(stepper, MeasuresGradients):
         return stepper.gradient_norm(evaluation.kl.mean())
     parameters = [p for p in run.policy.module.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(evaluation.kl.mean(), parameters, allow_unused=True)

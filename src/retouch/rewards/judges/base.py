@@ -37,6 +37,7 @@ class JudgeReward(RewardSection):
     seed: Annotated[int, Field(ge=0, lt=2**30)] = 0
     """Seed of the first answer; the next ones count up from it."""
 
+    asks_judge: ClassVar[bool] = True
     rubrics: ClassVar[tuple[str, ...]] = ()
     """The files in ``prompts/`` that it may use; they are part of its fingerprint."""
     questions: ClassVar[tuple[tuple[str, int], ...]] = ()
