@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from retouch.distributed.device_memory import DeviceMemory, limit_memory, peak_bytes
-from retouch.distributed.placement import Placement
+from retouch.distributed.device_memory import DeviceMemory, peak_bytes
+from retouch.distributed.placement import Placement, limit_memory
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.devices import Devices
 from retouch.recipe.document import apply

@@ -3,7 +3,7 @@
 What only some recipes need (sharding, a value head, a renderer's wrappers, LoRA files) is imported where it is built.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,11 +12,11 @@ from typing import Literal
 from torch import nn
 
 from retouch.assembly.data import sets_of, steps_of
-from retouch.assembly.model import make_trainable
+from retouch.assembly.model import TrainedPolicy, build_models, build_policy, make_trainable
 from retouch.assembly.phases import build_phase, copies_needed
-from retouch.assembly.policy import TrainedPolicy, build_models, build_policy
 from retouch.config.imports import import_class
 from retouch.data.base import DataSets
+from retouch.distributed.head_stepper import HeadStepper
 from retouch.distributed.placement import Placement, plan_placement
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import ReplicatedStepper, Stepper
@@ -28,8 +28,8 @@ from retouch.policies.weights import WeightCopies
 from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer
 from retouch.recipe.checks import check_ranks
 from retouch.recipe.phases import ResolvedPhase
+from retouch.recipe.policy import Rollout
 from retouch.recipe.recipe import Recipe
-from retouch.recipe.rollout import Rollout
 from retouch.renderers.decoders import LatentRenderer
 from retouch.rewards.base import unchanged
 from retouch.rewards.judging import Judge, JudgeBatch
@@ -38,6 +38,7 @@ from retouch.training.completions import completion_metrics, completion_texts
 from retouch.training.evaluation import Evaluator
 from retouch.training.ledger import Ledger
 from retouch.training.loop import Phase, Run
+from retouch.training.preflight import Check, trial_steps
 from retouch.types import Task
 
 _SHARDED_STEPPERS = {"zero2": "retouch.distributed.zero:ZeroStepper", "fsdp2": "retouch.distributed.fsdp:FsdpStepper"}
@@ -132,8 +133,6 @@ class Assembly:
         section = self.recipe.advantage.value_head
         if self.head is None or section is None:
             return stepper
-        from retouch.distributed.head_stepper import HeadStepper
-
         return HeadStepper(
             stepper,
             ReplicatedStepper(self.head, self.ranks, **options),
@@ -176,6 +175,11 @@ class Assembly:
             reward_range=(combined.low, combined.high),
         )
         return run, phase
+
+    def trial_steps(self, *, stepper: Stepper, judge: JudgeBatch, done: int) -> Iterator[Check]:
+        """The preflight of every phase that is not finished after ``done`` steps. Asks no judge and restores every bit."""
+        build = partial(self.phase, stepper=stepper, judge=judge)
+        return trial_steps([steps for _, steps in self.plan], build, done=done, named=self.recipe.phases is not None)
 
     def begin(self, index: int) -> None:
         """At a phase's first step: NFT's old policy starts as the current one, and the reference is what a supervised phase before

@@ -1,4 +1,4 @@
-"""Peak memory of a run's devices per step, and an upper limit for it."""
+"""Peak memory of a run's devices per step."""
 
 import resource
 import sys
@@ -46,12 +46,3 @@ def peak_bytes(device: torch.device) -> int:
         return peak
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
-
-
-def limit_memory(devices: Devices | None, placement: Placement) -> None:
-    """Limit this process to the fraction of each GPU's memory that the recipe allows, if it sets one."""
-    if devices is None or devices.memory_fraction is None:
-        return
-    for device in placement.devices:
-        if device.type == "cuda":
-            torch.cuda.set_per_process_memory_fraction(devices.memory_fraction, device)

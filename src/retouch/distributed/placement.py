@@ -1,4 +1,5 @@
-"""The device of each part of a rank's work (policy, renderer, rewards), from the recipe and the rank's number."""
+"""The device of each part of a rank's work (policy, renderer, rewards), from the recipe and the rank's number, and the limit of its
+memory."""
 
 import os
 from collections.abc import Mapping
@@ -75,6 +76,15 @@ def gpus_per_rank(devices: Devices) -> int:
     """The number of GPUs that each rank uses."""
     named = [torch.device(name) for name in devices.named.values()]
     return max((1 + (device.index or 0) for device in named if device.type == "cuda"), default=1)
+
+
+def limit_memory(devices: Devices | None, placement: Placement) -> None:
+    """Limit this process to the fraction of each GPU's memory that the recipe allows, if it sets one."""
+    if devices is None or devices.memory_fraction is None:
+        return
+    for device in placement.devices:
+        if device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(devices.memory_fraction, device)
 
 
 def _policy_device(devices: Devices, *, fallback: str) -> str:

@@ -12,7 +12,6 @@ from retouch.distributed.ranks import Ranks
 from retouch.doctor.findings import Finding, failed, gigabytes, ok
 from retouch.recipe.recipe import Recipe
 from retouch.rewards.judging import ScoredBatch
-from retouch.session.trial_steps import trial_steps
 from retouch.types import Batch, Sample
 
 
@@ -29,7 +28,7 @@ def check_trial(recipe: Recipe, ranks: Ranks) -> Iterator[Finding]:
         return
     try:
         yield _loaded(parts)
-        for check in trial_steps(parts, stepper=parts.stepper(), judge=_no_scores, done=0):
+        for check in parts.trial_steps(stepper=parts.stepper(), judge=_no_scores, done=0):
             yield ok("trial step", check.text) if check.ok else failed("trial step", check.text, fix=_suggested_fix(check.name))
     except ValueError as error:
         yield failed("trial step", str(error), fix="correct the recipe as the message says")

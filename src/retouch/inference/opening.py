@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from retouch.assembly.assembly import Assembly, assemble
-from retouch.assembly.model import make_trainable
-from retouch.assembly.policy import build_policy
+from retouch.assembly.model import build_policy, make_trainable
 from retouch.assembly.state import restore_weights
 from retouch.distributed.placement import init_distributed_from_recipe
 from retouch.inference.writers import Writer

@@ -6,11 +6,16 @@ from typing import TYPE_CHECKING
 from retouch.data.sampler import check_arithmetic
 from retouch.objectives.base import ObjectiveContext
 from retouch.policies.denoising.rollout import DenoisingRollout
-from retouch.recipe.image_checks import image_model_problems, picture_problems
-from retouch.recipe.ip_adapter_checks import ip_adapter_problems
 from retouch.recipe.phases import ResolvedPhase
 from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
-from retouch.recipe.policy_checks import engine_problems, parts_problems, renderer_problems
+from retouch.recipe.policy_checks import (
+    engine_problems,
+    image_model_problems,
+    ip_adapter_problems,
+    parts_problems,
+    picture_problems,
+    renderer_problems,
+)
 from retouch.recipe.reward_checks import reward_data_problems, reward_problems
 from retouch.recipe.watch_checks import watch_problems
 

@@ -16,8 +16,7 @@ from retouch.objectives.kinds import ADVANTAGES, OBJECTIVES
 from retouch.recipe.devices import Devices
 from retouch.recipe.optimizer import Optimizer
 from retouch.recipe.phases import PhaseKeys, ResolvedPhase
-from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
-from retouch.recipe.rollout import Rollout
+from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys, Rollout
 from retouch.recipe.watch import Watch
 from retouch.renderers.base import RENDERERS, RendererSection
 from retouch.rewards.kinds import AnyReward

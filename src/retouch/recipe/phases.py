@@ -11,7 +11,7 @@ from retouch.data.kinds import DATA
 from retouch.data.sampler import steps_for_passes
 from retouch.objectives.base import Objective
 from retouch.objectives.kinds import OBJECTIVES
-from retouch.recipe.rollout import Rollout
+from retouch.recipe.policy import Rollout
 
 
 class PhaseKeys(Section):

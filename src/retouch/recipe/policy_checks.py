@@ -1,12 +1,14 @@
-"""Checks of a recipe's policy together with its rollouts and its renderer."""
+"""Checks of a recipe's models: the policy with rollouts and renderer, the image model with the data, the IP-Adapter with both."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from retouch.models.base import DiffusersModel, ImageModel
+from retouch.models.ip_adapter.section import IpAdapter
 from retouch.models.train import FullWeights
 from retouch.policies.autoregressive.rollout import TokenRollout
-from retouch.recipe.policy import DenoisingPolicyKeys
-from retouch.recipe.rollout import Rollout
+from retouch.recipe.phases import ResolvedPhase
+from retouch.recipe.policy import DenoisingPolicyKeys, Rollout
 
 if TYPE_CHECKING:
     from retouch.recipe.keys import RecipeKeys
@@ -49,6 +51,60 @@ def engine_problems(recipe: "RecipeKeys") -> Iterator[str]:
         full_weights, image_grammar = isinstance(policy.train, FullWeights), policy.model.image_grammar
         for problem in rollout.engine.problems(rollout, full_weights=full_weights, image_grammar=image_grammar):
             yield f"{at}.{problem}"
+
+
+def image_model_problems(recipe: "RecipeKeys") -> Iterator[str]:
+    """Whether the size of the image model's images is known."""
+    model = recipe.image_model
+    if isinstance(model, DiffusersModel) and not model.has_size:
+        yield f"{recipe.image_model_key}.size: missing; {model.kind} has no source image to take it from; give [height, width]"
+
+
+def picture_problems(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Iterator[str]:
+    """Whether the tasks of a phase have the images that the model takes. ``at``: the data's section. Where rows differ, each row is
+    checked when it is read."""
+    data, model = phase.data, recipe.image_model
+    takes, size = model.takes, recipe.image_size
+    has, own = data.contents(), data.image_size
+    if has.tokens:
+        if model.uses_image_tokens is False:
+            yield f"{at}.kind: tokens are for a policy that generates image tokens, for example emu3, and not for {model.kind}"
+        return
+    if None not in (own, size) and own != size:
+        yield f"{at}.size: {list(own or ())} and {recipe.image_model_key}.size: {list(size or ())} differ; give one of them"
+    if takes is None:
+        return
+    if has.images is False and takes.images[0] > 0:
+        others = "triplets, folder or hub" if takes.mask else "folder or hub"
+        yield f"{at}.kind: {data.label} have no source image, which {model.kind} edits; take {others} data"
+    elif has.mask is False and takes.mask:
+        yield f"{at}.kind: {data.label} has no masks, and {model.kind} takes {takes}; take triplets, folder or hub data"
+    if has.images and isinstance(recipe.policy, DenoisingPolicyKeys) and takes.images[1] == 0:
+        yield f"{at}.kind: {data.label} has source images, which {model.kind} does not take; take prompts, or folder or hub data"
+
+
+def ip_adapter_problems(recipe: "RecipeKeys") -> Iterator[str]:
+    """Whether the model can have the adapter, and the tasks a reference to show it."""
+    train, model = recipe.policy.train, recipe.policy.model
+    if not isinstance(train, IpAdapter):
+        return
+    assert isinstance(model, ImageModel)
+    if not model.ip_adapter_blocks:
+        yield f"policy.train.kind: ip-adapter is for models of Flux and Qwen-Image, and not for {model.kind}; take lora"
+    elif train.blocks not in model.ip_adapter_blocks:
+        yield "policy.train.blocks: Qwen-Image has double blocks alone; take double"
+    phases = recipe.resolved_phases()
+    if train.dropout > 0 and not any(phase.imitates for phase in phases):
+        yield "policy.train.dropout: no phase is supervised, and every other shows each reference; take 0"
+    for index, phase in enumerate(phases):
+        own = recipe.phases is not None and recipe.phases[index].data is not None
+        at = f"phases.{index}.data" if own else "data"
+        if phase.data.contents().reference is not False:
+            continue  # a row of a folder without a reference is reported when it is read
+        if "columns" in type(phase.data).model_fields:
+            yield f"{at}.columns: an IP-Adapter reads a reference image; say which column `reference` is"
+        else:
+            yield f"{at}.kind: {phase.data.label} have no reference image, which an IP-Adapter reads; take triplets, folder or hub"
 
 
 def _rollouts(recipe: "RecipeKeys") -> Iterator[tuple[str, Rollout]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from retouch.renderers.base import RendererSection, WeightContext
@@ -28,12 +29,12 @@ class HasLatents(Protocol):
     def conditioning(self) -> Conditioning: ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class LatentRenderer:
     """Decodes the latents of a denoising policy (implements ``retouch.protocols.Renderer``). A row that is not finite gives None,
     the policy's own fault."""
 
-    def __init__(self, model: DenoisingModel) -> None:
-        self.model = model
+    model: DenoisingModel
 
     def __call__(self, tasks: Sequence[Task], trajectory: HasLatents) -> list[Image | None]:
         import torch

@@ -14,8 +14,8 @@ import accelerate.utils
 
 from retouch.assembly.assembly import Assembly, assemble
 from retouch.assembly.state import capture, restore
-from retouch.distributed.device_memory import DeviceMemory, limit_memory
-from retouch.distributed.placement import init_distributed_from_recipe, plan_placement
+from retouch.distributed.device_memory import DeviceMemory
+from retouch.distributed.placement import init_distributed_from_recipe, limit_memory, plan_placement
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.sharding_checks import check_sharding
 from retouch.distributed.stepper import Stepper
@@ -30,7 +30,6 @@ from retouch.rewards.quota.quota import BudgetSpent
 from retouch.session.evaluations import RunEvaluations
 from retouch.session.run_folder import run_folder
 from retouch.session.signals import StopRequest, catch_stop_signals
-from retouch.session.trial_steps import trial_steps
 from retouch.training import checkpoint
 from retouch.training.ledger import Ledger
 from retouch.training.loop import TooManyMissing, train
@@ -246,7 +245,7 @@ class _Session:
 
     def _preflight(self, stepper: Stepper) -> None:
         with explain_out_of_memory(self.recipe, lambda: "trial step"):
-            checks = list(trial_steps(self.parts, stepper=stepper, judge=self.parts.judge.for_split("train"), done=self.done))
+            checks = list(self.parts.trial_steps(stepper=stepper, judge=self.parts.judge.for_split("train"), done=self.done))
         if self.parts.ranks.is_main:
             self.folder.write_preflight([check.to_json() for check in checks])
         for check in checks:

@@ -3,17 +3,18 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 
+@dataclass
 class Clock:
     """Sums wall-clock seconds by stage until they are taken.
 
     ``stage``: the stage that is running, or that ended with an exception.
     """
 
-    def __init__(self) -> None:
-        self.stage: str | None = None
-        self._spent: dict[str, float] = {}
+    stage: str | None = None
+    _spent: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:

@@ -5,17 +5,21 @@ It is opened before the rewards are built, so that calls to judges and servers g
 
 import json
 import logging
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from retouch.distributed.ranks import Ranks
 from retouch.protocols import Reward
 from retouch.rewards import identity
 from retouch.rewards.judging import Judge
-from retouch.rewards.ledger.answers import AnswerCache, ReportsRequestStats
 from retouch.rewards.ledger.database import Database
 from retouch.rewards.ledger.journal import Journal
 from retouch.rewards.ledger.kept_images import KeptImages
 from retouch.types import Json
+
+if TYPE_CHECKING:
+    from retouch.rewards.ledger.answers import AnswerCache
 
 log = logging.getLogger("retouch")
 
@@ -30,11 +34,17 @@ class Ledger:
         self._new_judge = new_judge
         self._images = KeptImages(run) if keep_images else None
         self._database = Database(ledger_path(run, ranks.rank))
-        self.cache = AnswerCache(self._database)
+
+    @cached_property
+    def cache(self) -> "AnswerCache":
+        """The answers of judges and reward servers."""
+        from retouch.rewards.ledger.answers import AnswerCache
+
+        return AnswerCache(self._database)
 
     def cached(self, reward: Reward) -> Reward:
         """The reward with its calls to judges and reward servers going through the ledger; other rewards as they are."""
-        if not (hasattr(reward, "panel") or isinstance(reward, ReportsRequestStats)):
+        if not any(hasattr(reward, name) for name in ("panel", "submit_with_stats")):
             return reward
         from retouch.rewards.ledger.caching import with_cache
 

@@ -5,8 +5,8 @@ frozen ones must not. A KL penalty must have a gradient once the policy differs 
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from retouch.types import Kind, Minibatch, Needs
 TRANSITION_LIMIT = 1e-6
 TOKEN_LIMIT = 1e-5
 HALF_PRECISION_LIMIT = 1e-2
+ROWS = 8
+"""Rows of a trial step."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,24 @@ def preflight(run: Run, phase: Phase, *, step: int, rows: int) -> list[Check]:
         run.stepper.load(optimizer)
         run.policy.copies.load(copies)
         restore_rng(random)
+
+
+def trial_steps(
+    phases: Sequence[range], build: Callable[[int], tuple[Run, Phase]], *, done: int, named: bool = True
+) -> Iterator[Check]:
+    """The checks of each phase that is not finished after ``done`` steps, so that a fault in a later phase is found before the
+    first one starts.
+
+    ``phases``: the steps of each. ``build``: makes the phase of that index. ``named``: put the phase's name before its checks.
+    """
+    for index, steps in enumerate(phases):
+        if done >= steps.stop or not steps:
+            continue
+        run, phase = build(index)
+        step = max(done, steps.start)
+        where = f"phase {phase.name}: " if named else ""
+        for check in preflight(run, phase, step=step, rows=min(ROWS, len(phase.batch(step)))):
+            yield replace(check, text=f"{where}{check.text}")
 
 
 def require_passed(checks: list[Check]) -> None:

@@ -142,6 +142,16 @@ def common_size(sizes: Sequence[Any]) -> Any:
     return sizes[0]
 
 
+def reference_inputs(transformer: nn.Module, conditioning: Conditioning) -> dict[str, list[Tensor]] | None:
+    """The attention's keyword arguments for rows with reference images, which an IP-Adapter on the transformer reads; None for rows
+    without. diffusers' Flux and Qwen-Image transformers take them under other names."""
+    embeds = conditioning.tensors.get(Conditioning.REFERENCE)
+    if embeds is None:
+        return None
+    tokens: list[Tensor] = transformer.get_submodule("encoder_hid_proj")([embeds[:, None]])
+    return {"ip_hidden_states": tokens}
+
+
 def accepts_prompt(model: object, prompt: str) -> bool:
     """Whether the model can read the prompt: it is not too long and contains no special token.
 

@@ -17,9 +17,8 @@ from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokeniz
 from retouch.models.common.folders import diffusers_folder, load_parts
 from retouch.models.common.frozen import evaluating
 from retouch.models.common.latents import PackedLatents, Size
-from retouch.models.common.pipeline_model import PipelineModel
+from retouch.models.common.pipeline_model import PipelineModel, reference_inputs
 from retouch.models.flux.text import FluxText
-from retouch.models.ip_adapter.adapter import attention_inputs
 from retouch.types import Conditioning, Task
 
 
@@ -129,7 +128,7 @@ class Flux(PipelineModel):
             encoder_hidden_states=tensors["embeds"].to(dtype),
             txt_ids=torch.zeros(tensors["embeds"].shape[1], 3, device=x.device),
             img_ids=where.to(x.device),
-            joint_attention_kwargs=attention_inputs(module, conditioning),
+            joint_attention_kwargs=reference_inputs(module, conditioning),
             return_dict=False,
         )[0]
         return output[:, : x.shape[1]].float()

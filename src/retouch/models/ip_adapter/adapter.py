@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from retouch.core.random import generator
 from retouch.models.ip_adapter.attention import Float32Linear, FluxReferenceAttention, QwenReferenceAttention
-from retouch.types import Conditioning
 
 _ROWS_OF_16_TOKENS = 65536
 
@@ -121,12 +120,3 @@ def modules(transformer: nn.Module) -> list[nn.Module]:
     found: Any = transformer
     processors = found.attn_processors.values()
     return [found.encoder_hid_proj, *(each for each in processors if isinstance(each, nn.Module) and hasattr(each, "to_k_ip"))]
-
-
-def attention_inputs(transformer: nn.Module, conditioning: Conditioning) -> dict[str, list[Tensor]] | None:
-    """The keyword arguments that give the reference tokens to the blocks; None if the rows have no references."""
-    embeds = conditioning.tensors.get(Conditioning.REFERENCE)
-    if embeds is None:
-        return None
-    tokens: list[Tensor] = transformer.get_submodule("encoder_hid_proj")([embeds[:, None]])
-    return {"ip_hidden_states": tokens}

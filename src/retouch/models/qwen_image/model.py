@@ -20,8 +20,7 @@ from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGenera
 from retouch.models.common.folders import load_parts
 from retouch.models.common.frozen import evaluating
 from retouch.models.common.latents import Size
-from retouch.models.common.pipeline_model import PipelineModel
-from retouch.models.ip_adapter.adapter import attention_inputs
+from retouch.models.common.pipeline_model import PipelineModel, reference_inputs
 from retouch.models.qwen_image.layout import QwenLatents
 from retouch.models.qwen_image.text import TEXT_TO_IMAGE, QwenText, Tokens
 from retouch.types import Conditioning, Task
@@ -151,7 +150,7 @@ class QwenFlow(PipelineModel):
             encoder_hidden_states=embeds[:, :longest].to(dtype),
             encoder_hidden_states_mask=None if min(lengths) == longest else mask[:, :longest],
             img_shapes=[grids] * len(x),
-            attention_kwargs=attention_inputs(module, conditioning),
+            attention_kwargs=reference_inputs(module, conditioning),
             return_dict=False,
         )[0]
         return output[:, : x.shape[1]].float()

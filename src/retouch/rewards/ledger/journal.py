@@ -6,6 +6,7 @@ completion, scored by the same judge. Scores that could not be given are kept as
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -54,6 +55,7 @@ def journal_rows(batch: Batch, samples: Iterable[Sample], *, split: Split, step:
     ]
 
 
+@dataclass(frozen=True, eq=False)
 class Journal:
     """The journal in a ledger's file. Every call is one transaction; calls may come from several threads.
 
@@ -61,10 +63,9 @@ class Journal:
     that was scored; None keeps none.
     """
 
-    def __init__(self, database: Database, *, judge: str = "", images: KeptImages | None = None) -> None:
-        self.database = database
-        self.judge = judge
-        self._images = images
+    database: Database
+    judge: str = ""
+    images: KeptImages | None = None
 
     def recall(self, rows: Sequence[JournalRow], columns: Iterable[str]) -> tuple[Bool[Tensor, " b"], Scores]:
         """Which rows are known with all of these columns, and the scores: (b,) each, NaN if missing or not known.
@@ -91,10 +92,10 @@ class Journal:
         ``images``: the rows' images, for a journal that keeps images. ``seconds``: how long scoring one sample took. An evaluation
         fills its last batch up with the last task, so rows can share a place; the first of them is kept.
         """
-        if self._images is not None:
+        if self.images is not None:
             for row, image in zip(rows, images, strict=True):
                 if image is not None:
-                    self._images.save(row.image, image)
+                    self.images.save(row.image, image)
         now = time.time()
         columns = {name: column.tolist() for name, column in scores.items()}
         values: dict[tuple[object, ...], tuple[object, ...]] = {}
