@@ -15,11 +15,12 @@ from retouch.config.schema import places
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.recipe.differences import differences
 from retouch.recipe.document import apply
-from retouch.recipe.out_of_memory import LESS_AT_ONCE, OutOfMemory, explain_out_of_memory, suggestions
+from retouch.recipe.out_of_memory import LESS_AT_ONCE, OutOfMemory, suggestions
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.records.folder import RunFolder
 from retouch.renderers.decoders import LatentRenderer
 from retouch.rewards.judging import Judge
+from retouch.session.interruptions import explain_out_of_memory
 from retouch.session.session import run
 from retouch.training import loop
 from retouch.training.clock import Clock

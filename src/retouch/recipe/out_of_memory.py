@@ -3,10 +3,6 @@
 These keys change memory and time alone (and rounding), so a run may go on with others than it began with.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
-import torch
 from pydantic import JsonValue
 
 from retouch.recipe.recipe import Recipe
@@ -32,14 +28,10 @@ class OutOfMemory(ValueError):
     """A device is full; the message names the keys to change."""
 
 
-@contextmanager
-def explain_out_of_memory(recipe: Recipe, doing: Callable[[], str]) -> Iterator[None]:
-    """Say of a full device what can be done about it. ``doing``: the stage at the time."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        stage, (first, *_) = doing(), [*str(error).splitlines(), ""]
-        raise OutOfMemory(f"the {stage} does not fit: {first}\n{_advice(recipe, stage)}") from error
+def explained(recipe: Recipe, stage: str, error: str) -> OutOfMemory:
+    """The error for the user, with what can be done about it. ``stage``: what the run was doing. ``error``: torch's message."""
+    first, *_ = [*error.splitlines(), ""]
+    return OutOfMemory(f"the {stage} does not fit: {first}\n{_advice(recipe, stage)}")
 
 
 def suggestions(recipe: Recipe, stage: str) -> list[str]:

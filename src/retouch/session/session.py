@@ -21,15 +21,14 @@ from retouch.distributed.sharding_checks import check_sharding
 from retouch.distributed.stepper import Stepper
 from retouch.policies.autoregressive.rollout import EngineFault
 from retouch.recipe.checks import rank_count_warning
-from retouch.recipe.out_of_memory import explain_out_of_memory
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.reward_checks import rewards_of
 from retouch.records.folder import RunFolder
 from retouch.records.trackers import CompositeTracker, open_trackers, require_trackers
 from retouch.rewards.quota.quota import BudgetSpent
 from retouch.session.evaluations import RunEvaluations
+from retouch.session.interruptions import StopRequest, catch_stop_signals, explain_out_of_memory
 from retouch.session.run_folder import run_folder
-from retouch.session.signals import StopRequest, catch_stop_signals
 from retouch.training import checkpoint
 from retouch.training.ledger import Ledger
 from retouch.training.loop import TooManyMissing, train

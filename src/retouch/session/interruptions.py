@@ -1,9 +1,13 @@
-"""SIGINT (Ctrl-C) and SIGTERM ask a run to stop at the end of its step, on all ranks, with a checkpoint."""
+"""What interrupts a run: SIGINT (Ctrl-C) and SIGTERM, which ask it to stop at the end of its step, and a device that is full."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+import torch
+
+from retouch.recipe.recipe import Recipe
 
 
 class StopRequest:
@@ -34,3 +38,14 @@ def catch_stop_signals() -> Iterator[StopRequest]:
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
+
+
+@contextmanager
+def explain_out_of_memory(recipe: Recipe, stage: Callable[[], str]) -> Iterator[None]:
+    """Raise OutOfMemory, with the keys of the recipe to change, if a device is full. ``stage``: what the run is doing."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        from retouch.recipe.out_of_memory import explained
+
+        raise explained(recipe, stage(), str(error)) from error
