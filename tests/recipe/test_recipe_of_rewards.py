@@ -18,7 +18,7 @@ from retouch.rewards.base import RewardSection
 from retouch.rewards.client.remote import RemoteReward
 from retouch.rewards.imported import ImportedReward
 from retouch.rewards.kinds import KINDS as REWARDS
-from retouch.rewards.kinds import PARTS
+from retouch.rewards.parts import PARTS
 
 ROOT = Path(__file__).parents[2]
 JUDGE = {"kind": "endpoint", "model": "m", "base_url": "http://127.0.0.1:9/v1"}

@@ -22,7 +22,8 @@ from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import ReplicatedStepper, Stepper
 from retouch.models.train import Lora
 from retouch.policies.autoregressive.demonstrations import TokenizesTargets, has_completion
-from retouch.policies.autoregressive.rollout import CachedEngine, Engine, EngineContext, EngineSection, TokenRollout
+from retouch.policies.autoregressive.rollout import CachedEngine, TokenRollout
+from retouch.policies.engines.base import Engine, EngineContext, EngineSection
 from retouch.policies.value_heads import LatentValues, TokenValues
 from retouch.policies.weights import WeightCopies
 from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer

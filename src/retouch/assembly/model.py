@@ -11,8 +11,9 @@ from retouch.models.base import DiffusersModel
 from retouch.models.common.wrappers import Guided
 from retouch.models.ip_adapter.section import IpAdapter
 from retouch.models.train import Lora
-from retouch.policies.autoregressive.rollout import Engine, TokenRollout
+from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.denoising.policy import DenoisingPolicy
+from retouch.policies.engines.base import Engine
 from retouch.policies.value_heads import LatentValues, TokenValues
 from retouch.policies.weights import WeightCopies
 from retouch.protocols import AutoregressiveModel, DenoisingModel

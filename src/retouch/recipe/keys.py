@@ -18,7 +18,8 @@ from retouch.recipe.optimizer import Optimizer
 from retouch.recipe.phases import PhaseKeys, ResolvedPhase
 from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys, Rollout
 from retouch.recipe.watch import Watch
-from retouch.renderers.base import RENDERERS, RendererSection
+from retouch.renderers.base import RendererSection
+from retouch.renderers.kinds import RENDERERS
 from retouch.rewards.kinds import AnyReward
 
 LEFT_OUT = ("renderer", "ledger", "watch", "devices", "sharding", "push")

@@ -1,4 +1,4 @@
-"""The recipe's section of a renderer, which makes images of a policy's completions, and the table of kinds."""
+"""The recipe's section of a renderer, which makes images of a policy's completions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from retouch.config.kinds import Kinds
 from retouch.config.section import Count, Section
 from retouch.models.base import ImageModel
 from retouch.models.kinds import IMAGE_MODELS
@@ -19,14 +18,6 @@ if TYPE_CHECKING:
 
     from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer
 
-RENDERERS = Kinds(
-    "renderer",
-    {
-        "response": "retouch.renderers.responses:ResponseRenderer",
-        "prompt": "retouch.renderers.prompts:PromptRenderer",
-        "codes": "retouch.renderers.decoders:CodesRenderer",
-    },
-)
 WeightContext: TypeAlias = "Callable[[], AbstractContextManager[None]]"
 """Opens a context in which a module computes with other weights."""
 

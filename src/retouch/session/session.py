@@ -19,7 +19,7 @@ from retouch.distributed.placement import init_distributed_from_recipe, limit_me
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.sharding_checks import check_sharding
 from retouch.distributed.stepper import Stepper
-from retouch.policies.autoregressive.rollout import EngineFault
+from retouch.policies.engines.base import EngineFault
 from retouch.recipe.checks import rank_count_warning
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.reward_checks import rewards_of

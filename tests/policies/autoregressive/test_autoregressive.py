@@ -11,8 +11,9 @@ import tiny_writing
 from retouch.core.random import generator
 from retouch.objectives.policy_gradient import Kl, PolicyGradient
 from retouch.policies.autoregressive.decoding import CachedDecoding
-from retouch.policies.autoregressive.rollout import CachedEngine, Generation
+from retouch.policies.autoregressive.rollout import CachedEngine
 from retouch.policies.autoregressive.trajectory import AutoregressiveTrajectory
+from retouch.policies.engines.base import Generation
 from retouch.protocols import AutoregressiveModel, Policy
 from retouch.testing import check_policy
 from retouch.types import Completion, Kind, Needs, Slice

@@ -14,7 +14,8 @@ from retouch.distributed.ranks import Ranks
 from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.autoregressive.decoding import CachedDecoding
 from retouch.policies.autoregressive.mismatch import check_mismatch, importance_weights
-from retouch.policies.autoregressive.rollout import CachedEngine, EngineFault
+from retouch.policies.autoregressive.rollout import CachedEngine
+from retouch.policies.engines.base import EngineFault
 from retouch.training.completions import completion_metrics
 from retouch.types import Needs, Slice
 

@@ -18,9 +18,9 @@ from retouch.assembly.assembly import assemble
 from retouch.distributed.ranks import Ranks
 from retouch.doctor.checks import check_engines
 from retouch.models.emu3.load import language_model
-from retouch.policies.autoregressive.rollout import EngineFault
 from retouch.policies.engines import vllm
-from retouch.policies.engines.grammar import PLUGIN
+from retouch.policies.engines.base import EngineFault
+from retouch.policies.engines.wire import PLUGIN
 from retouch.recipe.differences import differences
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder

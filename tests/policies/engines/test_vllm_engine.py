@@ -20,13 +20,13 @@ import vllm_runner
 from retouch.models.common.lora import write_lora
 from retouch.models.emu3.model import DRAW
 from retouch.objectives.policy_gradient import PolicyGradient
-from retouch.policies.autoregressive.rollout import EngineFault
 from retouch.policies.engines.adapters import AdapterPublisher
+from retouch.policies.engines.base import EngineFault
 from retouch.policies.engines.client import Client
-from retouch.policies.engines.grammar import PLUGIN
 from retouch.policies.engines.server import has_plugin, query_server
 from retouch.policies.engines.vllm import VllmEngine
 from retouch.policies.engines.vllm_decoding import Servable, VllmDecoding
+from retouch.policies.engines.wire import PLUGIN
 from retouch.types import Needs, Slice
 from vllm_double import CHANGES, GENERATE, LOAD, UNLOAD, Double, always, at_first, serving
 

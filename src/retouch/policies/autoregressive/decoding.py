@@ -14,7 +14,7 @@ from torch import Tensor
 from retouch.core.random import generator
 from retouch.core.tokens import log_prob, mask_to_ids, sample_tokens, top_k_top_p_mask, warp_logits
 from retouch.policies.autoregressive.log_probs import allowed_ids
-from retouch.policies.autoregressive.rollout import Generation, TokenRollout
+from retouch.policies.engines.base import Generation, TokenSampling
 from retouch.protocols import AutoregressiveModel
 from retouch.types import Batch, Prompts
 
@@ -58,7 +58,7 @@ class CachedDecoding:
         return next(self.model.module.parameters()).dtype == torch.float32 if self._exact is None else self._exact
 
     @torch.no_grad()
-    def __call__(self, batch: Batch, prompts: Prompts, sampling: TokenRollout, *, greedy: bool = False) -> Generation:
+    def __call__(self, batch: Batch, prompts: Prompts, sampling: TokenSampling, *, greedy: bool = False) -> Generation:
         """A completion for each row. ``greedy``: the most likely token at each place; its log-probability is then NaN."""
         longest, device = sampling.max_new_tokens, prompts.ids.device
         uniform = None if greedy else uniforms(batch, longest)
@@ -101,7 +101,7 @@ class CachedDecoding:
         rows.numbers, rows.mask, rows.states = rows.numbers[stay], rows.mask[stay], rows.states[stay]
         rows.starts, rows.active = rows.starts[stay], rows.active[stay]
 
-    def _choose(self, rows: _Rows, ids: Tensor, uniform: Tensor | None, sampling: TokenRollout) -> tuple[Tensor, Tensor]:
+    def _choose(self, rows: _Rows, ids: Tensor, uniform: Tensor | None, sampling: TokenSampling) -> tuple[Tensor, Tensor]:
         """The next id of each row, and its log-probability: 0 where the grammar forces it, NaN if ``uniform`` is None (greedy)."""
         grammar, place = self.model.grammar, ids.shape[1]
         vocabulary, forced = (column[:, -1] for column in grammar.parse(rows.prompts, ids))

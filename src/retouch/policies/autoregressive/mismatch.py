@@ -10,7 +10,7 @@ from collections.abc import Callable
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from retouch.policies.autoregressive.rollout import EngineFault
+from retouch.policies.engines.base import EngineFault
 
 
 def log_prob_difference(

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from retouch.policies.autoregressive.rollout import EngineFault
+from retouch.policies.engines.base import EngineFault
 from retouch.policies.engines.client import Client, RequestRefused
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"

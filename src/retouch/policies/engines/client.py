@@ -15,7 +15,7 @@ import torch
 
 from retouch.config import keys
 from retouch.core.random import generator
-from retouch.policies.autoregressive.rollout import EngineFault
+from retouch.policies.engines.base import EngineFault
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 _TRIES_OF_500 = 3

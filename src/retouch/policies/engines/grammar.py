@@ -11,8 +11,6 @@ from torch import Tensor
 
 KEY = "retouch_form"
 """The key of the grammar in a request's ``extra_args``."""
-PLUGIN = "retouch.policies.engines.plugin:GrammarProcessor"
-"""The logits processor with which the server is started: ``vllm serve --logits-processors``."""
 _MAX_PLACES, _MAX_RANGES = 2**17, 2**12
 
 

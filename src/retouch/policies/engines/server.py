@@ -5,8 +5,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from retouch.policies.autoregressive.rollout import EngineFault
 from retouch.policies.engines.adapters import LOAD
+from retouch.policies.engines.base import EngineFault
 from retouch.policies.engines.client import Client, RequestRefused
 from retouch.policies.engines.grammar import KEY
 from retouch.policies.engines.wire import GENERATE

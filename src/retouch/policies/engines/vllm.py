@@ -14,7 +14,7 @@ from pydantic import Field
 
 from retouch.config import keys
 from retouch.config.section import NonNegative, Positive
-from retouch.policies.autoregressive.rollout import Diagnosis, Engine, EngineContext, EngineFault, EngineSection, TokenRollout
+from retouch.policies.engines.base import Diagnosis, Engine, EngineContext, EngineFault, EngineSection, TokenSampling
 from retouch.protocols import AutoregressiveModel
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class VllmEngine(EngineSection):
             raise ValueError("asking a vLLM server needs httpx: pip install 'retouch[vllm]'") from None
         return Client(self.url, timeout=self.timeout, patience=self.patience)
 
-    def problems(self, sampling: TokenRollout, *, full_weights: bool, image_grammar: bool) -> Iterator[str]:
+    def problems(self, sampling: TokenSampling, *, full_weights: bool, image_grammar: bool) -> Iterator[str]:
         if full_weights:
             yield (
                 "engine.kind: vllm takes a LoRA over HTTP after each update, but all weights only through the development "
@@ -114,9 +114,8 @@ class VllmEngine(EngineSection):
             package = importlib.util.find_spec("httpx") is None
             yield "FAILED", str(error), "pip install 'retouch[vllm]'" if package else keys.binding_command(keys.VLLM_KEY, self.url)
             return
-        from retouch.policies.engines.grammar import PLUGIN
         from retouch.policies.engines.server import has_plugin, query_server
-        from retouch.policies.engines.wire import INTERFACE
+        from retouch.policies.engines.wire import INTERFACE, PLUGIN
 
         with client:
             try:

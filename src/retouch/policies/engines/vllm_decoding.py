@@ -15,13 +15,14 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
-from retouch.policies.autoregressive.rollout import EngineFault, Generation, TokenRollout
 from retouch.policies.engines.adapters import AdapterPublisher
+from retouch.policies.engines.base import EngineFault, Generation, TokenSampling
 from retouch.policies.engines.client import Client, RequestRefused
-from retouch.policies.engines.grammar import PLUGIN, ImageGrammar, grammar_to_json
+from retouch.policies.engines.grammar import ImageGrammar, grammar_to_json
 from retouch.policies.engines.wire import (
     GENERATE,
     MAX_BIASED,
+    PLUGIN,
     GenerateRequest,
     InvalidResponse,
     ServerCompletion,
@@ -91,7 +92,7 @@ class VllmDecoding:
         self._adapters = adapters
         self._any_rank = any_rank
 
-    def __call__(self, batch: Batch, prompts: Prompts, sampling: TokenRollout) -> Generation:
+    def __call__(self, batch: Batch, prompts: Prompts, sampling: TokenSampling) -> Generation:
         """EngineFault, on all ranks, if the server fails on one of them or returns an invalid response."""
         if self._grammar is not None and sampling.truncates:
             raise ValueError("vLLM does not tell what top_k and top_p kept where a plug-in has a say; leave both out")
@@ -110,7 +111,7 @@ class VllmDecoding:
         return generation
 
     def _completions(
-        self, client: Client, adapter: str, batch: Batch, prompts: Prompts, sampling: TokenRollout
+        self, client: Client, adapter: str, batch: Batch, prompts: Prompts, sampling: TokenSampling
     ) -> list[ServerCompletion]:
         """One for each row of the batch."""
 
@@ -166,7 +167,7 @@ class VllmDecoding:
                 f"--logits-processors {PLUGIN}"
             )
 
-    def _generation(self, prompts: Prompts, sampling: TokenRollout, completions: Sequence[ServerCompletion]) -> Generation:
+    def _generation(self, prompts: Prompts, sampling: TokenSampling, completions: Sequence[ServerCompletion]) -> Generation:
         device, longest = prompts.ids.device, sampling.max_new_tokens
         ids = _pad([completion.ids for completion in completions], longest, self.model.pad)
         support = None

@@ -13,10 +13,12 @@ from typing import Any
 from PIL.Image import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from retouch.policies.autoregressive.rollout import TokenRollout
+from retouch.policies.engines.base import TokenSampling
 from retouch.policies.engines.grammar import KEY
 
 INTERFACE = "0.33.0"
+PLUGIN = "retouch.policies.engines.plugin:GrammarProcessor"
+"""The logits processor with which the server is started: ``vllm serve --logits-processors``."""
 GENERATE = "/inference/v1/generate"
 MAX_BIASED = 1024
 """Most ids that a request may bias."""
@@ -40,7 +42,7 @@ class GenerateRequest:
     ids: tuple[int, ...]
     image_token: int | None
     images: tuple[str, ...]
-    sampling: TokenRollout
+    sampling: TokenSampling
     stop: tuple[int, ...]
     banned: Set[int]
     seed: int

@@ -10,7 +10,7 @@ from pydantic import Field, field_serializer
 from retouch.protocols import Reward
 from retouch.rewards.base import RewardSection, unchanged
 from retouch.rewards.facts import RunFacts, TaskFacts
-from retouch.rewards.kinds import PARTS
+from retouch.rewards.parts import PARTS
 from retouch.types import Column
 
 if TYPE_CHECKING:

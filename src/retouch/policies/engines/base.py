@@ -1,0 +1,116 @@
+"""The interface between a policy of tokens and the engines that generate its completions, and what both share.
+
+Recipes import this file, so it imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeAlias, runtime_checkable
+
+from pydantic import Field
+
+from retouch.config.section import Count, Positive, Section
+from retouch.protocols import AutoregressiveModel
+from retouch.types import Batch, Prompts
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+    from torch import Tensor
+
+Diagnosis: TypeAlias = tuple[Literal["ok", "note", "FAILED"], str, str]
+"""A result of a check: its status, what was found, and for a failure what to do."""
+
+
+class TokenSampling(Section):
+    """How completions are sampled."""
+
+    kind: Literal["tokens"] = "tokens"
+    max_new_tokens: Count
+    """Most tokens of a completion; one that has not ended by then is truncated."""
+    temperature: Positive = 1.0
+    """Logits are divided by it, in sampling and training alike."""
+    top_k: Count | None = None
+    """Sample only from the k most likely tokens; null keeps all."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Sample only from the most likely tokens whose probabilities reach this sum; null keeps all."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k or top-p may leave out ids that the grammar allows."""
+        return self.top_k is not None or (self.top_p is not None and self.top_p < 1)
+
+
+class EngineFault(ValueError):
+    """An engine failed, or its probabilities are too far from the policy's. Raised on every rank; the step taught nothing."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Generation:
+    """The completions of a batch, row by row; t is ``max_new_tokens``, and ids after the end of a row are ``pad``.
+
+    ``lengths``: tokens of each row, the one that ended it included. ``log_probs``: in nats, as the engine reports them; 0 where
+    it did not sample. ``support``: the ids that top-k and top-p kept at each place, padded with -1; None if nothing was left out.
+    """
+
+    ids: Int[Tensor, "b t"]
+    lengths: Int[Tensor, " b"]
+    log_probs: Float[Tensor, "b t"]
+    support: Int[Tensor, "b t w"] | None = None
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Samples a completion for each row of a batch under the model's current weights.
+
+    ``exact``: its log-probabilities equal those of the policy's own evaluation, up to rounding in fp32. If they do not, the policy
+    evaluates the completions itself and keeps the engine's values as ``behaviour_log_probs``.
+    """
+
+    @property
+    def exact(self) -> bool: ...
+
+    def __call__(self, batch: Batch, prompts: Prompts, sampling: TokenSampling) -> Generation: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineContext:
+    """What an engine may need of the run.
+
+    ``weights``: the trained parameters, by name. ``save_adapter``: writes the LoRA to a folder, in PEFT's format. ``folder``: of
+    the run. ``first``: this is rank 0. ``any_rank``: whether a flag is true on at least one rank; every rank must call it.
+    ``in_step``: the weights are sharded, so all ranks must call the model equally often.
+    """
+
+    weights: Mapping[str, Tensor]
+    save_adapter: Callable[[Path], None]
+    folder: Path
+    first: bool = True
+    any_rank: Callable[[bool], bool] = bool
+    in_step: bool = False
+
+
+class EngineSection(Section):
+    """What every engine has. Its log-probabilities are compared with the policy's wherever the two may differ."""
+
+    max_mismatch: Positive = 0.1
+    """The run stops if the engine's log-probabilities differ from the policy's by more nats than this, averaged over a rollout."""
+    truncate_at: Annotated[float, Field(ge=1.0)] | None = None
+    """Each token's loss is weighted by the policy's probability over the engine's, at most by this; null does not weight."""
+
+    def build(self, model: AutoregressiveModel, context: EngineContext) -> Engine:
+        """The engine for ``model``. ValueError if it cannot generate for this model."""
+        raise NotImplementedError
+
+    def problems(self, sampling: TokenSampling, *, full_weights: bool, image_grammar: bool) -> Iterator[str]:
+        """What of the rollout this engine cannot do, each line beginning with a key of the rollout.
+
+        ``full_weights``: all weights train, not a LoRA. ``image_grammar``: the model writes image tokens under a grammar.
+        """
+        return iter(())
+
+    def diagnose(self, *, base_model: str | None, max_new_tokens: int, image_grammar: bool) -> Iterator[Diagnosis]:
+        """Whether the engine is ready to be used; for ``retouch doctor``. ``base_model``: the policy's path, if it is known."""
+        return iter(())

@@ -1,0 +1,41 @@
+"""All kinds of rewards but ``several``, which contains them; one line each.
+
+A recipe imports the class of a kind when it names it.
+"""
+
+from retouch.config.kinds import Kinds
+
+SINGLE = {
+    "playground": "retouch.playground.judges.edit_judge:PlaygroundReward",
+    "playground-paintings": "retouch.playground.judges.painting_judge:PaintingReward",
+    "playground-signs": "retouch.playground.judges.sign_judge:SignReward",
+    "photos": "retouch.rewards.scorers.photos:PhotosReward",
+    "share": "retouch.rewards.scorers.pixels:ShareReward",
+    "compressibility": "retouch.rewards.scorers.pixels:CompressibilityReward",
+    "clip": "retouch.rewards.scorers.clip:ClipReward",
+    "pickscore": "retouch.rewards.scorers.clip:PickScoreReward",
+    "aesthetic": "retouch.rewards.scorers.aesthetic:AestheticReward",
+    "dino": "retouch.rewards.scorers.dino:DinoReward",
+    "lpips": "retouch.rewards.scorers.lpips:LpipsReward",
+    "hps": "retouch.rewards.scorers.clip:HpsReward",
+    "image_reward": "retouch.rewards.scorers.image_reward:ImageRewardScore",
+    "geneval": "retouch.rewards.scorers.geneval:GenEvalReward",
+    "appearance": "retouch.rewards.scorers.appearance:AppearanceReward",
+    "painted_text": "retouch.rewards.text.painted_text:PaintedTextReward",
+    "ocr": "retouch.rewards.text.ocr:OcrReward",
+    "thinking": "retouch.rewards.text.thinking:ThinkReward",
+    "prompt_quality": "retouch.rewards.text.prompt_quality:PromptQualityReward",
+    "import": "retouch.rewards.imported:ImportedReward",
+    "aspects": "retouch.rewards.judges.aspects:AspectsReward",
+    "viescore": "retouch.rewards.judges.viescore:VieScore",
+    "editscore": "retouch.rewards.judges.viescore:EditScore",
+    "complex_edit": "retouch.rewards.judges.complex_edit:ComplexEditReward",
+    "ground": "retouch.rewards.judges.ground:GroundReward",
+    "yes": "retouch.rewards.judges.one_token:YesReward",
+    "digit": "retouch.rewards.judges.one_token:DigitReward",
+    "win_rate": "retouch.rewards.judges.win_rate:WinRateReward",
+    "remote": "retouch.rewards.client.remote:RemoteReward",
+}
+
+PARTS = Kinds("reward", SINGLE)
+"""The rewards that ``several`` may contain."""
