@@ -11,8 +11,7 @@ import torch
 from PIL import Image
 
 from retouch import cli
-from retouch.assembly.data import build_sets
-from retouch.assembly.phases import build_phase
+from retouch.assembly.phases import build_phase, build_sets
 from retouch.audit.ledger_view import LedgerView
 from retouch.core import agreement
 from retouch.distributed.ranks import Ranks

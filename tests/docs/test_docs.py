@@ -24,7 +24,7 @@ import torch
 from PIL import Image
 
 from retouch import cli
-from retouch.assembly.data import build_sets
+from retouch.assembly.phases import build_sets
 from retouch.config.consent import GROUP
 from retouch.config.schema import places
 from retouch.models.kinds import IMAGE_MODELS

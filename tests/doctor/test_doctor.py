@@ -16,7 +16,7 @@ from PIL import Image
 from published_plans import plan
 from retouch import cli
 from retouch.assembly.assembly import assemble
-from retouch.assembly.data import build_sets
+from retouch.assembly.phases import build_sets
 from retouch.assembly.state import capture
 from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.distributed.ranks import Ranks
@@ -34,7 +34,7 @@ from retouch.models.qwen_image.family import QwenImageModel
 from retouch.playground.models import playground_weights
 from retouch.recipe.document import apply
 from retouch.recipe.recipe import Recipe, load, parse
-from retouch.records import trackers
+from retouch.records import libraries
 from retouch.records.folder import RunFolder
 from retouch.session.session import run
 from retouch.training.preflight import preflight
@@ -365,7 +365,7 @@ def test_the_reward_scores_a_source_image(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_trackers_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    monkeypatch.setattr(libraries, "find_spec", lambda name: None)
     assert check_trackers(small()).status == "ok"
     missing = check_trackers(small('trackers=["wandb"]'))
     assert (missing.status, missing.fix) == ("FAILED", "pip install 'retouch[track]'")

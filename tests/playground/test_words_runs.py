@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from retouch.assembly.data import build_sets
+from retouch.assembly.phases import build_sets
 from retouch.cli import main
 from retouch.config.packaged import available
 from retouch.recipe.recipe import load

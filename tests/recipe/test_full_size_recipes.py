@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from retouch.assembly.data import build_sets
+from retouch.assembly.phases import build_sets
 from retouch.config.packaged import find, shipped
 from retouch.data.sources.prompts import read_prompts
 from retouch.recipe.checks import check_ranks

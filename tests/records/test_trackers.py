@@ -8,7 +8,8 @@ from accelerate import PartialState
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from retouch.records.folder import RunFolder
-from retouch.records.trackers import CompositeTracker, open_trackers, require_trackers
+from retouch.records.libraries import require_trackers
+from retouch.records.trackers import CompositeTracker, open_trackers
 
 
 def scalars(folder: RunFolder, name: str) -> list[tuple[int, float]]:
@@ -95,7 +96,7 @@ def test_an_unknown_tracker_is_refused_with_the_choice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_tracker_that_is_not_installed_says_what_to_install(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retouch.records.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("retouch.records.libraries.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'retouch\[track\]'"):
         require_trackers(["tensorboard", name])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=name):

@@ -10,7 +10,7 @@ import pytest
 
 from judge_double import KEY, Double
 from retouch import cli
-from retouch.assembly.data import build_sets
+from retouch.assembly.phases import build_sets
 from retouch.doctor.findings import Finding
 from retouch.doctor.reward import check_calls, check_keys, check_scoring
 from retouch.recipe.document import apply

@@ -11,9 +11,8 @@ from typing import Literal
 
 from torch import nn
 
-from retouch.assembly.data import sets_of, steps_of
 from retouch.assembly.model import TrainedPolicy, build_models, build_policy, make_trainable
-from retouch.assembly.phases import build_phase, copies_needed
+from retouch.assembly.phases import build_phase, copies_needed, sets_of, steps_of
 from retouch.config.imports import import_class
 from retouch.data.base import DataSets
 from retouch.distributed.head_stepper import HeadStepper

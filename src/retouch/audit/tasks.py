@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from retouch.assembly.data import sets_of, steps_of
+from retouch.assembly.phases import sets_of, steps_of
 from retouch.audit.ledger_view import LedgerSample
 from retouch.data.sampler import tasks_for_step
 from retouch.recipe.recipe import Recipe

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from retouch.assembly.data import build_sets
+from retouch.assembly.phases import build_sets
 from retouch.data.base import DataSets, DataSource
 from retouch.distributed.sharding_checks import check_sharding
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
@@ -16,8 +16,8 @@ from retouch.recipe.differences import differences
 from retouch.recipe.policy import AutoregressivePolicyKeys
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
+from retouch.records.libraries import require_trackers
 from retouch.records.summary import split_label
-from retouch.records.trackers import require_trackers
 from retouch.training import checkpoint
 from retouch.training.evaluation import headline_tasks
 

@@ -1,11 +1,23 @@
-"""The libraries that a run uses: their versions, on which its numbers may depend, and what they print."""
+"""The libraries that a run uses: which are installed, their versions, on which its numbers may depend, and what they print."""
 
 import platform
 import subprocess
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 PACKAGES = ("torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "numpy", "pillow")
+
+
+def require_trackers(names: Iterable[str]) -> None:
+    """Raise ValueError with what to install if one of these trackers is not installed. Call it before anything expensive.
+
+    ``names``: as in a recipe; TensorBoard is always installed.
+    """
+    for name in names:
+        if name != "tensorboard" and find_spec(name) is None:
+            raise ValueError(f"tracker {name!r} is not installed: run `pip install 'retouch[track]'`, or remove it from the recipe")
 
 
 def versions(folder: Path) -> dict[str, str]:

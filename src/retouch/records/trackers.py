@@ -6,11 +6,11 @@ Trackers only display. Everything that the run itself needs is in its folder. A 
 import os
 import time
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from retouch.records.folder import RunFolder
+from retouch.records.libraries import require_trackers
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
@@ -53,10 +53,10 @@ class Wandb:
     """
 
     def __init__(self, folder: RunFolder, *, project: str, recipe: Mapping[str, Any]) -> None:
+        require_trackers(["wandb"])
         from accelerate import PartialState
         from accelerate.tracking import WandBTracker
 
-        _require("wandb")
         PartialState()  # accelerate's trackers log through it
         self._tracker = WandBTracker(
             project, name=folder.name, id=os.environ.get("WANDB_RUN_ID") or folder.name, resume="allow", dir=str(folder.root)
@@ -75,10 +75,10 @@ class Trackio:
     """A Trackio run with the run's name, through accelerate's tracker; an existing one is continued."""
 
     def __init__(self, folder: RunFolder, *, project: str, recipe: Mapping[str, Any]) -> None:
+        require_trackers(["trackio"])
         from accelerate import PartialState
         from accelerate.tracking import TrackioTracker
 
-        _require("trackio")
         PartialState()
         self._tracker = TrackioTracker(project, name=folder.name, resume="allow", config=dict(recipe))
         self._tracker.start()
@@ -124,18 +124,6 @@ def open_trackers(
         else:
             raise ValueError(f"unknown tracker {name!r}; choose from tensorboard, wandb, trackio")
     return CompositeTracker(opened)
-
-
-def require_trackers(names: Sequence[TrackerName]) -> None:
-    """Raise ValueError with what to install if one of these trackers is not installed. Call it before anything expensive."""
-    for name in names:
-        if name != "tensorboard":
-            _require(name)
-
-
-def _require(name: str) -> None:
-    if find_spec(name) is None:
-        raise ValueError(f"tracker {name!r} is not installed: run `pip install 'retouch[track]'`, or remove it from the recipe")
 
 
 def _wait_for_a_later_name(folder: Path) -> None:

@@ -24,7 +24,8 @@ from retouch.recipe.checks import rank_count_warning
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.reward_checks import rewards_of
 from retouch.records.folder import RunFolder
-from retouch.records.trackers import CompositeTracker, open_trackers, require_trackers
+from retouch.records.libraries import require_trackers
+from retouch.records.trackers import CompositeTracker, open_trackers
 from retouch.rewards.quota.quota import BudgetSpent
 from retouch.session.evaluations import RunEvaluations
 from retouch.session.interruptions import StopRequest, catch_stop_signals, explain_out_of_memory

@@ -6,7 +6,7 @@ import datasets
 import pytest
 from PIL import Image
 
-from retouch.assembly.data import build_sets
+from retouch.assembly.phases import build_sets
 from retouch.data.check import check
 from retouch.data.rows import sources
 from retouch.data.sources.complex_edit import levels, read_complex_edit

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from retouch.rewards.combine.formula_parser import read_formula
-from retouch.rewards.combine.formulas import Call, Name, Node, Number, Product, Range, Sum, bounds, effect, names, value
+from retouch.rewards.combine.formulas import Call, Name, Node, Product, Range, Sum, bounds, effect, names, value
 from retouch.types import Column, Scores
 
 if TYPE_CHECKING:
@@ -89,20 +89,27 @@ def combination(combine: Combine, columns: Mapping[str, Column]) -> Combination:
     the reward's name where it has one column. ValueError: not a formula, an unknown column (and the nearest known one), a
     diagnostic, a root of a value that may be negative, a constant, or a result that rises with a column of which less is better.
     """
+    made: WeightedSum | Formula
     if isinstance(combine, str):
         node = _resolved(read_formula(combine), columns)
+        _check_columns(names(node), columns)
+        ranges: dict[str, Range] = {name: (column.low, column.high) for name, column in columns.items()}
+        made = Formula(node, combine, *bounds(node, ranges))
+        rising = [name for name in made.columns if effect(node, name, ranges) != -1]
     else:
         weights = _weights(combine, columns)
-        node = Number(0.0)
-        for name, weight in weights.items():
-            node = Sum(node, Product(Number(weight), Name(name)), "+")
-    _check_columns(names(node), columns)
-    ranges: dict[str, Range] = {name: (column.low, column.high) for name, column in columns.items()}
-    low, high = bounds(node, ranges)
-    if low == high:
-        raise ValueError(f"combine is {low:g} whatever the columns are, so nothing would be learnt")
-    _check_directions(node, columns, ranges)
-    return Formula(node, combine, low, high) if isinstance(combine, str) else WeightedSum(weights, low, high)
+        ends = [sorted((weight * columns[name].low, weight * columns[name].high)) for name, weight in weights.items()]
+        made = WeightedSum(weights, sum(low for low, _ in ends), sum(high for _, high in ends))
+        rising = [name for name, weight in weights.items() if weight > 0]
+    if made.low == made.high:
+        raise ValueError(f"combine is {made.low:g} whatever the columns are, so nothing would be learnt")
+    for name in rising:
+        if not columns[name].higher_is_better:
+            raise ValueError(
+                f"combine pays for more of {name!r}, of which less is better; give it a negative weight, or write "
+                f"({columns[name].high:g} - {Name(name)}) in its place"
+            )
+    return made
 
 
 def resolve(name: str, columns: Mapping[str, Column]) -> str:
@@ -160,13 +167,3 @@ def _check_columns(named: tuple[str, ...], columns: Mapping[str, Column]) -> Non
     for name in named:
         if columns[name].diagnostic:
             raise ValueError(f"combine names {name!r}, which is a diagnostic and may be missing by design; combine other columns")
-
-
-def _check_directions(node: Node, columns: Mapping[str, Column], ranges: Mapping[str, Range]) -> None:
-    """The result must fall with every column of which less is better."""
-    for name in names(node):
-        if not columns[name].higher_is_better and effect(node, name, ranges) != -1:
-            raise ValueError(
-                f"combine pays for more of {name!r}, of which less is better; give it a negative weight, or write "
-                f"({columns[name].high:g} - {Name(name)}) in its place"
-            )
