@@ -319,7 +319,7 @@ def test_of_retouch_only_classes_that_are_meant_for_recipes_can_be_named(project
 def test_classes_of_retouch_with_a_kind_need_no_consent(project: Project) -> None:
     named = {
         "kind": "import",
-        "class": "retouch.rewards.scorers.share:ShareReward",
+        "class": "retouch.rewards.scorers.pixels:ShareReward",
         "args": {"channel": "red"},
         "combine": {"share": 1},
     }
