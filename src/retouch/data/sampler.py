@@ -66,14 +66,9 @@ def assign(*, seed: int, step: int, tasks: Sequence[Task], group_size: int, mini
     )
 
 
-def check_arithmetic(*, tasks_per_step: int, group_size: int, minibatches: int, world: int, microbatch: int | None = None) -> None:
-    """Raise ValueError, naming legal values nearby, where a step's rows do not divide over minibatches and ranks.
-
-    ``microbatch``: rows of one forward pass. It must divide a rank's share of a minibatch, or be at least as large.
-    """
+def check_arithmetic(*, tasks_per_step: int, group_size: int, minibatches: int, world: int) -> None:
+    """Raise ValueError, naming legal values nearby, where a step's rows do not divide over minibatches and ranks."""
     given = {"tasks_per_step": tasks_per_step, "group_size": group_size, "minibatches": minibatches, "world": world}
-    if microbatch is not None:
-        given["microbatch"] = microbatch
     for name, value in given.items():
         if value < 1:
             raise ValueError(f"{name} is {value}; use at least 1")
@@ -86,13 +81,6 @@ def check_arithmetic(*, tasks_per_step: int, group_size: int, minibatches: int, 
         raise ValueError(
             f"tasks_per_step * group_size = {rows} rows do not divide over {_count(world, 'rank', 's')} in "
             f"{_count(minibatches, 'minibatch', 'es')}: use tasks_per_step {tasks}, or group_size {groups}{alone}"
-        )
-    share = rows // parts
-    if microbatch is not None and microbatch < share and share % microbatch:
-        legal = sorted((d for d in range(1, share + 1) if share % d == 0), key=lambda d: abs(d - microbatch))[:3]
-        raise ValueError(
-            f"a microbatch of {microbatch} rows does not divide a rank's {share} rows of a minibatch: "
-            f"use {' or '.join(str(d) for d in sorted(legal))}"
         )
 
 

@@ -4,9 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import overload
 
-from PIL import Image
-
-from retouch.data.images import MAX_PIXELS, EncodedImage, Resize, fit, fit_mask, load_image, load_mask
+from retouch.data.images import Resize, fit, fit_mask, load_image, load_mask
 from retouch.data.rows import Row, Rows
 from retouch.types import Task
 
@@ -20,10 +18,9 @@ class Tasks(Sequence[Task]):
     Indexing raises ValueError, with file and line, for an unusable row; ``accept`` finds these before training.
     """
 
-    def __init__(self, rows: Rows, *, resize: Resize | None, max_pixels: int = MAX_PIXELS, cache: int = 64) -> None:
+    def __init__(self, rows: Rows, *, resize: Resize | None, cache: int = 64) -> None:
         self.rows = rows
         self._resize = resize
-        self._max_pixels = max_pixels
         self._cached = lru_cache(maxsize=cache)(self._task)
 
     def __len__(self) -> int:
@@ -48,10 +45,10 @@ class Tasks(Sequence[Task]):
             raise ValueError(f"{row.file}:{row.line}: {error}") from error
 
     def _load(self, row: Row) -> Task:
-        images = [self._image(image) for image in row.images]
-        target = None if row.target is None else self._image(row.target)
-        reference = None if row.reference is None else self._image(row.reference)
-        mask = None if row.mask is None else load_mask(row.mask, max_pixels=self._max_pixels)
+        images = [load_image(image) for image in row.images]
+        target = None if row.target is None else load_image(row.target)
+        reference = None if row.reference is None else load_image(row.reference)
+        mask = None if row.mask is None else load_mask(row.mask)
         canvas = images[0] if images else target
         if mask is not None and canvas is not None:
             require_same_size(mask.size, canvas.size)
@@ -71,9 +68,6 @@ class Tasks(Sequence[Task]):
             tags=row.tags,
             meta=row.meta,
         )
-
-    def _image(self, image: EncodedImage) -> Image.Image:
-        return load_image(image, max_pixels=self._max_pixels)
 
 
 class Subset(Sequence[Task]):

@@ -4,7 +4,7 @@ Training calls ``accept`` before its first step, so that it meets no bad row lat
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, TypeAlias
 
@@ -22,10 +22,8 @@ _BLOCK = 256  # rows whose encoded images may be in memory at once
 _log = logging.getLogger(__name__)
 
 
-def accept(
-    rows: Rows, *, on_bad_row: OnBadRow, among: Sequence[int] | None = None, max_pixels: int = MAX_PIXELS
-) -> tuple[tuple[int, ...], list[Problem]]:
-    """The indices of the usable rows of ``among`` (default: all rows), and all problems found.
+def accept(rows: Rows, *, on_bad_row: OnBadRow) -> tuple[tuple[int, ...], list[Problem]]:
+    """The indices of the usable rows, and all problems found.
 
     "refuse" raises ValueError if any row is bad, with the number of bad rows and the first few by file and line. "skip" leaves bad
     rows out and logs them. Both raise ValueError when no row is left.
@@ -33,8 +31,7 @@ def accept(
     if on_bad_row not in ("refuse", "skip"):
         raise ValueError(f'on_bad_row must be "refuse" or "skip", not {on_bad_row!r}')
     problems, good, errors = list(rows.problems), [], []
-    chosen = range(len(rows)) if among is None else among
-    for index, found in find_problems(rows, chosen, max_pixels=max_pixels):
+    for index, found in find_problems(rows):
         problems += found
         wrong = [problem for problem in found if problem.severity == "error"]
         errors += wrong[:1]
@@ -44,21 +41,19 @@ def accept(
         shown = "\n".join(f"  {problem}" for problem in errors[:SHOWN])
         more = f"\n  and {len(errors) - SHOWN} more" if len(errors) > SHOWN else ""
         raise ValueError(
-            f"{len(errors)} of {len(chosen)} rows cannot be used:\n{shown}{more}\n"
+            f"{len(errors)} of {len(rows)} rows cannot be used:\n{shown}{more}\n"
             'Fix them (`retouch data check` lists all of them), or leave them out with data.on_bad_row: "skip".'
         )
     if not good:
         raise ValueError("no rows to train on")
     if errors:
-        _log.warning("skipped %d of %d rows:\n%s", len(errors), len(chosen), "\n".join(str(problem) for problem in errors))
+        _log.warning("skipped %d of %d rows:\n%s", len(errors), len(rows), "\n".join(str(problem) for problem in errors))
     return tuple(good), problems
 
 
-def find_problems(
-    rows: Rows, indices: Sequence[int] | None = None, *, max_pixels: int = MAX_PIXELS
-) -> Iterator[tuple[int, list[Problem]]]:
+def find_problems(rows: Rows, *, max_pixels: int = MAX_PIXELS) -> Iterator[tuple[int, list[Problem]]]:
     """The index and the problems of each row, in order. A repeated id is an error of the later row."""
-    indices = range(len(rows)) if indices is None else indices
+    indices = range(len(rows))
     seen: dict[str, str] = {}
 
     def examine(index: int) -> tuple[Row | None, list[Problem]]:

@@ -6,7 +6,6 @@ with ``adapter_config.json`` (``PeftModel.from_pretrained``); an IP-Adapter ``ip
 weights become a folder ``transformer``, a writer's ``writer`` (``from_pretrained``).
 """
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
@@ -20,7 +19,7 @@ from retouch.records.libraries import versions
 Which = Literal["average", "current"]
 
 
-def export_target(target: str, *, to: Path, which: Which | None = None, overrides: Sequence[str] = ()) -> list[Path]:
+def export_target(target: str, *, to: Path, which: Which | None = None) -> list[Path]:
     """Write the weights of a run's newest checkpoint to the folder ``to``, and return the files.
 
     ``which``: ``average`` (what evaluation and `retouch sample` use, and the default where the run keeps one) or ``current``.
@@ -28,7 +27,7 @@ def export_target(target: str, *, to: Path, which: Which | None = None, override
     or there is no average."""
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise ValueError(f"--to {to}: there is something already; name a new folder")
-    parts, step = open_target(target, overrides)
+    parts, step = open_target(target)
     parts.judge.close()
     if step == 0:
         raise ValueError(f"{target} was never trained; name the folder of a run")

@@ -67,11 +67,6 @@ class Quota:
         self._clock = clock
         self._shared = SharedNumbers(_TOTALS + 2 * NUMBERS, file=None if file is None else Path(file))
 
-    @property
-    def counts_money(self) -> bool:
-        """Whether there is a limit of money."""
-        return self._cost < math.inf
-
     def claim(self, count: int) -> None:
         """Take ``count`` calls out of the budget. BudgetSpent, and nothing is taken: there are fewer left, or no money is left."""
         with self._shared.locked() as numbers:
