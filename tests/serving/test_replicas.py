@@ -23,7 +23,8 @@ import torch
 from live_server import body_of, remote, samples_of
 from retouch import cli
 from retouch.serving.replica import bind
-from retouch.serving.supervisor import _reserved_ports, is_loopback
+from retouch.serving.request_body import is_loopback
+from retouch.serving.supervisor import _reserved_ports
 from served_rewards import digest_score
 
 SUPPORT = Path(__file__).parents[1] / "support"

@@ -110,7 +110,10 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self._answer(200, self.server.info())
+        if self.path == "/readyz":
+            self._answer(200 if self.server.ready() else 503, b"{}")
+        else:
+            self._answer(200, self.server.info())
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -191,8 +194,9 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, kind: Callable[[], Kind], info: Callable[[], bytes]) -> None:
+    def __init__(self, kind: Callable[[], Kind], info: Callable[[], bytes], ready: Callable[[], bool]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
+        self.ready = ready
         self.kind, self.info, self.asked, self.ended = kind, info, 0, threading.Event()
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -204,12 +208,15 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def bad_server(kind: str | Callable[[], Kind], *, info: Callable[[], bytes] = true_info) -> Iterator[_Server]:
+def bad_server(
+    kind: str | Callable[[], Kind], *, info: Callable[[], bytes] = true_info, ready: Callable[[], bool] = lambda: True
+) -> Iterator[_Server]:
     """A server that misbehaves in one way, or in the way that ``kind()`` names each time; "none" is a good one.
 
     ``kind()`` may also return what makes the reply's bytes from the true reply. ``info``: makes the server's description.
+    ``ready``: what the server says of itself on /readyz.
     """
-    server = _Server((lambda: kind) if isinstance(kind, str) else kind, info)
+    server = _Server((lambda: kind) if isinstance(kind, str) else kind, info, ready)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:

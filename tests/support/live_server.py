@@ -18,6 +18,7 @@ from retouch.rewards.client.remote import RemoteReward
 from retouch.rewards.wire.bodies import BodyForm, encode_body
 from retouch.rewards.wire.packing import ImageEncoding, pack
 from retouch.serving.app import build_app
+from retouch.serving.connections import bounded_config
 from retouch.serving.hosted_rewards import HostedReward, build, parse_specs
 from retouch.serving.limits import Limits
 from retouch.serving.metrics import Metrics
@@ -60,10 +61,7 @@ def live(
         *(each for each in rewards if isinstance(each, HostedReward)),
     ]
     service = Service(hosted, limits, Metrics())
-    config = uvicorn.Config(
-        build_app(service, token=token, single_score=single_score), port=port, log_config=None, access_log=False, ws="none"
-    )
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(bounded_config(build_app(service, token=token, single_score=single_score), limits, port=port))
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:

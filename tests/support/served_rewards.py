@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -75,3 +76,14 @@ class FailsOnText(Digest):
         if any(sample.task.text == "short" for sample in samples):
             return {"digest": scores["digest"][:-1], "odd": scores["odd"]}
         return scores
+
+
+class Sleeps(Digest):
+    """Does not return for a sample whose task's text is "sleep", until ``Sleeps.wake`` is set."""
+
+    wake = threading.Event()
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        if any(sample.task.text == "sleep" for sample in samples):
+            self.wake.wait(timeout=600)
+        return super().__call__(samples)

@@ -18,6 +18,14 @@ def add_serve(commands: Commands) -> None:
         help="[NAME=]playground, ocr, clip:FOLDER, package.module:Class, a reward section (JSON or its file), or a recipe",
     )
     serve.add_argument("--host", default="127.0.0.1", help="any other address than this machine's own needs a token")
+    serve.add_argument(
+        "--allow-host",
+        dest="allowed_hosts",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name of this machine that clients without a token may use, e.g. behind a proxy",
+    )
     serve.add_argument("--port", type=int, default=8700, help="of the first replica; the others count up; 0 chooses free ports")
     serve.add_argument("--replicas", type=int, default=1, metavar="N")
     serve.add_argument("--gpus", type=integers, metavar="1,2,3", help="CUDA devices, assigned to the replicas in turn")

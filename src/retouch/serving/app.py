@@ -1,8 +1,7 @@
 """The HTTP endpoints of a reward server."""
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 
@@ -16,7 +15,7 @@ from retouch.rewards.wire.errors import RequestError
 from retouch.rewards.wire.schema import BatchDocument, ServerInfo
 from retouch.serving.middleware import RequestMiddleware, error_response
 from retouch.serving.request_body import read_body, read_deadline
-from retouch.serving.service import Service
+from retouch.serving.service import Admission, Service
 from retouch.serving.single_score import SingleScore, SingleScoreReply, SingleScoreRequest, decode_single_score
 
 _LOG = logging.getLogger("retouch.serving")
@@ -39,8 +38,13 @@ class ScoreReply(BaseModel):
     items: list[ItemReply]
 
 
-def build_app(service: Service, *, token: str | None, single_score: SingleScore | None) -> RequestMiddleware:
-    """The application. ``token``: required from clients. ``single_score``: what ``POST /score`` returns; None disables it."""
+def build_app(
+    service: Service, *, token: str | None, single_score: SingleScore | None, hosts: Collection[str] = ()
+) -> RequestMiddleware:
+    """The application. ``token``: required from clients. ``single_score``: what ``POST /score`` returns; None disables it.
+
+    ``hosts``: names under which clients without a token may reach it, besides the loopback addresses.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -52,7 +56,7 @@ def build_app(service: Service, *, token: str | None, single_score: SingleScore 
     _add_scoring(app, service, single_score)
     _add_state(app, service)
     _add_errors(app)
-    return RequestMiddleware(app, token=token, metrics=service.metrics)
+    return RequestMiddleware(app, token=token, hosts=hosts, metrics=service.metrics)
 
 
 def _add_scoring(app: FastAPI, service: Service, single_score: SingleScore | None) -> None:
@@ -60,8 +64,8 @@ def _add_scoring(app: FastAPI, service: Service, single_score: SingleScore | Non
     async def score(request: Request) -> Response:
         with service.admit() as admission:
             seconds = read_deadline(request, longest=service.limits.deadline_seconds)
-            body = await _body(request, service)
-            result = await service.score(body, request.headers.get("content-type", ""), seconds=seconds, admission=admission)
+            kind = request.headers.get("content-type", "")
+            result = await service.score(await _body(request, service, admission), kind, seconds=seconds, admission=admission)
             failed = [set(item.errors.values()) for item in result.items]
             # If no item can be read, the request as a whole is the caller's error.
             status = 422 if all(codes == {"bad_picture"} for codes in failed) else 200
@@ -73,8 +77,7 @@ def _add_scoring(app: FastAPI, service: Service, single_score: SingleScore | Non
             raise RequestError("not_configured")
         with service.admit() as admission:
             seconds = read_deadline(request, longest=service.limits.deadline_seconds)
-            body = await _body(request, service)
-            sample = await asyncio.to_thread(decode_single_score, body, service.limits)
+            sample = await service.decode(decode_single_score, await _body(request, service, admission), admission=admission)
             names = [each.name for each in service.hosted]
             results = await service.score_samples([sample], names, seconds=seconds, admission=admission)
             scores: dict[str, float | None] = {}
@@ -91,8 +94,8 @@ def _add_state(app: FastAPI, service: Service) -> None:
         return service.info()
 
     @app.get("/livez")
-    async def livez() -> dict[str, str]:
-        return {"status": "alive"}
+    async def livez() -> Response:
+        return JSONResponse({"status": "stuck" if service.stuck else "alive"}, 503 if service.stuck else 200)
 
     @app.get("/readyz")
     async def readyz() -> Response:
@@ -119,8 +122,9 @@ def _add_errors(app: FastAPI) -> None:
         return error_response("internal")
 
 
-async def _body(request: Request, service: Service) -> bytes:
-    return await read_body(request, max_bytes=service.limits.max_body_bytes, seconds=service.limits.body_seconds)
+async def _body(request: Request, service: Service, admission: Admission) -> bytes:
+    limits = service.limits
+    return await read_body(request, max_bytes=limits.max_body_bytes, seconds=limits.body_seconds, hold=admission.hold)
 
 
 def _batch_schema() -> dict[str, object]:

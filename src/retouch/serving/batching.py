@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
+from retouch.protocols import Reward
 from retouch.rewards.wire.errors import RequestError
 from retouch.serving.hosted_rewards import HostedReward
 from retouch.serving.limits import Limits
@@ -21,6 +22,8 @@ from retouch.types import Sample, Scores
 _WAIT_SHARE = 0.2  # of the last call's time, to wait for more samples
 _FIRST_WAIT, _MAX_WAIT = 0.02, 0.1
 _POLL = 0.001
+_FAR_LONGER = 4.0  # times the longest of the latest calls
+_FORGET = 0.9  # of that longest, with each further call
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,10 @@ class Batcher:
         self._in_progress = 0
         self._max_wait = _FIRST_WAIT
         self._callers = 0
+        # Written by the reward's thread, which is the only proof of its progress, and read by the event loop.
+        self._call_began: float | None = None
+        self._expired: float | None = None
+        self._usual_seconds = 0.0  # of the longest of the latest calls
         self._not_empty = asyncio.Event()
         # The first thread runs the reward and nothing else; the second waits for it and checks its scores.
         self._reward = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"reward-{hosted.name}")
@@ -96,9 +103,34 @@ class Batcher:
         while True:
             await self._not_empty.wait()
             await self._wait_for_more()
-            batch = self._next_batch()
-            if batch:
-                await self._score(batch)
+            await self._score(self._next_batch())  # without a name here, which would keep the images until the next batch
+
+    @property
+    def call_seconds(self) -> float:
+        """For how long the current call of the reward has been running; 0 between two calls."""
+        began = self._call_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    @property
+    def stalled(self) -> bool:
+        """Whether the current call takes far longer than others did, and a request has missed its deadline since it began."""
+        began, expired = self._call_began, self._expired
+        if began is None or expired is None or expired < began:
+            return False
+        return time.monotonic() - began > max(self._limits.stall_seconds, _FAR_LONGER * self._usual_seconds)
+
+    def expired(self) -> None:
+        """A request that waits for this reward has missed its deadline."""
+        self._expired = time.monotonic()
+
+    def _timed(self, reward: Reward, samples: Sequence[Sample]) -> Scores:
+        self._call_began = time.monotonic()
+        try:
+            return reward(samples)
+        finally:
+            seconds = time.monotonic() - self._call_began
+            self._usual_seconds = max(seconds, _FORGET * self._usual_seconds)
+            self._call_began = None
 
     def close(self) -> None:
         """End the threads without waiting for a call in progress."""
@@ -137,13 +169,15 @@ class Batcher:
         return batch
 
     async def _score(self, batch: Sequence[tuple[_Request, int, Sample]]) -> None:
+        if not batch:
+            return
         hosted, started = self.hosted, time.monotonic()
         self._metrics.batches.labels(hosted.name).observe(len(batch))
         samples = [sample for _, _, sample in batch]
         loop = asyncio.get_running_loop()
 
         def call(given: Sequence[Sample]) -> Future[Scores]:
-            return self._reward.submit(hosted.reward, given)
+            return self._reward.submit(self._timed, hosted.reward, given)
 
         results = await loop.run_in_executor(self._checks, partial(score_samples, hosted, samples, call=call))
         seconds = time.monotonic() - started

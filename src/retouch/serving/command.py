@@ -24,8 +24,9 @@ def serve_command(arguments: argparse.Namespace) -> int:
             raise ValueError(f"serving needs {package}: pip install 'retouch[serve]'")
     from retouch.serving.limits import Limits
     from retouch.serving.replica import ServerSettings
+    from retouch.serving.request_body import is_loopback
     from retouch.serving.single_score import SingleScore
-    from retouch.serving.supervisor import is_loopback, serve
+    from retouch.serving.supervisor import serve
 
     single_score = None
     if arguments.vlm is not None:
@@ -36,7 +37,12 @@ def serve_command(arguments: argparse.Namespace) -> int:
     kinds = {each.name: each.type for each in dataclasses.fields(Limits)}
     limits = dataclasses.replace(Limits(), **read_limits(arguments.limits, kinds))
     settings = ServerSettings(
-        rewards=tuple(arguments.rewards), host=arguments.host, port=arguments.port, limits=limits, single_score=single_score
+        rewards=tuple(arguments.rewards),
+        host=arguments.host,
+        port=arguments.port,
+        limits=limits,
+        single_score=single_score,
+        allowed_hosts=tuple(arguments.allowed_hosts),
     )
     token = read_token(arguments.token_file)
     if not is_loopback(settings.host) and token is None:

@@ -11,6 +11,7 @@ from retouch.rewards.wire.bodies import Blob, decode_body
 from retouch.rewards.wire.errors import ErrorCode, RequestError
 from retouch.rewards.wire.schema import BatchDocument, BatchItem, PictureHead, TaskHead
 from retouch.serving.limits import Limits
+from retouch.serving.memory import BYTES_PER_PIXEL, DECODING_BYTES, MemoryBudget
 from retouch.types import Sample, Task
 
 _CHANNELS = {"RGB": 3, "L": 1}
@@ -25,8 +26,11 @@ class Decoded:
     rewards: tuple[str, ...] | None
 
 
-def decode(body: bytes, content_type: str, limits: Limits) -> Decoded:
-    """The samples of a request. RequestError: the request as a whole cannot be used; a bad image fails only its own items."""
+def decode(body: bytes, content_type: str, limits: Limits, memory: MemoryBudget | None = None) -> Decoded:
+    """The samples of a request. ``memory``: what the images count against until nobody uses them.
+
+    RequestError: the request as a whole cannot be used; a bad image fails only its own items.
+    """
     document, blobs = decode_body(body, content_type)
     try:
         batch = BatchDocument.model_validate(document)
@@ -35,21 +39,35 @@ def decode(body: bytes, content_type: str, limits: Limits) -> Decoded:
     if len(batch.items) > limits.info().max_items or len(batch.tasks) > len(batch.items):
         raise RequestError("too_many")
     _check_numbers(batch, len(blobs))
-    images = decode_images(batch.pictures, blobs, limits)
+    images = decode_images(batch.pictures, blobs, limits, memory)
     tasks = [_task(head, images) for head in batch.tasks]
     samples = tuple(_sample(item, tasks, images) for item in batch.items)
     return Decoded(tuple(item.id for item in batch.items), samples, None if batch.rewards is None else tuple(batch.rewards))
 
 
-def decode_images(heads: Sequence[PictureHead], blobs: Sequence[Blob], limits: Limits) -> list[Image.Image | ErrorCode]:
-    """Each image, or the code of an error. RequestError: all together have too many pixels."""
+def decode_images(
+    heads: Sequence[PictureHead], blobs: Sequence[Blob], limits: Limits, memory: MemoryBudget | None = None
+) -> list[Image.Image | ErrorCode]:
+    """Each image, or the code of an error. RequestError: all together have too many pixels, or there is no memory for them now."""
     sizes = [_size(head, blob, limits) for head, blob in zip(heads, blobs, strict=True)]
-    if sum(size[0] * size[1] for size in sizes if isinstance(size, tuple)) > limits.max_total_pixels:
+    pixels = [size[0] * size[1] if isinstance(size, tuple) else 0 for size in sizes]
+    if sum(pixels) > limits.max_total_pixels:
         raise RequestError("too_large")
-    return [
-        _pixels(head, blob, size, limits) if isinstance(size, tuple) else size
-        for head, blob, size in zip(heads, blobs, sizes, strict=True)
-    ]
+    memory = MemoryBudget(limits.max_memory_bytes) if memory is None else memory
+    left = BYTES_PER_PIXEL * sum(pixels)
+    memory.hold(left)
+    images: list[Image.Image | ErrorCode] = []
+    try:
+        with memory.holding(DECODING_BYTES * max(pixels, default=0)):
+            for head, blob, size, count in zip(heads, blobs, sizes, pixels, strict=True):
+                image = _pixels(head, blob, size, limits) if isinstance(size, tuple) else size
+                if isinstance(image, Image.Image):
+                    memory.release_with(image, BYTES_PER_PIXEL * count)
+                    left -= BYTES_PER_PIXEL * count
+                images.append(image)
+    finally:
+        memory.release(left)
+    return images
 
 
 def _check_numbers(batch: BatchDocument, blobs: int) -> None:

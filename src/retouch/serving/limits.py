@@ -3,15 +3,21 @@
 from dataclasses import dataclass
 
 from retouch.rewards.wire.schema import LimitsInfo
+from retouch.serving.memory import BYTES_PER_PIXEL, DECODING_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Sizes in bytes and pixels, times in seconds. ValueError: a limit that is not above 0, or a batch larger than the queue.
+    """Sizes in bytes and pixels, times in seconds. ValueError: a limit that is not above 0, a batch larger than the queue, or a
+    request larger than the memory.
 
     ``max_batch``: samples per call of a reward. A call waits up to ``window`` for a full batch, and up to a fifth of the last
     call's time (at most 100 ms) while more requests are arriving or expected. ``max_queue``: samples of all callers waiting or in
-    progress. ``max_requests``: requests in progress. ``body_seconds``: for a body to arrive. ``deadline_seconds``: for a request.
+    progress. ``max_requests``: requests in progress. ``max_memory_bytes``: bodies and decoded images of all requests together.
+    ``header_seconds`` and ``body_seconds``: for the headers and the body of a request to arrive. ``max_headers`` and
+    ``max_header_bytes``: of one request. ``max_connections``: open at the same time; fewer where the process may not open so many
+    files. ``deadline_seconds``: for a request; a replica with a longer call of a reward is replaced. ``stall_seconds``: of a call,
+    after which the server is not ready if requests miss their deadlines and earlier calls took less than a quarter of this one.
     ``drain_seconds``: to complete the requests in progress before shutting down.
     """
 
@@ -23,6 +29,12 @@ class Limits:
     window: float = 0.005
     max_queue: int = 1024
     max_requests: int = 128
+    max_memory_bytes: int = 2**30
+    max_connections: int = 1024
+    max_headers: int = 100
+    max_header_bytes: int = 65536
+    header_seconds: float = 10.0
+    stall_seconds: float = 10.0
     body_seconds: float = 30.0
     deadline_seconds: float = 300.0
     drain_seconds: float = 60.0
@@ -34,6 +46,10 @@ class Limits:
                 raise ValueError(f"{name} {value}: must be above 0")
         if self.max_batch > self.max_queue:
             raise ValueError(f"max_batch {self.max_batch} is more than max_queue {self.max_queue}: no batch would ever be full")
+
+        largest = 4 * self.max_body_bytes + BYTES_PER_PIXEL * self.max_total_pixels + DECODING_BYTES * self.max_pixels
+        if largest > self.max_memory_bytes:
+            raise ValueError(f"max_memory_bytes {self.max_memory_bytes} is less than one request may take, {largest}")
 
     def info(self) -> LimitsInfo:
         """The limits in ``GET /v1/info``."""

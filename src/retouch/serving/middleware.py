@@ -2,6 +2,8 @@
 
 import hmac
 import time
+from collections.abc import Collection
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
@@ -9,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from retouch.rewards.wire.errors import ERRORS, ErrorCode
 from retouch.serving.metrics import Metrics
-from retouch.serving.request_body import request_id
+from retouch.serving.request_body import is_loopback, request_id
 
 _PUBLIC_PATHS = ("/livez", "/readyz")
 _PATHS = ("/v1/score", "/v1/info", "/score", "/livez", "/readyz", "/metrics", "/openapi.json", "/docs")
@@ -25,10 +27,15 @@ def error_response(code: ErrorCode, *, retry_after: int | None = None) -> JSONRe
 
 
 class RequestMiddleware:
-    """Wraps the application. With a ``token``, every path except ``/livez`` and ``/readyz`` requires it."""
+    """Wraps the application. With a ``token``, every path except ``/livez`` and ``/readyz`` requires it.
 
-    def __init__(self, app: ASGIApp, *, token: str | None, metrics: Metrics) -> None:
+    Without one, a request must name a loopback address or one of ``hosts`` in its Host header, and may not come from a web page of
+    another origin; otherwise any web page could reach the server through its visitor's browser (DNS rebinding).
+    """
+
+    def __init__(self, app: ASGIApp, *, token: str | None, metrics: Metrics, hosts: Collection[str] = ()) -> None:
         self._app, self._metrics = app, metrics
+        self._hosts = frozenset(host.lower() for host in hosts)
         self._token = None if token is None else token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,7 +56,9 @@ class RequestMiddleware:
 
         self._metrics.in_flight.inc()
         try:
-            if not self._is_authorized(scope["path"], headers):
+            if not self._is_own_host(headers):
+                await error_response("wrong_host")(scope, receive, send_with_id)
+            elif not self._is_authorized(scope["path"], headers):
                 await error_response("unauthorized")(scope, receive, send_with_id)
             else:
                 await self._app({**scope, "state": {**scope.get("state", {}), "request_id": own_id}}, receive, send_with_id)
@@ -57,6 +66,22 @@ class RequestMiddleware:
             self._metrics.in_flight.dec()
             self._metrics.requests.labels(path, str(status)).inc()
             self._metrics.seconds.labels(path).observe(time.monotonic() - started)
+
+    def _is_own_host(self, headers: Headers) -> bool:
+        if self._token is not None:
+            return True
+        hosts, origins = headers.getlist("host"), headers.getlist("origin")
+        if len(hosts) != 1 or len(origins) > 1 or not self._is_own(f"http://{hosts[0]}"):
+            return False
+        return all(self._is_own(origin) for origin in origins)
+
+    def _is_own(self, url: str) -> bool:
+        """Whether the URL's host is this machine or one of the names that the user gave."""
+        try:
+            host = urlsplit(url).hostname or ""
+        except ValueError:
+            return False
+        return host in self._hosts or is_loopback(host)
 
     def _is_authorized(self, path: str, headers: Headers) -> bool:
         if self._token is None or path in _PUBLIC_PATHS:

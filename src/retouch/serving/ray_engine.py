@@ -61,7 +61,7 @@ class Replica:
     def __init__(self, settings: ServerSettings, token: str | None) -> None:
         _, hosted = load(settings)
         self._service = Service(hosted, settings.limits, Metrics())
-        self._app = build_app(self._service, token=token, single_score=settings.single_score)
+        self._app = build_app(self._service, token=token, single_score=settings.single_score, hosts=settings.hosts)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """The application; Ray calls this once."""
@@ -71,6 +71,8 @@ class Replica:
         """RuntimeError if the replica must be restarted; Ray calls this every few seconds."""
         if not self._service.working:
             raise RuntimeError("a reward's queue has stopped working")
+        if self._service.stuck:
+            raise RuntimeError("a call of a reward does not return")
 
 
 async def draining(scope: Scope, receive: Receive, send: Send) -> None:

@@ -17,8 +17,10 @@ from pathlib import Path
 import uvicorn
 
 from retouch.serving.app import build_app
+from retouch.serving.connections import bounded_config
 from retouch.serving.hosted_rewards import HostedReward, RewardSpec, build, parse_specs
 from retouch.serving.limits import Limits
+from retouch.serving.log_rate import BoundedRate
 from retouch.serving.metrics import Metrics
 from retouch.serving.service import Service
 from retouch.serving.single_score import SingleScore
@@ -26,6 +28,7 @@ from retouch.serving.single_score import SingleScore
 USER_ERROR = 2
 _POLL = 0.02
 _PARENT_POLL = 0.5
+_CLOSING_SECONDS = 2  # for replies that are still being sent when the server has drained
 # Seconds for which a draining server still answers, so that clients and load balancers see its errors.
 _MIN_DRAIN = 0.2
 # Python's switch interval: a reward in plain Python lets the event loop run this often, instead of every 5 ms.
@@ -35,13 +38,22 @@ _LOG = logging.getLogger("retouch.serving")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """The rewards and the address of a server, its limits, and what ``POST /score`` returns (None: nothing)."""
+    """The rewards and the address of a server, its limits, and what ``POST /score`` returns (None: nothing).
+
+    ``allowed_hosts``: further names under which clients without a token may reach it.
+    """
 
     rewards: Sequence[str]
     host: str
     port: int
     limits: Limits = field(default_factory=Limits)
     single_score: SingleScore | None = None
+    allowed_hosts: Sequence[str] = ()
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The names under which clients without a token may reach the server, besides loopback addresses."""
+        return (self.host, *self.allowed_hosts)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -72,17 +84,8 @@ async def serve(
 ) -> None:
     """Serve until a signal stops it, or until the process ``parent`` has ended."""
     service = Service(hosted, settings.limits, Metrics())
-    app = build_app(service, token=token, single_score=settings.single_score)
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        ws="none",
-        timeout_graceful_shutdown=int(settings.limits.drain_seconds) + 1,
-    )
-    server = uvicorn.Server(config)
+    app = build_app(service, token=token, single_score=settings.single_score, hosts=settings.hosts)
+    server = uvicorn.Server(bounded_config(app, settings.limits, timeout_graceful_shutdown=_CLOSING_SECONDS))
     serving = asyncio.create_task(server.serve(sockets=[bind(settings.host, settings.port)]))
     while not server.started and not serving.done():
         await asyncio.sleep(_POLL)
@@ -105,6 +108,11 @@ async def serve(
     await serving
     for task in waiting:
         task.cancel()
+    if service.scoring:
+        # Python would wait for the reward's thread, which may never end.
+        _LOG.warning("a call of a reward is still running; ending without it")
+        logging.shutdown()
+        os._exit(0)
 
 
 async def _drain(service: Service) -> None:
@@ -134,6 +142,8 @@ def run(settings: ServerSettings, *, log: Path, environment: Mapping[str, str], 
             os.dup2(file.fileno(), descriptor)
     sys.setswitchinterval(_SWITCH_SECONDS)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(BoundedRate())
     try:
         specs, hosted = load(settings)
     except ValueError as error:

@@ -1,9 +1,11 @@
 """Reads a request's body and headers. A body never takes more memory than the limit allows."""
 
 import asyncio
+import ipaddress
 import math
 import re
 import secrets
+from collections.abc import Callable
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -12,8 +14,11 @@ from retouch.rewards.wire.errors import RequestError
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-async def read_body(request: Request, *, max_bytes: int, seconds: float) -> bytes:
-    """The body. RequestError: it is compressed, larger than ``max_bytes``, or takes longer than ``seconds`` to arrive."""
+async def read_body(request: Request, *, max_bytes: int, seconds: float, hold: Callable[[int], None]) -> bytes:
+    """The body. ``hold``: called with the bytes of each part that has arrived.
+
+    RequestError: it is compressed, larger than ``max_bytes``, takes longer than ``seconds`` to arrive, or ``hold`` raises it.
+    """
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise RequestError("unsupported")
     stated = request.headers.get("content-length", "0")
@@ -29,6 +34,7 @@ async def read_body(request: Request, *, max_bytes: int, seconds: float) -> byte
                 size += len(part)
                 if size > max_bytes:
                     raise RequestError("too_large")
+                hold(len(part))
                 parts.append(part)
     except TimeoutError:
         raise RequestError("too_slow") from None
@@ -49,6 +55,16 @@ def read_deadline(request: Request, *, longest: float) -> float:
     if not math.isfinite(seconds) or seconds <= 0:
         raise RequestError("bad_deadline")
     return min(seconds, longest)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a server at this address is reachable from this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def request_id(stated: str | None) -> str:

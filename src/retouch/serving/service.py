@@ -3,9 +3,11 @@
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from retouch import __version__
 from retouch.rewards.wire.errors import ErrorCode, RequestError
@@ -14,11 +16,14 @@ from retouch.serving.batching import Batcher, RewardResult
 from retouch.serving.decoding import Decoded, decode
 from retouch.serving.hosted_rewards import HostedReward, RewardSpec, rebuild
 from retouch.serving.limits import Limits
+from retouch.serving.memory import MemoryBudget
 from retouch.serving.metrics import Metrics
 from retouch.types import Sample
 
 _LOG = logging.getLogger("retouch.serving")
 _DECODING_THREADS = 4
+_TRIM_SECONDS = 0.5
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +52,15 @@ class Service:
         self._requests = self._arriving = 0
         self._batchers = {each.name: Batcher(each, limits, metrics, arriving=lambda: self._arriving) for each in hosted}
         self._workers: list[asyncio.Task[None]] = []
+        self._trimming: asyncio.Task[None] | None = None
         self._decoders = ThreadPoolExecutor(max_workers=_DECODING_THREADS, thread_name_prefix="decode")
+        self.memory = MemoryBudget(limits.max_memory_bytes)
 
     def start(self) -> None:
         """Start to score."""
-        self._workers = [asyncio.get_running_loop().create_task(batcher.run()) for batcher in self._batchers.values()]
+        loop = asyncio.get_running_loop()
+        self._workers = [loop.create_task(batcher.run()) for batcher in self._batchers.values()]
+        self._trimming = loop.create_task(self._trim())
 
     async def wait_until_failed(self) -> None:
         """Return when a reward's queue has stopped, which only an error in this package can cause."""
@@ -65,7 +74,18 @@ class Service:
     @property
     def ready(self) -> bool:
         """Whether a request would be accepted."""
-        return self.working and not self.draining and all(batcher.has_room(1) for batcher in self._batchers.values())
+        batchers = self._batchers.values()
+        return self.working and not self.draining and all(batcher.has_room(1) and not batcher.stalled for batcher in batchers)
+
+    @property
+    def scoring(self) -> bool:
+        """Whether a call of a reward is running."""
+        return any(batcher.call_seconds > 0 for batcher in self._batchers.values())
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a call of a reward takes longer than any request may wait, so that only a new process can help."""
+        return any(batcher.call_seconds > self.limits.deadline_seconds for batcher in self._batchers.values())
 
     @property
     def idle(self) -> bool:
@@ -88,18 +108,35 @@ class Service:
             raise RequestError("draining")
         if self._requests >= self.limits.max_requests or not all(batcher.has_room(1) for batcher in self._batchers.values()):
             raise RequestError("busy")
+        if any(batcher.stalled for batcher in self._batchers.values()):
+            raise RequestError("stalled")
         return Admission(self)
+
+    async def _trim(self) -> None:
+        while True:
+            await asyncio.sleep(_TRIM_SECONDS)
+            await asyncio.to_thread(self.memory.trim)
 
     async def score(self, body: bytes, content_type: str, *, seconds: float, admission: "Admission") -> BatchResult:
         """Decode and score a batch. RequestError: it is invalid, too large for the queue, or takes longer than ``seconds``."""
-        loop = asyncio.get_running_loop()
-        decoded = await loop.run_in_executor(self._decoders, decode, body, content_type, self.limits)
+        decoded = await self.decode(partial(decode, content_type=content_type), body, admission=admission)
+        del body
         asked = list(self._batchers) if decoded.rewards is None else list(dict.fromkeys(decoded.rewards))
         if not set(asked) <= self._batchers.keys():
             raise RequestError("bad_batch")
         samples = [sample for sample in decoded.samples if isinstance(sample, Sample)]
         results = await self.score_samples(samples, asked, seconds=seconds, admission=admission)
         return _by_item(decoded, results)
+
+    async def decode(self, decoder: Callable[..., T], body: bytes, *, admission: "Admission") -> T:
+        """Decode a body, in another thread, with ``decoder(body, limits=..., memory=...)``. RequestError: it cannot be decoded."""
+        loop = asyncio.get_running_loop()
+        with self.memory.holding(3 * len(body)):  # texts and base64 take some more of it
+            call = partial(decoder, body, limits=self.limits, memory=self.memory)
+            del body
+            decoded = await loop.run_in_executor(self._decoders, call)
+        admission.release()
+        return decoded
 
     async def score_samples(
         self, samples: Sequence[Sample], asked: Sequence[str], *, seconds: float, admission: "Admission"
@@ -115,6 +152,9 @@ class Service:
             async with asyncio.timeout(seconds):
                 results = await asyncio.gather(*waiting)
         except TimeoutError:
+            for batcher, future in zip(batchers, waiting, strict=True):
+                if not future.done() or future.cancelled():
+                    batcher.expired()
             raise RequestError("deadline") from None
         finally:
             for future in waiting:
@@ -137,9 +177,10 @@ class Service:
 
     async def close(self) -> None:
         """Stop scoring."""
-        for task in self._workers:
+        tasks = [*self._workers, *([] if self._trimming is None else [self._trimming])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._workers, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for batcher in self._batchers.values():
             batcher.close()
         self._decoders.shutdown(wait=False, cancel_futures=True)
@@ -151,6 +192,7 @@ class Admission:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._arriving = False
+        self._held = 0
 
     def __enter__(self) -> "Admission":
         self._service._requests += 1
@@ -160,7 +202,18 @@ class Admission:
 
     def __exit__(self, *error: object) -> None:
         self.arrived()
+        self.release()
         self._service._requests -= 1
+
+    def hold(self, count: int) -> None:
+        """Hold memory for a part of the body. RequestError ("busy"): there is no room for it."""
+        self._service.memory.hold(count)
+        self._held += count
+
+    def release(self) -> None:
+        """The body is no longer used."""
+        self._service.memory.release(self._held)
+        self._held = 0
 
     def arrived(self) -> None:
         """Its samples are in the rewards' queues."""

@@ -14,6 +14,7 @@ from retouch.rewards.wire.errors import RequestError
 from retouch.rewards.wire.schema import PictureHead
 from retouch.serving.decoding import decode_images
 from retouch.serving.limits import Limits
+from retouch.serving.memory import MemoryBudget
 from retouch.types import Sample, Task
 
 _FILE = PictureHead(form="encoded")
@@ -70,8 +71,8 @@ class SingleScoreReply(BaseModel):
     combined_score: float
 
 
-def decode_single_score(body: bytes, limits: Limits) -> Sample:
-    """The sample of a request. RequestError: it cannot be read."""
+def decode_single_score(body: bytes, limits: Limits, memory: MemoryBudget) -> Sample:
+    """The sample of a request; its images count against ``memory``. RequestError: it cannot be read."""
     try:
         asked = SingleScoreRequest.model_validate(parse_json(body))
     except ValidationError:
@@ -83,7 +84,7 @@ def decode_single_score(body: bytes, limits: Limits) -> Sample:
         "reference": (_FILE, asked.reference_image),
     }
     encoded = {name: (head, decode_base64(text)) for name, (head, text) in given.items() if text is not None}
-    decoded = decode_images([head for head, _ in encoded.values()], [blob for _, blob in encoded.values()], limits)
+    decoded = decode_images([head for head, _ in encoded.values()], [blob for _, blob in encoded.values()], limits, memory)
     images = {}
     for name, image in zip(encoded, decoded, strict=True):
         if isinstance(image, str):

@@ -6,7 +6,6 @@ never imports the user's code itself. SIGTERM shuts all replicas down; SIGHUP is
 
 import errno
 import http.client
-import ipaddress
 import multiprocessing
 import os
 import signal
@@ -24,6 +23,7 @@ from retouch.serving.replica import USER_ERROR, ServerSettings, bind, run
 
 _POLL = 0.05
 _HEALTH_SECONDS = 2.0  # between two checks of a ready replica
+_STUCK_STATUS = 503  # of /livez, which says that a call of a reward does not return
 _STUCK_SECONDS = 60.0  # without a reply, after which a replica is killed
 _SHORT_LIFE = 5.0  # seconds; a replica that exits sooner is restarted after a pause
 _MAX_PAUSE = 30.0
@@ -73,16 +73,6 @@ def serve(
             for number, port in enumerate(ports)
         ]
         return _Supervisor(members, token=token, report=report).run()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a server at this address is reachable from this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class _Supervisor:
@@ -150,18 +140,26 @@ class _Supervisor:
         self._report(f"replica {replica.number} exited ({how}); restarting it{f' in {pause:.1f} s' if pause else ''}")
 
     def _check(self, replica: _Replica) -> None:
-        """Report when it becomes ready; kill a ready one that has not replied for a minute."""
-        replied = responds(replica.settings, "/livez" if replica.ready else "/readyz")
+        """Report when it becomes ready; kill a ready one whose reward is stuck, or that has not replied for a minute."""
+        status = status_of(replica.settings, "/livez" if replica.ready else "/readyz")
+        replied = status == 200
+        if replica.ready and status == _STUCK_STATUS:
+            limit = replica.settings.limits.deadline_seconds
+            self._kill(replica, f"has a reward that did not return within {limit:.0f} s")
         if replied and not replica.ready:
             replica.ready = True
             self._report(f"replica {replica.number} is ready")
         if replied:
             replica.last_reply = time.monotonic()
         elif replica.ready and time.monotonic() > replica.last_reply + _STUCK_SECONDS:
-            assert replica.process is not None
-            self._report(f"replica {replica.number} has not replied for {_STUCK_SECONDS:.0f} s; killing it")
-            replica.process.kill()
-            replica.last_reply = time.monotonic()
+            self._kill(replica, f"has not replied for {_STUCK_SECONDS:.0f} s")
+
+    def _kill(self, replica: _Replica, why: str) -> None:
+        assert replica.process is not None
+        self._report(f"replica {replica.number} {why}; killing it")
+        replica.process.kill()
+        replica.process.join()
+        replica.last_reply = time.monotonic()
 
     def _send(self, number: signal.Signals) -> None:
         for replica in self._replicas:
@@ -181,13 +179,18 @@ class _Supervisor:
 
 def responds(settings: ServerSettings, path: str) -> bool:
     """Whether the server replies to GET ``path`` with status 200 within a second."""
+    return status_of(settings, path) == 200
+
+
+def status_of(settings: ServerSettings, path: str) -> int | None:
+    """The status of the server's reply to GET ``path``; None: there was none within a second."""
     host = "127.0.0.1" if settings.host in ("0.0.0.0", "::") else settings.host
     connection = http.client.HTTPConnection(host, settings.port, timeout=1.0)
     try:
         connection.request("GET", path)
-        return connection.getresponse().status == 200
+        return connection.getresponse().status
     except (OSError, http.client.HTTPException):
-        return False
+        return None
     finally:
         connection.close()
 

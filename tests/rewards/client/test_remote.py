@@ -268,13 +268,13 @@ def test_the_last_endpoint_stays_closed_until_another_is_back() -> None:
     pool = EndpointPool(["http://a", "http://b", "http://c"], clock=lambda: clock[0])
     for endpoint in pool.endpoints:
         for _ in range(9):
-            pool.failed(endpoint, RequestFault("timeout"))
+            pool.failed(endpoint, RequestFault("broken"))
     assert [each.breaker.closed for each in pool.endpoints] == [False, False, True]
     assert pool.choose() is pool.endpoints[2]
     clock[0] = 100.0
     assert pool.probes_due() == pool.endpoints[:2]
     pool.probed(pool.endpoints[0], succeeded=True)
-    pool.failed(pool.endpoints[2], RequestFault("timeout"))
+    pool.failed(pool.endpoints[2], RequestFault("broken"))
     assert [each.breaker.closed for each in pool.endpoints] == [True, False, False]
 
 

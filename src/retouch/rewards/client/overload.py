@@ -37,7 +37,7 @@ class CircuitBreaker:
             self.open(now)
 
     def open(self, now: float) -> None:
-        """Exclude the server; for twice as long as before if a probe has failed."""
+        """Exclude the server, after a time-out or a failed probe; for twice as long as before if it is excluded already."""
         self.probe_at = now + min(self.max_pause, self.pause * 2.0 ** min(self.opened, 16))
         self.opened += 1
 

@@ -60,7 +60,11 @@ class EndpointPool:
         now = self._clock()
         if fault.retry_after:
             endpoint.paused_until = now + min(fault.retry_after, 10.0)
-        if fault.blames_server:
+        if fault.slow:
+            # Also the last one: a probe tells within seconds whether it is back, another request would take its whole time again.
+            if endpoint.breaker.closed:
+                endpoint.breaker.open(now)
+        elif fault.blames_server:
             others = any(each.breaker.closed for each in self.endpoints if each is not endpoint)
             endpoint.breaker.failed(now, last=not others)
 

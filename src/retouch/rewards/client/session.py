@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections import Counter, deque
@@ -25,6 +26,7 @@ from retouch.types import Sample
 
 _LOG = logging.getLogger("retouch.rewards")
 _PROBE_SECONDS = 2.0
+_PATIENCE = 0.5  # of the time that a request may take; one that ends without a reply after less says nothing about its server
 _POLL = 0.02
 _FIRST_PAUSE, _MAX_PAUSE = 0.02, 2.0  # seconds between attempts
 _LATENCIES, _MIN_LATENCIES = 200, 20  # of the latest requests, to decide when to hedge
@@ -191,6 +193,8 @@ class Session:
 
     async def _exchange(self, endpoint: EndpointState, chunk: Chunk) -> dict[str, ItemScores]:
         ids, settings = chunk.unscored, self._settings
+        patience = _PATIENCE * min(settings.timeout, settings.deadline)
+        started = math.inf
         try:
             encoding: ImageEncoding = ("raw" if endpoint.local else "webp") if settings.encoding == "auto" else settings.encoding
             body, kind = await asyncio.to_thread(chunk.body, encoding, settings.rewards)
@@ -202,7 +206,12 @@ class Session:
             self._line.answered()
         except RequestFault as fault:
             self.faults[fault.kind] += 1
+            fault.slow = fault.slow and time.monotonic() - started >= patience
             self._pool.failed(endpoint, fault)
+            raise
+        except asyncio.CancelledError:
+            if time.monotonic() - started >= patience:  # out of time, with the whole chunk
+                self._pool.failed(endpoint, RequestFault("timeout"))
             raise
         if any(each.failed for each in scores.values()):
             self.faults["reward_failed"] += 1
@@ -241,6 +250,7 @@ class Session:
 
     async def _probe_one(self, endpoint: EndpointState) -> None:
         try:
+            await self._transport.get(f"{endpoint.url}/readyz", seconds=_PROBE_SECONDS)
             info = await read_info(self._transport, endpoint.url, seconds=_PROBE_SECONDS)
             succeeded = judges_of(info, self._settings.rewards) == self._expected.judges
             if not succeeded:

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import httpx
@@ -11,7 +11,7 @@ import httpx
 MAX_REPLY_BYTES = 16 * 2**20
 MAX_INFO_BYTES = 2**20
 _CONNECT_SECONDS = 5.0
-_FINAL_STATUSES = frozenset({400, 401, 403, 404, 405, 411, 413, 414, 415, 422, 431})
+_FINAL_STATUSES = frozenset({400, 401, 403, 404, 405, 411, 413, 414, 415, 421, 422, 431})
 
 
 @dataclass(slots=True, eq=False)
@@ -20,7 +20,7 @@ class RequestFault(Exception):
 
     ``kind``: a short code. ``final``: a retry cannot help. ``tried``: the server may have worked on it, so it counts as an attempt.
     ``blames_server``: it counts against the server's circuit breaker. ``retry_after``: seconds for which the server asked to be
-    left alone.
+    left alone. ``slow``: the request took the whole time that it was given, so the server is excluded at once.
     """
 
     kind: str
@@ -28,8 +28,10 @@ class RequestFault(Exception):
     tried: bool = True
     blames_server: bool = True
     retry_after: float = 0.0
+    slow: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.slow = self.kind in ("timeout", "deadline")
         Exception.__init__(self, self.kind)
 
 

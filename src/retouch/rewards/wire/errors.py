@@ -7,6 +7,9 @@ other callers.
 from typing import Literal, TypeAlias, get_args
 
 ErrorCode: TypeAlias = Literal[
+    "bad_request",
+    "headers_too_large",
+    "wrong_host",
     "bad_body",
     "bad_batch",
     "unsupported",
@@ -20,6 +23,7 @@ ErrorCode: TypeAlias = Literal[
     "not_configured",
     "busy",
     "draining",
+    "stalled",
     "deadline",
     "internal",
     "bad_picture",
@@ -28,12 +32,15 @@ ErrorCode: TypeAlias = Literal[
 ]
 
 ERRORS: dict[ErrorCode, tuple[int, str]] = {
+    "bad_request": (400, "this is not a valid HTTP request"),
+    "headers_too_large": (431, "the headers are larger, or more, than this server accepts"),
+    "wrong_host": (421, "this server answers only to its own addresses; name others with --allow-host"),
     "bad_body": (400, "the body is not what its content type says"),
     "bad_batch": (422, "the batch does not follow the schema in /openapi.json"),
     "unsupported": (415, "send multipart/form-data, application/msgpack or application/json, without a content encoding"),
     "too_large": (413, "the body is larger than /v1/info allows; send fewer or smaller images per request"),
     "too_many": (413, "more items or images than /v1/info allows; send fewer per request"),
-    "too_slow": (408, "the body did not arrive in time; send it again"),
+    "too_slow": (408, "the request did not arrive in time; send it again"),
     "unauthorized": (401, "this server needs its token: Authorization: Bearer TOKEN"),
     "not_found": (404, "no such page; see /openapi.json"),
     "bad_method": (405, "this page takes another method; see /openapi.json"),
@@ -41,6 +48,7 @@ ERRORS: dict[ErrorCode, tuple[int, str]] = {
     "not_configured": (404, "/score is not configured: start the server with --vlm COLUMN"),
     "busy": (429, "the queue is full; try again after Retry-After seconds"),
     "draining": (503, "this server is shutting down; use another one"),
+    "stalled": (503, "the reward has not answered within a request's deadline; use another server"),
     "deadline": (504, "the deadline passed before the scores were ready"),
     "internal": (500, "the server failed; see its log under this request id"),
     "bad_picture": (

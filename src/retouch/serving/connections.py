@@ -1,0 +1,202 @@
+"""Connections with limits that hold before a request is authenticated: time, size and number of headers, and open connections.
+
+uvicorn has no limit on any of them. ``BoundedProtocol`` adds them to its httptools protocol, ``Connections`` counts.
+"""
+
+import asyncio
+import functools
+import json
+import resource
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from retouch.rewards.wire.errors import ERRORS, ErrorCode
+from retouch.serving.limits import Limits
+
+BACKLOG = 128
+_RESERVE = 64 + 2 * BACKLOG  # file descriptors for logs, models and connections that are accepted but not counted yet
+_MOST_DESCRIPTORS = 65536
+_LINGER_SECONDS = 10.0  # for which a body that nobody reads is discarded, so that its sender can read the reply
+_WRITE_SECONDS = 30.0  # for a client to read the rest of its reply
+_FRAMING = 8  # bytes that the framing of a body may take for each of its bytes: chunks of one byte take five
+
+
+def bounded_config(app: Any, limits: Limits, **options: Any) -> uvicorn.Config:
+    """uvicorn's configuration of a server whose connections keep the limits. ``options``: further ones of ``uvicorn.Config``."""
+    connections = Connections(min(limits.max_connections, _free_descriptors()))
+    protocol: Any = functools.partial(BoundedProtocol, limits=limits, connections=connections)
+    fixed: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False, "proxy_headers": False, "ws": "none"}
+    return uvicorn.Config(app, http=protocol, backlog=BACKLOG, **fixed, **options)
+
+
+class Connections:
+    """The open connections, at most ``most``. A new one replaces the oldest that is still waiting for a request."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._open: set[BoundedProtocol] = set()
+        self._waiting: dict[BoundedProtocol, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def opened(self, connection: "BoundedProtocol") -> bool:
+        """Count a new connection. False: there is no place, because all connections have a request in progress."""
+        if len(self._open) >= self.most:
+            oldest = next(iter(self._waiting), None)
+            if oldest is None:
+                return False
+            self.closed(oldest)
+            oldest.transport.abort()
+        self._open.add(connection)
+        self.waits(connection, waiting=True)
+        return True
+
+    def waits(self, connection: "BoundedProtocol", *, waiting: bool) -> None:
+        """Record whether the connection waits for a request, and so may be replaced."""
+        self._waiting.pop(connection, None)
+        if waiting and connection in self._open:
+            self._waiting[connection] = None
+
+    def closed(self, connection: "BoundedProtocol") -> None:
+        """The connection is closed."""
+        self._open.discard(connection)
+        self._waiting.pop(connection, None)
+
+
+class _Refused(Exception):
+    """Raised in a callback of the parser, which reports it as an invalid request."""
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, with limits.
+
+    The headers of a request arrive within ``header_seconds`` of the connection or of their first byte, and have at most
+    ``max_headers`` lines and ``max_header_bytes`` bytes. A request that breaks a limit gets a reply of a fixed text, and the
+    connection is closed. A body that goes on after the reply is discarded for 10 s.
+    """
+
+    def __init__(self, *arguments: Any, limits: Limits, connections: Connections, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._limits, self._counted = limits, connections
+        self._deadline: asyncio.TimerHandle | None = None
+        self._refusal: ErrorCode = "bad_request"
+        self._header_lines = self._header_bytes = 0
+        self._overhead = self._body_bytes = 0  # of the current request: bytes that are not body, and body
+        self._expecting = self._in_request = self._receiving = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self._counted.opened(self):
+            self._expect_headers()
+        else:
+            self._refuse("busy")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_by(None)
+        self._counted.closed(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if not self._in_request and not self._expecting:
+            self._expect_headers()
+        self._overhead += len(data)
+        super().data_received(data)
+        if self._overhead > self._limits.max_header_bytes + _FRAMING * self._body_bytes and not self.transport.is_closing():
+            self._refuse("headers_too_large")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._header_lines = self._header_bytes = 0
+        self._receiving = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._header_lines += 1
+        self._header_bytes += len(name) + len(value)
+        if self._header_lines > self._limits.max_headers or self._header_bytes > self._limits.max_header_bytes:
+            self._refusal = "headers_too_large"
+            raise _Refused
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._end_by(None)
+        self._in_request, self._expecting = True, False
+        self._counted.waits(self, waiting=False)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._overhead -= len(body)
+        self._body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._receiving = False
+        self._overhead = self._body_bytes = 0
+        if self.cycle.response_complete and not self.pipeline:
+            self._idle()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._end_by(_WRITE_SECONDS)
+        elif self._receiving:
+            self._counted.waits(self, waiting=True)
+            self._end_by(_LINGER_SECONDS)
+        elif self.cycle.response_complete:
+            self._idle()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._end_by(_WRITE_SECONDS)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(self._refusal)
+
+    def _idle(self) -> None:
+        """The request is answered and its body is complete; uvicorn closes the connection if no other request follows."""
+        self._in_request = False
+        # In addition to uvicorn's own timer, which is cancelled by the end of a body that arrives after the reply.
+        self._end_by(self.timeout_keep_alive + _WRITE_SECONDS)
+        self._counted.waits(self, waiting=True)
+
+    def _expect_headers(self) -> None:
+        self._end_by(None)
+        self._expecting = True
+        self._deadline = self.loop.call_later(self._limits.header_seconds, self._refuse, "too_slow")
+
+    def _refuse(self, code: ErrorCode) -> None:
+        """Reply with the error and close the connection; without a reply if one is already being sent."""
+        if self.transport.is_closing():
+            return
+        if not self._in_request or not self.cycle.response_started:
+            status, text = ERRORS[code]
+            body = json.dumps({"error": {"code": code, "message": text}}).encode()
+            head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            self.transport.write(STATUS_LINE[status] + head.encode() + body)
+        self.transport.close()
+        self._end_by(_WRITE_SECONDS)
+
+    def _end_by(self, seconds: float | None) -> None:
+        """Abort the connection in ``seconds``, instead of any earlier deadline; None: there is none."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
+
+
+def _free_descriptors() -> int:
+    """How many connections this process can open, after raising its limit of file descriptors as far as is allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    if soft == resource.RLIM_INFINITY:
+        return _MOST_DESCRIPTORS
+    own = Path("/proc/self/fd")
+    return max(1, soft - _RESERVE - (len(list(own.iterdir())) if own.is_dir() else 64))

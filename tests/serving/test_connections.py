@@ -1,0 +1,397 @@
+"""What strangers can do before they say who they are: connections, headers, Host names, logs, and memory for images."""
+
+import io
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from PIL import Image
+
+from live_server import LIMITS, Live, body_of, host, live, samples_of
+from retouch.rewards.wire.bodies import encode_body
+from retouch.rewards.wire.errors import RequestError
+from retouch.serving.connections import Connections
+from retouch.serving.limits import Limits
+from retouch.serving.log_rate import BoundedRate
+from retouch.serving.memory import MemoryBudget
+from served_rewards import Digest, Gated
+
+TIGHT = Limits(window=0.0, max_connections=20, header_seconds=0.5, body_seconds=1.0)
+
+
+@pytest.fixture(scope="module")
+def tight() -> Iterator[Live]:
+    with live(host(Digest()), limits=TIGHT) as server:
+        yield server
+
+
+def connect(server: Live) -> socket.socket:
+    address = urlsplit(server.url)
+    return socket.create_connection((address.hostname, address.port), timeout=20)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Everything until the server closes the connection, or resets it."""
+    came = b""
+    try:
+        while part := connection.recv(65536):
+            came += part
+    except ConnectionError:
+        pass
+    return came
+
+
+def status(reply: bytes) -> int:
+    return int(reply.split(b" ", 2)[1]) if reply else 0
+
+
+def answers(server: Live, within: float = 5.0) -> bool:
+    """Whether a client gets a page, over a connection of its own."""
+    return httpx.get(f"{server.url}/livez", timeout=within).status_code == 200
+
+
+@pytest.mark.parametrize("start", [b"", b"G", b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Slow: ", b"POST /v1/score HTTP/1.1\r\n"])
+def test_headers_that_do_not_arrive_end_the_connection(tight: Live, start: bytes) -> None:
+    with connect(tight) as connection:
+        connection.sendall(start)
+        began = time.monotonic()
+        reply = read_all(connection)
+        assert status(reply) == 408
+        assert time.monotonic() - began < 10
+
+
+def test_headers_that_drip_have_no_more_time(tight: Live) -> None:
+    with connect(tight) as connection:
+        stop = threading.Event()
+
+        def drip() -> None:
+            for byte in b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 1000:
+                try:
+                    connection.sendall(bytes([byte]))
+                except OSError:
+                    return
+                if stop.wait(0.02):
+                    return
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        try:
+            assert status(read_all(connection)) in (0, 408)  # 0: reset, since it went on writing
+        finally:
+            stop.set()
+            thread.join()
+
+
+def test_a_second_request_has_as_much_time_as_the_first(tight: Live) -> None:
+    with connect(tight) as connection:
+        connection.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"GET /livez HTTP/1.1\r\nHo")
+        assert status(read_all(connection)) == 408
+
+
+def test_many_slow_connections_do_not_make_it_deaf(tight: Live) -> None:
+    """Ten times as many as it has places; those who send a request get through."""
+    with ExitStack() as stack:
+        for _ in range(10 * TIGHT.max_connections):
+            stack.enter_context(connect(tight)).sendall(b"GET / HTTP/1.1\r\nX-Slow: ")
+        assert all(answers(tight) for _ in range(5))
+
+
+def test_a_connection_with_a_request_in_progress_is_not_replaced(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    body, kind = body_of(samples_of(1))
+    with live(host(Gated(str(gate))), limits=TIGHT) as server, ThreadPoolExecutor() as pool, ExitStack() as stack:
+        first = pool.submit(httpx.post, f"{server.url}/v1/score", content=body, headers=kind, timeout=60)
+        while server.service.idle:
+            time.sleep(0.01)
+        for _ in range(3 * TIGHT.max_connections):
+            stack.enter_context(connect(server)).sendall(b"G")
+        assert answers(server)
+        gate.touch()
+        assert first.result().status_code == 200
+
+
+def test_without_a_place_left_a_connection_is_refused() -> None:
+    class Open:
+        def __init__(self) -> None:
+            self.transport = self
+            self.aborted = False
+
+        def abort(self) -> None:
+            self.aborted = True
+
+    counted = Connections(2)
+    first, second, third = Open(), Open(), Open()
+    assert counted.opened(first)
+    assert counted.opened(second)
+    counted.waits(first, waiting=False)
+    assert counted.opened(third)  # in the place of the second, which waits
+    assert (first.aborted, second.aborted, third.aborted) == (False, True, False)
+    counted.waits(third, waiting=False)
+    assert not counted.opened(Open())
+    counted.closed(first)
+    assert counted.opened(Open())
+    assert len(counted) == 2
+
+
+LONG = b"a" * 1000
+HEADERS: dict[str, Sequence[bytes]] = {
+    "one header of 200 MB": [b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: ", *[LONG * 1000] * 200],
+    "a name of 1 MB": [b"GET /livez HTTP/1.1\r\nHost: localhost\r\n", LONG * 1000],
+    "200 headers": [b"GET /livez HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 200 + b"\r\n"],
+    "a million headers": [b"GET /livez HTTP/1.1\r\nHost: localhost\r\n", *[b"X: y\r\n" * 1000] * 1000],
+    "a path of 1 MB": [b"GET /" + LONG * 1000],
+    "headers of 80 kB": [b"GET /livez HTTP/1.1\r\nHost: localhost\r\n" + b"X: " + LONG * 80 + b"\r\n\r\n"],
+    "folded headers": [b"GET /livez HTTP/1.1\r\nHost: localhost\r\nX: y\r\n" + b" z\r\n" * 50_000],
+    "200 trailers": [
+        b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n"
+        + b"T: y\r\n" * 200
+        + b"\r\n"
+    ],
+    "extensions of chunks": [
+        b"POST /v1/score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n",
+        *[b"1;" + LONG + b"\r\nx\r\n"] * 1000,
+    ],
+    "a method of 1 MB": [LONG * 1000],
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_headers_without_end_are_refused_early(tight: Live, name: str) -> None:
+    sent = 0
+    with connect(tight) as connection:
+        try:
+            for part in HEADERS[name]:
+                connection.sendall(part)
+                sent += len(part)
+        except OSError:
+            pass
+        reply = read_all(connection)
+    assert status(reply) in (0, 400, 404, 431)  # 0: reset, since it went on writing
+    assert sent < 20e6
+    assert answers(tight)
+
+
+def test_a_body_that_goes_on_after_the_reply_is_given_up(tight: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retouch.serving.connections._LINGER_SECONDS", 0.5)
+    with connect(tight) as connection:
+        connection.sendall(b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 404")
+        began = time.monotonic()
+
+        def send_on() -> None:
+            while time.monotonic() < began + 20:
+                connection.sendall(bytes(1000))
+                time.sleep(0.01)
+
+        with pytest.raises(OSError):  # noqa: PT011  (a reset or a broken pipe)
+            send_on()
+        assert time.monotonic() - began < 10
+
+
+def test_a_connection_is_used_again_after_a_body_that_was_not_wanted(tight: Live) -> None:
+    with httpx.Client(base_url=tight.url, trust_env=False) as client:
+        for _ in range(3):
+            assert client.post("/nowhere", content=bytes(2**20)).status_code == 404
+            assert client.get("/livez").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        "Host: evil.example",
+        "Host: evil.example:8700",
+        "Host: localhost.evil.example",
+        "Host: 127.0.0.1.evil.example",
+        "Host: 10.0.0.1",
+        "Host: [::2]",
+        "Host: ",
+        "Host: localhost\r\nHost: evil.example",
+        "Host: localhost\r\nOrigin: http://evil.example",
+        "Host: localhost\r\nOrigin: null",
+        "Host: localhost\r\nOrigin: http://localhost\r\nOrigin: http://evil.example",
+        "Host: [",
+    ],
+)
+def test_another_host_is_no_way_in_without_a_token(tight: Live, headers: str) -> None:
+    for line in ("GET /v1/info HTTP/1.1", "POST /v1/score HTTP/1.1", "GET /metrics HTTP/1.1", "GET /docs HTTP/1.1"):
+        with connect(tight) as connection:
+            connection.sendall(f"{line}\r\n{headers}\r\nConnection: close\r\n\r\n".encode())
+            assert status(read_all(connection)) in (400, 421)
+
+
+@pytest.mark.parametrize("host_name", ["localhost", "127.0.0.1", "127.0.0.1:8700", "[::1]:8700", "LOCALHOST:1", "127.3.2.1"])
+def test_its_own_names_are(tight: Live, host_name: str) -> None:
+    assert httpx.get(f"{tight.url}/v1/info", headers={"Host": host_name}).status_code == 200
+    assert httpx.get(f"{tight.url}/v1/info", headers={"Host": host_name, "Origin": f"http://{host_name}"}).status_code == 200
+
+
+def test_with_a_token_any_name_will_do() -> None:
+    with live(host(Digest()), token="t" * 20) as server:
+        for headers, expected in (({}, 401), ({"Authorization": f"Bearer {'t' * 20}"}, 200)):
+            assert httpx.get(f"{server.url}/v1/info", headers={"Host": "judge.example", **headers}).status_code == expected
+
+
+def test_a_server_with_few_file_descriptors_keeps_some() -> None:
+    code = (
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))\n"
+        "from retouch.serving.connections import _free_descriptors\n"
+        "print(_free_descriptors())"
+    )
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ})
+    assert 50 < int(made.stdout) < 512 - 300
+
+
+def test_a_log_is_written_at_a_bounded_rate() -> None:
+    clock = [0.0]
+    lines = io.StringIO()
+    handler = logging.StreamHandler(lines)
+    handler.addFilter(BoundedRate(burst=5, per_minute=60, clock=lambda: clock[0]))
+    log = logging.Logger("stranger")
+    log.addHandler(handler)
+    for k in range(10_000):
+        log.warning("bad request %d %s", k, "x" * 100_000)
+    log.warning("something else")
+    assert len(lines.getvalue().splitlines()) == 6
+    assert len(lines.getvalue()) < 6 * 5000
+    clock[0] = 1.0
+    log.warning("bad request %d %s", 0, "y")
+    assert "y (and 9995 more since the last line of this kind)" in lines.getvalue()
+    for k in range(10_000):
+        log.warning(f"of many kinds {k}")
+    try:
+        raise ValueError("x" * 100_000)
+    except ValueError:
+        clock[0] = 1000.0
+        log.exception("with a traceback")
+    assert len(lines.getvalue()) < 200_000
+
+
+# Memory
+
+
+def flat_image(side: int) -> bytes:
+    """A WebP of one colour: a few kB whose pixels are many MB."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (side, side)).save(buffer, "WEBP", lossless=True)
+    return buffer.getvalue()
+
+
+def request_of(images: int, blob: bytes) -> tuple[bytes, dict[str, str]]:
+    document = {
+        "version": 1,
+        "tasks": [{"id": "a", "instruction": "b"}],
+        "items": [{"id": str(k), "task": 0, "picture": k} for k in range(images)],
+        "pictures": [{"form": "encoded"}] * images,
+    }
+    body, kind = encode_body(json.dumps(document).encode(), [blob] * images, "multipart")
+    return body, {"Content-Type": kind}
+
+
+def resident() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
+def test_images_of_all_requests_together_take_a_bounded_amount_of_memory(tmp_path: Path) -> None:
+    """20 requests of some kB that decode to 1.3 GB: those for which there is no room are put off, and memory goes back."""
+    gate = tmp_path / "gate"
+    body, kind = request_of(4, flat_image(2048))
+    assert len(body) < 20_000
+    limits = Limits(window=0.0, max_pixels=2**22, max_total_pixels=2**24, max_body_bytes=2**20, max_memory_bytes=200 * 2**20)
+    with live(host(Gated(str(gate))), limits=limits) as server, ThreadPoolExecutor(20) as pool:
+
+        def send() -> httpx.Response:
+            return httpx.post(f"{server.url}/v1/score", content=body, headers=kind, timeout=120)
+
+        def settled() -> float:
+            """Resident bytes once nothing is held."""
+            end = time.monotonic() + 60
+            while server.service.memory.held:
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            time.sleep(1.5)  # in which freed memory goes back
+            return resident()
+
+        gate.touch()
+        for reply in [pool.submit(send) for _ in range(20)]:  # what the first use of everything takes
+            reply.result()
+        before = settled()
+        gate.unlink()
+        replies, most = [pool.submit(send) for _ in range(20)], 0.0
+        while sum(reply.done() for reply in replies) < 17:  # the others wait for the gate
+            most = max(most, resident() - before)
+            time.sleep(0.01)
+        assert 0 < server.service.memory.held <= 200 * 2**20
+        gate.touch()
+        statuses = [reply.result().status_code for reply in replies]
+        assert set(statuses) == {200, 429}
+        assert most < 250e6
+        assert settled() - before < 50e6
+        assert send().status_code == 200
+
+
+def test_a_budget_of_memory_counts_from_any_thread_and_gives_back() -> None:
+    budget = MemoryBudget(100)
+    budget.hold(60)
+    with pytest.raises(RequestError), budget.holding(50):
+        raise AssertionError
+    with budget.holding(40):
+        assert budget.held == 100
+    image = Image.new("L", (1, 1))
+    budget.release_with(image, 60)
+    assert budget.held == 60
+    del image
+    assert budget.held == 0
+
+    def work() -> None:
+        for _ in range(1000):
+            with budget.holding(10):
+                pass
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert budget.held == 0
+
+
+def test_bodies_count_too() -> None:
+    limits = Limits(
+        window=0.0, max_pixels=2**10, max_total_pixels=2**10, max_body_bytes=2**20, max_memory_bytes=5 * 2**20, body_seconds=5.0
+    )
+    with live(host(Digest()), limits=limits) as server, ExitStack() as stack:
+        for _ in range(8):
+            slow = stack.enter_context(connect(server))
+            head = f"POST /v1/score HTTP/1.1\r\nHost: localhost\r\nContent-Type: x/y\r\nContent-Length: {2**20}\r\n\r\n"
+            slow.sendall(head.encode() + bytes(2**20 - 1))
+        until = time.monotonic() + 5
+        while server.service.memory.held < 4 * 2**20 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert 4 * 2**20 <= server.service.memory.held <= 5 * 2**20
+        body, kind = body_of(samples_of(1))
+        while httpx.post(f"{server.url}/v1/score", content=body, headers=kind).status_code == 429:
+            assert time.monotonic() < until + 30  # until the slow bodies have used up their time
+            time.sleep(0.1)
+    assert server.service.memory.held == 0
+
+
+def test_a_memory_too_small_for_one_request_is_refused() -> None:
+    with pytest.raises(ValueError, match="less than one request may take"):
+        Limits(max_memory_bytes=2**20)
+    assert LIMITS.max_memory_bytes == 2**30
