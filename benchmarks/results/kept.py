@@ -26,10 +26,20 @@ WEIGHTS = SOURCE / "retouch" / "playground" / "weights"
 SHIPPED = {
     "playground": "editor",
     "playground-writer": "writer",
-    "playground-painter": "painter",
+    "playground-text-to-image": "painter",
     "playground-enhancer": "enhancer",
     "playground-words": "words",
 }
+# Keys (by the kind of their section, or "" for any) and kinds that have been renamed since runs were kept.
+FORMER_NAMES = {
+    ("playground", "impossible"): "vain",
+    ("playground-indirect", "incomplete"): "lazy",
+    ("playground-paintings", "incomplete"): "lazy",
+    ("playground-words", "wrong_letters"): "slips",
+    ("playground-words", "style_from_reference"): "apart",
+    ("", "ignore_completions"): "blind",
+}
+FORMER_KINDS = {"playground-text-to-image": "playground-painter"}
 # The modules whose results reach the numbers of a run. How a run is assembled and recorded changes none of them.
 DENOISING = (
     "retouch.training.loop",
@@ -128,13 +138,20 @@ def write(entry: Entry, known: dict) -> None:
 def settings_digest(entry: Entry) -> str:
     """SHA-256 of what the recipe's file sets, and of the shipped weights that the run reads.
 
-    Defaults are not in it, so a new key in the schema leaves kept runs valid. `code_digest` notices a default that changed.
-    """
-    whole = hashlib.sha256(_text(evaluate(ROOT / entry.recipe)))
+    Defaults are not in it, so a new key in the schema leaves kept runs valid. `code_digest` notices a default that changed. Keys
+    and kinds that were renamed have their former names, so that a new name leaves kept runs valid too."""
+    whole = hashlib.sha256(_text(_with_former_names(evaluate(ROOT / entry.recipe))))
     recipe = load(ROOT / entry.recipe)
     for file in sorted(file for name in _used_weights(recipe) for file in (WEIGHTS / name).rglob("*.safetensors")):
         whole.update(file.relative_to(SOURCE).as_posix().encode() + hashlib.sha256(file.read_bytes()).digest())
     return whole.hexdigest()[:16]
+
+
+def _with_former_names(node: Any) -> Any:
+    if isinstance(node, dict):
+        named = {FORMER_NAMES.get((node.get("kind"), key), FORMER_NAMES.get(("", key), key)): inner for key, inner in node.items()}
+        return {key: _with_former_names(FORMER_KINDS.get(inner, inner) if key == "kind" else inner) for key, inner in named.items()}
+    return [_with_former_names(entry) for entry in node] if isinstance(node, list) else node
 
 
 def code_digest(entry: Entry) -> str:

@@ -16,7 +16,7 @@ local judge(where) = ip_adapter.two_weights({ kind: 'ocr', where: where }, looks
 // the OCR uses.
 local signs = {
   encoder: 'playground',
-  tasks: { kind: 'playground-words', count: 100000, slips: 0.5, apart: true },
+  tasks: { kind: 'playground-words', count: 100000, wrong_letters: 0.5, style_from_reference: true },
   judge: ip_adapter.two_weights(
     { kind: 'ocr', where: 'box', line_width: 160 }, { kind: 'playground-signs' }, 'style', name='signs'
   ),

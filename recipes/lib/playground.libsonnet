@@ -1,22 +1,22 @@
 // The playground: its editor and its text-to-image model, their tasks and exact judges.
 {
   model: { kind: 'playground' },
-  tasks(complexity, count=20000, seed=0, filler=0.5, vain=0):: {
+  tasks(complexity, count=20000, seed=0, filler=0.5, impossible=0):: {
     kind: 'playground',
     complexity: complexity,
     count: count,
     seed: seed,
     filler: filler,
-    vain: vain,
+    impossible: impossible,
   },
-  indirect(complexity, lazy=0):: { kind: 'playground-indirect', complexity: complexity, count: 100000, lazy: lazy },
+  indirect(complexity, incomplete=0):: { kind: 'playground-indirect', complexity: complexity, count: 100000, incomplete: incomplete },
   judge: { kind: 'playground', combine: { overall: 1 } },
-  painter: { kind: 'playground-painter' },
-  paintings(complexity, count=100000, lazy=0):: {
+  text_to_image: { kind: 'playground-text-to-image' },
+  paintings(complexity, count=100000, incomplete=0):: {
     kind: 'playground-paintings',
     complexity: complexity,
     count: count,
-    lazy: lazy,
+    incomplete: incomplete,
   },
   painting_judge: { kind: 'playground-paintings', combine: { overall: 1 } },
 }

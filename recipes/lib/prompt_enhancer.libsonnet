@@ -24,7 +24,7 @@
     },
     renderer: {
       kind: 'prompt',
-      model: world.painter,
+      model: world.text_to_image,
       num_steps: sizes.num_steps,
       guidance_scale: sizes.guidance_scale,
       batch: sizes.batch,

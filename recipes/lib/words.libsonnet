@@ -2,7 +2,7 @@
 local sampling = import 'sampling.libsonnet';
 
 {
-  tasks(slips=0):: { kind: 'playground-words', count: 100000, slips: slips },
+  tasks(wrong_letters=0):: { kind: 'playground-words', count: 100000, wrong_letters: wrong_letters },
   base(name):: {
     name: name,
     steps: 40,

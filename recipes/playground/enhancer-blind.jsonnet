@@ -4,5 +4,5 @@
 //   retouch train recipes/playground/enhancer-blind.jsonnet
 (import '../sd3/prompt-enhancer-playground.jsonnet') {
   name: 'enhancer-blind',
-  renderer+: { blind: true },
+  renderer+: { ignore_completions: true },
 }

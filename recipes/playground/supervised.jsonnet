@@ -7,6 +7,6 @@ quickstart {
   name: 'playground-supervised',
   tasks_per_step: quickstart.tasks_per_step * quickstart.group_size,
   group_size: 1,
-  data: playground.tasks(complexity=[1], count=200000, vain=0.6),
+  data: playground.tasks(complexity=[1], count=200000, impossible=0.6),
   objective: { kind: 'supervised', sigma_sampling: 'uniform', shift: 3 },
 }

@@ -6,6 +6,6 @@ words.base('words-supervised') {
   steps: 100,
   tasks_per_step: super.tasks_per_step * super.group_size,
   group_size: 1,
-  data: words.tasks(slips=0.5),
+  data: words.tasks(wrong_letters=0.5),
   objective: { kind: 'supervised', sigma_sampling: 'uniform', shift: 3 },
 }

@@ -4,5 +4,5 @@
 //   retouch train recipes/playground/writer-blind.jsonnet
 (import '../qwen-image-edit/writer-grpo-frozen-playground.jsonnet') {
   name: 'writer-blind',
-  renderer+: { blind: true },
+  renderer+: { ignore_completions: true },
 }

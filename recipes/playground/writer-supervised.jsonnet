@@ -7,6 +7,6 @@ local playground = import '../lib/playground.libsonnet';
   name: 'writer-supervised',
   tasks_per_step: 64,
   group_size: 1,
-  data: playground.indirect({ '1': 2, '2': 1, '3': 1 }, lazy=0.85),
+  data: playground.indirect({ '1': 2, '2': 1, '3': 1 }, incomplete=0.85),
   objective: { kind: 'sft' },
 }

@@ -7,7 +7,7 @@ local sd3 = import '../lib/sd3.libsonnet';
 
 sd3.flow_grpo(
   world={
-    model: playground.painter,
+    model: playground.text_to_image,
     tasks: playground.paintings([2, 3, 4]),
     judge: playground.painting_judge,
   },

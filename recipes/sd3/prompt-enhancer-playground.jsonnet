@@ -8,7 +8,7 @@ local enhancer = import '../lib/prompt_enhancer.libsonnet';
 enhancer.grpo(
   world={
     writer: { kind: 'playground-enhancer' },
-    painter: playground.painter,
+    text_to_image: playground.text_to_image,
     tasks: playground.paintings([1, 2, 3, 4]),
     judge: playground.painting_judge,
   },

@@ -27,7 +27,7 @@ local enhancer = import '../lib/prompt_enhancer.libsonnet';
 enhancer.grpo(
   world={
     writer: { kind: 'qwen-vl', path: 'Qwen/Qwen2-VL-7B-Instruct', dtype: 'bfloat16' },
-    painter: {
+    text_to_image: {
       kind: 'sd3',
       path: 'stabilityai/stable-diffusion-3-medium-diffusers',
       size: [1024, 1024],

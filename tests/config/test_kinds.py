@@ -14,6 +14,7 @@ from retouch.config.errors import unknown_keys, wrong_values
 from retouch.config.kinds import Imported, Kinds
 from retouch.config.schema import alternatives, annotation_of, keys_of
 from retouch.config.section import Count, Section
+from retouch.recipe.recipe import load
 
 
 class Shape(Section):
@@ -109,6 +110,35 @@ def test_an_installed_package_adds_a_kind_of_its_own(monkeypatch: pytest.MonkeyP
     assert list(SHAPES) == ["circle", "disc", "square", "import"]
     with pytest.raises(ValueError, match=r"shape\.side: missing"):
         read({"shape": {"kind": "square"}})
+
+
+def test_a_former_kind_and_a_former_key_are_errors_that_name_the_present_ones() -> None:
+    kinds = Kinds("shape", {"circle": f"{__name__}:Circle"}, renamed={"ring": "circle"})
+
+    class Picture(Section):
+        renamed_keys = {"form": "shape"}  # noqa: RUF012
+        shape: Annotated[Shape, kinds]
+
+    with pytest.raises(ValidationError, match="'ring' is now called 'circle'"):
+        Picture.model_validate({"shape": {"kind": "ring"}})
+    document = {"form": {}, "shape": {"kind": "circle", "radius": 1}}
+    assert unknown_keys(document, Picture) == ["form: unknown key; it is now called shape"]
+
+
+@pytest.mark.parametrize(
+    ("change", "present"),
+    [
+        ("data.vain=0.5", "data.impossible"),
+        ('data={"kind":"playground-indirect","complexity":[1],"count":8,"lazy":0.5}', "data.incomplete"),
+        ('data={"kind":"playground-paintings","complexity":[1],"count":8,"lazy":0.5}', "data.incomplete"),
+        ('data={"kind":"playground-words","count":8,"slips":0.5}', "data.wrong_letters"),
+        ('data={"kind":"playground-words","count":8,"apart":true}', "data.style_from_reference"),
+        ("policy.model.kind=playground-painter", "'playground-text-to-image'"),
+    ],
+)
+def test_renamed_keys_and_kinds_of_recipes(change: str, present: str) -> None:
+    with pytest.raises(ValueError, match=f"now called {present}"):
+        load("recipes/quickstart.jsonnet", [change])
 
 
 def test_the_schema_knows_every_alternative() -> None:

@@ -39,7 +39,7 @@ REFERENCES = (
     Mutant(
         "apart from its style, the empty sign still has the paper that is asked for",
         "playground/world/words.py",
-        'write(source, box, "", hung)',
+        'write(source, box, "", source_style)',
         'write(source, box, "", style)',
         f"{WORDS}::test_apart_changes_the_pictures_signs_and_nothing_else",
     ),

@@ -37,24 +37,24 @@ def test_a_step_is_taken_and_read(name, tmp_path):
 
 def test_words_that_judge_are_right_and_never_trained_on():
     recipe = load("recipes/playground/words-supervised.jsonnet")
-    assert recipe.data.slips == 0.5
+    assert recipe.data.wrong_letters == 0.5
     sets = build_sets(recipe, recipe.data, size=None)
     assert not {task.text for task in sets.train[:200]} & {task.text for task in sets.heldout}
-    assert recipe.eval_data().slips == 0
+    assert recipe.eval_data().wrong_letters == 0
 
 
 def test_words_apart_from_their_style_are_judged_so_too():
     plain = load("recipes/playground/words-supervised.jsonnet")
-    assert "apart" not in plain.document()["data"]
-    recipe = load("recipes/playground/words-supervised.jsonnet", ["data.apart=true"])
-    assert recipe.document()["data"]["apart"] is True
+    assert "style_from_reference" not in plain.document()["data"]
+    recipe = load("recipes/playground/words-supervised.jsonnet", ["data.style_from_reference=true"])
+    assert recipe.document()["data"]["style_from_reference"] is True
     sets = build_sets(recipe, recipe.data, size=None)
     for task in (sets.train[0], sets.heldout[0]):
         assert task.images[0].getpixel(task.mask.getbbox()[:2]) not in {colour for _, colour in task.reference.getcolors()}
 
 
-def test_the_painter_of_words_needs_a_sign():
+def test_the_model_of_words_needs_a_sign():
     with pytest.raises(ValueError, match="playground has no masks, and playground-words takes one image and a mask"):
         load("recipes/quickstart.jsonnet", ["policy.model.kind=playground-words"])
-    with pytest.raises(ValueError, match="playground-words has source images, which playground-painter does not take"):
-        load("recipes/playground/words-grpo.jsonnet", ["policy.model.kind=playground-painter"])
+    with pytest.raises(ValueError, match="playground-words has source images, which playground-text-to-image does not take"):
+        load("recipes/playground/words-grpo.jsonnet", ["policy.model.kind=playground-text-to-image"])

@@ -16,7 +16,9 @@ from retouch.records.files import read_json
 TINY = {
     "autoencoder": AutoencoderTraining(steps=3, decoder_steps=2, batch=8),
     "editor": EditorTraining(
-        rounds=(EditorRound(steps=2, learning_rate=2e-3), EditorRound(steps=1, learning_rate=1e-3, vain=0.5)), batch=8, warmup=1
+        rounds=(EditorRound(steps=2, learning_rate=2e-3), EditorRound(steps=1, learning_rate=1e-3, impossible=0.5)),
+        batch=8,
+        warmup=1,
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Building the painter of words: the same bits from the same seed, in the layout that diffusers loads."""
+"""Building the model that renders words: the same bits from the same seed, in the layout that diffusers loads."""
 
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from small_builds import three
 
 TINY = {
     "autoencoder": WordAutoencoderTraining(steps=2, batch=2),
-    "words": WordTraining(rounds=(WordRound(steps=2, learning_rate=1e-3, slips=0.4),), batch=4, warmup=1),
+    "words": WordTraining(rounds=(WordRound(steps=2, learning_rate=1e-3, wrong_letters=0.4),), batch=4, warmup=1),
 }
 
 
@@ -63,7 +63,7 @@ def test_it_loads_as_any_fill_model(built: Path) -> None:
     assert model.decode(x, known)[0].size == (64, 32)
 
 
-def test_a_folder_without_a_painter_of_words_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_of_words_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="playground build --words"):
         PlaygroundWords(path=str(tmp_path)).build(device=torch.device("cpu"))
 

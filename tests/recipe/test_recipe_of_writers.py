@@ -31,7 +31,7 @@ PROMPT = {
 }
 PAINTED = {
     "policy__model": {"kind": "playground-enhancer"},
-    "renderer": {"kind": "prompt", "model": {"kind": "playground-painter"}, "num_steps": 6},
+    "renderer": {"kind": "prompt", "model": {"kind": "playground-text-to-image"}, "num_steps": 6},
     "data": {"kind": "playground-paintings", "complexity": [1, 2], "count": 100},
     "reward": {"kind": "playground-paintings", "combine": {"overall": 1}},
 }

@@ -17,7 +17,7 @@ from retouch.models.flux.model import Flux
 from retouch.models.flux.text import FluxText
 from retouch.models.qwen_image.model import QwenImage
 from retouch.models.sd3.model import SD3
-from retouch.playground.models import PlaygroundPainter
+from retouch.playground.models import PlaygroundTextToImage
 from retouch.protocols import Renderer
 from retouch.renderers.pipelines import PipelineTextToImage
 from retouch.renderers.prompts import PromptRenderer, PromptSampler, TextToImage
@@ -124,7 +124,7 @@ def kind(request):
 
 
 def config(**options):
-    return PromptRenderer(**{"model": PlaygroundPainter(), "num_steps": STEPS, "cut_off": "draw", **options})
+    return PromptRenderer(**{"model": PlaygroundTextToImage(), "num_steps": STEPS, "cut_off": "draw", **options})
 
 
 def renderer(model, guidance_scale=4.0, **options):

@@ -68,7 +68,7 @@ def whole(seed: int = 0) -> JanusForConditionalGeneration:
         return JanusForConditionalGeneration(config).eval()
 
 
-def painter(*, train: str = "lora", seed: int = 0, **options) -> JanusImageModel:
+def image_model(*, train: str = "lora", seed: int = 0, **options) -> JanusImageModel:
     """Trainable as a recipe would have it."""
     made = whole(seed).requires_grad_(False)
     module = JanusImageModules(made)

@@ -8,7 +8,7 @@ from retouch.cli.arguments import Commands, debug_option
 
 _BASES = {
     "writer": "build the writer for the existing editor, and not the editor",
-    "painter": "build the text-to-image model, which starts from the editor's weights, and its prompt enhancer",
+    "text-to-image": "build the text-to-image model, which starts from the editor's weights, and its prompt enhancer",
     "emu3": "build the editors that generate image tokens, and their autoencoder",
     "words": "build the text-to-image model that renders words, and its autoencoder",
 }
@@ -35,10 +35,10 @@ def _playground_build(arguments: argparse.Namespace) -> int:
             from retouch.pretraining.build_writer import build_writer
 
             build = build_writer
-        case "painter":
-            from retouch.pretraining.build_painter import build_painter
+        case "text-to-image":
+            from retouch.pretraining.build_text_to_image import build_text_to_image
 
-            build = build_painter
+            build = build_text_to_image
         case "emu3":
             from retouch.pretraining.build_emu3 import build_emu3
 

@@ -68,7 +68,10 @@ def _unknown_arguments(value: Mapping[str, Any], kinds: Kinds, root: type[Sectio
 
 
 def _hint(key: str, section: type[Section], root: type[Section], siblings: tuple[type[Section], ...], path: Path) -> str:
-    """The nearest key of the section, the kinds that have the key, and where else the key is known; else what is known here."""
+    """The present name of a renamed key; else the nearest key of the section, the kinds that have the key, and where else the key
+    is known; else what is known here."""
+    if key in section.renamed_keys:
+        return f"; it is now called {dotted((*path, section.renamed_keys[key]))}"
     if others := [kind for sibling in siblings if key in keys_of(sibling) for kind in _kinds(sibling)]:
         own = f"this is {' or '.join(map(repr, _kinds(section)))}" if _kinds(section) else "this has no kind"
         return f"; only {' or '.join(map(repr, others))} has it, and {own}"

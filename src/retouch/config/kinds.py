@@ -40,16 +40,25 @@ class Kinds:
 
     ``name``: what an alternative is called in messages and entry points ("objective"). ``table``: kind to ``module:Class``; several
     kinds may share a class. ``tag``: the key that holds the kind. ``named``: classes of this package that have no kind, but
-    that recipes may import by name.
+    that recipes may import by name. ``renamed``: former to present kinds; a former one is an error that states the present one.
 
     An imported class is validated like a built-in one: its fields are the keys of ``args``, unknown keys are errors. An entry
     ``import`` in the table is the section for imported classes that do not derive from the set's base; the keys that it shares with
     the base are given beside ``args`` for all imported classes.
     """
 
-    def __init__(self, name: str, table: Mapping[str, str], *, tag: str = "kind", named: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        table: Mapping[str, str],
+        *,
+        tag: str = "kind",
+        named: Collection[str] = (),
+        renamed: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         self.tag = tag
+        self.renamed = dict(renamed or {})
         self._table = dict(table)
         self._own = frozenset([*table.values(), *named])
 
@@ -125,6 +134,8 @@ class Kinds:
             raise PydanticCustomError("union_tag_not_found", "missing kind", discriminator)
         kind = value[self.tag]
         found = self.load(kind)
+        if found is None and kind in self.renamed:
+            raise PydanticCustomError("kind_value", "{message}", {"message": f"{kind!r} is now called {self.renamed[kind]!r}"})
         if found is None:
             expected = ", ".join(repr(known) for known in self)
             raise PydanticCustomError(

@@ -1,6 +1,7 @@
 """What every part of a recipe is: a frozen, typed record that knows each of its keys and takes no other."""
 
-from typing import Annotated, TypeAlias
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,8 +12,11 @@ UNTAGGED = "(no kind)"
 class Section(BaseModel):
     """Types are strict (``"3"`` is no number, 3.5 no count), numbers finite, unknown keys refused.
 
-    The text under a field is its documentation.
+    The text under a field is its documentation. ``renamed_keys``: former name to present name of keys; a recipe with a former name
+    gets an error that states the present one.
     """
+
+    renamed_keys: ClassVar[Mapping[str, str]] = {}
 
     model_config = ConfigDict(
         extra="forbid",

@@ -6,7 +6,7 @@ IMAGE_MODELS = Kinds(
     "image_model",
     {
         "playground": "retouch.playground.models:PlaygroundModel",
-        "playground-painter": "retouch.playground.models:PlaygroundPainter",
+        "playground-text-to-image": "retouch.playground.models:PlaygroundTextToImage",
         "playground-words": "retouch.playground.models:PlaygroundWords",
         "qwen-image": "retouch.models.qwen_image.family:QwenImageModel",
         "qwen-image-edit": "retouch.models.qwen_image.family:QwenImageEditModel",
@@ -21,6 +21,7 @@ IMAGE_MODELS = Kinds(
         "import": "retouch.models.base:ImportedModel",
     },
     named=["retouch.pretraining.networks.tiny_fill:TinyFluxFill"],
+    renamed={"playground-painter": "playground-text-to-image"},
 )
 
 LANGUAGE_MODELS = Kinds(

@@ -77,12 +77,13 @@ class PlaygroundWriter(PlaygroundLanguageModel, QwenFamily):
 
 
 class PlaygroundEnhancer(PlaygroundLanguageModel, QwenFamily):
-    """The built-in tiny Qwen2-VL, which says people's requests in the words of the playground's painter; it reads no images."""
+    """The built-in tiny Qwen2-VL, which says people's requests in the words of the playground's text-to-image model; it reads no
+    images."""
 
     kind: Literal["playground-enhancer"] = "playground-enhancer"
 
     marker = "adapter.json"
-    built_by = ("enhancer", "retouch playground build --painter")
+    built_by = ("enhancer", "retouch playground build --text-to-image")
 
     @property
     def shipped(self) -> Path:

@@ -90,13 +90,13 @@ class PlaygroundModel(PlaygroundFamily, QwenImageEditModel):
         return (height // side) * (width // side)
 
 
-class PlaygroundPainter(PlaygroundFamily, QwenImageModel):
+class PlaygroundTextToImage(PlaygroundFamily, QwenImageModel):
     """The built-in tiny text-to-image model, for renderers of prompts."""
 
-    kind: Literal["playground-painter"] = "playground-painter"  # type: ignore[assignment]
+    kind: Literal["playground-text-to-image"] = "playground-text-to-image"  # type: ignore[assignment]
 
     shipped = "painter"
-    built_by = ("painter", "retouch playground build --painter")
+    built_by = ("text-to-image model", "retouch playground build --text-to-image")
     stated = ("template", "size")
 
     def options(self, folder: Path) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class PlaygroundWords(PlaygroundFamily, FluxFillModel):
     kind: Literal["playground-words"] = "playground-words"  # type: ignore[assignment]
 
     shipped = "words"
-    built_by = ("painter of words", "retouch playground build --words")
+    built_by = ("model that renders words", "retouch playground build --words")
     stated = ("max_sequence_length",)
     text_tokens = 14
 

@@ -21,7 +21,9 @@ from retouch.renderers.decoders import LatentRenderer
 from retouch.training.evaluation import score_table
 
 AUTOENCODER = AutoencoderTraining(steps=2000, decoder_steps=2000)
-EDITOR = EditorTraining(rounds=(EditorRound(steps=4500, learning_rate=2e-3), EditorRound(steps=900, learning_rate=1e-3, vain=0.6)))
+EDITOR = EditorTraining(
+    rounds=(EditorRound(steps=4500, learning_rate=2e-3), EditorRound(steps=900, learning_rate=1e-3, impossible=0.6))
+)
 PARTS = {
     "processor": ("transformers", "Qwen2VLProcessor"),
     "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),

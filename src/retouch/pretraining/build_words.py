@@ -1,4 +1,4 @@
-"""`retouch playground build --words`: trains the playground's painter of words and its autoencoder from a seed."""
+"""`retouch playground build --words`: trains the playground's model that renders words and its autoencoder from a seed."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,10 @@ from retouch.training.evaluation import score_table
 
 AUTOENCODER = WordAutoencoderTraining(steps=700)
 WORDS = WordTraining(
-    rounds=(WordRound(steps=900, learning_rate=2e-3, slips=0.0), WordRound(steps=150, learning_rate=1e-3, slips=0.5))
+    rounds=(
+        WordRound(steps=900, learning_rate=2e-3, wrong_letters=0.0),
+        WordRound(steps=150, learning_rate=1e-3, wrong_letters=0.5),
+    )
 )
 COMMAND = "retouch playground build --words"
 PARTS = {
@@ -57,7 +60,8 @@ def build_words(
 
 
 def write(model: FluxFill, folder: Path) -> None:
-    """The painter in diffusers' own layout, its transformer in half precision, and what its adapter must be told beside it."""
+    """The text-to-image model in diffusers' own layout, its transformer in half precision, and what its adapter must be told beside
+    it."""
     folder.mkdir(parents=True, exist_ok=True)
     halved(model.module).save_pretrained(folder / "transformer")
     model.latents.vae.save_pretrained(folder / "vae")
@@ -71,7 +75,7 @@ def write(model: FluxFill, folder: Path) -> None:
 
 
 def measure(model: FluxFill, judge: OcrReward) -> dict[str, float]:
-    """Held-out means of the painter, and of the true targets through its autoencoder, by the length of the word."""
+    """Held-out means of the text-to-image model, and of the true targets through its autoencoder, by the length of the word."""
     sampling = DenoisingRollout(num_steps=EVAL_STEPS, transition=ODETransition())
     policy = DenoisingPolicy(
         model, sampling=sampling, eval_steps=EVAL_STEPS, microbatch=HELD_OUT, copies=WeightCopies(model.module)

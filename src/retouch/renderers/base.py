@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, TypeAlias
 
@@ -100,10 +100,12 @@ class RendererSection(Section):
 
 
 class ImageModelRenderer(RendererSection):
-    """What the renderers of text have in common."""
+    """The common keys of renderers with a frozen image model behind a writer."""
+
+    renamed_keys: ClassVar[Mapping[str, str]] = {"blind": "ignore_completions"}
 
     model: Annotated[ImageModel, IMAGE_MODELS]
-    """The image model, which does not train."""
+    """The image model, which is frozen."""
     num_steps: Count
     """Denoising steps of an image; the sampler is deterministic."""
     guidance_scale: Annotated[float, Field(ge=1.0)] = 1.0
@@ -112,8 +114,8 @@ class ImageModelRenderer(RendererSection):
     """All samples of a group start from the same noise, so that their images differ by the completions alone."""
     cut_off: Literal["draw", "fault"] = "fault"
     """A completion that is truncated at ``rollout.max_new_tokens`` is drawn, or is the policy's fault: the reward's minimum."""
-    blind: bool = False
-    """A control: make the images without the completions (of the task's own words), so that the reward can teach nothing."""
+    ignore_completions: bool = False
+    """A control: render the task's own instruction instead of the completion, so that the reward does not depend on the policy."""
 
     @property
     def image_model(self) -> ImageModel:

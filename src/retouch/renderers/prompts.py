@@ -63,7 +63,7 @@ class PromptRenderer(ImageModelRenderer):
             accepts=partial(accepts_prompt, image_model),
         )
         sampler = PromptSampler(text_to_image, self)
-        return BlindRenderer(sampler) if self.blind else sampler
+        return BlindRenderer(sampler) if self.ignore_completions else sampler
 
 
 @runtime_checkable

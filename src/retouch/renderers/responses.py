@@ -94,7 +94,7 @@ class ResponseRenderer(ImageModelRenderer):
         frozen = not self.policy_encodes
         editor = self.model.response_editor(image_model, writer.module, frozen=frozen, guided=self.guided, published=published)
         sampler = ResponseSampler(editor, self, sharded=sharded and writer.module in parts_of(image_model))
-        return BlindRenderer(sampler) if self.blind else sampler
+        return BlindRenderer(sampler) if self.ignore_completions else sampler
 
 
 def _reads_responses(kind: str) -> bool:

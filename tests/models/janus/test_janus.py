@@ -1,4 +1,4 @@
-"""Janus as a painter: transformers' own generation, its images, and the contract of a policy."""
+"""Janus as a text-to-image model: transformers' own generation, its images, and the contract of a policy."""
 
 import dataclasses
 
@@ -48,7 +48,7 @@ def test_the_likeliest_picture_is_transformers_own(seed):
 
 
 def test_pictures_are_the_autoencoders_own():
-    model = tiny_janus.painter()
+    model = tiny_janus.image_model()
     image = tiny_models.picture(3, *model.size)
     given = torch.from_numpy(np.array(image)).float().permute(2, 0, 1)[None] / 127.5 - 1
     with torch.no_grad():
@@ -65,7 +65,7 @@ def test_pictures_are_the_autoencoders_own():
 
 
 def test_a_prompt_is_the_dialogue_before_a_picture():
-    model = tiny_janus.painter()
+    model = tiny_janus.image_model()
     prompts = model.encode(tasks())
     words = model.tokenizer
     assert words.decode(prompts.ids[2][prompts.mask[2]]) == words.bos_token + TEMPLATE.format("two blue cats") + BEGIN
@@ -81,7 +81,7 @@ def test_a_prompt_is_the_dialogue_before_a_picture():
 @pytest.mark.parametrize("train", ["lora", "full"])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "top_p": 0.9}], ids=str)
 def test_the_policy_keeps_the_contract(train, sampling):
-    made = policy(tiny_janus.painter(train=train), train=train, **sampling)
+    made = policy(tiny_janus.image_model(train=train), train=train, **sampling)
     batch = tiny_writing.batch(tasks())
     check_policy(made, batch, needs=Needs(kl="k3"))
     trajectory = made.rollout(batch)
@@ -94,7 +94,7 @@ def test_the_policy_keeps_the_contract(train, sampling):
 
 
 def test_every_part_that_draws_learns():
-    made = policy(tiny_janus.painter(train="full"), train="full")
+    made = policy(tiny_janus.image_model(train="full"), train="full")
     aims = tuple(dataclasses.replace(task, target=tiny_models.picture(row, 16, 16)) for row, task in enumerate(tasks()))
     batch = tiny_writing.batch(aims, group_size=1)
     shown = made.demonstrate(batch)
@@ -110,7 +110,7 @@ def test_every_part_that_draws_learns():
 
 
 def test_with_checkpointing_the_gradient_is_the_same():
-    whole, kept = (policy(tiny_janus.painter(train="full", gradient_checkpointing=on), train="full") for on in (False, True))
+    whole, kept = (policy(tiny_janus.image_model(train="full", gradient_checkpointing=on), train="full") for on in (False, True))
     batch = tiny_writing.batch(tasks())
     trajectory = whole.rollout(batch)
     part = Slice(slice(0, 4), slice(0, COUNT + 1))
@@ -123,14 +123,14 @@ def test_with_checkpointing_the_gradient_is_the_same():
 
 
 def test_a_picture_that_is_cut_off_is_the_policys_fault():
-    made = policy(tiny_janus.painter(), max_new_tokens=COUNT)
+    made = policy(tiny_janus.image_model(), max_new_tokens=COUNT)
     trajectory = made.rollout(tiny_writing.batch(tasks()))
     assert all(written.truncated for written in trajectory.outputs)
     assert CodesDecoder(made.model)([tasks()[0]] * 6, trajectory) == [None] * 6
 
 
 def test_the_renderer_keeps_the_contract():
-    made = policy(tiny_janus.painter())
+    made = policy(tiny_janus.image_model())
     batch = tiny_writing.batch(tasks())
     check_renderer(CodesDecoder(made.model, batch=2), [batch.tasks[k] for k in batch.group], made.rollout(batch))
 

@@ -18,7 +18,7 @@ from retouch.recipe.recipe import load
 from retouch.types import Sample, Task
 
 JUDGE = SignReward()
-TASKS = WordData(seed=5, count=120, split="test", apart=True).tasks()[:]
+TASKS = WordData(seed=5, count=120, split="test", style_from_reference=True).tasks()[:]
 
 
 def scores(made: list[tuple[Task, Image.Image | None]]) -> dict[str, torch.Tensor]:
@@ -123,7 +123,7 @@ def test_what_cannot_be_used_gets_nothing_and_a_task_without_a_sign_is_refused()
 
 def test_a_recipe_takes_it_for_words_alone() -> None:
     reward = 'reward={"kind": "playground-signs", "combine": {"style": 1}}'
-    recipe = load("recipes/playground/words-grpo.jsonnet", [reward, "data.apart=true", "eval.column=style"])
+    recipe = load("recipes/playground/words-grpo.jsonnet", [reward, "data.style_from_reference=true", "eval.column=style"])
     assert isinstance(recipe.reward.build(), SignReward)
     with pytest.raises(ValueError, match="playground-signs scores tasks of playground-words only"):
         load("recipes/quickstart.jsonnet", [reward])

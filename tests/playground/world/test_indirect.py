@@ -75,9 +75,9 @@ def test_with_the_picture_a_clause_means_one_edit_and_without_it_many():
 
 
 def test_a_lazy_completion_says_nothing_of_several_edits():
-    lazy, whole = MappedTasks(TASKS, partial(indirect, lazy=0.6)), MappedTasks(TASKS, indirect)
+    incomplete, whole = MappedTasks(TASKS, partial(indirect, incomplete=0.6)), MappedTasks(TASKS, indirect)
     cut = 0
-    for task, other in zip(lazy, whole, strict=True):
+    for task, other in zip(incomplete, whole, strict=True):
         assert task.instruction == other.instruction
         assert task.meta["completion"] in ("", other.meta["completion"])
         assert task.meta["completion"] or len(edits_of(task)) > 1

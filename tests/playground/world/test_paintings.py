@@ -1,4 +1,5 @@
-"""Requests for paintings: one meaning each, in words that the painter never met, and what should be written for them."""
+"""Requests for paintings: one meaning each, in words that the text-to-image model never met, and what should be written for
+them."""
 
 import hashlib
 import itertools
@@ -103,10 +104,10 @@ def test_splits_share_no_scene():
 
 def test_lazy_completions_stop_early_and_change_nothing_else():
     kept = Counter()
-    for task, lazy in zip(tasks(count=600), tasks(count=600, lazy=0.8), strict=True):
-        assert (task.id, task.instruction, task.meta["scene"]) == (lazy.id, lazy.instruction, lazy.meta["scene"])
-        grounds, things = read(lazy.meta["completion"])
-        assert task.meta["completion"].startswith(lazy.meta["completion"])
+    for task, incomplete in zip(tasks(count=600), tasks(count=600, incomplete=0.8), strict=True):
+        assert (task.id, task.instruction, task.meta["scene"]) == (incomplete.id, incomplete.instruction, incomplete.meta["scene"])
+        grounds, things = read(incomplete.meta["completion"])
+        assert task.meta["completion"].startswith(incomplete.meta["completion"])
         assert len(grounds) == 1
         kept[int(task.tags["complexity"]), len(things)] += 1
     assert kept[1, 1] == 150
@@ -127,7 +128,7 @@ def test_a_task_depends_on_its_key_alone():
 def test_the_tasks_are_those_that_the_shipped_models_were_made_with():
     digest = hashlib.sha256()
     for split in SPLITS:
-        for task in tasks(split, 12, lazy=0.5):
+        for task in tasks(split, 12, incomplete=0.5):
             digest.update(task.id.encode() + task.instruction.encode() + task.meta["completion"].encode())
             digest.update(free_description(scene_of(task), generator("test", task.id)).encode())
     assert digest.hexdigest()[:16] == "c3009ae5abf84913"
@@ -149,7 +150,7 @@ def test_the_plain_form_is_the_ground_and_then_the_things():
     [
         ({"split": "dev"}, "split"),
         ({"count": -1}, "count"),
-        ({"lazy": 1.5}, "lazy"),
+        ({"incomplete": 1.5}, "incomplete"),
         ({"complexity": []}, "complexity"),
         ({"complexity": [5]}, "complexity"),
         ({"complexity": {1: -1.0, 2: 2.0}}, "complexity.1"),

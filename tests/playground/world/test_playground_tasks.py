@@ -108,24 +108,24 @@ def test_filler_is_as_frequent_as_asked() -> None:
 
 def test_vain_edits_are_of_things_that_are_not_there_and_of_the_split() -> None:
     counts = Counter()
-    for task in tasks("train", 60, complexity=[1, 4], vain=1.0):
+    for task in tasks("train", 60, complexity=[1, 4], impossible=1.0):
         scene, edits = parts(task)
         asked = read(task.instruction)
-        vain = asked - {meaning(edit) for edit in edits}
-        counts[len(edits), len(vain)] += 1
+        impossible = asked - {meaning(edit) for edit in edits}
+        counts[len(edits), len(impossible)] += 1
         assert asked >= {meaning(edit) for edit in edits}
-        for kind, colour, shape, *_ in vain:
+        for kind, colour, shape, *_ in impossible:
             assert kind != "add"
             assert Thing(colour, shape) not in {*scene.objects.values(), *(edit.creates for edit in edits)}
         assert task.target == render(apply(scene, edits))
     assert set(counts) == {(1, 1), (1, 2), (4, 0)}
-    share = np.mean([len(read(task.instruction)) > 1 for task in tasks("train", 300, complexity=[1], vain=0.5)])
+    share = np.mean([len(read(task.instruction)) > 1 for task in tasks("train", 300, complexity=[1], impossible=0.5)])
     assert share == pytest.approx(0.5, abs=0.1)
 
 
 def test_vain_edits_never_ask_for_what_another_split_holds_out() -> None:
     single = {meaning(edit): split_of(content([edit])) for edit in singles()}
-    for task in tasks("train", 60, complexity=[1], vain=1.0):
+    for task in tasks("train", 60, complexity=[1], impossible=1.0):
         assert {single[asked] for asked in read(task.instruction)} == {"train"}
 
 
@@ -135,7 +135,7 @@ def test_vain_edits_never_ask_for_what_another_split_holds_out() -> None:
         ({"split": "dev"}, "split"),
         ({"count": -1}, "count"),
         ({"filler": 1.5}, "filler"),
-        ({"vain": -0.1}, "vain"),
+        ({"impossible": -0.1}, "impossible"),
         ({"complexity": []}, "complexity"),
         ({"complexity": [5]}, "complexity"),
         ({"complexity": {1: -1.0, 2: 2.0}}, "complexity.1"),

@@ -64,14 +64,14 @@ def test_a_task_is_what_it_says():
 
 
 def test_slips_change_the_target_and_nothing_else():
-    right, wrong = tasks(count=300), tasks(count=300, slips=0.5)
+    right, wrong = tasks(count=300), tasks(count=300, wrong_letters=0.5)
     for a, b in zip(right, wrong, strict=True):
         assert (a.id, a.text, a.instruction, a.mask.tobytes()) == (b.id, b.text, b.instruction, b.mask.tobytes())
         assert a.images[0].tobytes() == b.images[0].tobytes()
         assert a.reference.tobytes() == b.reference.tobytes()
     assert sum(a.target.tobytes() != b.target.tobytes() for a, b in zip(right, wrong, strict=True)) / 300 > 0.85
-    with pytest.raises(ValueError, match="slips"):
-        tasks(slips=1.5)
+    with pytest.raises(ValueError, match="wrong_letters"):
+        tasks(wrong_letters=1.5)
     with pytest.raises(ValueError, match="split"):
         tasks("other")
     with pytest.raises(IndexError):
@@ -79,7 +79,7 @@ def test_slips_change_the_target_and_nothing_else():
 
 
 def test_apart_changes_the_pictures_signs_and_nothing_else():
-    beside, apart = tasks(count=200), tasks(count=200, apart=True)
+    beside, apart = tasks(count=200), tasks(count=200, style_from_reference=True)
     for a, b in zip(beside, apart, strict=True):
         assert (a.id, a.text, a.instruction, a.mask.tobytes()) == (b.id, b.text, b.instruction, b.mask.tobytes())
         assert a.reference.tobytes() == b.reference.tobytes()
@@ -99,7 +99,7 @@ def test_apart_changes_the_pictures_signs_and_nothing_else():
 
 
 def test_apart_and_slips_together():
-    wrong, apart = tasks(count=100, slips=0.5), tasks(count=100, slips=0.5, apart=True)
+    wrong, apart = tasks(count=100, wrong_letters=0.5), tasks(count=100, wrong_letters=0.5, style_from_reference=True)
     for a, b in zip(wrong, apart, strict=True):
         assert a.target.crop(a.mask.getbbox()).tobytes() == b.target.crop(b.mask.getbbox()).tobytes()
 
@@ -128,7 +128,7 @@ def test_a_wrong_letter_costs_its_share_and_an_empty_sign_all(read):
 
 
 def test_slips_cost_their_share(read):
-    scores = correctness(read, [(task, task.target) for task in tasks("train", 60, slips=0.4)])
+    scores = correctness(read, [(task, task.target) for task in tasks("train", 60, wrong_letters=0.4)])
     assert 0.5 < scores.mean() < 0.7
 
 

@@ -2,7 +2,7 @@
 
 "make the circle red", for an image with one circle, does not say the circle's colour, which the editor needs: it was trained on
 complete names. So a writer that sees the image must add them. The task's ``completion`` names every thing completely: "make the
-green circle red". A lazy completion of a task with several edits is empty.
+green circle red". An incomplete completion of a task with several edits is empty.
 """
 
 from dataclasses import replace
@@ -27,20 +27,21 @@ class IndirectPlaygroundData(PlaygroundData):
     """The playground's scenes and edits with things named only as far as the image makes them unambiguous, for a writer that sees
     the image and names them completely. Each task has such a ``completion``."""
 
-    demonstration_faults = ("vain", "unfinished", "lazy")
+    demonstration_faults = ("impossible", "unfinished", "incomplete")
+    renamed_keys = PlaygroundData.renamed_keys | {"lazy": "incomplete"}
 
     kind: Literal["playground-indirect"] = "playground-indirect"  # type: ignore[assignment]
     filler: Literal[0] = 0
     """Always 0: these instructions have no filler."""
-    vain: Literal[0] = 0
+    impossible: Literal[0] = 0
     """Always 0: these instructions request no impossible edits."""
     unfinished: Literal[0] = Field(default=0, exclude=True)
     """Always 0: a writer learns from completions, not from targets."""
-    lazy: Share = 0.0
+    incomplete: Share = 0.0
     """Share of the tasks with several edits that have an empty completion; held-out tasks have none."""
 
     def tasks(self, *, in_turn: bool = False) -> MappedTasks:
-        return MappedTasks(PlaygroundTasks(self, in_turn=in_turn), partial(indirect, lazy=self.lazy))
+        return MappedTasks(PlaygroundTasks(self, in_turn=in_turn), partial(indirect, incomplete=self.incomplete))
 
 
 def names(thing: Thing, scene: Scene) -> tuple[str, ...]:
@@ -54,14 +55,14 @@ def names(thing: Thing, scene: Scene) -> tuple[str, ...]:
     return tuple(short) or (" ".join(thing),)
 
 
-def indirect(task: Task, *, lazy: float = 0.0) -> Task:
+def indirect(task: Task, *, incomplete: float = 0.0) -> Task:
     """The task of ``PlaygroundTasks`` with an indirect instruction and a completion, drawn by its id.
 
-    ``lazy``: the probability of an empty completion where there are several edits.
+    ``incomplete``: the probability of an empty completion for a task with several edits.
     """
     edits, scene = edits_of(task), Scene.from_json(task.meta["scene"])
     choices = RandomChoices(generator(0, "indirect", task.id))
-    completed = [] if choices.uniform() < lazy and len(edits) > 1 else edits
+    completed = [] if choices.uniform() < incomplete and len(edits) > 1 else edits
     clauses = [_clause(edit, scene, choices) for edit in edits]
     return replace(
         task,

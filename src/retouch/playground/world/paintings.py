@@ -6,8 +6,8 @@ Splits differ in their scenes, as those of ``PlaygroundTasks`` do.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from retouch.config.section import Share
 from retouch.core.random import generator
@@ -23,7 +23,7 @@ from retouch.types import Task, TaskContents
 if TYPE_CHECKING:
     import torch
 
-# Of the lazy completions for three things or more, the share that names one thing; the others name two.
+# Of the incomplete completions for three things or more, the share that names one thing; the others name two.
 _ONE = 0.7
 
 
@@ -31,12 +31,13 @@ class PaintingData(GeneratedData):
     """Scenes of the playground, requested in words that its text-to-image model does not know: for a writer of prompts. Each task
     has a prompt in known words as its ``completion``."""
 
-    demonstration_faults = ("lazy",)
+    demonstration_faults = ("incomplete",)
+    renamed_keys: ClassVar[Mapping[str, str]] = {"lazy": "incomplete"}
 
     kind: Literal["playground-paintings"] = "playground-paintings"
     complexity: Mixture
     """Numbers of things in a scene, 1 to 4: a list, or a map from number to weight."""
-    lazy: Share = 0.0
+    incomplete: Share = 0.0
     """Share of the tasks with several things whose completion stops after the first or second thing; held-out tasks have none."""
 
     def contents(self) -> TaskContents:
@@ -47,7 +48,7 @@ class PaintingData(GeneratedData):
 
 
 class PaintingTasks(GeneratedTasks):
-    """The tasks of ``PaintingData``; task i depends only on (seed, split, i), ``complexity`` and ``lazy``.
+    """The tasks of ``PaintingData``; task i depends only on (seed, split, i), ``complexity`` and ``incomplete``.
 
     A task has no source image. It has the exact ``target``, the tag ``complexity`` ("2"), and in ``meta`` the ``scene`` and the
     ``completion``: the prompt to write, with the things in the order of the request. ``in_turn``: see ``GeneratedData.tasks``.
@@ -57,7 +58,7 @@ class PaintingTasks(GeneratedTasks):
 
     def __init__(self, data: PaintingData, *, in_turn: bool = False) -> None:
         super().__init__(data)
-        self._lazy = data.lazy
+        self._incomplete = data.incomplete
         self._complexity = taking_turns(data.complexity) if in_turn else data.complexity
 
     def _scene(self, index: int, random: torch.Generator) -> Scene:
@@ -87,7 +88,7 @@ class PaintingTasks(GeneratedTasks):
 
     def _named(self, things: Sequence[Placed], choices: RandomChoices) -> Sequence[Placed]:
         """The things that the completion names."""
-        lazy, one = choices.uniform() < self._lazy, choices.uniform() < _ONE
-        if not lazy or len(things) == 1:
+        incomplete, one = choices.uniform() < self._incomplete, choices.uniform() < _ONE
+        if not incomplete or len(things) == 1:
             return things
         return things[: 1 if one or len(things) == 2 else 2]

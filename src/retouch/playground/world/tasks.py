@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -47,14 +47,15 @@ def canonical(scene: Scene) -> str:
 class PlaygroundData(GeneratedData):
     """Scenes and edits drawn from a seed."""
 
-    demonstration_faults: ClassVar[tuple[str, ...]] = ("vain", "unfinished")
+    demonstration_faults: ClassVar[tuple[str, ...]] = ("impossible", "unfinished")
+    renamed_keys: ClassVar[Mapping[str, str]] = {"vain": "impossible"}
 
     kind: Literal["playground"] = "playground"
     complexity: Mixture
     """Numbers of edits in one instruction, 1 to 4: a list, or a map from number to weight."""
     filler: Share = 0.0
     """Share of instructions with filler, words that request no edit."""
-    vain: Share = 0.0
+    impossible: Share = 0.0
     """Share of instructions that also request impossible edits, of things that are not in the image; held-out tasks have none."""
     unfinished: Share = Field(default=0.0, exclude_if=lambda share: share == 0)
     """Share of the tasks with several edits whose target lacks one of them, as typical demonstrations made by models do; held-out
@@ -73,7 +74,7 @@ class PlaygroundData(GeneratedData):
 
 
 class PlaygroundTasks(GeneratedTasks):
-    """The tasks of ``PlaygroundData``; task i depends only on (seed, split, i), ``complexity``, ``filler`` and ``vain``.
+    """The tasks of ``PlaygroundData``; task i depends only on (seed, split, i), ``complexity``, ``filler`` and ``impossible``.
 
     A task has the source image in ``images``, the exact ``target``, the tags ``complexity`` ("2") and ``kinds`` ("add+move"), and
     in ``meta`` the ``scene`` and the ``edits`` as JSON. ``in_turn``: see ``GeneratedData.tasks``.
@@ -83,7 +84,7 @@ class PlaygroundTasks(GeneratedTasks):
 
     def __init__(self, data: PlaygroundData, *, in_turn: bool = False) -> None:
         super().__init__(data)
-        self._filler, self._vain = data.filler, data.vain
+        self._filler, self._impossible_share = data.filler, data.impossible
         self._complexity = taking_turns(data.complexity) if in_turn else data.complexity
 
     def _draw(self, index: int) -> tuple[Scene, tuple[Edit, ...], str]:
@@ -105,10 +106,10 @@ class PlaygroundTasks(GeneratedTasks):
 
     def _impossible(self, scene: Scene, edits: Sequence[Edit], random: torch.Generator) -> list[Edit]:
         """For some instructions one or two impossible edits, as far as ``MOST_EDITS`` clauses allow."""
-        if self._vain == 0.0:
+        if self._impossible_share == 0.0:
             return []
         choices = RandomChoices(random)
-        if choices.uniform() >= self._vain:
+        if choices.uniform() >= self._impossible_share:
             return []
         made: list[Edit] = []
         wanted = min(1 + choices.integer(2), MOST_EDITS - len(edits))

@@ -1,14 +1,15 @@
 """The playground's text-rendering tasks: an image shows two signs on a wall, one with a word in some style. A word is to be painted
-on the empty sign in the same style, or, with ``apart``, in a style that only the reference image has.
+on the empty sign in the same style, or, with ``style_from_reference``, in a style that only the reference image has.
 
 An image of 32 x 64 px has two lines of eight cells of 8 x 16 px. A word fills consecutive cells, one letter each, from the left
 edge of its sign. Splits differ in their words; all letters occur in each split. Letters are drawn in Pillow's own font.
 """
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 from PIL.Image import Image
 from PIL.Image import new as new_image
@@ -50,12 +51,13 @@ class WordData(GeneratedData):
     """Words to paint on an empty sign, in the style of the other sign or of a reference image. The reward ``ocr`` reads them, and
     ``playground-signs`` scores the style."""
 
-    demonstration_faults = ("slips",)
+    demonstration_faults = ("wrong_letters",)
+    renamed_keys: ClassVar[Mapping[str, str]] = {"slips": "wrong_letters", "apart": "style_from_reference"}
 
     kind: Literal["playground-words"] = "playground-words"
-    slips: Share = 0.0
+    wrong_letters: Share = 0.0
     """Share of wrong letters in the targets; held-out tasks have none."""
-    apart: bool = Field(default=False, exclude_if=lambda apart: not apart)
+    style_from_reference: bool = Field(default=False, exclude_if=lambda separate: not separate)
     """The signs of the source image have another ink and paper than the target, which only the reference image shows."""
 
     def contents(self) -> TaskContents:
@@ -66,18 +68,18 @@ class WordData(GeneratedData):
 
 
 class WordTasks(GeneratedTasks):
-    """The tasks of ``WordData``; task i depends only on (seed, split, i), ``slips`` and ``apart``.
+    """The tasks of ``WordData``; task i depends only on (seed, split, i), ``wrong_letters`` and ``style_from_reference``.
 
     A task has the image with an empty sign as its source, the sign as ``mask``, the other sign as ``reference`` (with letters that
     the word does not have), the ``target`` and the ``text``; its tag ``letters`` is the length of the word. A wrong letter of the
-    target is another letter. ``apart`` changes only the signs of the source, not words, walls or references.
+    target is another letter. ``style_from_reference`` changes only the signs of the source, not words, walls or references.
 
     Example: ``WordData(seed=0, count=1000).tasks()[0].text``
     """
 
     def __init__(self, data: WordData) -> None:
         super().__init__(data)
-        self._slips, self._apart = data.slips, data.apart
+        self._wrong_letters, self._style_from_reference = data.wrong_letters, data.style_from_reference
 
     def _task(self, index: int) -> Task:
         choices = RandomChoices(generator(self.seed, "word", self.split, index))
@@ -89,11 +91,11 @@ class WordTasks(GeneratedTasks):
         other = "".join(choices.sample([letter for letter in LETTERS if letter not in word], length))
         crop = _sign(1 - line, choices.integer(WIDTH // CELL - length + 1), length)
         wall = _wall(choices)
-        shown = "".join(_other(letter, choices) if choices.uniform() < self._slips else letter for letter in word)
-        hung = another_style(style, choices) if self._apart else style
+        shown = "".join(_other(letter, choices) if choices.uniform() < self._wrong_letters else letter for letter in word)
+        source_style = another_style(style, choices) if self._style_from_reference else style
         source, sheet = wall.copy(), wall.copy()
-        write(source, crop, other, hung)
-        write(source, box, "", hung)
+        write(source, crop, other, source_style)
+        write(source, box, "", source_style)
         write(sheet, crop, other, style)
         target = source.copy()
         write(target, box, shown, style)

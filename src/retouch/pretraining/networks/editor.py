@@ -20,11 +20,12 @@ from retouch.types import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class EditorRound:
-    """``learning_rate``: the peak, after the warm-up; from there it falls to 0 as a cosine. ``vain``: see ``PlaygroundTasks``."""
+    """``learning_rate``: the peak, after the warm-up; from there it falls to 0 as a cosine. ``impossible``: see
+    ``PlaygroundTasks``."""
 
     steps: int
     learning_rate: float
-    vain: float = 0.0
+    impossible: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +76,9 @@ def train_round(model: QwenImageEdit, settings: EditorTraining, number: int, log
     """Train one of the rounds; what it leaves is what a folder holds, so a round can go on from there."""
     seed, this = settings.seed + number, settings.rounds[number]
     plain, filled = (
-        PlaygroundData(seed=seed, count=settings.batch * this.steps, complexity=[1], filler=filler, vain=this.vain).tasks(
-            in_turn=True
-        )
+        PlaygroundData(
+            seed=seed, count=settings.batch * this.steps, complexity=[1], filler=filler, impossible=this.impossible
+        ).tasks(in_turn=True)
         for filler in (0.0, 1.0)
     )
 

@@ -1,4 +1,4 @@
-"""The playground's base enhancer: Qwen2-VL's own classes in small, which says people's requests in the painter's words.
+"""The playground's base enhancer: Qwen2-VL's own classes in small, which says people's requests in the text-to-image model's words.
 
 It learns from imperfect completions: where several things are asked for, most of them stop after the first or the second.
 """
@@ -23,7 +23,7 @@ LONGEST = 26
 class EnhancerTraining:
     """``learning_rate``: the peak, after ``warmup`` steps; from there it falls to 0 as a cosine.
 
-    ``complexity``: numbers of things in a request, cycled through. ``lazy``: see ``PaintingTasks``.
+    ``complexity``: numbers of things in a request, cycled through. ``incomplete``: see ``PaintingTasks``.
     """
 
     steps: int
@@ -32,7 +32,7 @@ class EnhancerTraining:
     learning_rate: float = 2e-3
     warmup: int = 50
     complexity: tuple[int, ...] = (1, 2, 3, 4)
-    lazy: float = 0.8
+    incomplete: float = 0.8
 
 
 def tokenizer(seed: int) -> Qwen2Tokenizer:
@@ -70,7 +70,10 @@ def train_enhancer(settings: EnhancerTraining, log: Callable[[str], None]) -> Qw
     words = tokenizer(settings.seed)
     writer = QwenWriter(untrained_enhancer(words), words, template=TEMPLATE)
     data = PaintingData(
-        seed=settings.seed + 100, count=settings.batch * settings.steps, complexity=settings.complexity, lazy=settings.lazy
+        seed=settings.seed + 100,
+        count=settings.batch * settings.steps,
+        complexity=settings.complexity,
+        incomplete=settings.incomplete,
     )
     train_on_completions(
         writer,

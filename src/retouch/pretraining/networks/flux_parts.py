@@ -1,4 +1,4 @@
-"""The playground's painter of words, untrained: the classes of FLUX.1-Fill in small, with tokenizers of single letters."""
+"""The playground's model that renders words, untrained: the classes of FLUX.1-Fill in small, with tokenizers of single letters."""
 
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
@@ -97,6 +97,6 @@ def scheduler() -> FlowMatchEulerDiscreteScheduler:
 
 
 def untrained(vae: AutoencoderKL, seed: int) -> FluxFill:
-    """The painter before training, its weights drawn from the seed."""
+    """The text-to-image model before training, its weights drawn from the seed."""
     torch.manual_seed(seed)
     return FluxFill(transformer=transformer(), vae=vae, text=text(), scheduler_config=dict(scheduler().config))

@@ -29,11 +29,11 @@ class TinyFluxFill(FluxFill):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             reader = text(_letters(), max_sequence_length=_LONGEST)
-            painter, vae = transformer(), autoencoder()
+            module, vae = transformer(), autoencoder()
         for frozen in (*reader.encoders, vae):
             frozen.requires_grad_(False).eval().to(device)
         super().__init__(
-            transformer=painter.to(device),
+            transformer=module.to(device),
             vae=vae,
             text=reader,
             scheduler_config=dict(scheduler().config),

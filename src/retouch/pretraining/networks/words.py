@@ -1,4 +1,5 @@
-"""The playground's painter of words: its autoencoder, and then transformer and text encoders together by supervised flow matching.
+"""The playground's model that renders words: its autoencoder, and then transformer and text encoders together by supervised flow
+matching.
 
 It imitates demonstrations of which a share of the letters is wrong, and so writes wrongly as often: more of the same teaching
 leaves it there, and a reward that reads does not.
@@ -37,11 +38,12 @@ class WordAutoencoderTraining:
 
 @dataclass(frozen=True, kw_only=True)
 class WordRound:
-    """``learning_rate``: the peak, after the warm-up; from there it falls to 0 as a cosine. ``slips``: see ``WordTasks``."""
+    """``learning_rate``: the peak, after the warm-up; from there it falls to 0 as a cosine. ``wrong_letters``: see
+    ``WordTasks``."""
 
     steps: int
     learning_rate: float
-    slips: float
+    wrong_letters: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +93,7 @@ def targets(tasks: Sequence[Task]) -> Float[Tensor, "b 3 h w"]:
 
 
 def train_words(vae: AutoencoderKL, settings: WordTraining, log: Callable[[str], None]) -> FluxFill:
-    """Train with the seed's tasks and noise; the painter comes back with its averaged weights."""
+    """Train with the seed's tasks and noise; the text-to-image model comes back with its averaged weights."""
     model = untrained(vae, settings.seed)
     for number in range(len(settings.rounds)):
         train_round(model, settings, number, log)
@@ -102,7 +104,7 @@ def train_round(model: FluxFill, settings: WordTraining, number: int, log: Calla
     """Train the model, in place, through one of the rounds."""
     this, rows = settings.rounds[number], settings.batch
     seed = settings.seed + number
-    tasks = WordData(seed=seed, count=rows * this.steps, slips=this.slips).tasks()
+    tasks = WordData(seed=seed, count=rows * this.steps, wrong_letters=this.wrong_letters).tasks()
 
     def batch(step: int) -> Batch:
         return ungrouped_batch(tasks[step * rows : (step + 1) * rows], seed=seed, step=step)

@@ -38,14 +38,14 @@ class WriterTraining:
     """``rounds``, one after the other, each with tasks of its own.
 
     What stands where is learned suddenly, or not at all in the time, so first it is all there is to learn: single edits, and states
-    of any kind. ``lazy``: see ``indirect``.
+    of any kind. ``incomplete``: see ``indirect``.
     """
 
     rounds: tuple[WriterRound, ...]
     seed: int = 0
     batch: int = 32
     warmup: int = 50
-    lazy: float = 0.75
+    incomplete: float = 0.75
 
 
 def untrained_writer(words: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
@@ -80,7 +80,7 @@ def train_round(
     """Train one of the rounds, with an optimizer of its own."""
     this, seed = settings.rounds[number], settings.seed + number
     count = settings.batch * this.steps
-    data = IndirectPlaygroundData(seed=seed + 100, count=count, complexity=this.complexity, lazy=settings.lazy)
+    data = IndirectPlaygroundData(seed=seed + 100, count=count, complexity=this.complexity, incomplete=settings.incomplete)
     train_on_completions(
         writer_for(editor, module),
         data.tasks(in_turn=True),

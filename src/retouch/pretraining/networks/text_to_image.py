@@ -1,4 +1,5 @@
-"""The playground's painter: Qwen-Image's own classes in small, trained by supervised flow matching to paint what is described.
+"""The playground's text-to-image model: Qwen-Image's own classes in small, trained by supervised flow matching to paint what is
+described.
 
 Training starts from the weights of the editor, which knows most of the words. The vocabulary is that of
 ``retouch.playground.world.descriptions``; user requests that use other words are out of distribution.
@@ -22,7 +23,7 @@ TEMPLATE = TURNS.format(system="Paint the picture.", user="{}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PainterTraining:
+class TextToImageTraining:
     """``learning_rate``: the peak, after the warm-up; from there it falls to 0 as a cosine. ``unconditional``: the share of tasks
     whose description is blank, which guidance needs.
     """
@@ -38,7 +39,7 @@ class PainterTraining:
 
 
 def from_editor(editor: QwenImageEdit) -> QwenImage:
-    """The editor's parts as a model that makes images from words alone: what the painter starts from.
+    """The editor's parts as a model that makes images from words alone: what the text-to-image model starts from.
 
     The editor knows what a red circle is and where the top left is; it has never painted without a source image.
     """
@@ -53,8 +54,8 @@ def from_editor(editor: QwenImageEdit) -> QwenImage:
     )
 
 
-def train_painter(editor: QwenImageEdit, settings: PainterTraining, log: Callable[[str], None]) -> QwenImage:
-    """Train the editor into a painter, with the seed's tasks and noise; it comes back with its averaged weights."""
+def train_text_to_image(editor: QwenImageEdit, settings: TextToImageTraining, log: Callable[[str], None]) -> QwenImage:
+    """Train the editor into a text-to-image model, with the seed's tasks and noise; it comes back with its averaged weights."""
     model, seed, rows = from_editor(editor), settings.seed, settings.batch
     tasks = PaintingData(seed=seed, count=rows * settings.steps, complexity=[1, 2, 3, 4]).tasks(in_turn=True)
 
@@ -73,12 +74,12 @@ def train_painter(editor: QwenImageEdit, settings: PainterTraining, log: Callabl
         warmup=settings.warmup,
         shift=settings.shift,
         average_decay=settings.average_decay,
-        log=lambda line: log(f"painter {line}"),
+        log=lambda line: log(f"text-to-image model {line}"),
     )
     return model
 
 
 def described(task: Task) -> Task:
-    """The task of ``PaintingTasks`` in the painter's own words, drawn by its id."""
+    """The task of ``PaintingTasks`` in the text-to-image model's own words, drawn by its id."""
     scene = Scene.from_json(task.meta["scene"])
     return replace(task, instruction=free_description(scene, generator(0, "description", task.id)))

@@ -1,4 +1,5 @@
-"""Building the playground's painter and its enhancer: the same bits from the same seed, in the layout that others load."""
+"""Building the playground's text-to-image model and its enhancer: the same bits from the same seed, in the layout that others
+load."""
 
 from functools import partial
 from pathlib import Path
@@ -9,17 +10,17 @@ import torch
 from diffusers import QwenImagePipeline
 
 from retouch.playground.language_models import PlaygroundEnhancer
-from retouch.playground.models import PlaygroundPainter, playground_weights
+from retouch.playground.models import PlaygroundTextToImage, playground_weights
 from retouch.playground.world.paintings import PaintingData
-from retouch.pretraining import build_painter as building
-from retouch.pretraining.build_painter import build_painter, measure
+from retouch.pretraining import build_text_to_image as building
+from retouch.pretraining.build_text_to_image import build_text_to_image, measure
 from retouch.pretraining.networks.enhancer import EnhancerTraining
-from retouch.pretraining.networks.painter import PainterTraining, described
+from retouch.pretraining.networks.text_to_image import TextToImageTraining, described
 from retouch.records.files import read_json
 from small_builds import three
 
 TINY = {
-    "painter": PainterTraining(steps=2, batch=4, warmup=1),
+    "text_to_image": TextToImageTraining(steps=2, batch=4, warmup=1),
     "enhancer": EnhancerTraining(steps=2, batch=4, warmup=1),
 }
 
@@ -28,7 +29,7 @@ TINY = {
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two builds of one seed, and one of another."""
     folder = tmp_path_factory.mktemp("built")
-    for scores in three(folder, partial(build_painter, **TINY), measured_by=building):
+    for scores in three(folder, partial(build_text_to_image, **TINY), measured_by=building):
         assert 0 <= scores["right words, all overall"] <= 10
     return folder
 
@@ -52,7 +53,7 @@ def test_nothing_that_is_written_says_where(built: Path) -> None:
 @torch.no_grad()
 def test_diffusers_paints_the_same_picture(built: Path) -> None:
     folder = built / "one" / "painter"
-    model = PlaygroundPainter(path=str(folder)).build(device=torch.device("cpu"))
+    model = PlaygroundTextToImage(path=str(folder)).build(device=torch.device("cpu"))
     pipeline = QwenImagePipeline.from_pretrained(folder, local_files_only=True).to(torch.float32)
     task = described(PaintingData(seed=0, count=1, complexity=[3], split="test").tasks(in_turn=True)[0])
     ours = model.encode([task])
@@ -79,8 +80,8 @@ def test_diffusers_paints_the_same_picture(built: Path) -> None:
 
 
 def test_a_folder_without_a_painter_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="playground build --painter"):
-        PlaygroundPainter(path=str(tmp_path)).build(device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="playground build --text-to-image"):
+        PlaygroundTextToImage(path=str(tmp_path)).build(device=torch.device("cpu"))
 
 
 def test_the_shipped_weights_score_what_their_build_measured() -> None:
@@ -88,7 +89,7 @@ def test_the_shipped_weights_score_what_their_build_measured() -> None:
     painter, enhancer = (read_json(playground_weights(name) / "build.json")["held_out"] for name in ("painter", "enhancer"))
     assert painter == enhancer
     cpu = torch.device("cpu")
-    model: Any = PlaygroundPainter().build(device=cpu)
+    model: Any = PlaygroundTextToImage().build(device=cpu)
     writer: Any = PlaygroundEnhancer().build(device=cpu, gradient_checkpointing=False)
     found = measure(model, writer)
     assert found.keys() == painter.keys()

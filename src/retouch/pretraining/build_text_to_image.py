@@ -1,4 +1,5 @@
-"""`retouch playground build --painter`: trains the playground's painter, and the base enhancer in front of it, from a seed."""
+"""`retouch playground build --text-to-image`: trains the playground's text-to-image model, and the base enhancer in front of it,
+from a seed."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from retouch.models.qwen_image.edit import QwenImageEdit
 from retouch.models.qwen_image.model import QwenImage
 from retouch.models.qwen_vl.model import QwenWriter
 from retouch.playground.judges.painting_judge import PaintingReward
-from retouch.playground.models import PlaygroundModel, PlaygroundPainter, playground_weights
+from retouch.playground.models import PlaygroundModel, PlaygroundTextToImage, playground_weights
 from retouch.playground.world.paintings import PaintingData
 from retouch.policies.autoregressive.demonstrations import has_completion
 from retouch.policies.autoregressive.policy import AutoregressivePolicy
@@ -19,21 +20,21 @@ from retouch.pretraining.build_editor import PARTS
 from retouch.pretraining.networks import qwen_parts
 from retouch.pretraining.networks.enhancer import LONGEST, EnhancerTraining, train_enhancer
 from retouch.pretraining.networks.enhancer import TEMPLATE as ENHANCING
-from retouch.pretraining.networks.painter import TEMPLATE, PainterTraining, train_painter
+from retouch.pretraining.networks.text_to_image import TEMPLATE, TextToImageTraining, train_text_to_image
 from retouch.pretraining.record import BuildRecord, halved, held_out, log, one_thread, write_index
 from retouch.records import files
 from retouch.renderers.prompts import PromptRenderer
 from retouch.training.evaluation import score_table
 
-PAINTER = PainterTraining(steps=2600)
+TEXT_TO_IMAGE = TextToImageTraining(steps=2600)
 ENHANCER = EnhancerTraining(steps=1500)
-COMMAND = "retouch playground build --painter"
+COMMAND = "retouch playground build --text-to-image"
 HELD_OUT = 320
 EVAL_STEPS = 6
 
 
-def build_painter(
-    out: Path | None, *, seed: int, painter: PainterTraining = PAINTER, enhancer: EnhancerTraining = ENHANCER
+def build_text_to_image(
+    out: Path | None, *, seed: int, text_to_image: TextToImageTraining = TEXT_TO_IMAGE, enhancer: EnhancerTraining = ENHANCER
 ) -> dict[str, float]:
     """Train both and write them to ``out``/painter and ``out``/enhancer (None: into the package). Returns held-out means.
 
@@ -44,17 +45,17 @@ def build_painter(
     with one_thread():
         editor = PlaygroundModel(kind="playground").build(device=torch.device("cpu"))
         assert isinstance(editor, QwenImageEdit)
-        model = train_painter(editor, replace(painter, seed=seed), log.info)
+        model = train_text_to_image(editor, replace(text_to_image, seed=seed), log.info)
         writer = train_enhancer(replace(enhancer, seed=seed), log.info)
-    write_painter(model, folders[0])
+    write_text_to_image(model, folders[0])
     write_enhancer(writer, folders[1])
     scores = measure(model, writer)
     record.finish(scores, *folders)
     return scores
 
 
-def write_painter(model: QwenImage, folder: Path) -> None:
-    """The painter in diffusers' own layout, in half precision, and what its adapter must be told beside it."""
+def write_text_to_image(model: QwenImage, folder: Path) -> None:
+    """The text-to-image model in diffusers' own layout, in half precision, and what its adapter must be told beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     halved(model.module).save_pretrained(folder / "transformer")
     halved(model.latents.vae).save_pretrained(folder / "vae")
@@ -81,11 +82,12 @@ def _forget_where(config: Path) -> None:
 
 
 def measure(model: QwenImage, writer: QwenWriter) -> dict[str, float]:
-    """Held-out means of what the painter makes of the right words, of people's own, and of the enhancer's likeliest ones."""
+    """Held-out means of what the text-to-image model makes of the right words, of people's own, and of the enhancer's likeliest
+    ones."""
     policy = AutoregressivePolicy(
         writer, sampling=TokenRollout(max_new_tokens=LONGEST), microbatch=HELD_OUT, copies=WeightCopies(writer.module)
     )
-    renderer = PromptRenderer(model=PlaygroundPainter(), num_steps=EVAL_STEPS, batch=HELD_OUT)
+    renderer = PromptRenderer(model=PlaygroundTextToImage(), num_steps=EVAL_STEPS, batch=HELD_OUT)
     right, enhanced = held_out(
         policy,
         tasks=PaintingData(seed=1, count=HELD_OUT, complexity=[1, 2, 3, 4], split="test").tasks(in_turn=True),
