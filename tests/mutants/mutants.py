@@ -2,6 +2,7 @@
 
 from bridging_mutants import BRIDGING
 from combining_mutants import COMBINING
+from consent_mutants import CONSENT
 from engine_mutants import ENGINES
 from flux2_mutants import FLUX2
 from flux_mutants import FLUX
@@ -277,4 +278,5 @@ MUTANTS = (
     *FLUX2,
     *Z_IMAGE,
     *QWEN_IMAGE_2,
+    *CONSENT,
 )
