@@ -13,7 +13,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -22,6 +22,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from retouch.config import consent
 from retouch.serving.app import RETRY_SECONDS, build_app
 from retouch.serving.hosted_rewards import parse_specs
 from retouch.serving.metrics import Metrics
@@ -58,8 +59,10 @@ class RayOptions:
 class Replica:
     """A replica in Ray: it loads the rewards and builds the application."""
 
-    def __init__(self, settings: ServerSettings, token: str | None) -> None:
-        _, hosted = load(settings)
+    def __init__(self, settings: ServerSettings, token: str | None, allow_imports: Sequence[str] = ()) -> None:
+        # The processes of a running cluster do not have the environment of the command.
+        with consent.allowing(allow_imports):
+            _, hosted = load(settings)
         self._service = Service(hosted, settings.limits, Metrics())
         self._app = build_app(self._service, token=token, single_score=settings.single_score, hosts=settings.hosts)
 
@@ -97,6 +100,7 @@ def serve(settings: ServerSettings, options: RayOptions, *, token: str | None, r
     ``report`` gets a line for each event. ValueError: unknown rewards, or no such cluster.
     """
     parse_specs(settings.rewards)
+    allowed = tuple(consent.current().modules)
     # While Ray starts, SIGTERM acts like Ctrl-C; afterwards both shut the deployment down.
     with suppress(KeyboardInterrupt), _handling({signal.SIGTERM: signal.default_int_handler}), _cluster(options.address):
         from ray import serve as ray_serve
@@ -106,7 +110,7 @@ def serve(settings: ServerSettings, options: RayOptions, *, token: str | None, r
         with suppress(TimeoutError):
             ray_serve.start(http_options={"host": settings.host, "port": settings.port})
         try:
-            _deploy(Replica, (settings, token), **_deployment_options(settings, options))
+            _deploy(Replica, (settings, token, allowed), **_deployment_options(settings, options))
         except RuntimeError:
             report(f"the rewards cannot be served: {_reason()}")
             return USER_ERROR
@@ -121,7 +125,7 @@ def serve(settings: ServerSettings, options: RayOptions, *, token: str | None, r
             while signal.SIGTERM not in received and signal.SIGINT not in received:
                 if received:
                     received.clear()
-                    _deploy(Replica, (settings, token), **_deployment_options(settings, options))
+                    _deploy(Replica, (settings, token, allowed), **_deployment_options(settings, options))
                 time.sleep(_POLL)
             _drain(settings.limits.drain_seconds)
     return 0
