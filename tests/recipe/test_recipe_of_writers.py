@@ -144,7 +144,7 @@ def test_values_that_cannot_stand_together_are_refused_with_advice(changes: dict
         {},
         PROMPT,
         PAINTED,
-        {**PAINTED, "data__lazy": 0.8, "objective": {"kind": "sft"}, "group_size": 1},
+        {**PAINTED, "data__incomplete": 0.8, "objective": {"kind": "sft"}, "group_size": 1},
         {"objective": {"kind": "sft"}, "group_size": 1},
         {"objective": {"kind": "policy_gradient", "surrogate": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}, "microbatch": 1},
         {"policy__model": {"kind": "qwen-vl", "path": "x"}, "renderer__model": {"kind": "qwen-image-edit", "path": "y"}},
@@ -162,8 +162,8 @@ def test_a_run_goes_on_elsewhere_and_not_with_another_encoder() -> None:
 
 
 def test_held_out_paintings_bring_whole_completions() -> None:
-    recipe = parse(changed(**PAINTED, data__lazy=0.8, eval__tasks=7, eval__complexity=[3], eval__seed=5))
+    recipe = parse(changed(**PAINTED, data__incomplete=0.8, eval__tasks=7, eval__complexity=[3], eval__seed=5))
     held_out = recipe.eval_data()
     assert (held_out.kind, held_out.count, held_out.seed, held_out.split) == ("playground-paintings", 7, 5, "test")
-    assert (held_out.complexity, held_out.lazy) == ({3: 1.0}, 0)
+    assert (held_out.complexity, held_out.incomplete) == ({3: 1.0}, 0)
     assert parse(recipe.document()) == recipe
