@@ -12,7 +12,7 @@ import pytest
 import tiny_writer_runs
 from retouch.config.packaged import packaged_recipes
 from retouch.distributed.launching import rank_environments
-from retouch.distributed.sharding_checks import check_sharding
+from retouch.distributed.placement import check_sharding
 from retouch.doctor.checks import check_sharding_settings
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder

@@ -32,7 +32,7 @@ PLACING = (
     ),
     Mutant(
         "accelerate's ZeRO-3 is passed over",
-        "distributed/sharding_checks.py",
+        "distributed/placement.py",
         'if stage == "3":',
         'if stage == "4":',
         f"{CHECKS}::test_what_is_not_followed_is_refused",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
@@ -27,19 +27,20 @@ from retouch.policies.value_heads import LatentValues, TokenValues
 from retouch.policies.weights import WeightCopies
 from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer
 from retouch.recipe.checks import check_ranks
-from retouch.recipe.phases import ResolvedPhase
-from retouch.recipe.policy import Rollout
+from retouch.recipe.phases import ResolvedPhase, Rollout
 from retouch.recipe.recipe import Recipe
 from retouch.renderers.decoders import LatentRenderer
 from retouch.rewards.base import unchanged
 from retouch.rewards.judging import Judge, JudgeBatch
 from retouch.training.clock import Clock
 from retouch.training.completions import completion_metrics, completion_texts
-from retouch.training.evaluation import Evaluator
 from retouch.training.ledger import Ledger
 from retouch.training.loop import Phase, Run
 from retouch.training.preflight import Check, trial_steps
 from retouch.types import Task
+
+if TYPE_CHECKING:
+    from retouch.training.evaluation import Evaluator
 
 _SHARDED_STEPPERS = {"zero2": "retouch.distributed.zero:ZeroStepper", "fsdp2": "retouch.distributed.fsdp:FsdpStepper"}
 
@@ -192,8 +193,10 @@ class Assembly:
         if warmed_up and "reference" in self.copies.copies and not fixed:
             self.copies.snapshot("reference")
 
-    def evaluator(self, judge: JudgeBatch) -> Evaluator:
+    def evaluator(self, judge: JudgeBatch) -> "Evaluator":
         """Held-out evaluation of the run."""
+        from retouch.training.evaluation import Evaluator
+
         return Evaluator(
             tasks=[self.sets[0].heldout[index] for index in range(len(self.sets[0].heldout))],
             renderer=self.users_renderer(),

@@ -17,7 +17,8 @@ from retouch.policies.engines.base import Engine
 from retouch.policies.value_heads import LatentValues, TokenValues
 from retouch.policies.weights import WeightCopies
 from retouch.protocols import AutoregressiveModel, DenoisingModel
-from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys, Rollout
+from retouch.recipe.phases import Rollout
+from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from retouch.assembly.phases import build_sets
 from retouch.data.base import DataSets, DataSource
-from retouch.distributed.sharding_checks import check_sharding
+from retouch.distributed.placement import check_sharding
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
 from retouch.inference.publishing import why_not_pushable
 from retouch.policies.autoregressive.rollout import TokenRollout

@@ -15,8 +15,8 @@ from retouch.objectives.base import Objective
 from retouch.objectives.kinds import ADVANTAGES, OBJECTIVES
 from retouch.recipe.devices import Devices
 from retouch.recipe.optimizer import Optimizer
-from retouch.recipe.phases import PhaseKeys, ResolvedPhase
-from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys, Rollout
+from retouch.recipe.phases import PhaseKeys, ResolvedPhase, Rollout
+from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
 from retouch.recipe.watch import Watch
 from retouch.renderers.base import RendererSection
 from retouch.renderers.kinds import RENDERERS

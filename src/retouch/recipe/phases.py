@@ -1,17 +1,30 @@
-"""Phases of a run. A phase overrides keys of the recipe; resolved, it has all of them."""
+"""How a policy samples, and phases of a run. A phase overrides keys of the recipe; resolved, it has all of them."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, TypeAlias
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
-from retouch.config.section import Cadence, Count, Positive, Section
+from retouch.config.section import UNTAGGED, Cadence, Count, Positive, Section
 from retouch.data.base import DataSource
 from retouch.data.kinds import DATA
 from retouch.data.sampler import steps_for_passes
 from retouch.objectives.base import Objective
 from retouch.objectives.kinds import OBJECTIVES
-from retouch.recipe.policy import Rollout
+from retouch.policies.autoregressive.rollout import TokenRollout
+from retouch.policies.denoising.rollout import DenoisingRollout
+
+
+def _rollout_kind(value: Any) -> str:
+    """A rollout without a kind is a denoising chain's."""
+    kind = value.get("kind", UNTAGGED) if isinstance(value, dict) else getattr(value, "kind", UNTAGGED)
+    return kind if isinstance(kind, str) else UNTAGGED
+
+
+Rollout: TypeAlias = Annotated[
+    Annotated[DenoisingRollout, Tag(UNTAGGED)] | Annotated[TokenRollout, Tag("tokens")], Discriminator(_rollout_kind)
+]
+"""How a policy samples during training: a denoising chain, or tokens."""
 
 
 class PhaseKeys(Section):

@@ -1,17 +1,15 @@
-"""Sections of a recipe about the policy: which model, what of it trains, the average of its weights, and how it samples."""
+"""Sections of a recipe about the policy: which model, what of it trains, and the average of its weights."""
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
-from retouch.config.section import UNTAGGED, Count, Positive, Section
+from retouch.config.section import Count, Positive, Section
 from retouch.models.base import ImageModel
 from retouch.models.ip_adapter.section import IpAdapter
 from retouch.models.kinds import IMAGE_MODELS, LANGUAGE_MODELS
 from retouch.models.language import LanguageModel
 from retouch.models.train import FullWeights, Lora
-from retouch.policies.autoregressive.rollout import TokenRollout
-from retouch.policies.denoising.rollout import DenoisingRollout
 
 
 class Ema(Section):
@@ -64,15 +62,3 @@ class AutoregressivePolicyKeys(Section):
     """Tokens whose logits exist at once in an update; changes memory and time only."""
     entropy: bool = False
     """Also measure the entropy of the tokens' distributions: ``policy/entropy`` in the metrics."""
-
-
-def _rollout_kind(value: Any) -> str:
-    """A rollout without a kind is a denoising chain's."""
-    kind = value.get("kind", UNTAGGED) if isinstance(value, dict) else getattr(value, "kind", UNTAGGED)
-    return kind if isinstance(kind, str) else UNTAGGED
-
-
-Rollout: TypeAlias = Annotated[
-    Annotated[DenoisingRollout, Tag(UNTAGGED)] | Annotated[TokenRollout, Tag("tokens")], Discriminator(_rollout_kind)
-]
-"""How a policy samples during training: a denoising chain, or tokens."""

@@ -7,8 +7,8 @@ from retouch.models.base import DiffusersModel, ImageModel
 from retouch.models.ip_adapter.section import IpAdapter
 from retouch.models.train import FullWeights
 from retouch.policies.autoregressive.rollout import TokenRollout
-from retouch.recipe.phases import ResolvedPhase
-from retouch.recipe.policy import DenoisingPolicyKeys, Rollout
+from retouch.recipe.phases import ResolvedPhase, Rollout
+from retouch.recipe.policy import DenoisingPolicyKeys
 
 if TYPE_CHECKING:
     from retouch.recipe.keys import RecipeKeys

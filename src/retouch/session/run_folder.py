@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 
 from retouch.config import consent
 from retouch.distributed.ranks import Ranks
-from retouch.recipe.differences import differences
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder, own
 from retouch.records.libraries import silence_libraries
@@ -59,6 +58,8 @@ def run_folder(recipe: Recipe, ranks: Ranks, *, fresh: bool, new_judge: bool) ->
 def _require_same_recipe(folder: RunFolder, recipe: Recipe, *, new_judge: bool) -> None:
     if not folder.recipe.exists():
         return
+    from retouch.recipe.differences import differences
+
     changed = differences(parse(folder.read_recipe()["recipe"]), recipe, new_judge=new_judge)
     if changed:
         listed = "\n  ".join(changed)

@@ -14,10 +14,8 @@ import accelerate.utils
 
 from retouch.assembly.assembly import Assembly, assemble
 from retouch.assembly.state import capture, restore
-from retouch.distributed.device_memory import DeviceMemory
-from retouch.distributed.placement import init_distributed_from_recipe, limit_memory, plan_placement
+from retouch.distributed.placement import check_sharding, init_distributed_from_recipe, limit_memory, plan_placement
 from retouch.distributed.ranks import Ranks
-from retouch.distributed.sharding_checks import check_sharding
 from retouch.distributed.stepper import Stepper
 from retouch.policies.engines.base import EngineFault
 from retouch.recipe.checks import rank_count_warning
@@ -25,19 +23,17 @@ from retouch.recipe.recipe import Recipe
 from retouch.recipe.reward_checks import rewards_of
 from retouch.records.folder import RunFolder
 from retouch.records.libraries import require_trackers
-from retouch.records.trackers import CompositeTracker, open_trackers
-from retouch.rewards.quota.quota import BudgetSpent
-from retouch.session.evaluations import RunEvaluations
+from retouch.rewards.base import BudgetSpent
 from retouch.session.interruptions import StopRequest, catch_stop_signals, explain_out_of_memory
 from retouch.session.run_folder import run_folder
 from retouch.training import checkpoint
 from retouch.training.ledger import Ledger
 from retouch.training.loop import TooManyMissing, train
 from retouch.training.preflight import require_passed
-from retouch.training.recorder import Recorder
 
 if TYPE_CHECKING:
     from retouch.inference.publishing import Publisher
+    from retouch.records.trackers import CompositeTracker
     from retouch.watch.alarms import Alarm
     from retouch.watch.watcher import Watcher
 
@@ -138,6 +134,10 @@ class _Session:
                 stack.callback(self.publisher.close)
             if self.done < self.parts.steps:
                 self._preflight(stepper)
+            from retouch.distributed.device_memory import DeviceMemory
+            from retouch.session.evaluations import RunEvaluations
+            from retouch.training.recorder import Recorder
+
             # After the preflight, so that a run that cannot learn shows up in no tracker.
             trackers = stack.enter_context(closing(self._trackers()))
             self.memory = DeviceMemory(self.parts.ranks, self.parts.placement, self.recipe.devices)
@@ -276,7 +276,9 @@ class _Session:
             checkpoint.prune(self.folder.checkpoints, section.keep, keep_every=section.keep_every)
         self.parts.ranks.barrier()
 
-    def _trackers(self) -> CompositeTracker:
+    def _trackers(self) -> "CompositeTracker":
+        from retouch.records.trackers import CompositeTracker, open_trackers
+
         if not self.parts.ranks.is_main:
             return CompositeTracker([])
         return open_trackers(

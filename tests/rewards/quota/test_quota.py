@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from retouch.rewards.quota.quota import BudgetSpent, Quota, Turns
+from retouch.rewards.base import BudgetSpent
+from retouch.rewards.quota.quota import Quota, Turns
 
 
 class Clock:

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from PIL.Image import Image
 from torch import Tensor
 
-from retouch.models.common.frozen import evaluating
+from retouch.models.common.parts import evaluating
 
 Size: TypeAlias = tuple[int, int]
 Area: TypeAlias = int | Literal["as_is"]

@@ -8,8 +8,8 @@ from PIL.Image import Image
 from torch import Tensor
 from transformers import Emu3VQVAE
 
-from retouch.models.common.frozen import evaluating
 from retouch.models.common.image_pixels import to_images, to_pixels
+from retouch.models.common.parts import evaluating
 
 
 class Emu3ImageTokenizer:

@@ -23,7 +23,7 @@ from transformers import (
 )
 from transformers.models.emu3.configuration_emu3 import Emu3VQVAEConfig
 
-from retouch.models.common.folders import LOCAL
+from retouch.models.common.parts import LOCAL
 from retouch.models.emu3.model import Emu3Editor
 from retouch.models.language import Attention
 

@@ -14,9 +14,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokenizer
 
-from retouch.models.common.folders import diffusers_folder, load_parts
-from retouch.models.common.frozen import evaluating
 from retouch.models.common.latents import PackedLatents, Size
+from retouch.models.common.parts import diffusers_folder, evaluating, load_parts
 from retouch.models.common.pipeline_model import PipelineModel, reference_inputs
 from retouch.models.flux.text import FluxText
 from retouch.types import Conditioning, Task

@@ -19,9 +19,8 @@ from PIL.Image import Image, Resampling
 from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Model
 
-from retouch.models.common.folders import load_parts
-from retouch.models.common.frozen import evaluating
 from retouch.models.common.latents import PackedLatents, Size
+from retouch.models.common.parts import evaluating, load_parts
 from retouch.models.common.pipeline_model import PipelineModel, common_size
 from retouch.models.common.qwen3_text import Qwen3Text
 from retouch.types import Conditioning, Task

@@ -21,7 +21,7 @@ from transformers import (
     SiglipVisionModel,
 )
 
-from retouch.models.common.folders import LOCAL
+from retouch.models.common.parts import LOCAL
 
 _CLIP = (CLIPVisionModelWithProjection, CLIPImageProcessorPil, "image_embeds")
 _SIGLIP = (SiglipVisionModel, SiglipImageProcessorPil, "pooler_output")

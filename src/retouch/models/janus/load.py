@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, JanusForConditionalGeneration
 from transformers.models.janus.modeling_janus import JanusVQVAE
 
-from retouch.models.common.folders import LOCAL
+from retouch.models.common.parts import LOCAL
 from retouch.models.janus.model import JanusImageModel, JanusImageModules
 from retouch.models.language import Attention
 

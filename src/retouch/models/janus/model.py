@@ -16,8 +16,8 @@ from transformers import JanusForConditionalGeneration, PreTrainedTokenizerBase
 from transformers.models.janus.modeling_janus import JanusPreTrainedModel, JanusVQVAE
 
 from retouch.models.common.causal_text import CausalText, require_no_special_tokens
-from retouch.models.common.frozen import evaluating
 from retouch.models.common.image_pixels import to_images, to_pixels
+from retouch.models.common.parts import evaluating
 from retouch.protocols import Grammar
 from retouch.types import Kind, Prompts, Task
 

@@ -17,9 +17,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from retouch.models.common.folders import load_parts
-from retouch.models.common.frozen import evaluating
 from retouch.models.common.latents import Size
+from retouch.models.common.parts import evaluating, load_parts
 from retouch.models.common.pipeline_model import PipelineModel, reference_inputs
 from retouch.models.qwen_image.layout import QwenLatents
 from retouch.models.qwen_image.text import TEXT_TO_IMAGE, QwenText, Tokens

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from retouch.models.common.chat_template import VISION, Tokens
-from retouch.models.common.frozen import evaluating
+from retouch.models.common.parts import evaluating
 from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
 from retouch.models.qwen_image.encoder import Encoder
 from retouch.models.qwen_image.model import Prepared

@@ -18,9 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase, Qwen2Tokenizer, Qwen2VLImageProcessorPil, Qwen3VLModel
 
 from retouch.models.common.chat_template import TURNS, VISION, QwenTemplate
-from retouch.models.common.folders import load_parts
-from retouch.models.common.frozen import evaluating
 from retouch.models.common.latents import Area, FrameLatents, Size, fit
+from retouch.models.common.parts import evaluating, load_parts
 from retouch.models.common.pipeline_model import PipelineModel, common_size
 from retouch.models.common.qwen3_text import ChatPrompts
 from retouch.types import Conditioning, Task

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import Qwen3VLForConditionalGeneration
 
 from retouch.models.common.causal import LayerFeatures
-from retouch.models.common.frozen import evaluating
+from retouch.models.common.parts import evaluating
 from retouch.types import Prompts
 
 

@@ -14,9 +14,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, PreTrainedTokenizerBase, T5EncoderModel, T5Tokenizer
 
-from retouch.models.common.folders import load_parts
-from retouch.models.common.frozen import evaluating
 from retouch.models.common.latents import Latents, Size
+from retouch.models.common.parts import evaluating, load_parts
 from retouch.models.common.pipeline_model import PipelineModel
 from retouch.models.sd3.text import SD3Text
 from retouch.types import Conditioning, Task

@@ -14,9 +14,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Model
 
-from retouch.models.common.folders import load_parts
-from retouch.models.common.frozen import evaluating
 from retouch.models.common.latents import PackedLatents, Size, pack, unpack
+from retouch.models.common.parts import evaluating, load_parts
 from retouch.models.common.pipeline_model import PipelineModel
 from retouch.models.common.qwen3_text import Qwen3Text
 from retouch.types import Conditioning, Task

@@ -1,6 +1,8 @@
-"""Loads models from local folders: safetensors only, known classes only, no code from the folder."""
+"""Parts of models: loaded from local folders (safetensors only, known classes only, no code from the folder), and run frozen."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +41,17 @@ def load_parts(path: Path | str, *, dtype: torch.dtype, device: torch.device | s
     scheduler = FlowMatchEulerDiscreteScheduler.load_config(root / "scheduler", local_files_only=True)
     index = json.loads((root / "model_index.json").read_text(encoding="utf-8"))
     return {**parts, "scheduler": scheduler, "index": index}
+
+
+@contextmanager
+def evaluating(*modules: nn.Module) -> Iterator[None]:
+    """Eval mode (no dropout) and no gradient inside the block; each module's mode is restored at its end."""
+    training = [module for module in modules if module.training]
+    for module in training:
+        module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.train()
