@@ -58,6 +58,7 @@ def train(entry: str, recipe: str, *, out: str, started: float, count: bool) -> 
         found = {
             "seconds": seconds,
             "modules": imported(),
+            "packages": sorted({name.partition(".")[0] for name in sys.modules}),
             "functions": functions(codes),
             "model": f"{type(module).__module__}.{type(module).__qualname__}",
             "caller": caller(),

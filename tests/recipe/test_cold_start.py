@@ -1,9 +1,13 @@
-"""What a recipe costs before anything is loaded: reading one imports no torch, and showing the help imports next to nothing."""
+"""What a start costs: reading a recipe imports no torch, the help next to nothing, and a run only what its recipe names."""
 
+import importlib.util
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,3 +38,53 @@ def test_help_imports_neither_torch_nor_the_schema(words: list[str]) -> None:
     found = imported(f"from retouch.cli import main\ntry: main({words})\nexcept SystemExit: pass")
     assert not (HEAVY | {"pydantic"}) & found
     assert len([name for name in found if name.startswith("retouch")]) < 25
+
+
+@pytest.fixture(scope="module")
+def shape() -> Iterator[Any]:
+    """``benchmarks/structure/shape.py``, which says which modules are those of the quickstart's model family."""
+    folder = str(ROOT / "benchmarks" / "structure")
+    sys.path.insert(0, folder)
+    try:
+        yield importlib.import_module("shape")
+    finally:
+        sys.path.remove(folder)
+
+
+@pytest.fixture(scope="module")
+def first_step(shape: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What ``retouch train recipes/quickstart.jsonnet`` has imported and run at the first call of its model."""
+    out = str(tmp_path_factory.mktemp("run"))
+    words = ["train", "retouch.cli:main", shape.RECIPE, out, str(time.time()), "--calls"]
+    done = subprocess.run([sys.executable, str(shape.PROBE), *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_the_first_step_runs_through_few_files_beyond_those_of_its_model_family(shape: Any, first_step: dict[str, Any]) -> None:
+    ran = {name: calls for name, calls in first_step["functions"].items() if shape._family(name) != "own family"}
+    assert "retouch.training.preflight" in ran
+    assert len(ran) <= 60
+    assert sum(ran.values()) <= 300
+
+
+@pytest.mark.parametrize(
+    "package",
+    [
+        *("audit", "doctor", "inference", "integrations", "memory", "pretraining", "report", "serving", "testing", "watch"),
+        *("rewards.client", "rewards.judges", "rewards.scorers", "rewards.text", "rewards.wire", "rewards.quota"),
+        *("rewards.vlm.base", "rewards.vlm.answers", "rewards.ledger.answers", "rewards.ledger.caching"),
+        *("data.sources", "models.sd3", "models.z_image", "models.qwen_image_2", "models.emu3", "models.common.lora"),
+        *("distributed.fsdp", "distributed.zero", "policies.engines.vllm", "policies.autoregressive.policy"),
+        *("records.trackers", "recipe.judge_calls", "renderers.prompts", "renderers.responses", "config.errors"),
+    ],
+)
+def test_the_first_step_of_the_quickstart_does_not_import(first_step: dict[str, Any], package: str) -> None:
+    name = f"retouch.{package}"
+    assert importlib.util.find_spec(name) is not None
+    assert [module for module in first_step["modules"] if module == name or module.startswith(f"{name}.")] == []
+
+
+def test_the_first_step_imports_no_library_that_its_recipe_does_not_need(first_step: dict[str, Any]) -> None:
+    assert not {"datasets", "deepspeed", "fastapi", "openai", "tensorboard", "trl", "wandb"} & set(first_step["packages"])
+    assert len(first_step["modules"]) <= 160
