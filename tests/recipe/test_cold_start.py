@@ -72,7 +72,7 @@ def test_the_first_step_runs_through_few_files_beyond_those_of_its_model_family(
     "package",
     [
         *("audit", "doctor", "inference", "integrations", "memory", "pretraining", "report", "serving", "testing", "watch"),
-        *("rewards.client", "rewards.judges", "rewards.scorers", "rewards.text", "rewards.wire", "rewards.quota"),
+        *("rewards.client", "rewards.judges", "rewards.scorers", "rewards.text", "rewards.wire"),
         *("rewards.vlm.base", "rewards.vlm.answers", "rewards.ledger.answers", "rewards.ledger.caching"),
         *("data.sources", "models.sd3", "models.z_image", "models.qwen_image_2", "models.emu3", "models.common.lora"),
         *("distributed.fsdp", "distributed.zero", "policies.engines.vllm", "policies.autoregressive.policy"),
@@ -87,4 +87,4 @@ def test_the_first_step_of_the_quickstart_does_not_import(first_step: dict[str, 
 
 def test_the_first_step_imports_no_library_that_its_recipe_does_not_need(first_step: dict[str, Any]) -> None:
     assert not {"datasets", "deepspeed", "fastapi", "openai", "tensorboard", "trl", "wandb"} & set(first_step["packages"])
-    assert len(first_step["modules"]) <= 160
+    assert len(first_step["modules"]) <= 165

@@ -21,7 +21,7 @@ from retouch.objectives.advantages import BatchAdvantage
 from retouch.objectives.nft import NFT, OldDecay
 from retouch.objectives.policy_gradient import Kl
 from retouch.objectives.supervised import Supervised
-from retouch.rewards.base import BudgetSpent
+from retouch.rewards.quota.quota import BudgetSpent
 from retouch.training.loop import Collected, TooManyMissing, collect, train
 from retouch.types import Batch, Loss
 

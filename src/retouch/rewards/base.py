@@ -36,10 +36,6 @@ Combine: TypeAlias = Annotated[
 ]
 
 
-class BudgetSpent(ValueError):
-    """The total budget does not suffice. The run ends on all ranks, with a checkpoint."""
-
-
 def unchanged(reward: Reward) -> Reward:
     """The reward itself."""
     return reward

@@ -23,7 +23,7 @@ from retouch.recipe.recipe import Recipe
 from retouch.recipe.reward_checks import rewards_of
 from retouch.records.folder import RunFolder
 from retouch.records.libraries import require_trackers
-from retouch.rewards.base import BudgetSpent
+from retouch.rewards.quota.quota import BudgetSpent
 from retouch.session.interruptions import StopRequest, catch_stop_signals, explain_out_of_memory
 from retouch.session.run_folder import run_folder
 from retouch.training import checkpoint

@@ -23,8 +23,8 @@ from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import Stepper
 from retouch.objectives.advantages import Advantage
 from retouch.protocols import Renderer, SupportsLosses
-from retouch.rewards.base import BudgetSpent
 from retouch.rewards.judging import ScoredBatch
+from retouch.rewards.quota.quota import BudgetSpent
 from retouch.types import Batch, Minibatch, Sample, Trajectory
 
 Metrics = dict[str, float]

@@ -17,7 +17,6 @@ from live_server import host, live, remote, samples_of
 from retouch.playground.judges.edit_judge import PlaygroundReward
 from retouch.playground.world.tasks import PlaygroundData
 from retouch.protocols import AsyncReward
-from retouch.rewards.base import BudgetSpent
 from retouch.rewards.client import discovery
 from retouch.rewards.client.client import RemoteClient
 from retouch.rewards.client.overload import CircuitBreaker, RetryBudget
@@ -25,6 +24,7 @@ from retouch.rewards.client.pool import EndpointPool
 from retouch.rewards.client.remote import RemoteReward
 from retouch.rewards.client.transport import RequestFault, fault_of_status
 from retouch.rewards.judging import Judge
+from retouch.rewards.quota.quota import BudgetSpent
 from retouch.testing import check_reward
 from retouch.types import Sample
 from served_rewards import Digest, digest_score

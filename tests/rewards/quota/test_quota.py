@@ -10,8 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from retouch.rewards.base import BudgetSpent
-from retouch.rewards.quota.quota import Quota, Turns
+from retouch.rewards.quota.quota import BudgetSpent, Quota, Turns
 
 
 class Clock:

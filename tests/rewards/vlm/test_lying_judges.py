@@ -8,8 +8,7 @@ import pytest
 from PIL import Image
 
 from lying_judge import REDIRECTS, SCORES, USAGE, WIRE, WORDS, Reply, _json, completion, lying_judge
-from retouch.rewards.base import BudgetSpent
-from retouch.rewards.quota.quota import Quota
+from retouch.rewards.quota.quota import BudgetSpent, Quota
 from retouch.rewards.vlm.answers.scales import Scale
 from retouch.rewards.vlm.backoff import retry_after
 from retouch.rewards.vlm.chat_client import ChatClient

@@ -13,9 +13,9 @@ from PIL import Image
 
 from judge_double import FAULTS, KEY, Double, asking, clean
 from retouch.protocols import AsyncReward, Reward
-from retouch.rewards.base import BudgetSpent
 from retouch.rewards.judges.aspects import AspectsReward
 from retouch.rewards.judges.panel import Panel
+from retouch.rewards.quota.quota import BudgetSpent
 from retouch.rewards.vlm import credentials
 from retouch.rewards.vlm.answers.scales import Scale
 from retouch.rewards.vlm.backoff import backoff_pause, retry_after

@@ -13,11 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from retouch.rewards.base import BudgetSpent
 from retouch.rewards.quota.rate import NUMBERS, MinuteRate
 from retouch.rewards.quota.shared_numbers import SharedNumbers
 
 _CALLS, _COST, _TOTALS = 0, 1, 2
+
+
+class BudgetSpent(ValueError):
+    """The total budget does not suffice. The run ends on all ranks, with a checkpoint."""
 
 
 class Turn(NamedTuple):
