@@ -1,4 +1,4 @@
-"""The playground's language models in a recipe: published families in small, whose weights ship with the package."""
+"""The sections of the playground's language models: published families with few parameters, whose weights are packaged."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 class PlaygroundLanguageModel(PretrainedLanguageModel):
-    """What the playground's language models have in common."""
+    """The common part of the playground's language models."""
 
     path: str | None = None  # type: ignore[assignment]
-    """Folder of other weights; null takes those that ship with the package."""
+    """Folder of other weights; null takes the packaged ones."""
     dtype: Dtype = "float32"
     """Type of the frozen weights and of the forward pass; log-probabilities are fp32 in any case."""
 
     marker: ClassVar[str] = "config.json"
     """A file that its folder must contain."""
     built_by: ClassVar[tuple[str, str]]
-    """What messages call it, and the command that builds its weights."""
+    """The model's name in messages, and the command that builds its weights."""
 
     @property
     def shipped(self) -> Path:
@@ -39,7 +39,7 @@ class PlaygroundLanguageModel(PretrainedLanguageModel):
 
     @property
     def folder(self) -> Path:
-        """Where its weights are."""
+        """The folder of its weights."""
         return Path(self.path) if self.path else self.shipped
 
     @property
@@ -51,7 +51,7 @@ class PlaygroundLanguageModel(PretrainedLanguageModel):
 
     def fetch_weights(self) -> Path:
         if not (self.folder / self.marker).is_file():
-            raise ValueError(f"{self.folder} holds no playground {self.built_by[0]}; `{self.built_by[1]}` makes it")
+            raise ValueError(f"{self.folder} contains no playground {self.built_by[0]}; build it with `{self.built_by[1]}`")
         return self.folder
 
 
@@ -73,12 +73,12 @@ class PlaygroundWriter(PlaygroundLanguageModel, QwenFamily):
         yield from ()
 
     def prompt_problems(self) -> Iterator[str]:
-        yield "policy.model.kind: playground-writer writes for an editor; take playground-enhancer, or renderer.kind response"
+        yield "policy.model.kind: playground-writer writes for an editor; use playground-enhancer, or renderer.kind response"
 
 
 class PlaygroundEnhancer(PlaygroundLanguageModel, QwenFamily):
-    """The built-in tiny Qwen2-VL, which says people's requests in the words of the playground's text-to-image model; it reads no
-    images."""
+    """The built-in tiny Qwen2-VL, which rewrites users' requests with the words that the playground's text-to-image model knows; it
+    reads no images."""
 
     kind: Literal["playground-enhancer"] = "playground-enhancer"
 
@@ -111,7 +111,7 @@ class PlaygroundEmu3(PlaygroundLanguageModel, Emu3Family):
 
     @property
     def size(self) -> Size | None:
-        """The playground's own."""
+        """None: the size of the playground's images."""
         return None
 
     @property

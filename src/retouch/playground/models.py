@@ -1,4 +1,4 @@
-"""The playground's image models in a recipe: published families in small, whose weights ship with the package."""
+"""The sections of the playground's image models: published families with few parameters, whose weights are packaged."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
 
 
 def playground_weights(name: str = "editor") -> Path:
-    """The folder of weights of that name that ships with the package."""
+    """The packaged folder of weights with this name."""
     return Path(str(files("retouch.playground"))) / "weights" / name
 
 
 class PlaygroundFamily(DiffusersModel):
-    """What the playground's image models have in common."""
+    """The common part of the playground's image models."""
 
     path: str | None = None  # type: ignore[assignment]
-    """Folder of other weights of the same shape; null takes those that ship with the package."""
+    """Folder of other weights of the same shape; null takes the packaged ones."""
     size: Pixels | None = None
-    """Height and width of its images in pixels; null takes the playground's own."""
+    """Height and width of its images in pixels; null takes the size of the playground's images."""
     dtype: Dtype = "float32"
     """Type of the frozen weights and of the forward pass; log-probabilities are fp32 in any case."""
 
     shipped: ClassVar[str]
     """The folder of its weights in the package."""
     built_by: ClassVar[tuple[str, str]]
-    """What messages call it, and the command that builds its weights."""
+    """The model's name in messages, and the command that builds its weights."""
     stated: ClassVar[tuple[str, ...]]
-    """Options of ``from_pretrained`` that ``adapter.json`` beside the weights states."""
+    """Options of ``from_pretrained`` that are stored in ``adapter.json`` next to the weights."""
 
     @property
     def folder(self) -> Path:
-        """Where its weights are."""
+        """The folder of its weights."""
         return Path(self.path) if self.path else playground_weights(self.shipped)
 
     def find_weights(self) -> tuple[Path | None, bool]:
@@ -58,7 +58,7 @@ class PlaygroundFamily(DiffusersModel):
 
     def build(self, *, device: torch.device) -> DenoisingModel:
         if not (self.folder / "adapter.json").is_file():
-            raise ValueError(f"{self.folder} holds no playground {self.built_by[0]}; `{self.built_by[1]}` makes it")
+            raise ValueError(f"{self.folder} contains no playground {self.built_by[0]}; build it with `{self.built_by[1]}`")
         return self.load(self.folder, device=device)
 
     def options(self, folder: Path) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class PlaygroundTextToImage(PlaygroundFamily, QwenImageModel):
 
 
 class PlaygroundWords(PlaygroundFamily, FluxFillModel):
-    """The built-in tiny model that paints words on signs, for ``playground-words`` data."""
+    """The built-in tiny model that renders words on signs, for ``playground-words`` data."""
 
     kind: Literal["playground-words"] = "playground-words"  # type: ignore[assignment]
 

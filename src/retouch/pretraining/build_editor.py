@@ -56,7 +56,7 @@ def build_editor(
 
 
 def write(model: QwenImageEdit, folder: Path) -> None:
-    """The editor in diffusers' own layout (its transformer in half precision), and what its adapter must be told beside it."""
+    """Write the editor in diffusers' layout (its transformer in half precision), and the settings of its adapter."""
     folder.mkdir(parents=True, exist_ok=True)
     halved(model.module).save_pretrained(folder / "transformer")
     model.latents.vae.save_pretrained(folder / "vae")

@@ -1,4 +1,4 @@
-"""`retouch playground build --emu3`: trains the base editors of image tokens, and the autoencoder whose codes they write."""
+"""`retouch playground build --emu3`: trains the base editors that generate image tokens, and their autoencoder."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -30,9 +30,9 @@ STARTS = {
     "s": Emu3Training(complexity={1: 1.0}, rounds=(2200, 2200)),
     "sc": Emu3Training(complexity={1: 0.75, 2: 0.125, 3: 0.125}, rounds=(2200, 2200)),
 }
-"""Taught single edits, or also some of two and three."""
+"""Trained on single edits, or also on some instructions with two and three."""
 UNFINISHED = replace(STARTS["sc"], rounds=(500,), before=2, learning_rate=5e-4, warmup=50, unfinished=0.9)
-"""What the third start goes on with from the second: complex edits of which most demonstrations lack one."""
+"""The third start continues from the second, on complex edits whose demonstrations mostly lack one of the edits."""
 
 
 def build_emu3(
@@ -66,7 +66,7 @@ def build_emu3(
 
 
 def build_further(folder: Path, settings: Emu3Training) -> dict[str, float]:
-    """Go on from the start ``sc`` as it was written to ``folder``, and write the third there. Returns held-out means."""
+    """Continue from the start ``sc`` in ``folder``, and write the third start there. Returns held-out means."""
     section = Emu3Model(
         path=str(folder / "sc"),
         tokenizer=str(folder / "tokenizer"),
@@ -82,7 +82,7 @@ def build_further(folder: Path, settings: Emu3Training) -> dict[str, float]:
 
 
 def measure(editor: Emu3Editor) -> dict[str, float]:
-    """Held-out means of its likeliest images, and of the true targets through its codes, by complexity."""
+    """Held-out means of greedily generated images, and of the true targets through the image tokenizer, by complexity."""
     sampling = TokenRollout(max_new_tokens=LONGEST)
     policy = AutoregressivePolicy(editor, sampling=sampling, microbatch=HELD_OUT, copies=WeightCopies(editor.module))
     ceiling, edited = held_out(

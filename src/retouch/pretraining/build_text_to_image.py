@@ -55,7 +55,7 @@ def build_text_to_image(
 
 
 def write_text_to_image(model: QwenImage, folder: Path) -> None:
-    """The text-to-image model in diffusers' own layout, in half precision, and what its adapter must be told beside it."""
+    """Write the text-to-image model in diffusers' layout, in half precision, and the settings of its adapter."""
     folder.mkdir(parents=True, exist_ok=True)
     halved(model.module).save_pretrained(folder / "transformer")
     halved(model.latents.vae).save_pretrained(folder / "vae")
@@ -65,25 +65,24 @@ def write_text_to_image(model: QwenImage, folder: Path) -> None:
     write_index(folder, "QwenImagePipeline", {name: found for name, found in PARTS.items() if name != "processor"})
     files.write_json(folder / "adapter.json", {"template": TEMPLATE, "size": list(model.size)})
     for part in ("transformer", "vae"):
-        _forget_where(folder / part / "config.json")
+        _remove_path(folder / part / "config.json")
 
 
 def write_enhancer(writer: QwenWriter, folder: Path) -> None:
-    """The enhancer in transformers' own layout, in half precision, with its template beside it."""
+    """Write the enhancer in transformers' layout, in half precision, and its template."""
     halved(writer.module).save_pretrained(folder)
     writer.template.tokenizer.save_pretrained(folder)
     qwen_parts.image_processor().save_pretrained(folder)
     files.write_json(folder / "adapter.json", {"template": ENHANCING})
 
 
-def _forget_where(config: Path) -> None:
-    """Take out of a configuration where on this machine its weights were read from."""
+def _remove_path(config: Path) -> None:
+    """Remove the local path of the weights from a configuration."""
     files.write_json(config, {key: value for key, value in files.read_json(config).items() if key != "_name_or_path"})
 
 
 def measure(model: QwenImage, writer: QwenWriter) -> dict[str, float]:
-    """Held-out means of what the text-to-image model makes of the right words, of people's own, and of the enhancer's likeliest
-    ones."""
+    """Held-out means of images from the right prompts, from users' requests, and from the enhancer's greedy completions."""
     policy = AutoregressivePolicy(
         writer, sampling=TokenRollout(max_new_tokens=LONGEST), microbatch=HELD_OUT, copies=WeightCopies(writer.module)
     )

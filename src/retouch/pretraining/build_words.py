@@ -60,8 +60,7 @@ def build_words(
 
 
 def write(model: FluxFill, folder: Path) -> None:
-    """The text-to-image model in diffusers' own layout, its transformer in half precision, and what its adapter must be told beside
-    it."""
+    """Write the model in diffusers' layout, its transformer in half precision, and the settings of its adapter."""
     folder.mkdir(parents=True, exist_ok=True)
     halved(model.module).save_pretrained(folder / "transformer")
     model.latents.vae.save_pretrained(folder / "vae")
@@ -75,7 +74,7 @@ def write(model: FluxFill, folder: Path) -> None:
 
 
 def measure(model: FluxFill, judge: OcrReward) -> dict[str, float]:
-    """Held-out means of the text-to-image model, and of the true targets through its autoencoder, by the length of the word."""
+    """Held-out means of the model, and of the true targets through its autoencoder, by the length of the word."""
     sampling = DenoisingRollout(num_steps=EVAL_STEPS, transition=ODETransition())
     policy = DenoisingPolicy(
         model, sampling=sampling, eval_steps=EVAL_STEPS, microbatch=HELD_OUT, copies=WeightCopies(model.module)

@@ -35,7 +35,7 @@ EVAL_STEPS = 6
 
 
 def build_writer(out: Path | None, *, seed: int, writer: WriterTraining = WRITER) -> dict[str, float]:
-    """Train the writer in front of the package's editor and write it to ``out`` (None: into the package). Returns held-out means.
+    """Train the writer for the packaged editor and write it to ``out`` (None: into the package). Returns held-out means.
 
     About 25 minutes on one core of a laptop. One thread, so that the bits do not depend on how many cores there are.
     """
@@ -54,7 +54,7 @@ def build_writer(out: Path | None, *, seed: int, writer: WriterTraining = WRITER
 
 
 def measure(editor: QwenImageEdit, module: Qwen2_5_VLForConditionalGeneration) -> dict[str, float]:
-    """Held-out means of what the editor makes of the writer's likeliest words and of the right ones, by reader and complexity."""
+    """Held-out means of edits from the writer's greedy completions and from the right ones, by encoder and complexity."""
     tasks = IndirectPlaygroundData(seed=1, count=HELD_OUT, complexity=[1, 2, 3], split="test").tasks(in_turn=True)
     policy = AutoregressivePolicy(
         writer_for(editor, module),

@@ -1,4 +1,5 @@
-"""An objective for a writer whose hidden states an editor reads: cross-entropy, and distillation of the text encoder's states."""
+"""An objective for a writer whose hidden states condition an editor: cross-entropy plus distillation of the text encoder's
+states."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,11 +15,11 @@ from retouch.models.qwen_image.text import QwenText
 from retouch.objectives.cross_entropy import CrossEntropy
 from retouch.types import Loss, Minibatch, Task
 
-READ = 2  # distil the states of every second task, which is enough and halves the cost
+STRIDE = 2  # distil the states of every second task, which is enough and halves the cost
 
 
 class HiddenStateDistillation:
-    """Cross-entropy, and the distance of the writer's hidden states from those of the editor's text encoder for the same dialogues.
+    """Cross-entropy plus the distance of the writer's hidden states from those of the editor's text encoder for the same dialogues.
 
     The distance is the squared error divided by the variance, after the editor's text norm and projection. So the writer may use
     the directions that the editor ignores to predict its next token.
@@ -26,33 +27,33 @@ class HiddenStateDistillation:
 
     def __init__(self, editor: QwenImageEdit, module: Qwen2_5_VLForConditionalGeneration, *, weight: float) -> None:
         words = editor.text
-        self.says = CrossEntropy()
+        self.cross_entropy = CrossEntropy()
         self.weight = weight
         self._norm, self._project = (editor.module.get_submodule(name) for name in ("txt_norm", "txt_in"))
         self._turn = words.template.tail + "{}" + CLOSING
-        self._theirs, self._ours = (
+        self._editor_text, self._writer_text = (
             QwenText(encoder, words.tokenizer, template=words.template.head + "{}", image_processor=words.image_processor)
             for encoder in (words.encoder, module)
         )
 
     def losses(self, policy: Any, minibatch: Minibatch) -> Iterator[Loss]:
-        yield from self.says.losses(policy, minibatch)
-        distance = self.distance(minibatch.batch.tasks[::READ])
+        yield from self.cross_entropy.losses(policy, minibatch)
+        distance = self.distance(minibatch.batch.tasks[::STRIDE])
         yield Loss(self.weight * distance, {"policy/distance": distance.detach()})
 
     def distance(self, tasks: tuple[Task, ...]) -> Float[Tensor, ""]:
-        """Of the tasks with their completions (``completion`` in their meta); 0 is the editor's own encoder."""
+        """The distance for these tasks with their completions (``completion`` in their meta); 0 for the editor's own encoder."""
         bodies = [task.instruction + self._turn.format(task.meta["completion"]) for task in tasks]
-        tokens = self._theirs.tokenise(bodies, [task.images for task in tasks])
+        tokens = self._editor_text.tokenise(bodies, [task.images for task in tasks])
         with torch.no_grad():
-            states, real = self._theirs.embed(tokens)
-            wanted = self._taken_in(states[real])
-        found = self._taken_in(self._ours.embed(tokens)[0][real])
-        return (found - wanted).square().mean() / (wanted - wanted.mean(dim=0)).square().mean()
+            states, real = self._editor_text.embed(tokens)
+            target = self._projected(states[real])
+        projected = self._projected(self._writer_text.embed(tokens)[0][real])
+        return (projected - target).square().mean() / (target - target.mean(dim=0)).square().mean()
 
     def after_step(self, policy: Any, step: int) -> None:
         """Nothing: there is no second policy."""
 
-    def _taken_in(self, states: Float[Tensor, "n d"]) -> Float[Tensor, "n e"]:
-        taken: Tensor = self._project(self._norm(states))
-        return taken
+    def _projected(self, states: Float[Tensor, "n d"]) -> Float[Tensor, "n e"]:
+        projected: Tensor = self._project(self._norm(states))
+        return projected

@@ -25,9 +25,9 @@ NO_INSTRUCTION = " "
 
 
 class JointModel(ModelWrapper[QwenFlow]):
-    """A Qwen-Image or Qwen-Image-Edit whose text encoder trains with the transformer.
+    """A Qwen-Image or Qwen-Image-Edit model whose text encoder is trained together with the transformer.
 
-    Its conditioning is what the text encoder reads, and the velocity embeds it on the way, with gradient.
+    Its conditioning contains the inputs of the text encoder; ``velocity`` embeds them, with gradient.
     """
 
     def __init__(self, model: QwenFlow) -> None:
@@ -66,12 +66,11 @@ def train_jointly(
     average_decay: float,
     log: Callable[[str], None],
 ) -> None:
-    """Train on ``steps`` batches of ``rows`` tasks; what it leaves is what a folder holds (the transformer is as exact as half
-    precision is), so that training can go on from there.
+    """Train on ``steps`` batches of ``rows`` tasks. The final weights are those that a folder stores (the transformer's are rounded
+    to half precision), so that training can continue from a folder.
 
-    ``joint``: a model whose module has the ``transformer`` and what else trains, as ``JointModel`` makes it.
-    ``learning_rate``: the peak, after ``warmup`` steps; from there it falls to 0 as a cosine. ``log`` takes the lines.
-    """
+    ``joint``: a model whose module has the ``transformer`` and the other trained modules, as in ``JointModel``. ``learning_rate``:
+    the peak, after ``warmup`` steps; then a cosine to 0. ``log``: called with each line of progress."""
     joint.module.requires_grad_(True)
     copies = WeightCopies(joint.module)
     copies.snapshot("average")
@@ -97,6 +96,6 @@ def train_jointly(
 
 
 def with_blank_instructions(tasks: Sequence[Task], share: float, random: torch.Generator) -> list[Task]:
-    """The tasks, of which a share has a blank instruction, which classifier-free guidance needs."""
+    """The tasks, with a blank instruction for a share of them, as classifier-free guidance needs."""
     blank = torch.rand(len(tasks), generator=random) < share
     return [replace(task, instruction=NO_INSTRUCTION) if empty else task for task, empty in zip(tasks, blank, strict=True)]

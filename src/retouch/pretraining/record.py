@@ -1,4 +1,4 @@
-"""What all builds of base models share beside training: one thread, held-out means, and a record of how the weights were made."""
+"""The common parts of all builds of base models besides training: one thread, held-out means, and a record of the build."""
 
 import copy
 import json
@@ -28,15 +28,15 @@ class BuildRecord:
 
     def __init__(self, *, seed: int, command: str | None = None) -> None:
         logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s", force=True)
-        self._made: dict[str, str | int] = (
+        self._origin: dict[str, str | int] = (
             {"seed": seed} if command is None else {"command": f"{command} --seed {seed}", "seed": seed}
         )
         self._began = time.perf_counter()
 
     def finish(self, scores: Mapping[str, float], *folders: Path) -> None:
-        """Write the held-out means and how the weights were made to each folder's ``build.json``, and log them."""
+        """Write held-out means, seed and command to each folder's ``build.json``, and log them."""
         for folder in folders:
-            files.write_json(folder / "build.json", {**self._made, "held_out": scores})
+            files.write_json(folder / "build.json", {**self._origin, "held_out": scores})
         log.info("built in %.0f s: %s", time.perf_counter() - self._began, ", ".join(map(str, folders)))
         width = max(map(len, scores))
         for name, value in scores.items():
@@ -63,9 +63,9 @@ def held_out(
     column: str,
     demonstrates: Callable[[Task], bool] = lambda task: task.target is not None,
 ) -> tuple[EvaluationResult, EvaluationResult]:
-    """What the tasks' own targets or completions score by ``reward`` through the renderer, and what the policy's outputs do.
+    """The scores of the tasks' own targets or completions (the ceiling), and those of the policy's outputs.
 
-    ``column``: the one that is the reward. All tasks go in one batch, and each must be one that the policy ``demonstrates``.
+    ``column``: the column of ``reward`` that is the reward. All tasks are one batch, and each must have a target or completion.
     """
     evaluate = Evaluator(
         tasks=tasks,
@@ -82,11 +82,11 @@ def held_out(
 
 
 def write_index(folder: Path, pipeline: str, parts: Mapping[str, tuple[str, str]]) -> None:
-    """diffusers' own index of a pipeline's folder, so that the pipeline finds its parts: of each a library and a class of it."""
+    """Write diffusers' ``model_index.json`` of a pipeline's folder: library and class of each part."""
     index = {"_class_name": pipeline, "_diffusers_version": "0.40.0", **parts}
     (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def halved(module: nn.Module) -> Any:
-    """A copy of a module in half precision, to be saved."""
+    """A copy of a module in half precision, for saving."""
     return copy.deepcopy(module).half()

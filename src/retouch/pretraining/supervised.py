@@ -35,9 +35,8 @@ def train_on_demonstrations(
 ) -> None:
     """Train all of the policy's weights on ``steps`` batches of ``rows`` tasks.
 
-    ``learning_rate``: the peak, after ``warmup`` steps; from there it falls to 0 as a cosine. ``second_beta``: AdamW's.
-    ``average``: told after each step how many were taken. ``log`` takes the lines.
-    """
+    ``learning_rate``: the peak, after ``warmup`` steps; then a cosine to 0. ``second_beta``: AdamW's. ``average``: called after
+    each step with the number of steps so far. ``log``: called with each line of progress."""
     ranks = Ranks()
     run = Run(
         policy=policy,
@@ -66,8 +65,8 @@ def train_on_demonstrations(
     )
     for step, _, metrics in train(run, phase, start=0):
         if step % 50 == 0 or step == steps - 1:
-            told = [f"{name} {metrics[f'policy/{name}']:.4f}" for name in ("loss", "distance") if f"policy/{name}" in metrics]
-            log("  ".join([f"step {step}/{steps}", *told]))
+            values = [f"{name} {metrics[f'policy/{name}']:.4f}" for name in ("loss", "distance") if f"policy/{name}" in metrics]
+            log("  ".join([f"step {step}/{steps}", *values]))
 
 
 def train_on_completions(
@@ -85,8 +84,8 @@ def train_on_completions(
 ) -> None:
     """Train all of the writer's weights on ``rows`` tasks a step, in their order.
 
-    ``learning_rate``: the peak, after ``warmup`` steps; from there it falls to 0 as a cosine. ``longest``: most tokens of a
-    completion. ``objective``: None is cross-entropy alone. ``log`` takes the lines.
+    ``learning_rate``: the peak, after ``warmup`` steps; then a cosine to 0. ``longest``: maximum number of tokens of a completion.
+    ``objective``: None is cross-entropy. ``log``: called with each line of progress.
     """
     module = writer.module.requires_grad_(True)
     sampling = TokenRollout(max_new_tokens=longest)
@@ -112,13 +111,13 @@ def ungrouped_batch(tasks: Sequence[Task], *, seed: int, step: int) -> Batch:
 
 
 def warmup_cosine(peak: float, step: int, *, warmup: int, steps: int) -> float:
-    """Up to the peak in ``warmup`` steps, and from there down to 0."""
+    """Learning rate of a step: linear to the peak in ``warmup`` steps, times a cosine that falls to 0 at ``steps``."""
     return peak * min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 def _no_judge(batch: Batch, samples: Sequence[Any]) -> Any:
-    raise AssertionError("imitation asks no judge")
+    raise AssertionError("supervised training uses no reward")
 
 
 def _no_renderer(tasks: Sequence[Task], trajectory: Any) -> Any:
-    raise AssertionError("imitation makes no pictures")
+    raise AssertionError("supervised training renders no images")

@@ -1,4 +1,4 @@
-"""The playground's autoencoder: Qwen-Image's own class, 4 times down, trained to repeat images of its world."""
+"""The playground's autoencoder: Qwen-Image's class with a factor of 4, trained to reconstruct images of the playground."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from retouch.playground.world.tasks import PlaygroundData
 
 @dataclass(frozen=True, kw_only=True)
 class AutoencoderTraining:
-    """``latent_noise``: added to the latents while training, as a share of their spread, so that the decoder forgives a denoiser.
-
-    ``steps`` train both halves; ``decoder_steps`` more train the decoder alone, with ``decoder_noise``, on latents that stay.
+    """``latent_noise``: noise on the latents in training, relative to their standard deviation, so that the decoder tolerates the
+    errors of a denoiser. ``steps``: of encoder and decoder together; ``decoder_steps``: further steps of the decoder alone, with
+    ``decoder_noise``.
     """
 
     steps: int
@@ -35,7 +35,7 @@ class AutoencoderTraining:
 
 
 def train_autoencoder(settings: AutoencoderTraining, log: Callable[[str], None]) -> AutoencoderKLQwenImage:
-    """Train from the seed and return the model with the mean and spread of its latents in its configuration."""
+    """Train from the seed; returns the model with mean and standard deviation of its latents in its configuration."""
     torch.manual_seed(settings.seed)
     channels = settings.latent_channels
     vae = _build(channels, [0.0] * channels, [1.0] * channels)
@@ -50,66 +50,65 @@ def train_autoencoder(settings: AutoencoderTraining, log: Callable[[str], None])
 
 
 def _with_unit_gain(vae: AutoencoderKLQwenImage) -> None:
-    """Draw the convolutions so that each keeps the size of its input.
+    """Initialise the convolutions so that each preserves the variance of its input.
 
-    The class's own draw counts all three temporal taps, of which an image meets the last: everything shrinks on its way, and
-    learning starts many times slower.
-    """
+    The default initialisation counts all three temporal taps, but an image uses only the last: activations shrink from layer to
+    layer, and training starts many times slower."""
     for module in vae.modules():
         if isinstance(module, (nn.Conv2d, nn.Conv3d)):
             assert module.bias is not None
             nn.init.zeros_(module.bias)
             if isinstance(module, nn.Conv3d):
                 nn.init.zeros_(module.weight)
-            met = module.weight[:, :, -1] if isinstance(module, nn.Conv3d) else module.weight
-            nn.init.kaiming_normal_(met, nonlinearity="linear")
+            weight = module.weight[:, :, -1] if isinstance(module, nn.Conv3d) else module.weight
+            nn.init.kaiming_normal_(weight, nonlinearity="linear")
 
 
 def _train_both(vae: AutoencoderKLQwenImage, settings: AutoencoderTraining, log: Callable[[str], None]) -> None:
     advance = _optimizer(vae.parameters(), settings.learning_rate, settings.steps)
-    for step, pictures in enumerate(_pictures(settings, range(settings.steps))):
-        posterior = vae.encode(pictures).latent_dist
+    for step, images in enumerate(_images(settings, range(settings.steps))):
+        posterior = vae.encode(images).latent_dist
         latents = posterior.mode()
         noise = torch.randn(latents.shape, generator=generator(settings.seed, "latent noise", step))
         noisy = latents + settings.latent_noise * latents.detach().std() * noise
-        order = torch.rand(len(pictures), CELLS, generator=generator(settings.seed, "cells", step)).argsort(1)
+        order = torch.rand(len(images), CELLS, generator=generator(settings.seed, "cells", step)).argsort(1)
         repeated = vae.decode(rearranged(noisy, order)).sample
-        loss = _miss(repeated, rearranged(pictures, order)) + settings.kl_weight * posterior.kl().mean()
+        loss = _reconstruction_loss(repeated, rearranged(images, order)) + settings.kl_weight * posterior.kl().mean()
         advance(loss)
         if step % 100 == 0:
             log(f"autoencoder step {step}/{settings.steps}  loss {loss.item():.4f}")
 
 
 def train_decoder(vae: AutoencoderKLQwenImage, settings: AutoencoderTraining, log: Callable[[str], None]) -> None:
-    """Train the decoder alone, so that latents stay what they are; ``vae`` is changed in place."""
+    """Train only the decoder, in place, so that latents do not change."""
     decoder = [*vae.post_quant_conv.parameters(), *vae.decoder.parameters()]
     advance = _optimizer(decoder, settings.decoder_learning_rate, settings.decoder_steps)
     steps = range(settings.steps, settings.steps + settings.decoder_steps)
-    for step, pictures in zip(steps, _pictures(settings, steps), strict=True):
+    for step, images in zip(steps, _images(settings, steps), strict=True):
         with torch.no_grad():
-            latents = vae.encode(pictures).latent_dist.mode()
+            latents = vae.encode(images).latent_dist.mode()
         spread = latents.std(dim=(0, 2, 3, 4), keepdim=True)
         noise = torch.randn(latents.shape, generator=generator(settings.seed, "latent noise", step))
-        loss = _miss(vae.decode(latents + settings.decoder_noise * spread * noise).sample, pictures)
+        loss = _reconstruction_loss(vae.decode(latents + settings.decoder_noise * spread * noise).sample, images)
         advance(loss)
         if step % 100 == 0:
             log(f"decoder step {step - settings.steps}/{settings.decoder_steps}  loss {loss.item():.4f}")
 
 
-def rearranged(pictures: Tensor, order: Tensor) -> Tensor:
+def rearranged(images: Tensor, order: Tensor) -> Tensor:
     """Images or latents (b, c, 1, h, w) with their cells in another order: cell i of the result is cell ``order[b, i]``."""
-    cells = pictures.unflatten(4, (GRID, -1)).unflatten(3, (GRID, -1)).permute(0, 3, 5, 1, 2, 4, 6).flatten(1, 2)
+    cells = images.unflatten(4, (GRID, -1)).unflatten(3, (GRID, -1)).permute(0, 3, 5, 1, 2, 4, 6).flatten(1, 2)
     moved = cells[torch.arange(len(cells))[:, None], order]
     return moved.unflatten(1, (GRID, GRID)).permute(0, 3, 4, 1, 5, 2, 6).flatten(5, 6).flatten(3, 4)
 
 
-def _miss(repeated: Tensor, pictures: Tensor) -> Tensor:
-    miss = repeated - pictures
-    return miss.abs().mean() + miss.square().mean()
+def _reconstruction_loss(repeated: Tensor, images: Tensor) -> Tensor:
+    error = repeated - images
+    return error.abs().mean() + error.square().mean()
 
 
 def _optimizer(parameters: Iterable[nn.Parameter], learning_rate: float, steps: int) -> Callable[[Tensor], None]:
-    """AdamW on a one-cycle schedule; calling it with a loss takes a step."""
+    """AdamW with a one-cycle schedule; the result is called with a loss and takes a step."""
     trained = list(parameters)
     optimizer = torch.optim.AdamW(trained, lr=learning_rate, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.05)
@@ -136,7 +135,7 @@ def _build(channels: int, mean: list[float], std: list[float]) -> AutoencoderKLQ
     )
 
 
-def _pictures(settings: AutoencoderTraining, steps: range) -> Iterator[Tensor]:
+def _images(settings: AutoencoderTraining, steps: range) -> Iterator[Tensor]:
     """Batches (b, 3, 1, 24, 24) in [-1, 1]: sources and targets of training tasks."""
     half = settings.batch // 2
     tasks = PlaygroundData(seed=settings.seed, count=half * steps.stop, complexity=[1, 2, 3]).tasks(in_turn=True)

@@ -30,12 +30,10 @@ class EditorRound:
 
 @dataclass(frozen=True, kw_only=True)
 class EditorTraining:
-    """``rounds``, one after the other, each with tasks and an average of its own.
+    """``rounds``: one after the other, each with its own tasks and its own weight average.
 
-    ``unconditional``: the share of tasks whose instruction is blank, which guidance needs.
-    ``filler``: the share of batches whose instructions hold more than the edit, so that later positions in a text are met, and
-    clauses that must be told apart.
-    """
+    ``unconditional``: the share of tasks whose instruction is blank, which guidance needs. ``filler``: the share of batches whose
+    instructions contain filler too, so that the model learns later positions in a text, and to tell clauses apart."""
 
     rounds: tuple[EditorRound, ...]
     seed: int = 0
@@ -48,7 +46,7 @@ class EditorTraining:
 
 
 def untrained(vae: AutoencoderKLQwenImage, seed: int) -> QwenImageEdit:
-    """The editor before training, its weights drawn from the seed."""
+    """The editor before training, with initial weights from the seed."""
     qwen_parts.seeded(seed)
     words = qwen_parts.tokenizer(seed)
     return QwenImageEdit(
@@ -65,7 +63,7 @@ def untrained(vae: AutoencoderKLQwenImage, seed: int) -> QwenImageEdit:
 
 
 def train_editor(vae: AutoencoderKLQwenImage, settings: EditorTraining, log: Callable[[str], None]) -> QwenImageEdit:
-    """Train from the seed; the editor comes back with its averaged weights, the transformer's as exact as half precision is."""
+    """Train from the seed; returns the editor with its averaged weights, the transformer's rounded to half precision."""
     model = untrained(vae, settings.seed)
     for number in range(len(settings.rounds)):
         train_round(model, settings, number, log)
@@ -73,7 +71,7 @@ def train_editor(vae: AutoencoderKLQwenImage, settings: EditorTraining, log: Cal
 
 
 def train_round(model: QwenImageEdit, settings: EditorTraining, number: int, log: Callable[[str], None]) -> None:
-    """Train one of the rounds; what it leaves is what a folder holds, so a round can go on from there."""
+    """Train one of the rounds. Its final weights are those that a folder stores, so the next round can start from a folder."""
     seed, this = settings.seed + number, settings.rounds[number]
     plain, filled = (
         PlaygroundData(

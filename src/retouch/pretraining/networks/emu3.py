@@ -1,4 +1,5 @@
-"""The playground's base image-token editor: Emu3's own classes in small, taught by the project's own supervised objective."""
+"""The playground's base image-token editor: Emu3's classes with few parameters, trained with the supervised objective of the
+project."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,10 +26,9 @@ _WIDTH = 96
 
 @dataclass(frozen=True, kw_only=True)
 class Emu3Training:
-    """``complexity``: numbers of edits in an instruction, by weight. ``rounds``: their steps, each with tasks and an optimizer of
-    its own. ``learning_rate``: the peak of each, after ``warmup`` steps; from there it falls to 0 as a cosine. ``unfinished``: the
-    share of complex edits whose demonstration lacks one. ``before``: rounds that it has had before these.
-    """
+    """``complexity``: numbers of edits in an instruction, by weight. ``rounds``: steps of each round, which has its own tasks and
+    its own optimizer. ``learning_rate``: the peak of each round, after ``warmup`` steps; then a cosine to 0. ``unfinished``: the
+    share of complex edits whose demonstration lacks one. ``before``: number of earlier rounds."""
 
     complexity: Mapping[int, float]
     rounds: tuple[int, ...]
@@ -42,7 +42,7 @@ class Emu3Training:
 
 
 def emu3_tokenizer(seed: int) -> Qwen2Tokenizer:
-    """Learned from the playground's instructions, with Emu3's own special tokens and one for each code."""
+    """A tokenizer learned from the playground's instructions, with Emu3's special tokens and one token for each code."""
     words = build_tokenizer([*corpus(generator(seed, "tokenizer"), 4000)], vocabulary=640, special=(PAD,))
     visual = [f"<|visual token {code:06d}|>" for code in range(CODES)]
     words.add_tokens(
@@ -53,7 +53,7 @@ def emu3_tokenizer(seed: int) -> Qwen2Tokenizer:
 
 
 def untrained_emu3(words: Qwen2Tokenizer, vq: Emu3VQVAE) -> Emu3ForConditionalGeneration:
-    """Four layers of width 96 beside the trained autoencoder."""
+    """Four layers of width 96, and the trained autoencoder."""
     config = Emu3Config(
         vq_config=vq.config.to_dict(),
         text_config={
@@ -81,7 +81,7 @@ def untrained_emu3(words: Qwen2Tokenizer, vq: Emu3VQVAE) -> Emu3ForConditionalGe
 def train_emu3(
     vq: Emu3VQVAE, words: Qwen2Tokenizer, settings: Emu3Training, log: Callable[[str], None]
 ) -> Emu3ForConditionalGeneration:
-    """Teach an editor of tokens from the seed, by cross-entropy of the target image's codes."""
+    """Train an image-token editor from the seed, with the cross-entropy of the target image's codes."""
     seeded(settings.seed)
     whole = untrained_emu3(words, vq)
     train_rounds(Emu3Editor(language_model(whole), words, vq=whole.model.vqmodel, size=(SIZE, SIZE)), settings, log)
@@ -89,7 +89,7 @@ def train_emu3(
 
 
 def train_rounds(editor: Emu3Editor, settings: Emu3Training, log: Callable[[str], None]) -> None:
-    """Teach the editor all rounds."""
+    """Train the editor in all rounds, in place."""
     for number, steps in enumerate(settings.rounds, start=settings.before):
         seed = settings.seed + number
         data = PlaygroundData(
@@ -108,9 +108,9 @@ def train_rounds(editor: Emu3Editor, settings: Emu3Training, log: Callable[[str]
             warmup=settings.warmup,
             longest=LONGEST,
             seed=seed,
-            log=partial(_told, log, number + 1),
+            log=partial(_log_round, log, number + 1),
         )
 
 
-def _told(log: Callable[[str], None], number: int, line: str) -> None:
+def _log_round(log: Callable[[str], None], number: int, line: str) -> None:
     log(f"round {number}  {line}")

@@ -1,6 +1,7 @@
-"""The playground's base enhancer: Qwen2-VL's own classes in small, which says people's requests in the text-to-image model's words.
+"""The playground's base prompt enhancer: Qwen2-VL's classes with few parameters. It rewrites users' requests with the words that
+the text-to-image model knows.
 
-It learns from imperfect completions: where several things are asked for, most of them stop after the first or the second.
+It learns from imperfect completions: of requests for several things, most completions stop after the first or the second.
 """
 
 from collections.abc import Callable
@@ -36,14 +37,14 @@ class EnhancerTraining:
 
 
 def tokenizer(seed: int) -> Qwen2Tokenizer:
-    """Learned from requests and from what should be written for them, so that each word of both has a token."""
+    """A tokenizer learned from requests and their completions, so that each word of both is a token."""
     tasks = PaintingData(seed=seed, count=2000, complexity=[1, 2, 3, 4]).tasks(in_turn=True)
     texts = [text for task in tasks for text in (task.instruction, str(task.meta["completion"]))]
     return build_tokenizer([*texts, *[f"{SYSTEM}\nuser\nsystem\nassistant\n"] * 50], vocabulary=480)
 
 
 def untrained_enhancer(words: Qwen2Tokenizer) -> Qwen2VLForConditionalGeneration:
-    """Four layers of width 64; the vision tower sees nothing."""
+    """Four layers of width 64; the vision tower is not used."""
     config = Qwen2VLConfig(
         text_config=text_config(words, layers=4, heads=4, inner=192),
         vision_config={
@@ -65,7 +66,7 @@ def untrained_enhancer(words: Qwen2Tokenizer) -> Qwen2VLForConditionalGeneration
 
 
 def train_enhancer(settings: EnhancerTraining, log: Callable[[str], None]) -> QwenWriter:
-    """Train from the seed; the weights come back as exact as half precision is."""
+    """Train from the seed; returns weights that are rounded to half precision."""
     seeded(settings.seed)
     words = tokenizer(settings.seed)
     writer = QwenWriter(untrained_enhancer(words), words, template=TEMPLATE)

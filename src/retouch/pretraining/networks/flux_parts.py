@@ -1,4 +1,5 @@
-"""The playground's model that renders words, untrained: the classes of FLUX.1-Fill in small, with tokenizers of single letters."""
+"""The playground's model that renders words, untrained: FLUX.1-Fill's classes with few parameters, and tokenizers of single
+letters."""
 
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
@@ -16,14 +17,14 @@ MAX_SEQUENCE_LENGTH = 14
 
 
 def t5_tokenizer() -> T5Tokenizer:
-    """The words of the instruction are a token each, and of the text in it every letter is one."""
+    """A tokenizer with one token for each word of the instruction and for each letter of the quoted text."""
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
     words = [("▁The", -1.0), ("▁text", -1.0), ("▁is", -1.0), ("▁'", -1.0), ("'", -2.0), (".", -2.0), ("▁", -6.0)]
     return T5Tokenizer(vocab=[*special, *words, *((letter, -3.0) for letter in LETTERS)], extra_ids=0)
 
 
 def clip_tokenizer() -> CLIPTokenizer:
-    """Bytes as tokens."""
+    """A tokenizer of bytes."""
     symbols = sorted(ByteLevel.alphabet())
     vocab = {symbol: place for place, symbol in enumerate([*symbols, *(f"{symbol}</w>" for symbol in symbols)])}
     vocab |= {"<|startoftext|>": len(vocab), "<|endoftext|>": len(vocab) + 1}
@@ -31,7 +32,7 @@ def clip_tokenizer() -> CLIPTokenizer:
 
 
 def text(t5_words: T5Tokenizer | None = None, *, max_sequence_length: int = MAX_SEQUENCE_LENGTH) -> FluxText:
-    """Two layers of T5, of width 64, and one of CLIP. ``t5_words``: None takes the words' own."""
+    """Two layers of T5, of width 64, and one of CLIP. ``t5_words``: None takes ``t5_tokenizer``."""
     t5_words, clip_words = t5_words or t5_tokenizer(), clip_tokenizer()
     t5 = T5Config(vocab_size=len(t5_words), d_model=TEXT_WIDTH, d_kv=16, d_ff=128, num_layers=2, num_heads=4, dropout_rate=0.0)
     end = len(clip_words) - 1
@@ -57,7 +58,7 @@ def text(t5_words: T5Tokenizer | None = None, *, max_sequence_length: int = MAX_
 
 
 def autoencoder(shift: float = 0.0, scale: float = 1.0) -> AutoencoderKL:
-    """4 times down: a token, 2 x 2 latents, is as wide as a letter and half as high."""
+    """An autoencoder with a factor of 4: a token of 2 x 2 latents is as wide as a letter and half as high."""
     blocks = 3
     return AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * blocks,
@@ -97,6 +98,6 @@ def scheduler() -> FlowMatchEulerDiscreteScheduler:
 
 
 def untrained(vae: AutoencoderKL, seed: int) -> FluxFill:
-    """The text-to-image model before training, its weights drawn from the seed."""
+    """The model before training, with initial weights from the seed."""
     torch.manual_seed(seed)
     return FluxFill(transformer=transformer(), vae=vae, text=text(), scheduler_config=dict(scheduler().config))

@@ -1,9 +1,9 @@
-"""The playground's autoencoder of codes: Emu3's own class, 8 times down, so that an image of nine cells is nine codes.
+"""The playground's image tokenizer: Emu3's class with a factor of 8, so that an image of nine cells is nine codes.
 
-The class cannot train by itself: its quantiser passes no gradient. Here latents learn first to be repeated through noise, then
-codes are placed among them (k-means), and both learn on with gradients straight through the nearest code. A cell's latents must be
-the same whatever stands beside it: else an empty cell alone has many codes, and who writes them must guess which.
-"""
+The quantiser of transformers' class has no gradient. So training first reconstructs images from noisy continuous latents, then
+initialises the codebook with k-means, and then continues with the straight-through estimator and a codebook of running means
+(VQ-VAE, arXiv 1711.00937). A cell's latents must not depend on its neighbours: otherwise a single kind of cell has many codes, and
+a policy must guess which one the target has."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,12 +23,13 @@ from retouch.pretraining.networks.autoencoder import rearranged
 CODES = 80
 _WIDTH = 8
 _DECAY = 0.99
-_LIVE = 1e-2
+_LEAST_COUNT = 1e-2
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodesTraining:
-    """``free_steps`` before there are codes, with noise of ``latent_noise`` times the latents' spread; ``steps`` in all."""
+    """``free_steps``: steps without codes, with noise of ``latent_noise`` times the standard deviation of the latents. ``steps``:
+    all steps. ``commitment``: weight of the distance of latents to their codes."""
 
     steps: int
     free_steps: int
@@ -42,7 +43,7 @@ class CodesTraining:
 
 
 def untrained_codes() -> Emu3VQVAE:
-    """Base 32, four stages, one block each, 80 codes of 8 numbers: 1.1 M parameters, drawn so that each layer keeps its size."""
+    """Base 32, four stages with one block each, 80 codes of 8 values: 1.1 M parameters, initialised to preserve variance."""
     vq = Emu3VQVAE(
         Emu3VQVAEConfig(
             codebook_size=CODES,
@@ -62,10 +63,10 @@ def untrained_codes() -> Emu3VQVAE:
             continue
         assert module.bias is not None
         nn.init.zeros_(module.bias)
-        if isinstance(module, nn.Conv3d):  # an image meets the last temporal tap alone
+        if isinstance(module, nn.Conv3d):  # an image uses only the last temporal tap
             nn.init.zeros_(module.weight)
         nn.init.kaiming_normal_(module.weight[:, :, -1] if isinstance(module, nn.Conv3d) else module.weight, nonlinearity="linear")
-        if name.endswith("conv_y"):  # norms that scale and shift by the codes start as plain ones
+        if name.endswith("conv_y"):  # norms that are modulated by the codes start unmodulated
             nn.init.zeros_(module.weight)
             nn.init.ones_(module.bias)
         if name.endswith("conv_b"):
@@ -90,15 +91,15 @@ def train_codes(settings: CodesTraining, log: Callable[[str], None]) -> Emu3VQVA
         apart = (encoded(vq, mixed) - latents).square().mean() / free.detach().var()
         if step < settings.free_steps:
             noise = torch.randn(latents.shape, generator=generator(settings.seed, "latent noise", step))
-            seen, stray = latents + settings.latent_noise * latents.detach().std() * noise, latents.new_zeros(())
+            decoder_input, stray = latents + settings.latent_noise * latents.detach().std() * noise, latents.new_zeros(())
         else:
             if codebook is None:
                 codebook = _Codebook(vq, settings)
             nearest = codebook(latents)
-            seen, stray = latents + (nearest - latents).detach(), (latents - nearest).square().mean()
-        # Cells also change places between the halves, so that a code speaks of its own cell and not of where it stands.
+            decoder_input, stray = latents + (nearest - latents).detach(), (latents - nearest).square().mean()
+        # Cells are also permuted within an image, so that a code describes its cell and not the cell's position.
         order = torch.rand(len(pictures), CELLS, generator=random).argsort(1)
-        repeated = decoded(vq, rearranged(seen[:, :, None], order)[:, :, 0])
+        repeated = decoded(vq, rearranged(decoder_input[:, :, None], order)[:, :, 0])
         miss = repeated - rearranged(mixed[:, :, None], order)[:, :, 0]
         loss = miss.abs().mean() + miss.square().mean() + settings.commitment * stray + settings.alone * apart
         optimizer.zero_grad()
@@ -113,7 +114,7 @@ def train_codes(settings: CodesTraining, log: Callable[[str], None]) -> Emu3VQVA
 
 
 def exchanged(images: Float[Tensor, "b c h w"], chosen: Bool[Tensor, "half 9"]) -> Float[Tensor, "b c h w"]:
-    """Images or latents whose first half has changed the chosen cells for those of the second half."""
+    """Images or latents after exchanging the chosen cells between the first and the second half of the batch."""
     height, width = images.shape[2] // GRID, images.shape[3] // GRID
     where = chosen.view(-1, 1, GRID, GRID).repeat_interleave(height, 2).repeat_interleave(width, 3)
     first, second = images.chunk(2)
@@ -121,22 +122,23 @@ def exchanged(images: Float[Tensor, "b c h w"], chosen: Bool[Tensor, "half 9"]) 
 
 
 def encoded(vq: Emu3VQVAE, pictures: Float[Tensor, "b 3 h w"]) -> Float[Tensor, "b c hh ww"]:
-    """The latents before they are rounded to codes; images in [-1, 1]."""
+    """The latents of images in [-1, 1] before quantisation."""
     latents: Tensor = vq.encoder(pictures[:, None])
     latents = vq.quant_conv(latents.transpose(1, 2)).transpose(1, 2)
     return latents[:, 0]
 
 
 def decoded(vq: Emu3VQVAE, latents: Float[Tensor, "b c hh ww"]) -> Float[Tensor, "b 3 h w"]:
-    """What latents show."""
+    """The decoded images of latents."""
     codes = latents[:, None]
     ready = vq.post_quant_conv(codes.transpose(1, 2)).transpose(1, 2)
-    shown: Tensor = vq.decoder(ready, codes)
-    return shown
+    images: Tensor = vq.decoder(ready, codes)
+    return images
 
 
 class _Codebook:
-    """Codes as running means of the latents nearest to them, kept in the model's own quantiser."""
+    """Codes as running means of their nearest latents (VQ-VAE with EMA, arXiv 1711.00937 appendix A), stored in the model's
+    quantiser."""
 
     def __init__(self, vq: Emu3VQVAE, settings: CodesTraining) -> None:
         with torch.no_grad():
@@ -150,24 +152,23 @@ class _Codebook:
 
     @torch.no_grad()
     def __call__(self, latents: Float[Tensor, "b c h w"]) -> Float[Tensor, "b c h w"]:
-        """The nearest codes, which then move towards what is nearest to them."""
+        """The nearest codes. Afterwards each code moves towards its nearest latents."""
         flat = _flat(latents)
         index = _nearest(flat, self.weight)
         nearest = self.weight[index].clone()
         members = F.one_hot(index, CODES).float()
         self.counts.mul_(_DECAY).add_(members.sum(0), alpha=1 - _DECAY)
         self.sums.mul_(_DECAY).add_(members.T @ flat, alpha=1 - _DECAY)
-        live = self.counts > _LIVE
-        self.weight[live] = self.sums[live] / self.counts[live, None]
+        used = self.counts > _LEAST_COUNT
+        self.weight[used] = self.sums[used] / self.counts[used, None]
         return nearest.view(len(latents), *latents.shape[2:], -1).permute(0, 3, 1, 2)
 
 
 def k_means(points: Float[Tensor, "n d"], count: int, *, rounds: int = 20) -> Float[Tensor, "count d"]:
-    """Lloyd's algorithm; a centre that is nearest to nothing stays where it is.
+    """Lloyd's algorithm; a centre without points does not move.
 
-    Each starts at the point that is farthest from those before it (Gonzalez): what is rare has a centre before what is
-    common has two.
-    """
+    Each centre is initialised with the point farthest from the previous ones (Gonzalez 1985), so that rare kinds of points get a
+    centre before frequent ones get a second."""
     centres = points[:1]
     distance = (points - centres).square().sum(1)
     for _ in range(count - 1):
@@ -190,10 +191,10 @@ def _flat(latents: Float[Tensor, "b c h w"]) -> Float[Tensor, "n c"]:
 
 
 def _pictures(settings: CodesTraining, step: int) -> Float[Tensor, "b 3 24 24"]:
-    """A batch in [-1, 1]: scenes of one to six things, as after edits that add some; both halves have the same greys."""
+    """A batch in [-1, 1]: scenes of one to six things, as after edits that add some; both halves have the same backgrounds."""
     random = generator(settings.seed, "pictures", step)
     first, second = ([random_scene(random, least=1, most=6) for _ in range(settings.batch // 2)] for _ in range(2))
     scenes = first + [replace(other, background=scene.background) for scene, other in zip(first, second, strict=True)]
-    shown = torch.from_numpy(pixels(scenes)).permute(0, 3, 1, 2).float().div(127.5).sub(1.0)
-    assert shown.shape[2:] == (SIZE, SIZE)
-    return shown
+    images = torch.from_numpy(pixels(scenes)).permute(0, 3, 1, 2).float().div(127.5).sub(1.0)
+    assert images.shape[2:] == (SIZE, SIZE)
+    return images

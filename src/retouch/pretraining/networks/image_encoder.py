@@ -1,8 +1,8 @@
-"""The playground's image encoder for IP-Adapters: a CLIP vision model in small, of weights drawn from a seed and never trained.
+"""The playground's image encoder for IP-Adapters: a CLIP vision model with few parameters and random weights, which is never
+trained.
 
-Its patches of 4 px are as fine as a stroke, and its weights are small enough not to saturate: a linear layer can then recover ink
-and paper of a sign from the embedding. Coarser patches mix the two.
-"""
+Its patches of 4 px are as small as a stroke, and its weights are small enough not to saturate, so a linear layer can recover ink
+and paper of a sign from the embedding. Larger patches would mix the two."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ SIDE = 32
 
 
 def build_image_encoder(folder: Path, *, seed: int = 0) -> None:
-    """Write it to ``folder``: embeddings of 64 numbers, from images of 32 x 32 px."""
+    """Write the encoder to ``folder``: embeddings of width 64, for images of 32 x 32 pixels."""
     config = CLIPVisionConfig(
         hidden_size=64,
         intermediate_size=128,

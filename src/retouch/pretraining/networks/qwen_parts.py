@@ -1,4 +1,5 @@
-"""The playground's editor, untrained: the classes of Qwen-Image-Edit in small, with the tokenizer's real special tokens."""
+"""The playground's editor, untrained: Qwen-Image-Edit's classes with few parameters, and the real special tokens of its
+tokenizer."""
 
 import json
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ SYSTEM = "Edit the picture."
 TEMPLATE = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{VISION}{{}}<|im_end|>\n<|im_start|>assistant\n"
 
 WIDTH = 64
-# 1 / sqrt(width): the classes' own 0.02 is made for widths of thousands.
+# 1 / sqrt(width): the classes' default of 0.02 is meant for widths of thousands.
 INITIALIZER_RANGE = 0.125
 
 
@@ -29,7 +30,7 @@ SPECIAL_TOKENS = (
 
 
 def build_tokenizer(texts: Sequence[str], *, vocabulary: int, special: Sequence[str] = SPECIAL_TOKENS) -> Qwen2Tokenizer:
-    """Learn ``vocabulary`` byte-level merges' worth of tokens from ``texts``; any other text still has tokens, byte by byte."""
+    """A byte-level BPE tokenizer with ``vocabulary`` tokens, learned from ``texts``; other texts are tokenized byte by byte."""
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     learner.decoder = decoders.ByteLevel()
@@ -43,20 +44,21 @@ def build_tokenizer(texts: Sequence[str], *, vocabulary: int, special: Sequence[
 
 
 def tokenizer(seed: int) -> Qwen2Tokenizer:
-    """Learned from the playground's instructions and the words of the template."""
+    """A tokenizer learned from the playground's instructions and the words of the template."""
     texts = [*corpus(generator(seed, "tokenizer"), 4000), *[f"{SYSTEM}\nuser\nsystem\nassistant\n"] * 50]
     return build_tokenizer(texts, vocabulary=640)
 
 
 def image_processor() -> Qwen2VLImageProcessorPil:
-    """A 24 px image becomes 6 x 6 patches of 4 px, merged to 9 tokens: one for each cell."""
+    """An image processor: an image of 24 px becomes 6 x 6 patches of 4 px, merged to 9 tokens, one for each cell."""
     return Qwen2VLImageProcessorPil(
         patch_size=4, temporal_patch_size=1, merge_size=2, size={"shortest_edge": 8 * 8, "longest_edge": 256 * 256}
     )
 
 
 def text_encoder(words: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
-    """Two layers of width 64 that look 3 tokens back: a word knows its clause and no more, so longer texts read the same."""
+    """Two layers of width 64 with attention to the last 3 tokens: a token depends only on its clause, so the model generalises to
+    longer texts."""
     near = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
     config = Qwen2_5_VLConfig(
         text_config=text_config(words, layers=2, heads=2, inner=192) | near,
@@ -69,7 +71,7 @@ def text_encoder(words: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
 
 
 def text_config(words: Qwen2Tokenizer, *, layers: int, heads: int, inner: int) -> dict[str, Any]:
-    """The part of a Qwen configuration that reads and writes: width 64, and ``inner`` inside its multilayer perceptrons."""
+    """The text part of a Qwen configuration: width 64, and width ``inner`` inside the MLPs."""
     pairs = WIDTH // heads // 2
     return {
         "vocab_size": len(words),
@@ -92,7 +94,7 @@ def text_config(words: Qwen2Tokenizer, *, layers: int, heads: int, inner: int) -
 
 
 def vision_config() -> dict[str, Any]:
-    """The part of a Qwen2.5-VL configuration that sees: two layers of width 32 over patches of 4 px."""
+    """The vision part of a Qwen2.5-VL configuration: two layers of width 32, patches of 4 px."""
     return {
         "depth": 2,
         "hidden_size": 32,
@@ -109,13 +111,13 @@ def vision_config() -> dict[str, Any]:
 
 
 def picture_tokens(words: Qwen2Tokenizer) -> dict[str, int]:
-    """What a Qwen configuration must know of the tokens around and in place of images."""
+    """The ids of image and video tokens in a Qwen configuration."""
     names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
     return {f"{name}_token_id": words.convert_tokens_to_ids(f"<|{token}|>") for name, token in names.items()}
 
 
 def transformer() -> QwenImageTransformer2DModel:
-    """Four joint blocks of width 128: 2.5 M parameters. Half the width learns what an instruction means several times slower."""
+    """Four joint blocks of width 128: 2.5 M parameters. With half the width, instructions are learned several times more slowly."""
     return QwenImageTransformer2DModel(
         patch_size=2,
         in_channels=32,
@@ -129,10 +131,10 @@ def transformer() -> QwenImageTransformer2DModel:
 
 
 def scheduler() -> FlowMatchEulerDiscreteScheduler:
-    """A static shift of 2: small images need little of it."""
+    """A static shift of 2, because small images need little shift."""
     return FlowMatchEulerDiscreteScheduler(shift=2.0)
 
 
 def seeded(seed: int) -> None:
-    """What the classes' own initialisation draws from."""
+    """Seed the global generator, from which the classes' initialisation draws."""
     torch.manual_seed(seed)

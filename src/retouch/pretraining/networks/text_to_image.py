@@ -1,5 +1,4 @@
-"""The playground's text-to-image model: Qwen-Image's own classes in small, trained by supervised flow matching to paint what is
-described.
+"""The playground's text-to-image model: Qwen-Image's classes with few parameters, trained with supervised flow matching.
 
 Training starts from the weights of the editor, which knows most of the words. The vocabulary is that of
 ``retouch.playground.world.descriptions``; user requests that use other words are out of distribution.
@@ -39,9 +38,9 @@ class TextToImageTraining:
 
 
 def from_editor(editor: QwenImageEdit) -> QwenImage:
-    """The editor's parts as a model that makes images from words alone: what the text-to-image model starts from.
+    """The editor's parts as a text-to-image model, from which training starts.
 
-    The editor knows what a red circle is and where the top left is; it has never painted without a source image.
+    The editor knows colours, shapes and positions, but has never generated without a source image.
     """
     return QwenImage(
         transformer=editor.module,
@@ -55,14 +54,14 @@ def from_editor(editor: QwenImageEdit) -> QwenImage:
 
 
 def train_text_to_image(editor: QwenImageEdit, settings: TextToImageTraining, log: Callable[[str], None]) -> QwenImage:
-    """Train the editor into a text-to-image model, with the seed's tasks and noise; it comes back with its averaged weights."""
+    """Train the editor as a text-to-image model, with the seed's tasks and noise; returns it with its averaged weights."""
     model, seed, rows = from_editor(editor), settings.seed, settings.batch
     tasks = PaintingData(seed=seed, count=rows * settings.steps, complexity=[1, 2, 3, 4]).tasks(in_turn=True)
 
     def batch(step: int) -> Batch:
-        told = [described(task) for task in tasks[step * rows : (step + 1) * rows]]
+        rewritten = [described(task) for task in tasks[step * rows : (step + 1) * rows]]
         return ungrouped_batch(
-            with_blank_instructions(told, settings.unconditional, generator(seed, "unconditional", step)), seed=seed, step=step
+            with_blank_instructions(rewritten, settings.unconditional, generator(seed, "unconditional", step)), seed=seed, step=step
         )
 
     train_jointly(
@@ -80,6 +79,6 @@ def train_text_to_image(editor: QwenImageEdit, settings: TextToImageTraining, lo
 
 
 def described(task: Task) -> Task:
-    """The task of ``PaintingTasks`` in the text-to-image model's own words, drawn by its id."""
+    """The task of ``PaintingTasks`` with a description in the model's vocabulary, drawn by the task's id."""
     scene = Scene.from_json(task.meta["scene"])
     return replace(task, instruction=free_description(scene, generator(0, "description", task.id)))

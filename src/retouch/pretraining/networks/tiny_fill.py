@@ -1,4 +1,4 @@
-"""FLUX.1-Fill in tiny and untrained, so that a recipe for it can be tried from end to end with nothing downloaded."""
+"""A tiny untrained FLUX.1-Fill, with which a recipe can be tried from end to end without a download."""
 
 import string
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from retouch.models.flux.fill import FluxFill
 from retouch.pretraining.networks.flux_parts import autoencoder, scheduler, text, transformer
 
 _LONGEST = 64
-"""Tokens of a prompt, a letter each."""
+"""Maximum number of tokens of a prompt; each letter is a token."""
 
 
 class TinyFluxFill(FluxFill):
@@ -42,6 +42,6 @@ class TinyFluxFill(FluxFill):
 
 
 def _letters() -> T5Tokenizer:
-    """Every printable character of ASCII is a token."""
+    """A tokenizer with a token for each printable ASCII character."""
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
     return T5Tokenizer(vocab=[*special, *((letter, -3.0) for letter in string.printable.strip())], extra_ids=0)

@@ -1,8 +1,8 @@
 """The playground's model that renders words: its autoencoder, and then transformer and text encoders together by supervised flow
 matching.
 
-It imitates demonstrations of which a share of the letters is wrong, and so writes wrongly as often: more of the same teaching
-leaves it there, and a reward that reads does not.
+It imitates demonstrations in which a share of the letters is wrong, so its error rate stays there with more supervised training; a
+reward that reads the text can lower it.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,8 @@ from retouch.types import Batch, Conditioning, Task
 
 @dataclass(frozen=True, kw_only=True)
 class WordAutoencoderTraining:
-    """``latent_noise``: added to the latents in training, as a share of their spread, so that the decoder forgives a denoiser."""
+    """``latent_noise``: noise on the latents in training, relative to their standard deviation, so that the decoder tolerates the
+    errors of a denoiser."""
 
     steps: int
     seed: int = 0
@@ -48,7 +49,7 @@ class WordRound:
 
 @dataclass(frozen=True, kw_only=True)
 class WordTraining:
-    """``rounds``, one after the other, each with tasks and an average of its own."""
+    """``rounds``: one after the other, each with its own tasks and its own weight average."""
 
     rounds: tuple[WordRound, ...]
     seed: int = 0
@@ -59,19 +60,19 @@ class WordTraining:
 
 
 def train_word_autoencoder(settings: WordAutoencoderTraining, log: Callable[[str], None]) -> AutoencoderKL:
-    """Train from the seed to repeat targets, and return the model with the mean and spread of its latents in its configuration."""
+    """Train from the seed to reconstruct targets; returns the model with mean and scale of its latents in its configuration."""
     torch.manual_seed(settings.seed)
     vae, rows = autoencoder(), settings.batch
     tasks = WordData(seed=settings.seed, count=rows * settings.steps).tasks()
     optimizer = torch.optim.AdamW(vae.parameters(), lr=settings.learning_rate, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, settings.learning_rate, total_steps=settings.steps, pct_start=0.05)
     for step in range(settings.steps):
-        pictures = targets(tasks[step * rows : (step + 1) * rows])
-        posterior = vae.encode(pictures).latent_dist
+        images = targets(tasks[step * rows : (step + 1) * rows])
+        posterior = vae.encode(images).latent_dist
         latents = posterior.mode()
         noise = torch.randn(latents.shape, generator=generator(settings.seed, "latent noise", step))
-        miss = vae.decode(latents + settings.latent_noise * latents.detach().std() * noise).sample - pictures
-        loss = miss.abs().mean() + miss.square().mean() + settings.kl_weight * posterior.kl().mean()
+        error = vae.decode(latents + settings.latent_noise * latents.detach().std() * noise).sample - images
+        loss = error.abs().mean() + error.square().mean() + settings.kl_weight * posterior.kl().mean()
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
@@ -80,20 +81,20 @@ def train_word_autoencoder(settings: WordAutoencoderTraining, log: Callable[[str
         if step % 100 == 0 or step == settings.steps - 1:
             log(f"word autoencoder step {step}/{settings.steps}  loss {loss.item():.4f}")
     with torch.no_grad():
-        seen = vae.encode(targets(WordData(seed=settings.seed + 1, count=256).tasks()[:])).latent_dist.mode()
-    measured = autoencoder(round(seen.mean().item(), 4), round(1 / seen.std().item(), 4))
+        latents = vae.encode(targets(WordData(seed=settings.seed + 1, count=256).tasks()[:])).latent_dist.mode()
+    measured = autoencoder(round(latents.mean().item(), 4), round(1 / latents.std().item(), 4))
     measured.load_state_dict(vae.state_dict())
     return measured.requires_grad_(False).eval()
 
 
 def targets(tasks: Sequence[Task]) -> Float[Tensor, "b 3 h w"]:
-    """The tasks' targets in [-1, 1]."""
+    """The tasks' target images in [-1, 1]."""
     images = [task.target for task in tasks if task.target is not None]
     return torch.from_numpy(np.stack([np.asarray(image) for image in images])).permute(0, 3, 1, 2).float().div(127.5).sub(1.0)
 
 
 def train_words(vae: AutoencoderKL, settings: WordTraining, log: Callable[[str], None]) -> FluxFill:
-    """Train with the seed's tasks and noise; the text-to-image model comes back with its averaged weights."""
+    """Train with the seed's tasks and noise; returns the model with its averaged weights."""
     model = untrained(vae, settings.seed)
     for number in range(len(settings.rounds)):
         train_round(model, settings, number, log)
@@ -123,9 +124,9 @@ def train_round(model: FluxFill, settings: WordTraining, number: int, log: Calla
 
 
 class JointFill(ModelWrapper[FluxFill]):
-    """A FluxFill whose text encoders train with the transformer.
+    """A FluxFill whose text encoders are trained together with the transformer.
 
-    Its conditioning is what the text encoders read, and the velocity embeds it on the way, with gradient.
+    Its conditioning contains the inputs of the text encoders; ``velocity`` embeds them, with gradient.
     """
 
     def __init__(self, model: FluxFill) -> None:
@@ -134,8 +135,8 @@ class JointFill(ModelWrapper[FluxFill]):
 
     def encode(self, tasks: Sequence[Task]) -> Conditioning:
         clip_ids, t5_ids = self.model.text.tokenise([task.instruction for task in tasks])
-        known = self.model.encode(tasks)
-        return Conditioning({"clip_ids": clip_ids, "t5_ids": t5_ids, "source": known.tensors["source"]}, shared=known.shared)
+        encoded = self.model.encode(tasks)
+        return Conditioning({"clip_ids": clip_ids, "t5_ids": t5_ids, "source": encoded.tensors["source"]}, shared=encoded.shared)
 
     def velocity(self, module: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Float[Tensor, "r s d"]:
         tensors = conditioning.tensors
@@ -144,4 +145,4 @@ class JointFill(ModelWrapper[FluxFill]):
         return self.model.velocity(module.get_submodule("transformer"), x, sigma, known)
 
     def encode_negative(self, tasks: Sequence[Task]) -> Conditioning:
-        raise NotImplementedError("imitation takes no guidance")
+        raise NotImplementedError("supervised training uses no guidance")

@@ -1,8 +1,7 @@
-"""The playground's base writer: Qwen2.5-VL's own classes in small, over the editor's tokenizer, in front of the editor.
+"""The playground's base writer for its editor: Qwen2.5-VL's classes with few parameters and the editor's tokenizer.
 
-It learns by the project's own supervised objective to look at the image and name things in full, from imperfect completions:
-where several edits are asked for, most of them say nothing.
-"""
+It learns with the supervised objective of the project to read the image and to name things completely, from imperfect completions:
+for instructions with several edits, most completions are empty."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,11 +20,8 @@ LONGEST = 40
 
 @dataclass(frozen=True)
 class WriterRound:
-    """``learning_rate``: the peak, after the warm-up; from there it falls to 0 as a cosine.
-
-    ``complexity``: numbers of edits in an instruction, cycled through. ``distillation``: weight of the distance
-    of hidden states (``HiddenStateDistillation``).
-    """
+    """``learning_rate``: the peak, after the warm-up; then a cosine to 0. ``complexity``: numbers of edits in an instruction, in
+    turn. ``distillation``: weight of the distance of hidden states (``HiddenStateDistillation``)."""
 
     steps: int
     learning_rate: float
@@ -35,11 +31,10 @@ class WriterRound:
 
 @dataclass(frozen=True, kw_only=True)
 class WriterTraining:
-    """``rounds``, one after the other, each with tasks of its own.
+    """``rounds``: one after the other, each with its own tasks.
 
-    What stands where is learned suddenly, or not at all in the time, so first it is all there is to learn: single edits, and states
-    of any kind. ``incomplete``: see ``indirect``.
-    """
+    Where things are in the image is learned suddenly, or not at all in the available time, so the first rounds train only that:
+    single edits, without distillation. ``incomplete``: see ``indirect``."""
 
     rounds: tuple[WriterRound, ...]
     seed: int = 0
@@ -49,7 +44,7 @@ class WriterTraining:
 
 
 def untrained_writer(words: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
-    """Four layers that see the whole text. As wide as the editor's text encoder, so that the editor can be shown its states."""
+    """Four layers with full attention, of the same width as the editor's text encoder, so that the editor can read its states."""
     config = Qwen2_5_VLConfig(
         text_config=text_config(words, layers=4, heads=4, inner=256),
         vision_config=vision_config(),
@@ -61,7 +56,7 @@ def untrained_writer(words: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneratio
 
 
 def train_writer(editor: QwenImageEdit, settings: WriterTraining, log: Callable[[str], None]) -> Qwen2_5_VLForConditionalGeneration:
-    """Train a writer in front of the editor from the seed."""
+    """Train a writer for the editor from the seed."""
     seeded(settings.seed)
     module = untrained_writer(editor.text.tokenizer)
     for number in range(len(settings.rounds)):
@@ -77,7 +72,7 @@ def train_round(
     number: int,
     log: Callable[[str], None],
 ) -> None:
-    """Train one of the rounds, with an optimizer of its own."""
+    """Train one of the rounds, with a new optimizer."""
     this, seed = settings.rounds[number], settings.seed + number
     count = settings.batch * this.steps
     data = IndirectPlaygroundData(seed=seed + 100, count=count, complexity=this.complexity, incomplete=settings.incomplete)

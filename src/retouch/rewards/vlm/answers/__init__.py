@@ -4,5 +4,5 @@
 ``visible_text.py``: the answer without thoughts and quotations, and refusals. ``retractions.py``: a score that the text takes back.
 ``unseen_images.py``: a judge that could not see. ``other_scales.py``: a score on another scale than the requested one.
 
-Imports nothing of the project but its own modules.
+It may import only ``types``.
 """
