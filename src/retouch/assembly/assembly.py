@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
-from retouch.assembly.model import TrainedPolicy, build_models, build_policy, make_trainable
+from retouch.assembly.model import TrainedPolicy, build_models, make_trainable
 from retouch.assembly.phases import build_phase, copies_needed, sets_of, steps_of
 from retouch.config.imports import import_class
 from retouch.data.base import DataSets
@@ -19,9 +19,9 @@ from retouch.distributed.head_stepper import HeadStepper
 from retouch.distributed.placement import Placement, plan_placement
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import ReplicatedStepper, Stepper
-from retouch.models.train import Lora
 from retouch.policies.autoregressive.demonstrations import TokenizesTargets, has_completion
 from retouch.policies.autoregressive.rollout import CachedEngine, TokenRollout
+from retouch.policies.context import PolicyContext
 from retouch.policies.engines.base import Engine, EngineContext, EngineSection
 from retouch.policies.value_heads import LatentValues, TokenValues
 from retouch.policies.weights import WeightCopies
@@ -82,11 +82,10 @@ class Assembly:
 
         ``engine``: what generates the completions of a rollout; None is the policy's own cache.
         """
-        return build_policy(
-            self.recipe,
-            rollout,
-            model=self.model,
+        context = PolicyContext(
             copies=self.copies,
+            microbatch=self.recipe.microbatch,
+            eval_steps=self.recipe.eval.num_steps,
             acting=acting,
             keep_means=keep_means,
             engine=engine,
@@ -94,6 +93,7 @@ class Assembly:
             in_step=self._in_step,
             head=self.head,
         )
+        return self.recipe.policy.build(rollout, self.model, context)
 
     @property
     def _in_step(self) -> bool:
@@ -261,7 +261,7 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
         shard(model.module, ranks)
         copies = ShardedCopies(model.module)
     for name in sorted(_copies(recipe, model, image_model)):
-        if name == "reference" and isinstance(recipe.policy.train, Lora):
+        if name == "reference" and recipe.policy.train.reference_is_base:
             copies.snapshot_without_adapter(name)
         else:
             copies.snapshot(name)

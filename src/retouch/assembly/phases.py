@@ -10,9 +10,7 @@ from retouch.data.requirements import RowRequirements
 from retouch.data.sampler import assign, global_rows, steps_for_passes, tasks_for_step
 from retouch.data.tasks import Subset
 from retouch.distributed.ranks import Ranks
-from retouch.models.ip_adapter.section import IpAdapter
 from retouch.recipe.phases import ResolvedPhase
-from retouch.recipe.policy import AutoregressivePolicyKeys
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.reward_checks import rewards_of
 from retouch.training.loop import Phase
@@ -68,7 +66,7 @@ def _required(recipe: Recipe) -> RowRequirements:
     return RowRequirements(
         images=(0, sys.maxsize) if takes is None else takes.images,
         mask=takes is not None and takes.mask,
-        reference=isinstance(recipe.policy.train, IpAdapter),
+        reference=recipe.policy.train.reads_reference,
         text=any(part.reads_text for _, part in rewards_of(recipe)),
         model=model.kind,
         takes=str(takes),
@@ -104,7 +102,7 @@ def build_phase(
         )
 
     objective = phase.objective
-    entropy = isinstance(recipe.policy, AutoregressivePolicyKeys) and recipe.policy.entropy
+    entropy = recipe.policy.entropy
     return Phase(
         name=phase.name,
         steps=steps,

@@ -12,7 +12,6 @@ from typing import Literal
 
 from retouch.assembly.assembly import Assembly
 from retouch.inference.opening import open_target
-from retouch.recipe.policy import AutoregressivePolicyKeys
 from retouch.records import files
 from retouch.records.libraries import versions
 
@@ -50,5 +49,5 @@ def write_export(parts: Assembly, to: Path, *, step: int, which: Which | None = 
 def _write_weights(parts: Assembly, to: Path) -> None:
     """The weights as they are now: adapters in the formats of their readers, or the whole transformer."""
     policy = parts.recipe.policy
-    folder = "writer" if isinstance(policy, AutoregressivePolicyKeys) else "transformer"
+    folder = policy.exported_as
     policy.train.export(parts.model.module, to, folder=folder, pipeline=policy.model.pipeline)

@@ -1,15 +1,16 @@
 """A policy to use, from a recipe (as it is before training) or from a run's folder (as it is after its newest checkpoint)."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from retouch.assembly.assembly import Assembly, assemble
-from retouch.assembly.model import build_policy, make_trainable
+from retouch.assembly.model import make_trainable
 from retouch.assembly.state import restore_weights
 from retouch.distributed.placement import init_distributed_from_recipe
 from retouch.inference.writers import Writer
-from retouch.policies.autoregressive.policy import AutoregressivePolicy
 from retouch.policies.autoregressive.rollout import TokenRollout
+from retouch.policies.context import PolicyContext
 from retouch.recipe.policy import AutoregressivePolicyKeys
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.records.folder import RunFolder
@@ -41,15 +42,14 @@ def open_writer(target: str, overrides: Sequence[str] = (), *, allow_imports: It
     if not isinstance(policy, AutoregressivePolicyKeys) or not isinstance(rollout, TokenRollout) or renderer is None:
         raise ValueError(f"{target}: its policy makes pictures and writes nothing; `retouch sample` uses it")
     device = init_distributed_from_recipe(recipe).device
-    model = renderer.load_writer(lambda: policy.model.build(device=device, gradient_checkpointing=policy.gradient_checkpointing))
+    model = renderer.load_writer(partial(policy.build_model, device=device))
     copies = make_trainable(model.module, policy, seed=recipe.seed)
     state = _newest(folder)
     if state is not None:
         for name in {key.partition("/")[0] for key in state.tensors["copies"]}:
             copies.snapshot(name)
         restore_weights(copies, state)
-    built = build_policy(recipe, rollout, model=model, copies=copies, acting="current", keep_means=False)
-    assert isinstance(built, AutoregressivePolicy)
+    built = policy.build(rollout, model, PolicyContext(copies=copies, microbatch=recipe.microbatch))
     return Writer(built, batch=recipe.eval.batch)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -9,16 +10,47 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from retouch.config.section import Count, Positive, Section, Share
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
+    from retouch.protocols import DenoisingModel
 
-class FullWeights(Section):
+
+class TrainedPart(Section):
+    """What trains. Derived classes also have ``lora``, the LoRA among it or None."""
+
+    keeps_dtype: ClassVar[bool] = False
+    """Whether what trains has the dtype of the forward pass; adapters train in fp32."""
+    reference_is_base: ClassVar[bool] = False
+    """Whether the model without what trains is the reference policy, so that no weights are kept for it."""
+    reads_reference: ClassVar[bool] = False
+    """Whether the model is then conditioned on each task's reference image."""
+
+    @property
+    def reference_dropout(self) -> float:
+        """Share of tasks whose reference image is dropped in supervised phases."""
+        return 0.0
+
+    def with_inputs(self, model: DenoisingModel, *, dtype: str, device: torch.device) -> DenoisingModel:
+        """The model, with the inputs that what trains reads besides the model's own."""
+        return model
+
+    @abstractmethod
+    def make_trainable(self, module: nn.Module, *, targets: Sequence[str], seed: int) -> None:
+        """Let train what this says, in eval mode, and freeze the rest. ``targets``: as ``Lora.layers`` takes them."""
+
+    @abstractmethod
+    def export(self, module: Any, to: Path, *, folder: str, pipeline: str | None) -> None:
+        """Write what trains into the folder ``to``: whole weights into its subfolder ``folder``, a LoRA also in the format of the
+        diffusers pipeline of this name."""
+
+
+class FullWeights(TrainedPart):
     """All weights of the transformer train."""
 
     kind: Literal["full"] = "full"
 
-    keeps_dtype: ClassVar[bool] = True
-    """Whether what trains has the dtype of the forward pass; adapters train in fp32."""
+    keeps_dtype = True
 
     @property
     def lora(self) -> None:
@@ -26,16 +58,13 @@ class FullWeights(Section):
         return None
 
     def make_trainable(self, module: nn.Module, *, targets: Sequence[str], seed: int) -> None:
-        """Let train what this says, in eval mode, and freeze the rest. ``targets``: as ``Lora.layers`` takes them."""
         module.requires_grad_(True).eval()
 
     def export(self, module: Any, to: Path, *, folder: str, pipeline: str | None) -> None:
-        """Write what trains into the folder ``to``: whole weights into its subfolder ``folder``, a LoRA also in the format of the
-        diffusers pipeline of this name."""
         module.save_pretrained(to / folder)
 
 
-class Lora(Section):
+class Lora(TrainedPart):
     """Low-rank adapters train; the model's own weights stay as they are and serve as reference."""
 
     kind: Literal["lora"] = "lora"
@@ -50,7 +79,7 @@ class Lora(Section):
     dropout: Share = 0.0
     """Share of an adapter's inputs that are dropped; anything above 0 makes the ratio differ from 1 at the first step."""
 
-    keeps_dtype: ClassVar[bool] = False
+    reference_is_base = True
 
     @property
     def lora(self) -> Lora:

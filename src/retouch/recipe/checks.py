@@ -7,7 +7,6 @@ from retouch.data.sampler import check_arithmetic
 from retouch.objectives.base import ObjectiveContext
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.recipe.phases import ResolvedPhase
-from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
 from retouch.recipe.policy_checks import (
     engine_problems,
     image_model_problems,
@@ -157,7 +156,7 @@ def _context(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -> 
         rollout=at["rollout"],
         model=recipe.policy.model.kind,
         writes_tokens=rollout.writes_tokens,
-        token_kinds=_token_kinds(recipe.policy),
+        token_kinds=recipe.policy.token_kinds,
         stochastic=chain is None or chain.transition.stochastic,
         noise_level=None if chain is None else chain.transition.exploration,
         reduction="token" if chain is None else chain.reduction,
@@ -168,8 +167,3 @@ def _context(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -> 
         if lora is None
         else (f"policy.train{'' if lora is recipe.policy.train else '.lora'}.dropout", lora.dropout),
     )
-
-
-def _token_kinds(policy: DenoisingPolicyKeys | AutoregressivePolicyKeys) -> frozenset[str] | None:
-    """Kinds of tokens that the policy generates; None for an imported model, where this is unknown."""
-    return None if isinstance(policy, DenoisingPolicyKeys) else policy.model.token_kinds

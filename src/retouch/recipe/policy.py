@@ -1,6 +1,8 @@
 """Sections of a recipe about the policy: which model, what of it trains, and the average of its weights."""
 
-from typing import Annotated, Literal
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -10,6 +12,17 @@ from retouch.models.ip_adapter.section import IpAdapter
 from retouch.models.kinds import IMAGE_MODELS, LANGUAGE_MODELS
 from retouch.models.language import LanguageModel
 from retouch.models.train import FullWeights, Lora
+from retouch.policies.autoregressive.rollout import TokenRollout
+from retouch.policies.denoising.rollout import DenoisingRollout
+from retouch.protocols import AutoregressiveModel, DenoisingModel
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from retouch.policies.autoregressive.policy import AutoregressivePolicy
+    from retouch.policies.context import PolicyContext
+    from retouch.policies.denoising.policy import DenoisingPolicy
 
 
 class Ema(Section):
@@ -33,6 +46,52 @@ class DenoisingPolicyKeys(Section):
     """Average of the trained weights; null keeps none."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+
+    writes_tokens: ClassVar[bool] = False
+    """Whether its actions are tokens."""
+    entropy: ClassVar[bool] = False
+    exported_as: ClassVar[str] = "transformer"
+    """Subfolder of an export for whole weights."""
+
+    @property
+    def token_kinds(self) -> frozenset[str] | None:
+        """Kinds of tokens that it generates; None if there are none, or for an imported model, where this is unknown."""
+        return None
+
+    def build_model(self, *, device: torch.device) -> DenoisingModel:
+        """The model, with reference images as an input if an IP-Adapter trains. Downloads what is not on this machine."""
+        dtype = getattr(self.model, "dtype", "float32")
+        return self.train.with_inputs(self.model.build(device=device), dtype=dtype, device=device)
+
+    def make_trainable(self, module: nn.Module, *, seed: int) -> None:
+        """Let train what the recipe says, and freeze the rest of the module."""
+        self.train.make_trainable(module, targets=self.model.lora_targets, seed=seed)
+        if self.gradient_checkpointing:
+            # A module without it raises its own clear error.
+            module.enable_gradient_checkpointing()  # type: ignore[operator]
+
+    def build(
+        self, rollout: DenoisingRollout | TokenRollout, model: DenoisingModel | AutoregressiveModel, context: PolicyContext
+    ) -> DenoisingPolicy:
+        """The policy that samples as ``rollout`` says."""
+        from retouch.models.common.wrappers import Guided
+        from retouch.policies.denoising.policy import DenoisingPolicy
+        from retouch.policies.value_heads import TokenValues
+
+        assert isinstance(rollout, DenoisingRollout)
+        assert isinstance(model, DenoisingModel)
+        assert not isinstance(context.head, TokenValues)
+        return DenoisingPolicy(
+            Guided(model, rollout.guidance_scale) if rollout.guidance_scale > 1 else model,
+            sampling=rollout,
+            acting=context.acting,
+            eval_steps=context.eval_steps or rollout.num_steps,
+            microbatch=context.microbatch,
+            copies=context.copies,
+            keep_means=context.keep_means,
+            head=context.head,
+            reference_dropout=self.train.reference_dropout,
+        )
 
 
 class LanguageModelLora(Lora):
@@ -62,3 +121,41 @@ class AutoregressivePolicyKeys(Section):
     """Tokens whose logits exist at once in an update; changes memory and time only."""
     entropy: bool = False
     """Also measure the entropy of the tokens' distributions: ``policy/entropy`` in the metrics."""
+
+    writes_tokens: ClassVar[bool] = True
+    exported_as: ClassVar[str] = "writer"
+
+    @property
+    def token_kinds(self) -> frozenset[str] | None:
+        return self.model.token_kinds
+
+    def build_model(self, *, device: torch.device) -> AutoregressiveModel:
+        """The language model. Downloads what is not on this machine."""
+        return self.model.build(device=device, gradient_checkpointing=self.gradient_checkpointing)
+
+    def make_trainable(self, module: nn.Module, *, seed: int) -> None:
+        """Let train what the recipe says, and freeze the rest of the module."""
+        self.train.make_trainable(module, targets=self.model.lora_targets, seed=seed)
+
+    def build(
+        self, rollout: DenoisingRollout | TokenRollout, model: DenoisingModel | AutoregressiveModel, context: PolicyContext
+    ) -> AutoregressivePolicy:
+        """The policy that samples as ``rollout`` says."""
+        from retouch.policies.autoregressive.policy import AutoregressivePolicy
+        from retouch.policies.value_heads import LatentValues
+
+        assert isinstance(rollout, TokenRollout)
+        assert not isinstance(model, DenoisingModel)
+        assert not isinstance(context.head, LatentValues)
+        return AutoregressivePolicy(
+            model,
+            sampling=rollout,
+            microbatch=context.microbatch,
+            copies=context.copies,
+            logits_at_once=self.logits_at_once,
+            mask_truncated=self.mask_truncated,
+            engine=context.engine,
+            any_rank=context.any_rank,
+            in_step=context.in_step,
+            head=context.head,
+        )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def parts_problems(recipe: "RecipeKeys") -> Iterator[str]:
     """Whether policy, rollouts and renderer are of one kind; if they are not, nothing else can be checked."""
     policy, renderer = recipe.policy, recipe.renderer
-    tokens = not isinstance(policy, DenoisingPolicyKeys)
+    tokens = policy.writes_tokens
     if tokens and renderer is None:
         yield (
             'renderer: missing; a policy that writes needs one: {"kind": "response"} before an editor, {"kind": "prompt"} before '
@@ -79,7 +79,7 @@ def picture_problems(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Ite
         yield f"{at}.kind: {data.label} have no source image, which {model.kind} edits; take {others} data"
     elif has.mask is False and takes.mask:
         yield f"{at}.kind: {data.label} has no masks, and {model.kind} takes {takes}; take triplets, folder or hub data"
-    if has.images and isinstance(recipe.policy, DenoisingPolicyKeys) and takes.images[1] == 0:
+    if has.images and not recipe.policy.writes_tokens and takes.images[1] == 0:
         yield f"{at}.kind: {data.label} has source images, which {model.kind} does not take; take prompts, or folder or hub data"
 
 

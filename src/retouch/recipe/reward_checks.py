@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from retouch.config.imports import nearest
 from retouch.recipe.phases import ResolvedPhase
-from retouch.recipe.policy import AutoregressivePolicyKeys
 from retouch.rewards.base import RewardSection
 from retouch.rewards.combine.combination import Combination, Combine, combination
 from retouch.rewards.combine.formula_parser import read_formula
@@ -39,7 +38,7 @@ def reward_problems(recipe: "RecipeKeys") -> Iterator[str]:
         meant = f"; did you mean {near!r}?" if near else f"; it gives {', '.join(columns)}"
         yield f"eval.column: the reward gives no {recipe.eval.column!r}{meant}"
     run = RunFacts(
-        writes_text=isinstance(recipe.policy, AutoregressivePolicyKeys),
+        writes_text=recipe.policy.writes_tokens,
         trained_columns=None if combined is None else combined.columns,
         eval_column=recipe.eval.column,
         phases=tuple(

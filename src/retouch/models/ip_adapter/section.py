@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from retouch.config.section import Count, Positive, Section, Share
-from retouch.models.train import Lora
+from retouch.config.section import Count, Positive, Share
+from retouch.models.train import Lora, TrainedPart
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from retouch.models.ip_adapter.reference_model import ReferenceModel
     from retouch.protocols import DenoisingModel
 
 
-class IpAdapter(Section):
+class IpAdapter(TrainedPart):
     """Trains an IP-Adapter (arXiv 2308.06721), with which the model attends to each task's reference image, and optionally a LoRA;
     the model's own weights are frozen. The reference policy of a KL is the policy at the start of the run, or after a supervised
     phase.
@@ -47,7 +46,11 @@ class IpAdapter(Section):
     lora: Lora | None = None
     """A LoRA that is trained too; null trains only the adapter."""
 
-    keeps_dtype: ClassVar[bool] = False
+    reads_reference = True
+
+    @property
+    def reference_dropout(self) -> float:
+        return self.dropout
 
     def make_trainable(self, module: nn.Module, *, targets: Sequence[str], seed: int) -> None:
         """Add the trainable adapter. Raises ValueError if ``init_from`` is an adapter with other tokens, projection or blocks."""
@@ -66,13 +69,16 @@ class IpAdapter(Section):
             except ValueError as error:
                 raise ValueError(f"policy.train.init_from: {error}") from None
 
-    def with_references(self, model: DenoisingModel, *, dtype: torch.dtype, device: torch.device) -> ReferenceModel:
-        """The model, also conditioned on each task's reference. Loads the image encoder."""
+    def with_inputs(self, model: DenoisingModel, *, dtype: str, device: torch.device) -> DenoisingModel:
+        """The model, also conditioned on each task's reference. Loads the image encoder, in the model's ``dtype``."""
+        import torch
+
         from retouch.models.common.pretrained import fetch_encoder
         from retouch.models.ip_adapter.image_encoder import ImageEncoder
         from retouch.models.ip_adapter.reference_model import ReferenceModel
 
-        return ReferenceModel(model, ImageEncoder.from_pretrained(fetch_encoder(self.encoder), dtype=dtype, device=device))
+        encoder = ImageEncoder.from_pretrained(fetch_encoder(self.encoder), dtype=getattr(torch, dtype), device=device)
+        return ReferenceModel(model, encoder)
 
     def export(self, module: Any, to: Path, *, folder: str, pipeline: str | None) -> None:
         """Write ``ip_adapter.safetensors``, and ``ip_adapter.json`` with its settings and whether diffusers can load it."""
