@@ -116,7 +116,7 @@ def test_a_task_that_brings_codes_is_read_and_drawn_as_its_pictures_are(folder, 
         assert model.target_ids([task]) == model.target_ids([original])
     assert task.images[0].tobytes() == model.decode_codes(model.encode_codes(original.images))[0].tobytes()
     wrong = original.__class__(id="x", instruction="y", meta={"source_codes": [[0]]})
-    with pytest.raises(ValueError, match="tokenize it again"):
+    with pytest.raises(ValueError, match="tokenize the data again"):
         model.encode([wrong])
 
 

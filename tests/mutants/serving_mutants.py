@@ -21,7 +21,7 @@ SERVING = (
     Mutant(
         "numbers out of their range are believed",
         "rewards/wire/replies.py",
-        "if not in_range(value, column):",
+        "if not abs(value) <= LARGEST or not in_range(value, column):",
         "if False:",
         f"{ALONE}[a number above the range]",
     ),

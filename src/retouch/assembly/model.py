@@ -1,4 +1,4 @@
-"""The models of a recipe, what of them trains, and the policy, of either kind."""
+"""The models of a recipe, and what of them trains."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -108,8 +108,8 @@ def _until(recipe: Recipe, stop: int) -> None:
 
     save = checkpoint.save
 
-    def saving(folder: Path, state: checkpoint.TrainState) -> None:
-        save(folder, state)
+    def saving(folder: Path, state: checkpoint.TrainState, **options: Any) -> None:
+        save(folder, state, **options)
         if state.step == stop:
             raise Killed
 
