@@ -1,20 +1,76 @@
-"""Reinforcement-learning post-training for image editing and generation."""
+"""Reinforcement-learning post-training for image editing and generation.
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+``Trainer`` trains a model with rewards; the other names are parts that can be used alone. A name is imported when it is used, so
+``import retouch`` is fast and imports no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from retouch.inference.writers import Writer
+    from retouch.inference.opening import open_writer as open_writer
+    from retouch.models.ip_adapter.section import IpAdapter as IpAdapter
+    from retouch.models.train import FullWeights as FullWeights
+    from retouch.models.train import Lora as Lora
+    from retouch.objectives.advantages import BatchAdvantage as BatchAdvantage
+    from retouch.objectives.advantages import GAEAdvantage as GAEAdvantage
+    from retouch.objectives.advantages import GroupAdvantage as GroupAdvantage
+    from retouch.objectives.awm import AWM as AWM
+    from retouch.objectives.cross_entropy import CrossEntropy as CrossEntropy
+    from retouch.objectives.dpo import DPO as DPO
+    from retouch.objectives.nft import NFT as NFT
+    from retouch.objectives.policy_gradient import Kl as Kl
+    from retouch.objectives.policy_gradient import PolicyGradient as PolicyGradient
+    from retouch.objectives.presets import CISPO as CISPO
+    from retouch.objectives.presets import GRPO as GRPO
+    from retouch.objectives.presets import GSPO as GSPO
+    from retouch.objectives.presets import REINFORCE as REINFORCE
+    from retouch.objectives.supervised import Supervised as Supervised
+    from retouch.recipe.recipe import Recipe as Recipe
+    from retouch.rewards.function import reward as reward
+    from retouch.rewards.scoring import score as score
+    from retouch.trainer.callbacks import Callback as Callback
+    from retouch.trainer.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 
+_NAMES = {
+    "AWM": "retouch.objectives.awm",
+    "BatchAdvantage": "retouch.objectives.advantages",
+    "CISPO": "retouch.objectives.presets",
+    "Callback": "retouch.trainer.callbacks",
+    "CrossEntropy": "retouch.objectives.cross_entropy",
+    "DPO": "retouch.objectives.dpo",
+    "FullWeights": "retouch.models.train",
+    "GAEAdvantage": "retouch.objectives.advantages",
+    "GRPO": "retouch.objectives.presets",
+    "GSPO": "retouch.objectives.presets",
+    "GroupAdvantage": "retouch.objectives.advantages",
+    "IpAdapter": "retouch.models.ip_adapter.section",
+    "Kl": "retouch.objectives.policy_gradient",
+    "Lora": "retouch.models.train",
+    "NFT": "retouch.objectives.nft",
+    "PolicyGradient": "retouch.objectives.policy_gradient",
+    "REINFORCE": "retouch.objectives.presets",
+    "Recipe": "retouch.recipe.recipe",
+    "Supervised": "retouch.objectives.supervised",
+    "Trainer": "retouch.trainer.trainer",
+    "open_writer": "retouch.inference.opening",
+    "reward": "retouch.rewards.function",
+    "score": "retouch.rewards.scoring",
+}
+_PACKAGES = ("core", "models", "rewards", "testing")
 
-def open_writer(target: str, overrides: Sequence[str] = (), *, allow_imports: Iterable[str] = ()) -> "Writer":
-    """The writer of a recipe or run, to use from Python: ``write("a cat").prompt``, or ``write.many([...])`` for several.
+__all__ = [*sorted(_NAMES), *_PACKAGES]
 
-    ``allow_imports``: modules outside Retouch that the recipe may import; runs of your own need none.
-    Raises ValueError for a policy that does not write.
-    """
-    from retouch.inference.opening import open_writer as opened  # loads torch
 
-    return opened(target, overrides, allow_imports=allow_imports)
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        return getattr(import_module(_NAMES[name]), name)
+    if name in _PACKAGES:
+        return import_module(f"retouch.{name}")
+    raise AttributeError(f"module 'retouch' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

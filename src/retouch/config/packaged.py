@@ -20,15 +20,18 @@ def available() -> list[str]:
 
 
 def find(name: str | Path) -> Path:
-    """The recipe file of that name, else the packaged recipe of that name.
+    """The recipe file of that name, else the packaged recipe: ``recipes/sd3/ocr-grpo.jsonnet``, or ``sd3/ocr-grpo`` for short.
 
     Raises ValueError if there is neither; the message lists the packaged recipes.
     """
     file = Path(name)
     if file.is_file():
         return file
-    if file.parts[:1] == (_FOLDER,) and file.as_posix() in available():
-        return packaged_recipes().joinpath(*file.parts[1:])
+    if not file.is_absolute():
+        inside = Path(*file.parts[1:]) if file.parts[:1] == (_FOLDER,) else file
+        for short in (inside, *(inside.with_name(inside.name + suffix) for suffix in SUFFIXES if inside.name)):
+            if f"{_FOLDER}/{short.as_posix()}" in available():
+                return packaged_recipes() / short
     what = "is a folder, not a recipe" if file.is_dir() else "no such file"
     raise ValueError(f"{name}: {what}; recipes that come with the package:\n  " + "\n  ".join(available()))
 

@@ -184,7 +184,7 @@ class StoredData(DataSource):
             train = list(limit(train, n=self.limit, seed=context.seed))
         if context.eval_split == "train":
             heldout = train
-        tasks = Tasks(rows, resize=_resize(self.image_size or context.size))
+        tasks = Tasks(rows, resize=resize_to(self.image_size or context.size))
         return DataSets(Subset(tasks, train), Subset(tasks, at_most(heldout, context)), allowed, tuple(found))
 
     def problems(self, at: str, *, eval_split: SplitName | None) -> Iterator[str]:
@@ -218,7 +218,7 @@ def usable_tasks(rows: Rows, *, size: tuple[int, int], on_bad_row: OnBadRow) -> 
     """The tasks of all usable rows, with images resized to ``size``, (height, width) in px. Raises ValueError as ``accept``
     does."""
     good, _ = accept(rows, on_bad_row=on_bad_row)
-    return Subset(Tasks(rows, resize=_resize(size)), good)
+    return Subset(Tasks(rows, resize=resize_to(size)), good)
 
 
 def at_most(heldout: Sequence[int], context: DataContext) -> Sequence[int]:
@@ -238,5 +238,6 @@ def nothing_held_out(at: str) -> str:
     return f"{at}.held_out: 0 leaves no tasks for evaluation; give 0.1, or eval.split train if there are too few rows"
 
 
-def _resize(size: tuple[int, int] | None) -> Resize | None:
+def resize_to(size: tuple[int, int] | None) -> Resize | None:
+    """What resizes images to ``size``, (height, width) in px; None keeps their sizes."""
     return None if size is None else Exact(width=size[1], height=size[0])

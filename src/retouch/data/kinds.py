@@ -14,6 +14,7 @@ DATA = Kinds(
         "complex-edit": "retouch.data.sources.complex_edit:ComplexEditData",
         "triplets": "retouch.data.sources.triplets:TripletData",
         "prompts": "retouch.data.sources.prompts:PromptData",
+        "table": "retouch.data.sources.table:TableData",
         "tokens": "retouch.data.sources.tokens:TokenData",
     },
 )

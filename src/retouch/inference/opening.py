@@ -34,7 +34,8 @@ def open_target(target: str, overrides: Sequence[str] = ()) -> tuple[Assembly, i
 def open_writer(target: str, overrides: Sequence[str] = (), *, allow_imports: Iterable[str] = ()) -> Writer:
     """The language model of a recipe or run alone: no data and no judge, and an image model only if it defines the prompts.
 
-    ``allow_imports``: modules that the recipe may import. Raises ValueError for a policy that generates no text.
+    ``allow_imports``: modules outside Retouch that the recipe may import; runs of your own need none. Raises ValueError for a
+    policy that generates no text.
     """
     silence_libraries()
     recipe, folder = _recipe(target, overrides, allow_imports)

@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 from pydantic import Field, JsonValue
 
 from retouch.config.imports import build_class, import_class, methods_of
+from retouch.config.live import LIVE, live_object
 from retouch.config.section import ClassPath, Pixels, Section
 from retouch.protocols import DenoisingModel
 
 if TYPE_CHECKING:
     import torch
+    from diffusers import DiffusionPipeline
     from torch import Tensor, nn
 
     from retouch.protocols import AutoregressiveModel
@@ -202,7 +204,7 @@ class DiffusersModel(ImageModel):
     """
 
     path: str
-    """Folder or Hugging Face id of the pipeline."""
+    """Folder or Hugging Face id of the pipeline; ``python:...`` in the recipe of a run that was given a loaded pipeline."""
     size: Pixels | None = None
     """Height and width of the images it makes, in pixels; an editor with null takes its source's."""
     dtype: Dtype = "bfloat16"
@@ -224,18 +226,20 @@ class DiffusersModel(ImageModel):
     def build(self, *, device: torch.device) -> DenoisingModel:
         from retouch.models.common.pretrained import fetch_weights
 
+        if self.path.startswith(LIVE):
+            return self.load(live_object(self.path, key="model.path"), device=device)
         return self.load(fetch_weights(self.path), device=device)
 
-    def load(self, folder: Path, *, device: torch.device) -> DenoisingModel:
-        """The model in a local folder."""
+    def load(self, source: Path | DiffusionPipeline, *, device: torch.device) -> DenoisingModel:
+        """The model in a local folder, or of a loaded pipeline."""
         import torch
 
-        options = {"dtype": getattr(torch, self.dtype), "device": device, "size": self.size, **self.options(folder)}
-        made: DenoisingModel = self.adapter_class().from_pretrained(folder, **options)
+        options = {"dtype": getattr(torch, self.dtype), "device": device, "size": self.size, **self.options(source)}
+        made: DenoisingModel = self.adapter_class().from_pretrained(source, **options)
         return made
 
-    def options(self, folder: Path) -> dict[str, Any]:
-        """What ``from_pretrained`` is given besides path, dtype, device and size."""
+    def options(self, source: Any) -> dict[str, Any]:
+        """What ``from_pretrained`` is given besides ``source`` (a folder or a loaded pipeline), dtype, device and size."""
         return {}
 
     @classmethod
@@ -246,6 +250,8 @@ class DiffusersModel(ImageModel):
     def find_weights(self) -> tuple[Path | None, bool]:
         from retouch.models.common.pretrained import find_weights
 
+        if self.path.startswith(LIVE):
+            return None, True
         folder = find_weights(self.path)
         return folder, folder is not None
 

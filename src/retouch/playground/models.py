@@ -61,9 +61,9 @@ class PlaygroundFamily(DiffusersModel):
             raise ValueError(f"{self.folder} contains no playground {self.built_by[0]}; build it with `{self.built_by[1]}`")
         return self.load(self.folder, device=device)
 
-    def options(self, folder: Path) -> dict[str, Any]:
-        stated = json.loads((folder / "adapter.json").read_text(encoding="utf-8"))
-        return {**super().options(folder), **{key: stated[key] for key in self.stated}}
+    def options(self, source: Path) -> dict[str, Any]:
+        stated = json.loads((source / "adapter.json").read_text(encoding="utf-8"))
+        return {**super().options(source), **{key: stated[key] for key in self.stated}}
 
     @property
     def planned_size(self) -> Size:
@@ -99,8 +99,8 @@ class PlaygroundTextToImage(PlaygroundFamily, QwenImageModel):
     built_by = ("text-to-image model", "retouch playground build --text-to-image")
     stated = ("template", "size")
 
-    def options(self, folder: Path) -> dict[str, Any]:
-        stated = super().options(folder)
+    def options(self, source: Path) -> dict[str, Any]:
+        stated = super().options(source)
         return {**stated, "size": self.size or tuple(stated["size"])}
 
 

@@ -25,6 +25,7 @@ SINGLE = {
     "ocr": "retouch.rewards.text.ocr:OcrReward",
     "thinking": "retouch.rewards.text.thinking:ThinkReward",
     "prompt_quality": "retouch.rewards.text.prompt_quality:PromptQualityReward",
+    "function": "retouch.rewards.function:FunctionReward",
     "import": "retouch.rewards.imported:ImportedReward",
     "aspects": "retouch.rewards.judges.aspects:AspectsReward",
     "viescore": "retouch.rewards.judges.viescore:VieScore",

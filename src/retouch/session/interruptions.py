@@ -15,6 +15,16 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._asked = False
+
+    def stop(self) -> None:
+        """Ask the run to stop at the end of its step, without a signal."""
+        self._asked = True
+
+    @property
+    def pending(self) -> bool:
+        """Whether the run was asked to stop."""
+        return self._asked or self.signal is not None
 
     @property
     def code(self) -> int:

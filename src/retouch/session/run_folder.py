@@ -18,11 +18,11 @@ log = logging.getLogger("retouch")
 
 
 @contextmanager
-def run_folder(recipe: Recipe, ranks: Ranks, *, fresh: bool, new_judge: bool) -> Iterator[RunFolder]:
+def run_folder(recipe: Recipe, ranks: Ranks, *, fresh: bool, new_judge: bool, own_process: bool = True) -> Iterator[RunFolder]:
     """The run's folder, which the main rank owns inside the block; other ranks share the ownership if a launcher has it.
 
-    ``fresh``: rename an existing folder first. Raises ValueError, on every rank, if another process owns the folder or it holds a
-    run of another recipe.
+    ``fresh``: rename an existing folder first. ``own_process``: the log also goes to the terminal, and no longer to the loggers of
+    others. Raises ValueError, on every rank, if another process owns the folder or it holds a run of another recipe.
     """
     with ExitStack() as closing:
         folder, aside, refusal = RunFolder(recipe.folder), None, None
@@ -45,7 +45,7 @@ def run_folder(recipe: Recipe, ranks: Ranks, *, fresh: bool, new_judge: bool) ->
             consent.remember(recipe.document())
             checkpoint.remove_leftovers(folder.checkpoints)
         ranks.barrier()
-        _log_to(folder, ranks)
+        closing.enter_context(_logging(folder, ranks, own_process=own_process))
         if aside is not None:
             log.info("the old run is now %s", aside)
         try:
@@ -69,16 +69,24 @@ def _require_same_recipe(folder: RunFolder, recipe: Recipe, *, new_judge: bool) 
         )
 
 
-def _log_to(folder: RunFolder, ranks: Ranks) -> None:
-    """Log to the rank's log file with times, and on the main rank also to the terminal without times."""
-    for handler in [*log.handlers]:
-        log.removeHandler(handler)
-        handler.close()
+@contextmanager
+def _logging(folder: RunFolder, ranks: Ranks, *, own_process: bool) -> Iterator[None]:
+    """Log to the rank's log file with times; in a process of the run's own, on the main rank also to the terminal without times."""
     file = logging.FileHandler(folder.log(ranks.rank))
     file.setFormatter(logging.Formatter("%(asctime)s  %(message)s"))
+    if own_process:
+        for handler in [*log.handlers]:
+            log.removeHandler(handler)
+            handler.close()
+        if ranks.is_main:
+            log.addHandler(logging.StreamHandler(sys.stdout))
+        log.propagate = False
+        silence_libraries()
     log.addHandler(file)
-    if ranks.is_main:
-        log.addHandler(logging.StreamHandler(sys.stdout))
     log.setLevel(logging.INFO)
-    log.propagate = False
-    silence_libraries()
+    try:
+        yield
+    finally:
+        if not own_process:
+            log.removeHandler(file)
+            file.close()

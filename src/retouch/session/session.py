@@ -6,7 +6,8 @@ report) is imported where it is used.
 
 import logging
 import os
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,6 @@ import accelerate.utils
 from retouch.assembly.assembly import Assembly, assemble
 from retouch.assembly.state import capture, restore
 from retouch.distributed.placement import check_sharding, init_distributed_from_recipe, limit_memory, plan_placement
-from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import Stepper
 from retouch.policies.engines.base import EngineFault
 from retouch.recipe.checks import rank_count_warning
@@ -25,6 +25,7 @@ from retouch.records.folder import RunFolder
 from retouch.records.libraries import require_trackers
 from retouch.rewards.quota.quota import BudgetSpent
 from retouch.session.interruptions import StopRequest, catch_stop_signals, explain_out_of_memory
+from retouch.session.listener import Listener, StepResult
 from retouch.session.run_folder import run_folder
 from retouch.training import checkpoint
 from retouch.training.ledger import Ledger
@@ -48,57 +49,77 @@ def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
     Raises ValueError if nothing was started (for example, because another process owns the run's folder), or if the run stopped
     because of a fault that the message names, with a checkpoint of the last good step.
     """
+    with open_session(recipe, fresh=fresh, new_judge=new_judge) as session:
+        for _ in session.steps():
+            pass
+        return session.code
+
+
+@contextmanager
+def open_session(
+    recipe: Recipe, *, fresh: bool, new_judge: bool = False, listener: Listener | None = None, own_process: bool = True
+) -> "Iterator[Session]":
+    """A run that is ready to train: its folder is open and its parts are built. Closes everything at the end of the block.
+
+    ``fresh``, ``new_judge``: as for ``run``. ``listener``: is called after each step, evaluation and checkpoint.
+    ``own_process``: the process belongs to the run, as under ``retouch train``: signals stop it, and the log goes to the terminal
+    and no longer to the loggers of others. Raises ValueError as ``run`` does.
+    """
     require_trackers(recipe.trackers)
     check_sharding(recipe, os.environ)
     ranks = init_distributed_from_recipe(recipe)
-    with run_folder(recipe, ranks, fresh=fresh, new_judge=new_judge) as folder:
-        return _run_in(folder, recipe, ranks, new_judge=new_judge)
+    with run_folder(recipe, ranks, fresh=fresh, new_judge=new_judge, own_process=own_process) as folder:
+        sharding = f" with {recipe.sharding}" if recipe.sharding is not None and ranks.world > 1 else ""
+        where = f"{ranks.device}, {ranks.world} rank{'s' * (ranks.world > 1)}{sharding}"
+        log.info("run %s on %s; folder %s", recipe.name, where, folder.root)
+        if (warning := rank_count_warning(recipe, ranks.world)) is not None:
+            log.warning("%s", warning)
+        accelerate.utils.set_seed(recipe.seed)  # our code does not use the global generators, but a user's reward may
+        limit_memory(recipe.devices, plan_placement(recipe, ranks))
+        publisher = None
+        if recipe.push is not None:
+            from retouch.inference.publishing import open_publisher
+
+            publisher = open_publisher(recipe, folder, is_main=ranks.is_main)
+        keep_images = recipe.ledger is not None and recipe.ledger.keep_images
+        with closing(Ledger(folder.root, ranks, keep_images=keep_images, new_judge=new_judge)) as ledger:
+            with explain_out_of_memory(recipe, lambda: "loading"):
+                measures = None
+                if recipe.watch is not None:
+                    from retouch.watch.measures import build_measures
+
+                    measures = build_measures(recipe.watch, device=ranks.device, cached=ledger.cached)
+                parts = assemble(recipe, ranks, ledger=ledger)
+            _log_plan(recipe, parts)
+            stop = catch_stop_signals() if own_process else nullcontext(StopRequest())
+            with stop as request, explain_out_of_memory(recipe, lambda: parts.clock.stage or "evaluation"):
+                watcher = None
+                if measures is not None and recipe.watch is not None:
+                    from retouch.watch.alarm_stop import refuse_if_stopped
+                    from retouch.watch.watcher import build_watcher
+
+                    refuse_if_stopped(folder, recipe.watch, columns=parts.judge.reward.columns, ranks=ranks)
+                    watcher = build_watcher(parts, folder, measures)
+                yield Session(recipe, folder, parts, ledger, watcher, publisher, request, listener or Listener())
 
 
-def _run_in(folder: RunFolder, recipe: Recipe, ranks: Ranks, *, new_judge: bool) -> int:
-    sharding = f" with {recipe.sharding}" if recipe.sharding is not None and ranks.world > 1 else ""
-    where = f"{ranks.device}, {ranks.world} rank{'s' * (ranks.world > 1)}{sharding}"
-    log.info("run %s on %s; folder %s", recipe.name, where, folder.root)
-    if (warning := rank_count_warning(recipe, ranks.world)) is not None:
-        log.warning("%s", warning)
-    accelerate.utils.set_seed(recipe.seed)  # our code does not use the global generators, but a user's reward may
-    limit_memory(recipe.devices, plan_placement(recipe, ranks))
-    publisher = None
-    if recipe.push is not None:
-        from retouch.inference.publishing import open_publisher
+def _log_plan(recipe: Recipe, parts: Assembly) -> None:
+    """Log what the user should know before the first step: known test sets, evaluation on training tasks, calls of judges."""
+    for test_set in dict.fromkeys(test_set for sets in parts.sets for test_set in sets.test_sets):
+        log.warning("the run trains on a known test set, which the recipe allows: %s", test_set)
+    if recipe.eval.split == "train":
+        log.warning("eval.split is train: evaluation on the training tasks measures fit, not generalisation")
+    if any(part.asks_judge for _, part in rewards_of(recipe)):
+        from retouch.recipe.judge_calls import judge_calls
 
-        publisher = open_publisher(recipe, folder, is_main=ranks.is_main)
-    keep_images = recipe.ledger is not None and recipe.ledger.keep_images
-    with closing(Ledger(folder.root, ranks, keep_images=keep_images, new_judge=new_judge)) as ledger:
-        with explain_out_of_memory(recipe, lambda: "loading"):
-            measures = None
-            if recipe.watch is not None:
-                from retouch.watch.measures import build_measures
-
-                measures = build_measures(recipe.watch, device=ranks.device, cached=ledger.cached)
-            parts = assemble(recipe, ranks, ledger=ledger)
-        for test_set in dict.fromkeys(test_set for sets in parts.sets for test_set in sets.test_sets):
-            log.warning("the run trains on a known test set, which the recipe allows: %s", test_set)
-        if recipe.eval.split == "train":
-            log.warning("eval.split is train: evaluation on the training tasks measures fit, not generalisation")
-        if any(part.asks_judge for _, part in rewards_of(recipe)):
-            from retouch.recipe.judge_calls import judge_calls
-
-            for calls in judge_calls(recipe, steps=[len(steps) for _, steps in parts.plan], heldout=len(parts.sets[0].heldout)):
-                log.info("%s", calls)
-        with catch_stop_signals() as request, explain_out_of_memory(recipe, lambda: parts.clock.stage or "evaluation"):
-            watcher = None
-            if measures is not None and recipe.watch is not None:
-                from retouch.watch.alarm_stop import refuse_if_stopped
-                from retouch.watch.watcher import build_watcher
-
-                refuse_if_stopped(folder, recipe.watch, columns=parts.judge.reward.columns, ranks=ranks)
-                watcher = build_watcher(parts, folder, measures)
-            return _Session(recipe, folder, parts, ledger, watcher, publisher, request).run()
+        for calls in judge_calls(recipe, steps=[len(steps) for _, steps in parts.plan], heldout=len(parts.sets[0].heldout)):
+            log.info("%s", calls)
 
 
 @dataclass
-class _Session:
+class Session:
+    """A run that is ready to train. ``done``: steps that are done. ``code``: the exit code of a process of the run's own."""
+
     recipe: Recipe
     folder: RunFolder
     parts: Assembly
@@ -106,8 +127,15 @@ class _Session:
     watcher: "Watcher | None"
     publisher: "Publisher | None"
     request: StopRequest
+    listener: Listener
+    done: int = 0
+    code: int = 0
 
-    def run(self) -> int:
+    def steps(self) -> Iterator[StepResult]:
+        """Train, and yield each step once it is recorded, and evaluated and saved if due.
+
+        If the caller stops iterating, a checkpoint of the last step is saved. Raises ValueError as ``run`` does.
+        """
         found = checkpoint.latest(self.folder.checkpoints)
         if found is None and any(self.folder.checkpoints.glob("step-*")):
             raise ValueError(
@@ -120,7 +148,7 @@ class _Session:
             restore(self.parts, state, stepper)
             if self.done >= self.parts.steps and self.folder.summary.exists():
                 log.info("this run is done: %s. Raise `steps` to extend it, or start over with --fresh", self.folder.report)
-                return 0
+                return
             log.info("resumed after step %d", self.done)
         if self.parts.ranks.is_main:
             self.folder.truncate_after(self.done)
@@ -143,9 +171,9 @@ class _Session:
             self.memory = DeviceMemory(self.parts.ranks, self.parts.placement, self.recipe.devices)
             self.evaluations = RunEvaluations(self.recipe, self.folder, self.parts)
             self.recorder = Recorder(self.folder, trackers, total=self.parts.steps, pictured_groups=self.recipe.samples.groups)
-            return self._train(stepper)
+            yield from self._train(stepper)
 
-    def _train(self, stepper: Stepper) -> int:
+    def _train(self, stepper: Stepper) -> Iterator[StepResult]:
         if self.done == 0:
             self._heldout(baseline=True)
         if self.watcher is not None:
@@ -165,8 +193,11 @@ class _Session:
                 self.recorder.resume_clock()
                 for step, collected, metrics in train(run, phase, start=self.done):
                     self.done = step + 1
-                    if self._after(stepper, phase.name, collected, metrics):
-                        return self.request.code
+                    result, stopped = self._after(stepper, phase.name, collected, metrics)
+                    yield result
+                    if stopped:
+                        self.code = self.request.code
+                        return
             except (TooManyMissing, BudgetSpent):
                 # Raised on every rank before any weight changed. The next start asks the judge again.
                 self._save(stepper)
@@ -176,6 +207,9 @@ class _Session:
                 # Raised on every rank before the step's rollout was complete.
                 self._save(stepper)
                 raise
+            except GeneratorExit:  # the caller stopped iterating after a step
+                self._save(stepper)
+                raise
         self._save(stepper)
         if self.publisher is not None:
             self.publisher.after(self.parts, self.done, last=True)
@@ -183,10 +217,9 @@ class _Session:
         self.evaluations.write_summary(self.done)
         if self.parts.ranks.is_main:
             self._report()
-        return 0
 
-    def _after(self, stepper: Stepper, phase: str, collected: Any, metrics: dict[str, float]) -> bool:
-        """Record the step, save and evaluate when due; True if the run was asked to stop. Raises AlarmStop."""
+    def _after(self, stepper: Stepper, phase: str, collected: Any, metrics: dict[str, float]) -> tuple[StepResult, bool]:
+        """Record the step, save and evaluate when due; also returns whether the run was asked to stop. Raises AlarmStop."""
         alarms: list[Alarm] = []
         if self.watcher is not None:
             try:
@@ -197,6 +230,8 @@ class _Session:
                 raise
             metrics = {**metrics, **watch_metrics}
         self._record(phase, collected, metrics)
+        result = StepResult(step=self.done, steps=self.parts.steps, phase=phase, metrics=metrics)
+        self.listener.stepped(result)
         if alarms:
             self._stop_for_alarms(stepper, alarms)
         last = self.done == self.parts.steps
@@ -205,16 +240,16 @@ class _Session:
             self._heldout(baseline=False)
         if self.parts.ranks.is_main and not last and _due(self.done, self.recipe.samples.every):
             self._report()
-        stopping = self.parts.ranks.any(self.request.signal is not None) and not last
+        stopping = self.parts.ranks.any(self.request.pending) and not last
         if stopping or (not last and _due(self.done, self.recipe.checkpoints.every)):
             self._save(stepper)
         if self.publisher is not None and not last:
             self.publisher.after(self.parts, self.done, last=False)
         if stopping:
             log.info("stopped after step %d; run the same command to continue", self.done)
-            return True
+            return result, True
         self.recorder.resume_clock()
-        return False
+        return result, False
 
     def _record(self, phase: str, collected: Any, metrics: dict[str, float]) -> None:
         seconds = self.parts.clock.take() | self.memory.after_step(self.done)
@@ -255,6 +290,7 @@ class _Session:
     def _heldout(self, *, baseline: bool) -> None:
         """Evaluate on the held-out tasks; before training also compute the baselines."""
         evaluated = self.evaluations.evaluate(self.done)
+        self.listener.evaluated(self.done, evaluated)
         if baseline:
             self.evaluations.write_baselines()
         if self.parts.ranks.is_main:
@@ -275,6 +311,7 @@ class _Session:
             section = self.recipe.checkpoints
             checkpoint.prune(self.folder.checkpoints, section.keep, keep_every=section.keep_every)
         self.parts.ranks.barrier()
+        self.listener.saved(self.done, self.folder.checkpoints / f"step-{self.done:06d}")
 
     def _trackers(self) -> "CompositeTracker":
         from retouch.records.trackers import CompositeTracker, open_trackers

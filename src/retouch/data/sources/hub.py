@@ -107,7 +107,7 @@ def read_hub(
         notes.append(Problem(file, 0, "no revision is given, so the data may change during the run; pin a commit", "note"))
     caches = [Path(cache_dir or datasets.config.HF_DATASETS_CACHE), Path(HF_HUB_CACHE)]
     allowed = tuple(root.resolve() for root in ([Path(path), *caches] if local else caches))
-    layout = Layout(file, name or Path(path).name, found, tag_keys, lambda value: _image(value, allowed))
+    layout = Layout(file, name or Path(path).name, found, tag_keys, lambda value: embedded_image(value, allowed))
     return HubRows(dataset, layout, problems=tuple(notes))
 
 
@@ -139,8 +139,11 @@ def _one_split(loaded: datasets.Dataset | datasets.DatasetDict, path: str, split
     return loaded[chosen], f"{path}[{chosen}]"
 
 
-def _image(value: Any, allowed: tuple[Path, ...]) -> EncodedImage:
-    """The image in a cell: bytes, or the library's struct of bytes and path."""
+def embedded_image(value: Any, allowed: tuple[Path, ...]) -> EncodedImage:
+    """The image in a cell: bytes, or the library's struct of bytes and path. ``allowed``: folders in which a path is opened.
+
+    Raises ValueError for anything else.
+    """
     cell = {"bytes": value, "path": None} if isinstance(value, bytes) else value
     if not isinstance(cell, dict) or not {"bytes", "path"} >= cell.keys():
         raise ValueError(f"should be an image, not {value!r:.40}; for file names use a folder with metadata.jsonl")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from retouch.config.packaged import shipped
 from retouch.data.base import StoredData
 from retouch.data.images import EncodedImage
-from retouch.data.rows import Layout, Row, find_columns
+from retouch.data.rows import Layout, Row, Rows, find_columns
 from retouch.data.sources.folder import image_under
 from retouch.data.tables import TableRows, read_table
 from retouch.data.tasks import Subset, Tasks
@@ -48,9 +48,9 @@ class PromptData(StoredData):
 
 
 class PromptRows:
-    """The rows of a prompt list; the text to show is taken from the prompt where the row does not give it."""
+    """Rows whose text to show is taken from the prompt where the row does not give it."""
 
-    def __init__(self, rows: TableRows) -> None:
+    def __init__(self, rows: Rows) -> None:
         self.problems = rows.problems
         self._rows = rows
 

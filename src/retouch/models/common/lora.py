@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import diffusers
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 
 from retouch.core.random import generator
 
+_ADDED: WeakSet[nn.Module] = WeakSet()
+"""Modules that have adapters from here: those of another origin are never removed."""
 _FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors", "weights.safetensors")
 
 
@@ -23,12 +26,26 @@ def add_lora(module: nn.Module, config: LoraConfig, *, init_from: Path | None, s
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(seed, "lora").initial_seed())
         module.add_adapter(config)  # type: ignore[operator]
+    _ADDED.add(module)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_("lora_" in name)
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
     if init_from is not None:
         _load(module, init_from)
+
+
+def remove_lora(module: nn.Module, *, key: str) -> None:
+    """Remove the adapters that an earlier run in this process added, so that the module has the weights from before that run.
+
+    ``key``: the module, for the message. Raises ValueError if it has adapters of another origin.
+    """
+    if not getattr(module, "peft_config", None):
+        return
+    if module not in _ADDED:
+        raise ValueError(f"{key} has a LoRA already; fuse it (pipe.fuse_lora() and pipe.unload_lora_weights()), or unload it")
+    module.unload_lora()  # type: ignore[operator]
+    _ADDED.discard(module)
 
 
 def _load(module: nn.Module, folder: Path) -> None:

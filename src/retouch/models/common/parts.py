@@ -1,14 +1,20 @@
-"""Parts of models: loaded from local folders (safetensors only, known classes only, no code from the folder), and run frozen."""
+"""Parts of models: from local folders (safetensors only, known classes only, no code from the folder) or from loaded pipelines."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, ModelMixin
 from torch import nn
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+Source: TypeAlias = "Path | str | DiffusionPipeline"
+"""A local diffusers folder, or a loaded pipeline."""
 
 LOCAL: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
 """Arguments of every ``from_pretrained`` call that loads weights."""
@@ -22,13 +28,18 @@ def diffusers_folder(path: Path | str) -> Path:
     return root
 
 
-def load_parts(path: Path | str, *, dtype: torch.dtype, device: torch.device | str, **kinds: Any) -> dict[str, Any]:
-    """The parts of a local diffusers folder by their names, and the configurations "scheduler" and "index" (``model_index.json``).
+def load_parts(source: Source, *, dtype: torch.dtype, device: torch.device | str, **kinds: Any) -> dict[str, Any]:
+    """The parts of a pipeline by their names, and the configurations "scheduler" and "index" (``model_index.json``).
 
-    ``kinds``: the class of each part. Modules are loaded in ``dtype`` on ``device``; all but the transformer are frozen. Raises
-    ValueError if this is not a diffusers folder.
+    ``kinds``: the class of each part. Modules of a folder are loaded in ``dtype``; those of a loaded pipeline keep theirs. All are
+    put on ``device``; all but the transformer are frozen. Raises ValueError if the folder is not a diffusers folder, or if the
+    pipeline lacks a part.
     """
-    root = diffusers_folder(path)
+    if not isinstance(source, Path | str):
+        from retouch.models.common.loaded_pipeline import pipeline_parts
+
+        return pipeline_parts(source, device, kinds)
+    root = diffusers_folder(source)
     parts: dict[str, Any] = {}
     for name, kind in kinds.items():
         if not issubclass(kind, nn.Module):
@@ -41,6 +52,24 @@ def load_parts(path: Path | str, *, dtype: torch.dtype, device: torch.device | s
     scheduler = FlowMatchEulerDiscreteScheduler.load_config(root / "scheduler", local_files_only=True)
     index = json.loads((root / "model_index.json").read_text(encoding="utf-8"))
     return {**parts, "scheduler": scheduler, "index": index}
+
+
+def load_image_processor(source: Source) -> Any:
+    """The image processor of a pipeline with a Qwen vision-language model, in its PIL version, which needs no torchvision."""
+    if not isinstance(source, Path | str):
+        from retouch.models.common.loaded_pipeline import pipeline_image_processor
+
+        return pipeline_image_processor(source)
+    from transformers import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil.from_pretrained(Path(source) / "processor", local_files_only=True)
+
+
+def part_config(source: Source, name: str, kind: Any) -> Mapping[str, Any]:
+    """The configuration of a part of class ``kind``, without loading its weights."""
+    in_folder = isinstance(source, Path | str)
+    found: Mapping[str, Any] = kind.load_config(diffusers_folder(source) / name) if in_folder else source.components[name].config
+    return found
 
 
 @contextmanager

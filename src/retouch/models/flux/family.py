@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
@@ -29,7 +28,7 @@ class FluxFamily(DiffusersModel):
     configurations = (("schnell", "flux.1-schnell.json"), ("", "flux.1-dev.json"))
     text_tokens = 512
 
-    def options(self, folder: Path) -> dict[str, Any]:
+    def options(self, source: Any) -> dict[str, Any]:
         return {} if self.guidance is None else {"guidance": self.guidance}
 
     def step_inputs(self, described: Described, batch: ImageBatch) -> dict[str, Any]:

@@ -5,7 +5,6 @@ there is an image to work on, and in ``shared`` "size", the output's (height, wi
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokenizer
 
 from retouch.models.common.latents import PackedLatents, Size
-from retouch.models.common.parts import diffusers_folder, evaluating, load_parts
+from retouch.models.common.parts import Source, evaluating, load_parts, part_config
 from retouch.models.common.pipeline_model import PipelineModel, reference_inputs
 from retouch.models.flux.text import FluxText
 from retouch.types import Conditioning, Task
@@ -53,7 +52,7 @@ class Flux(PipelineModel):
     @classmethod
     def from_pretrained(
         cls,
-        path: Path | str,
+        path: Source,
         *,
         dtype: torch.dtype,
         device: torch.device | str,
@@ -61,17 +60,17 @@ class Flux(PipelineModel):
         guidance: float | None = None,
         max_sequence_length: int = 512,
     ) -> "Flux":
-        """Load a local diffusers folder (safetensors, no remote code); everything but the transformer is frozen.
+        """Load a local diffusers folder (safetensors, no remote code) or take a loaded pipeline; everything but the transformer is
+        frozen.
 
         ``max_sequence_length``: as in ``FluxText``.
         """
-        root = diffusers_folder(path)
-        configs = FluxTransformer2DModel.load_config(root / "transformer"), AutoencoderKL.load_config(root / "vae")
+        configs = part_config(path, "transformer", FluxTransformer2DModel), part_config(path, "vae", AutoencoderKL)
         cls._check(*configs, guidance)  # before gigabytes are read
         kinds = {"transformer": FluxTransformer2DModel, "vae": AutoencoderKL}
         kinds |= {"text_encoder": CLIPTextModel, "tokenizer": CLIPTokenizer}
         kinds |= {"text_encoder_2": T5EncoderModel, "tokenizer_2": T5Tokenizer}
-        parts = load_parts(root, dtype=dtype, device=device, **kinds)
+        parts = load_parts(path, dtype=dtype, device=device, **kinds)
         return cls(
             transformer=parts["transformer"],
             vae=parts["vae"],

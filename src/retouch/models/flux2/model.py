@@ -7,7 +7,6 @@ references.
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Model
 
 from retouch.models.common.latents import PackedLatents, Size
-from retouch.models.common.parts import evaluating, load_parts
+from retouch.models.common.parts import Source, evaluating, load_parts
 from retouch.models.common.pipeline_model import PipelineModel, common_size
 from retouch.models.common.qwen3_text import Qwen3Text
 from retouch.types import Conditioning, Task
@@ -87,9 +86,10 @@ class Flux2Klein(PipelineModel):
 
     @classmethod
     def from_pretrained(
-        cls, path: Path | str, *, dtype: torch.dtype, device: torch.device | str, size: Size | None = None
+        cls, path: Source, *, dtype: torch.dtype, device: torch.device | str, size: Size | None = None
     ) -> "Flux2Klein":
-        """Load a local diffusers folder (safetensors, no remote code); everything but the transformer is frozen."""
+        """Load a local diffusers folder (safetensors, no remote code) or take a loaded pipeline; everything but the transformer is
+        frozen."""
         kinds = {"transformer": Flux2Transformer2DModel, "vae": AutoencoderKLFlux2, "text_encoder": Qwen3Model}
         parts = load_parts(path, dtype=dtype, device=device, **kinds, tokenizer=Qwen2Tokenizer)
         return cls(

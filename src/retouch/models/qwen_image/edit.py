@@ -1,14 +1,13 @@
 """Qwen-Image-Edit (one source image) and Qwen-Image-Edit-Plus (2509 and 2511: one to several), as diffusers runs them."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 from PIL.Image import Image
-from transformers import Qwen2VLImageProcessorPil
 
 from retouch.models.common.chat_template import Tokens
 from retouch.models.common.latents import Area, Size, fit
+from retouch.models.common.parts import Source, load_image_processor
 from retouch.models.common.pipeline_model import common_size
 from retouch.models.qwen_image.model import Prepared, QwenFlow
 from retouch.models.qwen_image.text import EDIT, EDIT_PLUS, VISION
@@ -34,9 +33,8 @@ class QwenImageEdit(QwenFlow):
         self.source_area: Area = self.SOURCE_AREA if source_area is None else source_area
 
     @classmethod
-    def processors(cls, path: Path) -> dict[str, Any]:
-        # In its PIL version, which needs no torchvision.
-        return {"image_processor": Qwen2VLImageProcessorPil.from_pretrained(path / "processor", local_files_only=True)}
+    def processors(cls, path: Source) -> dict[str, Any]:
+        return {"image_processor": load_image_processor(path)}
 
     def prepare(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> Prepared:
         """Everything that needs no gradient: tokens, pixels and source latents; ``instructions`` replace the tasks' own.

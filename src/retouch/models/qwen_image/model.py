@@ -8,7 +8,6 @@ where there are images to edit, and in ``shared`` "grids", the (1, height, width
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from retouch.models.common.latents import Size
-from retouch.models.common.parts import evaluating, load_parts
+from retouch.models.common.parts import Source, evaluating, load_parts
 from retouch.models.common.pipeline_model import PipelineModel, reference_inputs
 from retouch.models.qwen_image.layout import QwenLatents
 from retouch.models.qwen_image.text import TEXT_TO_IMAGE, QwenText, Tokens
@@ -75,17 +74,17 @@ class QwenFlow(PipelineModel):
         super().__init__(transformer=transformer, latents=latents, text=text, scheduler_config=scheduler_config, size=size)
 
     @classmethod
-    def from_pretrained(cls, path: Path | str, *, dtype: torch.dtype, device: torch.device | str, **options: Any) -> "QwenFlow":
+    def from_pretrained(cls, path: Source, *, dtype: torch.dtype, device: torch.device | str, **options: Any) -> "QwenFlow":
         """Load a local diffusers folder (safetensors, no remote code); everything but the transformer is frozen.
 
         ``options``: of the class, such as ``size``.
         """
         parts = load_parts(path, dtype=dtype, device=device, **_PARTS)
-        options |= cls.processors(Path(path))
+        options |= cls.processors(path)
         return cls(**{name: parts[name] for name in _PARTS}, scheduler_config=parts["scheduler"], **options)
 
     @classmethod
-    def processors(cls, path: Path) -> dict[str, Any]:
+    def processors(cls, path: Source) -> dict[str, Any]:
         """Further parts of the pipeline's folder, as arguments of the class."""
         return {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -33,7 +32,7 @@ class QwenImage2Model(DiffusersModel):
     loaded_as = (("text_encoder", "Qwen3VLModel"),)
     text_tokens = 512
 
-    def options(self, folder: Path) -> dict[str, Any]:
+    def options(self, source: Any) -> dict[str, Any]:
         return {} if self.source_area is None else {"source_area": self.source_area}
 
     def source_tokens(self, described: Described) -> int:

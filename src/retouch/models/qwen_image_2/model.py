@@ -6,7 +6,6 @@ places of ``embeds`` that stand for source images, and for tasks with images "so
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +14,11 @@ from jaxtyping import Float
 from PIL.Image import Image, new
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerBase, Qwen2Tokenizer, Qwen2VLImageProcessorPil, Qwen3VLModel
+from transformers import PreTrainedTokenizerBase, Qwen2Tokenizer, Qwen3VLModel
 
 from retouch.models.common.chat_template import TURNS, VISION, QwenTemplate
 from retouch.models.common.latents import Area, FrameLatents, Size, fit
-from retouch.models.common.parts import evaluating, load_parts
+from retouch.models.common.parts import Source, evaluating, load_image_processor, load_parts
 from retouch.models.common.pipeline_model import PipelineModel, common_size
 from retouch.models.common.qwen3_text import ChatPrompts
 from retouch.types import Conditioning, Task
@@ -106,13 +105,13 @@ class QwenImage2(PipelineModel):
 
     @classmethod
     def from_pretrained(
-        cls, path: Path | str, *, dtype: torch.dtype, device: torch.device | str, size: Size | None = None, **options: Any
+        cls, path: Source, *, dtype: torch.dtype, device: torch.device | str, size: Size | None = None, **options: Any
     ) -> "QwenImage2":
-        """Load a local diffusers folder (safetensors, no remote code); everything but the transformer is frozen."""
+        """Load a local diffusers folder (safetensors, no remote code) or take a loaded pipeline; everything but the transformer is
+        frozen."""
         kinds = {"transformer": QwenImage21Transformer2DModel, "vae": AutoencoderKLQwenImage21, "text_encoder": Qwen3VLModel}
         parts = load_parts(path, dtype=dtype, device=device, **kinds, processor=Qwen2Tokenizer)
-        # In its PIL version, which needs no torchvision.
-        images = Qwen2VLImageProcessorPil.from_pretrained(Path(path) / "processor", local_files_only=True)
+        images = load_image_processor(path)
         return cls(
             transformer=parts["transformer"],
             vae=parts["vae"],

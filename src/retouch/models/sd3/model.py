@@ -5,7 +5,6 @@ x is (r, 16, height / 8, width / 8) latents in fp32. A conditioning has "embeds"
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, PreTrainedTokenizerBase, T5EncoderModel, T5Tokenizer
 
 from retouch.models.common.latents import Latents, Size
-from retouch.models.common.parts import evaluating, load_parts
+from retouch.models.common.parts import Source, evaluating, load_parts
 from retouch.models.common.pipeline_model import PipelineModel
 from retouch.models.sd3.text import SD3Text
 from retouch.types import Conditioning, Task
@@ -58,9 +57,10 @@ class SD3(PipelineModel):
 
     @classmethod
     def from_pretrained(
-        cls, path: Path | str, *, dtype: torch.dtype, device: torch.device | str, size: Size | None = None, t5: bool = True
+        cls, path: Source, *, dtype: torch.dtype, device: torch.device | str, size: Size | None = None, t5: bool = True
     ) -> "SD3":
-        """Load a local diffusers folder (safetensors, no remote code); everything but the transformer is frozen. T5 if ``t5``."""
+        """Load a local diffusers folder (safetensors, no remote code) or take a loaded pipeline; everything but the transformer is
+        frozen. T5 if ``t5``."""
         kinds = {"transformer": SD3Transformer2DModel, "vae": AutoencoderKL}
         kinds |= {"text_encoder": CLIPTextModelWithProjection, "text_encoder_2": CLIPTextModelWithProjection}
         kinds |= {"tokenizer": CLIPTokenizer, "tokenizer_2": CLIPTokenizer}

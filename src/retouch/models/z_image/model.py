@@ -5,7 +5,6 @@ x is (r, s, 64) packed tokens in fp32. A conditioning has "embeds" (r, L, 2560) 
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Model
 
 from retouch.models.common.latents import PackedLatents, Size, pack, unpack
-from retouch.models.common.parts import evaluating, load_parts
+from retouch.models.common.parts import Source, evaluating, load_parts
 from retouch.models.common.pipeline_model import PipelineModel
 from retouch.models.common.qwen3_text import Qwen3Text
 from retouch.types import Conditioning, Task
@@ -63,9 +62,7 @@ class ZImage(PipelineModel):
             raise ValueError(f"size {size}: this transformer has places for at most {most[0]} x {most[1]} px (height x width)")
 
     @classmethod
-    def from_pretrained(
-        cls, path: Path | str, *, dtype: torch.dtype, device: torch.device | str, size: Size | None = None
-    ) -> "ZImage":
+    def from_pretrained(cls, path: Source, *, dtype: torch.dtype, device: torch.device | str, size: Size | None = None) -> "ZImage":
         """The parts of a local diffusers folder (safetensors, no remote code); all but the transformer frozen."""
         kinds = {"transformer": ZImageTransformer2DModel, "vae": AutoencoderKL, "text_encoder": Qwen3Model}
         parts = load_parts(path, dtype=dtype, device=device, **kinds, tokenizer=Qwen2Tokenizer)

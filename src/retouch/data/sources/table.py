@@ -1,0 +1,199 @@
+"""Rows that are already in this Python process: a ``datasets.Dataset``, or a list of dictionaries."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from pydantic import Field, PrivateAttr
+
+from retouch.config.live import live_object
+from retouch.data.base import DataContext, DataSets, ImageData, SplitName, at_most, resize_to
+from retouch.data.images import EncodedImage
+from retouch.data.requirements import RequiredRows
+from retouch.data.rows import Layout, Problem, Row, Rows, find_columns
+from retouch.data.sources.hub import HubRows, embedded_image
+from retouch.data.sources.prompts import PromptRows
+from retouch.data.split import limit
+from retouch.data.tasks import Subset, Tasks
+from retouch.data.validation import accept
+from retouch.types import TaskContents
+
+if TYPE_CHECKING:
+    import datasets
+
+Table: TypeAlias = "Sequence[Mapping[str, Any]] | datasets.Dataset"
+
+COLUMNS = {
+    "id": ("id",),
+    "instruction": ("instruction", "prompt"),
+    "image": ("image", "images", "source_image"),
+    "mask": ("mask",),
+    "reference": ("reference",),
+    "target": ("target", "target_image"),
+    "text": ("text",),
+    "source": ("source",),
+}
+"""The names under which a column is found if ``columns`` does not name it."""
+
+
+class TableData(ImageData):
+    """A table of this process. Held-out tasks come from ``evaluation`` if it is given, else from the table itself."""
+
+    path_keys = ()
+
+    kind: Literal["table"] = "table"
+    rows_: str
+    """Hash of the table's rows."""
+    evaluation: str | None = None
+    """Hash of the rows of a second table, on which the run is evaluated; null holds out rows of the first."""
+    columns: dict[str, str] = Field(default={})
+    """Our names (``instruction``, ``image``, ``target``, ...) to the table's, where they differ."""
+    has: tuple[str, ...] = ()
+    """The fields that the table has a column for."""
+
+    _table: Table | None = PrivateAttr(default=None)
+    _evaluation: Table | None = PrivateAttr(default=None)
+
+    @classmethod
+    def of(
+        cls, table: Table, *, evaluation: Table | None = None, columns: Mapping[str, str] | None = None, **keys: Any
+    ) -> TableData:
+        """The data of a table. ``keys``: other keys of the section. Raises ValueError for a table that is empty or has no
+        instructions."""
+        names = _names(table, "train_dataset")
+        found, _ = find_columns(names, columns=columns or {}, defaults=COLUMNS, file="train_dataset")
+        if "instruction" not in found:
+            raise ValueError(
+                f"train_dataset: no column with the prompts; it has {', '.join(names)}. Call it `prompt` or `instruction`, or name "
+                "it: columns={'instruction': '...'}"
+            )
+        section = cls(
+            rows_=hash_table(table),
+            evaluation=None if evaluation is None else hash_table(evaluation),
+            columns=dict(columns or {}),
+            has=tuple(found),
+            **keys,
+        )
+        section._table, section._evaluation = table, evaluation
+        return section
+
+    def rows(self, *, seed: int) -> Rows:
+        table = self._table if self._table is not None else live_object(f"table:{self.rows_}", key="data")
+        return read_table(table, columns=self.columns, name="train_dataset")
+
+    def build(self, context: DataContext) -> DataSets:
+        """The tasks. With a second table, all rows of the first are for training."""
+        if self.evaluation is None:
+            return super().build(context)
+        other = self._evaluation if self._evaluation is not None else live_object(f"table:{self.evaluation}", key="data")
+        held = read_table(other, columns=self.columns, name="eval_dataset")
+        train, train_problems = self._accepted(self.rows(seed=context.seed), context)
+        heldout, held_problems = self._accepted(held, context)
+        if self.limit is not None:
+            train = Subset(train, limit(range(len(train)), n=self.limit, seed=context.seed))
+        heldout = Subset(heldout, at_most(range(len(heldout)), context))
+        return DataSets(train, heldout, (), (*train_problems, *held_problems))
+
+    def _accepted(self, rows: Rows, context: DataContext) -> tuple[Subset, list[Problem]]:
+        good, found = accept(RequiredRows(rows, context.required), on_bad_row=self.on_bad_row)
+        return Subset(Tasks(rows, resize=resize_to(self.image_size or context.size)), good), list(found)
+
+    def problems(self, at: str, *, eval_split: SplitName | None) -> Iterator[str]:
+        if self.evaluation is None:
+            yield from super().problems(at, eval_split=eval_split)
+
+    def contents(self) -> TaskContents:
+        return TaskContents(
+            images=None if "image" in self.has else False,
+            mask=None if "mask" in self.has else False,
+            reference=None if "reference" in self.has else False,
+            target=None if "target" in self.has else False,
+            text=None if "text" in self.has else False,
+        )
+
+
+def read_table(table: Table, *, columns: Mapping[str, str], name: str) -> Rows:
+    """The rows of a table. ``name``: what messages call it. Raises ValueError for a table that is empty or of an unknown type."""
+    names = _names(table, name)
+    found, notes = find_columns(names, columns=columns, defaults=COLUMNS, file=name)
+    if _is_dataset(table):
+        layout = Layout(name, name, found, (), lambda value: embedded_image(value, (Path("/"),)))
+        return PromptRows(HubRows(table, layout, problems=tuple(notes)))
+    return PromptRows(ListRows(table, Layout(name, name, found, (), encoded_image), problems=tuple(notes)))
+
+
+class ListRows:
+    """The rows of a list of dictionaries; ``line`` counts them from 1."""
+
+    def __init__(self, table: Sequence[Mapping[str, Any]], layout: Layout, *, problems: tuple[Problem, ...]) -> None:
+        self.problems = problems
+        self._table = table
+        self._layout = layout
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._layout.parse(dict(self._table[index]), line=index + 1)
+
+
+def encoded_image(value: Any) -> EncodedImage:
+    """An image of a list's row: a PIL image, the bytes of a file, or its path. Raises ValueError for anything else."""
+    if hasattr(value, "save") and hasattr(value, "tobytes"):
+        buffer = io.BytesIO()
+        value.save(buffer, "PNG")
+        return EncodedImage("an image of the table", buffer.getvalue())
+    if isinstance(value, bytes):
+        return EncodedImage("an image of the table", value)
+    if isinstance(value, str | Path):
+        return EncodedImage(str(value), Path(value))
+    raise ValueError(f"should be a PIL image, a path or the bytes of a file, not {type(value).__name__}")
+
+
+def hash_table(table: Table) -> str:
+    """What identifies the rows: 16 hexadecimal digits. A ``datasets.Dataset`` has a fingerprint of its own."""
+    own = getattr(table, "_fingerprint", None)
+    if own is not None:
+        return str(own)
+    digest = hashlib.sha256()
+    for row in table:
+        for key, value in sorted(row.items()):
+            digest.update(f"{key}\0".encode())
+            for part in value if isinstance(value, list | tuple) else [value]:
+                digest.update(_content(part))
+    return digest.hexdigest()[:16]
+
+
+def _content(value: Any) -> bytes:
+    if hasattr(value, "tobytes") and hasattr(value, "size"):
+        return f"{getattr(value, 'mode', '')}{value.size}".encode() + bytes(value.tobytes())
+    if isinstance(value, bytes):
+        return value
+    return json.dumps(value, default=str, sort_keys=True).encode() + b"\0"
+
+
+def _names(table: Table, name: str) -> list[str]:
+    """The columns of the table, in order. Raises ValueError as ``read_table`` does."""
+    if hasattr(table, "take") and not hasattr(table, "__len__"):
+        raise ValueError(f"{name}: a streaming data set has no length; load it without streaming=True, or give a list of its rows")
+    if isinstance(table, Mapping):
+        raise ValueError(f"{name}: a dictionary; give one split of it, for example dataset['train']")
+    if not hasattr(table, "__getitem__") or not hasattr(table, "__len__") or isinstance(table, str | bytes):
+        raise ValueError(f"{name}: {type(table).__name__} is no table; give a datasets.Dataset, a list of dictionaries or a folder")
+    if not len(table):
+        raise ValueError(f"{name}: no rows")
+    if _is_dataset(table):
+        return list(table.column_names)
+    wrong = next((row for row in table if not isinstance(row, Mapping)), None)
+    if wrong is not None:
+        raise ValueError(f"{name}: a row is {type(wrong).__name__}; each row is a dictionary with a `prompt`")
+    return list(dict.fromkeys(key for row in table for key in row))
+
+
+def _is_dataset(table: Any) -> bool:
+    return hasattr(table, "column_names") and hasattr(table, "with_format")

@@ -1,0 +1,41 @@
+"""Objectives by the names of their papers: settings of ``PolicyGradient``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from retouch.objectives.policy_gradient import Kl, NoKl, PolicyGradient
+
+
+def GRPO(*, clip: float, kl: float = 0.0, **keys: Any) -> PolicyGradient:
+    """Group relative policy optimisation: PPO's clipped ratio on group advantages (DeepSeekMath, arXiv 2402.03300; Flow-GRPO, arXiv
+    2505.05470).
+
+    ``clip``: the ratio counts from 1 - clip to 1 + clip; 1e-6 to 1e-4 is usual for denoising policies, whose log-probabilities are
+    averaged over a latent, and 0.2 for tokens. ``kl``: weight of the KL to the reference, in closed form for denoising policies;
+    for tokens give ``kl=Kl(kind="k3", weight=...)``. ``keys``: other keys of the section.
+
+    Example: ``retouch.GRPO(clip=1e-4)``
+    """
+    return PolicyGradient(surrogate="clip", clip_low=clip, clip_high=clip, kl=_kl(kl), **keys)
+
+
+def GSPO(*, clip: float, kl: float = 0.0, **keys: Any) -> PolicyGradient:
+    """Group sequence policy optimisation: one ratio per chain or completion (arXiv 2507.18071). Arguments as for ``GRPO``."""
+    return PolicyGradient(surrogate="gspo", clip_low=clip, clip_high=clip, kl=_kl(kl), **keys)
+
+
+def CISPO(*, clip: float, kl: float = 0.0, **keys: Any) -> PolicyGradient:
+    """A clipped importance weight on the log-probability (MiniMax-M1, arXiv 2506.13585). ``clip`` bounds the weight from above."""
+    return PolicyGradient(surrogate="cispo", clip_high=clip, kl=_kl(kl), **keys)
+
+
+def REINFORCE(*, kl: float = 0.0, **keys: Any) -> PolicyGradient:
+    """Log-probability times advantage, without a ratio: one optimizer step per rollout (Williams 1992)."""
+    return PolicyGradient(surrogate="reinforce", kl=_kl(kl), **keys)
+
+
+def _kl(kl: float | Kl | NoKl) -> Kl | NoKl:
+    if isinstance(kl, Kl | NoKl):
+        return kl
+    return Kl(kind="closed", weight=float(kl)) if kl else NoKl()

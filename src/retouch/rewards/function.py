@@ -1,0 +1,243 @@
+"""A plain Python function as a reward, with the arguments that TRL gives to its reward functions."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+
+from pydantic import Field, PrivateAttr
+
+from retouch.config.live import live_object
+from retouch.config.section import Section
+from retouch.rewards.base import RewardSection
+from retouch.types import Column, Sample, Scores
+
+if TYPE_CHECKING:
+    import torch
+
+RewardFunction: TypeAlias = Callable[..., Iterable[float | None]]
+F = TypeVar("F", bound=RewardFunction)
+
+UNBOUNDED = 1e9
+"""End of the range of a function that declares none."""
+OWN_ARGUMENTS = ("images", "prompts", "sources", "completions", "targets", "masks", "texts", "tasks")
+"""What every function may name; any other name is a column of the data set."""
+_DECLARED = "__retouch_reward__"
+
+
+class DeclaredRange(Section):
+    """The range of a function's scores."""
+
+    low: float
+    """Lowest score, which an unusable sample gets."""
+    high: float
+    """Highest score."""
+    higher_is_better: bool = True
+    """Whether a high score is good."""
+
+
+def reward(*, low: float, high: float, higher_is_better: bool = True, completions: bool = False) -> Callable[[F], F]:
+    """Declare the range of a reward function, so that a score outside of it is an error and not a silent mistake.
+
+    ``completions``: the function may see the text that the policy wrote. Raises ValueError if the range is empty or infinite.
+
+    Example::
+
+        @retouch.reward(low=0, high=1)
+        def brightness(images, **kwargs):
+            return [ImageStat.Stat(image.convert("L")).mean[0] / 255 for image in images]
+    """
+    if not -math.inf < low < high < math.inf:
+        raise ValueError(f"a reward from {low} to {high}: give finite numbers with low < high")
+
+    def declare(function: F) -> F:
+        setattr(function, _DECLARED, (DeclaredRange(low=low, high=high, higher_is_better=higher_is_better), completions))
+        return function
+
+    return declare
+
+
+@dataclass
+class LiveFunction:
+    """A reward function of this process, with the lowest and the highest score that it returned; None before the first."""
+
+    function: RewardFunction
+    low: float | None = None
+    high: float | None = None
+
+    def score(self, samples: Sequence[Sample], name: str) -> list[float]:
+        """One score per sample, NaN where there is none. Raises ValueError as ``FunctionReward`` does."""
+        returned = self.function(**arguments(self.function, samples, name=name))
+        scores = _numbers(returned, len(samples), name)
+        known = [score for score in scores if not math.isnan(score)]
+        self.low = min([*known, *([] if self.low is None else [self.low])], default=None)
+        self.high = max([*known, *([] if self.high is None else [self.high])], default=None)
+        return scores
+
+
+class FunctionReward(RewardSection):
+    """A Python function of this process. It has one column, with the function's name."""
+
+    kind: Literal["function"] = "function"
+    name_: str = Field(alias="name", pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    """The function's name, which is also its column's."""
+    source: str
+    """SHA-256 of its source code, 16 hexadecimal digits; of its qualified name if the source is not known."""
+    range: DeclaredRange | None = None
+    """The range of its scores; null if it declares none."""
+    sees_completions: bool = False
+    """Whether it reads the text that the policy wrote."""
+
+    _live: LiveFunction | None = PrivateAttr(default=None)
+
+    @classmethod
+    def of(cls, function: RewardFunction) -> FunctionReward:
+        """The reward of a function. Raises ValueError for something that cannot be called by keyword."""
+        name = reward_name(function)
+        declared, completions = getattr(function, _DECLARED, (None, False))
+        takes = _parameters(function, name)
+        section = cls(
+            name=name,
+            source=_source_hash(function),
+            range=declared,
+            sees_completions=completions or "completions" in takes,
+        )
+        section._live = LiveFunction(function)
+        return section
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return self.name_
+
+    @property
+    def columns(self) -> Mapping[str, Column]:  # type: ignore[override]
+        """One column; without a declared range its ends are -1e9 and 1e9."""
+        given = self.range or DeclaredRange(low=-UNBOUNDED, high=UNBOUNDED)
+        return {self.name: Column(given.low, given.high, higher_is_better=given.higher_is_better)}
+
+    @property
+    def reads_completions(self) -> bool:  # type: ignore[override]
+        """Whether it reads the text that the policy wrote."""
+        return self.sees_completions
+
+    @property
+    def fingerprint(self) -> str:
+        """Its name and the hash of its source."""
+        return self.live_name
+
+    @property
+    def live_name(self) -> str:
+        """The function's name among the live objects of a run."""
+        return f"{self.name}:{self.source}"
+
+    def load(self, device: torch.device | str) -> LiveFunction:
+        """The function. Raises ValueError if it is not in this process."""
+        found: LiveFunction = self._live or live_object(self.live_name, key="reward")
+        return found
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """The column, (b,), float32; NaN where the function returned None or NaN. Raises ValueError for another number of scores,
+        for what is no number, and for a column that the data set does not have."""
+        import torch
+
+        return {self.name: torch.tensor(self.model.score(samples, self.name), dtype=torch.float32)}
+
+
+def arguments(function: RewardFunction, samples: Sequence[Sample], *, name: str) -> dict[str, list[Any]]:
+    """The keyword arguments that the function names, one entry per sample; all of them if it takes ``**kwargs``.
+
+    Raises ValueError for a name that is neither one of ours nor a column of the data set.
+    """
+    takes = _parameters(function, name)
+    own: dict[str, list[Any]] = {
+        "images": [sample.image for sample in samples],
+        "prompts": [sample.task.instruction for sample in samples],
+        "sources": [sample.task.images[0] if sample.task.images else None for sample in samples],
+        "completions": [sample.completion for sample in samples],
+        "targets": [sample.task.target for sample in samples],
+        "masks": [sample.task.mask for sample in samples],
+        "texts": [sample.task.text for sample in samples],
+        "tasks": [sample.task for sample in samples],
+    }
+    columns = sorted({column for sample in samples for column in (*sample.task.meta, *sample.task.tags)})
+    everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes.values())
+    given = dict(own) if everything else {key: own[key] for key in takes if key in own}
+    for key, parameter in takes.items():
+        if key in own or parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        if key in columns:
+            given[key] = _column(samples, key)
+        elif parameter.default is parameter.empty:
+            raise ValueError(
+                f"reward function {name} asks for {key!r}, which the data set does not have; its columns are "
+                f"{', '.join(columns) or '(none)'}, and every function may ask for {', '.join(OWN_ARGUMENTS)}"
+            )
+    if everything:
+        given |= {column: _column(samples, column) for column in columns if column not in given}
+    return given
+
+
+def reward_name(function: object) -> str:
+    """The name of a function's column: its ``__name__``, or its class's name.
+
+    Raises ValueError for an object that cannot be called, and for a lambda, whose name says nothing.
+    """
+    if not callable(function):
+        raise ValueError(f"reward_funcs: {function!r:.60} cannot be called; give a function, a reward object or a reward's name")
+    name = getattr(function, "__name__", None) or type(function).__name__
+    if name == "<lambda>":
+        raise ValueError("reward_funcs: a lambda has no name for its column; write it as a function with `def`")
+    return str(name)
+
+
+def _parameters(function: RewardFunction, name: str) -> Mapping[str, inspect.Parameter]:
+    parameters = inspect.signature(function).parameters
+    for parameter in parameters.values():
+        if parameter.kind is parameter.POSITIONAL_ONLY or parameter.kind is parameter.VAR_POSITIONAL:
+            raise ValueError(f"reward function {name}: its arguments are given by name, so {parameter.name} cannot be positional")
+    return parameters
+
+
+def _column(samples: Sequence[Sample], key: str) -> list[Any]:
+    return [sample.task.meta.get(key, sample.task.tags.get(key)) for sample in samples]
+
+
+def _numbers(returned: Any, count: int, name: str) -> list[float]:
+    if hasattr(returned, "detach"):  # a tensor, perhaps with a gradient
+        returned = returned.detach().cpu().tolist()
+    elif hasattr(returned, "tolist"):
+        returned = returned.tolist()
+    if not isinstance(returned, Iterable) or isinstance(returned, str | bytes | Mapping):
+        raise ValueError(f"reward function {name} returned {type(returned).__name__}; return a list of floats, one per image")
+    scores = list(returned)
+    if len(scores) != count:
+        raise ValueError(f"reward function {name} returned {len(scores)} scores for {count} images; return one per image")
+    return [_number(score, name) for score in scores]
+
+
+def _number(score: Any, name: str) -> float:
+    if score is None:
+        return math.nan
+    try:
+        number = float(score)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"reward function {name} returned {score!r:.60} as a score; return a number, or None if an image cannot be judged"
+        ) from None
+    if math.isinf(number):
+        raise ValueError(f"reward function {name} returned {number}; return a finite number, or None if an image cannot be judged")
+    return number
+
+
+def _source_hash(function: RewardFunction) -> str:
+    target: Any = function if inspect.isroutine(function) else type(function)
+    try:
+        text = inspect.getsource(target)
+    except (OSError, TypeError):
+        text = f"{getattr(target, '__module__', '')}:{getattr(target, '__qualname__', '')}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,256 @@
+"""From the arguments of a ``Trainer`` to a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from retouch.config.section import Section
+from retouch.data.base import DataSource
+from retouch.data.kinds import DATA
+from retouch.data.sources.table import TableData
+from retouch.models.base import ImageModel
+from retouch.models.kinds import IMAGE_MODELS, LANGUAGE_MODELS
+from retouch.models.language import LanguageModel
+from retouch.models.train import FullWeights, Lora
+from retouch.objectives.advantages import Advantage
+from retouch.objectives.base import Objective
+from retouch.objectives.kinds import ADVANTAGES, OBJECTIVES
+from retouch.objectives.presets import GRPO
+from retouch.recipe.recipe import Recipe, parse
+from retouch.renderers.base import RENDERERS, RendererSection
+from retouch.rewards.base import RewardSection
+from retouch.rewards.function import FunctionReward
+from retouch.rewards.kinds import KINDS as REWARDS
+from retouch.trainer.models import model_section
+
+RewardLike: TypeAlias = Any
+"""A reward object, a function, or a reward's kind (``"pickscore"``), with its path after a colon (``"clip:FOLDER"``)."""
+
+_TOKENS = {"kind": "tokens", "max_new_tokens": 256}
+_DENOISING = {"num_steps": 10, "transition": {"kind": "sde", "noise_level": 0.7}}
+OWN = frozenset({"policy", "data", "reward", "name", "out", "objective"})
+"""Keys of a recipe that a Trainer makes of its own arguments."""
+
+
+@dataclass(frozen=True)
+class Described:
+    """A recipe, the objects of this process that its sections refer to, by name, and the modules of the classes that a script gave.
+
+    A script that passes an object of a class has run the module of the class already, so the recipe may import it.
+    """
+
+    recipe: Recipe
+    objects: Mapping[str, Any]
+    modules: tuple[str, ...] = ()
+
+
+def describe(
+    *,
+    model: Any,
+    reward_funcs: RewardLike | Sequence[RewardLike],
+    train_dataset: Any,
+    eval_dataset: Any = None,
+    objective: Objective | None = None,
+    peft_config: Any = None,
+    renderer: Any = None,
+    reward_weights: Sequence[float] | Mapping[str, float] | str | None = None,
+    columns: Mapping[str, str] | None = None,
+    size: tuple[int, int] | None = None,
+    output_dir: str | Path = "runs",
+    run_name: str | None = None,
+    **keys: Any,
+) -> Described:
+    """The recipe of these arguments. Raises ValueError with a line for every mistake, in the words of the arguments.
+
+    ``keys``: other keys of a recipe, as sections, dictionaries or plain values.
+    """
+    if clash := sorted(OWN & keys.keys()):
+        meant = {"policy": "model and peft_config", "data": "train_dataset", "reward": "reward_funcs", "name": "run_name"}
+        raise ValueError("\n".join(f"{key}: give {meant.get(key, 'output_dir')} instead" for key in clash))
+    section, objects = model_section(model, size=size, key="model")
+    rewards, combine, functions = _rewards(reward_funcs, reward_weights)
+    data, tables = _data(train_dataset, eval_dataset, columns)
+    objects = {**objects, **functions, **tables}
+    writes = isinstance(section, LanguageModel)
+    document: dict[str, Any] = {
+        "name": run_name or _run_name(section),
+        "out": str(output_dir),
+        "tasks_per_step": 8,
+        "group_size": 8,
+        "policy": _policy(section, peft_config, keys.pop("ema", None), keys.pop("gradient_checkpointing", False)),
+        "data": DATA.document(data),
+        "reward": {**rewards, "combine": combine, **_max_missing(keys)},
+        "objective": OBJECTIVES.document(objective or GRPO(clip=0.2 if writes else 1e-4)),
+        "rollout": {"kind": "tokens", "max_new_tokens": 256}
+        if writes
+        else {"num_steps": 10, "transition": {"kind": "sde", "noise_level": 0.7}},
+    }
+    if "steps" not in keys and "passes" not in keys and "phases" not in keys:
+        document["steps"] = 100
+    if renderer is not None:
+        document["renderer"], more = _renderer(renderer, size=size)
+        objects |= more
+    document |= {key: _plain(key, value) for key, value in keys.items()}
+    given = (model, train_dataset, objective, renderer, *_listed(reward_funcs), *keys.values())
+    modules = tuple(sorted({type(one).__module__ for one in given if isinstance(one, Section)}))
+    return Described(parse(document, allow_imports=modules), objects, modules)
+
+
+def _policy(section: ImageModel | LanguageModel, peft_config: Any, ema: Any, gradient_checkpointing: bool) -> dict[str, Any]:
+    kinds = LANGUAGE_MODELS if isinstance(section, LanguageModel) else IMAGE_MODELS
+    policy = {
+        "kind": "autoregressive" if isinstance(section, LanguageModel) else "denoising",
+        "model": kinds.document(section),
+        "train": _train(peft_config),
+        "gradient_checkpointing": gradient_checkpointing,
+    }
+    return policy if ema is None else {**policy, "ema": _plain("ema", ema)}
+
+
+def _train(peft_config: Any) -> dict[str, Any]:
+    """What trains: all weights (None), a section, or a ``peft.LoraConfig``."""
+    if peft_config is None:
+        return FullWeights().model_dump(mode="json")
+    if isinstance(peft_config, Section):
+        return peft_config.model_dump(mode="json")
+    if type(peft_config).__name__ == "LoraConfig":
+        targets = peft_config.target_modules
+        lora = Lora(
+            rank=peft_config.r,
+            alpha=float(peft_config.lora_alpha),
+            targets=None if targets is None else tuple(sorted(targets)),
+            dropout=float(peft_config.lora_dropout),
+        )
+        return lora.model_dump(mode="json")
+    raise ValueError(f"peft_config: {type(peft_config).__name__}; give retouch.Lora(rank=32, alpha=64), a peft.LoraConfig, or None")
+
+
+def _rewards(
+    given: RewardLike | Sequence[RewardLike], weights: Sequence[float] | Mapping[str, float] | str | None
+) -> tuple[dict[str, Any], Mapping[str, float] | str, dict[str, Any]]:
+    """The document of the rewards, how they are combined, and the functions among them by name."""
+    listed = _listed(given)
+    if not listed:
+        raise ValueError("reward_funcs: empty; give at least one reward")
+    sections: dict[str, RewardSection] = {}
+    for one in listed:
+        section = _reward(one)
+        if section.name in sections:
+            raise ValueError(f"reward_funcs: two rewards are called {section.name!r}; rename one of the functions")
+        sections[section.name] = section
+    functions = {section.live_name: section.load("cpu") for section in sections.values() if isinstance(section, FunctionReward)}
+    combine = _combine(list(sections.values()), weights)
+    if len(sections) == 1:
+        (only,) = sections.values()
+        document = REWARDS.document(only)
+        return {**document, "combine": combine}, combine or only.combine, functions
+    parts = {name: _without_shared(REWARDS.document(section)) for name, section in sections.items()}
+    return {"kind": "several", "rewards": parts}, combine, functions
+
+
+def _listed(given: RewardLike | Sequence[RewardLike]) -> list[RewardLike]:
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _reward(given: RewardLike) -> RewardSection:
+    if isinstance(given, RewardSection):
+        return given
+    if isinstance(given, str):
+        from retouch.recipe.reward_words import parse_reward, read_combined
+
+        return parse_reward(read_combined(given))
+    return FunctionReward.of(given)
+
+
+def _combine(
+    sections: Sequence[RewardSection], weights: Sequence[float] | Mapping[str, float] | str | None
+) -> Mapping[str, float] | str:
+    """How the columns become one number: a formula, weights by name, or a weight per reward, by default 1 each."""
+    if isinstance(weights, str | Mapping):
+        return weights if isinstance(weights, str) else dict(weights)
+    if weights is not None and len(weights) != len(sections):
+        raise ValueError(f"reward_weights: {len(weights)} weights for {len(sections)} rewards; give one for each")
+    each = [1.0] * len(sections) if weights is None else [float(weight) for weight in weights]
+    if len(sections) == 1 and weights is None and sections[0].combine:
+        return sections[0].combine
+    combined = {}
+    for section, weight in zip(sections, each, strict=True):
+        columns = section.known_columns() or {}
+        scores = [name for name, column in columns.items() if not column.diagnostic]
+        if section.combine and isinstance(section.combine, dict):
+            scores = list(section.combine)
+        if len(scores) != 1:
+            raise ValueError(
+                f"reward_weights: {section.name} has the columns {', '.join(columns) or '(not known yet)'}; say which train, for "
+                f"example reward_weights={{{(scores or ['column'])[0]!r}: 1.0}}"
+            )
+        combined[scores[0] if len(sections) == 1 else f"{section.name}/{scores[0]}"] = weight
+    return combined
+
+
+def _without_shared(document: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in document.items() if key not in ("combine", "max_missing")}
+
+
+def _max_missing(keys: dict[str, Any]) -> dict[str, Any]:
+    return {"max_missing": keys.pop("max_missing")} if "max_missing" in keys else {}
+
+
+def _data(given: Any, evaluation: Any, columns: Mapping[str, str] | None) -> tuple[DataSource, dict[str, Any]]:
+    """The data source, and the tables that it refers to by name."""
+    if isinstance(given, DataSource):
+        return given, {}
+    if isinstance(given, str | Path):
+        section = _data_at(Path(given), columns)
+        return section, {}
+    if given is None:
+        raise ValueError("train_dataset: missing; give a datasets.Dataset, a list of dictionaries, a folder or a data source")
+    # A tenth for evaluation, as a number: a share of few rows may leave none.
+    held_out = 0 if evaluation is not None or not hasattr(given, "__len__") else max(1, len(given) // 10)
+    data = TableData.of(given, evaluation=evaluation, columns=columns, held_out=held_out)
+    tables = {f"table:{data.rows_}": given}
+    if evaluation is not None:
+        tables[f"table:{data.evaluation}"] = evaluation
+    return data, tables
+
+
+def _data_at(path: Path, columns: Mapping[str, str] | None) -> DataSource:
+    """The source of a file or folder: a prompt list, or a folder with metadata."""
+    from retouch.data.sources.folder import FolderData
+    from retouch.data.sources.prompts import PromptData
+
+    if path.suffix in (".txt", ".jsonl") and path.is_file():
+        return PromptData(path=str(path))
+    if not path.is_dir():
+        raise ValueError(f"train_dataset: no folder and no .txt or .jsonl file {path}; for the Hub give retouch.data.Hub(path=...)")
+    return FolderData(path=str(path), **({} if columns is None else {"columns": dict(columns)}))
+
+
+def _renderer(given: Any, *, size: tuple[int, int] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    if isinstance(given, RendererSection):
+        return RENDERERS.document(given), {}
+    section, objects = model_section(given, size=size, key="renderer")
+    if not isinstance(section, ImageModel):
+        raise ValueError("renderer: a language model makes no images; give a diffusers pipeline")
+    return {"kind": "prompt", "model": IMAGE_MODELS.document(section)}, objects
+
+
+def _plain(key: str, value: Any) -> Any:
+    """The value of a recipe's key as JSON."""
+    if isinstance(value, Advantage):
+        return ADVANTAGES.document(value)
+    if isinstance(value, Section):
+        return value.model_dump(mode="json", by_alias=True)
+    if isinstance(value, Mapping):
+        return {name: _plain(name, inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(key, inner) for inner in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _run_name(section: ImageModel | LanguageModel) -> str:
+    source = Path(section.source.removeprefix("python:")).name or section.kind
+    return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in source).strip("-._") or "run"

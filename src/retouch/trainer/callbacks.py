@@ -1,0 +1,69 @@
+"""What a script can do while a ``Trainer`` trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from retouch.trainer.trainer import Trainer
+
+
+@dataclass
+class TrainerState:
+    """Where a run is. ``step``: steps that are done, of ``steps``. ``stopped``: a callback stopped the run.
+
+    ``log_history``: one entry per step with its metrics, and one per evaluation with ``eval/COLUMN`` means over the held-out tasks,
+    each with ``step``.
+    """
+
+    step: int = 0
+    steps: int = 0
+    stopped: bool = False
+    log_history: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Callback:
+    """Derive from it and override what you need. Any method may call ``trainer.stop()``: the run then ends after the current step,
+    with a checkpoint. With several ranks, every rank calls its own callbacks.
+
+    Example::
+
+        class StopEarly(retouch.Callback):
+            def on_step(self, trainer, step, metrics):
+                if metrics["reward/mean"] > 0.95:
+                    trainer.stop()
+    """
+
+    def on_step(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+        """A step is done; ``step`` counts from 1, ``metrics`` are those of ``metrics.jsonl``."""
+
+    def on_evaluate(self, trainer: Trainer, step: int, table: Mapping[str, Mapping[str, float]]) -> None:
+        """The held-out tasks were evaluated. ``table``: row ("all", "tag=value") to column to mean; ``n`` counts tasks."""
+
+    def on_save(self, trainer: Trainer, step: int, folder: Path) -> None:
+        """A checkpoint was written to ``folder``."""
+
+
+class ProgressBar(Callback):
+    """A tqdm bar with the mean reward, as a widget in notebooks. Only the main process shows it."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def on_step(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+        from tqdm.auto import tqdm
+
+        if self._bar is None:
+            self._bar = tqdm(total=trainer.state.steps, initial=step - 1, desc=trainer.recipe.name, disable=not trainer.is_main)
+        shown = {"reward": metrics.get("reward/mean"), "loss": metrics.get("policy/loss")}
+        self._bar.set_postfix({name: f"{value:.4g}" for name, value in shown.items() if value is not None}, refresh=False)
+        self._bar.update()
+
+    def close(self) -> None:
+        """Leave the bar as it is."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None

@@ -1,0 +1,55 @@
+"""A picture of a run's held-out images before and after training, to look at in a notebook."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+from retouch.records.folder import RunFolder
+
+_GAP = 4
+_TITLE = 14
+
+
+def before_and_after(folder: Path, *, rows: int = 8, side: int = 128) -> Image.Image:
+    """The first ``rows`` held-out tasks: source (if there is one), before, after; each image at most ``side`` px.
+
+    Raises ValueError if the run has no images yet.
+    """
+    run = RunFolder(folder)
+    steps = run.sample_steps()
+    if not steps:
+        raise ValueError(f"{folder} has no images yet; train first, with samples.every above 0")
+    first, last = (
+        {line["task"]: line for line in run.read_samples(step) if line["set"] == "heldout"} for step in (steps[0], steps[-1])
+    )
+    lines = [(first[task], last[task]) for task in last if task in first][:rows]
+    table = [
+        [_image(run, steps[0], a, "source"), _image(run, steps[0], a, "image"), _image(run, steps[-1], b, "image")]
+        for a, b in lines
+    ]
+    titles = ["source", f"step {steps[0]}", f"step {steps[-1]}"]
+    if all(row[0] is None for row in table):
+        table, titles = [row[1:] for row in table], titles[1:]
+    return _grid(table, titles, side)
+
+
+def _image(run: RunFolder, step: int, line: dict[str, Any], key: str) -> Image.Image | None:
+    name = line[key]
+    return None if name is None else Image.open(run.samples(step) / name).convert("RGB")
+
+
+def _grid(table: list[list[Image.Image | None]], titles: list[str], side: int) -> Image.Image:
+    pitch = side + _GAP
+    sheet = Image.new("RGB", (pitch * len(titles), _TITLE + pitch * len(table)), "white")
+    draw = ImageDraw.Draw(sheet)
+    for column, title in enumerate(titles):
+        draw.text((column * pitch, 0), title, fill="black")
+    for row, images in enumerate(table):
+        for column, image in enumerate(images):
+            if image is not None:
+                image.thumbnail((side, side))
+                sheet.paste(image, (column * pitch, _TITLE + row * pitch))
+    return sheet

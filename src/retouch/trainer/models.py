@@ -1,0 +1,88 @@
+"""The recipe's section of a model that is given as an object, a folder or a Hugging Face id."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from retouch.config.live import LIVE
+from retouch.models.base import MEGAPIXEL, DiffusersModel, ImageModel
+from retouch.models.kinds import IMAGE_MODELS, LANGUAGE_MODELS
+from retouch.models.language import LanguageModel
+
+_WRITERS = {"qwen2": "qwen", "qwen3": "qwen", "qwen2_vl": "qwen-vl", "qwen2_5_vl": "qwen-vl", "qwen3_vl": "qwen-vl", "emu3": "emu3"}
+"""``model_type`` of a transformers configuration, to the kind of language model."""
+
+
+def model_section(model: Any, *, size: tuple[int, int] | None, key: str) -> tuple[ImageModel | LanguageModel, dict[str, Any]]:
+    """The section of ``model``, and the live objects that it refers to.
+
+    ``model``: a section, a loaded diffusers pipeline, or a folder or Hugging Face id of either library. ``size``: (height, width)
+    in px of the images; None is the source image's for editors, else the pipeline's own (1024 x 1024 for a path). ``key``: the
+    argument, for messages. Raises ValueError if its family is unknown.
+    """
+    if isinstance(model, ImageModel | LanguageModel):
+        return model, {}
+    if isinstance(model, str | Path):
+        return _from_path(str(model), size=size, key=key), {}
+    if hasattr(model, "components") and hasattr(model, "scheduler"):
+        family = _family_of(type(model).__name__, key=key)
+        path = LIVE + str(getattr(model, "name_or_path", None) or type(model).__name__)
+        dtype = str(model.transformer.dtype).removeprefix("torch.")
+        if size is None and family.takes.images[1] == 0:
+            side = int(getattr(model, "default_sample_size", 128)) * int(getattr(model, "vae_scale_factor", 8))
+            size = (side, side)
+        return family(path=path, dtype=dtype, size=size), {path: model}
+    raise ValueError(
+        f"{key}: {type(model).__name__} cannot be trained; give a diffusers pipeline, a folder, a Hugging Face id, or a "
+        "section such as retouch.models.SD3(path=...)"
+    )
+
+
+def _from_path(path: str, *, size: tuple[int, int] | None, key: str) -> ImageModel | LanguageModel:
+    pipeline = _json(path, "model_index.json")
+    if pipeline is not None:
+        family = _family_of(str(pipeline.get("_class_name")), key=key)
+        return family(path=path, size=MEGAPIXEL if size is None and family.takes.images[1] == 0 else size)
+    config = _json(path, "config.json")
+    if config is None:
+        raise ValueError(
+            f"{key}: {path} has neither model_index.json (diffusers) nor config.json (transformers); give a folder with one of "
+            "them, or a Hugging Face id that can be reached"
+        )
+    kind = _WRITERS.get(str(config.get("model_type")))
+    section = LANGUAGE_MODELS.load(kind)
+    if section is None:
+        known = ", ".join(_WRITERS)
+        raise ValueError(f"{key}: {path} is a {config.get('model_type')!r} model, which has no adapter; there are {known}")
+    made: LanguageModel = section.model_validate({"kind": kind, "path": path})
+    return made
+
+
+def _family_of(pipeline: str, *, key: str) -> type[DiffusersModel]:
+    """The family of a diffusers pipeline class."""
+    families = {
+        family.pipeline: family
+        for family in IMAGE_MODELS.classes()
+        if issubclass(family, DiffusersModel) and getattr(family, "pipeline", None) and "path" in family.model_fields
+    }
+    for name, family in families.items():
+        if name == pipeline and not family.__module__.startswith("retouch.playground"):
+            return family
+    raise ValueError(f"{key}: {pipeline} has no adapter; there are {', '.join(sorted(map(str, families)))}, or write your own")
+
+
+def _json(path: str, name: str) -> dict[str, Any] | None:
+    """A JSON file of a local folder or of a Hugging Face repository; None where it has no such file."""
+    if Path(path).is_dir():
+        file = Path(path) / name
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+
+    try:
+        found: dict[str, Any] = json.loads(Path(hf_hub_download(path, name)).read_text(encoding="utf-8"))
+    except (EntryNotFoundError, HFValidationError, OSError):
+        return None
+    return found

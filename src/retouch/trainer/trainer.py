@@ -1,0 +1,304 @@
+"""The ``Trainer``: a run as a Python object."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from retouch.config import consent
+from retouch.config.live import live_objects
+from retouch.recipe.recipe import Recipe, load, parse
+from retouch.session.listener import Listener, StepResult
+from retouch.trainer.arguments import Described, RewardLike, describe
+from retouch.trainer.callbacks import Callback, ProgressBar, TrainerState
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from retouch.assembly.assembly import Assembly
+    from retouch.objectives.base import Objective
+    from retouch.records.summary import Summary
+    from retouch.training.evaluation import EvaluationResult
+
+log = logging.getLogger("retouch")
+
+
+class Trainer:
+    """Trains a model with rewards, as ``retouch train`` does with a recipe.
+
+    ``model``: what is trained: a loaded diffusers pipeline, a folder or Hugging Face id, or a section such as
+    ``retouch.models.SD3(path=...)``. ``reward_funcs``: one reward or several: reward objects, plain functions (see
+    ``retouch.reward``), or names. ``reward_weights``: how they become one number: a weight for each, weights by column, or a
+    formula such as ``"sqrt(clip/similarity * ocr/score)"``; by default their sum. ``train_dataset``: a ``datasets.Dataset``, a
+    list of dictionaries, a folder, or a data source; ``eval_dataset``: a second table for evaluation, otherwise rows are held out.
+    ``columns``: our names of the data set's columns, where they differ. ``objective``: by default GRPO. ``peft_config``: what
+    trains: ``retouch.Lora(...)``, a ``peft.LoraConfig``, or None for all weights. ``renderer``: for a language model, the pipeline
+    that makes images of its prompts. ``size``: (height, width) in px of the images. ``output_dir`` and ``run_name``: the run's
+    folder is ``output_dir/run_name``. ``callbacks``: see ``Callback``. ``progress``: show a progress bar. ``keys``: every other key
+    of a recipe, with the same names, defaults and checks: ``learning_rate``, ``steps``, ``group_size``, ``rollout``, ...
+
+    A loaded pipeline is trained in place. Nothing starts before ``train`` is called, but every argument is checked here.
+
+    Raises ValueError with one line for each mistake.
+
+    Example::
+
+        trainer = retouch.Trainer(
+            model="stabilityai/stable-diffusion-3.5-medium",
+            reward_funcs=retouch.rewards.PickScore(),
+            train_dataset=[{"prompt": "a red bicycle"}, {"prompt": "two cats"}],
+            peft_config=retouch.Lora(rank=32, alpha=64),
+            size=(512, 512),
+        )
+        trainer.train()
+        trainer.save_pretrained("lora")
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: RewardLike | Sequence[RewardLike],
+        train_dataset: Any,
+        *,
+        eval_dataset: Any = None,
+        objective: Objective | None = None,
+        peft_config: Any = None,
+        renderer: Any = None,
+        reward_weights: Sequence[float] | Mapping[str, float] | str | None = None,
+        columns: Mapping[str, str] | None = None,
+        size: tuple[int, int] | None = None,
+        learning_rate: float = 1e-4,
+        output_dir: str | Path = "runs",
+        run_name: str | None = None,
+        callbacks: Sequence[Callback] = (),
+        progress: bool = True,
+        **keys: Any,
+    ) -> None:
+        described = describe(
+            model=model,
+            reward_funcs=reward_funcs,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            objective=objective,
+            peft_config=peft_config,
+            renderer=renderer,
+            reward_weights=reward_weights,
+            columns=columns,
+            size=size,
+            output_dir=output_dir,
+            run_name=run_name,
+            learning_rate=learning_rate,
+            **keys,
+        )
+        self._start(described, callbacks=callbacks, progress=progress)
+
+    @classmethod
+    def from_recipe(
+        cls,
+        recipe: str | Path | Mapping[str, Any] | Recipe,
+        overrides: Sequence[str] = (),
+        *,
+        allow_imports: Sequence[str] = (),
+        callbacks: Sequence[Callback] = (),
+        progress: bool = True,
+    ) -> Trainer:
+        """The trainer of a recipe: a file, the name of a packaged recipe, or a document.
+
+        ``overrides``: ``key=value``, as ``--set`` of the command. ``allow_imports``: modules outside Retouch that the recipe may
+        import. Raises ValueError with one line for each mistake.
+        """
+        if isinstance(recipe, str | Path):
+            made = load(recipe, overrides, allow_imports=allow_imports)
+        elif isinstance(recipe, Recipe):
+            made = recipe
+        else:
+            made = parse(recipe, overrides, allow_imports=allow_imports)
+        trainer = cls.__new__(cls)
+        trainer._start(Described(made, {}, tuple(allow_imports)), callbacks=callbacks, progress=progress)
+        return trainer
+
+    def _start(self, described: Described, *, callbacks: Sequence[Callback], progress: bool) -> None:
+        self.recipe = described.recipe
+        """The run as a recipe; ``trainer.recipe.document()`` is its JSON."""
+        self.state = TrainerState()
+        self.is_main = True
+        """Whether this is the main process of the run."""
+        self._objects = described.objects
+        self._modules = described.modules
+        self._bar = ProgressBar() if progress else None
+        self._callbacks = [*callbacks, *([] if self._bar is None else [self._bar])]
+        self._parts: Assembly | None = None
+        self._request: Any = None
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self.recipe.folder
+
+    def train(self, *, fresh: bool = False, new_judge: bool = False) -> Summary | None:
+        """Train to the end, or resume the run in ``folder``; returns the comparison of held-out scores before and after.
+
+        ``fresh``: rename an existing run of this name and start from the beginning. ``new_judge``: the run may resume with another
+        reward. The result is None if the run was stopped, and on all ranks but the first. Raises ValueError for a fault that the
+        message names; a checkpoint of the last good step is then in the folder.
+        """
+        for _ in self.steps(fresh=fresh, new_judge=new_judge):
+            pass
+        from retouch.records.folder import RunFolder
+
+        if not self.is_main or self.state.step < self.state.steps:
+            return None
+        return RunFolder(self.folder).read_summary()
+
+    def __iter__(self) -> Iterator[StepResult]:
+        """Train step by step: ``for step in trainer: print(step.metrics["reward/mean"])``. If the loop ends early, a checkpoint is
+        saved."""
+        return self.steps()
+
+    def steps(self, *, fresh: bool = False, new_judge: bool = False) -> Iterator[StepResult]:
+        """As ``train``, but yields each step once it is recorded."""
+        from retouch.session.session import open_session
+
+        self.state = TrainerState()
+        with ExitStack() as stack:
+            if self._bar is not None:
+                stack.callback(self._bar.close)
+            with live_objects(self._objects), consent.allowing(self._modules):
+                opened = open_session(self.recipe, fresh=fresh, new_judge=new_judge, listener=_Listener(self), own_process=False)
+                session = stack.enter_context(opened)
+            self._parts, self._request = session.parts, session.request
+            self.is_main = session.parts.ranks.is_main
+            self.state.steps = session.parts.steps
+            yield from session.steps()
+            self.state.step = session.done
+            for name, low, high in self._undeclared_ranges():
+                log.info("reward %s scored from %.4g to %.4g; declare it with @retouch.reward(low=..., high=...)", name, low, high)
+
+    def stop(self) -> None:
+        """End the run after the current step, with a checkpoint; ``train`` continues it later."""
+        self.state.stopped = True
+        if self._request is not None:
+            self._request.stop()
+
+    def evaluate(self) -> dict[str, dict[str, float]]:
+        """Score the held-out tasks with the current weights: row ("all", "tag=value") to column to mean; ``n`` counts tasks."""
+        from concurrent.futures import Future
+        from dataclasses import replace
+
+        from retouch.rewards.judging import Judge, ScoredBatch
+        from retouch.training.evaluation import headline_tasks, score_table
+
+        parts = self._assembled()
+        with live_objects(self._objects), consent.allowing(self._modules):
+            judge = Judge(self.recipe.reward.build(device=parts.placement.reward), self.recipe.reward.combine)
+
+        def score(batch: Any, samples: Any) -> Future[ScoredBatch]:
+            return judge.submit(samples)
+
+        try:
+            evaluator = replace(parts.evaluator(parts.judge.for_split("heldout", 0)), judge=score)
+            result = evaluator(parts.policy(self.recipe.rollout))
+        finally:
+            judge.close()
+        means, _ = score_table(result, headline_tasks(result.tasks, self.recipe.eval.headline))
+        return means
+
+    def save_pretrained(self, folder: str | Path) -> list[Path]:
+        """Write what was trained: a LoRA in the formats of diffusers and PEFT, or the whole transformer; returns the files.
+
+        Raises ValueError if the folder contains something else, or if nothing was trained yet.
+        """
+        from retouch.inference.exporting import write_export
+
+        to = Path(folder)
+        if to.exists() and any(to.iterdir()) and not (to / "export.json").is_file():
+            raise ValueError(f"{to} is not empty; give a new folder")
+        parts = self._assembled()
+        if self.state.step == 0:
+            raise ValueError("nothing was trained yet; call train() first")
+        return write_export(parts, to, step=self.state.step)
+
+    def push_to_hub(self, repo: str, *, private: bool = True) -> str:
+        """Upload what ``save_pretrained`` writes to the Hugging Face Hub; returns the address.
+
+        ``repo``: ``USER/NAME``; it is created if it does not exist. Raises ValueError without a token.
+        """
+        import tempfile
+
+        from huggingface_hub import HfApi
+
+        from retouch.inference.publishing import why_not_pushable
+
+        if (reason := why_not_pushable()) is not None:
+            raise ValueError(reason)
+        api = HfApi()
+        api.create_repo(repo, private=private, exist_ok=True)
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            message = f"{self.recipe.name}, step {self.state.step}"
+            return str(api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message))
+
+    def samples(self) -> Image:
+        """Held-out images before and after training, one row per task: source (for editors), before, after."""
+        from retouch.trainer.images import before_and_after
+
+        return before_and_after(self.folder)
+
+    def _undeclared_ranges(self) -> Iterator[tuple[str, float, float]]:
+        """Name, lowest and highest score of each reward function that declares no range."""
+        from retouch.rewards.function import FunctionReward
+
+        for _, _, section in self.recipe.reward.parts():
+            if isinstance(section, FunctionReward) and section.range is None:
+                live = self._objects.get(section.live_name)
+                if live is not None and live.low is not None:
+                    yield section.name, live.low, live.high
+
+    def _assembled(self) -> Assembly:
+        """The parts of the run with its newest weights; built from the newest checkpoint if this process has not trained."""
+        if self._parts is None:
+            from retouch.assembly.assembly import assemble
+            from retouch.assembly.state import restore_weights
+            from retouch.distributed.placement import init_distributed_from_recipe
+            from retouch.records.folder import RunFolder
+            from retouch.training import checkpoint
+
+            with live_objects(self._objects), consent.allowing(self._modules):
+                self._parts = assemble(self.recipe, init_distributed_from_recipe(self.recipe))
+            found = checkpoint.latest(RunFolder(self.folder).checkpoints)
+            if found is not None:
+                state = checkpoint.load(found)
+                restore_weights(self._parts.copies, state)
+                self.state.step = state.step
+        return self._parts
+
+
+class _Listener(Listener):
+    """Passes what the session tells to the trainer's state and callbacks."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def stepped(self, result: StepResult) -> None:
+        trainer = self.trainer
+        trainer.state.step, trainer.state.steps = result.step, result.steps
+        trainer.state.log_history.append({"step": result.step, **result.metrics})
+        for callback in trainer._callbacks:
+            callback.on_step(trainer, result.step, result.metrics)
+
+    def evaluated(self, step: int, result: EvaluationResult) -> None:
+        from retouch.training.evaluation import headline_tasks, score_table
+
+        trainer = self.trainer
+        means, _ = score_table(result, headline_tasks(result.tasks, trainer.recipe.eval.headline))
+        entry = {f"eval/{column}": value for column, value in means["all"].items() if column != "n"}
+        trainer.state.log_history.append({"step": step, **entry})
+        for callback in trainer._callbacks:
+            callback.on_evaluate(trainer, step, means)
+
+    def saved(self, step: int, folder: Path) -> None:
+        for callback in self.trainer._callbacks:
+            callback.on_save(self.trainer, step, folder)

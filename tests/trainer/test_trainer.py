@@ -1,0 +1,248 @@
+"""Runs from Python: a loaded pipeline, plain functions and a list of dictionaries, with the same bits as the command."""
+
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import retouch
+import tiny_pipelines
+from retouch.recipe.recipe import parse
+from retouch.session.session import run
+
+SMALL: dict[str, Any] = {
+    "peft_config": retouch.Lora(rank=4, alpha=8, targets=("attn.to_q", "attn.to_v")),
+    "steps": 3,
+    "tasks_per_step": 2,
+    "group_size": 2,
+    "rollout": {"num_steps": 3, "transition": {"kind": "sde", "noise_level": 0.7}},
+    "learning_rate": 1e-2,
+    "device": "cpu",
+    "size": (32, 32),
+    "trackers": (),
+    "samples": {"every": 2, "tasks": 1, "groups": 1},
+    "progress": False,
+}
+
+
+@retouch.reward(low=0, high=1)
+def redness(images: list[Any], **rest: Any) -> list[float]:
+    """The mean of the red channel."""
+    return [float(np.asarray(image)[..., 0].mean() / 255) for image in images]
+
+
+def prompts(count: int = 12) -> list[dict[str, Any]]:
+    return [{"prompt": "a red circle" if number % 2 else "blue", "level": number, "id": str(number)} for number in range(count)]
+
+
+def trainer(out: Path, **changes: Any) -> retouch.Trainer:
+    options = {"model": tiny_pipelines.sd3(), "reward_funcs": redness, "train_dataset": prompts(), **SMALL, **changes}
+    return retouch.Trainer(**options, output_dir=out, run_name="run")
+
+
+def bits(folder: Path) -> dict[str, Any]:
+    """The metrics and the newest checkpoint of a run. Python's generator is left out: beartype, which checks types in tests, uses
+    it."""
+    newest = max((folder / "checkpoints").glob("step-*"))
+    tensors = {f"{file.name}/{name}": tensor for file in newest.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {"metrics": (folder / "metrics.jsonl").read_text(), **tensors, "random.safetensors/python": torch.zeros(1)}
+
+
+def assert_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    assert one["metrics"] == other["metrics"]
+    assert one.keys() == other.keys()
+    tensors = [name for name, value in one.items() if name != "metrics"]
+    assert [name for name in tensors if not torch.equal(one[name].nan_to_num(7), other[name].nan_to_num(7))] == []
+
+
+def test_importing_retouch_imports_no_torch() -> None:
+    import subprocess
+
+    code = "import sys, retouch; assert not {'torch', 'pydantic'} & set(sys.modules); retouch.Lora(rank=1, alpha=1)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_pipeline_learns_in_place_and_is_saved(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    pipe = made._objects[made.recipe.document()["policy"]["model"]["path"]]
+    summary = made.train()
+    assert summary is not None
+    assert summary.steps == 3
+    assert [entry["step"] for entry in made.state.log_history if "reward/mean" in entry] == [1, 2, 3]
+    assert [entry["step"] for entry in made.state.log_history if "eval/redness" in entry] == [0, 3]
+    assert 0 < made.state.log_history[-1]["eval/redness"] < 1
+    trained = [name for name, weight in pipe.transformer.named_parameters() if weight.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+    assert any(weight.abs().max() > 0 for name, weight in pipe.transformer.named_parameters() if "lora_B" in name)
+    assert made.evaluate()["all"]["redness"] == pytest.approx(summary.after, abs=1e-6)
+    files = {file.name for file in made.save_pretrained(tmp_path / "lora")}
+    assert {"adapter_config.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors", "export.json"} <= files
+    image = made.samples()
+    assert image.width > 128
+
+
+def test_a_saved_lora_makes_the_same_images_in_a_new_pipeline(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    pipe = made._objects[made.recipe.document()["policy"]["model"]["path"]]
+    made.train()
+    made.save_pretrained(tmp_path / "lora")
+
+    def image(pipeline: Any) -> Any:
+        options = {"num_inference_steps": 2, "height": 32, "width": 32, "max_sequence_length": 20, "output_type": "pt"}
+        return pipeline("blue", generator=torch.Generator().manual_seed(3), **options).images
+
+    fresh = tiny_pipelines.sd3()
+    untrained = image(fresh)
+    fresh.load_lora_weights(tmp_path / "lora")
+    assert torch.allclose(image(fresh), image(pipe), atol=1e-6)
+    assert not torch.allclose(untrained, image(pipe), atol=1e-4)
+
+
+def test_the_same_run_as_by_the_command(tmp_path: Path) -> None:
+    document = {
+        **retouch.Trainer.from_recipe("quickstart").recipe.document(),
+        **{"steps": 2, "tasks_per_step": 2, "group_size": 2, "microbatch": 4, "device": "cpu", "trackers": []},
+        "eval": {"tasks": 4},
+        "samples": {"every": 0},
+    }
+    assert run(parse({**document, "out": str(tmp_path / "command")}), fresh=False) == 0
+    made = retouch.Trainer.from_recipe({**document, "out": str(tmp_path / "python")}, progress=False)
+    assert made.train() is not None
+    assert_same(bits(tmp_path / "command" / "quickstart"), bits(made.folder))
+
+
+def test_a_run_that_is_left_early_continues_to_the_same_bits(tmp_path: Path) -> None:
+    whole = trainer(tmp_path / "whole")
+    whole.train()
+    for step in trainer(tmp_path / "parts"):
+        if step.step == 1:
+            break
+
+    class Stop(retouch.Callback):
+        def on_step(self, trainer: retouch.Trainer, step: int, metrics: Mapping[str, float]) -> None:
+            assert step == 2, "the first step is not made again"
+            trainer.stop()
+
+    stopped = trainer(tmp_path / "parts", callbacks=[Stop()])
+    assert stopped.train() is None
+    assert stopped.state.stopped
+    rest = trainer(tmp_path / "parts")
+    assert rest.train() is not None
+    assert rest.state.step == 3
+    assert_same(bits(whole.folder), bits(rest.folder))
+
+
+def test_callbacks_are_told_of_steps_evaluations_and_checkpoints(tmp_path: Path) -> None:
+    told: list[Any] = []
+
+    class Note(retouch.Callback):
+        def on_step(self, trainer: retouch.Trainer, step: int, metrics: Mapping[str, float]) -> None:
+            told.append(("step", step, trainer.state.step))
+
+        def on_evaluate(self, trainer: retouch.Trainer, step: int, table: Mapping[str, Mapping[str, float]]) -> None:
+            told.append(("evaluate", step, sorted(table["all"])))
+
+        def on_save(self, trainer: retouch.Trainer, step: int, folder: Path) -> None:
+            told.append(("save", step, (folder / "manifest.json").is_file()))
+
+    trainer(tmp_path, callbacks=[Note()], steps=2, checkpoints={"every": 1}).train()
+    columns = ["n", "redness", "reward"]
+    assert told == [
+        ("evaluate", 0, columns),
+        ("step", 1, 1),
+        ("save", 1, True),
+        ("step", 2, 2),
+        ("save", 2, True),
+        ("evaluate", 2, columns),
+    ]
+
+
+def test_a_script_keeps_its_loggers_and_signals(tmp_path: Path) -> None:
+    import signal
+
+    handlers, before = list(logging.getLogger("retouch").handlers), signal.getsignal(signal.SIGINT)
+    made = trainer(tmp_path, steps=1)
+    for _ in made:
+        assert signal.getsignal(signal.SIGINT) is before
+    assert logging.getLogger("retouch").handlers == handlers
+    assert "step 1/1" in (made.folder / "train.log").read_text()
+
+
+def test_two_trainers_in_one_process(tmp_path: Path) -> None:
+    one, other = trainer(tmp_path / "one"), trainer(tmp_path / "other")
+    for _, _ in zip(one, other, strict=False):
+        pass
+    assert_same(bits(one.folder), bits(other.folder))
+
+
+def test_a_pipeline_trains_twice(tmp_path: Path) -> None:
+    """A notebook runs a cell again: the LoRA of the first run is removed, and both runs start from the same weights."""
+    pipe = tiny_pipelines.sd3()
+    one, other = trainer(tmp_path / "one", model=pipe), trainer(tmp_path / "other", model=pipe)
+    one.train()
+    other.train()
+    assert_same(bits(one.folder), bits(other.folder))
+
+
+def test_several_rewards_with_weights_and_a_data_column(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def level(images: list[Any], level: list[int]) -> list[float | None]:
+        seen.extend(level)
+        return [None if number == 0 else float(number) for number in level]
+
+    made = trainer(tmp_path, reward_funcs=[redness, level, "compressibility"], reward_weights=[1.0, 0.5, 0.0], max_missing=0.9)
+    assert made.recipe.document()["reward"]["combine"] == {
+        "redness/redness": 1.0,
+        "level/level": 0.5,
+        "compressibility/compressibility": 0.0,
+    }
+    made.train()
+    assert set(seen) <= set(range(12))
+    text = (made.folder / "train.log").read_text()
+    assert "reward level scored from" in text
+    assert "reward redness scored from" not in text, "its range is declared"
+
+
+def test_a_run_of_objects_says_so_when_it_is_opened_without_them(tmp_path: Path) -> None:
+    made = trainer(tmp_path, steps=1)
+    made.train()
+    document = json.loads((made.folder / "recipe.json").read_text())["recipe"]
+    with pytest.raises(ValueError, match=r"is a Python object of the script that started this run; run that script again"):
+        run(parse({**document, "steps": 2}), fresh=False)
+
+
+class Doubled(retouch.PolicyGradient):
+    """An objective of the script's own."""
+
+    kind: str = "doubled"  # type: ignore[assignment]
+    factor: float = 2.0
+
+    def losses(self, policy: Any, minibatch: Any) -> Any:
+        for loss in super().losses(policy, minibatch):
+            yield type(loss)(loss.value * self.factor, loss.sums, loss.maxima)
+
+
+def test_an_objective_of_the_scripts_own_needs_no_consent(tmp_path: Path) -> None:
+    made = trainer(tmp_path, objective=Doubled(clip_low=1e-4, clip_high=1e-4), steps=1)
+    section = made.recipe.document()["objective"]
+    assert section["kind"] == "import"
+    assert section["class"] == f"{__name__}:Doubled"
+    assert made.train() is not None
+
+
+def test_a_data_set_of_the_datasets_library_with_its_own_evaluation(tmp_path: Path) -> None:
+    import datasets
+
+    train, evaluation = datasets.Dataset.from_list(prompts(6)), datasets.Dataset.from_list(prompts(3))
+    made = trainer(tmp_path, train_dataset=train, eval_dataset=evaluation, steps=1)
+    assert made.train() is not None
+    assert made.evaluate()["all"]["n"] == 3
