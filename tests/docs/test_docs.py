@@ -188,7 +188,8 @@ def test_the_pages_model_kinds_are_the_schemas() -> None:
 
 
 def test_the_readmes_reward_keeps_its_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (block,) = [block["text"] for block in BLOCK.finditer((ROOT / "README.md").read_text()) if block["language"] == "python"]
+    page = (ROOT / "README.md").read_text()
+    (block,) = [block["text"] for block in BLOCK.finditer(page) if block["language"] == "python" and "class " in block["text"]]
     (tmp_path / "bright.py").write_text(block)
     monkeypatch.syspath_prepend(tmp_path)
     check_reward(module("bright").Bright(), [Sample(Task(id=str(k), instruction="brighter"), picture(k)) for k in range(4)])

@@ -20,7 +20,8 @@ from retouch.objectives.base import Objective
 from retouch.objectives.kinds import ADVANTAGES, OBJECTIVES
 from retouch.objectives.presets import GRPO
 from retouch.recipe.recipe import Recipe, parse
-from retouch.renderers.base import RENDERERS, RendererSection
+from retouch.renderers.base import RendererSection
+from retouch.renderers.kinds import RENDERERS
 from retouch.rewards.base import RewardSection
 from retouch.rewards.function import FunctionReward
 from retouch.rewards.kinds import KINDS as REWARDS
@@ -225,8 +226,8 @@ def _data_at(path: Path, columns: Mapping[str, str] | None) -> DataSource:
     if path.suffix in (".txt", ".jsonl") and path.is_file():
         return PromptData(path=str(path))
     if not path.is_dir():
-        raise ValueError(f"train_dataset: no folder and no .txt or .jsonl file {path}; for the Hub give retouch.data.Hub(path=...)")
-    return FolderData(path=str(path), **({} if columns is None else {"columns": dict(columns)}))
+        raise ValueError(f"train_dataset: no folder and no .txt or .jsonl file {path}; for the Hub give datasets.load_dataset(...)")
+    return FolderData(path=str(path), columns=dict(columns or {}))
 
 
 def _renderer(given: Any, *, size: tuple[int, int] | None) -> tuple[dict[str, Any], dict[str, Any]]:

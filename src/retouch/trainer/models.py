@@ -29,7 +29,7 @@ def model_section(model: Any, *, size: tuple[int, int] | None, key: str) -> tupl
     if hasattr(model, "components") and hasattr(model, "scheduler"):
         family = _family_of(type(model).__name__, key=key)
         path = LIVE + str(getattr(model, "name_or_path", None) or type(model).__name__)
-        dtype = str(model.transformer.dtype).removeprefix("torch.")
+        dtype: Any = str(model.transformer.dtype).removeprefix("torch.")
         if size is None and family.takes.images[1] == 0:
             side = int(getattr(model, "default_sample_size", 128)) * int(getattr(model, "vae_scale_factor", 8))
             size = (side, side)
@@ -53,11 +53,10 @@ def _from_path(path: str, *, size: tuple[int, int] | None, key: str) -> ImageMod
         )
     kind = _WRITERS.get(str(config.get("model_type")))
     section = LANGUAGE_MODELS.load(kind)
-    if section is None:
+    if section is None or not issubclass(section, LanguageModel):
         known = ", ".join(_WRITERS)
         raise ValueError(f"{key}: {path} is a {config.get('model_type')!r} model, which has no adapter; there are {known}")
-    made: LanguageModel = section.model_validate({"kind": kind, "path": path})
-    return made
+    return section.model_validate({"kind": kind, "path": path})
 
 
 def _family_of(pipeline: str, *, key: str) -> type[DiffusersModel]:

@@ -1,0 +1,69 @@
+"""The Python code of README and docs/python.md runs, on a tiny Stable Diffusion 3."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import ImageStat
+
+import retouch
+import tiny_pipelines
+
+ROOT = Path(__file__).parents[2]
+TINY = {
+    "steps": 2,
+    "size": (32, 32),
+    "rollout": {"num_steps": 3, "transition": {"kind": "sde", "noise_level": 0.7}},
+    "device": "cpu",
+    "trackers": (),
+}
+
+
+def blocks(page: str, heading: str) -> list[str]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    if heading:
+        text = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers take the page's arguments, but make small images in few steps."""
+    real = retouch.Trainer.__init__
+
+    def small(self: retouch.Trainer, **given: Any) -> None:
+        if isinstance(given["model"], str):
+            given["model"] = tiny_pipelines.sd3()
+        real(self, **{**given, **TINY})
+
+    monkeypatch.setattr(retouch.Trainer, "__init__", small)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_code_of_the_readme_runs(tmp_path: Path) -> None:
+    (block,) = blocks("README.md", "From Python")
+    exec(block, {})
+    assert (tmp_path / "lora" / "pytorch_lora_weights.safetensors").is_file()
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_code_of_the_python_page_runs(tmp_path: Path) -> None:
+    dataset = [{"prompt": "a red circle" if number % 2 else "blue"} for number in range(8)]
+    names: dict[str, Any] = {"retouch": retouch, "ImageStat": ImageStat, "pipe": tiny_pipelines.sd3(), "dataset": dataset}
+    arguments, function, use = blocks("docs/python.md", "")
+    for block in (function, arguments):
+        exec(block, names)
+    assert names["summary"].steps == 2
+    made = names["trainer"].recipe
+    names["trainer"] = retouch.Trainer(
+        model=tiny_pipelines.sd3(),
+        reward_funcs=names["brightness"],
+        train_dataset=dataset,
+        peft_config=retouch.Lora(rank=4, alpha=4),
+    )
+    assert made.name == "from-python"
+    exec(use, names)
+    assert (tmp_path / "before-and-after.png").is_file()
+    assert (tmp_path / "lora" / "adapter_model.safetensors").is_file()
