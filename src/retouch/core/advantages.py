@@ -89,6 +89,8 @@ def zero_std_groups(rewards: Float[Tensor, " b"], group: Int[Tensor, " b"]) -> f
     """The fraction, 0 to 1, of groups whose valid rewards are all equal, so that their advantages are 0.
 
     Counts only groups with at least two valid rewards; NaN if there is none. ``rewards`` and ``group`` as in ``group_relative``.
+
+    Such groups give no gradient; DAPO (arXiv 2503.14476) does not train on them.
     """
     index, groups = _index(rewards, group)
     rewards = rewards.float()

@@ -40,13 +40,19 @@ def gae(
 
 
 def discounted_returns(rewards: Float[Tensor, " b"], mask: Bool[Tensor, "b t"], *, gamma: float) -> Float[Tensor, "b t"]:
-    """gamma^n times the row's reward, where n is the number of unmasked actions after this one; 0 where masked. (b, t)."""
+    """gamma^n times the row's reward, where n is the number of unmasked actions after this one; 0 where masked. (b, t).
+
+    Source: the Monte Carlo return (Sutton & Barto 2018, section 3.3) with a reward only at the end.
+    """
     after = mask.flip(1).cumsum(1).flip(1) - 1
     return torch.where(mask, rewards.float()[:, None] * gamma ** after.clamp(min=0), 0.0)
 
 
 def whiten(advantages: Float[Tensor, "n t"], mask: Bool[Tensor, "n t"], *, eps: float = 1e-4) -> Float[Tensor, "n t"]:
-    """(advantage - mean) / (std + eps) over all unmasked actions, with the population std; 0 where masked. (n, t)."""
+    """(advantage - mean) / (std + eps) over all unmasked actions, with the population std; 0 where masked. (n, t).
+
+    Source: advantage normalisation, one of the choices studied by Andrychowicz et al. 2021 (arXiv 2006.05990).
+    """
     if not mask.any():
         return torch.zeros_like(advantages)
     chosen = advantages[mask].double()
@@ -83,6 +89,8 @@ def explained_variance(targets: Float[Tensor, "n t"], values: Float[Tensor, "n t
     """1 - Var(targets - values) / Var(targets) over unmasked actions: 1 for perfect values, 0 for a constant, negative if worse.
 
     NaN if the targets are all equal.
+
+    Source: the diagnostic of PPO's published implementation (OpenAI baselines).
     """
     chosen, residuals = targets[mask].double(), (targets - values)[mask].double()
     if not len(chosen) or chosen.min() == chosen.max():

@@ -33,6 +33,8 @@ def ratio_norm(
 
     Only ``mean`` receives a gradient. This form needs no log-probabilities. It is therefore valid for every kind of transition
     (including "cps", whose log_prob drops the variance) and does not subtract large numbers. NaN if ``step_std`` is 0.
+
+    Source: GRPO-Guard (arXiv 2510.22319).
     """
     old_mean, step_std = old_mean.detach().float(), step_std.detach().float()
     none = step_std == 0

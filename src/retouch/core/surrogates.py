@@ -100,6 +100,8 @@ def clip_fraction(
 
     The gradient is removed where the ratio is outside the bound towards which the advantage pushes it: above 1 + high for a
     positive advantage, below 1 - low for a negative one.
+
+    Source: PPO (arXiv 1707.06347, equation 7).
     """
     log_low, log_high = _log_bounds(low, high)
     log_ratio, advantages = _masked(log_ratio.detach(), mask), advantages.float()

@@ -12,7 +12,14 @@ from torch import Tensor
 
 
 def warp_logits(logits: Float[Tensor, "n v"], allowed: Bool[Tensor, "#n v"], *, temperature: float) -> Float[Tensor, "n v"]:
-    """``logits / temperature``, and -inf where an id is not allowed. ``temperature`` is above 0."""
+    """``logits / temperature``, and -inf where an id is not allowed. ``temperature`` is above 0.
+
+    Source: transformers' TemperatureLogitsWarper; the mask restricts the distribution before normalisation, as in PPO with
+    invalid-action masking (Huang & Ontañón 2020, arXiv 2006.14171).
+
+    Source: transformers' TemperatureLogitsWarper; the mask restricts the distribution before normalisation, as in PPO with
+    invalid-action masking (Huang & Ontañón 2020, arXiv 2006.14171).
+    """
     return (logits.float() / temperature).masked_fill(~allowed, -torch.inf)
 
 
@@ -51,6 +58,8 @@ def sample_tokens(logits: Float[Tensor, "n v"], uniform: Float[Tensor, " n"]) ->
     """Inverse-transform sampling: for each row the first id whose cumulative probability is above ``uniform``, in [0, 1).
 
     Cumulates in fp64, so that an id of probability 0 is never sampled and the tail of a large vocabulary is not lost.
+
+    Source: the inversion method (Devroye 1986, section II.2).
     """
     device = torch.device("cpu") if logits.device.type == "mps" else logits.device
     cumulative = logits.detach().to(device).double().softmax(-1).cumsum(-1)

@@ -88,6 +88,9 @@ def gaussian_step(
     It is what every kind of transition is made of, also one of your own. ``x_coefficient`` None is 1. Give ``noise`` to sample,
     ``next`` to evaluate, neither for a deterministic step. ``with_variance=False`` drops the variance and the constants from the
     log-probability, as Flow-CPS does. Everything is computed in fp32.
+
+    Source: the common form of the steps of Flow-GRPO (arXiv 2505.05470), Flow-CPS (arXiv 2509.05952) and DanceGRPO (arXiv
+    2505.07818).
     """
     x, velocity = x.float(), velocity.float()
     mean = velocity * append_dims(v_coefficient, x)

@@ -29,6 +29,9 @@ def loss_weights(
 
     ``mask``: (b, t), True for the actions that train. ``valid``: (b,), False for rows without a reward. ``total``: the sum of
     ``denominator`` over all ranks; None if there is one rank. Raises ValueError as ``denominator``.
+
+    Sources: see ``numerators``; GRPO (arXiv 2402.03300), DAPO (arXiv 2503.14476) and Dr. GRPO (arXiv 2503.20783) differ in these
+    weights.
     """
     if total is None:
         total = denominator(mask, valid, normalise=normalise, max_length=max_length)
@@ -36,7 +39,10 @@ def loss_weights(
 
 
 def numerators(mask: Bool[Tensor, "b t"], valid: Bool[Tensor, " b"], *, normalise: Normalise) -> Float[Tensor, "b t"]:
-    """The weight (b, t) of each action before division by the denominator. Raises ValueError for an unknown ``normalise``."""
+    """The weight (b, t) of each action before division by the denominator. Raises ValueError for an unknown ``normalise``.
+
+    Sources: "sequence" is GRPO's (arXiv 2402.03300), "token" DAPO's (arXiv 2503.14476), "dr_grpo" Dr. GRPO's (arXiv 2503.20783).
+    """
     counts = (mask & valid[:, None]).float()
     if normalise == "sequence":
         return counts / counts.sum(1, keepdim=True).clamp(min=1)

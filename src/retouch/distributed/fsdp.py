@@ -21,7 +21,10 @@ from retouch.distributed.stepper import NonFiniteGradient, ReplicatedStepper
 
 
 def shard(module: nn.Module, ranks: Ranks) -> None:
-    """Shard the blocks of a model over the ranks, in place. Add LoRA before. Raises ValueError if the blocks are unknown."""
+    """Shard the blocks of a model over the ranks, in place. Add LoRA before. Raises ValueError if the blocks are unknown.
+
+    Source: PyTorch FSDP (Zhao et al. 2023, arXiv 2304.11277) in its per-parameter form, ``fully_shard``.
+    """
     root = _root(module)
     named = getattr(module, "_no_split_modules", None) or ()
     blocks = [inner for inner in root.modules() if type(inner).__name__ in named]
@@ -44,6 +47,8 @@ class FsdpStepper(ReplicatedStepper):
     """AdamW over sharded weights; call ``shard`` on the module first.
 
     ``state`` and ``load`` use unsharded tensors and are called by all ranks; a run can resume with any number of ranks.
+
+    Source: PyTorch FSDP (Zhao et al. 2023, arXiv 2304.11277).
     """
 
     def step(self, learning_rate: float) -> float:

@@ -54,6 +54,8 @@ class ReplicatedStepper:
 
     Losses are shares of one global loss, so gradients are summed over ranks, in one flat all-reduce per step. DDP does the same
     if all backward passes but the last run under ``no_sync``; unlike DDP this needs no list of the parameters that take part.
+
+    Source: AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101).
     """
 
     def __init__(

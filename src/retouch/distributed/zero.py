@@ -40,6 +40,8 @@ class ZeroStepper:
     All ranks must make the same number of backward passes. A parameter without a gradient is treated as one with gradient 0, to
     which weight decay still applies. Raises ValueError if DeepSpeed is not installed, or if trainable parameters are neither all
     float32 nor all bfloat16.
+
+    Source: ZeRO stage 2 (Rajbhandari et al. 2020, arXiv 1910.02054), by DeepSpeed.
     """
 
     def __init__(

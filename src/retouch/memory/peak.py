@@ -47,7 +47,10 @@ class PeakMemory(TorchDispatchMode):
 
 
 class FusedAttention(TorchFunctionMode):
-    """Replaces scaled dot-product attention by tensors of the sizes that flash kernels allocate and keep for the backward pass."""
+    """Replaces scaled dot-product attention by tensors of the sizes that flash kernels allocate and keep for the backward pass.
+
+    Source: FlashAttention (Dao et al. 2022, arXiv 2205.14135).
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.nn.functional.scaled_dot_product_attention:

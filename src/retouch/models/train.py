@@ -65,7 +65,10 @@ class FullWeights(TrainedPart):
 
 
 class Lora(TrainedPart):
-    """Low-rank adapters train; the model's own weights stay as they are and serve as reference."""
+    """Low-rank adapters train; the model's own weights stay as they are and serve as reference.
+
+    Source: LoRA (Hu et al. 2021, arXiv 2106.09685).
+    """
 
     kind: Literal["lora"] = "lora"
     rank: Count

@@ -94,7 +94,10 @@ class GroupAdvantage(Advantage):
 
 
 class BatchAdvantage(Advantage):
-    """A sample compared with all samples of the step."""
+    """A sample compared with all samples of the step.
+
+    Source: REINFORCE++ (arXiv 2501.03262), which normalises advantages over the batch.
+    """
 
     kind: Literal["batch"] = "batch"
     ddof: Literal[0, 1] = 0

@@ -67,6 +67,8 @@ def draw_points(
     """One point of the forward process for each row: (x_sigma, noise, sigma), with sigma in [1e-4, 1].
 
     Draws are keyed by (seed, purpose, step, group, slot, epoch, draw). For ``sigma_sampling`` and ``shift`` see ``ForwardProcess``.
+
+    Source: flow matching with straight paths (Lipman et al. 2023, arXiv 2210.02747; rectified flow, arXiv 2209.03003).
     """
     import torch
 

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class OldDecay(Section):
-    """How the old policy follows the current one: after step n it becomes d * old + (1 - d) * current, d = min(rate * n, max)."""
+    """How the old policy follows the current one: after step n it becomes d * old + (1 - d) * current, d = min(rate * n, max).
+
+    Source: DiffusionNFT (arXiv 2509.16117), whose sampling policy is an average of the trained one.
+    """
 
     rate: NonNegative = 0.001
     """Growth of d per step."""

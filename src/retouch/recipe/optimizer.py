@@ -10,7 +10,10 @@ from retouch.config.section import NonNegative, Positive, Section
 
 
 class Optimizer(Section):
-    """AdamW and its learning rate over time."""
+    """AdamW and its learning rate over time.
+
+    Source: AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101).
+    """
 
     betas: tuple[Annotated[float, Field(ge=0.0, lt=1.0)], Annotated[float, Field(ge=0.0, lt=1.0)]] = (0.9, 0.999)
     """Decay of the running mean and of the running square of the gradient."""

@@ -31,6 +31,8 @@ class OdeSampler:
 
     ``guidance_scale``: 1 has no negative branch; above 1 the two branches are combined as in the model's own pipeline. This freezes
     the transformer and sets it to eval mode. Raises ValueError for fewer than 1 step, or a scale below 1.
+
+    Source: diffusers' FlowMatchEulerDiscreteScheduler.
     """
 
     def __init__(self, model: DenoisingModel, *, num_steps: int, guidance_scale: float = 1.0) -> None:

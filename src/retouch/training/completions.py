@@ -25,6 +25,8 @@ def completion_metrics(trajectory: Trajectory, *, ranks: Ranks) -> Metrics:
 
     If the tokens were sampled by an engine with log-probabilities of its own, also the difference from ours in nats per token: the
     mean and the largest |log ours - log engine|, and the mean of log engine - log ours, which estimates their KL divergence.
+
+    Source: the completion metrics of TRL's GRPOTrainer.
     """
     if not isinstance(trajectory, AutoregressiveTrajectory):
         return {}

@@ -52,7 +52,10 @@ def find_alarms(
 
 
 def since_best(observations: Sequence[Observation]) -> tuple[Observation, PairedChange, PairedChange]:
-    """The observation with the best held-out score, and how the training reward and the held-out score changed since then."""
+    """The observation with the best held-out score, and how the training reward and the held-out score changed since then.
+
+    Source: the signature of reward over-optimisation (Gao et al. 2022, arXiv 2210.10760).
+    """
     best = max(observations, key=lambda each: -math.inf if math.isnan(each.mean("heldout")) else each.mean("heldout"))
     now = observations[-1]
     proxy, heldout = (paired_change(best.scores[name], now.scores[name]) for name in ("proxy", "heldout"))

@@ -22,14 +22,20 @@ Area: TypeAlias = int | Literal["as_is"]
 
 
 def pack(latents: Float[Tensor, "r c h w"], side: int = 2) -> Float[Tensor, "r s d"]:
-    """Latents to tokens, row by row of ``side`` x ``side`` patches."""
+    """Latents to tokens, row by row of ``side`` x ``side`` patches.
+
+    Source: ``_pack_latents`` of diffusers' Flux and Qwen-Image pipelines.
+    """
     r, c, h, w = latents.shape
     patches = latents.reshape(r, c, h // side, side, w // side, side).permute(0, 2, 4, 1, 3, 5)
     return patches.reshape(r, (h // side) * (w // side), c * side**2)
 
 
 def unpack(tokens: Float[Tensor, "r s d"], *, height: int, width: int, side: int = 2) -> Float[Tensor, "r c h w"]:
-    """Tokens to latents; ``height`` and ``width`` in tokens."""
+    """Tokens to latents; ``height`` and ``width`` in tokens.
+
+    Source: ``_unpack_latents`` of diffusers' Flux and Qwen-Image pipelines.
+    """
     r, _, d = tokens.shape
     patches = tokens.reshape(r, height, width, d // side**2, side, side).permute(0, 3, 1, 4, 2, 5)
     return patches.reshape(r, d // side**2, height * side, width * side)

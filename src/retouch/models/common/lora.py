@@ -22,7 +22,10 @@ def add_lora(module: nn.Module, config: LoraConfig, *, init_from: Path | None, s
     """Add LoRA weights in fp32 to the module. They are the only trainable weights.
 
     Their initial values are drawn from the seed as the configuration says, without changing the global generator, or loaded from
-    the folder ``init_from``. Raises ValueError if that folder has no LoRA of this rank and these targets."""
+    the folder ``init_from``. Raises ValueError if that folder has no LoRA of this rank and these targets.
+
+    Source: LoRA (Hu et al. 2021, arXiv 2106.09685), by PEFT.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(seed, "lora").initial_seed())
         module.add_adapter(config)  # type: ignore[operator]

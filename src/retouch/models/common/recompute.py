@@ -15,7 +15,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 @contextmanager
 def recomputing(module: nn.Module, *, on: bool) -> Iterator[None]:
-    """With ``on``, forward passes inside the block keep only each layer's input. The backward pass may run outside of it."""
+    """With ``on``, forward passes inside the block keep only each layer's input. The backward pass may run outside of it.
+
+    Source: Chen et al. 2016 (arXiv 1604.06174).
+    """
     layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)] if on else []
     before = [layer.training for layer in layers]
     for layer in layers:

@@ -80,7 +80,10 @@ class Emu3Family(PretrainedLanguageModel):
 
 
 class Emu3Model(Emu3Family):
-    """Emu3 as an editor (EARL): it reads the source image as tokens, and generates the edited one as tokens."""
+    """Emu3 as an editor (EARL): it reads the source image as tokens, and generates the edited one as tokens.
+
+    Source: Emu3 (arXiv 2409.18869) and EARL (arXiv 2508.01119); weights BAAI/Emu3-Gen.
+    """
 
     kind: Literal["emu3"] = "emu3"
     path: str

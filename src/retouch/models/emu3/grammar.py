@@ -19,6 +19,8 @@ class GridGrammar:
 
     A prompt that ends with boi (begin of image) has started the image already. Text may also end without an image.
     ``begin``: id of boi. ``form``: by number of tokens since boi, the forced id, or -1 where a visual token is sampled.
+
+    Source: the image format of Emu3 (arXiv 2409.18869).
     """
 
     kinds = (Kind.TEXT_TOKEN, Kind.IMAGE_TOKEN)

@@ -16,7 +16,10 @@ class Emu3ImageTokenizer:
     """A frozen image tokenizer for images of one ``size``, (height, width) in pixels.
 
     ``grid``: (height, width) in codes, smaller by the autoencoder's factor (8). Raises ValueError if the size is not a multiple of
-    it."""
+    it.
+
+    Source: Emu3 (arXiv 2409.18869), whose tokenizer extends MoVQGAN (arXiv 2209.09002).
+    """
 
     def __init__(self, vq: Emu3VQVAE, size: tuple[int, int]) -> None:
         self.vq = vq.requires_grad_(False).eval()

@@ -34,6 +34,8 @@ class Emu3Editor(CausalText):
     ``size``: (height, width) of all images in pixels, multiples of the autoencoder's factor (8). ``prefill``: ``DRAW`` starts the
     image at once, ``THINK`` generates text first. ``grammar``: False does not enforce the structure of an image.
     Raises ValueError if the tokenizer has not exactly one visual token for each code.
+
+    Source: Emu3 (arXiv 2409.18869) and EARL (arXiv 2508.01119).
     """
 
     def __init__(

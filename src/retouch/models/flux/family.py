@@ -48,7 +48,10 @@ class FluxFamily(DiffusersModel):
 
 
 class FluxModel(FluxFamily):
-    """FLUX.1-dev or -schnell, text to image."""
+    """FLUX.1-dev or -schnell, text to image.
+
+    Source: diffusers' FluxPipeline; weights black-forest-labs/FLUX.1-dev and FLUX.1-schnell.
+    """
 
     kind: Literal["flux"] = "flux"
 
@@ -57,7 +60,10 @@ class FluxModel(FluxFamily):
 
 
 class FluxFillModel(FluxFamily):
-    """FLUX.1-Fill: it paints the masked part of an image."""
+    """FLUX.1-Fill: it paints the masked part of an image.
+
+    Source: diffusers' FluxFillPipeline; weights black-forest-labs/FLUX.1-Fill-dev.
+    """
 
     kind: Literal["flux-fill"] = "flux-fill"
 
@@ -71,7 +77,10 @@ class FluxFillModel(FluxFamily):
 
 
 class FluxKontextModel(FluxFamily):
-    """FLUX.1-Kontext: it edits an image as the instruction says."""
+    """FLUX.1-Kontext: it edits an image as the instruction says.
+
+    Source: FLUX.1 Kontext (arXiv 2506.15742), diffusers' FluxKontextPipeline; weights black-forest-labs/FLUX.1-Kontext-dev.
+    """
 
     kind: Literal["flux-kontext"] = "flux-kontext"
 

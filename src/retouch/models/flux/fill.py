@@ -20,7 +20,10 @@ from retouch.types import Conditioning, Task
 
 
 class FillLatents(PackedLatents):
-    """Packed latents, and masks. A mask is not shrunk as images are: each of its pixels becomes a channel, 256 per token."""
+    """Packed latents, and masks. A mask is not shrunk as images are: each of its pixels becomes a channel, 256 per token.
+
+    Source: diffusers' FluxFillPipeline (``prepare_mask_latents``).
+    """
 
     def __init__(self, vae: AutoencoderKL) -> None:
         super().__init__(vae)
@@ -41,6 +44,8 @@ class FluxFill(Flux):
     """FLUX.1-Fill. ``size``: (height, width) in px that source and mask are resized to; None takes the source's own.
 
     Raises ``ValueError`` for a task without exactly one image or without a mask, and where sizes differ between tasks.
+
+    Source: diffusers' FluxFillPipeline.
     """
 
     GUIDANCE: ClassVar[float] = 30.0

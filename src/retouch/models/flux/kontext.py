@@ -20,6 +20,8 @@ class FluxKontext(Flux):
 
     ``source_as_is``: the source keeps its own size, rounded down to whole tokens. Raises ``ValueError`` for a task without exactly
     one image, and where sizes differ between tasks.
+
+    Source: FLUX.1 Kontext (arXiv 2506.15742) and diffusers' FluxKontextPipeline.
     """
 
     GUIDANCE: ClassVar[float] = 3.5

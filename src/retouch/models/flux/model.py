@@ -25,6 +25,8 @@ class Flux(PipelineModel):
 
     ``size``: (height, width) of the output in px; None is the pipeline's 1024 x 1024 (128 latents a side). ``guidance``: the input
     of a guidance-distilled transformer, which needs no second forward; None is ``GUIDANCE``, the pipeline's default.
+
+    Source: diffusers' FluxPipeline.
     """
 
     GUIDANCE: ClassVar[float] = 3.5

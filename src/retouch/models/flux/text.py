@@ -11,7 +11,10 @@ from transformers import CLIPTextModel, PreTrainedTokenizerBase, T5EncoderModel
 
 
 class FluxText:
-    """CLIP and T5 with their tokenizers. ``max_sequence_length``: T5's, up to 512."""
+    """CLIP and T5 with their tokenizers. ``max_sequence_length``: T5's, up to 512.
+
+    Source: diffusers' FluxPipeline (``encode_prompt``).
+    """
 
     def __init__(
         self,

@@ -8,7 +8,10 @@ from retouch.models.base import Blocks, Described, DiffusersModel, ImageBatch, P
 
 
 class Flux2KleinModel(DiffusersModel):
-    """FLUX.2-klein: an image from a prompt, or from a prompt and reference images."""
+    """FLUX.2-klein: an image from a prompt, or from a prompt and reference images.
+
+    Source: diffusers' Flux2KleinPipeline.
+    """
 
     kind: Literal["flux2-klein"] = "flux2-klein"
 

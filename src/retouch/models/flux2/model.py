@@ -71,6 +71,8 @@ class Flux2Klein(PipelineModel):
     1024 x 1024. ``distilled``: the weights are step-distilled, and their pipeline uses no guidance.
 
     Raises ``ValueError`` for FLUX.2-dev's transformer, which takes guidance as an input.
+
+    Source: diffusers' Flux2KleinPipeline.
     """
 
     latents: Flux2Latents

@@ -72,6 +72,8 @@ def attach(transformer: nn.Module, settings: AdapterSettings, *, embed_width: in
     """Add a new, trainable adapter in fp32 to the transformer, with initial weights from the seed. Other weights do not change.
 
     Raises ValueError for a transformer of another family, and for single blocks of a transformer without them.
+
+    Source: IP-Adapter (Ye et al. 2023, arXiv 2308.06721); diffusers' FluxIPAdapterAttnProcessor.
     """
     if not isinstance(transformer, FluxTransformer2DModel | QwenImageTransformer2DModel):
         raise ValueError(f"IP-Adapters are supported for Flux and Qwen-Image, not for {type(transformer).__name__}")

@@ -30,7 +30,10 @@ class Float32Linear(nn.Linear):
 
 class ReferenceAttention(nn.Module):
     """The common part of both families' attention processors. ``base``: the original processor, which is used alone if ``scale`` is
-    0 or there is no reference. A processor gets its attention module as an argument and does not contain its weights."""
+    0 or there is no reference. A processor gets its attention module as an argument and does not contain its weights.
+
+    Source: IP-Adapter (Ye et al. 2023, arXiv 2308.06721), decoupled cross-attention.
+    """
 
     def __init__(self, base: Any, *, width: int, heads: int, head_width: int, scale: float, output_dtype: torch.dtype) -> None:
         super().__init__()

@@ -18,6 +18,8 @@ class ReferenceModel(ModelWrapper[DenoisingModel]):
 
     The unconditional branch of guidance gets zeros as its reference, like rows with a dropped reference in supervised learning.
     ``encode`` raises ValueError for a task without a reference.
+
+    Source: IP-Adapter (Ye et al. 2023, arXiv 2308.06721).
     """
 
     def __init__(self, model: DenoisingModel, encoder: ImageEncoder) -> None:

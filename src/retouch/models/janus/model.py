@@ -58,7 +58,10 @@ class JanusImageModel(CausalText):
     """The trainable modules and the frozen autoencoder of a Janus-Pro model (implements ``retouch.protocols.AutoregressiveModel``).
 
     ``template``: the dialogue around the prompt, after which the image starts. ``size``, (height, width) in pixels, and ``grid``,
-    in codes, follow from the model. Raises ValueError if the tokenizer has no token that starts an image."""
+    in codes, follow from the model. Raises ValueError if the tokenizer has no token that starts an image.
+
+    Source: Janus-Pro (arXiv 2501.17811); weights deepseek-community/Janus-Pro-1B.
+    """
 
     def __init__(
         self,

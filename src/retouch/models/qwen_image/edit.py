@@ -20,6 +20,8 @@ class QwenImageEdit(QwenFlow):
     ``size``: None takes the source's, resized to ``source_area``. ``condition_area`` and ``source_area``: px that the text encoder
     and the autoencoder see of an image, with its aspect ratio and sides of multiples of 32 (None: the pipeline's own; "as_is":
     images as they are).
+
+    Source: diffusers' QwenImageEditPipeline.
     """
 
     TEMPLATE = EDIT
@@ -72,6 +74,8 @@ class QwenImageEditPlus(QwenImageEdit):
     """Qwen-Image-Edit-Plus: one to several source images ("Picture 1: ..."), small for the text encoder; output like the last.
 
     2511 differs from 2509 in its transformer's configuration (zero_cond_t) only.
+
+    Source: diffusers' QwenImageEditPlusPipeline.
     """
 
     TEMPLATE = EDIT_PLUS

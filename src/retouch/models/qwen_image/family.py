@@ -49,7 +49,10 @@ class QwenImageFamily(DiffusersModel):
 
 
 class QwenImageModel(QwenImageFamily):
-    """Qwen-Image, text to image."""
+    """Qwen-Image, text to image.
+
+    Source: Qwen-Image (arXiv 2508.02324), diffusers' QwenImagePipeline; weights Qwen/Qwen-Image.
+    """
 
     kind: Literal["qwen-image"] = "qwen-image"
 
@@ -94,7 +97,10 @@ class QwenImageEditor(QwenImageFamily):
 
 
 class QwenImageEditModel(QwenImageEditor):
-    """Qwen-Image-Edit: it edits one source image."""
+    """Qwen-Image-Edit: it edits one source image.
+
+    Source: Qwen-Image (arXiv 2508.02324), diffusers' QwenImageEditPipeline; weights Qwen/Qwen-Image-Edit.
+    """
 
     kind: Literal["qwen-image-edit"] = "qwen-image-edit"
 
@@ -104,7 +110,10 @@ class QwenImageEditModel(QwenImageEditor):
 
 
 class QwenImageEditPlusModel(QwenImageEditor):
-    """Qwen-Image-Edit-Plus (2509, 2511): it edits one to eight source images."""
+    """Qwen-Image-Edit-Plus (2509, 2511): it edits one to eight source images.
+
+    Source: Qwen-Image (arXiv 2508.02324), diffusers' QwenImageEditPlusPipeline; weights Qwen/Qwen-Image-Edit-2509 and -2511.
+    """
 
     kind: Literal["qwen-image-edit-plus"] = "qwen-image-edit-plus"
 

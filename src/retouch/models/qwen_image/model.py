@@ -47,6 +47,8 @@ class QwenFlow(PipelineModel):
     templates with images, Qwen2VLImageProcessorPil for one. ``size``: (height, width) of the output in px.
 
     Raises ``ValueError`` for guidance-distilled weights, whose guidance is an input that no adapter here gives.
+
+    Source: Qwen-Image (arXiv 2508.02324) and diffusers' QwenImage pipelines.
     """
 
     TEMPLATE: ClassVar[str]
@@ -159,6 +161,8 @@ class QwenImage(QwenFlow):
 
     ``size``: None is the pipeline's 1024 x 1024 (128 latents a side). ``max_tokens``: the longest prompt in tokens, the template's
     end included.
+
+    Source: Qwen-Image (arXiv 2508.02324) and diffusers' QwenImagePipeline.
     """
 
     TEMPLATE = TEXT_TO_IMAGE

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 class QwenImage2Model(DiffusersModel):
-    """Qwen-Image-2.1: an image from a prompt, or from a prompt and source images."""
+    """Qwen-Image-2.1: an image from a prompt, or from a prompt and source images.
+
+    Source: diffusers' QwenImage21Pipeline.
+    """
 
     kind: Literal["qwen-image-2"] = "qwen-image-2"
     source_area: Count | None = Field(default=None, exclude_if=lambda area: area is None)

@@ -85,6 +85,8 @@ class QwenImage2(PipelineModel):
     ``size``: (height, width) of the output in px. None is that of the last source image or, without one, 1024 x 1024.
     ``source_area``: px that a source image is resized to (see ``fit``). ``sample_sigmas``: the sigmas before shifting of
     step-distilled weights, taken where a schedule has as many steps.
+
+    Source: diffusers' QwenImage21Pipeline.
     """
 
     NEGATIVE = " "

@@ -31,7 +31,10 @@ class QwenFamily(PretrainedLanguageModel):
 
 
 class QwenLanguageModel(QwenFamily):
-    """A Qwen instruct model: ``qwen-vl`` reads images (Qwen2-VL, Qwen2.5-VL, Qwen3-VL), ``qwen`` does not (Qwen2.5, Qwen3)."""
+    """A Qwen instruct model: ``qwen-vl`` reads images (Qwen2-VL, Qwen2.5-VL, Qwen3-VL), ``qwen`` does not (Qwen2.5, Qwen3).
+
+    Sources: Qwen2-VL (arXiv 2409.12191), Qwen2.5-VL (arXiv 2502.13923), Qwen2.5 (arXiv 2412.15115), Qwen3 (arXiv 2505.09388).
+    """
 
     kind: Literal["qwen-vl", "qwen"]
     system: str | None = None

@@ -44,6 +44,8 @@ class QwenWriter:
     each layer's input, and computes the prompt once per row instead of once per task.
 
     Raises ValueError for a stop token that the tokenizer does not have, and for an image processor of a text model.
+
+    Sources: Qwen2-VL (arXiv 2409.12191), Qwen2.5-VL (arXiv 2502.13923), Qwen2.5 (arXiv 2412.15115), Qwen3 (arXiv 2505.09388).
     """
 
     def __init__(

@@ -36,7 +36,10 @@ def by_row(
 
 
 def embed(module: nn.Module, prompts: Prompts, image_token: int | None) -> tuple[Float[Tensor, "p l d"], LayerFeatures | None]:
-    """The prompts' embeddings with image features at image tokens, and the features that Qwen3-VL adds to its first layers."""
+    """The prompts' embeddings with image features at image tokens, and the features that Qwen3-VL adds to its first layers.
+
+    Source: Qwen2-VL (arXiv 2409.12191); DeepStack (arXiv 2406.04334) for Qwen3-VL.
+    """
     embeds = module.get_input_embeddings()(prompts.ids)
     image_inputs = [row for row in prompts.image_inputs if row]
     if not image_inputs:

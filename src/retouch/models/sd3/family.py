@@ -8,7 +8,11 @@ from retouch.models.base import Described, DiffusersModel, ImageBatch, Part
 
 
 class SD3Model(DiffusersModel):
-    """Stable Diffusion 3 or 3.5, text to image."""
+    """Stable Diffusion 3 or 3.5, text to image.
+
+    Source: Esser et al. 2024 (arXiv 2403.03206), diffusers' StableDiffusion3Pipeline; weights
+    stabilityai/stable-diffusion-3-medium-diffusers and 3.5.
+    """
 
     kind: Literal["sd3"] = "sd3"
 

@@ -25,6 +25,8 @@ class SD3(PipelineModel):
 
     ``size``: (height, width) of the output in px, multiples of 16; None is the transformer's own. Raises ``ValueError`` for a size
     beyond its table of positions.
+
+    Source: Esser et al. 2024 (arXiv 2403.03206) and diffusers' StableDiffusion3Pipeline.
     """
 
     size: Size

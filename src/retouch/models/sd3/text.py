@@ -18,6 +18,8 @@ class SD3Text:
     """Two CLIP encoders and T5, each with its tokenizer, or None if one is left out. Raises ValueError if all are.
 
     ``joint_dim`` and ``pooled_dim``: what the transformer takes. ``max_sequence_length``: T5's, up to 512.
+
+    Source: diffusers' StableDiffusion3Pipeline (``encode_prompt``).
     """
 
     def __init__(

@@ -8,7 +8,10 @@ from retouch.models.base import Blocks, Described, DiffusersModel, ImageBatch, P
 
 
 class ZImageModel(DiffusersModel):
-    """Z-Image or Z-Image-Turbo, text to image."""
+    """Z-Image or Z-Image-Turbo, text to image.
+
+    Source: Z-Image (arXiv 2511.22699), diffusers' ZImagePipeline; weights Tongyi-MAI/Z-Image-Turbo.
+    """
 
     kind: Literal["z-image"] = "z-image"
 

@@ -40,6 +40,8 @@ class ZImage(PipelineModel):
 
     Guidance here is that of the other models, negative + scale * (positive - negative). The pipeline adds its own scale to 1: its
     ``guidance_scale`` 4 is 5 here, and its 0, which Z-Image-Turbo asks for, is 1. Renormalised guidance is not made.
+
+    Source: Z-Image (arXiv 2511.22699) and diffusers' ZImagePipeline.
     """
 
     latents: PackedLatents

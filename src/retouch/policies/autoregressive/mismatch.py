@@ -23,7 +23,10 @@ def log_prob_difference(
 def importance_weights(
     policy: Float[Tensor, "b t"], engine: Float[Tensor, "b t"], mask: Bool[Tensor, "b t"], *, cap: float
 ) -> Float[Tensor, "b t"]:
-    """p_policy / p_engine of each sampled token, from 0 to ``cap``; 1 elsewhere. The arguments are log-probabilities."""
+    """p_policy / p_engine of each sampled token, from 0 to ``cap``; 1 elsewhere. The arguments are log-probabilities.
+
+    Source: truncated importance sampling (Ionides 2008), as TRL and verl apply it to a rollout engine with other numerics.
+    """
     return (policy - engine).masked_fill(~mask, 0.0).exp().clamp(max=cap)
 
 

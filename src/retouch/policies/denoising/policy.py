@@ -34,6 +34,8 @@ class DenoisingPolicy:
     ``average`` weights. ``keep_means``: store the means of the transitions, which RatioNorm needs. ``head``: predicts the reward
     before each action. ``reference_dropout``: fraction, 0 to 1, of tasks whose demonstration gets no reference image; a rollout
     always gets it, otherwise its ratio would not be 1.
+
+    Source: the denoising chain as a Markov decision process (DDPO, arXiv 2305.13301; Flow-GRPO, arXiv 2505.05470).
     """
 
     def __init__(
@@ -265,6 +267,8 @@ def drop_references(conditioning: Conditioning, batch: Batch, *, fraction: float
 
     This trains the unconditional branch of guidance for the reference. The draw is keyed by (seed, step, group), so that the rows
     of a group share one conditioning.
+
+    Source: IP-Adapter (arXiv 2308.06721), which drops image conditions in training for classifier-free guidance.
     """
     if fraction == 0:
         return conditioning

@@ -114,7 +114,10 @@ class CPSTransition(_Published):
 
 
 class ODETransition(_Published):
-    """The deterministic Euler step: no exploration, no log-probabilities."""
+    """The deterministic Euler step: no exploration, no log-probabilities.
+
+    Source: diffusers' FlowMatchEulerDiscreteScheduler.
+    """
 
     kind: Literal["ode"] = "ode"
 

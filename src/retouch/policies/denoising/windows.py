@@ -47,7 +47,10 @@ class Window(Section):
 
 
 class AllSteps(Window):
-    """All steps but the last one train."""
+    """All steps but the last one train.
+
+    Source: Flow-GRPO (arXiv 2505.05470).
+    """
 
     mode: Literal["all"] = "all"
 

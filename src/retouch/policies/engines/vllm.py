@@ -31,6 +31,8 @@ class VllmEngine(EngineSection):
 
     Written for the interface of vLLM 0.33.0 and tested against a strict double of it; never run on vLLM. For LoRA alone. A server
     that generates image tokens needs a plug-in that applies their grammar (docs/engines.md).
+
+    Source: vLLM (Kwon et al. 2023, arXiv 2309.06180).
     """
 
     kind: Literal["vllm"] = "vllm"

@@ -14,7 +14,10 @@ from retouch.types import Column, Sample, Scores
 
 
 class GroundReward(JudgeReward):
-    """How close the image comes to the task's target (EARL). Column ``ground``, 0 to 10."""
+    """How close the image comes to the task's target (EARL). Column ``ground``, 0 to 10.
+
+    Source: EARL (arXiv 2508.01119).
+    """
 
     kind: Literal["ground"] = "ground"
 

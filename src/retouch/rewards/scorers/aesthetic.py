@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 class AestheticReward(ModelReward):
-    """LAION's aesthetic predictor. Column ``aesthetic``, 0 to 10: the head's rating, clamped; about 4 to 7 for images in use."""
+    """LAION's aesthetic predictor. Column ``aesthetic``, 0 to 10: the head's rating, clamped; about 4 to 7 for images in use.
+
+    Source: LAION's improved aesthetic predictor, used for LAION-5B (Schuhmann et al. 2022, arXiv 2210.08402).
+    """
 
     kind: Literal["aesthetic"] = "aesthetic"
     head: PathText

@@ -115,7 +115,10 @@ class Unwanted(BaseModel):
 
 
 class Requirements(BaseModel):
-    """What an image must show."""
+    """What an image must show.
+
+    Source: GenEval (Ghosh et al. 2023, arXiv 2310.11513).
+    """
 
     tag: str = ""
     include: tuple[Wanted, ...] = ()
@@ -167,7 +170,10 @@ class GenEvalModels:
 
 
 def requirements(task: Task) -> Requirements:
-    """What the task's ``meta`` requires. Raises ValueError if that is nothing, or not in GenEval's form."""
+    """What the task's ``meta`` requires. Raises ValueError if that is nothing, or not in GenEval's form.
+
+    Source: GenEval (Ghosh et al. 2023, arXiv 2310.11513).
+    """
     given = {key: task.meta[key] for key in ("tag", "include", "exclude") if task.meta.get(key) is not None}
     try:
         read = Requirements.model_validate(given)
@@ -190,7 +196,10 @@ def requirements(task: Task) -> Requirements:
 
 def met(wanted: Requirements, found: Sequence[Found], image: Image.Image, colours: ColourNamer | None) -> list[bool]:
     """Whether each requirement holds: those to include, in order, then those to exclude. Of the objects of a name only as many as
-    are required are looked at, the most confident first."""
+    are required are looked at, the most confident first.
+
+    Source: GenEval (Ghosh et al. 2023, arXiv 2310.11513).
+    """
     groups: list[list[Found] | None] = []
     for one in wanted.include:
         objects = [other for other in found if other.name == one.name][: one.count]
@@ -209,7 +218,10 @@ def met(wanted: Requirements, found: Sequence[Found], image: Image.Image, colour
 
 def directions(a: Box, b: Box) -> set[str]:
     """The directions of ``a`` from ``b``: the offset of their centres, less a tenth of both sizes together along each axis, over
-    the offset's length; a direction counts from a half on. Diagonally there can be two."""
+    the offset's length; a direction counts from a half on. Diagonally there can be two.
+
+    Source: GenEval (Ghosh et al. 2023, arXiv 2310.11513).
+    """
     offset, reduced = [], []
     for axis in (0, 1):
         apart = (a[axis] + a[axis + 2] - b[axis] - b[axis + 2]) / 2

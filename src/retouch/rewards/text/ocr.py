@@ -111,7 +111,10 @@ class OcrReward(RewardSection):
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Levenshtein's distance: the fewest insertions, deletions and replacements of one character that turn ``a`` into ``b``."""
+    """Levenshtein's distance: the fewest insertions, deletions and replacements of one character that turn ``a`` into ``b``.
+
+    Source: Levenshtein 1966; the reward of Flow-GRPO (arXiv 2505.05470) uses it too.
+    """
     previous = list(range(len(b) + 1))
     for row, left in enumerate(a, 1):
         current = [row]

@@ -14,6 +14,8 @@ def think_format(completion: str, *, opening: str = "<think>", closing: str = "<
 
     Neither the thought nor the answer may be blank. Where the prompt already ends with the
     opening mark, put the mark before the completion. ValueError: marks that are empty or equal.
+
+    Source: the format reward of DeepSeek-R1 (arXiv 2501.12948), ``think_format_reward`` in TRL.
     """
     _check_marks(opening, closing)
     text = completion.strip()
