@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import retouch
 import tiny_pipelines
 from retouch.recipe.recipe import parse
+from retouch.rewards.imported import ImportedReward
 from retouch.session.session import run
 
 SMALL: dict[str, Any] = {
@@ -231,12 +232,26 @@ class Doubled(retouch.PolicyGradient):
             yield type(loss)(loss.value * self.factor, loss.sums, loss.maxima)
 
 
-def test_an_objective_of_the_scripts_own_needs_no_consent(tmp_path: Path) -> None:
+def test_an_objective_of_the_scripts_own_needs_no_consent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RETOUCH_ALLOW_IMPORTS")
     made = trainer(tmp_path, objective=Doubled(clip_low=1e-4, clip_high=1e-4), steps=1)
     section = made.recipe.document()["objective"]
     assert section["kind"] == "import"
     assert section["class"] == f"{__name__}:Doubled"
     assert made.train() is not None
+
+
+def test_a_reward_that_the_script_names_needs_no_consent_and_one_in_a_recipe_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RETOUCH_ALLOW_IMPORTS")
+    path = "tiny_recipes:Middle"
+    for reward in (path, ImportedReward(**{"class": path})):
+        made = trainer(tmp_path, reward_funcs=reward, reward_weights={"red": 1})
+        assert made.recipe.document()["reward"]["class"] == path
+    with pytest.raises(ValueError, match="--allow-import tiny_recipes"):
+        retouch.Trainer.from_recipe(made.recipe.document())
+    assert retouch.Trainer.from_recipe(made.recipe.document(), allow_imports=["tiny_recipes"]).recipe == made.recipe
 
 
 def test_a_data_set_of_the_datasets_library_with_its_own_evaluation(tmp_path: Path) -> None:

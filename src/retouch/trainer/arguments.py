@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from retouch.config import consent
+from retouch.config.imports import module_of
 from retouch.config.section import Section
 from retouch.data.base import DataSource
 from retouch.data.kinds import DATA
@@ -20,6 +22,7 @@ from retouch.objectives.base import Objective
 from retouch.objectives.kinds import ADVANTAGES, OBJECTIVES
 from retouch.objectives.presets import GRPO
 from retouch.recipe.recipe import Recipe, parse
+from retouch.recipe.reward_words import modules_typed, parse_reward, read_combined
 from retouch.renderers.base import RendererSection
 from retouch.renderers.kinds import RENDERERS
 from retouch.rewards.base import RewardSection
@@ -96,8 +99,15 @@ def describe(
         objects |= more
     document |= {key: _plain(key, value) for key, value in keys.items()}
     given = (model, train_dataset, objective, renderer, *_listed(reward_funcs), *keys.values())
-    modules = tuple(sorted({type(one).__module__ for one in given if isinstance(one, Section)}))
-    return Described(parse(document, allow_imports=modules), objects, modules)
+    modules = {module for one in given if isinstance(one, Section) for module in _modules(one)}
+    modules |= {module for one in _listed(reward_funcs) if isinstance(one, str) for module in modules_typed(one)}
+    return Described(parse(document, allow_imports=modules), objects, tuple(sorted(modules)))
+
+
+def _modules(section: Section) -> Iterator[str]:
+    """The modules of a section that was given as an object: its own, and those of the classes that it names."""
+    yield type(section).__module__
+    yield from (module_of(path) for _, path in consent.classes_named(section.model_dump(mode="json")))
 
 
 def _policy(section: ImageModel | LanguageModel, peft_config: Any, ema: Any, gradient_checkpointing: bool) -> dict[str, Any]:
@@ -160,9 +170,7 @@ def _reward(given: RewardLike) -> RewardSection:
     if isinstance(given, RewardSection):
         return given
     if isinstance(given, str):
-        from retouch.recipe.reward_words import parse_reward, read_combined
-
-        return parse_reward(read_combined(given))
+        return parse_reward(read_combined(given), allow_imports=modules_typed(given))
     return FunctionReward.of(given)
 
 
