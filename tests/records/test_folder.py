@@ -17,6 +17,7 @@ from PIL import Image
 
 from retouch.records import files
 from retouch.records.folder import RunFolder, SampleRecord
+from retouch.records.repair import keep_until
 from retouch.records.summary import Summary
 from retouch.types import Sample, Task
 
@@ -118,7 +119,7 @@ def test_a_whole_line_that_is_not_json_is_named(tmp_path: Path) -> None:
         folder.read_metrics()
     folder.metrics.write_text("[3]\n")
     with pytest.raises(ValueError, match="expected an object, found list"):
-        folder.truncate_after(1)
+        folder.read_metrics()
 
 
 def test_an_evaluation_made_again_replaces_the_first(tmp_path: Path) -> None:
@@ -256,5 +257,5 @@ def test_kill_9_leaves_whole_files(tmp_path: Path) -> None:
         kept = files.read_json(tmp_path / "whole.json")
         assert kept["count"] == kept["again"]
         assert len(kept["big"]) == 500
-        files.filter_lines(tmp_path / "lines.jsonl", lambda line: True)
+        keep_until(tmp_path / "lines.jsonl", 10**9)
         assert all("step" in line for line in files.read_lines(tmp_path / "lines.jsonl"))

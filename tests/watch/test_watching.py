@@ -111,9 +111,9 @@ def test_a_run_ends_when_its_reward_and_the_held_out_judge_part_ways(tmp_path, g
     tiny_watched.Fickle.shift = tiny_watched.Sinking.sunk = 0.0
     real = checkpoint.save
 
-    def then_part(*arguments):
+    def then_part(*arguments, **options):
         tiny_watched.Fickle.shift, tiny_watched.Sinking.sunk = 0.2, 0.3
-        return real(*arguments)
+        return real(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         if gamed:
@@ -142,9 +142,9 @@ def test_canaries_are_never_answered_from_memory(tmp_path):
     tiny_watched.Fickle.shift = 0.0
     real = checkpoint.save
 
-    def then_drift(*arguments):
+    def then_drift(*arguments, **options):
         tiny_watched.Fickle.shift = 0.3
-        return real(*arguments)
+        return real(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "save", then_drift)  # the first is saved after the look of step 2

@@ -12,6 +12,8 @@ from retouch.policies.weights import WeightCopies
 from retouch.training import checkpoint
 from retouch.training.checkpoint import TrainState
 
+GROUPS = ("weights", "optimizer", "copies", "random")
+
 
 def capture(parts: Assembly, stepper: Stepper, *, step: int) -> TrainState:
     """Everything from which the run goes on to the same bits: weights, optimizer, copies, each rank's global generators. All ranks
@@ -19,12 +21,13 @@ def capture(parts: Assembly, stepper: Stepper, *, step: int) -> TrainState:
 
     Schedules, samplers and noise are functions of the step and the recipe's seed, so there is nothing of theirs to keep.
     """
-    tensors = {
-        "weights": {name: full_tensor(parameter.detach()) for name, parameter in parts.copies.parameters.items()},
-        "optimizer": stepper.state(),
-        "copies": parts.copies.state(),
-        "random": _generators(parts.ranks),
-    }
+    found: tuple[Mapping[str, Tensor], ...] = (
+        {name: full_tensor(parameter.detach()) for name, parameter in parts.copies.parameters.items()},
+        stepper.state(),
+        parts.copies.state(),
+        _generators(parts.ranks),
+    )
+    tensors = dict(zip(GROUPS, found, strict=True))
     return TrainState(step=step, tensors=tensors, numbers={"world": parts.ranks.world})
 
 

@@ -3,6 +3,7 @@
 import argparse
 import errno
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -46,6 +47,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         from retouch.distributed.guardian import die_with_launcher
 
         die_with_launcher()
+    code = _run(arguments)
+    if "retouch.rewards.worker" in sys.modules and sys.modules["retouch.rewards.worker"].has_abandoned_threads():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # a reward that hangs would keep the interpreter from ending
+    return code
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """The exit code of a command; what users must know goes to stderr without a traceback."""
     from retouch.config import consent
 
     try:
@@ -61,6 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"retouch {arguments.command}: {_explained(error)}", file=sys.stderr)
         return _USER_ERROR
+    except KeyboardInterrupt:
+        print(f"retouch {arguments.command}: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     return code
 
 

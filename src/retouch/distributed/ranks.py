@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import threading
 from dataclasses import dataclass, field
 
 import torch
@@ -14,12 +15,13 @@ from torch import Tensor
 class Ranks:
     """This process is ``rank`` of ``world`` ranks. All ranks must call the collectives in the same order.
 
-    ``device``: the device on which this rank computes.
+    ``device``: the device on which this rank computes. ``stop``: set once this process was asked to stop (by a signal).
     """
 
     rank: int = 0
     world: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    stop: threading.Event = field(default_factory=threading.Event, compare=False)
 
     @property
     def is_main(self) -> bool:

@@ -58,10 +58,10 @@ def _newest(folder: RunFolder | None) -> TrainState | None:
     """What the newest checkpoint of a run holds; None for a recipe. Raises ValueError if a run has none."""
     if folder is None:
         return None
-    found = checkpoint.latest(folder.checkpoints)
-    if found is None:
+    state = checkpoint.load_latest(folder.checkpoints, groups=("weights", "copies"))
+    if state is None:
         raise ValueError(f"{folder.root} has no checkpoint yet; name its recipe to use the untrained policy")
-    return checkpoint.load(found)
+    return state
 
 
 def _recipe(target: str, overrides: Sequence[str], allow_imports: Iterable[str] = ()) -> tuple[Recipe, RunFolder | None]:

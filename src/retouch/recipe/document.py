@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import rjsonnet
-
 from retouch.config.packaged import packaged_recipes
+from retouch.recipe.jsonnet import JsonnetError, evaluate_jsonnet
 from retouch.rewards.vlm import credentials
 
 PREFIX = "APP__"
@@ -25,11 +24,12 @@ def evaluate(file: Path) -> dict[str, Any]:
     """
     variables = {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
     try:
-        text = rjsonnet.evaluate_file(str(file), jpathdir=[str(packaged_recipes())], ext_vars=variables)
-    except RuntimeError as error:
+        document = json.loads(evaluate_jsonnet(file, folders=[packaged_recipes()], variables=variables))
+    except JsonnetError as error:
         hint = f"\nonly environment variables that begin with {PREFIX} are seen" if "external variable" in str(error) else ""
         raise ValueError(f"{error}{hint}") from None
-    document = json.loads(text)
+    except RecursionError:
+        raise ValueError("the recipe is nested too deeply") from None
     if not isinstance(document, dict):
         raise ValueError("a recipe is an object with keys: { name: 'mine', ... }")
     return document

@@ -44,6 +44,8 @@ def parse(document: object, overrides: Sequence[str] = (), *, allow_imports: Ite
     with consent.reading(changed, source=document, allow=[*consent.module_names(allow_imports), *typed]):
         try:
             return Recipe.model_validate_json(json.dumps(changed))
+        except RecursionError:
+            raise ValueError("the recipe is nested too deeply") from None
         except ValidationError as error:
             # Imports every kind of every section, to name the nearest keys; a valid recipe imports only what it names.
             from retouch.config.errors import unknown_keys, wrong_values

@@ -1,14 +1,15 @@
 """Crash-safe files: a whole file is replaced atomically, and a line is appended with a single write.
 
 JSON is strict: a number that JSON cannot represent (NaN, infinity) is written as null. Floats are written so that reading them
-gives the same bits. A last line without a newline was cut off by a kill; readers ignore it and ``filter_lines`` removes it.
+gives the same bits. A last line without a newline was cut off by a kill; readers ignore it and
+``repair.keep_until`` removes it.
 """
 
 import errno
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def read_json(path: Path) -> Any:
     """Read one JSON value. Raises ValueError with the file's name if it is not valid JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
 
 
@@ -109,21 +110,10 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
     write_atomic(path, b"".join(json_line(line) for line in lines))
 
 
-def filter_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Keep only the lines that ``keep`` accepts, byte for byte, and drop an incomplete last line; atomically."""
-    if not path.exists():
-        return
-    before = path.read_bytes()
-    complete = before.split(b"\n")[:-1]
-    after = b"".join(line + b"\n" for number, line in enumerate(complete, start=1) if keep(_parse(line, path, number)))
-    if after != before:
-        write_atomic(path, after)
-
-
 def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
         value = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}, line {number}: not valid JSON ({error}); another program has changed the file") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path}, line {number}: expected an object, found {type(value).__name__}")

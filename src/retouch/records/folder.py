@@ -6,8 +6,9 @@ after a resume (evaluations, images) replaces what was written before. With an `
 process still owns the folder, and raises ``NotOwner`` otherwise.
 """
 
+import errno
 import io
-import shutil
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from PIL.Image import Image
 from retouch.records import files
 from retouch.records.libraries import versions
 from retouch.records.ownership import FILE, Owner, shared_owner
+from retouch.records.repair import keep_until, readable_steps, remove
 from retouch.records.summary import Summary
 from retouch.types import Sample
 
@@ -91,6 +93,10 @@ class RunFolder:
         return self.root / "checkpoints"
 
     @property
+    def saved(self) -> Path:
+        return self.root / "saved.json"
+
+    @property
     def watch(self) -> Path:
         return self.root / "watch"
 
@@ -149,7 +155,7 @@ class RunFolder:
         line = {"step": step, "split": split, "table": table, "ci95": ci95}
         if lower_is_better:
             line["lower_is_better"] = list(lower_is_better)
-        files.write_lines(self.evals, [*others, line])
+        files.write_lines(self.evals, sorted([*others, line], key=lambda each: each["step"]))
 
     def write_samples(self, step: int, kind: SampleSet, records: Sequence[SampleRecord]) -> None:
         """Store images of a step: ``heldout`` (the same tasks and seeds at each evaluation) or ``group`` (training samples).
@@ -193,8 +199,13 @@ class RunFolder:
         """The result of ``write_recipe``. Raises ValueError if this is not the folder of a run."""
         if not self.recipe.exists():
             raise ValueError(f"{self.root} is not the folder of a run: it has no recipe.json")
-        recipe: dict[str, Any] = files.read_json(self.recipe)
-        return recipe
+        record = files.read_json(self.recipe)
+        if not isinstance(record, dict) or not isinstance(record.get("recipe"), dict):
+            raise ValueError(
+                f"{self.recipe} was changed and holds no recipe: restore it from a backup, or start over with --fresh, which "
+                "renames this folder"
+            )
+        return record
 
     def read_metrics(self) -> list[dict[str, Any]]:
         return files.read_lines(self.metrics)
@@ -211,16 +222,47 @@ class RunFolder:
 
     def sample_steps(self) -> list[int]:
         """The steps whose images are complete, in order."""
-        return sorted(_step(path.parent) for path in self.root.glob("samples/step-*/samples.jsonl"))
+        return sorted(_step(path.parent) for path in self.root.glob("samples/step-*/samples.jsonl") if _step(path.parent) >= 0)
 
-    def truncate_after(self, step: int) -> None:
-        """Delete what was written about later steps, and incomplete last lines, so that a resumed run writes them again."""
+    def truncate_after(self, step: int) -> list[str]:
+        """Delete what was written about later steps, and incomplete last lines, so that a resumed run writes them again.
+
+        Also removes doubled and unreadable lines. Returns what was wrong with the files, as sentences for the log.
+        """
         self.require_owner()
         for path in (self.metrics, self.timings, self.evals):
-            files.filter_lines(path, lambda line: bool(line["step"] <= step))
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        notes = [
+            *keep_until(self.metrics, step, every_step=True),
+            *keep_until(self.timings, step),
+            *keep_until(self.evals, step, key=("step", "split")),
+        ]
         for folder in self.root.glob("samples/step-*"):
             if _step(folder) > step:
-                shutil.rmtree(folder)
+                remove(folder)
+        return notes
+
+    def write_saved(self, step: int) -> None:
+        """Record that a checkpoint of this step is on the disk, so that its loss is noticed (``lost_checkpoints``)."""
+        self.require_owner()
+        files.write_json(self.saved, {"step": step})
+
+    def lost_checkpoints(self, found: int | None, *, every: int) -> str | None:
+        """What the checkpoints lost since the run wrote them, as a sentence; None if nothing. Damaged ones count as lost.
+
+        ``found``: the step of the newest intact one, or None. ``every``: the interval of checkpoints, from which the loss is
+        concluded in a folder without a record of them.
+        """
+        record = files.read_json(self.saved) if self.saved.exists() else None
+        saved = record.get("step") if isinstance(record, dict) else None
+        if type(saved) is not int:
+            last = max(readable_steps(self.metrics), default=0)
+            saved = (last - 1) // every * every if every > 0 and last > every else None
+        if saved is None or (found is not None and found >= saved):
+            return None
+        here = "there is none" if found is None else f"the newest intact one is of step {found}"
+        return f"a checkpoint of step {saved} had been saved in {self.checkpoints}, and now {here}"
 
     def set_aside(self) -> Path:
         """Rename the folder to ``<name>.old-YYYYMMDD-HHMMSS`` and return the new path."""
@@ -253,7 +295,9 @@ def own(root: Path, *, fresh: bool, environment: Mapping[str, str]) -> tuple[Run
 
 
 def _step(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
+    """The step that a folder is named after; -1 for another name."""
+    digits = folder.name.removeprefix("step-")
+    return int(digits) if digits.isdecimal() else -1
 
 
 def _write_sample(folder: Path, head: dict[str, Any], item: SampleRecord, *, written: set[str]) -> dict[str, Any]:

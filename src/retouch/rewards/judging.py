@@ -5,7 +5,7 @@ A sample has one of three outcomes: a number, the worst score (the policy made n
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -20,7 +20,10 @@ from retouch.rewards.combine.combination import Combine, combination
 from retouch.rewards.combine.composite import gathered, parts_of
 from retouch.rewards.ledger.journal import Journal, JournalRow, Split, journal_rows
 from retouch.rewards.scoring import checked, scores_of, with_images
+from retouch.rewards.worker import WorkerThread, close_all
 from retouch.types import Batch, Sample, Scores
+
+CLOSE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,10 +104,16 @@ class Judge:
             self.journal.forget_missing(wanted, split=split, step=step)
 
     def close(self) -> None:
-        """Cancel the batches that no reward has started, wait for the others, end the threads and close the reward."""
-        for thread in (self._starting, *self._scoring.values(), self._finishing):
-            thread.shutdown(wait=True, cancel_futures=True)
-        close(self.reward)
+        """Cancel the batches that no reward has started, wait for the others, end the threads and close the reward.
+
+        A reward that does not answer within ``CLOSE_SECONDS`` is left behind, and not closed.
+        """
+        if close_all([self._starting, *self._scoring.values(), self._finishing], seconds=CLOSE_SECONDS):
+            closing = WorkerThread("judge-close")
+            closed = closing.submit(close, self.reward)
+            wait([closed], timeout=CLOSE_SECONDS)
+            if close_all([closing], seconds=0.1):
+                closed.result()
 
     def _submit(self, samples: Sequence[Sample], *, rows: Callable[[], list[JournalRow]] | None) -> "Future[ScoredBatch]":
         started = self._starting.submit(self._start, samples, rows)
@@ -164,5 +173,5 @@ class _Started(NamedTuple):
     began: float
 
 
-def _thread(name: str) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"judge-{name}")
+def _thread(name: str) -> WorkerThread:
+    return WorkerThread(f"judge-{name}")

@@ -75,7 +75,7 @@ def _checked_column(name: str, column: Column, returned: Scores, count: int) -> 
         raise ValueError(
             f"the reward declares the column {name!r} and did not return it; it returned {', '.join(returned) or 'nothing'}"
         )
-    values = torch.as_tensor(returned[name], dtype=torch.float32).cpu()
+    values = torch.as_tensor(returned[name], dtype=torch.float32).detach().cpu()
     if values.shape != (count,):
         raise ValueError(
             f"column {name!r} has shape {tuple(values.shape)} for {count} samples; return one a sample, NaN where missing"

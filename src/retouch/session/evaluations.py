@@ -38,13 +38,32 @@ class RunEvaluations:
         evaluated = replace(self.evaluator, judge=self.parts.judge.for_split("heldout", step))(self.policy)
         self._require_scores(evaluated, step)
         if self.parts.ranks.is_main:
-            means, intervals = score_table(evaluated, self.headline)
-            columns = self.parts.judge.reward.columns
-            lower = [name for name, column in columns.items() if not column.higher_is_better]
-            self.folder.write_eval(step, "heldout", table=means, ci95=intervals, lower_is_better=lower)
+            self._write_line(step, evaluated)
             self._path(step).parent.mkdir(exist_ok=True)
             files.write_json(self._path(step), evaluated.to_json())
         return evaluated
+
+    def repair(self, done: int) -> list[str]:
+        """Restore what is missing of the evaluations up to ``done`` from their scores. Returns what was missing, as sentences."""
+        known = {line["step"] for line in self.folder.read_evals()}
+        notes = []
+        for step in sorted({0, *(at for at in range(done + 1) if self._path(at).exists())}):
+            try:
+                evaluated = self._stored(step)
+            except ValueError as error:
+                notes.append(str(error))
+                continue
+            if step not in known:
+                self._write_line(step, evaluated)
+                notes.append(f"{self.folder.evals.name}: the line of step {step} was missing and is restored from its scores")
+        if not self._stored_baselines():
+            notes.append(f"{self._baselines_path} is missing or damaged: the summary will have no baselines")
+        return notes
+
+    def _write_line(self, step: int, evaluated: EvaluationResult) -> None:
+        means, intervals = score_table(evaluated, self.headline)
+        lower = [name for name, column in self.parts.judge.reward.columns.items() if not column.higher_is_better]
+        self.folder.write_eval(step, "heldout", table=means, ci95=intervals, lower_is_better=lower)
 
     def _require_scores(self, evaluated: EvaluationResult, step: int) -> None:
         column = self.parts.judge.reward.columns.get(self._column)
@@ -92,25 +111,43 @@ class RunEvaluations:
         """Write the summary of a finished run."""
         if not self.parts.ranks.is_main:
             return
-        tasks = self.evaluator.tasks
-        before, after = (EvaluationResult.from_json(files.read_json(self._path(at)), tasks) for at in (0, step))
-        baselines = files.read_json(self._baselines_path)
+        before, after = (self._stored(at) for at in (0, step))
+        baselines = self._stored_baselines()
         start, end = self._values(before), self._values(after)
         _, interval = paired_gain(start[self.headline], end[self.headline])
-        seconds = math.fsum(line["time/step"] for line in self.folder.read_timings())
+        seconds = math.fsum(line.get("time/step") or 0.0 for line in self.folder.read_timings())
         summary = Summary(
             column=self._column,
             on=self._on(),
             before=self._headline(start),
             after=self._headline(end),
             steps=step,
-            ceiling=baselines["ceiling"],
-            best_of_k=baselines["best_of_k"],
-            k=baselines["k"],
+            ceiling=baselines.get("ceiling"),
+            best_of_k=baselines.get("best_of_k"),
+            k=None if (k := baselines.get("k")) is None else int(k),
             gain_ci95=interval,
             cost={"training seconds": round(seconds, 1), "device": str(self.parts.ranks.device), "ranks": self.parts.ranks.world},
         )
         self.folder.write_summary(summary)
+
+    def _stored(self, step: int) -> EvaluationResult:
+        """The stored scores after a step. Raises ValueError if they are missing or damaged."""
+        path = self._path(step)
+        try:
+            return EvaluationResult.from_json(files.read_json(path), self.evaluator.tasks)
+        except (OSError, KeyError, TypeError, AttributeError):
+            raise ValueError(
+                f"{path} is missing or damaged, and the summary compares the trained policy with it. The checkpoints are intact; "
+                "restore the file from a backup and start the run again for its summary"
+            ) from None
+
+    def _stored_baselines(self) -> dict[str, float | None]:
+        """The baselines; empty if the file is missing or damaged."""
+        try:
+            found = files.read_json(self._baselines_path)
+            return {name: None if found[name] is None else float(found[name]) for name in ("ceiling", "best_of_k", "k")}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
 
     def _headline(self, values: Tensor) -> float:
         return float(values[self.headline].nanmean())

@@ -1,6 +1,7 @@
-"""What interrupts a run: SIGINT (Ctrl-C) and SIGTERM, which ask it to stop at the end of its step, and a device that is full."""
+"""What interrupts a run: SIGINT (Ctrl-C), SIGTERM and SIGHUP, which ask it to stop at the end of its step, and a full device."""
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -11,20 +12,23 @@ from retouch.recipe.recipe import Recipe
 
 
 class StopRequest:
-    """``signal``: the first signal received, or None. A second Ctrl-C stops the process at once, as usual."""
+    """``signal``: the first signal received, or None. A second Ctrl-C stops the process at once, as usual.
 
-    def __init__(self) -> None:
+    ``asked``: the event that is set once the run was asked to stop, which ends waiting for rewards (``Ranks.stop``).
+    """
+
+    def __init__(self, asked: threading.Event) -> None:
         self.signal: int | None = None
-        self._asked = False
+        self._asked = asked
 
     def stop(self) -> None:
         """Ask the run to stop at the end of its step, without a signal."""
-        self._asked = True
+        self._asked.set()
 
     @property
     def pending(self) -> bool:
         """Whether the run was asked to stop."""
-        return self._asked or self.signal is not None
+        return self._asked.is_set()
 
     @property
     def code(self) -> int:
@@ -33,18 +37,21 @@ class StopRequest:
 
 
 @contextmanager
-def catch_stop_signals() -> Iterator[StopRequest]:
-    """Catch the first SIGINT or SIGTERM inside the block."""
-    request = StopRequest()
+def catch_stop_signals(request: StopRequest) -> Iterator[None]:
+    """Catch the first SIGINT, SIGTERM or SIGHUP inside the block as a request to stop. An ignored SIGHUP (nohup) stays ignored."""
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
 
     def note(number: int, frame: FrameType | None) -> None:
         request.signal = number
-        for each in (signal.SIGINT, signal.SIGTERM):
+        request.stop()
+        for each in numbers:
             signal.signal(each, before[each])
 
-    before = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = {each: signal.signal(each, note) for each in numbers}
     try:
-        yield request
+        yield
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)

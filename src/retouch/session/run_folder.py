@@ -6,13 +6,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from retouch.assembly.state import GROUPS
 from retouch.config import consent
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder, own
 from retouch.records.libraries import silence_libraries
 from retouch.records.ownership import NotOwner, shared_owner
+from retouch.records.repair import readable_steps
 from retouch.training import checkpoint
+from retouch.training.checkpoint import TrainState
 
 log = logging.getLogger("retouch")
 
@@ -25,18 +28,19 @@ def run_folder(recipe: Recipe, ranks: Ranks, *, fresh: bool, new_judge: bool, ow
     others. Raises ValueError, on every rank, if another process owns the folder or it holds a run of another recipe.
     """
     with ExitStack() as closing:
-        folder, aside, refusal = RunFolder(recipe.folder), None, None
+        folder, aside = RunFolder(recipe.folder), None
+        refusal: NotOwner | OSError | None = None
         try:
             if ranks.is_main:
                 folder, aside = own(recipe.folder, fresh=fresh, environment=os.environ)
             else:
                 folder = RunFolder(recipe.folder, shared_owner(recipe.folder, os.environ))
-        except NotOwner as error:
+        except (NotOwner, OSError) as error:
             refusal = error
         if folder.owner is not None:
             closing.callback(folder.owner.close)
         if ranks.any(refusal is not None):
-            raise refusal or NotOwner(f"{recipe.folder} is in use, as the message of rank 0 says")
+            raise refusal or NotOwner(f"{recipe.folder} cannot be used, as the message of rank 0 says")
         _require_same_recipe(folder, recipe, new_judge=new_judge)
         ranks.barrier()
         if ranks.is_main:
@@ -55,8 +59,32 @@ def run_folder(recipe: Recipe, ranks: Ranks, *, fresh: bool, new_judge: bool, ow
             raise
 
 
+def newest_state(folder: RunFolder, *, every: int) -> TrainState | None:
+    """The newest intact checkpoint of a run; None for a run that has not saved one yet. Says what was lost since the last start.
+
+    ``every``: the interval of checkpoints. Raises ValueError if the run had checkpoints and none of them is intact.
+    """
+    state = checkpoint.load_latest(folder.checkpoints, groups=GROUPS)
+    lost = folder.lost_checkpoints(None if state is None else state.step, every=every)
+    if state is None and (lost or any(folder.checkpoints.glob("step-*"))):
+        raise ValueError(
+            f"{lost or f'all checkpoints in {folder.checkpoints} are damaged'}. Starting at step 0 would delete the records of the "
+            "run, so nothing was changed: restore a checkpoint from a backup, or start over with --fresh, which renames the folder"
+        )
+    if lost:
+        log.warning("%s; the steps after it are trained again", lost)
+    elif state is None and (lines := len(readable_steps(folder.metrics))):
+        log.warning("the run had ended before its first checkpoint: its %d steps are trained again", lines)
+    return state
+
+
 def _require_same_recipe(folder: RunFolder, recipe: Recipe, *, new_judge: bool) -> None:
     if not folder.recipe.exists():
+        if any(folder.checkpoints.glob("step-*")):
+            raise ValueError(
+                f"{folder.root} has checkpoints and no recipe.json, so they may be of another recipe: restore the file from a "
+                "backup, or rename the folder with --fresh"
+            )
         return
     from retouch.recipe.differences import differences
 

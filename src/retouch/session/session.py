@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import accelerate.utils
 
 from retouch.assembly.assembly import Assembly, assemble
-from retouch.assembly.state import capture, restore
+from retouch.assembly.state import GROUPS, capture, restore
 from retouch.distributed.placement import check_sharding, init_distributed_from_recipe, limit_memory, plan_placement
 from retouch.distributed.stepper import Stepper
 from retouch.policies.engines.base import EngineFault
@@ -26,10 +26,10 @@ from retouch.records.libraries import require_trackers
 from retouch.rewards.quota.quota import BudgetSpent
 from retouch.session.interruptions import StopRequest, catch_stop_signals, explain_out_of_memory
 from retouch.session.listener import Listener, StepResult
-from retouch.session.run_folder import run_folder
+from retouch.session.run_folder import newest_state, run_folder
 from retouch.training import checkpoint
 from retouch.training.ledger import Ledger
-from retouch.training.loop import TooManyMissing, train
+from retouch.training.loop import RewardsAbandoned, TooManyMissing, train
 from retouch.training.preflight import require_passed
 
 if TYPE_CHECKING:
@@ -91,8 +91,9 @@ def open_session(
                     measures = build_measures(recipe.watch, device=ranks.device, cached=ledger.cached)
                 parts = assemble(recipe, ranks, ledger=ledger)
             _log_plan(recipe, parts)
-            stop = catch_stop_signals() if own_process else nullcontext(StopRequest())
-            with stop as request, explain_out_of_memory(recipe, lambda: parts.clock.stage or "evaluation"):
+            request = StopRequest(ranks.stop)
+            catching = catch_stop_signals(request) if own_process else nullcontext()
+            with catching, explain_out_of_memory(recipe, lambda: parts.clock.stage or "evaluation"):
                 watcher = None
                 if measures is not None and recipe.watch is not None:
                     from retouch.watch.alarm_stop import refuse_if_stopped
@@ -136,12 +137,7 @@ class Session:
 
         If the caller stops iterating, a checkpoint of the last step is saved. Raises ValueError as ``run`` does.
         """
-        found = checkpoint.latest(self.folder.checkpoints)
-        if found is None and any(self.folder.checkpoints.glob("step-*")):
-            raise ValueError(
-                f"all checkpoints in {self.folder.checkpoints} are damaged; restore one from a backup, or start over with --fresh"
-            )
-        state = None if found is None else checkpoint.load(found)
+        state = newest_state(self.folder, every=self.recipe.checkpoints.every)
         self.done = 0 if state is None else state.step
         stepper = self.parts.stepper()
         if state is not None:
@@ -150,8 +146,11 @@ class Session:
                 log.info("this run is done: %s. Raise `steps` to extend it, or start over with --fresh", self.folder.report)
                 return
             log.info("resumed after step %d", self.done)
+            if self.ledger.is_new and self.parts.ranks.is_main:
+                log.warning("the run's ledger is missing: images are judged again, and `retouch ledger` knows only later steps")
         if self.parts.ranks.is_main:
-            self.folder.truncate_after(self.done)
+            for note in self.folder.truncate_after(self.done):
+                log.warning("%s", note)
         self.parts.ranks.barrier()
         self.ledger.attach(self.parts.judge, since=self.done)
         with ExitStack() as stack:
@@ -170,12 +169,24 @@ class Session:
             trackers = stack.enter_context(closing(self._trackers()))
             self.memory = DeviceMemory(self.parts.ranks, self.parts.placement, self.recipe.devices)
             self.evaluations = RunEvaluations(self.recipe, self.folder, self.parts)
+            if self.done and self.parts.ranks.is_main:
+                for note in self.evaluations.repair(self.done):
+                    log.warning("%s", note)
             self.recorder = Recorder(self.folder, trackers, total=self.parts.steps, pictured_groups=self.recipe.samples.groups)
-            yield from self._train(stepper)
+            self.watching = False
+            try:
+                yield from self._train(stepper)
+            except RewardsAbandoned:
+                newest = checkpoint.latest(self.folder.checkpoints)
+                where = "there is no checkpoint yet" if newest is None else f"the checkpoint is {newest}"
+                log.warning("stopped while rewards did not answer; %s. Run the same command to continue", where)
+                self.code = self.request.code
 
     def _train(self, stepper: Stepper) -> Iterator[StepResult]:
         if self.done == 0:
             self._heldout(baseline=True)
+        elif self.parts.ranks.any(self.done < self.parts.steps and self._lacks_evaluation()):
+            self._heldout(baseline=False)  # the run was stopped before the evaluation of its last step
         if self.watcher is not None:
             self.watcher.open(self.ledger, self.parts.judge, done=self.done)
             if self.watcher.watch.rolls_back and self.done == 0:
@@ -203,6 +214,10 @@ class Session:
                 self._save(stepper)
                 self.parts.judge.forget_missing("train", self.done)
                 raise
+            except RewardsAbandoned:
+                if not self.watching:  # the look of this step is made again from the checkpoint before
+                    self._save(stepper)
+                raise
             except EngineFault:
                 # Raised on every rank before the step's rollout was complete.
                 self._save(stepper)
@@ -222,12 +237,14 @@ class Session:
         """Record the step, save and evaluate when due; also returns whether the run was asked to stop. Raises AlarmStop."""
         alarms: list[Alarm] = []
         if self.watcher is not None:
+            self.watching = True
             try:
                 with self.parts.clock("watch"):
                     watch_metrics, alarms = self.watcher.after(self.done, collected)
             except BudgetSpent:  # raised on every rank; the step was taken, so its metrics are recorded
                 self._record(phase, collected, metrics)
                 raise
+            self.watching = False
             metrics = {**metrics, **watch_metrics}
         self._record(phase, collected, metrics)
         result = StepResult(step=self.done, steps=self.parts.steps, phase=phase, metrics=metrics)
@@ -268,9 +285,9 @@ class Session:
             return
         back_to = None
         if any(alarm.response == "roll_back" for alarm in alarms):
-            newest = checkpoint.latest(self.folder.checkpoints)
+            newest = checkpoint.load_latest(self.folder.checkpoints, groups=GROUPS)
             assert newest is not None, "a run that may roll back saves a checkpoint at its start"
-            back_to = checkpoint.load(newest).step
+            back_to = newest.step
         else:
             self._save(stepper)
         if self.parts.ranks.is_main:
@@ -298,11 +315,17 @@ class Session:
             for line in self.evaluations.format_table(self.done):
                 log.info(line)
 
+    def _lacks_evaluation(self) -> bool:
+        return _due(self.done, self.recipe.eval.every) and self.done not in {line["step"] for line in self.folder.read_evals()}
+
     def _report(self) -> None:
         from retouch.report.page import write_report
 
         self.folder.require_owner()
-        log.info("report: %s", write_report(self.folder.root))
+        try:
+            log.info("report: %s", write_report(self.folder.root))
+        except ValueError as error:  # the report shows the run's files, which others can damage; it must not end the run
+            log.warning("no report was written: %s", error)
 
     def _save(self, stepper: Stepper) -> None:
         state = capture(self.parts, stepper, step=self.done)
@@ -310,6 +333,10 @@ class Session:
             checkpoint.save(self.folder.checkpoints, state, before_commit=self.folder.require_owner)
             section = self.recipe.checkpoints
             checkpoint.prune(self.folder.checkpoints, section.keep, keep_every=section.keep_every)
+            self.folder.write_saved(state.step)
+            if not self.folder.recipe.exists():
+                log.warning("%s was deleted during the run; it is written again", self.folder.recipe)
+                self.folder.write_recipe(self.recipe.document())
         self.parts.ranks.barrier()
         self.listener.saved(self.done, self.folder.checkpoints / f"step-{self.done:06d}")
 

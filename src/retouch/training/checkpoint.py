@@ -11,7 +11,7 @@ import logging
 import random
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,8 +97,27 @@ def load(path: Path) -> TrainState:
     """Read a checkpoint, with tensors on the CPU. Raises ValueError if it is damaged or of another format version."""
     groups = [name.removesuffix(_TENSORS) for name in verify(path) if name.endswith(_TENSORS)]
     record = files.read_json(path / "state.json")
-    tensors = {group: load_file(path / f"{group}{_TENSORS}", device="cpu") for group in groups}
+    if not isinstance(record, dict) or record.get("step") != _step(path) or not isinstance(record.get("numbers"), dict):
+        raise ValueError(f"{path / 'state.json'} does not describe step {_step(path)}; use another checkpoint")
+    try:
+        tensors = {group: load_file(path / f"{group}{_TENSORS}", device="cpu") for group in groups}
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"the checkpoint {path} is damaged: {error}; use another checkpoint") from error
     return TrainState(record["step"], tensors, record["numbers"])
+
+
+def load_latest(folder: Path, *, groups: Collection[str]) -> TrainState | None:
+    """The newest checkpoint that can be read and has these groups of tensors, or None. Others are skipped with a warning."""
+    for path in _newest_first(folder):
+        try:
+            state = load(path)
+            if missing := sorted(set(groups) - set(state.tensors)):
+                raise ValueError(f"the checkpoint {path} has no {', '.join(missing)}")
+        except ValueError as error:
+            _log.warning("skipping a checkpoint: %s", error)
+        else:
+            return state
+    return None
 
 
 def verify(path: Path) -> list[str]:
@@ -114,7 +133,7 @@ def verify(path: Path) -> list[str]:
                 )
             if _sha256(path / name) != entry["sha256"]:
                 raise ValueError(f"{path / name} has changed since it was saved (its SHA-256 differs); use another checkpoint")
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"the checkpoint {path} is damaged: {error}; use another checkpoint") from error
     return list(listed)
 
@@ -201,7 +220,8 @@ def _listed(path: Path, manifest: object) -> dict[str, dict[str, object]]:
         Path(name).name == name and isinstance(entry, dict) and entry.keys() == {"bytes", "sha256"}
         for name, entry in listed.items()
     )
-    if not valid or "state.json" not in listed:
+    unlisted = {file.name for file in path.glob(f"*{_TENSORS}")} - listed.keys()
+    if not valid or unlisted or "state.json" not in listed:
         raise ValueError(f"{path / 'manifest.json'} does not describe a checkpoint; use another one")
     return listed
 
@@ -245,5 +265,7 @@ def _discard(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    if path.exists():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -33,7 +33,9 @@ class Ledger:
         self._ranks = ranks
         self._new_judge = new_judge
         self._images = KeptImages(run) if keep_images else None
-        self._database = Database(ledger_path(run, ranks.rank))
+        path = ledger_path(run, ranks.rank)
+        self.is_new = not path.exists()
+        self._database = Database(path)
 
     @cached_property
     def cache(self) -> "AnswerCache":

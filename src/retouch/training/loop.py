@@ -6,8 +6,11 @@ Rewards are gathered over ranks before advantages are computed, so a group may s
 same order with equally many rows, and raises the same errors, because they depend only on gathered values.
 """
 
+import logging
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +31,15 @@ from retouch.rewards.quota.quota import BudgetSpent
 from retouch.types import Batch, Minibatch, Sample, Trajectory
 
 Metrics = dict[str, float]
+
+
+STOP_SECONDS = 10.0
+_POLL_SECONDS = 0.25
+_log = logging.getLogger("retouch")
+
+
+class RewardsAbandoned(Exception):
+    """The run was asked to stop and the rewards did not come within ``STOP_SECONDS``. Nothing was learned from them."""
 
 
 class TooManyMissing(ValueError):
@@ -136,21 +148,42 @@ def collect(run: Run, phase: Phase, step: int) -> Collected:
 
 
 def wait_for_rewards(ranks: Ranks, pending: Sequence["Future[ScoredBatch]"]) -> ScoredBatch:
-    """The scores of all chunks, in order. Raises BudgetSpent on every rank if one rank's judge has spent its budget."""
+    """The scores of all chunks, in order. Raises, on every rank, what ``wait_for_chunks`` raises."""
     return ScoredBatch.concat(wait_for_chunks(ranks, pending))
 
 
 def wait_for_chunks(ranks: Ranks, pending: Sequence["Future[ScoredBatch]"]) -> list[ScoredBatch]:
-    """The scores of each chunk; a rank may have none. Raises BudgetSpent on every rank if one rank's judge has spent its budget."""
-    parts, spent = [], None
-    for future in pending:
+    """The scores of each chunk; a rank may have none.
+
+    Raises on every rank: BudgetSpent if one rank's judge has spent its budget, RewardsAbandoned if one rank was asked to stop and
+    its rewards did not come within ``STOP_SECONDS``.
+    """
+    parts, spent, abandoned = [], None, not _all_done(ranks, pending)
+    for future in () if abandoned else pending:
         try:
             parts.append(future.result())
         except BudgetSpent as error:
             spent = error
-    if ranks.any(spent is not None):
+    any_spent, any_abandoned = ranks.max(torch.tensor([float(spent is not None), float(abandoned)])).tolist()
+    if any_abandoned:
+        raise RewardsAbandoned
+    if any_spent:
         raise spent or BudgetSpent("the judge's budget is spent, as another rank's log says")
     return parts
+
+
+def _all_done(ranks: Ranks, pending: Sequence["Future[ScoredBatch]"]) -> bool:
+    """Wait for the futures; False if this process was asked to stop and they do not end soon."""
+    deadline = math.inf
+    while unfinished := wait(pending, timeout=_POLL_SECONDS).not_done:
+        if not ranks.stop.is_set():
+            continue
+        if deadline == math.inf:
+            deadline = time.monotonic() + STOP_SECONDS
+            _log.info("asked to stop: waiting at most %.0f s for the rewards of %d chunks", STOP_SECONDS, len(unfinished))
+        if time.monotonic() > deadline:
+            return False
+    return True
 
 
 def compute_advantages(run: Run, phase: Phase, judged: ScoredBatch) -> tuple[Float[Tensor, " b"], Metrics]:

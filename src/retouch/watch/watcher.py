@@ -8,7 +8,7 @@ uninterrupted run.
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from retouch.assembly.assembly import Assembly
 from retouch.recipe.watch import Watch
 from retouch.records import files
 from retouch.records.folder import RunFolder
-from retouch.rewards.judging import Judge, JudgeBatch, ScoredBatch
+from retouch.rewards.judging import CLOSE_SECONDS, Judge, JudgeBatch, ScoredBatch
+from retouch.rewards.worker import WorkerThread, close_all
 from retouch.training.evaluation import EVALUATION_STEP, Evaluator
 from retouch.training.ledger import Ledger
 from retouch.training.loop import Collected, Metrics, wait_for_chunks
@@ -85,8 +86,11 @@ class Watcher:
         return {**metrics, **self._metrics(observation), **{f"watch/alarm/{alarm.rule}": 1.0 for alarm in alarms}}, alarms
 
     def _observe(self, step: int) -> Observation:
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="watch") as executor:
+        executor = WorkerThread("watch")
+        try:
             evaluated = replace(self.evaluator, judge=self._judges(step, executor))(self.policy)
+        finally:
+            close_all([executor], seconds=CLOSE_SECONDS)
         if not self._observations:
             self._write_canaries(evaluated.images, evaluated.texts)
         tasks = tuple(task.id for task in evaluated.tasks)
@@ -96,7 +100,7 @@ class Watcher:
         self._observations.append(observation)
         return observation
 
-    def _judges(self, step: int, executor: ThreadPoolExecutor) -> JudgeBatch:
+    def _judges(self, step: int, executor: WorkerThread) -> JudgeBatch:
         """Scores a batch at ``step``: ``proxy`` and ``heldout``, the results of the two judges, and every measure."""
 
         def score(batch: Batch, samples: Sequence[Sample]) -> "Future[ScoredBatch]":

@@ -6,16 +6,18 @@ reward server, found by its content. Scores are JSON objects by column, in which
 """
 
 import json
+import logging
 import math
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
 FORMAT = 2
 _LARGEST = 3.4028234663852886e38  # of float32
+_log = logging.getLogger(__name__)
 _SCHEMA = (
     """
     CREATE TABLE IF NOT EXISTS judges (
@@ -67,11 +69,17 @@ class Database:
             except BaseException:
                 self._connection.close()
                 raise
+        self._there = self._identity()
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction: on the disk when the block ends, or undone as a whole if it raises."""
+        """One transaction: on the disk when the block ends, or undone as a whole if it raises.
+
+        If the file was deleted since it was opened, it is written again first, with all that it held.
+        """
         with self._lock, _explained(self.path):
+            if self._identity() != self._there:
+                self._restore()
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection
@@ -85,6 +93,33 @@ class Database:
         """The connection, for queries."""
         with self._lock, _explained(self.path):
             yield self._connection
+
+    def _identity(self) -> tuple[int, int, bool]:
+        """What file the path names, and whether its write-ahead log is there; zeros without a file."""
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return 0, 0, False
+        return found.st_dev, found.st_ino, _with(self.path, "-wal").exists()
+
+    def _restore(self) -> None:
+        """Write the file again from the open one, which the system keeps until it is closed. ValueError: another file is there."""
+        if self.path.exists() and self._identity()[:2] != self._there[:2]:
+            raise ValueError(f"the ledger {self.path} was replaced by another file during the run; restore it and start again")
+        temporary = _with(self.path, ".restored")
+        temporary.unlink(missing_ok=True)
+        with closing(sqlite3.connect(temporary)) as copy:
+            self._connection.backup(copy)
+        self._connection.close()
+        for suffix in ("-wal", "-shm"):
+            _with(self.path, suffix).unlink(missing_ok=True)  # they belong to the deleted file
+        temporary.replace(self.path)
+        self._connection = sqlite3.connect(self.path, timeout=60.0, isolation_level=None, check_same_thread=False)
+        self._connection.execute("PRAGMA journal_mode = WAL")
+        self._connection.execute("PRAGMA synchronous = FULL")
+        self._connection.execute(f"PRAGMA user_version = {FORMAT}")
+        self._there = self._identity()
+        _log.warning("the ledger %s was deleted during the run; it is restored", self.path)
 
     def close(self) -> None:
         """Merge the write-ahead log into the file and close it."""
@@ -102,6 +137,10 @@ def open_read_only(path: Path) -> sqlite3.Connection:
             connection.close()
             raise
         return connection
+
+
+def _with(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
 
 
 def encode_text(value: str) -> str:

@@ -1,0 +1,80 @@
+"""Every fault of tests/support/folder_faults.py on the folder of an interrupted run: what a run that is started again makes of it.
+
+    python benchmarks/robustness/folders.py [--out FOLDER] [--every N] [--only REGEX]
+
+Prints one line per fault and a table. Exits with 1 if anything was lost or changed without a word, or ended with a traceback.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE.parents[1] / "tests" / "support"))
+import folder_faults as faults  # noqa: E402
+
+
+def in_fork(work: "faults.Callable[[], int | None]", log: Path) -> int:
+    """Do the work in a fork, whose output goes to the log; its exit code, or minus the signal that ended it."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    code = 1
+    try:
+        code = work() or 0
+    except BaseException:  # noqa: BLE001  (a fork must not run its parent's code)
+        import traceback
+
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def outcomes(out: Path, *, every: int = 1, only: str = "") -> Iterator["faults.Outcome"]:
+    """Resume the run after each ``every``-th fault whose name contains ``only``."""
+    import retouch.session.session  # noqa: F401  (loaded once, before the forks)
+
+    whole, base = faults.six_steps(out, "whole"), faults.six_steps(out, "base")
+    assert in_fork(lambda: faults.train(whole), out / "whole.log") == 0, (out / "whole.log").read_text()
+    assert in_fork(lambda: faults.train_and_die(base), out / "base.log") == -9, (out / "base.log").read_text()
+    for number, fault in enumerate([name for name in faults.FAULTS if re.search(only, name)][::every]):
+        made = faults.six_steps(out, f"fault-{number}")
+        shutil.copytree(base.folder, made.folder, symlinks=True)
+        recipe = (made.folder / "recipe.json").read_text().replace('"base"', f'"{made.name}"')
+        (made.folder / "recipe.json").write_text(recipe)
+        faults.FAULTS[fault](made.folder)
+        before, log = faults.contents(made.folder), out / f"{made.name}.log"
+        code = in_fork(lambda made=made: faults.train(made), log)
+        yield faults.judge_outcome(fault, code, log.read_text(), before=before, folder=made.folder, whole=whole.folder)
+        shutil.rmtree(made.folder)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--every", type=int, default=1, help="take only every N-th fault")
+    parser.add_argument("--only", default="", metavar="REGEX", help="take only faults with such a name")
+    arguments = parser.parse_args()
+    counted: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as temporary:
+        out = arguments.out or Path(temporary)
+        out.mkdir(parents=True, exist_ok=True)
+        for outcome in outcomes(out, every=arguments.every, only=arguments.only):
+            counted[outcome.kind] += 1
+            print(f"{outcome.kind:20s} {outcome.fault:70s} {outcome.text[:150]}", flush=True)
+    print(f"\n{sum(counted.values())} faults: " + ", ".join(f"{count} {kind}" for kind, count in counted.most_common()))
+    return int(counted["WRONG"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

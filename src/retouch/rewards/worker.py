@@ -1,0 +1,81 @@
+"""A thread that runs calls in order, and that a process can leave behind if a call never ends."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+ABANDONED = "abandoned"
+_log = logging.getLogger(__name__)
+
+
+class WorkerThread:
+    """Like a ThreadPoolExecutor with one thread, except that neither ``close`` nor the end of the process waits for it for ever."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def submit(self, call: Callable[..., T], *args: Any) -> "Future[T]":
+        """The future of ``call(*args)``, which runs after all calls that were submitted before. RuntimeError after ``close``."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"the thread {self.name} is closed")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+                self._thread.start()
+            self._calls.put((future, lambda: call(*args)))
+        return future
+
+    def close(self, *, seconds: float) -> bool:
+        """Cancel the calls that have not begun, and wait for the one that runs. False: it did not end within that time, and the
+        thread is left behind."""
+        with self._lock:
+            self._closed = True
+            while not self._calls.empty():
+                waiting = self._calls.get_nowait()
+                if waiting is not None:
+                    waiting[0].cancel()
+            self._calls.put(None)
+        if self._thread is None:
+            return True
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self._thread.name = f"{ABANDONED} {self.name}"
+            return False
+        return True
+
+    def _run(self) -> None:
+        while (waiting := self._calls.get()) is not None:
+            future, call = waiting
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = call()
+            except BaseException as error:  # noqa: BLE001  (whoever waits for the future raises it)
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            del future, call, waiting
+
+
+def close_all(threads: "list[WorkerThread]", *, seconds: float) -> bool:
+    """Close the threads, within this time in total. False, with a warning, if one of them had to be left behind."""
+    end = time.monotonic() + seconds
+    ended = [thread.close(seconds=max(0.1, end - time.monotonic())) for thread in threads]
+    if not all(ended):
+        _log.warning("a call of a reward has not ended and is left behind")
+    return all(ended)
+
+
+def has_abandoned_threads() -> bool:
+    """Whether this process left a thread behind. The interpreter's normal exit may then wait for it: leave with ``os._exit``."""
+    return any(thread.name.startswith(ABANDONED) for thread in threading.enumerate())

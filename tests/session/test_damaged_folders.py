@@ -1,0 +1,203 @@
+"""A damaged run folder: the run goes on to the same bits, says what is lost, or refuses; plain mistakes have plain messages."""
+
+import os
+import re
+import resource
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from folder_faults import FAULTS
+from retouch import cli
+from retouch.records import files
+from retouch.records.folder import RunFolder
+from retouch.records.repair import keep_until
+from retouch.rewards.ledger.database import Database
+from retouch.rewards.scoring import scores_of
+from retouch.types import Column, Sample, Scores, Task
+
+ROOT = Path(__file__).parents[2]
+EXPECTED = {
+    "no checkpoints": "refused",
+    "delete: evals.jsonl": "same bits",
+    "every line of the metrics twice": "same bits",
+    "a line of the metrics is missing": "same weights, said",
+    "a stale temporary file": "same bits",
+    "a checkpoint without weights": "same bits",
+    "nested 100 000 deep: checkpoints/step-000004/manifest.json": "same bits",
+    "{}: recipe.json": "refused",
+}
+
+
+def test_what_a_run_makes_of_a_damaged_folder() -> None:
+    assert len(FAULTS) >= 100
+    only = "|".join(f"^{re.escape(name)}$" for name in EXPECTED)
+    command = [sys.executable, "-W", "ignore", str(ROOT / "benchmarks/robustness/folders.py"), "--only", only]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    found = {line[21:91].strip(): line[:20].strip() for line in done.stdout.splitlines()[:-2]}
+    assert found == EXPECTED, done.stdout + done.stderr[-2000:]
+
+
+# What is said of lines and lost checkpoints
+
+
+def test_lines_in_order_are_kept_byte_for_byte(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1,  "a": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
+    assert keep_until(path, 2, every_step=True) == []
+    assert path.read_text() == '{"step": 1,  "a": 1}\n{"step": 2}\n'
+    assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_what_is_wrong_with_lines_is_said_and_the_file_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    content = '{"step": 3}\n{"step": 1}\n{"step": 1}\n{"step": 3, "a": 2}\nwhat?\n{"step": 7}\n'
+    path.write_text(content)
+    notes = keep_until(path, 7, every_step=True)
+    said = " ".join(notes)
+    for words in (
+        "1 unreadable",
+        "1 lines were there twice",
+        "1 lines contradicted",
+        "not in order",
+        "steps 2, 4 to 6 are missing",
+    ):
+        assert words in said
+    assert path.read_text() == '{"step": 1}\n{"step": 3, "a": 2}\n{"step": 7}\n'
+    (copy,) = tmp_path.glob("metrics.jsonl.damaged-*")
+    assert copy.read_text() == content
+    assert copy.name in said
+
+
+def test_a_lost_checkpoint_is_noticed_by_its_record_and_in_old_folders_by_the_metrics(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.lost_checkpoints(None, every=10) is None
+    for step in range(1, 13):
+        folder.append_metrics(step, "main", {})
+        assert (folder.lost_checkpoints(None, every=10) is None) == (step <= 10)
+    assert folder.lost_checkpoints(10, every=10) is None
+    assert folder.lost_checkpoints(None, every=0) is None
+    folder.write_saved(12)  # a run that was asked to stop saves between
+    assert "a checkpoint of step 12 had been saved" in str(folder.lost_checkpoints(10, every=10))
+    assert folder.lost_checkpoints(12, every=10) is None
+
+
+def test_a_ledger_that_is_deleted_during_a_run_is_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "ledger.sqlite"
+    insert = "INSERT INTO judges (fingerprint, about, since) VALUES (?, '{}', 0)"
+    with closing(Database(path)) as database:
+        for number, lose in enumerate((path, tmp_path / "ledger.sqlite-wal", path)):
+            with database.writing() as connection:
+                connection.execute(insert, (str(number),))
+            lose.unlink()
+        with database.writing() as connection:
+            connection.execute(insert, ("last",))
+    with closing(sqlite3.connect(path)) as read:
+        assert [row[0] for row in read.execute("SELECT fingerprint FROM judges ORDER BY number")] == ["0", "1", "2", "last"]
+    assert caplog.text.count("was deleted during the run") == 3
+
+
+def test_a_ledger_that_is_replaced_during_a_run_is_not_written_to(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with closing(Database(path)) as database:
+        path.unlink()
+        path.write_text("of another program")
+        with pytest.raises(ValueError, match="was replaced by another file"), database.writing():
+            pass
+    assert path.read_text() == "of another program"
+
+
+# Plain mistakes
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """A disk that is full after so many bytes of a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_line_that_does_not_fit_on_the_disk_leaves_no_half(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    files.append_line(path, {"step": 1})
+    with files_of_at_most(20), pytest.raises(OSError, match=re.escape(str(path))):
+        files.append_line(path, {"step": 2, "text": "x" * 100})
+    assert files.read_lines(path) == [{"step": 1}]
+
+
+def test_a_full_disk_is_named_with_the_file(tmp_path: Path) -> None:
+    with files_of_at_most(20), pytest.raises(OSError, match=re.escape(str(tmp_path / "a.json"))):
+        files.write_json(tmp_path / "a.json", ["x" * 100])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--set", "out={}/file"], "file; choose another folder"),
+        (["--set", "out={}/file/inside"], "file; choose another folder"),
+        (["--set", "out={}", "--set", "name=" + "n" * 300], "choose a shorter name"),
+        (["--set", "out=/proc/nothing"], "/proc/nothing"),
+    ],
+)
+def test_a_plain_mistake_has_a_plain_message(
+    words: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert cli.main(["train", "recipes/quickstart.jsonnet", *(word.format(tmp_path) for word in words)]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "null", '{"recipe": []}', "[" * 100_000, "\x00", '{"recipe": {"name": 3}}'])
+def test_a_recipe_json_that_holds_no_recipe(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.json").write_text(text)
+    assert cli.main(["train", "recipes/quickstart.jsonnet", "--set", f"out={tmp_path}", "--set", "name=run"]) == 2
+    assert "retouch train: " in capsys.readouterr().err
+    assert (tmp_path / "run" / "recipe.json").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("local a = [a]; a", "overflowed the stack"),
+        ("local f(x) = [f(x + 1)]; f(0)", "overflowed the stack"),
+        ("local f(x) = f(x + 1) + 1; f(0)", "more lines"),
+        ("std.foldl(function(a, b) [a], std.range(1, 100000), [])", "overflowed the stack"),
+        ("{ name: std.foldl(function(a, b) [a], std.range(1, 2000), []) }", "nested too deeply"),
+        ("std.repeat('abcdefgh', 1000000000)", "memory"),
+    ],
+)
+def test_a_recipe_that_recurses_without_end_is_refused(
+    text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "endless.jsonnet").write_text(text)
+    assert cli.main(["train", str(tmp_path / "endless.jsonnet")]) == 2
+    assert says in capsys.readouterr().err
+
+
+class WithGradient:
+    """A reward that forgot to detach its scores."""
+
+    columns: ClassVar[dict[str, Column]] = {"score": Column(0.0, 1.0)}
+
+    def __call__(self, samples: list[Sample]) -> Scores:
+        return {"score": torch.full((len(samples),), 0.5, requires_grad=True) * 1.0}
+
+
+def test_scores_with_a_gradient_are_detached() -> None:
+    from PIL import Image
+
+    scores = scores_of(WithGradient(), [Sample(Task("a", "b"), Image.new("RGB", (4, 4)))])
+    assert not scores["score"].requires_grad
+    assert scores["score"].tolist() == [0.5]

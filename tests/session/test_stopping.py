@@ -1,0 +1,164 @@
+"""One signal ends a run at the end of its step; one that waits for a reward which never answers ends too, with what it had."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from folder_faults import WEIGHTS, bits, six_steps
+from retouch.recipe.recipe import Recipe, parse
+from retouch.records.folder import RunFolder
+from retouch.rewards.worker import WorkerThread, close_all, has_abandoned_threads
+from retouch.training import checkpoint
+from retouch.types import Column, Sample, Scores
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+class SometimesHangs:
+    """A reward that never answers from its ``calls``-th call on while the file ``hang`` exists, and says so in ``hung``."""
+
+    columns: Mapping[str, Column] = {"bright": Column(0.0, 1.0)}
+
+    def __init__(self, folder: str, calls: int) -> None:
+        self.folder, self.calls, self.count = Path(folder), calls, 0
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        self.count += 1
+        if self.count >= self.calls and (self.folder / "hang").exists():
+            (self.folder / f"hung-{os.environ.get('RANK', '0')}").touch()
+            time.sleep(600)
+        return {
+            "bright": torch.tensor(
+                [sum(sample.image.convert("L").resize((1, 1)).getpixel((0, 0)) / 255 for _ in "1") for sample in samples]
+            )
+        }
+
+
+def hanging(out: Path, name: str, *, calls: int, every: int = 0) -> Recipe:
+    """Six steps, judged by it; ``every``: the interval of evaluations."""
+    document = six_steps(out, name).document()
+    arguments = {"folder": str(out), "calls": calls}
+    document["reward"] = {"kind": "import", "class": "test_stopping:SometimesHangs", "args": arguments, "combine": {"bright": 1}}
+    document["eval"] |= {"every": every}
+    return parse(document, allow_imports=["test_stopping"])
+
+
+@contextmanager
+def started(made: Recipe, *launch: str) -> Iterator["subprocess.Popen[str]"]:
+    """`retouch train`, or `retouch launch`, of the recipe."""
+    file = made.folder.with_name(f"{made.name}.json")
+    file.write_text(made.model_dump_json())
+    path = os.pathsep.join([str(Path(__file__).parent), str(SUPPORT), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RETOUCH_ALLOW_IMPORTS": "test_stopping"}
+    command = [sys.executable, "-W", "ignore", "-m", "retouch.cli", *(launch or ("train",)), str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def finish(made: Recipe, *launch: str) -> str:
+    """Train to the end, and return what was printed."""
+    with started(made, *launch) as process:
+        printed, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, printed
+    return printed
+
+
+def stop_while_it_hangs(made: Recipe, number: signal.Signals, *launch: str, ranks: int = 1) -> str:
+    """What was printed by a run that got one signal while its reward hung."""
+    out = made.folder.parent
+    (out / "hang").touch()
+    with started(made, *launch) as process:
+        for _ in range(4000):
+            if all((out / f"hung-{rank}").exists() for rank in range(ranks)):
+                break
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.03)
+        time.sleep(0.3)
+        process.send_signal(number)
+        began = time.monotonic()
+        printed, _ = process.communicate(timeout=100)
+        assert time.monotonic() - began < 60
+        assert process.returncode == 128 + (signal.SIGTERM if launch and number == signal.SIGHUP else number), printed
+    assert "Traceback" not in printed
+    (out / "hang").unlink()
+    return printed
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_run_whose_reward_hangs_ends_with_its_last_good_step(number: signal.Signals, tmp_path: Path) -> None:
+    whole, made = hanging(tmp_path, "whole", calls=100), hanging(tmp_path, "hung", calls=6)
+    printed = stop_while_it_hangs(made, number)
+    assert "stopped while rewards did not answer; the checkpoint is" in printed
+    newest = checkpoint.latest(made.folder / "checkpoints")
+    assert newest is not None
+    assert checkpoint.load(newest).step == len(RunFolder(made.folder).read_metrics()) > 0
+    if number == signal.SIGTERM:
+        finish(made)
+        finish(whole)
+        assert bits(made.folder, (*WEIGHTS, "metrics.jsonl")) == bits(whole.folder, (*WEIGHTS, "metrics.jsonl"))
+
+
+def test_a_run_whose_reward_hangs_in_an_evaluation_makes_the_evaluation_again(tmp_path: Path) -> None:
+    whole, made = hanging(tmp_path, "whole", calls=100, every=1), hanging(tmp_path, "hung", calls=4, every=1)
+    stop_while_it_hangs(made, signal.SIGTERM)
+    finish(made)
+    finish(whole)
+    assert bits(made.folder, (*WEIGHTS, "evals.jsonl")) == bits(whole.folder, (*WEIGHTS, "evals.jsonl"))
+
+
+def test_a_run_whose_first_evaluation_hangs_ends_without_a_checkpoint(tmp_path: Path) -> None:
+    made = hanging(tmp_path, "hung", calls=1)
+    assert "there is no checkpoint yet" in stop_while_it_hangs(made, signal.SIGINT)
+    assert checkpoint.latest(made.folder / "checkpoints") is None
+
+
+def test_two_ranks_whose_rewards_hang_end_together(tmp_path: Path) -> None:
+    made = hanging(tmp_path, "hung", calls=4)
+    stop_while_it_hangs(made, signal.SIGTERM, "launch", "--nproc", "2", ranks=2)
+    newest = checkpoint.latest(made.folder / "checkpoints")
+    assert newest is not None
+    assert checkpoint.load(newest).step == len(RunFolder(made.folder).read_metrics())
+
+
+# The thread that can be left behind
+
+
+def test_calls_run_in_order_and_their_results_and_errors_reach_the_caller() -> None:
+    thread = WorkerThread("test")
+    seen: list[int] = []
+    futures = [thread.submit(seen.append, number) for number in range(50)]
+    broken = thread.submit(lambda: 1 / 0)
+    assert [future.result() for future in futures] == [None] * 50
+    assert seen == list(range(50))
+    with pytest.raises(ZeroDivisionError):
+        broken.result()
+    assert thread.close(seconds=5)
+    with pytest.raises(RuntimeError, match="is closed"):
+        thread.submit(print)
+
+
+def test_closing_cancels_what_has_not_begun_and_leaves_a_hung_call_behind() -> None:
+    code = """
+import time
+from retouch.rewards.worker import WorkerThread, close_all, has_abandoned_threads
+thread = WorkerThread("hangs")
+first, second = thread.submit(time.sleep, 600), thread.submit(print, "never")
+while not first.running(): time.sleep(0.01)
+began = time.monotonic()
+print(close_all([thread], seconds=0.3), time.monotonic() - began < 5, second.cancelled(), has_abandoned_threads())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False True True True\n"
+    assert not has_abandoned_threads()
+    assert close_all([WorkerThread("unused")], seconds=1)

@@ -1,0 +1,256 @@
+"""What crashes, disks and people do to the folder of an interrupted run, and what a resumed run makes of it.
+
+The base is a run of six steps that was killed after the fifth; its checkpoints are of steps 2 and 4. ``FAULTS`` names every fault.
+`benchmarks/robustness/folders.py` applies each to a copy of the folder and runs `retouch train` again. What may come of it:
+the bits of an undisturbed run, the same weights with a warning, or a refusal that changed nothing. Anything else is our fault.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kill_places import kill_at, recipe
+from retouch.recipe.recipe import Recipe, parse
+
+STEPS = 6
+FIRST, LAST = "checkpoints/step-000002", "checkpoints/step-000004"
+TENSORS = ("weights", "optimizer", "copies", "random")
+RECORDS = ("recipe.json", "metrics.jsonl", "timings.jsonl", "evals.jsonl", "evals/step-000000.json", "evals/baselines.json")
+OTHERS = (
+    "preflight.json",
+    "report.html",
+    "ledger.sqlite",
+    "saved.json",
+    "owner.json",
+    "train.log",
+    "samples/step-000002/samples.jsonl",
+)
+PARTS = tuple(
+    f"{step}/{name}"
+    for step in (FIRST, LAST)
+    for name in ("manifest.json", "state.json", *(f"{each}.safetensors" for each in TENSORS))
+)
+# Only shown, never read by a run: their loss changes nothing that a run computes.
+SHOWN = ("timings.jsonl", "train.log", "report.html", "preflight.json")
+
+
+def six_steps(out: Path, name: str) -> Recipe:
+    """The recipe of every run here."""
+    document = recipe(out, name, None).document()
+    document |= {"steps": STEPS, "checkpoints": document["checkpoints"] | {"every": 2, "keep": 2}}
+    return parse(document)
+
+
+def train(made: Recipe) -> int:
+    """`retouch train`, in this process."""
+    from retouch import cli
+
+    file = made.folder.with_name(f"{made.name}.recipe.json")
+    file.write_text(made.model_dump_json())
+    return cli.main(["train", str(file)])
+
+
+def train_and_die(made: Recipe) -> None:
+    kill_at("retouch.training.recorder:Recorder.step", 5, "after")
+    train(made)
+
+
+def delete(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: max(1, path.stat().st_size // 2)])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 0xFF
+    path.write_bytes(bytes(content))
+
+
+def fill(path: Path) -> None:
+    path.write_bytes(os.urandom(4096))
+
+
+def turn_into_a_folder(path: Path) -> None:
+    path.unlink()
+    (path / "inside").mkdir(parents=True)
+
+
+def nest(path: Path) -> None:
+    path.write_text("[" * 100_000 + "]" * 100_000)
+
+
+def write(name: str, text: str, folder: Path) -> None:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+
+
+def lines_of(change: Callable[[list[str]], list[str]], folder: Path) -> None:
+    """Change the lines of the metrics."""
+    path = folder / "metrics.jsonl"
+    path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
+
+
+def another_value(line: str) -> str:
+    return json.dumps(json.loads(line) | {"reward/mean": 123.0}) + "\n"
+
+
+def manifest_of(checkpoint: str, change: Callable[[dict[str, Any]], object], folder: Path) -> None:
+    path = folder / checkpoint / "manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def rehash(name: str, content: bytes, folder: Path) -> None:
+    """Replace a file of the newest checkpoint, and its entry in the manifest, so that the manifest agrees."""
+    (folder / LAST / name).write_bytes(content)
+    entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest_of(LAST, lambda manifest: manifest["files"].update({name: entry}), folder)
+
+
+def without(groups: tuple[str, ...], folder: Path) -> None:
+    """Take tensors out of the newest checkpoint, and out of its manifest."""
+    for group in groups:
+        (folder / LAST / f"{group}.safetensors").unlink()
+    manifest_of(LAST, lambda manifest: [manifest["files"].pop(f"{group}.safetensors") for group in groups], folder)
+
+
+def rename(old: str, new: str, folder: Path) -> None:
+    (folder / old).rename(folder / new)
+
+
+def link_to_itself(name: str, folder: Path) -> None:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).symlink_to(folder / name)
+
+
+def _at(name: str, change: Callable[[Path], None], folder: Path) -> None:
+    change(folder / name)
+
+
+def _faults() -> Iterator[tuple[str, Callable[[Path], None]]]:
+    for change in (delete, empty, cut, flip, fill, turn_into_a_folder):
+        for name in (*RECORDS, *OTHERS):
+            if not (change in (turn_into_a_folder,) and name == "train.log"):
+                yield f"{change.__name__.replace('_', ' ')}: {name}", partial(_at, name, change)
+    for change in (delete, empty, flip):
+        for name in PARTS:
+            yield f"{change.__name__}: {name}", partial(_at, name, change)
+    for name in (
+        "recipe.json",
+        "evals/step-000000.json",
+        "saved.json",
+        "owner.json",
+        f"{LAST}/manifest.json",
+        f"{LAST}/state.json",
+    ):
+        yield f"nested 100 000 deep: {name}", partial(_at, name, nest)
+    for name in ("recipe.json", "saved.json", "owner.json", "evals/step-000000.json", f"{LAST}/manifest.json"):
+        for text in ("{}", "[]", "null", '{"step": "x"}'):
+            yield f"{text}: {name}", partial(write, name, text)
+    yield "no checkpoints", partial(_at, "checkpoints", delete)
+    yield "no newest checkpoint", partial(_at, LAST, delete)
+    yield "no older checkpoint", partial(_at, FIRST, delete)
+    yield "no samples", partial(_at, "samples", delete)
+    yield "no evaluations", partial(_at, "evals", delete)
+    yield "every line of the metrics twice", partial(lines_of, lambda lines: [line for line in lines for _ in range(2)])
+    yield "a line of the metrics contradicts", partial(lines_of, lambda lines: [another_value(lines[1]), *lines])
+    yield "a line of the metrics is missing", partial(lines_of, lambda lines: [lines[0], *lines[2:]])
+    yield "the metrics are in reverse", partial(lines_of, lambda lines: lines[::-1])
+    yield "a foreign line in the metrics", partial(lines_of, lambda lines: [lines[0], "who am I?\n", *lines[1:]])
+    yield "a line without a step in the metrics", partial(lines_of, lambda lines: ["{}\n", *lines])
+    yield "half a last line in the metrics", partial(lines_of, lambda lines: [*lines[:-1], lines[-1][:9]])
+    yield "a stale temporary checkpoint", partial(write, "checkpoints/.tmp-step-000006/weights.safetensors", "half")
+    yield "a stale temporary file", partial(write, "checkpoints/.tmp-step-000006", "half")
+    yield "a stale temporary link", partial(link_to_itself, "checkpoints/.tmp-old-step-000002")
+    yield "a stale temporary record", partial(write, "saved.json.tmp", "half")
+    yield "a checkpoint that is a file", partial(write, "checkpoints/step-000005", "not a folder")
+    yield "an empty checkpoint", lambda folder: (folder / "checkpoints/step-000005").mkdir()
+    yield "a checkpoint under another step's name", partial(rename, LAST, "checkpoints/step-000005")
+    yield "a link to itself as a checkpoint", partial(link_to_itself, "checkpoints/step-000005")
+    yield "a folder of samples with a strange name", lambda folder: (folder / "samples/step-of-mine").mkdir()
+    yield "a file as the samples of a later step", partial(write, "samples/step-000005", "not a folder")
+    yield "a checkpoint without weights", partial(without, ("weights",))
+    yield "a checkpoint without an optimizer", partial(without, ("optimizer",))
+    yield "a checkpoint without any tensors", partial(without, TENSORS)
+    yield "weights that are no safetensors", partial(rehash, "weights.safetensors", b"not a tensor in sight")
+    yield "a state that is a list", partial(rehash, "state.json", b"[]")
+    yield "a state of another step", partial(rehash, "state.json", b'{"step": 3, "numbers": {}}')
+    yield (
+        "a manifest that names a file elsewhere",
+        partial(manifest_of, LAST, lambda manifest: manifest["files"].update({"../../recipe.json": {"bytes": 1, "sha256": "0"}})),
+    )
+    yield "a manifest of another format", partial(manifest_of, LAST, lambda manifest: manifest.update(format=99))
+    yield "a ledger of another version", partial(_another_ledger)
+
+
+def _another_ledger(folder: Path) -> None:
+    import sqlite3
+    from contextlib import closing
+
+    with closing(sqlite3.connect(folder / "ledger.sqlite")) as ledger:
+        ledger.execute("PRAGMA user_version = 77")
+
+
+FAULTS = dict(_faults())
+# What a resumed run cannot have back, but must talk about.
+WARNED = re.compile(r"missing|lost|removed|twice|contradicted|not in order|skipping a checkpoint|trained again|no summary|is gone")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``kind``: "same bits", "same weights, said", "refused", or "WRONG". ``text``: what was printed last."""
+
+    fault: str
+    kind: str
+    text: str
+
+
+def bits(folder: Path, names: tuple[str, ...]) -> dict[str, str]:
+    return {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() if (folder / name).is_file() else "" for name in names}
+
+
+WEIGHTS = tuple(f"checkpoints/step-{STEPS:06d}/{group}.safetensors" for group in TENSORS)
+ALL = (*WEIGHTS, "metrics.jsonl", "evals.jsonl", "evals/step-000000.json", f"evals/step-{STEPS:06d}.json", "evals/baselines.json")
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """What a refusal must not change: every file but the log, the owner and what a reader creates."""
+    ignored = {"train.log", "owner.json", "recipe.json"}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in ignored and not path.name.startswith("ledger.sqlite") and ".tmp-" not in str(path)
+    }
+
+
+def judge_outcome(fault: str, code: int, printed: str, *, before: dict[str, str], folder: Path, whole: Path) -> Outcome:
+    """What came of a fault. ``before``: the folder's contents before the run was started again."""
+    last = printed.strip().splitlines()[-1] if printed.strip() else ""
+    if "Traceback" in printed:
+        return Outcome(fault, "WRONG", f"a traceback: {last}")
+    if code == 2:
+        unchanged = contents(folder) == before or bits(folder, WEIGHTS) == bits(whole, WEIGHTS)
+        return Outcome(fault, "refused" if unchanged and "retouch train: " in printed else "WRONG", last)
+    if code != 0:
+        return Outcome(fault, "WRONG", f"exit code {code}: {last}")
+    if bits(folder, WEIGHTS) != bits(whole, WEIGHTS):
+        return Outcome(fault, "WRONG", "other weights")
+    if bits(folder, ALL) == bits(whole, ALL):
+        return Outcome(fault, "same bits", "")
+    warning = next((line for line in printed.splitlines() if WARNED.search(line)), None)
+    return Outcome(fault, "WRONG" if warning is None else "same weights, said", warning or "lost records without a word")
