@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from retouch.assembly.assembly import Assembly
 from retouch.inference.opening import open_target
 from retouch.models.ip_adapter import adapter as ip_adapter
-from retouch.rewards.judging import JudgeBatch, ScoredBatch
+from retouch.rewards.judging import BatchScorer, ScoredBatch
 from retouch.training.evaluation import Evaluator, score_table
 from retouch.types import Batch, Sample, Task
 
@@ -21,7 +21,7 @@ from retouch.types import Batch, Sample, Task
 class ByOwn:
     """A judge who sees the tasks as they are, whatever the policy was shown."""
 
-    judge: JudgeBatch
+    judge: BatchScorer
     own: Mapping[str, Task]
 
     def __call__(self, batch: Batch, samples: Sequence[Sample]) -> Future[ScoredBatch]:

@@ -31,7 +31,7 @@ from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.weights import WeightCopies
 from retouch.pretraining.networks.writer import untrained_writer
 from retouch.recipe.policy import LanguageModelLora
-from retouch.rewards.judging import Judge
+from retouch.rewards.judging import RewardScorer
 from retouch.training.clock import Clock
 from retouch.training.loop import Phase, Run, collect, update
 from retouch.types import Batch, Column, Sample, Scores, Task
@@ -116,7 +116,7 @@ def library(pair: Twins, setting: Setting, *, seed: int) -> Callable[[int], floa
     policy = AutoregressivePolicy(
         pair.ours, sampling=TokenRollout(max_new_tokens=setting.longest), microbatch=ROWS, copies=WeightCopies(module)
     )
-    judge = Judge(Light(), {"wanted": 1.0})
+    judge = RewardScorer(Light(), {"wanted": 1.0})
     run = Run(
         policy=policy,
         renderer=Strips(),

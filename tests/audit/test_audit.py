@@ -18,7 +18,7 @@ from retouch.distributed.ranks import Ranks
 from retouch.playground.judges.edit_judge import PlaygroundReward
 from retouch.recipe.recipe import Recipe, load
 from retouch.records.folder import RunFolder, SampleRecord
-from retouch.rewards.judging import Judge
+from retouch.rewards.judging import RewardScorer
 from retouch.rewards.ledger.answers import AnswerCache, JudgeCall
 from retouch.rewards.ledger.database import Database
 from retouch.rewards.ledger.hashing import image_hash
@@ -62,7 +62,7 @@ def judge_run(made: Recipe, *, keep_images: bool) -> Path:
     with closing(Ledger(folder.root, Ranks(), keep_images=keep_images, new_judge=False)) as ledger:
         reward = ledger.cached(PlaygroundReward())
         ledger.require_same_judge(reward)
-        judge = Judge(reward, {"overall": 1.0})
+        judge = RewardScorer(reward, {"overall": 1.0})
         ledger.attach(judge, since=0)
         for batch in training:
             samples = [
@@ -311,7 +311,7 @@ def test_the_files_of_all_ranks_are_one_ledger_and_the_later_score_counts(tmp_pa
     batch = training[2]
     half = batch.take(slice(4, 8))  # the second group, as another rank would judge it
     with closing(Ledger(run, Ranks(rank=1), keep_images=False, new_judge=False)) as ledger:
-        judge = Judge(PlaygroundReward(), {"overall": 1.0})
+        judge = RewardScorer(PlaygroundReward(), {"overall": 1.0})
         ledger.attach(judge, since=0)
         judge.for_split("train")(half, [Sample(half.tasks[0], half.tasks[0].target)] * 4).result()
         judge.for_split("train", 3)(half, [Sample(half.tasks[0], half.tasks[0].target)] * 4).result()

@@ -19,7 +19,7 @@ from retouch.recipe.out_of_memory import LESS_AT_ONCE, OutOfMemory, suggestions
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.records.folder import RunFolder
 from retouch.renderers.decoders import LatentRenderer
-from retouch.rewards.judging import Judge
+from retouch.rewards.judging import RewardScorer
 from retouch.session.interruptions import explain_out_of_memory
 from retouch.session.session import run
 from retouch.training import loop
@@ -46,7 +46,7 @@ def full_within(monkeypatch: pytest.MonkeyPatch, caller: str, owner: type, metho
 @pytest.mark.parametrize(
     ("stage", "caller", "owner", "method", "keys"),
     [
-        ("loading", "assemble", Judge, "__init__", ["retouch doctor"]),
+        ("loading", "assemble", RewardScorer, "__init__", ["retouch doctor"]),
         ("trial step", "preflight", DenoisingPolicy, "evaluate", ["rollout.chunk=64", "microbatch=16"]),
         ("evaluation", "_heldout", LatentRenderer, "__call__", ["eval.batch=64"]),
         ("rollout", "collect", DenoisingPolicy, "rollout", ["rollout.chunk=64"]),

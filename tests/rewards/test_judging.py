@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from retouch.rewards.judging import Judge, ScoredBatch
+from retouch.rewards.judging import RewardScorer, ScoredBatch
 from retouch.rewards.scoring import scores_of
 from retouch.types import Column, Sample, Task
 
@@ -39,7 +39,7 @@ def sample(name, a, b, note=0.0, image=PICTURE):
 
 @pytest.fixture
 def judge():
-    judge = Judge(Told(), {"a": 0.1, "b": 2.0})
+    judge = RewardScorer(Told(), {"a": 0.1, "b": 2.0})
     yield judge
     judge.close()
 
@@ -65,12 +65,12 @@ def test_a_diagnostic_never_makes_a_sample_missing(judge):
     assert judged.scores["note"].isnan().all()
     assert judged.rewards.item() == 3.0
     with pytest.raises(ValueError, match="'note', which is a diagnostic"):
-        Judge(Told(), {"a": 1.0, "note": 0.5})
+        RewardScorer(Told(), {"a": 1.0, "note": 0.5})
 
 
 @given(st.lists(st.tuples(*[st.sampled_from([0.0, 0.25, 1.0, NAN])] * 2, st.booleans()), min_size=1, max_size=6))
 def test_a_sample_is_missing_where_any_combined_column_is_and_nowhere_else(rows):
-    judge = Judge(Told(), {"a": 1.0, "b": 1.0})
+    judge = RewardScorer(Told(), {"a": 1.0, "b": 1.0})
     judged = judge([sample(str(k), a, b, image=PICTURE if drawn else None) for k, (a, b, drawn) in enumerate(rows)])
     judge.close()
     expected = [(a + b) if drawn else -1.0 for a, b, drawn in rows]
@@ -108,9 +108,9 @@ def test_a_column_that_does_not_come_or_has_another_shape_stops_the_run():
             return {name: torch.zeros(len(samples) + 1) for name in self.columns}
 
     with pytest.raises(ValueError, match="declares the column 'b' and did not return it; it returned a"):
-        Judge(Short(), {"a": 1.0})([sample("x", 1, 1)])
+        RewardScorer(Short(), {"a": 1.0})([sample("x", 1, 1)])
     with pytest.raises(ValueError, match=r"shape \(3,\) for 2 samples"):
-        Judge(Long(), {"a": 1.0})([sample("x", 1, 1)] * 2)
+        RewardScorer(Long(), {"a": 1.0})([sample("x", 1, 1)] * 2)
 
 
 @pytest.mark.parametrize(
@@ -118,11 +118,11 @@ def test_a_column_that_does_not_come_or_has_another_shape_stops_the_run():
 )
 def test_combine_is_checked_when_the_judge_is_made(combine, says):
     with pytest.raises(ValueError, match=says):
-        Judge(Told(), combine)
+        RewardScorer(Told(), combine)
 
 
 def test_columns_outside_combine_decide_nothing():
-    judge = Judge(Told(), {"a": 1.0})
+    judge = RewardScorer(Told(), {"a": 1.0})
     judged = judge([sample("x", 4.0, NAN)])
     assert judged.rewards.item() == 4.0
     assert judged.scores["b"].isnan().all()
@@ -162,7 +162,7 @@ class Posted(Told):
 
 
 def test_a_reward_that_judges_by_itself_has_every_batch_at_once_and_they_come_back_in_order():
-    with closing(Judge(Posted(), {"a": 0.1})) as judge:
+    with closing(RewardScorer(Posted(), {"a": 0.1})) as judge:
         futures = [judge.submit([sample(str(k), float(k), 0.0), sample("fault", 9.0, 0.0, image=None)]) for k in range(4)]
         judge.reward.wait_until_posted(4)
         assert [[each.task.id for each in samples] for samples, _ in judge.reward.posted] == [["0"], ["1"], ["2"], ["3"]]
@@ -176,7 +176,7 @@ def test_a_reward_that_judges_by_itself_has_every_batch_at_once_and_they_come_ba
 
 
 def test_what_such_a_reward_raises_or_gets_wrong_is_raised_where_it_is_awaited():
-    with closing(Judge(Posted(), {"a": 0.1})) as judge:
+    with closing(RewardScorer(Posted(), {"a": 0.1})) as judge:
         futures = [judge.submit([sample("x", value, 0.0)]) for value in (11.0, 5.0, 6.0)]
         judge.reward.wait_until_posted(3)
         judge.reward.posted[1][1].set_exception(ValueError("gone"))
@@ -190,6 +190,6 @@ def test_what_such_a_reward_raises_or_gets_wrong_is_raised_where_it_is_awaited()
 
 
 def test_such_a_reward_is_not_asked_about_nothing():
-    with closing(Judge(Posted(), {"a": 0.1})) as judge:
+    with closing(RewardScorer(Posted(), {"a": 0.1})) as judge:
         assert judge.submit([sample("x", 1.0, 1.0, image=None)]).result().rewards.tolist() == [0.0]
         assert judge.reward.posted == []

@@ -15,9 +15,9 @@ from random_judge import said
 from retouch.recipe.recipe import Recipe, parse
 
 PLACES = (
-    ("retouch.rewards.judging:Judge._ask", 3, "before"),
+    ("retouch.rewards.judging:RewardScorer._ask", 3, "before"),
     ("retouch.rewards.ledger.journal:Journal.record", 3, "after"),
-    ("retouch.rewards.judging:Judge._collect", 5, "after"),
+    ("retouch.rewards.judging:RewardScorer._collect", 5, "after"),
     ("retouch.rewards.ledger.journal:Journal.record", 5, "before"),
     ("retouch.training.checkpoint:save", 1, "after"),
     ("retouch.distributed.stepper:ReplicatedStepper.step", 3, "before"),

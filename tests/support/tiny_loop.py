@@ -13,7 +13,7 @@ from retouch.distributed.stepper import ReplicatedStepper
 from retouch.objectives.advantages import GroupAdvantage
 from retouch.objectives.policy_gradient import Kl, PolicyGradient
 from retouch.renderers.decoders import LatentRenderer
-from retouch.rewards.judging import Judge
+from retouch.rewards.judging import RewardScorer
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.training.clock import Clock
 from retouch.training.loop import Phase, Run
@@ -26,7 +26,7 @@ class Share:
     """How red an image is, missing for the rows (group, slot) that are named."""
 
     def __init__(self, missing=()):
-        self.judge = Judge(ShareReward(), {"share": 1.0})
+        self.judge = RewardScorer(ShareReward(), {"share": 1.0})
         self.missing = set(missing)
         self.asked = []
 

@@ -12,7 +12,7 @@ from PIL import Image
 import tiny_writers
 import tiny_writing
 from retouch.distributed.ranks import Ranks
-from retouch.rewards.judging import Judge, ScoredBatch
+from retouch.rewards.judging import RewardScorer, ScoredBatch
 from retouch.training.evaluation import EvaluationResult, Evaluator, headline_tasks, paired_gain, score_table
 from retouch.types import Batch, Column, Sample, Task
 
@@ -70,7 +70,7 @@ class Grey:
 def test_what_is_asked_is_awaited_when_all_is_asked() -> None:
     """Nothing is judged before the last batch has come, so that a dead judge costs one deadline and not one for each batch."""
     tasks = tiny_writers.tasks()
-    judge = Judge(Grey(), {"grey": 1.0})
+    judge = RewardScorer(Grey(), {"grey": 1.0})
     asked: list[tuple[Future, list]] = []
 
     def patient(batch: Batch, samples: Sequence[Sample]) -> "Future[ScoredBatch]":
@@ -89,7 +89,7 @@ def test_what_is_asked_is_awaited_when_all_is_asked() -> None:
 
 def test_the_best_of_a_writers_samples_is_of_words_that_differ() -> None:
     tasks = tiny_writers.tasks()
-    judge = Judge(Grey(), {"grey": 1.0})
+    judge = RewardScorer(Grey(), {"grey": 1.0})
     evaluate = Evaluator(tasks=tasks, renderer=Said(), judge=judge.for_split("heldout", 0), ranks=Ranks(), seed=0, batch=len(tasks))
     policy = tiny_writing.policy()
     likeliest = evaluate(policy).rewards

@@ -17,7 +17,7 @@ from retouch.rewards import identity
 from retouch.rewards.combine.composite import CompositeReward
 from retouch.rewards.judges.one_token import YesReward
 from retouch.rewards.judges.panel import Panel
-from retouch.rewards.judging import Judge
+from retouch.rewards.judging import RewardScorer
 from retouch.rewards.ledger.caching import CachedJudgeClient
 from retouch.rewards.scorers.appearance import AppearanceReward
 from retouch.rewards.scorers.photos import PhotosReward
@@ -44,7 +44,7 @@ def meet(run: Path, reward: Reward, *, since: int, new_judge: bool = False) -> l
     with closing(Ledger(run, Ranks(), keep_images=False, new_judge=new_judge)) as ledger:
         kept = ledger.cached(reward)
         ledger.require_same_judge(kept)
-        judge = Judge(kept, dict.fromkeys(kept.columns, 1.0))
+        judge = RewardScorer(kept, dict.fromkeys(kept.columns, 1.0))
         ledger.attach(judge, since=since)
         judge.close()
         with ledger._database.reading() as connection:
@@ -195,7 +195,7 @@ def test_a_judge_behind_the_ledger_is_asked_once_and_is_who_it_was(tmp_path: Pat
         kept = ledger.cached(reward)
         assert isinstance(reward.panel.client, CachedJudgeClient)
         assert identity.describe(kept) == before
-        judge = Judge(kept, {"yes": 1.0})
+        judge = RewardScorer(kept, {"yes": 1.0})
         ledger.attach(judge, since=0)
         task = Task("t", "make it blue", images=(Image.new("RGB", (4, 4)),))
         pictures = [Sample(task, Image.new("RGB", (4, 4), (value, 0, 0))) for value in (1, 2, 1)]

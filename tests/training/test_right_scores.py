@@ -14,7 +14,7 @@ from retouch.objectives.policy_gradient import PolicyGradient
 from retouch.policies.denoising.policy import DenoisingPolicy
 from retouch.policies.weights import WeightCopies
 from retouch.pretraining.networks.tiny_fill import TinyFluxFill
-from retouch.rewards.judging import Judge
+from retouch.rewards.judging import RewardScorer
 from retouch.rewards.text.ocr import OcrReward
 from retouch.training.loop import train
 from retouch.types import Task
@@ -81,7 +81,7 @@ class Reads:
     """The real OCR model."""
 
     def __init__(self):
-        self.judge = Judge(OcrReward(where="mask"), {"correctness": 1.0})
+        self.judge = RewardScorer(OcrReward(where="mask"), {"correctness": 1.0})
 
     def __call__(self, batch, samples):
         future = Future()

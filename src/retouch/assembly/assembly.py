@@ -31,7 +31,7 @@ from retouch.recipe.phases import ResolvedPhase, Rollout
 from retouch.recipe.recipe import Recipe
 from retouch.renderers.decoders import LatentRenderer
 from retouch.rewards.base import unchanged
-from retouch.rewards.judging import Judge, JudgeBatch
+from retouch.rewards.judging import BatchScorer, RewardScorer
 from retouch.training.clock import Clock
 from retouch.training.completions import completion_metrics, completion_texts
 from retouch.training.ledger import Ledger
@@ -58,7 +58,7 @@ class Assembly:
     model: DenoisingModel | AutoregressiveModel
     image_model: DenoisingModel | AutoregressiveModel
     copies: WeightCopies
-    judge: Judge
+    judge: RewardScorer
     sets: Sequence[DataSets]
     plan: Sequence[tuple[ResolvedPhase, range]]
     head: LatentValues | TokenValues | None = None
@@ -141,7 +141,7 @@ class Assembly:
             loss_times=self.ranks.world if sharding == "zero2" else 1,
         )
 
-    def phase(self, index: int, *, stepper: Stepper, judge: JudgeBatch) -> tuple[Run, Phase]:
+    def phase(self, index: int, *, stepper: Stepper, judge: BatchScorer) -> tuple[Run, Phase]:
         """What the loop takes for a phase."""
         resolved, steps = self.plan[index]
         objective = resolved.objective
@@ -177,7 +177,7 @@ class Assembly:
         )
         return run, phase
 
-    def trial_steps(self, *, stepper: Stepper, judge: JudgeBatch, done: int) -> Iterator[Check]:
+    def trial_steps(self, *, stepper: Stepper, judge: BatchScorer, done: int) -> Iterator[Check]:
         """The preflight of every phase that is not finished after ``done`` steps. Asks no judge and restores every bit."""
         build = partial(self.phase, stepper=stepper, judge=judge)
         return trial_steps([steps for _, steps in self.plan], build, done=done, named=self.recipe.phases is not None)
@@ -193,7 +193,7 @@ class Assembly:
         if warmed_up and "reference" in self.copies.copies and not fixed:
             self.copies.snapshot("reference")
 
-    def evaluator(self, judge: JudgeBatch) -> "Evaluator":
+    def evaluator(self, judge: BatchScorer) -> "Evaluator":
         """Held-out evaluation of the run."""
         from retouch.training.evaluation import Evaluator
 
@@ -244,7 +244,7 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
     reward = recipe.reward.build(device=placement.reward, keep=unchanged if ledger is None else ledger.cached)
     if ledger is not None:
         ledger.require_same_judge(reward)
-    judge = Judge(reward, recipe.reward.combine)
+    judge = RewardScorer(reward, recipe.reward.combine)
     recipe.advantage.check_range(judge.combination.low, judge.combination.high)
     if recipe.eval.column is not None and recipe.eval.column not in reward.columns:
         raise ValueError(f"eval.column: the reward has no column {recipe.eval.column!r}, only {', '.join(reward.columns)}")

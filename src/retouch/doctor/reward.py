@@ -13,7 +13,7 @@ from retouch.recipe.judge_calls import judge_calls
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.reward_checks import rewards_of
 from retouch.recipe.watch import Watch
-from retouch.rewards.judging import Judge
+from retouch.rewards.judging import RewardScorer
 from retouch.types import Sample, Task
 from retouch.watch.measures import build_measures
 
@@ -67,7 +67,7 @@ def check_scoring(recipe: Recipe, sets: DataSets | None) -> Finding:
     """Whether the reward can be built, has the columns that are combined, and scores an unedited source image."""
     fix = "fix the recipe's reward section"
     try:
-        judge = Judge(recipe.reward.build(device=_device(recipe)), recipe.reward.combine)
+        judge = RewardScorer(recipe.reward.build(device=_device(recipe)), recipe.reward.combine)
         try:
             text = f"{recipe.reward.name}, {judge.combination} ({judge.combination.low:g} to {judge.combination.high:g})"
             if sets is None or not len(sets.train):
@@ -100,7 +100,7 @@ def _device(recipe: Recipe) -> torch.device:
     return torch.device(recipe.device if recipe.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _score_source(judge: Judge, task: Task) -> tuple[float, list[str]]:
+def _score_source(judge: RewardScorer, task: Task) -> tuple[float, list[str]]:
     """The reward of the task's source image, and the combined columns whose score is missing."""
     image = task.images[0] if task.images else Image.new("RGB", (64, 64), "gray")
     judged = judge([Sample(task, image, completion=task.instruction)])

@@ -16,7 +16,7 @@ from accelerate import PartialState
 from retouch.distributed.ranks import Ranks
 from retouch.protocols import AutoregressiveModel, Renderer, Reward
 from retouch.rewards.combine.combination import Combine
-from retouch.rewards.judging import Judge, ScoredBatch
+from retouch.rewards.judging import RewardScorer, ScoredBatch
 from retouch.training.loop import TooManyMissing
 from retouch.types import Completion, Sample, Task
 
@@ -40,9 +40,8 @@ class RetouchReward:
     largest fraction of missing scores over all ranks; above it, TooManyMissing stops the training on all ranks.
 
     A completion that cannot be rendered is the policy's fault and gets the declared minimum of every column. The means of the
-    columns and the fractions of missing scores and faults are logged as metrics of the trainer. Raises ValueError as ``Judge`` and
-    ``task`` do.
-    """
+    columns and the fractions of missing scores and faults are logged as metrics of the trainer. Raises ValueError as
+    ``RewardScorer`` and ``task`` do."""
 
     __name__ = "retouch"  # the name in TRL's metrics
 
@@ -59,7 +58,7 @@ class RetouchReward:
     ) -> None:
         self.writer = writer
         self.renderer = renderer
-        self.judge = Judge(reward, combine)
+        self.judge = RewardScorer(reward, combine)
         self.task = task
         self.seed = seed
         self.max_missing = max_missing

@@ -16,7 +16,7 @@ from torch import nn
 from retouch.distributed.ranks import Ranks
 from retouch.protocols import Renderer, Reward
 from retouch.records import files
-from retouch.rewards.judging import Judge
+from retouch.rewards.judging import RewardScorer
 from retouch.training.evaluation import EvaluationResult, Evaluator
 from retouch.types import Task
 
@@ -70,7 +70,7 @@ def held_out(
     evaluate = Evaluator(
         tasks=tasks,
         renderer=renderer,
-        judge=Judge(reward, {column: 1.0}).for_split("heldout", 0),
+        judge=RewardScorer(reward, {column: 1.0}).for_split("heldout", 0),
         ranks=Ranks(),
         seed=1,
         batch=len(tasks),

@@ -47,16 +47,16 @@ class ScoredBatch:
         )
 
 
-JudgeBatch: TypeAlias = "Callable[[Batch, Sequence[Sample]], Future[ScoredBatch]]"
+BatchScorer: TypeAlias = "Callable[[Batch, Sequence[Sample]], Future[ScoredBatch]]"
 
 
-class Judge:
+class RewardScorer:
     """A reward together with the combination of its columns: a weighted sum or a formula (``combine/combination.py``).
 
     Columns that ``combine`` does not name are logged only. A sample without an image is never passed to the reward: each of its
     columns scores the worst (NaN for a diagnostic), and the combination its lowest value.
 
-    Calling a judge scores samples on the caller's thread. ``submit`` scores them in the background, in three stages that overlap:
+    Calling a scorer scores samples on the caller's thread. ``submit`` scores them in the background, in three stages that overlap:
 
     1. Start: one thread looks the samples up in the ``journal``, if there is one, and passes the others to the rewards.
     2. Score: an ``AsyncReward`` gets each batch at once, however many are in progress. Any other reward has a thread of its own,
@@ -83,7 +83,7 @@ class Judge:
         """Score in the background, without the journal. The future raises what a reward raises, or ValueError for wrong scores."""
         return self._submit(samples, rows=None)
 
-    def for_split(self, split: Split, step: int | None = None) -> JudgeBatch:
+    def for_split(self, split: Split, step: int | None = None) -> BatchScorer:
         """A function of (batch, samples) that scores in the background and uses the journal, if there is one.
 
         Scores in the journal are used again, missing ones included, so that a resumed run repeats the same bits. New scores are on

@@ -188,12 +188,12 @@ class Trainer:
         from concurrent.futures import Future
         from dataclasses import replace
 
-        from retouch.rewards.judging import Judge, ScoredBatch
+        from retouch.rewards.judging import RewardScorer, ScoredBatch
         from retouch.training.evaluation import headline_tasks, score_table
 
         parts = self._assembled()
         with live_objects(self._objects), consent.allowing(self._modules):
-            judge = Judge(self.recipe.reward.build(device=parts.placement.reward), self.recipe.reward.combine)
+            judge = RewardScorer(self.recipe.reward.build(device=parts.placement.reward), self.recipe.reward.combine)
 
         def score(batch: Any, samples: Any) -> Future[ScoredBatch]:
             return judge.submit(samples)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from retouch.distributed.ranks import Ranks
 from retouch.protocols import Renderer
-from retouch.rewards.judging import JudgeBatch, ScoredBatch
+from retouch.rewards.judging import BatchScorer, ScoredBatch
 from retouch.training.completions import completion_texts
 from retouch.training.loop import wait_for_rewards
 from retouch.types import Batch, Sample, Scores, Task
@@ -67,7 +67,7 @@ class Evaluator:
 
     tasks: Sequence[Task]
     renderer: Renderer
-    judge: JudgeBatch
+    judge: BatchScorer
     ranks: Ranks
     seed: int
     batch: int

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from retouch.distributed.ranks import Ranks
 from retouch.protocols import Reward
 from retouch.rewards import identity
-from retouch.rewards.judging import Judge
+from retouch.rewards.judging import RewardScorer
 from retouch.rewards.ledger.database import Database
 from retouch.rewards.ledger.journal import Journal
 from retouch.rewards.ledger.kept_images import KeptImages
@@ -67,7 +67,7 @@ class Ledger:
             )
         log.warning("continuing with another judge, as --new-judge allows:\n  %s", told)
 
-    def attach(self, judge: Judge, *, since: int) -> None:
+    def attach(self, judge: RewardScorer, *, since: int) -> None:
         """Give the training judge its journal, and note in the ledger that it judges from step ``since`` on."""
         about, last = identity.describe(judge.reward), self._last()
         same = last is not None and not any(identity.changes(last, about))
@@ -79,7 +79,7 @@ class Ledger:
                 connection.execute("INSERT INTO judges (fingerprint, about, since) VALUES (?, ?, ?)", row)
         judge.journal = Journal(self._database, judge=fingerprint, images=self._images)
 
-    def attach_heldout(self, judge: Judge) -> None:
+    def attach_heldout(self, judge: RewardScorer) -> None:
         """Give a judge that does not train its journal. It must use splits that the training judge does not."""
         judge.journal = Journal(self._database, judge=identity.fingerprint(judge.reward))
 

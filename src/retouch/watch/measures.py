@@ -11,7 +11,7 @@ from torch import Tensor
 from retouch.distributed.ranks import Ranks
 from retouch.protocols import Reward
 from retouch.recipe.watch import Watch
-from retouch.rewards.judging import Judge
+from retouch.rewards.judging import RewardScorer
 from retouch.rewards.scorers.appearance import AppearanceReward
 from retouch.rewards.scorers.pixels import to_tensor
 from retouch.rewards.text.painted_text import PaintedTextReward
@@ -24,7 +24,7 @@ _SIDE = 32
 class WatchMeasures:
     """``heldout``: a judge that never trains the policy, None if there is none. ``measures``: rewards that need no judge."""
 
-    heldout: Judge | None
+    heldout: RewardScorer | None
     measures: Sequence[Reward]
 
     def measure(self, samples: Sequence[Sample]) -> Scores:
@@ -52,7 +52,7 @@ def build_measures(
     Raises ValueError if that judge or the OCR model cannot be built.
     """
     section = None if watch.judge is None else watch.judge.reward
-    heldout = None if section is None else Judge(section.build(device=device, keep=cached), section.combine)
+    heldout = None if section is None else RewardScorer(section.build(device=device, keep=cached), section.combine)
     texts = [] if watch.text is None else [PaintedTextReward()]
     return WatchMeasures(heldout=heldout, measures=[AppearanceReward(), *texts])
 

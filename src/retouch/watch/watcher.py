@@ -20,7 +20,7 @@ from retouch.assembly.assembly import Assembly
 from retouch.recipe.watch import Watch
 from retouch.records import files
 from retouch.records.folder import RunFolder
-from retouch.rewards.judging import CLOSE_SECONDS, Judge, JudgeBatch, ScoredBatch
+from retouch.rewards.judging import CLOSE_SECONDS, RewardScorer, BatchScorer, ScoredBatch
 from retouch.rewards.worker import WorkerThread, close_all
 from retouch.training.evaluation import EVALUATION_STEP, Evaluator
 from retouch.training.ledger import Ledger
@@ -51,7 +51,7 @@ class Watcher:
         self._observations: list[Observation] = []
         self._diversity: list[float] = []
 
-    def open(self, ledger: Ledger, judge: Judge, *, done: int) -> None:
+    def open(self, ledger: Ledger, judge: RewardScorer, *, done: int) -> None:
         """Load the observations of the first ``done`` steps, at which the metrics end; a new run makes its first observation.
 
         ``judge``: the judge that trains the policy. Raises ValueError if another held-out judge made the stored observations.
@@ -100,7 +100,7 @@ class Watcher:
         self._observations.append(observation)
         return observation
 
-    def _judges(self, step: int, executor: WorkerThread) -> JudgeBatch:
+    def _judges(self, step: int, executor: WorkerThread) -> BatchScorer:
         """Scores a batch at ``step``: ``proxy`` and ``heldout``, the results of the two judges, and every measure."""
 
         def score(batch: Batch, samples: Sequence[Sample]) -> "Future[ScoredBatch]":

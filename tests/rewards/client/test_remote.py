@@ -23,7 +23,7 @@ from retouch.rewards.client.overload import CircuitBreaker, RetryBudget
 from retouch.rewards.client.pool import EndpointPool
 from retouch.rewards.client.remote import RemoteReward
 from retouch.rewards.client.transport import RequestFault, fault_of_status
-from retouch.rewards.judging import Judge
+from retouch.rewards.judging import RewardScorer
 from retouch.rewards.quota.quota import BudgetSpent
 from retouch.testing import check_reward
 from retouch.types import Sample
@@ -57,7 +57,7 @@ def test_a_served_judge_gives_the_same_numbers_and_keeps_its_promises() -> None:
         assert dict(reward.columns) == dict(PlaygroundReward.columns)
         for name, column in PlaygroundReward()(samples).items():
             equal(reward(samples)[name], column)
-        judged = Judge(reward, {"overall": 1.0})([*samples, Sample(tasks[0], None)])
+        judged = RewardScorer(reward, {"overall": 1.0})([*samples, Sample(tasks[0], None)])
         assert judged.rewards[-1] == 0  # the policy's own fault, decided by the judge
         assert not judged.rewards.isnan().any()
 

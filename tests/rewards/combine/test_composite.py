@@ -11,7 +11,7 @@ from PIL import Image
 
 from retouch.protocols import Reward
 from retouch.rewards.combine.composite import CompositeReward
-from retouch.rewards.judging import Judge
+from retouch.rewards.judging import RewardScorer
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.rewards.text.prompt_quality import PromptQualityReward, prompt_quality
 from retouch.rewards.text.thinking import ThinkReward
@@ -82,7 +82,7 @@ def test_columns_stand_under_their_rewards_names(opened):
 
 
 def test_only_columns_of_the_combination_make_a_sample_missing(opened):
-    judge = Judge(opened(one=Told("x"), other=Told("y")), "0.5 * one/x + 0.5 * one/x")
+    judge = RewardScorer(opened(one=Told("x"), other=Told("y")), "0.5 * one/x + 0.5 * one/x")
     judged = judge([sample(1, 1.0, NAN), sample(2, NAN, 1.0), sample(3, 1.0, 1.0, image=None)])
     assert judged.rewards.isnan().tolist() == [False, True, False]
     assert judged.scores["other/x"].isnan().tolist() == [True, False, False]
@@ -101,7 +101,7 @@ def test_rewards_judge_at_the_same_time(opened):
 
     several = opened(one=Meets(), other=Meets())
     assert several([sample(0, 0.5, 0.5)])["one/x"].item() == 0.5
-    with closing(Judge(several, "one/x")) as judge:
+    with closing(RewardScorer(several, "one/x")) as judge:
         futures = [judge.submit([sample(k, 0.5, 0.5)]) for k in range(3)]
         assert [future.result(timeout=60).scores["one/x"].item() for future in futures] == [0.5] * 3
 
@@ -121,7 +121,7 @@ def test_a_reward_that_judges_by_itself_does_not_wait_for_the_slow_ones(opened):
                 all_there.wait()
             return super().submit(samples)
 
-    with closing(Judge(opened(slow=Slow(), counts=Counts()), "slow/x")) as judge:
+    with closing(RewardScorer(opened(slow=Slow(), counts=Counts()), "slow/x")) as judge:
         futures = [judge.submit([sample(k, k / 4, 0)]) for k in range(3)]
         all_there.wait()
         assert not any(future.done() for future in futures)
@@ -139,7 +139,7 @@ def test_what_one_raises_the_whole_raises_and_the_next_batch_is_judged(opened):
     several = opened(one=Told(), other=Breaks())
     with pytest.raises(ValueError, match="no source picture"):
         several([sample("bad", 0, 0)])
-    with closing(Judge(several, "other/x")) as judge:
+    with closing(RewardScorer(several, "other/x")) as judge:
         bad, good = judge.submit([sample("bad", 0, 0)]), judge.submit([sample("good", 1, 1)])
         with pytest.raises(ValueError, match="no source picture"):
             bad.result()
@@ -148,20 +148,20 @@ def test_what_one_raises_the_whole_raises_and_the_next_batch_is_judged(opened):
 
 def test_nobody_but_a_reward_of_text_is_shown_what_was_written(opened):
     told, later, think = Told(), Later(), ThinkReward()
-    judge = Judge(opened(told=told, later=later, think=think), "think/think_format + told/x")
+    judge = RewardScorer(opened(told=told, later=later, think=think), "think/think_format + told/x")
     judged = judge([sample(1, 0.5, 0, written="<think>so</think>give me 10"), sample(2, 0.5, 0, written="10/10")])
     judge.close()
     assert judged.scores["think/think_format"].tolist() == [1.0, 0.0]
     assert [each.completion for each in told.seen + later.seen] == [None] * 4
     alone = Told()
-    Judge(alone, {"x": 1.0})([sample(1, 0.5, 0, written="10/10")])
+    RewardScorer(alone, {"x": 1.0})([sample(1, 0.5, 0, written="10/10")])
     assert alone.seen[0].completion is None
-    assert Judge(think, {"think_format": 1.0})([sample(1, 0, 0, written="<think>a</think>b")]).rewards.tolist() == [1.0]
+    assert RewardScorer(think, {"think_format": 1.0})([sample(1, 0, 0, written="<think>a</think>b")]).rewards.tolist() == [1.0]
 
 
 def test_closing_closes_every_reward(opened):
     one, other = Told(), Told()
-    Judge(opened(one=one, other=other), "one/x").close()
+    RewardScorer(opened(one=one, other=other), "one/x").close()
     assert one.closed
     assert other.closed
 
@@ -182,7 +182,7 @@ def test_the_declared_worst_is_what_a_policys_own_fault_scores():
     class Distance(Told):
         columns: Mapping[str, Column] = {"x": Column(0.0, 2.0, higher_is_better=False), "note": Column(0.0, 1.0, diagnostic=True)}
 
-    judge = Judge(Distance(), {"x": -1.0})
+    judge = RewardScorer(Distance(), {"x": -1.0})
     judged = judge([sample(1, 0.5, 0), sample(2, 0.5, 0, image=None)])
     judge.close()
     assert judged.scores["x"].tolist() == [0.5, 2.0]
@@ -192,7 +192,7 @@ def test_the_declared_worst_is_what_a_policys_own_fault_scores():
 
 def test_a_fault_is_the_combinations_lowest_also_where_a_weight_is_negative():
     """The share's worst is 0, which at weight -1 would be the best reward of all."""
-    judge = Judge(ShareReward(channel="red"), {"share": -1.0})
+    judge = RewardScorer(ShareReward(channel="red"), {"share": -1.0})
     judged = judge([sample(1, 0, 0), sample(2, 0, 0, image=None)])
     judge.close()
     assert judged.rewards.tolist() == [-1.0, -1.0]

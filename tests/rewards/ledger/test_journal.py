@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from retouch.rewards.judging import Judge, ScoredBatch
+from retouch.rewards.judging import RewardScorer, ScoredBatch
 from retouch.rewards.ledger.database import Database, decode_scores
 from retouch.rewards.ledger.hashing import image_hash
 from retouch.rewards.ledger.journal import Journal, JournalRow, journal_rows
@@ -79,13 +79,13 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
     opened.close()
 
 
-Start = Callable[..., Judge]
+Start = Callable[..., RewardScorer]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts a run's judge over the same file again and again."""
-    started: list[Judge] = []
+    started: list[RewardScorer] = []
 
     def end() -> None:
         for judge in started:
@@ -93,9 +93,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
             assert judge.journal is not None
             judge.journal.database.close()
 
-    def begin(reward: Counting, fingerprint: str = "one") -> Judge:
+    def begin(reward: Counting, fingerprint: str = "one") -> RewardScorer:
         end()
-        started[:] = [Judge(reward, {"quality": 2.0})]
+        started[:] = [RewardScorer(reward, {"quality": 2.0})]
         started[0].journal = Journal(Database(tmp_path / "ledger.sqlite"), judge=fingerprint)
         return started[0]
 
@@ -207,7 +207,7 @@ def test_pictures_are_kept_by_what_they_are(tmp_path: Path) -> None:
     rows, kept = batch(), KeptImages(tmp_path)
     samples = pictures(rows)
     samples[1] = Sample(samples[1].task, None)
-    judge = Judge(Counting(), {"quality": 1.0})
+    judge = RewardScorer(Counting(), {"quality": 1.0})
     database = Database(tmp_path / "ledger.sqlite")
     judge.journal = Journal(database, images=kept)
     judge.for_split("train")(rows, samples).result()

@@ -15,8 +15,8 @@ from retouch.types import Column, Sample, Scores
 class CompositeReward:
     """``rewards`` by name; the column ``alignment`` of the reward ``judge`` is ``judge/alignment``. ValueError: no rewards.
 
-    A call runs all rewards at the same time, each on a thread. A ``Judge`` runs them itself, so that batches overlap as well.
-    """
+    A call runs all rewards at the same time, each on a thread. A ``RewardScorer`` runs them itself, so that batches overlap as
+    well."""
 
     kind: Literal["several"] = "several"
     reads_completions: Literal[True] = True  # some may; each reward is given only what it may see
