@@ -20,7 +20,7 @@ from retouch.assembly.assembly import Assembly
 from retouch.recipe.watch import Watch
 from retouch.records import files
 from retouch.records.folder import RunFolder
-from retouch.rewards.judging import CLOSE_SECONDS, RewardScorer, BatchScorer, ScoredBatch
+from retouch.rewards.judging import CLOSE_SECONDS, BatchScorer, RewardScorer, ScoredBatch
 from retouch.rewards.worker import WorkerThread, close_all
 from retouch.training.evaluation import EVALUATION_STEP, Evaluator
 from retouch.training.ledger import Ledger
