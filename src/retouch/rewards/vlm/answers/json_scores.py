@@ -6,24 +6,26 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from retouch.rewards.vlm.answers.other_scales import is_elsewhere
+from retouch.rewards.vlm.answers.patterns import compiled
 from retouch.rewards.vlm.answers.scales import Scale
 from retouch.rewards.vlm.answers.unseen_images import is_blind
 from retouch.types import Json
 
 GENERIC = ("score", "scores", "rating", "grade", "final_score", "overall_score", "overall_rating", "final_rating", "total_score")
 _MOST_BRACKETS = 200  # far from what the parser's recursion allows
-_TOPS = re.compile(r"max|out_?of|scale|range|total|denominator|possible|upper|full_?marks|(?:^|_)top(?:_|$)")
-_SCORES = re.compile(r"score|rating|grade|revised|corrected|adjusted|updated|final|overall|verdict|answer|actual")
-_FOREIGN = re.compile(r"(?:^|_)(?:example|sample|template|source|original|unedited|previous|old|initial|target|before)(?:_|$)")
+_TOPS = compiled(r"max|out_?of|scale|range|total|denominator|possible|upper|full_?marks|(?:^|_)top(?:_|$)")
+_SCORES = compiled(r"score|rating|grade|revised|corrected|adjusted|updated|final|overall|verdict|answer|actual")
+_FOREIGN = compiled(r"(?:^|_)(?:example|sample|template|source|original|unedited|previous|old|initial|target|before)(?:_|$)")
 _SCHEMA = ("properties", "$schema", "minimum", "maximum", "required")
-_OTHER_SCORE = re.compile(  # in a text beside the score
+_OTHER_SCORE = compiled(  # in a text beside the score
     r"\b(?:actually|wait|correction|on (?:second thought|reflection)|scratch that)\b[^.\n]{0,40}"
     r"\b(?:should (?:be|have been)|deserves|make (?:it|that|this)|(?:score|rating) (?:is|of)"
     r"|i(?:['’]d| would)? (?:give|say|rate|score))\b[^.\n]{0,20}[0-9]",
     re.IGNORECASE,
 )
-_FIGURES = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})?")
-_FRACTION = re.compile(r"\s*([0-9][0-9.]*)\s*(?:/\s*([0-9][0-9.]*))?\s*")
+_FIGURES = compiled(r"[0-9]{1,9}(?:\.[0-9]{1,9})?")
+_SEPARATORS = compiled(r"[\s\-]+")
+_FRACTION = compiled(r"\s*([0-9][0-9.]*)\s*(?:/\s*([0-9][0-9.]*))?\s*")
 
 
 def parse(text: str) -> tuple[Json, int] | None:
@@ -134,7 +136,7 @@ def _number(value: Json, scale: Scale) -> float | None:
 
 
 def _plain(key: str) -> str:
-    return re.sub(r"[\s\-]+", "_", key.strip().lower())
+    return _SEPARATORS.sub("_", key.strip().lower())
 
 
 def _no_constant(name: str) -> NoReturn:

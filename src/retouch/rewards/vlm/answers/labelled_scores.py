@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from retouch.rewards.vlm.answers.patterns import compiled
 from retouch.rewards.vlm.answers.retractions import takes_back
 from retouch.rewards.vlm.answers.scales import Scale
 from retouch.rewards.vlm.answers.visible_text import leads_to_own_score
@@ -28,12 +29,19 @@ _FIGURE = r"(?P<figure>[0-9][0-9.,]*)(?:\s*(?:/|／|out\s+of|of|von|sur|de|su|и
 _UNIT = r"(?:\s*(?:分|点|점|points?|pts?\.?|Punkten?|puntos|pontos|punti|баллов|балла))?"
 _BULLET = r"[ \t]*(?:(?:[-•–+]|[0-9]{1,2}[.)]|#{1,6})[ \t]+)?"
 _BOUNDS = r"(?:\s*\(\s*(?:from\s+)?(?P<bounds>[0-9.]+\s*(?:-|–|—|to)\s*[0-9.]+|(?:/|out\s+of)\s*[0-9.]+)\s*\))?"
-_TAIL = re.compile(r"[ \t]*(?:\Z|\n|[.;!。；！](?=\s|\Z)|,(?=\s)|\(|（|[|]|[-–—](?=\s))")
-_NUMBERED = re.compile(r"not[ea]\s*[:：]\s*[0-9]{1,2}[.)][ \t]+\S", re.IGNORECASE)  # a first remark, and no grade
-_LISTED = re.compile(r"[0-9]{1,2}[.)][ \t]+\S")
-_SENTENCE_END = re.compile(r"(?:\A|\n|[.!?。！？][)\s]|[。！？])[ \t]*\Z")
+_TAIL = compiled(r"[ \t]*(?:\Z|\n|[.;!。；！](?=\s|\Z)|,(?=\s)|\(|（|[|]|[-–—](?=\s))")
+_NUMBERED = compiled(r"not[ea]\s*[:：]\s*[0-9]{1,2}[.)][ \t]+\S", re.IGNORECASE)  # a first remark, and no grade
+_LISTED = compiled(r"[0-9]{1,2}[.)][ \t]+\S")
+_SENTENCE_END = compiled(r"(?:\A|\n|[.!?。！？][)\s]|[。！？])[ \t]*\Z")
+_BEFORE = 64  # characters before a boxed answer in which its label ends
+_LABELLED = compiled(r"(?:[:：=]|\bis)[ \t*]*\Z")
+_BOXED = compiled(r"\${0,2}\\boxed\{\s*(?P<figure>[0-9][0-9.]*(?:\s*/\s*[0-9][0-9.]*)?)\s*\}\${0,2}")
+_BARE = compiled(rf"\s*{_FIGURE}{_UNIT}\s*\.?\s*")
+_BULLETED, _BULLETS = compiled(_BULLET), compiled(rf"(?m)^{_BULLET}")
+_NUMBERS = compiled(r"[0-9]+(?:\.[0-9]+)?")
+_SEPARATORS = compiled(r"[\s_\-]+")
 _MOST = 50  # scores stated in one text
-_JOINED = re.compile(r"\s*[,;|]?\s*(?:and\s+)?\Z")
+_JOINED = compiled(r"\s*[,;|]?\s*(?:and\s+)?\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +78,15 @@ def unboxed(text: str) -> str:
     """The text with TeX's boxed answers as tags ("\\boxed{7}" as "<answer>7</answer>"), or bare after a label."""
 
     def plain(match: re.Match[str]) -> str:
-        labelled = re.search(r"(?:[:：=]|\bis)[ \t*]*\Z", text[: match.start()]) is not None
+        labelled = _LABELLED.search(text[max(0, match.start() - _BEFORE) : match.start()]) is not None
         return match["figure"] if labelled else f"<answer>{match['figure']}</answer>"
 
-    return re.sub(r"\${0,2}\\boxed\{\s*(?P<figure>[0-9][0-9.]*(?:\s*/\s*[0-9][0-9.]*)?)\s*\}\${0,2}", plain, text)
+    return _BOXED.sub(plain, text)
 
 
 def bare(text: str, scale: Scale) -> float | None:
     """The number where the text is nothing but one: "7", "7/10"."""
-    whole = re.fullmatch(rf"\s*{_FIGURE}{_UNIT}\s*\.?\s*", text)
+    whole = _BARE.fullmatch(text)
     return None if whole is None else _value(whole, scale, decimal_comma=whole["top"] is not None)
 
 
@@ -96,8 +104,8 @@ def _mentions(text: str, scales: Mapping[str, Scale]) -> Iterator[Statement | No
 
 
 def _of_tag(text: str, name: str, scale: Scale, label: str) -> Iterator[Statement | None]:
-    tag = re.compile(rf"<\s*(?P<tag>{label})\s*>\s*{_FIGURE}\s*<\s*/\s*(?P=tag)\s*>", re.IGNORECASE)
-    for opening in re.finditer(rf"<\s*(?:{label})\s*>", text, re.IGNORECASE):
+    tag = compiled(rf"<\s*(?P<tag>{label})\s*>\s*{_FIGURE}\s*<\s*/\s*(?P=tag)\s*>", re.IGNORECASE)
+    for opening in compiled(rf"<\s*(?:{label})\s*>", re.IGNORECASE).finditer(text):
         whole = tag.match(text, opening.start())
         value = None if whole is None else _value(whole, scale, decimal_comma=False)
         yield None if whole is None or value is None else Statement(name, value, whole.start(), whole.end())
@@ -105,13 +113,13 @@ def _of_tag(text: str, name: str, scale: Scale, label: str) -> Iterator[Statemen
 
 def _without_figure(text: str, label: str) -> Iterator[None]:
     """None for every label that announces a score and gives no figure: "Score: TBD", a last "Final score:" that was cut."""
-    for _ in re.finditer(rf"(?<!\w)(?:{label})\s*[:：=](?!\s*[0-9])", text, re.IGNORECASE):
+    for _ in compiled(rf"(?<!\w)(?:{label})\s*[:：=](?!\s*[0-9])", re.IGNORECASE).finditer(text):
         yield None
 
 
 def _of_label(text: str, name: str, scale: Scale, label: str, *, decimal_comma: bool) -> Iterator[Statement | None]:
     line = rf"(?<!\w)(?:{label}){_BOUNDS}(?P<sign>\s*(?:[:：=]|\b(?:is|of)\b)?\s*){_FIGURE}{_UNIT}"
-    for match in re.finditer(line, text, re.IGNORECASE):
+    for match in compiled(line, re.IGNORECASE).finditer(text):
         numbered = _NUMBERED.match(text, match.start()) or ("\n" in match["sign"] and _LISTED.match(text, match.start("figure")))
         value = None if numbered else _value(match, scale, decimal_comma=decimal_comma)
         ends = _TAIL.match(text, _figure_end(match)) is not None
@@ -140,7 +148,7 @@ def _fits(bounds: str | None, scale: Scale) -> bool:
     """Whether the scale that the text names, "(0-10)" or "(out of 10)", is the one that was asked for."""
     if bounds is None:
         return True
-    figures = [float(figure) for figure in re.findall(r"[0-9]+(?:\.[0-9]+)?", bounds)]
+    figures = [float(figure) for figure in _NUMBERS.findall(bounds)]
     return figures in ([scale.high], [scale.low, scale.high])
 
 
@@ -149,14 +157,14 @@ def _opens(text: str, start: int, after: int) -> bool:
     before = text[:start]
     if after and _JOINED.fullmatch(text[after:start]):
         return True
-    begins = re.fullmatch(_BULLET, before[before.rfind("\n") + 1 :]) is not None or _SENTENCE_END.search(before[-80:]) is not None
+    begins = _BULLETED.fullmatch(before[before.rfind("\n") + 1 :]) is not None or _SENTENCE_END.search(before[-80:]) is not None
     follows = after > 0 and "\n" not in before[after:].strip(" \t").strip("\n")  # the line before states another name's score
     return begins and (follows or leads_to_own_score(before[: len(before) - len(_last_bullet(before))]))
 
 
 def _last_bullet(before: str) -> str:
     line = before[before.rfind("\n") + 1 :]
-    return line if re.fullmatch(_BULLET, line) else ""
+    return line if _BULLETED.fullmatch(line) else ""
 
 
 def _stands(text: str, mentions: list[Statement]) -> bool:
@@ -166,10 +174,10 @@ def _stands(text: str, mentions: list[Statement]) -> bool:
     for one in mentions:
         rest[one.start : one.end] = " " * (one.end - one.start)
     after = "".join(rest[first:])
-    after = re.sub(rf"(?m)^{_BULLET}", "", after)
+    after = _BULLETS.sub("", after)
     return not any(sign.isnumeric() for sign in after) and not takes_back(after)
 
 
 def _own(name: str) -> str:
     """A pattern of a name as people write it: instruction_following, "Instruction Following", "Instruction-following score"."""
-    return r"[\s_\-]+".join(re.escape(part) for part in re.split(r"[\s_\-]+", name)) + r"(?:\s+(?:score|rating))?"
+    return r"[\s_\-]+".join(re.escape(part) for part in _SEPARATORS.split(name)) + r"(?:\s+(?:score|rating))?"

@@ -3,13 +3,14 @@
 import re
 from collections.abc import Iterable
 
+from retouch.rewards.vlm.answers.patterns import compiled
 from retouch.rewards.vlm.answers.scales import Scale
 
 _FIGURE = r"([0-9]+(?:\.[0-9]+)?)"
 _MEASURE = r"(?:scor(?:es?|ed|ing)|rat(?:es?|ed|ings?)|grad(?:es?|ed|ing)|points?|marks?|scale[sd]?|maximum)"
 _RANGE = rf"(?<![0-9.,:/-])[01]\s*(?:-|–|—|\bto\b|\bthrough\b|\.\.)\s*{_FIGURE}(?![0-9.]*[0-9:/-])"
 # Each gives the top that it names.
-_TOPS = re.compile(
+_TOPS = compiled(
     "|".join(
         (
             rf"\b(?:{_MEASURE}|use|using)\b[^.\n]{{0,30}}?{_RANGE}",
@@ -21,7 +22,7 @@ _TOPS = re.compile(
     ),
     re.IGNORECASE,
 )
-_TURNED = re.compile(
+_TURNED = compiled(
     r"\b(?:lower|less|smaller) (?:\w+ )?(?:is|are|means?|=) better\b|\b(?:higher|more|larger) (?:\w+ )?(?:is|are|means?|=) worse\b"
     rf"|\b{_MEASURE}\b[^.\n]{{0,20}}\b(?:inverted|reversed)\b|\b(?:inverted|reversed?|inverse) {_MEASURE}\b"
     r"|\b(?:as|in) (?:an? )?(?:percent(?:ages?)?|tenths|permille)\b",

@@ -5,6 +5,8 @@ English, and a few words of the languages in which scores are read.
 
 import re
 
+from retouch.rewards.vlm.answers.patterns import compiled
+
 # Anywhere after a score. Words first, then what is more than one word.
 _REVISED_WORDS = r"""
     actually correction instead reconsider\w* revis\w+ wait meant naive claim\w* says drafts? wrong unless if maybe perhaps
@@ -24,7 +26,7 @@ _REVISED_PHRASES = (
     r"|en realidad|in realtà|na verdade|not (?:the|my|a|your) (?:own |final |real )?(?:score|grade|rating|verdict|answer)"
 )
 _REVISED_SIGNS = (
-    r"[%‰?？↓→⇒]|[-=]>|\A\W*not\b|\bnot\W*\Z|\bno\W*\Z|\([^)]*\Z|\b(?:corrected|amended|updated?|edit)\s*[:：]|[:：]\s*\Z"
+    r"[%‰?？↓→⇒]|[-=]>|\A\W*not\b|\bnot\W*\Z|\bno\W*\Z|\b(?:corrected|amended|updated?|edit)\s*[:：]|[:：]\s*\Z"
     r"|不对|不對|更正|修正|其实|其實|應該|应该|いや|訂正|やはり|実は|아니|정정|사실"
 )
 # What a remark after a score must speak of, sentence by sentence: images and edits.
@@ -60,12 +62,12 @@ def _any(words: str) -> str:
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern, re.IGNORECASE)
+    return compiled(pattern, re.IGNORECASE)
 
 
 _ABOUT_PICTURES = _compiled(rf"\b(?:{_any(_PICTURED)})\b")
-_SAYS_NOTHING = re.compile(r"[\s.!,;:()（）。！；，|…–—-]*")
-_GOES_ON = re.compile(r"[ \t]*\n\s*[a-z]")
+_SAYS_NOTHING = compiled(r"[\s.!,;:()（）。！；，|…–—-]*")
+_GOES_ON = compiled(r"[ \t]*\n\s*[a-z]")
 _COURTESY = _compiled(
     r"\b(?:i hope (?:this|that|it) helps|(?:please )?let me know if you (?:need|have|want|would)\b[^.!?\n]*)[.!]?"
 )
@@ -74,6 +76,7 @@ _QUALIFIED = _compiled(
     rf"\A[\s(\[,;|–—-]*(?:(?:{_any(_LEADING)})\b[\s(]*)*(?:{_any(_QUALIFYING)}|or so|or thereabouts|give or take)\b"
 )
 _NOT_MEANT = _compiled(rf"\b(?:{_any(_UNMEANT)}|not my|not the|next line|line below|sample output)\b|\b(?:follows?|below)\W*\Z")
+_SENTENCE_GAP = compiled(r"(?<=[.!?。！？])\s+")
 _SEEN_TEXT = _compiled(rf"\b(?:{_any(_SEEN)}|text (?:in|on|found|within|visible))\b")
 _VERB = _compiled(rf"\b(?:{_any(_SAYING)})\b")
 
@@ -85,6 +88,8 @@ def takes_back(after: str) -> bool:
     which none has a word of doubt or speaks of the judge ("I ..."). Courtesies are passed over.
     """
     after = _COURTESY.sub("", after)
+    if after.rfind("(") > after.rfind(")"):  # a parenthesis that does not end
+        return True
     if _REVISED.search(after) or _QUALIFIED.search(after) or _GOES_ON.match(after):
         return True
     sentences = re.split(r"[.!?\n](?=\s|\Z)", after)
@@ -93,5 +98,5 @@ def takes_back(after: str) -> bool:
 
 def disowns(line: str) -> bool:
     """Whether the line before a score says that what follows is no judgement, or somebody else's words."""
-    sentence = re.split(r"(?<=[.!?。！？])\s+", line)[-1]
+    sentence = _SENTENCE_GAP.split(line)[-1]
     return _NOT_MEANT.search(sentence) is not None or (_SEEN_TEXT.search(line) is not None and _VERB.search(line) is None)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from retouch.rewards.vlm.answers.json_scores import parse, scores_of
 from retouch.rewards.vlm.answers.labelled_scores import bare, stated, unboxed, unmarked
 from retouch.rewards.vlm.answers.other_scales import is_elsewhere
+from retouch.rewards.vlm.answers.patterns import compiled, squeezed
 from retouch.rewards.vlm.answers.retractions import takes_back
 from retouch.rewards.vlm.answers.scales import Scale
 from retouch.rewards.vlm.answers.unseen_images import is_blind
@@ -17,7 +18,9 @@ from retouch.rewards.vlm.answers.visible_text import declines, leads_to_own_scor
 from retouch.types import Json
 
 LONGEST = 20_000  # characters; a judge that writes more has lost its thread
-_FENCE = re.compile(r"^[ \t]*```(?:json|text|plaintext)?[ \t]*$", re.MULTILINE | re.IGNORECASE)
+_OPENING = compiled(r"^[ \t]*(?=\{|\[\s*[-0-9\"{\[])", re.MULTILINE)
+_LINE_END = compiled(r"[ \t]*(?:\n|\Z)")
+_FENCE = compiled(r"^[ \t]*```(?:json|text|plaintext)?[ \t]*$", re.MULTILINE | re.IGNORECASE)
 
 
 def read_score(text: str, scale: Scale) -> float | None:
@@ -38,6 +41,7 @@ def read_scores(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | No
     """
     if not scales or len(text) > LONGEST:
         return None
+    text = squeezed(text)
     whole = _typed_whole(text, scales)
     if whole is not None:
         return whole[0]
@@ -70,7 +74,7 @@ def _free(text: str, scales: Mapping[str, Scale]) -> dict[str, float] | None:
     words = without_quotes(prose)
     if words is None or declines(words) or is_blind(words) or is_elsewhere(words, scales.values()):
         return None
-    words = unmarked(unboxed(words))
+    words = squeezed(unmarked(unboxed(words)))
     if re.search(r"[{}]|<\|", words):
         return None
     if not objects:
@@ -98,14 +102,14 @@ def _blocks(text: str) -> tuple[list[Json], str] | None:
     values: list[Json] = []
     rest: list[str] = []
     place = 0
-    for opening in re.finditer(r"^[ \t]*(?=\{|\[\s*[-0-9\"{\[])", text, re.MULTILINE):
+    for opening in _OPENING.finditer(text):
         if opening.start() < place:
             continue
         parsed = parse(text[opening.end() :])
         if parsed is None:
             return None
         end = opening.end() + parsed[1]
-        if not re.match(r"[ \t]*(?:\n|\Z)", text[end:]):
+        if not _LINE_END.match(text, end):
             return None
         values.append(parsed[0])
         rest.append(text[place : opening.start()])

@@ -2,11 +2,13 @@
 
 import re
 
+from retouch.rewards.vlm.answers.patterns import compiled
+
 _PICTURE = r"(?:image|picture|photo)s?"
 _CANNOT = r"(?:cannot|can['’]?t|could not|couldn['’]t|unable to|not able to)"
 _LOOK = r"(?:see|view|access|open|load|process|evaluate|assess|analy[sz]e|rate|score|judge|compare)"
 _WHICH = r"(?:(?:the|any|an|either|both|your|these|those|two|of|edited|source|original|actual) )*"
-_BLIND = re.compile(
+_BLIND = compiled(
     "|".join(
         (
             # No image came.

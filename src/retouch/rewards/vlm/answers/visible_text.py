@@ -4,22 +4,26 @@ Every function gives None if that cannot be told; none of them raises on any tex
 """
 
 import re
+from collections.abc import Iterator
 
+from retouch.rewards.vlm.answers.patterns import compiled
 from retouch.rewards.vlm.answers.retractions import disowns
 
 _NAMES = "think|thinking|thought|thoughts|reasoning|analysis|reflection|scratchpad|rationale|justification|explanation"
-_THOUGHT = re.compile(
+_THOUGHT = compiled(
     rf"<\s*(?P<a>/?)\s*(?P<name>{_NAMES})\s*>|\[(?P<b>/?)(?P<mistral>think|reasoning)\]|◁(?P<c>/?)(?P<kimi>think)▷"
     r"|<\|(?P<edge>start|end)[ _](?P<emu>thinking)\|>|<\|(?P<side>begin|end)_of_(?P<deep>thought)\|>",
     re.IGNORECASE,
 )
 _LAST_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end|>", "<|end_of_text|>", "</s>", "<eos>")
-_QUOTED = re.compile(
-    r"“[^”]*”|„[^“”]*[“”]|«[^»]*»|「[^」]*」|『[^』]*』|《[^》]*》|‹[^›]*›|\"[^\"]*\"|`+[^`]*`+"
-    r"|(?<![^\s(\[:,])['‘](?=\S)[^'‘’\n]{2,}['’](?![a-zA-Z0-9])"
-)
-_QUOTE_MARKS = re.compile(r"[\"“”„«»「」『』`‹›]")
-_DECLINES = re.compile(
+_CLOSING = {
+    **{"“": "”", "„": "“”", "«": "»", "「": "」", "『": "』", "《": "》", "‹": "›"},
+    **{'"': '"', "'": "'‘’\n", "‘": "'‘’\n", "`": "`"},
+}
+_OPENINGS = compiled(f"[{''.join(_CLOSING)}]")
+_CLOSINGS = {opening: compiled(f"[{closing}]") for opening, closing in _CLOSING.items()}
+_QUOTE_MARKS = compiled(r"[\"“”„«»「」『』`‹›]")
+_DECLINES = compiled(
     "|".join(
         (
             r"\b(?:i['’]?m|i am|we are|we['’]re)\s+(?:very\s+|so\s+)?(?:sorry|unable|not able)\b",
@@ -36,25 +40,28 @@ _DECLINES = re.compile(
     ),
     re.IGNORECASE,
 )
-_OWN_FORMAT = re.compile(r"\bin (?:the |a )?(?:\w+ ){0,2}format\b", re.IGNORECASE)
-_REPORTS = re.compile(
+_OWN_FORMAT = compiled(r"\bin (?:the |a )?(?:\w+ ){0,2}format\b", re.IGNORECASE)
+_REPORTS = compiled(
     r"\b(?:reads?|says?|saying|states?|texts?|words?|written|writing|sign|caption|watermark|painted|quotes?|contains?|instructs?|tells?"
-    r"|claims?|asks?|shows?|displays?|overlay|prompt|example|format|template|ocr)\b[^.!?\n]*(?::|\Z)",
+    r"|claims?|asks?|shows?|displays?|overlay|prompt|example|format|template|ocr)\b",
     re.IGNORECASE,
 )
-_TELLS = re.compile(
+_TELLS = compiled(
     r"\b(?:says?|said|saying|reads?|writes?|wrote|written|tells?|told|claims?|instructs?|states?|stating|demands?|orders?|asks?|commands?)\b"
     r"|\bas follows\b|\bthe following\b",
     re.IGNORECASE,
 )
-_SPEAKER = re.compile(r"^\W*(?:system|user|human|developer|instructions?|prompt|note to \w+)\s*[:：]", re.IGNORECASE | re.MULTILINE)
-_ABBREVIATED = re.compile(r"\b(?:e\.g|i\.e|cf|vs|no|approx|ca|z\.b|p\.ex)\.\Z", re.IGNORECASE)
-_HEADING = re.compile(
+_SENTENCE_ENDS = compiled(r"[.!?\n]")
+_LINE_END = compiled(r"[ \t]*\n")
+_BLANK_LINE = compiled(r"\n[ \t]*\n")
+_SPEAKER = compiled(r"^\W*(?:system|user|human|developer|instructions?|prompt|note to \w+)\s*[:：]", re.IGNORECASE | re.MULTILINE)
+_ABBREVIATED = compiled(r"\b(?:e\.g|i\.e|cf|vs|no|approx|ca|z\.b|p\.ex)\.\Z", re.IGNORECASE)
+_HEADING = compiled(
     r"\b(?:evaluation|assessment|verdict|answers?|ratings?|scores?|analysis|results?|summary|conclusion|reasoning|judge?ment|json|output"
     r"|response)\b",
     re.IGNORECASE,
 )
-_FOREIGN_TO = re.compile(
+_FOREIGN_TO = compiled(
     r"\b(?:expected|example|sample|template|drafts?|naive|not|never|wrong|source|original|previous|target)\b", re.IGNORECASE
 )
 
@@ -79,7 +86,7 @@ def spoken(text: str) -> str | None:
         elif opened:
             if opened.pop() != name:
                 return None
-        elif len(kept) == 1 and re.match(r"[ \t]*\n", text[mark.end() :]):
+        elif len(kept) == 1 and _LINE_END.match(text, mark.end()):
             kept.clear()
         else:
             return None
@@ -96,14 +103,68 @@ def _without_last_tokens(text: str) -> str:
 
 def without_quotes(text: str) -> str | None:
     """The text with what it quotes blanked out, length kept. None if a quotation does not end."""
-    text = re.sub(r"^[ \t]*>.*$", lambda line: " " * len(line[0]), text, flags=re.MULTILINE)
-    text = _QUOTED.sub(lambda quote: "".join("\n" if sign == "\n" else "\x00" for sign in quote[0]), text)
+    text = "\n".join(" " * len(line) if line.lstrip(" \t").startswith(">") else line for line in text.split("\n"))
+    parts: list[str] = []
+    place = 0
+    for start, end in _quotations(text):
+        parts += [text[place:start], "".join("\n" if sign == "\n" else "\x00" for sign in text[start:end])]
+        place = end
+    text = "".join([*parts, text[place:]])
     return None if _QUOTE_MARKS.search(text) else text
+
+
+def _quotations(text: str) -> Iterator[tuple[int, int]]:
+    """Start and end of each quotation, marks included, in order. A mark that never closes is looked for only once."""
+    endless: set[str] = set()
+    opening = _OPENINGS.search(text)
+    while opening is not None:
+        start = opening.start()
+        end = None if opening[0] in endless else _quotation_end(text, start, endless)
+        if end is not None:
+            yield start, end
+        opening = _OPENINGS.search(text, start + 1 if end is None else end)
+
+
+def _quotation_end(text: str, start: int, endless: set[str]) -> int | None:
+    """Where the quotation that opens at ``start`` ends, or None. Marks of which no closing one follows are added to ``endless``."""
+    mark, after = text[start], start + 1
+    if mark == "`":
+        while text[after : after + 1] == "`":
+            after += 1
+    closing = _CLOSINGS[mark].search(text, after)
+    if mark == "`":
+        end = None if closing is None else closing.end()
+        while end is not None and text[end : end + 1] == "`":
+            end += 1
+        return end or (after if after > start + 1 else None)
+    if closing is None:
+        endless.add(mark)
+        return None
+    if mark in "'‘" and not _is_single_quotation(text, start, closing):
+        return None
+    return closing.end()
+
+
+def _is_single_quotation(text: str, start: int, closing: re.Match[str]) -> bool:
+    """Whether single marks are a quotation: after a space or bracket, of two characters or more, on one line, not in a word."""
+    before, first, after = text[start - 1 : start], text[start + 1], text[closing.end() : closing.end() + 1]
+    opens = (not before or before.isspace() or before in "([:,") and not first.isspace()
+    return opens and closing[0] in "'’" and closing.start() - start > 2 and not (after.isascii() and after.isalnum())
 
 
 def declines(text: str) -> bool:
     """Whether the text refuses, or asks for what it was given, in English or one of a few more languages."""
     return _DECLINES.search(text) is not None
+
+
+def _reports(paragraph: str) -> bool:
+    """Whether a sentence names a text or its source, and then gives it: after a colon, or as the last sentence."""
+    *sentences, last = _SENTENCE_ENDS.split(paragraph)
+    for sentence in sentences:
+        named = _REPORTS.search(sentence)
+        if named is not None and ":" in sentence[named.end() :]:
+            return True
+    return _REPORTS.search(last) is not None
 
 
 def leads_to_own_score(before: str) -> bool:
@@ -115,9 +176,9 @@ def leads_to_own_score(before: str) -> bool:
     if _SPEAKER.search(before):
         return False
     before = _OWN_FORMAT.sub(" ", before.rstrip())
-    paragraph = re.split(r"\n[ \t]*\n", before)[-1]
+    paragraph = _BLANK_LINE.split(before)[-1]
     told = any(_TELLS.search(sentence) and "\x00" not in sentence for sentence in re.split(r"[.!?。\n](?=\s|\Z)", paragraph))
-    if told or _REPORTS.search(paragraph):
+    if told or _reports(paragraph):
         return False
     lines = [line.strip() for line in before.split("\n") if re.search(r"[\w\x00]", line)]
     if not lines:
