@@ -67,7 +67,7 @@ def test_nothing_held_out_when_nothing_is_asked_for():
     ("names", "held_out", "message"),
     [
         (["a"] * 10, 0.5, "leaves nothing to"),
-        (["a"] * 10, 3, "nothing to train on: 10 rows come from 1 sources"),
+        (["a"] * 10, 3, "nothing to train on: the 10 rows have 1 different source images"),
         (["a", "b"], 1e-9, "nothing to hold out"),
         (["a", "b"], 1.0, "must be a share"),
         (["a", "b"], -1, "must be a share"),

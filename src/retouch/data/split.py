@@ -46,8 +46,8 @@ def split_by_source(sources: Sequence[str], *, held_out: float | int, seed: int)
     if not split.train or (held_out and not split.held_out):
         side = "train on" if not split.train else "hold out"
         raise ValueError(
-            f"held_out {held_out} leaves nothing to {side}: {len(sources)} rows come from {len(places)} sources; "
-            "give another number of rows"
+            f"held_out {held_out} leaves nothing to {side}: the {len(sources)} rows have {len(places)} different source images (or "
+            "prompts), and rows of one stay together; add rows, hold out another number, or evaluate on other data"
         )
     return split
 

@@ -58,7 +58,7 @@ def run(recipe: Recipe, *, fresh: bool, new_judge: bool = False) -> int:
 @contextmanager
 def open_session(
     recipe: Recipe, *, fresh: bool, new_judge: bool = False, listener: Listener | None = None, own_process: bool = True
-) -> "Iterator[Session]":
+) -> "Iterator[TrainingSession]":
     """A run that is ready to train: its folder is open and its parts are built. Closes everything at the end of the block.
 
     ``fresh``, ``new_judge``: as for ``run``. ``listener``: is called after each step, evaluation and checkpoint.
@@ -101,7 +101,7 @@ def open_session(
 
                     refuse_if_stopped(folder, recipe.watch, columns=parts.judge.reward.columns, ranks=ranks)
                     watcher = build_watcher(parts, folder, measures)
-                yield Session(recipe, folder, parts, ledger, watcher, publisher, request, listener or Listener())
+                yield TrainingSession(recipe, folder, parts, ledger, watcher, publisher, request, listener or Listener())
 
 
 def _log_plan(recipe: Recipe, parts: Assembly) -> None:
@@ -118,7 +118,7 @@ def _log_plan(recipe: Recipe, parts: Assembly) -> None:
 
 
 @dataclass
-class Session:
+class TrainingSession:
     """A run that is ready to train. ``done``: steps that are done. ``code``: the exit code of a process of the run's own."""
 
     recipe: Recipe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ def describe(
     renderer: Any = None,
     reward_weights: Sequence[float] | Mapping[str, float] | str | None = None,
     columns: Mapping[str, str] | None = None,
-    size: tuple[int, int] | None = None,
+    size: tuple[int, int] | int | None = None,
     output_dir: str | Path = "runs",
     run_name: str | None = None,
     **keys: Any,
@@ -74,9 +75,13 @@ def describe(
     if clash := sorted(OWN & keys.keys()):
         meant = {"policy": "model and peft_config", "data": "train_dataset", "reward": "reward_funcs", "name": "run_name"}
         raise ValueError("\n".join(f"{key}: give {meant.get(key, 'output_dir')} instead" for key in clash))
+    size = (size, size) if isinstance(size, int) else None if size is None else _pair(size)
+    _require_objective(objective)
     section, objects = model_section(model, size=size, key="model")
     rewards, combine, functions = _rewards(reward_funcs, reward_weights)
-    data, tables = _data(train_dataset, eval_dataset, columns)
+    evaluated = _plain("eval", keys.get("eval", {}))
+    held_out = not (isinstance(evaluated, dict) and evaluated.get("split") == "train")
+    data, tables = _data(train_dataset, eval_dataset, columns, held_out=held_out)
     objects = {**objects, **functions, **tables}
     writes = isinstance(section, LanguageModel)
     document: dict[str, Any] = {
@@ -95,6 +100,8 @@ def describe(
     if "steps" not in keys and "passes" not in keys and "phases" not in keys:
         document["steps"] = 100
     if renderer is not None:
+        if not writes:
+            raise ValueError("renderer: this model makes images itself; a renderer is for a language model that writes prompts")
         document["renderer"], more = _renderer(renderer, size=size)
         objects |= more
     document |= {key: _plain(key, value) for key, value in keys.items()}
@@ -108,6 +115,19 @@ def _modules(section: Section) -> Iterator[str]:
     """The modules of a section that was given as an object: its own, and those of the classes that it names."""
     yield type(section).__module__
     yield from (module_of(path) for _, path in consent.classes_named(section.model_dump(mode="json")))
+
+
+def _pair(size: Any) -> tuple[int, int]:
+    if not (isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(side, int) for side in size)):
+        raise ValueError(f"size: {size!r}; give (height, width) in pixels, or one number for a square")
+    return size[0], size[1]
+
+
+def _require_objective(objective: Any) -> None:
+    if objective is not None and not isinstance(objective, Objective):
+        raise ValueError(
+            f"objective: {objective!r:.60}; give an object: retouch.GRPO(clip=1e-4), retouch.NFT(), or one of a class of your own"
+        )
 
 
 def _policy(section: ImageModel | LanguageModel, peft_config: Any, ema: Any, gradient_checkpointing: bool) -> dict[str, Any]:
@@ -208,8 +228,8 @@ def _max_missing(keys: dict[str, Any]) -> dict[str, Any]:
     return {"max_missing": keys.pop("max_missing")} if "max_missing" in keys else {}
 
 
-def _data(given: Any, evaluation: Any, columns: Mapping[str, str] | None) -> tuple[DataSource, dict[str, Any]]:
-    """The data source, and the tables that it refers to by name."""
+def _data(given: Any, evaluation: Any, columns: Mapping[str, str] | None, *, held_out: bool) -> tuple[DataSource, dict[str, Any]]:
+    """The data source, and the tables that it refers to by name. ``held_out``: whether rows are kept for evaluation."""
     if isinstance(given, DataSource):
         return given, {}
     if isinstance(given, str | Path):
@@ -218,8 +238,8 @@ def _data(given: Any, evaluation: Any, columns: Mapping[str, str] | None) -> tup
     if given is None:
         raise ValueError("train_dataset: missing; give a datasets.Dataset, a list of dictionaries, a folder or a data source")
     # A tenth for evaluation, as a number: a share of few rows may leave none.
-    held_out = 0 if evaluation is not None or not hasattr(given, "__len__") else max(1, len(given) // 10)
-    data = TableData.of(given, evaluation=evaluation, columns=columns, held_out=held_out)
+    share = max(1, len(given) // 10) if held_out and evaluation is None and hasattr(given, "__len__") else 0
+    data = TableData.of(given, evaluation=evaluation, columns=columns, held_out=share)
     tables = {f"table:{data.rows_}": given}
     if evaluation is not None:
         tables[f"table:{data.evaluation}"] = evaluation
@@ -244,7 +264,8 @@ def _renderer(given: Any, *, size: tuple[int, int] | None) -> tuple[dict[str, An
     section, objects = model_section(given, size=size, key="renderer")
     if not isinstance(section, ImageModel):
         raise ValueError("renderer: a language model makes no images; give a diffusers pipeline")
-    return {"kind": "prompt", "model": IMAGE_MODELS.document(section)}, objects
+    steps = getattr(inspect.signature(type(given).__call__).parameters.get("num_inference_steps"), "default", None)
+    return {"kind": "prompt", "model": IMAGE_MODELS.document(section), "num_steps": steps or 28}, objects
 
 
 def _plain(key: str, value: Any) -> Any:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from retouch.trainer.trainer import Trainer
+from retouch.recipe.recipe import Recipe
 
 
 @dataclass
@@ -25,6 +24,23 @@ class TrainerState:
     log_history: list[dict[str, Any]] = field(default_factory=list)
 
 
+class Running(Protocol):
+    """A ``Trainer`` as its callbacks see it."""
+
+    recipe: Recipe
+    state: TrainerState
+    is_main: bool
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        ...
+
+    def stop(self) -> None:
+        """End the run after the current step, with a checkpoint."""
+        ...
+
+
 class Callback:
     """Derive from it and override what you need. Any method may call ``trainer.stop()``: the run then ends after the current step,
     with a checkpoint. With several ranks, every rank calls its own callbacks.
@@ -37,13 +53,13 @@ class Callback:
                     trainer.stop()
     """
 
-    def on_step(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step(self, trainer: Running, step: int, metrics: Mapping[str, float]) -> None:
         """A step is done; ``step`` counts from 1, ``metrics`` are those of ``metrics.jsonl``."""
 
-    def on_evaluate(self, trainer: Trainer, step: int, table: Mapping[str, Mapping[str, float]]) -> None:
+    def on_evaluate(self, trainer: Running, step: int, table: Mapping[str, Mapping[str, float]]) -> None:
         """The held-out tasks were evaluated. ``table``: row ("all", "tag=value") to column to mean; ``n`` counts tasks."""
 
-    def on_save(self, trainer: Trainer, step: int, folder: Path) -> None:
+    def on_save(self, trainer: Running, step: int, folder: Path) -> None:
         """A checkpoint was written to ``folder``."""
 
 
@@ -53,7 +69,7 @@ class ProgressBar(Callback):
     def __init__(self) -> None:
         self._bar: Any = None
 
-    def on_step(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+    def on_step(self, trainer: Running, step: int, metrics: Mapping[str, float]) -> None:
         from tqdm.auto import tqdm
 
         if self._bar is None:

@@ -41,11 +41,11 @@ def model_section(model: Any, *, size: tuple[int, int] | None, key: str) -> tupl
 
 
 def _from_path(path: str, *, size: tuple[int, int] | None, key: str) -> ImageModel | LanguageModel:
-    pipeline = _json(path, "model_index.json")
+    pipeline = _json(path, "model_index.json", key=key)
     if pipeline is not None:
         family = _family_of(str(pipeline.get("_class_name")), key=key)
         return family(path=path, size=MEGAPIXEL if size is None and family.takes.images[1] == 0 else size)
-    config = _json(path, "config.json")
+    config = _json(path, "config.json", key=key)
     if config is None:
         raise ValueError(
             f"{key}: {path} has neither model_index.json (diffusers) nor config.json (transformers); give a folder with one of "
@@ -72,16 +72,26 @@ def _family_of(pipeline: str, *, key: str) -> type[DiffusersModel]:
     raise ValueError(f"{key}: {pipeline} has no adapter; there are {', '.join(sorted(map(str, families)))}, or write your own")
 
 
-def _json(path: str, name: str) -> dict[str, Any] | None:
-    """A JSON file of a local folder or of a Hugging Face repository; None where it has no such file."""
+def _json(path: str, name: str, *, key: str) -> dict[str, Any] | None:
+    """A JSON file of a local folder or of a Hugging Face repository; None where it has no such file.
+
+    Raises ValueError if there is neither, or if the Hub cannot be reached.
+    """
     if Path(path).is_dir():
         file = Path(path) / name
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
         found: dict[str, Any] = json.loads(Path(hf_hub_download(path, name)).read_text(encoding="utf-8"))
-    except (EntryNotFoundError, HFValidationError, OSError):
+    except (HFValidationError, RepositoryNotFoundError):
+        raise ValueError(f"{key}: there is no folder {path}, and no such repository on the Hugging Face Hub") from None
+    except LocalEntryNotFoundError:
+        raise ValueError(
+            f"{key}: there is no folder {path}, and the Hugging Face Hub cannot be reached; download the model elsewhere and give "
+            "its folder"
+        ) from None
+    except EntryNotFoundError:
         return None
     return found

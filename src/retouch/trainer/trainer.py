@@ -36,9 +36,9 @@ class Trainer:
     list of dictionaries, a folder, or a data source; ``eval_dataset``: a second table for evaluation, otherwise rows are held out.
     ``columns``: our names of the data set's columns, where they differ. ``objective``: by default GRPO. ``peft_config``: what
     trains: ``retouch.Lora(...)``, a ``peft.LoraConfig``, or None for all weights. ``renderer``: for a language model, the pipeline
-    that makes images of its prompts. ``size``: (height, width) in px of the images. ``output_dir`` and ``run_name``: the run's
-    folder is ``output_dir/run_name``. ``callbacks``: see ``Callback``. ``progress``: show a progress bar. ``keys``: every other key
-    of a recipe, with the same names, defaults and checks: ``learning_rate``, ``steps``, ``group_size``, ``rollout``, ...
+    that makes images of its prompts. ``size``: (height, width) in px of the images, or one number for squares. ``output_dir`` and
+    ``run_name``: the run's folder is ``output_dir/run_name``. ``callbacks``: see ``Callback``. ``progress``: show a progress bar.
+    ``keys``: every other key of a recipe, with the same names, defaults and checks: ``steps``, ``group_size``, ``rollout``, ...
 
     A loaded pipeline is trained in place. Nothing starts before ``train`` is called, but every argument is checked here.
 
@@ -69,7 +69,7 @@ class Trainer:
         renderer: Any = None,
         reward_weights: Sequence[float] | Mapping[str, float] | str | None = None,
         columns: Mapping[str, str] | None = None,
-        size: tuple[int, int] | None = None,
+        size: tuple[int, int] | int | None = None,
         learning_rate: float = 1e-4,
         output_dir: str | Path = "runs",
         run_name: str | None = None,
@@ -121,6 +121,9 @@ class Trainer:
         return trainer
 
     def _start(self, described: Described, *, callbacks: Sequence[Callback], progress: bool) -> None:
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise ValueError(f"callbacks: {callback!r:.60} is not a retouch.Callback; derive a class from it")
         self.recipe = described.recipe
         """The run as a recipe; ``trainer.recipe.document()`` is its JSON."""
         self.state = TrainerState()

@@ -28,7 +28,11 @@ def add_lora(module: nn.Module, config: LoraConfig, *, init_from: Path | None, s
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(generator(seed, "lora").initial_seed())
-        module.add_adapter(config)  # type: ignore[operator]
+        try:
+            module.add_adapter(config)  # type: ignore[operator]
+        except ValueError as error:
+            module._hf_peft_config_loaded = False  # set before the layers were found
+            raise ValueError(f"policy.train.targets: {error}") from error
     _ADDED.add(module)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_("lora_" in name)

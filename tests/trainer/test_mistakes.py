@@ -1,0 +1,167 @@
+"""Mistakes in the arguments of a ``Trainer`` are reported by the constructor, and those of a reward function when it is called, in
+words that say what to do."""
+
+import re
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from PIL import Image
+
+import retouch
+import tiny_pipelines
+from retouch.rewards.function import FunctionReward
+from retouch.rewards.scoring import scores_of
+from retouch.types import Sample, Task
+
+ROWS = [{"prompt": "a red circle" if number % 2 else "blue", "level": number} for number in range(8)]
+
+
+def red(images: list[Any], **rest: Any) -> list[float]:
+    return [0.5] * len(images)
+
+
+def positional(images: list[Any], /) -> list[float]:
+    return [0.5] * len(images)
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Any:
+    return tiny_pipelines.sd3()
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "no model": ({"model": None}, "model: NoneType cannot be trained; give a diffusers pipeline, a folder"),
+    "a module as model": ({"model": torch.nn.Linear(1, 1)}, "model: Linear cannot be trained; give a diffusers pipeline"),
+    "a folder that is not there": ({"model": "/no/such/folder"}, "model: there is no folder /no/such/folder"),
+    "no reward": ({"reward_funcs": []}, "reward_funcs: empty; give at least one reward"),
+    "a number as reward": ({"reward_funcs": 3}, "reward_funcs: 3 cannot be called; give a function"),
+    "a reward's name mistyped": ({"reward_funcs": "pikscore"}, "reward.kind: 'pikscore' is not one of 'playground'"),
+    "a lambda": ({"reward_funcs": lambda images: [1.0]}, "a lambda has no name for its column; write it as a function with `def`"),
+    "two rewards of one name": ({"reward_funcs": [red, red]}, "two rewards are called 'red'; rename one of the functions"),
+    "a positional argument": ({"reward_funcs": positional}, "reward function positional: its arguments are given by name"),
+    "too many weights": ({"reward_weights": [1.0, 2.0]}, "reward_weights: 2 weights for 1 rewards; give one for each"),
+    "a weight of no column": (
+        {"reward_weights": {"blue": 1.0}},
+        "names the column 'blue', which the reward does not give",
+    ),
+    "half a formula": ({"reward_weights": "red +"}, "reward.combine: 'red +': the formula ends"),
+    "weights of 0": ({"reward_weights": [0.0]}, "reward.combine: all weights are 0"),
+    "several columns": ({"reward_funcs": "clip"}, "reward_weights: clip has the columns cosine, clip_score, similarity"),
+    "no data": ({"train_dataset": None}, "train_dataset: missing; give a datasets.Dataset, a list of dictionaries, a folder"),
+    "empty data": ({"train_dataset": []}, "train_dataset: no rows"),
+    "rows of text": ({"train_dataset": ["a", "b"]}, "train_dataset: a row is str; each row is a dictionary with a `prompt`"),
+    "no prompts": (
+        {"train_dataset": [{"caption": "a"}]},
+        "train_dataset: no column with the prompts; it has caption.",
+    ),
+    "all splits": ({"train_dataset": {"train": ROWS}}, "train_dataset: a dictionary; give one split of it"),
+    "no such data folder": ({"train_dataset": "/no/such"}, "train_dataset: no folder and no .txt or .jsonl file /no/such"),
+    "a stream": (
+        {"train_dataset": datasets.Dataset.from_list(ROWS).to_iterable_dataset()},
+        "train_dataset: a streaming data set has no length; load it without streaming=True",
+    ),
+    "a column that is not there": ({"columns": {"instruction": "caption"}}, "'instruction' should be read from 'caption', but"),
+    "an unknown field": ({"columns": {"instrction": "prompt"}}, "'instrction' is not a field; 'instruction' is"),
+    "a negative learning rate": ({"learning_rate": -1.0}, "learning_rate: should be greater than 0, not -1.0"),
+    "a learning rate of text": ({"learning_rate": "1e-4"}, "learning_rate: should be a valid number, not '1e-4'"),
+    "a mistyped argument": ({"learning_rat": 1e-4}, "learning_rat: unknown key; did you mean learning_rate?"),
+    "a recipe's section": ({"policy": {}}, "policy: give model and peft_config instead"),
+    "groups of one": ({"group_size": 1}, "group_size: 1 gives every sample the advantage 0; take 2 or more"),
+    "a size of text": ({"size": "512"}, "size: '512'; give (height, width) in pixels"),
+    "a LoRA as dictionary": (
+        {"peft_config": {"r": 8}},
+        "peft_config: dict; give retouch.Lora(rank=32, alpha=64), a peft.LoraConfig",
+    ),
+    "an objective's name": ({"objective": "grpo"}, "objective: 'grpo'; give an object: retouch.GRPO(clip=1e-4)"),
+    "a clip range that never clips": ({"objective": retouch.GRPO(clip=0.2)}, "would never clip; use 1e-6 to 1e-4"),
+    "a renderer of an image model": ({"renderer": "x"}, "renderer: this model makes images itself"),
+    "imitation without targets": ({"objective": retouch.Supervised()}, "have no targets, and supervised needs them"),
+    "a mistyped rollout": ({"rollout": {"num_step": 3}}, "rollout.num_step: unknown key; did you mean rollout.num_steps?"),
+    "a run's name with a slash": ({"run_name": "a/b"}, "name: 'a/b' does not match"),
+    "a function as callback": ({"callbacks": [print]}, "is not a retouch.Callback; derive a class from it"),
+    "two lengths": ({"steps": 3, "passes": 1.0}, "steps: give either steps or passes"),
+    "a wrong number of minibatches": ({"minibatches": 5}, "minibatches: "),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_constructor_says_what_is_wrong(mistake: str, pipe: Any) -> None:
+    changes, message = MISTAKES[mistake]
+    lora = retouch.Lora(rank=2, alpha=2)
+    arguments = {"model": pipe, "reward_funcs": red, "train_dataset": ROWS, "peft_config": lora, **changes}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        retouch.Trainer(**arguments)
+
+
+def test_there_are_many() -> None:
+    assert len(MISTAKES) >= 30
+
+
+def unknown(images: list[Any], caption: list[str]) -> list[float]:
+    return [1.0] * len(images)
+
+
+def short(images: list[Any]) -> list[float]:
+    return [1.0] * (len(images) - 1)
+
+
+def nothing(images: list[Any]) -> None:
+    return None
+
+
+def words(images: list[Any]) -> list[str]:
+    return ["good"] * len(images)
+
+
+def infinite(images: list[Any]) -> list[float]:
+    return [float("inf")] * len(images)
+
+
+def mapping(images: list[Any]) -> dict[str, list[float]]:
+    return {"score": [1.0] * len(images)}
+
+
+@retouch.reward(low=0, high=1)
+def outside(images: list[Any]) -> list[float]:
+    return [2.0] * len(images)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (unknown, "reward function unknown asks for 'caption', which the data set does not have; its columns are level"),
+        (short, "reward function short returned 1 scores for 2 images; return one per image"),
+        (nothing, "reward function nothing returned NoneType; return a list of floats, one per image"),
+        (words, "reward function words returned 'good' as a score; return a number, or None"),
+        (infinite, "reward function infinite returned inf; return a finite number, or None"),
+        (mapping, "reward function mapping returned dict; return a list of floats"),
+        (outside, "column 'outside' gave 2.0, outside its declared range 0.0 to 1.0"),
+    ],
+)
+def test_a_reward_function_that_is_wrong(function: Any, message: str) -> None:
+    samples = [Sample(Task(str(number), "blue", meta={"level": number}), Image.new("RGB", (4, 4))) for number in range(2)]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        scores_of(FunctionReward.of(function), samples)
+
+
+def test_what_a_reward_function_may_return() -> None:
+    samples = [Sample(Task(str(number), "blue", meta={"level": number}), Image.new("RGB", (4, 4))) for number in range(2)]
+
+    def tensor(images: list[Any]) -> Any:
+        return torch.tensor([0.5, 1.0], requires_grad=True)
+
+    def array(prompts: list[str], level: list[int], missing: int = 3) -> Any:
+        return (float(number) if number else None for number in level)
+
+    assert scores_of(FunctionReward.of(tensor), samples)["tensor"].tolist() == [0.5, 1.0]
+    scored = scores_of(FunctionReward.of(array), samples)["array"]
+    assert scored[0].isnan()
+    assert scored[1] == 1.0
+
+
+@pytest.mark.parametrize(("low", "high"), [(1, 0), (0, 0), (0, float("inf")), (float("nan"), 1)])
+def test_a_range_must_be_finite_and_not_empty(low: float, high: float) -> None:
+    with pytest.raises(ValueError, match="give finite numbers with low < high"):
+        retouch.reward(low=low, high=high)
