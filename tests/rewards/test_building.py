@@ -16,7 +16,7 @@ from live_server import live
 from retouch.protocols import Reward
 from retouch.recipe.document import evaluate
 from retouch.recipe.reward_words import parse_reward
-from retouch.rewards.closing import close
+from retouch.rewards.base import close
 from retouch.rewards.combine.composite import CompositeReward
 from retouch.rewards.vlm.local_model import LocalJudge
 from retouch.types import Sample, Task

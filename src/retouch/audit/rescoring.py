@@ -20,7 +20,7 @@ from retouch.recipe.recipe import parse
 from retouch.recipe.reward_words import modules_typed, parse_reward, read_reward
 from retouch.records.folder import RunFolder
 from retouch.rewards import identity
-from retouch.rewards.closing import close
+from retouch.rewards.base import close
 from retouch.rewards.ledger.answers import AnswerCache
 from retouch.rewards.ledger.caching import with_cache
 from retouch.rewards.ledger.database import Database

@@ -11,7 +11,7 @@ import torch
 from retouch.data.images import load_image, load_mask
 from retouch.recipe.reward_words import modules_typed, parse_reward, read_combined
 from retouch.records.files import jsonable
-from retouch.rewards.closing import close
+from retouch.rewards.base import close
 from retouch.rewards.combine.combination import Combination, combination
 from retouch.rewards.scoring import score
 from retouch.types import Column, Json

@@ -15,8 +15,7 @@ from retouch.recipe.policy_checks import (
     picture_problems,
     renderer_problems,
 )
-from retouch.recipe.reward_checks import reward_data_problems, reward_problems
-from retouch.recipe.watch_checks import watch_problems
+from retouch.recipe.reward_checks import reward_data_problems, reward_problems, watch_problems
 
 if TYPE_CHECKING:
     from retouch.recipe.keys import RecipeKeys

@@ -10,7 +10,7 @@ This module imports no torch, and no module of a reward does: recipes are read w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, Self, TypeAlias, runtime_checkable
 
 from pydantic import Discriminator, Field, PrivateAttr, Tag
 
@@ -204,3 +204,14 @@ def completion_of(sample: Sample) -> str:
     if sample.completion is None:
         raise ValueError(f"task {sample.task.id!r} has no completion, which this reward scores; it is for policies that write text")
     return sample.completion
+
+
+@runtime_checkable
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+def close(part: object) -> None:
+    """Close connections and threads of a reward or its client, if it has any."""
+    if isinstance(part, _Closable):
+        part.close()

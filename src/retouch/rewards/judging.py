@@ -14,8 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from retouch.protocols import AsyncReward, Reward
-from retouch.rewards.base import visible_samples
-from retouch.rewards.closing import close
+from retouch.rewards.base import close, visible_samples
 from retouch.rewards.combine.combination import Combine, combination
 from retouch.rewards.combine.composite import gathered, parts_of
 from retouch.rewards.ledger.journal import Journal, JournalRow, Split, journal_rows

@@ -7,8 +7,7 @@ from typing import Literal
 
 from retouch.protocols import Reward
 from retouch.rewards import identity
-from retouch.rewards.base import visible_samples
-from retouch.rewards.closing import close
+from retouch.rewards.base import close, visible_samples
 from retouch.types import Column, Sample, Scores
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from retouch.rewards.closing import close
+from retouch.rewards.base import close
 from retouch.rewards.vlm.forms import Form
 from retouch.rewards.vlm.questions import Answer, JudgeClient, Part, Question
 

@@ -16,7 +16,7 @@ import torch
 
 from retouch.protocols import Reward
 from retouch.rewards import identity
-from retouch.rewards.closing import close
+from retouch.rewards.base import close
 from retouch.rewards.judges.panel import Panel
 from retouch.rewards.judges.rubrics import fingerprint
 from retouch.rewards.ledger.answers import AnswerCache, JudgeCall, ReportsRequestStats, RequestStats
