@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from retouch.config import packaged
 from retouch.config.packaged import available, find, packaged_recipes
+from retouch.recipe import document
 from retouch.recipe.document import evaluate
 from retouch.recipe.recipe import Recipe, load
 
@@ -150,3 +152,38 @@ def test_an_installed_package_has_its_recipes_inside(tmp_path: Path) -> None:
         check=True,
     )
     assert done.stdout.strip() == f"['recipes/mine.jsonnet'] {package / 'recipes' / 'mine.jsonnet'}"
+
+
+@pytest.mark.parametrize("words", ["import", "importstr", "importbin"])
+@pytest.mark.parametrize(
+    "target", ["/proc/self/environ", "/etc/passwd", "{home}/.aws/credentials", "{home}/.docker/config.json", "link.jsonnet"]
+)
+def test_a_recipe_reads_no_keys_from_files(tmp_path: Path, words: str, target: str) -> None:
+    for name in (".aws/credentials", ".docker/config.json"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text('{"key": "sk-0123456789"}')
+    folder = tmp_path / "downloads"
+    folder.mkdir()
+    (folder / "link.jsonnet").symlink_to("/proc/self/environ")
+    recipe = folder / "theirs.jsonnet"
+    recipe.write_text(f"(import 'quickstart.jsonnet') + {{ name: std.md5({words} '{target.format(home=tmp_path)}') }}")
+    with pytest.raises(ValueError, match=r"a recipe may import only files named \.jsonnet, .* that are not hidden"):
+        load(recipe)
+
+
+def test_packaged_recipes_are_imported_from_a_hidden_environment_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".venv").mkdir()
+    shutil.copytree(packaged_recipes(), tmp_path / ".venv" / "recipes")
+    monkeypatch.setattr(document, "packaged_recipes", lambda: tmp_path / ".venv" / "recipes")
+    recipe = tmp_path / "mine.jsonnet"
+    recipe.write_text("import 'playground/nft.jsonnet'")
+    assert load(recipe).name == "playground-nft"
+
+
+def test_a_recipe_reads_recipes_and_json_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "mine.libsonnet").write_text("{ name: (import '../name.json').name }")
+    (tmp_path / "name.json").write_text('{"name": "mine"}')
+    recipe = tmp_path / "mine.jsonnet"
+    recipe.write_text("(import 'quickstart.jsonnet') + { name: (import 'lib/mine.libsonnet').name }")
+    assert load(recipe).name == "mine"

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 SECONDS = 60
+SUFFIXES = (".jsonnet", ".libsonnet", ".json")
 BYTES = 4 << 30
 _MOST_LINES = 24
 _PROGRAM = """
-import json, resource, sys
+import json, os, resource, sys
 asked = json.load(sys.stdin)
 for limit, value in ((resource.RLIMIT_AS, asked.pop("bytes")), (resource.RLIMIT_CORE, 0)):
     try:
@@ -18,8 +19,22 @@ for limit, value in ((resource.RLIMIT_AS, asked.pop("bytes")), (resource.RLIMIT_
     except (ValueError, OSError):
         pass  # a stricter limit holds already, or the system has none
 import rjsonnet
+main, folders, suffixes = asked["file"], asked.pop("folders"), tuple(asked.pop("suffixes"))
+home = os.path.dirname(os.path.realpath(main))
+def is_hidden(path):
+    inside = any(path.startswith(os.path.realpath(base) + os.sep) for base in folders)
+    return not inside and any(part.startswith(".") and part != ".." for part in os.path.relpath(path, home).split(os.sep))
+def read(folder, name):
+    if (folder, name) == ("", main):
+        return main, open(main, encoding="utf-8").read()
+    for path in (os.path.realpath(os.path.join(base, name)) for base in (folder or home, *folders)):
+        if os.path.isfile(path):
+            if is_hidden(path) or not path.endswith(suffixes):
+                raise RuntimeError(f"{path}: a recipe may import only files named {', '.join(suffixes)} that are not hidden")
+            return path, open(path, encoding="utf-8").read()
+    raise RuntimeError(f"can't resolve {name} from {folder or main}")
 try:
-    answer = {"text": rjsonnet.evaluate_file(asked.pop("file"), **asked)}
+    answer = {"text": rjsonnet.evaluate_file(asked.pop("file"), import_callback=read, **asked)}
 except RuntimeError as error:
     answer = {"error": str(error)}
 json.dump(answer, sys.stdout)
@@ -33,10 +48,18 @@ class JsonnetError(ValueError):
 def evaluate_jsonnet(file: Path, *, folders: Sequence[Path], variables: Mapping[str, str]) -> str:
     """The JSON text that a Jsonnet file evaluates to.
 
-    ``folders``: where imports are looked for besides the file's own folder. ``variables``: the external variables. Raises
-    JsonnetError for a mistake in the file, and if the evaluation recurses without end or needs more than 60 s or 4 GiB.
+    ``folders``: where imports are looked for besides the file's own folder. Only files named ``.jsonnet``, ``.libsonnet`` or
+    ``.json`` can be imported, and no hidden ones outside of ``folders``, so that somebody else's recipe cannot read keys and send
+    them to a server that it names. ``variables``: the external variables. Raises JsonnetError for a mistake in the file, for a file
+    that cannot be imported, and if the evaluation recurses without end or needs more than 60 s or 4 GiB.
     """
-    asked = {"file": str(file), "jpathdir": [str(each) for each in folders], "ext_vars": dict(variables), "bytes": BYTES}
+    asked = {
+        "file": str(file),
+        "folders": [str(each) for each in folders],
+        "suffixes": SUFFIXES,
+        "ext_vars": dict(variables),
+        "bytes": BYTES,
+    }
     try:
         command = [sys.executable, "-P", "-c", _PROGRAM]
         done = subprocess.run(command, input=json.dumps(asked).encode(), capture_output=True, timeout=SECONDS, check=False)
@@ -50,7 +73,7 @@ def evaluate_jsonnet(file: Path, *, folders: Sequence[Path], variables: Mapping[
         raise JsonnetError(f"evaluating the recipe failed, perhaps for memory: {_last_line(done.stderr)}")
     answer = json.loads(done.stdout)
     if "error" in answer:
-        raise JsonnetError(_shortened(answer["error"]))
+        raise JsonnetError(_shortened(answer["error"].replace("import_callback error: RuntimeError: ", "")))
     text: str = answer["text"]
     return text
 
