@@ -112,3 +112,8 @@ def test_the_contract_finds_what_is_broken() -> None:
     ):
         with pytest.raises(AssertionError, match=message):
             check_data_source(source)
+
+
+def test_a_class_that_a_test_has_imported_needs_no_further_consent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RETOUCH_ALLOW_IMPORTS")
+    check_data_source(Numbers())

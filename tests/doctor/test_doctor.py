@@ -156,14 +156,14 @@ def test_a_gpu_that_is_too_small_is_refused_and_the_other_checks_still_run(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    code, lines = doctor(capsys, FULL, "--set", "data.path=nowhere", "--device", "4090")
+    code, lines = doctor(capsys, FULL, "--allow-import", "mine", "--set", "data.path=nowhere", "--device", "4090")
     assert code == 1
     assert any(line.startswith("FAILED  memory        Qwen/Qwen-Image-Edit does not fit: it needs 76.") for line in lines)
     assert any(line.startswith("note    weights ") for line in lines)
     assert "FAILED  data          nowhere: no such folder" in lines
     assert lines[-2:] == [
         "not ready: data, memory",
-        f"next: retouch doctor {FULL} --set data.path=nowhere --set data.path=DIR",
+        f"next: retouch doctor {FULL} --allow-import mine --set data.path=nowhere --set data.path=DIR",
     ]
 
 
@@ -379,6 +379,10 @@ def test_the_runs_folder_may_contain_the_same_run_and_no_other(tmp_path: Path) -
     folder.write_recipe(recipe.document())
     assert check_folder(recipe).status == "note"
     assert check_folder(small(f"out={tmp_path}", "ranks=2", "steps=9")).status == "note"
+    failed_early = check_folder(small(f"out={tmp_path}", "learning_rate=2e-3"))
+    assert failed_early.status == "ok"
+    assert "failed before its first result" in failed_early.text
+    folder.append_metrics(1, "main", {})
     other = check_folder(small(f"out={tmp_path}", "learning_rate=2e-3"))
     assert other.status == "FAILED"
     assert "learning_rate: 0.001 in the run, 0.002 in the recipe" in other.text

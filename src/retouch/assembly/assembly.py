@@ -247,7 +247,10 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
     judge = RewardScorer(reward, recipe.reward.combine)
     recipe.advantage.check_range(judge.combination.low, judge.combination.high)
     if recipe.eval.column is not None and recipe.eval.column not in reward.columns:
-        raise ValueError(f"eval.column: the reward has no column {recipe.eval.column!r}, only {', '.join(reward.columns)}")
+        raise ValueError(
+            f"eval.column: the reward has no column {recipe.eval.column!r}, only {', '.join(reward.columns)}; name one of them, or "
+            "give null for the combined reward"
+        )
     phases = recipe.resolved_phases()
     sets = sets_of(recipe, phases, size=recipe.image_size)
     plan = list(zip(phases, steps_of(phases, sets), strict=True))

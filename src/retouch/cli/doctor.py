@@ -25,5 +25,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from retouch.doctor.doctor import run_checks
 
     changes = [word for override in arguments.overrides for word in ("--set", override)]
-    named = [] if arguments.recipe is None else [arguments.recipe, *changes]
+    allowed = [word for module in arguments.allow_import for word in ("--allow-import", module)]
+    named = [] if arguments.recipe is None else [arguments.recipe, *allowed, *changes]
     return run_checks(recipe, distributed=arguments.distributed, device=arguments.device, arguments=named)

@@ -95,7 +95,8 @@ class Lora(TrainedPart):
         """
         if self.targets is None and not usual:
             raise ValueError(
-                "policy.train.targets: an imported model has no usual LoRA targets; name the linear layers that get an adapter"
+                "policy.train.targets: a model of your own has no usual LoRA targets; name the linear layers that get one by "
+                "the ends of their names, such as ['to_q', 'to_v']"
             )
         return usual if self.targets is None else self.targets
 

@@ -115,6 +115,13 @@ class RunFolder:
     def samples(self, step: int) -> Path:
         return self.root / "samples" / f"step-{step:06d}"
 
+    def has_results(self) -> bool:
+        """Whether the run has recorded an evaluation, a step or a checkpoint. A run that failed while it was built has not."""
+        if any(self.checkpoints.glob("*")):
+            return True
+        found = {path.name for path in self.root.glob("*")} - {self.recipe.name, self.preflight.name, self.checkpoints.name, FILE}
+        return any(not name.endswith(".log") and not name.startswith("ledger.sqlite") for name in found)
+
     def require_owner(self) -> None:
         """Raise NotOwner if this process had the folder and has lost it. Call it before anything in the folder is changed."""
         if self.owner is not None:

@@ -97,14 +97,19 @@ class RunEvaluations:
         now, start = lines[step], lines.get(0, lines[step])
         columns = [name for name in now["all"] if name != "n" and (name != REWARD or self._column == REWARD)]
         combined = (self._column, *self.parts.judge.combination.columns)
-        widths = {name: max(16, len(name) + 2) for name in columns if "/" not in name or name in combined}
+        shown = [name for name in columns if "/" not in name or name in combined]
+        cells = {row: [_cell(start[row].get(name), means.get(name), step) for name in shown] for row, means in now.items()}
+        widths = [
+            max(16, *(len(text) + 2 for text in (name, *column))) for name, *column in zip(shown, *cells.values(), strict=True)
+        ]
+        first = max(18, *map(len, now))
         yield f"{self._split_label} tasks after step {step}" + (" (before -> after)" if step else "")
-        yield f"  {'':<18}{'n':>5}  " + "".join(f"{name:>{width}}" for name, width in widths.items())
+        yield f"  {'':<{first}}{'n':>5}  " + "".join(f"{name:>{width}}" for name, width in zip(shown, widths, strict=True))
         for row, means in now.items():
-            cells = (f"{_cell(start[row].get(name), means.get(name), step):>{width}}" for name, width in widths.items())
-            yield f"  {row:<18}{means['n']:>5}  " + "".join(cells)
+            line = "".join(f"{text:>{width}}" for text, width in zip(cells[row], widths, strict=True))
+            yield f"  {row:<{first}}{means['n']:>5}  {line}"
         for name in columns:
-            if name not in widths:
+            if name not in shown:
                 yield f"  {name:<25}" + f"{_cell(start['all'].get(name), now['all'].get(name), step):>16}"
 
     def write_summary(self, step: int) -> None:

@@ -89,7 +89,7 @@ def _require_same_recipe(folder: RunFolder, recipe: Recipe, *, new_judge: bool) 
     from retouch.recipe.differences import differences
 
     changed = differences(parse(folder.read_recipe()["recipe"]), recipe, new_judge=new_judge)
-    if changed:
+    if changed and folder.has_results():  # a recipe that failed before its first result may be corrected
         listed = "\n  ".join(changed)
         raise ValueError(
             f"{folder.root} contains a run of another recipe:\n  {listed}\n"

@@ -1,0 +1,66 @@
+"""Before and between the steps of a new run: correcting a recipe that failed at once, and the held-out table of any reward."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
+
+import pytest
+import torch
+from PIL import ImageStat
+
+from folder_faults import six_steps
+from retouch.recipe.recipe import Recipe, parse
+from retouch.records.folder import RunFolder
+from retouch.session.evaluations import RunEvaluations
+from retouch.session.session import run
+from retouch.types import Column, Sample, Scores
+
+
+class Bright:
+    """A reward whose columns are known only when it has been built."""
+
+    columns: ClassVar[dict[str, Column]] = {"bright": Column(0.0, 1.0)}
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        return {"bright": torch.tensor([ImageStat.Stat(sample.image.convert("L")).mean[0] / 255 for sample in samples])}
+
+
+def judged_by_brightness(out: Path, column: str | None) -> Recipe:
+    document = six_steps(out, "corrected").document()
+    document["reward"] = {"kind": "import", "class": "test_new_runs:Bright", "combine": {"bright": 1}}
+    return parse({**document, "steps": 1, "eval": {**document["eval"], "column": column}}, allow_imports=["test_new_runs"])
+
+
+def test_a_recipe_that_failed_before_its_first_result_can_be_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RETOUCH_ALLOW_IMPORTS", "test_new_runs")
+    wrong, right = (judged_by_brightness(tmp_path, column) for column in ("overall", None))
+    folder = RunFolder(wrong.folder)
+    with pytest.raises(ValueError, match=r"no column 'overall', only bright; name one of them, or give null for the combined"):
+        run(wrong, fresh=False)
+    assert folder.recipe.exists()
+    assert not folder.has_results()
+    assert run(right, fresh=False) == 0
+    assert folder.has_results()
+    with pytest.raises(ValueError, match=r"a run of another recipe:\n  eval\.column: None in the run, overall in the recipe"):
+        run(wrong, fresh=False)
+
+
+def test_the_columns_of_the_held_out_table_do_not_touch() -> None:
+    def line(step: int, lum: float) -> dict[str, Any]:
+        cells = {"n": 3, "edges": 0.25, "lum": lum}
+        return {"step": step, "table": {"all": cells, "kinds=move+recolour+reshape": cells}}
+
+    evaluations = SimpleNamespace(
+        folder=SimpleNamespace(read_evals=lambda: [line(0, 123.25), line(9, 122.5)]),
+        parts=SimpleNamespace(judge=SimpleNamespace(combination=SimpleNamespace(columns=("edges",)))),
+        _column="edges",
+        _split_label="held-out",
+    )
+    title, head, *rows = RunEvaluations.format_table(cast("RunEvaluations", evaluations), 9)
+    assert title == "held-out tasks after step 9 (before -> after)"
+    assert head.split() == ["n", "edges", "lum"]
+    assert [row.split() for row in rows] == [
+        [name, "3", "0.25", "->", "0.25", "123.25", "->", "122.50"] for name in ("all", "kinds=move+recolour+reshape")
+    ]
+    assert len({len(row) for row in (head, *rows)}) == 1
