@@ -158,7 +158,7 @@ def test_an_editor_learns_what_ranks_that_share_nothing_learn(tmp_path: Path, sh
 
 
 def test_zero3_is_refused_with_the_reason_and_what_to_take(tmp_path: Path, writer: Path) -> None:
-    with pytest.raises(ValueError, match=r"sharding: zero3 gathers the weights in every call.*take zero2, or fsdp2"):
+    with pytest.raises(ValueError, match=r"sharding: zero3 gathers the weights in every call.*use zero2, or fsdp2"):
         parse(tiny_writer_runs.recipe(tmp_path, writer, sharding="zero3", renderer__encoder="policy"))
 
 

@@ -110,10 +110,10 @@ def test_what_cannot_be_exported_is_refused_and_writes_nothing(tmp_path: Path) -
     folder = trained(tmp_path, **NO_AVERAGE)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
-    with pytest.raises(ValueError, match="something already"):
+    with pytest.raises(ValueError, match="not empty"):
         export_target(str(folder), to=tmp_path / "taken")
     with pytest.raises(ValueError, match="kept no average"):
         export_target(str(folder), to=tmp_path / "out", which="average")
-    with pytest.raises(ValueError, match="never trained"):
+    with pytest.raises(ValueError, match="is not a run"):
         export_target("recipes/quickstart.jsonnet", to=tmp_path / "out")
     assert not (tmp_path / "out").exists()

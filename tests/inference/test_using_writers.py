@@ -79,12 +79,12 @@ def test_a_writer_that_sees_pictures_is_shown_them(tmp_path: Path, writer: Path)
     seen = [[tiny_models.picture(k, 24, 24)] for k in range(3)]
     alone = [write("make it red", images) for images in seen]
     assert write.many(["make it red"] * 3, seen) == alone
-    with pytest.raises(ValueError, match="3 instructions, and pictures for 1"):
+    with pytest.raises(ValueError, match="3 instructions, but images for 1"):
         write.many(["a"] * 3, seen[:1])
 
 
 def test_a_policy_that_does_not_write_is_refused() -> None:
-    with pytest.raises(ValueError, match="writes nothing"):
+    with pytest.raises(ValueError, match="generates no text"):
         retouch.open_writer("recipes/quickstart.jsonnet")
 
 

@@ -283,5 +283,5 @@ def test_an_own_objective_of_log_probabilities_is_refused_where_there_are_none(s
         optimizer_steps=1,
         lora_dropout=None,
     )
-    said = "rollout.transition.kind: ode has no log-probabilities, which Likelihood needs; take cps or sde"
+    said = "rollout.transition.kind: ode has no log-probabilities, which Likelihood needs; use cps or sde"
     assert list(Likelihood().problems(context)) == ([] if stochastic else [said])

@@ -115,7 +115,11 @@ def test_a_phases_own_chunk_may_be_lowered() -> None:
 
 def test_where_nothing_can_be_lowered_that_is_said() -> None:
     recipe = parse(apply(SMALL, ["microbatch=1", "policy.gradient_checkpointing=true"]))
-    for stage, says in (("update", "Nothing is left to lower"), ("judge", "retouch serve"), ("watch", "Nothing is left to lower")):
+    for stage, says in (
+        ("update", "No setting is left that needs less memory"),
+        ("judge", "retouch serve"),
+        ("watch", "No setting is left that needs less memory"),
+    ):
         with pytest.raises(OutOfMemory, match=says), explain_out_of_memory(recipe, lambda stage=stage: stage):
             raise torch.OutOfMemoryError("")
 

@@ -189,7 +189,7 @@ def test_a_recipe_with_a_key_in_it_is_refused(tmp_path: Path, capsys: pytest.Cap
     )
     assert cli.main(["train", write(tmp_path, made)]) == 2
     said = capsys.readouterr()
-    assert "reward.args.k: holds the value of OPENAI_API_KEY" in said.err
+    assert "reward.args.k: contains the value of OPENAI_API_KEY" in said.err
     assert KEY not in said.err + said.out
 
 

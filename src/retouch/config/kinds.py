@@ -44,7 +44,7 @@ class Kinds:
 
     An imported class is validated like a built-in one: its fields are the keys of ``args``, unknown keys are errors. An entry
     ``import`` in the table is the section for imported classes that do not derive from the set's base; the keys that it shares with
-    the base are given beside ``args`` for all imported classes.
+    the base are given next to ``args`` for all imported classes.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class Kinds:
         if own is Imported or (kind is not None and self.load(kind) is own):
             return {self.tag: kind, **dumped}
         dumped.pop(self.tag, None)
-        beside = {key: dumped.pop(key) for key in self._shared_keys(own) if key in dumped}
-        return {"kind": IMPORT, "class": f"{own.__module__}:{own.__qualname__}", "args": dumped, **beside}
+        shared = {key: dumped.pop(key) for key in self._shared_keys(own) if key in dumped}
+        return {"kind": IMPORT, "class": f"{own.__module__}:{own.__qualname__}", "args": dumped, **shared}
 
     def _plugins(self) -> dict[str, str]:
         """Kinds of installed packages: kind to ``module:Class``."""
@@ -144,16 +144,16 @@ class Kinds:
         return _validated(found, value, json_input=json_input)
 
     def _import(self, value: Mapping[str, Any], base: type[Section], *, json_input: bool) -> Section:
-        beside = {key: value[key] for key in value if key in self._shared_keys(base)}
-        section = _validated(Imported, {key: value[key] for key in value if key not in beside}, json_input=json_input)
+        shared = {key: value[key] for key in value if key in self._shared_keys(base)}
+        section = _validated(Imported, {key: value[key] for key in value if key not in shared}, json_input=json_input)
         found = self.imported(section.class_)
         if not issubclass(found, base):
             raise ValueError(f"{section.class_} is no {self.name}: derive the class from {base.__module__}.{base.__qualname__}")
         try:
-            made: Section = _validated(found, {**section.args, **beside}, json_input=True)
+            made: Section = _validated(found, {**section.args, **shared}, json_input=True)
             return made
         except ValidationError as error:
-            raise _below("args", error, beside) from None
+            raise _with_prefix("args", error, shared) from None
 
     def _derives(self, value: Mapping[str, Any], base: type[Section]) -> bool:
         """Whether the class can be imported and derives from the base. Raises ValueError if it is not allowed."""
@@ -167,7 +167,7 @@ class Kinds:
             return False
 
     def _shared_keys(self, section: type[Section]) -> list[str]:
-        """The keys of the section that are given beside ``args`` where its class is imported."""
+        """The keys of the section that are given next to ``args`` where its class is imported."""
         other = self.load(IMPORT)
         return [] if other is None else [key for key in other.model_fields if key in section.model_fields and key not in _IMPORTED]
 
@@ -177,13 +177,13 @@ def _validated(section: type[Section], value: Mapping[str, Any], *, json_input: 
     return section.model_validate_json(json.dumps(value)) if json_input else section.model_validate(value)
 
 
-def _below(key: str, error: ValidationError, beside: Container[str]) -> ValidationError:
-    """The same errors, with ``key`` before their location, except for those of the keys ``beside`` it."""
+def _with_prefix(key: str, error: ValidationError, shared: Container[str]) -> ValidationError:
+    """The same errors, with ``key`` before their location, except for errors of the ``shared`` keys."""
     details: list[InitErrorDetails] = []
     for one in error.errors(include_url=False):
         kind: Any = one["type"]
         if kind == "value_error" or "error" in one.get("ctx", {}):
             kind = PydanticCustomError("kind_value", "{message}", {"message": str(one.get("ctx", {}).get("error", one["msg"]))})
-        location = one["loc"] if one["loc"] and one["loc"][0] in beside else (key, *one["loc"])
+        location = one["loc"] if one["loc"] and one["loc"][0] in shared else (key, *one["loc"])
         details.append(InitErrorDetails(type=kind, loc=location, input=one["input"], ctx=one.get("ctx", {})))
     return ValidationError.from_exception_data(error.title, details)

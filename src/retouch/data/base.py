@@ -230,7 +230,7 @@ def at_most(heldout: Sequence[int], context: DataContext) -> Sequence[int]:
 
 def evaluated_on_training_tasks(at: str) -> str:
     """The problem of rows that are held out and never used."""
-    return f"eval.split: train evaluates on training tasks, so none need be held out; take {at}.held_out 0, or another split"
+    return f"eval.split: train evaluates on training tasks, so none need be held out; use {at}.held_out 0, or another split"
 
 
 def nothing_held_out(at: str) -> str:

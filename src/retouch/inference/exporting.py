@@ -25,13 +25,13 @@ def export_target(target: str, *, to: Path, which: Which | None = None) -> list[
     ``export.json`` beside them has the recipe and the step. Raises ValueError if ``to`` is not empty, the target was never trained,
     or there is no average."""
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise ValueError(f"--to {to}: there is something already; name a new folder")
+        raise ValueError(f"--to {to}: the folder is not empty; name a new one")
     parts, step = open_target(target)
     parts.judge.close()
     if step == 0:
-        raise ValueError(f"{target} was never trained; name the folder of a run")
+        raise ValueError(f"{target} is not a run; name the folder of a trained run")
     if which == "average" and "average" not in parts.copies.copies:
-        raise ValueError("--weights average: this run kept no average (policy.ema); take current")
+        raise ValueError("--weights average: this run kept no average (policy.ema); use current")
     return write_export(parts, to, step=step, which=which)
 
 

@@ -41,7 +41,7 @@ def open_writer(target: str, overrides: Sequence[str] = (), *, allow_imports: It
     recipe, folder = _recipe(target, overrides, allow_imports)
     policy, renderer, rollout = recipe.policy, recipe.renderer, recipe.rollout
     if not isinstance(policy, AutoregressivePolicyKeys) or not isinstance(rollout, TokenRollout) or renderer is None:
-        raise ValueError(f"{target}: its policy makes pictures and writes nothing; `retouch sample` uses it")
+        raise ValueError(f"{target}: its policy is an image model and generates no text; use `retouch sample`")
     device = init_distributed_from_recipe(recipe).device
     model = renderer.load_writer(partial(policy.build_model, device=device))
     copies = make_trainable(model.module, policy, seed=recipe.seed)

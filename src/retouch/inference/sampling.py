@@ -101,7 +101,7 @@ def _sample(parts: Assembly, rows: range, tasks: tuple[Task, ...], seed: int) ->
     failed = [row for row in numbers if images[row] is None]
     if not isinstance(trajectory, AutoregressiveTrajectory):
         if failed:
-            raise ValueError("the policy made latents that are not finite; train it less far, or take an earlier checkpoint")
+            raise ValueError("the policy made latents that are not finite; train it less far, or use an earlier checkpoint")
         yield from (UserSample(task, image, None, False) for task, image in zip(tasks, images, strict=True) if image is not None)
         return
     completions = trajectory.outputs

@@ -1,4 +1,4 @@
-"""Data sets as image tokens: every image of a data set is encoded once, and a run trains on the codes.
+"""Encodes the images of a data set as image tokens, once for all runs that train on the codes.
 
 The rows are shared out over shards, row k to shard k modulo their number. Each shard writes the features of its own rows and a list
 of its own; whoever finds all lists there puts them together, by renaming a whole file into place, so that shards may end at once.
@@ -52,10 +52,10 @@ class _Holder(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be tokenized, by words that another process understands.
+    """A tokenization job, in values that can be passed to another process.
 
     ``source``: a folder or data set, a ``data`` section (JSON or its file), or a recipe. ``model``: folder or id that holds the
-    autoencoder, "playground" for the built-in one. ``size``: (height, width) in px. ``pictures``: keep them beside the codes.
+    autoencoder, "playground" for the built-in one. ``size``: (height, width) in px. ``pictures``: also store the images.
     """
 
     source: str
@@ -68,15 +68,18 @@ class Job:
     skip: bool = False
 
     def stamp(self, *, of: int, rows: int) -> str:
-        """What two shards' lists have in common if they belong together."""
-        told = [self.source, self.model, self.size, self.pictures, of, rows]
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+        """A digest that the lists of all shards of one job have in common."""
+        settings = [self.source, self.model, self.size, self.pictures, of, rows]
+        return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
 
 
 def tokenize(job: Job, *, processes: int = 1) -> Path:
-    """Tokenize everything, in so many processes of this machine. The list of the features. ValueError as ``tokenize_shard``."""
+    """Tokenize all rows with ``processes`` processes on this machine; returns the list of feature files.
+
+    Raises ValueError like ``tokenize_shard``.
+    """
     if processes < 1:
-        raise ValueError(f"{processes} processes: give at least 1")
+        raise ValueError(f"{processes} processes: use at least 1")
     if processes == 1:
         found = tokenize_shard(job, 0, of=1)
     else:
@@ -88,10 +91,10 @@ def tokenize(job: Job, *, processes: int = 1) -> Path:
 
 
 def tokenize_shard(job: Job, shard: int, *, of: int) -> Path | None:
-    """One shard's rows. The list of all features, where all other shards are done too.
+    """Tokenize the rows of one shard; returns the list of all feature files once all other shards are done too, else None.
 
-    ValueError: a shard that there is not, rows that cannot be used, or a task without exactly one source image, or with a mask or
-    a reference, which the layout has not.
+    Raises ValueError for a shard that does not exist, unusable rows, and tasks without exactly one source image or with a mask or
+    reference image, which the layout does not have.
     """
     if not 0 <= shard < of or job.batch < 1:
         raise ValueError(f"shard {shard}/{of}, batch {job.batch}: shards count from 0 to one below their number; batches from 1")
@@ -113,7 +116,7 @@ def tokenize_shard(job: Job, shard: int, *, of: int) -> Path | None:
 
 
 def merge(out: Path, *, of: int) -> Path | None:
-    """Put the lists of all shards together, in the order of the rows; None if one is not there yet, or is of another job."""
+    """Merge the lists of all shards, in the order of the rows; None if one is missing or belongs to another job."""
     files = [_list_of(out, shard, of) for shard in range(of)]
     if not all(file.is_file() for file in files):
         return None
@@ -123,7 +126,7 @@ def merge(out: Path, *, of: int) -> Path | None:
     names = dict(sorted((row, name) for told in lists for row, name in told["names"]))
     assert len(names) == lists[0]["rows"], "shards share out every row"
     if len(set(names.values())) < len(names):
-        raise ValueError("two tasks have one id, and so one file; give the rows of the data set ids of their own")
+        raise ValueError("two tasks have the same id, and so the same file; give the rows of the data set unique ids")
     aside, merged = out / LIST, out / "list" / f".merged-{os.getpid()}.json"
     write_json(merged, {"prefix": str((out / FEATURES).resolve()), "path_list": list(names.values())})
     os.replace(merged, aside)
@@ -171,11 +174,9 @@ def _features(job: Job, tasks: Sequence[Task], encode: Encode) -> Iterator[tuple
     """Each task's file, by name and content; a batch's images are encoded together."""
     for task in tasks:
         if len(task.images) != 1:
-            raise ValueError(
-                f"task {task.id!r} has {len(task.images)} pictures; image tokens are of edits, with one source picture"
-            )
+            raise ValueError(f"task {task.id!r} has {len(task.images)} images; this layout needs exactly one source image")
         if task.mask is not None or task.reference is not None:
-            raise ValueError(f"task {task.id!r} has a mask or a reference picture, which this layout does not hold")
+            raise ValueError(f"task {task.id!r} has a mask or a reference image, which this layout does not have")
     sources = encode([task.images[0] for task in tasks])
     edited = [task.target for task in tasks if task.target is not None]
     targets = iter(encode(edited) if edited else ())
@@ -202,7 +203,7 @@ def _features(job: Job, tasks: Sequence[Task], encode: Encode) -> Iterator[tuple
 
 
 def _keep(out: Path, name: str, image: Image) -> str:
-    """Write the image, and say where it lies in the data set."""
+    """Write the image; returns its path in the data set."""
     content = BytesIO()
     image.save(content, format="PNG")
     write_atomic(out / "pictures" / name, content.getvalue())
@@ -210,7 +211,7 @@ def _keep(out: Path, name: str, image: Image) -> str:
 
 
 def _file_name(identity: str) -> str:
-    """A name for a file that no other id has."""
+    """A file name that is unique for the id."""
     name = quote(identity, safe=" ()+,=@")
     return name if len(name) <= LONGEST_NAME else hashlib.sha256(identity.encode()).hexdigest()
 

@@ -36,7 +36,7 @@ class Writer:
         """The completions for several instructions, each with its images. ValueError if there are not as many lists of images."""
         sources = [()] * len(instructions) if images is None else images
         if len(sources) != len(instructions):
-            raise ValueError(f"{len(instructions)} instructions, and pictures for {len(sources)}: give [] where there are none")
+            raise ValueError(f"{len(instructions)} instructions, but images for {len(sources)}: use [] for no images")
         tasks = [
             Task(id=str(row), instruction=text, images=tuple(own))
             for row, (text, own) in enumerate(zip(instructions, sources, strict=True))

@@ -179,9 +179,9 @@ class GAEAdvantage(Advantage):
             return
         if not objective.has_value_loss:
             why = f"{objective.label} compares whole samples and trains no value head"
-            yield f"{objective_key}.kind: {why}; take advantage.kind group or batch"
+            yield f"{objective_key}.kind: {why}; use advantage.kind group or batch"
         elif objective.one_ratio_per_row:
             why = "gspo has one ratio for all actions of a sample, and gae one advantage for each"
-            yield f"{objective_key}.surrogate: {why}; take clip"
+            yield f"{objective_key}.surrogate: {why}; use clip"
         if self.head.coefficient > 0 and not writes_tokens:
-            yield "advantage.head.coefficient: the head of a denoising policy reads none of its weights; leave it out"
+            yield "advantage.head.coefficient: the head of a denoising policy reads none of its weights; remove it"

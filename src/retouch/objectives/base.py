@@ -127,9 +127,9 @@ class Objective(Section):
         """A line for everything in the recipe that this objective cannot work with, as "key: mistake; what to do"."""
         if self.needs_velocities and context.writes_tokens:
             why = f"{self.label} learns velocities, and a policy of tokens has none"
-            yield f"{context.objective}.kind: {why}; take {self.for_tokens}"
+            yield f"{context.objective}.kind: {why}; use {self.for_tokens}"
         if self.needs_log_probs and not context.stochastic:
-            yield f"{context.rollout}.transition.kind: ode has no log-probabilities, which {self.label} needs; take cps or sde"
+            yield f"{context.rollout}.transition.kind: ode has no log-probabilities, which {self.label} needs; use cps or sde"
 
     @property
     def label(self) -> str:

@@ -189,9 +189,9 @@ class PolicyGradient(Objective):
         here = context.objective
         if self.kl_kind is not None and (self.kl_kind == "k3") != context.writes_tokens:
             right = "k3 for tokens" if context.writes_tokens else "closed or velocity for transitions"
-            yield f"{here}.kl.kind: {self.kl_kind} is not for this policy; take {right}"
+            yield f"{here}.kl.kind: {self.kl_kind} is not for this policy; use {right}"
         if self.ratio_norm and context.writes_tokens:
-            yield f"{here}.ratio_norm: it centres the ratios of transitions, and tokens have none; leave it out"
+            yield f"{here}.ratio_norm: it centres the ratios of transitions, and tokens have none; remove it"
         yield from self._token_problems(context)
         if not context.writes_tokens:
             yield from self._transition_problems(context)
@@ -202,39 +202,39 @@ class PolicyGradient(Objective):
         actions = 0 if context.actions is None else context.actions
         if self.surrogate == "gspo" and context.microbatch < actions:
             cut = f"{context.microbatch} cuts a row's {actions} actions"
-            yield f"microbatch: {cut}, whose ratio gspo needs at once; take {actions}"
+            yield f"microbatch: {cut}, whose ratio gspo needs at once; use {actions}"
         if self.dual is not None and self.surrogate not in ("clip", "gspo"):
-            yield f"{here}.dual: {self.surrogate} does not read it; leave it out"
+            yield f"{here}.dual: {self.surrogate} does not read it; remove it"
 
     def _token_problems(self, context: ObjectiveContext) -> Iterator[str]:
         if self.tokens == "all":
             return
         here = f"{context.objective}.tokens"
         if not context.writes_tokens:
-            yield f"{here}: a denoising policy has transitions and no tokens; leave it out"
+            yield f"{here}: a denoising policy has transitions and no tokens; remove it"
         elif context.token_kinds is not None and "vision" not in context.token_kinds:
-            yield f"{here}: {context.model} writes text alone; leave it out"
+            yield f"{here}: {context.model} writes text alone; remove it"
         elif context.token_kinds is not None and self.tokens != "vision" and "text" not in context.token_kinds:
             yield (
-                f"{here}: without policy.model.think no text is written before the image, so nothing would train; take "
+                f"{here}: without policy.model.think no text is written before the image, so nothing would train; use "
                 "think: true, or all"
             )
 
     def _transition_problems(self, context: ObjectiveContext) -> Iterator[str]:
         here = f"{context.rollout}.transition"
         if not context.stochastic:
-            yield f"{here}.kind: ode has no log-probabilities, which a policy gradient needs; take cps or sde"
+            yield f"{here}.kind: ode has no log-probabilities, which a policy gradient needs; use cps or sde"
         elif context.noise_level == 0:
             yield f"{here}.noise_level: 0 explores nothing, so nothing would be learned; 0.7 is usual"
 
     def _reinforce_problems(self, context: ObjectiveContext) -> Iterator[str]:
         here = context.objective
         if self.clip_low is not None or self.clip_high is not None:
-            yield f"{here}.clip_low, {here}.clip_high: reinforce does not clip; leave both out"
+            yield f"{here}.clip_low, {here}.clip_high: reinforce does not clip; remove both"
         if self.ratio_norm:
-            yield f"{here}.ratio_norm: reinforce has no ratio; leave it out"
+            yield f"{here}.ratio_norm: reinforce has no ratio; remove it"
         if context.optimizer_steps > 1:
-            yield "epochs, minibatches: reinforce allows one optimizer step on a rollout; take 1 and 1, or surrogate clip"
+            yield "epochs, minibatches: reinforce allows one optimizer step on a rollout; use 1 and 1, or surrogate clip"
 
     def _clip_problems(self, context: ObjectiveContext) -> Iterator[str]:
         low, high = self.clip_low, self.clip_high
@@ -249,7 +249,7 @@ class PolicyGradient(Objective):
                 yield f"{keys}: {error}"
         if context.lora_dropout is not None and context.lora_dropout[1] > 0:
             key, dropout = context.lora_dropout
-            yield f"{key}: {dropout} makes the ratio differ from 1 before anything was learned; take 0"
+            yield f"{key}: {dropout} makes the ratio differ from 1 before anything was learned; use 0"
 
     def _check_bounds(self) -> None:
         low = self.clip_low is not None or self.surrogate in ("cispo", "reinforce")

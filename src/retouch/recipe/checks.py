@@ -58,29 +58,29 @@ def rank_count_warning(recipe: "RecipeKeys", world: int) -> str | None:
 def _length(recipe: "RecipeKeys") -> Iterator[str]:
     if recipe.phases is None:
         if (recipe.steps is None) == (recipe.passes is None):
-            yield "steps: give either steps or passes (or phases with either), and not both"
+            yield "steps: set either steps or passes (or phases with either), not both"
         return
     if not recipe.phases:
-        yield "phases: the list is empty; add a phase, or give null and steps"
+        yield "phases: the list is empty; add a phase, or set phases to null and set steps"
         return
     if recipe.steps is not None or recipe.passes is not None:
         yield "steps: with phases, each phase has its own length; remove the top-level steps and passes"
     names = [phase.name for phase in recipe.phases]
     for index, phase in enumerate(recipe.phases):
         if (phase.steps is None) == (phase.passes is None):
-            yield f"phases.{index}.steps: give either steps or passes, and not both"
+            yield f"phases.{index}.steps: set either steps or passes, not both"
         if phase.name in names[:index]:
-            yield f"phases.{index}.name: a second phase is called {phase.name!r}; give it another name"
+            yield f"phases.{index}.name: another phase is also called {phase.name!r}; names must be unique"
     if all(phase.steps == 0 for phase in recipe.phases):
-        yield "phases: none of them takes a step; give one of them steps, or judge the model as it is with `retouch eval`"
+        yield "phases: none of them has a step; set steps for one, or evaluate the untrained model with `retouch eval`"
     if recipe.phases[0].keep_optimizer:
-        yield "phases.0.keep_optimizer: there is no phase before the first; leave it out"
+        yield "phases.0.keep_optimizer: there is no phase before the first; remove it"
 
 
 def _kept(recipe: "RecipeKeys") -> Iterator[str]:
     every, kept = recipe.checkpoints.every, recipe.checkpoints.keep_every
     if kept is not None and (every == 0 or kept % every):
-        yield f"checkpoints.keep_every: {kept} is no multiple of checkpoints.every ({every}), so none is saved; give a multiple"
+        yield f"checkpoints.keep_every: {kept} is not a multiple of checkpoints.every ({every}), so none is kept; use a multiple"
     if recipe.push is not None and recipe.sharding == "fsdp2":
         yield "push: with fsdp2 no rank has the whole weights; train without push, then `retouch export` and `hf upload`"
 
@@ -92,20 +92,20 @@ def _trackers(recipe: "RecipeKeys") -> Iterator[str]:
 
 def _devices(recipe: "RecipeKeys") -> Iterator[str]:
     if recipe.sharding == "zero3":
-        yield f"sharding: {ZERO3}; take zero2, or fsdp2 where the weights themselves are too large"
+        yield f"sharding: {ZERO3}; use zero2, or fsdp2 if the weights themselves are too large"
     devices = recipe.devices
     if devices is None:
         return
     if devices.policy is not None and recipe.device != "auto":
-        yield f"device, devices.policy: {recipe.device} and {devices.policy} both choose the device of the policy; give one of them"
+        yield f"device, devices.policy: {recipe.device} and {devices.policy} both choose the policy's device; set one of them"
     if recipe.renderer is None or recipe.renderer.image_model is None:
         for key in ("renderer", "offload"):
             if getattr(devices, key):
-                yield f"devices.{key}: this policy makes its images itself, on its own device; leave it out"
+                yield f"devices.{key}: this policy renders its images itself, on its own device; remove it"
     if devices.reference is not None and not (recipe.policy.kind == "autoregressive" and recipe.policy.train.kind == "full"):
-        yield "devices.reference: it is for language models with full training; a LoRA's reference is small, so leave it out"
+        yield "devices.reference: only for full training of language models; the reference of a LoRA is small, so remove it"
     if devices.reference is not None and recipe.sharding == "fsdp2":
-        yield "devices.reference: fsdp2 already shards the reference over ranks; take zero2, or leave it out"
+        yield "devices.reference: fsdp2 already shards the reference over ranks; use zero2, or remove it"
 
 
 def _batch(recipe: "RecipeKeys") -> Iterator[str]:
@@ -126,7 +126,7 @@ def _phases(recipe: "RecipeKeys") -> Iterator[str]:
         if phase.imitates:
             if phase.data.contents().target is False:
                 has = f"{phase.data.label} have no targets"
-                yield f"{at['data']}: {has}, and {phase.objective.label} needs them; take folder or hub data"
+                yield f"{at['data']}: {has}, and {phase.objective.label} needs them; use folder or hub data"
         else:
             yield from _exploration(recipe, phase, at)
         yield from reward_data_problems(recipe, phase, at["data"])
@@ -134,15 +134,15 @@ def _phases(recipe: "RecipeKeys") -> Iterator[str]:
         yield from phase.data.problems(at["data"], eval_split=recipe.eval.split if index == 0 else None)
         warmup = recipe.optimizer.warmup_steps
         if phase.steps and warmup > phase.steps:
-            yield f"optimizer.warmup_steps: {warmup} exceeds the {phase.steps} steps of phase {phase.name!r}; take fewer"
+            yield f"optimizer.warmup_steps: {warmup} exceeds the {phase.steps} steps of phase {phase.name!r}; use fewer"
 
 
 def _exploration(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
     """The samples of a group must be able to differ, and advantages must be able to be other than 0."""
     if recipe.advantage.needs_groups and phase.group_size < 2:
-        yield f"{at['group_size']}: 1 gives every sample the advantage 0; take 2 or more, or advantage.kind batch or gae"
+        yield f"{at['group_size']}: 1 gives every sample the advantage 0; use 2 or more, or advantage.kind batch or gae"
     elif phase.rows < 2:
-        yield "tasks_per_step: a step of one sample gives it the advantage 0; take more tasks or a larger group_size"
+        yield "tasks_per_step: a step of one sample gives it the advantage 0; use more tasks or a larger group_size"
     yield from phase.rollout.problems(at["rollout"])
 
 

@@ -14,13 +14,13 @@ class Devices(Section):
     machine the first of them."""
 
     policy: Place | None = None
-    """What trains; null is where ``device`` says."""
+    """Device of the policy; null takes ``device``."""
     renderer: Place | None = None
     """The image model behind a writer; null is where the policy is."""
     reward: Place | None = None
     """Models that judge in this process; null is where the policy is."""
     offload: bool = False
-    """The image model waits in the CPU's memory while nothing is drawn, so that it and the policy can share a device in turn."""
+    """Keep the image model in CPU memory while it renders nothing, so that it and the policy can share a device."""
     reference: Literal["cpu"] | None = Field(default=None, exclude_if=lambda place: place is None)
     """Where the reference of a writer whose weights all train waits while it is not asked: ``cpu``, or beside the policy. It comes
     over for each microbatch."""

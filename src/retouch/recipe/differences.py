@@ -27,7 +27,7 @@ def differences(old: Recipe, new: Recipe, *, new_judge: bool = False) -> list[st
     lines = []
     for key in sorted(before.keys() | after.keys()):
         was, now = before.get(key, "(nothing)"), after.get(key, "(nothing)")
-        free = _free(key) or _is_data_path(key, new) or _below(key, changeable) or key in _last_phase_length(new)
+        free = _free(key) or _is_data_path(key, new) or _is_inside(key, changeable) or key in _last_phase_length(new)
         free = free or (new_judge and key.startswith("reward."))
         if was != now and not free:
             lines.append(f"{key}: {was} in the run, {now} in the recipe")
@@ -39,7 +39,7 @@ def _free(key: str) -> bool:
 
 
 def _is_data_path(key: str, recipe: Recipe) -> bool:
-    """Whether the key says where a data source is (``DataSource.path_keys``)."""
+    """Whether the key is the path of a data source (``DataSource.path_keys``)."""
     match = re.fullmatch(r"(?:phases\.(\d+)\.)?data\.(?:args\.)?(\w+)(?:\.\d+)?", key)
     if match is None:
         return False
@@ -57,7 +57,7 @@ def _changeable_rewards(recipe: Recipe) -> Iterator[str]:
         yield from recipe.watch.judge.reward.changeable_paths("watch.judge.reward")
 
 
-def _below(key: str, paths: Iterable[str]) -> bool:
+def _is_inside(key: str, paths: Iterable[str]) -> bool:
     return any(key == path or key.startswith(f"{path}.") for path in paths)
 
 

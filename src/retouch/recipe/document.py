@@ -52,7 +52,7 @@ def apply(document: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, An
 
 
 def value_of(text: str) -> Any:
-    """JSON where it is JSON, else the text itself."""
+    """The JSON value of a text, or the text itself if it is not JSON."""
     try:
         # Python's reader takes NaN and Infinity for numbers; JSON has no such values, so they stay text.
         return json.loads(text, parse_constant=str)
@@ -88,7 +88,7 @@ def refuse_secrets(document: Any, environment: Mapping[str, str]) -> None:
     """ValueError, naming the place and the variable and not the value, where a text holds that of a ..._KEY or the like."""
     secrets = credentials.secrets(environment)
     lines = [
-        f"{path}: holds the value of {name}, and recipes are kept and shown; leave it in the environment"
+        f"{path}: contains the value of {name}, but recipes are stored and displayed; keep it in the environment only"
         for path, text in _texts(document, "")
         for name, value in secrets.items()
         if value in text
@@ -98,7 +98,7 @@ def refuse_secrets(document: Any, environment: Mapping[str, str]) -> None:
 
 
 def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Every text, and every key that is a text, with where it stands."""
+    """Every text in the document, keys included, with its path."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, list):

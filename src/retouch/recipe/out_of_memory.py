@@ -35,7 +35,8 @@ def explained(recipe: Recipe, stage: str, error: str) -> OutOfMemory:
 
 
 def suggestions(recipe: Recipe, stage: str) -> list[str]:
-    """What to hand to ``--set``: each key of the stage at half its value, or switched on; none where it cannot go lower."""
+    """Overrides for ``--set`` that need less memory: each key of the stage at half its value, or switched on; none that are at
+    their limit."""
     found = []
     for key in KEYS.get(stage, ()):
         value = _value(recipe, key)
@@ -55,11 +56,11 @@ def _advice(recipe: Recipe, stage: str) -> str:
         return "`retouch doctor RECIPE` says what the weights take and what would fit"
     if stage == "judge":
         return "It is the judge's: give it a device of its own, or serve it from another process (`retouch serve`)"
-    return "Nothing is left to lower that would not change what is learnt: take smaller pictures, fewer tokens, or a larger device"
+    return "No setting is left that needs less memory without changing the results: use smaller images, fewer tokens or more memory"
 
 
 def _value(recipe: Recipe, key: str) -> JsonValue:
-    """What the recipe says there; None if this recipe has no such key."""
+    """The value of the key in the recipe; None if this recipe has no such key."""
     node: JsonValue = recipe.document()
     for part in key.split("."):
         node = node.get(part) if isinstance(node, dict) else None

@@ -24,7 +24,7 @@ def parts_problems(recipe: "RecipeKeys") -> Iterator[str]:
             'another image model, {"kind": "codes"} where it writes image tokens'
         )
     if not tokens and renderer is not None:
-        yield "renderer: a denoising policy makes its own pictures; leave it out, or take policy.kind autoregressive"
+        yield "renderer: a denoising policy makes its own images; remove it, or use policy.kind autoregressive"
     images = policy.model.uses_image_tokens
     if tokens and renderer is not None and images is not None and images != (renderer.reads == "vision"):
         why = "writes image tokens: take renderer.kind codes" if images else "writes text, and codes are image tokens"
@@ -33,7 +33,7 @@ def parts_problems(recipe: "RecipeKeys") -> Iterator[str]:
         if tokens and not rollout.writes_tokens:
             yield f'{at}.kind: missing; a policy that writes takes {{"kind": "tokens", "max_new_tokens": 100}}, no denoising'
         if not tokens and rollout.writes_tokens:
-            yield f"{at}.kind: 'tokens' is for policies that write; take it out and give num_steps and transition"
+            yield f"{at}.kind: 'tokens' is for language-model policies; remove it and set num_steps and transition"
 
 
 def renderer_problems(recipe: "RecipeKeys") -> Iterator[str]:
@@ -57,7 +57,7 @@ def image_model_problems(recipe: "RecipeKeys") -> Iterator[str]:
     """Whether the size of the image model's images is known."""
     model = recipe.image_model
     if isinstance(model, DiffusersModel) and not model.has_size:
-        yield f"{recipe.image_model_key}.size: missing; {model.kind} has no source image to take it from; give [height, width]"
+        yield f"{recipe.image_model_key}.size: missing; {model.kind} has no source image that determines it; set [height, width]"
 
 
 def picture_problems(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Iterator[str]:
@@ -71,40 +71,40 @@ def picture_problems(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Ite
             yield f"{at}.kind: tokens are for a policy that generates image tokens, for example emu3, and not for {model.kind}"
         return
     if None not in (own, size) and own != size:
-        yield f"{at}.size: {list(own or ())} and {recipe.image_model_key}.size: {list(size or ())} differ; give one of them"
+        yield f"{at}.size: {list(own or ())} and {recipe.image_model_key}.size: {list(size or ())} differ; set only one of them"
     if takes is None:
         return
     if has.images is False and takes.images[0] > 0:
         others = "triplets, folder or hub" if takes.mask else "folder or hub"
-        yield f"{at}.kind: {data.label} have no source image, which {model.kind} edits; take {others} data"
+        yield f"{at}.kind: {data.label} have no source image, which {model.kind} edits; use {others} data"
     elif has.mask is False and takes.mask:
-        yield f"{at}.kind: {data.label} has no masks, and {model.kind} takes {takes}; take triplets, folder or hub data"
+        yield f"{at}.kind: {data.label} has no masks, and {model.kind} takes {takes}; use triplets, folder or hub data"
     if has.images and not recipe.policy.writes_tokens and takes.images[1] == 0:
-        yield f"{at}.kind: {data.label} has source images, which {model.kind} does not take; take prompts, or folder or hub data"
+        yield f"{at}.kind: {data.label} has source images, which {model.kind} does not take; use prompts, or folder or hub data"
 
 
 def ip_adapter_problems(recipe: "RecipeKeys") -> Iterator[str]:
-    """Whether the model can have the adapter, and the tasks a reference to show it."""
+    """Whether the model supports an IP-Adapter, and whether the tasks have reference images."""
     train, model = recipe.policy.train, recipe.policy.model
     if not isinstance(train, IpAdapter):
         return
     assert isinstance(model, ImageModel)
     if not model.ip_adapter_blocks:
-        yield f"policy.train.kind: ip-adapter is for models of Flux and Qwen-Image, and not for {model.kind}; take lora"
+        yield f"policy.train.kind: ip-adapter is for models of Flux and Qwen-Image, not for {model.kind}; use lora"
     elif train.blocks not in model.ip_adapter_blocks:
-        yield "policy.train.blocks: Qwen-Image has double blocks alone; take double"
+        yield "policy.train.blocks: Qwen-Image has only double blocks; use double"
     phases = recipe.resolved_phases()
     if train.dropout > 0 and not any(phase.imitates for phase in phases):
-        yield "policy.train.dropout: no phase is supervised, and every other shows each reference; take 0"
+        yield "policy.train.dropout: it applies to supervised phases only, and there is none; use 0"
     for index, phase in enumerate(phases):
         own = recipe.phases is not None and recipe.phases[index].data is not None
         at = f"phases.{index}.data" if own else "data"
         if phase.data.contents().reference is not False:
             continue  # a row of a folder without a reference is reported when it is read
         if "columns" in type(phase.data).model_fields:
-            yield f"{at}.columns: an IP-Adapter reads a reference image; say which column `reference` is"
+            yield f"{at}.columns: an IP-Adapter needs a reference image; name the column of `reference`"
         else:
-            yield f"{at}.kind: {phase.data.label} have no reference image, which an IP-Adapter reads; take triplets, folder or hub"
+            yield f"{at}.kind: {phase.data.label} have no reference image, which an IP-Adapter needs; use triplets, folder or hub"
 
 
 def _rollouts(recipe: "RecipeKeys") -> Iterator[tuple[str, Rollout]]:

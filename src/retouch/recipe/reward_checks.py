@@ -51,7 +51,7 @@ def reward_problems(recipe: "RecipeKeys") -> Iterator[str]:
 
 
 def reward_data_problems(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Iterator[str]:
-    """Whether a phase's tasks, whose section is at ``at``, have what the rewards look at."""
+    """Whether the tasks of a phase, whose section is at ``at``, have what the rewards need."""
     contents = phase.data.contents()
     tasks = TaskFacts(
         path=at, kind=phase.data.label, has_source=contents.images is not False, has_target=contents.target is not False
@@ -63,13 +63,13 @@ def reward_data_problems(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) ->
 def _combined(combine: Combine, columns: Mapping[str, Column] | None) -> Combination | None:
     """The combination of the columns; None if they are not known yet, and then only the syntax is checked."""
     if not combine:
-        raise ValueError('empty; name at least one column and its weight, {"overall": 1.0} say')
+        raise ValueError('empty; name at least one column and its weight, for example {"overall": 1.0}')
     if columns is not None:
         return combination(combine, columns)
     if isinstance(combine, str):
         read_formula(combine)
     elif not any(combine.values()):
-        raise ValueError("all weights are 0, so nothing would be learnt; give one column a weight")
+        raise ValueError("all weights are 0, so nothing would be learned; set a weight for one column")
     return None
 
 

@@ -61,7 +61,7 @@ def read_combined(text: str) -> dict[str, Any]:
         try:
             return _section(json.loads(text), text)
         except json.JSONDecodeError:
-            raise ValueError(f"{text!r} is not JSON; give a reward section as in a recipe, or a name") from None
+            raise ValueError(f"{text!r} is not JSON; use a reward section as in a recipe, or a name") from None
     run = RunFolder(Path(text))
     if run.recipe.is_file():
         return _section(run.read_recipe()["recipe"], text)
@@ -89,5 +89,5 @@ def _section(document: Any, text: str) -> dict[str, Any]:
     if isinstance(document, dict) and "reward" in document:
         return KINDS.document(parse(document).reward)
     if not isinstance(document, dict) or "kind" not in document:
-        raise ValueError(f"{text!r} has no kind; give a reward section as in a recipe")
+        raise ValueError(f"{text!r} has no kind; use a reward section as in a recipe")
     return document

@@ -25,7 +25,7 @@ class HeldOutJudge(Rule):
     reward: AnyReward
     """What judges, and how its columns combine. It may not share a trained column with the reward."""
     sigmas: Positive = 3.0
-    """Standard errors of a fall that is no accident."""
+    """Number of standard errors from which a fall counts as significant."""
 
 
 class Canaries(Rule):
@@ -77,7 +77,7 @@ class Watch(Section):
     every: Count = 10
     """Steps between two looks; there is one before the first step."""
     tasks: Count = 32
-    """Held-out tasks to look at, the first of them."""
+    """Number of held-out tasks to observe, from the first."""
     judge: HeldOutJudge | None = None
     """A held-out judge; null has none."""
     canaries: Canaries | None = None
@@ -87,7 +87,7 @@ class Watch(Section):
     diversity: Diversity | None = Diversity()
     """Diversity within groups."""
     preservation: Shift | None = Shift()
-    """The source outside the mask, where tasks have masks."""
+    """Preservation of the source outside the mask, for tasks with masks."""
     brightness: Shift | None = Shift()
     """Mean luminance."""
     saturation: Shift | None = Shift()

@@ -34,7 +34,7 @@ class PromptRenderer(ImageModelRenderer):
         takes = self.model.takes
         if takes is not None and takes.images[0] > 0:
             yield (
-                f"renderer.model.kind: {self.model.kind} edits a source picture, and a prompt has none; take qwen-image, "
+                f"renderer.model.kind: {self.model.kind} edits a source image, but a prompt has none; use qwen-image, "
                 f"sd3, z-image or flux{', or renderer.kind response' if takes.responses else ''}"
             )
         yield from writer.prompt_problems()

@@ -56,7 +56,7 @@ class ResponseRenderer(ImageModelRenderer):
     def problems(self, writer: LanguageModel) -> Iterator[str]:
         if self.model.takes is None or not self.model.takes.responses:
             editors = ", ".join(kind for kind in IMAGE_MODELS if _reads_responses(kind))
-            yield f"renderer.model.kind: {self.model.kind} reads no responses; take one of {editors}, or kind prompt"
+            yield f"renderer.model.kind: {self.model.kind} reads no responses; use one of {editors}, or kind prompt"
         yield from writer.editor_problems()
 
     def load_writer(self, build_writer: Callable[[], AutoregressiveModel]) -> AutoregressiveModel:

@@ -59,7 +59,7 @@ def parts_of(model: Any) -> list[nn.Module]:
     """The modules of an image model. Raises ValueError for a model without a property ``parts``."""
     parts: list[nn.Module] | None = getattr(model, "parts", None)
     if parts is None:
-        raise ValueError(f"devices.offload: what {type(model).__name__} is made of is not known here; take false")
+        raise ValueError(f"devices.offload: what {type(model).__name__} is made of is not known here; use false")
     return parts
 
 

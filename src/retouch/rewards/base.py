@@ -132,19 +132,19 @@ class RewardSection(Section):
         ``path`` and ``prefix``: as in ``parts``.
         """
         if self.reads_completions and not run.writes_text:
-            yield f"{path}.kind: {self.name} scores what a policy wrote, and this policy makes images; take another reward"
+            yield f"{path}.kind: {self.name} scores what a policy wrote, and this policy makes images; use another reward"
 
     def task_problems(self, path: str, tasks: TaskFacts) -> Iterator[str]:
         """The same for tasks that lack what it looks at."""
         where = f"{tasks.path}.kind"
         if self.data_kinds and tasks.kind not in self.data_kinds:
             known = " or ".join(self.data_kinds)
-            yield f"{path}.kind: {self.name} scores tasks of {known} only, and {where} is {tasks.kind!r}; take photos or import"
+            yield f"{path}.kind: {self.name} scores tasks of {known} only, and {where} is {tasks.kind!r}; use photos or import"
         if self.needs_source and not tasks.has_source:
-            yield f"{path}.kind: {self.name} compares with a source image, and {where} {tasks.kind!r} has none; leave it out"
+            yield f"{path}.kind: {self.name} compares with a source image, and {where} {tasks.kind!r} has none; remove it"
         if self.needs_target and not tasks.has_target:
             none = f"{where} {tasks.kind!r} has none"
-            yield f"{path}.kind: {self.name} compares with a target image, and {none}; take folder or hub data"
+            yield f"{path}.kind: {self.name} compares with a target image, and {none}; use folder or hub data"
 
     def changeable_paths(self, path: str) -> Iterator[str]:
         """The paths of the keys that may differ when a run is resumed, those inside of them too. ``path``: of the section."""

@@ -188,7 +188,7 @@ def test_the_reference_copy_is_the_adapter_at_its_start(world: Path) -> None:
     ("changes", "message"),
     [
         ({"data": {"kind": "playground", "complexity": [1], "count": 4}}, r"data.kind: playground have no reference image"),
-        ({"train": {"blocks": "all"}}, r"policy.train.blocks: Qwen-Image has double blocks alone"),
+        ({"train": {"blocks": "all"}}, r"policy.train.blocks: Qwen-Image has only double blocks"),
         ({"phases": None, "steps": 2}, r"policy.train.dropout: no phase is supervised"),
         ({"train": {"scale": 0}}, r"policy.train.scale"),
         ({"train": {"lora": {"kind": "lora", "rank": 2, "alpha": 4, "dropout": 0.1}}}, r"policy.train.lora.dropout: 0.1 makes"),

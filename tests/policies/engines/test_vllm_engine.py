@@ -465,5 +465,5 @@ def test_without_a_grammar_any_server_writes_image_tokens(tmp_path):
 def test_nothing_is_cut_where_the_server_would_not_tell_what(tmp_path, monkeypatch):
     with drawing(tmp_path, processor=vllm_runner.installed(monkeypatch)) as (policy, _):
         policy.sampling = policy.sampling.model_copy(update={"top_k": 5})
-        with pytest.raises(ValueError, match="leave both out"):
+        with pytest.raises(ValueError, match="remove both"):
             policy.rollout(tiny_writing.batch(edits()))

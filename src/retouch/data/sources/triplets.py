@@ -66,7 +66,7 @@ class TripletRows:
         self._styles = sorted(number for number in self._first if (self._root / _file(number, "ref")).is_file())
         if reference == "other" and len(self._styles) < 2:
             raise ValueError(
-                f"{folder}: reference 'other' needs at least 2 items with a reference, and {len(self._styles)} have one; take 'own'"
+                f"{folder}: reference 'other' needs at least 2 items with a reference, and {len(self._styles)} have one; use 'own'"
             )
 
     def __len__(self) -> int:

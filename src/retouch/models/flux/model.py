@@ -98,7 +98,7 @@ class Flux(PipelineModel):
                 "FLUX.1-Fill's transformer is another than that of FLUX.1 and Kontext"
             )
         if guidance is not None and not config["guidance_embeds"]:
-            raise ValueError(f"guidance {guidance:g}: this transformer takes no guidance, as FLUX.1-schnell's; leave it out")
+            raise ValueError(f"guidance {guidance:g}: this transformer takes no guidance, as FLUX.1-schnell's; remove it")
 
     @classmethod
     def _channels(cls, vae: Mapping[str, Any]) -> int:

@@ -106,7 +106,7 @@ class Flux2Klein(PipelineModel):
     def encode_negative(self, tasks: Sequence[Task]) -> Conditioning:
         """The empty prompt with the same reference images. Raises ``ValueError`` for step-distilled weights."""
         if self.distilled:
-            raise ValueError("step-distilled weights sample without guidance; set guidance_scale to 1, or take FLUX.2-klein's base")
+            raise ValueError("step-distilled weights sample without guidance; set guidance_scale to 1, or use FLUX.2-klein's base")
         return super().encode_negative(tasks)
 
     def condition(self, tasks: Sequence[Task], prompts: Sequence[str]) -> Conditioning:

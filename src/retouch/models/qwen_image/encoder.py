@@ -64,10 +64,10 @@ def encoder_for(
     if frozen and editor.text.encoder is not writer:
         return Encoder.frozen(editor.text.encoder)
     if not isinstance(writer, Qwen2_5_VLForConditionalGeneration):
-        raise ValueError(f"renderer.encoder: the editor reads states of a Qwen2.5-VL, not of {type(writer).__name__}; take frozen")
+        raise ValueError(f"renderer.encoder: the editor reads states of a Qwen2.5-VL, not of {type(writer).__name__}; use frozen")
     if writer.get_input_embeddings().weight.shape[1] != editor.module.config.joint_attention_dim:
         width = editor.module.config.joint_attention_dim
-        raise ValueError(f"renderer.encoder: the editor reads states of width {width}, and the writer has others; take frozen")
+        raise ValueError(f"renderer.encoder: the editor reads states of width {width}, and the writer has others; use frozen")
     if not guided and not frozen:
         return Encoder(writer)
     assert published is not None, "a negative branch, and a frozen encoder, are read under weights that do not train"

@@ -69,7 +69,7 @@ class QwenFlow(PipelineModel):
         template: str | None = None,
     ) -> None:
         if transformer.config.guidance_embeds:
-            raise ValueError("this transformer is guidance-distilled (guidance_embeds); take the undistilled weights")
+            raise ValueError("this transformer is guidance-distilled (guidance_embeds); use the undistilled weights")
         template = self.TEMPLATE if template is None else template
         text = QwenText(text_encoder, tokenizer, template=template, image_processor=image_processor)
         latents = QwenLatents(vae)

@@ -77,7 +77,7 @@ class AutoregressivePolicy:
         prompts = self.model.encode(batch.tasks)
         generation = self.engine(batch, prompts, self.sampling)
         if self.sampling.truncates and generation.support is None:
-            raise ValueError("this engine does not report which ids top_k and top_p kept; take top_k null and top_p null")
+            raise ValueError("this engine does not report which ids top_k and top_p kept; use top_k null and top_p null")
         trajectory = self._trajectory(batch, prompts, generation)
         slices = list(self.microbatches(trajectory))
         if self.head is not None:

@@ -89,7 +89,7 @@ class DenoisingPolicy:
         conditioning = drop_references(self.model.encode(batch.tasks), batch, fraction=self.reference_dropout)
         with torch.no_grad():
             x = self.model.encode_images(images)
-        return self._pictures(x, sigmas=x.new_zeros(1), conditioning=conditioning, group=self._group(batch))
+        return self._image_trajectory(x, sigmas=x.new_zeros(1), conditioning=conditioning, group=self._group(batch))
 
     @torch.no_grad()
     def _denoise(self, batch: Batch, *, num_steps: int, actions: range, shared_noise: bool) -> DenoisingTrajectory:
@@ -119,7 +119,7 @@ class DenoisingPolicy:
                 x = x + (sigma_next - sigma).view(-1, *[1] * (x.dim() - 1)) * velocity
 
         if not len(actions):
-            return self._pictures(x, sigmas=sigmas, conditioning=conditioning, group=group)
+            return self._image_trajectory(x, sigmas=sigmas, conditioning=conditioning, group=group)
         logged = torch.stack(log_probs, dim=1)
         return DenoisingTrajectory(
             log_probs=logged,
@@ -135,7 +135,7 @@ class DenoisingPolicy:
         )
 
     @staticmethod
-    def _pictures(x: Tensor, *, sigmas: Tensor, conditioning: Conditioning, group: Tensor) -> DenoisingTrajectory:
+    def _image_trajectory(x: Tensor, *, sigmas: Tensor, conditioning: Conditioning, group: Tensor) -> DenoisingTrajectory:
         """A trajectory without transitions: the whole image is one action without a log-probability."""
         log_probs = x.new_full((len(x), 1), torch.nan)
         return DenoisingTrajectory(

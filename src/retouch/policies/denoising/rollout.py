@@ -46,9 +46,9 @@ class DenoisingRollout(Section):
         """A line for everything in it that cannot work, as "key: mistake; what to do"."""
         if not self.transition.stochastic:
             if self.shared_noise:
-                yield f"{key}.shared_noise: with ode all samples of a group would be equal; leave it out, or take cps"
+                yield f"{key}.shared_noise: with ode all samples of a group would be equal; remove it, or use cps"
         elif self.num_steps < 2:
             last = "leaves no step to train besides the last, which never trains"
-            yield f"{key}.num_steps: {self.num_steps} {last}; take 2 or more"
+            yield f"{key}.num_steps: {self.num_steps} {last}; use 2 or more"
         else:
             yield from self.window.problems(num_steps=self.num_steps, key=f"{key}.window")

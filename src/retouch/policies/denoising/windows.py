@@ -91,9 +91,9 @@ class RandomWindow(Window):
         trainable = num_steps - 1
         end = trainable if self.high is None else self.high
         if end > trainable:
-            yield f"{key}.high: {end} includes the last of {num_steps} steps, {_LAST}; take {trainable} or less"
+            yield f"{key}.high: {end} includes the last of {num_steps} steps, {_LAST}; use {trainable} or less"
         elif self.size > end - self.low:
-            yield f"{key}.size: {self.size} steps do not fit in [{self.low}, {end}); take fewer, or widen the range"
+            yield f"{key}.size: {self.size} steps do not fit in [{self.low}, {end}); use fewer, or widen the range"
 
 
 class SlidingWindow(Window):
@@ -119,6 +119,6 @@ class SlidingWindow(Window):
     def problems(self, *, num_steps: int, key: str) -> Iterator[str]:
         trainable = num_steps - 1
         if self.size > trainable:
-            yield f"{key}.size: {self.size} of {num_steps} steps includes the last, {_LAST}; take {trainable} or less"
+            yield f"{key}.size: {self.size} of {num_steps} steps includes the last, {_LAST}; use {trainable} or less"
         if self.stride > self.size:
-            yield f"{key}.stride: {self.stride} would skip steps of a window of {self.size}; take {self.size} or less"
+            yield f"{key}.stride: {self.stride} would skip steps of a window of {self.size}; use {self.size} or less"

@@ -57,7 +57,7 @@ class VllmEngine(EngineSection):
         if not isinstance(model, Servable):
             raise ValueError(
                 f"rollout.engine.kind: vllm sends images as the model sees them, and {type(model).__name__} has no "
-                "`resized_images`; see retouch.policies.engines.vllm_decoding.Servable, or take cached"
+                "`resized_images`; see retouch.policies.engines.vllm_decoding.Servable, or use cached"
             )
         log.warning(
             "rollout.engine: written for vLLM %s and tested against a double of its interface; never run on vLLM", INTERFACE
@@ -95,13 +95,13 @@ class VllmEngine(EngineSection):
         if full_weights:
             yield (
                 "engine.kind: vllm takes a LoRA over HTTP after each update, but all weights only through the development "
-                "endpoints, over NCCL, which this does not speak; take policy.train.kind lora, or engine cached"
+                "endpoints, over NCCL, which this does not speak; use policy.train.kind lora, or engine cached"
             )
         if sampling.temperature > MAX_TEMPERATURE:
             yield f"temperature: vllm takes no {sampling.temperature:g}; give {MAX_TEMPERATURE:g} or less, or engine cached"
         if image_grammar and sampling.truncates:
             yield (
-                "top_k, top_p: vllm does not tell which tokens these kept where a plug-in keeps to the grammar; leave both out, or "
+                "top_k, top_p: vllm does not tell which tokens these kept where a plug-in keeps to the grammar; remove both, or "
                 "take engine cached"
             )
         elif sampling.top_p is not None and sampling.top_p < 1 and sampling.top_k is None:

@@ -95,7 +95,7 @@ class VllmDecoding:
     def __call__(self, batch: Batch, prompts: Prompts, sampling: TokenSampling) -> Generation:
         """EngineFault, on all ranks, if the server fails on one of them or returns an invalid response."""
         if self._grammar is not None and sampling.truncates:
-            raise ValueError("vLLM does not tell what top_k and top_p kept where a plug-in has a say; leave both out")
+            raise ValueError("vLLM does not tell what top_k and top_p kept where a plug-in has a say; remove both")
         fault = generation = None
         try:
             with self._connect() as client:

@@ -72,7 +72,7 @@ class AspectsReward(JudgeReward):
         yield from super().task_problems(path, tasks)
         if "identity" in self.aspects and not tasks.has_source:
             none = f"{tasks.path}.kind {tasks.kind!r} has none"
-            yield f"{path}.aspects: identity compares with a source image, and {none}; leave it out"
+            yield f"{path}.aspects: identity compares with a source image, and {none}; remove it"
 
 
 def _prompt(aspect: Aspect, sample: Sample) -> Prompt:

@@ -58,7 +58,7 @@ class WinRateReward(JudgeReward):
         for phase in run.phases:
             if phase.chunk < phase.rows and phase.chunk % phase.group_size:
                 split = f"{phase.chunk} splits groups of {phase.group_size}"
-                yield f"rollout.chunk: {split}, which win_rate compares whole; take a multiple"
+                yield f"rollout.chunk: {split}, which win_rate compares whole; use a multiple"
 
 
 def _first_is_better(forth: Verdict, back: Verdict) -> float:

@@ -71,7 +71,7 @@ class _AestheticModel:
         width, takes = encoder.model.config.projection_dim, layers[0][0].shape[1]
         if takes != width:
             raise ValueError(
-                f"the head {head} takes vectors of {takes} numbers, and the CLIP makes {width}; take the CLIP that it was made for"
+                f"the head {head} takes vectors of {takes} numbers, and the CLIP makes {width}; use the CLIP that it was made for"
             )
         self.encoder, self.layers = encoder, layers
 

@@ -53,7 +53,7 @@ class OcrReward(RewardSection):
         """The reader, on the CPU. ValueError: its package is not installed, or a ``line_width`` for a reader that has none."""
         if self.reader is not None:
             if self.line_width is not None:
-                raise ValueError("line_width is RapidOCR's alone; leave it out beside another reader")
+                raise ValueError("line_width is RapidOCR's alone; remove it beside another reader")
             return self.reader.open(threads=self.threads)
         return RapidReader(threads=self.threads, line_width=self.line_width)
 
@@ -90,7 +90,7 @@ class OcrReward(RewardSection):
         """A ``line_width`` for a reader that has none."""
         yield from super().problems(path, prefix, run)
         if self.reader is not None and self.line_width is not None:
-            yield f"{path}.line_width: RapidOCR's alone, and {self.reader.kind} reads here; leave it out"
+            yield f"{path}.line_width: RapidOCR's alone, and {self.reader.kind} reads here; remove it"
 
     def _read(self, samples: Sequence[Sample]) -> list[list[TextLine]]:
         """The lines that count, of each sample."""
