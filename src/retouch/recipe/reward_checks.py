@@ -76,7 +76,7 @@ def _combined(combine: Combine, columns: Mapping[str, Column] | None) -> Combina
 def watch_problems(watch: Watch, reward: RewardSection) -> Iterator[str]:
     """A line for everything in ``watch`` that does not go together, or with the reward that trains."""
     if watch.canaries is not None and watch.canaries.count > watch.tasks:
-        yield f"watch.canaries.count: {watch.canaries.count} of a look's {watch.tasks} images; take {watch.tasks} or fewer"
+        yield f"watch.canaries.count: {watch.canaries.count} exceeds watch.tasks ({watch.tasks}); use {watch.tasks} or fewer"
     if watch.judge is None:
         return
     heldout = watch.judge.reward
@@ -89,7 +89,7 @@ def watch_problems(watch: Watch, reward: RewardSection) -> Iterator[str]:
     if shared := _trained(heldout) & _trained(reward):
         names = ", ".join(sorted({name for _, name in shared}))
         yield (
-            f"watch.judge.reward: the run is trained on its {names}, so it is not held out; take another judge, or columns that do "
+            f"watch.judge.reward: the run is trained on its {names}, so it is not held out; use another judge, or columns that do "
             "not train"
         )
 
