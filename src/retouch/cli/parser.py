@@ -26,6 +26,7 @@ _COMMANDS = {
     "serve": "retouch.cli.serve:add_serve",
 }
 _USER_ERROR = 2
+_LOST_RANK = 3
 _ADVICE = {
     errno.ENOSPC: "free some space and run the same command again",
     errno.EDQUOT: "free some space (this user's quota is used up) and run the same command again",
@@ -72,6 +73,17 @@ def _run(arguments: argparse.Namespace) -> int:
             raise
         print(f"retouch {arguments.command}: {_explained(error)}", file=sys.stderr)
         return _USER_ERROR
+    except RuntimeError as error:
+        ranks = sys.modules.get("retouch.distributed.ranks")
+        if arguments.debug or ranks is None or not ranks.lost_contact(error):
+            raise
+        reason = str(error).strip().splitlines()[0]
+        print(
+            f"retouch {arguments.command}: another rank ended or did not answer ({reason}). "
+            "Start the run again; it continues from its last checkpoint",
+            file=sys.stderr,
+        )
+        return _LOST_RANK
     except KeyboardInterrupt:
         print(f"retouch {arguments.command}: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT

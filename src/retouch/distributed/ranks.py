@@ -2,13 +2,20 @@
 
 import atexit
 import os
+import re
 import threading
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from torch import Tensor
+
+TIMEOUT = "RETOUCH_RANK_TIMEOUT"
+_LOST = re.compile(
+    r"closed by peer|connection reset|timed out waiting|timeout|broken pipe|connect(?:ion)? (?:refused|failed)", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -65,16 +72,23 @@ class Ranks:
 def init_distributed(device: str) -> Ranks:
     """Join the process group that the environment variables of torchrun or accelerate describe, and choose this rank's device.
 
-    ``device``: "auto" chooses CUDA, then MPS, then CPU; "cpu", "cuda" and "cuda:N" are used as given. Raises ValueError if the
-    device does not exist.
+    ``device``: "auto" chooses CUDA, then MPS, then CPU; "cpu", "cuda" and "cuda:N" are used as given. The environment variable
+    ``RETOUCH_RANK_TIMEOUT`` sets how many seconds a rank waits for the others before it gives up (torch's default: 30 minutes, with
+    NCCL 10). Raises ValueError if the device does not exist.
     """
     chosen = find_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Ranks(device=chosen)
-    state = PartialState(cpu=chosen.type == "cpu")
+    limit = os.environ.get(TIMEOUT)
+    state = PartialState(cpu=chosen.type == "cpu", **({} if limit is None else {"timeout": timedelta(seconds=float(limit))}))
     atexit.unregister(destroy_distributed)
     atexit.register(destroy_distributed)
     return Ranks(rank=state.process_index, world=state.num_processes, device=state.device)
+
+
+def lost_contact(error: RuntimeError) -> bool:
+    """Whether a collective failed because another rank ended, or did not answer within the time limit of the process group."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and bool(_LOST.search(str(error)))
 
 
 def destroy_distributed() -> None:

@@ -1,0 +1,45 @@
+"""Every hostile suite, and one table of what was tried and what went wrong.
+
+    python benchmarks/robustness/hostile.py [--quick]
+
+`--quick` takes a share of the folder faults and kills, and no fault of ranks.
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SUITES: dict[str, tuple[list[str], list[str] | None]] = {
+    "damaged folders": (["folders.py"], ["folders.py", "--every", "12"]),
+    "kills": (["kills.py"], ["kills.py", "--kills", "10", "--cold", "2"]),
+    "faults of two ranks": (["ranks.py"], None),
+    "payloads of strangers to the reward server": (["../serving/hostile.py"], ["../serving/hostile.py"]),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args().quick
+    rows, code = [], 0
+    for name, (whole, reduced) in SUITES.items():
+        words = reduced if quick else whole
+        if words is None:
+            continue
+        began = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", str(HERE / words[0]), *words[1:]], capture_output=True, text=True, check=False
+        )
+        code = code or done.returncode
+        print(done.stdout if not done.returncode else done.stdout + done.stderr[-2000:], flush=True)
+        summary = (done.stdout.strip().splitlines() or ["nothing was printed"])[-1 if "serving" not in words[0] else 0]
+        rows.append(f"| {name} | {summary} | {'ok' if not done.returncode else 'WRONG'} | {(time.monotonic() - began) / 60:.1f} |")
+    print("\n".join(["| suite | tried | result | minutes |", "| --- | --- | --- | --- |", *rows]))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,15 @@
+"""A reduced number of the faults that `benchmarks/robustness` injects; the folders are in tests/session/test_damaged_folders.py."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROBUSTNESS = Path(__file__).parents[2] / "benchmarks" / "robustness"
+
+
+def test_a_run_that_is_killed_at_random_ends_with_the_same_bits() -> None:
+    command = [sys.executable, "-W", "ignore", str(ROBUSTNESS / "kills.py"), "--kills", "5", "--cold", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert "5 kills (1 of them in a cold start)" in done.stdout

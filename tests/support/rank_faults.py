@@ -1,0 +1,175 @@
+"""Faults of a run on two ranks with sharded weights: what ends, how soon, and whether the run continues to the same bits.
+
+`outcome` starts `retouch launch`, injects one of ``FAULTS`` after the first steps, waits for everything to end, and runs the same
+command again. A network partition needs the right to create network namespaces.
+"""
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from folder_faults import WEIGHTS, bits, six_steps
+from retouch.recipe.recipe import Recipe, parse
+from retouch.records.folder import RunFolder
+
+RANK_TIMEOUT = 10
+BOUND = 75  # seconds: the time-out of a rank, the grace of the launcher, and a slow machine
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A launcher and its ranks, by their process ids."""
+
+    launcher: int
+    ranks: tuple[int, int]
+
+
+def _kill(*chosen: Callable[[Launched], int]) -> Callable[[Launched], None]:
+    def kill(run: Launched) -> None:
+        for pid in [each(run) for each in chosen]:
+            os.kill(pid, signal.SIGKILL)
+
+    return kill
+
+
+def _launcher(run: Launched) -> int:
+    return run.launcher
+
+
+def _first(run: Launched) -> int:
+    return run.ranks[0]
+
+
+def _second(run: Launched) -> int:
+    return run.ranks[1]
+
+
+def _stop(run: Launched) -> None:
+    os.kill(run.ranks[1], signal.SIGSTOP)
+
+
+def _slow(run: Launched) -> None:
+    os.kill(run.ranks[1], signal.SIGSTOP)
+    time.sleep(RANK_TIMEOUT / 3)
+    os.kill(run.ranks[1], signal.SIGCONT)
+
+
+def _full(rank: int) -> Callable[[Launched], None]:
+    def fill(run: Launched) -> None:
+        resource.prlimit(run.ranks[rank], resource.RLIMIT_FSIZE, (4096, 4096))
+
+    return fill
+
+
+def _partition(run: Launched) -> None:
+    subprocess.run(["nsenter", "-t", str(run.ranks[0]), "-n", "ip", "link", "set", "lo", "down"], check=True)
+
+
+FAULTS: dict[str, Callable[[Launched], None]] = {
+    "rank 0 is killed": _kill(_first),
+    "rank 1 is killed": _kill(_second),
+    "the launcher is killed": _kill(_launcher),
+    "both ranks are killed": _kill(_first, _second),
+    "the launcher and both ranks are killed": _kill(_launcher, _first, _second),
+    "rank 1 stops responding": _stop,
+    "rank 1 is slow for a while": _slow,
+    "the disk of rank 0 is full": _full(0),
+    "the disk of rank 1 is full": _full(1),
+    "the network between the ranks fails": _partition,
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``seconds``: until launcher and ranks had ended. ``wrong``: what should not have been; empty if all is well."""
+
+    fault: str
+    code: int
+    seconds: float
+    wrong: str
+    text: str
+
+
+def can_partition() -> bool:
+    """Whether this process may create a network namespace."""
+    tools = all(shutil.which(tool) for tool in ("unshare", "nsenter", "ip"))
+    return tools and subprocess.run(["unshare", "-n", "true"], capture_output=True, check=False).returncode == 0
+
+
+def sharded(out: Path, name: str) -> Recipe:
+    document = six_steps(out, name).document()
+    document |= {"sharding": "fsdp2", "checkpoints": document["checkpoints"] | {"every": 1, "keep": 2}}
+    return parse(document)
+
+
+def start(made: Recipe, log: Path, *, alone: bool = False) -> "subprocess.Popen[bytes]":
+    """`retouch launch` of the recipe on two ranks; ``alone``: in a network namespace of its own."""
+    file = made.folder.with_name(f"{made.name}.json")
+    file.write_text(made.model_dump_json())
+    command = [sys.executable, "-W", "ignore", "-m", "retouch.cli", "launch", "--nproc", "2", str(file)]
+    if alone:
+        command = ["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RETOUCH_RANK_TIMEOUT": str(RANK_TIMEOUT)}
+    with log.open("wb") as printed:
+        return subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, env=environment)
+
+
+def outcome(fault: str, out: Path, whole: Path) -> Outcome:
+    """What comes of a fault. ``whole``: the folder of an undisturbed run."""
+    made, log = sharded(out, fault.replace(" ", "-")), out / f"{fault.replace(' ', '-')}.log"
+    with start(made, log, alone=fault.startswith("the network")) as launcher:
+        try:
+            while len(RunFolder(made.folder).read_metrics()) < 2:
+                assert launcher.poll() is None, log.read_text()[-3000:]
+                time.sleep(0.01)
+            run = Launched(launcher.pid, _ranks_of(launcher.pid))
+            FAULTS[fault](run)
+            began = time.monotonic()
+            while (launcher.poll() is None or any(map(_lives, run.ranks))) and time.monotonic() - began < 2 * BOUND:
+                time.sleep(0.05)
+            seconds = time.monotonic() - began
+        finally:
+            launcher.kill()
+    printed = log.read_text() + "".join(each.read_text() for each in (made.folder / "logs").glob("*.log"))
+    wrong = [f"took {seconds:.0f} s"] if seconds > BOUND else []
+    wrong += ["a traceback"] if "Traceback" in printed else []
+    again = start(made, log)
+    if again.wait(300) != 0:
+        wrong.append(f"the same command ended with {again.returncode}: {log.read_text()[-500:]}")
+    elif bits(made.folder, (*WEIGHTS, "metrics.jsonl")) != bits(whole, (*WEIGHTS, "metrics.jsonl")):
+        wrong.append("other bits")
+    said = [line for line in printed.splitlines() if "retouch " in line and ": " in line]
+    return Outcome(fault, launcher.returncode, seconds, ", ".join(wrong), said[-1] if said else "")
+
+
+def undisturbed(out: Path) -> Path:
+    """The folder of a run without faults."""
+    made = sharded(out, "whole")
+    log = out / "whole.log"
+    assert start(made, log).wait(300) == 0, log.read_text()[-3000:]
+    return made.folder
+
+
+def _ranks_of(launcher: int) -> tuple[int, int]:
+    """The ranks among the launcher's children, which also include the guardian."""
+    ranks = {}
+    for child in map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()):
+        environment = dict(entry.split("=", 1) for entry in Path(f"/proc/{child}/environ").read_text().split("\0") if "=" in entry)
+        if "-m\0retouch.cli" in Path(f"/proc/{child}/cmdline").read_text():
+            ranks[environment["RANK"]] = child
+    return ranks["0"], ranks["1"]
+
+
+def _lives(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
