@@ -22,8 +22,9 @@ from PIL import Image
 
 from retouch.rewards.vlm.answers.scales import Scale
 from retouch.rewards.vlm.chat_client import ChatClient
-from retouch.rewards.vlm.endpoint import Endpoint, JudgeQuota
+from retouch.rewards.vlm.endpoint_settings import JudgeQuota
 from retouch.rewards.vlm.forms import ScoresForm
+from retouch.rewards.vlm.models import Endpoint
 from retouch.rewards.vlm.questions import Question
 
 REQUESTS = 600

@@ -18,7 +18,7 @@ from retouch.policies.engines.vllm import VllmEngine
 from retouch.recipe.recipe import load
 from retouch.rewards.client.remote import RemoteReward
 from retouch.rewards.vlm.chat_client import ChatClient
-from retouch.rewards.vlm.endpoint import Endpoint
+from retouch.rewards.vlm.models import Endpoint
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.jsonnet"
 SECRET = "sk-0123456789abcdef"

@@ -86,7 +86,7 @@ COMBINING = (
     ),
     Mutant(
         "a key in a recipe is said again",
-        "rewards/vlm/endpoint.py",
+        "rewards/vlm/endpoint_settings.py",
         'raise ValueError("give the name of an environment variable',
         'raise ValueError(f"{name}: give the name of an environment variable',
         f"{_SECTIONS}::test_a_key_in_place_of_its_variables_name_is_refused_and_not_repeated",

@@ -85,7 +85,7 @@ CONSENT = (
     ),
     Mutant(
         "the token goes to any reward server",
-        "rewards/client/remote.py",
+        "rewards/client/settings.py",
         "            keys.require_bound(variable, url)\n",
         "            keys.address_of(url)\n",
         f"{_KEYS}::test_the_token_of_reward_servers_goes_to_this_machine_and_where_it_is_bound",

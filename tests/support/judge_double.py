@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from PIL import Image
 
-from retouch.rewards.vlm.in_process import InProcess
+from retouch.rewards.vlm.models import InProcess
 
 KEY = "sk-canary-5f1c0ffee9d34b7aa1"
 RETRIES = 1_000_003  # by which the client moves a seed when it asks again

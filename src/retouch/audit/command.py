@@ -13,7 +13,7 @@ from retouch.audit.ledger_view import LedgerView, select_samples
 from retouch.audit.overview import overview
 from retouch.audit.ratings import COLUMN, with_ratings
 from retouch.records.files import jsonable
-from retouch.rewards.vlm.endpoint import Prices
+from retouch.rewards.vlm.endpoint_settings import Prices
 
 
 def ledger_command(arguments: Namespace) -> str:

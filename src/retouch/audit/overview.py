@@ -7,7 +7,7 @@ from typing import Any
 
 from retouch.audit.images import RunImages
 from retouch.audit.ledger_view import LedgerSample, LedgerView
-from retouch.rewards.vlm.endpoint import Prices
+from retouch.rewards.vlm.endpoint_settings import Prices
 
 _CALLS_BY_JUDGE = """
 SELECT judge, count(*) AS calls, sum(scores IS NULL) AS failed, sum(attempts) AS attempts, sum(fresh) AS fresh,

@@ -20,7 +20,7 @@ from retouch.rewards.judges.rubrics import fingerprint, quoted, rubric
 from retouch.rewards.judges.viescore import EditScore, VieScore
 from retouch.rewards.judges.win_rate import WinRateReward
 from retouch.rewards.vlm.chat_client import ChatClient
-from retouch.rewards.vlm.endpoint import Endpoint
+from retouch.rewards.vlm.models import Endpoint
 from retouch.testing import check_reward
 from retouch.types import Sample, Task
 

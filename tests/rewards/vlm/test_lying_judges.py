@@ -12,8 +12,9 @@ from retouch.rewards.quota.quota import BudgetSpent, Quota
 from retouch.rewards.vlm.answers.scales import Scale
 from retouch.rewards.vlm.backoff import retry_after
 from retouch.rewards.vlm.chat_client import ChatClient
-from retouch.rewards.vlm.endpoint import Endpoint, JudgeQuota, Prices
+from retouch.rewards.vlm.endpoint_settings import JudgeQuota, Prices
 from retouch.rewards.vlm.forms import ChoiceForm, JudgeReply, ScoresForm, WordForm
+from retouch.rewards.vlm.models import Endpoint
 from retouch.rewards.vlm.questions import Question
 
 QUICK = {"key": None, "timeout": 30.0, "deadline": 60.0, "attempts": 1, "pause": 0.001, "longest_pause": 0.01}

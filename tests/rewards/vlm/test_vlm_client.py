@@ -20,8 +20,9 @@ from retouch.rewards.vlm import credentials
 from retouch.rewards.vlm.answers.scales import Scale
 from retouch.rewards.vlm.backoff import backoff_pause, retry_after
 from retouch.rewards.vlm.chat_client import ChatClient
-from retouch.rewards.vlm.endpoint import Endpoint, JudgeQuota, Prices
+from retouch.rewards.vlm.endpoint_settings import JudgeQuota, Prices
 from retouch.rewards.vlm.forms import ScoresForm
+from retouch.rewards.vlm.models import Endpoint
 from retouch.rewards.vlm.questions import JudgeClient, Question
 from retouch.testing import check_reward
 from retouch.types import Sample, Task

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from retouch.rewards.client.remote import RemoteReward
+from retouch.rewards.client.settings import RemoteSettings
 from retouch.rewards.ledger.answers import RequestStats
 from retouch.rewards.quota import event_loop
 from retouch.types import Column, Sample, Scores
@@ -37,7 +37,7 @@ class RemoteClient:
 
     kind = "remote"
 
-    def __init__(self, settings: RemoteReward) -> None:
+    def __init__(self, settings: RemoteSettings) -> None:
         if importlib.util.find_spec("httpx") is None:
             raise ValueError("asking reward servers needs httpx: pip install 'retouch[serve]'")
         from retouch.rewards.client.discovery import discover

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from pydantic import ValidationError
 
-from retouch.rewards.client.remote import RemoteReward
+from retouch.rewards.client.settings import RemoteSettings
 from retouch.rewards.client.transport import RequestFault, Transport
 from retouch.rewards.wire.replies import ExpectedReply
 from retouch.rewards.wire.schema import ServerInfo
@@ -16,7 +16,7 @@ _ASK_SECONDS = 2.0
 _POLL = 0.2
 
 
-async def discover(settings: RemoteReward, *, wait: float) -> tuple[ExpectedReply, int]:
+async def discover(settings: RemoteSettings, *, wait: float) -> tuple[ExpectedReply, int]:
     """What a valid reply contains, and the largest number of items per request, from the servers that reply first.
 
     ``wait``: seconds to wait for a reply. ValueError: no server replies, one refuses the token or is not a reward server, the

@@ -15,7 +15,7 @@ from retouch.core.random import generator
 from retouch.rewards.client.discovery import judges_of, read_info
 from retouch.rewards.client.overload import RetryBudget
 from retouch.rewards.client.pool import EndpointPool, EndpointState
-from retouch.rewards.client.remote import RemoteReward
+from retouch.rewards.client.settings import RemoteSettings
 from retouch.rewards.client.transport import RequestFault, Transport
 from retouch.rewards.quota.line import ProgressSemaphore
 from retouch.rewards.quota.quota import Quota, Turns
@@ -77,7 +77,7 @@ class Session:
     requests.
     """
 
-    def __init__(self, settings: RemoteReward, expected: ExpectedReply, quota: Quota | None) -> None:
+    def __init__(self, settings: RemoteSettings, expected: ExpectedReply, quota: Quota | None) -> None:
         self.faults: Counter[str] = Counter()
         self.calls = self.hedges = 0
         self._settings, self._expected = settings, expected

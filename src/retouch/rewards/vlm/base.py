@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar
 
-from retouch.config.kinds import Kinds
 from retouch.config.section import Section
 from retouch.rewards.facts import LoadedModel
 from retouch.rewards.vlm.questions import JudgeClient
@@ -52,18 +51,6 @@ class JudgeModel(Section, ABC):
     def keys_sent(self) -> Iterator[tuple[str, str]]:
         """The environment variables of keys that it sends, each with the URL of the server."""
         yield from ()
-
-
-JUDGE_MODELS = Kinds(
-    "judge",
-    {
-        "endpoint": "retouch.rewards.vlm.endpoint:Endpoint",
-        "in_process": "retouch.rewards.vlm.in_process:InProcess",
-    },
-)
-"""All kinds of models that answer judges."""
-AnyJudgeModel: TypeAlias = Annotated[JudgeModel, JUDGE_MODELS]
-"""A model of any kind, as the type of a field."""
 
 
 class JudgeClients:

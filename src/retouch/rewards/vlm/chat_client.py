@@ -19,7 +19,7 @@ from retouch.rewards.quota.line import ProgressSemaphore
 from retouch.rewards.quota.quota import Turn, Turns
 from retouch.rewards.vlm import chat_format, credentials
 from retouch.rewards.vlm.backoff import backoff_pause, retry_after
-from retouch.rewards.vlm.endpoint import Endpoint
+from retouch.rewards.vlm.endpoint_settings import EndpointSettings
 from retouch.rewards.vlm.questions import Answer, Question
 
 _TRANSIENT = frozenset({408, 409, 425, 429})  # and every 5xx
@@ -58,13 +58,13 @@ class _Tries:
 
 
 class ChatClient:
-    """A client of one ``Endpoint``, with at most ``concurrency`` requests in flight over all calls and threads.
+    """A client of one ``EndpointSettings``, with at most ``concurrency`` requests in flight over all calls and threads.
 
     The key is read from the environment and from nowhere else. ValueError: no key, a key that is not bound to the address
     (``retouch.config.keys``), no ``openai`` package (extra ``judge``), or a quota of cost without prices.
     """
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: EndpointSettings) -> None:
         for problem in endpoint.problems("judge"):
             raise ValueError(problem)
         self._openai, self._http = _packages()

@@ -1,4 +1,4 @@
-"""A judge behind an OpenAI-compatible address, as a section of a recipe. Its client is in ``chat_client.py``."""
+"""The keys of a judge behind an OpenAI-compatible address, as its client reads them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,8 @@ from pydantic import AfterValidator, model_validator
 from retouch.config.section import Count, NonNegative, Positive, Section
 from retouch.rewards.facts import Address, PathText
 from retouch.rewards.vlm.base import JudgeModel
-from retouch.rewards.vlm.questions import JudgeClient
 
 if TYPE_CHECKING:
-    import torch
-
     from retouch.rewards.quota.quota import Quota
 
 _MILLION = 1e6
@@ -82,8 +79,8 @@ class Prices(Section):
         return (self.input * input_tokens + self.output * output_tokens) / _MILLION
 
 
-class Endpoint(JudgeModel):
-    """A model behind an OpenAI-compatible address: OpenAI, vLLM, SGLang, llama.cpp."""
+class EndpointSettings(JudgeModel):
+    """Which model to ask, and how; ``Endpoint`` asks it."""
 
     kind: Literal["endpoint"] = "endpoint"
     model: str
@@ -137,13 +134,6 @@ class Endpoint(JudgeModel):
     def cost(self, *, input_tokens: float, output_tokens: float) -> float | None:
         """What so many tokens cost in dollars; None if no price is known."""
         return None if self.prices is None else self.prices.cost(input_tokens=input_tokens, output_tokens=output_tokens)
-
-    def open(self, *, device: torch.device | str = "cpu") -> JudgeClient:
-        """A client. ValueError: no key in the environment, no ``openai`` package (extra ``judge``), or no prices for a quota of
-        cost."""
-        from retouch.rewards.vlm.chat_client import ChatClient
-
-        return ChatClient(self)
 
     def problems(self, path: str) -> Iterator[str]:
         """A quota of cost without prices."""

@@ -1,17 +1,32 @@
-"""A judge that runs in the run's own process, as a section of a recipe. Its model is in ``local_model.py``."""
+"""The models that can answer a judge, as sections of a recipe: behind an address, or in this process. Their clients are in
+``chat_client.py`` and ``local_model.py``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
+from retouch.config.kinds import Kinds
 from retouch.rewards.facts import Device, LoadedModel, PathText
 from retouch.rewards.vlm.base import JudgeModel
+from retouch.rewards.vlm.endpoint_settings import EndpointSettings
+from retouch.rewards.vlm.questions import JudgeClient
 
 if TYPE_CHECKING:
     import torch
 
     from retouch.rewards.vlm.local_model import LocalJudge
+
+
+class Endpoint(EndpointSettings):
+    """A model behind an OpenAI-compatible address: OpenAI, vLLM, SGLang, llama.cpp."""
+
+    def open(self, *, device: torch.device | str = "cpu") -> JudgeClient:
+        """A client. ValueError: no key in the environment, no ``openai`` package (extra ``judge``), or no prices for a quota of
+        cost."""
+        from retouch.rewards.vlm.chat_client import ChatClient
+
+        return ChatClient(self)
 
 
 class InProcess(JudgeModel):
@@ -42,3 +57,15 @@ class InProcess(JudgeModel):
     def loaded_models(self) -> Iterator[LoadedModel]:
         """The model."""
         yield LoadedModel(self.path, self.dtype, self.device)
+
+
+JUDGE_MODELS = Kinds(
+    "judge",
+    {
+        "endpoint": "retouch.rewards.vlm.models:Endpoint",
+        "in_process": "retouch.rewards.vlm.models:InProcess",
+    },
+)
+"""All kinds of models that answer judges."""
+AnyJudgeModel: TypeAlias = Annotated[JudgeModel, JUDGE_MODELS]
+"""A model of any kind, as the type of a field."""
