@@ -8,8 +8,9 @@ from PIL import Image
 
 from retouch.data.check import check, read_path
 from retouch.data.rows import Problem
+from retouch.data.sampler import Subset
 from retouch.data.sources.folder import read_folder
-from retouch.data.tasks import Subset, Tasks
+from retouch.data.tasks import Tasks
 from retouch.data.validation import accept
 
 

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import torch
 from torch import nn
 
-from retouch.assembly.model import TrainedPolicy, build_models, make_trainable
 from retouch.assembly.phases import build_phase, copies_needed, sets_of, steps_of
 from retouch.config.imports import import_class
 from retouch.data.base import DataSets
@@ -28,6 +28,7 @@ from retouch.policies.weights import WeightCopies
 from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer
 from retouch.recipe.checks import check_ranks
 from retouch.recipe.phases import ResolvedPhase, Rollout
+from retouch.recipe.policy import AutoregressivePolicyKeys
 from retouch.recipe.recipe import Recipe
 from retouch.renderers.decoders import LatentRenderer
 from retouch.rewards.base import unchanged
@@ -40,6 +41,8 @@ from retouch.training.preflight import Check, trial_steps
 from retouch.types import Task
 
 if TYPE_CHECKING:
+    from retouch.policies.autoregressive.policy import AutoregressivePolicy
+    from retouch.policies.denoising.policy import DenoisingPolicy
     from retouch.training.evaluation import Evaluator
 
 _SHARDED_STEPPERS = {"zero2": "retouch.distributed.zero:ZeroStepper", "fsdp2": "retouch.distributed.fsdp:FsdpStepper"}
@@ -77,7 +80,7 @@ class Assembly:
         acting: Literal["current", "old"] = "current",
         keep_means: bool = False,
         engine: Engine | None = None,
-    ) -> TrainedPolicy:
+    ) -> "DenoisingPolicy | AutoregressivePolicy":
         """The policy acting as ``rollout`` says under the given weights; all policies of a run share their weights.
 
         ``engine``: what generates the completions of a rollout; None is the policy's own cache.
@@ -254,9 +257,10 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
     phases = recipe.resolved_phases()
     sets = sets_of(recipe, phases, size=recipe.image_size)
     plan = list(zip(phases, steps_of(phases, sets), strict=True))
-    model, image_model = build_models(recipe, placement)
+    model, image_model = _build_models(recipe, placement)
     sets = [each.with_model(image_model) for each in sets]
-    copies = make_trainable(model.module, recipe.policy, seed=recipe.seed, copy_devices=placement.copy_devices)
+    recipe.policy.make_trainable(model.module, seed=recipe.seed)
+    copies = WeightCopies(model.module, devices=placement.copy_devices)
     if recipe.sharding == "fsdp2" and ranks.world > 1:
         from retouch.distributed.fsdp import shard
         from retouch.distributed.sharded_copies import ShardedCopies
@@ -284,6 +288,25 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
         sets=sets,
         plan=plan,
         head=head,
+    )
+
+
+def _build_models(
+    recipe: Recipe, placement: Placement
+) -> tuple[DenoisingModel | AutoregressiveModel, DenoisingModel | AutoregressiveModel]:
+    """The model that trains and the model that makes the images, which is another one for policies of text.
+
+    Weights that both need are held once.
+    """
+    policy = recipe.policy
+    if recipe.renderer is None:
+        model = policy.build_model(device=placement.policy)
+        return model, model
+    assert isinstance(policy, AutoregressivePolicyKeys), "the recipe's checks ensure it"
+    return recipe.renderer.load(
+        partial(policy.build_model, device=placement.policy),
+        device=torch.device("cpu") if placement.offload else placement.renderer,
+        base_frozen=policy.train.reference_is_base,
     )
 
 

@@ -7,8 +7,7 @@ import torch
 
 from retouch.data.base import DataContext, DataSets, DataSource
 from retouch.data.requirements import RowRequirements
-from retouch.data.sampler import assign, global_rows, steps_for_passes, tasks_for_step
-from retouch.data.tasks import Subset
+from retouch.data.sampler import Subset, assign, global_rows, steps_for_passes, tasks_for_step
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.phases import ResolvedPhase
 from retouch.recipe.recipe import Recipe

@@ -20,8 +20,9 @@ from retouch.data.guard import refuse_test_sets
 from retouch.data.images import Exact, Resize
 from retouch.data.requirements import RequiredRows, RowRequirements
 from retouch.data.rows import Problem, Rows, sources
+from retouch.data.sampler import Subset
 from retouch.data.split import limit, split_by_source
-from retouch.data.tasks import Subset, Tasks
+from retouch.data.tasks import Tasks
 from retouch.data.validation import OnBadRow, accept
 from retouch.types import Task, TaskContents
 

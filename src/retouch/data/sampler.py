@@ -8,9 +8,32 @@ do not depend on the number of ranks. A group may span ranks; it stays whole whe
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import overload
 
 from retouch.core.random import generator
 from retouch.types import Batch, Task
+
+
+class Subset(Sequence[Task]):
+    """Some tasks of a sequence, by index, in the given order; indices may repeat. Loads a task on access."""
+
+    def __init__(self, tasks: Sequence[Task], indices: Sequence[int]) -> None:
+        self._tasks = tasks
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "Subset": ...
+
+    def __getitem__(self, index: int | slice) -> "Task | Subset":
+        if isinstance(index, slice):
+            return Subset(self._tasks, self._indices[index])
+        return self._tasks[self._indices[index]]
 
 
 def tasks_for_step(*, seed: int, step: int, count: int, size: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Sequences of tasks: rows whose images are decoded and resized on access, and subsets and changed copies of sequences."""
+"""Sequences of tasks: rows whose images are decoded and resized on access, and changed copies of sequences."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -6,6 +6,7 @@ from typing import overload
 
 from retouch.data.images import Resize, fit, fit_mask, load_image, load_mask
 from retouch.data.rows import Row, Rows
+from retouch.data.sampler import Subset
 from retouch.types import Task
 
 
@@ -68,28 +69,6 @@ class Tasks(Sequence[Task]):
             tags=row.tags,
             meta=row.meta,
         )
-
-
-class Subset(Sequence[Task]):
-    """Some tasks of a sequence, by index, in the given order; indices may repeat. Loads a task on access."""
-
-    def __init__(self, tasks: Sequence[Task], indices: Sequence[int]) -> None:
-        self._tasks = tasks
-        self._indices = indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> "Subset": ...
-
-    def __getitem__(self, index: int | slice) -> "Task | Subset":
-        if isinstance(index, slice):
-            return Subset(self._tasks, self._indices[index])
-        return self._tasks[self._indices[index]]
 
 
 class MappedTasks(Sequence[Task]):

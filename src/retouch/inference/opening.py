@@ -5,12 +5,12 @@ from functools import partial
 from pathlib import Path
 
 from retouch.assembly.assembly import Assembly, assemble
-from retouch.assembly.model import make_trainable
 from retouch.assembly.state import restore_weights
 from retouch.distributed.placement import init_distributed_from_recipe
 from retouch.inference.writers import Writer
 from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.policies.context import PolicyContext
+from retouch.policies.weights import WeightCopies
 from retouch.recipe.policy import AutoregressivePolicyKeys
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.records.folder import RunFolder
@@ -44,7 +44,8 @@ def open_writer(target: str, overrides: Sequence[str] = (), *, allow_imports: It
         raise ValueError(f"{target}: its policy is an image model and generates no text; use `retouch sample`")
     device = init_distributed_from_recipe(recipe).device
     model = renderer.load_writer(partial(policy.build_model, device=device))
-    copies = make_trainable(model.module, policy, seed=recipe.seed)
+    policy.make_trainable(model.module, seed=recipe.seed)
+    copies = WeightCopies(model.module)
     state = _newest(folder)
     if state is not None:
         for name in {key.partition("/")[0] for key in state.tensors["copies"]}:

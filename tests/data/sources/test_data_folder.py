@@ -8,8 +8,9 @@ from PIL import Image
 
 from retouch.data.images import Area, Exact
 from retouch.data.rows import sources
+from retouch.data.sampler import Subset
 from retouch.data.sources.folder import path_under, read_folder
-from retouch.data.tasks import Subset, Tasks
+from retouch.data.tasks import Tasks
 
 
 def write(folder, rows, name="metadata.jsonl"):

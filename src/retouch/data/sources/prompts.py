@@ -13,9 +13,10 @@ from retouch.config.packaged import shipped
 from retouch.data.base import StoredData
 from retouch.data.images import EncodedImage
 from retouch.data.rows import Layout, Row, Rows, find_columns
+from retouch.data.sampler import Subset
 from retouch.data.sources.folder import image_under
 from retouch.data.tables import TableRows, read_table
-from retouch.data.tasks import Subset, Tasks
+from retouch.data.tasks import Tasks
 from retouch.data.validation import accept
 from retouch.types import TaskContents
 

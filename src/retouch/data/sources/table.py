@@ -16,10 +16,11 @@ from retouch.data.base import DataContext, DataSets, ImageData, SplitName, at_mo
 from retouch.data.images import EncodedImage
 from retouch.data.requirements import RequiredRows
 from retouch.data.rows import Layout, Problem, Row, Rows, find_columns
+from retouch.data.sampler import Subset
 from retouch.data.sources.hub import HubRows, embedded_image
 from retouch.data.sources.prompts import PromptRows
 from retouch.data.split import limit
-from retouch.data.tasks import Subset, Tasks
+from retouch.data.tasks import Tasks
 from retouch.data.validation import accept
 from retouch.types import TaskContents
 

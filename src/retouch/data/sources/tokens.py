@@ -22,9 +22,10 @@ from retouch.config.section import Count, Positive, Share
 from retouch.core.random import generator
 from retouch.data.base import DataContext, DataSets, DataSource, SplitName, at_most, evaluated_on_training_tasks, nothing_held_out
 from retouch.data.rows import BadRow, Problem, Row, sources
+from retouch.data.sampler import Subset
 from retouch.data.sources.folder import image_under, path_under
 from retouch.data.split import limit, split_by_source
-from retouch.data.tasks import MappedTasks, Subset, Tasks
+from retouch.data.tasks import MappedTasks, Tasks
 from retouch.data.validation import OnBadRow, accept
 from retouch.types import Codes, Task, TaskContents
 
