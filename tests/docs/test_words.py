@@ -1,0 +1,63 @@
+"""Names in the source tree are words of the field: none of those that a reader of TRL or diffusers would not guess."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "retouch"
+FORBIDDEN = {
+    "askers": "clients",
+    "awaited": "wait_for_rewards",
+    "beside": "shared, next_to",
+    "bury": "delete",
+    "drawer": "image_model",
+    "lazy": "incomplete",
+    "meet": "join",
+    "mend": "fix",
+    "painter": "text_to_image",
+    "roomy": "preallocated",
+    "slips": "wrong_letters",
+    "unshown": "hidden",
+    "vain": "impossible",
+    "worth": "advantage",
+}
+"""Words that were once used in names here, and what the field says."""
+
+
+def names(tree: ast.AST) -> Iterator[str]:
+    """The names that a module defines: functions, classes, arguments, variables, attributes and aliases of imports."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name
+            case ast.alias(asname=str(name)):
+                yield name
+
+
+def words(name: str) -> list[str]:
+    """``SceneData_x`` as scene, data and x."""
+    return [word.lower() for word in re.split(r"_+|(?<=[a-z0-9])(?=[A-Z])", name) if word]
+
+
+def forbidden_in(code: str) -> list[str]:
+    found = dict.fromkeys((name, word) for name in names(ast.parse(code)) for word in words(name) if word in FORBIDDEN)
+    return [f"{name}: the field says {FORBIDDEN[word]}" for name, word in found]
+
+
+def test_a_forbidden_word_is_found_wherever_a_name_is_defined() -> None:
+    code = "import a as worth\ndef mend(vain): painter = self.roomy = 1\nclass TheSlips: pass\ndef fix(worthless): pass"
+    found = {line.partition(":")[0] for line in forbidden_in(code)}
+    assert found == {"mend", "TheSlips", "worth", "vain", "painter", "roomy"}
+
+
+@pytest.mark.parametrize("package", sorted({file.relative_to(SOURCE).parts[0] for file in SOURCE.rglob("*.py")}))
+def test_names_are_words_of_the_field(package: str) -> None:
+    root = SOURCE / package
+    files = sorted(root.rglob("*.py")) if root.is_dir() else [root]
+    found = [f"{file.relative_to(SOURCE)}: {line}" for file in files for line in forbidden_in(file.read_text(encoding="utf-8"))]
+    assert not found, "\n".join(found)
