@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import ImageStat
+from PIL import Image, ImageStat
 
 import retouch
 import tiny_pipelines
@@ -52,8 +52,9 @@ def test_the_code_of_the_readme_runs(tmp_path: Path) -> None:
 def test_the_code_of_the_python_page_runs(tmp_path: Path) -> None:
     dataset = [{"prompt": "a red circle" if number % 2 else "blue"} for number in range(8)]
     names: dict[str, Any] = {"retouch": retouch, "ImageStat": ImageStat, "pipe": tiny_pipelines.sd3(), "dataset": dataset}
-    arguments, function, use = blocks("docs/python.md", "")
-    for block in (function, arguments):
+    arguments, function, scoring, use = blocks("docs/python.md", "")
+    names["images"] = [Image.new("RGB", (8, 8), "red")]
+    for block in (function, scoring, arguments):
         exec(block, names)
     assert names["summary"].steps == 2
     made = names["trainer"].recipe

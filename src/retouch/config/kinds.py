@@ -62,6 +62,11 @@ class Kinds:
         self._table = dict(table)
         self._own = frozenset([*table.values(), *named])
 
+    @property
+    def paths(self) -> Mapping[str, str]:
+        """The package's own kinds: kind to ``module:Class``."""
+        return dict(self._table)
+
     def __iter__(self) -> Iterator[str]:
         """Every kind, ``import`` included."""
         yield from dict.fromkeys([*self._table, *self._plugins(), IMPORT])

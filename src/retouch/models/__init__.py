@@ -2,4 +2,21 @@
 
 ``base.py`` and ``language.py`` are the base classes of the recipe's sections, ``kinds.py`` lists the families, and ``train.py``
 says which weights are trained. ``common`` is shared by the families. It may import ``core``, ``config``, ``types`` and
-``protocols``; it knows no policy, objective or reward."""
+``protocols``; it knows no policy, objective or reward.
+
+From Python, every family has a short name here, for example ``retouch.models.SD3(path=...)``.
+"""
+
+from importlib import import_module
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_"):
+        raise AttributeError(name)
+    kinds = import_module("retouch.models.kinds")
+    for path in (*kinds.IMAGE_MODELS.paths.values(), *kinds.LANGUAGE_MODELS.paths.values()):
+        module, _, found = path.partition(":")
+        if name in (found, found.removesuffix("Model")):
+            return getattr(import_module(module), found)
+    raise AttributeError(f"module 'retouch.models' has no attribute {name!r}")

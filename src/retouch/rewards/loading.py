@@ -1,0 +1,91 @@
+"""Rewards without a run: ``retouch.rewards.load("clip")(images, prompts=prompts)``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from retouch.config.imports import nearest
+from retouch.protocols import Reward
+from retouch.rewards.kinds import KINDS
+from retouch.types import Column, Sample, Task
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+class LoadedReward:
+    """A reward that is ready to score lists of images."""
+
+    def __init__(self, reward: Reward) -> None:
+        self.reward = reward
+
+    @property
+    def columns(self) -> Mapping[str, Column]:
+        """Every score that a call returns, with its range."""
+        return self.reward.columns
+
+    def __call__(
+        self,
+        images: Sequence[Image],
+        *,
+        prompts: Sequence[str] | str | None = None,
+        sources: Sequence[Image] | None = None,
+        targets: Sequence[Image] | None = None,
+        masks: Sequence[Image] | None = None,
+        references: Sequence[Image] | None = None,
+        texts: Sequence[str] | None = None,
+        completions: Sequence[str] | None = None,
+    ) -> dict[str, list[float]]:
+        """Each column: one score per image, NaN if an image could not be judged.
+
+        ``prompts``: one per image, or one for all. ``sources``: the images that were edited. ``texts``: what each image should
+        show. ``completions``: what a policy wrote. Raises ValueError if a list has another length than ``images``, or if the reward
+        needs something that is not given.
+
+        Example: ``retouch.rewards.load("compressibility")([image])["compressibility"]``
+        """
+        from retouch.rewards.scoring import scores_of
+
+        count = len(images)
+        prompts = [prompts] * count if isinstance(prompts, str) else prompts
+        lists = {
+            **{"prompts": prompts, "sources": sources, "targets": targets, "masks": masks},
+            **{"references": references, "texts": texts, "completions": completions},
+        }
+        for name, values in lists.items():
+            if values is not None and len(values) != count:
+                raise ValueError(f"{name}: {len(values)} for {count} images; give one per image")
+        columns: dict[str, Any] = {name: [None] * count if values is None else list(values) for name, values in lists.items()}
+        samples = [
+            Sample(
+                Task(
+                    str(row),
+                    columns["prompts"][row] or "",
+                    () if columns["sources"][row] is None else (columns["sources"][row],),
+                    columns["masks"][row],
+                    columns["references"][row],
+                    columns["targets"][row],
+                    columns["texts"][row],
+                ),
+                image,
+                columns["completions"][row],
+            )
+            for row, image in enumerate(images)
+        ]
+        return {name: column.tolist() for name, column in scores_of(self.reward, samples).items()}
+
+
+def load(kind: str, *, device: Any = "cpu", **keys: Any) -> LoadedReward:
+    """The reward of a kind, with its model loaded. ``keys``: the keys of its section in a recipe.
+
+    Raises ValueError for an unknown kind, a wrong key, or weights that are not on this machine.
+
+    Example: ``load("clip", path="openai/clip-vit-base-patch32")``
+    """
+    section = KINDS.load(kind)
+    if section is None:
+        near = nearest(kind, KINDS)
+        raise ValueError(f"there is no reward {kind!r}{f'; did you mean {near!r}?' if near else ''}; there are {', '.join(KINDS)}")
+    made: Any = section(**({"kind": kind} if "kind" in section.model_fields else {}), **keys)
+    return LoadedReward(made.build(device=device))

@@ -1,0 +1,49 @@
+"""Rewards from Python, without a run: short names, and scores of lists of images."""
+
+import math
+
+import pytest
+from PIL import Image
+
+import retouch
+
+IMAGES = [Image.new("RGB", (8, 8), colour) for colour in ("red", "black")]
+
+
+def test_a_loaded_reward_scores_lists_of_images() -> None:
+    reward = retouch.rewards.load("share", channel="red")
+    assert reward(IMAGES)["share"] == [1.0, pytest.approx(1 / 3, abs=0.4)]
+    assert set(reward.columns) == {"share"}
+
+
+def test_what_a_reward_needs_is_named_when_it_is_missing() -> None:
+    with pytest.raises(ValueError, match="prompts: 1 for 2 images; give one per image"):
+        retouch.rewards.load("share", channel="red")(IMAGES, prompts=["one"])
+
+
+def test_an_unknown_reward_is_named_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="there is no reward 'pikscore'; did you mean 'pickscore'"):
+        retouch.rewards.load("pikscore")
+
+
+@pytest.mark.parametrize("name", ["PickScore", "Clip", "Share", "VieScore", "Remote"])
+def test_rewards_have_short_names(name: str) -> None:
+    assert issubclass(getattr(retouch.rewards, name), retouch.rewards.base.RewardSection)
+
+
+@pytest.mark.parametrize("name", ["SD3", "QwenImage", "QwenImageEdit", "Flux", "FluxKontext", "Flux2Klein", "ZImage", "Emu3"])
+def test_models_have_short_names(name: str) -> None:
+    section = getattr(retouch.models, name)(path="somewhere")
+    assert section.path == "somewhere"
+
+
+def test_no_such_name() -> None:
+    assert not hasattr(retouch.rewards, "Nothing")
+    assert not hasattr(retouch.models, "Nothing")
+    assert not hasattr(retouch, "Nothing")
+
+
+def test_a_missing_score_is_nan() -> None:
+    completions = [None, None]
+    scored = retouch.rewards.load("share", channel="red")(IMAGES, completions=completions)
+    assert not any(math.isnan(value) for value in scored["share"])
