@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from retouch.distributed.ranks import Ranks
 from retouch.protocols import Reward
-from retouch.rewards import identity
+from retouch.rewards.identity import changes, describe, fingerprint, short
 from retouch.rewards.judging import RewardScorer
 from retouch.rewards.ledger.database import Database
 from retouch.rewards.ledger.journal import Journal
@@ -55,7 +55,7 @@ class Ledger:
     def require_same_judge(self, reward: Reward) -> None:
         """ValueError, on every rank, where the run began with another reward and ``new_judge`` is False."""
         known = self._last()
-        changed = [] if known is None else list(identity.changes(known, identity.describe(reward)))
+        changed = [] if known is None else list(changes(known, describe(reward)))
         if not self._ranks.any(bool(changed)):
             return
         told = "\n  ".join(changed) or "another rank's message says how"
@@ -69,19 +69,19 @@ class Ledger:
 
     def attach(self, judge: RewardScorer, *, since: int) -> None:
         """Give the training judge its journal, and note in the ledger that it judges from step ``since`` on."""
-        about, last = identity.describe(judge.reward), self._last()
-        same = last is not None and not any(identity.changes(last, about))
+        about, last = describe(judge.reward), self._last()
+        same = last is not None and not any(changes(last, about))
         # An earlier release may have described the same judge in other words; its scores are found under its fingerprint.
-        fingerprint = identity.short(last if same else about)
+        key = short(last if same else about)
         if not same:
             with self._database.writing() as connection:
-                row = (fingerprint, json.dumps(about, sort_keys=True), since)
+                row = (key, json.dumps(about, sort_keys=True), since)
                 connection.execute("INSERT INTO judges (fingerprint, about, since) VALUES (?, ?, ?)", row)
-        judge.journal = Journal(self._database, judge=fingerprint, images=self._images)
+        judge.journal = Journal(self._database, judge=key, images=self._images)
 
     def attach_heldout(self, judge: RewardScorer) -> None:
         """Give a judge that does not train its journal. It must use splits that the training judge does not."""
-        judge.journal = Journal(self._database, judge=identity.fingerprint(judge.reward))
+        judge.journal = Journal(self._database, judge=fingerprint(judge.reward))
 
     def close(self) -> None:
         """Close the file. Close the judges first: they may still be recording."""

@@ -6,8 +6,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Literal
 
 from retouch.protocols import Reward
-from retouch.rewards import identity
 from retouch.rewards.base import close, visible_samples
+from retouch.rewards.identity import describe
 from retouch.types import Column, Sample, Scores
 
 
@@ -31,7 +31,7 @@ class CompositeReward:
     @property
     def fingerprint(self) -> str:
         """What each of the rewards judges by."""
-        return json.dumps({name: identity.describe(reward) for name, reward in self.rewards.items()}, sort_keys=True)
+        return json.dumps({name: describe(reward) for name, reward in self.rewards.items()}, sort_keys=True)
 
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Every reward's columns under their full names, (b,) each. Raises the first reward's error once all have ended."""
