@@ -17,6 +17,7 @@ import httpx
 import pytest
 from PIL import Image
 
+from hostile_payloads import BROKEN, DAMAGED, WRONG
 from live_server import Live, body_of, host, live, picture, png, samples_of
 from ray_server import ON_RAY, RayServer, ray_server
 from retouch.rewards.wire.bodies import encode_body
@@ -323,6 +324,29 @@ def test_broken_requests(server: Live | RayServer, data: bytes) -> None:
     assert b"Traceback" not in answer
 
 
+def each_is_refused(series: dict[str, object], send_one: Callable[[object], httpx.Response]) -> None:
+    """Every payload of a series; those that are not refused are named together."""
+    wrong = []
+    for name, payload in series.items():
+        try:
+            refused(send_one(payload))
+        except AssertionError as error:
+            wrong.append((name, str(error)[:200]))
+    assert wrong == []
+
+
+def test_a_series_of_damaged_pictures(server: Live | RayServer) -> None:
+    each_is_refused(DAMAGED, lambda damaged: send(server, batch(), damaged))
+
+
+def test_a_series_of_wrong_documents(server: Live | RayServer) -> None:
+    each_is_refused(WRONG, lambda document: send(server, document, GOOD))
+
+
+def test_a_series_of_broken_bodies(server: Live | RayServer) -> None:
+    each_is_refused(BROKEN, lambda broken: post(server, broken[0], **broken[1]))
+
+
 def test_after_all_of_it_the_server_scores_and_is_no_larger(server: Live | RayServer) -> None:
     assert still_scores(server)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -335,5 +359,5 @@ def test_after_all_of_it_the_server_scores_and_is_no_larger(server: Live | RaySe
     assert still_scores(server)
 
 
-def test_there_are_sixty_and_more() -> None:
-    assert len(PICTURES) + len(DOCUMENTS) + len(BODIES) >= 60
+def test_there_are_three_hundred_and_more() -> None:
+    assert sum(map(len, (PICTURES, DOCUMENTS, BODIES, DAMAGED, WRONG, BROKEN))) >= 300

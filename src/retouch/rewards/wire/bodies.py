@@ -117,6 +117,6 @@ def _decode_multipart(body: bytes, content_type: str) -> tuple[Blob, list[Blob]]
         else:
             document = data
         start = stop + 2 + len(mark)
-    if document is None or body[start : start + 2] != b"--" or sorted(images) != list(range(len(images))):
+    if document is None or body[start : start + 5] not in (b"--", b"--\r\n") or sorted(images) != list(range(len(images))):
         raise RequestError("bad_body")
     return document, [images[number] for number in range(len(images))]

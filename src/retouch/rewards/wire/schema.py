@@ -63,7 +63,7 @@ class BatchItem(_Part):
 class BatchDocument(_Part):
     """The samples to score. ``rewards``: the names of the rewards to ask; null for all rewards of the server."""
 
-    version: Literal[1] = VERSION
+    version: Annotated[int, Field(ge=VERSION, le=VERSION)] = VERSION
     tasks: Annotated[list[TaskHead], Field(min_length=1)]
     items: Annotated[list[BatchItem], Field(min_length=1)]
     pictures: list[PictureHead] = []

@@ -1,0 +1,105 @@
+"""Lying replies against the clients of reward servers and judges. A section of ``table.py``."""
+
+import argparse
+from contextlib import closing
+
+import numpy as np
+from PIL import Image
+from table import Counts
+
+import bad_server
+import lying_judge
+import lying_server
+from live_server import remote, samples_of
+from retouch.rewards.vlm.answers.scales import Scale
+from retouch.rewards.vlm.chat_client import ChatClient
+from retouch.rewards.vlm.endpoint import Endpoint
+from retouch.rewards.vlm.forms import ScoresForm, WordForm
+from retouch.rewards.vlm.questions import Question
+from served_rewards import digest_score
+
+
+def counts(arguments: argparse.Namespace) -> Counts:
+    """Every lie once: it must not become a score, raise anything but ValueError at the start, or cost the truth that follows."""
+    counted = Counts("replies to clients")
+    _descriptions(counted)
+    _scores(counted)
+    _answers(counted)
+    return counted
+
+
+def _descriptions(counted: Counts) -> None:
+    for name, lie in lying_server.INFO_LIES.items():
+        counted.cases += 1
+        with bad_server.bad_server("none", info=lie) as server:
+            try:
+                remote([server.url], wait=5.0).close()
+            except ValueError:
+                continue
+            except Exception as error:  # noqa: BLE001  (counted as a traceback)
+                counted.tracebacks += 1
+                counted.notes.append(f"description, {name}: {error!r}")
+                continue
+        counted.wrong += 1
+        counted.notes.append(f"believed: a description with {name}")
+
+
+def _scores(counted: Counts) -> None:
+    samples = samples_of(4)
+    true = [digest_score(sample) for sample in samples]
+    now: dict[str, bad_server.Kind] = {"lie": "none"}
+    kinds = {**lying_server.REPLY_LIES, **{kind: kind for kind in bad_server.KINDS}}
+    with bad_server.bad_server(lambda: now["lie"]) as server:
+        for name, kind in kinds.items():
+            counted.cases += 1
+            with closing(remote([server.url], batch=4, attempts=1, timeout=2.0, deadline=4.0)) as reward:
+                now["lie"] = kind
+                given = reward(samples)["digest"].tolist()
+                now["lie"] = "none"
+                counted.lost += reward(samples)["digest"].tolist() != true
+            if any(value == value and value != right for value, right in zip(given, true, strict=True)):
+                counted.wrong += 1
+                counted.notes.append(f"believed: {name}")
+
+
+def _answers(counted: Counts) -> None:
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8))
+    forms = (ScoresForm({"score": Scale(0, 10)}), WordForm("yes", {"yes": 1.0, "no": 0.0}))
+    tables = ((lying_judge.SCORES, forms[0]), (lying_judge.WIRE, forms[0]), (lying_judge.WORDS, forms[1]))
+    quick = {"key": None, "timeout": 10.0, "deadline": 2.0, "attempts": 1, "pause": 0.001, "longest_pause": 0.01}
+    with lying_judge.lying_judge() as judge, lying_judge.lying_judge() as elsewhere:
+        client = ChatClient(Endpoint(model="judge", base_url=judge.url, **quick))
+        for table, form in tables:
+            for name, lie in table.items():
+                _ask(counted, client, judge, name, lie, Question("Judge.", ("Picture:", picture), form, seed=0, temperature=0.0))
+        truth = Question("Judge.", ("Picture:", picture), forms[0], seed=0, temperature=0.0)
+        target = {"Location": f"{elsewhere.url}/chat/completions"}
+        for status in lying_judge.REDIRECTS:
+            _ask(counted, client, judge, f"redirect {status}", lambda true, s=status: lying_judge.Reply(b"", s, target), truth)
+        for name, usage in lying_judge.USAGE.items():
+            counted.cases += 1
+            judge.lie = lambda true, usage=usage: lying_judge._json({**true, "usage": usage})
+            (answer,) = client.ask([truth])
+            if not 1 <= answer.input_tokens < 1000 or not 1 <= answer.output_tokens <= 1100:
+                counted.wrong += 1
+                counted.notes.append(f"believed: a usage of {name}")
+        counted.wrong += elsewhere.questions
+        judge.lie = lying_judge._json
+        counted.lost += client.ask([truth])[0].scores != {"score": 7.0}
+        client.close()
+
+
+def _ask(
+    counted: Counts, client: ChatClient, judge: lying_judge.LyingJudge, name: str, lie: lying_judge.Lie, question: Question
+) -> None:
+    counted.cases += 1
+    judge.lie = lie
+    try:
+        (answer,) = client.ask([question])
+    except Exception as error:  # noqa: BLE001  (counted as a traceback)
+        counted.tracebacks += 1
+        counted.notes.append(f"judge, {name}: {error!r}")
+        return
+    if answer.scores:
+        counted.wrong += 1
+        counted.notes.append(f"believed: {name} ({answer.scores})")

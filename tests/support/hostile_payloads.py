@@ -1,0 +1,161 @@
+"""Payloads of strangers that are made in series: damaged files, wrong values for every field of a batch, and broken bodies."""
+
+import io
+import json
+import struct
+import zlib
+from collections.abc import Iterator
+
+from PIL import Image
+
+from live_server import picture, png
+from retouch.rewards.wire.bodies import encode_body
+
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
+BATCH = {
+    "version": 1,
+    "tasks": [{"id": "a", "instruction": "b"}],
+    "items": [{"id": "x", "task": 0, "picture": 0}],
+    "pictures": [{"form": "encoded"}],
+}
+GOOD = png(picture(0))
+VALUES: dict[str, object] = {
+    **{"null": None, "true": True, "minus one": -1, "half": 0.5, "1e999": float("inf"), "2^70": 2**70},
+    **{"a text": "~ü", "an empty text": "", "a list": [[]], "an empty list": [], "an object": {"a": {}}, "an empty object": {}},
+}
+FIELDS: dict[str, tuple[str, ...]] = {  # where each is, and which of the values it may have
+    "version": (),
+    "tasks": (),
+    "items": (),
+    "pictures": (),
+    "rewards": ("null",),
+    "tasks.0": (),
+    "tasks.0.id": ("a text", "an empty text"),
+    "tasks.0.instruction": ("a text", "an empty text"),
+    "tasks.0.images": ("an empty list",),
+    "tasks.0.mask": ("null",),
+    "tasks.0.reference": ("null",),
+    "tasks.0.target": ("null",),
+    "tasks.0.text": ("null", "a text", "an empty text"),
+    "tasks.0.tags": ("an empty object",),
+    "tasks.0.meta": ("an object", "an empty object"),
+    "items.0": (),
+    "items.0.id": (),
+    "items.0.task": (),
+    "items.0.picture": (),
+    "pictures.0": (),
+    "pictures.0.form": (),
+    "pictures.0.mode": (),
+    "pictures.0.width": ("null",),
+    "pictures.0.height": ("null",),
+}
+
+
+def chunk(kind: bytes, data: bytes, *, checksum: int | None = None) -> bytes:
+    """A chunk of a PNG."""
+    right = zlib.crc32(kind + data)
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", right if checksum is None else checksum)
+
+
+def header(width: int = 4, height: int = 4, depth: int = 8, colour: int = 2, *rest: int) -> bytes:
+    """A PNG's first chunk."""
+    return chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, *(rest or (0, 0, 0))))
+
+
+def saved(format: str) -> bytes:
+    """An image in a format."""
+    buffer = io.BytesIO()
+    picture(0).convert("1" if format in ("XBM", "MSP") else "RGB").save(buffer, format)
+    return buffer.getvalue()
+
+
+def damaged_pictures() -> Iterator[tuple[str, bytes]]:
+    """Files that are cut off, of formats that are not accepted, or PNGs whose chunks are wrong."""
+    for format in ("PNG", "JPEG", "WEBP"):
+        whole = saved(format)
+        for share in (1, 2, 5, 10, 20, 30, 40, 50, 60, 70, 80):
+            yield f"{format} of which {share} % arrive", whole[: len(whole) * share // 100]
+    for format in (
+        "GIF",
+        "BMP",
+        "DIB",
+        "TIFF",
+        "ICO",
+        "PPM",
+        "TGA",
+        "PCX",
+        "SGI",
+        "JPEG2000",
+        "XBM",
+        "MSP",
+        "DDS",
+        "PDF",
+        "EPS",
+    ):
+        if Image.SAVE.get(format) is not None or (Image.init() and format in Image.SAVE):
+            yield f"{format} in place of a PNG", saved(format)
+    pixels = chunk(b"IDAT", zlib.compress((b"\0" + bytes(12)) * 4))
+    end = chunk(b"IEND", b"")
+    for depth, colour in ((0, 2), (3, 2), (7, 0), (16, 3), (1, 2), (4, 6), (255, 2), (8, 1), (8, 5), (8, 255)):
+        yield f"PNG of depth {depth} and colour type {colour}", SIGNATURE + header(4, 4, depth, colour) + pixels + end
+    for width, height in ((0, 4), (4, 0), (2**31, 4), (4, 2**32 - 1), (65536, 65536), (2**20, 2), (1, 2**21)):
+        yield f"PNG of {width} x {height}", SIGNATURE + header(width, height) + pixels + end
+    yield "PNG without pixels", SIGNATURE + header() + end
+    yield "PNG whose pixels are none", SIGNATURE + header() + chunk(b"IDAT", b"hello") + end
+    yield "PNG whose pixels end early", SIGNATURE + header() + chunk(b"IDAT", zlib.compress(b"\0" * 5)) + end
+    yield "PNG without a header", SIGNATURE + pixels + end
+    yield "PNG with a short header", SIGNATURE + chunk(b"IHDR", bytes(5)) + pixels + end
+    yield "PNG with a wrong checksum", SIGNATURE + chunk(b"IHDR", struct.pack(">IIBBBBB", 4, 4, 8, 2, 0, 0, 0), checksum=1) + pixels
+    yield "PNG with a chunk of 2 GB", SIGNATURE + header() + struct.pack(">I", 2**31 - 1) + b"IDAT" + bytes(9)
+    yield "PNG of an unknown filter", SIGNATURE + header() + chunk(b"IDAT", zlib.compress((b"\xff" + bytes(12)) * 4)) + end
+    yield "PNG in PNG", SIGNATURE + GOOD
+    yield "GIF with a PNG's name in it", b"GIF89a" + GOOD
+    yield "RIFF that is no WebP", b"RIFF" + struct.pack("<I", 100) + b"WAVEfmt " + bytes(92)
+    yield "WebP of a length that is not its own", saved("WEBP")[:4] + b"\xff\xff\xff\x7f" + saved("WEBP")[8:40]
+    yield "JPEG without tables", b"\xff\xd8\xff\xc0\x00\x11\x08\x00\x10\x00\x10\x03\x01\x11\x00\x02\x11\x01\x03\x11\x01\xff\xd9"
+    yield "JPEG of markers", b"\xff\xd8" + b"\xff\xe0\x00\x02" * 20_000
+    yield "JPEG of 65535 x 65535", b"\xff\xd8\xff\xc0\x00\x0b\x08\xff\xff\xff\xff\x01\x01\x11\x00\xff\xd9"
+
+
+def wrong_documents() -> Iterator[tuple[str, object]]:
+    """A batch in which one field has a value that it cannot have."""
+    for field, allowed in FIELDS.items():
+        for name, value in VALUES.items():
+            if name not in allowed and not (field == "items.0.picture" and name == "null"):
+                whole = json.loads(json.dumps(BATCH))
+                *path, last = field.split(".")
+                place = whole
+                for key in path:
+                    place = place[int(key) if key.isdigit() else key]
+                place[int(last) if last.isdigit() else last] = value
+                yield f"{field} is {name}", json.dumps(whole).encode()
+
+
+def broken_bodies() -> Iterator[tuple[str, bytes, dict[str, str]]]:
+    """Bodies that are cut off, or not what their content type says."""
+    document = json.dumps(BATCH).encode()
+    for form in ("multipart", "msgpack", "json"):
+        body, kind = encode_body(document, [GOOD], form)
+        for share in (0, 1, 3, 10, 25, 50, 75, 90, 99):
+            yield f"{form} of which {share} % arrive", body[: len(body) * share // 100], {"Content-Type": kind}
+        for other in (
+            "multipart/form-data; boundary=zzz",
+            "application/msgpack",
+            "application/json",
+            "text/plain",
+            "image/png",
+            "*/*",
+        ):
+            if other != kind.partition(";")[0]:
+                yield f"{form} as {other}", body, {"Content-Type": other}
+        yield f"{form} twice", body * 2, {"Content-Type": kind}
+        yield f"{form} after a byte order mark", b"\xef\xbb\xbf" + body, {"Content-Type": kind}
+        yield f"{form} in capitals", body.upper(), {"Content-Type": kind}
+        yield f"{form} said to be gzip", body, {"Content-Type": kind, "Content-Encoding": "gzip"}
+        for deadline in ("0", "-1", "1e999", "NaN", "1,5", "", "0x10", "1 2"):
+            yield f"{form} with a deadline of {deadline!r}", body, {"Content-Type": kind, "X-Deadline-Seconds": deadline}
+
+
+DAMAGED = dict(damaged_pictures())
+WRONG = dict(wrong_documents())
+BROKEN = {name: (body, headers) for name, body, headers in broken_bodies()}
