@@ -13,8 +13,8 @@ import lying_server
 from live_server import remote, samples_of
 from retouch.rewards.vlm.answers.scales import Scale
 from retouch.rewards.vlm.chat_client import ChatClient
-from retouch.rewards.vlm.endpoint import Endpoint
 from retouch.rewards.vlm.forms import ScoresForm, WordForm
+from retouch.rewards.vlm.models import Endpoint
 from retouch.rewards.vlm.questions import Question
 from served_rewards import digest_score
 
