@@ -70,7 +70,7 @@ class Assembly:
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run."""
+        """Number of steps of the whole run."""
         return self.plan[-1][1].stop
 
     def policy(
@@ -100,7 +100,7 @@ class Assembly:
 
     @property
     def _in_step(self) -> bool:
-        """Whether ranks must call the trained model equally often."""
+        """Whether all ranks must call the trained model the same number of times."""
         return self.recipe.sharding == "fsdp2" and self.ranks.world > 1
 
     def renderer(self, *, num_steps: int | None = None) -> Renderer:
@@ -129,7 +129,7 @@ class Assembly:
         return renderer
 
     def stepper(self) -> Stepper:
-        """A new optimizer over what trains. One rank alone has nothing to share."""
+        """A new stepper over the trained weights; a single rank never shards them."""
         options = self.recipe.optimizer.options
         sharding = self.recipe.sharding if self.ranks.world > 1 else None
         kind = ReplicatedStepper if sharding is None else import_class(_SHARDED_STEPPERS[sharding])
@@ -145,7 +145,7 @@ class Assembly:
         )
 
     def phase(self, index: int, *, stepper: Stepper, judge: BatchScorer) -> tuple[Run, Phase]:
-        """What the loop takes for a phase."""
+        """The arguments of the training loop for a phase."""
         resolved, steps = self.plan[index]
         objective = resolved.objective
         policy = self.policy(
@@ -212,7 +212,7 @@ class Assembly:
         )
 
     def _engine(self, rollout: Rollout) -> Engine | None:
-        """The engine of the rollout, one for all phases that name the same."""
+        """The engine of the rollout; phases with the same engine share one."""
         if not isinstance(rollout, TokenRollout):
             return None
         model = self.model

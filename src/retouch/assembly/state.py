@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run, and how a run takes it back."""
+"""The state of a run in a checkpoint: what is captured, and how it is restored."""
 
 from collections.abc import Mapping
 
@@ -16,10 +16,10 @@ GROUPS = ("weights", "optimizer", "copies", "random")
 
 
 def capture(parts: Assembly, stepper: Stepper, *, step: int) -> TrainState:
-    """Everything from which the run goes on to the same bits: weights, optimizer, copies, each rank's global generators. All ranks
-    call it; what they share among them comes whole.
+    """The state from which the run continues bit for bit: weights, optimizer, copies, and each rank's global generators.
+    Collective: all ranks call it; sharded tensors are gathered.
 
-    Schedules, samplers and noise are functions of the step and the recipe's seed, so there is nothing of theirs to keep.
+    Schedules, samplers and noise depend only on the step and the recipe's seed, so they have no state.
     """
     found: tuple[Mapping[str, Tensor], ...] = (
         {name: full_tensor(parameter.detach()) for name, parameter in parts.copies.parameters.items()},
@@ -32,7 +32,7 @@ def capture(parts: Assembly, stepper: Stepper, *, step: int) -> TrainState:
 
 
 def restore_weights(copies: WeightCopies, state: TrainState) -> None:
-    """The trained weights and their copies. Raises ValueError if the checkpoint is of other weights."""
+    """Restore the trained weights and their copies. Raises ValueError if the checkpoint contains other weights."""
     trained = copies.parameters
     if trained.keys() != state.tensors["weights"].keys():
         raise ValueError(f"the checkpoint of step {state.step} holds other weights than the recipe trains")
@@ -42,7 +42,7 @@ def restore_weights(copies: WeightCopies, state: TrainState) -> None:
 
 
 def restore(parts: Assembly, state: TrainState, stepper: Stepper) -> None:
-    """All that ``capture`` took."""
+    """Restore everything that ``capture`` captured."""
     restore_weights(parts.copies, state)
     stepper.load(state.tensors["optimizer"])
     _set_generators(parts.ranks, state.tensors["random"])
@@ -58,7 +58,7 @@ def _generators(ranks: Ranks) -> dict[str, Tensor]:
 
 
 def _set_generators(ranks: Ranks, state: Mapping[str, Tensor]) -> None:
-    """This rank's own, where the checkpoint has them; a rank that was not there goes on as it began."""
+    """Restore this rank's generators; a rank that the checkpoint does not contain keeps its present ones."""
     mine = f"{ranks.rank}/" if ranks.rank else ""
     own = {
         name.removeprefix(mine): tensor for name, tensor in state.items() if name.startswith(mine) and ("/" in name) == bool(mine)

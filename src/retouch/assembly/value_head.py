@@ -1,4 +1,4 @@
-"""The value head that a recipe asks for, as wide as what it will read."""
+"""The recipe's value head, built with the width of its inputs."""
 
 from collections.abc import Sequence
 
@@ -14,14 +14,14 @@ from retouch.types import Task
 
 HEAD_ROW = "value head"
 SAMPLED = 32
-"""Tasks by which a head learns how conditioning differs."""
+"""Number of tasks from which the normalisation of a head's inputs is computed."""
 
 
 @torch.no_grad()
 def build_head(
     section: ValueHead, model: DenoisingModel | AutoregressiveModel, *, tasks: Sequence[Task], seed: int
 ) -> LatentValues | TokenValues:
-    """A head for the model's states. ``tasks``: of training, of which the first are read; every rank gives the same ones."""
+    """A value head for the model's states. ``tasks``: training tasks, of which the first are encoded; the same on every rank."""
     device = next(model.module.parameters()).device
     if not isinstance(model, DenoisingModel):
         states, _ = model.prefill(model.module, model.encode([tasks[0]]))
