@@ -1,8 +1,7 @@
-"""The seams of Retouch: the protocols through which its parts know each other.
+"""The interfaces between the parts of Retouch, as protocols.
 
-A model knows no reinforcement learning, a policy no reward, a reward no policy, and an objective no model. Axes are those of
-``retouch.types``. This module imports no torch: recipes are read without it.
-"""
+A model knows nothing of reinforcement learning, a policy of rewards, a reward of policies, or an objective of models. Axes are
+those of ``retouch.types``. This module imports no torch, because recipes are read without it."""
 
 from __future__ import annotations
 
@@ -36,15 +35,15 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class DenoisingModel(Protocol):
-    """A flow-matching model as the denoising kernel sees it. It knows no RL and no loop.
+    """A flow-matching model (arXiv 2210.02747), as the denoising policy uses it.
 
-    ``x`` is in the layout the transformer takes (packed tokens for Qwen and Flux, (c, h, w) for SD3), fp32; sigma runs 1 to 0.
-    """
+    ``x`` is fp32 in the layout of the transformer's input: packed tokens (s, d) for Qwen and Flux, (c, h, w) for SD3. ``sigma``
+    runs from 1 (noise) to 0 (data)."""
 
     module: nn.Module  # the transformer, the only trainable part
 
     def encode(self, tasks: Sequence[Task]) -> Conditioning:
-        """Each task's conditioning: p rows. Without gradient, frozen parts in eval mode."""
+        """The conditioning of each task: p rows, without gradient, with frozen parts in eval mode."""
         ...
 
     def encode_negative(self, tasks: Sequence[Task]) -> Conditioning:
@@ -52,56 +51,56 @@ class DenoisingModel(Protocol):
         ...
 
     def combine(self, positive: Tensor, negative: Tensor, guidance_scale: float) -> Tensor:
-        """The guided velocity, as the model's diffusers pipeline makes it."""
+        """The guided velocity, as the model's diffusers pipeline computes it."""
         ...
 
     def initial_noise(self, conditioning: Conditioning, generators: Sequence[torch.Generator]) -> Float[Tensor, "r ..."]:
-        """Standard normal x at sigma 1, row i from generator i, drawn in the order in which the diffusers pipeline draws it."""
+        """Standard normal x at sigma 1; row i is drawn from generator i, in the same way as in the diffusers pipeline."""
         ...
 
     def sigmas(self, num_steps: int, conditioning: Conditioning) -> Float[Tensor, " num_steps_plus_1"]:
-        """The pipeline's schedule, from its first sigma (about 1) to 0."""
+        """The schedule of the diffusers pipeline, from its first sigma (about 1) to 0."""
         ...
 
     def velocity(
         self, module: nn.Module, x: Float[Tensor, "r ..."], sigma: Float[Tensor, " r"], conditioning: Conditioning
     ) -> Float[Tensor, "r ..."]:
-        """noise - data in fp32; ``module`` is the transformer, perhaps wrapped by a stepper."""
+        """The predicted noise - data in fp32. ``module``: the transformer, which a stepper may have wrapped."""
         ...
 
     def encode_images(self, images: Sequence[Image]) -> Float[Tensor, "r ..."]:
-        """Clean x for images (mode of the VAE's posterior, normalised): targets of supervised learning."""
+        """Clean x of images (the mode of the VAE's posterior, normalised), as targets of supervised learning."""
         ...
 
     def decode(self, x: Float[Tensor, "r ..."], conditioning: Conditioning) -> list[Image]:
-        """Images for clean x."""
+        """The images of clean x."""
         ...
 
 
 @runtime_checkable
 class Grammar(Protocol):
-    """Which tokens may follow which: part of the distribution, in sampling and in evaluation alike.
+    """Which tokens may follow which. It is part of the policy's distribution, in sampling and in evaluation.
 
-    ``vocabularies``: a few sets of ids, True if an id may be drawn. ``kinds``: the ``Kind`` of each set's tokens.
+    ``vocabularies``: sets of ids; True for each id that may be sampled. ``kinds``: the ``Kind`` of each set's tokens.
     """
 
     vocabularies: Bool[Tensor, "s v"]
     kinds: tuple[int, ...]
 
     def parse(self, prompts: Prompts, ids: Int[Tensor, "r k"]) -> tuple[Int[Tensor, "r k_plus_1"], Int[Tensor, "r k_plus_1"]]:
-        """For each place of rows that have written ``ids``, and for the next place: the number of the set that its token is drawn
-        from, and the id that is forced there (-1: none, the token is drawn). A place depends on what stands before it alone."""
+        """For each position of rows with the completions ``ids``, and for the next position: the index of the set from which its
+        token is sampled, and the forced id (-1: not forced). A position depends only on the tokens before it."""
         ...
 
 
 @runtime_checkable
 class AutoregressiveModel(Protocol):
-    """A causal language model, perhaps with eyes, as the autoregressive kernel sees it. It knows no RL and no loop.
+    """A causal language model or vision-language model, as the autoregressive policy uses it.
 
-    A state is the last hidden state after the final norm; the state *before* a token is the one whose logits it is drawn from.
-    ``stop``: ids that end a completion; ``pad``: what stands after the end. ``shares_prompts``: caches carry a gradient, so that an
-    evaluation can read a prompt once for all its rows; where they do not (gradient checkpointing), rows are read whole.
-    ``module`` may be wrapped by a stepper.
+    A state is a hidden state after the final norm; the state *before* a token is the one whose logits the token is sampled from.
+    ``stop``: ids that end a completion. ``pad``: the id after the end. ``shares_prompts``: the KV cache carries a gradient, so an
+    evaluation computes a prompt once for all its rows; without it (gradient checkpointing), each row is computed whole.
+    A stepper may wrap ``module``.
     """
 
     module: nn.Module
@@ -111,11 +110,11 @@ class AutoregressiveModel(Protocol):
     pad: int
 
     def encode(self, tasks: Sequence[Task]) -> Prompts:
-        """Each task's prompt: p rows. Without gradient, frozen parts in eval mode."""
+        """The prompt of each task: p rows, without gradient, with frozen parts in eval mode."""
         ...
 
     def prefill(self, module: nn.Module, prompts: Prompts) -> tuple[Float[Tensor, "p d"], Any]:
-        """The state before each row's first token, and a cache of the prompts."""
+        """The state before the first token of each row, and the KV cache of the prompts."""
         ...
 
     def extend(
@@ -127,21 +126,22 @@ class AutoregressiveModel(Protocol):
         positions: Int[Tensor, "r k"],
         cache: Any,
     ) -> Float[Tensor, "r k d"]:
-        """The states after k more tokens, which are added to the cache; ``mask`` covers what the cache has and them."""
+        """The states after k more tokens, which are added to the cache. ``mask`` covers the tokens in the cache and the new
+        ones."""
         ...
 
     def select(self, cache: Any, rows: Int[Tensor, " r"]) -> Any:
-        """The cache of the given rows, which may repeat; the one that was handed in is used up."""
+        """The cache of the given rows, which may repeat. The given cache must not be used afterwards."""
         ...
 
     def states(
         self, module: nn.Module, prompts: Prompts, ids: Int[Tensor, "r k"], mask: Bool[Tensor, "r k"]
     ) -> Float[Tensor, "r k d"]:
-        """The states before each of k tokens, in one forward without a cache (so with gradient checkpointing, where it is on)."""
+        """The states before each of k tokens, in one forward pass without a cache, with gradient checkpointing if it is on."""
         ...
 
     def logits(self, module: nn.Module, states: Float[Tensor, "n d"]) -> Float[Tensor, "n v"]:
-        """The head alone, in fp32, so that the kernel decides how many places have their logits at once."""
+        """The logits of states, in fp32; separate from ``states``, so that the policy limits how many exist at the same time."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -151,20 +151,20 @@ class AutoregressiveModel(Protocol):
 
 @runtime_checkable
 class Policy(Protocol):
-    """What gets the gradient. It acts and evaluates; it does not own the optimizer."""
+    """What is trained. It acts (rollout) and gives probabilities of its actions (evaluation); it does not own the optimizer."""
 
-    module: nn.Module  # trainable; a stepper may replace it by its wrapped self, and every forward with gradient goes through it
+    module: nn.Module  # trainable; a stepper may replace it by a wrapper, which every forward pass with gradient then uses
 
     def rollout(self, batch: Batch) -> Trajectory:
         """Act on every row of the batch, without gradient."""
         ...
 
     def sample(self, batch: Batch) -> Trajectory:
-        """Act as the end user would: deterministic given the row's key, averaged weights where there are any, no exploration."""
+        """Act without exploration: deterministic given the row's key, with the averaged weights if there are any."""
         ...
 
     def microbatches(self, trajectory: Trajectory) -> Iterator[Slice]:
-        """Slices that cover every row and action once, each small enough to evaluate at once; equally many on every rank."""
+        """Slices that cover every row and action once, each small enough for one evaluation; the same number on every rank."""
         ...
 
     def evaluate(self, trajectory: Trajectory, part: Slice, needs: Needs) -> Evaluation:
@@ -174,20 +174,22 @@ class Policy(Protocol):
 
 @runtime_checkable
 class VelocityPolicy(Policy, Protocol):
-    """A denoising policy as NFT, AWM, DPO and supervised flow matching see it: a velocity field under three sets of weights."""
+    """A denoising policy as DiffusionNFT, AWM, DPO and supervised flow matching use it: its velocity under several sets of
+    weights."""
 
     def demonstrate(self, batch: Batch) -> Trajectory:
-        """The tasks' own targets, encoded as outputs: what supervised learning imitates."""
+        """The tasks' own targets, encoded as outputs, for supervised learning."""
         ...
 
     def row_slices(self, trajectory: Trajectory) -> Iterator[slice]:
-        """Slices that cover every row once, each small enough for one forward with gradient."""
+        """Slices that cover every row once, each small enough for one forward pass with gradient."""
         ...
 
     def velocity(
         self, trajectory: Trajectory, rows: slice, x: Float[Tensor, "r ..."], sigma: Float[Tensor, " r"], weights: Weights
     ) -> Float[Tensor, "r ..."]:
-        """noise - data at ``x`` for these rows under the trajectory's conditioning; with gradient only under current weights."""
+        """The predicted noise - data at ``x`` for these rows, with the trajectory's conditioning; with gradient only for current
+        weights."""
         ...
 
     def follow_old(self, decay: float) -> None:
@@ -197,16 +199,16 @@ class VelocityPolicy(Policy, Protocol):
 
 @runtime_checkable
 class Renderer(Protocol):
-    """The frozen way from a policy's outputs to pixels."""
+    """Turns a policy's outputs into images; nothing in it is trained."""
 
     def __call__(self, tasks: Sequence[Task], trajectory: Any) -> list[Image | None]:
-        """One image a row; None if the output cannot be drawn, which is the policy's own fault."""
+        """One image per row; None if the output cannot be rendered, which is the policy's own fault."""
         ...
 
 
 @runtime_checkable
 class Reward(Protocol):
-    """Judges samples. ``columns`` declares the scores; calling returns each as (b,), NaN if it could not judge."""
+    """Scores samples. ``columns`` declares the scores; a call returns each of them as (b,), with NaN for missing scores."""
 
     @property
     def columns(self) -> Mapping[str, Column]: ...
@@ -216,17 +218,17 @@ class Reward(Protocol):
 
 @runtime_checkable
 class AsyncReward(Reward, Protocol):
-    """A reward that can judge while sampling goes on."""
+    """A reward that scores in the background while sampling continues."""
 
     def submit(self, samples: Sequence[Sample]) -> "Future[Scores]": ...
 
 
 @runtime_checkable
 class SupportsLosses(Protocol):
-    """What the loop drives: an objective (``retouch.objectives.base.Objective``), or anything else that yields losses."""
+    """What the training loop uses: an objective (``retouch.objectives.base.Objective``), or anything else that yields losses."""
 
     def losses(self, policy: Any, minibatch: Minibatch) -> Iterator[Loss]:
-        """This rank's shares of the loss, one per microbatch; backward runs before the next one. Equally many on every rank."""
+        """This rank's shares of the loss, one per microbatch; backward runs before the next one. The same number on every rank."""
         ...
 
     def after_step(self, policy: Any, step: int) -> None:
@@ -236,7 +238,7 @@ class SupportsLosses(Protocol):
 
 @runtime_checkable
 class Collectives(Protocol):
-    """The ranks of a run as an advantage sees them. All ranks make the same calls in the same order."""
+    """The collective operations that an advantage may use. All ranks make the same calls in the same order."""
 
     @property
     def rank(self) -> int:
@@ -244,5 +246,5 @@ class Collectives(Protocol):
         ...
 
     def gather(self, values: Tensor) -> Tensor:
-        """Equal-length rows of every rank, in the order of ranks: (n, ...) to (world * n, ...), on the CPU."""
+        """The rows of all ranks in rank order, the same number on each: (n, ...) to (world * n, ...), on the CPU."""
         ...

@@ -1,11 +1,11 @@
-"""The nouns of Retouch: what flows between its parts.
+"""The data types that are passed between the parts of Retouch.
 
-Conventions: ``p`` tasks (one per group), ``g`` samples a group, ``b`` rows on this rank (``p * g`` where groups are whole),
+Conventions: ``p`` tasks (one per group), ``g`` samples per group, ``b`` rows on this rank (``p * g`` if groups are not split),
 ``t`` actions (a token, or one transition of a denoising chain). Row ``i`` of everything belongs to sample ``i``; the rows of
 a group are contiguous in the global order. Images are ``PIL.Image.Image`` in mode RGB (masks: mode L). Scores are float32
-tensors in which NaN means "could not be judged". Nothing here computes, and nothing that is passed on is changed on the way.
+tensors in which NaN means a missing score. These types compute nothing, and no part changes a value that it was given.
 
-This module imports no torch: recipes are read without it.
+This module imports no torch, because recipes are read without it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Weights: TypeAlias = Literal["current", "old", "reference"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """One row of data: what is asked for, and what a judge may need to tell whether it was done.
+    """One row of data: an instruction, and what a reward may need to score the result.
 
-    ``id`` is unique in its data set and is the group's identity: two rows with equal instructions stay two tasks.
-    ``tags`` are what tables are broken down by (``{"complexity": "2"}``); ``meta`` is JSON for a judge that knows the data set.
+    ``id`` is unique in its data set and identifies the group: two rows with equal instructions are two tasks.
+    ``tags`` are the categories of result tables (``{"complexity": "2"}``); ``meta`` is JSON for rewards that know the data set.
 
     Example: ``Task(id="photos/17", instruction="make the sky red", images=(photo,))``
     """
@@ -47,7 +47,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskContents:
-    """What the tasks of a data source have: True means every task, False means none, None means that it differs or is not known.
+    """What the tasks of a data source contain. True: every task; False: no task; None: some tasks, or not known.
 
     The fields are those of ``Task``; ``images`` are source images. ``tokens``: source images are image tokens in ``meta``.
     """
@@ -62,10 +62,10 @@ class TaskContents:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """A task and the image made for it: what a judge sees, and all that it may see. ``image`` None: nothing usable was made.
+    """A task and the image that the policy made for it: everything that a reward may see. ``image``: None if there is no usable
+    one.
 
-    ``completion``: the text that the policy wrote for it, if it writes text. Only rewards that declare
-    ``reads_completions`` receive it.
+    ``completion``: the text that the policy generated, if any. Only rewards that declare ``reads_completions`` receive it.
     """
 
     task: Task
@@ -75,11 +75,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """The rows that this rank acts on in one step.
+    """The rows of this rank in one step.
 
-    ``tasks``: the p tasks that occur here; ``group_ids``: their (p,) numbers in the step's global order; row i acts on
-    ``tasks[group[i]]`` as member ``slot[i]`` of its group. Every random draw for a row is keyed by
-    (seed, step, group_ids[group[i]], slot[i]), so it does not depend on how rows are spread over ranks or chunks.
+    ``tasks``: the p tasks of these rows. ``group_ids``: their numbers (p,) in the global order of the step. Row i belongs to
+    ``tasks[group[i]]`` and is sample ``slot[i]`` of its group. Every random draw for a row is keyed by
+    (seed, step, group_ids[group[i]], slot[i]), so it does not depend on how rows are distributed over ranks or chunks.
     """
 
     seed: int
@@ -93,7 +93,7 @@ class Batch:
         return len(self.group)
 
     def take(self, rows: slice) -> "Batch":
-        """The given rows, and of the tasks those that they act on."""
+        """The given rows, with only their tasks."""
         group, slot = self.group[rows], self.slot[rows]
         kept = sorted(set(group))
         place = {old: new for new, old in enumerate(kept)}
@@ -109,7 +109,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A part of a trajectory: these rows, these actions. What one microbatch evaluates."""
+    """A part of a trajectory, given by rows and actions; the unit that one microbatch evaluates."""
 
     rows: slice
     actions: slice
@@ -117,7 +117,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What an objective wants from an evaluation beside the log-probabilities."""
+    """What an objective needs from an evaluation in addition to log-probabilities."""
 
     kl: Literal["k3", "closed", "velocity"] | None = None
     entropy: bool = False
@@ -127,11 +127,11 @@ class Needs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Evaluation:
-    """What the policy under training says of a slice; every column is fp32 and (b, t), with gradient.
+    """The evaluation of a slice under the current weights; all tensors are fp32 and (b, t), with gradient.
 
-    ``log_ratio``: log of new over acting probability (RatioNorm's version where the objective asked for it). ``scale``: a factor
-    for the surrogate of each action (RatioNorm's 1 / |dt|, or the weight of a token that another engine drew), without gradient.
-    """
+    ``log_ratio``: log of the current over the acting probability, normalised by RatioNorm (arXiv 2510.22319) if the objective needs
+    that. ``scale``: a factor for the surrogate of each action, without gradient: RatioNorm's 1 / |dt|, or the importance weight of
+    a token that another engine sampled."""
 
     log_probs: Float[Tensor, "b t"]
     log_ratio: Float[Tensor, "b t"]
@@ -143,12 +143,11 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Trajectory:
-    """What a policy did, row by row. A kernel subclasses it with what it needs to evaluate again.
+    """The result of a rollout, row by row. Each policy subclasses it with the tensors that its evaluation needs.
 
-    ``log_probs``: (b, t), fp32, under the policy that acted, computed on exactly the tensors that are stored.
-    ``mask``: (b, t), where the policy had a choice. ``kind``: (b, t), see ``Kind``. ``outputs``: what the renderer takes.
-    ``values``: (b, t), fp32, what the policy's value head expected before each action, where it has one.
-    """
+    ``log_probs``: (b, t), fp32, under the acting policy, computed on exactly the stored tensors. ``mask``: (b, t), True for actions
+    that the policy chose. ``kind``: (b, t), see ``Kind``. ``outputs``: the input of the renderer. ``values``: (b, t), fp32, the
+    value head's prediction before each action, if there is a value head."""
 
     log_probs: Float[Tensor, "b t"]
     mask: Bool[Tensor, "b t"]
@@ -160,7 +159,7 @@ class Trajectory:
         return int(self.mask.shape[0])
 
     def take(self, rows: slice | Int[Tensor, " r"]) -> "Trajectory":
-        """The given rows of every column, in the given order."""
+        """The given rows of all tensors, in the given order."""
         raise NotImplementedError
 
     @classmethod
@@ -188,13 +187,12 @@ class Codes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conditioning:
-    """What a denoiser is told about each row, encoded once per task.
+    """The inputs of a denoiser for each row besides the latent, encoded once per task.
 
-    ``tensors``: name to a tensor whose axis 0 is rows. ``padded``: the names whose axis 1 is a sequence padded on the right with
-    zeros (an embedding and its mask, say); parts with other lengths can then be joined. ``shared``: what all rows have in common
-    (sizes in pixels or latents). ``negative``: the same for the unconditional branch of guidance. ``REFERENCE``: the name of an
-    embedding (r, d) of the tasks' reference images, where the model is shown them.
-    """
+    ``tensors``: tensors by name, with rows on axis 0. ``padded``: names of the tensors whose axis 1 is a sequence padded on the
+    right with zeros (for example an embedding and its mask); such parts can be concatenated with other lengths. ``shared``: values
+    that all rows have in common, such as sizes. ``negative``: the conditioning of the unconditional branch of guidance.
+    ``REFERENCE``: the name of the embedding (r, d) of the tasks' reference images, for models that use them."""
 
     REFERENCE: ClassVar[str] = "reference"
 
@@ -204,7 +202,7 @@ class Conditioning:
     negative: "Conditioning | None" = None
 
     def take(self, rows: slice | Int[Tensor, " r"]) -> "Conditioning":
-        """The given rows; an index tensor may repeat them (embeddings, masks and all in the same order)."""
+        """The given rows of all tensors; an index tensor may repeat rows."""
         return Conditioning(
             {name: tensor[rows] for name, tensor in self.tensors.items()},
             self.padded,
@@ -214,7 +212,7 @@ class Conditioning:
 
     @classmethod
     def concat(cls, parts: "Sequence[Conditioning]") -> "Conditioning":
-        """The rows of the parts, in order, padded to the longest. Raises ValueError if their shared sizes differ."""
+        """The rows of the parts, in order, padded to the longest. Raises ValueError if their ``shared`` values differ."""
         import torch
 
         first = parts[0]
@@ -236,11 +234,11 @@ class Conditioning:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompts:
-    """What a writer reads before it writes: one row a task, padded on the left, so that every row's last column is a real token.
+    """The prompts of a language model: one row per task, padded on the left, so that the last column has no padding.
 
-    ``positions``: on each axis of the rotary embedding, one for text, (time, height, width) for Qwen's vision-language models.
-    ``image_inputs``: a mapping for each row, empty where it has no image; tensors of one name are joined along axis 0.
-    """
+    ``positions``: positions on each axis of the rotary embedding: one axis for text, (time, height, width) for Qwen's
+    vision-language models. ``image_inputs``: tensors by name for each row, empty for rows without images; joined along axis 0 for a
+    forward pass."""
 
     ids: Int[Tensor, "p l"]
     mask: Bool[Tensor, "p l"]
@@ -251,11 +249,11 @@ class Prompts:
         return len(self.image_inputs)
 
     def next_positions(self) -> Int[Tensor, " p"]:
-        """The position, equal on all axes, of the first token that is written."""
+        """The position of the first generated token, the same on all axes."""
         return self.positions.masked_fill(~self.mask[..., None], 0).amax((1, 2)) + 1
 
     def take(self, index: Int[Tensor, " r"]) -> "Prompts":
-        """The given rows, which may repeat, without the columns that none of them uses."""
+        """The given rows, which may repeat, without columns that are padding in all of them."""
         mask = self.mask[index]
         first = int(mask.any(0).int().argmax())
         image_inputs = tuple(self.image_inputs[row] for row in index.tolist())
@@ -282,10 +280,10 @@ class Prompts:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One completion, as a renderer takes it: the sampled ids without the token that ended it, and their text.
+    """One completion as the input of a renderer: the sampled ids without the end token, and their text.
 
-    ``truncated``: it reached the longest length and had not ended. ``key``: the row's (seed, step, group, slot), the key of the
-    renderer's noise; None if it was generated without a batch, and then no image can be made of it.
+    ``truncated``: it reached the maximum length without an end token. ``key``: the row's (seed, step, group, slot), which keys the
+    renderer's noise; None if it was generated without a batch, so that it cannot be rendered.
     """
 
     ids: tuple[int, ...]
@@ -296,11 +294,10 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A named score: its range, whether it may decide anything, and which end of it is the better one.
+    """A named score of a reward: its range from ``low`` to ``high``, and which end is better.
 
-    The worse end is what a policy's own fault scores. A diagnostic may be NaN if it does not apply, never makes a sample
-    missing, and is NaN for a policy's own fault.
-    """
+    A policy's own fault gets the worse end. A ``diagnostic`` column is only logged: it may be NaN if it does not apply, never makes
+    a reward missing, and is NaN for a policy's own fault."""
 
     low: float
     high: float
@@ -315,7 +312,8 @@ class Column:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loss:
-    """A microbatch's share of the loss, and weighted sums for the step's metrics (they add up over microbatches and ranks)."""
+    """A microbatch's share of the loss, and its contributions to the step's metrics: ``sums`` are added over microbatches and
+    ranks, of ``maxima`` the largest is taken."""
 
     value: Float[Tensor, ""]
     sums: Mapping[str, float | Tensor] = field(default_factory=dict)
@@ -324,11 +322,11 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Minibatch:
-    """What one optimizer step learns from: rows of this rank, with advantages and loss weights.
+    """The rows of this rank in one optimizer step, with advantages and loss weights.
 
-    ``weights`` (b, t) are non-negative and sum to 1 over the minibatch of all ranks; a missing row has weight 0.
-    ``seed``, ``step`` and ``epoch`` key the objective's own draws. ``returns``: what a value head learns, where there is one.
-    """
+    ``weights`` (b, t) are non-negative and sum to 1 over the minibatch of all ranks; a row with a missing reward has weight 0.
+    ``seed``, ``step`` and ``epoch`` key the objective's own random draws. ``returns``: the targets of a value head, if there is
+    one."""
 
     batch: Batch
     trajectory: Trajectory
