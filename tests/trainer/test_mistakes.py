@@ -68,7 +68,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a learning rate of text": ({"learning_rate": "1e-4"}, "learning_rate: should be a valid number, not '1e-4'"),
     "a mistyped argument": ({"learning_rat": 1e-4}, "learning_rat: unknown key; did you mean learning_rate?"),
     "a recipe's section": ({"policy": {}}, "policy: give model and peft_config instead"),
-    "groups of one": ({"group_size": 1}, "group_size: 1 gives every sample the advantage 0; take 2 or more"),
+    "groups of one": ({"group_size": 1}, "group_size: 1 gives every sample the advantage 0; use 2 or more"),
     "a size of text": ({"size": "512"}, "size: '512'; give (height, width) in pixels"),
     "a LoRA as dictionary": (
         {"peft_config": {"r": 8}},
@@ -81,7 +81,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a mistyped rollout": ({"rollout": {"num_step": 3}}, "rollout.num_step: unknown key; did you mean rollout.num_steps?"),
     "a run's name with a slash": ({"run_name": "a/b"}, "name: 'a/b' does not match"),
     "a function as callback": ({"callbacks": [print]}, "is not a retouch.Callback; derive a class from it"),
-    "two lengths": ({"steps": 3, "passes": 1.0}, "steps: give either steps or passes"),
+    "two lengths": ({"steps": 3, "passes": 1.0}, "steps: set either steps or passes"),
     "a wrong number of minibatches": ({"minibatches": 5}, "minibatches: "),
 }
 
