@@ -18,8 +18,8 @@ JUDGING = (
     Mutant(
         "what a judge quotes is its own",
         "rewards/vlm/answers/visible_text.py",
-        'lambda quote: "".join("\\n" if sign == "\\n" else "\\x00" for sign in quote[0])',
-        'lambda quote: _QUOTE_MARKS.sub(" ", quote[0])',
+        'parts += [text[place:start], "".join("\\n" if sign == "\\n" else "\\x00" for sign in text[start:end])]',
+        "parts += [text[place:start], text[start + 1 : end - 1]]",
         f"{_READS}::test_the_corpus",
     ),
     Mutant(
