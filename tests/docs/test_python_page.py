@@ -1,7 +1,9 @@
 """The Python code of README and docs/python.md runs, on a tiny Stable Diffusion 3."""
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -49,14 +51,18 @@ def test_the_code_of_the_readme_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_the_code_of_the_python_page_runs(tmp_path: Path) -> None:
+def test_the_code_of_the_python_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = [{"prompt": "a red circle" if number % 2 else "blue"} for number in range(8)]
-    names: dict[str, Any] = {"retouch": retouch, "ImageStat": ImageStat, "pipe": tiny_pipelines.sd3(), "dataset": dataset}
-    arguments, function, scoring, use = blocks("docs/python.md", "")
+    script = ModuleType("script_of_the_page")
+    monkeypatch.setitem(sys.modules, script.__name__, script)
+    names = vars(script)
+    names |= {"retouch": retouch, "ImageStat": ImageStat, "pipe": tiny_pipelines.sd3(), "dataset": dataset}
+    arguments, function, scoring, own, use = blocks("docs/python.md", "")
     names["images"] = [Image.new("RGB", (8, 8), "red")]
-    for block in (function, scoring, arguments):
+    for block in (function, scoring, arguments, own):
         exec(block, names)
     assert names["summary"].steps == 2
+    assert names["own"].train().steps == 2
     made = names["trainer"].recipe
     names["trainer"] = retouch.Trainer(
         model=tiny_pipelines.sd3(),

@@ -19,7 +19,7 @@ from retouch.rewards.imported import ImportedReward
 from retouch.session.session import run
 
 SMALL: dict[str, Any] = {
-    "peft_config": retouch.Lora(rank=4, alpha=8, targets=("attn.to_q", "attn.to_v")),
+    "peft_config": retouch.Lora(rank=4, alpha=8, targets=["attn.to_q", "attn.to_v"]),
     "steps": 3,
     "tasks_per_step": 2,
     "group_size": 2,

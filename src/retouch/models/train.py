@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from pydantic import field_validator
+
 from retouch.config.section import Count, Positive, Section, Share
 
 if TYPE_CHECKING:
@@ -83,6 +85,11 @@ class Lora(TrainedPart):
     """Share of an adapter's inputs that are dropped; anything above 0 makes the ratio differ from 1 at the first step."""
 
     reference_is_base = True
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _list_from_python(cls, targets: object) -> object:
+        return tuple(targets) if isinstance(targets, list) else targets
 
     @property
     def lora(self) -> Lora:

@@ -36,7 +36,7 @@ def model_section(model: Any, *, size: tuple[int, int] | None, key: str) -> tupl
         return family(path=path, dtype=dtype, size=size), {path: model}
     raise ValueError(
         f"{key}: {type(model).__name__} cannot be trained; give a diffusers pipeline, a folder, a Hugging Face id, or a "
-        "section: retouch.models.sd3.family.SD3Model(path=...), or an object of your own class derived from "
+        "section: retouch.models.SD3(path=...), or an object of your own class derived from "
         "retouch.models.base.ImageModel, whose build() returns the model"
     )
 

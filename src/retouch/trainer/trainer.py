@@ -30,7 +30,7 @@ class Trainer:
     """Trains a model with rewards, as ``retouch train`` does with a recipe.
 
     ``model``: what is trained: a loaded diffusers pipeline, a folder or Hugging Face id, or a section such as
-    ``retouch.models.sd3.family.SD3Model(path=...)``. ``reward_funcs``: one reward or several: reward objects, plain functions (see
+    ``retouch.models.SD3(path=...)``. ``reward_funcs``: one reward or several: reward objects, plain functions (see
     ``retouch.reward``), or names. ``reward_weights``: how they become one number: a weight for each, weights by column, or a
     formula such as ``"sqrt(clip/similarity * ocr/score)"``; by default their sum. ``train_dataset``: a ``datasets.Dataset``, a
     list of dictionaries, a folder, or a data source; ``eval_dataset``: a second table for evaluation, otherwise rows are held out.
