@@ -1,0 +1,38 @@
+"""A script with a ``Trainer`` runs unchanged under torchrun."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from retouch.records.folder import RunFolder
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+def trained(out: Path, *launcher: str) -> RunFolder:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, "-W", "ignore", *launcher, str(SUPPORT / "trainer_script.py"), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return RunFolder(out / "run")
+
+
+def test_two_ranks_train_as_one(tmp_path: Path) -> None:
+    alone = trained(tmp_path / "alone")
+    together = trained(tmp_path / "together", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    one, two = alone.read_metrics(), together.read_metrics()
+    assert [line["step"] for line in two] == [1, 2]
+    for mine, theirs in zip(one, two, strict=True):
+        assert mine["reward/mean"] == theirs["reward/mean"]
+        assert mine["policy/grad_norm"] == pytest.approx(theirs["policy/grad_norm"], rel=1e-4)
+    before, after = alone.read_summary(), together.read_summary()
+    assert before is not None
+    assert after is not None
+    assert before.after == pytest.approx(after.after, abs=1e-6)
