@@ -16,7 +16,8 @@ SUITES: dict[str, tuple[list[str], list[str] | None]] = {
     "damaged folders": (["folders.py"], ["folders.py", "--every", "12"]),
     "kills": (["kills.py"], ["kills.py", "--kills", "10", "--cold", "2"]),
     "faults of two ranks": (["ranks.py"], None),
-    "payloads of strangers to the reward server": (["../serving/hostile.py"], ["../serving/hostile.py"]),
+    "payloads to a reward server": (["payloads.py"], ["payloads.py", "--requests", "3000"]),
+    "replies to clients": (["replies.py"], ["replies.py"]),
 }
 
 
@@ -35,7 +36,7 @@ def main() -> int:
         )
         code = code or done.returncode
         print(done.stdout if not done.returncode else done.stdout + done.stderr[-2000:], flush=True)
-        summary = (done.stdout.strip().splitlines() or ["nothing was printed"])[-1 if "serving" not in words[0] else 0]
+        summary = (done.stdout.strip().splitlines() or ["nothing was printed"])[-1]
         rows.append(f"| {name} | {summary} | {'ok' if not done.returncode else 'WRONG'} | {(time.monotonic() - began) / 60:.1f} |")
     print("\n".join(["| suite | tried | result | minutes |", "| --- | --- | --- | --- |", *rows]))
     return code

@@ -1,4 +1,10 @@
-"""Hostile payloads against `retouch serve` as a process, and its memory over many requests. A section of ``table.py``."""
+"""Hostile payloads against `retouch serve` as a process of its own, and its memory over many requests.
+
+    python benchmarks/robustness/payloads.py [--requests 50000]
+
+Sends every payload once, and then so many payloads, mixed with honest requests, whose scores are checked. Memory must stay flat
+(+50 MB). Linux only (memory is read from /proc).
+"""
 
 import argparse
 import json
@@ -6,20 +12,20 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
-import test_connections as connections
-import test_hostile as hostile
+from counting import Counts, silence
 
 import hostile_payloads as series
 from retouch.rewards.wire.bodies import encode_body
 
-sys.path.append(str(Path(__file__).parents[1] / "serving"))
-from servers import ours
-from table import Counts
+# In the folders that ``counting`` adds to the path.
+import test_connections as connections  # isort: skip
+import test_hostile as hostile  # isort: skip
+from servers import ours  # isort: skip
 
 LIMITS = ("window=0", "max_items=64", "max_pixels=1048576", "max_total_pixels=4194304", "max_body_bytes=8388608", "body_seconds=1")
 TRACES = re.compile(rb"Traceback|File \"|0x[0-9a-f]{6,}|site-packages|\.py\b")
@@ -41,10 +47,10 @@ def payloads() -> Iterator[tuple[str, Body, dict[str, str]]]:
         yield f"body: {name}", body, headers
 
 
-def counts(arguments: argparse.Namespace) -> Counts:
-    """Send each payload once, then ``arguments.requests`` of them mixed with honest requests."""
+def counts(requests: int) -> Counts:
+    """Send each payload once, then ``requests`` of them mixed with honest requests."""
     listed = list(payloads())
-    counted = Counts("payloads to a reward server", cases=len(listed) + len(connections.HEADERS))
+    counted = Counts(cases=len(listed) + len(connections.HEADERS))
     with ours("Digest", {}, limits=(*LIMITS, "header_seconds=2")) as server:
         (pid,), url = server.pids().values(), server.urls[0]
         good, kind = hostile.body_of(hostile.samples_of(4))
@@ -66,22 +72,22 @@ def counts(arguments: argparse.Namespace) -> Counts:
             small = [number for number, (_, body, _) in enumerate(listed) if isinstance(body, bytes) and len(body) < 100_000]
             before = _resident(pid)
             began = time.monotonic()
-            for number in range(arguments.requests):
+            for number in range(requests):
                 if number % 10:
                     send(small[number % len(small)])
                 else:
                     counted.lost += client.post("/v1/score", content=good, headers=kind).json()["items"] != expected["items"]
                 if number == 2000:
                     before = _resident(pid)  # what the first use of everything takes
-            counted.notes.append(
-                f"memory after 2000 requests {before:.0f} MB, after {arguments.requests} {_resident(pid):.0f} MB "
-                f"({_resident(pid) - before:+.0f}), {arguments.requests / max(time.monotonic() - began, 1e-9):.0f} requests/s"
+            counted.measured.append(
+                f"memory after 2000 requests {before:.0f} MB, after {requests} {_resident(pid):.0f} MB "
+                f"({_resident(pid) - before:+.0f}), {requests / max(time.monotonic() - began, 1e-9):.0f} requests/s"
             )
             counted.wrong += _resident(pid) - before > 50
             counted.lost += client.post("/v1/score", content=good, headers=kind).json()["items"] != expected["items"]
         log = next(server.output.parent.glob("replica-0.log")).read_bytes()
         counted.tracebacks += log.count(b"Traceback")
-        counted.notes.append(f"log of the replica: {len(log) / 1e3:.0f} kB")
+        counted.measured.append(f"log of the replica: {len(log) / 1e3:.0f} kB")
     return counted
 
 
@@ -92,7 +98,7 @@ def _note(counted: Counts, name: str, fine: bool, found: object) -> int:
     return int(not fine)
 
 
-def _exchange(url: str, parts: "connections.Sequence[bytes]") -> bytes:
+def _exchange(url: str, parts: Sequence[bytes]) -> bytes:
     """What comes back on a connection of its own, empty if it was reset."""
     address = urlsplit(url)
     came = b""
@@ -110,3 +116,10 @@ def _exchange(url: str, parts: "connections.Sequence[bytes]") -> bytes:
 def _resident(pid: int) -> float:
     """MB."""
     return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) / 1e3  # type: ignore[index]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=50_000, metavar="N")
+    silence()
+    sys.exit(counts(parser.parse_args().requests).finish("payloads to a reward server"))

@@ -1,11 +1,16 @@
-"""Lying replies against the clients of reward servers and judges. A section of ``table.py``."""
+"""Lying replies against the clients of reward servers and judges.
 
-import argparse
+    python benchmarks/robustness/replies.py
+
+A lie must not become a score, raise anything but ValueError at the start, or cost the truth that follows.
+"""
+
+import sys
 from contextlib import closing
 
 import numpy as np
+from counting import Counts, silence
 from PIL import Image
-from table import Counts
 
 import bad_server
 import lying_judge
@@ -19,9 +24,9 @@ from retouch.rewards.vlm.questions import Question
 from served_rewards import digest_score
 
 
-def counts(arguments: argparse.Namespace) -> Counts:
-    """Every lie once: it must not become a score, raise anything but ValueError at the start, or cost the truth that follows."""
-    counted = Counts("replies to clients")
+def counts() -> Counts:
+    """Every lie once."""
+    counted = Counts()
     _descriptions(counted)
     _scores(counted)
     _answers(counted)
@@ -103,3 +108,8 @@ def _ask(
     if answer.scores:
         counted.wrong += 1
         counted.notes.append(f"believed: {name} ({answer.scores})")
+
+
+if __name__ == "__main__":
+    silence()
+    sys.exit(counts().finish("replies to clients"))
