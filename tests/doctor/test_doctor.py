@@ -20,6 +20,7 @@ from retouch.assembly.phases import build_sets
 from retouch.assembly.state import capture
 from retouch.distributed.launching import rank_environments, run_ranks
 from retouch.distributed.ranks import Ranks
+from retouch.doctor import trial
 from retouch.doctor.checks import check_batch, check_data, check_disk, check_folder, check_trackers
 from retouch.doctor.device import GPUS, PlannedDevice, check_device
 from retouch.doctor.findings import Finding, failed, note, ok
@@ -388,6 +389,23 @@ def test_the_runs_folder_may_contain_the_same_run_and_no_other(tmp_path: Path) -
     assert "learning_rate: 0.001 in the run, 0.002 in the recipe" in other.text
     folder.recipe.write_text("{")
     assert check_folder(recipe).status == "FAILED"
+
+
+@pytest.mark.parametrize(
+    ("says", "fix"),
+    [
+        ("policy.train.targets: a model of your own has no usual LoRA targets", "correct policy.train.targets"),
+        ("eval.column: the reward has no column 'overall'", "correct eval.column"),
+        ("no such folder: weights", "correct policy.model"),
+    ],
+)
+def test_a_run_that_cannot_be_built_names_the_key_to_correct(says: str, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError(says)
+
+    monkeypatch.setattr(trial, "assemble", refuse)
+    (found,) = trial.check_trial(small(), Ranks())
+    assert (found.status, found.text, found.fix) == ("FAILED", says, fix)
 
 
 def test_checkpoints_must_fit_on_the_disk(tmp_path: Path) -> None:

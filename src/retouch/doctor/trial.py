@@ -1,6 +1,7 @@
 """The trial step: load the model and try one step of each phase, as a run does at its start. No reward is computed and nothing is
 saved."""
 
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
@@ -21,7 +22,8 @@ def check_trial(recipe: Recipe, ranks: Ranks) -> Iterator[Finding]:
     try:
         parts = assemble(recipe, ranks)
     except (ValueError, OSError, SafetensorError) as error:
-        yield failed("model", str(error), fix="correct policy.model")
+        key = re.match(r"[a-z_]+(\.[a-z_]+)+(?=: )", str(error))
+        yield failed("model", str(error), fix=f"correct {key[0] if key else 'policy.model'}")
         return
     except torch.OutOfMemoryError as error:
         yield failed("model", f"{ranks.device} is full before the first step: {error}", fix="use a device with more memory")
