@@ -236,6 +236,17 @@ def test_what_was_remembered_does_not_hold_for_another_file(
     assert not (elsewhere / "stranger.ran").exists()
 
 
+def test_a_user_without_a_home_is_asked_again_and_nothing_is_written(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    document = parse(evaluate(project.recipe), allow_imports=["stranger"]).document()
+    before = set(project.folder.rglob("*"))
+    consent.remember(document)
+    with pytest.raises(ValueError, match="--allow-import stranger"):
+        parse(document)
+    assert set(project.folder.rglob("*")) == before
+
+
 def test_nobody_is_asked_outside_of_a_command_or_as_a_rank(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = on_a_terminal(monkeypatch, "y")
     with pytest.raises(ValueError, match="--allow-import stranger"):

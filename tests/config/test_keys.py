@@ -181,6 +181,20 @@ def test_a_binding_that_would_not_keep_the_key_is_refused(monkeypatch: pytest.Mo
         keys.require_bound("OPENAI_API_KEY", "https://judge.example")
 
 
+@pytest.mark.parametrize("relative", ["XDG_CONFIG_HOME", "HOME"])
+def test_a_file_below_the_current_folder_is_not_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relative: str) -> None:
+    """Neither the folder "~", where there is no home, nor a relative path in the environment."""
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    monkeypatch.setenv(relative, "theirs")
+    monkeypatch.chdir(tmp_path)
+    for folder in ("theirs/retouch", "~/.config/retouch", "theirs/.config/retouch"):
+        Path(folder).mkdir(parents=True)
+        (Path(folder) / "keys.toml").write_text('A_KEY = "https://evil.example"')
+    with pytest.raises(ValueError, match="A_KEY is not sent to"):
+        keys.require_bound("A_KEY", "https://evil.example")
+
+
 @pytest.mark.parametrize("text", ["A_KEY = 3", "A_KEY = [1]", "not toml", 'A_KEY = "http://a.example"'])
 def test_a_file_of_bindings_that_cannot_be_read_is_named(nothing_bound: Path, text: str) -> None:
     nothing_bound.parent.mkdir()

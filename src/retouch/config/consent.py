@@ -133,6 +133,17 @@ def reading(document: object, *, source: object = None, allow: Iterable[str] = (
         _reading.reset(outer)
 
 
+def user_folder(variable: str, default: str) -> Path | None:
+    """Retouch's folder among the user's own: below the XDG ``variable``, otherwise below ``default`` in the home folder.
+
+    None without a home folder. A relative path is never taken: it would be below the current folder, which may be somebody else's.
+    """
+    for folder in (os.environ.get(variable, ""), os.path.join(os.path.expanduser("~"), default)):
+        if os.path.isabs(folder):
+            return Path(folder) / "retouch"
+    return None
+
+
 def remember(document: object) -> None:
     """Remember that the user has imported what this recipe names, so that its run can be opened without further consent."""
     names = sorted({module_of(path) for _, path in classes_named(document)})
@@ -228,7 +239,7 @@ def _allow_here(names: Iterable[str]) -> None:
 def _remembers(document: object, names: Iterable[str]) -> bool:
     """Whether the user has agreed to these modules in this recipe, and each is the file that it was then."""
     file = _memory(document)
-    if not file.is_file():
+    if file is None or not file.is_file():
         return False
     try:
         known = json.loads(file.read_text(encoding="utf-8"))["modules"]
@@ -242,6 +253,8 @@ def _remember(document: object, names: Iterable[str]) -> None:
     import tempfile
 
     file = _memory(document)
+    if file is None:
+        return
     text = json.dumps({"modules": {name: locate(name) for name in names}}, indent=1)
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -250,8 +263,8 @@ def _remember(document: object, names: Iterable[str]) -> None:
         os.replace(made.name, file)
 
 
-def _memory(document: object) -> Path:
-    """The file of what the user has agreed to for this document."""
+def _memory(document: object) -> Path | None:
+    """The file of what the user has agreed to for this document; None if the user has no folder for it."""
     text = json.dumps(document, sort_keys=True, separators=(",", ":"))
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    return state / "retouch" / "consent" / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+    state = user_folder("XDG_STATE_HOME", ".local/state")
+    return None if state is None else state / "consent" / f"{hashlib.sha256(text.encode()).hexdigest()}.json"

@@ -16,8 +16,9 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import urlsplit
+
+from retouch.config.consent import user_folder
 
 VARIABLE = "RETOUCH_KEYS"
 _LOCAL = ("http://127.0.0.1:*", "http://localhost:*", "http://[::1]:*")
@@ -119,8 +120,8 @@ def _from_environment() -> dict[str, tuple[Address, ...]]:
 
 
 def _from_file() -> dict[str, tuple[Address, ...]]:
-    file = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "retouch" / "keys.toml"
-    if not file.is_file():
+    folder = user_folder("XDG_CONFIG_HOME", ".config")
+    if folder is None or not (file := folder / "keys.toml").is_file():
         return {}
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
