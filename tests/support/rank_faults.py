@@ -20,7 +20,7 @@ from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
 
 RANK_TIMEOUT = 10
-BOUND = 75  # seconds: the time-out of a rank, the grace of the launcher, and a slow machine
+BOUND = 120  # seconds: the time-out of a rank, the grace of the launcher, and a slow machine
 
 
 @dataclass(frozen=True)

@@ -261,7 +261,10 @@ class RunFolder:
         ``found``: the step of the newest intact one, or None. ``every``: the interval of checkpoints, from which the loss is
         concluded in a folder without a record of them.
         """
-        record = files.read_json(self.saved) if self.saved.exists() else None
+        try:
+            record = files.read_json(self.saved)
+        except (OSError, ValueError):  # an old folder has no such file, and a damaged one is written again with the next checkpoint
+            record = None
         saved = record.get("step") if isinstance(record, dict) else None
         if type(saved) is not int:
             last = max(readable_steps(self.metrics), default=0)
