@@ -62,7 +62,8 @@ def test_peft_and_diffusers_load_an_adapter(tmp_path: Path, which: Any) -> None:
     folder = trained(tmp_path)
     written = export_target(str(folder), to=tmp_path / "out", which=which)
     assert {path.name for path in written} == {
-        "adapter_config.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors", "export.json",
+        "adapter_config.json", "adapter_model.safetensors", "pytorch_lora_weights.safetensors", "comfyui_lora.safetensors",
+        "export.json", "README.md", "before-and-after.png",
     }  # fmt: skip
     wanted = expected(folder, which)
     assert not torch.equal(wanted, qwen_output(base()))

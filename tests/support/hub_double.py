@@ -34,6 +34,9 @@ class Hub:
                 return 409, {"error": "exists", "url": f"{self.url}/{name}"}
             self.private[name], self.branches[name] = asked["visibility"] == "private", {"main"}
             return 200, {"url": f"{self.url}/{name}"}
+        if path == "/api/validate-yaml":
+            valid = json.loads(body)["content"].startswith("---\n")
+            return (200, {"warnings": [], "errors": []}) if valid else (400, {"errors": [{"message": "no metadata"}]})
         match = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(branch|preupload|commit)/(.+)", path)
         assert match, path
         repo, what, revision = match.groups()

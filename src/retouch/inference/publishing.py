@@ -94,7 +94,7 @@ class Publisher:
                     self._api.create_branch(repo, branch=revision, exist_ok=True)
                 message = f"{self._folder.name}, {folder.name}"
                 self._api.upload_folder(repo_id=repo, folder_path=folder, revision=revision, commit_message=message)
-            except UNSENT as error:
+            except (*UNSENT, ValueError) as error:  # ValueError: the Hub refuses the model card's metadata
                 log.warning("could not push to %s at %s: %s", repo, revision, error)
                 log.warning(
                     "the weights stay on this machine; upload them with: hf upload %s %s --revision %s", repo, folder, revision

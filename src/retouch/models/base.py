@@ -20,6 +20,7 @@ from pydantic import Field, JsonValue
 from retouch.config.imports import build_class, import_class, methods_of
 from retouch.config.live import LIVE, live_object
 from retouch.config.section import ClassPath, Pixels, Section
+from retouch.models.common.comfyui_lora import ComfyUINames
 from retouch.protocols import DenoisingModel
 
 if TYPE_CHECKING:
@@ -121,6 +122,8 @@ class ImageModel(Section):
     """The linear layers that get an adapter where the recipe names none, as endings of their names; empty: the recipe must."""
     pipeline: ClassVar[str | None] = None
     """The class in diffusers whose ``save_lora_weights`` writes a LoRA of it; None writes PEFT's format alone."""
+    comfyui: ClassVar[ComfyUINames | None] = None
+    """The names of its modules in a LoRA for ComfyUI; None writes no such file."""
     uses_image_tokens: ClassVar[bool | None] = None
     """Whether it reads and generates images as tokens; None if only the model itself knows."""
     ip_adapter_blocks: ClassVar[tuple[Literal["double", "all"], ...]] = ()

@@ -43,6 +43,7 @@ class LanguageModel(Section):
     lora_targets: ClassVar[tuple[str, ...]] = ()
     """The linear layers that get an adapter if the recipe names none, as endings of their names; empty: the recipe must."""
     pipeline: ClassVar[None] = None
+    comfyui: ClassVar[None] = None
     """No class of diffusers loads a LoRA of it."""
 
     def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:

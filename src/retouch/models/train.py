@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import field_validator
 
@@ -15,7 +16,25 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from retouch.models.common.comfyui_lora import ComfyUINames
     from retouch.protocols import DenoisingModel
+
+Format: TypeAlias = Literal["all", "diffusers", "peft", "comfyui"]
+"""The formats in which a LoRA is written; ``all``: all that exist for its model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What an export contains.
+
+    ``folder``: subfolder of whole weights. ``pipeline``: name of the diffusers pipeline that loads a LoRA, or None. ``comfyui``:
+    the names of a LoRA's tensors in ComfyUI, or None. ``format``: the formats of a LoRA.
+    """
+
+    folder: str
+    pipeline: str | None = None
+    comfyui: ComfyUINames | None = None
+    format: Format = "all"
 
 
 class TrainedPart(Section):
@@ -42,9 +61,8 @@ class TrainedPart(Section):
         """Let train what this says, in eval mode, and freeze the rest. ``targets``: as ``Lora.layers`` takes them."""
 
     @abstractmethod
-    def export(self, module: Any, to: Path, *, folder: str, pipeline: str | None) -> None:
-        """Write what trains into the folder ``to``: whole weights into its subfolder ``folder``, a LoRA also in the format of the
-        diffusers pipeline of this name."""
+    def export(self, module: Any, to: Path, written: Written) -> None:
+        """Write what trains into the folder ``to``."""
 
 
 class FullWeights(TrainedPart):
@@ -62,8 +80,8 @@ class FullWeights(TrainedPart):
     def make_trainable(self, module: nn.Module, *, targets: Sequence[str], seed: int) -> None:
         module.requires_grad_(True).eval()
 
-    def export(self, module: Any, to: Path, *, folder: str, pipeline: str | None) -> None:
-        module.save_pretrained(to / folder)
+    def export(self, module: Any, to: Path, written: Written) -> None:
+        module.save_pretrained(to / written.folder)
 
 
 class Lora(TrainedPart):
@@ -122,7 +140,7 @@ class Lora(TrainedPart):
         module.requires_grad_(False).eval()
         add_lora(module, config, init_from=None if self.init_from is None else Path(self.init_from), seed=seed)
 
-    def export(self, module: Any, to: Path, *, folder: str, pipeline: str | None) -> None:
+    def export(self, module: Any, to: Path, written: Written) -> None:
         from retouch.models.common.lora import write_lora
 
-        write_lora(module, to, pipeline=pipeline)
+        write_lora(module, to, pipeline=written.pipeline, comfyui=written.comfyui, format=written.format)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from retouch.assembly.assembly import Assembly
+    from retouch.models.train import Format
     from retouch.objectives.base import Objective
     from retouch.records.summary import Summary
     from retouch.training.evaluation import EvaluationResult
@@ -209,10 +210,11 @@ class Trainer:
         means, _ = score_table(result, headline_tasks(result.tasks, self.recipe.eval.headline))
         return means
 
-    def save_pretrained(self, folder: str | Path) -> list[Path]:
-        """Write what was trained: a LoRA in the formats of diffusers and PEFT, or the whole transformer; returns the files.
+    def save_pretrained(self, folder: str | Path, *, format: Format = "all") -> list[Path]:
+        """Write what was trained, a LoRA or the whole transformer, with a model card; returns the files.
 
-        Raises ValueError if the folder contains something else, or if nothing was trained yet.
+        ``format``: of a LoRA: ``diffusers``, ``peft``, ``comfyui``, or all that exist for its model. Raises ValueError if the
+        folder contains something else, if nothing was trained yet, or if the model has no such format.
         """
         from retouch.inference.exporting import write_export
 
@@ -222,7 +224,7 @@ class Trainer:
         parts = self._assembled()
         if self.state.step == 0:
             raise ValueError("nothing was trained yet; call train() first")
-        return write_export(parts, to, step=self.state.step)
+        return write_export(parts, to, step=self.state.step, format=format)
 
     def push_to_hub(self, repo: str, *, private: bool = True) -> str:
         """Upload what ``save_pretrained`` writes to the Hugging Face Hub; returns the address.
@@ -246,7 +248,7 @@ class Trainer:
 
     def samples(self) -> Image:
         """Held-out images before and after training, one row per task: source (for editors), before, after."""
-        from retouch.trainer.images import before_and_after
+        from retouch.inference.before_and_after import before_and_after
 
         return before_and_after(self.folder)
 

@@ -1,7 +1,8 @@
-"""LoRA (arXiv 2106.09685) on a transformer: adds it, loads it from a folder, and writes it for PEFT and diffusers."""
+"""LoRA (arXiv 2106.09685) on a transformer: adds it, loads it from a folder, and writes it for PEFT, diffusers and ComfyUI."""
 
+import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakSet
 
 import diffusers
@@ -12,6 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from retouch.core.random import generator
+from retouch.models.common.comfyui_lora import FILE, ComfyUINames, comfyui_tensors
+
+log = logging.getLogger("retouch")
 
 _ADDED: WeakSet[nn.Module] = WeakSet()
 """Modules that have adapters from here: those of another origin are never removed."""
@@ -73,12 +77,34 @@ def _plain_name(name: str) -> str:
     return name.replace(".default.", ".")
 
 
-def write_lora(module: Any, to: Path, *, pipeline: str | None) -> None:
-    """Write the module's LoRA in PEFT's format and, if ``pipeline`` names a diffusers class, also in that pipeline's format."""
+def write_lora(
+    module: Any,
+    to: Path,
+    *,
+    pipeline: str | None,
+    comfyui: ComfyUINames | None = None,
+    format: Literal["all", "diffusers", "peft", "comfyui"] = "all",
+) -> None:
+    """Write the module's LoRA into the folder ``to``: for PEFT, for the diffusers pipeline of the name ``pipeline``, and under the
+    names ``comfyui`` for ComfyUI.
+
+    ``format``: ``all`` writes those for which there is a pipeline or there are names; if one of the adapted modules has no name in
+    ComfyUI, its file is left out with a warning. Raises ValueError for a ``comfyui`` that cannot be written.
+    """
     config = module.peft_config["default"]
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in get_peft_model_state_dict(module).items()}
-    config.save_pretrained(to)
-    save_file({f"base_model.model.{name}": tensor for name, tensor in tensors.items()}, to / "adapter_model.safetensors")
-    if pipeline is not None:
+    if format in ("all", "peft"):
+        config.save_pretrained(to)
+        save_file({f"base_model.model.{name}": tensor for name, tensor in tensors.items()}, to / "adapter_model.safetensors")
+    if pipeline is not None and format in ("all", "diffusers"):
         pipeline_class: Any = getattr(diffusers, pipeline)
         pipeline_class.save_lora_weights(to, transformer_lora_layers=tensors, transformer_lora_adapter_metadata=config.to_dict())
+    if comfyui is not None and format in ("all", "comfyui"):
+        try:
+            named = comfyui_tensors(tensors, module, comfyui, alpha=config.lora_alpha)
+        except ValueError as error:
+            if format == "comfyui":
+                raise
+            log.warning("no file for ComfyUI was written: %s", error)
+            return
+        save_file(named, to / FILE, metadata={"format": "pt"})

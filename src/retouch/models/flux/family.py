@@ -8,6 +8,7 @@ from pydantic import Field
 
 from retouch.config.section import NonNegative
 from retouch.models.base import Described, DiffusersModel, ImageBatch, Takes
+from retouch.models.common.comfyui_lora import ComfyUINames
 
 
 class FluxFamily(DiffusersModel):
@@ -26,6 +27,7 @@ class FluxFamily(DiffusersModel):
     )
     ip_adapter_blocks = ("double", "all")
     configurations = (("schnell", "flux.1-schnell.json"), ("", "flux.1-dev.json"))
+    comfyui = ComfyUINames(prefix="transformer.")
     text_tokens = 512
 
     def options(self, source: Any) -> dict[str, Any]:

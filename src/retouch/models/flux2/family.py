@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from retouch.models.base import Blocks, Described, DiffusersModel, ImageBatch, Part, Shape, Takes
+from retouch.models.common.comfyui_lora import ComfyUINames
 
 
 class Flux2KleinModel(DiffusersModel):
@@ -27,6 +28,25 @@ class Flux2KleinModel(DiffusersModel):
     )
     configurations = (("4b", "flux.2-klein-4b.json"), ("9b", "flux.2-klein-9b.json"))
     loaded_as = (("text_encoder", "Qwen3Model"),)
+    comfyui = ComfyUINames(
+        joined={
+            "double_blocks.*.img_attn.qkv": [f"transformer_blocks.*.attn.to_{part}" for part in "qkv"],
+            "double_blocks.*.img_attn.proj": ["transformer_blocks.*.attn.to_out.0"],
+            "double_blocks.*.img_mlp.0": ["transformer_blocks.*.ff.linear_in"],
+            "double_blocks.*.img_mlp.2": ["transformer_blocks.*.ff.linear_out"],
+            "double_blocks.*.txt_attn.qkv": [f"transformer_blocks.*.attn.add_{part}_proj" for part in "qkv"],
+            "double_blocks.*.txt_attn.proj": ["transformer_blocks.*.attn.to_add_out"],
+            "double_blocks.*.txt_mlp.0": ["transformer_blocks.*.ff_context.linear_in"],
+            "double_blocks.*.txt_mlp.2": ["transformer_blocks.*.ff_context.linear_out"],
+            "single_blocks.*.linear1": ["single_transformer_blocks.*.attn.to_qkv_mlp_proj"],
+            "single_blocks.*.linear2": ["single_transformer_blocks.*.attn.to_out"],
+            "img_in": ["x_embedder"],
+            "txt_in": ["context_embedder"],
+            "time_in.in_layer": ["time_guidance_embed.timestep_embedder.linear_1"],
+            "time_in.out_layer": ["time_guidance_embed.timestep_embedder.linear_2"],
+            "final_layer.linear": ["proj_out"],
+        }
+    )
     text_tokens = 512
 
     def shape(self, transformer: Part) -> Shape:

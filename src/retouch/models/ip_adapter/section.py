@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from retouch.config.section import Count, Positive, Share
-from retouch.models.train import Lora, TrainedPart
+from retouch.models.train import Lora, TrainedPart, Written
 
 if TYPE_CHECKING:
     import torch
@@ -80,7 +80,7 @@ class IpAdapter(TrainedPart):
         encoder = ImageEncoder.from_pretrained(fetch_encoder(self.encoder), dtype=getattr(torch, dtype), device=device)
         return ReferenceModel(model, encoder)
 
-    def export(self, module: Any, to: Path, *, folder: str, pipeline: str | None) -> None:
+    def export(self, module: Any, to: Path, written: Written) -> None:
         """Write ``ip_adapter.safetensors``, and ``ip_adapter.json`` with its settings and whether diffusers can load it."""
         from retouch.models.ip_adapter import files
         from retouch.models.ip_adapter.adapter import loadable_by_diffusers
@@ -90,4 +90,4 @@ class IpAdapter(TrainedPart):
         about |= {"encoder": self.encoder, "diffusers": loadable_by_diffusers(module, self)}
         (to / "ip_adapter.json").write_text(json.dumps(about, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         if self.lora is not None:
-            self.lora.export(module, to, folder=folder, pipeline=pipeline)
+            self.lora.export(module, to, written)

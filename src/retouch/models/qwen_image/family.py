@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from retouch.models.base import Described, DiffusersModel, ImageBatch, Part, Takes
+from retouch.models.common.comfyui_lora import ComfyUINames
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -22,6 +23,7 @@ class QwenImageFamily(DiffusersModel):
         *("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
     )
     ip_adapter_blocks = ("double",)
+    comfyui = ComfyUINames(prefix="diffusion_model.")
     configurations = (("2511", "qwen-image-edit-2511.json"), ("", "qwen-image.json"))
 
     def latent_pixels(self, vae: Part) -> int:

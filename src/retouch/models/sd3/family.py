@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from retouch.models.base import Described, DiffusersModel, ImageBatch, Part
+from retouch.models.common.comfyui_lora import ComfyUINames
 
 
 class SD3Model(DiffusersModel):
@@ -28,6 +29,7 @@ class SD3Model(DiffusersModel):
         ("3.5-medium", "sd3.5-medium.json"),
         ("3-medium", "sd3-medium.json"),
     )
+    comfyui = ComfyUINames(prefix="transformer.")
     text_tokens = 77 + 256  # CLIP's and T5's
 
     def token_pixels(self, described: Described) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from retouch.models.base import Blocks, Described, DiffusersModel, ImageBatch, Part, Shape
+from retouch.models.common.comfyui_lora import ComfyUINames
 
 
 class ZImageModel(DiffusersModel):
@@ -23,6 +24,7 @@ class ZImageModel(DiffusersModel):
         *("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
     )
     configurations = (("", "z-image.json"),)
+    comfyui = ComfyUINames(prefix="diffusion_model.")
     text_tokens = 512
 
     def shape(self, transformer: Part) -> Shape:

@@ -1,4 +1,4 @@
-"""A picture of a run's held-out images before and after training, to look at in a notebook."""
+"""An image of a run's held-out images before and after training, to look at in a notebook."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ _GAP = 4
 _TITLE = 14
 
 
-def before_and_after(folder: Path, *, rows: int = 8, side: int = 128) -> Image.Image:
+def before_and_after(folder: Path, *, rows: int = 8, side: int = 128, until: int | None = None) -> Image.Image:
     """The first ``rows`` held-out tasks: source (if there is one), before, after; each image at most ``side`` px.
+
+    ``until``: the latest step to show; None is the latest with images.
 
     Raises ValueError if the run has no images yet.
     """
     run = RunFolder(folder)
-    steps = run.sample_steps()
+    steps = [step for step in run.sample_steps() if until is None or step <= until]
     if not steps:
         raise ValueError(f"{folder} has no images yet; train first, with samples.every above 0")
     first, last = (

@@ -1,0 +1,186 @@
+"""The model card of an export: ``README.md`` with the metadata of the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import ModelCardData
+
+from retouch.config.live import LIVE
+from retouch.inference.before_and_after import before_and_after
+from retouch.models.common.comfyui_lora import FILE as COMFYUI_FILE
+from retouch.records.summary import split_label
+
+if TYPE_CHECKING:
+    from retouch.assembly.assembly import Assembly
+    from retouch.records.folder import RunFolder
+
+IMAGE = "before-and-after.png"
+_LICENCES: tuple[tuple[str, str, str | None], ...] = (
+    ("stabilityai/stable-diffusion-3", "other", "stabilityai-ai-community"),
+    ("black-forest-labs/FLUX.1-schnell", "apache-2.0", None),
+    ("black-forest-labs/FLUX.1-", "other", "flux-1-dev-non-commercial-license"),
+    ("black-forest-labs/FLUX.2-klein-4B", "apache-2.0", None),
+    ("black-forest-labs/FLUX.2-klein-base-4B", "apache-2.0", None),
+    ("black-forest-labs/FLUX.2-", "other", "flux-non-commercial-license"),
+    ("Qwen/Qwen-Image-2", "", None),
+    ("Qwen/Qwen-Image", "apache-2.0", None),
+    ("Tongyi-MAI/Z-Image", "apache-2.0", None),
+)
+"""(start of the base model's id, ``license``, ``license_name``) as the base models' own cards have them. The first match counts; an
+empty licence is not known here."""
+_SETTINGS = (
+    ("objective", "objective.kind"),
+    ("advantage", "advantage.kind"),
+    ("LoRA rank", "policy.train.rank"),
+    ("LoRA alpha", "policy.train.alpha"),
+    ("learning rate", "learning_rate"),
+    ("tasks per step", "tasks_per_step"),
+    ("samples per task", "group_size"),
+    ("sampling steps", "rollout.num_steps"),
+    ("guidance scale", "rollout.guidance_scale"),
+    ("noise level", "rollout.transition.noise_level"),
+    ("reward", "reward.kind"),
+    ("data", "data.kind"),
+    ("seed", "seed"),
+)
+
+
+def write_card(parts: Assembly, to: Path, run: RunFolder, *, step: int) -> None:
+    """Write ``README.md`` about the files that the folder ``to`` contains, and the image of held-out samples if the run has any."""
+    policy, document = parts.recipe.policy, parts.recipe.document()
+    split = parts.recipe.eval.split
+    base, is_hub_id = _base_model(getattr(policy.model, "path", None) or policy.model.source)
+    text = [
+        f"# {parts.recipe.name}",
+        f"{_what(to)} for {base}, trained for {step} steps with rewards by Retouch.",
+    ]
+    if (table := _scores(run, step, split=split)) is not None:
+        text += ["## Evaluation", table]
+    if _write_image(run, to / IMAGE, step=step):
+        text += ["## Samples", f"![Held-out samples before and after training]({IMAGE})"]
+    text += [
+        "## Use",
+        *_use(to, policy.model.pipeline, type(parts.model.module).__name__, base=base if is_hub_id else "BASE_MODEL"),
+    ]
+    text += ["## Training settings", _settings(document, step), "`export.json` has the whole recipe."]
+    metadata = _metadata(to, base if is_hub_id else None, policy.model)
+    front = ModelCardData(**metadata).to_yaml()
+    (to / "README.md").write_text(f"---\n{front}\n---\n\n" + "\n\n".join(text) + "\n", encoding="utf-8")
+
+
+def _base_model(path: str) -> tuple[str, bool]:
+    """The name of the base model, and whether it is an id on the Hugging Face Hub. Of a local folder, only its own name is told."""
+    name = path.removeprefix(LIVE)
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not Path(name).exists():
+        return name, True
+    return (Path(name).name if Path(name).exists() else name), False
+
+
+def _metadata(to: Path, base: str | None, model: Any) -> dict[str, Any]:
+    is_adapter = not any(path.is_dir() for path in to.iterdir())
+    made: dict[str, Any] = {}
+    if base is not None:
+        made |= {"base_model": base, "base_model_relation": "adapter" if is_adapter else "finetune"}
+        licence, name = next(((licence, name) for start, licence, name in _LICENCES if base.startswith(start)), ("", None))
+        if licence:
+            made["license"] = licence
+        if name is not None:
+            made |= {"license_name": name, "license_link": f"https://huggingface.co/{base}"}
+    if model.pipeline is not None:
+        edits = model.takes is not None and model.takes.images[0] > 0
+        made |= {"library_name": "diffusers", "pipeline_tag": "image-to-image" if edits else "text-to-image"}
+    elif is_adapter and (to / "adapter_config.json").is_file():
+        made["library_name"] = "peft"
+    made["tags"] = ["retouch", "reinforcement-learning", *(["lora"] if _has_lora(to) else [])]
+    return made
+
+
+def _has_lora(to: Path) -> bool:
+    return any((to / name).is_file() for name in ("pytorch_lora_weights.safetensors", "adapter_model.safetensors", COMFYUI_FILE))
+
+
+def _what(to: Path) -> str:
+    if (to / "ip_adapter.safetensors").is_file():
+        return "An IP-Adapter"
+    return "A LoRA" if _has_lora(to) else "The trained weights"
+
+
+def _use(to: Path, pipeline: str | None, module: str, *, base: str) -> list[str]:
+    """How each of the files is loaded."""
+    made = []
+    dtype = "torch_dtype=torch.bfloat16"
+    if (to / "pytorch_lora_weights.safetensors").is_file():
+        made.append(
+            _code(
+                f"import torch\nfrom diffusers import {pipeline}\n",
+                f'pipe = {pipeline}.from_pretrained("{base}", {dtype})',
+                'pipe.load_lora_weights("FOLDER", weight_name="pytorch_lora_weights.safetensors")',
+            )
+        )
+    elif (to / "adapter_model.safetensors").is_file():
+        made.append(_code("from peft import PeftModel\n", 'model = PeftModel.from_pretrained(model, "FOLDER")'))
+    if (to / "transformer").is_dir() and pipeline is not None:
+        made.append(
+            _code(
+                f"import torch\nfrom diffusers import {module}, {pipeline}\n",
+                f'transformer = {module}.from_pretrained("FOLDER", subfolder="transformer", {dtype})',
+                f'pipe = {pipeline}.from_pretrained("{base}", transformer=transformer, {dtype})',
+            )
+        )
+    if made:
+        made.append("`FOLDER` is this folder or repository.")
+    if (to / COMFYUI_FILE).is_file():
+        made.append(f"ComfyUI: copy `{COMFYUI_FILE}` to `models/loras` and load it with the node *Load LoRA*.")
+    if (to / "ip_adapter.safetensors").is_file():
+        made.append("`ip_adapter.json` has the settings of the IP-Adapter, and whether diffusers' `load_ip_adapter` loads it.")
+    if (to / "writer").is_dir():
+        made.append("`writer` is a folder for `from_pretrained` of transformers.")
+    return made
+
+
+def _code(*lines: str) -> str:
+    return "\n".join(["```python", *lines, "```"])
+
+
+def _scores(run: RunFolder, step: int, *, split: str) -> str | None:
+    """The table of mean scores before training and after the newest evaluation; None if there are not two evaluations."""
+    lines = {line["step"]: line for line in run.read_evals() if line["split"] == "heldout" and line["step"] <= step}
+    if len(lines) < 2:
+        return None
+    before, after = lines[min(lines)], lines[max(lines)]
+    first, last = before["table"]["all"], after["table"]["all"]
+    better_low = set(after.get("lower_is_better", ()))
+    rows = [
+        f"Means over {last['n']} {split_label(split)} tasks.\n",
+        f"| score | before | after {max(lines)} steps | 95 % interval |",
+    ]
+    rows.append("| --- | --- | --- | --- |")
+    for column in [name for name in last if name != "n" and name in first]:
+        low, high = after["ci95"].get("all", {}).get(column, (None, None))
+        interval = "" if low is None else f"{low:.4g} to {high:.4g}"
+        name = f"{column} (lower is better)" if column in better_low else column
+        rows.append(f"| {name} | {first[column]:.4g} | {last[column]:.4g} | {interval} |")
+    return "\n".join(rows)
+
+
+def _write_image(run: RunFolder, to: Path, *, step: int) -> bool:
+    """Write the image of held-out samples; False if the run has not two sets of them."""
+    if len([done for done in run.sample_steps() if done <= step]) < 2:
+        return False
+    before_and_after(run.root, rows=4, side=256, until=step).save(to)
+    return True
+
+
+def _settings(document: Mapping[str, Any], step: int) -> str:
+    rows = ["| setting | value |", "| --- | --- |", f"| steps | {step} |"]
+    for title, key in _SETTINGS:
+        value: Any = document
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None:
+            rows.append(f"| {title} | {value} |")
+    return "\n".join(rows)
