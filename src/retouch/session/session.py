@@ -226,9 +226,11 @@ class TrainingSession:
                 self._save(stepper)
                 raise
         self._save(stepper)
-        if self.publisher is not None:
-            self.publisher.after(self.parts, self.done, last=True)
-        self._heldout(baseline=False)
+        try:
+            self._heldout(baseline=False)
+        finally:  # the model card has these scores; the weights are pushed without them too
+            if self.publisher is not None:
+                self.publisher.after(self.parts, self.done, last=True)
         self.evaluations.write_summary(self.done)
         if self.parts.ranks.is_main:
             self._report()
