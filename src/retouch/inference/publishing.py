@@ -23,6 +23,8 @@ log = logging.getLogger("retouch")
 
 UNSENT: tuple[type[Exception], ...] = tuple(HfHubHTTPError.__bases__)
 """The errors of the Hub's HTTP client (its package depends on the version of huggingface_hub) and of the operating system."""
+FAILED: tuple[type[Exception], ...] = (*UNSENT, ValueError)
+"""``UNSENT``, and the error for a model card whose metadata the Hub refuses."""
 
 
 def why_not_pushable() -> str | None:
@@ -94,7 +96,7 @@ class Publisher:
                     self._api.create_branch(repo, branch=revision, exist_ok=True)
                 message = f"{self._folder.name}, {folder.name}"
                 self._api.upload_folder(repo_id=repo, folder_path=folder, revision=revision, commit_message=message)
-            except (*UNSENT, ValueError) as error:  # ValueError: the Hub refuses the model card's metadata
+            except FAILED as error:
                 log.warning("could not push to %s at %s: %s", repo, revision, error)
                 log.warning(
                     "the weights stay on this machine; upload them with: hf upload %s %s --revision %s", repo, folder, revision
