@@ -99,6 +99,7 @@ def _write_another_record(folder: Path) -> None:
         (_rename, "is gone"),
         (_write_another_record, "now belongs to process 4242 on node-7"),
     ],
+    ids=["deleted", "replaced", "renamed", "another-record"],  # no process number: every test process must collect the same
 )
 def test_an_owner_that_lost_the_folder_writes_nothing(tmp_path: Path, lose: Callable[[Path], None], says: str) -> None:
     root = tmp_path / "run"
