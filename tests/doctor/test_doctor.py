@@ -433,7 +433,7 @@ def test_weights_are_found_in_a_folder_or_in_the_hubs_cache(tmp_path: Path, monk
     assert find_weights("some/model") == cached / "snapshots" / "abc"
     assert fetch_weights("some/model") == cached / "snapshots" / "abc"
     for wrong in ("/no/such/folder", "not an id", "a/b/c"):
-        with pytest.raises(ValueError, match="no folder"):
+        with pytest.raises(ValueError, match="neither a folder nor a Hugging Face id"):
             find_weights(wrong)
 
 

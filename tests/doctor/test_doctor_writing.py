@@ -142,7 +142,7 @@ def test_zero3_is_refused_by_the_doctor(capsys: pytest.CaptureFixture[str]) -> N
     assert cli.main(["doctor", A, "--set", "sharding=zero3", "--device", "h200"]) != 0
     said = "".join(capsys.readouterr())
     assert "pop from an empty deque" in said
-    assert "take zero2" in said
+    assert "use zero2" in said
 
 
 def test_image_tokens_have_a_plan_from_the_published_configuration(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,11 +134,14 @@ def test_a_truncated_record_is_written_again_by_its_owner(tmp_path: Path) -> Non
 
 def test_a_fork_does_not_keep_the_folder(tmp_path: Path) -> None:
     owner = Owner(tmp_path)
+    read, write = os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(write, b"x")  # after the hooks of the fork, which give the lock up
         time.sleep(60)
         os._exit(0)
     try:
+        assert os.read(read, 1) == b"x"
         owner.close()
         Owner(tmp_path).close()
     finally:

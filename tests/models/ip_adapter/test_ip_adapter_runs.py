@@ -93,7 +93,10 @@ def test_it_warms_up_learns_by_reward_resumes_and_is_exported(world: Path, tmp_p
         assert _equal(steps[4][kind], checkpoint.load(newest).tensors[kind])
 
     written = export_target(str(whole.folder), to=tmp_path / "out", which="current")
-    assert {path.name for path in written} == {"ip_adapter.safetensors", "ip_adapter.json", "export.json"}
+    assert {path.name for path in written} == {
+        *("ip_adapter.safetensors", "ip_adapter.json", "export.json"),
+        *("README.md", "before-and-after.png"),
+    }
     assert read_json(tmp_path / "out" / "ip_adapter.json")["tokens"] == 4
     trained, _ = open_target(str(whole.folder))
     warm = recipe(world, train={"init_from": str(tmp_path / "out")}, name="warm")
@@ -189,12 +192,12 @@ def test_the_reference_copy_is_the_adapter_at_its_start(world: Path) -> None:
     [
         ({"data": {"kind": "playground", "complexity": [1], "count": 4}}, r"data.kind: playground have no reference image"),
         ({"train": {"blocks": "all"}}, r"policy.train.blocks: Qwen-Image has only double blocks"),
-        ({"phases": None, "steps": 2}, r"policy.train.dropout: no phase is supervised"),
+        ({"phases": None, "steps": 2}, r"policy.train.dropout: it applies to supervised phases only, and there is none"),
         ({"train": {"scale": 0}}, r"policy.train.scale"),
         ({"train": {"lora": {"kind": "lora", "rank": 2, "alpha": 4, "dropout": 0.1}}}, r"policy.train.lora.dropout: 0.1 makes"),
         (
             {"data": {"kind": "hub", "path": "a/b", "columns": {"instruction": "x", "image": "y"}}},
-            r"data.columns: an IP-Adapter reads a reference image",
+            r"data.columns: an IP-Adapter needs a reference image",
         ),
     ],
 )

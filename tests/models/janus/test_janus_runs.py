@@ -75,7 +75,7 @@ def test_full_weights_are_exported_and_draw_the_same_pictures_when_they_are_read
     whole = tiny_janus.whole()
     assert whole.load_state_dict(load_file(exported / "writer" / "model.safetensors"), strict=False).unexpected_keys == []
     assert torch.equal(tiny_janus.published(whole, again.encode(tasks)), first[:, : SIDE * SIDE])
-    with pytest.raises(ValueError, match="does not hold the weights of what draws"):
+    with pytest.raises(ValueError, match="does not contain the weights of this Janus model's trainable modules"):
         JanusFromFolder(path=base, weights=base)
 
 

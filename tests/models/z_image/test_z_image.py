@@ -119,7 +119,7 @@ def test_what_cannot_be_is_said(language):
     with pytest.raises(ValueError, match="at most 128 x 128 px"):
         build(language, size=(24, 136))
     long = "blue " * 20
-    with pytest.raises(ValueError, match=r"'long' has \d+ tokens in its template, and Z-Image reads 96; shorten it"):
+    with pytest.raises(ValueError, match=r"'long' has \d+ tokens in its template, but Z-Image reads at most 96; shorten it"):
         build(language, max_sequence_length=96).encode([tiny_models.task("long", long)])
     build(language).encode([tiny_models.task("long", long)])
     with pytest.raises(ValueError, match=r"'x' contains the special token <\|im_end\|>"):
@@ -128,5 +128,5 @@ def test_what_cannot_be_is_said(language):
     bare.chat_template = "no words at all"
     with pytest.raises(ValueError, match="exactly one placeholder"):
         ZImageText(language[0].model, bare)
-    with pytest.raises(ValueError, match="at least one step"):
+    with pytest.raises(ValueError, match="num_steps is 0; it must be at least 1"):
         build(language).sigmas(0, build(language).encode(tasks()))

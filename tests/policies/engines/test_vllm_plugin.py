@@ -226,4 +226,12 @@ def test_the_servers_half_needs_nothing_but_torch_and_vllm():
         for line in ast.parse((root / f"{file}.py").read_text()).body:
             names |= {line.module} if isinstance(line, ast.ImportFrom) else set()
             names |= {each.name for each in line.names} if isinstance(line, ast.Import) else set()
-    assert names <= {"collections.abc", "json", "typing", "torch", vllm_runner.INTERFACE, "retouch.policies.engines.grammar"}
+    assert names <= {
+        "collections.abc",
+        "importlib",
+        "json",
+        "typing",
+        "torch",
+        vllm_runner.INTERFACE,
+        "retouch.policies.engines.grammar",
+    }

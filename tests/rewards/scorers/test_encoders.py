@@ -119,7 +119,7 @@ def test_the_aesthetic_head_is_its_layers_one_after_the_other(folder):
 
 
 def test_heads_that_do_not_fit_are_refused(folder, tmp_path):
-    with pytest.raises(ValueError, match="take the CLIP"):
+    with pytest.raises(ValueError, match="use the CLIP"):
         AestheticReward(head=tiny_towers.head(tmp_path / "wide", sizes=(13, 4, 1)), path=folder / "clip").build()
     with pytest.raises(ValueError, match="down to one number"):
         AestheticReward(head=tiny_towers.head(tmp_path / "two", sizes=(12, 4, 2)), path=folder / "clip").build()
