@@ -46,6 +46,16 @@ def test_a_recipe_that_failed_before_its_first_result_can_be_corrected(tmp_path:
         run(wrong, fresh=False)
 
 
+def test_a_run_of_another_version_is_left_as_it_is(tmp_path: Path) -> None:
+    recipe = six_steps(tmp_path, "older")
+    folder = RunFolder(recipe.folder)
+    folder.write_recipe({**recipe.document(), "data": {**recipe.document()["data"], "vain": 0.1}})  # type: ignore[dict-item]
+    before = folder.recipe.read_bytes()
+    with pytest.raises(ValueError, match=r"(?s)older contains a run whose recipe this version cannot read:.*data.vain.*--fresh"):
+        run(recipe, fresh=False)
+    assert folder.recipe.read_bytes() == before
+
+
 def test_the_columns_of_the_held_out_table_do_not_touch() -> None:
     def line(step: int, lum: float) -> dict[str, Any]:
         cells = {"n": 3, "edges": 0.25, "lum": lum}

@@ -88,7 +88,15 @@ def _require_same_recipe(folder: RunFolder, recipe: Recipe, *, new_judge: bool) 
         return
     from retouch.recipe.differences import differences
 
-    changed = differences(parse(folder.read_recipe()["recipe"]), recipe, new_judge=new_judge)
+    stored = folder.read_recipe()["recipe"]
+    try:
+        before = parse(stored)
+    except ValueError as error:
+        raise ValueError(
+            f"{folder.root} contains a run whose recipe this version cannot read:\n  {error}\n"
+            "Give this run another name, or rename the old one with --fresh"
+        ) from None
+    changed = differences(before, recipe, new_judge=new_judge)
     if changed and folder.has_results():  # a recipe that failed before its first result may be corrected
         listed = "\n  ".join(changed)
         raise ValueError(
