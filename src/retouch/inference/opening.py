@@ -23,8 +23,16 @@ def open_target(target: str, overrides: Sequence[str] = ()) -> tuple[Assembly, i
     """The parts of a recipe or run, and the step whose weights they have (0: untrained)."""
     silence_libraries()
     recipe, folder = _recipe(target, overrides)
+    return open_recipe(recipe, folder, trained=True)
+
+
+def open_recipe(recipe: Recipe, folder: RunFolder | None, *, trained: bool) -> tuple[Assembly, int]:
+    """The parts of a recipe with the newest weights in the run's folder, and their step (0: untrained, as without a folder).
+
+    Raises ValueError if the run has no checkpoint and must be ``trained``.
+    """
     parts = assemble(recipe, init_distributed_from_recipe(recipe))
-    state = _newest(folder)
+    state = _newest(folder, trained=trained)
     if state is None:
         return parts, 0
     restore_weights(parts.copies, state)
@@ -46,7 +54,7 @@ def open_writer(target: str, overrides: Sequence[str] = (), *, allow_imports: It
     model = renderer.load_writer(partial(policy.build_model, device=device))
     policy.make_trainable(model.module, seed=recipe.seed)
     copies = WeightCopies(model.module)
-    state = _newest(folder)
+    state = _newest(folder, trained=True)
     if state is not None:
         for name in {key.partition("/")[0] for key in state.tensors["copies"]}:
             copies.snapshot(name)
@@ -55,12 +63,12 @@ def open_writer(target: str, overrides: Sequence[str] = (), *, allow_imports: It
     return Writer(built, batch=recipe.eval.batch)
 
 
-def _newest(folder: RunFolder | None) -> TrainState | None:
-    """What the newest checkpoint of a run holds; None for a recipe. Raises ValueError if a run has none."""
+def _newest(folder: RunFolder | None, *, trained: bool) -> TrainState | None:
+    """The state of the newest checkpoint; None for a recipe. Raises ValueError if a run that must be ``trained`` has none."""
     if folder is None:
         return None
     state = checkpoint.load_latest(folder.checkpoints, groups=("weights", "copies"))
-    if state is None:
+    if state is None and trained:
         raise ValueError(f"{folder.root} has no checkpoint yet; name its recipe to use the untrained policy")
     return state
 

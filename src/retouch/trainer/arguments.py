@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from retouch.config import consent
 from retouch.config.imports import module_of
+from retouch.config.live import LIVE
 from retouch.config.section import Section
 from retouch.data.base import DataSource
 from retouch.data.kinds import DATA
@@ -36,8 +37,11 @@ RewardLike: TypeAlias = Any
 
 _TOKENS = {"kind": "tokens", "max_new_tokens": 256}
 _DENOISING = {"num_steps": 10, "transition": {"kind": "sde", "noise_level": 0.7}}
-OWN = frozenset({"policy", "data", "reward", "name", "out", "objective"})
-"""Keys of a recipe that a Trainer makes of its own arguments."""
+MADE_OF = {
+    **{"policy": "model and peft_config", "data": "train_dataset", "reward": "reward_funcs"},
+    **{"name": "run_name", "out": "output_dir"},
+}
+"""Keys of a recipe that a Trainer makes of its own arguments, and these."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +76,8 @@ def describe(
 
     ``keys``: other keys of a recipe, as sections, dictionaries or plain values.
     """
-    if clash := sorted(OWN & keys.keys()):
-        meant = {"policy": "model and peft_config", "data": "train_dataset", "reward": "reward_funcs", "name": "run_name"}
-        raise ValueError("\n".join(f"{key}: give {meant.get(key, 'output_dir')} instead" for key in clash))
+    if clash := sorted(MADE_OF.keys() & keys.keys()):
+        raise ValueError("\n".join(f"{key}: give {MADE_OF[key]} instead" for key in clash))
     size = (size, size) if isinstance(size, int) else None if size is None else _pair(size)
     _require_objective(objective)
     section, objects = model_section(model, size=size, key="model")
@@ -282,5 +285,5 @@ def _plain(key: str, value: Any) -> Any:
 
 
 def _run_name(section: ImageModel | LanguageModel) -> str:
-    source = Path(section.source.removeprefix("python:")).name or section.kind
+    source = Path(section.source.removeprefix(LIVE)).name or section.kind
     return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in source).strip("-._") or "run"

@@ -65,11 +65,11 @@ def _family_of(pipeline: str, *, key: str) -> type[DiffusersModel]:
     families = {
         family.pipeline: family
         for family in IMAGE_MODELS.classes()
-        if issubclass(family, DiffusersModel) and getattr(family, "pipeline", None) and "path" in family.model_fields
+        # The playground's models are tiny ones of published families, in a layout of their own.
+        if issubclass(family, DiffusersModel) and family.pipeline and not family.__module__.startswith("retouch.playground")
     }
-    for name, family in families.items():
-        if name == pipeline and not family.__module__.startswith("retouch.playground"):
-            return family
+    if pipeline in families:
+        return families[pipeline]
     raise ValueError(f"{key}: {pipeline} has no adapter; there are {', '.join(sorted(map(str, families)))}, or write your own")
 
 

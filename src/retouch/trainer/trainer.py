@@ -189,24 +189,21 @@ class Trainer:
 
     def evaluate(self) -> dict[str, dict[str, float]]:
         """Score the held-out tasks with the current weights: row ("all", "tag=value") to column to mean; ``n`` counts tasks."""
-        from concurrent.futures import Future
-        from dataclasses import replace
-
-        from retouch.rewards.judging import RewardScorer, ScoredBatch
-        from retouch.training.evaluation import headline_tasks, score_table
+        from retouch.rewards.judging import RewardScorer
 
         parts = self._assembled()
         with live_objects(self._objects), consent.allowing(self._modules):
             judge = RewardScorer(self.recipe.reward.build(device=parts.placement.reward), self.recipe.reward.combine)
-
-        def score(batch: Any, samples: Any) -> Future[ScoredBatch]:
-            return judge.submit(samples)
-
         try:
-            evaluator = replace(parts.evaluator(parts.judge.for_split("heldout", 0)), judge=score)
-            result = evaluator(parts.policy(self.recipe.rollout))
+            evaluator = parts.evaluator(lambda batch, samples: judge.submit(samples))
+            return self._means(evaluator(parts.policy(self.recipe.rollout)))
         finally:
             judge.close()
+
+    def _means(self, result: EvaluationResult) -> dict[str, dict[str, float]]:
+        """The table of an evaluation: row to column to mean."""
+        from retouch.training.evaluation import headline_tasks, score_table
+
         means, _ = score_table(result, headline_tasks(result.tasks, self.recipe.eval.headline))
         return means
 
@@ -265,19 +262,11 @@ class Trainer:
     def _assembled(self) -> Assembly:
         """The parts of the run with its newest weights; built from the newest checkpoint if this process has not trained."""
         if self._parts is None:
-            from retouch.assembly.assembly import assemble
-            from retouch.assembly.state import restore_weights
-            from retouch.distributed.placement import init_distributed_from_recipe
+            from retouch.inference.opening import open_recipe
             from retouch.records.folder import RunFolder
-            from retouch.training import checkpoint
 
             with live_objects(self._objects), consent.allowing(self._modules):
-                self._parts = assemble(self.recipe, init_distributed_from_recipe(self.recipe))
-            found = checkpoint.latest(RunFolder(self.folder).checkpoints)
-            if found is not None:
-                state = checkpoint.load(found)
-                restore_weights(self._parts.copies, state)
-                self.state.step = state.step
+                self._parts, self.state.step = open_recipe(self.recipe, RunFolder(self.folder), trained=False)
         return self._parts
 
 
@@ -295,10 +284,8 @@ class _Listener(Listener):
             callback.on_step(trainer, result.step, result.metrics)
 
     def evaluated(self, step: int, result: EvaluationResult) -> None:
-        from retouch.training.evaluation import headline_tasks, score_table
-
         trainer = self.trainer
-        means, _ = score_table(result, headline_tasks(result.tasks, trainer.recipe.eval.headline))
+        means = trainer._means(result)
         entry = {f"eval/{column}": value for column, value in means["all"].items() if column != "n"}
         trainer.state.log_history.append({"step": step, **entry})
         for callback in trainer._callbacks:
