@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2KleinPipeline, Flux2Transformer2DModel
-from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen2Tokenizer, Qwen3ForCausalLM
 
 import tiny_models
 
@@ -13,20 +13,7 @@ SCHEDULER = {"shift": 3.0, "use_dynamic_shifting": True, "time_shift_type": "exp
 
 def text_encoder(tokenizer: Qwen2Tokenizer, seed: int = 0) -> Qwen3ForCausalLM:
     """28 layers, of which the pipeline reads the 9th, 18th and 27th."""
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=28,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return Qwen3ForCausalLM(config).eval()
+    return tiny_models.qwen3(tokenizer, seed, width=16, layers=28)
 
 
 def transformer(seed: int = 0, *, guidance_embeds: bool = False) -> Flux2Transformer2DModel:

@@ -278,16 +278,16 @@ def chat_tokenizer() -> Qwen2Tokenizer:
     return tokenizer
 
 
-def qwen3(tokenizer: Qwen2Tokenizer, seed: int = 0) -> Qwen3ForCausalLM:
+def qwen3(tokenizer: Qwen2Tokenizer, seed: int = 0, *, width: int = 32, layers: int = 3) -> Qwen3ForCausalLM:
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
+        hidden_size=width,
+        intermediate_size=width * 3 // 2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=16,
+        head_dim=width // 2,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         pad_token_id=tokenizer.pad_token_id,
