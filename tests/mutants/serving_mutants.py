@@ -7,6 +7,7 @@ ALONE = f"{FAULTS}::test_without_another_server_the_samples_are_missing"
 HOSTILE = "tests/serving/test_hostile.py"
 SERVER = "tests/serving/test_server.py"
 CLIENT = "tests/rewards/client/test_remote.py"
+CONNECTIONS = "tests/serving/test_connections.py"
 QUOTA = "tests/rewards/quota/test_quota.py"
 
 SERVING = (
@@ -140,5 +141,97 @@ SERVING = (
         "if self.draining:",
         "if False:",
         f"{SERVER}::test_what_is_in_hand_is_answered_while_draining_and_what_is_new_is_refused",
+    ),
+    # Limits before authentication
+    Mutant(
+        "headers have all the time",
+        "serving/connections.py",
+        'self._deadline = self.loop.call_later(self._limits.header_seconds, self._refuse, "too_slow")',
+        "pass",
+        f"{CONNECTIONS}::test_headers_that_do_not_arrive_end_the_connection",
+    ),
+    Mutant(
+        "each byte of a header buys more time",
+        "serving/connections.py",
+        "if not self._in_request and not self._expecting:",
+        "if not self._in_request:",
+        f"{CONNECTIONS}::test_headers_that_drip_have_no_more_time",
+    ),
+    Mutant(
+        "a slow connection keeps its place",
+        "serving/connections.py",
+        "if oldest is None:\n                return False",
+        "if True:\n                return False",
+        f"{CONNECTIONS}::test_many_slow_connections_do_not_make_it_deaf",
+    ),
+    Mutant(
+        "a connection with a request is replaced",
+        "serving/connections.py",
+        "self._in_request, self._expecting = True, False\n        self._counted.waits(self, waiting=False)",
+        "self._in_request, self._expecting = True, False",
+        f"{CONNECTIONS}::test_a_connection_with_a_request_in_progress_is_not_replaced",
+    ),
+    Mutant(
+        "headers of any number",
+        "serving/connections.py",
+        "if self._header_lines > self._limits.max_headers or self._header_bytes > self._limits.max_header_bytes:",
+        "if False:",
+        f"{CONNECTIONS}::test_headers_without_end_are_refused_early",
+    ),
+    Mutant(
+        "a body goes on after the reply",
+        "serving/connections.py",
+        "self._end_by(_LINGER_SECONDS)",
+        "pass",
+        f"{CONNECTIONS}::test_a_body_that_goes_on_after_the_reply_is_given_up",
+    ),
+    Mutant(
+        "no descriptors in reserve",
+        "serving/connections.py",
+        "soft - _RESERVE - (",
+        "soft - (",
+        f"{CONNECTIONS}::test_a_server_with_few_file_descriptors_keeps_some",
+    ),
+    Mutant(
+        "any Host",
+        "serving/middleware.py",
+        'if len(hosts) != 1 or len(origins) > 1 or not self._is_own(f"http://{hosts[0]}"):',
+        "if len(hosts) != 1 or len(origins) > 1:",
+        f"{CONNECTIONS}::test_another_host_is_no_way_in_without_a_token",
+    ),
+    Mutant(
+        "pages of any origin",
+        "serving/middleware.py",
+        "return all(self._is_own(origin) for origin in origins)",
+        "return True",
+        f"{CONNECTIONS}::test_another_host_is_no_way_in_without_a_token",
+    ),
+    Mutant(
+        "images count only until they are decoded",
+        "serving/memory.py",
+        "weakref.finalize(image, self.release, count).atexit = False",
+        "self.release(count)",
+        f"{CONNECTIONS}::test_a_budget_of_memory_counts_from_any_thread_and_gives_back",
+    ),
+    Mutant(
+        "memory without a limit",
+        "serving/memory.py",
+        "if self._settle() + count > self._most:",
+        "if False:",
+        f"{CONNECTIONS}::test_bodies_count_too",
+    ),
+    Mutant(
+        "every line is logged",
+        "serving/log_rate.py",
+        "if own < 1 or every < 1:",
+        "if False:",
+        f"{CONNECTIONS}::test_a_log_is_written_at_a_bounded_rate",
+    ),
+    Mutant(
+        "many kinds of lines fill the log",
+        "serving/log_rate.py",
+        "if own < 1 or every < 1:",
+        "if own < 1:",
+        f"{CONNECTIONS}::test_a_log_is_written_at_a_bounded_rate",
     ),
 )
