@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 
-.PHONY: install quickstart test test-all test-floors lint bench results mutants shape
+.PHONY: install quickstart test test-all test-floors lint bench results mutants shape docs
 
 install: $(STAMP)
 
@@ -46,6 +46,11 @@ bench: install
 
 results: install
 	$(BIN)/python benchmarks/results/results.py
+
+# The documentation site, in site/. It loads nothing from other sites; its search needs a server: python -m http.server -d site
+docs: install
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 mutants: install
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py

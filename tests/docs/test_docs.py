@@ -35,7 +35,7 @@ from retouch.testing import check_reward
 from retouch.types import Sample, Task
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "src" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "src" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 YOUR_OWN = (ROOT / "docs" / "your-own.md").read_text()
 BLOCK = re.compile(r"(?:^`(?P<file>[\w./]+)`:\n\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 FILES = {block["file"]: block["text"] for block in BLOCK.finditer(YOUR_OWN) if block["file"]}
@@ -216,7 +216,7 @@ def complaint(command: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_command_exists(page: Path) -> None:
     assert {command: found for command in commands(page) if (found := complaint(command))} == {}
 
@@ -230,7 +230,7 @@ def test_invented_commands_are_seen(tmp_path: Path) -> None:
     assert complaint("retouch train --hastily recipe.jsonnet") is not None
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_link_resolves(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if target.startswith(("http://", "https://")):
@@ -242,7 +242,7 @@ def test_every_link_resolves(page: Path) -> None:
             assert anchor in [slug(line.lstrip("#")) for line in file.read_text().splitlines() if line.startswith("#")], target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_file_that_is_named_exists(page: Path) -> None:
     named = re.findall(r"(?<![\w/.])((?:docs|tests|examples|benchmarks|recipes|src)/[\w./-]+\.\w+)", page.read_text())
     assert [name for name in named if name not in MADE and not (ROOT / name).is_file()] == []

@@ -1,0 +1,66 @@
+"""The documentation site: its navigation lists every page, its API reference every public name, and it builds without a warning."""
+
+import importlib.util
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+import retouch
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+MADE = {"index.md", "contributing.md", "source-tree.md"}
+"""Pages that `docs/site_hooks.py` makes of files outside docs/."""
+
+
+def listed(nav: list[dict[str, object]]) -> Iterator[str]:
+    for entry in nav:
+        for place in entry.values():
+            if isinstance(place, str):
+                yield place
+            else:
+                yield from listed(place)
+
+
+def test_the_navigation_lists_every_page_once() -> None:
+    pages = {file.relative_to(DOCS).as_posix() for file in DOCS.rglob("*.md")}
+    entries = list(listed(CONFIG["nav"]))
+    assert sorted(entries) == sorted(pages | MADE)
+
+
+def test_the_api_reference_has_every_public_name() -> None:
+    shown = re.findall(r"^::: ([\w.]+)$", "\n".join(page.read_text() for page in (DOCS / "api").glob("*.md")), re.MULTILINE)
+    assert len(shown) == len(set(shown))
+    for name in shown:
+        assert pkgutil.resolve_name(name) is not None, name
+    packages = [name for name in retouch.__all__ if hasattr(getattr(retouch, name), "__path__")]
+    missing = [name for name in retouch.__all__ if f"retouch.{name}" not in shown and name not in packages]
+    assert missing == [], "add `::: retouch.NAME` to a page of docs/api"
+
+
+def test_pages_load_nothing_from_other_sites() -> None:
+    assert CONFIG["theme"]["font"] is False
+    assert CONFIG["strict"] is True
+    assert not [value for name in ("extra_css", "extra_javascript") for value in CONFIG.get(name, []) if "//" in value]
+    for page in DOCS.rglob("*.md"):
+        assert not re.findall(r"!\[[^\]]*\]\(https?:|<(?:img|script|link|iframe)\b", page.read_text()), page
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra docs")
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    made = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False
+    )
+    assert (made.returncode, made.stdout, made.stderr) == (0, "", "")
+    html = "".join(page.read_text() for page in tmp_path.rglob("*.html"))
+    assert not re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="(?:https?:)?//', html)
