@@ -187,8 +187,8 @@ def test_the_pages_model_kinds_are_the_schemas() -> None:
     assert sorted(table) == sorted(shown)
 
 
-def test_the_readmes_reward_keeps_its_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (ROOT / "README.md").read_text()
+def test_the_guides_reward_keeps_its_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "guides" / "lora.md").read_text()
     (block,) = [block["text"] for block in BLOCK.finditer(page) if block["language"] == "python" and "class " in block["text"]]
     (tmp_path / "bright.py").write_text(block)
     monkeypatch.syspath_prepend(tmp_path)
@@ -336,6 +336,6 @@ def packages() -> set[str]:
 def test_the_source_trees_list_every_package() -> None:
     rows = re.findall(r"^\| `([\w./]+)` \|", (ROOT / "src" / "README.md").read_text(), re.MULTILINE)
     assert {row for row in rows if not row.endswith(".py")} - {"models/configs"} == packages()
-    tree = (ROOT / "README.md").read_text().split("| `src/retouch/` |")[1].split("\n\n")[0]
+    tree = (ROOT / "docs" / "architecture.md").read_text().split("| `src/retouch/` |")[1].split("\n\n")[0]
     named = set(re.findall(r"`(\w+)/`", tree))
     assert named == {package for package in packages() if "/" not in package}
