@@ -177,8 +177,8 @@ class VelocityPolicy(Policy, Protocol):
     """A denoising policy as DiffusionNFT, AWM, DPO and supervised flow matching use it: its velocity under several sets of
     weights."""
 
-    def demonstrate(self, batch: Batch) -> Trajectory:
-        """The tasks' own targets, encoded as outputs, for supervised learning."""
+    def demonstrate(self, batch: Batch, *, images: Sequence[Image] | None = None) -> Trajectory:
+        """The tasks' own targets, or other ``images``, one per row, encoded as outputs."""
         ...
 
     def row_slices(self, trajectory: Trajectory) -> Iterator[slice]:

@@ -30,6 +30,7 @@ class Task:
 
     ``id`` is unique in its data set and identifies the group: two rows with equal instructions are two tasks.
     ``tags`` are the categories of result tables (``{"complexity": "2"}``); ``meta`` is JSON for rewards that know the data set.
+    ``chosen`` and ``rejected``: two results of which people preferred the first, for DPO without rollouts.
 
     Example: ``Task(id="photos/17", instruction="make the sky red", images=(photo,))``
     """
@@ -43,6 +44,8 @@ class Task:
     text: str | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
     meta: Mapping[str, Json] = field(default_factory=dict)
+    chosen: Image | None = None
+    rejected: Image | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,7 @@ class TaskContents:
     """What the tasks of a data source contain. True: every task; False: no task; None: some tasks, or not known.
 
     The fields are those of ``Task``; ``images`` are source images. ``tokens``: source images are image tokens in ``meta``.
+    ``pairs``: a chosen and a rejected image.
     """
 
     images: bool | None = None
@@ -58,6 +62,7 @@ class TaskContents:
     target: bool | None = None
     text: bool | None = None
     tokens: bool = False
+    pairs: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -57,12 +57,15 @@ def test_the_code_of_the_python_page_runs(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, script.__name__, script)
     names = vars(script)
     names |= {"retouch": retouch, "ImageStat": ImageStat, "pipe": tiny_pipelines.sd3(), "dataset": dataset}
-    arguments, function, scoring, own, use = blocks("docs/python.md", "")
+    arguments, function, scoring, own, pairs, use = blocks("docs/python.md", "")
     names["images"] = [Image.new("RGB", (8, 8), "red")]
-    for block in (function, scoring, arguments, own):
+    sides = {"chosen": Image.new("RGB", (32, 32), "white"), "rejected": Image.new("RGB", (32, 32), "black")}
+    names["pairs"] = [{"prompt": f"{number}", **sides} for number in range(16)]
+    for block in (function, scoring, arguments, own, pairs):
         exec(block, names)
     assert names["summary"].steps == 2
     assert names["own"].train().steps == 2
+    assert names["from_pairs"].train().steps == 2
     made = names["trainer"].recipe
     names["trainer"] = retouch.Trainer(
         model=tiny_pipelines.sd3(),

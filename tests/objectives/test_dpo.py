@@ -1,14 +1,16 @@
-"""Diffusion DPO on pairs of a group: by hand, and what makes no pair."""
+"""Diffusion DPO on pairs of a group and of the data: by hand, and what makes no pair."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
+import tiny_models
 import tiny_policies as tiny
 from retouch.core.random import generator
 from retouch.objectives.dpo import DPO
 from retouch.protocols import SupportsLosses
+from retouch.testing import check_objective
 
 ADVANTAGES = torch.tensor([0.2, 1.5, -0.7, -0.5])
 
@@ -16,6 +18,15 @@ ADVANTAGES = torch.tensor([0.2, 1.5, -0.7, -0.5])
 def minibatch(policy, advantages=ADVANTAGES, batch=None):
     batch = tiny.batch() if batch is None else batch
     return tiny.minibatch(batch, policy.rollout(batch), advantages)
+
+
+def pairs(count=3):
+    """A batch of pairs of the data: 8 x 16 px images, chosen and rejected."""
+    tasks = tuple(
+        replace(task, chosen=tiny_models.picture(200 + k, 16, 8), rejected=tiny_models.picture(300 + k, 16, 8))
+        for k, task in enumerate(tiny.tasks(count))
+    )
+    return tiny.batch(count, tasks=lambda count: tasks)
 
 
 def moved(**options):
@@ -90,3 +101,49 @@ def test_the_gradient_prefers_the_best():
             parameter -= 1e-3 * found[name] / max(1e-12, float(found[name].norm()))
     after = torch.stack([loss.sums["policy/loss"] for loss in tiny.gradient(policy, DPO(beta=50.0), some)[1]]).sum()
     assert after < before
+
+
+@pytest.mark.parametrize("microbatch", [1, 3, 4, 32])
+def test_the_loss_of_pairs_of_the_data_is_the_published_one(microbatch):
+    """- log sigmoid(- beta T w (e(chosen) - e_ref(chosen) - e(rejected) + e_ref(rejected))) at one noise and sigma, by hand."""
+    policy = moved(microbatch=microbatch)
+    objective = DPO(beta=3.0, pairs="data", samples=2)
+    batch = pairs()
+    trajectory = objective.demonstrate(policy, batch)
+    some = tiny.minibatch(batch, trajectory, torch.ones(6))
+    found, losses = tiny.gradient(policy, objective, some)
+    total = torch.zeros(())
+    for number, task in enumerate(batch.tasks):
+        for draw in range(2):
+            key = generator(batch.seed, "dpo", batch.step, number, 0, 0, draw)
+            sigma = torch.rand((), generator=key)
+            margin = torch.zeros(())
+            noise = None
+            for slot, image in enumerate((task.chosen, task.rejected)):
+                x0 = policy.model.encode_images([image])
+                noise = torch.randn(x0.shape[1:], generator=key)[None] if noise is None else noise
+                x = (1 - sigma) * x0 + sigma * noise
+                row = slice(2 * number + slot, 2 * number + slot + 1)
+                now, then = (policy.velocity(trajectory, row, x, sigma[None], which) for which in ("current", "reference"))
+                error, error_before = ((each - (noise - x0)).square().mean() for each in (now, then))
+                margin = margin + (error - error_before) * (-1 if slot else 1)
+            total = total - torch.log(torch.sigmoid(-3.0 * margin)) / 6
+    torch.testing.assert_close(sum(loss.value for loss in losses), total, rtol=1e-4, atol=1e-6)
+    slopes = torch.autograd.grad(total, list(tiny.trained(policy).values()), allow_unused=True)
+    by_hand = {
+        name: torch.zeros_like(parameter) if slope is None else slope
+        for (name, parameter), slope in zip(tiny.trained(policy).items(), slopes, strict=True)
+    }
+    assert tiny.distance(found, by_hand) < 1e-3
+    preferred, margin = (sum(loss.sums[f"policy/{name}"] for loss in losses) for name in ("preferred", "margin"))
+    assert 0 <= preferred <= 1
+    assert margin.isfinite()
+
+
+def test_pairs_of_the_data_keep_the_contract_of_objectives():
+    check_objective(DPO(beta=10.0, pairs="data"), moved(), pairs())
+
+
+def test_a_task_without_a_pair_is_named():
+    with pytest.raises(ValueError, match=r"task t0 has no chosen and rejected image; give the data both"):
+        DPO(pairs="data").demonstrate(tiny.policy(), tiny.batch())

@@ -40,7 +40,7 @@ def build_sets(recipe: Recipe, data: DataSource, *, size: tuple[int, int] | None
             eval_tasks=given.tasks,
             eval_seed=given.seed,
             eval_source=recipe.eval_data(),
-            required=_required(recipe),
+            required=_required(recipe, data),
         )
     )
 
@@ -58,8 +58,9 @@ def steps_of(phases: Sequence[ResolvedPhase], sets: Sequence[DataSets]) -> list[
     return steps
 
 
-def _required(recipe: Recipe) -> RowRequirements:
-    """What the image model takes (a writer of prompts needs no images), and the text that the reward reads."""
+def _required(recipe: Recipe, data: DataSource) -> RowRequirements:
+    """What the image model takes (a writer of prompts needs no images), the text that the reward reads, and the pairs that an
+    objective learns from ``data``."""
     model = recipe.image_model
     takes = model.takes if recipe.renderer is None or recipe.renderer.uses_sources else None
     return RowRequirements(
@@ -67,6 +68,7 @@ def _required(recipe: Recipe) -> RowRequirements:
         mask=takes is not None and takes.mask,
         reference=recipe.policy.train.reads_reference,
         text=any(part.reads_text for _, part in rewards_of(recipe)),
+        pairs=any(phase.objective.needs_pairs for phase in recipe.resolved_phases() if phase.data == data),
         model=model.kind,
         takes=str(takes),
     )
@@ -117,6 +119,7 @@ def build_phase(
         minibatches=recipe.minibatches,
         learning_rate=recipe.optimizer.learning_rate(peak=phase.learning_rate, steps=steps),
         trained_kinds=lambda step: objective.trained_kinds(step - steps.start),
+        demonstrate=objective.demonstrate,
     )
 
 

@@ -9,6 +9,7 @@ from retouch.data.rows import BadRow, Problem, Row, Rows
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRequirements:
     """``images``: least and most source images. ``mask``, ``reference``, ``text``: whether every row must have one.
+    ``pairs``: whether every row must have a chosen and a rejected image.
 
     ``model`` and ``takes`` are the words of the error message: "flux-fill takes one image and a mask".
     """
@@ -17,6 +18,7 @@ class RowRequirements:
     mask: bool = False
     reference: bool = False
     text: bool = False
+    pairs: bool = False
     model: str = "the model"
     takes: str = "any number of images"
 
@@ -45,6 +47,8 @@ class RequiredRows:
             wrong.append("an IP-Adapter reads a reference image, and this row has none")
         if required.text and not (row.text or "").strip():
             wrong.append("no text for the reward to look for; put it between double quotes in the prompt, or in a column `text`")
+        if required.pairs and (row.chosen is None or row.rejected is None):
+            wrong.append("no chosen and rejected image; DPO on the pairs of the data needs both in every row")
         if wrong:
             raise BadRow([Problem(row.file, row.line, what) for what in wrong])
         return row

@@ -1,7 +1,8 @@
 """Rows of a data set, checked field by field, with their images still encoded.
 
-The fields of a row are ``id``, ``instruction``, ``image`` (one or a list), ``mask``, ``reference``, ``target``, ``text`` (the text
-that the image should show) and ``source`` (rows of one source stay on one side of a split). A column map gives the data set's
+The fields of a row are ``id``, ``instruction``, ``image`` (one or a list), ``mask``, ``reference``, ``target``, ``chosen`` and
+``rejected`` (a pair of results of which people preferred the first), ``text`` (the text that the image should show) and ``source``
+(rows of one source stay on one side of a split). A column map gives the data set's
 names of the fields: ``{"instruction": "edit_prompt", "image": "source_image"}``. A dotted name reaches inside a nested value:
 ``"edit.compound.2.compound_instruction"``. All other columns that are JSON go to ``meta``.
 """
@@ -18,7 +19,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from retouch.data.images import EncodedImage
 from retouch.types import Json
 
-FIELDS = ("id", "instruction", "image", "mask", "reference", "target", "text", "source")
+FIELDS = ("id", "instruction", "image", "mask", "reference", "target", "chosen", "rejected", "text", "source")
 ToImage = Callable[[Any], EncodedImage]
 
 
@@ -64,6 +65,8 @@ class Row:
     source: str = ""
     tags: Mapping[str, str] = dataclasses.field(default_factory=dict)
     meta: Mapping[str, Json] = dataclasses.field(default_factory=dict)
+    chosen: EncodedImage | None = None
+    rejected: EncodedImage | None = None
 
 
 @runtime_checkable
@@ -98,6 +101,10 @@ class Layout:
             )
         images = self._images(values["image"], wrong) if "image" in self.columns else ()
         mask, reference, target = (self._image(field, values.get(field), wrong) for field in ("mask", "reference", "target"))
+        chosen, rejected = (self._image(field, values.get(field), wrong) for field in ("chosen", "rejected"))
+        if (values.get("chosen") is None) != (values.get("rejected") is None):
+            there, missing = ("chosen", "rejected") if values.get("rejected") is None else ("rejected", "chosen")
+            wrong.append(f"a {there} image without a {missing} one; a pair needs both")
         names = {field: self._name(field, values.get(field), wrong) for field in ("id", "text", "source")}
         tags = {key: self._name(key, dig(fields, key), wrong) for key in self.tag_keys}
         wrong += [f"{key!r}: no value for this tag" for key, value in tags.items() if value is None]
@@ -116,6 +123,8 @@ class Layout:
             source=names["source"] or (_content_key(images[0]) if images else instruction),
             tags={key: value for key, value in tags.items() if value is not None},
             meta={key: value for key, value in fields.items() if key not in self.columns.values() and _is_json(value)},
+            chosen=chosen,
+            rejected=rejected,
         )
 
     def _images(self, value: Any, wrong: list[str]) -> tuple[EncodedImage, ...]:

@@ -13,8 +13,9 @@ from retouch.types import Task
 class Tasks(Sequence[Task]):
     """The tasks of a data set, decoded on access. The last ``cache`` tasks stay in memory.
 
-    ``resize``: None keeps every size. Otherwise the first source image (or the target, without source images) decides the size of
-    itself, the mask and the target. Further source images are resized by their own size. A reference keeps its size.
+    ``resize``: None keeps every size. Otherwise the first source image (without source images the target, or the chosen image)
+    decides the size of itself, the mask and the target. Further source images are resized by their own size. A reference keeps its
+    size. A chosen and a rejected image always get the size of the first source image (or the target, or the chosen image).
 
     Indexing raises ValueError, with file and line, for an unusable row; ``accept`` finds these before training.
     """
@@ -50,7 +51,8 @@ class Tasks(Sequence[Task]):
         target = None if row.target is None else load_image(row.target)
         reference = None if row.reference is None else load_image(row.reference)
         mask = None if row.mask is None else load_mask(row.mask)
-        canvas = images[0] if images else target
+        pair = [None if image is None else load_image(image) for image in (row.chosen, row.rejected)]
+        canvas = images[0] if images else target or pair[0]
         if mask is not None and canvas is not None:
             require_same_size(mask.size, canvas.size)
         if self._resize is not None and canvas is not None:
@@ -58,6 +60,9 @@ class Tasks(Sequence[Task]):
             images = [fit(image, size=size if image is canvas else self._resize.size(image.size)) for image in images]
             target = None if target is None else fit(target, size=size)
             mask = None if mask is None else fit_mask(mask, size=size)
+        if canvas is not None:
+            size = canvas.size if self._resize is None else self._resize.size(canvas.size)
+            pair = [None if image is None else fit(image, size=size) for image in pair]
         return Task(
             id=row.id,
             instruction=row.instruction,
@@ -68,6 +73,8 @@ class Tasks(Sequence[Task]):
             text=row.text,
             tags=row.tags,
             meta=row.meta,
+            chosen=pair[0],
+            rejected=pair[1],
         )
 
 

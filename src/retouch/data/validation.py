@@ -84,6 +84,7 @@ class _Examined:
         target = self._image(row.target)
         self._image(row.reference)
         self._mask(row.mask, images[0] if images else target)
+        self._pair(self._image(row.chosen), self._image(row.rejected))
         source = images[0] if images else None
         if source is not None and target is not None and target.width * source.height != target.height * source.width:
             shapes = f"{target.width}x{target.height} but its source {source.width}x{source.height}"
@@ -106,6 +107,15 @@ class _Examined:
         if header.mode != "RGB":
             self._add(f"{encoded.name}: mode {header.mode}, read as RGB", "note")
         return image
+
+    def _pair(self, chosen: Image.Image | None, rejected: Image.Image | None) -> None:
+        if chosen is None or rejected is None:
+            return
+        if chosen.size == rejected.size and chosen.tobytes() == rejected.tobytes():
+            self._add("the chosen and the rejected image are the same, so there is nothing to prefer; remove the row", "error")
+        if chosen.width * rejected.height != rejected.width * chosen.height:
+            shapes = f"{chosen.width}x{chosen.height} and the rejected one {rejected.width}x{rejected.height}"
+            self._add(f"the chosen image is {shapes}: resizing crops them to one aspect ratio", "note")
 
     def _mask(self, encoded: EncodedImage | None, canvas: Image.Image | None) -> None:
         if encoded is None:

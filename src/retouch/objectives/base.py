@@ -10,7 +10,7 @@ from retouch.config.section import Count, NonNegative, Positive, Section
 
 if TYPE_CHECKING:
     from retouch.protocols import SupportsLosses
-    from retouch.types import Loss, Minibatch
+    from retouch.types import Batch, Loss, Minibatch, Trajectory
 
 
 class ValueHead(Section):
@@ -59,7 +59,9 @@ class Objective(Section):
     """
 
     imitates: ClassVar[bool] = False
-    """It learns from the tasks' own targets: no rollout, no reward, no advantage."""
+    """It learns from the tasks' own images or completions: no rollout, no reward, no advantage."""
+    needs_pairs: ClassVar[bool] = False
+    """Every task must have a chosen and a rejected image, and the two rows of its group are these images."""
     acts_with: ClassVar[Literal["current", "old"]] = "current"
     """Weights under which the rollout acts."""
     needs_velocities: ClassVar[bool] = False
@@ -81,6 +83,11 @@ class Objective(Section):
         ``(weights * loss_per_action).sum()``. Every rank must yield equally many shares.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no losses")
+
+    def demonstrate(self, policy: Any, batch: Batch) -> Trajectory:
+        """The trajectory of an objective that ``imitates``: by default the tasks' targets, encoded."""
+        trajectory: Trajectory = policy.demonstrate(batch)
+        return trajectory
 
     def after_step(self, policy: Any, step: int) -> None:
         """Called after optimizer step ``step`` (from 1) of the phase."""

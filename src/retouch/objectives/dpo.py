@@ -1,4 +1,7 @@
-"""Diffusion DPO on the best and the worst image of each group (Wallace et al. 2023, arXiv 2311.12908, for flow matching)."""
+"""Diffusion DPO (Wallace et al. 2023, arXiv 2311.12908, for flow matching as in Flow-DPO, Liu et al. 2025, arXiv 2501.13918).
+
+A pair is the best and the worst image of a group that the policy sampled, or a chosen and a rejected image of the data.
+"""
 
 from __future__ import annotations
 
@@ -9,35 +12,56 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from retouch.config.section import Positive
 from retouch.objectives.flow_matching import SampledPoints, squared_distance
 from retouch.protocols import VelocityPolicy
-from retouch.types import Loss, Minibatch
+from retouch.types import Batch, Loss, Minibatch, Trajectory
 
 if TYPE_CHECKING:
     from jaxtyping import Float
+    from PIL.Image import Image
     from torch import Tensor
 
 
 class DPO(SampledPoints):
-    """Diffusion DPO: the best image of each group is preferred to the worst. Loss of a pair:
+    """Diffusion DPO: one image of a pair is preferred to the other. Loss of a pair:
     - log sigmoid(- beta [ (e(best) - e_ref(best)) - (e(worst) - e_ref(worst)) ]).
 
     e is the squared error of the velocity, a mean over a latent's elements, at one point of the forward process; both images of a
     pair share its noise and sigma. A pair has the weight of its group. A group of equal advantages, or with fewer than two judged
-    images on this rank, has weight 0.
+    images on this rank, has weight 0. With ``pairs: 'data'`` nothing is sampled and no reward is asked: ``group_size`` is 2, and
+    each task must have a ``chosen`` and a ``rejected`` image.
     """
 
     kind: Literal["dpo"] = "dpo"
     beta: Positive = 2000.0
     """The paper's beta T: larger values stay closer to the reference."""
+    pairs: Literal["group", "data"] = "group"
+    """What is compared: the best and the worst image of each group of samples, or the images ``chosen`` and ``rejected`` of the
+    data."""
 
     needs_velocities: ClassVar[bool] = True
     learns_from_pairs: ClassVar[bool] = True
 
     @property
+    def imitates(self) -> bool:  # type: ignore[override]
+        return self.needs_pairs
+
+    @property
+    def needs_pairs(self) -> bool:  # type: ignore[override]
+        return self.pairs == "data"
+
+    @property
     def weight_copies(self) -> frozenset[str]:
         return frozenset({"reference"})
 
+    def demonstrate(self, policy: VelocityPolicy, batch: Batch) -> Trajectory:
+        """The chosen (slot 0) and the rejected image (slot 1) of each task, encoded. Raises ValueError if a task lacks one."""
+        return policy.demonstrate(batch, images=_pair_images(batch))
+
     def losses(self, policy: VelocityPolicy, minibatch: Minibatch) -> Iterator[Loss]:
-        """One share per group and draw, also for a group without a pair, so that all ranks yield equally many."""
+        """One share per group and draw, also for a group without a pair, so that all ranks yield equally many; with pairs of the
+        data, one per microbatch and draw."""
+        if self.needs_pairs:
+            yield from self._losses_of_data(policy, minibatch)
+            return
         from torch.nn.functional import logsigmoid
 
         weights = minibatch.weights.sum(dim=1)
@@ -49,18 +73,59 @@ class DPO(SampledPoints):
                 value = -weight * logsigmoid(self.beta * margin)
                 yield Loss(value, {"policy/loss": value.detach(), "policy/preferred": weight * (margin.detach() > 0)})
 
+    def _losses_of_data(self, policy: VelocityPolicy, minibatch: Minibatch) -> Iterator[Loss]:
+        """The same loss for rows chosen, rejected, chosen, rejected, ..., several pairs in one forward pass."""
+        from torch.nn.functional import logsigmoid
+
+        assert minibatch.batch.slot == (0, 1) * (len(minibatch.batch) // 2), "check_ranks keeps pairs whole"
+        weights = minibatch.weights.sum(dim=1).view(-1, 2).sum(dim=1) / self.samples
+        for draw in range(self.samples):
+            for rows in _whole_pairs(policy, minibatch.trajectory):
+                improvement = self._improvement(policy, minibatch, rows, draw)
+                margin = improvement[0::2] - improvement[1::2]
+                weight = weights[rows.start // 2 : rows.stop // 2]
+                value = -(weight * logsigmoid(self.beta * margin)).sum()
+                sums = {
+                    "policy/loss": value.detach(),
+                    "policy/preferred": (weight * (margin.detach() > 0)).sum(),
+                    "policy/margin": (weight * self.beta * margin.detach()).sum(),
+                }
+                yield Loss(value, sums)
+
     def _margin(self, policy: VelocityPolicy, minibatch: Minibatch, best: int, worst: int, draw: int) -> Float[Tensor, ""]:
         """How much more the error of the best image has fallen since the reference than that of the worst."""
         low, high = sorted((best, worst))
-        rows = slice(low, high + 1, max(1, high - low))
+        improvement = self._improvement(policy, minibatch, slice(low, high + 1, max(1, high - low)), draw)
+        return improvement[0 if best == low else -1] - improvement[0 if worst == low else -1]
+
+    def _improvement(self, policy: VelocityPolicy, minibatch: Minibatch, rows: slice, draw: int) -> Float[Tensor, " r"]:
+        """How much each row's error has fallen since the reference, at the point of its group."""
         trajectory, batch = minibatch.trajectory, minibatch.batch
         x0 = trajectory.outputs[rows]
         of_group = replace(batch, slot=(0,) * len(batch))  # the point of a pair depends on its group alone
         x, noise, sigma = self.draw_points(x0, of_group, rows, purpose="dpo", epoch=minibatch.epoch, draw=draw)
         velocity = policy.velocity(trajectory, rows, x, sigma, "current")
         reference = policy.velocity(trajectory, rows, x, sigma, "reference")
-        improvement = squared_distance(reference, noise - x0) - squared_distance(velocity, noise - x0)
-        return improvement[0 if best == low else -1] - improvement[0 if worst == low else -1]
+        return squared_distance(reference, noise - x0) - squared_distance(velocity, noise - x0)
+
+
+def _pair_images(batch: Batch) -> list[Image]:
+    """The image of each row: the chosen one of its task in slot 0, the rejected one in slot 1."""
+    found: list[Image] = []
+    for group, slot in zip(batch.group, batch.slot, strict=True):
+        task = batch.tasks[group]
+        if task.chosen is None or task.rejected is None:
+            raise ValueError(f"task {task.id} has no chosen and rejected image; give the data both, or take objective.pairs group")
+        found.append(task.rejected if slot else task.chosen)
+    return found
+
+
+def _whole_pairs(policy: VelocityPolicy, trajectory: Trajectory) -> Iterator[slice]:
+    """Slices of neighbouring pairs, each about as long as the policy's microbatch."""
+    first = next(iter(policy.row_slices(trajectory)))
+    rows = max(2, (first.stop - first.start) // 2 * 2)
+    for start in range(0, len(trajectory), rows):
+        yield slice(start, min(start + rows, len(trajectory)))
 
 
 def _groups(group: Sequence[int]) -> list[list[int]]:

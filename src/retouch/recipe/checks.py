@@ -45,6 +45,12 @@ def check_ranks(recipe: "RecipeKeys", world: int) -> None:
         check_arithmetic(
             tasks_per_step=phase.tasks_per_step, group_size=phase.group_size, minibatches=recipe.minibatches, world=world
         )
+        parts = recipe.minibatches * world
+        if phase.objective.needs_pairs and phase.tasks_per_step % parts:
+            raise ValueError(
+                f"tasks_per_step: {phase.tasks_per_step} pairs do not divide over {recipe.minibatches} minibatches on {world} "
+                f"ranks, and both images of a pair belong into one; use a multiple of {parts}"
+            )
 
 
 def rank_count_warning(recipe: "RecipeKeys", world: int) -> str | None:
@@ -123,7 +129,9 @@ def _phases(recipe: "RecipeKeys") -> Iterator[str]:
         yield from phase.objective.problems(_context(recipe, phase, at))
         tokens = phase.rollout.writes_tokens
         yield from recipe.advantage.problems(phase.objective, objective_key=at["objective"], writes_tokens=tokens)
-        if phase.imitates:
+        if phase.objective.needs_pairs:
+            yield from _pairs(phase, at)
+        elif phase.imitates:
             if phase.data.contents().target is False:
                 has = f"{phase.data.label} have no targets"
                 yield f"{at['data']}: {has}, and {phase.objective.label} needs them; use folder or hub data"
@@ -135,6 +143,15 @@ def _phases(recipe: "RecipeKeys") -> Iterator[str]:
         warmup = recipe.optimizer.warmup_steps
         if phase.steps and warmup > phase.steps:
             yield f"optimizer.warmup_steps: {warmup} exceeds the {phase.steps} steps of phase {phase.name!r}; use fewer"
+
+
+def _pairs(phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:
+    """A group is a pair of images of the data."""
+    if phase.data.contents().pairs is False:
+        why = f"{phase.data.label} has no columns `chosen` and `rejected`, which {at['objective']}.pairs 'data' compares"
+        yield f"{at['data']}: {why}; name them in columns, or give folder, hub or table data that have them"
+    if phase.group_size != 2:
+        yield f"{at['group_size']}: {phase.group_size}, and a pair of the data has 2 images; set 2"
 
 
 def _exploration(recipe: "RecipeKeys", phase: ResolvedPhase, at: dict[str, str]) -> Iterator[str]:

@@ -28,7 +28,7 @@ def check_objective(objective: Objective, policy: Any, batch: Batch) -> None:
     - Rows of weight 0 do not change it, whatever their advantages.
     - ``policy/loss`` in the metrics is the sum of the shares.
     """
-    trajectory = policy.demonstrate(batch) if objective.imitates else policy.rollout(batch)
+    trajectory = objective.demonstrate(policy, batch) if objective.imitates else policy.rollout(batch)
     minibatch = _minibatch(batch, trajectory)
     trained = [parameter for parameter in policy.module.parameters() if parameter.requires_grad]
     require(len(trained) > 0, "no parameter of policy.module requires a gradient")

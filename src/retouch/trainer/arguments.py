@@ -91,7 +91,7 @@ def describe(
         "name": run_name or _run_name(section),
         "out": str(output_dir),
         "tasks_per_step": 8,
-        "group_size": 8,
+        "group_size": 2 if objective is not None and objective.needs_pairs else 8,
         "policy": _policy(section, peft_config, keys.pop("ema", None), keys.pop("gradient_checkpointing", False)),
         "data": DATA.document(data),
         "reward": {**rewards, "combine": combine, **_max_missing(keys)},

@@ -53,7 +53,8 @@ class Phase:
     ``batch``: this rank's rows of a step. ``order``: the global row numbers of all ranks' rows, in the order of ranks. ``group``:
     the group of each global row. ``advantage``: None for an objective that imitates the tasks' targets (no rollout, no reward).
     ``reward_range``: smallest and largest possible reward. ``normalise`` and ``max_length``: see ``core/weights.py``.
-    ``trained_kinds``: kinds of actions (see ``Kind``) that train in a step; None is all, the others have weight 0.
+    ``trained_kinds``: kinds of actions (see ``Kind``) that train in a step; None is all, the others have weight 0. ``demonstrate``:
+    without an ``advantage``, makes the trajectory of a policy and a batch from the tasks themselves.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Phase:
     minibatches: int
     learning_rate: Callable[[int], float]
     trained_kinds: Callable[[int], Sequence[int] | None] = lambda step: None
+    demonstrate: Callable[[Any, Batch], Trajectory] = lambda policy, batch: policy.demonstrate(batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +125,7 @@ def collect(run: Run, phase: Phase, step: int) -> Collected:
     batch = phase.batch(step)
     if phase.advantage is None:
         with run.clock("encode"):
-            trajectory = run.policy.demonstrate(batch)
+            trajectory = phase.demonstrate(run.policy, batch)
         ones = torch.ones(trajectory.mask.shape)
         return Collected(batch, trajectory, ones, ones[:, 0].bool(), {})
     parts, images, pending = [], [], []

@@ -7,6 +7,7 @@ frozen ones must not. A KL penalty must have a gradient once the policy differs 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -99,7 +100,7 @@ def _trial_minibatch(run: Run, phase: Phase, step: int, rows: int) -> Minibatch:
     pairs = isinstance(phase.objective, Objective) and phase.objective.learns_from_pairs
     stride = 1 if pairs else len(batch) // rows
     batch = batch.take(slice(0, stride * rows, stride))
-    act = run.policy.demonstrate if phase.advantage is None else run.policy.rollout
+    act = partial(phase.demonstrate, run.policy) if phase.advantage is None else run.policy.rollout
     parts = [act(batch.take(slice(first, first + run.chunk))) for first in range(0, len(batch), run.chunk)]
     trajectory = type(parts[0]).concat(parts)
     signs = torch.ones(len(batch))

@@ -149,7 +149,7 @@ def test_folders_without_what_is_needed_are_refused(tmp_path, photos):
     (photos / "metadata.csv").write_text("file_name,file_name\na,b\n")
     with pytest.raises(ValueError, match="empty or repeated names"):
         read_folder(photos)
-    with pytest.raises(ValueError, match="no row has a file_name or a target"):
+    with pytest.raises(ValueError, match="no row has a file_name, a target or a chosen image"):
         read_folder(write(tmp_path / "words", [{"instruction": "x"}]))
 
 

@@ -67,7 +67,7 @@ class ComplexEditData(ImageData):
         return read_complex_edit(self.path, complexity=self.complexity, split=self.split, revision=self.revision)
 
     def contents(self) -> TaskContents:
-        return TaskContents(images=True, mask=False, reference=False)
+        return TaskContents(images=True, mask=False, reference=False, pairs=False)
 
 
 class ComplexEditRows:

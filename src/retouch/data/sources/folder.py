@@ -1,8 +1,9 @@
 """A folder of images with ``metadata.jsonl`` or ``metadata.csv``, in the layout of Hugging Face's imagefolder.
 
 A line has ``file_name`` (or ``file_names``, ``image``, ``images``) and ``instruction`` (or ``prompt``), and may have ``target``,
-``mask``, ``reference`` (each also as ``target_file_name`` and so on), ``text``, ``id`` and ``source``. File names are relative to
-the metadata file, and no file outside the folder is ever opened. Where no line names a source image, the tasks are text-to-image.
+``mask``, ``reference``, ``chosen`` and ``rejected`` (each also as ``target_file_name`` and so on), ``text``, ``id`` and ``source``.
+File names are relative to the metadata file, and no file outside the folder is ever opened. Where no line names a source image,
+the tasks are text-to-image.
 All rows are kept in memory; for millions of rows use parquet and ``HubData``.
 """
 
@@ -25,6 +26,8 @@ _COLUMNS = {
     "mask": ("mask", "mask_file_name"),
     "reference": ("reference", "reference_file_name"),
     "target": ("target", "target_file_name"),
+    "chosen": ("chosen", "chosen_file_name"),
+    "rejected": ("rejected", "rejected_file_name"),
     "text": ("text",),
     "source": ("source",),
 }
@@ -71,8 +74,10 @@ def read_folder(
         raise ValueError(f"{folder}: {' and '.join(there) or 'no metadata'} found; one of {' and '.join(METADATA)} must be there")
     table = read_table(path_under(root, there[0]))
     found, notes = find_columns(table.keys(), columns=columns or {}, defaults=_COLUMNS, file=table.file)
-    if "image" not in found and "target" not in found:
-        raise ValueError(f"{table.file}: no row has a file_name or a target; for a list of prompts take data.kind prompts")
+    if not {"image", "target", "chosen"} & found.keys():
+        raise ValueError(
+            f"{table.file}: no row has a file_name, a target or a chosen image; for prompts alone take data.kind prompts"
+        )
     layout = Layout(table.file, name or root.resolve().name, found, tag_keys, lambda value: image_under(root, value))
     return TableRows(table, layout, notes=notes)
 

@@ -26,6 +26,8 @@ _COLUMNS = {
     "mask": ("mask",),
     "reference": ("reference",),
     "target": ("target",),
+    "chosen": ("chosen",),
+    "rejected": ("rejected",),
     "text": ("text",),
     "source": ("source",),
 }

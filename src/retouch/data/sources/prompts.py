@@ -45,7 +45,7 @@ class PromptData(StoredData):
         return read_prompts(path) if path.suffix in (".txt", ".jsonl") else None
 
     def contents(self) -> TaskContents:
-        return TaskContents(images=False, mask=False, reference=False, target=False)
+        return TaskContents(images=False, mask=False, reference=False, target=False, pairs=False)
 
 
 class PromptRows:

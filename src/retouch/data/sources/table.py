@@ -36,6 +36,8 @@ COLUMNS = {
     "mask": ("mask",),
     "reference": ("reference",),
     "target": ("target", "target_image"),
+    "chosen": ("chosen", "chosen_image"),
+    "rejected": ("rejected", "rejected_image"),
     "text": ("text",),
     "source": ("source",),
 }
@@ -115,6 +117,7 @@ class TableData(ImageData):
             reference=None if "reference" in self.has else False,
             target=None if "target" in self.has else False,
             text=None if "text" in self.has else False,
+            pairs=None if {"chosen", "rejected"} <= set(self.has) else False,
         )
 
 

@@ -72,7 +72,7 @@ class TokenData(DataSource):
         return TokenRows([path], trusted=False) if (path / LIST).is_file() or path.name == Path(LIST).name else None
 
     def contents(self) -> TaskContents:
-        return TaskContents(mask=False, reference=False, tokens=True)
+        return TaskContents(mask=False, reference=False, tokens=True, pairs=False)
 
     def problems(self, at: str, *, eval_split: SplitName | None) -> Iterator[str]:
         for prefix in ("", "validation_"):

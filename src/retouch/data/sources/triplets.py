@@ -41,7 +41,7 @@ class TripletData(ImageData):
         return TripletRows(path, reference="own") if (path / LIST).is_file() else None
 
     def contents(self) -> TaskContents:
-        return TaskContents(images=True, mask=True, reference=True, target=True, text=True)
+        return TaskContents(images=True, mask=True, reference=True, target=True, text=True, pairs=False)
 
 
 class TripletRows:

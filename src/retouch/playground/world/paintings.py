@@ -41,7 +41,7 @@ class PaintingData(GeneratedData):
     """Share of the tasks with several things whose completion stops after the first or second thing; held-out tasks have none."""
 
     def contents(self) -> TaskContents:
-        return TaskContents(images=False, mask=False, reference=False, target=True)
+        return TaskContents(images=False, mask=False, reference=False, target=True, pairs=False)
 
     def tasks(self, *, in_turn: bool = False) -> PaintingTasks:
         return PaintingTasks(self, in_turn=in_turn)

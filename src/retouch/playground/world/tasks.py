@@ -64,7 +64,7 @@ class PlaygroundData(GeneratedData):
     """Each task also has its edits in plain words as a thought, for models that generate a chain of thought."""
 
     def contents(self) -> TaskContents:
-        return TaskContents(images=True, mask=False, reference=False, target=True)
+        return TaskContents(images=True, mask=False, reference=False, target=True, pairs=False)
 
     def tasks(self, *, in_turn: bool = False) -> Sequence[Task]:
         tasks: Sequence[Task] = PlaygroundTasks(self, in_turn=in_turn)

@@ -61,7 +61,7 @@ class WordData(GeneratedData):
     """The signs of the source image have another ink and paper than the target, which only the reference image shows."""
 
     def contents(self) -> TaskContents:
-        return TaskContents(images=True, mask=True, reference=True, target=True, text=True)
+        return TaskContents(images=True, mask=True, reference=True, target=True, text=True, pairs=False)
 
     def tasks(self, *, in_turn: bool = False) -> "WordTasks":
         return WordTasks(self)

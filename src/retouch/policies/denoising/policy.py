@@ -5,13 +5,14 @@ to ``latents[:, j + 1]``, at ``sigmas[first + j]``. All other steps of the chain
 (seed, step, group, slot) and drawn on the CPU.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Literal
 
 import torch
 from jaxtyping import Float
+from PIL.Image import Image
 from torch import Tensor, nn
 
 from retouch.core.divergences import gaussian_kl, velocity_mse
@@ -79,16 +80,16 @@ class DenoisingPolicy:
         with self.copies.using("average") if "average" in self.copies.copies else nullcontext():
             return self._denoise(batch, num_steps=self.eval_steps, actions=range(0), shared_noise=False)
 
-    def demonstrate(self, batch: Batch) -> DenoisingTrajectory:
-        """The tasks' targets as outputs. Raises ValueError if a task has no target."""
-        targets = [batch.tasks[k].target for k in batch.group]
-        images = [target for target in targets if target is not None]
-        if len(images) < len(targets):
+    def demonstrate(self, batch: Batch, *, images: Sequence[Image] | None = None) -> DenoisingTrajectory:
+        """The tasks' targets as outputs, or ``images``, one per row. Raises ValueError if a task has no target."""
+        targets = [batch.tasks[k].target for k in batch.group] if images is None else images
+        found = [target for target in targets if target is not None]
+        if len(found) < len(targets):
             lacking = next(batch.tasks[k].id for k in batch.group if batch.tasks[k].target is None)
             raise ValueError(f"task {lacking} has no target image, which supervised learning needs; give the data a `target`")
         conditioning = drop_references(self.model.encode(batch.tasks), batch, fraction=self.reference_dropout)
         with torch.no_grad():
-            x = self.model.encode_images(images)
+            x = self.model.encode_images(found)
         return self._image_trajectory(x, sigmas=x.new_zeros(1), conditioning=conditioning, group=self._group(batch))
 
     @torch.no_grad()

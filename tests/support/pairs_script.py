@@ -1,0 +1,36 @@
+"""A user's script: DPO of a tiny Stable Diffusion 3 on pairs of images, into the given folder. It knows nothing of ranks."""
+
+import sys
+
+from PIL import Image
+
+import retouch
+import tiny_pipelines
+
+
+def main(out: str) -> None:
+    trainer = retouch.Trainer(
+        tiny_pipelines.sd3(),
+        "share",
+        [
+            {
+                "prompt": f"image {number}",
+                "id": str(number),
+                "chosen": Image.new("RGB", (32, 32), (200 + number, 9, 9)),
+                "rejected": Image.new("RGB", (32, 32), (9, 9, 200 + number)),
+            }
+            for number in range(12)
+        ],
+        objective=retouch.DPO(pairs="data", beta=100.0),
+        peft_config=retouch.Lora(rank=2, alpha=2),
+        rollout={"num_steps": 3, "transition": {"kind": "ode"}},
+        **{"steps": 3, "tasks_per_step": 4, "size": 32, "device": "cpu", "trackers": ()},
+        output_dir=out,
+        run_name="run",
+        progress=False,
+    )
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,183 @@
+"""DPO on pairs of the data: from Python and from recipes, resumed, on two ranks, and what is refused before anything is loaded."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+import retouch
+import tiny_models
+import tiny_pipelines
+from retouch.records.folder import RunFolder
+from retouch.session.session import run
+
+SCRIPT = Path(__file__).parents[1] / "support" / "pairs_script.py"
+SMALL: dict[str, Any] = {
+    "peft_config": retouch.Lora(rank=4, alpha=8, targets=["attn.to_q", "attn.to_v"]),
+    "steps": 3,
+    "tasks_per_step": 2,
+    "rollout": {"num_steps": 3, "transition": {"kind": "ode"}},
+    "learning_rate": 1e-2,
+    "device": "cpu",
+    "size": (32, 32),
+    "trackers": (),
+    "samples": {"every": 0},
+    "progress": False,
+}
+
+
+def flat(colour: tuple[int, int, int], size: tuple[int, int] = (32, 32)) -> Image.Image:
+    return Image.new("RGB", size, colour)
+
+
+def pairs(count: int = 12) -> list[dict[str, Any]]:
+    """A red image is preferred to a blue one."""
+    return [
+        {
+            "prompt": f"image {number}",
+            "id": str(number),
+            "chosen": flat((200 + number, 9, 9)),
+            "rejected": flat((9, 9, 200 + number)),
+        }
+        for number in range(count)
+    ]
+
+
+def trainer(out: Path, **changes: Any) -> retouch.Trainer:
+    options = {
+        "model": tiny_pipelines.sd3(),
+        "reward_funcs": "share",
+        "train_dataset": pairs(),
+        "objective": retouch.DPO(pairs="data"),
+        **SMALL,
+        **changes,
+    }
+    return retouch.Trainer(**options, output_dir=out, run_name="run")
+
+
+def bits(folder: Path) -> tuple[str, dict[str, torch.Tensor]]:
+    newest = max((folder / "checkpoints").glob("step-*"))
+    tensors = {f"{file.stem}/{name}": each for file in newest.glob("*.safetensors") for name, each in load_file(file).items()}
+    tensors.pop("random/python")  # beartype, which checks types in tests, uses Python's generator
+    return (folder / "metrics.jsonl").read_text(), tensors
+
+
+def test_a_run_learns_from_pairs_without_rollout_and_reward(tmp_path: Path) -> None:
+    made = trainer(tmp_path, steps=25, objective=retouch.DPO(pairs="data", beta=50.0))
+    assert made.recipe.group_size == 2
+    made.train()
+    history = [entry for entry in made.state.log_history if "policy/loss" in entry]
+    assert not any("reward/mean" in entry for entry in history)
+    assert history[0]["policy/loss"] == pytest.approx(0.6931, abs=1e-3)  # log 2: the policy is the reference
+    later = [sum(entry[key] for entry in history[-5:]) / 5 for key in ("policy/loss", "policy/preferred", "policy/margin")]
+    assert later[0] < 0.6
+    assert later[1] > 0.9
+    assert later[2] > 0.1
+
+
+def test_a_run_that_stops_continues_to_the_same_bits(tmp_path: Path) -> None:
+    whole = trainer(tmp_path / "whole")
+    whole.train()
+    for step in trainer(tmp_path / "parts"):
+        if step.step == 1:
+            break
+    rest = trainer(tmp_path / "parts")
+    rest.train()
+    (metrics, tensors), (others, same) = bits(whole.folder), bits(rest.folder)
+    assert metrics == others
+    assert [name for name in tensors if not torch.equal(tensors[name].nan_to_num(7), same[name].nan_to_num(7))] == []
+
+
+def test_a_folder_of_pairs_trains_from_a_recipe(tmp_path: Path) -> None:
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    lines = []
+    for row in pairs():
+        for side in ("chosen", "rejected"):
+            row[side].save(folder / f"{side}-{row['id']}.png")
+        lines.append({"prompt": row["prompt"], "chosen": f"chosen-{row['id']}.png", "rejected": f"rejected-{row['id']}.png"})
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tiny_pipelines.sd3().save_pretrained(tmp_path / "sd3")
+    options = {"train_dataset": str(folder), "model": str(tmp_path / "sd3"), "steps": 1}
+    made = trainer(tmp_path / "python", **options)
+    document = json.loads(json.dumps(made.recipe.document()))
+    assert document["objective"]["pairs"] == "data"
+    again = retouch.Trainer.from_recipe({**document, "out": str(tmp_path / "recipe")}).recipe
+    assert run(again, fresh=False) == 0
+    made.train()
+    assert bits(made.folder)[0] == bits(again.folder)[0]
+
+
+def test_two_ranks_train_as_one(tmp_path: Path) -> None:
+    def trained(out: Path, *launcher: str) -> RunFolder:
+        path = os.pathsep.join([str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
+        command = [sys.executable, "-W", "ignore", *launcher, str(SCRIPT), str(out)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return RunFolder(out / "run")
+
+    alone = trained(tmp_path / "alone").read_metrics()
+    together = trained(tmp_path / "together", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2").read_metrics()
+    assert [line["step"] for line in together] == [1, 2, 3]
+    for one, two in zip(alone, together, strict=True):
+        for key in ("policy/loss", "policy/grad_norm", "policy/margin"):
+            assert one[key] == pytest.approx(two[key], rel=1e-3, abs=1e-4)  # margins are differences of errors, times beta
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"train_dataset": [{"prompt": "red"}, {"prompt": "blue"}]},
+            "data: table has no columns `chosen` and `rejected`, which objective.pairs 'data' compares; name them in columns",
+        ),
+        ({"group_size": 4}, "group_size: 4, and a pair of the data has 2 images; set 2"),
+        ({"minibatches": 4}, "tasks_per_step: 2 pairs do not divide over 4 minibatches on 1 ranks"),
+        ({"columns": {"chosen": "best"}}, "'chosen' should be read from 'best'"),
+        ({"columns": {"choosen": "chosen"}}, "'choosen' is not a field; 'chosen' is"),
+    ],
+)
+def test_mistakes_of_arguments_are_errors_of_the_constructor(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        trainer(tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rejected": None}, "train_dataset:12: error: a chosen image without a rejected one; a pair needs both"),
+        ({"chosen": None}, "train_dataset:12: error: a rejected image without a chosen one; a pair needs both"),
+        ({"chosen": None, "rejected": None}, "train_dataset:12: error: no chosen and rejected image; DPO on the pairs of the data"),
+        ({"chosen": flat((9, 9, 211))}, "train_dataset:12: error: the chosen and the rejected image are the same"),
+        ({"chosen": "no-such-file.png"}, "train_dataset:12: error: no-such-file.png: no such file"),
+    ],
+)
+def test_bad_rows_are_named_before_the_model_is_loaded(
+    tmp_path: Path, change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("retouch.assembly.assembly._build_models", lambda *_: pytest.fail("a model was built"))
+    rows = [*pairs(11), {**pairs(12)[11], **change}]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        trainer(tmp_path, train_dataset=rows).train()
+
+
+def test_pairs_get_the_size_of_the_model_and_other_shapes_are_noted() -> None:
+    from retouch.data.base import DataContext
+    from retouch.data.sources.table import TableData
+
+    rows = [*pairs(2), {"prompt": "wide", "chosen": tiny_models.picture(1, 48, 64), "rejected": tiny_models.picture(2, 40, 40)}]
+    table = TableData.of(rows, held_out=0)
+    sets = table.build(DataContext(size=(32, 32), eval_split="train"))
+    assert {image.size for task in sets.train for image in (task.chosen, task.rejected) if image} == {(32, 32)}
+    assert "train_dataset:3: note: the chosen image is 64x48 and the rejected one 40x40" in str(sets.problems[-1])
+    kept = table.build(DataContext(eval_split="train")).train[2]
+    assert [image.size for image in (kept.chosen, kept.rejected) if image] == [(64, 48), (64, 48)]
