@@ -20,7 +20,7 @@ settings.load_profile("retouch")
 TESTS = Path(__file__).parent
 NAMED_IN_TESTS = [
     *sorted(file.stem for file in TESTS.rglob("*.py")),
-    *("a", "bright", "flawed_judges", "judges", "mine", "no_such_module_of_mine", "nowhere", "scorers", "tiny_sd3"),
+    *("a", "bright", "flawed_judges", "judges", "mine", "no_such_module_of_mine", "nowhere", "scorers"),
     *("my_data", "my_reward", "my_model", "my_objective", "my_sampling"),
 ]
 USER = tempfile.TemporaryDirectory(prefix="retouch-tests-")

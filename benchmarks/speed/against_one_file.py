@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
-from opened import ROOT, opened
-from tiny_sd3 import one_file, one_file_batch
+from one_file_batches import one_file, one_file_batch
+from opened import opened
 
 from retouch.training.loop import collect, update
 
@@ -41,7 +41,7 @@ class AgainstOneFile:
 
 def measure(*, seed: int, steps: int) -> AgainstOneFile:
     """Both runs, step by step in turn."""
-    overrides = [f"seed={seed}", f"policy.model.args.seed={seed}", f"data.path={ROOT / 'benchmarks' / 'speed' / 'prompts.txt'}"]
+    overrides = [f"seed={seed}", f"policy.model.args.seed={seed}"]
     theirs, ours, rewards, off = [], [], [], 0.0
     with opened("tiny-sd3.jsonnet", overrides) as ready:
         phase = replace(ready.phase, batch=partial(one_file_batch, seed))

@@ -28,7 +28,7 @@ class Opened:
 def opened(recipe: str, overrides: Sequence[str] = ()) -> Iterator[Opened]:
     """The run of a recipe in ``recipes/``; its ledger lies in a folder that is gone afterwards."""
     with TemporaryDirectory() as folder, closing(Ledger(Path(folder), Ranks(), keep_images=False, new_judge=False)) as ledger:
-        parts = assemble(load(ROOT / "recipes" / recipe, overrides, allow_imports=["tiny_sd3"]), Ranks(), ledger=ledger)
+        parts = assemble(load(ROOT / "recipes" / recipe, overrides), Ranks(), ledger=ledger)
         try:
             parts.begin(0)
             ledger.attach(parts.judge, since=0)

@@ -12,12 +12,10 @@ import against_one_file
 import against_trl
 import step_time
 import torch
-from opened import ROOT
 
-PROMPTS = f"data.path={ROOT / 'benchmarks' / 'speed' / 'prompts.txt'}"
 PARTS = ["step", "one-file", "trl"]
 STEPS = {
-    "tiny SD3, GRPO": ("tiny-sd3.jsonnet", [PROMPTS]),
+    "tiny SD3, GRPO": ("tiny-sd3.jsonnet", []),
     "playground, GRPO": ("quickstart.jsonnet", []),
     "playground, NFT": ("playground/nft.jsonnet", []),
 }

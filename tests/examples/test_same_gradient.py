@@ -12,6 +12,7 @@ import torch
 
 from retouch.assembly.assembly import assemble
 from retouch.distributed.ranks import Ranks
+from retouch.pretraining.networks.tiny_sd3 import tiny_sd3_pipeline
 from retouch.recipe.recipe import load
 from retouch.training.loop import accumulate, collect, make_minibatch
 
@@ -24,9 +25,9 @@ def first_step():
     """The recipe's parts on the example's first batch: (example, what was collected, gradient by name, metrics)."""
     sys.path.insert(0, str(ROOT / "benchmarks" / "speed"))
     try:
-        from tiny_sd3 import one_file, one_file_batch
+        from one_file_batches import one_file, one_file_batch
 
-        recipe = load(ROOT / "recipes" / "tiny-sd3.jsonnet", [f"data.path={ROOT / 'benchmarks' / 'speed' / 'prompts.txt'}"])
+        recipe = load(ROOT / "recipes" / "tiny-sd3.jsonnet")
         parts = assemble(recipe, Ranks())
     finally:
         sys.path.remove(str(ROOT / "benchmarks" / "speed"))
@@ -73,3 +74,12 @@ def test_first_gradient_is_the_one_file_s(first_step, monkeypatch):
 def test_rewards_are_the_one_file_s(first_step):
     one_file, collected, _, _ = first_step
     assert collected.judged.rewards == pytest.approx(one_file.share_of_red(pixels(collected.images)), abs=1e-6)
+
+
+def test_the_packaged_model_has_the_weights_of_the_one_file(first_step):
+    one_file = first_step[0]
+    theirs, ours = one_file.build_models(SEED), tiny_sd3_pipeline(SEED)
+    for part in ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3"):
+        expected, found = getattr(theirs, part).state_dict(), getattr(ours, part).state_dict()
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[name], found[name]) for name in expected)

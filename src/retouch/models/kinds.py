@@ -20,7 +20,7 @@ IMAGE_MODELS = Kinds(
         "qwen-image-2": "retouch.models.qwen_image_2.family:QwenImage2Model",
         "import": "retouch.models.base:ImportedModel",
     },
-    named=["retouch.pretraining.networks.tiny_fill:TinyFluxFill"],
+    named=["retouch.pretraining.networks.tiny_fill:TinyFluxFill", "retouch.pretraining.networks.tiny_sd3:TinySD3"],
     renamed={"playground-painter": "playground-text-to-image"},
 )
 

@@ -1,7 +1,4 @@
-"""The tiny, untrained Stable Diffusion 3 of examples/one_file_flow_grpo.py as a model of the library, and that file's own batches.
-
-A recipe names the class as ``tiny_sd3:TinySD3``, with this folder on PYTHONPATH and ``--allow-import tiny_sd3``.
-"""
+"""The batches of examples/one_file_flow_grpo.py for the library."""
 
 import importlib.util
 from pathlib import Path
@@ -9,7 +6,6 @@ from types import ModuleType
 
 import torch
 
-from retouch.models.sd3.model import SD3
 from retouch.types import Batch, Task
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,21 +21,6 @@ def _load() -> ModuleType:
 
 
 one_file = _load()
-
-
-class TinySD3(SD3):
-    """The example's models with random weights from ``seed``: the same tensors that the example itself draws."""
-
-    def __init__(self, *, seed: int) -> None:
-        pipeline = one_file.build_models(seed)
-        super().__init__(
-            transformer=pipeline.transformer,
-            vae=pipeline.vae,
-            text_encoders=(pipeline.text_encoder, pipeline.text_encoder_2, pipeline.text_encoder_3),
-            tokenizers=[pipeline.tokenizer, pipeline.tokenizer_2, pipeline.tokenizer_3],
-            scheduler_config=dict(pipeline.scheduler.config),
-            max_sequence_length=128,
-        )
 
 
 def one_file_batch(seed: int, step: int) -> Batch:
