@@ -236,8 +236,9 @@ class Assembly:
             self.copies.update_ema("average", min((1 + taken) / (10 + taken), ema.decay))
 
 
-def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> Assembly:
-    """Build a run's parts; whoever judges stands behind the ``ledger``, where there is one.
+def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None, trains: bool = True) -> Assembly:
+    """Build a run's parts. The reward's answers are cached in the ``ledger``, if there is one. ``trains``: False if the policy is
+    only evaluated or used.
 
     ValueError, before any weight of a policy is loaded, where the ranks cannot share a step, the data are bad, or the judge is
     another one than the ledger knows.
@@ -255,7 +256,7 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
             "give null for the combined reward"
         )
     phases = recipe.resolved_phases()
-    sets = sets_of(recipe, phases, size=recipe.image_size)
+    sets = sets_of(recipe, phases, size=recipe.image_size, trains=trains)
     plan = list(zip(phases, steps_of(phases, sets), strict=True))
     model, image_model = _build_models(recipe, placement)
     sets = [each.with_model(image_model) for each in sets]
@@ -276,7 +277,7 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None) -> A
     if recipe.advantage.value_head is not None:
         from retouch.assembly.value_head import build_head
 
-        head = build_head(recipe.advantage.value_head, model, tasks=sets[0].train, seed=recipe.seed)
+        head = build_head(recipe.advantage.value_head, model, tasks=sets[0].train or sets[0].heldout, seed=recipe.seed)
     return Assembly(
         recipe=recipe,
         ranks=ranks,

@@ -16,18 +16,20 @@ from retouch.training.loop import Phase
 from retouch.types import Batch, Task
 
 
-def sets_of(recipe: Recipe, phases: Sequence[ResolvedPhase], *, size: tuple[int, int] | None) -> list[DataSets]:
+def sets_of(
+    recipe: Recipe, phases: Sequence[ResolvedPhase], *, size: tuple[int, int] | None, trains: bool = True
+) -> list[DataSets]:
     """The tasks of each phase, as ``build_sets`` makes them. Data that several phases share are read once."""
     read: list[tuple[DataSource, DataSets]] = []
     for phase in phases:
         if all(phase.data != data for data, _ in read):
-            read.append((phase.data, build_sets(recipe, phase.data, size=size)))
+            read.append((phase.data, build_sets(recipe, phase.data, size=size, trains=trains)))
     return [next(sets for data, sets in read if data == phase.data) for phase in phases]
 
 
-def build_sets(recipe: Recipe, data: DataSource, *, size: tuple[int, int] | None) -> DataSets:
+def build_sets(recipe: Recipe, data: DataSource, *, size: tuple[int, int] | None, trains: bool = True) -> DataSets:
     """The tasks of a data source and the held-out tasks of the run. ``size``: (height, width) in px that the model works at, if
-    fixed.
+    fixed. ``trains``: False if the policy is only evaluated or used.
 
     Raises ValueError if rows are unusable, if no task is left, or if a known test set would be trained on.
     """
@@ -41,6 +43,7 @@ def build_sets(recipe: Recipe, data: DataSource, *, size: tuple[int, int] | None
             eval_seed=given.seed,
             eval_source=recipe.eval_data(),
             required=_required(recipe, data),
+            trains=trains,
         )
     )
 
@@ -52,7 +55,7 @@ def steps_of(phases: Sequence[ResolvedPhase], sets: Sequence[DataSets]) -> list[
         length = phase.steps
         if length is None:
             assert phase.passes is not None
-            length = steps_for_passes(phase.passes, size=len(data.train), count=phase.tasks_per_step)
+            length = steps_for_passes(phase.passes, size=max(1, len(data.train)), count=phase.tasks_per_step)
         start = steps[-1].stop if steps else 0
         steps.append(range(start, start + length))
     return steps

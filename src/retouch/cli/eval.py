@@ -14,11 +14,14 @@ def add_eval(commands: Commands) -> None:
         help="evaluate a run, or a recipe's untrained policy, on held-out tasks",
     )
     evaluate.add_argument("target", metavar="RECIPE_OR_RUN")
+    evaluate.add_argument(
+        "--data", metavar="PATH", help="evaluate on all rows of this data set (or Hub id), which may be a test set, instead"
+    )
     evaluate.set_defaults(run=_eval)
 
 
 def _eval(arguments: argparse.Namespace) -> int:
     from retouch.inference.evaluation import evaluate_target
 
-    print(json.dumps(evaluate_target(arguments.target, arguments.overrides), indent=2))
+    print(json.dumps(evaluate_target(arguments.target, arguments.overrides, data=arguments.data), indent=2))
     return 0

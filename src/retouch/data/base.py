@@ -24,7 +24,7 @@ from retouch.data.sampler import Subset
 from retouch.data.split import limit, split_by_source
 from retouch.data.tasks import Tasks
 from retouch.data.validation import OnBadRow, accept
-from retouch.types import Task, TaskContents
+from retouch.types import Json, Task, TaskContents
 
 
 def _equal_weights(value: Any) -> Any:
@@ -45,6 +45,7 @@ Mixture: TypeAlias = Annotated[
     dict[Complexity, NonNegative], Field(min_length=1), BeforeValidator(_equal_weights), AfterValidator(_one_positive)
 ]
 SplitName: TypeAlias = Literal["train", "validation", "test"]
+HeldOut: TypeAlias = Share | Count | Literal["all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,8 @@ class DataContext:
 
     ``seed``: of the run. ``size``: (height, width) in px that the model works at; None keeps every image's size. ``eval_split``,
     ``eval_tasks`` (most held-out tasks) and ``eval_seed``: the recipe's ``eval`` section. ``eval_source``: the run's data source as
-    evaluation uses it (``DataSource.for_evaluation``). ``required``: what every row must have.
+    evaluation uses it (``DataSource.for_evaluation``). ``required``: what every row must have. ``trains``: False if the policy is
+    only evaluated or used, so that known test sets are allowed and no training task is needed.
     """
 
     seed: int = 0
@@ -63,6 +65,7 @@ class DataContext:
     eval_seed: int = 0
     eval_source: DataSource | None = None
     required: RowRequirements = field(default_factory=RowRequirements)
+    trains: bool = True
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,13 @@ class DataSource(Section):
         """
         raise ValueError(f"data.kind: {self.label} data cannot be tokenized; give data with source images")
 
+    def keys_for_all(self, path: str) -> dict[str, Json]:
+        """The keys with which this section reads ``path`` and holds all of its rows out, for evaluation.
+
+        Raises ValueError if it reads no files.
+        """
+        raise ValueError(f"data.kind: {self.label} reads no files; use a recipe whose data have the layout of {path}")
+
     @classmethod
     def rows_at(cls, path: Path) -> Rows | None:
         """The rows of an existing file or folder in this source's layout, else None."""
@@ -145,11 +155,13 @@ class DataSource(Section):
         values = [getattr(self, key) for key in keys or self.path_keys]
         return [path for value in values for path in ((value,) if isinstance(value, str) else value)]
 
-    def refuse_test_sets(self) -> tuple[str, ...]:
+    def refuse_test_sets(self, *, trains: bool = True) -> tuple[str, ...]:
         """The known test sets among the training data, one line each, judged by path and by ``split`` where there is such a key.
 
-        Raises ValueError if there are any and ``allow_test_sets`` is not set.
+        Raises ValueError if there are any and ``allow_test_sets`` is not set. Without training (``trains`` False) there are none.
         """
+        if not trains:
+            return ()
         split = getattr(self, "split", None)
         found = refuse_test_sets(self.paths(*self.path_keys[:1]), split=split, allow_test_sets=self.allow_test_sets)
         return tuple(map(str, found))
@@ -160,9 +172,12 @@ class StoredData(DataSource):
 
     path_keys: ClassVar[tuple[str, ...]] = ("path",)
 
-    held_out: Share | Count = 0.1
+    held_out: HeldOut = 0.1
     """Kept for evaluation: a share of the source images (of the prompts, where there are no images), or (a whole number) at least
-    so many rows. All rows of an image stay together."""
+    so many rows. All rows of an image stay together. "all" keeps every row: for `retouch eval`, not for training."""
+    tags: tuple[str, ...] = Field(default=(), exclude_if=lambda tags: not tags)
+    """Columns whose values become tags of the tasks (``["task_type"]``): evaluations have a row for each value, and
+    ``eval.headline`` can name them."""
     limit: Count | None = None
     """Use so many training rows, drawn by the recipe's seed; null uses all."""
 
@@ -175,8 +190,12 @@ class StoredData(DataSource):
         """What to do about an unusable row."""
         return "refuse"
 
+    def keys_for_all(self, path: str) -> dict[str, Json]:
+        return {self.path_keys[0]: path, "held_out": "all", "limit": None}
+
     def build(self, context: DataContext) -> DataSets:
-        allowed = self.refuse_test_sets()
+        allowed = self.refuse_test_sets(trains=context.trains)
+        require_training_rows(self.held_out, context)
         rows = RequiredRows(self.rows(seed=context.seed), context.required)
         good, found = accept(rows, on_bad_row=self.bad_rows)
         split = split_by_source(sources(rows, good), held_out=self.held_out, seed=context.seed)
@@ -189,10 +208,7 @@ class StoredData(DataSource):
         return DataSets(Subset(tasks, train), Subset(tasks, at_most(heldout, context)), allowed, tuple(found))
 
     def problems(self, at: str, *, eval_split: SplitName | None) -> Iterator[str]:
-        if eval_split == "train" and self.held_out:
-            yield evaluated_on_training_tasks(at)
-        elif eval_split not in (None, "train") and not self.held_out:
-            yield nothing_held_out(at)
+        yield from held_out_problems(self.held_out, at, eval_split)
 
 
 class ImageData(StoredData):
@@ -202,6 +218,9 @@ class ImageData(StoredData):
     """Height and width in pixels that every image is resized to; null takes the model's."""
     on_bad_row: OnBadRow = "refuse"
     """What to do about an unusable row: stop before training, or leave it out with a warning."""
+    thought_keys: tuple[str, ...] = Field(default=(), exclude_if=lambda keys: not keys)
+    """Of a column ``thought`` whose values are maps: the keys that make the chain of thought, in this order, as lines
+    "key: value"; empty takes all values without their keys."""
 
     @property
     def image_size(self) -> Pixels | None:
@@ -229,14 +248,20 @@ def at_most(heldout: Sequence[int], context: DataContext) -> Sequence[int]:
     return limit(heldout, n=context.eval_tasks, seed=context.eval_seed)
 
 
-def evaluated_on_training_tasks(at: str) -> str:
-    """The problem of rows that are held out and never used."""
-    return f"eval.split: train evaluates on training tasks, so none need be held out; use {at}.held_out 0, or another split"
+def held_out_problems(held_out: float | str, at: str, eval_split: SplitName | None) -> Iterator[str]:
+    """The problems of rows that are held out and never used, and of an evaluation without tasks."""
+    if eval_split == "train" and held_out:
+        yield f"eval.split: train evaluates on training tasks, so none need be held out; use {at}.held_out 0, or another split"
+    elif eval_split not in (None, "train") and not held_out:
+        yield f"{at}.held_out: 0 leaves no tasks for evaluation; give 0.1, or eval.split train if there are too few rows"
 
 
-def nothing_held_out(at: str) -> str:
-    """The problem of an evaluation without tasks."""
-    return f"{at}.held_out: 0 leaves no tasks for evaluation; give 0.1, or eval.split train if there are too few rows"
+def require_training_rows(held_out: float | str, context: DataContext) -> None:
+    """Raise ValueError if all rows are held out from a run that trains."""
+    if held_out == "all" and context.trains:
+        raise ValueError(
+            'data.held_out: "all" leaves nothing to train on; it is for `retouch eval`. For training use 0.1, or a number of rows'
+        )
 
 
 def resize_to(size: tuple[int, int] | None) -> Resize | None:

@@ -1,8 +1,9 @@
 """Rows of a data set, checked field by field, with their images still encoded.
 
 The fields of a row are ``id``, ``instruction``, ``image`` (one or a list), ``mask``, ``reference``, ``target``, ``chosen`` and
-``rejected`` (a pair of results of which people preferred the first), ``text`` (the text that the image should show) and ``source``
-(rows of one source stay on one side of a split). A column map gives the data set's
+``rejected`` (a pair of results of which people preferred the first), ``text`` (the text that the image should show), ``source``
+(rows of one source stay on one side of a split) and ``thought`` (the chain of thought before the edited image, which goes to
+``meta``). A column map gives the data set's
 names of the fields: ``{"instruction": "edit_prompt", "image": "source_image"}``. A dotted name reaches inside a nested value:
 ``"edit.compound.2.compound_instruction"``. All other columns that are JSON go to ``meta``.
 """
@@ -10,6 +11,7 @@ names of the fields: ``{"instruction": "edit_prompt", "image": "source_image"}``
 import dataclasses
 import difflib
 import hashlib
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +19,11 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from retouch.data.images import EncodedImage
-from retouch.types import Json
+from retouch.types import Codes, Json
 
-FIELDS = ("id", "instruction", "image", "mask", "reference", "target", "chosen", "rejected", "text", "source")
+FIELDS = ("id", "instruction", "image", "mask", "reference", "target", "chosen", "rejected", "text", "source", "thought")
+LONGEST_THOUGHT = 1750
+"""Characters of a chain of thought; longer ones are truncated (EARL)."""
 ToImage = Callable[[Any], EncodedImage]
 
 
@@ -82,13 +86,15 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the rows of a data set are read. ``columns``: field to column. ``name``: the prefix of the ids of rows without an id."""
+    """How the rows of a data set are read. ``columns``: field to column. ``name``: the prefix of the ids of rows without an id.
+    ``thought_keys``: of a thought that is a map, the keys to use; all of them if there are none."""
 
     file: str
     name: str
     columns: Mapping[str, str]
     tag_keys: tuple[str, ...]
     to_image: ToImage
+    thought_keys: tuple[str, ...] = ()
 
     def parse(self, fields: Mapping[str, Any], *, line: int) -> Row:
         """The row that these fields make. Raises BadRow with all of its errors."""
@@ -108,6 +114,7 @@ class Layout:
         names = {field: self._name(field, values.get(field), wrong) for field in ("id", "text", "source")}
         tags = {key: self._name(key, dig(fields, key), wrong) for key in self.tag_keys}
         wrong += [f"{key!r}: no value for this tag" for key, value in tags.items() if value is None]
+        thought = self._thought(values.get("thought"), wrong)
         if wrong or instruction is None:
             raise BadRow([Problem(self.file, line, what) for what in wrong])
         return Row(
@@ -122,7 +129,10 @@ class Layout:
             text=names["text"],
             source=names["source"] or (_content_key(images[0]) if images else instruction),
             tags={key: value for key, value in tags.items() if value is not None},
-            meta={key: value for key, value in fields.items() if key not in self.columns.values() and _is_json(value)},
+            meta={
+                **{key: value for key, value in fields.items() if key not in self.columns.values() and _is_json(value)},
+                **({} if thought is None else {Codes.THOUGHT: thought}),
+            },
             chosen=chosen,
             rejected=rejected,
         )
@@ -143,12 +153,43 @@ class Layout:
             wrong.append(f"{self.columns[field]!r}: {error}")
             return None
 
+    def _thought(self, value: Any, wrong: list[str]) -> str | None:
+        try:
+            return thought_of(value, keys=self.thought_keys)
+        except ValueError as error:
+            wrong.append(f"{self.columns['thought']!r}: {error}")
+            return None
+
     def _name(self, field: str, value: Any, wrong: list[str]) -> str | None:
         if isinstance(value, str | int) and not isinstance(value, bool) and str(value).strip():
             return str(value)
         if value is not None:
             wrong.append(f"{self.columns.get(field, field)!r}: should be text or a whole number, not {value!r:.40}")
         return None
+
+
+def thought_of(value: Json, *, keys: Sequence[str] = ()) -> str | None:
+    """A chain of thought as text of at most ``LONGEST_THOUGHT`` characters; None for an empty one.
+
+    ``value``: text, or a map (also as JSON text, if there are ``keys``). A map gives its values in order, one a line, or for each
+    of ``keys`` a line "key: value", as EARL's ``--CoT-keys`` does. Raises ValueError for another value, or a map without a key.
+    """
+    if keys and isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError:
+            raise ValueError(f"should be a map with {', '.join(keys)}, and is not JSON") from None
+    if isinstance(value, Mapping):
+        if lacking := [key for key in keys if key not in value]:
+            raise ValueError(f"has no {lacking[0]!r}, which thought_keys names; it has {', '.join(map(str, value))}")
+        lines = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in value.values()]
+        if keys:
+            chosen = dict(zip(value, lines, strict=True))
+            lines = [f"{key}: {chosen[key]}" for key in keys]
+        value = "\n".join(lines)
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"should be text or a map of texts, not {value!r:.40}")
+    return value[:LONGEST_THOUGHT] if value is not None and value.strip() else None
 
 
 def find_columns(

@@ -7,6 +7,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from retouch.core.random import generator
 
@@ -19,14 +20,17 @@ class Split:
     held_out: tuple[int, ...]
 
 
-def split_by_source(sources: Sequence[str], *, held_out: float | int, seed: int) -> Split:
+def split_by_source(sources: Sequence[str], *, held_out: float | int | Literal["all"], seed: int) -> Split:
     """Split rows by ``sources``, one a row. Split before rows are repeated.
 
     ``held_out``: a float below 1 is the probability that a source is held out, independent of the other sources. A whole number is
-    the least number of held-out rows: the sources with the lowest hashes are held out, so added rows may replace others.
+    the least number of held-out rows: the sources with the lowest hashes are held out, so added rows may replace others. "all"
+    holds out every row.
 
-    Raises ValueError if a side is empty; only with ``held_out`` 0 may the held-out side be empty.
+    Raises ValueError if a side is empty; only with ``held_out`` 0 may the held-out side be empty, and with "all" the other.
     """
+    if held_out == "all":
+        return Split((), tuple(range(len(sources))))
     if held_out < 0 or (isinstance(held_out, float) and held_out >= 1):
         raise ValueError(f"held_out {held_out} must be a share from 0 to below 1, or a number of rows")
     places = {source: _uniform(seed, source) for source in set(sources)}

@@ -1,13 +1,24 @@
-"""``retouch eval``: evaluate a run, or a recipe's untrained policy, on held-out tasks."""
+"""``retouch eval``: evaluate a run, or a recipe's untrained policy, on held-out tasks or on a whole data set."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
-from retouch.inference.opening import open_target
+from retouch.data.base import DataSource
+from retouch.data.kinds import DATA
+from retouch.inference.opening import open_target, read_target
 from retouch.training.evaluation import headline_tasks, score_table
 
+_ALL = 10**9  # tasks: more than any data set has
 
-def evaluate_target(target: str, overrides: Sequence[str]) -> dict[str, object]:
-    """Column means and their 95 % confidence intervals by row of the held-out table, and the step whose weights were evaluated."""
+
+def evaluate_target(target: str, overrides: Sequence[str], *, data: str | None = None) -> dict[str, object]:
+    """Column means and their 95 % confidence intervals by row of the held-out table, and the step whose weights were evaluated.
+
+    ``data``: a path or Hub id whose rows are all evaluated, in place of the held-out tasks; ``overrides`` apply after it.
+    """
+    if data is not None:
+        overrides = [*whole_data(data, read_target(target)[0].data), *overrides]
     parts, step = open_target(target, overrides)
     try:
         evaluated = parts.evaluator(parts.judge.for_split("heldout", step))(parts.policy(parts.recipe.rollout))
@@ -15,3 +26,32 @@ def evaluate_target(target: str, overrides: Sequence[str]) -> dict[str, object]:
     finally:
         parts.judge.close()
     return {"name": parts.recipe.name, "step": step, "table": means, "ci95": intervals}
+
+
+def whole_data(path: str, section: DataSource) -> list[str]:
+    """The changes of a recipe, as for ``--set``, that make it evaluate all rows at ``path``, a file, a folder or a Hub id.
+
+    The keys of the recipe's own data ``section``, such as columns, are kept if ``path`` has its layout. Raises ValueError if
+    nothing is there.
+    """
+    kind = _kind_at(path, section)
+    changes = ["eval.split=test", f"eval.tasks={_ALL}", "eval.headline=null"]
+    if kind != section.label:
+        return [f"data={json.dumps({'kind': kind, 'path': path, 'held_out': 'all'})}", *changes]
+    return [*(f"data.{key}={json.dumps(value)}" for key, value in section.keys_for_all(path).items()), *changes]
+
+
+def _kind_at(path: str, section: DataSource) -> str:
+    """The kind of data source that reads ``path``: the recipe's own kind if it does."""
+    where = Path(path)
+    if not where.exists():
+        if not section.on_hub and path.count("/") != 1:
+            raise ValueError(f"--data {path}: no such file or folder, and not the id of a data set on the Hugging Face Hub")
+        return section.label if section.on_hub else "hub"
+    if type(section).rows_at(where) is not None:
+        return section.label
+    for kind in DATA:
+        found = DATA.load(kind)
+        if found is not None and issubclass(found, DataSource) and found.rows_at(where) is not None:
+            return kind
+    return section.label if section.on_hub else "hub"

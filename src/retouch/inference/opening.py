@@ -22,7 +22,7 @@ from retouch.training.checkpoint import TrainState
 def open_target(target: str, overrides: Sequence[str] = ()) -> tuple[Assembly, int]:
     """The parts of a recipe or run, and the step whose weights they have (0: untrained)."""
     silence_libraries()
-    recipe, folder = _recipe(target, overrides)
+    recipe, folder = read_target(target, overrides)
     return open_recipe(recipe, folder, trained=True)
 
 
@@ -31,7 +31,7 @@ def open_recipe(recipe: Recipe, folder: RunFolder | None, *, trained: bool) -> t
 
     Raises ValueError if the run has no checkpoint and must be ``trained``.
     """
-    parts = assemble(recipe, init_distributed_from_recipe(recipe))
+    parts = assemble(recipe, init_distributed_from_recipe(recipe), trains=False)
     state = _newest(folder, trained=trained)
     if state is None:
         return parts, 0
@@ -46,7 +46,7 @@ def open_writer(target: str, overrides: Sequence[str] = (), *, allow_imports: It
     policy that generates no text.
     """
     silence_libraries()
-    recipe, folder = _recipe(target, overrides, allow_imports)
+    recipe, folder = read_target(target, overrides, allow_imports)
     policy, renderer, rollout = recipe.policy, recipe.renderer, recipe.rollout
     if not isinstance(policy, AutoregressivePolicyKeys) or not isinstance(rollout, TokenRollout) or renderer is None:
         raise ValueError(f"{target}: its policy is an image model and generates no text; use `retouch sample`")
@@ -73,7 +73,8 @@ def _newest(folder: RunFolder | None, *, trained: bool) -> TrainState | None:
     return state
 
 
-def _recipe(target: str, overrides: Sequence[str], allow_imports: Iterable[str] = ()) -> tuple[Recipe, RunFolder | None]:
+def read_target(target: str, overrides: Sequence[str] = (), allow_imports: Iterable[str] = ()) -> tuple[Recipe, RunFolder | None]:
+    """The recipe of a file or of a run's folder, with ``overrides``, and the folder if it is a run."""
     folder = RunFolder(Path(target))
     if folder.recipe.is_file():
         return parse(folder.read_recipe()["recipe"], overrides, allow_imports=allow_imports), folder

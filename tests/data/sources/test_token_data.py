@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from PIL.Image import new
 
 from retouch.data.check import check, read_path
-from retouch.data.sources.features import LONGEST_THOUGHT, Feature, read_feature, thought_of
+from retouch.data.rows import LONGEST_THOUGHT, thought_of
+from retouch.data.sources.features import Feature, read_feature
 from retouch.data.sources.tokens import TokenRows, mixed, with_decoded_images
 from retouch.data.tasks import MappedTasks, Tasks
 from retouch.data.validation import accept

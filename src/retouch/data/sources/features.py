@@ -19,10 +19,7 @@ from numpy._core import multiarray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from retouch.types import Json
-
-LONGEST_THOUGHT = 1750
-"""Characters of a chain of thought; longer ones are truncated (EARL)."""
+from retouch.data.rows import thought_of
 
 _TYPES = ("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64")
 _PLAIN = [type(np.dtype(name)) for name in _TYPES]
@@ -94,16 +91,9 @@ def read_feature(path: Path, *, trusted: bool) -> Feature:
         instruction=fields["instruction"],
         source=source,
         target=target,
-        thought=thought_of(fields.get("CoT")),
+        thought=_thought(path, fields.get("CoT")),
         task=task,
     )
-
-
-def thought_of(value: Json) -> str | None:
-    """A chain of thought as text of at most ``LONGEST_THOUGHT`` characters. A map gives its values in order, one a line."""
-    if isinstance(value, Mapping):
-        value = "\n".join(each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in value.values())
-    return value[:LONGEST_THOUGHT] if isinstance(value, str) and value.strip() else None
 
 
 def load_restricted(path: Path) -> Any:
@@ -126,6 +116,13 @@ def _safetensors(path: Path) -> dict[str, Any]:
         return {**fields, **texts, **{name: json.loads(texts.get(name, "null")) for name in ("CoT", "task")}}
     except (SafetensorError, json.JSONDecodeError, OSError) as error:
         raise ValueError(f"{path}: damaged ({str(error).splitlines()[0]:.80}); make it again") from None
+
+
+def _thought(path: Path, value: Any) -> str | None:
+    try:
+        return thought_of(value)
+    except ValueError as error:
+        raise ValueError(f"{path}: its CoT {error}") from None
 
 
 def _grid(path: Path, name: str, codes: Any) -> Int[Tensor, "h w"]:

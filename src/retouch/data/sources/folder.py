@@ -30,6 +30,7 @@ _COLUMNS = {
     "rejected": ("rejected", "rejected_file_name"),
     "text": ("text",),
     "source": ("source",),
+    "thought": ("thought", "thinking", "CoT"),
 }
 
 
@@ -43,7 +44,7 @@ class FolderData(ImageData):
     """Our names (``instruction``, ``target``, ...) to the names in the file, where they differ."""
 
     def rows(self, *, seed: int) -> TableRows:
-        return read_folder(self.path, columns=self.columns)
+        return read_folder(self.path, columns=self.columns, tag_keys=self.tags, thought_keys=self.thought_keys)
 
     @classmethod
     def rows_at(cls, path: Path) -> TableRows | None:
@@ -56,13 +57,14 @@ def read_folder(
     metadata: str | None = None,
     columns: Mapping[str, str] | None = None,
     tag_keys: tuple[str, ...] = (),
+    thought_keys: tuple[str, ...] = (),
     name: str | None = None,
 ) -> TableRows:
     """The rows of a folder. Nothing is decoded yet.
 
     ``metadata``: the file's name, where it is not one of ``METADATA``. ``columns``: field to key, where keys differ from the
-    convention (``{"instruction": "edit_prompt"}``). ``tag_keys``: keys that become tags. ``name``: prefix of the ids of rows
-    without an id (by default the folder's name).
+    convention (``{"instruction": "edit_prompt"}``). ``tag_keys``: keys that become tags. ``thought_keys``: of a chain of
+    thought that is a map, the keys to use. ``name``: prefix of the ids of rows without an id (by default the folder's name).
 
     Raises ValueError for a missing folder, a missing or second metadata file, no rows, and unknown columns.
     """
@@ -78,7 +80,7 @@ def read_folder(
         raise ValueError(
             f"{table.file}: no row has a file_name, a target or a chosen image; for prompts alone take data.kind prompts"
         )
-    layout = Layout(table.file, name or root.resolve().name, found, tag_keys, lambda value: image_under(root, value))
+    layout = Layout(table.file, name or root.resolve().name, found, tag_keys, lambda value: image_under(root, value), thought_keys)
     return TableRows(table, layout, notes=notes)
 
 

@@ -30,6 +30,7 @@ _COLUMNS = {
     "rejected": ("rejected",),
     "text": ("text",),
     "source": ("source",),
+    "thought": ("thought", "thinking", "CoT"),
 }
 
 
@@ -51,7 +52,15 @@ class HubData(ImageData):
     """Our names (``instruction``, ``image``, ``target``, ...) to the data set's."""
 
     def rows(self, *, seed: int) -> HubRows:
-        return read_hub(self.path, split=self.split, config=self.config, revision=self.revision, columns=self.columns)
+        return read_hub(
+            self.path,
+            split=self.split,
+            config=self.config,
+            revision=self.revision,
+            columns=self.columns,
+            tag_keys=self.tags,
+            thought_keys=self.thought_keys,
+        )
 
     def contents(self) -> TaskContents:
         return TaskContents(reference=None if "reference" in self.columns else False)
@@ -81,6 +90,7 @@ def read_hub(
     revision: str | None = None,
     columns: Mapping[str, str] | None = None,
     tag_keys: tuple[str, ...] = (),
+    thought_keys: tuple[str, ...] = (),
     name: str | None = None,
     cache_dir: str | Path | None = None,
 ) -> HubRows:
@@ -88,8 +98,8 @@ def read_hub(
 
     ``path``: on disk, a folder that ``save_to_disk`` wrote, one that ``load_dataset`` reads (parquet, imagefolder), or a parquet
     file; otherwise an id on the Hub. ``split`` may be None if there is one split. ``revision``: a commit of the Hub, so that the
-    data cannot change during a run. ``columns``: field to column, where names differ. ``tag_keys`` and ``name``: as in
-    ``read_folder``. Raises ValueError for an unknown data set, split or column.
+    data cannot change during a run. ``columns``: field to column, where names differ. ``tag_keys``, ``thought_keys`` and
+    ``name``: as in ``read_folder``. Raises ValueError for an unknown data set, split or column.
     """
     import datasets
     from datasets.exceptions import DatasetsError
@@ -109,7 +119,7 @@ def read_hub(
         notes.append(Problem(file, 0, "no revision is given, so the data may change during the run; pin a commit", "note"))
     caches = [Path(cache_dir or datasets.config.HF_DATASETS_CACHE), Path(HF_HUB_CACHE)]
     allowed = tuple(root.resolve() for root in ([Path(path), *caches] if local else caches))
-    layout = Layout(file, name or Path(path).name, found, tag_keys, lambda value: embedded_image(value, allowed))
+    layout = Layout(file, name or Path(path).name, found, tag_keys, lambda value: embedded_image(value, allowed), thought_keys)
     return HubRows(dataset, layout, problems=tuple(notes))
 
 

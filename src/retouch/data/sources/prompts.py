@@ -38,7 +38,7 @@ class PromptData(StoredData):
     """The file; those that come with the package's recipes are ``recipes/...`` from any folder."""
 
     def rows(self, *, seed: int) -> "PromptRows":
-        return read_prompts(shipped(self.path))
+        return read_prompts(shipped(self.path), tag_keys=self.tags)
 
     @classmethod
     def rows_at(cls, path: Path) -> "PromptRows | None":

@@ -40,6 +40,7 @@ COLUMNS = {
     "rejected": ("rejected", "rejected_image"),
     "text": ("text",),
     "source": ("source",),
+    "thought": ("thought", "thinking", "CoT"),
 }
 """The names under which a column is found if ``columns`` does not name it."""
 
@@ -87,20 +88,23 @@ class TableData(ImageData):
 
     def rows(self, *, seed: int) -> Rows:
         table = self._table if self._table is not None else live_object(f"table:{self.rows_}", key="data")
-        return read_table(table, columns=self.columns, name="train_dataset")
+        return self._read(table, name="train_dataset")
 
     def build(self, context: DataContext) -> DataSets:
         """The tasks. With a second table, all rows of the first are for training."""
         if self.evaluation is None:
             return super().build(context)
         other = self._evaluation if self._evaluation is not None else live_object(f"table:{self.evaluation}", key="data")
-        held = read_table(other, columns=self.columns, name="eval_dataset")
+        held = self._read(other, name="eval_dataset")
         train, train_problems = self._accepted(self.rows(seed=context.seed), context)
         heldout, held_problems = self._accepted(held, context)
         if self.limit is not None:
             train = Subset(train, limit(range(len(train)), n=self.limit, seed=context.seed))
         heldout = Subset(heldout, at_most(range(len(heldout)), context))
         return DataSets(train, heldout, (), (*train_problems, *held_problems))
+
+    def _read(self, table: Table, *, name: str) -> Rows:
+        return read_table(table, columns=self.columns, name=name, tag_keys=self.tags, thought_keys=self.thought_keys)
 
     def _accepted(self, rows: Rows, context: DataContext) -> tuple[Subset, list[Problem]]:
         good, found = accept(RequiredRows(rows, context.required), on_bad_row=self.on_bad_row)
@@ -121,14 +125,19 @@ class TableData(ImageData):
         )
 
 
-def read_table(table: Table, *, columns: Mapping[str, str], name: str) -> Rows:
-    """The rows of a table. ``name``: what messages call it. Raises ValueError for a table that is empty or of an unknown type."""
+def read_table(
+    table: Table, *, columns: Mapping[str, str], name: str, tag_keys: tuple[str, ...] = (), thought_keys: tuple[str, ...] = ()
+) -> Rows:
+    """The rows of a table. ``name``: what messages call it. Other arguments as in ``read_folder``.
+
+    Raises ValueError for a table that is empty or of an unknown type.
+    """
     names = _names(table, name)
     found, notes = find_columns(names, columns=columns, defaults=COLUMNS, file=name)
     if _is_dataset(table):
-        layout = Layout(name, name, found, (), lambda value: embedded_image(value, (Path("/"),)))
+        layout = Layout(name, name, found, tag_keys, lambda value: embedded_image(value, (Path("/"),)), thought_keys)
         return PromptRows(HubRows(table, layout, problems=tuple(notes)))
-    return PromptRows(ListRows(table, Layout(name, name, found, (), encoded_image), problems=tuple(notes)))
+    return PromptRows(ListRows(table, Layout(name, name, found, tag_keys, encoded_image, thought_keys), problems=tuple(notes)))
 
 
 class ListRows:

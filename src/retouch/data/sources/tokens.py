@@ -18,16 +18,25 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypeAlias, runti
 
 from pydantic import Field
 
-from retouch.config.section import Count, Positive, Share
+from retouch.config.section import Count, Positive
 from retouch.core.random import generator
-from retouch.data.base import DataContext, DataSets, DataSource, SplitName, at_most, evaluated_on_training_tasks, nothing_held_out
+from retouch.data.base import (
+    DataContext,
+    DataSets,
+    DataSource,
+    HeldOut,
+    SplitName,
+    at_most,
+    held_out_problems,
+    require_training_rows,
+)
 from retouch.data.rows import BadRow, Problem, Row, sources
 from retouch.data.sampler import Subset
 from retouch.data.sources.folder import image_under, path_under
 from retouch.data.split import limit, split_by_source
 from retouch.data.tasks import MappedTasks, Tasks
 from retouch.data.validation import OnBadRow, accept
-from retouch.types import Codes, Task, TaskContents
+from retouch.types import Codes, Json, Task, TaskContents
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -59,7 +68,7 @@ class TokenData(DataSource):
     """The same for the validation lists."""
     trusted: bool = False
     """Also open ``.pth`` features, whose author you trust; only torch's restricted loader reads them."""
-    held_out: Share | Count = 0.1
+    held_out: HeldOut = 0.1
     """Kept for evaluation if there are no ``validation_lists``: a share of the source images, or (a whole number) at least so many
     rows."""
     on_bad_row: OnBadRow = "refuse"
@@ -71,6 +80,9 @@ class TokenData(DataSource):
     def rows_at(cls, path: Path) -> TokenRows | None:
         return TokenRows([path], trusted=False) if (path / LIST).is_file() or path.name == Path(LIST).name else None
 
+    def keys_for_all(self, path: str) -> dict[str, Json]:
+        return {"lists": [path], "coefficients": [], "validation_lists": [], "held_out": "all", "limit": None}
+
     def contents(self) -> TaskContents:
         return TaskContents(mask=False, reference=False, tokens=True, pairs=False)
 
@@ -81,14 +93,12 @@ class TokenData(DataSource):
                 yield f"{at}.{prefix}coefficients: {len(numbers)} for {len(names)} lists; give one each, or none"
         if self.validation_lists or eval_split is None:
             return
-        if eval_split == "train":
-            yield evaluated_on_training_tasks(at)
-        elif not self.held_out:
-            yield nothing_held_out(at)
+        yield from held_out_problems(self.held_out, at, eval_split)
 
     def build(self, context: DataContext) -> TokenSets:
         """Rows are split, and training rows that share a source image with validation rows left out, before any is repeated."""
-        allowed = self.refuse_test_sets()
+        allowed = self.refuse_test_sets(trains=context.trains)
+        require_training_rows("0" if self.validation_lists else self.held_out, context)
         rows = TokenRows([*self.lists, *self.validation_lists], trusted=self.trusted)
         good, found = accept(rows, on_bad_row=self.on_bad_row)
         source = dict(zip(good, sources(rows, good), strict=True))
@@ -107,7 +117,7 @@ class TokenData(DataSource):
             away = set(heldout)
             kept = [[index for index in part if index not in away] for part in training]
         train = mixed(kept, self.coefficients, seed=context.seed)
-        if not train:
+        if not train and context.trains:
             raise ValueError("data: nothing is left to train on; give more rows, or larger coefficients")
         if self.limit is not None:
             train = list(limit(train, n=self.limit, seed=context.seed))

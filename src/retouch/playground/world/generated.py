@@ -37,7 +37,7 @@ class GeneratedData(DataSource):
             heldout = self.for_evaluation(
                 tasks=context.eval_tasks, seed=context.eval_seed, split=context.eval_split, complexity=None
             )
-        return DataSets(self.tasks(), heldout.tasks(in_turn=True), self.refuse_test_sets())
+        return DataSets(self.tasks(), heldout.tasks(in_turn=True), self.refuse_test_sets(trains=context.trains))
 
     def for_evaluation(self, *, tasks: int, seed: int, split: SplitName, complexity: Mapping[int, float] | None) -> Self:
         changes: dict[str, object] = {"count": tasks, "seed": seed, "split": split, **dict.fromkeys(self.demonstration_faults, 0)}
@@ -45,7 +45,9 @@ class GeneratedData(DataSource):
             changes["complexity"] = complexity
         return self.model_copy(update=changes)
 
-    def refuse_test_sets(self) -> tuple[str, ...]:
+    def refuse_test_sets(self, *, trains: bool = True) -> tuple[str, ...]:
+        if not trains:
+            return ()
         found = refuse_test_sets(["playground"], split=self.split, allow_test_sets=self.allow_test_sets)
         return tuple(map(str, found))
 

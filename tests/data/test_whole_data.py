@@ -1,0 +1,152 @@
+"""Evaluation of whole data sets and of test sets, tags, and chains of thought: what data sets of the field have."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from retouch.assembly.phases import build_sets
+from retouch.cli import main
+from retouch.data.base import DataContext
+from retouch.data.guard import find_test_sets
+from retouch.data.sources.folder import FolderData
+from retouch.data.sources.hub import HubData
+from retouch.inference.tokenizing import read_tasks
+from retouch.recipe.recipe import parse
+from retouch.types import Codes
+from small_runs import photos_recipe
+
+ROWS = 5
+
+
+def folder(root: Path, name: str, **columns: Any) -> Path:
+    """A data set of five photographs. ``columns``: further ones, each a function of the row's number."""
+    made = root / name
+    made.mkdir()
+    for row in range(ROWS):
+        Image.new("RGB", (24, 24), (40 * row, 100, 50)).save(made / f"{row}.png")
+    lines = [
+        {"file_name": f"{row}.png", "instruction": f"make it redder {row}", **{key: of(row) for key, of in columns.items()}}
+        for row in range(ROWS)
+    ]
+    (made / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return made
+
+
+def evaluated(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["eval", *words]) == 0
+    printed = capsys.readouterr().out
+    result: dict[str, Any] = json.loads(printed[printed.index("{") :])
+    return result
+
+
+def test_fault_1_a_test_set_can_be_evaluated_but_not_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = folder(tmp_path, "gedit-bench")
+    file = photos_recipe(tmp_path, bench)
+    assert evaluated(capsys, str(file))["table"]["all"]["n"] == 1
+    assert main(["train", str(file)]) == 2
+    assert "not for training" in capsys.readouterr().err
+
+
+def test_fault_2_a_whole_data_set_can_be_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own, other = folder(tmp_path, "own"), folder(tmp_path, "geneval-like")
+    file = photos_recipe(tmp_path, own)
+    assert evaluated(capsys, str(file), "--set", "data.held_out=all")["table"]["all"]["n"] == ROWS
+    assert evaluated(capsys, str(file), "--data", str(other))["table"]["all"]["n"] == ROWS
+    assert main(["train", str(file), "--set", "data.held_out=all"]) == 2
+    assert 'data.held_out: "all" leaves nothing to train on' in capsys.readouterr().err
+    assert main(["eval", str(file), "--data", str(tmp_path / "nothing")]) == 2
+    assert "no such file or folder" in capsys.readouterr().err
+
+
+def test_fault_2_data_of_another_layout_can_be_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = evaluated(
+        capsys,
+        "recipes/quickstart.jsonnet",
+        "--data",
+        str(folder(tmp_path, "own")),
+        "--set",
+        'reward={"kind": "share", "channel": "red", "combine": {"share": 1.0}}',
+        "--set",
+        "eval.column=null",
+    )
+    assert found["table"]["all"]["n"] == ROWS
+    assert found["step"] == 0
+
+
+def test_fault_3_the_split_dev_of_omniedit_is_a_test_set() -> None:
+    assert [str(known) for known in find_test_sets(["TIGER-Lab/OmniEdit-Filtered-1.2M"], split="dev")] == [
+        "TIGER-Lab/OmniEdit-Filtered-1.2M is OmniEdit's split dev"
+    ]
+    assert find_test_sets(["TIGER-Lab/OmniEdit-Filtered-1.2M"], split="train") == ()
+
+
+def test_fault_4_columns_become_tags_and_rows_of_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = folder(tmp_path, "own", task_type=lambda row: ["colour", "style"][row % 2])
+    file = photos_recipe(
+        tmp_path, own, data={"tags": ["task_type"], "held_out": "all"}, eval={"headline": {"task_type": ["colour"]}}
+    )
+    table = evaluated(capsys, str(file))["table"]
+    assert {row: table[row]["n"] for row in table} == {"all": 5, "headline": 3, "task_type=colour": 3, "task_type=style": 2}
+
+
+def test_fault_4_a_row_without_its_tag_is_named(tmp_path: Path) -> None:
+    section = FolderData(path=str(folder(tmp_path, "own")), tags=("task_type",))
+    with pytest.raises(ValueError, match="'task_type': no value for this tag"):
+        section.build(DataContext())
+
+
+def test_fault_4_a_hub_data_set_has_tags(tmp_path: Path) -> None:
+    import datasets
+
+    rows = [{"instruction": "redder", "kind": "colour"}, {"instruction": "bluer", "kind": "style"}]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "hub"))
+    section = HubData(path=str(tmp_path / "hub"), columns={}, tags=("kind",), held_out="all")
+    assert [dict(task.tags) for task in section.build(DataContext(trains=False)).heldout] == [{"kind": "colour"}, {"kind": "style"}]
+
+
+THOUGHT = {"plan": "find the sky", "colour": "blue", "check": {"edges": "sharp"}}
+
+
+@pytest.mark.parametrize(
+    ("value", "keys", "expected"),
+    [
+        ("find the sky", (), "find the sky"),
+        (THOUGHT, (), 'find the sky\nblue\n{"edges": "sharp"}'),
+        (THOUGHT, ("colour", "plan"), "colour: blue\nplan: find the sky"),
+        (json.dumps(THOUGHT), ("check",), 'check: {"edges": "sharp"}'),
+        ("", (), None),
+    ],
+)
+@pytest.mark.parametrize("column", ["thought", "thinking", "CoT"])
+def test_fault_5_thoughts_are_read(tmp_path: Path, column: str, value: Any, keys: tuple[str, ...], expected: str | None) -> None:
+    own = folder(tmp_path, "own", **{column: lambda row: value})
+    for task in FolderData(path=str(own), thought_keys=keys, held_out=1).build(DataContext()).train:
+        assert task.meta.get(Codes.THOUGHT) == expected
+    section = {"kind": "folder", "path": str(own), "thought_keys": list(keys)}
+    assert [task.meta.get(Codes.THOUGHT) for task in read_tasks(json.dumps(section), size=(24, 24))] == [expected] * ROWS
+
+
+@pytest.mark.parametrize(
+    ("value", "keys", "message"),
+    [
+        (THOUGHT, ("colour", "mood"), "'why': has no 'mood', which thought_keys names; it has plan, colour, check"),
+        ("{broken", ("plan",), "'why': should be a map with plan, and is not JSON"),
+        (7, (), "'why': should be text or a map of texts, not 7"),
+    ],
+)
+def test_fault_5_thoughts_that_cannot_be_read_are_named(tmp_path: Path, value: Any, keys: tuple[str, ...], message: str) -> None:
+    own = folder(tmp_path, "own", why=lambda row: value)
+    with pytest.raises(ValueError, match=message):
+        FolderData(path=str(own), columns={"thought": "why"}, thought_keys=keys, held_out=1).build(DataContext())
+
+
+def test_new_keys_leave_recipes_as_they_are(tmp_path: Path) -> None:
+    document = parse(json.loads(photos_recipe(tmp_path, folder(tmp_path, "own")).read_text())).document()
+    assert not {"tags", "thought_keys"} & document["data"].keys()
+    recipe = parse(document, ["data.held_out=all"])
+    with pytest.raises(ValueError, match='"all" leaves nothing'):
+        build_sets(recipe, recipe.data, size=None)
