@@ -8,7 +8,7 @@ from retouch.recipe.recipe import load
 
 
 def photos_recipe(root: Path, photos: Path, **changes: Any) -> Path:
-    """Write the recipe for a folder of ``photos`` and return its file. ``changes``: keys of sections, as dictionaries, and other keys."""
+    """Write the recipe for a folder of ``photos`` and return its file. ``changes``: keys of sections (dictionaries), and others."""
     words = [
         f"data.path={photos}",
         "data.size=[24,24]",
