@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from retouch.distributed.ranks import Ranks
-from retouch.distributed.sharded_copies import fill_shards, full_tensor, local_shard
-from retouch.distributed.stepper import NonFiniteGradient, ReplicatedStepper
+from retouch.distributed.sharded_copies import fill_shards, full_tensor
+from retouch.distributed.stepper import NonFiniteGradient, ReplicatedStepper, local_shard
 
 
 def shard(module: nn.Module, ranks: Ranks) -> None:
@@ -83,8 +83,6 @@ class FsdpStepper(ReplicatedStepper):
         return {name: full_tensor(tensor) for name, tensor in super().state().items()}
 
     def _restored(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        if tensor.shape != parameter.shape:  # AdamW's step counter
-            return super()._restored(parameter, tensor)
         restored = torch.zeros_like(parameter)
         fill_shards(restored, tensor)
         return restored

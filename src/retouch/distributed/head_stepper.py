@@ -1,6 +1,6 @@
 """The stepper of a policy with a value head: one backward pass for both, but separate optimizers, learning rates and clipping."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
@@ -51,3 +51,16 @@ class HeadStepper:
         for name, tensor in self.head.module.state_dict().items():
             tensor.copy_(own.pop(f"{_WEIGHTS}{name}"))
         self.head.load(own)
+
+    def snapshot(self) -> Callable[[], None]:
+        """As ``ReplicatedStepper.snapshot``, with the head's weights."""
+        policy, head = self.policy.snapshot(), self.head.snapshot()
+        weights = {name: tensor.to("cpu", copy=True) for name, tensor in self.head.module.state_dict().items()}
+
+        def restore() -> None:
+            policy()
+            head()
+            for name, tensor in self.head.module.state_dict().items():
+                tensor.copy_(weights[name])
+
+        return restore

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from retouch.distributed.stepper import local_shard
 from retouch.policies.weights import WeightCopies
 
 
@@ -51,11 +52,6 @@ class ShardedCopies(WeightCopies):
             super().load(state)  # raises, with the names that differ
         for name, tensor in current.items():
             fill_shards(tensor, state[name])
-
-
-def local_shard(tensor: Tensor) -> Tensor:
-    """This rank's shard of a sharded tensor, or all of a replicated one, with the same storage as ``tensor``."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Steppers: they own the backward pass, gradient clipping and the optimizer step, for any kind of sharding."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -39,6 +39,10 @@ class Stepper(Protocol):
         """Restore the result of ``state``. All ranks call it."""
         ...
 
+    def snapshot(self) -> Callable[[], None]:
+        """Copy this rank's part of the optimizer state into CPU memory. Returns a function that restores it."""
+        ...
+
 
 @runtime_checkable
 class MeasuresGradients(Protocol):
@@ -47,6 +51,13 @@ class MeasuresGradients(Protocol):
     def gradient_norm(self, loss: Tensor) -> float:
         """The gradient norm of ``loss``. Clears all gradients, also those accumulated before."""
         ...
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """This rank's shard of a sharded tensor, or all of a replicated one, with the same storage as ``tensor``."""
+    detached = tensor.detach()
+    local: Tensor = detached.to_local() if hasattr(detached, "to_local") else detached
+    return local
 
 
 class ReplicatedStepper:
@@ -134,8 +145,27 @@ class ReplicatedStepper:
             if parameter_name not in self.parameters:
                 raise ValueError(f"the checkpoint has optimizer state of {parameter_name}, which does not train in this run")
             parameter = self.parameters[parameter_name]
-            self.optimizer.state[parameter][key] = self._restored(parameter, tensor)
+            # AdamW counts its steps on the CPU.
+            self.optimizer.state[parameter][key] = tensor.clone() if key == "step" else self._restored(parameter, tensor)
+
+    @torch.no_grad()
+    def snapshot(self) -> Callable[[], None]:
+        """Copy this rank's part of the optimizer state into CPU memory. Returns a function that restores it."""
+        kept = {
+            parameter: {key: local_shard(value).to("cpu", copy=True) for key, value in entries.items()}
+            for parameter, entries in self.optimizer.state.items()
+        }
+
+        def restore() -> None:
+            for parameter in list(self.optimizer.state):
+                if parameter not in kept:
+                    del self.optimizer.state[parameter]
+                    continue
+                for key, value in self.optimizer.state[parameter].items():
+                    local_shard(value).copy_(kept[parameter][key])
+
+        return restore
 
     def _restored(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        """The tensor that the optimizer stores for this entry of a checkpoint."""
-        return tensor.clone()
+        """The tensor that the optimizer stores for this moment in a checkpoint, on the parameter's device."""
+        return tensor.to(parameter.device, copy=True)

@@ -9,7 +9,7 @@ import importlib.util
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -133,6 +133,21 @@ class ZeroStepper:
                 self._flat.data.copy_(self._shard(tensors))
             else:
                 self._zero.optimizer.state[self._flat][key] = first.clone() if first.dim() == 0 else self._shard(tensors)
+
+    @torch.no_grad()
+    def snapshot(self) -> Callable[[], None]:
+        """As ``ReplicatedStepper.snapshot``: this rank's share of moments and fp32 weights."""
+        share = self._flat.to("cpu", copy=True)
+        kept = {key: value.to("cpu", copy=True) for key, value in self._zero.optimizer.state.get(self._flat, {}).items()}
+
+        def restore() -> None:
+            self._flat.data.copy_(share)
+            if not kept:
+                self._zero.optimizer.state.clear()
+            for key, value in kept.items():
+                self._zero.optimizer.state[self._flat][key].copy_(value)
+
+        return restore
 
     @property
     def _zero(self) -> Any:

@@ -1,7 +1,9 @@
 """Preflight: a trial step before training, which shows whether the policy can learn. It asks no judge and restores every bit.
 
 The ratio must be 1 before the step and not 1 after it. Gradients must be finite and non-zero. Trained weights must change and
-frozen ones must not. A KL penalty must have a gradient once the policy differs from the reference.
+frozen ones and weight copies must not. A KL penalty must have a gradient once the policy differs from the reference.
+
+What the step changes is kept in CPU memory, each rank its own shards, so a device needs no memory for it.
 """
 
 import math
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from retouch.distributed.head_stepper import HeadStepper
-from retouch.distributed.stepper import MeasuresGradients
+from retouch.distributed.stepper import MeasuresGradients, local_shard
 from retouch.objectives.base import Objective
 from retouch.objectives.policy_gradient import ActorCritic
 from retouch.training.checkpoint import restore_rng, rng_state
@@ -25,6 +27,8 @@ TOKEN_LIMIT = 1e-5
 HALF_PRECISION_LIMIT = 1e-2
 ROWS = 8
 """Rows of a trial step."""
+PIECE = 2**24
+"""Elements of a frozen tensor that are converted to fp64 at once."""
 
 
 @dataclass(frozen=True)
@@ -48,20 +52,16 @@ class PreflightFailed(ValueError):
 def preflight(run: Run, phase: Phase, *, step: int, rows: int) -> list[Check]:
     """Try one step on up to ``rows`` rows of training step ``step``, then restore everything. All ranks call it."""
     trained = {name: p for name, p in run.policy.module.named_parameters() if p.requires_grad}
-    before = {name: p.detach().clone() for name, p in trained.items()}
-    frozen = _fingerprints(run)
-    optimizer, copies, random = run.stepper.state(), run.policy.copies.state(), rng_state()
-    optimizer = {name: tensor.clone() for name, tensor in optimizer.items()}
-    copies = {name: tensor.clone() for name, tensor in copies.items()}
+    before = {name: local_shard(p).to("cpu", copy=True) for name, p in trained.items()}
+    frozen, undo, random = _fingerprints(run), run.stepper.snapshot(), rng_state()
     try:
         minibatch = _trial_minibatch(run, phase, step, rows)
         return [*_take_step(run, phase, step, minibatch, before), _check_frozen(run, frozen)]
     finally:
         with torch.no_grad():
             for name, parameter in trained.items():
-                parameter.copy_(before[name])
-        run.stepper.load(optimizer)
-        run.policy.copies.load(copies)
+                local_shard(parameter).copy_(before[name])
+        undo()
         restore_rng(random)
 
 
@@ -132,7 +132,7 @@ def _take_step(run: Run, phase: Phase, step: int, minibatch: Minibatch, before: 
         None,
         f"the norm of the trial gradient is {norm:.2e}" if norm > 0 else "the trial gradient is exactly 0",
     )
-    moved = sum(not torch.equal(before[name], p) for name, p in run.policy.module.named_parameters() if name in before)
+    moved = _count_moved(run, before)
     yield Check("moved", moved > 0, moved, None, f"{moved} of {len(before)} trained tensors changed")
     if has_ratio:
         deviation = _max_ratio_deviation(run, minibatch)
@@ -153,6 +153,14 @@ def _take_step(run: Run, phase: Phase, step: int, minibatch: Minibatch, before: 
             None,
             f"the norm of the KL's gradient is {size:.2e}" if size > 0 else "the KL has no gradient",
         )
+
+
+def _count_moved(run: Run, before: dict[str, Tensor]) -> int:
+    """The number of trained tensors that changed on some rank, compared in CPU memory, one at a time."""
+    trained = (p for name, p in run.policy.module.named_parameters() if name in before)
+    pairs = zip(before.values(), trained, strict=True)
+    changed = torch.tensor([float(not torch.equal(old, local_shard(p).cpu())) for old, p in pairs])
+    return int(run.ranks.max(changed).sum())
 
 
 def _max_ratio_deviation(run: Run, minibatch: Minibatch) -> float:
@@ -187,9 +195,18 @@ def _kl_gradient(run: Run, objective: Objective, minibatch: Minibatch) -> float:
 
 
 def _fingerprints(run: Run) -> list[Tensor]:
-    """The sum and the sum of absolute values of every frozen parameter and buffer of the trained module."""
-    frozen = [p.detach() for p in run.policy.module.parameters() if not p.requires_grad] + list(run.policy.module.buffers())
-    return [torch.stack([tensor.double().sum(), tensor.double().abs().sum()]) for tensor in frozen if not tensor.is_complex()]
+    """The sum and the sum of absolute values of every tensor that a step must not change: frozen parameters, buffers and weight
+    copies."""
+    module = run.policy.module
+    frozen = [p.detach() for p in module.parameters() if not p.requires_grad] + list(module.buffers())
+    copies = [tensor for copy in run.policy.copies.copies.values() for tensor in copy.values()]
+    return [_fingerprint(local_shard(tensor)) for tensor in frozen + copies if not tensor.is_complex()]
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
+    """Computed in pieces, because torch converts the whole argument of a sum in fp64."""
+    pieces = (piece.double() for piece in torch.split(tensor.reshape(-1), PIECE))
+    return torch.stack([torch.stack([piece.sum(), piece.abs().sum()]) for piece in pieces]).sum(dim=0)
 
 
 def _check_frozen(run: Run, before: list[Tensor]) -> Check:
