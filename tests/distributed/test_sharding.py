@@ -50,6 +50,12 @@ def test_what_is_no_number_on_one_rank_changes_nothing_on_any(stepped: list[dict
         assert found["untouched"]
 
 
+def test_a_step_is_undone_from_what_each_rank_kept(stepped: list[dict[str, Any]]) -> None:
+    for found in stepped:
+        assert found["stepped"]
+        assert found["undone"]
+
+
 def test_state_is_taken_up_to_the_same_bits_and_by_other_steppers(stepped: list[dict[str, Any]]) -> None:
     for found in stepped:
         assert found["resumed"]

@@ -24,9 +24,9 @@ from retouch.recipe.recipe import Recipe, parse
 STEPS = 4
 PHASES = "phases"
 PLACES = (
-    ("retouch.training.checkpoint:save_file", 1, "before"),
-    ("retouch.training.checkpoint:save_file", 3, "after"),
-    ("retouch.training.checkpoint:save_file", 6, "before"),
+    ("retouch.training.checkpoint:write_tensors", 1, "before"),
+    ("retouch.training.checkpoint:write_tensors", 3, "after"),
+    ("retouch.training.checkpoint:write_tensors", 6, "before"),
     ("retouch.training.checkpoint:save", 1, "after"),
     ("retouch.training.checkpoint:prune", 2, "before"),
     ("retouch.policies.denoising.policy:DenoisingPolicy.rollout", 2, "after"),

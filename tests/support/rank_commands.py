@@ -1,4 +1,4 @@
-"""Commands as two ranks on the CPU, with the support modules importable."""
+"""Commands as several ranks on the CPU, with the support modules importable."""
 
 import os
 import sys
@@ -9,10 +9,15 @@ from retouch.distributed.launching import rank_environments, run_ranks
 SUPPORT = Path(__file__).parent
 
 
-def on_two_ranks(command: list[str], logs: Path) -> None:
-    """Runs a command as two ranks on the CPU."""
+def on_ranks(count: int, command: list[str], logs: Path) -> None:
+    """Runs a command as ``count`` ranks on the CPU."""
     logs.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join([str(SUPPORT), *sys.path])
-    ranks = [{**one, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"} for one in rank_environments(2)]
+    ranks = [{**one, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"} for one in rank_environments(count)]
     code = run_ranks([sys.executable, "-W", "ignore", *command], ranks, logs=logs, grace=20.0)
     assert code == 0, "\n".join(log.read_text()[-3000:] for log in sorted(logs.glob("rank-*.log")))
+
+
+def on_two_ranks(command: list[str], logs: Path) -> None:
+    """Runs a command as two ranks on the CPU."""
+    on_ranks(2, command, logs)

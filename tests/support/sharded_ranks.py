@@ -34,7 +34,7 @@ class Trained:
         model = tiny_writers.writer("qwen2.5-vl", train=train, stop=tiny_writing.STOPS)
         if kind == "fsdp2":
             shard(model.module, ranks)
-        self.copies = (ShardedCopies if kind == "fsdp2" else WeightCopies)(model.module)
+        self.copies = ShardedCopies(model.module, ranks) if kind == "fsdp2" else WeightCopies(model.module)
         self.copies.snapshot("reference")
         self.policy = tiny_writing.policy(writer=model, train="full", copies=(), any_rank=ranks.any, in_step=True)
         self.policy.copies = self.copies
@@ -69,11 +69,11 @@ def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 def main(kind: str, ranks: Ranks, train: str) -> dict[str, Any]:
     plain, shared = Trained("replicated", ranks, train), Trained(kind, ranks, train)
     begun = shared.weights
-    found: dict[str, Any] = {"begun_apart": apart(plain.weights, begun), "empty_state": shared.stepper.state()}
+    found: dict[str, Any] = {"begun_apart": apart(plain.weights, begun), "empty_state": dict(shared.stepper.state())}
     found["norms"] = [[plain.step(number), shared.step(number)] for number in range(3)]
     found["apart"] = apart(plain.weights, shared.weights)
     found["moved"] = apart(begun, shared.weights)
-    states = plain.stepper.state(), shared.stepper.state()
+    states = dict(plain.stepper.state()), dict(shared.stepper.state())
     found["same_state_names"] = states[0].keys() == {name for name in states[1] if not name.endswith("/master")}
     found["state_apart"] = apart(states[0], {name: states[1][name] for name in states[0]})
 
@@ -85,6 +85,15 @@ def main(kind: str, ranks: Ranks, train: str) -> dict[str, Any]:
     except NonFiniteGradient:
         found["refused"] = True
     found["untouched"] = apart(before, shared.weights) == 0 == apart(states[1], shared.stepper.state())
+
+    # A step is taken back from what each rank kept of its own state.
+    weights, undo = shared.weights, shared.stepper.snapshot()
+    shared.step(3)
+    found["stepped"] = apart(states[1], shared.stepper.state()) > 0
+    for name, tensor in weights.items():
+        fill_shards(shared.copies.parameters[name], tensor)
+    undo()
+    found["undone"] = apart(states[1], shared.stepper.state()) == 0
 
     # Another, from the state of this one: the same bits, on a module that had a stepper before too.
     again = Trained(kind, ranks, train)
@@ -112,7 +121,7 @@ def main(kind: str, ranks: Ranks, train: str) -> dict[str, Any]:
     found["swapped_back"] = apart(now, shared.weights) == 0
     shared.copies.update_ema("reference", 0.25)
     wanted = {name: 0.25 * begun[name] + 0.75 * now[name] for name in now}
-    found["blend_apart"] = apart(wanted, {name: shared.copies.state()[f"reference/{name}"] for name in now})
+    found["blend_apart"] = apart(wanted, {name.partition("/")[2]: tensor for name, tensor in shared.copies.state().items()})
     return found
 
 

@@ -267,7 +267,7 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None, trai
         from retouch.distributed.sharded_copies import ShardedCopies
 
         shard(model.module, ranks)
-        copies = ShardedCopies(model.module)
+        copies = ShardedCopies(model.module, ranks)
     for name in sorted(_copies(recipe, model, image_model)):
         if name == "reference" and recipe.policy.train.reference_is_base:
             copies.snapshot_without_adapter(name)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from retouch.assembly.assembly import Assembly
 from retouch.distributed.ranks import Ranks
-from retouch.distributed.sharded_copies import fill_shards, full_tensor
+from retouch.distributed.sharded_copies import fill_shards, gathered_state
 from retouch.distributed.stepper import Stepper
 from retouch.policies.weights import WeightCopies
 from retouch.training import checkpoint
@@ -17,12 +17,14 @@ GROUPS = ("weights", "optimizer", "copies", "random")
 
 def capture(parts: Assembly, stepper: Stepper, *, step: int) -> TrainState:
     """The state from which the run continues bit for bit: weights, optimizer, copies, and each rank's global generators.
-    Collective: all ranks call it; sharded tensors are gathered.
+
+    All ranks call it. Sharded tensors are gathered one at a time when they are read, so before the next step all ranks must call
+    ``checkpoint.save`` or ``checkpoint.send``.
 
     Schedules, samplers and noise depend only on the step and the recipe's seed, so they have no state.
     """
     found: tuple[Mapping[str, Tensor], ...] = (
-        {name: full_tensor(parameter.detach()) for name, parameter in parts.copies.parameters.items()},
+        gathered_state(parts.copies.parameters, parts.ranks),
         stepper.state(),
         parts.copies.state(),
         _generators(parts.ranks),

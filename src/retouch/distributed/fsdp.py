@@ -7,6 +7,7 @@ passes through the sharded modules; the policies ensure it.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from retouch.distributed.ranks import Ranks
-from retouch.distributed.sharded_copies import fill_shards, full_tensor
+from retouch.distributed.sharded_copies import fill_shards, gathered_state
 from retouch.distributed.stepper import NonFiniteGradient, ReplicatedStepper, local_shard
 
 
@@ -46,7 +47,8 @@ def shard(module: nn.Module, ranks: Ranks) -> None:
 class FsdpStepper(ReplicatedStepper):
     """AdamW over sharded weights; call ``shard`` on the module first.
 
-    ``state`` and ``load`` use unsharded tensors and are called by all ranks; a run can resume with any number of ranks.
+    ``state`` and ``load`` use unsharded tensors, of which ``state`` gathers one at a time, and are called by all ranks; a run can
+    resume with any number of ranks.
 
     Source: PyTorch FSDP (Zhao et al. 2023, arXiv 2304.11277).
     """
@@ -79,8 +81,8 @@ class FsdpStepper(ReplicatedStepper):
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def state(self) -> dict[str, Tensor]:
-        return {name: full_tensor(tensor) for name, tensor in super().state().items()}
+    def state(self) -> Mapping[str, Tensor]:
+        return gathered_state(super().state(), self.ranks)
 
     def _restored(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
         restored = torch.zeros_like(parameter)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
+from retouch.distributed.gathering import merged
 from retouch.distributed.stepper import ReplicatedStepper, Stepper
 
 _HEAD = "value_head/"
@@ -39,10 +40,10 @@ class HeadStepper:
             self.head.step(self.learning_rate)
         return self.policy.step(learning_rate)
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> Mapping[str, Tensor]:
         """The policy's state, and under ``value_head/`` the head's weights and optimizer state."""
         weights = {f"{_HEAD}{_WEIGHTS}{name}": tensor for name, tensor in self.head.module.state_dict().items()}
-        return {**self.policy.state(), **weights, **{f"{_HEAD}{name}": tensor for name, tensor in self.head.state().items()}}
+        return merged(self.policy.state(), weights, {f"{_HEAD}{name}": tensor for name, tensor in self.head.state().items()})
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Restore the result of ``state``."""

@@ -4,6 +4,7 @@ import atexit
 import os
 import re
 import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -43,6 +44,21 @@ class Ranks:
         parts = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(parts, mine)
         return torch.cat(parts).cpu()
+
+    def parts(self, mine: Tensor, counts: Sequence[int]) -> Iterator[Tensor]:
+        """The flat tensor of each rank in turn, with ``counts[rank]`` elements, of which this rank's is ``mine``. One of them is on
+        this rank's device at a time. All ranks read them to the end."""
+        for rank, count in enumerate(counts):
+            if self.world == 1 or count == 0:
+                yield mine[:count]
+                continue
+            if rank == self.rank:
+                content = mine.detach().to(self.device).contiguous()
+            else:
+                content = torch.empty(count, dtype=mine.dtype, device=self.device)
+            dist.broadcast(content, src=rank)
+            yield content
+            del content
 
     def sum(self, values: Tensor) -> Tensor:
         """The sum over ranks, on the device of ``values``."""

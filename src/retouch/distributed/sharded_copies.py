@@ -1,12 +1,15 @@
-"""Weight copies of a model that FSDP2 has sharded, and conversions between sharded and full tensors."""
+"""Weight copies of a model that FSDP2 has sharded, and conversions between sharded and whole tensors."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
 
+from retouch.distributed.gathering import GatheredTensors, Part
+from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import local_shard
 from retouch.policies.weights import WeightCopies
 
@@ -15,9 +18,13 @@ class ShardedCopies(WeightCopies):
     """Copies of sharded weights, with the same sharding.
 
     Sharded weights are swapped by content, because FSDP gathers from storage of its own that a parameter's ``data`` does not reach.
-    Replicated weights are swapped by ``data``, because autograd may have saved them. ``state`` and ``load`` use full tensors and
-    are called by all ranks.
+    Replicated weights are swapped by ``data``, because autograd may have saved them. ``state`` and ``load`` use whole tensors, of
+    which ``state`` gathers one at a time. All ranks call them.
     """
+
+    def __init__(self, module: nn.Module, ranks: Ranks) -> None:
+        super().__init__(module)
+        self.ranks = ranks
 
     @torch.no_grad()
     def update_ema(self, copy: str, decay: float) -> None:
@@ -43,8 +50,8 @@ class ShardedCopies(WeightCopies):
             for name, data in replicated.items():
                 self.parameters[name].data = data
 
-    def state(self) -> dict[str, Tensor]:
-        return {name: full_tensor(tensor) for name, tensor in super().state().items()}
+    def state(self) -> Mapping[str, Tensor]:
+        return gathered_state(super().state(), self.ranks)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         current = super().state()
@@ -54,6 +61,11 @@ class ShardedCopies(WeightCopies):
             fill_shards(tensor, state[name])
 
 
+def gathered_state(state: Mapping[str, Tensor], ranks: Ranks) -> GatheredTensors:
+    """The tensors of ``state``, each gathered from its shards when it is read."""
+    return GatheredTensors({name: _part(tensor, ranks) for name, tensor in state.items()})
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """The full tensor, gathered from all ranks. All ranks call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -61,11 +73,25 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fill_shards(tensor: Tensor, content: Tensor) -> None:
-    """Write the full ``content`` into ``tensor``, each rank its own shard. All ranks call it with the same content."""
+    """Write the whole ``content`` into ``tensor``, each rank its own shard of it."""
+    shard = local_shard(tensor)
     if isinstance(tensor, DTensor):
-        content = content.to(tensor.device, tensor.dtype)
-        # src_data_rank None: every rank already has the content, so nothing is sent.
-        sharded = distribute_tensor(content, tensor.device_mesh, tensor.placements, src_data_rank=None)
-        tensor.to_local().copy_(sharded.to_local())
-    else:
-        tensor.copy_(content)
+        mesh = tensor.device_mesh
+        first = mesh.get_local_rank() * _rows(tensor, mesh.size())
+        content = content[first : first + shard.shape[0]]
+    shard.copy_(content)
+
+
+def _part(tensor: Tensor, ranks: Ranks) -> Tensor | Part:
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    each, total = _rows(tensor, ranks.world), tensor.shape[0]
+    width = tensor.shape[1:].numel()
+    counts = [width * max(0, min(each, total - rank * each)) for rank in range(ranks.world)]
+    return Part(local_shard(tensor).reshape(-1), counts, tensor.shape, ranks)
+
+
+def _rows(tensor: DTensor, world: int) -> int:
+    """The rows of a shard. FSDP2 gives rows as ``torch.chunk`` does: as many to each rank, and fewer or none to the last ones."""
+    assert tuple(tensor.placements) == (Shard(0),), f"weights are sharded as {tensor.placements}"
+    return -(-tensor.shape[0] // world)

@@ -31,8 +31,8 @@ class Stepper(Protocol):
         """Take one optimizer step and clear the gradients. Returns the gradient norm before clipping."""
         ...
 
-    def state(self) -> dict[str, Tensor]:
-        """The optimizer state, by ``<parameter>/<name>``. All ranks call it."""
+    def state(self) -> Mapping[str, Tensor]:
+        """The optimizer state, by ``<parameter>/<name>``: the tensors of now, or ``GatheredTensors``. All ranks call it."""
         ...
 
     def load(self, state: Mapping[str, Tensor]) -> None:
@@ -129,7 +129,7 @@ class ReplicatedStepper:
         for parameter, part in zip(touched, parts, strict=True):
             parameter.grad = part.view_as(parameter)
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> Mapping[str, Tensor]:
         """The optimizer's tensors, by ``<parameter>/<name>``; empty before the first step."""
         return {
             f"{name}/{key}": value

@@ -6,6 +6,7 @@ saved unsharded in the format of ``ReplicatedStepper``, so that a run can resume
 
 import importlib
 import importlib.util
+import itertools
 import logging
 import math
 import os
@@ -16,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from retouch.distributed.gathering import GatheredTensors, Part
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import NonFiniteGradient
 
@@ -105,17 +107,20 @@ class ZeroStepper:
             )
         return float(self.engine.get_global_grad_norm())
 
-    def state(self) -> dict[str, Tensor]:
-        """The unsharded optimizer tensors on the CPU, by ``<parameter>/<name>``; empty before the first step. All ranks call it."""
+    def state(self) -> Mapping[str, Tensor]:
+        """The unsharded optimizer tensors by ``<parameter>/<name>``, gathered one at a time; empty before the first step. All ranks
+        call it."""
         flat = self._flat
         kept = self._zero.optimizer.state.get(flat, {})
         shares = {key: value for key, value in kept.items() if value.shape == flat.shape}
         if shares and flat.dtype != next(iter(self.parameters.values())).dtype:
             shares[_MASTER] = flat.detach()
-        found = {key: self._parts(self.ranks.gather(share)) for key, share in shares.items()}
-        state = {f"{name}/{key}": parts[name] for key, parts in found.items() for name in self.parameters}
-        singles = {key: value for key, value in kept.items() if value.shape != flat.shape}
-        return state | {f"{name}/{key}": value.detach().cpu() for key, value in singles.items() for name in self.parameters}
+        singles = {key: value.detach().cpu() for key, value in kept.items() if value.shape != flat.shape}
+        state: dict[str, Tensor | Part] = {}
+        for name, (first, last) in self._ranges().items():
+            state |= {f"{name}/{key}": self._part(share, name, first, last) for key, share in shares.items()}
+            state |= {f"{name}/{key}": value for key, value in singles.items()}
+        return GatheredTensors(state)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Restore the result of ``state``, from any number of ranks; the weights are those of the module now. All ranks call it."""
@@ -160,21 +165,31 @@ class ZeroStepper:
         flat: Tensor = share
         return flat
 
-    def _parts(self, whole: Tensor) -> dict[str, Tensor]:
-        """Split the concatenated shards of all ranks into one tensor per parameter."""
-        sizes = [parameter.numel() for parameter in self.parameters.values()]
-        pieces = torch.split(whole[: sum(sizes)], sizes)  # the last shard may end with padding
-        shapes = [parameter.shape for parameter in self.parameters.values()]
-        return {name: piece.view(shape) for name, piece, shape in zip(self.parameters, pieces, shapes, strict=True)}
+    def _ranges(self) -> dict[str, tuple[int, int]]:
+        """Where each parameter begins and ends in the concatenated shards of all ranks; the last shard may end with padding."""
+        ends = list(itertools.accumulate(parameter.numel() for parameter in self.parameters.values()))
+        return dict(zip(self.parameters, itertools.pairwise([0, *ends]), strict=True))
+
+    def _within(self, rank: int, first: int, last: int) -> slice:
+        """The elements of a rank's shard that belong to ``first`` to ``last`` of the concatenated shards."""
+        size = self._flat.numel()
+        begin, end = (min(max(at - rank * size, 0), size) for at in (first, last))
+        return slice(begin, end)
+
+    def _part(self, share: Tensor, name: str, first: int, last: int) -> Part:
+        places = [self._within(rank, first, last) for rank in range(self.ranks.world)]
+        counts = [place.stop - place.start for place in places]
+        return Part(share.detach()[places[self.ranks.rank]], counts, self.parameters[name].shape, self.ranks)
 
     def _shard(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """This rank's shard of ``tensors``; 0 for a parameter that is not in them."""
-        flat = self._flat
-        whole = torch.zeros(flat.numel() * self.ranks.world, dtype=flat.dtype)
-        for name, piece in self._parts(whole).items():
-            if name in tensors:
-                piece.copy_(tensors[name])
-        return whole.chunk(self.ranks.world)[self.ranks.rank].to(flat.device)
+        shard = torch.zeros_like(self._flat)
+        for name, (first, last) in self._ranges().items():
+            place = self._within(self.ranks.rank, first, last)
+            if name in tensors and place.stop > place.start:
+                begin = place.start + self.ranks.rank * shard.numel() - first
+                shard[place] = tensors[name].reshape(-1)[begin : begin + place.stop - place.start].to(shard.device)
+        return shard
 
 
 def require_deepspeed() -> None:

@@ -55,7 +55,7 @@ class WeightCopies:
             for name, parameter in self.parameters.items():
                 parameter.data = current[name]
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self) -> Mapping[str, Tensor]:
         """The tensors of all copies, by ``<copy>/<parameter>``."""
         return {f"{copy}/{name}": tensor for copy, tensors in self.copies.items() for name, tensor in tensors.items()}
 

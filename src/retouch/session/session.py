@@ -339,6 +339,8 @@ class TrainingSession:
             if not self.folder.recipe.exists():
                 log.warning("%s was deleted during the run; it is written again", self.folder.recipe)
                 self.folder.write_recipe(self.recipe.document())
+        else:
+            checkpoint.send(state)
         self.parts.ranks.barrier()
         self.listener.saved(self.done, self.folder.checkpoints / f"step-{self.done:06d}")
 

@@ -2,7 +2,8 @@
 
 A checkpoint is written to a temporary folder, flushed to disk and renamed, so a folder with its final name is complete.
 ``manifest.json`` holds the size and SHA-256 of every file, so that damage is detected and another checkpoint is used. One process
-writes; all may read.
+writes; all may read. Tensors that are spread over ranks are gathered and written one at a time, so a checkpoint needs CPU memory
+for one tensor, and reading one maps its files into memory.
 """
 
 import hashlib
@@ -18,10 +19,12 @@ from pathlib import Path
 import numpy
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from retouch.distributed.gathering import GatheredTensors
 from retouch.records import files
+from retouch.training.tensor_file import write_tensors
 from retouch.types import Json
 
 FORMAT = 1
@@ -50,8 +53,22 @@ def save(folder: Path, state: TrainState, *, before_commit: Callable[[], None] =
 
     An intact checkpoint of that step is left as it is; a damaged one is replaced. Raises ValueError if it cannot be written (for
     example, no space left on the disk); existing checkpoints are then unchanged. ``before_commit`` is called at the start and
-    before the checkpoint gets its name, and may raise.
+    before the checkpoint gets its name, and may raise. If tensors are spread over ranks, rank 0 calls it and all others ``send``.
     """
+    try:
+        return _save(folder, state, before_commit)
+    finally:  # whatever happened here, the other ranks wait to send
+        send(state)
+
+
+def send(state: TrainState) -> None:
+    """Take part in ``save`` on rank 0: send it this rank's parts of the tensors that are spread over ranks."""
+    for tensors in state.tensors.values():
+        if isinstance(tensors, GatheredTensors):
+            tensors.send_unread()
+
+
+def _save(folder: Path, state: TrainState, before_commit: Callable[[], None]) -> Path:
     before_commit()
     path = folder / f"step-{state.step:06d}"
     if path.exists() and _is_intact(path):
@@ -65,7 +82,7 @@ def save(folder: Path, state: TrainState, *, before_commit: Callable[[], None] =
         _remove(temporary)
         temporary.mkdir()
         for group, tensors in state.tensors.items():
-            save_file(_separate(tensors), temporary / f"{group}{_TENSORS}")
+            write_tensors(temporary / f"{group}{_TENSORS}", tensors)
         (temporary / "state.json").write_bytes(content)
         (temporary / "manifest.json").write_bytes(_as_json(_manifest(temporary)))
         for file in temporary.iterdir():
@@ -76,7 +93,7 @@ def save(folder: Path, state: TrainState, *, before_commit: Callable[[], None] =
             _discard(path)
         temporary.rename(path)
         files.fsync_folder(folder)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise ValueError(
             f"could not write the checkpoint {path}: {error}. Earlier checkpoints are intact; free some space "
@@ -241,18 +258,6 @@ def _as_json(value: Json) -> bytes:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU, contiguous and without shared storage, as safetensors requires."""
-    seen: set[int] = set()
-    separate = {}
-    for name, tensor in tensors.items():
-        on_cpu = tensor.detach().cpu().contiguous()
-        storage = on_cpu.untyped_storage().data_ptr()
-        separate[name] = on_cpu.clone() if storage in seen else on_cpu
-        seen.add(storage)
-    return separate
 
 
 def _discard(path: Path) -> None:

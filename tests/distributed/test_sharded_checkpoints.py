@@ -1,0 +1,47 @@
+"""Checkpoints of state that is spread over ranks: written with memory for one tensor, and read by any number of ranks."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rank_commands import SUPPORT, on_ranks
+
+NO_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+
+
+@pytest.fixture(scope="module", params=[pytest.param("zero2", marks=NO_DEEPSPEED), "fsdp2"])
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """The kind of sharding, and the folder in which two ranks left a checkpoint."""
+    folder = tmp_path_factory.mktemp("saved")
+    run(2, request.param, folder, "begin")
+    return request.param, folder
+
+
+def run(ranks: int, kind: str, folder: Path, mode: str) -> dict[str, Tensor]:
+    """What ``ranks`` ranks end with."""
+    on_ranks(ranks, [str(SUPPORT / "sharded_states.py"), kind, str(folder), mode], folder / f"logs-{ranks}")
+    return load_file(folder / f"{ranks}.safetensors")
+
+
+def test_a_checkpoint_needs_memory_for_one_tensor(saved: tuple[str, Path]) -> None:
+    found: dict[str, Any] = json.loads((saved[1] / "2.json").read_text())
+    assert found["state"] > 60 * found["largest"]
+    assert found["held"] < 4 * found["largest"]
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_other_numbers_of_ranks_continue_from_it(saved: tuple[str, Path], ranks: int) -> None:
+    kind, folder = saved
+    wanted = load_file(folder / "2.safetensors")
+    found = run(ranks, kind if ranks > 1 else "alone", folder, "continue")
+    assert found.keys() == wanted.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-6, msg=name)
+    moved = (wanted["blocks.0.linear.weight"] - wanted["reference/blocks.0.linear.weight"]).abs().max()
+    assert moved > 1e-3

@@ -1,0 +1,110 @@
+"""A sharded network that trains, saves a checkpoint, and goes on from one that any number of ranks saved.
+
+    WORLD_SIZE=N ... python sharded_states.py zero2|fsdp2|alone FOLDER begin|continue
+
+``begin`` takes two steps, saves a checkpoint and takes a third step; ``continue`` starts from the checkpoint and takes the third
+step. Both write FOLDER/N.safetensors with the weights at the end, and FOLDER/N.json with what rank 0 measured.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from retouch.distributed.fsdp import FsdpStepper, shard
+from retouch.distributed.ranks import Ranks, init_distributed
+from retouch.distributed.sharded_copies import ShardedCopies, fill_shards, gathered_state
+from retouch.distributed.stepper import ReplicatedStepper, Stepper
+from retouch.distributed.zero import ZeroStepper
+from retouch.policies.weights import WeightCopies
+from retouch.training import checkpoint
+from retouch.training.checkpoint import TrainState
+
+WIDTH, BLOCKS, ROWS = 1023, 16, 8
+STEPPERS: dict[str, Any] = {"fsdp2": FsdpStepper, "zero2": ZeroStepper, "alone": ReplicatedStepper}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(3))  # has no row for a fourth rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.linear(x) * self.scale.mean()
+        return out
+
+
+class Network(nn.Module):
+    """Sixteen blocks of 4 MB."""
+
+    _no_split_modules = ("Block",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def memory(line: str) -> int:
+    """Bytes in a line of /proc/self/status."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(next(each for each in status.splitlines() if each.startswith(line)).split()[1])
+
+
+def step(network: nn.Module, stepper: Stepper, ranks: Ranks, number: int) -> None:
+    rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
+    mine = rows.chunk(ranks.world)[ranks.rank]
+    stepper.backward(stepper.module(mine).square().sum() / (ROWS * WIDTH))
+    stepper.step(1e-3)
+
+
+def main(kind: str, folder: Path, mode: str) -> None:
+    ranks = init_distributed("cpu")
+    torch.manual_seed(0)
+    network = Network()
+    if kind == "fsdp2":
+        shard(network, ranks)
+    copies = ShardedCopies(network, ranks) if kind == "fsdp2" else WeightCopies(network)
+    copies.snapshot("reference")
+    stepper: Stepper = STEPPERS[kind](network, ranks)
+    found: dict[str, Any] = {}
+    if mode == "begin":
+        for number in range(2):
+            step(network, stepper, ranks, number)
+        Path("/proc/self/clear_refs").write_text("5")  # starts the highest resident size anew
+        before = memory("VmHWM")
+        weights = gathered_state(copies.parameters, ranks)
+        state = TrainState(2, {"weights": weights, "optimizer": stepper.state(), "copies": copies.state()}, {})
+        if ranks.is_main:
+            checkpoint.save(folder, state)
+        else:
+            checkpoint.send(state)
+        ranks.barrier()
+        found["held"] = memory("VmHWM") - before
+        found["largest"] = max(weight.numel() * 4 for weight in network.parameters())
+        found["state"] = sum(file.stat().st_size for file in folder.glob("step-*/*.safetensors"))
+    else:
+        loaded = checkpoint.load_latest(folder, groups=("weights", "optimizer", "copies"))
+        assert loaded is not None
+        for name, parameter in copies.parameters.items():
+            fill_shards(parameter, loaded.tensors["weights"][name])
+        stepper.load(loaded.tensors["optimizer"])
+        copies.load(loaded.tensors["copies"])
+    step(network, stepper, ranks, 2)
+    ended = {**dict(gathered_state(copies.parameters, ranks)), **dict(copies.state())}
+    if ranks.is_main:
+        save_file(ended, folder / f"{ranks.world}.safetensors")
+        (folder / f"{ranks.world}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
