@@ -13,6 +13,7 @@ import pytest
 
 from retouch.config import keys
 from retouch.doctor.reward import check_key_addresses
+from retouch.policies.engines.base import TokenSampling
 from retouch.policies.engines.client import Client
 from retouch.policies.engines.vllm import VllmEngine
 from retouch.recipe.recipe import load
@@ -110,7 +111,7 @@ def test_the_key_of_an_engine_goes_to_this_machine_and_where_it_is_bound(monkeyp
     engine = VllmEngine(url="http://10.1.2.3:8000")
     with pytest.raises(ValueError, match=r"VLLM_API_KEY is not sent to http://10\.1\.2\.3:8000"):
         engine.connect()
-    ((status, text, command),) = engine.diagnose(base_model=None, max_new_tokens=8, image_grammar=False)
+    ((status, text, command),) = engine.diagnose(TokenSampling(max_new_tokens=8), base_model=None, image_grammar=False)
     assert status == "FAILED"
     assert "VLLM_API_KEY is not sent" in text
     assert command == 'export RETOUCH_KEYS="VLLM_API_KEY=http://10.1.2.3:8000"'

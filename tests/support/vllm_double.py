@@ -1,7 +1,8 @@
-"""A double of a vLLM server, as strict as the interface of vLLM 0.33.0: a tiny model that loads LoRA folders and samples.
+"""A double of a vLLM server, as strict as the interface of vLLM 0.32 and 0.33: a tiny model that loads LoRA folders and samples.
 
 It takes no field that the real one does not have, no other type and no value that the real one refuses; it merges adapters into its
-own copy of the base weights, by hand; and it can be told to go wrong. It computes without a cache and without our kernel.
+own copy of the base weights, by hand; and it can be told to go wrong. It computes without a cache and without our kernel. What it
+answers is held to a real server's answers in ``tests/engines_real/test_double_like_vllm.py``.
 """
 
 import base64
@@ -61,6 +62,7 @@ class Picture(Strict):
 
 
 class Generate(Strict):
+    request_id: str | None = None
     model: str | None = None
     token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
     content_parts: list[Picture] | None = None
@@ -92,15 +94,18 @@ class Double:
     base: nn.Module
     image_processor: Any = None
     image_token: int | None = None
-    version: str = "0.33.0"
+    version: str = "0.32.0"
     key: str | None = None
     runtime_lora: bool = True
+    has_lora: bool = True
+    max_num_seqs: int = 64
     scale_out: bool = True
     max_lora_rank: int = 16
     max_model_len: int = 4096
     processed: bool = True
     sampling_mask: bool = False
     processor: type[LogitsProcessor] | None = None
+    weight_version: str = "default"
     fault: Callable[[str], str | None] = lambda path: None
     adapters: dict[str, nn.Module] = field(default_factory=dict)
     loaded: list[str] = field(default_factory=list)
@@ -112,6 +117,8 @@ class Double:
     def answer(self, method: str, path: str, body: bytes) -> Any:
         """The document of an answer. Refusal otherwise."""
         match method, path:
+            case "GET", "/health":
+                return ""
             case "GET", "/version":
                 return {"version": self.version}
             case "GET", "/v1/models":
@@ -137,11 +144,13 @@ class Double:
                 400, f"The lora adapter '{asked.lora_name}' has already been loaded. If you want to load the adapter in place"
             )
         folder = Path(asked.lora_path)
+        if not self.has_lora:
+            raise Refusal(500, _worker_failed("LoRA is not enabled. Use --enable-lora to enable LoRA."))
         if not folder.is_absolute() or not (folder / "adapter_config.json").is_file():
             raise Refusal(404, f"Loading lora {asked.lora_name} failed: No adapter found for {asked.lora_path}")
         config = json.loads((folder / "adapter_config.json").read_text())
         if config["r"] > self.max_lora_rank:
-            raise Refusal(500, f"LoRA rank {config['r']} is greater than max_lora_rank {self.max_lora_rank}.")
+            raise Refusal(500, _worker_failed(f"LoRA rank {config['r']} is greater than max_lora_rank {self.max_lora_rank}."))
         self.adapters[asked.lora_name] = _merged(self.base, config, load_file(folder / "adapter_model.safetensors"))
         self.loaded.append(asked.lora_name)
         return f"Success: LoRA adapter '{asked.lora_name}' added successfully."
@@ -166,25 +175,33 @@ class Double:
             raise Refusal(400, "out-of-vocab token ids")
         if how.temperature == 0 and how.n > 1:
             raise Refusal(400, f"n must be 1 when using greedy sampling, got {how.n}.")
+        if how.n > self.max_num_seqs:
+            raise Refusal(400, f"sampling_params.n must be at most the server's max_num_seqs ({self.max_num_seqs}), got {how.n}.")
+        if any(token >= vocabulary for token in asked.token_ids):
+            raise Refusal(400, f"Token id {max(asked.token_ids)} is out of vocabulary")
         if self.sampling_mask and how.top_k <= 0:
-            raise Refusal(400, "sampling distribution replay requires top_k > 0")
+            raise Refusal(500, "")
         if self.processor is not None:
             try:
                 self.processor.validate_params(how)
             except ValueError as error:
                 raise Refusal(400, str(error)) from None
-        self.asked.append(asked)
+        if asked.request_id is None:  # a probe of the server is no rollout
+            self.asked.append(asked)
         ids, inputs = self._prompt(asked)
         choices = [self._choice(module, ids, inputs, how, index, vocabulary) for index in range(how.n)]
         written = sum(len(choice["token_ids"]) for choice in choices)
         return {
-            "request_id": "generate-tokens-1",
-            "model": asked.model,
+            "request_id": f"generate-tokens-{asked.request_id or 1}",
+            "model": asked.model or "base",
             "created": int(time.time()),
-            "usage": {"prompt_tokens": len(ids), "completion_tokens": written, "total_tokens": len(ids) + written},
-            "prompt_logprobs": None,
+            "usage": {
+                **{"prompt_tokens": len(ids), "completion_tokens": written, "total_tokens": len(ids) + written},
+                **dict.fromkeys(("prompt_tokens_details", "completion_tokens_details")),
+            },
+            **dict.fromkeys(("prompt_logprobs", "prompt_token_id_logprobs", "mm_placeholders")),
+            **dict.fromkeys(("metrics", "kv_transfer_params", "ec_transfer_params")),
             "prompt_token_ids": ids if asked.return_token_ids else None,
-            "mm_placeholders": None,
             "output_mode": "tokens",
             "choices": choices,
         }
@@ -234,8 +251,10 @@ class Double:
             written.append(token)
             if runner is not None:
                 runner.write(runner.here[0], token)
-            chance = (logits if self.processed else raw).log_softmax(-1)[token].item()
-            logged.append({"token_id": token, "logprob": max(chance, -9999.0), "rank": 1, "top_logprobs": []})
+            chances = (logits if self.processed else raw).log_softmax(-1)
+            chance = {"token_id": token, "logprob": max(chances[token].item(), -9999.0)}
+            chance["rank"] = int((chances > chances[token]).sum()) + 1
+            logged.append({**chance, "top_logprobs": [chance]})
             masks.append((logits > -torch.inf).nonzero()[:, 0].tolist())
             if token in how.stop_token_ids:
                 finish = "stop"
@@ -248,7 +267,7 @@ class Double:
             "token_ids": written,
             "routed_experts": None,
             "sampling_mask": masks if self.sampling_mask else None,
-            "weight_versions": None,
+            "weight_versions": [{"version": self.weight_version, "start": 0, "end": len(written)}],
             "logprobs": None if how.logprobs is None else {"content": logged},
         }
 
@@ -265,6 +284,11 @@ def _merged(base: nn.Module, config: dict[str, Any], tensors: dict[str, Tensor])
         weight = merged.get_submodule(name.removeprefix("base_model.model.")).weight
         weight += config["lora_alpha"] / config["r"] * tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
     return merged
+
+
+def _worker_failed(reason: str) -> str:
+    where = "please check the stack trace above for the root cause"
+    return f"Call to add_lora method failed: Worker failed with error '{reason}', {where}"
 
 
 def _row_of(logits: Tensor, requests: list[Request]) -> Tensor:

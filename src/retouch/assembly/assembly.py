@@ -22,7 +22,7 @@ from retouch.distributed.stepper import ReplicatedStepper, Stepper
 from retouch.policies.autoregressive.demonstrations import TokenizesTargets, has_completion
 from retouch.policies.autoregressive.rollout import CachedEngine, TokenRollout
 from retouch.policies.context import PolicyContext
-from retouch.policies.engines.base import Engine, EngineContext, EngineSection
+from retouch.policies.engines.base import ClosableEngine, Engine, EngineContext, EngineSection
 from retouch.policies.value_heads import LatentValues, TokenValues
 from retouch.policies.weights import WeightCopies
 from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer
@@ -228,6 +228,12 @@ class Assembly:
             )
             self.engines[rollout.engine] = (rollout.engine or CachedEngine()).build(model, context)
         return self.engines[rollout.engine]
+
+    def close_engines(self) -> None:
+        """Remove what the engines keep outside the process, such as adapters in a server."""
+        for engine in self.engines.values():
+            if isinstance(engine, ClosableEngine):
+                engine.close()
 
     def _average(self, taken: int) -> None:
         ema = self.recipe.policy.ema

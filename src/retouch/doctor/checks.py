@@ -161,7 +161,7 @@ def check_engines(recipe: Recipe) -> Iterator[Finding]:
     if not isinstance(recipe.policy, AutoregressivePolicyKeys):
         return
     model, rollouts = recipe.policy.model, [phase.rollout for phase in recipe.resolved_phases()]
-    engines = {each.engine: each.max_new_tokens for each in rollouts if isinstance(each, TokenRollout) and each.engine is not None}
-    for engine, longest in engines.items():
-        found = engine.diagnose(base_model=model.base_model, max_new_tokens=longest, image_grammar=model.image_grammar)
+    engines = {each.engine: each for each in rollouts if isinstance(each, TokenRollout) and each.engine is not None}
+    for engine, rollout in engines.items():
+        found = engine.diagnose(rollout, base_model=model.base_model, image_grammar=model.image_grammar)
         yield from (Finding(status, "engine", text, fix) for status, text, fix in found)

@@ -157,6 +157,7 @@ class TrainingSession:
             if self.watcher is not None:
                 stack.callback(self.watcher.measures.close)
             stack.callback(self.parts.judge.close)
+            stack.callback(self.parts.close_engines)
             if self.publisher is not None:
                 stack.callback(self.publisher.close)
             if self.done < self.parts.steps:

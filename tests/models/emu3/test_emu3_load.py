@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny_emu3
 import tiny_models
-from retouch.models.emu3.load import load_emu3
+from retouch.models.emu3.load import load_emu3, save_for_vllm
 from retouch.models.emu3.model import DRAW
 from retouch.types import Task
 
@@ -85,6 +86,19 @@ def test_what_was_trained_goes_on_from_where_it_was_exported(folder, tmp_path):
     editor.module.save_pretrained(tmp_path)
     found = told(load_emu3(tmp_path, tokenizer=folder, autoencoder=folder, **SETTINGS))
     assert torch.equal(found[1], told(editor)[1])
+
+
+def test_what_vllm_serves_is_a_llama_with_the_same_logits(folder, tmp_path):
+    editor = load_emu3(folder, **SETTINGS)
+    save_for_vllm(editor, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["architectures"], config["model_type"]) == (["LlamaForCausalLM"], "llama")
+    served = AutoModelForCausalLM.from_pretrained(tmp_path, local_files_only=True).eval()
+    assert served.state_dict().keys() == editor.module.state_dict().keys()
+    ids = told(editor)[0]
+    with torch.no_grad():
+        assert torch.equal(served(ids).logits, editor.module(ids).logits)
+    assert AutoTokenizer.from_pretrained(tmp_path, local_files_only=True).get_vocab() == editor.words.tokenizer.get_vocab()
 
 
 @pytest.mark.parametrize("layout", ["transformers", "original"])

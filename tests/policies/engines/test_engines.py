@@ -150,7 +150,9 @@ def test_a_run_is_written_by_the_server(make: Make, writer: Path, caplog: pytest
         assert line["policy/ratio_max_first"] <= 1e-5
     checks = {check["name"]: check for check in folder.read_preflight()}
     assert all(check["ok"] for check in checks.values())
-    assert any("never run on vLLM" in line for line in (folder.root / "train.log").read_text().splitlines())
+    assert not double.adapters
+    assert not (folder.root / "adapters").exists()
+    assert any("not on a GPU" in line for line in (folder.root / "train.log").read_text().splitlines())
     assert any(asked.content_parts for asked in double.asked)
 
 
@@ -209,8 +211,8 @@ def test_the_doctor_asks_the_server(make: Make, writer: Path, tmp_path: Path, ca
         file.write_text(json.dumps(make(rollout__engine=section)))
         assert cli.main(["doctor", str(file)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("ok      engine        vLLM 0.33.0 at http://127.0.0.1:") for line in lines)
-    assert any("has never run on vLLM" in line for line in lines)
+    assert any(line.startswith("ok      engine        vLLM 0.32.0 at http://127.0.0.1:") for line in lines)
+    assert any("is tested against vLLM 0.32.0 on a CPU, and not on a GPU" in line for line in lines)
     assert lines[-2] == "ready"
 
 
@@ -220,6 +222,9 @@ def test_the_doctor_asks_the_server(make: Make, writer: Path, tmp_path: Path, ca
         ({"version": "0.20.1"}, "note", "vLLM 0.20.1 at"),
         ({"runtime_lora": False}, "FAILED", "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"),
         ({"scale_out": False}, "FAILED", "--enable-scale-out"),
+        ({"has_lora": False}, "FAILED", "loads no LoRA: it was started without --enable-lora"),
+        ({"processed": False}, "FAILED", "--logprobs-mode processed_logprobs"),
+        ({"sampling_mask": True}, "FAILED", "answers only requests with top_k"),
         ({"max_model_len": 5}, "FAILED", "room for 5 tokens"),
         ({"key": "secret"}, "FAILED", "HTTP 401"),
         ({"fault": always("503", path="/version")}, "FAILED", "HTTP 503"),

@@ -81,7 +81,7 @@ def served(tmp_path, kind="qwen2.5-vl", *, sampling=None, limits=None, timeout=6
             return Client(url, timeout=timeout, patience=patience, sleep=waiting.sleep, clock=waiting.clock)
 
         any_rank = {"any_rank": ranks["any_rank"]} if ranks else {}
-        policy.engine = VllmDecoding(writer, connect=connect, adapters=adapters, **any_rank)
+        policy.engine = VllmDecoding(writer, connect=connect, weights=adapters, **any_rank)
         yield policy, twin, waiting
 
 
@@ -176,14 +176,44 @@ def test_a_grammar_that_the_server_cannot_be_told_is_refused(tmp_path):
         plain = writer.grammar
         writer.grammar = tiny_writing.Form(writer)
         with pytest.raises(ValueError, match="one set of tokens"):
-            VllmDecoding(writer, connect=engine._connect, adapters=engine._adapters)
+            VllmDecoding(writer, connect=engine._connect, weights=engine._weights)
         writer.grammar.vocabularies = plain.vocabularies.expand(2, -1)
         with pytest.raises(EngineFault, match="generated tokens that this model's grammar forbids"):
             engine(tiny_writing.batch(), writer.encode(tiny_writers.tasks()), policy.sampling)
         plain.vocabularies = torch.arange(2000)[None] < 900
         writer.grammar = plain
         with pytest.raises(ValueError, match="may be told 1024"):
-            VllmDecoding(writer, connect=engine._connect, adapters=engine._adapters)
+            VllmDecoding(writer, connect=engine._connect, weights=engine._weights)
+
+
+def test_more_rows_than_the_server_takes_at_once_come_in_several_requests(tmp_path):
+    """vLLM refuses an ``n`` above ``--max-num-seqs``."""
+    with served(tmp_path) as (policy, twin, _):
+        batch = tiny_writing.batch(group_size=5)
+        wanted = policy.rollout(batch)
+        assert len(twin.asked) == 3
+        twin.max_num_seqs = 2
+        assert torch.equal(policy.rollout(batch).ids, wanted.ids)
+        assert [asked.sampling_params.n for asked in twin.asked[3:6]].count(2) > 0
+        assert sum(asked.sampling_params.n for asked in twin.asked[3:]) == 15
+
+
+def test_images_are_sent_at_their_final_size(tmp_path):
+    """The server resizes with torchvision and we with PIL, so neither may have anything to resize."""
+    shapes = ((30, 50), (100, 70), (16, 16), (9, 130))
+    with served(tmp_path, sampling={"max_new_tokens": 2}) as (policy, twin, _):
+        images = tuple(tiny_models.picture(k, *shape) for k, shape in enumerate(shapes))
+        task = tiny_models.task("sizes", "red", *images)
+        policy.rollout(tiny_writing.batch((task,)))
+        sent = [vllm_double._picture(part.url) for part in twin.asked[0].content_parts]
+        processor = policy.model.template.image_processor
+        for image, final in zip(images, sent, strict=True):
+            grid = processor(images=[final], return_tensors="pt")["image_grid_thw"][0].tolist()
+            assert [side * processor.patch_size for side in grid[1:]] == [final.height, final.width]
+            assert torch.equal(
+                *(processor(images=[each], return_tensors="pt")["pixel_values"] for each in (image.convert("RGB"), final))
+            )
+        assert sum(image.size != final.size for image, final in zip(images, sent, strict=True)) == 3
 
 
 # What goes wrong
@@ -257,7 +287,7 @@ def test_an_adapter_that_cannot_be_loaded_stops_with_the_servers_words(tmp_path)
 
 def test_a_folder_that_the_server_does_not_see(tmp_path):
     with served(tmp_path) as (policy, _, _):
-        policy.engine._adapters._save = lambda folder: None
+        policy.engine._weights._save = lambda folder: None
         with pytest.raises(EngineFault, match="No adapter found"):
             policy.rollout(tiny_writing.batch())
 
@@ -291,6 +321,7 @@ def test_another_image_processor_is_noticed(tmp_path):
 
 def test_numbers_that_are_too_far_off_stop_the_run(tmp_path):
     with served(tmp_path) as (policy, twin, _):
+        policy.rollout(tiny_writing.batch())
         twin.fault = always("log-probabilities off")
         with pytest.raises(EngineFault, match=r"off from the policy's own by 0\.5 nats a token.*allows 0\.1"):
             policy.rollout(tiny_writing.batch())
@@ -303,6 +334,64 @@ def test_numbers_that_are_too_far_off_stop_the_run(tmp_path):
         pytest.raises(EngineFault, match="--logprobs-mode processed_logprobs"),
     ):
         policy.rollout(tiny_writing.batch())
+
+
+def test_raw_log_probabilities_are_noticed_at_temperature_1(tmp_path):
+    """They differ by what the banned tokens would have had, which can be far less than the mismatch that is allowed."""
+    with (
+        served(tmp_path, processed=False) as (policy, twin, _),
+        pytest.raises(EngineFault, match=r"returns raw log-probabilities.*--logprobs-mode processed_logprobs"),
+    ):
+        policy.rollout(tiny_writing.batch())
+    assert not twin.asked
+
+
+def test_a_server_with_the_sampling_mask_wants_top_k(tmp_path):
+    """vLLM answers a request without top_k by HTTP 500 and an empty message."""
+    with (
+        served(tmp_path, sampling_mask=True) as (policy, twin, _),
+        pytest.raises(EngineFault, match=r"was started with --return-sampling-mask.*set rollout\.top_k"),
+    ):
+        policy.rollout(tiny_writing.batch())
+    assert not twin.asked
+
+
+def test_a_permanent_error_of_the_server_is_not_asked_for_long(tmp_path):
+    with served(tmp_path) as (policy, twin, waiting):
+        policy.rollout(tiny_writing.batch())
+        twin.fault = always("500")
+        with pytest.raises(EngineFault, match="refuses to generate: HTTP 500: told to answer 500"):
+            policy.rollout(tiny_writing.batch().take(slice(0, 2)))
+        assert len(waiting.pauses) == 2
+        assert sum(waiting.pauses) <= 1.5
+    with served(tmp_path, max_lora_rank=2) as (policy, _, waiting), pytest.raises(EngineFault, match="max_lora_rank"):
+        policy.rollout(tiny_writing.batch())
+    assert not waiting.pauses
+
+
+def test_a_server_whose_engine_died_is_waited_for(tmp_path):
+    """vLLM answers 500 for what was under way, 503 for its health, and ends; whoever watches it starts it again."""
+    with served(tmp_path, patience=60.0) as (policy, twin, waiting):
+        batch = tiny_writing.batch()
+        wanted = policy.rollout(batch)
+        left = ["500"] * 12
+        twin.fault = lambda path: left.pop() if left and path == GENERATE else ("503" if left and path == "/health" else None)
+        assert torch.equal(policy.rollout(batch).ids, wanted.ids)
+        assert len(waiting.pauses) == 12
+
+
+def test_nothing_stays_on_the_server(tmp_path):
+    with served(tmp_path) as (policy, twin, _):
+        policy.rollout(tiny_writing.batch())
+        with policy.engine._connect() as client:
+            policy.engine._weights.close(client)
+            assert not twin.adapters
+            assert not list((tmp_path / "adapters").iterdir())
+            policy.engine._weights.close(client)
+        policy.rollout(tiny_writing.batch())
+        assert len(twin.adapters) == 1
+    with policy.engine._connect() as client:  # a server that is gone keeps nothing
+        policy.engine._weights.close(client)
 
 
 def test_ranks_fail_together(tmp_path):
@@ -321,7 +410,7 @@ def test_ranks_fail_together(tmp_path):
         served(tmp_path / "b", ranks={"first": False, "any_rank": any_rank}) as (second, _, _),
     ):
         second.engine._connect = first.engine._connect
-        second.engine._adapters._folder = tmp_path / "a" / "adapters"
+        second.engine._weights._folder = tmp_path / "a" / "adapters"
         batch = tiny_writing.batch()
         caught = [None, None]
 
@@ -352,7 +441,7 @@ def test_ranks_fail_together(tmp_path):
         for policy in (first, second):
             tiny_writers.move(policy.module)
         both()
-        assert "rank 0 could not load the adapter" in caught[1]
+        assert "rank 0 could not load the weights" in caught[1]
         assert "did not load the adapter" in caught[0]
 
 
@@ -362,7 +451,7 @@ def test_ranks_fail_together(tmp_path):
 def test_what_a_server_says_of_itself(tmp_path):
     with served(tmp_path) as (policy, twin, _), policy.engine._connect() as client:
         found = query_server(client)
-        assert (found.version, found.base.id, found.loads_adapters, found.takes_ids) == ("0.33.0", "base", True, True)
+        assert (found.version, found.base.id, found.loads_adapters, found.takes_ids) == ("0.32.0", "base", True, True)
         twin.runtime_lora = twin.scale_out = False
         found = query_server(client)
         assert (found.loads_adapters, found.takes_ids) == (False, False)
@@ -408,7 +497,7 @@ def drawing(tmp_path, *, prefill=DRAW, grammar=True, **double):
         policy.engine = VllmDecoding(
             editor,
             connect=lambda: Client(url, timeout=600.0, patience=1.0),
-            adapters=AdapterPublisher(
+            weights=AdapterPublisher(
                 weights=policy.copies.parameters,
                 save=lambda folder: write_lora(editor.module, folder, pipeline=None),
                 folder=tmp_path / "adapters",

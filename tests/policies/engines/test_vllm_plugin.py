@@ -160,6 +160,21 @@ def test_requests_without_a_grammar_are_left_as_they_are_also_in_a_slot_that_had
         assert torch.equal(row, raw)
 
 
+def test_a_step_of_nothing_but_the_beginnings_of_prompts(processor):
+    """A prompt longer than the server's budget of tokens is read in parts; no row of such a step has reached the prompt's end."""
+    law = grammar()
+    for seed in range(20):
+        runner = Runner(
+            processor, slots=4, longest=LONGEST, vocabulary=law.vocabularies.shape[1], random=np.random.default_rng(seed)
+        )
+        each = request(0, np.random.default_rng(1), thinks=False)
+        runner.add(each)
+        while each.read < len(each.prompt):
+            done = runner.step(lambda rows: torch.zeros(len(rows), runner.vocabulary))  # noqa: B023
+        ((_, row),) = done
+        assert (row > -torch.inf).nonzero()[:, 0].tolist() == law.form[:1].tolist()
+
+
 def test_drafted_tokens_are_refused_at_the_start(processor):
     with pytest.raises(ValueError, match="without speculative decoding"):
         Runner(processor, slots=1, longest=8, vocabulary=9, speculative={"method": "ngram"})

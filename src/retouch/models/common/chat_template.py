@@ -7,9 +7,11 @@ becomes a run of image tokens, one for each merged patch.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from PIL.Image import Image
+import numpy as np
+from PIL.Image import Image, fromarray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from transformers.image_utils import SizeDict
 
 PAD = "<|image_pad|>"
 VISION = f"<|vision_start|>{PAD}<|vision_end|>"
@@ -40,6 +42,20 @@ class QwenTemplate:
         for token in {*self.tokenizer.all_special_tokens, PAD, "<|vision_start|>", "<|vision_end|>"}:
             if token in instruction:
                 raise ValueError(f"the instruction of task {task!r} contains the special token {token}; remove it")
+
+    def resized(self, image: Image) -> Image:
+        """The image as the image processor resizes it, in RGB; the processor leaves the result at its size.
+
+        A server with the same processor, but torchvision's resizing in place of PIL's, then reads the same pixels. Raises
+        ValueError if one side is 200 times as long as the other.
+        """
+        if self.image_processor is None:
+            return image
+        processor = self.image_processor
+        pixels = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
+        factor = processor.patch_size * processor.merge_size
+        made = processor.resize(pixels, size=SizeDict(**dict(processor.size)), resample=processor.resample, factor=factor)
+        return fromarray(np.ascontiguousarray(made.transpose(1, 2, 0)))
 
     def tokenise(self, bodies: Sequence[str], images: Sequence[Sequence[Image]]) -> Tokens:
         """The model's inputs for these texts, which replace the placeholder, and each row's images, in order.

@@ -19,6 +19,8 @@ from transformers import (
     Emu3ForConditionalGeneration,
     Emu3TextConfig,
     Emu3VQVAE,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedTokenizerBase,
 )
 from transformers.models.emu3.configuration_emu3 import Emu3VQVAEConfig
@@ -37,6 +39,7 @@ KEYS = (
     (r"\.mid\.", ".middle_block."),
 )
 """Patterns from the original names of the autoencoder's weights to those of transformers. The language model's are the same."""
+_OWN_FIELDS = ("model_type", "architectures", "transformers_version")
 _AUTOENCODER_FIELDS = {
     "ch": "base_channels",
     "ch_mult": "channel_multiplier",
@@ -141,6 +144,22 @@ def language_model(whole: Emu3ForConditionalGeneration) -> Emu3ForCausalLM:
         module = Emu3ForCausalLM(whole.config.text_config)
     module.model, module.lm_head = whole.model.text_model, whole.lm_head
     return module
+
+
+def save_for_vllm(editor: Emu3Editor, folder: Path | str) -> None:
+    """Write the language model and its tokenizer for ``vllm serve``, as a Llama.
+
+    Emu3's language model has the layers and the weights' names of Llama, and vLLM does not know the class of Emu3's own
+    configuration. The logits are the same, and so are the names in a LoRA.
+    """
+    module = editor.module
+    own = module.config.to_dict()
+    config = LlamaConfig(**{name: own[name] for name in LlamaConfig().to_dict() if name in own and name not in _OWN_FIELDS})
+    with torch.device("meta"):
+        made = LlamaForCausalLM(config)
+    made.load_state_dict(module.state_dict(), assign=True)
+    made.save_pretrained(folder)
+    editor.words.tokenizer.save_pretrained(folder)
 
 
 def _check(path: Path, found: Set[str], expected: Set[str]) -> None:

@@ -78,8 +78,9 @@ class QwenWriter:
         self.pad = known["<|endoftext|>"]
 
     def resized_images(self, task: Task) -> list[Image]:
-        """A task's images, resized for the image processor."""
-        return [image.resize(fit(image, self.area)[::-1], Resampling.LANCZOS) for image in task.images]
+        """A task's images at their final size, which the image processor does not change."""
+        fitted = (image.resize(fit(image, self.area)[::-1], Resampling.LANCZOS) for image in task.images)
+        return [self.template.resized(image) for image in fitted]
 
     def encode(self, tasks: Sequence[Task]) -> Prompts:
         """The tasks' prompts. Raises ValueError for a special token in an instruction, and for images without a placeholder."""

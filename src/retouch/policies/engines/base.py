@@ -75,6 +75,13 @@ class Engine(Protocol):
     def __call__(self, batch: Batch, prompts: Prompts, sampling: TokenSampling) -> Generation: ...
 
 
+@runtime_checkable
+class ClosableEngine(Protocol):
+    """An engine that keeps something outside the process. It may be used again after ``close``."""
+
+    def close(self) -> object: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineContext:
     """What an engine may need of the run.
@@ -111,6 +118,6 @@ class EngineSection(Section):
         """
         return iter(())
 
-    def diagnose(self, *, base_model: str | None, max_new_tokens: int, image_grammar: bool) -> Iterator[Diagnosis]:
+    def diagnose(self, sampling: TokenSampling, *, base_model: str | None, image_grammar: bool) -> Iterator[Diagnosis]:
         """Whether the engine is ready to be used; for ``retouch doctor``. ``base_model``: the policy's path, if it is known."""
         return iter(())

@@ -41,15 +41,16 @@ class _Temporary(Exception):
 
 
 class _ServerError(_Temporary):
-    """HTTP 500: worth a few retries only, since some of them are permanent."""
+    """HTTP 500 from a server whose engine is alive: worth a few retries only, since most of them are permanent."""
 
 
 class Client:
     """Connections to the server at ``url``; a context, usable from several threads.
 
     ``timeout``: most seconds without any data. ``patience``: seconds over which a temporary fault is retried, with jittered pauses
-    that double; HTTP 500 is tried three times. The key comes from ``VLLM_API_KEY`` alone, if it is set. ValueError: it is not
-    bound to this address (``retouch.config.keys``).
+    that double. HTTP 500 is tried three times, or for ``patience`` if the server's engine is dead, since somebody will then
+    restart the server. The key comes from ``VLLM_API_KEY`` alone, if it is set. ValueError: it is not bound to this address
+    (``retouch.config.keys``).
     """
 
     def __init__(
@@ -86,23 +87,26 @@ class Client:
         """Close the connections."""
         self._http.close()
 
-    def post(self, path: str, document: dict[str, Any]) -> bytes:
-        """The body of the response. RequestRefused, or EngineFault when ``patience`` is over."""
-        return self._retry(path, lambda: self._once("POST", path, document))
+    def post(self, path: str, document: dict[str, Any], *, tries_of_500: int = _TRIES_OF_500) -> bytes:
+        """The body of the response. RequestRefused, or EngineFault when ``patience`` is over.
+
+        ``tries_of_500``: after this many answers of HTTP 500 the request is refused.
+        """
+        return self._retry(path, lambda: self._once("POST", path, document), tries_of_500)
 
     def get(self, path: str) -> bytes:
         """As ``post``, for a page."""
-        return self._retry(path, lambda: self._once("GET", path, None))
+        return self._retry(path, lambda: self._once("GET", path, None), _TRIES_OF_500)
 
-    def _retry(self, path: str, exchange: Callable[[], T]) -> T:
+    def _retry(self, path: str, exchange: Callable[[], T], tries_of_500: int) -> T:
         began, tries, errors = self._clock(), 0, 0
         while True:
             try:
                 return exchange()
             except _Temporary as fault:
                 tries, errors = tries + 1, errors + isinstance(fault, _ServerError)
-                if errors == _TRIES_OF_500:
-                    raise RequestRefused(500, str(fault)) from None
+                if errors == tries_of_500:
+                    raise RequestRefused(500, str(fault).removeprefix("HTTP 500: ")) from None
                 left = began + self.patience - self._clock()
                 if left <= 0:
                     raise EngineFault(
@@ -110,7 +114,8 @@ class Client:
                         f"(rollout.engine.patience), tried {tries} times; the last time: {fault}"
                     ) from None
                 if tries == 1:
-                    log.warning("the vLLM server at %s, %s: %s; trying again for %g s", self.url, path, fault, self.patience)
+                    until = f"at most {tries_of_500 - 1} times" if errors else f"for {self.patience:g} s"
+                    log.warning("the vLLM server at %s, %s: %s; trying again %s", self.url, path, fault, until)
             self._sleep(min(left, _pause(path, tries)))
 
     def _once(self, method: str, path: str, document: dict[str, Any] | None) -> bytes:
@@ -124,10 +129,17 @@ class Client:
         if response.status_code == 200:
             return body
         if response.status_code == 500:
-            raise _ServerError(_message(body))
+            raise (_ServerError if self._is_healthy() else _Temporary)(f"HTTP 500: {_message(body)}")
         if response.status_code in (408, 425, 429) or response.status_code > 500:
             raise _Temporary(f"HTTP {response.status_code}: {_message(body)}")
         raise RequestRefused(response.status_code, _message(body))
+
+    def _is_healthy(self) -> bool:
+        """Whether the server's engine is alive; where it is dead, vLLM answers 503 and ends."""
+        try:
+            return self._http.get(f"{self.url}/health").status_code != 503
+        except (httpx.HTTPError, httpx.StreamError):
+            return False
 
 
 def _body(response: httpx.Response) -> bytes:

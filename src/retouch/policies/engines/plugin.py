@@ -1,7 +1,7 @@
 """The grammar of image tokens inside a vLLM server: a custom logits processor (``vllm serve --logits-processors``).
 
-vLLM loads this file in its own environment; nothing here imports it. Written for the interface of vLLM 0.33.0's model runner V2 and
-tested against a strict double of it; never run on vLLM. Requests without a grammar are not changed.
+vLLM loads this file in its own environment; nothing here imports it. It is for model runner V2 of vLLM 0.32 and 0.33, and tested in
+vLLM 0.32.0 on a CPU. Requests without a grammar are not changed.
 
 The allowed ids follow from the request's tokens alone and are computed anew at each step. So no state is lost or left over when
 vLLM moves, preempts or resumes a request.
@@ -57,7 +57,9 @@ class GrammarProcessor(LogitsProcessor):
     def _tokens_since(self, begin: int, rows: list[int], index: Tensor, ctx: LogitsContext) -> Tensor:
         """(n,) tokens since ``begin``, as the last token of the prompt or the first of the completion; below 0 if there is none."""
         prompts = torch.from_numpy(self._states.prompt_len.np[ctx.idx_mapping_np[rows]]).long()
-        first, after = int(prompts.min()) - 1, int(ctx.seq_lens_upper_bound_np[rows].max())
+        first = int(prompts.min()) - 1
+        # At least one column: no row may have reached the end of its prompt, when all of them are read in parts.
+        after = max(first + 1, int(ctx.seq_lens_upper_bound_np[rows].max()))
         # The history may be in the CPU's memory: most of it is prompts, which are not read.
         ids = self._states.all_token_ids.gpu[:, first:after][ctx.expanded_idx_mapping[index].long()]
         places, last = torch.arange(first, first + ids.shape[1], device=ids.device), ctx.pos[index].long()

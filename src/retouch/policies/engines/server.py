@@ -9,7 +9,9 @@ from retouch.policies.engines.adapters import LOAD
 from retouch.policies.engines.base import EngineFault
 from retouch.policies.engines.client import Client, RequestRefused
 from retouch.policies.engines.grammar import KEY
-from retouch.policies.engines.wire import GENERATE
+from retouch.policies.engines.wire import GENERATE, InvalidResponse, ServerSampling, parse_probe, probe_body
+
+_NO_ADAPTER = "retouch-probe-of-no-adapter"
 
 
 class ModelCard(BaseModel):
@@ -37,11 +39,13 @@ class _Version(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class EngineServerInfo:
-    """``base``: the base model. ``loads_adapters``: adapters can be loaded at run time. ``takes_ids``: it takes and returns ids."""
+    """``base``: the base model. ``loads_adapters``: adapters can be loaded at run time; the server was started with LoRA if
+    ``has_lora``. ``takes_ids``: it takes and returns ids."""
 
     version: str
     base: ModelCard
     loads_adapters: bool
+    has_lora: bool
     takes_ids: bool
 
 
@@ -52,20 +56,42 @@ def query_server(client: Client) -> EngineServerInfo:
         bases = [card for card in _parse(client.get("/v1/models"), _Models).data if card.parent is None]
         if not bases:
             raise EngineFault(f"{client.url} serves no model")
-        # Their empty bodies are refused if the endpoints exist.
+        # Empty bodies are refused if the endpoints exist.
         loads = _exists(client, LOAD, {"lora_name": "", "lora_path": ""})
-        return EngineServerInfo(version, bases[0], loads_adapters=loads, takes_ids=_exists(client, GENERATE, {}))
+        takes_ids = _exists(client, GENERATE, {})
+        return EngineServerInfo(version, bases[0], loads, has_lora=loads and _has_lora(client), takes_ids=takes_ids)
     except RequestRefused as refused:
         raise EngineFault(f"{client.url} refuses: {refused}") from None
 
 
+def query_sampling(client: Client) -> ServerSampling:
+    """How the server reports what it samples; generates two tokens. EngineFault if it refuses, or answers anything else."""
+    try:
+        found = [parse_probe(client.post(GENERATE, probe_body(token)), token) for token in (0, 1)]
+    except RequestRefused as refused:
+        raise EngineFault(f"the vLLM server at {client.url} refuses to generate: {refused}") from None
+    except InvalidResponse as invalid:
+        raise EngineFault(f"the vLLM server at {client.url} gave an invalid response: {invalid}") from None
+    return ServerSampling(all(each.processed for each in found), returns_mask=all(each.returns_mask for each in found))
+
+
 def has_plugin(client: Client) -> bool:
     """Whether the server has the plug-in for image tokens, which refuses a wrong grammar; without it nothing reads the grammar."""
+    parameters = {"max_tokens": 1, "top_k": 1, "extra_args": {KEY: {}}}
     try:
-        client.post(GENERATE, {"token_ids": [0], "sampling_params": {"max_tokens": 1, "extra_args": {KEY: {}}}})
+        client.post(GENERATE, {"request_id": "retouch-probe", "token_ids": [0], "sampling_params": parameters})
     except RequestRefused as refused:
         return KEY in refused.text
     return False
+
+
+def _has_lora(client: Client) -> bool:
+    """Whether the server was started with --enable-lora. Without it the engine fails to add any adapter (HTTP 500)."""
+    try:
+        client.post(LOAD, {"lora_name": _NO_ADAPTER, "lora_path": f"/{_NO_ADAPTER}"}, tries_of_500=1)
+    except RequestRefused as refused:
+        return refused.status != 500
+    return True
 
 
 def _exists(client: Client, path: str, body: dict[str, Any]) -> bool:

@@ -5,8 +5,9 @@ import logging
 import os
 import shutil
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -19,8 +20,11 @@ from retouch.protocols import AutoregressiveModel
 
 if TYPE_CHECKING:
     from retouch.policies.engines.client import Client
+    from retouch.policies.engines.publishing import WeightPublisher
 
 MAX_TEMPERATURE = 2.0
+TESTED = ("0.32.0",)
+"""Versions of vLLM with which this is tested."""
 _DIAGNOSIS_SECONDS = 10.0
 _STARTING = "start the server as docs/engines.md says"
 log = logging.getLogger("retouch")
@@ -29,8 +33,8 @@ log = logging.getLogger("retouch")
 class VllmEngine(EngineSection):
     """A vLLM server that holds the base weights; the adapter is loaded into it after each update.
 
-    Written for the interface of vLLM 0.33.0 and tested against a strict double of it; never run on vLLM. For LoRA alone. A server
-    that generates image tokens needs a plug-in that applies their grammar (docs/engines.md).
+    Tested against vLLM 0.32.0 on a CPU, and not on a GPU. For LoRA alone. A server that generates image tokens needs a plug-in that
+    applies their grammar (docs/engines.md).
 
     Source: vLLM (Kwon et al. 2023, arXiv 2309.06180).
     """
@@ -52,33 +56,29 @@ class VllmEngine(EngineSection):
         self.connect().close()  # a missing httpx is noticed first
         from retouch.policies.engines.adapters import AdapterPublisher
         from retouch.policies.engines.vllm_decoding import Servable, VllmDecoding
-        from retouch.policies.engines.wire import INTERFACE
 
         if not isinstance(model, Servable):
             raise ValueError(
                 f"rollout.engine.kind: vllm sends images as the model sees them, and {type(model).__name__} has no "
                 "`resized_images`; see retouch.policies.engines.vllm_decoding.Servable, or use cached"
             )
-        log.warning(
-            "rollout.engine: written for vLLM %s and tested against a double of its interface; never run on vLLM", INTERFACE
-        )
+        log.info("rollout.engine: tested against vLLM %s on a CPU, and not on a GPU", ", ".join(TESTED))
         folder = context.folder / "adapters" if self.adapters is None else Path(self.adapters)
-        engine = VllmDecoding(
-            model,
-            connect=self.connect,
-            adapters=AdapterPublisher(
-                weights=context.weights,
-                save=context.save_adapter,
-                folder=folder,
-                prefix=f"retouch-{context.folder.name}",
-                first=context.first,
-                any_rank=context.any_rank,
-            ),
+        publisher = AdapterPublisher(
+            weights=context.weights,
+            save=context.save_adapter,
+            folder=folder,
+            prefix=f"retouch-{context.folder.name}",
+            first=context.first,
             any_rank=context.any_rank,
         )
-        if self.adapters is None and context.first:
-            _remove(folder)
-            weakref.finalize(engine, _remove, folder)
+        own = folder if self.adapters is None else None
+        release = partial(_close, publisher, self._impatient().connect, own) if context.first else None
+        engine = VllmDecoding(model, connect=self.connect, weights=publisher, any_rank=context.any_rank, release=release)
+        if release is not None:
+            if own is not None:
+                _remove(own)
+            weakref.finalize(engine, release)  # for whoever builds an engine and never closes it
         return engine
 
     def connect(self) -> "Client":
@@ -90,6 +90,10 @@ class VllmEngine(EngineSection):
                 raise
             raise ValueError("asking a vLLM server needs httpx: pip install 'retouch[vllm]'") from None
         return Client(self.url, timeout=self.timeout, patience=self.patience)
+
+    def _impatient(self) -> "VllmEngine":
+        """The same server, asked once and not for long."""
+        return self.model_copy(update={"timeout": min(self.timeout, _DIAGNOSIS_SECONDS), "patience": 0.0})
 
     def problems(self, sampling: TokenSampling, *, full_weights: bool, image_grammar: bool) -> Iterator[str]:
         if full_weights:
@@ -107,22 +111,22 @@ class VllmEngine(EngineSection):
         elif sampling.top_p is not None and sampling.top_p < 1 and sampling.top_k is None:
             yield "top_p: vllm tells which tokens it kept only where top_k bounds them; give top_k too, 1000 say"
 
-    def diagnose(self, *, base_model: str | None, max_new_tokens: int, image_grammar: bool) -> Iterator[Diagnosis]:
-        """Whether the server answers, serves the base model, and lets adapters be loaded."""
-        impatient = self.model_copy(update={"timeout": min(self.timeout, _DIAGNOSIS_SECONDS), "patience": 0.0})
+    def diagnose(self, sampling: TokenSampling, *, base_model: str | None, image_grammar: bool) -> Iterator[Diagnosis]:
+        """Whether the server answers, serves the base model, lets adapters be loaded, and reports what it samples."""
         try:
-            client = impatient.connect()
+            client = self._impatient().connect()
         except ValueError as error:
             package = importlib.util.find_spec("httpx") is None
             yield "FAILED", str(error), "pip install 'retouch[vllm]'" if package else keys.binding_command(keys.VLLM_KEY, self.url)
             return
-        from retouch.policies.engines.server import has_plugin, query_server
-        from retouch.policies.engines.wire import INTERFACE, PLUGIN
+        from retouch.policies.engines.server import has_plugin, query_sampling, query_server
+        from retouch.policies.engines.wire import PLUGIN
 
         with client:
             try:
                 server = query_server(client)
                 lacks_plugin = image_grammar and server.takes_ids and not has_plugin(client)
+                reports = query_sampling(client) if server.takes_ids else None
             except EngineFault as fault:
                 yield "FAILED", str(fault), _STARTING
                 return
@@ -130,22 +134,42 @@ class VllmEngine(EngineSection):
             yield "ok", f"the key in {keys.VLLM_KEY} goes to {keys.address_of(self.url)}", ""
         where = f"vLLM {server.version} at {client.url}"
         yield "ok", f"{where} serves {server.base.root or server.base.id}", ""
-        yield "note", f"this engine was tested against a double of vLLM {INTERFACE}'s interface, and has never run on vLLM", ""
-        if server.version != INTERFACE:
-            yield "note", f"{where} may differ from {INTERFACE}, which this was written for", ""
+        yield "note", f"this engine is tested against vLLM {', '.join(TESTED)} on a CPU, and not on a GPU", ""
+        if server.version not in TESTED:
+            yield "note", f"{where} may differ from {' and '.join(TESTED)}, with which this is tested", ""
         if base_model and server.base.root not in (None, base_model):
             yield "note", f"it serves {server.base.root}, and policy.model.path is {base_model}; the weights must be the same", ""
         if not server.loads_adapters:
             text = f"{where} does not load LoRAs: it was started without VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
             yield "FAILED", text, _STARTING
+        elif not server.has_lora:
+            yield "FAILED", f"{where} loads no LoRA: it was started without --enable-lora", _STARTING
         if not server.takes_ids:
             yield "FAILED", f"{where} takes no token ids: it was started without --enable-scale-out", _STARTING
         if lacks_plugin:
             text = f"{where} does not keep to the grammar of image tokens: it was started without --logits-processors {PLUGIN}"
             yield "FAILED", text, _STARTING
-        if server.base.max_model_len is not None and server.base.max_model_len <= max_new_tokens:
+        if reports is not None and not reports.processed:
+            text = f"{where} returns raw log-probabilities: it was started without --logprobs-mode processed_logprobs"
+            yield "FAILED", text, _STARTING
+        if reports is not None and sampling.truncates and not reports.returns_mask:
+            text = f"{where} does not say what top_k and top_p kept: it was started without --return-sampling-mask"
+            yield "FAILED", text, _STARTING
+        if reports is not None and reports.returns_mask and sampling.top_k is None:
+            text = f"{where} answers only requests with top_k: it was started with --return-sampling-mask"
+            yield "FAILED", text, "start the server without that flag, or set rollout.top_k"
+        if server.base.max_model_len is not None and server.base.max_model_len <= sampling.max_new_tokens:
             text = f"{where} has room for {server.base.max_model_len} tokens, prompt and completion together"
             yield "FAILED", text, _STARTING
+
+
+def _close(publisher: "WeightPublisher", connect: "Callable[[], Client]", folder: Path | None) -> None:
+    """Unload the run's weights from the server, and remove their folder if it is the run's own."""
+    if publisher.has_loaded:
+        with connect() as client:
+            publisher.close(client)
+    if folder is not None:
+        _remove(folder)
 
 
 def _remove(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Decoding by a vLLM server that holds the base weights; after each update the policy's adapter is loaded into it.
+"""Decoding by a vLLM server, into which the policy's weights are loaded after each update.
 
 Its kernels, batches and number types differ from the policy's, so its log-probabilities are not exact: the policy evaluates the
 completions itself and keeps the server's values as ``behaviour_log_probs``. Rows are sampled with seeds keyed by (seed, step,
@@ -6,6 +6,7 @@ group, slot), but vLLM reproduces a seed only in the same batch, so a resumed ru
 """
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -15,17 +16,20 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
-from retouch.policies.engines.adapters import AdapterPublisher
 from retouch.policies.engines.base import EngineFault, Generation, TokenSampling
 from retouch.policies.engines.client import Client, RequestRefused
 from retouch.policies.engines.grammar import ImageGrammar, grammar_to_json
+from retouch.policies.engines.publishing import WeightPublisher
+from retouch.policies.engines.server import query_sampling
 from retouch.policies.engines.wire import (
     GENERATE,
     MAX_BIASED,
     PLUGIN,
     GenerateRequest,
     InvalidResponse,
+    ServedWeights,
     ServerCompletion,
+    WeightsLost,
     data_url,
     parse_response,
 )
@@ -33,6 +37,7 @@ from retouch.protocols import Grammar
 from retouch.types import Batch, Prompts, Task
 
 _MAX_CONCURRENT = 64
+_TOO_MANY_ROWS = re.compile(r"max_num_seqs \((\d+)\)")
 
 
 @runtime_checkable
@@ -45,7 +50,10 @@ class Servable(Protocol):
     image_token: int | None
 
     def resized_images(self, task: Task) -> Sequence[Image]:
-        """The task's images at the sizes that the image processor gets; none if they are in the prompt's ids."""
+        """The task's images at their final size; none if they are in the prompt's ids.
+
+        The server's image processor must have nothing to resize: it uses torchvision, whose pixels differ from PIL's.
+        """
         ...
 
 
@@ -61,9 +69,10 @@ class _Rows:
 class VllmDecoding:
     """Requests the completions of a batch from a server: one request per task for all its rows (implements ``Engine``).
 
-    ``connect``: opens a new connection. ``any_rank``: whether a flag is true on at least one rank. A grammar of images
-    (``ImageGrammar``) is applied by the plug-in in the server. ValueError if the model's grammar is neither that nor a single
-    vocabulary, or excludes more tokens than a request may ban.
+    ``connect``: opens a new connection. ``weights``: loads the policy's into the server. ``any_rank``: whether a flag is true on at
+    least one rank. ``release``: what ``close`` calls. A grammar of images (``ImageGrammar``) is applied by the plug-in in the
+    server. ValueError if the model's grammar is neither that nor a single vocabulary, or excludes more tokens than a request may
+    ban.
     """
 
     exact = False
@@ -73,8 +82,9 @@ class VllmDecoding:
         model: Servable,
         *,
         connect: Callable[[], Client],
-        adapters: AdapterPublisher,
+        weights: WeightPublisher,
         any_rank: Callable[[bool], bool] = bool,
+        release: Callable[[], None] | None = None,
     ) -> None:
         grammar = model.grammar
         vocabularies = grammar.vocabularies
@@ -89,8 +99,10 @@ class VllmDecoding:
             )
         self.model = model
         self._connect = connect
-        self._adapters = adapters
+        self._weights = weights
         self._any_rank = any_rank
+        self._release = release
+        self._is_checked = False
 
     def __call__(self, batch: Batch, prompts: Prompts, sampling: TokenSampling) -> Generation:
         """EngineFault, on all ranks, if the server fails on one of them or returns an invalid response."""
@@ -99,8 +111,10 @@ class VllmDecoding:
         fault = generation = None
         try:
             with self._connect() as client:
-                adapter = self._adapters.publish(client)
-                completions = self._completions(client, adapter, batch, prompts, sampling)
+                weights = self._weights.publish(client)
+                if not self._is_checked:
+                    self._check_server(client, sampling)
+                completions = self._completions(client, weights, batch, prompts, sampling)
             generation = self._generation(prompts, sampling, completions)
             self._check(batch, prompts, generation)
         except EngineFault as found:
@@ -110,15 +124,40 @@ class VllmDecoding:
         assert generation is not None
         return generation
 
+    def close(self) -> None:
+        """Remove the run's weights from the server. The next call loads them again."""
+        if self._release is not None:
+            self._release()
+
+    def _check_server(self, client: Client, sampling: TokenSampling) -> None:
+        """EngineFault unless the server returns the log-probabilities that were sampled from, and what top-k and top-p kept."""
+        found = query_sampling(client)
+        if not found.processed:
+            raise EngineFault(
+                f"the vLLM server at {client.url} returns raw log-probabilities, not those that it samples from; start it with "
+                "--logprobs-mode processed_logprobs"
+            )
+        if sampling.truncates and not found.returns_mask:
+            raise EngineFault(
+                f"the vLLM server at {client.url} does not say what top_k and top_p kept; start the server with "
+                "--return-sampling-mask"
+            )
+        if found.returns_mask and sampling.top_k is None:
+            raise EngineFault(
+                f"the vLLM server at {client.url} was started with --return-sampling-mask, so that it answers only requests with "
+                "top_k; start it without the flag, or set rollout.top_k"
+            )
+        self._is_checked = True
+
     def _completions(
-        self, client: Client, adapter: str, batch: Batch, prompts: Prompts, sampling: TokenSampling
+        self, client: Client, weights: ServedWeights, batch: Batch, prompts: Prompts, sampling: TokenSampling
     ) -> list[ServerCompletion]:
         """One for each row of the batch."""
 
         def generate(rows: _Rows) -> list[ServerCompletion]:
             ids, mask = prompts.ids[rows.task], prompts.mask[rows.task]
             request = GenerateRequest(
-                adapter=adapter,
+                weights=weights,
                 ids=tuple(ids[mask].tolist()),
                 image_token=self.model.image_token,
                 images=tuple(data_url(image) for image in self.model.resized_images(batch.tasks[rows.task])),
@@ -140,19 +179,36 @@ class VllmDecoding:
 
     def _generate(self, client: Client, request: GenerateRequest) -> list[ServerCompletion]:
         try:
-            try:
-                body = client.post(GENERATE, request.body())
-            except RequestRefused as refused:
-                if refused.status != 404 or request.adapter not in refused.text:
-                    raise
-                # The server was restarted since the adapter was loaded.
-                self._adapters.load(client, request.adapter)
-                body = client.post(GENERATE, request.body())
-            return parse_response(body, request, vocabulary=self._vocabulary)
+            return self._ask(client, request)
         except RequestRefused as refused:
             raise EngineFault(f"the vLLM server at {client.url} refuses to generate: {refused}") from None
         except InvalidResponse as invalid:
             raise EngineFault(f"the vLLM server at {client.url} gave an invalid response: {invalid}") from None
+        except WeightsLost:
+            raise EngineFault(f"the vLLM server at {client.url} lost the weights again as soon as they were loaded") from None
+
+    def _ask(self, client: Client, request: GenerateRequest) -> list[ServerCompletion]:
+        """The completions; in several requests, or after the weights were loaded again, if the server asks for that."""
+        try:
+            try:
+                return self._ask_once(client, request)
+            except WeightsLost:
+                self._weights.restore(client)
+                return self._ask_once(client, request)
+        except RequestRefused as refused:
+            limit = _TOO_MANY_ROWS.search(refused.text)
+            if limit is None or not 0 < int(limit[1]) < request.count:
+                raise
+            return [completion for part in request.split(int(limit[1])) for completion in self._ask(client, part)]
+
+    def _ask_once(self, client: Client, request: GenerateRequest) -> list[ServerCompletion]:
+        try:
+            body = client.post(GENERATE, request.body())
+        except RequestRefused as refused:
+            if refused.status == 404 and request.weights.model is not None and request.weights.model in refused.text:
+                raise WeightsLost from None
+            raise
+        return parse_response(body, request, vocabulary=self._vocabulary)
 
     def _check(self, batch: Batch, prompts: Prompts, generation: Generation) -> None:
         """EngineFault if a token violates the model's grammar."""

@@ -1,13 +1,14 @@
 """Requests to a vLLM server and the validation of its responses: ids in, ids out (``POST /inference/v1/generate``).
 
-The interface is that of vLLM 0.33.0. A prompt is sent as the model's own ids with one image token per image, which the server
-repeats once per patch; the prompt ids that it returns must equal the model's. A response with any fault is rejected as a whole.
+The interface is that of vLLM 0.32 and 0.33. A prompt is sent as the model's own ids with one image token per image, which the
+server repeats once per patch; the prompt ids that it returns must equal the model's. A response with any fault is rejected as a
+whole.
 """
 
 import base64
 import io
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from PIL.Image import Image
@@ -16,12 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from retouch.policies.engines.base import TokenSampling
 from retouch.policies.engines.grammar import KEY
 
-INTERFACE = "0.33.0"
 PLUGIN = "retouch.policies.engines.plugin:GrammarProcessor"
 """The logits processor with which the server is started: ``vllm serve --logits-processors``."""
 GENERATE = "/inference/v1/generate"
 MAX_BIASED = 1024
 """Most ids that a request may bias."""
+_PROBE_TOLERANCE = 1e-3
 BAN = -100.0
 """The lowest bias that vLLM takes: it multiplies a probability by e^-100."""
 
@@ -30,15 +31,29 @@ class InvalidResponse(Exception):
     """A response with a fault, which the text names."""
 
 
+class WeightsLost(Exception):
+    """The server has other weights than were published: it was restarted since."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedWeights:
+    """How a request names its weights. ``model``: an adapter, None for the base. ``version``: the version that every token of a
+    response must have been generated with; None does not compare.
+    """
+
+    model: str | None = None
+    version: str | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """``count`` completions of one prompt under one adapter; completion k is sampled with ``seed + k``.
+    """``count`` completions of one prompt with published weights; completion k is sampled with ``seed + k``.
 
     ``ids``: the prompt, with one image token per patch. ``images``: data URLs. ``stop``: ids that end a completion. ``banned``: ids
     that are never sampled. ``grammar``: for the server's plug-in, in JSON; nothing is banned beside it.
     """
 
-    adapter: str
+    weights: ServedWeights
     ids: tuple[int, ...]
     image_token: int | None
     images: tuple[str, ...]
@@ -68,8 +83,18 @@ class GenerateRequest:
         }
         if self.grammar is not None:
             parameters["extra_args"] = {KEY: self.grammar}
-        body = {"model": self.adapter, "token_ids": self._collapsed(), "sampling_params": parameters, "return_token_ids": True}
+        body = {
+            "model": self.weights.model,
+            "token_ids": self._collapsed(),
+            "sampling_params": parameters,
+            "return_token_ids": True,
+        }
         return body | ({"content_parts": [{"type": "image_url", "url": url} for url in self.images]} if self.images else {})
+
+    def split(self, most: int) -> list["GenerateRequest"]:
+        """The same completions in requests of at most ``most`` each."""
+        starts = range(0, self.count, most)
+        return [replace(self, seed=self.seed + start, count=min(most, self.count - start)) for start in starts]
 
     def _collapsed(self) -> list[int]:
         """The ids, with one image token in place of each run of them."""
@@ -108,12 +133,17 @@ class _LogProbs(_Strict):
     content: list[_TokenLogProb]
 
 
+class _WeightSpan(_Strict):
+    version: str
+
+
 class _Choice(_Strict):
     index: int
     finish_reason: str | None
     token_ids: list[int] = Field(min_length=1)
     logprobs: _LogProbs
     sampling_mask: list[list[int]] | None = None
+    weight_versions: list[_WeightSpan] | None = None
 
 
 class _Response(_Strict):
@@ -122,12 +152,12 @@ class _Response(_Strict):
 
 
 def parse_response(body: bytes, request: GenerateRequest, *, vocabulary: int) -> list[ServerCompletion]:
-    """The ``count`` completions, in order. ``vocabulary``: ids must be below it. InvalidResponse for any fault."""
-    try:
-        response = _Response.model_validate_json(body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise InvalidResponse(f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}") from None
+    """The ``count`` completions, in order. ``vocabulary``: ids must be below it. InvalidResponse for any fault, WeightsLost for
+    another version of the weights."""
+    response = _read(body)
+    if request.weights.version is not None:
+        for choice in response.choices:
+            _check_version(choice, request.weights.version)
     if tuple(response.prompt_token_ids) != request.ids:
         raise InvalidResponse(
             f"it read a prompt of {len(response.prompt_token_ids)} ids, which are not the {len(request.ids)} that the policy "
@@ -137,6 +167,48 @@ def parse_response(body: bytes, request: GenerateRequest, *, vocabulary: int) ->
     if len(response.choices) != request.count or choices.keys() != set(range(request.count)):
         raise InvalidResponse(f"{len(response.choices)} completions where {request.count} were requested")
     return [_completion(choices[index], request, vocabulary) for index in range(request.count)]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSampling:
+    """``processed``: log-probabilities are those after bias, temperature, top-k and top-p. ``returns_mask``: the response has the
+    tokens that top-k and top-p kept."""
+
+    processed: bool
+    returns_mask: bool
+
+
+def probe_body(token: int) -> dict[str, Any]:
+    """A request that can only sample ``token``: with processed log-probabilities its own is 0. Valid with and without a mask."""
+    parameters = {"max_tokens": 1, "top_k": 1, "temperature": 1.0, "logprobs": 0, "logit_bias": {str(token): -BAN}}
+    return {"request_id": "retouch-probe", "token_ids": [0], "sampling_params": parameters, "return_token_ids": True}
+
+
+def parse_probe(body: bytes, token: int) -> ServerSampling:
+    """What the response to ``probe_body(token)`` says. InvalidResponse if it is none.
+
+    No model is certain of two tokens at once, so raw log-probabilities are noticed at one of two tokens.
+    """
+    choices = _read(body).choices
+    if [choice.token_ids for choice in choices] != [[token]]:
+        raise InvalidResponse("another token than the only one that may be sampled")
+    ((value,),) = (_values(choice) for choice in choices)
+    return ServerSampling(processed=value > -_PROBE_TOLERANCE, returns_mask=choices[0].sampling_mask is not None)
+
+
+def _read(body: bytes) -> _Response:
+    try:
+        return _Response.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise InvalidResponse(f"{'.'.join(map(str, first['loc'])) or 'the body'}: {first['msg']}") from None
+
+
+def _check_version(choice: _Choice, version: str) -> None:
+    if choice.weight_versions is None:
+        raise InvalidResponse("it does not say with which weights it was generated (weight_versions); take vLLM 0.32 or newer")
+    if {span.version for span in choice.weight_versions} != {version}:
+        raise WeightsLost
 
 
 def _completion(choice: _Choice, request: GenerateRequest, vocabulary: int) -> ServerCompletion:
@@ -151,14 +223,18 @@ def _completion(choice: _Choice, request: GenerateRequest, vocabulary: int) -> S
             f"a completion of {len(ids)} tokens ends with {choice.finish_reason!r}, and the longest is {longest}; "
             "where it is too short, the server's --max-model-len is"
         )
+    return ServerCompletion(ids, _values(choice), _kept(choice, vocabulary) if request.sampling.truncates else None)
+
+
+def _values(choice: _Choice) -> list[float]:
     content = choice.logprobs.content
-    if [each.token_id for each in content] != ids:
+    if [each.token_id for each in content] != choice.token_ids:
         raise InvalidResponse("log-probabilities of other tokens than were generated")
     values = [each.logprob for each in content]
     # The server reports -9999 where it has none.
     if not all(-9999.0 < value < 1e-3 for value in values):
         raise InvalidResponse("a value that is no log-probability")
-    return ServerCompletion(ids, values, _kept(choice, vocabulary) if request.sampling.truncates else None)
+    return values
 
 
 def _kept(choice: _Choice, vocabulary: int) -> list[list[int]]:

@@ -1,0 +1,115 @@
+"""Keeps a vLLM server's weights equal to the policy's: what publishing a LoRA and publishing all weights have in common."""
+
+import hashlib
+import json
+import logging
+import shutil
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from retouch.policies.engines.base import EngineFault
+from retouch.policies.engines.client import Client
+from retouch.policies.engines.wire import ServedWeights
+
+log = logging.getLogger("retouch")
+
+
+class WeightPublisher(ABC):
+    """Writes the weights to a folder that the server reads too, and loads them into the server whenever they have changed.
+
+    ``weights``: the trained parameters, by name. ``save``: writes them to a folder. ``folder``: must have the same path for the
+    server. ``prefix``: of the names; a digest of the weights follows it. ``first``: this rank writes and loads; all ranks have the
+    same weights. ``any_rank``: whether a flag is true on at least one rank.
+    """
+
+    def __init__(
+        self,
+        *,
+        weights: Mapping[str, Tensor],
+        save: Callable[[Path], None],
+        folder: Path,
+        prefix: str,
+        first: bool = True,
+        any_rank: Callable[[bool], bool] = bool,
+    ) -> None:
+        self._weights = weights
+        self._save = save
+        self._folder = folder
+        self._prefix = prefix
+        self._first = first
+        self._any_rank = any_rank
+        self._loaded: str | None = None
+        self._restoring = threading.Lock()
+
+    @property
+    def has_loaded(self) -> bool:
+        """Whether the server has weights of this publisher."""
+        return self._loaded is not None
+
+    def publish(self, client: Client) -> ServedWeights:
+        """Load the current weights if the server does not have them; returns what requests name. EngineFault, on all ranks."""
+        name = f"{self._prefix}-{_digest(self._weights)}"
+        if name != self._loaded:
+            fault = self._replace(client, name) if self._first else None
+            if self._any_rank(fault is not None):
+                raise fault or EngineFault("rank 0 could not load the weights into the vLLM server; its log says why")
+            self._loaded = name
+        return self.served(name)
+
+    def restore(self, client: Client) -> None:
+        """Load the weights of the last ``publish`` again, into a server that was restarted. EngineFault."""
+        assert self._loaded is not None
+        with self._restoring:
+            self.load(client, self._loaded)
+
+    def close(self, client: Client) -> None:
+        """Remove what the server and the folder have of the run. A server that cannot be reached is only logged."""
+        if self._loaded is None or not self._first:
+            return
+        name, self._loaded = self._loaded, None
+        try:
+            self.unload(client, name)
+        except EngineFault as fault:
+            log.warning("the vLLM server at %s may still have %s: %s", client.url, name, fault)
+        shutil.rmtree(self._folder / name, ignore_errors=True)
+
+    @abstractmethod
+    def served(self, name: str) -> ServedWeights:
+        """How requests name these weights."""
+
+    @abstractmethod
+    def load(self, client: Client, name: str) -> None:
+        """Load weights from their folder, unless the server has them. EngineFault."""
+
+    @abstractmethod
+    def unload(self, client: Client, name: str) -> None:
+        """Remove weights that are no longer needed, where the server keeps them beside others. EngineFault if it is away."""
+
+    def _replace(self, client: Client, name: str) -> EngineFault | None:
+        """Write and load the weights ``name``, and unload those before. Returns what went wrong."""
+        target = self._folder / name
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+        self._save(target)
+        try:
+            self.load(client, name)
+            if self._loaded is not None:
+                self.unload(client, self._loaded)
+                shutil.rmtree(self._folder / self._loaded, ignore_errors=True)
+        except EngineFault as fault:
+            return fault
+        return None
+
+
+def _digest(weights: Mapping[str, Tensor]) -> str:
+    """The first 64 bits of SHA-256 over names, types, shapes and values, in hexadecimal."""
+    digest = hashlib.sha256()
+    for name, tensor in weights.items():
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
