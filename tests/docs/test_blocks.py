@@ -18,9 +18,12 @@ import diffusers
 import pytest
 from PIL import Image
 
+import judge_double
 import retouch
 import tiny_pipelines
 from retouch.recipe.recipe import load
+from retouch.rewards.base import RewardSection, close
+from retouch.rewards.loading import LoadedReward
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "src" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -97,10 +100,22 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_python_of_a_page_runs_from_top_to_bottom(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     script = ModuleType("script_of_the_page")
     monkeypatch.setitem(sys.modules, script.__name__, script)
+    monkeypatch.syspath_prepend(Path.cwd())
+    monkeypatch.setenv("OPENAI_API_KEY", judge_double.KEY)
     Image.new("RGB", (32, 32), "red").save("photo.png")
+    with judge_double.Double() as server:
+        monkeypatch.setenv("RETOUCH_KEYS", f"OPENAI_API_KEY={server.url.removesuffix('/v1')}")
+        for block in blocks("python"):
+            if block.page == page and block.file:
+                Path(block.file).write_text(block.text)
+            elif block.page == page:
+                text = block.text.replace("http://127.0.0.1:8000/v1", server.url).replace('"key": None', '"key": "OPENAI_API_KEY"')
+                exec(compile(text, block.place, "exec"), vars(script))
+        for made in [value for value in vars(script).values() if isinstance(value, LoadedReward | RewardSection)]:
+            close(getattr(made, "reward", made))
     for block in blocks("python"):
-        if block.page == page:
-            exec(compile(block.text, block.place, "exec"), vars(script))
+        if block.page == page and block.file:
+            sys.modules.pop(Path(block.file).stem, None)
 
 
 @pytest.mark.parametrize("page", PARSED)
@@ -113,14 +128,16 @@ def test_python_that_is_not_run_is_valid(page: str) -> None:
 
 # Recipes
 
+EDITOR, WRITER = "quickstart.jsonnet", "qwen-image-edit/writer-grpo-frozen-playground.jsonnet"
+
 
 @pytest.mark.parametrize("block", [block for block in blocks("jsonnet") if not block.file], ids=lambda block: block.place)
-def test_a_part_of_a_recipe_is_valid_in_the_quickstart(block: Block, tmp_path: Path) -> None:
+def test_a_part_of_a_recipe_is_valid_in_a_recipe(block: Block, tmp_path: Path) -> None:
     """Keys, types and combinations are checked, as in a recipe; complete recipes are files of docs/your-own.md."""
     recipe = tmp_path / "recipe.jsonnet"
     recipe.write_text(
-        "local quickstart = import 'quickstart.jsonnet';\nlocal judges = import 'lib/judges.libsonnet';\n"
-        f"assert std.isObject(judges);\nquickstart {{ eval: {{ tasks: 6 }} }} {{\n{block.text}\n}}\n"
+        f"local base = import '{WRITER if 'renderer:' in block.text else EDITOR}';\nlocal judges = import 'lib/judges.libsonnet';\n"
+        f"assert std.isObject(judges);\nbase {{ eval: {{ tasks: 6 }} }} {{\n{block.text}\n}}\n"
     )
     load(recipe, allow_imports=re.findall(r"class: '([\w.]+):", block.text))
 

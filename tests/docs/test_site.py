@@ -54,6 +54,16 @@ def test_pages_load_nothing_from_other_sites() -> None:
         assert not re.findall(r"!\[[^\]]*\]\(https?:|<(?:img|script|link|iframe)\b", page.read_text()), page
 
 
+def test_the_figures_are_those_that_their_script_draws() -> None:
+    spec = importlib.util.spec_from_file_location("figures", DOCS / "figures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    figures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(figures)
+    for name, draw in figures.FIGURES.items():
+        assert (DOCS / "pictures" / name).read_text(encoding="utf-8") == draw(), "run `python docs/figures.py`"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="needs the extra docs")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
