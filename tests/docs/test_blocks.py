@@ -168,7 +168,7 @@ def launcher(words: list[str]) -> bool:
 
 
 def elsewhere(words: list[str]) -> bool:
-    """Another program's command, for another machine or shell: it is not installed here."""
+    """A command of a program that is not installed here, or a setting of the user's shell."""
     return True
 
 
@@ -177,7 +177,7 @@ PROGRAMS: dict[str, Callable[[list[str]], bool]] = {
     "pip": pip,
     "python": python,
     **dict.fromkeys(("accelerate", "torchrun"), launcher),
-    **dict.fromkeys(("vllm", "export", "hf"), elsewhere),
+    **dict.fromkeys(("vllm", "export", "hf", "uv", "conda"), elsewhere),
 }
 
 
