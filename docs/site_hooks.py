@@ -32,7 +32,8 @@ def on_files(files: Files, *, config: Any) -> Files:
     for source, target in OUTSIDE.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         linked |= outside_links(text, PurePosixPath(source).parent)
-        files.append(File.generated(config, target, content=rewritten(text, source)))
+        alone = "---\nhide: [navigation]\n---\n\n" if target == "index.md" else ""  # its tab has no other page
+        files.append(File.generated(config, target, content=alone + rewritten(text, source)))
     for file in files.documentation_pages():
         if file.src_uri not in OUTSIDE.values():
             linked |= outside_links(file.content_string, (DOCS / PurePosixPath(file.src_uri)).parent)

@@ -54,6 +54,25 @@ def test_pages_load_nothing_from_other_sites() -> None:
         assert not re.findall(r"!\[[^\]]*\]\(https?:|<(?:img|script|link|iframe)\b", page.read_text()), page
 
 
+def test_the_readmes_results_are_those_of_the_results_page() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    results = (DOCS / "results.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]+) \| (\d) \|" + r"[^|]*\|" * 3 + r" (-?\d\.\d\d) \|", results, re.MULTILINE)
+    runs: dict[tuple[int, str], list[float]] = {}
+    sections = [match.start() for match in re.finditer(r"^## ", results, re.MULTILINE)]
+    for match in re.finditer(r"^\| ([^|]+) \| \d \|(?:[^|]*\|){3} (-?\d\.\d\d) \|", results, re.MULTILINE):
+        section = sum(start < match.start() for start in sections)
+        runs.setdefault((section, match[1]), []).append(float(match[2]))
+    assert sum(map(len, runs.values())) == len(rows)
+    ranges = {
+        f"{min(shares):.2f} to {max(shares):.2f}" if min(shares) < max(shares) else f"{shares[0]:.2f}" for shares in runs.values()
+    }
+    table = readme.split("| share of the gap closed")[1].split("\n\n")[0]
+    named = re.findall(r"-?\d\.\d\d(?: to -?\d\.\d\d)?", table)
+    assert len(named) == 12
+    assert set(named) <= ranges
+
+
 def test_the_figures_are_those_that_their_script_draws() -> None:
     spec = importlib.util.spec_from_file_location("figures", DOCS / "figures.py")
     assert spec is not None
