@@ -26,10 +26,16 @@ if TYPE_CHECKING:
     from retouch.objectives.presets import GSPO as GSPO
     from retouch.objectives.presets import REINFORCE as REINFORCE
     from retouch.objectives.supervised import Supervised as Supervised
+    from retouch.policies.denoising.transitions import CPSTransition as CPSTransition
+    from retouch.policies.denoising.transitions import ODETransition as ODETransition
+    from retouch.policies.denoising.transitions import SDETransition as SDETransition
     from retouch.recipe.recipe import Recipe as Recipe
     from retouch.rewards.function import reward as reward
     from retouch.rewards.scoring import score as score
+    from retouch.serving.in_process import serve as serve
     from retouch.trainer.callbacks import Callback as Callback
+    from retouch.trainer.loaded_run import load_run as load_run
+    from retouch.trainer.sampling import sample as sample
     from retouch.trainer.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
@@ -38,6 +44,7 @@ _NAMES = {
     "AWM": "retouch.objectives.awm",
     "BatchAdvantage": "retouch.objectives.advantages",
     "CISPO": "retouch.objectives.presets",
+    "CPSTransition": "retouch.policies.denoising.transitions",
     "Callback": "retouch.trainer.callbacks",
     "CrossEntropy": "retouch.objectives.cross_entropy",
     "DPO": "retouch.objectives.dpo",
@@ -50,14 +57,19 @@ _NAMES = {
     "Kl": "retouch.objectives.policy_gradient",
     "Lora": "retouch.models.train",
     "NFT": "retouch.objectives.nft",
+    "ODETransition": "retouch.policies.denoising.transitions",
     "PolicyGradient": "retouch.objectives.policy_gradient",
     "REINFORCE": "retouch.objectives.presets",
     "Recipe": "retouch.recipe.recipe",
+    "SDETransition": "retouch.policies.denoising.transitions",
     "Supervised": "retouch.objectives.supervised",
     "Trainer": "retouch.trainer.trainer",
+    "load_run": "retouch.trainer.loaded_run",
     "open_writer": "retouch.inference.opening",
     "reward": "retouch.rewards.function",
+    "sample": "retouch.trainer.sampling",
     "score": "retouch.rewards.scoring",
+    "serve": "retouch.serving.in_process",
 }
 _PACKAGES = ("core", "models", "rewards", "testing")
 

@@ -1,6 +1,14 @@
 """Diffusers pipelines with tiny random models, as a script loads them."""
 
-from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
+from typing import Any
+
+from diffusers import (
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImageEditPipeline,
+    QwenImagePipeline,
+    StableDiffusion3Pipeline,
+)
 
 import tiny_models
 
@@ -18,5 +26,31 @@ def sd3() -> StableDiffusion3Pipeline:
         text_encoder_3=tiny_models.t5(48, 3),
         tokenizer_3=tiny_models.t5_tokenizer(),
     )
+    return _quiet(pipeline)
+
+
+def qwen_image() -> QwenImagePipeline:
+    """Qwen-Image; its tokenizer of bytes needs another length of the template's beginning than the published one."""
+    tokenizer = tiny_models.qwen_tokenizer()
+    return _quiet(QwenImagePipeline(**_qwen_parts(tokenizer), tokenizer=tokenizer))
+
+
+def qwen_image_edit(kind: type[DiffusionPipeline] = QwenImageEditPipeline) -> DiffusionPipeline:
+    """Qwen-Image-Edit, or Edit-Plus as ``kind``."""
+    tokenizer = tiny_models.qwen_tokenizer()
+    processor = tiny_models.ImageProcessorOnly(image_processor=tiny_models.qwen_image_processor(), tokenizer=tokenizer)
+    return _quiet(kind(**_qwen_parts(tokenizer), tokenizer=tokenizer, processor=processor))
+
+
+def _qwen_parts(tokenizer: Any) -> dict[str, Any]:
+    return {
+        "transformer": tiny_models.qwen_transformer(),
+        "vae": tiny_models.qwen_vae(),
+        "text_encoder": tiny_models.qwen_text_encoder(tokenizer),
+        "scheduler": FlowMatchEulerDiscreteScheduler(**tiny_models.SCHEDULER),
+    }
+
+
+def _quiet(pipeline: Any) -> Any:
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

@@ -32,7 +32,7 @@ def pipe() -> Any:
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "no model": ({"model": None}, "model: NoneType cannot be trained; give a diffusers pipeline, a folder"),
+    "no model": ({"model": None}, "model: NoneType cannot be trained; give a diffusers pipeline, a transformers model, a folder"),
     "a module as model": ({"model": torch.nn.Linear(1, 1)}, "model: Linear cannot be trained; give a diffusers pipeline"),
     "a folder that is not there": ({"model": "/no/such/folder"}, "model: there is no folder /no/such/folder"),
     "no reward": ({"reward_funcs": []}, "reward_funcs: empty; give at least one reward"),

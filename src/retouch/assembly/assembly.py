@@ -49,10 +49,10 @@ _SHARDED_STEPPERS = {"zero2": "retouch.distributed.zero:ZeroStepper", "fsdp2": "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Assembly:
-    """``placement``: where things lie. ``model``: what trains. ``image_model``: what makes images, the same but for writers of
-    text. ``plan``: each phase with the steps of the run that it takes. ``copies``: weights kept beside the current ones. ``head``:
-    the value head that trains beside the policy, where one does. ``engines``: by their sections.
+class PolicyParts:
+    """What acts and makes images. ``placement``: the devices of the parts. ``model``: what trains. ``image_model``: what makes
+    images, the same except for writers of text. ``copies``: weights kept besides the current ones. ``head``: the value head that
+    trains with the policy, if there is one.
     """
 
     recipe: Recipe
@@ -61,17 +61,7 @@ class Assembly:
     model: DenoisingModel | AutoregressiveModel
     image_model: DenoisingModel | AutoregressiveModel
     copies: WeightCopies
-    judge: RewardScorer
-    sets: Sequence[DataSets]
-    plan: Sequence[tuple[ResolvedPhase, range]]
     head: LatentValues | TokenValues | None = None
-    clock: Clock = field(default_factory=Clock)
-    engines: dict[EngineSection | None, Engine] = field(default_factory=dict)
-
-    @property
-    def steps(self) -> int:
-        """Number of steps of the whole run."""
-        return self.plan[-1][1].stop
 
     def policy(
         self,
@@ -127,6 +117,22 @@ class Assembly:
 
             return RendererInContext(renderer, partial(self.copies.using, "average"))
         return renderer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembly(PolicyParts):
+    """The parts of a run. ``plan``: each phase with the steps of the run that it takes. ``engines``: by their sections."""
+
+    judge: RewardScorer
+    sets: Sequence[DataSets]
+    plan: Sequence[tuple[ResolvedPhase, range]]
+    clock: Clock = field(default_factory=Clock)
+    engines: dict[EngineSection | None, Engine] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of the whole run."""
+        return self.plan[-1][1].stop
 
     def stepper(self) -> Stepper:
         """A new stepper over the trained weights; a single rank never shards them."""
@@ -264,8 +270,20 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None, trai
     phases = recipe.resolved_phases()
     sets = sets_of(recipe, phases, size=recipe.image_size, trains=trains)
     plan = list(zip(phases, steps_of(phases, sets), strict=True))
+    acting = assemble_policy(recipe, ranks)
+    sets = [each.with_model(acting.image_model) for each in sets]
+    head = None
+    if recipe.advantage.value_head is not None:
+        from retouch.assembly.value_head import build_head
+
+        head = build_head(recipe.advantage.value_head, acting.model, tasks=sets[0].train or sets[0].heldout, seed=recipe.seed)
+    return Assembly(**{**vars(acting), "head": head}, judge=judge, sets=sets, plan=plan)
+
+
+def assemble_policy(recipe: Recipe, ranks: Ranks) -> PolicyParts:
+    """Build what acts and makes images, without data and judge."""
+    placement = plan_placement(recipe, ranks)
     model, image_model = _build_models(recipe, placement)
-    sets = [each.with_model(image_model) for each in sets]
     recipe.policy.make_trainable(model.module, seed=recipe.seed)
     copies = WeightCopies(model.module, devices=placement.copy_devices)
     if recipe.sharding == "fsdp2" and ranks.world > 1:
@@ -279,23 +297,7 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None, trai
             copies.snapshot_without_adapter(name)
         else:
             copies.snapshot(name)
-    head = None
-    if recipe.advantage.value_head is not None:
-        from retouch.assembly.value_head import build_head
-
-        head = build_head(recipe.advantage.value_head, model, tasks=sets[0].train or sets[0].heldout, seed=recipe.seed)
-    return Assembly(
-        recipe=recipe,
-        ranks=ranks,
-        placement=placement,
-        model=model,
-        image_model=image_model,
-        copies=copies,
-        judge=judge,
-        sets=sets,
-        plan=plan,
-        head=head,
-    )
+    return PolicyParts(recipe=recipe, ranks=ranks, placement=placement, model=model, image_model=image_model, copies=copies)
 
 
 def _build_models(

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-from retouch.assembly.assembly import Assembly, assemble
+from retouch.assembly.assembly import Assembly, PolicyParts, assemble, assemble_policy
 from retouch.assembly.state import restore_weights
 from retouch.distributed.placement import init_distributed_from_recipe
 from retouch.inference.writers import Writer
@@ -32,11 +32,16 @@ def open_recipe(recipe: Recipe, folder: RunFolder | None, *, trained: bool) -> t
     Raises ValueError if the run has no checkpoint and must be ``trained``.
     """
     parts = assemble(recipe, init_distributed_from_recipe(recipe), trains=False)
-    state = _newest(folder, trained=trained)
-    if state is None:
-        return parts, 0
-    restore_weights(parts.copies, state)
-    return parts, state.step
+    return parts, _restored(parts, folder, trained=trained)
+
+
+def open_policy(recipe: Recipe, folder: RunFolder) -> tuple[PolicyParts, int]:
+    """What acts and makes images in a run, with the weights of its newest checkpoint, and their step; without data and judge.
+
+    Raises ValueError if the run has no checkpoint.
+    """
+    parts = assemble_policy(recipe, init_distributed_from_recipe(recipe))
+    return parts, _restored(parts, folder, trained=True)
 
 
 def open_writer(target: str, overrides: Sequence[str] = (), *, allow_imports: Iterable[str] = ()) -> Writer:
@@ -61,6 +66,14 @@ def open_writer(target: str, overrides: Sequence[str] = (), *, allow_imports: It
         restore_weights(copies, state)
     built = policy.build(rollout, model, PolicyContext(copies=copies, microbatch=recipe.microbatch))
     return Writer(built, batch=recipe.eval.batch)
+
+
+def _restored(parts: PolicyParts, folder: RunFolder | None, *, trained: bool) -> int:
+    state = _newest(folder, trained=trained)
+    if state is None:
+        return 0
+    restore_weights(parts.copies, state)
+    return state.step
 
 
 def _newest(folder: RunFolder | None, *, trained: bool) -> TrainState | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from PIL.Image import Image
 
-from retouch.assembly.assembly import Assembly
+from retouch.assembly.assembly import PolicyParts
 from retouch.data.images import load_image, load_mask
 from retouch.data.sources.prompts import read_instructions
 from retouch.inference.opening import open_target
@@ -73,10 +73,15 @@ def sample_list(target: str, *, instructions: Path, out: Path, seed: int) -> lis
 def _samples(target: str, tasks: Sequence[Task], seed: int) -> Iterator[UserSample]:
     parts, _ = open_target(target)
     try:
-        for rows in _same_sizes(tasks, at_most=parts.recipe.eval.batch):
-            yield from _sample(parts, rows, tuple(tasks[row] for row in rows), seed)
+        yield from sample_tasks(parts, tasks, seed)
     finally:
         parts.judge.close()
+
+
+def sample_tasks(parts: PolicyParts, tasks: Sequence[Task], seed: int) -> Iterator[UserSample]:
+    """An image for each task. Raises ValueError if the policy makes no usable image."""
+    for rows in _same_sizes(tasks, at_most=parts.recipe.eval.batch):
+        yield from _sample(parts, rows, tuple(tasks[row] for row in rows), seed)
 
 
 def _same_sizes(tasks: Sequence[Task], *, at_most: int) -> Iterator[range]:
@@ -91,7 +96,7 @@ def _same_sizes(tasks: Sequence[Task], *, at_most: int) -> Iterator[range]:
     yield range(start, len(tasks))
 
 
-def _sample(parts: Assembly, rows: range, tasks: tuple[Task, ...], seed: int) -> Iterator[UserSample]:
+def _sample(parts: PolicyParts, rows: range, tasks: tuple[Task, ...], seed: int) -> Iterator[UserSample]:
     """Sample and render; rows whose completion gives no image are rendered again, from the task's instruction."""
     numbers = tuple(range(len(tasks)))
     batch = Batch(seed=seed, step=0, tasks=tasks, group_ids=tuple(rows), group=numbers, slot=(0,) * len(tasks))

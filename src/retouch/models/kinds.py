@@ -33,7 +33,7 @@ LANGUAGE_MODELS = Kinds(
         "playground-enhancer": "retouch.playground.language_models:PlaygroundEnhancer",
         "emu3": "retouch.models.emu3.family:Emu3Model",
         "playground-emu3": "retouch.playground.language_models:PlaygroundEmu3",
+        "janus": "retouch.models.janus.family:JanusModel",
         "import": "retouch.models.language:ImportedLanguageModel",
     },
-    named=["retouch.models.janus.load:JanusFromFolder"],
 )

@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 from pydantic import Field, JsonValue
 
 from retouch.config.imports import build_class, methods_of
+from retouch.config.live import LIVE, live_object
 from retouch.config.section import ClassPath, Section
 from retouch.models.base import INSTRUCTION_TOKENS, Described, Dtype, Size, Takes
 from retouch.protocols import AutoregressiveModel
 
 if TYPE_CHECKING:
     import torch
+
+    from retouch.models.common.loaded import LoadedLanguageModel
 
 Attention: TypeAlias = Literal["sdpa", "flash_attention_2", "eager"]
 TokenKind: TypeAlias = Literal["text", "vision"]
@@ -128,7 +131,7 @@ class PretrainedLanguageModel(LanguageModel):
     """A model in transformers' layout."""
 
     path: str
-    """Folder or Hugging Face id of the model."""
+    """Folder or Hugging Face id of the model; ``python:...`` in the recipe of a run that was given a loaded model."""
     dtype: Dtype = "bfloat16"
     """Type of the frozen weights and of the forward pass; log-probabilities are fp32 in any case."""
     attention: Attention = "sdpa"
@@ -147,18 +150,23 @@ class PretrainedLanguageModel(LanguageModel):
 
     @property
     def base_model(self) -> str | None:
-        return self.path
+        return self.path.removeprefix(LIVE)
 
     def find_weights(self) -> tuple[Path | None, bool]:
         from retouch.models.common.pretrained import find_writer
 
+        if self.path.startswith(LIVE):
+            return None, True
         folder = find_writer(self.path)
         return folder, folder is not None
 
-    def fetch_weights(self) -> Path:
-        """The folder of its weights, downloaded if necessary. Raises ValueError if that fails."""
+    def fetch_weights(self) -> Path | LoadedLanguageModel:
+        """The folder of its weights, downloaded if necessary, or the loaded model. Raises ValueError if there is none."""
         from retouch.models.common.pretrained import fetch_writer
 
+        if self.path.startswith(LIVE):
+            loaded: LoadedLanguageModel = live_object(self.path, key="policy.model.path")
+            return loaded
         return fetch_writer(self.path)
 
     @property

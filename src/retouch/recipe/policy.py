@@ -64,7 +64,14 @@ class DenoisingPolicyKeys(Section):
         return self.train.with_inputs(self.model.build(device=device), dtype=dtype, device=device)
 
     def make_trainable(self, module: nn.Module, *, seed: int) -> None:
-        """Let train what the recipe says, and freeze the rest of the module."""
+        """Let train what the recipe says, and freeze the rest of the module.
+
+        A LoRA that an earlier run in this process added is removed. Raises ValueError for a LoRA of another origin.
+        """
+        if getattr(module, "peft_config", None):
+            from retouch.models.common.lora import remove_lora
+
+            remove_lora(module, key="model.transformer")
         self.train.make_trainable(module, targets=self.model.lora_targets, seed=seed)
         if self.gradient_checkpointing:
             # A module without it raises its own clear error.

@@ -66,7 +66,7 @@ def build(spec: RewardSpec, *, sole: bool) -> HostedReward:
 
     ValueError: it cannot be built, or a column's range is too large (a sample without an image would score an end of it).
     """
-    reward = parse_reward(spec.section, allow_imports=spec.allow_imports).build(device=_device())
+    reward = parse_reward(spec.section, allow_imports=spec.allow_imports).build(device=device())
     for name, column in reward.columns.items():
         if not -LARGEST <= column.low <= column.high <= LARGEST:
             raise ValueError(
@@ -93,7 +93,7 @@ def fingerprint(section: Mapping[str, object], reward: Reward) -> str:
     return identity.short([dict(section), identity.describe(reward)])
 
 
-def _device() -> str:
+def device() -> str:
     """The device of models whose section names none: the replica's first GPU, or the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 

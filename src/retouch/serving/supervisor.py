@@ -214,7 +214,7 @@ def _reserved_ports(host: str, first: int, count: int) -> Iterator[list[int]]:
         for port in range(first, first + count) if first else [0] * count:
             try:
                 if port:
-                    _require_free(host, port)
+                    require_free(host, port)
                 sockets.append(stack.enter_context(bind(host, port)))
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
@@ -223,7 +223,7 @@ def _reserved_ports(host: str, first: int, count: int) -> Iterator[list[int]]:
         yield [each.getsockname()[1] for each in sockets]
 
 
-def _require_free(host: str, port: int) -> None:
+def require_free(host: str, port: int) -> None:
     """OSError if the port is in use, even by another supervisor of this user, whose port SO_REUSEPORT would share with us."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -30,13 +30,11 @@ from retouch.renderers.kinds import RENDERERS
 from retouch.rewards.base import RewardSection
 from retouch.rewards.function import FunctionReward
 from retouch.rewards.kinds import KINDS as REWARDS
-from retouch.trainer.models import model_section
+from retouch.trainer.models import model_section, require_pair
 
 RewardLike: TypeAlias = Any
 """A reward object, a function, or a reward's kind (``"pickscore"``), with its path after a colon (``"clip:FOLDER"``)."""
 
-_TOKENS = {"kind": "tokens", "max_new_tokens": 256}
-_DENOISING = {"num_steps": 10, "transition": {"kind": "sde", "noise_level": 0.7}}
 MADE_OF = {
     **{"policy": "model and peft_config", "data": "train_dataset", "reward": "reward_funcs"},
     **{"name": "run_name", "out": "output_dir"},
@@ -64,6 +62,7 @@ def describe(
     eval_dataset: Any = None,
     objective: Objective | None = None,
     peft_config: Any = None,
+    processing_class: Any = None,
     renderer: Any = None,
     reward_weights: Sequence[float] | Mapping[str, float] | str | None = None,
     columns: Mapping[str, str] | None = None,
@@ -78,9 +77,9 @@ def describe(
     """
     if clash := sorted(MADE_OF.keys() & keys.keys()):
         raise ValueError("\n".join(f"{key}: give {MADE_OF[key]} instead" for key in clash))
-    size = (size, size) if isinstance(size, int) else None if size is None else _pair(size)
+    size = require_pair(size)
     _require_objective(objective)
-    section, objects = model_section(model, size=size, key="model")
+    section, objects = model_section(model, size=size, key="model", processor=processing_class)
     rewards, combine, functions = _rewards(reward_funcs, reward_weights)
     evaluated = _plain("eval", keys.get("eval", {}))
     held_out = not (isinstance(evaluated, dict) and evaluated.get("split") == "train")
@@ -96,9 +95,7 @@ def describe(
         "data": DATA.document(data),
         "reward": {**rewards, "combine": combine, **_max_missing(keys)},
         "objective": OBJECTIVES.document(objective or GRPO(clip=0.2 if writes else 1e-4)),
-        "rollout": {"kind": "tokens", "max_new_tokens": 256}
-        if writes
-        else {"num_steps": 10, "transition": {"kind": "sde", "noise_level": 0.7}},
+        "rollout": _rollout(section),
     }
     if "steps" not in keys and "passes" not in keys and "phases" not in keys:
         document["steps"] = 100
@@ -107,6 +104,8 @@ def describe(
             raise ValueError("renderer: this model makes images itself; a renderer is for a language model that writes prompts")
         document["renderer"], more = _renderer(renderer, size=size)
         objects |= more
+    elif section.uses_image_tokens:
+        document["renderer"] = {"kind": "codes"}
     document |= {key: _plain(key, value) for key, value in keys.items()}
     given = (model, train_dataset, objective, renderer, *_listed(reward_funcs), *keys.values())
     modules = {module for one in given if isinstance(one, Section) for module in _modules(one)}
@@ -114,16 +113,16 @@ def describe(
     return Described(parse(document, allow_imports=modules), objects, tuple(sorted(modules)))
 
 
+def _rollout(section: ImageModel | LanguageModel) -> dict[str, Any]:
+    if isinstance(section, LanguageModel):
+        return {"kind": "tokens", "max_new_tokens": 2048 if section.uses_image_tokens else 256}
+    return {"num_steps": 10, "transition": {"kind": "sde", "noise_level": 0.7}}
+
+
 def _modules(section: Section) -> Iterator[str]:
     """The modules of a section that was given as an object: its own, and those of the classes that it names."""
     yield type(section).__module__
     yield from (module_of(path) for _, path in consent.classes_named(section.model_dump(mode="json")))
-
-
-def _pair(size: Any) -> tuple[int, int]:
-    if not (isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(side, int) for side in size)):
-        raise ValueError(f"size: {size!r}; give (height, width) in pixels, or one number for a square")
-    return size[0], size[1]
 
 
 def _require_objective(objective: Any) -> None:
@@ -262,13 +261,21 @@ def _data_at(path: Path, columns: Mapping[str, str] | None) -> DataSource:
 
 
 def _renderer(given: Any, *, size: tuple[int, int] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The section of a renderer, and the pipeline that it refers to.
+
+    ``given``: a section, what makes the images, or a dictionary of the section's keys with what makes the images as ``model``.
+    """
     if isinstance(given, RendererSection):
         return RENDERERS.document(given), {}
-    section, objects = model_section(given, size=size, key="renderer")
+    keys = dict(given) if isinstance(given, Mapping) else {"model": given}
+    model = keys.pop("model", None)
+    section, objects = model_section(model, size=size, key="renderer")
     if not isinstance(section, ImageModel):
         raise ValueError("renderer: a language model makes no images; give a diffusers pipeline")
-    steps = getattr(inspect.signature(type(given).__call__).parameters.get("num_inference_steps"), "default", None)
-    return {"kind": "prompt", "model": IMAGE_MODELS.document(section), "num_steps": steps or 28}, objects
+    steps = getattr(inspect.signature(type(model).__call__).parameters.get("num_inference_steps"), "default", None)
+    reads = section.takes is not None and section.takes.responses
+    usual = {"kind": "response", "encoder": "frozen"} if reads else {"kind": "prompt"}
+    return {**usual, "model": IMAGE_MODELS.document(section), "num_steps": steps or 28, **keys}, objects
 
 
 def _plain(key: str, value: Any) -> Any:

@@ -4,41 +4,107 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from retouch.config.live import LIVE
-from retouch.models.base import MEGAPIXEL, DiffusersModel, ImageModel
+from retouch.models.base import MEGAPIXEL, DiffusersModel, Dtype, ImageModel
 from retouch.models.kinds import IMAGE_MODELS, LANGUAGE_MODELS
-from retouch.models.language import LanguageModel
+from retouch.models.language import Attention, LanguageModel
 
-_WRITERS = {"qwen2": "qwen", "qwen3": "qwen", "qwen2_vl": "qwen-vl", "qwen2_5_vl": "qwen-vl", "qwen3_vl": "qwen-vl", "emu3": "emu3"}
+_WRITERS = {
+    **{"qwen2": "qwen", "qwen3": "qwen", "qwen2_vl": "qwen-vl", "qwen2_5_vl": "qwen-vl", "qwen3_vl": "qwen-vl"},
+    **{"emu3": "emu3", "janus": "janus"},
+}
 """``model_type`` of a transformers configuration, to the kind of language model."""
 
 
-def model_section(model: Any, *, size: tuple[int, int] | None, key: str) -> tuple[ImageModel | LanguageModel, dict[str, Any]]:
+def model_section(
+    model: Any, *, size: tuple[int, int] | None, key: str, processor: Any = None
+) -> tuple[ImageModel | LanguageModel, dict[str, Any]]:
     """The section of ``model``, and the live objects that it refers to.
 
-    ``model``: a section, a loaded diffusers pipeline, or a folder or Hugging Face id of either library. ``size``: (height, width)
-    in px of the images; None is the source image's for editors, else the pipeline's own (1024 x 1024 for a path). ``key``: the
-    argument, for messages. Raises ValueError if its family is unknown.
+    ``model``: a section, a loaded pipeline of diffusers or language model of transformers, or a folder or Hugging Face id of either
+    library. ``size``: (height, width) in px of the images; None is the source image's for editors, else the pipeline's own
+    (1024 x 1024 for a path). ``key``: the argument, for messages. ``processor``: the tokenizer or processor of a loaded language
+    model. Raises ValueError if its family is unknown, or if it cannot be trained as it is.
     """
+    if processor is not None and not _is_language_model(model):
+        raise ValueError("processing_class: it belongs to a loaded language model; omit it")
     if isinstance(model, ImageModel | LanguageModel):
         return model, {}
     if isinstance(model, str | Path):
         return _from_path(str(model), size=size, key=key), {}
     if hasattr(model, "components") and hasattr(model, "scheduler"):
-        family = _family_of(type(model).__name__, key=key)
-        path = LIVE + str(getattr(model, "name_or_path", None) or type(model).__name__)
-        dtype: Any = str(model.transformer.dtype).removeprefix("torch.")
-        if size is None and family.takes.images[1] == 0:
-            side = int(getattr(model, "default_sample_size", 128)) * int(getattr(model, "vae_scale_factor", 8))
-            size = (side, side)
-        return family(path=path, dtype=dtype, size=size), {path: model}
+        return _loaded_pipeline(model, size=size, key=key)
+    if _is_language_model(model):
+        return _loaded_language_model(model, processor, size=size, key=key)
     raise ValueError(
-        f"{key}: {type(model).__name__} cannot be trained; give a diffusers pipeline, a folder, a Hugging Face id, or a "
-        "section: retouch.models.SD3(path=...), or an object of your own class derived from "
+        f"{key}: {type(model).__name__} cannot be trained; give a diffusers pipeline, a transformers model, a folder, a Hugging "
+        "Face id, or a section: retouch.models.SD3(path=...), or an object of your own class derived from "
         "retouch.models.base.ImageModel, whose build() returns the model"
     )
+
+
+def _is_language_model(model: Any) -> bool:
+    return hasattr(getattr(model, "config", None), "model_type") and hasattr(model, "get_output_embeddings")
+
+
+def _loaded_pipeline(pipeline: Any, *, size: tuple[int, int] | None, key: str) -> tuple[ImageModel, dict[str, Any]]:
+    family = _family_of(type(pipeline).__name__, key=key)
+    for name, part in pipeline.components.items():
+        if hasattr(part, "parameters"):
+            _require_plain(part, key=f"{key}.{name}")
+    if size is None and family.takes.images[1] == 0:
+        side = int(getattr(pipeline, "default_sample_size", 128)) * int(getattr(pipeline, "vae_scale_factor", 8))
+        size = (side, side)
+    path = _live_name(pipeline)
+    return family(path=path, dtype=_dtype(pipeline.transformer, key=f"{key}.transformer"), size=size), {path: pipeline}
+
+
+def _loaded_language_model(
+    model: Any, processor: Any, *, size: tuple[int, int] | None, key: str
+) -> tuple[LanguageModel, dict[str, Any]]:
+    from retouch.models.common.loaded import LoadedLanguageModel
+
+    _require_plain(model, key=key)
+    section = _language_family(model.config.model_type, name=type(model).__name__, key=key)
+    if processor is None and not model.name_or_path:
+        raise ValueError("processing_class: missing; give the tokenizer of the model, or its processor if it reads images")
+    kind = _WRITERS[model.config.model_type]
+    if kind == "qwen-vl" and processor is not None and not hasattr(processor, "image_processor"):
+        raise ValueError(
+            f"processing_class: a {type(processor).__name__} reads no images; give AutoProcessor.from_pretrained(...) of the model"
+        )
+    attention = getattr(model.config, "_attn_implementation", None)
+    path = _live_name(model)
+    fields = {"kind": kind, "path": path, "dtype": _dtype(model, key=key)}
+    fields |= {"attention": attention} if attention in get_args(Attention) else {}
+    fields |= {} if size is None or "size" not in section.model_fields else {"size": size}
+    return section.model_validate(fields), {path: LoadedLanguageModel(model, processor)}
+
+
+def _live_name(model: Any) -> str:
+    return LIVE + str(getattr(model, "name_or_path", None) or type(model).__name__)
+
+
+def _require_plain(module: Any, *, key: str) -> None:
+    """Raise ValueError for a module whose weights cannot be moved and trained: quantized, offloaded, or not loaded."""
+    what = type(module).__name__
+    if getattr(module, "quantization_method", None) is not None or getattr(module, "is_quantized", False):
+        raise ValueError(f"{key}: this {what} is quantized, which cannot be trained; load it in bfloat16 or float32")
+    if any(hasattr(part, "_hf_hook") or hasattr(part, "_diffusers_hook") for part in module.modules()):
+        raise ValueError(
+            f"{key}: this {what} is offloaded (enable_model_cpu_offload or device_map); load it without, and Retouch moves it"
+        )
+    if any(parameter.is_meta for parameter in module.parameters()):
+        raise ValueError(f"{key}: weights of this {what} are on the meta device; load them first, with from_pretrained")
+
+
+def _dtype(module: Any, *, key: str) -> Any:
+    dtype = str(module.dtype).removeprefix("torch.")
+    if dtype not in get_args(Dtype):
+        raise ValueError(f"{key}: weights of the dtype {dtype} cannot be trained; load the model in {', '.join(get_args(Dtype))}")
+    return dtype
 
 
 def _from_path(path: str, *, size: tuple[int, int] | None, key: str) -> ImageModel | LanguageModel:
@@ -52,12 +118,17 @@ def _from_path(path: str, *, size: tuple[int, int] | None, key: str) -> ImageMod
             f"{key}: {path} has neither model_index.json (diffusers) nor config.json (transformers); give a folder with one of "
             "them, or a Hugging Face id that can be reached"
         )
-    kind = _WRITERS.get(str(config.get("model_type")))
-    section = LANGUAGE_MODELS.load(kind)
+    section = _language_family(str(config.get("model_type")), name=path, key=key)
+    fields = {"kind": _WRITERS[config["model_type"]], "path": path}
+    return section.model_validate(fields if size is None or "size" not in section.model_fields else {**fields, "size": size})
+
+
+def _language_family(model_type: str, *, name: str, key: str) -> type[LanguageModel]:
+    """The family of a transformers configuration. ``name``: the model, for the message."""
+    section = LANGUAGE_MODELS.load(_WRITERS.get(model_type))
     if section is None or not issubclass(section, LanguageModel):
-        known = ", ".join(_WRITERS)
-        raise ValueError(f"{key}: {path} is a {config.get('model_type')!r} model, which has no adapter; there are {known}")
-    return section.model_validate({"kind": kind, "path": path})
+        raise ValueError(f"{key}: {name} is a {model_type!r} model, which has no adapter; there are {', '.join(_WRITERS)}")
+    return section
 
 
 def _family_of(pipeline: str, *, key: str) -> type[DiffusersModel]:
@@ -96,3 +167,12 @@ def _json(path: str, name: str, *, key: str) -> dict[str, Any] | None:
     except EntryNotFoundError:
         return None
     return found
+
+
+def require_pair(size: Any) -> tuple[int, int] | None:
+    """(height, width) of a size that is given as a pair, as one number for a square, or as None. Raises ValueError for others."""
+    if size is None or isinstance(size, int):
+        return None if size is None else (size, size)
+    if not (isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(side, int) for side in size)):
+        raise ValueError(f"size: {size!r}; give (height, width) in pixels, or one number for a square")
+    return size[0], size[1]

@@ -30,18 +30,20 @@ log = logging.getLogger("retouch")
 class Trainer:
     """Trains a model with rewards, as ``retouch train`` does with a recipe.
 
-    ``model``: what is trained: a loaded diffusers pipeline, a folder or Hugging Face id, or a section such as
-    ``retouch.models.SD3(path=...)``. ``reward_funcs``: one reward or several: reward objects, plain functions (see
+    ``model``: what is trained: a loaded diffusers pipeline or transformers model, a folder or Hugging Face id, or a section such as
+    ``retouch.models.SD3(path=...)``. ``processing_class``: the tokenizer or processor of a loaded transformers model; by default
+    that of its folder or repository. ``reward_funcs``: one reward or several: reward objects, plain functions (see
     ``retouch.reward``), or names. ``reward_weights``: how they become one number: a weight for each, weights by column, or a
     formula such as ``"sqrt(clip/similarity * ocr/score)"``; by default their sum. ``train_dataset``: a ``datasets.Dataset``, a
     list of dictionaries, a folder, or a data source; ``eval_dataset``: a second table for evaluation, otherwise rows are held out.
     ``columns``: our names of the data set's columns, where they differ. ``objective``: by default GRPO. ``peft_config``: what
-    trains: ``retouch.Lora(...)``, a ``peft.LoraConfig``, or None for all weights. ``renderer``: for a language model, the pipeline
-    that makes images of its prompts. ``size``: (height, width) in px of the images, or one number for squares. ``output_dir`` and
-    ``run_name``: the run's folder is ``output_dir/run_name``. ``callbacks``: see ``Callback``. ``progress``: show a progress bar.
-    ``keys``: every other key of a recipe, with the same names, defaults and checks: ``steps``, ``group_size``, ``rollout``, ...
+    trains: ``retouch.Lora(...)``, a ``peft.LoraConfig``, or None for all weights. ``renderer``: for a language model that writes,
+    the pipeline that makes images of its prompts, or that edits the source images and reads its responses. ``size``: (height,
+    width) in px of the images, or one number for squares. ``output_dir`` and ``run_name``: the run's folder is
+    ``output_dir/run_name``. ``callbacks``: see ``Callback``. ``progress``: show a progress bar. ``keys``: every other key of a
+    recipe, with the same names, defaults and checks: ``steps``, ``group_size``, ``rollout``, ...
 
-    A loaded pipeline is trained in place. Nothing starts before ``train`` is called, but every argument is checked here.
+    A loaded model is trained in place. Nothing starts before ``train`` is called, but every argument is checked here.
 
     Raises ValueError with one line for each mistake.
 
@@ -67,6 +69,7 @@ class Trainer:
         eval_dataset: Any = None,
         objective: Objective | None = None,
         peft_config: Any = None,
+        processing_class: Any = None,
         renderer: Any = None,
         reward_weights: Sequence[float] | Mapping[str, float] | str | None = None,
         columns: Mapping[str, str] | None = None,
@@ -85,6 +88,7 @@ class Trainer:
             eval_dataset=eval_dataset,
             objective=objective,
             peft_config=peft_config,
+            processing_class=processing_class,
             renderer=renderer,
             reward_weights=reward_weights,
             columns=columns,

@@ -103,7 +103,9 @@ def test_what_vllm_serves_is_a_llama_with_the_same_logits(folder, tmp_path):
 
 @pytest.mark.parametrize("layout", ["transformers", "original"])
 def test_codes_are_chosen_in_fp32(folder, original, layout):
-    where = {"path": folder} if layout == "transformers" else {"path": original[0], "autoencoder": original[1], "tokenizer": folder}
+    where = (
+        {"source": folder} if layout == "transformers" else {"source": original[0], "autoencoder": original[1], "tokenizer": folder}
+    )
     editor = load_emu3(**where, **SETTINGS | {"dtype": torch.bfloat16})
     exact = load_emu3(folder, **SETTINGS)
     assert {p.dtype for p in editor.module.parameters()} == {torch.bfloat16}

@@ -10,7 +10,7 @@ import tiny_janus
 import tiny_models
 import tiny_policies
 import tiny_writing
-from retouch.models.janus.load import JanusFromFolder
+from retouch.models.janus.load import load_janus
 from retouch.models.janus.model import BEGIN, TEMPLATE, JanusImageModel, JanusImageModules
 from retouch.objectives.cross_entropy import CrossEntropy
 from retouch.protocols import AutoregressiveModel, Grammar
@@ -139,10 +139,10 @@ def test_a_folder_is_read_with_its_autoencoder_in_full_precision(tmp_path):
     whole = tiny_janus.whole(1)
     whole.save_pretrained(tmp_path)
     tiny_janus.tokenizer().save_pretrained(tmp_path)
-    model = JanusFromFolder(path=str(tmp_path), dtype="bfloat16")
+    model = load_janus(tmp_path, dtype=torch.bfloat16, device="cpu")
     assert {parameter.dtype for parameter in model.module.parameters()} == {torch.bfloat16}
     wanted = whole.model.vqmodel.state_dict()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.vq.state_dict().items())
     assert not any(parameter.requires_grad for parameter in model.module.parameters())
     with pytest.raises(ValueError, match="contains no Janus"):
-        JanusFromFolder(path=str(tmp_path / "nowhere"))
+        load_janus(tmp_path / "nowhere", dtype=torch.bfloat16, device="cpu")

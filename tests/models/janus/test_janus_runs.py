@@ -1,4 +1,4 @@
-"""Runs whose policy draws with Janus, which a recipe takes as an imported class."""
+"""Runs whose policy generates images with Janus."""
 
 import json
 
@@ -11,7 +11,7 @@ import tiny_writer_runs
 import tiny_writing
 from retouch.cli import main
 from retouch.inference.opening import open_target
-from retouch.models.janus.load import JanusFromFolder
+from retouch.models.janus.load import load_janus
 from retouch.types import Task
 from tiny_janus import SIDE
 
@@ -21,12 +21,11 @@ def document(tmp_path):
     folder = tmp_path / "janus"
     tiny_janus.whole().save_pretrained(folder)
     tiny_janus.tokenizer().save_pretrained(folder)
-    model = {"class": "retouch.models.janus.load:JanusFromFolder", "args": {"path": str(folder), "dtype": "float32"}}
 
     def made(**changes):
         settings = {
-            "policy__model": {"kind": "import", **model},
-            "policy__train": {"kind": "lora", "rank": 4, "alpha": 8, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+            "policy__model": {"kind": "janus", "path": str(folder), "dtype": "float32"},
+            "policy__train": {"kind": "lora", "rank": 4, "alpha": 8},
             "renderer": {"kind": "codes"},
             "rollout__max_new_tokens": SIDE * SIDE + 1,
             "data": {"kind": "playground-paintings", "complexity": [1, 2], "count": 32},
@@ -63,20 +62,20 @@ def test_full_weights_are_exported_and_draw_the_same_pictures_when_they_are_read
     assert main(["export", str(run), "--to", str(exported), "--weights", "current"]) == 0
     parts, _ = open_target(str(run))
     parts.judge.close()
-    base = str(tmp_path / "janus")
-    again = JanusFromFolder(path=base, weights=str(exported / "writer"), dtype="float32")
+    base, settings = tmp_path / "janus", {"dtype": torch.float32, "device": "cpu"}
+    again = load_janus(base, weights=exported / "writer", **settings)
     wanted, found = parts.model.module.state_dict(), again.module.state_dict()
     assert wanted.keys() == found.keys()
     assert all(torch.equal(wanted[name], found[name]) for name in wanted)
     tasks = (Task("1", "a red circle"), Task("2", "two cats"))
-    first, second, untrained = (greedy(model, tasks) for model in (parts.model, again, JanusFromFolder(path=base, dtype="float32")))
+    first, second, untrained = (greedy(model, tasks) for model in (parts.model, again, load_janus(base, **settings)))
     assert torch.equal(first, second)
     assert not torch.equal(first, untrained)
     whole = tiny_janus.whole()
     assert whole.load_state_dict(load_file(exported / "writer" / "model.safetensors"), strict=False).unexpected_keys == []
     assert torch.equal(tiny_janus.published(whole, again.encode(tasks)), first[:, : SIDE * SIDE])
     with pytest.raises(ValueError, match="does not contain the weights of this Janus model's trainable modules"):
-        JanusFromFolder(path=base, weights=base)
+        load_janus(base, weights=base, **settings)
 
 
 def greedy(model, tasks):

@@ -7,7 +7,9 @@ from weakref import WeakSet
 
 import diffusers
 import torch
+from diffusers.utils.peft_utils import recurse_remove_peft_layers
 from peft import LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -18,7 +20,7 @@ from retouch.models.common.comfyui_lora import FILE, ComfyUINames, comfyui_tenso
 log = logging.getLogger("retouch")
 
 _ADDED: WeakSet[nn.Module] = WeakSet()
-"""Modules that have adapters from here: those of another origin are never removed."""
+"""Layers that have adapters from here: those of another origin are never removed."""
 _FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors", "weights.safetensors")
 
 
@@ -37,7 +39,7 @@ def add_lora(module: nn.Module, config: LoraConfig, *, init_from: Path | None, s
         except ValueError as error:
             module._hf_peft_config_loaded = False  # set before the layers were found
             raise ValueError(f"policy.train.targets: {error}") from error
-    _ADDED.add(module)
+    _ADDED.update(_adapted(module))
     for name, parameter in module.named_parameters():
         parameter.requires_grad_("lora_" in name)
         if parameter.requires_grad:
@@ -51,12 +53,17 @@ def remove_lora(module: nn.Module, *, key: str) -> None:
 
     ``key``: the module, for the message. Raises ValueError if it has adapters of another origin.
     """
-    if not getattr(module, "peft_config", None):
-        return
-    if module not in _ADDED:
+    layers = _adapted(module)
+    if any(layer not in _ADDED for layer in layers):
         raise ValueError(f"{key} has a LoRA already; fuse it (pipe.fuse_lora() and pipe.unload_lora_weights()), or unload it")
-    module.unload_lora()  # type: ignore[operator]
-    _ADDED.discard(module)
+    if layers:
+        recurse_remove_peft_layers(module)
+        for name in ("peft_config", "_hf_peft_config_loaded"):
+            vars(module).pop(name, None)
+
+
+def _adapted(module: nn.Module) -> list[nn.Module]:
+    return [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
 
 
 def _load(module: nn.Module, folder: Path) -> None:

@@ -36,7 +36,7 @@ def load_parts(source: Source, *, dtype: torch.dtype, device: torch.device | str
     pipeline lacks a part.
     """
     if not isinstance(source, Path | str):
-        from retouch.models.common.loaded_pipeline import pipeline_parts
+        from retouch.models.common.loaded import pipeline_parts
 
         return pipeline_parts(source, device, kinds)
     root = diffusers_folder(source)
@@ -57,9 +57,9 @@ def load_parts(source: Source, *, dtype: torch.dtype, device: torch.device | str
 def load_image_processor(source: Source) -> Any:
     """The image processor of a pipeline with a Qwen vision-language model, in its PIL version, which needs no torchvision."""
     if not isinstance(source, Path | str):
-        from retouch.models.common.loaded_pipeline import pipeline_image_processor
+        from retouch.models.common.loaded import pil_image_processor
 
-        return pipeline_image_processor(source)
+        return pil_image_processor(source.components["processor"])
     from transformers import Qwen2VLImageProcessorPil
 
     return Qwen2VLImageProcessorPil.from_pretrained(Path(source) / "processor", local_files_only=True)

@@ -14,6 +14,7 @@ from retouch.models.language import PretrainedLanguageModel, TokenKind
 if TYPE_CHECKING:
     import torch
 
+    from retouch.models.common.loaded import LoadedLanguageModel
     from retouch.protocols import AutoregressiveModel
 
 _FORM_TOKENS = 16
@@ -39,17 +40,13 @@ class Emu3Family(PretrainedLanguageModel):
     def image_grammar(self) -> bool:
         return self.grammar
 
-    def load(
-        self, folder: Path, *, tokenizer: Path, autoencoder: Path, device: torch.device, **options: Any
-    ) -> AutoregressiveModel:
-        """The model in local folders. ``options``: of ``load_emu3``."""
+    def load(self, source: Path | LoadedLanguageModel, *, device: torch.device, **options: Any) -> AutoregressiveModel:
+        """The model in local folders, or a loaded one. ``options``: of ``load_emu3``."""
         from retouch.models.emu3.load import load_emu3
         from retouch.models.emu3.model import DRAW, THINK
 
         editor: AutoregressiveModel = load_emu3(
-            folder,
-            tokenizer=tokenizer,
-            autoencoder=autoencoder,
+            source,
             size=self.planned_size,
             prefill=THINK if self.think else DRAW,
             grammar=self.grammar,
@@ -99,11 +96,10 @@ class Emu3Model(Emu3Family):
     def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
         from retouch.models.common.pretrained import fetch_writer
 
-        folder = self.fetch_weights()
         return self.load(
-            folder,
-            tokenizer=folder if self.tokenizer is None else fetch_writer(self.tokenizer),
-            autoencoder=folder if self.autoencoder is None else fetch_writer(self.autoencoder),
+            self.fetch_weights(),
+            tokenizer=None if self.tokenizer is None else fetch_writer(self.tokenizer),
+            autoencoder=None if self.autoencoder is None else fetch_writer(self.autoencoder),
             device=device,
             gradient_checkpointing=gradient_checkpointing,
         )
@@ -111,9 +107,9 @@ class Emu3Model(Emu3Family):
     def find_weights(self) -> tuple[Path | None, bool]:
         from retouch.models.common.pretrained import find_writer
 
-        folder = find_writer(self.path)
+        folder, found = super().find_weights()
         others = [find_writer(path) for path in (self.tokenizer, self.autoencoder) if path is not None]
-        return folder, folder is not None and None not in others
+        return folder, found and None not in others
 
     def describe(self, folder: Path | None) -> Described:
         from retouch.models.common.pretrained import find_writer

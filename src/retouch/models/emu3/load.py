@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.models.emu3.configuration_emu3 import Emu3VQVAEConfig
 
+from retouch.models.common.loaded import LoadedLanguageModel
 from retouch.models.common.parts import LOCAL
 from retouch.models.emu3.model import Emu3Editor
 from retouch.models.language import Attention
@@ -49,7 +50,7 @@ _AUTOENCODER_FIELDS = {
 
 
 def load_emu3(
-    path: Path | str,
+    source: Path | str | LoadedLanguageModel,
     *,
     tokenizer: Path | str | None = None,
     autoencoder: Path | str | None = None,
@@ -64,13 +65,17 @@ def load_emu3(
     """The editor with all weights frozen: the language model in ``dtype``, the autoencoder in fp32, because codes are nearest
     neighbours.
 
-    ``size``: (height, width) of images in pixels. ``tokenizer``, ``autoencoder``: their folders; None is ``path``. In the original
-    layout both are separate. Raises ValueError for a folder with another model, and for missing or unexpected weights.
+    ``source``: a folder, or a whole Emu3 that is loaded, which keeps its dtype. ``size``: (height, width) of images in pixels.
+    ``tokenizer``, ``autoencoder``: their folders; None is ``source``. In the original layout both are separate. Raises ValueError
+    for a folder with another model, and for missing or unexpected weights.
     """
-    path = Path(path)
-    words = _tokenizer(path if tokenizer is None else Path(tokenizer))
-    module = _language(path, dtype=dtype, attention=attention)
-    vq = load_autoencoder(path if autoencoder is None else Path(autoencoder))
+    if isinstance(source, LoadedLanguageModel):
+        module, words, vq = language_model(source.base()), source.tokenizer, source.in_fp32(source.module.model.vqmodel)
+    else:
+        path = Path(source)
+        words = _tokenizer(path if tokenizer is None else Path(tokenizer))
+        module = _language(path, dtype=dtype, attention=attention)
+        vq = load_autoencoder(path if autoencoder is None else Path(autoencoder))
     return Emu3Editor(
         module.requires_grad_(False).eval().to(device),
         words,

@@ -1,4 +1,4 @@
 """Janus-Pro (arXiv 2501.17811) as a text-to-image policy that generates image tokens: model and loading.
 
-A recipe names ``load.py::JanusFromFolder`` as an imported class. It may import ``models.language``, ``models.common`` and what
+It may import ``models.language``, ``models.common`` and what
 these may import."""

@@ -1,9 +1,8 @@
-"""Loads Janus-Pro (arXiv 2501.17811) from a local folder in transformers' layout (``deepseek-community/Janus-Pro-1B``): safetensors
-only, no code."""
+"""Loads Janus-Pro (arXiv 2501.17811) from a local folder in transformers' layout (``deepseek-community/Janus-Pro-1B``; safetensors
+only, no code), or takes one that a script has loaded."""
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 import torch
 from safetensors import safe_open
@@ -11,6 +10,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, JanusForConditionalGeneration
 from transformers.models.janus.modeling_janus import JanusVQVAE
 
+from retouch.models.common.loaded import LoadedLanguageModel
 from retouch.models.common.parts import LOCAL
 from retouch.models.janus.model import JanusImageModel, JanusImageModules
 from retouch.models.language import Attention
@@ -18,40 +18,37 @@ from retouch.models.language import Attention
 _AUTOENCODER = "model.vqmodel."
 
 
-class JanusFromFolder(JanusImageModel):
-    """The model in the folder ``path`` with all weights frozen: the trainable modules in ``dtype``, the autoencoder in fp32.
+def load_janus(
+    source: Path | str | LoadedLanguageModel,
+    *,
+    weights: Path | None = None,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    attention: Attention = "sdpa",
+    gradient_checkpointing: bool = False,
+) -> JanusImageModel:
+    """The model with all weights frozen: the trainable modules in ``dtype``, the autoencoder in fp32.
 
-    A recipe names it as ``policy.model.class``. ``weights``: the folder ``writer`` of an export of full weights, which replaces the
-    weights of the trainable modules. Raises ValueError for a folder with another model.
+    ``source``: a folder, or a whole Janus that is loaded, which keeps its dtype. ``weights``: the folder ``writer`` of an export of
+    full weights, which replaces the weights of the trainable modules. Raises ValueError for a folder with another model.
     """
-
-    def __init__(
-        self,
-        *,
-        path: str,
-        weights: str | None = None,
-        dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16",
-        attention: Attention = "sdpa",
-        gradient_checkpointing: bool = False,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        folder = Path(path)
+    if isinstance(source, LoadedLanguageModel):
+        whole, tokenizer = source.base(), source.tokenizer
+        vq = source.in_fp32(whole.model.vqmodel)
+    else:
+        folder = Path(source)
         if not (folder / "config.json").is_file() or not (folder / "tokenizer.json").is_file():
             raise ValueError(f"{folder} contains no Janus model (config.json and tokenizer.json); set the local folder of one")
-        whole = JanusForConditionalGeneration.from_pretrained(
-            folder, dtype=getattr(torch, dtype), attn_implementation=attention, **LOCAL
-        )
+        whole = JanusForConditionalGeneration.from_pretrained(folder, dtype=dtype, attn_implementation=attention, **LOCAL)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         vq = JanusVQVAE(whole.config.vq_config)
         vq.load_state_dict(_autoencoder(folder))
-        module = JanusImageModules(whole)
-        if weights is not None:
-            _load(module, Path(weights))
-        super().__init__(
-            module.requires_grad_(False).eval().to(device),
-            AutoTokenizer.from_pretrained(folder, local_files_only=True),
-            vq=vq.float().to(device),
-            gradient_checkpointing=gradient_checkpointing,
-        )
+        vq.float()
+    module = JanusImageModules(whole)
+    if weights is not None:
+        _load(module, weights)
+    module.requires_grad_(False).eval().to(device)
+    return JanusImageModel(module, tokenizer, vq=vq.to(device), gradient_checkpointing=gradient_checkpointing)
 
 
 def _autoencoder(folder: Path) -> dict[str, Tensor]:

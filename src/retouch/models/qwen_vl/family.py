@@ -13,20 +13,22 @@ from retouch.models.language import PretrainedLanguageModel
 if TYPE_CHECKING:
     import torch
 
+    from retouch.models.common.loaded import LoadedLanguageModel
     from retouch.protocols import AutoregressiveModel
 
 
 class QwenFamily(PretrainedLanguageModel):
     """What Qwen's instruct models have in common."""
 
-    def load(self, folder: Path, *, device: torch.device, **options: Any) -> AutoregressiveModel:
-        """The model in a local folder. ``options``: of ``load_writer``; ``template`` defaults to the enhancer's system prompt."""
+    def load(self, source: Path | LoadedLanguageModel, *, device: torch.device, **options: Any) -> AutoregressiveModel:
+        """The model in a local folder, or a loaded one. ``options``: of ``load_writer``; ``template`` defaults to the enhancer's
+        system prompt."""
         from retouch.models.common.chat_template import TURNS
         from retouch.models.qwen_vl.load import load_writer
 
         defaults = {"template": TURNS.format(system=enhancer_system_prompt(), user="{}")}
         settings = {"dtype": self.torch_dtype, "attention": self.attention, "device": device}
-        writer: AutoregressiveModel = load_writer(folder, **{**settings, **defaults, **options})
+        writer: AutoregressiveModel = load_writer(source, **{**settings, **defaults, **options})
         return writer
 
 

@@ -1,4 +1,5 @@
-"""Loads a Qwen instruct model from a local transformers folder: safetensors only, known classes only, no code from the folder."""
+"""Loads a Qwen instruct model from a local transformers folder (safetensors only, known classes only, no code from the folder), or
+takes one that a script has loaded."""
 
 import importlib.util
 import json
@@ -19,6 +20,8 @@ from transformers import (
 
 from retouch.models.common.chat_template import VISION
 from retouch.models.common.latents import Area
+from retouch.models.common.loaded import LoadedLanguageModel
+from retouch.models.common.parts import LOCAL
 from retouch.models.language import Attention
 from retouch.models.qwen_vl.model import STOP, QwenWriter, VisionModel
 
@@ -32,7 +35,7 @@ CLASSES: dict[str, Any] = {
 
 
 def load_writer(
-    path: Path | str,
+    source: Path | str | LoadedLanguageModel,
     *,
     template: str,
     dtype: torch.dtype,
@@ -43,33 +46,42 @@ def load_writer(
     stop: Sequence[str] = STOP,
     gradient_checkpointing: bool = False,
 ) -> QwenWriter:
-    """The writer in ``dtype`` on ``device`` with all weights frozen. Other arguments: see ``QwenWriter``.
+    """The writer in ``dtype`` on ``device`` with all weights frozen; a loaded model keeps its dtype and its attention. Other
+    arguments: see ``QwenWriter``.
 
     Raises ValueError for a folder with another model, and for an attention implementation that is not available.
     """
-    require_attention(attention, dtype=dtype, device=torch.device(device))
-    config = Path(path) / "config.json"
-    kind = json.loads(config.read_text())["model_type"] if config.is_file() else None
-    if kind not in CLASSES:
-        found = "no config.json" if kind is None else f"a model of type {kind!r}"
-        raise ValueError(f"{path} contains {found}; set the local folder of a model of type {', '.join(CLASSES)}")
-    module = CLASSES[kind].from_pretrained(
-        path, dtype=dtype, attn_implementation=attention, local_files_only=True, use_safetensors=True
-    )
-    module.requires_grad_(False).eval().to(device)
+    image_processor = None
+    if isinstance(source, LoadedLanguageModel):
+        module, tokenizer = source.base(), source.tokenizer
+        if isinstance(module, VisionModel):
+            image_processor = source.image_processor
+    else:
+        require_attention(attention, dtype=dtype, device=torch.device(device))
+        settings = {"dtype": dtype, "attn_implementation": attention}
+        module = _class_in(Path(source)).from_pretrained(source, **settings, **LOCAL)
+        tokenizer = Qwen2Tokenizer.from_pretrained(source, local_files_only=True)
+        if isinstance(module, VisionModel):
+            image_processor = Qwen2VLImageProcessorPil.from_pretrained(source, local_files_only=True)  # needs no torchvision
     return QwenWriter(
-        module,
-        Qwen2Tokenizer.from_pretrained(path, local_files_only=True),
+        module.requires_grad_(False).eval().to(device),
+        tokenizer,
         template=template,
-        # The PIL version needs no torchvision.
-        image_processor=Qwen2VLImageProcessorPil.from_pretrained(path, local_files_only=True)
-        if isinstance(module, VisionModel)
-        else None,
+        image_processor=image_processor,
         image_block=image_block,
         area=area,
         stop=stop,
         gradient_checkpointing=gradient_checkpointing,
     )
+
+
+def _class_in(path: Path) -> Any:
+    config = path / "config.json"
+    kind = json.loads(config.read_text())["model_type"] if config.is_file() else None
+    if kind not in CLASSES:
+        found = "no config.json" if kind is None else f"a model of type {kind!r}"
+        raise ValueError(f"{path} contains {found}; set the local folder of a model of type {', '.join(CLASSES)}")
+    return CLASSES[kind]
 
 
 def require_attention(attention: Attention, *, dtype: torch.dtype, device: torch.device) -> None:

@@ -1,0 +1,51 @@
+"""Janus-Pro in a recipe, as a policy that generates images as tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from retouch.models.base import Described, Takes
+from retouch.models.language import PretrainedLanguageModel, TokenKind
+
+if TYPE_CHECKING:
+    import torch
+
+    from retouch.protocols import AutoregressiveModel
+
+
+class JanusModel(PretrainedLanguageModel):
+    """Janus-Pro, text to image: an image is exactly as many codes as the model's images have.
+
+    Source: Janus-Pro (arXiv 2501.17811); weights deepseek-community/Janus-Pro-1B and -7B.
+    """
+
+    kind: Literal["janus"] = "janus"
+    weights: str | None = None
+    """Folder ``writer`` of an export of full weights, which replaces the weights of the trained modules."""
+
+    takes = Takes(images=(0, 0))
+
+    @property
+    def token_kinds(self) -> frozenset[TokenKind]:
+        return frozenset({"vision"})
+
+    @property
+    def image_grammar(self) -> bool:
+        return True
+
+    def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
+        from retouch.models.janus.load import load_janus
+
+        return load_janus(
+            self.fetch_weights(),
+            weights=None if self.weights is None else Path(self.weights),
+            dtype=self.torch_dtype,
+            attention=self.attention,
+            device=device,
+            gradient_checkpointing=gradient_checkpointing,
+        )
+
+    def describe(self, folder: Path | None) -> Described | None:
+        """None: its memory is not planned."""
+        return None

@@ -1,0 +1,110 @@
+"""``retouch.serve``: rewards over HTTP from this process, in a thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from retouch.serving.hosted_rewards import HostedReward
+    from retouch.serving.limits import Limits
+
+
+def serve(
+    *rewards: Any, host: str = "127.0.0.1", port: int = 8700, token: str | None = None, limits: Limits | None = None
+) -> RewardServer:
+    """Serve rewards from this process, until ``stop()`` or the end of the process. ``retouch serve`` has replicas, GPUs and logs.
+
+    ``rewards``: functions, reward objects such as ``retouch.rewards.OCR()``, what ``retouch.rewards.load`` returned, or words as
+    ``retouch serve`` takes them. If there are several, the columns begin with the reward's name. ``port``: 0 takes a free one.
+    ``token``: what clients must send; an address that others can reach needs one of at least 16 characters. A client is
+    ``retouch.rewards.Remote(endpoints=[server.url])``.
+
+    Raises ValueError for something that is no reward, and if the extra ``serve`` is not installed.
+
+    Example::
+
+        >>> with retouch.serve(brightness, port=0) as server:
+        ...     server.url.startswith("http://127.0.0.1:")
+        True
+    """
+    from importlib.util import find_spec
+
+    if missing := [package for package in ("fastapi", "uvicorn", "prometheus_client") if find_spec(package) is None]:
+        raise ValueError(f"serving needs {missing[0]}: pip install 'retouch[serve]'")
+    from retouch.serving.request_body import is_loopback
+
+    if not rewards:
+        raise ValueError("give at least one reward")
+    if not is_loopback(host) and (token is None or len(token) < 16):
+        raise ValueError(f"host {host} is reachable from other machines: give a token of at least 16 characters, or use 127.0.0.1")
+    return RewardServer([_hosted(given, sole=len(rewards) == 1) for given in rewards], host, port, token, limits)
+
+
+def _hosted(given: Any, *, sole: bool) -> HostedReward:
+    from retouch.rewards.base import RewardSection
+    from retouch.rewards.function import FunctionReward
+    from retouch.serving.hosted_rewards import HostedReward, build, device, fingerprint, parse_specs
+
+    if isinstance(given, str):
+        (spec,) = parse_specs([given])
+        return build(spec, sole=sole)
+    reward: Any = getattr(given, "reward", given)  # of retouch.rewards.load
+    if not isinstance(reward, RewardSection) and not hasattr(reward, "columns"):
+        reward = FunctionReward.of(reward)
+    section = reward.model_dump(mode="json") if isinstance(reward, RewardSection) else {}
+    if isinstance(reward, RewardSection):
+        reward = reward.build(device=device())
+    name = str(getattr(reward, "name", None) or section.get("kind") or type(reward).__name__.lower())
+    public = {column: column if sole else f"{name}/{column}" for column in reward.columns}
+    return HostedReward(name, reward, public, fingerprint(section, reward))
+
+
+class RewardServer:
+    """A running server. Made by ``serve``. ``url``: its address, for ``retouch.rewards.Remote``."""
+
+    def __init__(self, hosted: list[HostedReward], host: str, port: int, token: str | None, limits: Limits | None) -> None:
+        import uvicorn
+
+        from retouch.serving.app import build_app
+        from retouch.serving.connections import bounded_config
+        from retouch.serving.limits import Limits
+        from retouch.serving.metrics import Metrics
+        from retouch.serving.replica import bind
+        from retouch.serving.service import Service
+        from retouch.serving.supervisor import require_free
+
+        limits = limits or Limits()
+        try:
+            require_free(host, port)
+            socket = bind(host, port)
+        except OSError as error:
+            raise ValueError(f"port {port} of {host}: {error.strerror}; give another one, or 0 for a free one") from None
+        app = build_app(Service(hosted, limits, Metrics()), token=token, single_score=None, hosts=(host,))
+        self._server = uvicorn.Server(bounded_config(app, limits))
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [socket]}, daemon=True, name="retouch.serve")
+        name = f"[{host}]" if ":" in host else host
+        self.url = f"http://{name}:{socket.getsockname()[1]}"
+        self._thread.start()
+        while not self._server.started and self._thread.is_alive():
+            time.sleep(0.01)
+
+    def wait(self) -> None:
+        """Serve until Ctrl-C."""
+        try:
+            self._thread.join()
+        except KeyboardInterrupt:
+            self.stop()
+
+    def stop(self) -> None:
+        """Finish the requests in progress and stop."""
+        self._server.should_exit = True
+        self._thread.join()
+
+    def __enter__(self) -> RewardServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.stop()

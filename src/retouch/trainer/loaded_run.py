@@ -1,0 +1,251 @@
+"""``retouch.load_run``: what a run made, from its folder: the trained policy, a diffusers pipeline, and tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from retouch.config import consent
+from retouch.config.live import LIVE, live_objects
+from retouch.models.base import DiffusersModel
+from retouch.models.ip_adapter.section import IpAdapter
+from retouch.models.language import LanguageModel
+from retouch.recipe.recipe import Recipe, parse
+from retouch.records.folder import RunFolder
+from retouch.records.libraries import silence_libraries
+from retouch.records.summary import Summary
+from retouch.types import Task
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from PIL.Image import Image
+
+    from retouch.assembly.assembly import PolicyParts
+    from retouch.inference.writers import WriterOutput
+
+
+def load_run(
+    folder: str | Path,
+    *,
+    model: Any = None,
+    processing_class: Any = None,
+    renderer: Any = None,
+    device: str | None = None,
+    allow_imports: Iterable[str] = (),
+) -> LoadedRun:
+    """The run in this folder, with the weights of its newest checkpoint (the running average, if it keeps one).
+
+    ``model``, ``processing_class``, ``renderer``: for a run that was given loaded models, the same models; by default they are
+    loaded from where they came from. ``device``: by default the run's. ``allow_imports``: modules outside Retouch that the recipe
+    may import. Nothing is loaded before it is used. Raises ValueError if this is not the folder of a run.
+
+    Example::
+
+        >>> run = retouch.load_run(folder, model=pipe, device="cpu")
+        >>> run.step, len(run.metrics), len(run.policy.sample(["blue"], seed=1))
+        (1, 1, 1)
+    """
+    silence_libraries()
+    files = RunFolder(Path(folder))
+    document = files.read_recipe()["recipe"]
+    overrides = [] if device is None else [f"device={json.dumps(device)}"]
+    objects: dict[str, Any] = {}
+    for key, given, processor in (("policy.model", model, processing_class), ("renderer.model", renderer, None)):
+        path = _path_at(document, key)
+        if path is None or not path.startswith(LIVE):
+            if given is not None:
+                raise ValueError(f"{key.partition('.')[0]}: the run loads {path or 'its model'} itself; omit the argument")
+        elif given is not None:
+            objects[path] = _loaded(given, processor)
+        elif Path(source := path.removeprefix(LIVE)).is_dir() or "/" in source:
+            overrides.append(f"{key}.path={json.dumps(source)}")
+    with consent.allowing(consent.module_names(allow_imports)):
+        return LoadedRun(files, parse(document, overrides, allow_imports=allow_imports), objects)
+
+
+def _path_at(document: Mapping[str, Any], key: str) -> str | None:
+    value: Any = document
+    for part in (*key.split("."), "path"):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value if isinstance(value, str) else None
+
+
+def _loaded(given: Any, processor: Any) -> Any:
+    if hasattr(given, "components"):
+        return given
+    from retouch.models.common.loaded import LoadedLanguageModel
+
+    return LoadedLanguageModel(given, processor)
+
+
+class LoadedRun:
+    """A run that is opened from its folder. Made by ``load_run``.
+
+    ``recipe``: the run as a recipe; ``recipe.document()`` is its JSON.
+    """
+
+    def __init__(self, files: RunFolder, recipe: Recipe, objects: Mapping[str, Any]) -> None:
+        self.recipe = recipe
+        self._files = files
+        self._objects = dict(objects)
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self._files.root
+
+    @property
+    def step(self) -> int:
+        """The step of the newest checkpoint. Raises ValueError if there is none."""
+        return self._parts[1]
+
+    @property
+    def summary(self) -> Summary | None:
+        """The comparison of held-out scores before and after; None before the run has ended."""
+        return self._files.read_summary()
+
+    @property
+    def policy(self) -> LoadedPolicy:
+        """The trained policy."""
+        return LoadedPolicy(self._parts[0])
+
+    def pipeline(self) -> Any:
+        """A diffusers pipeline with the trained weights, ready to call: the same images as the trainer's own.
+
+        A LoRA is attached to the transformer, as ``pipe.load_lora_weights`` does it. Raises ValueError for a policy that is no
+        diffusers pipeline.
+
+        Example::
+
+            >>> run.pipeline()("blue", num_inference_steps=2, height=32, width=32, max_sequence_length=20).images[0].size
+            (32, 32)
+        """
+        section = self.recipe.policy.model
+        if isinstance(section, LanguageModel):
+            raise ValueError(
+                "its policy is a language model, not a pipeline; use run.policy.generate(...) or run.policy.sample(...)"
+            )
+        own_layout = type(section).__module__.startswith("retouch.playground")
+        if not isinstance(section, DiffusersModel) or own_layout or isinstance(self.recipe.policy.train, IpAdapter):
+            raise ValueError("no pipeline of diffusers has its layout; use run.policy.sample(...), or `retouch export`")
+        if section.path not in self._objects and not section.path.startswith(LIVE):
+            self._load_pipeline(section)
+        copies = self._parts[0].copies
+        for name, average in copies.copies.get("average", {}).items():
+            copies.parameters[name].data.copy_(average)
+        return self._objects[self.recipe.policy.model.source]
+
+    def _load_pipeline(self, section: DiffusersModel) -> None:
+        """Load the pipeline, and let the policy use its models, so that the weights are held once."""
+        import diffusers
+        import torch
+
+        from retouch.models.common.pretrained import fetch_weights
+
+        kind: Any = getattr(diffusers, section.pipeline)
+        path = LIVE + section.path
+        self._objects[path] = kind.from_pretrained(fetch_weights(section.path), torch_dtype=getattr(torch, section.dtype))
+        self.recipe = parse(self.recipe.document(), [f"policy.model.path={json.dumps(path)}"])
+        vars(self).pop("_parts", None)
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """One row per step: ``step``, ``phase``, and every metric."""
+        return _frame(self._files.read_metrics())
+
+    @property
+    def evaluations(self) -> pd.DataFrame:
+        """The held-out evaluations: ``step``, ``split``, ``row`` ("all", "tag=value"), ``n``, and the mean of every column."""
+        lines = self._files.read_evals()
+        return _frame(
+            [
+                {"step": line["step"], "split": line["split"], "row": row, **means}
+                for line in lines
+                for row, means in line["table"].items()
+            ]
+        )
+
+    @property
+    def ledger(self) -> pd.DataFrame:
+        """One row per scored sample: ``split``, ``step``, ``group``, ``slot``, ``task``, ``image`` (SHA-256), ``completion``,
+        ``judge``, ``seconds``, ``at`` (seconds since 1970), and every score. Raises ValueError if the run has scored nothing.
+        """
+        from dataclasses import asdict
+
+        from retouch.audit.ledger_view import LedgerView
+
+        rows = [asdict(sample) for sample in LedgerView.open(self.folder).samples]
+        return _frame([{**row, **row.pop("scores")} for row in rows])
+
+    def samples(self) -> Image:
+        """Held-out images before and after training, one row per task: source (for editors), before, after."""
+        from retouch.inference.before_and_after import before_and_after
+
+        return before_and_after(self.folder)
+
+    @cached_property
+    def _parts(self) -> tuple[PolicyParts, int]:
+        from retouch.inference.opening import open_policy
+
+        for argument, key in (("model", "policy.model"), ("renderer", "renderer.model")):
+            path = _path_at(self.recipe.document(), key)
+            if path is not None and path.startswith(LIVE) and path not in self._objects:
+                raise ValueError(
+                    f"{argument}: this run was given a loaded model; give it to load_run too: load_run(folder, {argument}=...)"
+                )
+        with live_objects(self._objects):
+            return open_policy(self.recipe, self._files)
+
+
+class LoadedPolicy:
+    """The trained policy of a run."""
+
+    def __init__(self, parts: PolicyParts) -> None:
+        self._parts = parts
+
+    def sample(self, prompts: Sequence[str], *, images: Sequence[Image | None] | None = None, seed: int = 0) -> list[Image]:
+        """An image for each prompt, as ``retouch sample`` makes it. ``images``: the source image of each prompt, for editors.
+
+        Raises ValueError if there are not as many, or if the policy makes no usable image.
+
+        Example::
+
+            >>> [image.size for image in run.policy.sample(["blue", "a red circle"])]
+            [(32, 32), (32, 32)]
+        """
+        from retouch.inference.sampling import sample_tasks
+
+        return [sample.image for sample in sample_tasks(self._parts, _tasks(prompts, images), seed)]
+
+    def generate(self, prompts: Sequence[str], *, images: Sequence[Image | None] | None = None) -> list[WriterOutput]:
+        """The most likely completion for each prompt, of a policy that is a language model. Raises ValueError for another one."""
+        from retouch.inference.writers import Writer
+        from retouch.policies.autoregressive.policy import AutoregressivePolicy
+
+        policy = self._parts.policy(self._parts.recipe.rollout)
+        if not isinstance(policy, AutoregressivePolicy):
+            raise ValueError("the policy is an image model and generates no text; use sample(...)")
+        tasks = _tasks(prompts, images)
+        return Writer(policy, batch=self._parts.recipe.eval.batch).many(
+            [task.instruction for task in tasks], [task.images for task in tasks]
+        )
+
+
+def _tasks(prompts: Sequence[str], images: Sequence[Image | None] | None) -> list[Task]:
+    prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+    sources = [None] * len(prompts) if images is None else list(images)
+    if len(sources) != len(prompts):
+        raise ValueError(f"images: {len(sources)} for {len(prompts)} prompts; give one for each, or None where there is none")
+    return [
+        Task(str(row), text, () if source is None else (source,))
+        for row, (text, source) in enumerate(zip(prompts, sources, strict=True))
+    ]
+
+
+def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    import pandas as pd  # comes with datasets
+
+    return pd.DataFrame(rows)

@@ -1,0 +1,182 @@
+"""The parts without a run: ``retouch.sample``, ``retouch.load_run`` and ``retouch.serve``."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import retouch
+import tiny_pipelines
+import tiny_writers
+from retouch.types import Task
+
+PROMPTS = [{"prompt": text} for text in ("a red circle", "blue", "green")]
+DRAW = {"num_inference_steps": 2, "height": 32, "width": 32, "max_sequence_length": 20, "output_type": "pt"}
+
+
+@retouch.reward(low=0, high=1)
+def redness(images: list[Any], **rest: Any) -> list[float]:
+    return [float(np.asarray(image)[..., 0].mean() / 255) for image in images]
+
+
+def trainer(out: Path, model: Any, **changes: Any) -> retouch.Trainer:
+    common: dict[str, Any] = {"learning_rate": 1e-2, "tasks_per_step": 1, "group_size": 2, "steps": 1, "device": "cpu"}
+    common |= {"peft_config": retouch.Lora(rank=2, alpha=4), "trackers": (), "progress": False, "size": 32}
+    return retouch.Trainer(model, redness, PROMPTS, output_dir=out, run_name="run", **{**common, **changes})
+
+
+def drawn(pipe: Any) -> torch.Tensor:
+    return pipe("blue", generator=torch.Generator().manual_seed(3), **DRAW).images
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline that is saved."""
+    made = tmp_path_factory.mktemp("sd3")
+    tiny_pipelines.sd3().save_pretrained(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has loaded it."""
+    section = retouch.models.SD3(path=str(folder), size=(32, 32), dtype="float32")
+    sampling = {"num_steps": 3, "transition": {"kind": "sde", "noise_level": 0.7}}
+    made = trainer(tmp_path_factory.mktemp("runs"), section, rollout=sampling, ema={"decay": 0.5}, steps=2)
+    made.train()
+    return made.folder
+
+
+def test_sampling_without_a_run() -> None:
+    pipe = tiny_pipelines.sd3()
+    made = retouch.sample(pipe, ["a red circle", "blue", "green"], group_size=2, num_steps=4, size=32, batch=4, seed=1)
+    assert len(made) == len(made.images) == 6
+    assert made.log_probs.shape == (6, 3)
+    assert made.log_probs.isfinite().all()
+    assert made.states.shape[:2] == (6, 4)
+    assert made.sigmas.shape == (5,)
+    assert len({image.tobytes() for image in made.images if image is not None}) == 6
+    last = retouch.sample(pipe, ["a red circle", "blue", "green"], group_size=2, num_steps=4, size=32, batch=99, seed=1)
+    torch.testing.assert_close(last.log_probs, made.log_probs, atol=1e-5, rtol=1e-4)
+    cps = retouch.sample(pipe, "blue", group_size=1, sde=retouch.CPSTransition(noise_level=0.5), num_steps=2, size=32)
+    assert cps.log_probs.shape == (1, 1)
+    fixed = retouch.sample(pipe, "blue", group_size=1, sde=None, num_steps=2, size=32, guidance_scale=2.0)
+    assert fixed.log_probs.isnan().all()
+    assert not pipe.vae.training
+
+
+def test_sampling_keeps_the_lora_that_was_trained(tmp_path: Path) -> None:
+    pipe = tiny_pipelines.sd3()
+    options: dict[str, Any] = {"group_size": 1, "sde": None, "num_steps": 2, "size": 32}
+    before = retouch.sample(pipe, "blue", **options)
+    trainer(tmp_path, pipe).train()
+    after = drawn(pipe)
+    trained = retouch.sample(pipe, "blue", **options)
+    assert not torch.equal(trained.states, before.states)
+    assert torch.equal(drawn(pipe), after)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": []}, "0 prompts, group_size 8: give at least one of each"),
+        ({"group_size": 0}, "1 prompts, group_size 0: give at least one of each"),
+        ({"images": []}, "images: 0 for 1 prompts; give one source image for each"),
+        ({"num_steps": 1}, "rollout.num_steps: 1 leaves no step to train besides the last"),
+        ({"size": "big"}, r"size: 'big'; give \(height, width\)"),
+        ({"pipe": tiny_writers.module("qwen2.5"), "size": None}, "processing_class: missing"),
+    ],
+)
+def test_mistakes_in_sampling(arguments: dict[str, Any], message: str) -> None:
+    given = {"pipe": tiny_pipelines.sd3(), "prompts": ["blue"], "size": 32, **arguments}
+    with pytest.raises(ValueError, match=message):
+        retouch.sample(given.pop("pipe"), given.pop("prompts"), **given)
+
+
+def test_a_run_is_loaded_with_its_pipeline_and_tables(run: Path, folder: Path) -> None:
+    loaded = retouch.load_run(run)
+    (image,) = loaded.policy.sample(["blue"], seed=1)
+    assert loaded.step == 2
+    pipe = loaded.pipeline()
+    assert np.array_equal(loaded.policy.sample(["blue"], seed=1)[0], image), "the pipeline and the policy share the average"
+    fresh = tiny_pipelines.sd3()
+    assert not torch.allclose(drawn(fresh), drawn(pipe), atol=1e-4)
+    retouch.Trainer.from_recipe(loaded.recipe.document() | {"out": str(run.parent)})
+    task = Task("0", "blue")
+    from retouch.inference.sampling import sample_tasks
+
+    (own,) = sample_tasks(loaded._parts[0], [task], 1)
+    assert np.array_equal(own.image, image)
+    assert list(loaded.metrics["step"]) == [1, 2]
+    assert loaded.metrics["reward/mean"].between(0, 1).all()
+    assert set(loaded.evaluations.query("row == 'all'")["step"]) == {0, 2}
+    ledger = loaded.ledger
+    assert {"split", "step", "group", "slot", "task", "redness"} <= set(ledger.columns)
+    assert len(ledger[ledger.split == "train"]) == 4
+    assert loaded.samples().width > 0
+    assert loaded.summary is not None
+    with pytest.raises(ValueError, match="generates no text"):
+        loaded.policy.generate(["blue"])
+    with pytest.raises(ValueError, match=f"model: the run loads {folder} itself"):
+        retouch.load_run(run, model=fresh)
+
+
+def test_the_pipeline_makes_the_images_of_the_trainer(tmp_path: Path) -> None:
+    pipe = tiny_pipelines.sd3()
+    made = trainer(tmp_path, pipe)
+    made.train()
+    expected = drawn(pipe)
+    with pytest.raises(ValueError, match="give it to load_run too"):
+        retouch.load_run(made.folder).pipeline()
+    assert len(retouch.load_run(made.folder).metrics) == 1
+    again = retouch.load_run(made.folder, model=tiny_pipelines.sd3())
+    assert torch.equal(drawn(again.pipeline()), expected)
+
+
+def test_a_run_of_a_writer(tmp_path: Path) -> None:
+    options = {"renderer": {"model": tiny_pipelines.sd3(), "num_steps": 2, "cut_off": "draw"}, "size": 32}
+    objects = {"processing_class": tiny_writers.tokenizer(), "rollout": {"kind": "tokens", "max_new_tokens": 5}}
+    made = trainer(tmp_path, tiny_writers.module("qwen2.5"), **options, **objects)
+    made.train()
+    again = retouch.load_run(
+        made.folder, model=tiny_writers.module("qwen2.5"), processing_class=tiny_writers.tokenizer(), renderer=tiny_pipelines.sd3()
+    )
+    (output,) = again.policy.generate(["blue"])
+    assert isinstance(output.text, str)
+    assert again.policy.sample(["blue"])[0].size == (32, 32)
+    with pytest.raises(ValueError, match="its policy is a language model"):
+        again.pipeline()
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    with retouch.serve(redness, retouch.rewards.load("compressibility"), port=0) as made:
+        yield made
+
+
+def test_rewards_are_served_from_this_process(server: Any) -> None:
+    remote = retouch.rewards.load("remote", endpoints=(server.url,))
+    images = [Image.new("RGB", (8, 8), "red"), Image.new("RGB", (8, 8), "blue")]
+    assert remote(images)["redness/redness"] == [1.0, 0.0]
+    assert "compressibility/compressibility" in remote.columns
+    port = int(server.url.rpartition(":")[2])
+    with pytest.raises(ValueError, match="give another one, or 0 for a free one"):
+        retouch.serve(redness, port=port)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "options", "message"),
+    [
+        ((), {}, "give at least one reward"),
+        ((redness,), {"host": "0.0.0.0"}, "reachable from other machines: give a token"),
+        (("pikscore",), {}, "pikscore"),
+        ((3,), {}, "3 cannot be called"),
+    ],
+)
+def test_mistakes_in_serving(rewards: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        retouch.serve(*rewards, port=0, **options)
