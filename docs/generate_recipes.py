@@ -139,8 +139,8 @@ def _default(field: FieldInfo) -> str:
 
 
 def _plain(text: str) -> str:
-    """A docstring as Markdown on one line."""
-    return " ".join(text.split()).replace("``", "`").replace("|", "\\|")
+    """A docstring without its example, as Markdown on one line."""
+    return " ".join(text.partition("Example::")[0].split()).replace("``", "`").replace("|", "\\|")
 
 
 if __name__ == "__main__":

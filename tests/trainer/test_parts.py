@@ -163,6 +163,7 @@ def test_rewards_are_served_from_this_process(server: Any) -> None:
     images = [Image.new("RGB", (8, 8), "red"), Image.new("RGB", (8, 8), "blue")]
     assert remote(images)["redness/redness"] == [1.0, 0.0]
     assert "compressibility/compressibility" in remote.columns
+    remote.close()
     port = int(server.url.rpartition(":")[2])
     with pytest.raises(ValueError, match="give another one, or 0 for a free one"):
         retouch.serve(redness, port=port)

@@ -22,7 +22,7 @@ from retouch.config.schema import (
     places,
     section_for,
 )
-from retouch.config.section import UNTAGGED, Section
+from retouch.config.section import UNTAGGED, Section, expected
 
 Path = tuple[str | int, ...]
 
@@ -123,7 +123,7 @@ def _line(error: dict[str, Any], document: Mapping[str, Any], root: type[Section
             return f"{dotted(path)}: {context['message']}"
         case "value_error":
             return f"{dotted(path)}: {context['error']}" if path else str(context["error"])
-    return f"{dotted(path)}: {error['msg'][error['msg'].find('should') :]}, not {given!r}"
+    return f"{dotted(path)}: {expected(error)}"
 
 
 def _tag_path(path: Path, context: Mapping[str, Any]) -> str:

@@ -1,15 +1,49 @@
 """What every part of a recipe is: a frozen, typed record that knows each of its keys and takes no other."""
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, TypeAlias
+from typing import Annotated, Any, ClassVar, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic._internal._model_construction import ModelMetaclass  # the metaclass of BaseModel has no public name
+
+from retouch.config.imports import nearest
 
 UNTAGGED = "(no kind)"
 """How a section that has no kind is told from its alternatives that have one."""
 
 
-class Section(BaseModel):
+class SectionType(ModelMetaclass):
+    """Lets a section that is made in Python raise ValueError in the words of a recipe: "Lora: rank: should be ..., not 0"."""
+
+    def __call__(cls, *values: Any, **keys: Any) -> Any:
+        try:
+            return super().__call__(*values, **keys)
+        except ValidationError as error:
+            lines = [_mistake(cls, dict(one)) for one in error.errors(include_url=False)]
+        raise ValueError("\n".join(f"{cls.__name__}: {line}" for line in lines))
+
+
+def _mistake(section: Any, error: Mapping[str, Any]) -> str:
+    *_, last = path = [str(part) for part in error["loc"]] or [""]
+    at, fields = ".".join(path), section.model_fields
+    match error["type"]:
+        case "extra_forbidden":
+            near = nearest(last, fields)
+            return f"{at}: unknown key; " + (f"did you mean {near}?" if near else f"known here: {', '.join(fields)}")
+        case "missing":
+            about = fields[last].description if last in fields else None
+            return f"{at}: missing{f': {about}' if about else ''}"
+        case "value_error":
+            return f"{at}: {error['ctx']['error']}" if at else str(error["ctx"]["error"])
+    return f"{at}: {expected(error)}"
+
+
+def expected(error: Mapping[str, Any]) -> str:
+    """What pydantic expected, and what it found: "should be greater than 0, not -1"."""
+    return f"{error['msg'][error['msg'].find('should') :]}, not {error['input']!r}"
+
+
+class Section(BaseModel, metaclass=SectionType):
     """Types are strict (``"3"`` is no number, 3.5 no count), numbers finite, unknown keys refused.
 
     The text under a field is its documentation. ``renamed_keys``: former name to present name of keys; a recipe with a former name

@@ -2,4 +2,26 @@
 
 Every function is pure, takes tensors and returns tensors in fp32 (unless its docstring says otherwise), and cites its source. A
 module here may import torch and other modules of ``core``, and nothing else of the project.
+
+From Python, the functions of advantages and losses have a short name here, for example ``retouch.core.group_relative(...)``;
+``retouch.core.gae`` is the module.
 """
+
+from importlib import import_module
+from typing import Any
+
+_FUNCTIONS = {
+    "advantages": ("batch_relative", "check_reward_range", "group_relative", "rescale_rewards", "zero_std_groups"),
+    "gae": ("clipped_value_loss", "discounted_returns", "explained_variance", "whiten"),
+    "surrogates": ("approx_kl", "cispo", "clip_fraction", "clipped_surrogate", "reinforce", "sequence_log_ratio"),
+}
+__all__ = sorted([*_FUNCTIONS, *(name for names in _FUNCTIONS.values() for name in names)])
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _FUNCTIONS.items():
+        if name == module:
+            return import_module(f"retouch.core.{module}")
+        if name in names:
+            return getattr(import_module(f"retouch.core.{module}"), name)
+    raise AttributeError(f"module 'retouch.core' has no attribute {name!r}")

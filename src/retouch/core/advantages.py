@@ -34,6 +34,11 @@ def group_relative(
     Returns (b,), exactly 0 for a missing reward and for a group with fewer than two valid rewards or with equal rewards.
 
     Raises ValueError if a reward is infinite, a group id is not an integer, or an option is out of range.
+
+    Example::
+
+        >>> retouch.core.group_relative(torch.tensor([1.0, 0.0, 2.0, 2.0]), torch.tensor([0, 0, 1, 1]), eps=0.0)
+        tensor([ 1., -1.,  0.,  0.])
     """
     if baseline not in ("mean", "leave_one_out"):
         raise ValueError(f"baseline {baseline!r}: choose 'mean' or 'leave_one_out'")
@@ -63,6 +68,11 @@ def batch_relative(
 
     For one sample per task: Flow-GRPO (arXiv 2505.05470) without ``per_prompt_stat_tracking``. Some systems call this PPO mode,
     although it has no critic. Shapes, options and errors are those of ``group_relative``.
+
+    Example::
+
+        >>> retouch.core.batch_relative(torch.tensor([3.0, 1.0]), eps=0.0)
+        tensor([ 1., -1.])
     """
     everything = torch.zeros(rewards.shape, dtype=torch.long, device=rewards.device)
     return group_relative(rewards, everything, ddof=ddof, eps=eps, clip=clip)
@@ -72,13 +82,23 @@ def rescale_rewards(rewards: Float[Tensor, " b"], *, low: float, high: float) ->
     """Map rewards (b,) linearly from [low, high] to [-1, 1], the range in which a value head learns. NaN stays NaN.
 
     Raises ValueError as ``check_reward_range``.
+
+    Example::
+
+        >>> retouch.core.rescale_rewards(torch.tensor([0.0, 5.0, 10.0]), low=0, high=10)
+        tensor([-1.,  0.,  1.])
     """
     check_reward_range(low, high)
     return (2 * rewards.float() - (low + high)) / (high - low)
 
 
 def check_reward_range(low: float, high: float) -> None:
-    """Raise ValueError unless ``low`` and ``high`` are finite and ``low`` < ``high``."""
+    """Raise ValueError unless ``low`` and ``high`` are finite and ``low`` < ``high``.
+
+    Example::
+
+        >>> retouch.core.check_reward_range(0.0, 1.0)
+    """
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError(
             f"a value head needs a reward with a finite range, but this one ranges from {low} to {high}; declare its true range"
@@ -91,6 +111,11 @@ def zero_std_groups(rewards: Float[Tensor, " b"], group: Int[Tensor, " b"]) -> f
     Counts only groups with at least two valid rewards; NaN if there is none. ``rewards`` and ``group`` as in ``group_relative``.
 
     Such groups give no gradient; DAPO (arXiv 2503.14476) does not train on them.
+
+    Example::
+
+        >>> retouch.core.zero_std_groups(torch.tensor([1.0, 1.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1]))
+        0.5
     """
     index, groups = _index(rewards, group)
     rewards = rewards.float()

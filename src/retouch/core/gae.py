@@ -19,6 +19,12 @@ def gae(
     and ``lam`` 1 this is reward - value. ``advantages + values`` are the returns, the regression targets of the value head.
 
     Raises ValueError if ``gamma`` or ``lam`` is not in [0, 1], or a reward is infinite.
+
+    Example::
+
+        >>> values, mask = torch.tensor([[0.25, 0.5]]), torch.ones(1, 2, dtype=torch.bool)
+        >>> retouch.core.gae.gae(torch.tensor([1.0]), values, mask, gamma=1.0, lam=1.0)
+        tensor([[0.7500, 0.5000]])
     """
     if not (0 <= gamma <= 1 and 0 <= lam <= 1):
         raise ValueError(f"gamma {gamma}, lam {lam}: both must be between 0 and 1")
@@ -43,6 +49,11 @@ def discounted_returns(rewards: Float[Tensor, " b"], mask: Bool[Tensor, "b t"], 
     """gamma^n times the row's reward, where n is the number of unmasked actions after this one; 0 where masked. (b, t).
 
     Source: the Monte Carlo return (Sutton & Barto 2018, section 3.3) with a reward only at the end.
+
+    Example::
+
+        >>> retouch.core.discounted_returns(torch.tensor([1.0]), torch.ones(1, 3, dtype=torch.bool), gamma=0.5)
+        tensor([[0.2500, 0.5000, 1.0000]])
     """
     after = mask.flip(1).cumsum(1).flip(1) - 1
     return torch.where(mask, rewards.float()[:, None] * gamma ** after.clamp(min=0), 0.0)
@@ -52,6 +63,11 @@ def whiten(advantages: Float[Tensor, "n t"], mask: Bool[Tensor, "n t"], *, eps: 
     """(advantage - mean) / (std + eps) over all unmasked actions, with the population std; 0 where masked. (n, t).
 
     Source: advantage normalisation, one of the choices studied by Andrychowicz et al. 2021 (arXiv 2006.05990).
+
+    Example::
+
+        >>> retouch.core.whiten(torch.tensor([[3.0, 1.0]]), torch.ones(1, 2, dtype=torch.bool), eps=0.0)
+        tensor([[ 1., -1.]])
     """
     if not mask.any():
         return torch.zeros_like(advantages)
@@ -75,6 +91,12 @@ def clipped_value_loss(
     gradient are 0 where ``mask`` is False.
 
     Raises ValueError if ``clip`` is not above 0.
+
+    Example::
+
+        >>> mask = torch.ones(1, 1, dtype=torch.bool)
+        >>> retouch.core.clipped_value_loss(torch.ones(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), clip=None, mask=mask)
+        tensor([[0.5000]])
     """
     if clip is not None and not clip > 0:
         raise ValueError(f"clip {clip}: must be above 0, or None for no clamp")
@@ -91,6 +113,12 @@ def explained_variance(targets: Float[Tensor, "n t"], values: Float[Tensor, "n t
     NaN if the targets are all equal.
 
     Source: the diagnostic of PPO's published implementation (OpenAI baselines).
+
+    Example::
+
+        >>> values, mask = torch.tensor([[0.0, 1.0]]), torch.ones(1, 2, dtype=torch.bool)
+        >>> retouch.core.explained_variance(values, values, mask)
+        1.0
     """
     chosen, residuals = targets[mask].double(), (targets - values)[mask].double()
     if not len(chosen) or chosen.min() == chosen.max():

@@ -27,6 +27,12 @@ def clipped_surrogate(
 
     ``dual``: a constant c > 1 that bounds the loss of actions with a negative advantage by c |A| (dual-clip PPO, arXiv
     1912.09729). Raises ValueError if a bound is out of range.
+
+    Example::
+
+        >>> log_ratio = torch.tensor([[0.0, 0.5]])
+        >>> retouch.core.clipped_surrogate(log_ratio, torch.ones(1, 2), low=0.2, high=0.2)
+        tensor([[-1.0000, -1.2000]])
     """
     log_low, log_high = _log_bounds(low, high)
     if dual is not None and not dual > 1:
@@ -52,6 +58,11 @@ def cispo(
 
     Clipping does not remove the gradient of any action. ``low`` None puts no lower bound on the ratio, as in the paper. Raises
     ValueError if a bound is out of range.
+
+    Example::
+
+        >>> retouch.core.cispo(torch.zeros(1, 1), torch.full((1, 1), -2.0), torch.ones(1, 1), high=0.2)
+        tensor([[2.]])
     """
     log_low, log_high = _log_bounds(0.0 if low is None else low, high)
     ratio = _masked(log_ratio, mask).detach().clamp(-math.inf if low is None else log_low, log_high).exp()
@@ -64,6 +75,11 @@ def reinforce(
     """-A log p, without ratio or clipping (REINFORCE, Williams 1992; EARL, arXiv 2508.01119).
 
     Unbiased only if there is one optimizer step per rollout.
+
+    Example::
+
+        >>> retouch.core.reinforce(torch.tensor([[-2.0]]), torch.tensor([[0.5]]))
+        tensor([[1.]])
     """
     return -advantages.float() * _masked(log_probs, mask)
 
@@ -78,6 +94,11 @@ def sequence_log_ratio(
     advantages. If advantages and weights are equal within a row, both give the same gradient. Masked actions are 0.
 
     Raises ValueError if ``gradient`` is neither of the two.
+
+    Example::
+
+        >>> retouch.core.sequence_log_ratio(torch.tensor([[0.1, 0.3]]), torch.ones(1, 2, dtype=torch.bool))
+        tensor([[0.2000, 0.2000]])
     """
     own = _masked(log_ratio, mask)
     mean = own.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
@@ -102,6 +123,11 @@ def clip_fraction(
     positive advantage, below 1 - low for a negative one.
 
     Source: PPO (arXiv 1707.06347, equation 7).
+
+    Example::
+
+        >>> retouch.core.clip_fraction(torch.tensor([[0.0, 0.5]]), torch.ones(1, 2), low=0.2, high=0.2)
+        tensor([[0., 1.]])
     """
     log_low, log_high = _log_bounds(low, high)
     log_ratio, advantages = _masked(log_ratio.detach(), mask), advantages.float()
@@ -112,6 +138,11 @@ def approx_kl(log_ratio: Float[Tensor, "b t"], *, mask: Bool[Tensor, "b t"] | No
     """Half the squared log-ratio, (b, t), without gradient: how far the policy has moved since the rollout.
 
     The mean over actions estimates the KL divergence to second order ("k2" of Schulman, Approximating KL Divergence, 2020).
+
+    Example::
+
+        >>> retouch.core.approx_kl(torch.tensor([[0.0, 2.0]]))
+        tensor([[0., 2.]])
     """
     return 0.5 * _masked(log_ratio.detach(), mask).square()
 

@@ -49,6 +49,11 @@ def open_writer(target: str, overrides: Sequence[str] = (), *, allow_imports: It
 
     ``allow_imports``: modules outside Retouch that the recipe may import; runs of your own need none. Raises ValueError for a
     policy that generates no text.
+
+    Example::
+
+        >>> retouch.open_writer("sd3/prompt-enhancer-playground")("a red circle").truncated
+        False
     """
     silence_libraries()
     recipe, folder = read_target(target, overrides, allow_imports)

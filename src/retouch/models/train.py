@@ -66,7 +66,13 @@ class TrainedPart(Section):
 
 
 class FullWeights(TrainedPart):
-    """All weights of the transformer train."""
+    """All weights of the transformer train.
+
+    Example::
+
+        >>> retouch.FullWeights().kind
+        'full'
+    """
 
     kind: Literal["full"] = "full"
 
@@ -88,6 +94,11 @@ class Lora(TrainedPart):
     """Low-rank adapters train; the model's own weights stay as they are and serve as reference.
 
     Source: LoRA (Hu et al. 2021, arXiv 2106.09685).
+
+    Example::
+
+        >>> retouch.Lora(rank=32, alpha=64, targets=["to_q", "to_v"]).rank
+        32
     """
 
     kind: Literal["lora"] = "lora"

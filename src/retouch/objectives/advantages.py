@@ -65,7 +65,13 @@ class Advantage(Section):
 
 
 class GroupAdvantage(Advantage):
-    """A sample compared with the other samples of its task (GRPO, arXiv 2402.03300; RLOO, arXiv 2402.14740)."""
+    """A sample compared with the other samples of its task (GRPO, arXiv 2402.03300; RLOO, arXiv 2402.14740).
+
+    Example::
+
+        >>> retouch.GroupAdvantage(baseline="leave_one_out", scale="none").scale
+        'none'
+    """
 
     kind: Literal["group"] = "group"
     baseline: Literal["mean", "leave_one_out"] = "mean"
@@ -97,6 +103,11 @@ class BatchAdvantage(Advantage):
     """A sample compared with all samples of the step.
 
     Source: REINFORCE++ (arXiv 2501.03262), which normalises advantages over the batch.
+
+    Example::
+
+        >>> retouch.BatchAdvantage(clip=None).kind
+        'batch'
     """
 
     kind: Literal["batch"] = "batch"
@@ -117,7 +128,13 @@ class BatchAdvantage(Advantage):
 
 class GAEAdvantage(Advantage):
     """An action compared with what a value head predicted before it: PPO with generalized advantage estimation (arXiv 1506.02438).
-    Rewards are mapped to the range from -1 to 1, the ends of their declared range."""
+    Rewards are mapped to the range from -1 to 1, the ends of their declared range.
+
+    Example::
+
+        >>> retouch.GAEAdvantage(lam=0.95).gamma
+        1.0
+    """
 
     kind: Literal["gae"] = "gae"
     gamma: Share = 1.0

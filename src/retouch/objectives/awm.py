@@ -22,6 +22,11 @@ class AWM(SampledPoints):
     ``reference_weight``.
 
     Source: Xue et al. 2025 (arXiv 2509.25050).
+
+    Example::
+
+        >>> retouch.AWM(reference_weight=0.1).reference_weight
+        0.1
     """
 
     kind: Literal["awm"] = "awm"

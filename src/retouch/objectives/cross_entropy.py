@@ -24,7 +24,13 @@ class TokenPolicy(Policy, Protocol):
 
 class CrossEntropy(Objective):
     """Cross-entropy of the tokens of the tasks' own completions (``completion`` in their meta), for policies that write tokens.
-    The policy's own temperature applies. A microbatch takes rows of similar length, which changes memory and time only."""
+    The policy's own temperature applies. A microbatch takes rows of similar length, which changes memory and time only.
+
+    Example::
+
+        >>> retouch.CrossEntropy(normalise="sequence").imitates
+        True
+    """
 
     kind: Literal["sft"] = "sft"
     normalise: Literal["sequence", "token"] = "token"

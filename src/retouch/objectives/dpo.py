@@ -28,6 +28,11 @@ class DPO(SampledPoints):
     pair share its noise and sigma. A pair has the weight of its group. A group of equal advantages, or with fewer than two judged
     images on this rank, has weight 0. With ``pairs: 'data'`` nothing is sampled and no reward is asked: ``group_size`` is 2, and
     each task must have a ``chosen`` and a ``rejected`` image.
+
+    Example::
+
+        >>> retouch.DPO(beta=1000.0).beta
+        1000.0
     """
 
     kind: Literal["dpo"] = "dpo"

@@ -40,6 +40,11 @@ class NFT(SampledPoints):
     [ r |x0(v+) - x0|^2 / w+ + (1 - r) |x0(v-) - x0|^2 / w- ] / beta + reference_weight |v - v_ref|^2, where
     x0(v) = x - sigma v and w = mean |x0(v) - x0|, detached, at least 1e-5. Norms are means over a latent's elements.
     A zero advantage is not a zero loss: it pulls both ways towards the old policy.
+
+    Example::
+
+        >>> retouch.NFT(beta=0.5).beta
+        0.5
     """
 
     kind: Literal["nft"] = "nft"

@@ -28,7 +28,13 @@ class NoKl(Section):
 
 class Kl(Section):
     """A KL to the reference in the loss: for transitions the closed form of two Gaussians or the mean squared difference of the
-    velocities, for tokens the k3 estimate (Schulman, Approximating KL divergence, 2020)."""
+    velocities, for tokens the k3 estimate (Schulman, Approximating KL divergence, 2020).
+
+    Example::
+
+        >>> retouch.GRPO(clip=0.2, kl=retouch.Kl(kind="k3", weight=0.01)).kl.kind
+        'k3'
+    """
 
     kind: Literal["closed", "velocity", "k3"]
     weight: Positive
@@ -46,7 +52,13 @@ class TokenCycle(Section):
 
 
 class PolicyGradient(Objective):
-    """Policy gradient on the ratio of current to acting probability: GRPO and its variants."""
+    """Policy gradient on the ratio of current to acting probability: GRPO and its variants.
+
+    Example::
+
+        >>> retouch.PolicyGradient(clip_low=0.2, clip_high=0.28, normalise="dr_grpo").surrogate
+        'clip'
+    """
 
     kind: Literal["policy_gradient"] = "policy_gradient"
     surrogate: Literal["clip", "cispo", "reinforce", "gspo"] = "clip"

@@ -15,23 +15,44 @@ def GRPO(*, clip: float, kl: float = 0.0, **keys: Any) -> PolicyGradient:
     averaged over a latent, and 0.2 for tokens. ``kl``: weight of the KL to the reference, in closed form for denoising policies;
     for tokens give ``kl=Kl(kind="k3", weight=...)``. ``keys``: other keys of the section.
 
-    Example: ``retouch.GRPO(clip=1e-4)``
+    Example::
+
+        >>> retouch.GRPO(clip=1e-4).clip_high
+        0.0001
     """
     return PolicyGradient(surrogate="clip", clip_low=clip, clip_high=clip, kl=_kl(kl), **keys)
 
 
 def GSPO(*, clip: float, kl: float = 0.0, **keys: Any) -> PolicyGradient:
-    """Group sequence policy optimisation: one ratio per chain or completion (arXiv 2507.18071). Arguments as for ``GRPO``."""
+    """Group sequence policy optimisation: one ratio per chain or completion (arXiv 2507.18071). Arguments as for ``GRPO``.
+
+    Example::
+
+        >>> retouch.GSPO(clip=3e-4).surrogate
+        'gspo'
+    """
     return PolicyGradient(surrogate="gspo", clip_low=clip, clip_high=clip, kl=_kl(kl), **keys)
 
 
 def CISPO(*, clip: float, kl: float = 0.0, **keys: Any) -> PolicyGradient:
-    """A clipped importance weight on the log-probability (MiniMax-M1, arXiv 2506.13585). ``clip`` bounds the weight from above."""
+    """A clipped importance weight on the log-probability (MiniMax-M1, arXiv 2506.13585). ``clip`` bounds the weight from above.
+
+    Example::
+
+        >>> retouch.CISPO(clip=0.2).clip_high
+        0.2
+    """
     return PolicyGradient(surrogate="cispo", clip_high=clip, kl=_kl(kl), **keys)
 
 
 def REINFORCE(*, kl: float = 0.0, **keys: Any) -> PolicyGradient:
-    """Log-probability times advantage, without a ratio: one optimizer step per rollout (Williams 1992)."""
+    """Log-probability times advantage, without a ratio: one optimizer step per rollout (Williams 1992).
+
+    Example::
+
+        >>> retouch.REINFORCE(kl=0.01).kl.weight
+        0.01
+    """
     return PolicyGradient(surrogate="reinforce", kl=_kl(kl), **keys)
 
 

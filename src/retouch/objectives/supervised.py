@@ -12,7 +12,13 @@ from retouch.types import Loss, Minibatch
 
 class Supervised(ForwardProcess):
     """Flow matching on the tasks' own targets: the mean squared error of the velocity at one drawn point per row (Lipman et al.
-    2023, arXiv 2210.02747)."""
+    2023, arXiv 2210.02747).
+
+    Example::
+
+        >>> retouch.Supervised(sigma_sampling="uniform").imitates
+        True
+    """
 
     kind: Literal["supervised"] = "supervised"
     sigma_sampling: Literal["logit_normal", "uniform"] = "logit_normal"

@@ -20,7 +20,13 @@ from retouch.recipe.keys import RecipeKeys
 
 
 class Recipe(RecipeKeys):
-    """A run."""
+    """A run.
+
+    Example::
+
+        >>> retouch.Trainer.from_recipe("quickstart", ["steps=2"]).recipe.steps
+        2
+    """
 
     @model_validator(mode="after")
     def _checked(self) -> Self:

@@ -47,9 +47,9 @@ def reward(*, low: float, high: float, higher_is_better: bool = True, completion
 
     Example::
 
-        @retouch.reward(low=0, high=1)
-        def brightness(images, **kwargs):
-            return [ImageStat.Stat(image.convert("L")).mean[0] / 255 for image in images]
+        >>> @retouch.reward(low=0, high=1)
+        ... def brightness(images, **kwargs):
+        ...     return [ImageStat.Stat(image.convert("L")).mean[0] / 255 for image in images]
     """
     if not -math.inf < low < high < math.inf:
         raise ValueError(f"a reward from {low} to {high}: give finite numbers with low < high")

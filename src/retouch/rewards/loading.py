@@ -25,6 +25,12 @@ class LoadedReward:
         """Every score that a call returns, with its range."""
         return self.reward.columns
 
+    def close(self) -> None:
+        """Release what it holds, such as connections."""
+        from retouch.rewards.base import close
+
+        close(self.reward)
+
     def __call__(
         self,
         images: Sequence[Image],
@@ -43,7 +49,10 @@ class LoadedReward:
         show. ``completions``: what a policy wrote. Raises ValueError if a list has another length than ``images``, or if the reward
         needs something that is not given.
 
-        Example: ``retouch.rewards.load("compressibility")([image])["compressibility"]``
+        Example::
+
+            >>> sorted(retouch.rewards.load("compressibility")([image]))
+            ['compressibility']
         """
         from retouch.rewards.scoring import scores_of
 
@@ -81,7 +90,10 @@ def load(kind: str, *, device: Any = "cpu", **keys: Any) -> LoadedReward:
 
     Raises ValueError for an unknown kind, a wrong key, or weights that are not on this machine.
 
-    Example: ``load("clip", path="openai/clip-vit-base-patch32")``
+    Example::
+
+        >>> retouch.rewards.load("share", channel="red")([image])
+        {'share': [1.0]}
     """
     section = KINDS.load(kind)
     if section is None:

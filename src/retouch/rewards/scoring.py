@@ -32,7 +32,10 @@ def score(
     written in the image. ``completion``: what the policy wrote, for rewards of text. Raises ValueError if the reward needs
     something that is not given, or returns other columns than it declares.
 
-    Example: ``score(ClipReward(), image, instruction="a red barn")["similarity"]``
+    Example::
+
+        >>> retouch.score(retouch.rewards.Share(channel="red").build(device="cpu"), image, instruction="red")
+        {'share': 1.0}
     """
     images = (source,) if isinstance(source, Image) else tuple(source)
     task = Task("picture", instruction, images, mask, reference, target, text, meta=meta or {})

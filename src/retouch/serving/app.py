@@ -4,13 +4,13 @@ import logging
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from importlib.metadata import version
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from retouch import __version__
 from retouch.rewards.wire.errors import RequestError
 from retouch.rewards.wire.schema import BatchDocument, ServerInfo
 from retouch.serving.middleware import RequestMiddleware, error_response
@@ -52,7 +52,9 @@ def build_app(
         yield
         await service.close()
 
-    app = FastAPI(title="Retouch reward server", version=__version__, lifespan=lifespan, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(
+        title="Retouch reward server", version=version("retouch"), lifespan=lifespan, redoc_url=None, redirect_slashes=False
+    )
     _add_scoring(app, service, single_score)
     _add_state(app, service)
     _add_errors(app)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from typing import TypeVar
 
-from retouch import __version__
 from retouch.rewards.wire.errors import ErrorCode, RequestError
 from retouch.rewards.wire.schema import SERVICE, ServerInfo
 from retouch.serving.batching import Batcher, RewardResult
@@ -100,7 +100,7 @@ class Service:
     def info(self) -> ServerInfo:
         """The reply of ``GET /v1/info``."""
         rewards = [each.info() for each in self.hosted]
-        return ServerInfo(service=SERVICE, version=__version__, rewards=rewards, limits=self.limits.info())
+        return ServerInfo(service=SERVICE, version=version("retouch"), rewards=rewards, limits=self.limits.info())
 
     def admit(self) -> "Admission":
         """Admit a request before its body is read. RequestError: the server is shutting down, or full."""

@@ -47,10 +47,10 @@ class Callback:
 
     Example::
 
-        class StopEarly(retouch.Callback):
-            def on_step(self, trainer, step, metrics):
-                if metrics["reward/mean"] > 0.95:
-                    trainer.stop()
+        >>> class StopEarly(retouch.Callback):
+        ...     def on_step(self, trainer, step, metrics):
+        ...         if metrics["reward/mean"] > 0.95:
+        ...             trainer.stop()
     """
 
     def on_step(self, trainer: Running, step: int, metrics: Mapping[str, float]) -> None:

@@ -20,11 +20,15 @@ from retouch.records.summary import Summary
 from retouch.types import Task
 
 if TYPE_CHECKING:
-    import pandas as pd
+    import pandas as pd  # type: ignore[import-untyped]
     from PIL.Image import Image
 
     from retouch.assembly.assembly import PolicyParts
     from retouch.inference.writers import WriterOutput
+
+
+_KEYS = {"model": "policy.model", "renderer": "renderer.model"}
+"""Arguments of ``load_run``, and the keys of the recipe that they stand for."""
 
 
 def load_run(
@@ -53,11 +57,12 @@ def load_run(
     document = files.read_recipe()["recipe"]
     overrides = [] if device is None else [f"device={json.dumps(device)}"]
     objects: dict[str, Any] = {}
-    for key, given, processor in (("policy.model", model, processing_class), ("renderer.model", renderer, None)):
+    for argument, given, processor in (("model", model, processing_class), ("renderer", renderer, None)):
+        key = _KEYS[argument]
         path = _path_at(document, key)
         if path is None or not path.startswith(LIVE):
             if given is not None:
-                raise ValueError(f"{key.partition('.')[0]}: the run loads {path or 'its model'} itself; omit the argument")
+                raise ValueError(f"{argument}: the run loads {path or 'its model'} itself; omit the argument")
         elif given is not None:
             objects[path] = _loaded(given, processor)
         elif Path(source := path.removeprefix(LIVE)).is_dir() or "/" in source:
@@ -147,7 +152,7 @@ class LoadedRun:
 
         kind: Any = getattr(diffusers, section.pipeline)
         path = LIVE + section.path
-        self._objects[path] = kind.from_pretrained(fetch_weights(section.path), torch_dtype=getattr(torch, section.dtype))
+        self._objects[path] = kind.from_pretrained(fetch_weights(section.path), dtype=getattr(torch, section.dtype))
         self.recipe = parse(self.recipe.document(), [f"policy.model.path={json.dumps(path)}"])
         vars(self).pop("_parts", None)
 
@@ -190,7 +195,7 @@ class LoadedRun:
     def _parts(self) -> tuple[PolicyParts, int]:
         from retouch.inference.opening import open_policy
 
-        for argument, key in (("model", "policy.model"), ("renderer", "renderer.model")):
+        for argument, key in _KEYS.items():
             path = _path_at(self.recipe.document(), key)
             if path is not None and path.startswith(LIVE) and path not in self._objects:
                 raise ValueError(

@@ -49,15 +49,19 @@ class Trainer:
 
     Example::
 
-        trainer = retouch.Trainer(
-            model="stabilityai/stable-diffusion-3.5-medium",
-            reward_funcs=retouch.rewards.PickScore(),
-            train_dataset=[{"prompt": "a red bicycle"}, {"prompt": "two cats"}],
-            peft_config=retouch.Lora(rank=32, alpha=64),
-            size=(512, 512),
-        )
-        trainer.train()
-        trainer.save_pretrained("lora")
+        >>> trainer = retouch.Trainer(
+        ...     model=pipe,
+        ...     reward_funcs=brightness,
+        ...     train_dataset=[{"prompt": "a red bicycle"}, {"prompt": "two cats"}],
+        ...     peft_config=retouch.Lora(rank=8, alpha=16),
+        ...     size=(32, 32),
+        ...     steps=1,
+        ...     group_size=2,
+        ...     tasks_per_step=1,
+        ... )
+        >>> trainer.train().steps
+        1
+        >>> files = trainer.save_pretrained("lora")
     """
 
     def __init__(

@@ -24,6 +24,11 @@ class IpAdapter(TrainedPart):
 
     ``load_ip_adapter`` of diffusers' Flux pipelines reads 4 tokens, or 16 of a full-size model, with a linear projection in double
     blocks.
+
+    Example::
+
+        >>> retouch.IpAdapter(encoder="openai/clip-vit-large-patch14", lora=retouch.Lora(rank=8, alpha=16)).tokens
+        4
     """
 
     kind: Literal["ip-adapter"] = "ip-adapter"

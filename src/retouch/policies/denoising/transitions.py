@@ -90,7 +90,13 @@ class _Published(Transition):
 
 class SDETransition(_Published):
     """``sde``: the stochastic step of Flow-GRPO (arXiv 2505.05470). ``dance``: DanceGRPO's (arXiv 2505.07818), whose noise does not
-    depend on sigma."""
+    depend on sigma.
+
+    Example::
+
+        >>> retouch.SDETransition(noise_level=0.7).kind
+        'sde'
+    """
 
     kind: Literal["sde", "dance"] = "sde"
     noise_level: NonNegative
@@ -102,7 +108,13 @@ class SDETransition(_Published):
 
 
 class CPSTransition(_Published):
-    """The stochastic step that preserves the coefficients of the schedule (Flow-CPS, arXiv 2509.05952)."""
+    """The stochastic step that preserves the coefficients of the schedule (Flow-CPS, arXiv 2509.05952).
+
+    Example::
+
+        >>> retouch.CPSTransition(noise_level=0.5).stochastic
+        True
+    """
 
     kind: Literal["cps"] = "cps"
     noise_level: Share
@@ -117,6 +129,11 @@ class ODETransition(_Published):
     """The deterministic Euler step: no exploration, no log-probabilities.
 
     Source: diffusers' FlowMatchEulerDiscreteScheduler.
+
+    Example::
+
+        >>> retouch.ODETransition().stochastic
+        False
     """
 
     kind: Literal["ode"] = "ode"

@@ -1,0 +1,120 @@
+"""What ``retouch`` offers from Python: these names, each with an example that runs, and nothing that is slow to import."""
+
+import doctest
+import inspect
+import os
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image, ImageStat
+
+import retouch
+import tiny_pipelines
+from retouch.trainer.loaded_run import LoadedPolicy, LoadedRun
+
+NAMES = {
+    "AWM", "BatchAdvantage", "CISPO", "CPSTransition", "Callback", "CrossEntropy", "DPO", "FullWeights", "GAEAdvantage", "GRPO",
+    "GSPO", "GroupAdvantage", "IpAdapter", "Kl", "Lora", "NFT", "ODETransition", "PolicyGradient", "REINFORCE", "Recipe",
+    "SDETransition", "Supervised", "Trainer", "core", "load_run", "models", "open_writer", "reward", "rewards", "sample", "score",
+    "serve", "testing",
+}  # fmt: skip
+CORE = {
+    "advantages", "approx_kl", "batch_relative", "check_reward_range", "cispo", "clip_fraction", "clipped_surrogate",
+    "clipped_value_loss", "discounted_returns", "explained_variance", "gae", "group_relative", "reinforce", "rescale_rewards",
+    "sequence_log_ratio", "surrogates", "whiten", "zero_std_groups",
+}  # fmt: skip
+
+
+def public() -> dict[str, Any]:
+    """Every public function and class, by its name."""
+    found = {f"retouch.{name}": getattr(retouch, name) for name in retouch.__all__}
+    found |= {f"retouch.core.{name}": getattr(retouch.core, name) for name in retouch.core.__all__}
+    found["retouch.rewards.load"] = retouch.rewards.load
+    found["retouch.core.gae.gae"] = retouch.core.gae.gae
+    return {name: value for name, value in found.items() if not inspect.ismodule(value)}
+
+
+def test_the_names() -> None:
+    assert set(retouch.__all__) == NAMES
+    assert set(retouch.core.__all__) == CORE
+    assert set(dir(retouch)) >= NAMES
+    with pytest.raises(AttributeError, match="no attribute 'Trianer'"):
+        retouch.Trianer  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'grpo'"):
+        retouch.core.grpo  # noqa: B018
+
+
+def test_the_import_is_fast_and_imports_no_torch() -> None:
+    code = (
+        "import time; start = time.process_time(); import retouch, sys; print(time.process_time() - start, 'torch' in sys.modules)"
+    )
+    lines = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout for _ in range(3)]
+    assert all(line.split()[1] == "False" for line in lines)
+    assert min(float(line.split()[0]) for line in lines) < 0.2
+
+
+def test_every_package_that_is_public_says_what_it_is() -> None:
+    for name in ("core", "models", "rewards", "testing"):
+        assert inspect.getdoc(pkgutil.resolve_name(f"retouch.{name}"))
+
+
+@retouch.reward(low=0, high=1)
+def brightness(images: list[Any], **kwargs: Any) -> list[float]:
+    return [ImageStat.Stat(image.convert("L")).mean[0] / 255 for image in images]
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the examples use."""
+    image = Image.new("RGB", (8, 8), "red")
+    names = {"retouch": retouch, "torch": torch, "Image": Image, "ImageStat": ImageStat, "image": image, "brightness": brightness}
+    return {**names, "make_pipe": tiny_pipelines.sd3, "root": tmp_path_factory.mktemp("examples")}
+
+
+@pytest.fixture(scope="module")
+def trained(objects: dict[str, Any]) -> Path:
+    """The folder of a run of one step."""
+    made = retouch.Trainer(
+        **{"model": objects["make_pipe"](), "reward_funcs": brightness, "train_dataset": [{"prompt": "blue"}, {"prompt": "green"}]},
+        **{"peft_config": retouch.Lora(rank=2, alpha=2), "size": 32, "steps": 1, "group_size": 2, "tasks_per_step": 1},
+        **{"rollout": {"num_steps": 2, "transition": {"kind": "sde", "noise_level": 0.7}}, "device": "cpu", "trackers": ()},
+        **{"output_dir": objects["root"], "progress": False},
+    )
+    made.train()
+    return made.folder
+
+
+def run_examples(value: Any, name: str, names: dict[str, Any]) -> int:
+    """Run the examples in an object's docstring; returns how many lines there are."""
+    (test,) = doctest.DocTestFinder(recurse=False).find(value, name, globs=names)
+    report: list[str] = []
+    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=report.append)
+    assert not report, "".join(report)
+    return len(test.examples)
+
+
+USE_A_RUN: dict[str, Callable[..., Any]] = {
+    "LoadedRun.pipeline": LoadedRun.pipeline,
+    "LoadedPolicy.sample": LoadedPolicy.sample,
+}
+
+
+@pytest.mark.parametrize("name", [*public(), *USE_A_RUN])
+def test_the_example_of_every_name_runs(
+    name: str, objects: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(objects["root"])
+    names = dict(objects)
+    if name in ("retouch.Trainer", "retouch.sample", "retouch.load_run", *USE_A_RUN):
+        names["pipe"] = objects["make_pipe"]()
+    if name in ("retouch.load_run", *USE_A_RUN):
+        names["folder"] = request.getfixturevalue("trained")
+        names["run"] = retouch.load_run(names["folder"], model=names["pipe"])
+    assert run_examples({**public(), **USE_A_RUN}[name], name, names) >= 1, f"{name} has no example"
+    assert os.getcwd() == str(objects["root"])
