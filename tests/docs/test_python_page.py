@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image, ImageStat
 
 import retouch
@@ -57,7 +58,7 @@ def test_the_code_of_the_python_page_runs(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, script.__name__, script)
     names = vars(script)
     names |= {"retouch": retouch, "ImageStat": ImageStat, "pipe": tiny_pipelines.sd3(), "dataset": dataset}
-    arguments, function, scoring, own, pairs, use = blocks("docs/python.md", "")
+    arguments, function, scoring, own, pairs, use, sampling, loading, serving = blocks("docs/python.md", "")
     names["images"] = [Image.new("RGB", (8, 8), "red")]
     sides = {"chosen": Image.new("RGB", (32, 32), "white"), "rejected": Image.new("RGB", (32, 32), "black")}
     names["pairs"] = [{"prompt": f"{number}", **sides} for number in range(16)]
@@ -75,5 +76,11 @@ def test_the_code_of_the_python_page_runs(tmp_path: Path, monkeypatch: pytest.Mo
     )
     assert made.name == "from-python"
     exec(use, names)
+    names["torch"] = torch
+    for block in (sampling, loading, serving):
+        exec(block, names)
+    assert names["loss"].shape == (8, 3)
+    assert len(names["best"]) == 8
+    assert names["served"] == pytest.approx([0.298], abs=0.01)
     assert (tmp_path / "before-and-after.png").is_file()
     assert (tmp_path / "lora" / "adapter_model.safetensors").is_file()

@@ -2,15 +2,21 @@
 words that say what to do."""
 
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import accelerate
 import datasets
 import pytest
 import torch
+from diffusers import DDPMPipeline, DDPMScheduler
 from PIL import Image
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import retouch
 import tiny_pipelines
+import tiny_writers
 from retouch.rewards.function import FunctionReward
 from retouch.rewards.scoring import scores_of
 from retouch.types import Sample, Task
@@ -29,6 +35,21 @@ def positional(images: list[Any], /) -> list[float]:
 @pytest.fixture(scope="module")
 def pipe() -> Any:
     return tiny_pipelines.sd3()
+
+
+def changed_pipeline(change: Callable[[Any], Any]) -> Any:
+    made = tiny_pipelines.sd3()
+    change(made)
+    return made
+
+
+def another_pipeline() -> DDPMPipeline:
+    return DDPMPipeline(unet=torch.nn.Linear(1, 1), scheduler=DDPMScheduler())
+
+
+def llama() -> LlamaForCausalLM:
+    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    return LlamaForCausalLM(config)
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
@@ -82,6 +103,53 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a run's name with a slash": ({"run_name": "a/b"}, "name: 'a/b' does not match"),
     "a function as callback": ({"callbacks": [print]}, "is not a retouch.Callback; derive a class from it"),
     "two lengths": ({"steps": 3, "passes": 1.0}, "steps: set either steps or passes"),
+    "an unknown optimizer key": ({"optimizer": {"beta1": 0.9}}, "optimizer.beta1: unknown key; did you mean optimizer.beta"),
+    "a device that does not exist": ({"device": "gpu"}, "device: "),
+    "a renderer that is a language model": (
+        {
+            "model": partial(tiny_writers.module, "qwen2.5"),
+            "processing_class": partial(tiny_writers.tokenizer),
+            "renderer": "models/llama",
+        },
+        "renderer: there is no folder models/llama, and no such repository",
+    ),
+    "a writer without a renderer": (
+        {"model": partial(tiny_writers.module, "qwen2.5"), "processing_class": partial(tiny_writers.tokenizer)},
+        "renderer: missing; a policy that writes needs one",
+    ),
+    "a writer without a tokenizer": (
+        {"model": partial(tiny_writers.module, "qwen2.5")},
+        "processing_class: missing; give the tokenizer",
+    ),
+    "a writer that sees, with a tokenizer": (
+        {"model": partial(tiny_writers.module, "qwen2.5-vl"), "processing_class": partial(tiny_writers.tokenizer)},
+        "processing_class: a Qwen2Tokenizer reads no images; give AutoProcessor.from_pretrained(...) of the model",
+    ),
+    "a language model of another family": (
+        {"model": partial(llama), "processing_class": partial(tiny_writers.tokenizer)},
+        "model: LlamaForCausalLM is a 'llama' model, which has no adapter; there are qwen2, qwen3, qwen2_vl",
+    ),
+    "a tokenizer of a pipeline": (
+        {"processing_class": partial(tiny_writers.tokenizer)},
+        "processing_class: it belongs to a loaded language model; omit it",
+    ),
+    "a pipeline of another family": ({"model": partial(another_pipeline)}, "model: DDPMPipeline has no adapter; there are Flux"),
+    "a pipeline of a dtype that cannot train": (
+        {"model": partial(changed_pipeline, lambda pipe: pipe.transformer.to(torch.float64))},
+        "model.transformer: weights of the dtype float64 cannot be trained; load the model in float32, bfloat16, float16",
+    ),
+    "a pipeline on the meta device": (
+        {"model": partial(changed_pipeline, lambda pipe: pipe.transformer.to("meta"))},
+        "model.transformer: weights of this SD3Transformer2DModel are on the meta device; load them first",
+    ),
+    "a pipeline that is offloaded": (
+        {"model": partial(changed_pipeline, lambda pipe: accelerate.cpu_offload(pipe.text_encoder, torch.device("cpu")))},
+        "model.text_encoder: this CLIPTextModelWithProjection is offloaded (enable_model_cpu_offload or device_map)",
+    ),
+    "a quantized pipeline": (
+        {"model": partial(changed_pipeline, lambda pipe: setattr(pipe.transformer, "is_quantized", True))},
+        "model.transformer: this SD3Transformer2DModel is quantized, which cannot be trained; load it in bfloat16 or float32",
+    ),
     "a wrong number of minibatches": ({"minibatches": 5}, "minibatches: "),
 }
 
@@ -89,6 +157,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_constructor_says_what_is_wrong(mistake: str, pipe: Any) -> None:
     changes, message = MISTAKES[mistake]
+    changes = {key: value() if isinstance(value, partial) else value for key, value in changes.items()}
     lora = retouch.Lora(rank=2, alpha=2)
     arguments = {"model": pipe, "reward_funcs": red, "train_dataset": ROWS, "peft_config": lora, **changes}
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -96,7 +165,7 @@ def test_the_constructor_says_what_is_wrong(mistake: str, pipe: Any) -> None:
 
 
 def test_there_are_many() -> None:
-    assert len(MISTAKES) >= 30
+    assert len(MISTAKES) >= 50
 
 
 def unknown(images: list[Any], caption: list[str]) -> list[float]:
@@ -159,6 +228,40 @@ def test_what_a_reward_function_may_return() -> None:
     scored = scores_of(FunctionReward.of(array), samples)["array"]
     assert scored[0].isnan()
     assert scored[1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: retouch.Lora(rank=0, alpha=1), "Lora: rank: should be greater than or equal to 1, not 0"),
+        (lambda: retouch.Lora(rank=8), "Lora: alpha: missing: The adapter's output is scaled by alpha / rank."),
+        (lambda: retouch.Lora(rank=8, alpha=16, target=["to_q"]), "Lora: target: unknown key; did you mean targets?"),
+        (lambda: retouch.GRPO(clip="small"), "PolicyGradient: clip_low: should be a valid number, not 'small'"),
+        (lambda: retouch.Kl(kind="k4", weight=0.1), "Kl: kind: should be 'closed', 'velocity' or 'k3', not 'k4'"),
+        (lambda: retouch.models.SD3(path="x", size=(0, 64)), "SD3Model: size.0: should be greater than or equal to 1, not 0"),
+        (lambda: retouch.rewards.load("pikscore"), "there is no reward 'pikscore'; did you mean 'pickscore'?"),
+        (lambda: retouch.rewards.load("share", chanel="red"), "chanel: unknown key; did you mean channel?"),
+    ],
+)
+def test_a_section_that_is_wrong_says_so_in_the_words_of_a_recipe(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        make()
+    assert "pydantic" not in str(caught.value)
+    assert "validation error" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"images": [Image.new("P", (4, 4))]}, "images[0]: an image of mode P; rewards read RGB: give image.convert('RGB')"),
+        ({"images": [Image.new("RGB", (4, 4)), torch.zeros(3, 4, 4)]}, "images[1]: a Tensor; give PIL images"),
+        ({"images": [Image.new("RGB", (4, 4))], "sources": [Image.new("RGBA", (4, 4))]}, "sources[0]: an image of mode RGBA"),
+        ({"images": [Image.new("RGB", (4, 4))], "prompts": ["a", "b"]}, "prompts: 2 for 1 images; give one per image"),
+    ],
+)
+def test_images_that_a_reward_cannot_read(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        retouch.rewards.load("share", channel="red")(given.pop("images"), **given)
 
 
 @pytest.mark.parametrize(("low", "high"), [(1, 0), (0, 0), (0, float("inf")), (float("nan"), 1)])

@@ -37,7 +37,7 @@ def group_relative(
 
     Example::
 
-        >>> retouch.core.group_relative(torch.tensor([1.0, 0.0, 2.0, 2.0]), torch.tensor([0, 0, 1, 1]), eps=0.0)
+        >>> retouch.core.group_relative(torch.tensor([3.0, 1.0, 2.0, 2.0]), torch.tensor([0, 0, 1, 1]), scale="none")
         tensor([ 1., -1.,  0.,  0.])
     """
     if baseline not in ("mean", "leave_one_out"):
@@ -71,8 +71,8 @@ def batch_relative(
 
     Example::
 
-        >>> retouch.core.batch_relative(torch.tensor([3.0, 1.0]), eps=0.0)
-        tensor([ 1., -1.])
+        >>> retouch.core.batch_relative(torch.tensor([3.0, 1.0]))
+        tensor([ 0.9999, -0.9999])
     """
     everything = torch.zeros(rewards.shape, dtype=torch.long, device=rewards.device)
     return group_relative(rewards, everything, ddof=ddof, eps=eps, clip=clip)

@@ -61,7 +61,7 @@ def cispo(
 
     Example::
 
-        >>> retouch.core.cispo(torch.zeros(1, 1), torch.full((1, 1), -2.0), torch.ones(1, 1), high=0.2)
+        >>> retouch.core.cispo(torch.zeros(1, 1), torch.full((1, 1), -2.0), torch.ones(1, 1), low=None, high=0.2)
         tensor([[2.]])
     """
     log_low, log_high = _log_bounds(0.0 if low is None else low, high)

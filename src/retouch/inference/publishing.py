@@ -48,15 +48,33 @@ def open_publisher(recipe: Recipe, folder: RunFolder, *, is_main: bool) -> "Publ
         return None
     api = HfApi()
     try:
-        api.create_repo(recipe.push.repo, private=recipe.push.private, exist_ok=True)
-    except HfHubHTTPError as error:
-        raise ValueError(
-            f"push.repo {recipe.push.repo}: the Hugging Face Hub refused it ({error}); name a repository that this token may write "
-            "to, or train without pushing: --set push=null"
-        ) from error
+        _create_repo(
+            api, recipe.push.repo, private=recipe.push.private, key="push.repo", or_else="train without it: --set push=null"
+        )
     except UNSENT as error:
         log.warning("the Hugging Face Hub does not answer (%s); the run will still try to push", error)
     return Publisher(recipe.push, folder, api)
+
+
+def push_folder(folder: Path, repo: str, *, private: bool, message: str) -> str:
+    """Upload a folder to a repository, which is created if there is none; returns the address.
+
+    Raises ValueError without a token, or if the Hub refuses the repository to it.
+    """
+    if (reason := why_not_pushable()) is not None:
+        raise ValueError(reason)
+    api = HfApi()
+    _create_repo(api, repo, private=private, key="repo", or_else="save_pretrained to a folder")
+    return str(api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message))
+
+
+def _create_repo(api: HfApi, repo: str, *, private: bool, key: str, or_else: str) -> None:
+    try:
+        api.create_repo(repo, private=private, exist_ok=True)
+    except HfHubHTTPError as error:
+        raise ValueError(
+            f"{key} {repo}: the Hugging Face Hub refused it ({error}); name a repository that this token may write to, or {or_else}"
+        ) from error
 
 
 class Publisher:

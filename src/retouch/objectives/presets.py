@@ -7,7 +7,7 @@ from typing import Any
 from retouch.objectives.policy_gradient import Kl, NoKl, PolicyGradient
 
 
-def GRPO(*, clip: float, kl: float = 0.0, **keys: Any) -> PolicyGradient:
+def GRPO(*, clip: float, kl: float | Kl | NoKl = 0.0, **keys: Any) -> PolicyGradient:
     """Group relative policy optimisation: PPO's clipped ratio on group advantages (DeepSeekMath, arXiv 2402.03300; Flow-GRPO, arXiv
     2505.05470).
 
@@ -23,7 +23,7 @@ def GRPO(*, clip: float, kl: float = 0.0, **keys: Any) -> PolicyGradient:
     return PolicyGradient(surrogate="clip", clip_low=clip, clip_high=clip, kl=_kl(kl), **keys)
 
 
-def GSPO(*, clip: float, kl: float = 0.0, **keys: Any) -> PolicyGradient:
+def GSPO(*, clip: float, kl: float | Kl | NoKl = 0.0, **keys: Any) -> PolicyGradient:
     """Group sequence policy optimisation: one ratio per chain or completion (arXiv 2507.18071). Arguments as for ``GRPO``.
 
     Example::
@@ -34,7 +34,7 @@ def GSPO(*, clip: float, kl: float = 0.0, **keys: Any) -> PolicyGradient:
     return PolicyGradient(surrogate="gspo", clip_low=clip, clip_high=clip, kl=_kl(kl), **keys)
 
 
-def CISPO(*, clip: float, kl: float = 0.0, **keys: Any) -> PolicyGradient:
+def CISPO(*, clip: float, kl: float | Kl | NoKl = 0.0, **keys: Any) -> PolicyGradient:
     """A clipped importance weight on the log-probability (MiniMax-M1, arXiv 2506.13585). ``clip`` bounds the weight from above.
 
     Example::
@@ -45,7 +45,7 @@ def CISPO(*, clip: float, kl: float = 0.0, **keys: Any) -> PolicyGradient:
     return PolicyGradient(surrogate="cispo", clip_high=clip, kl=_kl(kl), **keys)
 
 
-def REINFORCE(*, kl: float = 0.0, **keys: Any) -> PolicyGradient:
+def REINFORCE(*, kl: float | Kl | NoKl = 0.0, **keys: Any) -> PolicyGradient:
     """Log-probability times advantage, without a ratio: one optimizer step per rollout (Williams 1992).
 
     Example::

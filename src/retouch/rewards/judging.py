@@ -4,7 +4,7 @@ A sample has one of three outcomes: a number, the worst score (the policy made n
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -16,7 +16,7 @@ from torch import Tensor
 from retouch.protocols import AsyncReward, Reward
 from retouch.rewards.base import close, visible_samples
 from retouch.rewards.combine.combination import Combine, combination
-from retouch.rewards.combine.composite import gathered, parts_of
+from retouch.rewards.combine.composite import CompositeReward, gathered
 from retouch.rewards.ledger.journal import Journal, JournalRow, Split, journal_rows
 from retouch.rewards.scoring import checked, scores_of, with_images
 from retouch.rewards.worker import WorkerThread, close_all
@@ -46,6 +46,11 @@ class ScoredBatch:
         )
 
 
+def _parts_of(reward: Reward) -> Mapping[str, Reward]:
+    """The rewards of a composite by name; any other reward alone, under the empty name."""
+    return reward.rewards if isinstance(reward, CompositeReward) else {"": reward}
+
+
 BatchScorer: TypeAlias = "Callable[[Batch, Sequence[Sample]], Future[ScoredBatch]]"
 
 
@@ -70,7 +75,7 @@ class RewardScorer:
         self.combination = combination(combine, reward.columns)
         self.journal: Journal | None = None
         self._starting = _thread("start")
-        self._scoring = {name: _thread(name) for name, part in parts_of(reward).items() if not isinstance(part, AsyncReward)}
+        self._scoring = {name: _thread(name) for name, part in _parts_of(reward).items() if not isinstance(part, AsyncReward)}
         self._finishing = _thread("finish")
         self._last_scored = 0.0
 
@@ -133,7 +138,7 @@ class RewardScorer:
         """Pass the samples that have an image to every reward; an empty dictionary if there are none."""
         drawn = with_images(samples)
         asked: dict[str, Future[Scores]] = {}
-        for name, part in parts_of(self.reward).items() if drawn else ():
+        for name, part in _parts_of(self.reward).items() if drawn else ():
             visible = visible_samples(part, drawn)
             asked[name] = part.submit(visible) if isinstance(part, AsyncReward) else self._scoring[name].submit(part, visible)
         return asked

@@ -57,6 +57,8 @@ class LoadedReward:
         from retouch.rewards.scoring import scores_of
 
         count = len(images)
+        for name, given in {"images": images, "sources": sources, "targets": targets, "references": references}.items():
+            _require_rgb(name, given or ())
         prompts = [prompts] * count if isinstance(prompts, str) else prompts
         lists = {
             **{"prompts": prompts, "sources": sources, "targets": targets, "masks": masks},
@@ -83,6 +85,15 @@ class LoadedReward:
             for row, image in enumerate(images)
         ]
         return {name: column.tolist() for name, column in scores_of(self.reward, samples).items()}
+
+
+def _require_rgb(name: str, images: Sequence[Any]) -> None:
+    for row, image in enumerate(images):
+        mode = getattr(image, "mode", None)
+        if mode is None:
+            raise ValueError(f"{name}[{row}]: a {type(image).__name__}; give PIL images")
+        if mode != "RGB":
+            raise ValueError(f"{name}[{row}]: an image of mode {mode}; rewards read RGB: give image.convert('RGB')")
 
 
 def load(kind: str, *, device: Any = "cpu", **keys: Any) -> LoadedReward:

@@ -234,22 +234,15 @@ class Trainer:
     def push_to_hub(self, repo: str, *, private: bool = True) -> str:
         """Upload what ``save_pretrained`` writes to the Hugging Face Hub; returns the address.
 
-        ``repo``: ``USER/NAME``; it is created if it does not exist. Raises ValueError without a token.
+        ``repo``: ``USER/NAME``; it is created if it does not exist. Raises ValueError without a token, or if the Hub refuses it.
         """
         import tempfile
 
-        from huggingface_hub import HfApi
+        from retouch.inference.publishing import push_folder
 
-        from retouch.inference.publishing import why_not_pushable
-
-        if (reason := why_not_pushable()) is not None:
-            raise ValueError(reason)
-        api = HfApi()
-        api.create_repo(repo, private=private, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            message = f"{self.recipe.name}, step {self.state.step}"
-            return str(api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message))
+            return push_folder(Path(folder), repo, private=private, message=f"{self.recipe.name}, step {self.state.step}")
 
     def samples(self) -> Image:
         """Held-out images before and after training, one row per task: source (for editors), before, after."""

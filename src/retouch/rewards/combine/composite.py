@@ -45,13 +45,8 @@ class CompositeReward:
             close(reward)
 
 
-def parts_of(reward: Reward) -> Mapping[str, Reward]:
-    """The rewards of a composite by name; any other reward alone, under the empty name."""
-    return reward.rewards if isinstance(reward, CompositeReward) else {"": reward}
-
-
 def gathered(parts: "Mapping[str, Future[Scores]]") -> Scores:
-    """The columns of ``parts_of`` a reward under their full names. Waits for all parts, then raises the first one's error."""
+    """The columns of the parts of a reward under their full names. Waits for all parts, then raises the first one's error."""
     for part in parts.values():
         part.exception()
     return {f"{name}/{own}" if name else own: column for name, part in parts.items() for own, column in part.result().items()}
