@@ -7,7 +7,7 @@
 //
 // or, with accelerate as the launcher:
 //
-//   accelerate launch --config_file recipes/accelerate/zero2.yaml -m retouch.cli.main train RECIPE ...
+//   accelerate launch --config_file recipes/accelerate/zero2.yaml -m retouch.cli train RECIPE ...
 //
 // **Complex-Edit has only test splits** (and a non-commercial licence), so training on it, as the source does, is refused without
 // that key, and the run records it. The data set for training is UCSC-VLAA/GPT-Image-Edit-1.5M, which has complex instructions of

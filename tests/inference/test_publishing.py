@@ -12,6 +12,7 @@ from huggingface_hub.utils import close_session
 from safetensors.torch import load
 
 import hub_double
+import retouch
 from hub_double import Hub
 from retouch.doctor.checks import check_push
 from retouch.inference import publishing
@@ -65,6 +66,17 @@ def test_a_push_is_an_export_of_its_step(tmp_path: Path, hub: Hub) -> None:
     assert first["step"] == 1
     assert hub.files["step-000001", "adapter_model.safetensors"] != wanted["adapter_model.safetensors"]
     assert not any((pushing.folder / "push").iterdir())
+
+
+def test_a_trainer_pushes_what_it_saves(tmp_path: Path, hub: Hub) -> None:
+    made = retouch.Trainer.from_recipe(parse({**SMALL, "out": str(tmp_path)}), progress=False)
+    made.train()
+    made.push_to_hub(REPO)
+    saved = {path.name for path in made.save_pretrained(tmp_path / "saved")}
+    assert {path for _, path in hub.files} == saved
+    hub.refuses["/api/repos/create"] = 403
+    with pytest.raises(ValueError, match="repo someone/else: the Hugging Face Hub refused it"):
+        made.push_to_hub("someone/else")
 
 
 def test_by_default_the_end_is_pushed_and_shown_as_the_recipe_says(tmp_path: Path, hub: Hub) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FluxFillPipeline, FluxKontextPipeline, FluxPipeline, QwenImageEditPlusPipeline, ZImagePipeline
+from peft import LoraConfig
 from PIL import Image
 
 import retouch
@@ -86,6 +87,13 @@ def test_a_pipeline_of_every_family(family: str, tmp_path: Path, small: None) ->
     document = made.recipe.document()["policy"]["model"]
     assert document["kind"] == family
     assert document["dtype"] == "float32"
+
+
+def test_a_pipeline_with_a_lora_of_another_origin(tmp_path: Path) -> None:
+    pipe = tiny_pipelines.sd3()
+    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["attn.to_q"]))
+    with pytest.raises(ValueError, match=r"model.transformer has a LoRA already; fuse it \(pipe.fuse_lora"):
+        trained(tmp_path, pipe, size=32)
 
 
 WRITES = {"rollout": {"kind": "tokens", "max_new_tokens": 5}}

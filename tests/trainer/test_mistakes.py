@@ -109,9 +109,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {
             "model": partial(tiny_writers.module, "qwen2.5"),
             "processing_class": partial(tiny_writers.tokenizer),
-            "renderer": "models/llama",
+            "renderer": "/models/llama",
         },
-        "renderer: there is no folder models/llama, and no such repository",
+        "renderer: there is no folder /models/llama, and no such repository",
     ),
     "a writer without a renderer": (
         {"model": partial(tiny_writers.module, "qwen2.5"), "processing_class": partial(tiny_writers.tokenizer)},
@@ -236,7 +236,7 @@ def test_what_a_reward_function_may_return() -> None:
         (lambda: retouch.Lora(rank=0, alpha=1), "Lora: rank: should be greater than or equal to 1, not 0"),
         (lambda: retouch.Lora(rank=8), "Lora: alpha: missing: The adapter's output is scaled by alpha / rank."),
         (lambda: retouch.Lora(rank=8, alpha=16, target=["to_q"]), "Lora: target: unknown key; did you mean targets?"),
-        (lambda: retouch.GRPO(clip="small"), "PolicyGradient: clip_low: should be a valid number, not 'small'"),
+        (lambda: retouch.GRPO(clip=-1.0), "PolicyGradient: clip_low: should be greater than 0, not -1.0"),
         (lambda: retouch.Kl(kind="k4", weight=0.1), "Kl: kind: should be 'closed', 'velocity' or 'k3', not 'k4'"),
         (lambda: retouch.models.SD3(path="x", size=(0, 64)), "SD3Model: size.0: should be greater than or equal to 1, not 0"),
         (lambda: retouch.rewards.load("pikscore"), "there is no reward 'pikscore'; did you mean 'pickscore'?"),

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,17 @@ def test_the_same_run_as_by_the_command(tmp_path: Path) -> None:
     assert_same(bits(tmp_path / "command" / "quickstart"), bits(made.folder))
 
 
+def test_the_constructor_makes_the_bits_of_its_recipe(tmp_path: Path) -> None:
+    tiny_pipelines.sd3().save_pretrained(tmp_path / "sd3")
+    (tmp_path / "prompts.txt").write_text("a red circle\nblue\ngreen\na blue square\n")
+    section = retouch.models.SD3(path=str(tmp_path / "sd3"), size=(32, 32), dtype="float32")
+    given = {"model": section, "reward_funcs": "compressibility", "train_dataset": tmp_path / "prompts.txt"}
+    made = trainer(tmp_path / "python", **given, reward_weights=[1.0])
+    assert run(parse({**made.recipe.document(), "out": str(tmp_path / "command")}), fresh=False) == 0
+    made.train()
+    assert_same(bits(tmp_path / "command" / "run"), bits(made.folder))
+
+
 def test_a_run_that_is_left_early_continues_to_the_same_bits(tmp_path: Path) -> None:
     whole = trainer(tmp_path / "whole")
     whole.train()
@@ -133,7 +145,7 @@ def test_a_run_that_is_left_early_continues_to_the_same_bits(tmp_path: Path) -> 
     assert_same(bits(whole.folder), bits(rest.folder))
 
 
-def test_callbacks_are_told_of_steps_evaluations_and_checkpoints(tmp_path: Path) -> None:
+def test_callbacks_are_told_of_steps_evaluations_and_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told: list[Any] = []
 
     class Note(retouch.Callback):
@@ -146,7 +158,8 @@ def test_callbacks_are_told_of_steps_evaluations_and_checkpoints(tmp_path: Path)
         def on_save(self, trainer: Any, step: int, folder: Path) -> None:
             told.append(("save", step, (folder / "manifest.json").is_file()))
 
-    trainer(tmp_path, callbacks=[Note()], steps=2, checkpoints={"every": 1}).train()
+    trainer(tmp_path, callbacks=[Note()], steps=2, checkpoints={"every": 1}, progress=True).train()
+    assert re.search(r"run: 100%.*2/2.*reward=0\.\d+", capsys.readouterr().err), "the progress bar shows the reward"
     columns = ["n", "redness", "reward"]
     assert told == [
         ("evaluate", 0, columns),

@@ -24,9 +24,24 @@ def trained(out: Path, *launcher: str) -> RunFolder:
     return RunFolder(out / "run")
 
 
-def test_two_ranks_train_as_one(tmp_path: Path) -> None:
-    alone = trained(tmp_path / "alone")
-    together = trained(tmp_path / "together", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """The run of a single process."""
+    return trained(tmp_path_factory.mktemp("alone"))
+
+
+LAUNCHERS = {
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+    "accelerate launch": [
+        *("accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"),
+        *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
+    ],
+}
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("accelerate launch", marks=pytest.mark.slow)])
+def test_two_ranks_train_as_one(launcher: str, alone: RunFolder, tmp_path: Path) -> None:
+    together = trained(tmp_path / "together", "-m", *LAUNCHERS[launcher])
     one, two = alone.read_metrics(), together.read_metrics()
     assert [line["step"] for line in two] == [1, 2]
     for mine, theirs in zip(one, two, strict=True):

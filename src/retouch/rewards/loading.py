@@ -90,7 +90,7 @@ class LoadedReward:
 def _require_rgb(name: str, images: Sequence[Any]) -> None:
     for row, image in enumerate(images):
         mode = getattr(image, "mode", None)
-        if mode is None:
+        if not isinstance(mode, str):
             raise ValueError(f"{name}[{row}]: a {type(image).__name__}; give PIL images")
         if mode != "RGB":
             raise ValueError(f"{name}[{row}]: an image of mode {mode}; rewards read RGB: give image.convert('RGB')")

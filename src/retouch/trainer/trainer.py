@@ -85,24 +85,8 @@ class Trainer:
         progress: bool = True,
         **keys: Any,
     ) -> None:
-        described = describe(
-            model=model,
-            reward_funcs=reward_funcs,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            objective=objective,
-            peft_config=peft_config,
-            processing_class=processing_class,
-            renderer=renderer,
-            reward_weights=reward_weights,
-            columns=columns,
-            size=size,
-            output_dir=output_dir,
-            run_name=run_name,
-            learning_rate=learning_rate,
-            **keys,
-        )
-        self._start(described, callbacks=callbacks, progress=progress)
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "callbacks", "progress", "keys")}
+        self._start(describe(**arguments, **keys), callbacks=callbacks, progress=progress)
 
     @classmethod
     def from_recipe(
