@@ -115,7 +115,7 @@ def test_the_same_run_as_by_the_command(tmp_path: Path) -> None:
 
 def test_the_constructor_makes_the_bits_of_its_recipe(tmp_path: Path) -> None:
     tiny_pipelines.sd3().save_pretrained(tmp_path / "sd3")
-    (tmp_path / "prompts.txt").write_text("a red circle\nblue\ngreen\na blue square\n")
+    (tmp_path / "prompts.txt").write_text("".join(f"red {number}\n" for number in range(12)))
     section = retouch.models.SD3(path=str(tmp_path / "sd3"), size=(32, 32), dtype="float32")
     given = {"model": section, "reward_funcs": "compressibility", "train_dataset": tmp_path / "prompts.txt"}
     made = trainer(tmp_path / "python", **given, reward_weights=[1.0])

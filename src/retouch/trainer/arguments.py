@@ -107,7 +107,8 @@ def describe(
     elif section.uses_image_tokens:
         document["renderer"] = {"kind": "codes"}
     document |= {key: _plain(key, value) for key, value in keys.items()}
-    given = (model, train_dataset, objective, renderer, *_listed(reward_funcs), *keys.values())
+    image_model = renderer.get("model") if isinstance(renderer, Mapping) else renderer
+    given = (model, train_dataset, objective, image_model, *_listed(reward_funcs), *keys.values())
     modules = {module for one in given if isinstance(one, Section) for module in _modules(one)}
     modules |= {module for one in _listed(reward_funcs) if isinstance(one, str) for module in modules_typed(one)}
     return Described(parse(document, allow_imports=modules), objects, tuple(sorted(modules)))
