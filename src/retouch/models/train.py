@@ -91,7 +91,7 @@ class FullWeights(TrainedPart):
 
 
 class Lora(TrainedPart):
-    """Low-rank adapters train; the model's own weights stay as they are and serve as reference.
+    """Low-rank adapters train; the model's own weights are frozen and serve as the reference.
 
     Source: LoRA (Hu et al. 2021, arXiv 2106.09685).
 
@@ -109,7 +109,7 @@ class Lora(TrainedPart):
     targets: tuple[str, ...] | None = None
     """Names of the linear layers that get an adapter, as endings of their paths; null takes the family's usual ones."""
     init_from: str | None = None
-    """Folder of an existing LoRA to go on from; null starts at zero."""
+    """Folder of an existing LoRA to continue from; null starts at zero."""
     dropout: Share = 0.0
     """Share of an adapter's inputs that are dropped; anything above 0 makes the ratio differ from 1 at the first step."""
 

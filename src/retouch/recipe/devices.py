@@ -10,24 +10,24 @@ Place: TypeAlias = Annotated[str, Field(pattern=r"^(cpu|mps|cuda(:\d+)?)$")]
 
 
 class Devices(Section):
-    """A device for each part. ``cuda:N`` counts a rank's own GPUs: every rank has as many as are named here, the first ranks of a
-    machine the first of them."""
+    """A device for each part. ``cuda:N`` counts the GPUs of a rank. Each rank gets as many GPUs as are named here, in the order of
+    the ranks on a machine."""
 
     policy: Place | None = None
     """Device of the policy; null takes ``device``."""
     renderer: Place | None = None
-    """The image model behind a writer; null is where the policy is."""
+    """The image model behind a writer; null is the policy's device."""
     reward: Place | None = None
-    """Models that judge in this process; null is where the policy is."""
+    """Reward models that run in this process; null is the policy's device."""
     offload: bool = False
     """Keep the image model in CPU memory while it renders nothing, so that it and the policy can share a device."""
     reference: Literal["cpu"] | None = Field(default=None, exclude_if=lambda place: place is None)
-    """Where the reference of a writer whose weights all train waits while it is not asked: ``cpu``, or beside the policy. It comes
-    over for each microbatch."""
+    """Where the frozen reference of a writer is kept if all weights train: ``cpu``, or null for the policy's device. From the CPU
+    it is copied to the device for each microbatch."""
     memory_fraction: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Most of a GPU's memory that this process may take, as a share; null takes what it needs."""
+    """Largest share of a GPU's memory that this process may use; null sets no limit."""
     empty_cache_every: Count | None = None
-    """Steps after which memory that torch keeps for later is given back to the GPU; null keeps it."""
+    """Steps between two releases of the memory that torch has cached; null never releases it."""
 
     @property
     def named(self) -> dict[str, str]:

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class Ema(Section):
-    """A running average of the trained weights, used for evaluation and for what is exported."""
+    """A running average of the trained weights, used for evaluation and export."""
 
     decay: Annotated[float, Field(gt=0.0, lt=1.0)]
-    """How much of the average stays at each update."""
+    """Share of the average that is kept at each update."""
     every: Count = 1
     """Optimizer steps between updates."""
 
@@ -102,7 +102,7 @@ class DenoisingPolicyKeys(Section):
 
 
 class LanguageModelLora(Lora):
-    """Low-rank adapters on the language model's attention; its own weights stay as they are and serve as reference."""
+    """Low-rank adapters on the language model's attention; its own weights are frozen and serve as the reference."""
 
     rank: Count = 32
     """Inner width of each adapter."""
@@ -121,9 +121,9 @@ class AutoregressivePolicyKeys(Section):
     ema: Ema | None = None
     """Average of the trained weights; null keeps none."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time; each row then reads its prompt for itself."""
+    """Recompute activations in the backward pass: less memory, more time. Each row then computes its prompt separately."""
     mask_truncated: bool = False
-    """Completions that were truncated at ``rollout.max_new_tokens`` teach nothing."""
+    """Leave completions that were truncated at ``rollout.max_new_tokens`` out of the loss."""
     logits_at_once: Count = 256
     """Tokens whose logits exist at once in an update; changes memory and time only."""
     entropy: bool = False

@@ -14,23 +14,23 @@ class Rule(Section):
     """What all rules have in common."""
 
     on_alarm: Response = "note"
-    """``note`` says so in the log and goes on; ``stop`` saves a checkpoint and ends the run; ``roll_back`` ends it too, with the
+    """``note`` writes to the log and continues; ``stop`` saves a checkpoint and ends the run; ``roll_back`` ends it too, with the
     newest checkpoint from before the alarm as the run's last state."""
 
 
 class HeldOutJudge(Rule):
-    """A judge that is never trained on. Alarm: since the look at which it thought best of the images its mean has fallen, by more
-    than ``sigmas`` standard errors of the paired difference, and the mean reward has not."""
+    """A judge that is never trained on. Alarm: its mean score is below its best measurement by more than ``sigmas`` standard errors
+    of the paired difference, while the mean reward has not fallen."""
 
     reward: AnyReward
-    """What judges, and how its columns combine. It may not share a trained column with the reward."""
+    """The held-out reward with its ``combine``. It may not share a trained column with the reward of the run."""
     sigmas: Positive = 3.0
     """Number of standard errors from which a fall counts as significant."""
 
 
 class Canaries(Rule):
-    """The first images of the start, shown to the reward again and again. Alarm: the mean change of a column's scores of them is
-    above ``limit``, so it is the judge that has changed."""
+    """Images of the untrained policy, which are scored again at every measurement. Alarm: the scores of a column have changed by
+    more than ``limit`` on average, so the judge has changed."""
 
     count: Count = 8
     """Images, at most ``watch.tasks``."""
@@ -39,8 +39,8 @@ class Canaries(Rule):
 
 
 class PaintedText(Rule):
-    """Text that nobody asked for and that speaks to a judge, found by OCR (extra ``ocr``). Alarm: the share of images with such
-    text is more than ``limit`` above that of the start."""
+    """Text in the image that was not requested and addresses a judge, found by OCR (extra ``ocr``). Alarm: the share of images with
+    such text is more than ``limit`` above that of the start."""
 
     limit: Share = 0.05
     """Rise of the share of images."""
@@ -71,19 +71,19 @@ class Factor(Rule):
 
 
 class Watch(Section):
-    """Looks at the images that the policy makes for a few held-out tasks, always the same and from the same noise, and what they
-    must not show. All of it is logged as ``watch/...``; rules that are null only measure."""
+    """Regular measurements of the images that the policy makes for a few held-out tasks, always the same tasks with the same noise,
+    and rules that raise alarms. All measurements are logged as ``watch/...``; a rule that is null raises no alarm."""
 
     every: Count = 10
-    """Steps between two looks; there is one before the first step."""
+    """Steps between two measurements; the first is before the first step."""
     tasks: Count = 32
     """Number of held-out tasks to observe, from the first."""
     judge: HeldOutJudge | None = None
-    """A held-out judge; null has none."""
+    """A held-out judge; null uses none."""
     canaries: Canaries | None = None
-    """Images that must keep their scores; null has none."""
+    """Images whose scores must not change; null uses none."""
     text: PaintedText | None = None
-    """The tripwire for painted text; null does not read the images."""
+    """Search for text that addresses a judge; null does not read the images."""
     diversity: Diversity | None = Diversity()
     """Diversity within groups."""
     preservation: Shift | None = Shift()

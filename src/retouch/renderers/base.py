@@ -113,7 +113,8 @@ class ImageModelRenderer(RendererSection):
     shared_noise: bool = True
     """All samples of a group start from the same noise, so that their images differ by the completions alone."""
     cut_off: Literal["draw", "fault"] = "fault"
-    """A completion that is truncated at ``rollout.max_new_tokens`` is drawn, or is the policy's fault: the reward's minimum."""
+    """What happens to a completion that is truncated at ``rollout.max_new_tokens``: ``draw`` renders it, ``fault`` gives it the
+    lowest reward."""
     ignore_completions: bool = False
     """A control: render the task's own instruction instead of the completion, so that the reward does not depend on the policy."""
 

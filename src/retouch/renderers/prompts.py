@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class PromptRenderer(ImageModelRenderer):
-    """A text-to-image model that draws the prompt in the completion."""
+    """A text-to-image model that makes an image of the prompt in the completion."""
 
     kind: Literal["prompt"] = "prompt"
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class ResponseRenderer(ImageModelRenderer):
-    """An editor that reads the task and the policy's response to it as one dialogue (its hidden states condition the editor)."""
+    """An editor that is conditioned on the hidden states of one dialogue: the task and the policy's response."""
 
     kind: Literal["response"] = "response"
     encoder: Literal["policy", "frozen"]

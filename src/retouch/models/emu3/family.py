@@ -25,10 +25,10 @@ class Emu3Family(PretrainedLanguageModel):
     """What Emu3 and the playground's small one have in common."""
 
     think: bool = False
-    """Let text come before the image ("Let's think step by step")."""
+    """Allow text before the image ("Let's think step by step")."""
     grammar: bool = True
-    """Only complete images of the model's size can be generated; false leaves the form to the model, and a malformed image is the
-    policy's own fault: the reward's minimum."""
+    """Only complete images of the model's size can be generated; with false the model may generate malformed images, which get the
+    lowest reward."""
 
     takes = Takes(images=(1, 1))
 
@@ -86,10 +86,11 @@ class Emu3Model(Emu3Family):
     path: str
     """Folder or Hugging Face id of the model, in transformers' layout or in the original one (BAAI's, EARL's checkpoints)."""
     tokenizer: str | None = None
-    """Folder or id of the tokenizer; null takes the model's. The original is code and is not run: Emu3-community/Emu3-Gen-hf."""
+    """Folder or id of the tokenizer; null takes the model's. The original tokenizer is Python code, which is never executed;
+    Emu3-community/Emu3-Gen-hf has a converted one."""
     autoencoder: str | None = None
-    """Folder or id of the autoencoder, which the original layout has apart: BAAI/Emu3-VisionTokenizer. Its codes are computed in
-    fp32, whatever the dtype."""
+    """Folder or id of the autoencoder, which is a separate repository in the original layout: BAAI/Emu3-VisionTokenizer. Its codes
+    are computed in fp32, whatever the dtype."""
     size: Pixels = (256, 256)
     """Height and width of its images in pixels."""
 

@@ -15,8 +15,8 @@ class FluxFamily(DiffusersModel):
     """What FLUX.1's models have in common."""
 
     guidance: NonNegative | None = Field(default=None, exclude_if=lambda guidance: guidance is None)
-    """What a guidance-distilled model is told of how closely to follow the words: an input and no second forward. Null takes its
-    pipeline's own: 3.5, and 30 for ``flux-fill``."""
+    """Guidance input of a guidance-distilled model; it needs no second forward pass. Null takes the pipeline's default: 3.5, and 30
+    for ``flux-fill``."""
 
     # Flow-GRPO's adapters for Flux (rank 32, alpha 64): attention, of the single blocks too, and the feed-forward layers of the
     # double blocks.
@@ -62,7 +62,7 @@ class FluxModel(FluxFamily):
 
 
 class FluxFillModel(FluxFamily):
-    """FLUX.1-Fill: it paints the masked part of an image.
+    """FLUX.1-Fill: it fills the masked part of an image.
 
     Source: diffusers' FluxFillPipeline; weights black-forest-labs/FLUX.1-Fill-dev.
     """
@@ -79,7 +79,7 @@ class FluxFillModel(FluxFamily):
 
 
 class FluxKontextModel(FluxFamily):
-    """FLUX.1-Kontext: it edits an image as the instruction says.
+    """FLUX.1-Kontext: it edits an image according to an instruction.
 
     Source: FLUX.1 Kontext (arXiv 2506.15742), diffusers' FluxKontextPipeline; weights black-forest-labs/FLUX.1-Kontext-dev.
     """

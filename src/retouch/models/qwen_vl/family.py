@@ -40,9 +40,10 @@ class QwenLanguageModel(QwenFamily):
 
     kind: Literal["qwen-vl", "qwen"]
     system: str | None = None
-    """System prompt; null takes the packaged prompt of an enhancer, or before an editor that editor's whole template."""
+    """System prompt; null takes the included prompt for enhancers, or, in front of an editor, the editor's own template."""
     area: Count | None = None
-    """Area in pixels of the images that it reads; null leaves them as they are, or before an editor takes that editor's."""
+    """Area in pixels that input images are resized to; null keeps their size, or, in front of an editor, takes the editor's
+    area."""
 
     def build(self, *, device: torch.device, gradient_checkpointing: bool) -> AutoregressiveModel:
         from retouch.models.common.chat_template import TURNS

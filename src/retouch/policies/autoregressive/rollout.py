@@ -36,7 +36,7 @@ class CachedEngine(EngineSection):
 
 
 class TokenRollout(TokenSampling):
-    """How a policy of tokens samples while it learns."""
+    """How a token policy samples during training."""
 
     chunk: Count = 128
     """Rows generated at once."""

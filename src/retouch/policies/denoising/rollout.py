@@ -13,7 +13,7 @@ from retouch.policies.denoising.windows import WINDOWS, AllSteps, Window
 
 
 class DenoisingRollout(Section):
-    """How a denoising policy samples while it learns."""
+    """How a denoising policy samples during training."""
 
     num_steps: Annotated[int, Field(ge=1)]
     """Denoising steps of an image."""

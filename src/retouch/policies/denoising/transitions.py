@@ -118,7 +118,7 @@ class CPSTransition(_Published):
 
     kind: Literal["cps"] = "cps"
     noise_level: Share
-    """From 0, no new noise, to 1, only new noise at each step."""
+    """From 0, no new noise, to 1, in which all noise of a step is new."""
 
     @property
     def exploration(self) -> float | None:

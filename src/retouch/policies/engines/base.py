@@ -29,7 +29,7 @@ class TokenSampling(Section):
 
     kind: Literal["tokens"] = "tokens"
     max_new_tokens: Count
-    """Most tokens of a completion; one that has not ended by then is truncated."""
+    """Maximum number of tokens of a completion; a longer one is truncated."""
     temperature: Positive = 1.0
     """Logits are divided by it, in sampling and training alike."""
     top_k: Count | None = None

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class RemoteReward(RemoteSettings, RewardSection):
-    """Rewards that ``retouch serve`` hosts, at one or more addresses (docs/serving.md). A token, where the servers want one, is
-    read from the environment variable RETOUCH_TOKEN, and sent only to addresses that it is bound to."""
+    """Rewards that ``retouch serve`` hosts, at one or more addresses (docs/serving.md). If the servers require a token, it is read
+    from the environment variable RETOUCH_TOKEN, and sent only to addresses that it is bound to."""
 
     shorthand = "endpoints"
     changeable: ClassVar[frozenset[str]] = frozenset(

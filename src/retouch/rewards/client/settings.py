@@ -27,7 +27,7 @@ class RemoteSettings(Section):
     """Columns that the servers must have, with their ranges, so that ``combine`` is checked when the recipe is read; null takes the
     servers' own when the run starts."""
     rewards: tuple[str, ...] | None = None
-    """Which of the servers' rewards to ask; null asks all."""
+    """Which of the servers' rewards to use; null uses all."""
     encoding: Literal["auto", "webp", "raw"] = "auto"
     """How images are sent: ``webp`` (lossless), ``raw`` pixels, or ``auto``: raw to this machine, and WebP to others."""
     batch: Count = 8
@@ -48,13 +48,13 @@ class RemoteSettings(Section):
     hedge_share: Share = 0.05
     """Largest share of requests that are sent to a second endpoint in this way."""
     samples_per_minute: Positive | None = None
-    """Most samples in any minute; null sets no limit."""
+    """Maximum number of samples in any 60 seconds; null sets no limit."""
     requests_per_minute: Positive | None = None
-    """Most requests in any minute."""
+    """Maximum number of requests in any 60 seconds."""
     calls: Count | None = None
-    """Requests in all; when they are spent the run ends with a checkpoint."""
+    """Maximum number of requests of the run; when it is reached, the run ends with a checkpoint."""
     rate_file: PathText | None = None
-    """File in which the processes of a machine count these together; null gives each rank its share."""
+    """File with the count that the processes of a machine share; null gives each rank its share of the limits."""
     wait: Positive = 60.0
     """Seconds to wait for the first server to answer."""
 

@@ -23,8 +23,7 @@ _COMMON = ("combine", "max_missing")
 
 
 class SeveralRewards(RewardSection):
-    """Several rewards at once, which score at the same time; the column ``alignment`` of the reward ``judge`` is
-    ``judge/alignment``."""
+    """Several rewards, which score in parallel; the column ``alignment`` of the reward ``judge`` is named ``judge/alignment``."""
 
     kind: Literal["several"] = "several"
     rewards: Annotated[dict[Name, Annotated[RewardSection, PARTS]], Field(min_length=1)]

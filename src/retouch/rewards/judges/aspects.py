@@ -22,17 +22,18 @@ _IMAGES: Mapping[Aspect, int] = {"alignment": 2, "quality": 1, "identity": 2}
 
 
 class AspectsReward(JudgeReward):
-    """System A's judge: a column, 0 to 1, for each aspect, each asked on its own.
+    """The judge of system A: one question and one column, 0 to 1, for each aspect.
 
-    ``alignment``: the instruction is followed. ``quality``: of the image alone. ``identity``: what was not to change is as it was.
+    ``alignment``: the instruction is followed. ``quality``: the quality of the image alone. ``identity``: what should not change
+    has not changed.
     Tasks without a source image are prompts for images, for which there is no identity.
     """
 
     kind: Literal["aspects"] = "aspects"
     n_evals: Count = 3
-    """How often each question is asked, with seeds of their own; a score is the mean, and missing where one answer is."""
+    """Number of answers to each question, each with its own seed. A score is their mean, and missing if one answer is missing."""
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.7
-    """Sampling temperature of the answers; 0 gives the same answer every time, so asking again is no use."""
+    """Sampling temperature of the answers; 0 gives the same answer every time, so it needs ``n_evals`` 1."""
     aspects: Annotated[tuple[Aspect, ...], Field(min_length=1)] = ("alignment", "quality", "identity")
     """Which of them to ask for; identity compares with a source image."""
 

@@ -32,9 +32,9 @@ class JudgeReward(RewardSection):
     judge: AnyJudgeModel
     """The model that answers."""
     n_evals: Count = 1
-    """How often each question is asked, with seeds of their own; a score is the mean, and missing where one answer is."""
+    """Number of answers to each question, each with its own seed. A score is their mean, and missing if one answer is missing."""
     temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 0.0
-    """Sampling temperature of the answers; 0 gives the same answer every time, so asking again is no use."""
+    """Sampling temperature of the answers; 0 gives the same answer every time, so it needs ``n_evals`` 1."""
     seed: Annotated[int, Field(ge=0, lt=2**30)] = 0
     """Seed of the first answer; the next ones count up from it."""
 

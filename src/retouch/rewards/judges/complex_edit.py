@@ -19,8 +19,8 @@ class ComplexEditReward(JudgeReward):
     """Complex-Edit's judge (arXiv 2504.13143, which takes 20 answers). Columns, each 0 to 10:
 
     ``instruction_following``: how far the instruction was followed. Where ``task.meta["operations"]`` lists the atomic operations
-    of a compound instruction, each is scored on its own and this is their mean. ``identity_preservation``: how far the rest was
-    left alone. ``perceptual_quality``: of the image, without the instruction. ``overall``: the mean of the three.
+    of a compound instruction, each is scored on its own and this is their mean. ``identity_preservation``: how far everything else
+    was preserved. ``perceptual_quality``: of the image, without the instruction. ``overall``: the mean of the three.
     """
 
     kind: Literal["complex_edit"] = "complex_edit"

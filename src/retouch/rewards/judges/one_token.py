@@ -15,14 +15,15 @@ from retouch.types import Column, Sample, Scores
 
 
 class YesReward(JudgeReward):
-    """The probability of yes, as the answer to whether the task was done; needs log-probabilities, or repeats that vote.
+    """The probability that the judge answers yes when asked whether the task was done. It needs log-probabilities, or repeated
+    answers that are counted as votes.
 
     Column ``yes``, 0 to 1: p(yes) / (p(yes) + p(no)). Tasks with and without a source have rubrics of their own.
     """
 
     kind: Literal["yes"] = "yes"
     min_mass: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
-    """Least probability of yes and no together; with less the score is missing."""
+    """Minimum total probability of yes and no; below it the score is missing."""
     by: Literal["probability", "choice"] = "probability"
     """``probability``: from the first token's log-probabilities; ``choice``, for endpoints without them: the share of ``n_evals``
     answers."""
@@ -47,7 +48,8 @@ class YesReward(JudgeReward):
 
 
 class DigitReward(JudgeReward):
-    """The expected digit from 0 to 5, over 5 (Edit-R1, arXiv 2510.16888); needs log-probabilities, or repeats that vote.
+    """The expected digit from 0 to 5, divided by 5 (Edit-R1, arXiv 2510.16888). It needs log-probabilities, or repeated answers
+    that are counted as votes.
 
     Column ``digit``, 0 to 1. ``task.meta["requirement"]``, where there is one, is what the data set says a good edit must look
     like.
@@ -55,7 +57,7 @@ class DigitReward(JudgeReward):
 
     kind: Literal["digit"] = "digit"
     min_mass: Annotated[float, Field(gt=0.0, le=1.0)] = 0.5
-    """Least probability of the six digits together; with less the score is missing."""
+    """Minimum total probability of the six digits; below it the score is missing."""
     by: Literal["probability", "choice"] = "probability"
     """``probability``: from the first token's log-probabilities; ``choice``, for endpoints without them: the mean of ``n_evals``
     answers."""

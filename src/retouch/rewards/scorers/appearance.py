@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class AppearanceReward(RewardSection):
-    """Brightness, saturation, fine detail, and what the mask protects: columns to watch rather than to train on, each 0 to 1.
+    """Brightness, saturation, fine detail, and what the mask protects: columns for monitoring, not for training, each 0 to 1.
 
     ``brightness``: mean luminance. ``saturation``: mean of (max - min) / max over red, green and blue, 0 for black. ``detail``: the
     root mean square of the luminance's frequencies above half the finest one along either axis; about 0.01 to 0.06 for photographs,

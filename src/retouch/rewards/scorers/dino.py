@@ -1,4 +1,4 @@
-"""How much of the source is still there where nothing was to change, in the features of DINOv2 (arXiv 2304.07193)."""
+"""Preservation of the source where nothing should change, in the features of DINOv2 (arXiv 2304.07193)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STD = (0.229, 0.224, 0.225)
 
 
 class DinoReward(ModelReward):
-    """How much of the source is still there where nothing was to change, in the features of DINOv2 (arXiv 2304.07193).
+    """Preservation of the source where nothing should change, in the features of DINOv2 (arXiv 2304.07193).
 
     Column ``preservation``, 0 to 1: the mean over patches of max(cosine, 0) between the features of the image and of its source.
     Each patch is weighted by how much of it ``task.mask`` leaves alone (white is where to change); without a mask all weigh the

@@ -46,9 +46,10 @@ class GenEvalReward(RewardSection):
     clip: PathText | None = None
     """The CLIP that names colours; null is for tasks that require none."""
     threshold: Share = 0.3
-    """Confidence above which an object counts. GenEval's own detector, of COCO's 80 classes, takes 0.3."""
+    """Confidence above which an object counts as found. GenEval uses 0.3 with its own detector of COCO's 80 classes."""
     counting_threshold: Share = 0.4
-    """The same in tasks of the tag "counting". GenEval's own detector takes 0.9; an open-vocabulary one is less sure."""
+    """The same for tasks with the tag "counting". GenEval uses 0.9 with its own detector; open-vocabulary detectors are less
+    confident."""
     device: Device = None
     """Where the models run; null takes the run's device."""
 

@@ -32,7 +32,7 @@ _SCALE = (0.458, 0.448, 0.450)
 
 
 class LpipsReward(RewardSection):
-    """How much of the source is still there where nothing was to change, by LPIPS (arXiv 1801.03924, version 0.1 on AlexNet).
+    """Preservation of the source where nothing should change, by LPIPS (arXiv 1801.03924, version 0.1 on AlexNet).
 
     Column ``preservation``, 0 to 1: max(0, 1 - d), d the LPIPS distance of the image to its source; 1 where they are the same. Each
     place of a feature map is weighted by how much of it ``task.mask`` leaves alone (white is where to change); the score is 1 where

@@ -36,7 +36,7 @@ _COLOURS: dict[str, Json] = {
 
 
 class PhotosReward(RewardSection):
-    """How much of the source is still there, times how close the image comes to a colour. Columns, each 0 to 1:
+    """Preservation of the source, times closeness to a colour. Columns, each 0 to 1:
 
     ``preservation``: 1 - sqrt(1 - max(r, 0)), where r = (mean n m + e) / sqrt((mean n^2 + e) (mean m^2 + e)), e = 0.02, is the
     correlation of the luminance structure of the image, n, with that of its source, m: sqrt(1 - r) is their RMS distance at equal

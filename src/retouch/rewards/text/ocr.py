@@ -36,7 +36,7 @@ class OcrReward(RewardSection):
 
     kind: Literal["ocr"] = "ocr"
     reader: PaddleOcr | None = Field(default=None, exclude_if=lambda reader: reader is None)
-    """What reads; null is RapidOCR, whose models come with its package."""
+    """The OCR engine; null is RapidOCR, whose models are part of its package."""
     where: Where = "picture"
     """Where the text is read: ``picture``, in all of the image; ``mask``, the lines of which at least half is inside the task's
     mask; ``box``, the mask's bounding box, read as one line, which costs a fraction."""

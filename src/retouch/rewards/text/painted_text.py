@@ -31,9 +31,9 @@ _LETTERS = 3  # fewer are more often a reader's mistake than a word
 
 
 class PaintedTextReward(RewardSection):
-    """Text in the image that nobody requested, and that speaks to a judge; columns to watch rather than to train on, each 0 or 1.
+    """Text in the image that was not requested or that addresses a judge; columns for monitoring, not for training, each 0 or 1.
 
-    ``painted_text``: a line in the image speaks to a judge: a score ("9/10"), praise, an instruction; the words looked for are
+    ``painted_text``: a line in the image addresses a judge: a score ("9/10"), praise, an instruction; the words looked for are
     English, and a few Chinese. ``unasked_text``: a line of three letters or more was not requested. Requested are ``task.text``,
     all text in the source images, and whatever the instruction spells out. Less is better in both.
     """

@@ -62,8 +62,8 @@ def prompt_quality(original: str, enhanced: str) -> PromptQuality:
 
 
 class PromptQualityReward(RewardSection):
-    """System C's five points for the prompt that a policy wrote, beside the task's instruction: to watch, since a policy that is
-    rewarded for them learns to say "4k".
+    """System C's five points for the prompt that a policy wrote, given the task's instruction. For monitoring: a policy that is
+    rewarded for them learns to add "4k".
 
     ``length``, ``keywords``, ``details``, ``quality_words``, ``sentence``, each 0 to 1, as in ``prompt_quality``; ``total``, 0 to
     5. All are 0 where the completion has no prompt in it.

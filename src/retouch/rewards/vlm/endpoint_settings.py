@@ -37,20 +37,20 @@ VersionedAddress: TypeAlias = Annotated[Address, AfterValidator(_with_version)]
 
 
 class JudgeQuota(Section):
-    """The most that the endpoint is asked, by all ranks together; a budget that is spent ends the run with a checkpoint."""
+    """Limits on what all ranks together request from the endpoint. When a budget is spent, the run ends with a checkpoint."""
 
     requests_per_minute: Positive | None = None
-    """Requests in any minute."""
+    """Maximum number of requests in any 60 seconds."""
     tokens_per_minute: Positive | None = None
-    """Tokens in any minute, read and written."""
+    """Maximum number of input and output tokens in any 60 seconds."""
     tokens_per_question: Positive = 8000.0
-    """Most tokens that one question takes: they count until its answer says how many it took."""
+    """Tokens reserved for a question until its answer reports the actual number."""
     calls: Count | None = None
     """Requests in all."""
     cost: Positive | None = None
-    """Dollars in all, by ``prices``."""
+    """Maximum total cost in dollars, by ``prices``."""
     file: PathText | None = None
-    """File in which the processes of a machine count together, and from run to run; null gives each rank its share."""
+    """File with the count that the processes of a machine share, also across runs; null gives each rank its share of the limits."""
 
     def open(self) -> Quota:
         """The counter of this quota."""
@@ -67,12 +67,12 @@ class JudgeQuota(Section):
 
 
 class Prices(Section):
-    """What the endpoint charges, in dollars for a million tokens: for estimates, and for a quota of cost."""
+    """Prices of the endpoint in dollars per million tokens, for estimates and for a limit on cost."""
 
     input: NonNegative
-    """For tokens that are read."""
+    """Price of input tokens."""
     output: NonNegative
-    """For tokens that are written."""
+    """Price of output tokens."""
 
     def cost(self, *, input_tokens: float, output_tokens: float) -> float:
         """What so many tokens cost in dollars."""
@@ -84,17 +84,17 @@ class EndpointSettings(JudgeModel):
 
     kind: Literal["endpoint"] = "endpoint"
     model: str
-    """The model's name there."""
+    """The model's name on the server."""
     base_url: VersionedAddress = "https://api.openai.com/v1"
-    """The address; an address of a server alone, ``http://host:4877``, gets ``/v1``."""
+    """The address; ``/v1`` is added if it has no path."""
     key: Variable | None = "OPENAI_API_KEY"
     """Environment variable that holds the key or, with ``_FILE`` after its name, the path of a file that does; null is for servers
     without a key."""
     typed: bool = True
     """Answers are constrained to a JSON schema; false is for servers that cannot, whose answers are read as free text."""
     guided: Literal["structured_outputs", "guided_choice"] | None = None
-    """The field in which the server takes the few answers that a vote may have: vLLM's from 0.11 on, or its former one, which 0.12
-    has dropped; null sends them as a schema."""
+    """Request field that restricts an answer to a list of words: ``structured_outputs`` for vLLM 0.11 and later, ``guided_choice``
+    before 0.12; null sends a JSON schema."""
     concurrency: Count = 32
     """Requests in flight at once, from each rank."""
     timeout: Positive = 60.0
@@ -106,13 +106,14 @@ class EndpointSettings(JudgeModel):
     """How often one question is asked before its score is missing; attempts that the server put off with Retry-After do not
     count."""
     pause: Positive = 0.5
-    """Longest first pause between attempts, in seconds; it doubles, and the pause is drawn between 0 and that."""
+    """Upper bound of the first pause between attempts, in seconds. It doubles with each attempt; the pause is drawn between 0 and
+    the bound."""
     longest_pause: Positive = 20.0
-    """Longest pause of all."""
+    """Largest upper bound of a pause, in seconds."""
     prices: Prices | None = None
-    """What it charges; null leaves costs out of estimates."""
+    """The server's prices; null estimates no costs."""
     quota: JudgeQuota | None = None
-    """The most that it is asked; null sets no limit."""
+    """Limits on requests, tokens and cost; null sets none."""
 
     changeable: ClassVar[frozenset[str]] = frozenset(
         {"base_url", "key", "concurrency", "timeout", "deadline", "attempts", "pause", "longest_pause", "prices", "quota"}

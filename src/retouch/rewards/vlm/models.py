@@ -30,8 +30,7 @@ class Endpoint(EndpointSettings):
 
 
 class InProcess(JudgeModel):
-    """A Qwen2-VL, Qwen2.5-VL or Qwen3-VL in the run's own process, on a device of its own; it answers one question after
-    another."""
+    """A Qwen2-VL, Qwen2.5-VL or Qwen3-VL in the training process, on its own device; it answers one question at a time."""
 
     kind: Literal["in_process"] = "in_process"
     path: PathText
