@@ -111,7 +111,9 @@ def test_the_key_of_an_engine_goes_to_this_machine_and_where_it_is_bound(monkeyp
     engine = VllmEngine(url="http://10.1.2.3:8000")
     with pytest.raises(ValueError, match=r"VLLM_API_KEY is not sent to http://10\.1\.2\.3:8000"):
         engine.connect()
-    ((status, text, command),) = engine.diagnose(TokenSampling(max_new_tokens=8), base_model=None, image_grammar=False)
+    ((status, text, command),) = engine.diagnose(
+        TokenSampling(max_new_tokens=8), base_model=None, full_weights=False, image_grammar=False
+    )
     assert status == "FAILED"
     assert "VLLM_API_KEY is not sent" in text
     assert command == 'export RETOUCH_KEYS="VLLM_API_KEY=http://10.1.2.3:8000"'

@@ -1,5 +1,6 @@
 """Tiny models with attention heads of 32, as vLLM needs them on a CPU, and policies whose completions a server generates."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,12 @@ def writer(folder: Path, *, train: str = "lora") -> QwenWriter:
 def policy(model: Any, url: str, folder: Path, *, sampling: dict[str, Any] | None = None, **engine: Any) -> AutoregressivePolicy:
     """A policy whose completions the server at ``url`` generates. ``folder``: of the run. ``engine``: changes of its section."""
     section = VllmEngine(url=url, **{"timeout": 600.0, "patience": 60.0, "truncate_at": None, **engine})
-    made = tiny_writing.policy(writer=model, sampling=sampling)
+    train = "lora" if hasattr(model.module, "peft_config") else "full"
+    made = tiny_writing.policy(writer=model, sampling=sampling, train=train)
     made.limits = section
-    context = EngineContext(
-        weights=made.copies.parameters, save_adapter=lambda to: write_lora(model.module, to, pipeline=None), folder=folder
-    )
+    full = train == "full"
+    save = model.module.save_pretrained if full else functools.partial(write_lora, model.module, pipeline=None)
+    context = EngineContext(weights=made.copies.parameters, save=save, folder=folder, full_weights=full)
     made.engine = section.build(model, context)
     return made
 

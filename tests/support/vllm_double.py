@@ -79,6 +79,19 @@ class Unload(Strict):
     lora_name: str
 
 
+class Version(Strict):
+    new_version: str
+
+
+class Paths(Strict):
+    weights_path: str
+
+
+class Rpc(Strict):
+    method: Literal["reload_weights"]
+    kwargs: Paths
+
+
 class Refusal(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -105,7 +118,10 @@ class Double:
     processed: bool = True
     sampling_mask: bool = False
     processor: type[LogitsProcessor] | None = None
+    dev_mode: bool = False
     weight_version: str = "default"
+    clears_cache: bool = True
+    reloaded: list[str] = field(default_factory=list)
     fault: Callable[[str], str | None] = lambda path: None
     adapters: dict[str, nn.Module] = field(default_factory=dict)
     loaded: list[str] = field(default_factory=list)
@@ -128,6 +144,15 @@ class Double:
                 return self._load(_read(Load, body))
             case "POST", "/v1/unload_lora_adapter" if self.runtime_lora:
                 return self._unload(_read(Unload, body))
+            case "GET", "/weight_info" if self.dev_mode:
+                return {"weight_version": self.weight_version}
+            case "POST", "/update_weight_version" if self.dev_mode:
+                self.weight_version = _read(Version, body).new_version
+                return {"success": True, "new_version": self.weight_version}
+            case "POST", "/reset_prefix_cache" if self.dev_mode:
+                return {"success": self.clears_cache}
+            case "POST", "/collective_rpc" if self.dev_mode:
+                return self._reload(_read(Rpc, body))
             case "POST", "/inference/v1/generate":
                 if not self.scale_out:
                     raise Refusal(
@@ -161,6 +186,19 @@ class Double:
         del self.adapters[asked.lora_name]
         self.unloaded.append(asked.lora_name)
         return f"Success: LoRA adapter '{asked.lora_name}' removed successfully."
+
+    def _reload(self, asked: Rpc) -> dict[str, Any]:
+        file = Path(asked.kwargs.weights_path) / "model.safetensors"
+        if not file.is_file():
+            with torch.no_grad():
+                for parameter in self.base.parameters():  # vLLM's are without data then
+                    parameter.fill_(torch.nan)
+            raise Refusal(500, _worker_failed(f"Repo id must use alphanumeric chars: '{file.parent}'", "collective_rpc"))
+        missing, unexpected = self.base.load_state_dict(load_file(file), strict=False)
+        assert not unexpected
+        assert all("lm_head" in name for name in missing)
+        self.reloaded.append(asked.kwargs.weights_path)
+        return {"results": [None]}
 
     def _generate(self, asked: Generate) -> dict[str, Any]:
         module = self.base if asked.model in (None, "base") else self.adapters.get(asked.model)
@@ -286,9 +324,9 @@ def _merged(base: nn.Module, config: dict[str, Any], tensors: dict[str, Tensor])
     return merged
 
 
-def _worker_failed(reason: str) -> str:
+def _worker_failed(reason: str, method: str = "add_lora") -> str:
     where = "please check the stack trace above for the root cause"
-    return f"Call to add_lora method failed: Worker failed with error '{reason}', {where}"
+    return f"Call to {method} method failed: Worker failed with error '{reason}', {where}"
 
 
 def _row_of(logits: Tensor, requests: list[Request]) -> Tensor:

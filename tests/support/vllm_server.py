@@ -5,9 +5,9 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -23,7 +23,7 @@ NEEDED = pytest.mark.skipif(
 STARTS_WITHIN = 420.0
 COMMON = (
     *("--max-model-len", "512", "--enforce-eager", "--dtype", "float32", "--max-num-seqs", "16"),
-    *("--logprobs-mode", "processed_logprobs", "--enable-scale-out"),
+    *("--logprobs-mode", "processed_logprobs"),
 )
 LORA = ("--enable-lora", "--max-lora-rank", "32", "--max-loras", "2")
 CHUNKED = ("--enable-chunked-prefill", "--max-num-batched-tokens", "64")
@@ -33,15 +33,19 @@ WHOLE = ("--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096")
 
 @dataclass
 class Server:
-    """A vLLM server. ``runner``: 1 or 2; runner 2 runs in Triton's interpreter, ten times as slow, and takes the plug-in."""
+    """A vLLM server. ``runner``: 1 or 2; runner 2 runs in Triton's interpreter, ten times as slow, and takes the plug-in.
+
+    ``runtime_lora``, ``scale_out``, ``dev_mode``: which endpoints it has.
+    """
 
     model: Path
     log: Path
     flags: Sequence[str] = ()
     runner: int = 1
     runtime_lora: bool = True
+    scale_out: bool = True
+    dev_mode: bool = False
     port: int = 0
-    environment: Mapping[str, str] = field(default_factory=dict)
     starts: int = 0
     process: "subprocess.Popen[bytes] | None" = None
 
@@ -54,6 +58,7 @@ class Server:
         self.port = self.port or _free_port()
         command = [*map(str, (PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model))]
         command += ["--host", "127.0.0.1", "--port", str(self.port), *COMMON, *self.flags]
+        command += ["--enable-scale-out"] if self.scale_out else []
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, env=self._environment(), stdout=log, stderr=log, start_new_session=True)
         self.starts += 1
@@ -72,7 +77,7 @@ class Server:
         self._end(signal.SIGTERM)
 
     def tail(self) -> str:
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-150:])
 
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "TMPDIR", "LANG")}
@@ -85,7 +90,7 @@ class Server:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"} if self.runtime_lora else {}),
             **({"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"} if self.runner == 2 else {}),
-            **self.environment,
+            **({"VLLM_SERVER_DEV_MODE": "1"} if self.dev_mode else {}),
         }
 
     def _answers(self) -> bool:
@@ -111,11 +116,11 @@ class Server:
 
 
 @contextmanager
-def running(model: Path, folder: Path, *flags: str, runner: int = 1, runtime_lora: bool = True) -> Iterator[Server]:
-    """A server for the block. ``folder``: of its log."""
+def running(model: Path, folder: Path, *flags: str, runner: int = 1, **endpoints: bool) -> Iterator[Server]:
+    """A server for the block. ``folder``: of its log. ``endpoints``: as for ``Server``."""
     folder.mkdir(parents=True, exist_ok=True)
     reading = () if any(flag.startswith("--max-num-batched") for flag in flags) else WHOLE if runner == 1 else ()
-    server = Server(model, folder / "server.log", (*reading, *flags), runner=runner, runtime_lora=runtime_lora)
+    server = Server(model, folder / "server.log", (*reading, *flags), runner=runner, **endpoints)
     try:
         server.start()
         yield server

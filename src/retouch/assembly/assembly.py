@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from retouch.distributed.head_stepper import HeadStepper
 from retouch.distributed.placement import Placement, plan_placement
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.stepper import ReplicatedStepper, Stepper
+from retouch.models.train import FullWeights
 from retouch.policies.autoregressive.demonstrations import TokenizesTargets, has_completion
 from retouch.policies.autoregressive.rollout import CachedEngine, TokenRollout
 from retouch.policies.context import PolicyContext
@@ -226,8 +227,9 @@ class Assembly(PolicyParts):
         if rollout.engine not in self.engines:
             context = EngineContext(
                 weights=self.copies.parameters,
-                save_adapter=partial(_save_adapter, model.module),
+                save=partial(_save_trained, model.module, full_weights=isinstance(self.recipe.policy.train, FullWeights)),
                 folder=self.recipe.folder,
+                full_weights=isinstance(self.recipe.policy.train, FullWeights),
                 first=self.ranks.is_main,
                 any_rank=self.ranks.any,
                 in_step=self._in_step,
@@ -328,7 +330,10 @@ def _copies(
     return copies_needed(recipe) | ({"reference"} if shares and frozen else set())
 
 
-def _save_adapter(module: nn.Module, folder: Path) -> None:
+def _save_trained(module: Any, folder: Path, *, full_weights: bool) -> None:
+    if full_weights:
+        module.save_pretrained(folder)
+        return
     from retouch.models.common.lora import write_lora
 
     write_lora(module, folder, pipeline=None)

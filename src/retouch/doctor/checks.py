@@ -10,6 +10,7 @@ from retouch.data.base import DataSets, DataSource
 from retouch.distributed.placement import check_sharding
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
 from retouch.inference.publishing import why_not_pushable
+from retouch.models.train import FullWeights
 from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.recipe.checks import check_ranks, rank_count_warning
 from retouch.recipe.differences import differences
@@ -163,5 +164,10 @@ def check_engines(recipe: Recipe) -> Iterator[Finding]:
     model, rollouts = recipe.policy.model, [phase.rollout for phase in recipe.resolved_phases()]
     engines = {each.engine: each for each in rollouts if isinstance(each, TokenRollout) and each.engine is not None}
     for engine, rollout in engines.items():
-        found = engine.diagnose(rollout, base_model=model.base_model, image_grammar=model.image_grammar)
+        found = engine.diagnose(
+            rollout,
+            base_model=model.base_model,
+            full_weights=isinstance(recipe.policy.train, FullWeights),
+            image_grammar=model.image_grammar,
+        )
         yield from (Finding(status, "engine", text, fix) for status, text, fix in found)

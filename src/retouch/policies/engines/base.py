@@ -86,14 +86,16 @@ class ClosableEngine(Protocol):
 class EngineContext:
     """What an engine may need of the run.
 
-    ``weights``: the trained parameters, by name. ``save_adapter``: writes the LoRA to a folder, in PEFT's format. ``folder``: of
-    the run. ``first``: this is rank 0. ``any_rank``: whether a flag is true on at least one rank; every rank must call it.
+    ``weights``: the trained parameters, by name. ``save``: writes them to a folder: a LoRA in PEFT's format, or all weights in
+    transformers' layout if ``full_weights``. ``folder``: of the run. ``first``: this is rank 0. ``any_rank``: whether a flag is
+    true on at least one rank; every rank must call it.
     ``in_step``: the weights are sharded, so all ranks must call the model equally often.
     """
 
     weights: Mapping[str, Tensor]
-    save_adapter: Callable[[Path], None]
+    save: Callable[[Path], None]
     folder: Path
+    full_weights: bool = False
     first: bool = True
     any_rank: Callable[[bool], bool] = bool
     in_step: bool = False
@@ -118,6 +120,9 @@ class EngineSection(Section):
         """
         return iter(())
 
-    def diagnose(self, sampling: TokenSampling, *, base_model: str | None, image_grammar: bool) -> Iterator[Diagnosis]:
-        """Whether the engine is ready to be used; for ``retouch doctor``. ``base_model``: the policy's path, if it is known."""
+    def diagnose(
+        self, sampling: TokenSampling, *, base_model: str | None, full_weights: bool, image_grammar: bool
+    ) -> Iterator[Diagnosis]:
+        """Whether the engine is ready to be used; for ``retouch doctor``. ``base_model``: the policy's path, if it is known. The
+        other arguments are those of ``problems``."""
         return iter(())

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from retouch.policies.engines.adapters import LOAD
 from retouch.policies.engines.base import EngineFault
 from retouch.policies.engines.client import Client, RequestRefused
+from retouch.policies.engines.full_weights import VERSION
 from retouch.policies.engines.grammar import KEY
 from retouch.policies.engines.wire import GENERATE, InvalidResponse, ServerSampling, parse_probe, probe_body
 
@@ -40,12 +41,13 @@ class _Version(BaseModel):
 @dataclass(frozen=True, slots=True)
 class EngineServerInfo:
     """``base``: the base model. ``loads_adapters``: adapters can be loaded at run time; the server was started with LoRA if
-    ``has_lora``. ``takes_ids``: it takes and returns ids."""
+    ``has_lora``. ``reloads``: all weights can be reloaded at run time. ``takes_ids``: it takes and returns ids."""
 
     version: str
     base: ModelCard
     loads_adapters: bool
     has_lora: bool
+    reloads: bool
     takes_ids: bool
 
 
@@ -58,8 +60,14 @@ def query_server(client: Client) -> EngineServerInfo:
             raise EngineFault(f"{client.url} serves no model")
         # Empty bodies are refused if the endpoints exist.
         loads = _exists(client, LOAD, {"lora_name": "", "lora_path": ""})
-        takes_ids = _exists(client, GENERATE, {})
-        return EngineServerInfo(version, bases[0], loads, has_lora=loads and _has_lora(client), takes_ids=takes_ids)
+        return EngineServerInfo(
+            version,
+            bases[0],
+            loads_adapters=loads,
+            has_lora=loads and _has_lora(client),
+            reloads=_has_page(client, VERSION),
+            takes_ids=_exists(client, GENERATE, {}),
+        )
     except RequestRefused as refused:
         raise EngineFault(f"{client.url} refuses: {refused}") from None
 
@@ -91,6 +99,16 @@ def _has_lora(client: Client) -> bool:
         client.post(LOAD, {"lora_name": _NO_ADAPTER, "lora_path": f"/{_NO_ADAPTER}"}, tries_of_500=1)
     except RequestRefused as refused:
         return refused.status != 500
+    return True
+
+
+def _has_page(client: Client, path: str) -> bool:
+    try:
+        client.get(path)
+    except RequestRefused as refused:
+        if refused.status == 401:
+            raise
+        return False
     return True
 
 

@@ -31,10 +31,10 @@ log = logging.getLogger("retouch")
 
 
 class VllmEngine(EngineSection):
-    """A vLLM server that holds the base weights; the adapter is loaded into it after each update.
+    """A vLLM server, into which the adapter or all weights are loaded after each update.
 
-    Tested against vLLM 0.32.0 on a CPU, and not on a GPU. For LoRA alone. A server that generates image tokens needs a plug-in that
-    applies their grammar (docs/engines.md).
+    Tested against vLLM 0.32.0 on a CPU, and not on a GPU. A server that generates image tokens needs a plug-in that applies their
+    grammar (docs/engines.md).
 
     Source: vLLM (Kwon et al. 2023, arXiv 2309.06180).
     """
@@ -43,7 +43,7 @@ class VllmEngine(EngineSection):
     url: Annotated[str, Field(pattern=r"^https?://[^/\s]+(/v1)?/?$")]
     """Address of the server, ``http://127.0.0.1:8000`` say; its key, if it asks for one, comes from ``VLLM_API_KEY`` alone."""
     adapters: str | None = None
-    """Folder for the adapters, which the server must see under the same path; null takes ``adapters`` in the run's own."""
+    """Folder for adapters or weights, which the server must see under the same path; null takes ``adapters`` in the run's own."""
     truncate_at: Annotated[float, Field(ge=1.0)] | None = 3.0
     """Each token's loss is weighted by the policy's probability over the engine's, at most by this; null does not weight."""
     timeout: Positive = 300.0
@@ -55,6 +55,7 @@ class VllmEngine(EngineSection):
         """The engine. ValueError if httpx is not installed, or the server cannot generate for this model."""
         self.connect().close()  # a missing httpx is noticed first
         from retouch.policies.engines.adapters import AdapterPublisher
+        from retouch.policies.engines.full_weights import FullWeightPublisher
         from retouch.policies.engines.vllm_decoding import Servable, VllmDecoding
 
         if not isinstance(model, Servable):
@@ -64,9 +65,14 @@ class VllmEngine(EngineSection):
             )
         log.info("rollout.engine: tested against vLLM %s on a CPU, and not on a GPU", ", ".join(TESTED))
         folder = context.folder / "adapters" if self.adapters is None else Path(self.adapters)
-        publisher = AdapterPublisher(
+        if context.full_weights and context.in_step:
+            raise ValueError(
+                "rollout.engine.kind: vllm gets all weights from rank 0, and with this sharding no rank has them; use sharding "
+                "zero2 or none, or policy.train.kind lora"
+            )
+        publisher = (FullWeightPublisher if context.full_weights else AdapterPublisher)(
             weights=context.weights,
-            save=context.save_adapter,
+            save=context.save,
             folder=folder,
             prefix=f"retouch-{context.folder.name}",
             first=context.first,
@@ -96,11 +102,6 @@ class VllmEngine(EngineSection):
         return self.model_copy(update={"timeout": min(self.timeout, _DIAGNOSIS_SECONDS), "patience": 0.0})
 
     def problems(self, sampling: TokenSampling, *, full_weights: bool, image_grammar: bool) -> Iterator[str]:
-        if full_weights:
-            yield (
-                "engine.kind: vllm takes a LoRA over HTTP after each update, but all weights only through the development "
-                "endpoints, over NCCL, which this does not speak; use policy.train.kind lora, or engine cached"
-            )
         if sampling.temperature > MAX_TEMPERATURE:
             yield f"temperature: vllm takes no {sampling.temperature:g}; give {MAX_TEMPERATURE:g} or less, or engine cached"
         if image_grammar and sampling.truncates:
@@ -111,8 +112,10 @@ class VllmEngine(EngineSection):
         elif sampling.top_p is not None and sampling.top_p < 1 and sampling.top_k is None:
             yield "top_p: vllm tells which tokens it kept only where top_k bounds them; give top_k too, 1000 say"
 
-    def diagnose(self, sampling: TokenSampling, *, base_model: str | None, image_grammar: bool) -> Iterator[Diagnosis]:
-        """Whether the server answers, serves the base model, lets adapters be loaded, and reports what it samples."""
+    def diagnose(
+        self, sampling: TokenSampling, *, base_model: str | None, full_weights: bool, image_grammar: bool
+    ) -> Iterator[Diagnosis]:
+        """Whether the server answers, serves the base model, lets weights be loaded, and reports what it samples."""
         try:
             client = self._impatient().connect()
         except ValueError as error:
@@ -139,7 +142,11 @@ class VllmEngine(EngineSection):
             yield "note", f"{where} may differ from {' and '.join(TESTED)}, with which this is tested", ""
         if base_model and server.base.root not in (None, base_model):
             yield "note", f"it serves {server.base.root}, and policy.model.path is {base_model}; the weights must be the same", ""
-        if not server.loads_adapters:
+        if full_weights:
+            if not server.reloads:
+                text = f"{where} does not reload weights: it was started without VLLM_SERVER_DEV_MODE=1"
+                yield "FAILED", text, _STARTING
+        elif not server.loads_adapters:
             text = f"{where} does not load LoRAs: it was started without VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
             yield "FAILED", text, _STARTING
         elif not server.has_lora:

@@ -1,0 +1,87 @@
+"""Image tokens under the grammar's plug-in in a real vLLM server, with prompts read in parts and requests that are preempted."""
+
+import re
+
+import pytest
+import torch
+
+import served_models
+import tiny_models
+import tiny_writer_runs
+import tiny_writers
+import tiny_writing
+import vllm_server
+from retouch.doctor.checks import check_engines
+from retouch.models.emu3.load import load_emu3
+from retouch.models.emu3.model import DRAW
+from retouch.models.language import PretrainedLanguageModel
+from retouch.policies.engines.wire import PLUGIN
+from retouch.pretraining.networks.emu3 import LONGEST
+from retouch.recipe.recipe import parse
+from retouch.records.folder import RunFolder
+from retouch.session.session import run
+
+pytestmark = [pytest.mark.slow, pytest.mark.engines, vllm_server.NEEDED]
+TOKENS = 10_000
+BLOCKS = ("--block-size", "16", "--num-gpu-blocks-override", "24")
+"""Room for about eight requests of 40 tokens, so that some of sixteen are preempted."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("emu3")
+
+
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
+    served = served_models.save_image_tokens(folder)
+    flags = (*vllm_server.LORA, "--max-num-batched-tokens", "32", *BLOCKS, "--logits-processors", PLUGIN)
+    with vllm_server.running(served, tmp_path_factory.mktemp("server"), *flags, runner=2) as found:
+        yield found
+
+
+def preemptions(client):
+    found = re.search(r"^vllm:num_preemptions_total{.*} ([\d.]+)$", client.get("/metrics").decode(), re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
+def test_no_token_breaks_the_grammar(server, folder, tmp_path, record_property):
+    """Also for prompts that are read in parts, and requests that are set aside and taken up again."""
+    editor = load_emu3(folder, size=(24, 24), prefill=DRAW, dtype=torch.float32, device="cpu")
+    tiny_models.make_trainable(editor.module, "lora", PretrainedLanguageModel.lora_targets)
+    tiny_writers.move(editor.module)
+    policy = served_models.policy(editor, server.url, tmp_path, sampling={"max_new_tokens": LONGEST})
+    tasks = tuple(tiny_models.task(f"t{k}", "make it red " * k, tiny_models.picture(k, 24, 24)) for k in range(8))
+    with policy.engine._connect() as client:
+        before, tokens, step, largest = preemptions(client), 0, 0, 0.0
+        while tokens < TOKENS:
+            trajectory = policy.rollout(tiny_writing.batch(tasks, 8, step=step))  # the engine checks every token
+            assert all(editor.codes_in(row.ids) is not None for row in trajectory.outputs)
+            off = (trajectory.log_probs - trajectory.behaviour_log_probs)[trajectory.mask].abs()
+            tokens, step, largest = tokens + int(trajectory.lengths.sum()), step + 1, max(largest, off.max().item())
+        assert largest < 1e-3
+        record_property(
+            "measured", f"{tokens} tokens, {preemptions(client) - before:g} preemptions, mismatch at most {largest:.1e}"
+        )
+        assert preemptions(client) > before
+
+
+def test_requests_without_a_grammar_are_not_changed(server, folder, tmp_path):
+    editor = load_emu3(folder, size=(24, 24), prefill=DRAW, grammar=False, dtype=torch.float32, device="cpu")
+    tiny_models.make_trainable(editor.module, "lora", PretrainedLanguageModel.lora_targets)
+    policy = served_models.policy(editor, server.url, tmp_path, sampling={"max_new_tokens": 8})
+    trajectory = policy.rollout(tiny_writing.batch((tiny_models.task("a", "red", tiny_models.picture(0, 24, 24)),), 4))
+    assert (trajectory.log_probs - trajectory.behaviour_log_probs)[trajectory.mask].abs().max() < 1e-3
+
+
+def test_a_recipe_runs(server, folder, tmp_path):
+    section = {"kind": "vllm", "url": server.url, "patience": 60.0, "timeout": 600.0, "max_mismatch": 1e-3}
+    reward = {"kind": "compressibility", "combine": {"compressibility": 1}}
+    tokens = tiny_writer_runs.image_tokens(folder)
+    recipe = parse(tiny_writer_runs.recipe(tmp_path, folder, **tokens, rollout__engine=section, reward=reward, steps=2))
+    assert not [finding.text for finding in check_engines(recipe) if finding.status == "FAILED"]
+    assert run(recipe, fresh=False) == 0
+    for line in RunFolder(recipe.folder).read_metrics():
+        assert 0 < line["engine/mismatch_max"] < 1e-3
+        assert line["completion/cut_off_fraction"] == 0

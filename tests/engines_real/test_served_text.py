@@ -1,0 +1,106 @@
+"""All weights of a text writer in a real vLLM server with development endpoints, and what a server without LoRA answers."""
+
+import json
+
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+import like_vllm
+import served_models
+import tiny_policies
+import tiny_writers
+import tiny_writing
+import vllm_server
+from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.policies.engines.base import EngineFault
+from retouch.policies.engines.server import query_sampling, query_server
+from vllm_double import Double
+
+pytestmark = [pytest.mark.slow, pytest.mark.engines, vllm_server.NEEDED]
+GRPO = PolicyGradient(clip_low=0.2, clip_high=0.2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    found = tmp_path_factory.mktemp("model")
+    served_models.save_text(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(folder, tmp_path_factory):
+    with vllm_server.running(folder, tmp_path_factory.mktemp("server"), dev_mode=True) as found:
+        yield found
+
+
+def batch(step=0):
+    return tiny_writing.batch(served_models.tasks(images=False), 4, step=step)
+
+
+def off(trajectory):
+    return (trajectory.log_probs - trajectory.behaviour_log_probs)[trajectory.mask].abs().max()
+
+
+def test_the_double_answers_as_the_server(server, folder):
+    double = Double(
+        Qwen2ForCausalLM.from_pretrained(folder).eval(), max_num_seqs=16, max_model_len=512, has_lora=False, dev_mode=True
+    )
+    exchanges = (*like_vllm.ALWAYS, *like_vllm.NO_ADAPTERS, *like_vllm.DEVELOPMENT)
+    assert like_vllm.differences(server.url, double, exchanges) == []
+
+
+def test_every_update_is_reloaded_and_stale_weights_are_found(server, folder, tmp_path):
+    policy = served_models.policy(served_models.writer(folder, train="full"), server.url, tmp_path, max_mismatch=1e-3)
+    optimizer = torch.optim.SGD(tiny_policies.trained(policy).values(), lr=0.05)
+    for step in range(3):
+        trajectory = policy.rollout(batch(step))
+        assert off(trajectory) < 1e-3
+        advantages = torch.tensor([1.0, -1.0] * 6)
+        found, _ = tiny_policies.gradient(policy, GRPO, tiny_policies.minibatch(batch(step), trajectory, advantages))
+        for name, parameter in tiny_policies.trained(policy).items():
+            parameter.grad = found[name]
+        optimizer.step()
+    stale = policy.engine._weights._loaded
+    policy.engine._weights.publish = lambda client: policy.engine._weights.served(stale)
+    with pytest.raises(EngineFault, match="off from the policy's own"):
+        policy.rollout(batch())
+
+
+def test_a_failed_reload_is_noticed_and_the_next_one_repairs_it(server, folder, tmp_path):
+    policy = served_models.policy(served_models.writer(folder, train="full"), server.url, tmp_path, max_mismatch=1e-3)
+    wanted = policy.rollout(batch())
+    publisher = policy.engine._weights
+    save, publisher._save = publisher._save, lambda folder: None
+    tiny_writers.move(policy.module)
+    with pytest.raises(EngineFault, match=r"did not load the weights .*HTTP 500"):
+        policy.rollout(batch())
+    publisher._save = save
+    again = policy.rollout(batch())
+    assert off(again) < 1e-3
+    assert not torch.equal(again.ids, wanted.ids)
+
+
+def test_weights_of_another_client_are_replaced(server, folder, tmp_path):
+    """What a restart does: the server has another version than was published."""
+    policy = served_models.policy(served_models.writer(folder, train="full"), server.url, tmp_path)
+    wanted = policy.rollout(batch())
+    other = served_models.policy(served_models.writer(folder, train="full"), server.url, tmp_path / "other")
+    tiny_writers.move(other.module)
+    other.rollout(batch())
+    again = policy.rollout(batch())
+    assert torch.equal(again.ids, wanted.ids)
+    assert off(again) < 1e-4
+
+
+def test_what_the_server_says_of_itself(server, folder, tmp_path):
+    policy = served_models.policy(served_models.writer(folder), server.url, tmp_path)
+    with policy.engine._connect() as client:
+        found = query_server(client)
+        assert (found.version, found.base.root, found.takes_ids, found.reloads) == ("0.32.0", str(folder), True, True)
+        assert (found.loads_adapters, found.has_lora) == (True, False)
+        sampling = query_sampling(client)
+        assert (sampling.processed, sampling.returns_mask) == (True, False)
+        assert json.loads(client.get("/weight_info"))["weight_version"]
+    with pytest.raises(EngineFault, match=r"LoRA is not enabled.*--enable-lora"):
+        policy.rollout(batch())

@@ -1,0 +1,125 @@
+"""All weights of a policy in a vLLM server, against the double: reloads, versions, restarts and failures."""
+
+import copy
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import served_models
+import tiny_writers
+import tiny_writing
+from retouch.assembly.assembly import assemble
+from retouch.distributed.ranks import Ranks
+from retouch.doctor.checks import check_engines
+from retouch.policies.engines.base import EngineContext, EngineFault
+from retouch.policies.engines.vllm import VllmEngine
+from retouch.recipe.recipe import parse
+from vllm_double import GENERATE, Double, at_first, serving
+
+
+@contextmanager
+def served(folder, kind="qwen2.5", **double):
+    """A policy whose weights all train, and the double behind it."""
+    writer = tiny_writers.writer(kind, train="full", stop=tiny_writing.STOPS)
+    twin = Double(copy.deepcopy(writer.module), dev_mode=True, **double)
+    with serving(twin) as url:
+        yield served_models.policy(writer, url, folder, patience=0.2, max_mismatch=1e-3), twin
+
+
+def batch(step=0):
+    return tiny_writing.batch(tiny_writers.tasks(pictures=False), 4, step=step)
+
+
+def off(trajectory):
+    return (trajectory.log_probs - trajectory.behaviour_log_probs)[trajectory.mask].abs().max()
+
+
+def test_every_update_is_reloaded_before_the_next_rollout(tmp_path):
+    with served(tmp_path) as (policy, twin):
+        for step in range(3):
+            assert off(policy.rollout(batch(step))) < 1e-4
+            assert off(policy.rollout(batch(step).take(slice(4, 8)))) < 1e-4
+            assert [folder.name for folder in (tmp_path / "adapters").iterdir()] == [twin.weight_version]
+            tiny_writers.move(policy.module, key=step)
+        assert len(twin.reloaded) == len(set(twin.reloaded)) == 3
+        assert all(asked.model is None for asked in twin.asked)
+        policy.engine.close()
+        assert not (tmp_path / "adapters").exists()
+        assert off(policy.rollout(batch())) < 1e-4
+
+
+def test_a_restarted_server_gets_the_weights_again(tmp_path):
+    """It answers with the weights that it was started with, and says so."""
+    with served(tmp_path) as (policy, twin):
+        tiny_writers.move(policy.module)
+        start = copy.deepcopy(twin.base.state_dict())
+        wanted = policy.rollout(batch())
+        twin.base.load_state_dict(start)
+        twin.weight_version = "default"
+        again = policy.rollout(batch())
+        assert torch.equal(again.ids, wanted.ids)
+        assert off(again) < 1e-4
+        assert twin.reloaded == twin.reloaded[:1] * 2
+
+
+def test_weights_that_do_not_stay_stop_the_run(tmp_path):
+    with served(tmp_path) as (policy, twin):
+        policy.rollout(batch())
+
+        def forget(path):
+            if path == GENERATE:
+                twin.weight_version = "default"
+
+        twin.fault = forget
+        with pytest.raises(EngineFault, match="lost the weights again as soon as they were loaded"):
+            policy.rollout(batch())
+
+
+def test_a_reload_that_fails_leaves_no_version_that_is_asked_for(tmp_path):
+    with served(tmp_path) as (policy, twin):
+        policy.rollout(batch())
+        save, policy.engine._weights._save = policy.engine._weights._save, lambda folder: None
+        tiny_writers.move(policy.module)
+        with pytest.raises(EngineFault, match=r"did not load the weights .*VLLM_SERVER_DEV_MODE=1"):
+            policy.rollout(batch())
+        assert twin.weight_version.startswith("loading-retouch-")
+        policy.engine._weights._save = save
+        assert off(policy.rollout(batch())) < 1e-4
+
+
+def test_a_prefix_cache_of_old_weights_stops_the_run(tmp_path):
+    with served(tmp_path, clears_cache=False) as (policy, _), pytest.raises(EngineFault, match="did not clear its prefix cache"):
+        policy.rollout(batch())
+
+
+def test_a_server_without_its_development_endpoints_is_found(tmp_path, make):
+    with served(tmp_path) as (policy, twin):
+        recipe = parse(make(rollout__engine={"kind": "vllm", "url": policy.limits.url}, policy__train={"kind": "full"}))
+        assert not [finding.text for finding in check_engines(recipe) if finding.status == "FAILED"]
+        twin.dev_mode = False
+        (failed,) = (finding for finding in check_engines(recipe) if finding.status == "FAILED")
+        assert "VLLM_SERVER_DEV_MODE=1" in failed.text
+        with pytest.raises(EngineFault, match="VLLM_SERVER_DEV_MODE=1"):
+            policy.rollout(batch())
+
+
+def test_passing_faults_pass(tmp_path):
+    with served(tmp_path) as (policy, twin):
+        policy.limits = policy.limits.model_copy(update={"patience": 60.0})
+        twin.fault = at_first("forgets its adapters")
+        assert off(policy.rollout(batch())) < 1e-4
+
+
+def test_sharded_weights_are_refused(tmp_path):
+    writer = tiny_writers.writer("qwen2.5", train="full")
+    context = EngineContext(weights={}, save=lambda folder: None, folder=tmp_path, full_weights=True, in_step=True)
+    with pytest.raises(ValueError, match="use sharding zero2 or none"):
+        VllmEngine(url="http://127.0.0.1:9").build(writer, context)
+
+
+def test_a_recipe_builds_it(make):
+    recipe = parse(make(rollout__engine={"kind": "vllm", "url": "http://127.0.0.1:9"}, policy__train={"kind": "full"}))
+    parts = assemble(recipe, Ranks())
+    run, _ = parts.phase(0, stepper=parts.stepper(), judge=parts.judge)
+    assert type(run.policy.engine._weights).__name__ == "FullWeightPublisher"
