@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
 
 from retouch.assembly.phases import build_phase, copies_needed, sets_of, steps_of
 from retouch.config.imports import import_class
