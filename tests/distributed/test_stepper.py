@@ -65,3 +65,57 @@ def test_its_state_restores_the_next_step_to_the_bit() -> None:
         made.backward(made.module["used"](x).square().sum())
         made.step(0.1)
     assert torch.equal(weights(one)["used.weight"], weights(other)["used.weight"])
+
+
+def test_weights_in_16_bits_follow_the_fp32_path_at_a_small_learning_rate() -> None:
+    """Most steps of 3e-6 are smaller than the rounding of a bf16 weight of 0.05, so they must be kept elsewhere."""
+    torch.manual_seed(0)
+    exact = nn.Linear(64, 64, bias=False)
+    rounded = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        exact.weight.normal_(std=0.05)
+        rounded.weight.copy_(exact.weight)
+        exact.weight.copy_(rounded.weight)
+    start = exact.weight.detach().clone()
+    direction = torch.randn(64, 64)
+    steppers = [ReplicatedStepper(module, Ranks(), max_grad_norm=1.0) for module in (exact, rounded)]
+    for _ in range(100):
+        for made in steppers:
+            weight = made.parameters["weight"]
+            for _ in range(2):  # microbatches
+                made.backward((weight * direction.to(weight.dtype)).sum() / 2)
+            made.step(3e-6)
+    moved = (exact.weight - start).abs().mean()
+    assert 1e-4 < moved < 4e-4
+    torch.testing.assert_close(steppers[1].weights["weight"], exact.weight, rtol=0, atol=3e-6)
+    assert (rounded.weight.float() - exact.weight).abs().le(2**-8 * exact.weight.abs() + 3e-6).all()
+    moves = [module.weight.detach().float() - start for module in (exact, rounded)]
+    assert torch.nn.functional.cosine_similarity(moves[0].flatten(), moves[1].flatten(), dim=0) > 0.85
+    assert (moves[1] != 0).float().mean() > 0.5
+
+
+def test_master_weights_are_restored_to_the_bit() -> None:
+    torch.manual_seed(0)
+    one, other = (ReplicatedStepper(nn.Linear(8, 8, dtype=torch.bfloat16), Ranks()) for _ in range(2))
+
+    def step(made: ReplicatedStepper) -> None:
+        made.backward(made.module(torch.ones(2, 8, dtype=torch.bfloat16)).square().sum())
+        made.step(1e-3)
+
+    step(one)
+    assert one.state()["weight/master"].dtype == one.state()["weight/exp_avg"].dtype == torch.float32
+    other.module.load_state_dict(one.module.state_dict())
+    other.load({name: tensor.clone() for name, tensor in one.state().items()})
+    undo, before = one.snapshot(), {name: tensor.clone() for name, tensor in one.state().items()}
+    weight = one.module.weight.detach().clone()
+    step(one)
+    assert not torch.equal(one.state()["weight/master"], before["weight/master"])
+    undo()
+    with torch.no_grad():
+        one.module.weight.copy_(weight)
+        one.module.bias.copy_(before["bias/master"])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in one.state().items())
+    for made in (one, other):
+        step(made)
+    assert torch.equal(one.module.weight, other.module.weight)
+    assert torch.equal(one.weights["weight"], other.weights["weight"])

@@ -250,6 +250,9 @@ def test_emu3_from_its_published_configuration() -> None:
         grammar_sets=2,
     )
     plan = rows(writer_plan(described["writer"], setup))
+    assert "fp32 master weights and gradients" not in plan  # ZeRO shards its own
+    alone = rows(writer_plan(described["writer"], replace(setup, sharding="replicated", ranks=1)))
+    assert alone["fp32 master weights and gradients"] == 8 * count
     assert "writer, frozen weights" not in plan
     assert plan["writer, trained weights"] == plan["gradients"] == plan["copies of the trained weights"] == 2 * count
     assert plan["AdamW's two moments"] == count

@@ -135,3 +135,19 @@ def test_state_goes_there_and_back():
     assert all(torch.equal(tensor, state[name]) for name, tensor in copies.state().items())
     with pytest.raises(ValueError, match="differ from this run's"):
         copies.load({"old/weight": state["old/weight"]})
+
+
+def test_an_average_of_weights_in_16_bits_moves_by_less_than_their_rounding():
+    module = nn.Linear(2, 2, dtype=torch.bfloat16)
+    with torch.no_grad():
+        module.weight.fill_(1.0)
+    copies = WeightCopies(module)
+    copies.snapshot("average")
+    with torch.no_grad():
+        module.weight.fill_(1.5)
+    for _ in range(100):
+        copies.update_ema("average", 0.999)
+    with copies.using("average"):
+        assert module.weight.dtype == torch.bfloat16
+        assert module.weight[0, 0].item() == pytest.approx(1.5 - 0.5 * 0.999**100, abs=2**-8)
+    assert module.weight[0, 0] == 1.5

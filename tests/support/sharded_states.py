@@ -1,6 +1,6 @@
 """A sharded network that trains, saves a checkpoint, and goes on from one that any number of ranks saved.
 
-    WORLD_SIZE=N ... python sharded_states.py zero2|fsdp2|alone FOLDER begin|continue
+    WORLD_SIZE=N ... python sharded_states.py zero2|fsdp2|alone FOLDER begin|continue float32|bfloat16
 
 ``begin`` takes two steps, saves a checkpoint and takes a third step; ``continue`` starts from the checkpoint and takes the third
 step. Both write FOLDER/N.safetensors with the weights at the end, and FOLDER/N.json with what rank 0 measured.
@@ -63,14 +63,15 @@ def memory(line: str) -> int:
 def step(network: nn.Module, stepper: Stepper, ranks: Ranks, number: int) -> None:
     rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number))
     mine = rows.chunk(ranks.world)[ranks.rank]
-    stepper.backward(stepper.module(mine).square().sum() / (ROWS * WIDTH))
+    output = stepper.module(mine.to(next(network.parameters()).dtype))
+    stepper.backward(output.float().square().sum() / (ROWS * WIDTH))
     stepper.step(1e-3)
 
 
-def main(kind: str, folder: Path, mode: str) -> None:
+def main(kind: str, folder: Path, mode: str, dtype: str) -> None:
     ranks = init_distributed("cpu")
     torch.manual_seed(0)
-    network = Network()
+    network = Network().to(getattr(torch, dtype))
     if kind == "fsdp2":
         shard(network, ranks)
     copies = ShardedCopies(network, ranks) if kind == "fsdp2" else WeightCopies(network)
@@ -90,7 +91,7 @@ def main(kind: str, folder: Path, mode: str) -> None:
             checkpoint.send(state)
         ranks.barrier()
         found["held"] = memory("VmHWM") - before
-        found["largest"] = max(weight.numel() * 4 for weight in network.parameters())
+        found["largest"] = max(weight.numel() * weight.element_size() for weight in network.parameters())
         found["state"] = sum(file.stat().st_size for file in folder.glob("step-*/*.safetensors"))
     else:
         loaded = checkpoint.load_latest(folder, groups=("weights", "optimizer", "copies"))
@@ -100,11 +101,12 @@ def main(kind: str, folder: Path, mode: str) -> None:
         stepper.load(loaded.tensors["optimizer"])
         copies.load(loaded.tensors["copies"])
     step(network, stepper, ranks, 2)
-    ended = {**dict(gathered_state(copies.parameters, ranks)), **dict(copies.state())}
+    masters = {name: tensor for name, tensor in stepper.state().items() if name.endswith("/master")}
+    ended = {**dict(gathered_state(copies.parameters, ranks)), **dict(copies.state()), **masters}
     if ranks.is_main:
         save_file(ended, folder / f"{ranks.world}.safetensors")
         (folder / f"{ranks.world}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

@@ -69,14 +69,13 @@ class FsdpStepper(ReplicatedStepper):
                 local_shard(gradient).mul_(self.max_grad_norm / (norm + 1e-6))
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._step_optimizer()
         return norm
 
     def gradient_norm(self, loss: Tensor) -> float:
         """As ``retouch.distributed.stepper.MeasuresGradients``."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
+        self._accumulate(loss)
         norm = self._reduced_norm()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
@@ -84,13 +83,11 @@ class FsdpStepper(ReplicatedStepper):
     def state(self) -> Mapping[str, Tensor]:
         return gathered_state(super().state(), self.ranks)
 
-    def _restored(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        restored = torch.zeros_like(parameter)
-        fill_shards(restored, tensor)
-        return restored
+    def _fill(self, tensor: Tensor, content: Tensor) -> None:
+        fill_shards(tensor, content)
 
     def _gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        return [weight.grad for weight in self.weights.values() if weight.grad is not None]
 
     def _reduced_norm(self) -> float:
         """Sum the gradients of replicated weights over ranks, and return the norm of all gradients."""

@@ -29,7 +29,8 @@ class ShardedCopies(WeightCopies):
     @torch.no_grad()
     def update_ema(self, copy: str, decay: float) -> None:
         for name, parameter in self.parameters.items():
-            local_shard(self.copies[copy][name]).lerp_(local_shard(parameter), 1.0 - decay)
+            average = local_shard(self.copies[copy][name])
+            average.lerp_(local_shard(parameter).to(average.dtype), 1.0 - decay)
 
     @contextmanager
     def using(self, copy: str) -> Iterator[None]:
@@ -40,7 +41,7 @@ class ShardedCopies(WeightCopies):
             for name, shard in shards.items():
                 shard.copy_(local_shard(self.copies[copy][name]))
         for name in replicated:
-            self.parameters[name].data = self.copies[copy][name]
+            self.parameters[name].data = self.copies[copy][name].to(self.parameters[name].dtype)
         try:
             yield
         finally:

@@ -9,6 +9,10 @@ from torch import Tensor, nn
 
 from retouch.distributed.ranks import Ranks
 
+MASTER = "master"
+"""The key of fp32 master weights in the state of an optimizer."""
+_HALF = (torch.bfloat16, torch.float16)
+
 
 class NonFiniteGradient(ValueError):
     """The loss or its gradient is NaN or infinite; the optimizer step was skipped."""
@@ -66,7 +70,10 @@ class ReplicatedStepper:
     Losses are shares of one global loss, so gradients are summed over ranks, in one flat all-reduce per step. DDP does the same
     if all backward passes but the last run under ``no_sync``; unlike DDP this needs no list of the parameters that take part.
 
-    Source: AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101).
+    Weights in 16 bits have fp32 master weights, which the optimizer steps and rounds into them: most updates of a bf16 weight are
+    smaller than its rounding. Their gradients are added up, reduced and clipped in fp32.
+
+    Source: AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101); master weights (Micikevicius et al. 2018, arXiv 1710.03740).
     """
 
     def __init__(
@@ -83,14 +90,25 @@ class ReplicatedStepper:
         self.ranks = ranks
         self.max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
         self.parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self.weights: dict[str, Tensor] = {name: _stepped(parameter) for name, parameter in self.parameters.items()}
+        """What the optimizer steps: the parameters, or fp32 master weights of those in 16 bits."""
         self._nonfinite_loss = False
-        self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay)
+        self.optimizer = torch.optim.AdamW(self.weights.values(), lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of ``loss``, this rank's scalar share of the global loss."""
         # clamp passes a NaN on in the value but not in the gradient, so checking the gradient alone is not enough.
         self._nonfinite_loss = self._nonfinite_loss or not bool(torch.isfinite(loss))
+        self._accumulate(loss)
+
+    def _accumulate(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
+        for name, weight in self.weights.items():
+            parameter = self.parameters[name]
+            if weight is not parameter and parameter.grad is not None:
+                gradient = parameter.grad.float()
+                weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+                parameter.grad = None
 
     def step(self, learning_rate: float) -> float:
         """Reduce over ranks, clip, take the optimizer step, clear the gradients. Returns the norm before clipping.
@@ -105,7 +123,7 @@ class ReplicatedStepper:
                 "samples/ for what went wrong before"
             )
         self._reduce()
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), self.max_grad_norm)
         if not torch.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
             raise NonFiniteGradient(
@@ -114,58 +132,91 @@ class ReplicatedStepper:
             )
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
+        self._step_optimizer()
+        return float(norm)
+
+    @torch.no_grad()
+    def _step_optimizer(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(norm)
+        for name, weight in self.weights.items():
+            if weight is not self.parameters[name]:
+                local_shard(self.parameters[name]).copy_(local_shard(weight))
 
     def _reduce(self) -> None:
         if self.ranks.world == 1:
             return
         # A parameter without a gradient must keep None on all ranks: AdamW would apply weight decay to a zero gradient.
-        touched = [parameter for parameter in self.parameters.values() if parameter.grad is not None]
-        gradients = [parameter.grad for parameter in touched if parameter.grad is not None]
+        touched = [weight for weight in self.weights.values() if weight.grad is not None]
+        gradients = [weight.grad for weight in touched if weight.grad is not None]
         flat = self.ranks.sum(torch.cat([gradient.flatten() for gradient in gradients]))
         parts = torch.split(flat, [gradient.numel() for gradient in gradients])
-        for parameter, part in zip(touched, parts, strict=True):
-            parameter.grad = part.view_as(parameter)
+        for weight, part in zip(touched, parts, strict=True):
+            weight.grad = part.view_as(weight)
 
     def state(self) -> Mapping[str, Tensor]:
         """The optimizer's tensors, by ``<parameter>/<name>``; empty before the first step."""
-        return {
-            f"{name}/{key}": value
-            for name, parameter in self.parameters.items()
-            for key, value in self.optimizer.state.get(parameter, {}).items()
-        }
+        found: dict[str, Tensor] = {}
+        for name, weight in self.weights.items():
+            entries = self.optimizer.state.get(weight, {})
+            found |= {f"{name}/{key}": value for key, value in entries.items()}
+            if entries and weight is not self.parameters[name]:
+                found[f"{name}/{MASTER}"] = weight.detach()
+        return found
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the result of ``state``. Raises ValueError if it names a parameter that does not train here."""
+        """Restore the result of ``state``, also of a stepper with another sharding. The weights are those of the module now.
+
+        Raises ValueError if it names a parameter that does not train here.
+        """
         self.optimizer.state.clear()
+        for name, weight in self.weights.items():
+            if weight is not self.parameters[name]:
+                local_shard(weight).copy_(local_shard(self.parameters[name]))
         for name, tensor in state.items():
             parameter_name, key = name.rsplit("/", 1)
             if parameter_name not in self.parameters:
                 raise ValueError(f"the checkpoint has optimizer state of {parameter_name}, which does not train in this run")
-            parameter = self.parameters[parameter_name]
-            # AdamW counts its steps on the CPU.
-            self.optimizer.state[parameter][key] = tensor.clone() if key == "step" else self._restored(parameter, tensor)
+            weight = self.weights[parameter_name]
+            if key == MASTER:
+                if weight is not self.parameters[parameter_name]:
+                    self._fill(weight, tensor)
+            elif key == "step":  # AdamW counts its steps on the CPU
+                self.optimizer.state[weight][key] = tensor.clone()
+            else:
+                moment = torch.empty_like(weight, requires_grad=False)
+                self._fill(moment, tensor)
+                self.optimizer.state[weight][key] = moment
 
     @torch.no_grad()
     def snapshot(self) -> Callable[[], None]:
         """Copy this rank's part of the optimizer state into CPU memory. Returns a function that restores it."""
         kept = {
-            parameter: {key: local_shard(value).to("cpu", copy=True) for key, value in entries.items()}
-            for parameter, entries in self.optimizer.state.items()
+            weight: {key: local_shard(value).to("cpu", copy=True) for key, value in entries.items()}
+            for weight, entries in self.optimizer.state.items()
+        }
+        masters = {
+            name: local_shard(weight).to("cpu", copy=True)
+            for name, weight in self.weights.items()
+            if weight is not self.parameters[name]
         }
 
         def restore() -> None:
-            for parameter in list(self.optimizer.state):
-                if parameter not in kept:
-                    del self.optimizer.state[parameter]
+            for name, master in masters.items():
+                local_shard(self.weights[name]).copy_(master)
+            for weight in list(self.optimizer.state):
+                if weight not in kept:
+                    del self.optimizer.state[weight]
                     continue
-                for key, value in self.optimizer.state[parameter].items():
-                    local_shard(value).copy_(kept[parameter][key])
+                for key, value in self.optimizer.state[weight].items():
+                    local_shard(value).copy_(kept[weight][key])
 
         return restore
 
-    def _restored(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor:
-        """The tensor that the optimizer stores for this moment in a checkpoint, on the parameter's device."""
-        return tensor.to(parameter.device, copy=True)
+    def _fill(self, tensor: Tensor, content: Tensor) -> None:
+        """Write a tensor of a checkpoint into one of the optimizer's."""
+        local_shard(tensor).copy_(content)
+
+
+def _stepped(parameter: nn.Parameter) -> Tensor:
+    return parameter.detach().float().requires_grad_() if parameter.dtype in _HALF else parameter

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from retouch.distributed.gathering import GatheredTensors, Part
 from retouch.distributed.ranks import Ranks
-from retouch.distributed.stepper import NonFiniteGradient
+from retouch.distributed.stepper import MASTER, NonFiniteGradient
 
-_MASTER = "master"  # fp32 master weights, if the trained weights are in 16 bits
 _engines: "WeakKeyDictionary[nn.Module, Any]" = WeakKeyDictionary()
 
 
@@ -114,7 +113,7 @@ class ZeroStepper:
         kept = self._zero.optimizer.state.get(flat, {})
         shares = {key: value for key, value in kept.items() if value.shape == flat.shape}
         if shares and flat.dtype != next(iter(self.parameters.values())).dtype:
-            shares[_MASTER] = flat.detach()
+            shares[MASTER] = flat.detach()
         singles = {key: value.detach().cpu() for key, value in kept.items() if value.shape != flat.shape}
         state: dict[str, Tensor | Part] = {}
         for name, (first, last) in self._ranges().items():
@@ -134,7 +133,7 @@ class ZeroStepper:
             by_key.setdefault(key, {})[parameter] = tensor
         for key, tensors in by_key.items():
             first = next(iter(tensors.values()))
-            if key == _MASTER:
+            if key == MASTER:
                 self._flat.data.copy_(self._shard(tensors))
             else:
                 self._zero.optimizer.state[self._flat][key] = first.clone() if first.dim() == 0 else self._shard(tensors)

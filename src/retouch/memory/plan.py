@@ -108,6 +108,8 @@ def plan_parts(described: Described, setup: Setup, *, shape: Shape) -> MemoryPla
         MemoryRow("AdamW's two moments", moments),
         MemoryRow("copies of the trained weights", setup.copies * trained_bytes),
     ]
+    if setup.trained_dtype.itemsize < 4 and setup.sharding != "zero2":
+        rows.append(MemoryRow("fp32 master weights and gradients", _share(8 * (trained - whole), share) + 8 * whole))
     if setup.sharding == "fsdp":
         rows.append(MemoryRow("two gathered blocks", 2 * _largest_block(transformer) * setup.dtype.itemsize))
     elif setup.trained_dtype.itemsize > setup.dtype.itemsize:

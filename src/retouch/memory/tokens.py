@@ -79,6 +79,8 @@ def _permanent(setup: WriterSetup, frozen: int, trained: int) -> list[MemoryRow]
     if setup.sharding == "zero2":
         # DeepSpeed has a bucket as large as all gradients, and this rank's shard of the gradients and of fp32 weights.
         rows.append(MemoryRow("ZeRO's shares of gradients and weights", math.ceil(trained * (size + 4) / setup.ranks)))
+    elif size < 4:
+        rows.append(MemoryRow("fp32 master weights and gradients", math.ceil(8 * trained / whole)))
     return rows
 
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 class WeightCopies:
     """Copies of the trainable parameters of ``module``, by the copy's name.
 
-    A copy holds only the trainable parameters: the LoRA matrices, or all weights. Each copy needs as much memory as they do.
+    A copy holds only the trainable parameters: the LoRA matrices, or all weights. Each copy needs as much memory as they do, but
+    averages ("old", "average") of weights in 16 bits are in fp32, where small updates are not rounded away.
     ``devices``: the device that stores a copy while it is not used, by the copy's name; the default is the device of the weights.
     """
 
@@ -22,7 +23,7 @@ class WeightCopies:
     def snapshot(self, copy: str) -> None:
         """Copy the current weights to ``copy``, which may exist already."""
         self.copies[copy] = {
-            name: parameter.detach().to(self.devices.get(copy, parameter.device), copy=True)
+            name: parameter.detach().to(self.devices.get(copy, parameter.device), _dtype(copy, parameter), copy=True)
             for name, parameter in self.parameters.items()
         }
 
@@ -41,14 +42,16 @@ class WeightCopies:
     @torch.no_grad()
     def update_ema(self, copy: str, decay: float) -> None:
         """Exponential moving average: copy = decay * copy + (1 - decay) * current, with ``decay`` in [0, 1]."""
-        torch._foreach_lerp_(list(self.copies[copy].values()), [p.detach() for p in self.parameters.values()], 1.0 - decay)
+        averages = list(self.copies[copy].values())
+        weights = [p.detach().to(average.dtype) for p, average in zip(self.parameters.values(), averages, strict=True)]
+        torch._foreach_lerp_(averages, weights, 1.0 - decay)
 
     @contextmanager
     def using(self, copy: str) -> Iterator[None]:
         """Swap the copy's weights into the module inside the block. Do not keep an autograd graph built inside."""
         current = {name: parameter.data for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
-            parameter.data = self.copies[copy][name].to(parameter.device)
+            parameter.data = self.copies[copy][name].to(parameter.device, parameter.dtype)
         try:
             yield
         finally:
@@ -68,3 +71,7 @@ class WeightCopies:
         for copy, tensors in self.copies.items():
             for name, tensor in tensors.items():
                 tensor.copy_(state[f"{copy}/{name}"])
+
+
+def _dtype(copy: str, parameter: Tensor) -> torch.dtype:
+    return parameter.dtype if copy == "reference" or parameter.dtype.itemsize > 2 else torch.float32
