@@ -5,10 +5,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import tiny_policies
+from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.training import preflight
 from tiny_recipes import SMALL
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -43,3 +48,22 @@ def test_the_trial_step_passes_and_restores_every_bit(tried: dict[str, Any]) -> 
 
 def test_a_resumed_optimizer_has_its_moments_on_the_device(tried: dict[str, Any]) -> None:
     assert tried["moments_on"] == ["pretend:0"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "objective", "limit"),
+    [
+        (torch.float32, {"clip_low": 1e-5, "clip_high": 1e-5}, 1e-6),
+        (torch.bfloat16, {"clip_low": 1e-5, "clip_high": 2e-5}, 1e-6),
+        (torch.bfloat16, {"clip_low": 0.2, "clip_high": 0.2}, 1e-2),
+        (torch.bfloat16, {"clip_low": 3e-4, "clip_high": 4e-4, "surrogate": "gspo"}, 1e-2),
+    ],
+)
+def test_the_ratio_of_a_model_in_16_bits_may_be_off_by_a_tenth_of_the_clip_range(
+    dtype: torch.dtype, objective: dict[str, Any], limit: float
+) -> None:
+    policy = tiny_policies.policy(train="full")
+    minibatch: Any = SimpleNamespace(trajectory=policy.rollout(tiny_policies.batch()))
+    policy.module.to(dtype)
+    run: Any = SimpleNamespace(policy=policy)
+    assert preflight._ratio_limit(run, PolicyGradient(kind="policy_gradient", **objective), minibatch) == pytest.approx(limit)

@@ -17,7 +17,7 @@ from torch import Tensor
 from retouch.distributed.head_stepper import HeadStepper
 from retouch.distributed.stepper import MeasuresGradients, local_shard
 from retouch.objectives.base import Objective
-from retouch.objectives.policy_gradient import ActorCritic
+from retouch.objectives.policy_gradient import ActorCritic, PolicyGradient
 from retouch.training.checkpoint import restore_rng, rng_state
 from retouch.training.loop import Collected, Phase, Run, accumulate, make_minibatch
 from retouch.types import Kind, Minibatch, Needs
@@ -25,6 +25,8 @@ from retouch.types import Kind, Minibatch, Needs
 TRANSITION_LIMIT = 1e-6
 TOKEN_LIMIT = 1e-5
 HALF_PRECISION_LIMIT = 1e-2
+CLIP_SHARE = 0.1
+"""The largest |ratio - 1| of a model in 16 bits before the first update, as a share of the clip range."""
 ROWS = 8
 """Rows of a trial step."""
 PIECE = 2**24
@@ -115,13 +117,13 @@ def _take_step(run: Run, phase: Phase, step: int, minibatch: Minibatch, before: 
     actor = phase.objective.actor if isinstance(phase.objective, ActorCritic) else phase.objective
     has_ratio = isinstance(actor, Objective) and actor.has_ratio
     if has_ratio:
-        deviation, limit = _max_ratio_deviation(run, minibatch), _ratio_limit(run, minibatch)
+        deviation, limit = _max_ratio_deviation(run, minibatch), _ratio_limit(run, actor, minibatch)
         yield Check(
             "ratio_before",
             deviation <= limit,
             deviation,
             limit,
-            f"the largest |ratio - 1| before the step is {deviation:.1e}; the limit is {limit:.0e}",
+            f"the largest |ratio - 1| before the step is {deviation:.1e}; the limit is {limit:.0e}{_advice(run, deviation, limit)}",
         )
     accumulate(run, phase.objective, minibatch)
     norm = run.stepper.step(max(phase.learning_rate(step), phase.learning_rate(phase.steps.stop - 1), 1e-6))
@@ -175,11 +177,20 @@ def _max_ratio_deviation(run: Run, minibatch: Minibatch) -> float:
     return run.ranks.max(largest).item()
 
 
-def _ratio_limit(run: Run, minibatch: Minibatch) -> float:
-    if next(run.policy.module.parameters()).dtype != torch.float32:
-        return HALF_PRECISION_LIMIT
-    transitions = bool((minibatch.trajectory.kind == Kind.TRANSITION).all())
-    return TRANSITION_LIMIT if transitions and run.policy.sampling.reduction == "mean" else TOKEN_LIMIT
+def _ratio_limit(run: Run, objective: object, minibatch: Minibatch) -> float:
+    if all(parameter.dtype == torch.float32 for parameter in run.policy.module.parameters()):
+        transitions = bool((minibatch.trajectory.kind == Kind.TRANSITION).all())
+        return TRANSITION_LIMIT if transitions and run.policy.sampling.reduction == "mean" else TOKEN_LIMIT
+    if isinstance(objective, PolicyGradient) and not objective.one_ratio_per_row:
+        bounds = [bound for bound in (objective.clip_low, objective.clip_high) if bound]
+        return min([HALF_PRECISION_LIMIT, *(CLIP_SHARE * bound for bound in bounds)])
+    return HALF_PRECISION_LIMIT
+
+
+def _advice(run: Run, deviation: float, limit: float) -> str:
+    if deviation <= limit or getattr(run.policy.sampling, "equal_shapes", True):
+        return ""
+    return "; in 16 bits it depends on the shapes of forward passes: set rollout.equal_shapes to true"
 
 
 def _kl_gradient(run: Run, objective: Objective, minibatch: Minibatch) -> float:

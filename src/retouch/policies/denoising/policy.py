@@ -5,6 +5,7 @@ to ``latents[:, j + 1]``, at ``sigmas[first + j]``. All other steps of the chain
 (seed, step, group, slot) and drawn on the CPU.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -62,6 +63,7 @@ class DenoisingPolicy:
         self.keep_means = keep_means
         self.head = head
         self.reference_dropout = reference_dropout
+        self._in_16_bits = any(parameter.dtype.itemsize == 2 for parameter in model.module.parameters())
 
     @torch.no_grad()
     def rollout(self, batch: Batch) -> DenoisingTrajectory:
@@ -108,7 +110,8 @@ class DenoisingPolicy:
             if k == actions.start and len(actions):
                 latents.append(x)
             sigma, sigma_next = sigmas[k].expand(len(x)), sigmas[k + 1].expand(len(x))
-            velocity = self.model.velocity(self.model.module, x, sigma, rows)
+            at_once = self._forward_rows(len(actions)) if k in actions else None
+            velocity = self._velocity(self.model.module, x, sigma, rows, at_once=at_once)
             if k in actions:
                 noise = self._transition_noise(batch, x, k - actions.start)
                 made = self._transition(x, velocity, sigma, sigma_next, sigmas, noise=noise)
@@ -174,11 +177,34 @@ class DenoisingPolicy:
     def microbatches(self, trajectory: DenoisingTrajectory) -> Iterator[Slice]:
         """All actions of a few rows if they fit into a microbatch, otherwise a few actions of one row."""
         rows, actions = trajectory.mask.shape
-        actions_at_once = min(actions, self.microbatch)
-        rows_at_once = max(1, self.microbatch // actions)
+        rows_at_once, actions_at_once = self._microbatch_of(actions)
         for row in range(0, rows, rows_at_once):
             for action in range(0, actions, actions_at_once):
                 yield Slice(slice(row, min(row + rows_at_once, rows)), slice(action, min(action + actions_at_once, actions)))
+
+    def _microbatch_of(self, actions: int) -> tuple[int, int]:
+        """Rows and actions per row of a microbatch."""
+        return max(1, self.microbatch // actions), min(actions, self.microbatch)
+
+    def _forward_rows(self, actions: int) -> int | None:
+        """The rows of every forward pass whose velocity goes into a ratio, in rollout and update alike; None is any number.
+
+        In 16 bits, a velocity depends on the shape of the forward pass by more than a clip range of 1e-5, so that the ratio would
+        not be 1 before the first update. fp32 needs no equal shapes.
+        """
+        if not self._in_16_bits or not self.sampling.equal_shapes:
+            return None
+        return min(math.prod(self._microbatch_of(actions)), self.sampling.chunk)
+
+    def _velocity(
+        self, module: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning, *, at_once: int | None
+    ) -> Float[Tensor, "r ..."]:
+        """The velocity at each row, in forward passes of ``at_once`` rows, of which the last one is filled with repeated rows."""
+        if at_once is None:
+            return self.model.velocity(module, x, sigma, conditioning)
+        order = torch.arange(-(-len(x) // at_once) * at_once, device=x.device).clamp(max=len(x) - 1)
+        parts = [self.model.velocity(module, x[rows], sigma[rows], conditioning.take(rows)) for rows in order.split(at_once)]
+        return torch.cat(parts)[: len(x)]
 
     def row_slices(self, trajectory: DenoisingTrajectory) -> Iterator[slice]:
         """Slices of at most ``microbatch`` rows."""
@@ -200,7 +226,8 @@ class DenoisingPolicy:
         sigma_next = trajectory.sigmas[index + 1].repeat(shape[0])
         conditioning = trajectory.conditioning.take(trajectory.group[part.rows].repeat_interleave(count))
 
-        velocity = self.model.velocity(self.module, x, sigma, conditioning)
+        at_once = self._forward_rows(trajectory.mask.shape[1])
+        velocity = self._velocity(self.module, x, sigma, conditioning, at_once=at_once)
         made = self._transition(x, velocity, sigma, sigma_next, trajectory.sigmas, next=after)
         log_ratio, scale = made.log_prob.view(shape) - old_log_probs, None
         if needs.log_ratio == "norm":

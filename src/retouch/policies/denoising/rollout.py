@@ -29,6 +29,10 @@ class DenoisingRollout(Section):
     """All samples of a group start from the same noise."""
     chunk: Count = 128
     """Rows per forward pass when sampling."""
+    equal_shapes: bool = Field(default=True, exclude_if=lambda equal: equal)
+    """For a model in 16 bits: compute the steps that train in forward passes of equally many rows in rollout and update (those of
+    ``microbatch``, at most ``chunk``), because a velocity in 16 bits depends on the shape of its forward pass. False is faster if
+    ``microbatch`` is small, and its ratios are not 1 before the first update."""
 
     writes_tokens: ClassVar[bool] = False
 

@@ -1,0 +1,86 @@
+"""A model in 16 bits computes what goes into a ratio in forward passes of the same shape, in rollout and update."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiny_policies as tiny
+from retouch.models.common.wrappers import Guided
+from retouch.policies.denoising.policy import DenoisingPolicy
+from retouch.types import Needs
+
+ROWS = 8
+
+
+def policy(family: str, dtype: torch.dtype, *, guidance: float = 1.0, microbatch: int = 4, **how: Any) -> DenoisingPolicy:
+    """A policy of which a chunk of the rollout has 8 rows, and a microbatch has 2 rows of 2 actions."""
+    made = tiny.policy(family, train="full", copies=(), mode="window", kind="cps", noise_level=0.7, **how)
+    made.module.to(dtype)
+    model = Guided(made.model, guidance) if guidance > 1 else made.model
+    options = {"sampling": made.sampling, "eval_steps": tiny.NUM_STEPS, "microbatch": microbatch, "copies": made.copies}
+    return DenoisingPolicy(model, **options)
+
+
+def ratios(policy: DenoisingPolicy) -> Tensor:
+    """The largest |ratio - 1| of each row before any update."""
+    trajectory = policy.rollout(tiny.batch(2, ROWS // 2))
+    with torch.no_grad():
+        made = [policy.evaluate(trajectory, part, Needs()).log_ratio for part in policy.microbatches(trajectory)]
+    return (torch.cat(made).exp() - 1).abs()
+
+
+def shapes(policy: DenoisingPolicy) -> list[int]:
+    """The rows of each forward pass from now on."""
+    rows: list[int] = []
+    policy.module.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(len(kwargs["hidden_states"])), with_kwargs=True
+    )
+    return rows
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.5])
+@pytest.mark.parametrize("family", ["sd3", "edit"])
+def test_the_ratio_of_a_model_in_16_bits_is_1_before_the_first_update(family: str, guidance: float) -> None:
+    assert ratios(policy(family, torch.bfloat16, guidance=guidance)).max() == 0
+
+
+def test_it_is_not_1_with_other_shapes() -> None:
+    found = max(float(ratios(policy(family, torch.bfloat16, guidance=4.5, equal_shapes=False)).max()) for family in ("sd3", "edit"))
+    assert found > 1e-6
+
+
+def test_every_step_that_trains_has_the_rows_of_the_update() -> None:
+    made = policy("sd3", torch.bfloat16, microbatch=6)
+    actions = made.sampling.window.actions(num_steps=tiny.NUM_STEPS, seed=3, step=5)
+    rows = shapes(made)
+    trajectory = made.rollout(tiny.batch(2, ROWS // 2))
+    assert len(actions) == 2
+    assert sorted(rows) == [6] * 4 + [ROWS] * (tiny.NUM_STEPS - 2)
+    rows.clear()
+    for part in made.microbatches(trajectory):
+        made.evaluate(trajectory, part, Needs())
+    assert rows == [6] * 3
+
+
+def test_fp32_takes_each_forward_pass_as_a_whole() -> None:
+    made = policy("sd3", torch.float32)
+    rows = shapes(made)
+    made.rollout(tiny.batch(2, ROWS // 2))
+    assert rows == [ROWS] * tiny.NUM_STEPS
+
+
+def test_rows_that_fill_a_forward_pass_have_no_gradient() -> None:
+    """7 rows in passes of 4: the last is filled with one row more, which must not count."""
+    torch.manual_seed(0)
+    made = policy("sd3", torch.bfloat16)
+    trajectory = made.rollout(tiny.batch(1, 7))
+    x, sigma = trajectory.latents[:, 0], trajectory.sigmas[:1].expand(7)
+    conditioning = trajectory.conditioning.take(trajectory.group)
+    gradients = []
+    for at_once in (4, None):
+        velocity = made._velocity(made.module.float(), x, sigma, conditioning, at_once=at_once)
+        assert len(velocity) == 7
+        gradients.append(torch.autograd.grad(velocity.square().sum(), made.module.proj_out.weight)[0])
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5)
