@@ -87,8 +87,8 @@ VALUES = (
     Mutant(
         "the head's weights are not saved",
         "distributed/head_stepper.py",
-        "return {**self.policy.state(), **weights, ",
-        "return {**self.policy.state(), ",
+        "return merged(self.policy.state(), weights, ",
+        "return merged(self.policy.state(), ",
         f"{_LOOP}::test_a_run_saves_its_head_and_exports_none_of_it",
     ),
     Mutant(

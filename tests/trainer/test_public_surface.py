@@ -35,6 +35,7 @@ def public() -> dict[str, Any]:
     """Every public function and class, by its name."""
     found = {f"retouch.{name}": getattr(retouch, name) for name in retouch.__all__}
     found |= {f"retouch.core.{name}": getattr(retouch.core, name) for name in retouch.core.__all__}
+    found |= {f"retouch.testing.{name}": getattr(retouch.testing, name) for name in retouch.testing.__all__}
     found["retouch.rewards.load"] = retouch.rewards.load
     found["retouch.core.gae.gae"] = retouch.core.gae.gae
     return {name: value for name, value in found.items() if not inspect.ismodule(value)}
@@ -73,8 +74,15 @@ def brightness(images: list[Any], **kwargs: Any) -> list[float]:
 def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the examples use."""
     image = Image.new("RGB", (8, 8), "red")
+    root = tmp_path_factory.mktemp("examples")
+    (root / "prompts.txt").write_text("".join(f"prompt {number}\n" for number in range(12)))
     names = {"retouch": retouch, "torch": torch, "Image": Image, "ImageStat": ImageStat, "image": image, "brightness": brightness}
-    return {**names, "make_pipe": tiny_pipelines.sd3, "root": tmp_path_factory.mktemp("examples")}
+    return {**names, "make_pipe": tiny_pipelines.sd3, "root": root}
+
+
+@pytest.fixture(scope="module")
+def playground() -> Any:
+    return retouch.testing.playground_policy()
 
 
 @pytest.fixture(scope="module")
@@ -116,5 +124,7 @@ def test_the_example_of_every_name_runs(
     if name in ("retouch.load_run", *USE_A_RUN):
         names["folder"] = request.getfixturevalue("trained")
         names["run"] = retouch.load_run(names["folder"], model=names["pipe"])
+    if name.startswith("retouch.testing.check_"):
+        names["policy"], names["batch"] = request.getfixturevalue("playground")
     assert run_examples({**public(), **USE_A_RUN}[name], name, names) >= 1, f"{name} has no example"
     assert os.getcwd() == str(objects["root"])

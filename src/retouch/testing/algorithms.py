@@ -27,6 +27,10 @@ def check_objective(objective: Objective, policy: Any, batch: Batch) -> None:
     - The gradient does not depend on the size of microbatches (``policy.microbatch``), to 1e-4.
     - Rows of weight 0 do not change it, whatever their advantages.
     - ``policy/loss`` in the metrics is the sum of the shares.
+
+    Example::
+
+        >>> retouch.testing.check_objective(retouch.GRPO(clip=1e-4), policy, batch)
     """
     trajectory = objective.demonstrate(policy, batch) if objective.imitates else policy.rollout(batch)
     minibatch = _minibatch(batch, trajectory)
@@ -94,6 +98,10 @@ def check_advantage(advantage: Advantage, *, reward_range: tuple[float, float] =
     - It returns one float32 number per row, finite where the reward is, the same on a second call.
     - Permuting the rows permutes the advantages; renumbering the groups does not change them.
     - A missing reward (NaN) leaves the advantages of other groups finite.
+
+    Example::
+
+        >>> retouch.testing.check_advantage(retouch.GroupAdvantage())
     """
     low, high = reward_range
     rewards = low + (high - low) * torch.rand(24, generator=generator("check_advantage"))
@@ -122,6 +130,10 @@ def check_transition(transition: Transition) -> None:
     - Evaluating the sampled next x gives the log-probability of the rollout (1e-6), which is finite where ``step_std`` is not 0.
     - Without noise the next x is the mean, and 4096 samples have the standard deviation ``step_std`` to 5 %.
     - The log-probability has a gradient through the velocity, and the sampled x has none.
+
+    Example::
+
+        >>> retouch.testing.check_transition(retouch.SDETransition(noise_level=0.7))
     """
     if not transition.stochastic:
         return
@@ -150,6 +162,11 @@ def check_window(window: Window, *, num_steps: int = 10) -> None:
 
     - ``actions`` is a non-empty ``range`` within the chain, without its last step, in each of 50 training steps.
     - It depends on (seed, step) only, so that every rank has the same.
+
+    Example::
+
+        >>> from retouch.policies.denoising.windows import SlidingWindow
+        >>> retouch.testing.check_window(SlidingWindow(size=2, every=5, stride=1))
     """
     for step in range(50):
         first, again = call_twice(lambda step=step: window.actions(num_steps=num_steps, seed=3, step=step), "the window")  # type: ignore[misc]

@@ -28,6 +28,11 @@ def check_data_source(source: DataSource, *, context: DataContext | None = None,
     - Instructions are not empty; images are RGB and masks L, of the size of the first source image (or of the target).
     - Every task has what ``contents`` promises, and nothing that it excludes.
     - The recipe's document of the section can be read back.
+
+    Example::
+
+        >>> from retouch.data.sources.prompts import PromptData
+        >>> retouch.testing.check_data_source(PromptData(path="prompts.txt", held_out=2))
     """
     context = DataContext() if context is None else context
     document = DATA.document(source)

@@ -22,6 +22,10 @@ def check_model(model: DenoisingModel, tasks: Sequence[Task], *, num_steps: int 
     - The velocity has the shape of x, is fp32 and finite, depends only on its own row and sigma, and has a gradient to ``module``.
     - Noise: row i from generator i only, standard normal. Sigmas: num_steps + 1 decreasing values from about 1 to 0.
     - Guidance with scale 1 gives the positive velocity. Images are decoded one per row and encoded to the shape of x.
+
+    Example::
+
+        >>> retouch.testing.check_model(policy.model, batch.tasks)
     """
     require(len(tasks) >= 2, "give at least two tasks")
     with no_global_draws("encode"):

@@ -19,6 +19,12 @@ def playground_policy(rollout: DenoisingRollout | None = None, *, microbatch: in
 
     ``rollout``: how it samples; None takes 3 steps of the transition ``cps``. The last block of its transformer trains. It keeps
     copies of its weights as ``reference`` and ``old``.
+
+    Example::
+
+        >>> policy, batch = retouch.testing.playground_policy()
+        >>> len(batch.tasks), len(batch)
+        (2, 6)
     """
     model = PlaygroundModel().build(device=torch.device("cpu"))
     module: nn.Module = model.module

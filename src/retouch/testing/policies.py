@@ -35,6 +35,10 @@ def check_policy(policy: Policy, batch: Batch, *, needs: Needs | None = None, ra
 
     If a rollout consists of whole images without log-probabilities, the checks of log-probabilities are skipped. The weights are
     restored to the bit.
+
+    Example::
+
+        >>> retouch.testing.check_policy(policy, batch)
     """
     needs = Needs() if needs is None else needs
     trained = [parameter for parameter in policy.module.parameters() if parameter.requires_grad]

@@ -20,6 +20,12 @@ def check_renderer(renderer: Renderer, tasks: Sequence[Task], trajectory: Any) -
     - It returns one RGB image or None per row, and the same on a second call, whatever the state of torch's global generator.
     - A row's image does not depend on the other rows (up to 1 level of 255, for rounding), and the outputs are not modified.
     - If the outputs are a floating-point tensor: a row that is not finite gives None, and the other rows their images.
+
+    Example::
+
+        >>> from retouch.renderers.decoders import LatentRenderer
+        >>> rows = [batch.tasks[task] for task in batch.group]
+        >>> retouch.testing.check_renderer(LatentRenderer(policy.model), rows, policy.rollout(batch))
     """
     require(
         len(tasks) == len(trajectory) >= 2, f"{len(tasks)} tasks for {len(trajectory)} rows; give one per row, and at least two"

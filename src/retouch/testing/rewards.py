@@ -21,6 +21,12 @@ def check_reward(reward: Reward, samples: Sequence[Sample]) -> None:
     - It returns exactly the declared columns, each (b,) in a floating-point dtype, within its range or NaN.
     - Permuting the samples permutes the scores (up to 1e-5 of the largest), and nothing is drawn from torch's global generator.
     - Unusual images (one pixel, all black, very wide, another mode) give a score or NaN and raise no error.
+
+    Example::
+
+        >>> from retouch.types import Sample, Task
+        >>> samples = [Sample(Task(str(side), "red"), Image.new("RGB", (side, 8), "red")) for side in (8, 9, 10)]
+        >>> retouch.testing.check_reward(retouch.rewards.Share(channel="red").build(device="cpu"), samples)
     """
     require(len(samples) >= 2, "give at least two samples")
     require(all(sample.image is not None for sample in samples), "give samples with an image: a reward is never called without one")
