@@ -38,7 +38,8 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
 
 def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["recipes"]) == 0
-    assert "recipes/qwen-image-edit/flow-grpo.jsonnet" in capsys.readouterr().out.splitlines()
+    names = [line.partition(" ")[0] for line in capsys.readouterr().out.splitlines()]
+    assert {"quickstart", "qwen-image-edit/flow-grpo"} <= set(names)
 
 
 def test_a_users_mistake_is_one_message_and_exit_code_2() -> None:

@@ -32,16 +32,16 @@ def judged_by_brightness(out: Path, column: str | None) -> Recipe:
     return parse({**document, "steps": 1, "eval": {**document["eval"], "column": column}}, allow_imports=["test_new_runs"])
 
 
-def test_a_recipe_that_failed_before_its_first_result_can_be_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_that_failed_before_its_first_step_can_be_corrected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RETOUCH_ALLOW_IMPORTS", "test_new_runs")
     wrong, right = (judged_by_brightness(tmp_path, column) for column in ("overall", None))
     folder = RunFolder(wrong.folder)
     with pytest.raises(ValueError, match=r"no column 'overall', only bright; name one of them, or give null for the combined"):
         run(wrong, fresh=False)
     assert folder.recipe.exists()
-    assert not folder.has_results()
+    assert not folder.has_steps()
     assert run(right, fresh=False) == 0
-    assert folder.has_results()
+    assert folder.has_steps()
     with pytest.raises(ValueError, match=r"a run of another recipe:\n  eval\.column: None in the run, overall in the recipe"):
         run(wrong, fresh=False)
 

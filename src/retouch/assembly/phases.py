@@ -42,7 +42,7 @@ def build_sets(recipe: Recipe, data: DataSource, *, size: tuple[int, int] | None
             eval_tasks=given.tasks,
             eval_seed=given.seed,
             eval_source=recipe.eval_data(),
-            required=_required(recipe, data),
+            required=required_rows(recipe, data),
             trains=trains,
         )
     )
@@ -61,7 +61,7 @@ def steps_of(phases: Sequence[ResolvedPhase], sets: Sequence[DataSets]) -> list[
     return steps
 
 
-def _required(recipe: Recipe, data: DataSource) -> RowRequirements:
+def required_rows(recipe: Recipe, data: DataSource) -> RowRequirements:
     """What the image model takes (a writer of prompts needs no images), the text that the reward reads, and the pairs that an
     objective learns from ``data``."""
     model = recipe.image_model

@@ -1,16 +1,30 @@
 """``retouch data check`` and ``retouch data tokenize``."""
 
 import argparse
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from retouch.cli.arguments import Commands, debug_option, import_option
+from retouch.cli.arguments import Commands, debug_option, import_option, set_option
+
+if TYPE_CHECKING:
+    from retouch.data.rows import Problem, Rows
+
+_SHOWN = 3
+_RECIPES = (".jsonnet", ".libsonnet")
 
 
 def add_data(commands: Commands) -> None:
     """Add both commands."""
     data = commands.add_parser("data", help="data sets").add_subparsers(dest="what", required=True, metavar="WHAT")
-    check = data.add_parser("check", parents=[debug_option()], help="read a data set as training would, and list its problems")
-    check.add_argument("path", metavar="PATH")
+    check = data.add_parser(
+        "check",
+        parents=[debug_option(), set_option(), import_option()],
+        help="read a data set as training would, and list its problems",
+    )
+    check.add_argument("path", metavar="PATH_OR_RECIPE", help="a data set; or a recipe, whose columns are then used")
+    check.add_argument("--all", action="store_true", help=f"list every finding; without it, {_SHOWN} of those that are equal")
     check.set_defaults(run=_data_check)
     tokens = data.add_parser(
         "tokenize", parents=[debug_option(), import_option()], help="encode the images of a data set as image tokens"
@@ -32,12 +46,68 @@ def add_data(commands: Commands) -> None:
 def _data_check(arguments: argparse.Namespace) -> int:
     from retouch.data.check import check
 
-    problems = check(arguments.path)
+    failed = False
+    for name, rows in _data_sets(arguments):
+        problems = check(rows)
+        for line in map(str, problems) if arguments.all else _folded(problems):
+            print(line)
+        errors = sum(problem.severity == "error" for problem in problems)
+        failed |= errors > 0
+        print(f"{name}: {len(rows)} rows read, {errors} errors, {len(problems) - errors} notes")
+    return 1 if failed else 0
+
+
+def _data_sets(arguments: argparse.Namespace) -> "Iterator[tuple[str, Rows]]":
+    """The name and the rows of the data set at a path, or of each data set of a recipe. Raises ValueError if they cannot be
+    read."""
+    from retouch.data.check import read_path
+
+    if Path(arguments.path).exists() and not arguments.path.endswith(_RECIPES):
+        if arguments.overrides:
+            raise ValueError("--set changes a recipe; give the recipe instead of the data set: retouch data check RECIPE --set ...")
+        yield arguments.path, read_path(arguments.path)
+        return
+    if not arguments.path.endswith(_RECIPES) and not _is_packaged(arguments.path):
+        raise ValueError(f"{arguments.path}: no such file or folder, and no packaged recipe has this name")
+    from retouch.assembly.phases import required_rows
+    from retouch.data.base import StoredData
+    from retouch.data.requirements import RequiredRows
+    from retouch.recipe.recipe import load
+
+    recipe = load(arguments.path, arguments.overrides)
+    seen = []
+    for phase in recipe.resolved_phases():
+        if phase.data in seen:
+            continue
+        seen.append(phase.data)
+        name = ", ".join(phase.data.paths()) or phase.data.label
+        if isinstance(phase.data, StoredData):
+            yield name, RequiredRows(phase.data.rows(seed=recipe.seed), required_rows(recipe, phase.data))
+        else:
+            print(f"{name}: {phase.data.label} data have no rows to check; `retouch doctor` reads them")
+
+
+def _is_packaged(name: str) -> bool:
+    from retouch.config.packaged import find
+
+    try:
+        find(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _folded(problems: "list[Problem]") -> Iterator[str]:
+    """The problems as lines, of those that differ only in names and numbers the first few and how many more there are."""
+    groups: dict[tuple[str, str, str], list[Problem]] = {}
     for problem in problems:
-        print(problem)
-    errors = sum(problem.severity == "error" for problem in problems)
-    print(f"{arguments.path}: {errors} errors, {len(problems) - errors} notes")
-    return 1 if errors else 0
+        alike = re.sub(r"'[^']*'|\"[^\"]*\"|\d+", "...", problem.what)
+        groups.setdefault((problem.file, problem.severity, alike), []).append(problem)
+    for (file, severity, _), alike_problems in groups.items():
+        yield from map(str, alike_problems[:_SHOWN])
+        if (more := len(alike_problems) - _SHOWN) > 0:
+            last = alike_problems[-1].line
+            yield f"{file}: and {more} more {severity}s like this one, the last in line {last}; --all lists them"
 
 
 def _data_tokenize(arguments: argparse.Namespace) -> int:

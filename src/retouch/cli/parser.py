@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from retouch import __version__
 
@@ -22,8 +23,10 @@ _COMMANDS = {
     "recipes": "retouch.cli.recipes:add_recipes",
     "playground": "retouch.cli.playground:add_playground",
     "data": "retouch.cli.data:add_data",
+    "report": "retouch.cli.report:add_report",
     "ledger": "retouch.cli.ledger:add_ledger",
     "serve": "retouch.cli.serve:add_serve",
+    "completion": "retouch.cli.completion:add_completion",
 }
 _USER_ERROR = 2
 _LOST_RANK = 3
@@ -48,7 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         from retouch.distributed.guardian import die_with_launcher
 
         die_with_launcher()
-    code = _run(arguments)
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `retouch recipes | head`: nobody reads the rest
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     if "retouch.rewards.worker" in sys.modules and sys.modules["retouch.rewards.worker"].has_abandoned_threads():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -90,11 +98,35 @@ def _run(arguments: argparse.Namespace) -> int:
     return code
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names the recipe's key for an option that does not exist: ``--steps 5`` is ``--set steps=5``."""
+
+    def error(self, message: str) -> NoReturn:
+        changes = _as_changes(message.partition("unrecognized arguments: ")[2].split())
+        super().error(f"{message}\nkeys of the recipe are changed with: {' '.join(changes)}" if changes else message)
+
+
+def _as_changes(words: Sequence[str]) -> list[str]:
+    """The ``--set`` options for words like ``--steps 5``; empty if none of them is a key of a recipe."""
+    if not any(word.startswith("--") for word in words):
+        return []
+    from retouch.recipe.keys import RecipeKeys
+
+    changes = []
+    for index, word in enumerate(words):
+        key, equals, value = word.removeprefix("--").replace("-", "_", word.partition("=")[0].count("-") - 2).partition("=")
+        if not word.startswith("--") or key.partition(".")[0] not in RecipeKeys.model_fields:
+            continue
+        if not equals:
+            following = words[index + 1 : index + 2]
+            value = following[0] if following and not following[0].startswith("--") else "true"
+        changes.append(f"--set {key}={value}")
+    return changes
+
+
 def build_parser(command: str | None = None) -> argparse.ArgumentParser:
     """The parser of all commands, or only of this one. The namespace it returns has ``run``, the function of the command."""
-    parser = argparse.ArgumentParser(
-        prog="retouch", description="Reinforcement-learning post-training for image editing and generation."
-    )
+    parser = _Parser(prog="retouch", description="Reinforcement-learning post-training for image editing and generation.")
     parser.add_argument("--version", action="version", version=f"retouch {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in _COMMANDS if command is None else [command]:
@@ -102,6 +134,8 @@ def build_parser(command: str | None = None) -> argparse.ArgumentParser:
         add = getattr(import_module(module), function)
         if name == "launch":
             add(commands, parse=_parse)
+        elif name == "completion":
+            add(commands, parser=build_parser)
         else:
             add(commands)
     return parser

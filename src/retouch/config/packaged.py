@@ -1,5 +1,6 @@
 """Files that come with the package: recipes, and the prompt lists that they name."""
 
+from difflib import get_close_matches
 from pathlib import Path
 
 SUFFIXES = (".jsonnet", ".json")
@@ -19,10 +20,24 @@ def available() -> list[str]:
     return sorted(f"{_FOLDER}/{file.relative_to(folder).as_posix()}" for file in folder.rglob("*") if file.suffix in SUFFIXES)
 
 
+def short_name(name: str) -> str:
+    """The short name of a packaged recipe: ``sd3/ocr-grpo`` for ``recipes/sd3/ocr-grpo.jsonnet``."""
+    return name.removeprefix(f"{_FOLDER}/").rpartition(".")[0]
+
+
+def near_names(name: str | Path) -> list[str]:
+    """Short names of packaged recipes that are similar to ``name``, the most similar first; empty if none is."""
+    parts = Path(name).with_suffix("").parts
+    wanted = "/".join(parts[1:] if parts[:1] == (_FOLDER,) else parts)
+    shorts = [short_name(each) for each in available()]
+    same_end = [each for each in shorts if wanted and each.endswith(f"/{wanted}")]
+    return list(dict.fromkeys([*same_end, *get_close_matches(wanted, shorts, n=3, cutoff=0.7)]))
+
+
 def find(name: str | Path) -> Path:
     """The recipe file of that name, else the packaged recipe: ``recipes/sd3/ocr-grpo.jsonnet``, or ``sd3/ocr-grpo`` for short.
 
-    Raises ValueError if there is neither; the message lists the packaged recipes.
+    Raises ValueError if there is neither; the message has the packaged recipes with similar names.
     """
     file = Path(name)
     if file.is_file():
@@ -33,7 +48,9 @@ def find(name: str | Path) -> Path:
             if f"{_FOLDER}/{short.as_posix()}" in available():
                 return packaged_recipes() / short
     what = "is a folder, not a recipe" if file.is_dir() else "no such file"
-    raise ValueError(f"{name}: {what}; recipes that come with the package:\n  " + "\n  ".join(available()))
+    near = near_names(name)
+    meant = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ValueError(f"{name}: {what}, and no packaged recipe has this name; {meant}`retouch recipes` lists them")
 
 
 def shipped(name: str) -> Path:

@@ -40,11 +40,28 @@ def launch(nproc: int, gpus: Sequence[int] | None, argv: Sequence[str], *, logs:
     if gpus is not None and (not gpus or len(gpus) % nproc or len(set(gpus)) != len(gpus)):
         named = ",".join(map(str, gpus))
         raise ValueError(f"--gpus {named}: give the same number of devices for each of the {nproc} ranks, and each device once")
+    if gpus is not None:
+        _require_gpus(gpus)
     if "RANK" in os.environ:
         raise ValueError(f"this process is already rank {os.environ['RANK']} of a launcher; run the command without `launch`")
     # -P: modules in the current folder do not come before installed ones.
     command = [sys.executable, "-P", "-m", "retouch.cli", *argv]
     return run_ranks(command, rank_environments(nproc, gpus), logs=logs, grace=GRACE_SECONDS, owner=owner)
+
+
+def _require_gpus(gpus: Sequence[int]) -> None:
+    """Raise ValueError if this machine lacks one of the CUDA devices; the ranks would otherwise train on the CPU in silence."""
+    import torch
+
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    missing = [number for number in gpus if number >= there]
+    if not missing:
+        return
+    named = ",".join(map(str, gpus))
+    if there:
+        raise ValueError(f"--gpus {named}: there is no CUDA device {missing[0]}; this machine has {there}, from 0 to {there - 1}")
+    build = "" if torch.version.cuda else f", and torch {torch.__version__} is a build without CUDA"
+    raise ValueError(f"--gpus {named}: no CUDA device was found{build}; leave --gpus away to use the CPU")
 
 
 def rank_environments(nproc: int, gpus: Sequence[int] | None = None) -> list[dict[str, str]]:

@@ -83,8 +83,8 @@ def check_folder(recipe: Recipe) -> Finding:
         changed = differences(parse(folder.read_recipe()["recipe"]), recipe)
     except ValueError as error:
         return failed("run folder", f"{folder.root} contains a run that cannot be read: {error}", fix="--set name=ANOTHER")
-    if changed and not folder.has_results():
-        return ok("run folder", f"{folder.root}, where a run of another recipe failed before its first result; it will be replaced")
+    if changed and not folder.has_steps():
+        return ok("run folder", f"{folder.root}, where a run of another recipe ended before its first step; it will be replaced")
     if changed:
         listed = "\n".join(f"  {line}" for line in changed)
         return failed("run folder", f"{folder.root} contains a run of another recipe:\n{listed}", fix="--set name=ANOTHER")

@@ -115,12 +115,27 @@ class RunFolder:
     def samples(self, step: int) -> Path:
         return self.root / "samples" / f"step-{step:06d}"
 
-    def has_results(self) -> bool:
-        """Whether the run has recorded an evaluation, a step or a checkpoint. A run that failed while it was built has not."""
-        if any(self.checkpoints.glob("*")):
+    def has_steps(self) -> bool:
+        """Whether the run has taken a step, as far as its folder shows. Before that, another recipe may take its place."""
+        if self.metrics.exists() and self.metrics.stat().st_size:
             return True
-        found = {path.name for path in self.root.glob("*")} - {self.recipe.name, self.preflight.name, self.checkpoints.name, FILE}
-        return any(not name.endswith(".log") and not name.startswith("ledger.sqlite") for name in found)
+        saved = self.saved.read_bytes() if self.saved.is_file() else b'"step": 0'
+        written = [path for name in ("checkpoints", "evals", "samples") for path in (self.root / name).glob("step-*")]
+        return b'"step": 0' not in saved or any(path.stem != "step-000000" for path in written)
+
+    def discard_attempt(self) -> None:
+        """Remove what a run wrote before its first step, except its logs and the ledger, whose scores cost time or money."""
+        self.require_owner()
+        files_before = (self.evals, self.saved, self.alarm, self.summary, self.report)
+        folders_before = (
+            self.root / "evals",
+            self.root / "samples",
+            self.tensorboard,
+            self.watch,
+            *self.checkpoints.glob("step-*"),
+        )
+        for path in (*files_before, *folders_before):
+            remove(path)
 
     def require_owner(self) -> None:
         """Raise NotOwner if this process had the folder and has lost it. Call it before anything in the folder is changed."""

@@ -45,6 +45,8 @@ def run_folder(recipe: Recipe, ranks: Ranks, *, fresh: bool, new_judge: bool, ow
         ranks.barrier()
         if ranks.is_main:
             folder.create()
+            if not folder.has_steps():
+                folder.discard_attempt()
             folder.write_recipe(recipe.document())
             consent.remember(recipe.document())
             checkpoint.remove_leftovers(folder.checkpoints)
@@ -97,7 +99,7 @@ def _require_same_recipe(folder: RunFolder, recipe: Recipe, *, new_judge: bool) 
             "Give this run another name, or rename the old one with --fresh"
         ) from None
     changed = differences(before, recipe, new_judge=new_judge)
-    if changed and folder.has_results():  # a recipe that failed before its first result may be corrected
+    if changed and folder.has_steps():  # a recipe that failed before its first step may be corrected
         listed = "\n  ".join(changed)
         raise ValueError(
             f"{folder.root} contains a run of another recipe:\n  {listed}\n"

@@ -82,7 +82,8 @@ def open_session(
 
             publisher = open_publisher(recipe, folder, is_main=ranks.is_main)
         keep_images = recipe.ledger is not None and recipe.ledger.keep_images
-        with closing(Ledger(folder.root, ranks, keep_images=keep_images, new_judge=new_judge)) as ledger:
+        another_judge = new_judge or not folder.has_steps()
+        with closing(Ledger(folder.root, ranks, keep_images=keep_images, new_judge=another_judge)) as ledger:
             with explain_out_of_memory(recipe, lambda: "loading"):
                 measures = None
                 if recipe.watch is not None:
@@ -266,6 +267,8 @@ class TrainingSession:
         if self.publisher is not None and not last:
             self.publisher.after(self.parts, self.done, last=False)
         if stopping:
+            if self.parts.ranks.is_main and not _due(self.done, self.recipe.samples.every):
+                self._report()
             log.info("stopped after step %d; run the same command to continue", self.done)
             return result, True
         self.recorder.resume_clock()

@@ -26,7 +26,7 @@ log = logging.getLogger("retouch")
 
 class Ledger:
     """``run``: the run's folder. ``keep_images``: keep every image that is scored. ``new_judge``: the run may continue with another
-    reward than it began with. ValueError: the file is damaged, or was written by another version.
+    reward than it began with, as before its first step. ValueError: the file is damaged, or was written by another version.
     """
 
     def __init__(self, run: Path, ranks: Ranks, *, keep_images: bool, new_judge: bool) -> None:
@@ -65,7 +65,7 @@ class Ledger:
                 "Rewards before and after could not be compared. Restore the old judge, start over with --fresh, or continue with "
                 "this one with --new-judge"
             )
-        log.warning("continuing with another judge, as --new-judge allows:\n  %s", told)
+        log.warning("the run goes on with another judge:\n  %s", told)
 
     def attach(self, judge: RewardScorer, *, since: int) -> None:
         """Give the training judge its journal, and note in the ledger that it judges from step ``since`` on."""
