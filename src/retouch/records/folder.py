@@ -119,22 +119,17 @@ class RunFolder:
         """Whether the run has taken a step, as far as its folder shows. Before that, another recipe may take its place."""
         if self.metrics.exists() and self.metrics.stat().st_size:
             return True
-        saved = self.saved.read_bytes() if self.saved.is_file() else b'"step": 0'
+        saved = self.root / "saved.json"
+        if saved.is_file() and b'"step": 0' not in saved.read_bytes():
+            return True
         written = [path for name in ("checkpoints", "evals", "samples") for path in (self.root / name).glob("step-*")]
-        return b'"step": 0' not in saved or any(path.stem != "step-000000" for path in written)
+        return any(path.stem != "step-000000" for path in written)
 
     def discard_attempt(self) -> None:
         """Remove what a run wrote before its first step, except its logs and the ledger, whose scores cost time or money."""
         self.require_owner()
-        files_before = (self.evals, self.saved, self.alarm, self.summary, self.report)
-        folders_before = (
-            self.root / "evals",
-            self.root / "samples",
-            self.tensorboard,
-            self.watch,
-            *self.checkpoints.glob("step-*"),
-        )
-        for path in (*files_before, *folders_before):
+        results = (self.evals, self.saved, self.alarm, self.summary, self.report, self.tensorboard, self.watch)
+        for path in (*results, self.root / "evals", self.root / "samples", *self.checkpoints.glob("step-*")):
             remove(path)
 
     def require_owner(self) -> None:

@@ -45,7 +45,7 @@ def run_folder(recipe: Recipe, ranks: Ranks, *, fresh: bool, new_judge: bool, ow
         ranks.barrier()
         if ranks.is_main:
             folder.create()
-            if not folder.has_steps():
+            if folder.recipe.exists() and not folder.has_steps():
                 folder.discard_attempt()
             folder.write_recipe(recipe.document())
             consent.remember(recipe.document())
