@@ -43,11 +43,15 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: Any, files: Files) -> str:
+    if page.file.src_uri in ("results.md", "security.md"):
+        page.meta["hide"] = ["toc"]  # their tables are wide
     return markdown if page.file.src_uri in OUTSIDE.values() else rewritten(markdown, f"{DOCS}/{page.file.src_uri}")
 
 
 def on_page_content(html: str, *, page: Page, config: Any, files: Files) -> str:
-    """On API pages, the arguments that a paragraph describes become a list, and ``Example::`` ends with one colon."""
+    """Short code is not broken, for example after the hyphens of an option. On API pages, the arguments that a paragraph describes
+    become a list, and ``Example::`` ends with one colon."""
+    html = re.sub(r"<code>([^<\n]{1,26})</code>", r'<code class="short">\1</code>', html)
     if not page.file.src_uri.startswith("api/"):
         return html
     html = re.sub(r"<p>(.*?)</p>", lambda found: listed(found[1]), html, flags=re.DOTALL)
@@ -56,7 +60,7 @@ def on_page_content(html: str, *, page: Page, config: Any, files: Files) -> str:
 
 def listed(paragraph: str) -> str:
     """A paragraph of a docstring; sentences such as "``size``: height and width." become items of a list."""
-    name = r"<code>[\w*]+</code>(?: \([^()]*\))?"
+    name = r"<code[^>]*>[\w*]+</code>(?: \([^()]*\))?"
     start, *items = re.split(rf"(?:^|(?<=[.;:]))\s*(?={name}(?:(?:,| and|, and) {name})*:\s)", paragraph)
     if not items:
         return f"<p>{paragraph}</p>"
