@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from PIL import Image, ImageDraw, ImageFont
 from starlette.routing import Route
 
 from live_server import LIMITS, Live, body_of, host, live, picture, png, samples_of
@@ -156,6 +157,29 @@ def test_the_seeds_page_answers_three_numbers_or_a_true_error(digest: Live | Ray
     assert (failed.status_code, failed.json()["error"]["code"]) == (500, "reward_failed")
     unknown = digest.client.post("/score", json={"image": image, "prompt": "x", "text": "unknown"})
     assert unknown.status_code == 500
+
+
+def test_fault_6_the_text_for_ocr_is_the_quoted_text_of_the_prompt() -> None:
+    """Clients of the single-score page send a prompt without the text, and newer ones also a mask and a time step."""
+    import base64
+
+    sign = Image.new("RGB", (320, 96), "white")
+    ImageDraw.Draw(sign).text((40, 20), "AZIR", fill="black", font=ImageFont.load_default(48))
+    image, mask = (base64.b64encode(png(each)).decode() for each in (sign, Image.new("L", sign.size, 255)))
+    columns = SingleScore(vlm="red/share", ocr="ocr/correctness", ocr_weight=1.0)
+    with live("ocr", "red=share:red", single_score=columns) as server:
+
+        def ask(**form: object) -> httpx.Response:
+            return server.client.post("/score", json={"image": image, **form}, timeout=120)
+
+        for prompt in ("The text is 'AZIR'.", 'a sign that says "AZIR", please', "don't forget the word “AZIR”"):
+            assert ask(prompt=prompt).json()["ocr_confidence"] == 1.0
+            assert ask(prompt=prompt, mask=mask, timestep=999.0).json()["ocr_confidence"] == 1.0
+        assert ask(prompt="The text is 'OTHER'.").json()["ocr_confidence"] < 0.5
+        without = ask(prompt="a sign that doesn't say anything, don't you think")
+        assert (without.status_code, without.json()["error"]["code"]) == (422, "no_text")
+        twice = ask(prompt="The text is 'AZIR'.", mask=mask, mask_image=mask)
+        assert (twice.status_code, twice.json()["error"]["code"]) == (422, "bad_batch")
 
 
 def test_the_seeds_page_without_columns_is_not_there() -> None:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 
 from fastapi import FastAPI, Request
@@ -79,7 +80,9 @@ def _add_scoring(app: FastAPI, service: Service, single_score: SingleScore | Non
             raise RequestError("not_configured")
         with service.admit() as admission:
             seconds = read_deadline(request, longest=service.limits.deadline_seconds)
-            sample = await service.decode(decode_single_score, await _body(request, service, admission), admission=admission)
+            needs_text = any(getattr(each.reward, "reads_text", False) for each in service.hosted)
+            decode = partial(decode_single_score, needs_text=needs_text)
+            sample = await service.decode(decode, await _body(request, service, admission), admission=admission)
             names = [each.name for each in service.hosted]
             results = await service.score_samples([sample], names, seconds=seconds, admission=admission)
             scores: dict[str, float | None] = {}

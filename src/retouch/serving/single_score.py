@@ -1,8 +1,10 @@
 """``POST /score``: one image, three numbers (vlm_score, ocr_confidence, combined_score), for clients of existing scoring servers.
 
-An error has its HTTP status and never a number: 422 for an image that cannot be read, 429, 500, 503, 504.
+An error has its HTTP status and never a number: 422 for an image that cannot be read, and for a prompt without the text that OCR
+should look for; 429, 500, 503, 504.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
@@ -19,6 +21,7 @@ from retouch.types import Sample, Task
 
 _FILE = PictureHead(form="encoded")
 _MASK = PictureHead(form="encoded", mode="L")
+_QUOTED = re.compile(r"""["“]([^"“”]{1,1000})["”]|(?<!\w)['‘]([^'‘’]{1,1000})['’](?!\w)""")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,11 @@ class SingleScore:
 
 
 class SingleScoreRequest(BaseModel):
-    """The request. Images are PNG, JPEG or WebP files in base64."""
+    """The request. Images are PNG, JPEG or WebP files in base64.
+
+    ``text``: what the image should show; without it, the first text in quotation marks in the prompt. ``mask``: another name of
+    ``mask_image``. ``timestep``: of the denoising; it is accepted and does not change the scores.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -60,6 +67,8 @@ class SingleScoreRequest(BaseModel):
     source_image: str | None = None
     mask_image: str | None = None
     reference_image: str | None = None
+    mask: str | None = None
+    timestep: float | None = None
     text: Annotated[str, Field(max_length=100_000)] | None = None
 
 
@@ -71,16 +80,24 @@ class SingleScoreReply(BaseModel):
     combined_score: float
 
 
-def decode_single_score(body: bytes, limits: Limits, memory: MemoryBudget) -> Sample:
-    """The sample of a request; its images count against ``memory``. RequestError: it cannot be read."""
+def decode_single_score(body: bytes, limits: Limits, memory: MemoryBudget, *, needs_text: bool = False) -> Sample:
+    """The sample of a request; its images count against ``memory``.
+
+    ``needs_text``: a reward looks for the text of the task. RequestError: the request cannot be read, or has no such text.
+    """
     try:
         asked = SingleScoreRequest.model_validate(parse_json(body))
     except ValidationError:
         raise RequestError("bad_batch") from None
+    text = asked.text or quoted_text(asked.prompt)
+    if needs_text and not (text or "").strip():
+        raise RequestError("no_text")
+    if asked.mask is not None and asked.mask_image is not None:
+        raise RequestError("bad_batch")
     given = {
         "image": (_FILE, asked.image),
         "source": (_FILE, asked.source_image),
-        "mask": (_MASK, asked.mask_image),
+        "mask": (_MASK, asked.mask_image or asked.mask),
         "reference": (_FILE, asked.reference_image),
     }
     encoded = {name: (head, decode_base64(text)) for name, (head, text) in given.items() if text is not None}
@@ -96,6 +113,15 @@ def decode_single_score(body: bytes, limits: Limits, memory: MemoryBudget) -> Sa
         images=(images["source"],) if "source" in images else (),
         mask=images.get("mask"),
         reference=images.get("reference"),
-        text=asked.text,
+        text=text,
     )
     return Sample(task, images["image"])
+
+
+def quoted_text(prompt: str) -> str | None:
+    """The first text between quotation marks of any kind, as in "The text is 'Azir'."; None if there is none.
+
+    An apostrophe within a word ("don't") is not a quotation mark.
+    """
+    found = _QUOTED.search(prompt)
+    return None if found is None else (found[1] or found[2]).strip() or None
