@@ -9,6 +9,7 @@ from PIL import Image
 
 import tiny_policies as tiny
 from retouch.playground.judges.edit_judge import PlaygroundReward
+from retouch.playground.models import PlaygroundModel
 from retouch.playground.world.tasks import PlaygroundData
 from retouch.renderers.decoders import LatentRenderer
 from retouch.rewards.scorers.pixels import ShareReward
@@ -174,3 +175,38 @@ def test_a_broken_model_is_found(model):
     for each, says in broken:
         with pytest.raises(AssertionError, match=says):
             check_model(each, tasks)
+
+
+def test_fault_12_a_velocity_that_ignores_its_arguments_is_found(model):
+    velocity, tasks = model.velocity, tiny.tasks(3)
+    first = model.encode([tasks[0]])
+    broken = [
+        (lambda module, x, sigma, given: velocity(model.module, x, sigma, given), "ignores `module`"),
+        (lambda module, x, sigma, given: velocity(module, x, 1000 * sigma, given), "scaled twice"),
+        (lambda module, x, sigma, given: velocity(module, x, torch.full_like(sigma, 0.5), given), "does not change with sigma"),
+        (
+            lambda module, x, sigma, given: velocity(module, x, sigma, first.take(torch.zeros(len(x), dtype=torch.long))),
+            "does not change with the instruction",
+        ),
+    ]
+    for each, says in broken:
+        with pytest.raises(AssertionError, match=says):
+            check_model(changed(model, velocity=each), tasks)
+
+
+def test_fault_12_with_trained_weights_the_sign_of_the_velocity_is_checked():
+    trained = PlaygroundModel().build(device=torch.device("cpu"))
+    tasks = list(PlaygroundData(count=3, complexity=[1]).tasks())
+    check_model(trained, tasks, trained=True)
+    velocity, encode = trained.velocity, trained.encode_images
+    broken = [
+        changed(trained, velocity=lambda module, x, sigma, given: -velocity(module, x, sigma, given)),
+        changed(trained, velocity=lambda module, x, sigma, given: velocity(module, x, 1 - sigma, given)),
+        changed(trained, encode_images=lambda images: 20 * encode(images)),
+    ]
+    for each in broken:
+        check_model(each, tasks)
+        with pytest.raises(AssertionError, match="the velocity explains"):
+            check_model(each, tasks, trained=True)
+    with pytest.raises(AssertionError, match="every task needs a target"):
+        check_model(trained, [replace(task, target=None) for task in tasks], trained=True)

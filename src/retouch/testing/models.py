@@ -1,5 +1,6 @@
 """The contract of a flow-matching model adapter: independent rows, no effect of padding, and a velocity of the right kind."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,14 +13,22 @@ from retouch.testing.assertions import no_global_draws, require, require_close
 from retouch.types import Conditioning, Task
 
 ROUNDING = 1e-4
+_SMALL_STEP = 1e-5  # of sigma: a hundredth of a training time step of 1 / 1000
+_LARGEST_JUMP = 0.2  # by which the velocity may change over it, in changes between sigma 0.9 and 0.3
+_LEAST_EXPLAINED = 0.25
 
 
-def check_model(model: DenoisingModel, tasks: Sequence[Task], *, num_steps: int = 4) -> None:
+def check_model(model: DenoisingModel, tasks: Sequence[Task], *, num_steps: int = 4, trained: bool = False) -> None:
     """Raises AssertionError if ``model`` violates the contract on ``tasks``: two or more of one size, of unequal text lengths.
 
     - A conditioning has one row per task and no gradient, also for the negative branch. Tasks encoded one by one and
       concatenated, rows repeated by an index, and longer padding give the same velocity (up to 1e-4 of the largest value).
     - The velocity has the shape of x, is fp32 and finite, depends only on its own row and sigma, and has a gradient to ``module``.
+    - It is computed by the module that is passed, and changes with it; it changes with the instruction, and smoothly with sigma: a
+      time step that is scaled twice makes it jump.
+    - ``trained``: whether the weights are trained and the tasks have targets. The velocity v at the noised target then explains
+      noise - data: 1 - |v - (noise - data)|^2 / |noise - data|^2 is at least 0.25 at every tested sigma, which finds wrong signs
+      and scales. Random weights cannot show it.
     - Noise: row i from generator i only, standard normal. Sigmas: num_steps + 1 decreasing values from about 1 to 0.
     - Guidance with scale 1 gives the positive velocity. Images are decoded one per row and encoded to the shape of x.
 
@@ -40,6 +49,9 @@ def check_model(model: DenoisingModel, tasks: Sequence[Task], *, num_steps: int 
     rows = len(next(iter(both.tensors.values())))
     require(rows == 2 * len(tasks), f"both branches of guidance together have {rows} rows for {len(tasks)} tasks")
     _check_velocity(model, tasks, conditioning, x)
+    _check_dependence(model, conditioning, x)
+    if trained:
+        _check_direction(model, tasks, conditioning, x)
     _check_images(model, conditioning, x)
 
 
@@ -99,6 +111,53 @@ def _check_velocity(model: DenoisingModel, tasks: Sequence[Task], conditioning: 
         gradients = torch.autograd.grad(loss, trained, allow_unused=True)
         finite = all(bool(gradient.isfinite().all()) for gradient in gradients if gradient is not None)
         require(finite and any(gradient is not None for gradient in gradients), "velocity has no finite gradient to the module")
+
+
+def _check_dependence(model: DenoisingModel, conditioning: Conditioning, x: Tensor) -> None:
+    rows = len(x)
+
+    def velocity(sigma: float, *, module: torch.nn.Module = model.module, told: Conditioning = conditioning) -> Tensor:
+        with torch.no_grad():
+            return model.velocity(module, x, torch.full((rows,), sigma, device=x.device), told)
+
+    noisy = velocity(0.9)
+    other = copy.deepcopy(model.module)
+    noise = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=noise).to(parameter)
+    require(
+        not torch.equal(velocity(0.9, module=other), noisy),
+        "velocity ignores `module`: it must compute with the module it is given",
+    )
+    swapped = velocity(0.9, told=conditioning.take(torch.arange(rows, device=x.device).flip(0)))
+    require(not torch.equal(swapped, noisy), "velocity does not change with the instruction and the source images")
+    range_ = (velocity(0.3) - noisy).double().norm()
+    require(bool(range_ > 0), "velocity does not change with sigma")
+    jump = float((velocity(0.9 - _SMALL_STEP) - noisy).double().norm() / range_)
+    require(
+        jump < _LARGEST_JUMP,
+        f"velocity jumps with sigma: from 0.9 to {0.9 - _SMALL_STEP} it changes {jump:.2f} times as much as from 0.9 to 0.3; is "
+        "the time step scaled twice?",
+    )
+
+
+def _check_direction(model: DenoisingModel, tasks: Sequence[Task], conditioning: Conditioning, x: Tensor) -> None:
+    targets = [task.target for task in tasks]
+    require(all(target is not None for target in targets), "with trained=True every task needs a target")
+    clean = model.encode_images([target for target in targets if target is not None])
+    require(clean.shape == x.shape, f"the targets are encoded to {tuple(clean.shape)}; the noise is {tuple(x.shape)}")
+    for sigma in (0.9, 0.6, 0.3):
+        with torch.no_grad():
+            noised = (1 - sigma) * clean + sigma * x
+            velocity = model.velocity(model.module, noised, torch.full((len(x),), sigma, device=x.device), conditioning)
+        direction = x - clean
+        explained = 1 - float((velocity - direction).square().sum() / direction.square().sum())
+        require(
+            explained >= _LEAST_EXPLAINED,
+            f"at sigma {sigma} the velocity explains {explained:.2f} of noise - data, not {_LEAST_EXPLAINED} or more; "
+            "check its sign, and the scales of the time step and of the latents",
+        )
 
 
 def _padded(conditioning: Conditioning) -> Conditioning:
