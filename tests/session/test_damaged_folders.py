@@ -33,6 +33,7 @@ EXPECTED = {
     "a checkpoint without weights": "same bits",
     "nested 100 000 deep: checkpoints/step-000004/manifest.json": "same bits",
     "{}: recipe.json": "refused",
+    "turn into a folder: preflight.json": "refused",
 }
 
 

@@ -137,6 +137,13 @@ class RunFolder:
         if self.owner is not None:
             self.owner.require()
 
+    def require_files(self) -> None:
+        """Raise IsADirectoryError if a folder has the name of one of the run's files, before anything is changed."""
+        lines = (self.metrics, self.timings, self.evals)
+        for path in (*lines, self.recipe, self.summary, self.preflight, self.report, self.saved, self.alarm):
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
+
     def create(self) -> None:
         """Create the folder and the checkpoints folder in it."""
         self.require_owner()

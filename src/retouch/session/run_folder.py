@@ -33,6 +33,7 @@ def run_folder(recipe: Recipe, ranks: Ranks, *, fresh: bool, new_judge: bool, ow
         try:
             if ranks.is_main:
                 folder, aside = own(recipe.folder, fresh=fresh, environment=os.environ)
+                folder.require_files()
             else:
                 folder = RunFolder(recipe.folder, shared_owner(recipe.folder, os.environ))
         except (NotOwner, OSError) as error:
