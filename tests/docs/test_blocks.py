@@ -1,6 +1,7 @@
 """Every block of code in the documents is run, or parsed by what reads it; where it is only parsed, the reason is here.
 
-Blocks of docs/your-own.md are run by test_docs.py, those of README.md and docs/python.md by test_python_page.py.
+Blocks of docs/your-own.md are run by test_docs.py, those of README.md and docs/python.md by test_python_page.py, and those of
+docs/coming-from.md by tests/examples/test_from_trl.py.
 """
 
 import ast
@@ -29,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "src" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"(?:^`(?P<file>[\w./]+)`:\n\n)?^( *)```(?P<language>\w*)\n(?P<text>.*?)^ *```$", re.MULTILINE | re.DOTALL)
 LANGUAGES = {"python", "sh", "jsonnet", "jsonl", "toml", "text"}
-RUN_ELSEWHERE = {"README.md", "docs/python.md", "docs/your-own.md"}
+RUN_ELSEWHERE = {"README.md", "docs/python.md", "docs/your-own.md", "docs/coming-from.md"}
 
 PARSED = {
     "docs/rewards.md": "it loads a published CLIP, which is not on this machine",
