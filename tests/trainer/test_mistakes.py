@@ -17,6 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import retouch
 import tiny_pipelines
 import tiny_writers
+from retouch.data.sources.table import read_table
+from retouch.data.tasks import Tasks
 from retouch.rewards.function import FunctionReward
 from retouch.rewards.scoring import scores_of
 from retouch.types import Sample, Task
@@ -162,6 +164,16 @@ def test_the_constructor_says_what_is_wrong(mistake: str, pipe: Any) -> None:
     arguments = {"model": pipe, "reward_funcs": red, "train_dataset": ROWS, "peft_config": lora, **changes}
     with pytest.raises(ValueError, match=re.escape(message)):
         retouch.Trainer(**arguments)
+
+
+@pytest.mark.parametrize("mode", ["P", "RGBA", "1", "L", "I;16", "CMYK", "YCbCr"])
+def test_an_image_of_any_mode_is_read_as_rgb(mode: str) -> None:
+    image = Image.new("RGB", (16, 16), "red").convert("L" if mode == "I;16" else mode).convert(mode)
+    rows = read_table([{"prompt": "a", "image": image}], columns={}, name="train_dataset")
+    (task,) = Tasks(rows, resize=None)
+    assert task.images[0].mode == "RGB"
+    with pytest.raises(ValueError, match=re.escape("an image of mode F, whose range is not known; give image.convert('RGB')")):
+        read_table([{"prompt": "a", "image": Image.new("F", (16, 16))}], columns={}, name="train_dataset")[0]
 
 
 def test_there_are_many() -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Table: TypeAlias = "Sequence[Mapping[str, Any]] | datasets.Dataset"
 
+_NOT_IN_PNG = ("CMYK", "HSV", "LAB", "YCbCr")
 COLUMNS = {
     "id": ("id",),
     "instruction": ("instruction", "prompt"),
@@ -159,7 +160,9 @@ def encoded_image(value: Any) -> EncodedImage:
     """An image of a list's row: a PIL image, the bytes of a file, or its path. Raises ValueError for anything else."""
     if hasattr(value, "save") and hasattr(value, "tobytes"):
         buffer = io.BytesIO()
-        value.save(buffer, "PNG")
+        if value.mode == "F":
+            raise ValueError("an image of mode F, whose range is not known; give image.convert('RGB')")
+        (value.convert("RGB") if value.mode in _NOT_IN_PNG else value).save(buffer, "PNG")
         return EncodedImage("an image of the table", buffer.getvalue())
     if isinstance(value, bytes):
         return EncodedImage("an image of the table", value)
