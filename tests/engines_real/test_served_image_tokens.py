@@ -23,8 +23,8 @@ from retouch.session.session import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.engines, vllm_server.NEEDED]
 TOKENS = 10_000
-BLOCKS = ("--block-size", "16", "--num-gpu-blocks-override", "24")
-"""Room for about eight requests of 40 tokens, so that some of sixteen are preempted."""
+BLOCKS = ("--max-num-seqs", "64", "--block-size", "16", "--num-gpu-blocks-override", "100")
+"""Room for about 33 requests of 40 tokens, so that some of 64 are preempted."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(folder, tmp_path_factory):
     served = served_models.save_image_tokens(folder)
-    flags = (*vllm_server.LORA, "--max-num-batched-tokens", "32", *BLOCKS, "--logits-processors", PLUGIN)
+    flags = (*vllm_server.LORA, "--max-num-batched-tokens", "96", *BLOCKS, "--logits-processors", PLUGIN)
     with vllm_server.running(served, tmp_path_factory.mktemp("server"), *flags, runner=2) as found:
         yield found
 

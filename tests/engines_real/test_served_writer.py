@@ -118,9 +118,9 @@ def test_what_the_server_refuses_stops_with_its_words(server, folder, tmp_path):
         policy.rollout(tiny_writing.batch(served_models.tasks(1, images=False)))
     assert time.monotonic() - began < 20
     long = served_models.policy(served_models.writer(folder), server.url, tmp_path / "long", sampling={"max_new_tokens": 600})
-    long.model.stop = long.model.stop[:1]
+    long.model.stop = (long.model.image_token,)  # which is never sampled
     with pytest.raises(EngineFault, match=r"the server's --max-model-len is"):
-        long.rollout(tiny_writing.batch(served_models.tasks(1, images=False), 8))
+        long.rollout(tiny_writing.batch(served_models.tasks(1, images=False), 1))
     wrong = served_models.policy(served_models.writer(folder), server.url, tmp_path / "wrong")
     wrong.model.template.image_processor.size = {"shortest_edge": 64, "longest_edge": 24 * 24}
     with pytest.raises(EngineFault, match="image processor is another"):

@@ -47,7 +47,7 @@ _ADVICE = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 for success, 1 if it found a problem, 2 for a mistake of the user."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
-    if "RETOUCH_LAUNCHER" in os.environ:
+    if os.environ.keys() & {"RETOUCH_LAUNCHER", "TORCHELASTIC_RUN_ID"}:
         from retouch.distributed.guardian import die_with_launcher
 
         die_with_launcher()

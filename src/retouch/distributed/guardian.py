@@ -1,4 +1,4 @@
-"""Ranks do not outlive their launcher, even if it is killed with SIGKILL.
+"""Ranks do not outlive their launcher, even if it is killed with SIGKILL; nor the agent of torchrun.
 
 A small guardian process reads a pipe from the launcher. When the pipe closes without the launcher's last word, it kills every
 rank together with the rank's own child processes. On Linux each rank also asks the kernel to be killed when its parent dies, in
@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 LAUNCHER = "RETOUCH_LAUNCHER"
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""Set by torchrun's agent, which starts its ranks itself."""
 _PR_SET_PDEATHSIG = 1
 _DONE = b"done\n"
 _PROGRAM = """
@@ -64,10 +66,14 @@ def guardian() -> Iterator[Callable[["subprocess.Popen[bytes]"], "subprocess.Pop
 
 
 def die_with_launcher() -> None:
-    """In a rank: ask the kernel for SIGKILL when the launcher dies (Linux); nothing in a process without a launcher."""
+    """In a rank: ask the kernel for SIGKILL when the launcher or torchrun's agent dies (Linux); otherwise nothing.
+
+    torchrun's own ranks would train on after their agent was killed, and the other machines with them.
+    """
     launcher = os.environ.pop(LAUNCHER, None)  # so that the rank's own children do not take the launcher for their parent
-    if launcher is None or sys.platform != "linux":
+    if (launcher is None and _TORCHRUN not in os.environ) or sys.platform != "linux":
         return
+    parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(launcher):
+    if os.getppid() != (parent if launcher is None else int(launcher)):
         sys.exit("the launcher of this rank has ended")

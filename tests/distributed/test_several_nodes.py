@@ -1,0 +1,107 @@
+"""torchrun on two nodes: two agents on this machine, with two ranks each, over the loopback interface."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from folder_faults import WEIGHTS, bits, six_steps
+from retouch.recipe.recipe import Recipe
+from retouch.records.folder import RunFolder
+
+pytestmark = pytest.mark.slow
+RANK_TIMEOUT = 20
+BOUND = 180  # seconds: the time-out of a rank, torchrun's own wait for its ranks, and a slow machine
+
+
+def started(command: list[str], log: Path) -> "subprocess.Popen[bytes]":
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RETOUCH_RANK_TIMEOUT": str(RANK_TIMEOUT)}
+    with log.open("wb") as printed:
+        return subprocess.Popen(
+            [sys.executable, "-W", "ignore", *command], stdout=printed, stderr=subprocess.STDOUT, env=environment, process_group=0
+        )
+
+
+def agents(made: Recipe, out: Path) -> "list[subprocess.Popen[bytes]]":
+    """The agents of both nodes, each of which starts two ranks."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    where = ["--nnodes", "2", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    return [
+        started(
+            ["-m", "torch.distributed.run", *where, "--node-rank", str(node), "-m", "retouch.cli", "train", written(made)],
+            out / f"{made.name}-node-{node}.log",
+        )
+        for node in range(2)
+    ]
+
+
+def written(made: Recipe) -> str:
+    file = made.folder.with_name(f"{made.name}.json")
+    file.write_text(made.model_dump_json())
+    return str(file)
+
+
+def end(agent: "subprocess.Popen[bytes]") -> None:
+    """With its ranks, which torchrun puts into process groups of their own but which die with it."""
+    if agent.poll() is None:
+        os.killpg(agent.pid, signal.SIGKILL)
+        agent.wait()
+
+
+def ranks_of(agent: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split()]
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def logs(out: Path) -> str:
+    return "\n".join(file.read_text(errors="replace")[-3000:] for file in sorted(out.glob("*.log")))
+
+
+def test_two_nodes_make_the_steps_of_one_and_one_goes_on_when_a_node_is_lost(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        one = six_steps(tmp_path, "one")
+        launcher = started(["-m", "retouch.cli", "launch", "--nproc", "4", written(one)], tmp_path / "one.log")
+        stack.callback(end, launcher)
+        assert launcher.wait(600) == 0, logs(tmp_path)
+
+        two = six_steps(tmp_path, "two")
+        both = agents(two, tmp_path)
+        for agent in both:
+            stack.callback(end, agent)
+        assert [agent.wait(600) for agent in both] == [0, 0], logs(tmp_path)
+        assert bits(two.folder, (*WEIGHTS, "metrics.jsonl")) == bits(one.folder, (*WEIGHTS, "metrics.jsonl"))
+
+        lost = six_steps(tmp_path, "lost")
+        both = agents(lost, tmp_path)
+        for agent in both:
+            stack.callback(end, agent)
+        while len(RunFolder(lost.folder).read_metrics()) < 2:
+            assert all(agent.poll() is None for agent in both), logs(tmp_path)
+            time.sleep(0.02)
+        ranks = [rank for agent in both for rank in ranks_of(agent.pid)]
+        assert len(ranks) == 4
+        both[1].kill()  # the agent alone: its ranks must notice
+        began = time.monotonic()
+        while (any(map(lives, ranks)) or both[0].poll() is None) and time.monotonic() - began < 2 * BOUND:
+            time.sleep(0.05)
+        assert time.monotonic() - began < BOUND, logs(tmp_path)
+        assert both[0].returncode != 0
+
+        launcher = started(["-m", "retouch.cli", "launch", "--nproc", "4", written(lost)], tmp_path / "again.log")
+        stack.callback(end, launcher)
+        assert launcher.wait(600) == 0, logs(tmp_path)
+        assert bits(lost.folder, (*WEIGHTS, "metrics.jsonl")) == bits(one.folder, (*WEIGHTS, "metrics.jsonl"))
