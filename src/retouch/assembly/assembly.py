@@ -270,6 +270,15 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None, trai
         )
     phases = recipe.resolved_phases()
     sets = sets_of(recipe, phases, size=recipe.image_size, trains=trains)
+    return connect(recipe, ranks, placement=placement, judge=judge, sets=sets)
+
+
+def connect(recipe: Recipe, ranks: Ranks, *, placement: Placement, judge: RewardScorer, sets: Sequence[DataSets]) -> Assembly:
+    """Build the model, its weight copies and the value head, and put a run's parts together.
+
+    ``sets``: the tasks of each phase. Raises ValueError if the weights are not those that the recipe needs.
+    """
+    phases = recipe.resolved_phases()
     plan = list(zip(phases, steps_of(phases, sets), strict=True))
     acting = assemble_policy(recipe, ranks)
     sets = [each.with_model(acting.image_model) for each in sets]

@@ -1,6 +1,7 @@
 """``retouch doctor``."""
 
 import argparse
+import sys
 
 from retouch.cli.arguments import Commands, debug_option, import_option, set_option
 
@@ -14,6 +15,12 @@ def add_doctor(commands: Commands) -> None:
     )
     doctor.add_argument("recipe", nargs="?", metavar="RECIPE")
     doctor.add_argument("--distributed", action="store_true", help="under `retouch launch`: check that the ranks can communicate")
+    doctor.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="run the recipe's step at full size on fake tensors: errors, peak memory and time, without weights or a GPU",
+    )
+    doctor.add_argument("--ranks", type=int, help="with --rehearse: as rank 0 of so many ranks (default: the recipe's)")
     doctor.add_argument("--device", help="check this device, or plan for this GPU (h200, h100, ...)")
     doctor.set_defaults(run=_doctor)
 
@@ -22,6 +29,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from retouch.recipe.recipe import load
 
     recipe = None if arguments.recipe is None else load(arguments.recipe, arguments.overrides)
+    if arguments.rehearse:
+        if recipe is None:
+            raise ValueError("--rehearse: name a recipe")
+        from retouch.rehearsal.command import run_rehearsal
+
+        return run_rehearsal(recipe, machine=arguments.device, world=arguments.ranks, out=sys.stdout)
     from retouch.doctor.doctor import run_checks
 
     changes = [word for override in arguments.overrides for word in ("--set", override)]

@@ -1,0 +1,266 @@
+"""A fake accelerator: device ``rehearsal:N``, whose tensors have shape, dtype and device but no data. The host's tensors are real.
+
+torch's meta kernels compute the shapes. An operation on tensors of two devices is refused as CUDA refuses it, and so is a matrix
+product of two dtypes. Small tensors whose values follow from values on the host (token ids, masks, positions) keep them, so that
+shapes that depend on values are exact; what is read of other tensors is made up. torch knows the device for the rest of the
+process's life, so a rehearsal belongs into a process of its own.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+from retouch.rehearsal.tensors import (
+    CPU,
+    DEVICE,
+    META,
+    FakeTensor,
+    common_device,
+    description,
+    known_values,
+    machines,
+    mapped,
+    moved_to,
+    on_meta,
+    placed,
+    require_one_dtype,
+    tensors_of,
+    wrapped,
+)
+
+LARGE_ON_HOST = 2**28
+"""Bytes from which a tensor that is copied to the host has no data there either."""
+aten = torch.ops.aten
+_ALIASES = (aten._unsafe_view.default, aten.lift_fresh.default, aten.lift.default)  # views whose schema does not say so
+
+
+class _Backend(_DummyBackendModule):
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def set_device(self, device: object) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+
+def register() -> None:
+    """Make the device known to torch. Raises RuntimeError if this process has another fake device already."""
+    if torch._C._get_privateuse1_backend_name() == DEVICE:
+        return
+    _setup_privateuseone_for_python_backend(DEVICE, _Backend())
+
+
+Observer = Callable[[Any, Any, Mapping[str, Any], Any, "list[FakeTensor]", "list[FakeTensor]"], None]
+
+
+class Accelerator(TorchDispatchMode):
+    """Inside it there are fake devices, as many as one likes.
+
+    ``observe``: called after each operation with fake tensors: (operation, arguments, keyword arguments, result, fake inputs, fake
+    outputs). ``on_read``: called with a word when the host waits for the device. ``answer``: the value that is read of an unknown
+    number of a dtype. Errors: DeviceMismatch, and RuntimeError for matrix products of two dtypes.
+    """
+
+    def __init__(
+        self,
+        *,
+        observe: Observer | None = None,
+        on_read: Callable[[str], None] = lambda what: None,
+        answer: Callable[[torch.dtype], float] = lambda dtype: 1,
+    ) -> None:
+        super().__init__()
+        register()
+        self.observe = observe
+        self.on_read = on_read
+        self.answer = answer
+        self._remembered: dict[Any, Any] = {}
+
+    def __enter__(self) -> "Accelerator":
+        self._stack = ExitStack()
+        self._stack.enter_context(_patches())
+        machines.append(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        machines.pop()
+        self._stack.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        given = tensors_of(args, kwargs)
+        fakes = [tensor for tensor in given if isinstance(tensor, FakeTensor)]
+        asked = kwargs.get("device")
+        if isinstance(asked, str):
+            asked = torch.device(asked)
+        if not fakes and (asked is None or asked.type != DEVICE):
+            return func(*args, **kwargs)
+        packet = func.overloadpacket
+        handler = HANDLERS.get(packet)
+        if handler is not None:
+            done, result = handler(self, func, args, kwargs)
+            if done:
+                return result
+        device = common_device(packet, given, asked, args)
+        require_one_dtype(packet, given)
+        result = self._compute(func, packet, args, kwargs, device)
+        if self.observe is not None:
+            self.observe(func, args, kwargs, result, fakes, [each for each in tensors_of(result) if isinstance(each, FakeTensor)])
+        return result
+
+    def _compute(self, func: Any, packet: Any, args: Any, kwargs: dict[str, Any], device: torch.device) -> Any:
+        originals = {id(each.inner): each for each in tensors_of(args, kwargs) if isinstance(each, FakeTensor)}
+        made = self._shapes(func, mapped(args, on_meta), moved_to(META, mapped(kwargs, on_meta)))
+        values = known_values(func, args, kwargs, made)
+        if device.type == "cpu":
+            return self._to_host(packet, args, made, values)
+        return wrapped(func, made, device, originals, values)
+
+    def _shapes(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The result on the meta device. Shapes of new tensors are remembered, as torch computes many of them in Python."""
+        if func in _ALIASES or func._schema.is_mutable or any(each.alias_info is not None for each in func._schema.returns):
+            return func(*args, **kwargs)
+        try:
+            key = (func, description(args), description(tuple(kwargs.items())))
+            remembered = self._remembered.get(key)
+        except TypeError:  # an argument without a hash
+            return func(*args, **kwargs)
+        if remembered is not None:
+            return mapped(remembered, lambda each: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=META))
+        made = func(*args, **kwargs)
+        self._remembered[key] = made
+        return mapped(made, lambda each: torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=META))
+
+    def _to_host(self, packet: Any, args: Any, made: Tensor, values: Any) -> Any:
+        """The result of a copy to the host: real if it is small."""
+        if packet is aten.copy_:
+            self.on_read("copy to the host")
+            target, source = args[0], args[1]
+            if isinstance(target, FakeTensor):
+                return target
+            known = source.values if isinstance(source, FakeTensor) else source
+            return target.copy_(known) if known is not None else target
+        source = next(each for each in tensors_of(args) if isinstance(each, FakeTensor))
+        if source.device.type == DEVICE:
+            self.on_read("copy to the host")
+        if isinstance(values, Tensor):
+            return values
+        if made.numel() * made.element_size() >= LARGE_ON_HOST or source.device.type == "cpu":
+            return FakeTensor(made, CPU)
+        return self.made_up(made)
+
+    def made_up(self, like: Tensor) -> Tensor:
+        """A real tensor of made-up values."""
+        return torch.full(like.shape, self.answer(like.dtype), dtype=like.dtype)
+
+    def read(self, tensor: FakeTensor) -> Tensor:
+        """The values of a tensor, made up if they are unknown."""
+        values = tensor.values
+        return self.made_up(tensor.inner) if values is None else values
+
+
+# Operations whose result depends on values
+
+
+def _item(machine: Accelerator, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    if args[0].device.type == DEVICE:
+        machine.on_read("item")
+    return True, machine.read(args[0]).item()
+
+
+def _equal(machine: Accelerator, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    machine.on_read("equal")
+    one, other = (each.values if isinstance(each, FakeTensor) else each for each in args)
+    return True, True if one is None or other is None else bool(torch.equal(one, other))
+
+
+def _by_value(what: str) -> Callable[..., tuple[bool, Any]]:
+    """An operation whose shape depends on the values of its first tensor."""
+
+    def handler(machine: Accelerator, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+        machine.on_read(what)
+        device = args[0].device
+        made = func(*mapped(args, machine.read, FakeTensor), **moved_to(CPU, mapped(kwargs, machine.read, FakeTensor)))
+        result = mapped(made, lambda each: placed(each, device))
+        if machine.observe is not None:
+            fakes = [each for each in tensors_of(args, kwargs) if isinstance(each, FakeTensor)]
+            machine.observe(func, args, kwargs, result, fakes, tensors_of(result))
+        return True, result
+
+    return handler
+
+
+def _index(machine: Accelerator, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """Masks become indices first, as CUDA does."""
+    indices = args[1]
+    if not any(isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in indices):
+        return False, None
+    found: list[Tensor | None] = []
+    for each in indices:
+        if each is not None and each.dtype in (torch.bool, torch.uint8):
+            mask = machine.read(each) if isinstance(each, FakeTensor) else each
+            if isinstance(each, FakeTensor):
+                machine.on_read("mask to indices")
+            found += [placed(column, args[0].device) for column in mask.nonzero().unbind(1)]
+        else:
+            found.append(each)
+    return True, machine.run(func, (args[0], found, *args[2:]), kwargs)
+
+
+HANDLERS: dict[Any, Callable[..., tuple[bool, Any]]] = {
+    # (accelerator, operation, arguments, keyword arguments) to (whether it is done, its result)
+    aten._local_scalar_dense: _item,
+    aten.equal: _equal,
+    aten.nonzero: _by_value("nonzero"),
+    aten.masked_select: _by_value("masked_select"),
+    aten._unique2: _by_value("unique"),
+    aten.unique_dim: _by_value("unique"),
+    aten.unique_consecutive: _by_value("unique"),
+    aten.bincount: _by_value("bincount"),
+    aten.index: _index,
+    aten.index_put: _index,
+    aten.index_put_: _index,
+    aten._index_put_impl_: _index,
+}
+
+
+# What has to be told about the device
+
+
+class _Reading(TorchFunctionMode):
+    """Functions of torch that read the values of tensors without an operation."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.tensor:
+            args = mapped(args, lambda each: each.item() if each.dim() == 0 else each.cpu(), FakeTensor)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _patches() -> Iterator[None]:
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    lifts = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)  # else ``torch.tensor([1], device=...)`` would go there without an operation
+    lists = (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types)
+    for each in lists:
+        each.append(FakeTensor)
+    try:
+        with _Reading():
+            yield
+    finally:
+        for each in lists:
+            each.remove(FakeTensor)
+        torch._C._set_only_lift_cpu_tensors(lifts)

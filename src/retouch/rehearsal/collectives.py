@@ -1,0 +1,63 @@
+"""Rank 0 of several ranks that are not there: collectives move nothing, and are counted.
+
+Every rank is taken to hold what rank 0 holds, so a gathered tensor repeats rank 0's values.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from retouch.rehearsal.accelerator import HANDLERS, Accelerator
+from retouch.rehearsal.meter import Meter
+from retouch.rehearsal.tensors import FakeTensor, mapped, tensors_of
+
+_GATHERS = ("allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_", "all_gather_into_tensor")
+
+
+@contextmanager
+def fake_ranks(world: int, meter: Meter) -> Iterator[None]:
+    """Inside it, this process is rank 0 of a process group of ``world`` ranks."""
+    if world == 1:
+        yield
+        return
+
+    def collective(machine: Accelerator, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+        given = [each for each in tensors_of(args, kwargs) if isinstance(each, FakeTensor)]
+        if not given:
+            return False, None
+        moved = sum(each.numel() * each.element_size() for each in given)
+        meter.communicate(moved, world)
+        _, work = func(*mapped(args, lambda each: torch.zeros(1), FakeTensor), **kwargs)
+        if func.overloadpacket._qualified_op_name.split("::")[1] in _GATHERS:
+            outputs, inputs = tensors_of(args[0]), tensors_of(args[1])
+            for each in outputs:
+                _repeat(each, inputs[0])
+        return True, (args[0], work)
+
+    packets = [getattr(torch.ops.c10d, name) for name in _OPERATIONS]
+    HANDLERS.update(dict.fromkeys(packets, collective))
+    dist.init_process_group(backend="fake", rank=0, world_size=world, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        for packet in packets:
+            HANDLERS.pop(packet, None)
+
+
+_OPERATIONS = (
+    *("allreduce_", "allreduce_coalesced_", "allgather_", "_allgather_base_", "allgather_into_tensor_coalesced_"),
+    *("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_", "broadcast_", "scatter_", "gather_"),
+)
+
+
+def _repeat(output: Any, given: Any) -> None:
+    """The gathered tensor is made of as many repetitions of ``given`` as fit into it."""
+    if isinstance(output, FakeTensor) and isinstance(given, FakeTensor) and given.values is not None:
+        times = output.numel() // max(given.numel(), 1)
+        output.value = given.values.flatten().repeat(times).view(output.shape).clone()
+        output.known[0] = True

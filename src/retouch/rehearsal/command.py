@@ -1,0 +1,85 @@
+"""``retouch doctor RECIPE --rehearse``: rehearse, report, and name changes that make a recipe fit."""
+
+import logging
+import time
+import warnings
+from collections.abc import Iterator
+from typing import TextIO
+
+from retouch.recipe.policy import DenoisingPolicyKeys
+from retouch.recipe.recipe import Recipe, parse
+from retouch.records.libraries import silence_libraries
+from retouch.rehearsal.machines import Machine, find_machine
+from retouch.rehearsal.report import error_line, fits, lines, peak
+from retouch.rehearsal.step import Rehearsed, rehearse
+
+DEFAULT = "h100"
+ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+"""What a step may raise because of its shapes, devices and dtypes."""
+MOST_CHANGES = 6
+
+
+def run_rehearsal(recipe: Recipe, *, machine: str | None, world: int | None, out: TextIO) -> int:
+    """Rehearse a recipe's step and print the report. Returns the exit code: 0 if it runs and fits, else 1.
+
+    ``machine``: a GPU's name, or a profile; None is an H100. ``world``: number of ranks; None is the recipe's. Raises ValueError
+    for an unknown machine.
+    """
+    silence_libraries()
+    warnings.filterwarnings("ignore")
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    target = find_machine(machine or DEFAULT)
+    started = time.perf_counter()
+    try:
+        found = rehearse(recipe, target, world=world)
+    except ERRORS as error:
+        out.write(f"FAILED rehearsal: {error_line(error)}\n")
+        return 1
+    for line in lines(found, target):
+        out.write(line + "\n")
+    out.write(f"rehearsed in {time.perf_counter() - started:.0f} s\n")
+    if fits(found, target):
+        return 0
+    changes = smallest_changes(recipe, target, found, world=world)
+    if changes is None:
+        out.write("none of the changes that were tried makes it fit; use a GPU with more memory, or shard over more ranks\n")
+    else:
+        settings, size = changes
+        out.write(f"it fits with {size / 1e9:.2f} GB after: {' '.join(f'--set {each}' for each in settings)}\n")
+    return 1
+
+
+def smallest_changes(
+    recipe: Recipe, machine: Machine, found: Rehearsed, *, world: int | None
+) -> tuple[tuple[str, ...], int] | None:
+    """The fewest ``--set`` changes with which the recipe fits, and the peak with them; None if none of those tried does.
+
+    Each change lowers the memory of the stage that holds the peak, and is rehearsed.
+    """
+    settings: tuple[str, ...] = ()
+    for _ in range(MOST_CHANGES):
+        stage = max(found.meter.stages, key=lambda name: max(found.meter.stages[name].peaks.values(), default=0))
+        current = parse(recipe.document(), settings)
+        change = next(iter(_changes(current, stage, world=world or recipe.ranks or 1)), None)
+        if change is None:
+            return None
+        kept = tuple(each for each in settings if each.partition("=")[0] != change.partition("=")[0])
+        settings = (*kept, change)
+        found = rehearse(parse(recipe.document(), settings), machine, world=world)
+        if fits(found, machine):
+            return settings, peak(found)
+    return None
+
+
+def _changes(recipe: Recipe, stage: str, *, world: int) -> Iterator[str]:
+    """Changes that lower the peak of a stage, the cheapest first."""
+    if stage.endswith(("rollout", "render")) and recipe.phases is None and recipe.rollout.chunk > 1:
+        yield f"rollout.chunk={recipe.rollout.chunk // 2}"
+    if stage == "evaluation" and recipe.eval.batch > 1:
+        yield f"eval.batch={recipe.eval.batch // 2}"
+    if not recipe.policy.gradient_checkpointing and not stage.endswith(("rollout", "render", "evaluation")):
+        yield "policy.gradient_checkpointing=true"
+    if recipe.microbatch > 1:
+        yield f"microbatch={recipe.microbatch // 2}"
+    if world > 1 and recipe.sharding != "fsdp2" and isinstance(recipe.policy, DenoisingPolicyKeys):
+        yield "sharding=fsdp2"

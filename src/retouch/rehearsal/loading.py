@@ -1,0 +1,158 @@
+"""Models without weights: the real classes, built from their configurations on the fake accelerator.
+
+A folder that holds configurations but no weights is written for a published model, and loading reads them instead of weights.
+Everything else is what a run does: the recipe's own loaders, adapters and checks.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import diffusers
+import torch
+import transformers
+from torch import nn
+
+from retouch.models.base import Described
+from retouch.rehearsal.tensors import FakeTensor
+from retouch.rehearsal.tokenizers import stand_in, tokenizer_files
+
+SCHEDULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "num_train_timesteps": 1000, "shift": 3.0}
+_PROCESSOR = {
+    "do_resize": True,
+    "min_pixels": 3136,
+    "max_pixels": 12845056,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+
+
+def write_folder(folder: Path, described: Described) -> Path:
+    """A folder in the layout of a diffusers pipeline with the configurations of these parts, and no weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "DiffusionPipeline"}), encoding="utf-8")
+    for name, part in {**described, "scheduler": {"config": SCHEDULER}}.items():
+        (folder / name).mkdir(exist_ok=True)
+        file = "scheduler_config.json" if name == "scheduler" else "config.json"
+        (folder / name / file).write_text(json.dumps(_with_class(part)), encoding="utf-8")
+    (folder / "processor").mkdir(exist_ok=True)
+    (folder / "processor" / "preprocessor_config.json").write_text(json.dumps(_processor(described)), encoding="utf-8")
+    return folder
+
+
+def write_single(folder: Path, part: Mapping[str, Any]) -> Path:
+    """A folder in transformers' layout with one model's configuration, and no weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(_with_class(part)), encoding="utf-8")
+    (folder / "preprocessor_config.json").write_text(json.dumps(_processor({"writer": part})), encoding="utf-8")
+    return folder
+
+
+def _with_class(part: Mapping[str, Any]) -> dict[str, Any]:
+    config = dict(part["config"])
+    name = part.get("class")
+    found = getattr(transformers, name, None) if name else None
+    if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+        return {"model_type": found.config_class.model_type, **config, "architectures": [name]}
+    return config if name is None else {**config, "_class_name": name}
+
+
+def _processor(described: Described) -> dict[str, Any]:
+    """The image processor's configuration, with the patches of the vision model that reads its images."""
+    towers = [part["config"]["vision_config"] for part in described.values() if "vision_config" in part["config"]]
+    vision = towers[0] if towers else {}
+    found = {name: vision[name] for name in ("patch_size", "temporal_patch_size") if name in vision}
+    merge = {"merge_size": vision["spatial_merge_size"]} if "spatial_merge_size" in vision else {}
+    return {**_PROCESSOR, **found, **merge}
+
+
+@contextmanager
+def without_weights(device: torch.device, *, on_module: Callable[[str, nn.Module], None]) -> Iterator[None]:
+    """Inside it, ``from_pretrained`` builds models from their configurations, with fake weights on ``device``.
+
+    ``on_module``: called with the folder's name and the module of each.
+    """
+
+    def diffusers_model(cls: Any, folder: Any, **options: Any) -> nn.Module:
+        dtype = options.get("torch_dtype") or torch.float32
+        with fake_parameters(device, dtype):
+            module = cls.from_config(cls.load_config(folder))
+        keep(cls, module)
+        return finished(module, folder, dtype)
+
+    def transformers_model(cls: Any, folder: Any, **options: Any) -> nn.Module:
+        config = options.get("config") or cls.config_class.from_pretrained(folder)
+        if options.get("attn_implementation"):
+            config._attn_implementation = options["attn_implementation"]
+        dtype = options.get("dtype") or torch.float32
+        with fake_parameters(device, dtype):
+            module = cls(config)
+        keep(cls, module)
+        return finished(module, folder, dtype)
+
+    def keep(cls: Any, module: nn.Module) -> None:
+        kept = _in_fp32(cls)
+        for name, parameter in module.named_parameters() if kept else ():
+            if any(part in name.split(".") for part in kept):
+                parameter.data = parameter.data.float()
+
+    def finished(module: nn.Module, folder: Any, dtype: torch.dtype) -> nn.Module:
+        """Stored buffers have the dtype of the weights, the others keep theirs."""
+        stored = module.state_dict().keys()
+        for name, buffer in module.named_buffers():
+            if name in stored and buffer.dtype.is_floating_point:
+                buffer.data = buffer.data.to(dtype)
+        on_module(Path(folder).name, module)
+        return module.eval()
+
+    def tokenizer(cls: Any, folder: Any, **options: Any) -> Any:
+        own = _TOKENIZER(cls, folder, **options) if tokenizer_files(Path(folder)) else None
+        return stand_in(cls, Path(folder)) if own is None else own
+
+    with ExitStack() as stack:
+        for target, replacement in (
+            (diffusers.ModelMixin, diffusers_model),
+            (transformers.PreTrainedModel, transformers_model),
+            (transformers.PreTrainedTokenizerBase, tokenizer),
+        ):
+            stack.enter_context(patch.object(target, "from_pretrained", classmethod(replacement)))
+        yield
+
+
+_INITIALISERS = (
+    *("uniform_", "normal_", "trunc_normal_", "constant_", "ones_", "zeros_", "eye_", "orthogonal_"),
+    *("xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_"),
+)
+_TOKENIZER = transformers.PreTrainedTokenizerBase.from_pretrained.__func__
+
+
+@contextmanager
+def fake_parameters(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Inside it, the parameters of new modules are fake, on ``device`` and in ``dtype``; buffers are real and on the host."""
+    register = nn.Module.register_parameter
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not isinstance(parameter, FakeTensor):
+            kind = dtype if parameter.dtype.is_floating_point else parameter.dtype
+            data = torch.empty(parameter.shape, dtype=kind, device=device)
+            parameter = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(nn.Module, "register_parameter", registered))
+        for name in _INITIALISERS:
+            stack.enter_context(patch.object(nn.init, name, lambda tensor, *_, **__: tensor))
+        yield
+
+
+def _in_fp32(cls: Any) -> tuple[str, ...]:
+    """The layers that their class keeps in fp32 when it is loaded in bfloat16."""
+    if issubclass(cls, diffusers.ModelMixin):
+        return tuple(getattr(cls, "_keep_in_fp32_modules", None) or ())
+    return tuple(getattr(cls, "_keep_in_fp32_modules_strict", None) or ())

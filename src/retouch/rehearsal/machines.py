@@ -1,0 +1,128 @@
+"""The machines that a rehearsal is timed for: a few rates of each, stated in one place, or measured and read from a profile.
+
+A profile is a JSON file with the fields of ``Machine``; fields that it lacks keep the values of the GPU that it names.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+import torch
+
+_GIB = 2**30
+TFLOPS = 10**12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A GPU's memory in bytes and its sustained rates.
+
+    ``half``, ``single``: FLOP/s of matrix products in 16 bits, and in fp32 without TF32. ``attention``, ``masked_attention``:
+    FLOP/s of FlashAttention, and of the memory-efficient kernel that takes a mask. ``bandwidth``: bytes/s that kernels read and
+    write. ``launch``: seconds in which the host starts one kernel. ``copy``, ``pinned_copy``: bytes/s between host and device.
+    ``link``: bytes/s of each rank in a collective. ``measured``: where the numbers are from.
+    """
+
+    name: str
+    memory: int
+    half: float
+    single: float
+    attention: float
+    masked_attention: float
+    bandwidth: float
+    launch: float = 6e-6
+    copy: float = 10e9
+    pinned_copy: float = 50e9
+    link: float = 300e9
+    measured: str = "published rates, scaled to what kernels reach"
+
+    def rate(self, kind: str, dtype: torch.dtype) -> float:
+        """FLOP/s of a kind of work: "matmul", "attention" or "masked attention"."""
+        if kind == "matmul" or dtype.itemsize > 2:
+            return self.half if dtype.itemsize <= 2 else self.single
+        return self.attention if kind == "attention" else self.masked_attention
+
+
+# H100 and H200: products of 8192 x 8192 matrices and device copies of single machines (788 to 798 TFLOP/s in bf16, 3.0 and 4.3
+# TB/s). The others: 80 % of the published dense rate and 90 % of the published bandwidth. Attention: 60 and 30 % of the rate of
+# matrices.
+_H100 = Machine(
+    name="h100",
+    memory=int(79.1 * _GIB),
+    half=790 * TFLOPS,
+    single=50 * TFLOPS,
+    attention=470 * TFLOPS,
+    masked_attention=240 * TFLOPS,
+    bandwidth=3.0e12,
+)
+_A100 = replace(
+    _H100,
+    name="a100-80gb",
+    half=250 * TFLOPS,
+    single=15.5 * TFLOPS,
+    attention=150 * TFLOPS,
+    masked_attention=75 * TFLOPS,
+    bandwidth=1.8e12,
+    copy=8e9,
+    pinned_copy=24e9,
+    link=200e9,
+)
+_CONSUMER = replace(
+    _A100,
+    name="4090",
+    memory=int(23.6 * _GIB),
+    half=132 * TFLOPS,
+    single=66 * TFLOPS,
+    attention=79 * TFLOPS,
+    masked_attention=40 * TFLOPS,
+    bandwidth=0.9e12,
+    link=20e9,
+)
+MACHINES: Mapping[str, Machine] = {
+    machine.name: machine
+    for machine in (
+        replace(_H100, name="h200", memory=int(139.8 * _GIB), bandwidth=4.3e12),
+        _H100,
+        _A100,
+        replace(_A100, name="a100-40gb", memory=int(39.4 * _GIB), bandwidth=1.4e12),
+        replace(
+            _CONSUMER,
+            name="l40s",
+            memory=int(44.4 * _GIB),
+            half=290 * TFLOPS,
+            single=73 * TFLOPS,
+            attention=174 * TFLOPS,
+            masked_attention=87 * TFLOPS,
+            bandwidth=0.78e12,
+        ),
+        replace(
+            _CONSUMER,
+            name="5090",
+            memory=int(31.4 * _GIB),
+            half=168 * TFLOPS,
+            single=84 * TFLOPS,
+            attention=100 * TFLOPS,
+            masked_attention=50 * TFLOPS,
+            bandwidth=1.6e12,
+            pinned_copy=50e9,
+        ),
+        _CONSUMER,
+    )
+}
+"""The GPUs that are known by name."""
+
+
+def find_machine(name: str) -> Machine:
+    """A machine by the name of its GPU, or of a profile's JSON file. Raises ValueError for another name or a wrong profile."""
+    if name in MACHINES:
+        return MACHINES[name]
+    path = Path(name)
+    if not path.is_file():
+        raise ValueError(f"--device {name}: use one of {', '.join(MACHINES)}, or the JSON file of a measured profile")
+    found = json.loads(path.read_text(encoding="utf-8"))
+    known = {field.name for field in fields(Machine)}
+    if not isinstance(found, dict) or not found.keys() <= known or found.get("name") not in MACHINES:
+        raise ValueError(f"{path}: a profile has a name ({', '.join(MACHINES)}) and any of {', '.join(sorted(known - {'name'}))}")
+    base = {**asdict(MACHINES[found["name"]]), "measured": f"measured, {path.name}"}
+    return Machine(**{**base, **found})

@@ -1,0 +1,276 @@
+"""What a rehearsal counts: memory by what holds it, FLOPs, kernels, bytes, and the host's waits, stage by stage.
+
+Memory is what is asked of the allocator, in blocks of 512 bytes as torch's allocator gives them. Time is modelled kernel by kernel
+as the larger of FLOPs over the machine's rate and bytes over its bandwidth; nothing is fused or overlaps.
+"""
+
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
+
+from retouch.rehearsal.machines import Machine
+from retouch.rehearsal.tensors import DEVICE, FakeTensor
+
+OURS = str(Path(__file__).parents[1]) + "/"
+_MINE = str(Path(__file__).parent) + "/"
+BLOCK = 512
+_aten = torch.ops.aten
+_FREE = (  # these start no kernel
+    *(_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided, _aten._unsafe_view),
+    *(_aten.detach, _aten.lift_fresh, _aten.is_same_size, _aten._reshape_alias),
+)
+_MASKED = (_aten._scaled_dot_product_efficient_attention, _aten._scaled_dot_product_efficient_attention_backward)
+_FLASH = (_aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_flash_attention_backward)
+
+
+@dataclass(slots=True)
+class Work:
+    """What a stage did. ``flops``: by kind and dtype. ``seconds``: modelled, by kind. ``waits``: of the host, by cause and place.
+    ``counts``: "kernels", the "bytes" that they moved, and bytes "copied" between host and device and "communicated"."""
+
+    flops: Counter[str] = field(default_factory=Counter)
+    seconds: Counter[str] = field(default_factory=Counter)
+    waits: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: "Work", times: float = 1.0) -> None:
+        for mine, theirs in zip(self._parts, other._parts, strict=True):
+            for name, value in theirs.items():
+                mine[name] += value * times  # type: ignore[assignment]
+
+    def copy(self) -> "Work":
+        return Work(*(Counter(part) for part in self._parts))
+
+    def since(self, before: "Work") -> "Work":
+        made = self.copy()
+        made.add(before, -1.0)
+        return made
+
+    @property
+    def _parts(self) -> Sequence["Counter[str]"]:
+        return self.flops, self.seconds, self.waits, self.counts
+
+    @property
+    def kernels(self) -> float:
+        return self.counts["kernels"]
+
+    @property
+    def device_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+
+@dataclass(slots=True)
+class Stage:
+    """A stage's work, and its peak on each device with what held it, in bytes."""
+
+    work: Work = field(default_factory=Work)
+    peaks: dict[int, int] = field(default_factory=dict)
+    held: dict[int, Counter[str]] = field(default_factory=dict)
+    calls: int = 0
+
+
+class Meter:
+    """Observes an accelerator (``retouch.rehearsal.accelerator.Accelerator``). ``label``: what new tensors count as."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.stages: dict[str, Stage] = {}
+        self.label = "other"
+        self.counting = True
+        self.host = 0
+        self.host_peak = 0
+        self._now: Counter[int] = Counter()
+        self._held: dict[int, Counter[str]] = {}
+        self._alive: dict[int, list[Any]] = {}
+        self._enter("other")
+
+    # Stages and labels
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Count what happens inside as this stage."""
+        before = self._stage, self.stage_name
+        self._enter(name)
+        try:
+            yield
+        finally:
+            self._stage, self.stage_name = before
+
+    @property
+    def work(self) -> Work:
+        """The work of the present stage."""
+        return self._stage.work
+
+    @contextmanager
+    def labelled(self, label: str) -> Iterator[None]:
+        """Tensors made inside count as ``label``."""
+        before, self.label = self.label, label
+        try:
+            yield
+        finally:
+            self.label = before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count memory only."""
+        before, self.counting = self.counting, False
+        try:
+            yield
+        finally:
+            self.counting = before
+
+    def label_module(self, module: nn.Module, label: str) -> None:
+        """What this module makes counts as ``label``."""
+        stack: list[str] = []
+
+        def enter(*_: Any) -> None:
+            stack.append(self.label)
+            self.label = label
+
+        def leave(*_: Any) -> None:
+            if stack:
+                self.label = stack.pop()
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
+
+    def relabel(self, tensors: Sequence[Tensor | None], label: str) -> None:
+        """Count the storage of these tensors as ``label`` from now on."""
+        for tensor in tensors:
+            if isinstance(tensor, FakeTensor):
+                entry = self._alive.get(tensor.inner.untyped_storage()._cdata)
+                if entry is not None and entry[1] is not None:
+                    size, place, old = entry
+                    self._held[place][old] -= size
+                    self._held[place][label] += size
+                    entry[2] = label
+
+    def held(self, place: int = 0) -> dict[str, int]:
+        """Bytes on a device now, by what holds them."""
+        return {name: size for name, size in self._held.get(place, Counter()).items() if size}
+
+    def _enter(self, name: str) -> None:
+        stage = self.stages.setdefault(name, Stage())
+        stage.calls += 1
+        self._stage, self.stage_name = stage, name
+        self._note_peaks()
+
+    # Observation
+
+    def observe(
+        self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, given: list[FakeTensor], made: list[FakeTensor]
+    ) -> None:
+        """As ``accelerator.Observer``."""
+        for tensor in made:
+            self._track(tensor)
+        if self.counting:
+            self._count(func, args, kwargs, result, given, made)
+
+    def wait(self, what: str) -> None:
+        """The host waits for the device."""
+        if self.counting:
+            self.work.waits[f"{what} at {place()}"] += 1
+
+    def communicate(self, moved: int, world: int) -> None:
+        """A collective over so many bytes of this rank, as a ring sends them."""
+        if self.counting:
+            self.work.counts["communicated"] += moved
+            self.work.seconds["collectives"] += 2 * moved * (world - 1) / world / self.machine.link
+
+    def _track(self, tensor: FakeTensor) -> None:
+        storage = tensor.inner.untyped_storage()
+        key = storage._cdata
+        if key in self._alive:
+            return
+        size = (storage.nbytes() + BLOCK - 1) // BLOCK * BLOCK
+        where = (tensor.device.index or 0) if tensor.device.type == DEVICE else None
+        self._alive[key] = [size, where, self.label]
+        weakref.finalize(storage, self._free, key)
+        self._grow(size, where)
+
+    def _grow(self, size: int, where: int | None) -> None:
+        if where is None:
+            self.host += size
+            self.host_peak = max(self.host_peak, self.host)
+            return
+        self._now[where] += size
+        self._held.setdefault(where, Counter())[self.label] += size
+        if self._now[where] > self._stage.peaks.get(where, 0):
+            self._stage.peaks[where] = self._now[where]
+            self._stage.held[where] = self._held[where].copy()
+
+    def resize(self, tensor: FakeTensor, size: int) -> None:
+        """The storage of a tensor is given back or taken again, as FSDP does between uses."""
+        entry = self._alive.get(tensor.inner.untyped_storage()._cdata)
+        if entry is None or entry[1] is None:
+            return
+        change = (size + BLOCK - 1) // BLOCK * BLOCK - entry[0]
+        label, self.label = self.label, entry[2]
+        entry[0] += change
+        self._grow(change, entry[1])
+        self.label = label
+
+    def _free(self, key: int) -> None:
+        size, where, label = self._alive.pop(key)
+        if where is None:
+            self.host -= size
+        else:
+            self._now[where] -= size
+            self._held[where][label] -= size
+
+    def _note_peaks(self) -> None:
+        for where, size in self._now.items():
+            if size > self._stage.peaks.get(where, 0):
+                self._stage.peaks[where] = size
+                self._stage.held[where] = self._held[where].copy()
+
+    def _count(
+        self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, given: list[FakeTensor], made: list[FakeTensor]
+    ) -> None:
+        packet = func.overloadpacket
+        if packet in _FREE or (func.is_view and packet is not _aten.contiguous):
+            return
+        work = self.work
+        tensors = {id(each): each for each in (*given, *made)}.values()
+        moved = sum(each.numel() * each.element_size() for each in tensors if each.device.type == DEVICE)
+        if packet in (_aten._to_copy, _aten.copy_) and len({each.device.type for each in tensors}) + (len(given) == 0) > 1:
+            if not kwargs.get("non_blocking", False):
+                self.wait("copy from the host")
+            work.counts["copied"] += moved
+            work.seconds["copies from and to the host"] += moved / self.machine.copy
+            return
+        work.counts["kernels"] += 1
+        work.counts["bytes"] += moved
+        memory = moved / self.machine.bandwidth
+        formula = flop_registry.get(packet)
+        if formula is None:
+            work.seconds["other kernels"] += memory
+            return
+        flops = formula(*args, **kwargs, out_val=result)
+        dtype = next((each.dtype for each in given if each.dtype.is_floating_point), torch.float32)
+        kind = "masked attention" if packet in _MASKED else "attention" if packet in _FLASH else "matmul"
+        name = f"{kind} {str(dtype).removeprefix('torch.')}"
+        work.flops[name] += flops
+        work.seconds[name] += max(flops / self.machine.rate(kind, dtype), memory)
+
+
+def place() -> str:
+    """File and line of our code that is running now, relative to the package, and of the library that it called, if any."""
+    frame, library = sys._getframe(1), None
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(OURS) and not name.startswith(_MINE):
+            return f"{name.removeprefix(OURS)}:{frame.f_lineno}" + (f" ({library})" if library else "")
+        if library is None and "/site-packages/" in name and not name.split("/site-packages/")[1].startswith("torch/"):
+            library = f"{name.split('/site-packages/')[1]}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return library or "?"

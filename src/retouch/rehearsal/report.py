@@ -1,0 +1,127 @@
+"""What a rehearsal found, as text: peaks and what holds them, work, the host's waits, time, and errors with their place."""
+
+import traceback
+from collections.abc import Iterator
+
+from retouch.rehearsal.machines import TFLOPS, Machine
+from retouch.rehearsal.meter import OURS, Stage, Work
+from retouch.rehearsal.step import Rehearsed
+
+FREE_SHARE = 0.1
+"""The share of a GPU's memory that should stay free, for the CUDA context, kernels' workspaces and fragmentation."""
+_HOLDERS = 8
+_WAITS = 6
+
+
+def fits(found: Rehearsed, machine: Machine) -> bool:
+    """Whether the largest peak leaves enough of the machine's memory free."""
+    return peak(found) <= (1 - FREE_SHARE) * machine.memory
+
+
+def peak(found: Rehearsed) -> int:
+    """The largest peak of all stages and devices, in bytes."""
+    return max((size for stage in found.meter.stages.values() for size in stage.peaks.values()), default=0)
+
+
+def seconds(work: Work, machine: Machine) -> float:
+    """Modelled seconds: of the device's kernels one after the other, or of the host that starts them if that takes longer."""
+    return max(work.device_seconds, work.kernels * machine.launch)
+
+
+def ideal_seconds(work: Work, machine: Machine) -> float:
+    """Seconds of the FLOPs alone at the machine's rate of 16-bit matrix products."""
+    return sum(work.flops.values()) / machine.half
+
+
+def step_work(found: Rehearsed, index: int) -> Work:
+    """The work of one step of a phase, without preflight, evaluation and checkpoints."""
+    total = Work()
+    for name in found.phases[index].stages:
+        total.add(found.meter.stages[name].work)
+    return total
+
+
+def hours(found: Rehearsed, machine: Machine) -> float:
+    """Modelled hours of the whole run, with evaluations, without rewards."""
+    stages = found.meter.stages
+    steps = sum(phase.steps * sum(seconds(stages[name].work, machine) for name in phase.stages) for phase in found.phases)
+    evaluation = seconds(stages["evaluation"].work, machine) if "evaluation" in stages else 0.0
+    return (steps + found.evaluations * evaluation) / 3600
+
+
+def lines(found: Rehearsed, machine: Machine) -> Iterator[str]:
+    """The report."""
+    ranks = f"rank 0 of {found.world}" if found.world > 1 else "a single rank"
+    yield f"rehearsed as {ranks} on {machine.name} ({machine.memory / 1e9:.1f} GB; rates: {machine.measured})"
+    yield f"  {'stage':<24}{'peak GB':>9}{'TFLOP':>10}{'kernels':>11}{'waits':>8}{'modelled s':>12}{'ideal s':>9}"
+    for name, stage in found.meter.stages.items():
+        work = stage.work
+        if not work.counts:
+            continue
+        yield (
+            f"  {name:<24}{max(stage.peaks.values(), default=0) / 1e9:>9.2f}{sum(work.flops.values()) / TFLOPS:>10.1f}"
+            f"{work.kernels:>11.0f}{sum(work.waits.values()):>8.0f}"
+            f"{seconds(work, machine):>12.2f}{ideal_seconds(work, machine):>9.2f}"
+        )
+    yield from _memory(found, machine)
+    yield from _time(found, machine)
+    yield from _waits(found)
+
+
+def _memory(found: Rehearsed, machine: Machine) -> Iterator[str]:
+    name, place, size = max(
+        ((name, place, size) for name, stage in found.meter.stages.items() for place, size in stage.peaks.items()),
+        key=lambda each: each[2],
+    )
+    share = size / machine.memory
+    verdict = "does not fit" if share > 1 else "too little is free" if share > 1 - FREE_SHARE else "fits"
+    of = f"{share:.0%} of {machine.memory / 1e9:.1f} GB"
+    yield f"memory: at most {size / 1e9:.2f} GB on device {place}, in {name}: {verdict} ({of})"
+    for holder, held in _largest(found.meter.stages[name], place):
+        yield f"  {held / 1e9:>8.2f} GB  {holder}"
+    yield f"  {found.checkpoint / 1e9:>8.2f} GB  a checkpoint, in host memory at most {found.meter.host_peak / 1e9:.2f} GB"
+
+
+def _largest(stage: Stage, place: int) -> list[tuple[str, int]]:
+    held = stage.held[place].most_common()
+    rest = sum(size for _, size in held[_HOLDERS:])
+    return [*held[:_HOLDERS], *([("other", rest)] if rest else [])]
+
+
+def _time(found: Rehearsed, machine: Machine) -> Iterator[str]:
+    for index, phase in enumerate(found.phases):
+        work = step_work(found, index)
+        modelled = sum(seconds(found.meter.stages[name].work, machine) for name in phase.stages)
+        of_phase = f" of phase {phase.name}" if len(found.phases) > 1 else ""
+        per_image = sum(work.flops.values()) / TFLOPS / phase.rows
+        yield (
+            f"step{of_phase}: {modelled:.2f} s modelled, {ideal_seconds(work, machine):.2f} s ideal, for {phase.rows} images of "
+            f"this rank; {per_image:.1f} TFLOP per image"
+        )
+        named = ", ".join(f"{kind} {spent:.2f} s" for kind, spent in work.seconds.most_common(5))
+        yield f"  {named}"
+    yield f"run: {hours(found, machine):.1f} h modelled, with {found.evaluations} evaluations and without rewards"
+
+
+def _waits(found: Rehearsed) -> Iterator[str]:
+    total = Work()
+    for name, stage in found.meter.stages.items():
+        if name.endswith(("rollout", "update")):
+            total.add(stage.work)
+    if total.waits:
+        yield "the host waits for the device in rollout and update:"
+        for where, count in total.waits.most_common(_WAITS):
+            yield f"  {count:>8.0f}  {where}"
+
+
+def error_line(error: BaseException) -> str:
+    """What an error of a rehearsal says, and where: the innermost line of Retouch or of the user's code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        frame
+        for frame in frames
+        if "/site-packages/" not in frame.filename and "/retouch/rehearsal/" not in frame.filename and frame.filename[0] == "/"
+    ]
+    ours = [frame for frame in own if frame.filename.startswith(OURS)]
+    frame = (own or ours or frames)[-1]
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}\n  at {frame.filename}:{frame.lineno}, in {frame.name}"

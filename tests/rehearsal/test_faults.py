@@ -1,0 +1,70 @@
+"""A rehearsal finds errors of device, dtype and shape with their place, and what holds memory."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SUPPORT = Path(__file__).parents[1] / "support"
+SOURCE = (SUPPORT / "planted_faults.py").read_text(encoding="utf-8").splitlines()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("rehearsal") / "sd3"
+    # A fake accelerator stays in its process.
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(SUPPORT / "planted_faults.py"), str(folder)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {line["fault"]: line for line in lines}
+
+
+@pytest.mark.parametrize("fault", ["device", "dtype", "shape"])
+def test_an_error_is_found_with_file_and_line(found: dict[str, dict[str, Any]], fault: str) -> None:
+    line = next(number for number, text in enumerate(SOURCE, start=1) if f"# fault: {fault}" in text)
+    assert f"planted_faults.py:{line}, in velocity" in found[fault]["error"]
+
+
+def test_the_error_says_what_is_wrong(found: dict[str, dict[str, Any]]) -> None:
+    assert "expected all tensors to be on the same device, but found rehearsal:0, cpu" in found["device"]["error"]
+    assert "same dtype" in found["dtype"]["error"]
+    assert "invalid for input of size" in found["shape"]["error"]
+
+
+def test_memory_that_is_kept_shows_in_the_stage_that_keeps_it(found: dict[str, dict[str, Any]]) -> None:
+    more = {name: found["hog"]["peaks"][name] - size for name, size in found[""]["peaks"].items()}
+    assert more["rollout"] >= 2**30  # kept since the preflight
+    assert more["update"] >= more["rollout"] + 2 * 2**30
+    assert found["hog"]["held"]["activations"] > found[""]["held"]["activations"] + 2**30
+
+
+def test_gradient_checkpointing_saves_activations_and_costs_work(found: dict[str, dict[str, Any]]) -> None:
+    plain, checkpointed = found[""], found["checkpointing"]
+    assert checkpointed["held"]["activations"] < plain["held"]["activations"]
+    assert checkpointed["flops"]["update"] > 1.1 * plain["flops"]["update"]
+    assert checkpointed["flops"]["rollout"] == plain["flops"]["rollout"]
+
+
+def test_gradients_are_as_large_as_the_trained_weights(found: dict[str, dict[str, Any]]) -> None:
+    assert found[""]["held"]["gradients"] == found[""]["held"]["trained weights"]
+
+
+def test_of_several_ranks_the_first_is_rehearsed(found: dict[str, dict[str, Any]]) -> None:
+    assert found[""]["rows"] == 4 * found["ranks"]["rows"] == 16
+    assert found[""]["flops"]["update"] == pytest.approx(4 * found["ranks"]["flops"]["update"], rel=0.05)
+    assert found["ranks"]["peak"] < found[""]["peak"]
+
+
+def test_the_host_waits_where_it_reads_the_loss(found: dict[str, dict[str, Any]]) -> None:
+    assert any(place.startswith("item at distributed/stepper.py") for place in found[""]["waits"]["update"])

@@ -1,0 +1,97 @@
+"""Rehearsals of a tiny Stable Diffusion 3 with deliberate errors in its adapter, as a process of its own.
+
+    python planted_faults.py FOLDER
+
+Prints a JSON line for each: the fault, and the error with its place, or peaks in bytes by stage and what holds the largest.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+import tiny_pipelines
+from retouch.models.sd3.family import SD3Model
+from retouch.models.sd3.model import SD3
+from retouch.recipe.recipe import parse
+from retouch.rehearsal.machines import MACHINES
+from retouch.rehearsal.report import error_line, peak
+from retouch.rehearsal.step import rehearse
+
+HOG = 2**30
+
+
+class FaultyAdapter(SD3):
+    fault: ClassVar[str] = ""
+    kept: ClassVar[list[Tensor]] = []
+
+    def velocity(self, module: Any, x: Tensor, sigma: Tensor, conditioning: Any) -> Tensor:
+        if FaultyAdapter.fault == "device":
+            x = x + torch.ones(x.shape[-1])  # fault: device
+        if FaultyAdapter.fault == "dtype":
+            x = x @ torch.ones(x.shape[-1], x.shape[-1], dtype=torch.float64, device=x.device)  # fault: dtype
+        if FaultyAdapter.fault == "shape":
+            x = x.flatten(2).reshape(len(x), -1, 7)  # fault: shape
+        if FaultyAdapter.fault == "hog" and torch.is_grad_enabled():
+            FaultyAdapter.kept.append(torch.zeros(HOG // 4, device=x.device))
+        return super().velocity(module, x, sigma, conditioning)
+
+
+class FaultyModel(SD3Model):
+    adapter = "planted_faults:FaultyAdapter"
+
+
+def recipe(folder: Path, **changes: Any) -> dict[str, Any]:
+    """A recipe of the tiny model in the folder."""
+    model = {
+        "kind": "import",
+        "class": "planted_faults:FaultyModel",
+        "args": {"path": str(folder), "size": [32, 32], "kind": "sd3"},
+    }
+    return {
+        "name": "faults",
+        "steps": 3,
+        "tasks_per_step": 4,
+        "group_size": 4,
+        "learning_rate": 1e-3,
+        "microbatch": 4,
+        "policy": {"kind": "denoising", "model": model, "train": {"kind": "lora", "rank": 4, "alpha": 8}},
+        "rollout": {"num_steps": 4, "transition": {"kind": "cps", "noise_level": 0.8}, "guidance_scale": 3.0, "chunk": 8},
+        "data": {"kind": "prompts", "path": "none.txt", "held_out": 2},
+        "reward": {"kind": "share", "channel": "red", "combine": {"share": 1}},
+        "objective": {"kind": "policy_gradient", "clip_low": 1e-4, "clip_high": 1e-4, "kl": {"kind": "closed", "weight": 0.04}},
+        "eval": {"tasks": 4, "batch": 2},
+        **changes,
+    }
+
+
+def main(folder: Path) -> None:
+    tiny_pipelines.sd3().save_pretrained(folder)
+    settings = {"checkpointing": ["policy.gradient_checkpointing=true"], "ranks": ["ranks=4"]}
+    for fault in ("", "device", "dtype", "shape", "hog", "checkpointing", "ranks"):
+        FaultyAdapter.fault = fault
+        FaultyAdapter.kept.clear()
+        read = parse(recipe(folder), settings.get(fault, []), allow_imports=["planted_faults"])
+        line: dict[str, Any] = {"fault": fault}
+        try:
+            found = rehearse(read, MACHINES["h100"])
+        except (RuntimeError, ValueError) as error:
+            line["error"] = error_line(error)
+        else:
+            stages = found.meter.stages
+            line["peaks"] = {name: max(stage.peaks.values(), default=0) for name, stage in stages.items()}
+            line["flops"] = {name: sum(stage.work.flops.values()) for name, stage in stages.items()}
+            line["waits"] = {name: dict(stage.work.waits) for name, stage in stages.items()}
+            line["held"] = dict(stages["update"].held[0])
+            line["peak"], line["rows"], line["checkpoint"] = peak(found), found.phases[0].rows, found.checkpoint
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    import planted_faults
+
+    planted_faults.main(Path(sys.argv[1]))
