@@ -201,6 +201,12 @@ def _by_value(what: str) -> Callable[..., tuple[bool, Any]]:
     return handler
 
 
+def _repeat_interleave(machine: Accelerator, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    if kwargs.get("output_size") is not None:
+        return False, None
+    return _by_value("repeat_interleave")(machine, func, args, kwargs)
+
+
 def _index(machine: Accelerator, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     """Masks become indices first, as CUDA does."""
     indices = args[1]
@@ -228,6 +234,7 @@ HANDLERS: dict[Any, Callable[..., tuple[bool, Any]]] = {
     aten.unique_dim: _by_value("unique"),
     aten.unique_consecutive: _by_value("unique"),
     aten.bincount: _by_value("bincount"),
+    aten.repeat_interleave: _repeat_interleave,
     aten.index: _index,
     aten.index_put: _index,
     aten.index_put_: _index,

@@ -196,9 +196,20 @@ def known_values(func: Any, args: Any, kwargs: dict[str, Any], made: Any) -> Any
             for tensor in _written(func, args, kwargs):
                 if isinstance(tensor, FakeTensor):
                     tensor.known[0] = False
-        return None
+            return None
+        return mapped(made, _made_up) if func.overloadpacket not in _EMPTY and _is_new(func) else None
     real = moved_to(CPU, mapped(kwargs, lambda each: each.value, FakeTensor))
     return func(*mapped(args, lambda each: each.value, FakeTensor), **real)
+
+
+def _is_new(func: Any) -> bool:
+    return all(each.alias_info is None for each in func._schema.returns)
+
+
+def _made_up(made: Tensor) -> Tensor | None:
+    """Made-up values of numbers that are computed from unknown ones, such as sampled tokens, so that what follows is known."""
+    whole = not made.dtype.is_floating_point and not made.dtype.is_complex and made.dtype != torch.bool
+    return torch.ones(made.shape, dtype=made.dtype) if whole and _small(made) else None
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
