@@ -16,6 +16,10 @@ QWEN = {
     **{"<|quad_start|>": 151650, "<|quad_end|>": 151651, "<|vision_start|>": 151652, "<|vision_end|>": 151653},
     **{"<|vision_pad|>": 151654, "<|image_pad|>": 151655, "<|video_pad|>": 151656},
 }
+_CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 _CLIP = {"<|startoftext|>": 49406, "<|endoftext|>": 49407}
 _T5 = {"<pad>": 0, "</s>": 1, "<unk>": 2}
 
@@ -47,5 +51,10 @@ def _made(special: dict[str, int], *, size: int, pad: str, end: str | None, star
         named = [(token, special[token]) for token in (start, end) if token]
         made.post_processor = processors.TemplateProcessing(single=template, special_tokens=named)
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token=pad, eos_token=end or "<|im_end|>", bos_token=start, model_max_length=most
+        tokenizer_object=made,
+        pad_token=pad,
+        eos_token=end or "<|im_end|>",
+        bos_token=start,
+        model_max_length=most,
+        chat_template=None if end else _CHAT,
     )
