@@ -146,11 +146,17 @@ def page(found: dict[Entry, list[dict]]) -> str:
         "All figures are measured on held-out tasks of the playground, whose scenes, instructions and seeds do not occur in "
         "training. `make results` makes this page.",
         "",
-        "Share of gap: (after - before) / (ceiling - before) of the overall score on compound tasks, i.e. those with several edits "
-        "or objects in one instruction; for text rendering, on all tasks. Best of k: the best of k samples of the base model, "
-        "chosen by the judge. Singles: the gain on tasks with a single edit or object. Ratio: the largest |ratio - 1| of an action "
-        "before the first update of its step, 0 up to rounding; DiffusionNFT and supervised learning have none. Seconds: "
-        "wall-clock time of the training steps on a shared machine. CPU: CPU seconds of the whole run, including evaluations.",
+        "The columns of the first table of each section:",
+        "",
+        "- **share of gap**: (after - before) / (ceiling - before) of the overall score, on compound tasks (those with "
+        "several edits or objects in one instruction); for text rendering, on all tasks.",
+        "- **best of k**: the score of the best of k samples of the base model, chosen by the judge.",
+        "- **ceiling**: the best possible score, through the same autoencoder or renderer.",
+        "- **singles**: the gain on tasks with a single edit or object.",
+        "- **ratio**: the largest |ratio - 1| of an action before the first update of its step, 0 up to rounding. "
+        "DiffusionNFT and supervised learning have no ratio.",
+        "- **seconds**: wall-clock time of the training steps on a shared machine. **CPU**: CPU seconds of the whole run,"
+        " including evaluations.",
         "",
     ]
     for section in SECTIONS:

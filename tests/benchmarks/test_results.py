@@ -44,3 +44,10 @@ def test_a_digest_changes_with_the_settings_and_not_with_the_name(kept: ModuleTy
     assert kept.settings_digest(entry) == before
     monkeypatch.setattr(kept, "evaluate", lambda path: {**document, "steps": 7})
     assert kept.settings_digest(entry) != before
+
+
+def test_the_page_is_what_the_kept_runs_make(kept: ModuleType) -> None:
+    page = sys.modules["page"]
+    entries = [entry for section in page.SECTIONS for entry in section.entries]
+    found = {entry: [kept.read(entry, seed)["result"] for seed in entry.seeds] for entry in entries}
+    assert (kept.ROOT / "docs" / "results.md").read_text(encoding="utf-8") == page.page(found)
