@@ -18,12 +18,12 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from retouch.config.section import Count, NonNegative, Pixels, Section, Share
 from retouch.data.guard import refuse_test_sets
 from retouch.data.images import Exact, Resize
-from retouch.data.requirements import RequiredRows, RowRequirements
-from retouch.data.rows import Problem, Rows, sources
+from retouch.data.requirements import CheckedShare, RowRequirements
+from retouch.data.rows import Problem, Rows
 from retouch.data.sampler import Subset
 from retouch.data.split import limit, split_by_source
-from retouch.data.tasks import Tasks
-from retouch.data.validation import OnBadRow, accept
+from retouch.data.tasks import DrawnTasks, Tasks
+from retouch.data.validation import OnBadRow, accept, accept_rows
 from retouch.types import Json, Task, TaskContents
 
 
@@ -193,19 +193,30 @@ class StoredData(DataSource):
     def keys_for_all(self, path: str) -> dict[str, Json]:
         return {self.path_keys[0]: path, "held_out": "all", "limit": None}
 
+    @property
+    def checked_share(self) -> CheckedShare:
+        """The rows whose images are decoded before training."""
+        return "all"
+
     def build(self, context: DataContext) -> DataSets:
         allowed = self.refuse_test_sets(trains=context.trains)
         require_training_rows(self.held_out, context)
-        rows = RequiredRows(self.rows(seed=context.seed), context.required)
-        good, found = accept(rows, on_bad_row=self.bad_rows)
-        split = split_by_source(sources(rows, good), held_out=self.held_out, seed=context.seed)
+        rows = self.rows(seed=context.seed)
+        found = accept_rows(rows, on_bad_row=self.bad_rows, required=context.required, check=self.checked_share, seed=context.seed)
+        good = found.indices
+        split = split_by_source(found.sources, held_out=self.held_out, seed=context.seed)
         train, heldout = ([good[k] for k in side] for side in (split.train, split.held_out))
         if self.limit is not None:
             train = list(limit(train, n=self.limit, seed=context.seed))
         if context.eval_split == "train":
             heldout = train
         tasks = Tasks(rows, resize=resize_to(self.image_size or context.size))
-        return DataSets(Subset(tasks, train), Subset(tasks, at_most(heldout, context)), allowed, tuple(found))
+        training, evaluation = Subset(tasks, train), Subset(tasks, at_most(heldout, context))
+        return DataSets(self.as_drawn(training), self.as_drawn(evaluation), allowed, found.problems)
+
+    def as_drawn(self, tasks: Sequence[Task]) -> Sequence[Task]:
+        """The tasks; if not all rows were checked, unusable ones are refused or skipped when they are drawn."""
+        return tasks if self.checked_share == "all" else DrawnTasks(tasks, on_bad_row=self.bad_rows)
 
     def problems(self, at: str, *, eval_split: SplitName | None) -> Iterator[str]:
         yield from held_out_problems(self.held_out, at, eval_split)
@@ -221,6 +232,10 @@ class ImageData(StoredData):
     thought_keys: tuple[str, ...] = Field(default=(), exclude_if=lambda keys: not keys)
     """Of a column ``thought`` whose values are maps: the keys that make the chain of thought, in this order, as lines
     "key: value"; empty takes all values without their keys."""
+    check: Literal["all", "first"] | Count = Field(default="all", exclude_if=lambda check: check == "all")
+    """Rows whose images are decoded before training: all, the first 64, or so many drawn by the recipe's seed. The result is kept,
+    and the next start decodes only new and changed files. With fewer rows than all, an unusable row may be found when it is drawn:
+    the run then stops, or takes the next row if ``on_bad_row`` is "skip"."""
 
     @property
     def image_size(self) -> Pixels | None:
@@ -229,6 +244,10 @@ class ImageData(StoredData):
     @property
     def bad_rows(self) -> OnBadRow:
         return self.on_bad_row
+
+    @property
+    def checked_share(self) -> CheckedShare:
+        return self.check
 
     def all_tasks(self, *, size: tuple[int, int], on_bad_row: OnBadRow) -> Sequence[Task]:
         return usable_tasks(self.rows(seed=0), size=size, on_bad_row=on_bad_row)

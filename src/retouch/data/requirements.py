@@ -2,8 +2,12 @@
 
 import sys
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from retouch.data.rows import BadRow, Problem, Row, Rows
+
+CheckedShare: TypeAlias = Literal["all", "first"] | int
+"""Rows whose images are decoded before training: all, the first ones, or so many drawn by a seed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

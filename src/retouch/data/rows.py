@@ -73,9 +73,25 @@ class Row:
     rejected: EncodedImage | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What tells the rows of a data set from others, so that the result of a check can be kept.
+
+    ``digest``: of the list of rows and of how its columns are read, without the image files that it names. ``file``: the data set's
+    name in messages, the same for all rows. ``folder``: the folder of the data set; None if it is on no disk.
+    """
+
+    digest: str
+    file: str
+    folder: Path | None = None
+
+
 @runtime_checkable
 class Rows(Protocol):
-    """A data set, row by row. ``problems``: about the data set as a whole. Indexing raises BadRow for an unusable row."""
+    """A data set, row by row. ``problems``: about the data set as a whole. Indexing raises BadRow for an unusable row.
+
+    Rows may have a method ``identity``, which returns an ``Identity``; then the result of their check is kept.
+    """
 
     problems: tuple[Problem, ...]
 
@@ -95,6 +111,18 @@ class Layout:
     tag_keys: tuple[str, ...]
     to_image: ToImage
     thought_keys: tuple[str, ...] = ()
+
+    @property
+    def has_images(self) -> bool:
+        """Whether rows can have images."""
+        return not self.columns.keys().isdisjoint(("image", "mask", "reference", "target"))
+
+    def digest(self, *content: bytes | str) -> str:
+        """A hash of the row list's ``content`` and of how this layout reads it."""
+        found = hashlib.sha256(json.dumps([self.name, sorted(self.columns.items()), self.tag_keys, self.thought_keys]).encode())
+        for part in content:
+            found.update(b"\0" + (part.encode() if isinstance(part, str) else part))
+        return found.hexdigest()
 
     def parse(self, fields: Mapping[str, Any], *, line: int) -> Row:
         """The row that these fields make. Raises BadRow with all of its errors."""

@@ -5,6 +5,7 @@ as an entry with the reason, so that all bad lines are reported together.
 """
 
 import csv
+import hashlib
 import io
 import json
 import math
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retouch.data.rows import BadRow, Layout, Problem, Row
+from retouch.data.rows import BadRow, Identity, Layout, Problem, Row
 from retouch.types import Json
 
 _BOM = b"\xef\xbb\xbf"
@@ -30,11 +31,12 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A metadata file. ``notes`` are about the file as a whole."""
+    """A metadata file. ``notes`` are about the file as a whole. ``digest``: of its content."""
 
     file: str
     entries: tuple[Entry, ...]
     notes: tuple[Problem, ...] = ()
+    digest: str = ""
 
     def keys(self) -> list[str]:
         """The keys of all rows, in the order of their first appearance."""
@@ -48,6 +50,7 @@ class TableRows:
         self.problems = (*table.notes, *notes)
         self._entries = table.entries
         self._layout = layout
+        self._digest = table.digest
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -57,6 +60,12 @@ class TableRows:
         if entry.fields is None:
             raise BadRow([Problem(self._layout.file, entry.line, entry.what)])
         return self._layout.parse(entry.fields, line=entry.line)
+
+    def identity(self) -> Identity | None:
+        """What identifies the file, if its rows can have images; results are kept in its folder."""
+        if not self._layout.has_images:
+            return None
+        return Identity(self._layout.digest(self._digest), self._layout.file, Path(self._layout.file).parent)
 
 
 def read_table(path: Path, *, text_field: str = "text") -> Table:
@@ -83,7 +92,7 @@ def read_table(path: Path, *, text_field: str = "text") -> Table:
         entries = tuple(_line_entries(data, None if path.suffix == ".jsonl" else text_field))
     if not entries:
         raise ValueError(f"{file}: no rows")
-    return Table(file, entries, tuple(notes))
+    return Table(file, entries, tuple(notes), hashlib.sha256(data).hexdigest())
 
 
 def _line_entries(data: bytes, text_field: str | None) -> Iterator[Entry]:

@@ -1,13 +1,17 @@
 """Sequences of tasks: rows whose images are decoded and resized on access, and changed copies of sequences."""
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import overload
+from typing import Literal, overload
 
 from retouch.data.images import Resize, fit, fit_mask, load_image, load_mask
 from retouch.data.rows import Row, Rows
 from retouch.data.sampler import Subset
 from retouch.types import Task
+
+_MOST_IN_A_ROW = 100
+_log = logging.getLogger(__name__)
 
 
 class Tasks(Sequence[Task]):
@@ -76,6 +80,46 @@ class Tasks(Sequence[Task]):
             chosen=pair[0],
             rejected=pair[1],
         )
+
+
+class DrawnTasks(Sequence[Task]):
+    """Tasks of which some may be unusable, which is found when they are drawn.
+
+    ``on_bad_row``: "refuse" raises ValueError for such a task; "skip" logs it and takes the next usable one instead, which depends
+    only on the data.
+    """
+
+    def __init__(self, tasks: Sequence[Task], *, on_bad_row: Literal["refuse", "skip"]) -> None:
+        self._tasks = tasks
+        self._skip = on_bad_row == "skip"
+        self._logged: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "Subset": ...
+
+    def __getitem__(self, index: int | slice) -> "Task | Subset":
+        if isinstance(index, slice):
+            return Subset(self, range(len(self))[index])
+        first = range(len(self))[index]
+        for place in range(first, first + min(len(self), _MOST_IN_A_ROW)):
+            try:
+                return self._tasks[place % len(self)]
+            except ValueError as error:
+                if not self._skip:
+                    raise ValueError(
+                        f"{error}. This row was not checked before training; fix it, check all rows with data.check: 'all', or "
+                        "leave unusable rows out with data.on_bad_row: 'skip'"
+                    ) from error
+                if place % len(self) not in self._logged:
+                    self._logged.add(place % len(self))
+                    _log.warning("skipped an unusable row, and took the next one: %s", error)
+        raise ValueError(f"{_MOST_IN_A_ROW} rows in a row cannot be used; check the data set with `retouch data check`")
 
 
 class MappedTasks(Sequence[Task]):

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator
 
 from retouch.data.base import ImageData
-from retouch.data.rows import BadRow, Problem, Row, Rows, dig
+from retouch.data.rows import BadRow, Identity, Problem, Row, Rows, dig
 from retouch.data.sources.hub import read_hub
 from retouch.types import TaskContents
 
@@ -83,6 +83,12 @@ class ComplexEditRows:
 
     def __len__(self) -> int:
         return len(self._images) * len(self._levels)
+
+    def identity(self) -> Identity | None:
+        """That of the images, and the levels."""
+        found = self._images.identity() if hasattr(self._images, "identity") else None
+        levels = "-".join(map(str, self._levels))
+        return None if found is None else replace(found, digest=f"{levels}-{found.digest}")
 
     def __getitem__(self, index: int) -> Row:
         image, place = divmod(range(len(self))[index], len(self._levels))

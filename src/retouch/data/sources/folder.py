@@ -8,6 +8,7 @@ All rows are kept in memory; for millions of rows use parquet and ``HubData``.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal
 
@@ -80,7 +81,7 @@ def read_folder(
         raise ValueError(
             f"{table.file}: no row has a file_name, a target or a chosen image; for prompts alone take data.kind prompts"
         )
-    layout = Layout(table.file, name or root.resolve().name, found, tag_keys, lambda value: image_under(root, value), thought_keys)
+    layout = Layout(table.file, name or root.resolve().name, found, tag_keys, partial(image_under, root), thought_keys)
     return TableRows(table, layout, notes=notes)
 
 

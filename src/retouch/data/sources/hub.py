@@ -8,12 +8,14 @@ archives), so that a foreign table cannot point at other files of this machine. 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from retouch.data.base import ImageData
+from retouch.data.examination import file_state
 from retouch.data.images import EncodedImage
-from retouch.data.rows import Layout, Problem, Row, find_columns
+from retouch.data.rows import Identity, Layout, Problem, Row, find_columns
 from retouch.types import TaskContents
 
 if TYPE_CHECKING:
@@ -67,10 +69,14 @@ class HubData(ImageData):
 
 
 class HubRows:
-    """The rows of a data set of the ``datasets`` library; ``line`` counts them from 1."""
+    """The rows of a data set of the ``datasets`` library; ``line`` counts them from 1. ``folder``: where it is on this machine."""
 
-    def __init__(self, dataset: datasets.Dataset, layout: Layout, *, problems: tuple[Problem, ...]) -> None:
+    def __init__(
+        self, dataset: datasets.Dataset, layout: Layout, *, problems: tuple[Problem, ...], folder: Path | None = None
+    ) -> None:
         self.problems = problems
+        self._folder = folder
+        self._original = dataset
         self._dataset = dataset.with_format("arrow")  # raw cells: the library would decode images without our limits
         self._layout = layout
 
@@ -80,6 +86,15 @@ class HubRows:
     def __getitem__(self, index: int) -> Row:
         (fields,) = self._dataset[index].to_pylist()
         return self._layout.parse(fields, line=index + 1)
+
+    def identity(self) -> Identity | None:
+        """What identifies the table: the library's fingerprint, and the sizes and times of its files."""
+        if not self._layout.has_images:
+            return None
+        files = sorted({str(file["filename"]) for file in self._original.cache_files})
+        states = [(str(Path(name).name), *file_state(name)[1:]) for name in files]
+        digest = self._layout.digest(self._original._fingerprint, repr(states))
+        return Identity(digest, self._layout.file, self._folder)
 
 
 def read_hub(
@@ -119,8 +134,9 @@ def read_hub(
         notes.append(Problem(file, 0, "no revision is given, so the data may change during the run; pin a commit", "note"))
     caches = [Path(cache_dir or datasets.config.HF_DATASETS_CACHE), Path(HF_HUB_CACHE)]
     allowed = tuple(root.resolve() for root in ([Path(path), *caches] if local else caches))
-    layout = Layout(file, name or Path(path).name, found, tag_keys, lambda value: embedded_image(value, allowed), thought_keys)
-    return HubRows(dataset, layout, problems=tuple(notes))
+    layout = Layout(file, name or Path(path).name, found, tag_keys, partial(embedded_image, allowed=allowed), thought_keys)
+    folder = Path(path) if local else None
+    return HubRows(dataset, layout, problems=tuple(notes), folder=folder if folder is None or folder.is_dir() else folder.parent)
 
 
 def _load(

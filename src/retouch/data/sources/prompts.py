@@ -6,13 +6,14 @@ Prompt lists follow Flow-GRPO's layout: the text between the first pair of doubl
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from retouch.config.packaged import shipped
 from retouch.data.base import StoredData
 from retouch.data.images import EncodedImage
-from retouch.data.rows import Layout, Row, Rows, find_columns
+from retouch.data.rows import Identity, Layout, Row, Rows, find_columns
 from retouch.data.sampler import Subset
 from retouch.data.sources.folder import image_under
 from retouch.data.tables import TableRows, read_table
@@ -62,6 +63,11 @@ class PromptRows:
         row = self._rows[index]
         return row if row.text is not None else replace(row, text=quoted(row.instruction))
 
+    def identity(self) -> Identity | None:
+        """That of the rows, marked as read for prompts."""
+        found = self._rows.identity() if hasattr(self._rows, "identity") else None
+        return None if found is None else replace(found, digest=f"p{found.digest[1:]}")
+
 
 def read_prompts(
     path: str | Path, *, columns: Mapping[str, str] | None = None, tag_keys: tuple[str, ...] = (), name: str | None = None
@@ -83,7 +89,7 @@ def read_instructions(path: str | Path) -> Subset:
     file = Path(path)
     table = read_table(file, text_field="instruction")
     columns, notes = find_columns(table.keys(), columns={}, defaults=_INSTRUCTION_COLUMNS, file=table.file)
-    layout = Layout(table.file, file.stem, columns, (), lambda value: image_under(file.parent, value))
+    layout = Layout(table.file, file.stem, columns, (), partial(image_under, file.parent))
     rows = TableRows(table, layout, notes=notes)
     good, _ = accept(rows, on_bad_row="refuse")
     return Subset(Tasks(rows, resize=None), good)

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -14,14 +15,13 @@ from pydantic import Field, PrivateAttr
 from retouch.config.live import live_object
 from retouch.data.base import DataContext, DataSets, ImageData, SplitName, at_most, resize_to
 from retouch.data.images import EncodedImage
-from retouch.data.requirements import RequiredRows
-from retouch.data.rows import Layout, Problem, Row, Rows, find_columns
+from retouch.data.rows import Identity, Layout, Problem, Row, Rows, find_columns
 from retouch.data.sampler import Subset
 from retouch.data.sources.hub import HubRows, embedded_image
 from retouch.data.sources.prompts import PromptRows
 from retouch.data.split import limit
 from retouch.data.tasks import Tasks
-from retouch.data.validation import accept
+from retouch.data.validation import accept_rows
 from retouch.types import TaskContents
 
 if TYPE_CHECKING:
@@ -89,27 +89,27 @@ class TableData(ImageData):
 
     def rows(self, *, seed: int) -> Rows:
         table = self._table if self._table is not None else live_object(f"table:{self.rows_}", key="data")
-        return self._read(table, name="train_dataset")
+        return self._read(table, name="train_dataset", digest=self.rows_)
 
     def build(self, context: DataContext) -> DataSets:
         """The tasks. With a second table, all rows of the first are for training."""
         if self.evaluation is None:
             return super().build(context)
         other = self._evaluation if self._evaluation is not None else live_object(f"table:{self.evaluation}", key="data")
-        held = self._read(other, name="eval_dataset")
+        held = self._read(other, name="eval_dataset", digest=self.evaluation)
         train, train_problems = self._accepted(self.rows(seed=context.seed), context)
         heldout, held_problems = self._accepted(held, context)
         if self.limit is not None:
             train = Subset(train, limit(range(len(train)), n=self.limit, seed=context.seed))
         heldout = Subset(heldout, at_most(range(len(heldout)), context))
-        return DataSets(train, heldout, (), (*train_problems, *held_problems))
+        return DataSets(self.as_drawn(train), self.as_drawn(heldout), (), (*train_problems, *held_problems))
 
-    def _read(self, table: Table, *, name: str) -> Rows:
-        return read_table(table, columns=self.columns, name=name, tag_keys=self.tags, thought_keys=self.thought_keys)
+    def _read(self, table: Table, *, name: str, digest: str | None) -> Rows:
+        return read_table(table, columns=self.columns, name=name, tag_keys=self.tags, thought_keys=self.thought_keys, digest=digest)
 
     def _accepted(self, rows: Rows, context: DataContext) -> tuple[Subset, list[Problem]]:
-        good, found = accept(RequiredRows(rows, context.required), on_bad_row=self.on_bad_row)
-        return Subset(Tasks(rows, resize=resize_to(self.image_size or context.size)), good), list(found)
+        found = accept_rows(rows, on_bad_row=self.on_bad_row, required=context.required, check=self.check, seed=context.seed)
+        return Subset(Tasks(rows, resize=resize_to(self.image_size or context.size)), found.indices), list(found.problems)
 
     def problems(self, at: str, *, eval_split: SplitName | None) -> Iterator[str]:
         if self.evaluation is None:
@@ -127,25 +127,36 @@ class TableData(ImageData):
 
 
 def read_table(
-    table: Table, *, columns: Mapping[str, str], name: str, tag_keys: tuple[str, ...] = (), thought_keys: tuple[str, ...] = ()
+    table: Table,
+    *,
+    columns: Mapping[str, str],
+    name: str,
+    tag_keys: tuple[str, ...] = (),
+    thought_keys: tuple[str, ...] = (),
+    digest: str | None = None,
 ) -> Rows:
-    """The rows of a table. ``name``: what messages call it. Other arguments as in ``read_folder``.
+    """The rows of a table. ``name``: what messages call it. ``digest``: of ``hash_table``, if it is known. Other arguments as in
+    ``read_folder``.
 
     Raises ValueError for a table that is empty or of an unknown type.
     """
     names = _names(table, name)
     found, notes = find_columns(names, columns=columns, defaults=COLUMNS, file=name)
     if _is_dataset(table):
-        layout = Layout(name, name, found, tag_keys, lambda value: embedded_image(value, (Path("/"),)), thought_keys)
+        layout = Layout(name, name, found, tag_keys, partial(embedded_image, allowed=(Path("/"),)), thought_keys)
         return PromptRows(HubRows(table, layout, problems=tuple(notes)))
-    return PromptRows(ListRows(table, Layout(name, name, found, tag_keys, encoded_image, thought_keys), problems=tuple(notes)))
+    layout = Layout(name, name, found, tag_keys, encoded_image, thought_keys)
+    return PromptRows(ListRows(table, layout, problems=tuple(notes), digest=digest))
 
 
 class ListRows:
     """The rows of a list of dictionaries; ``line`` counts them from 1."""
 
-    def __init__(self, table: Sequence[Mapping[str, Any]], layout: Layout, *, problems: tuple[Problem, ...]) -> None:
+    def __init__(
+        self, table: Sequence[Mapping[str, Any]], layout: Layout, *, problems: tuple[Problem, ...], digest: str | None = None
+    ) -> None:
         self.problems = problems
+        self._digest = digest
         self._table = table
         self._layout = layout
 
@@ -154,6 +165,11 @@ class ListRows:
 
     def __getitem__(self, index: int) -> Row:
         return self._layout.parse(dict(self._table[index]), line=index + 1)
+
+    def identity(self) -> Identity | None:
+        """What identifies the list, where its hash is known and its rows can have images."""
+        known = self._digest is not None and self._layout.has_images
+        return Identity(self._layout.digest(self._digest or ""), self._layout.file) if known else None
 
 
 def encoded_image(value: Any) -> EncodedImage:

@@ -5,6 +5,8 @@ Next to it are ``test<number>_source.png``, the image with the text; ``test<numb
 paint; and ``test<number>_ref.png``, a style crop of any size. The source is both the image to fill in and the target.
 """
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Literal
 from retouch.core.random import generator
 from retouch.data.base import ImageData
 from retouch.data.images import MAX_PIXELS, EncodedImage, load_mask
-from retouch.data.rows import BadRow, Problem, Row
+from retouch.data.rows import BadRow, Identity, Problem, Row
 from retouch.data.sources.folder import image_under
 from retouch.data.tables import Entry, read_table
 from retouch.types import Json, TaskContents
@@ -55,6 +57,7 @@ class TripletRows:
         self._root = Path(folder)
         table = read_table(self._root / LIST, text_field="line")
         self._file = table.file
+        self._digest = table.digest
         self._entries = table.entries
         self.problems: tuple[Problem, ...] = table.notes
         self._reference = reference
@@ -101,6 +104,12 @@ class TripletRows:
             tags={},
             meta=meta,
         )
+
+    def identity(self) -> Identity:
+        """What identifies the list, and which reference each item gets."""
+        styles = self._styles if self._reference == "other" else []
+        content = json.dumps([self._digest, self._reference, self._seed if styles else 0, styles, self._root.resolve().name])
+        return Identity(hashlib.sha256(content.encode()).hexdigest(), self._file, self._root)
 
     def _images(self, number: int, wrong: list[str]) -> Mapping[str, EncodedImage]:
         import torch

@@ -1,0 +1,232 @@
+"""Examines rows by reading them and decoding their images, as training would, in several processes."""
+
+import logging
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from PIL import Image
+
+from retouch.data.images import EncodedImage, load_image, load_mask, read_header
+from retouch.data.rows import BadRow, Problem, Row, Rows
+from retouch.data.tasks import require_same_size
+
+FileState: TypeAlias = tuple[str, int, int]
+"""Path, size in bytes and time of the last change in ns; size and time are -1 for a file that is not there."""
+BLOCK = 64
+PARALLEL_FROM = 256
+"""Fewer rows than this are examined in this process."""
+_THREADS = 8  # decoding releases the interpreter's lock
+_MAX_PROCESSES = 32
+_FIRST_REPORT, _REPORT_EVERY = 3.0, 10.0
+
+_log = logging.getLogger("retouch")
+
+
+@dataclass(frozen=True, slots=True)
+class RowReport:
+    """What is known about a row. ``readable``: its fields make a task. ``decoded``: its images were decoded too.
+
+    ``files``: the image files that it names. The fields after ``readable`` mean nothing where it is False.
+    """
+
+    problems: tuple[Problem, ...]
+    decoded: bool
+    readable: bool
+    file: str = ""
+    line: int = 0
+    id: str = ""
+    source: str = ""
+    images: int = 0
+    mask: bool = False
+    reference: bool = False
+    text: bool = False
+    target: bool = False
+    pair: bool = False
+    files: tuple[FileState, ...] = ()
+
+
+def examine(rows: Rows, index: int, *, max_pixels: int, decode: bool = True) -> RowReport:
+    """Read one row, and decode its images if ``decode`` is set. Raises nothing for a bad row; its problems are in the report."""
+    try:
+        row = rows[index]
+    except BadRow as bad:
+        return RowReport(bad.problems, decode, readable=False)
+    files = tuple(file_state(image.data) for image in _images(row) if isinstance(image.data, Path))
+    return RowReport(
+        problems=tuple(_Decoded(row, max_pixels).problems) if decode else (),
+        decoded=decode,
+        readable=True,
+        file=row.file,
+        line=row.line,
+        id=row.id,
+        source=row.source,
+        images=len(row.images),
+        mask=row.mask is not None,
+        reference=row.reference is not None,
+        text=bool((row.text or "").strip()),
+        target=row.target is not None,
+        pair=row.chosen is not None and row.rejected is not None,
+        files=files,
+    )
+
+
+def file_state(path: Path | str) -> FileState:
+    """The present size and time of a file."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return str(path), -1, -1
+    return str(path), found.st_size, found.st_mtime_ns
+
+
+def examine_all(
+    rows: Rows, indices: Sequence[int], *, max_pixels: int, decode: Collection[int], name: str = ""
+) -> Iterator[tuple[int, RowReport]]:
+    """The reports of these rows, in order. ``decode``: the rows whose images are decoded. ``name``: of the data set, in the log.
+
+    On Linux, many rows are shared out over processes, one for each CPU that this process may use. Raises ValueError if one of
+    these processes is killed.
+    """
+    processes = min(available_cpus(), _MAX_PROCESSES, len(indices) // (PARALLEL_FROM // 2))
+    blocks = [indices[start : start + BLOCK] for start in range(0, len(indices), BLOCK)]
+    progress = _Progress(len(indices), name)
+    if processes < 2 or sys.platform != "linux":
+        with ThreadPoolExecutor(_THREADS) as threads:
+            for block in blocks:
+                decoded = [index in decode for index in block]
+                found = threads.map(lambda index, one: examine(rows, index, max_pixels=max_pixels, decode=one), block, decoded)
+                yield from zip(block, found, strict=True)
+                progress.add(len(block))
+        return
+    # Forked, so that neither the rows are copied nor the user's script imported again. The processes use no lock of this one.
+    context = multiprocessing.get_context("fork")
+    try:
+        with ProcessPoolExecutor(
+            processes, mp_context=context, initializer=_start_process, initargs=(rows, max_pixels, decode)
+        ) as pool:
+            for block, reports in zip(blocks, pool.map(_examine_block, blocks), strict=True):
+                yield from zip(block, reports, strict=True)
+                progress.add(len(block))
+    except BrokenProcessPool:
+        raise ValueError(
+            f"{name or 'the data set'}: a process that decodes images was killed, probably because the memory was used up; "
+            "make the largest images smaller, or use fewer CPUs (taskset -c 0 ...)"
+        ) from None
+
+
+def available_cpus() -> int:
+    """The number of CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_given: tuple[Rows, int, Collection[int]] | None = None
+"""In a process of the pool: the rows, the limit of pixels, and the rows to decode."""
+
+
+def _start_process(rows: Rows, max_pixels: int, decode: Collection[int]) -> None:
+    global _given
+    _given = rows, max_pixels, decode
+
+
+def _examine_block(block: Sequence[int]) -> list[RowReport]:
+    assert _given is not None, "_start_process has been called"
+    rows, max_pixels, decode = _given
+    return [examine(rows, index, max_pixels=max_pixels, decode=index in decode) for index in block]
+
+
+class _Progress:
+    """Logs how far a long check is, and an estimate of what is left."""
+
+    def __init__(self, total: int, name: str) -> None:
+        self._total, self._name = total, name
+        self._done = 0
+        self._start = time.monotonic()
+        self._next = self._start + _FIRST_REPORT
+
+    def add(self, rows: int) -> None:
+        self._done += rows
+        now = time.monotonic()
+        if now < self._next or self._done == self._total:
+            return
+        self._next = now + _REPORT_EVERY
+        left = (now - self._start) * (self._total - self._done) / self._done
+        _log.info("checking %s: %d of %d rows, about %s left", self._name, self._done, self._total, _duration(left))
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def _images(row: Row) -> Iterator[EncodedImage]:
+    yield from row.images
+    others = (row.mask, row.reference, row.target, row.chosen, row.rejected)
+    yield from (image for image in others if image is not None)
+
+
+class _Decoded:
+    """The problems of one row, found by decoding its images."""
+
+    def __init__(self, row: Row, max_pixels: int) -> None:
+        self.problems: list[Problem] = []
+        self._row = row
+        self._max_pixels = max_pixels
+        images = [self._image(image) for image in row.images]
+        target = self._image(row.target)
+        self._image(row.reference)
+        self._mask(row.mask, images[0] if images else target)
+        self._pair(self._image(row.chosen), self._image(row.rejected))
+        source = images[0] if images else None
+        if source is not None and target is not None and target.width * source.height != target.height * source.width:
+            shapes = f"{target.width}x{target.height} but its source {source.width}x{source.height}"
+            self._add(f"the target is {shapes}: resizing crops them to one aspect ratio", "note")
+
+    def _add(self, what: str, severity: Literal["error", "note"]) -> None:
+        self.problems.append(Problem(self._row.file, self._row.line, what, severity))
+
+    def _image(self, encoded: EncodedImage | None) -> Image.Image | None:
+        if encoded is None:
+            return None
+        try:
+            header = read_header(encoded, max_pixels=self._max_pixels)
+            image = load_image(encoded, max_pixels=self._max_pixels)
+        except ValueError as error:
+            self._add(str(error), "error")
+            return None
+        if header.rotated:
+            self._add(f"{encoded.name}: rotated as its EXIF says", "note")
+        if header.mode != "RGB":
+            self._add(f"{encoded.name}: mode {header.mode}, read as RGB", "note")
+        return image
+
+    def _pair(self, chosen: Image.Image | None, rejected: Image.Image | None) -> None:
+        if chosen is None or rejected is None:
+            return
+        if chosen.size == rejected.size and chosen.tobytes() == rejected.tobytes():
+            self._add("the chosen and the rejected image are the same, so there is nothing to prefer; remove the row", "error")
+        if chosen.width * rejected.height != rejected.width * chosen.height:
+            shapes = f"{chosen.width}x{chosen.height} and the rejected one {rejected.width}x{rejected.height}"
+            self._add(f"the chosen image is {shapes}: resizing crops them to one aspect ratio", "note")
+
+    def _mask(self, encoded: EncodedImage | None, canvas: Image.Image | None) -> None:
+        if encoded is None:
+            return
+        try:
+            mask = load_mask(encoded, max_pixels=self._max_pixels)
+            if canvas is not None:
+                require_same_size(mask.size, canvas.size)
+        except ValueError as error:
+            self._add(str(error), "error")
+            return
+        values = [value for _, value in mask.getcolors() or ()]
+        if values == [0]:
+            self._add("the mask is all black: nothing should change", "note")
+        elif not set(values) <= {0, 255}:
+            self._add(f"the mask has {len(values)} grey levels, not only black and white", "note")

@@ -1,0 +1,274 @@
+"""The result of a check is kept beside the data set: what is decoded again, what is noticed, and what is ignored."""
+
+import json
+import logging
+import os
+import signal
+
+import datasets
+import pytest
+from PIL import Image
+
+from retouch.data import examination, kept_check
+from retouch.data.base import DataContext
+from retouch.data.check import check
+from retouch.data.examination import examine, examine_all
+from retouch.data.images import EncodedImage
+from retouch.data.requirements import RowRequirements
+from retouch.data.rows import Row
+from retouch.data.sources.folder import FolderData, read_folder
+from retouch.data.sources.table import TableData
+from retouch.data.validation import accept, accept_rows
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """The user's cache folder is the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "retouch" / "checks"
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """The names of the images that are decoded in this process."""
+    names = []
+    whole = examination.read_header
+
+    def read_header(image, **keys):
+        names.append(image.name)
+        return whole(image, **keys)
+
+    monkeypatch.setattr(examination, "read_header", read_header)
+    return names
+
+
+def photos(folder, count=4, **more):
+    folder.mkdir(exist_ok=True)
+    for number in range(count):
+        Image.effect_noise((16, 12), 50).convert("RGB").save(folder / f"{number}.png")
+    lines = [{"file_name": f"{number}.png", "instruction": f"edit {number}", **more} for number in range(count)]
+    (folder / "metadata.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def damage(path, *, hidden=False):
+    """Cut off the end of a file; ``hidden``: keep its size and time."""
+    before = path.stat()
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2] + b"\0" * (len(data) - len(data) // 2 if hidden else 0))
+    if hidden:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    else:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns + 10**9))
+
+
+def kept_files(folder):
+    return sorted(path.name for path in (folder / ".retouch").glob("*.json"))
+
+
+def test_the_second_check_decodes_nothing(tmp_path, decoded):
+    folder = photos(tmp_path / "photos")
+    first = accept_rows(read_folder(folder), on_bad_row="refuse")
+    assert sorted(decoded) == ["0.png", "1.png", "2.png", "3.png"]
+    decoded.clear()
+    assert accept_rows(read_folder(folder), on_bad_row="refuse") == first
+    assert check(folder) == []
+    assert decoded == []
+    assert len(kept_files(folder)) == 1
+
+
+def test_a_changed_file_is_noticed_and_the_others_are_not_decoded_again(tmp_path, decoded, caplog):
+    folder = photos(tmp_path / "photos")
+    assert check(folder) == []
+    decoded.clear()
+    damage(folder / "2.png")
+    with caplog.at_level(logging.INFO, logger="retouch"):
+        (problem,) = check(folder)
+    assert (problem.line, problem.severity) == (3, "error")
+    assert "2.png: truncated or damaged" in problem.what
+    assert decoded == ["2.png"]
+    assert "rows whose image files have changed are checked again: 1" in caplog.text
+    with pytest.raises(ValueError, match="1 of 4 rows cannot be used"):
+        accept(read_folder(folder), on_bad_row="refuse")
+    Image.new("RGB", (8, 6)).save(folder / "2.png")
+    assert check(folder) == []
+
+
+def test_a_file_that_was_missing_is_found_once_it_is_there(tmp_path):
+    folder = photos(tmp_path / "photos")
+    (folder / "1.png").rename(tmp_path / "1.png")
+    assert ["no such file" in problem.what for problem in check(folder)] == [True]
+    assert ["no such file" in problem.what for problem in check(folder)] == [True]
+    (tmp_path / "1.png").rename(folder / "1.png")
+    assert check(folder) == []
+    (folder / "1.png").unlink()
+    assert ["no such file" in problem.what for problem in check(folder)] == [True]
+
+
+def test_another_list_of_rows_is_another_check(tmp_path, decoded):
+    folder = photos(tmp_path / "photos")
+    check(folder)
+    decoded.clear()
+    with (folder / "metadata.jsonl").open("a") as file:
+        file.write('{"file_name": "0.png", "instruction": "again", "id": "photos/1"}\n')
+    (problem,) = check(folder)
+    assert "the id 'photos/1' is taken by" in problem.what
+    assert len(decoded) == 5
+    assert check(folder) == [problem]  # a repeated id is kept too
+    assert len(decoded) == 5
+    assert check(folder, max_pixels=40) != [problem]  # another limit is another check
+
+
+def test_a_moved_data_set_keeps_its_check_and_names_the_new_place(tmp_path, decoded):
+    folder = photos(tmp_path / "photos")
+    damage(folder / "0.png")
+    assert str(tmp_path / "photos") in str(check(folder)[0])
+    decoded.clear()
+    (tmp_path / "other").mkdir()
+    folder = folder.rename(tmp_path / "other" / "photos")
+    (problem,) = check(folder)
+    assert problem.file == str(folder / "metadata.jsonl")
+    assert decoded == []
+
+
+def test_a_folder_that_cannot_be_written_is_kept_in_the_users_cache(tmp_path, cache, decoded, monkeypatch):
+    folder = photos(tmp_path / "photos")
+    writable = kept_check._writable
+    monkeypatch.setattr(kept_check, "_writable", lambda path: path.name != ".retouch" and writable(path))
+    check(folder)
+    assert not (folder / ".retouch").exists()
+    assert len(list(cache.glob("*.json"))) == 1
+    decoded.clear()
+    check(folder)
+    assert decoded == []
+    monkeypatch.setattr(kept_check, "_writable", lambda path: False)
+    for path in cache.iterdir():
+        path.unlink()
+    assert check(folder) == []
+    assert len(decoded) == 4
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 1}', "null", '{"version": 2, "digest": "x"}'])
+def test_a_damaged_result_is_ignored(tmp_path, decoded, content):
+    folder = photos(tmp_path / "photos")
+    check(folder)
+    (name,) = kept_files(folder)
+    (folder / ".retouch" / name).write_text(content)
+    decoded.clear()
+    assert check(folder) == []
+    assert len(decoded) == 4
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("flags", [1]), ("flags", ["x"] * 4), ("ids", None), ("files", [[9, "a", 1, 1]]), ("problems", [[0, 1, "x", "fatal"]])],
+)
+def test_a_result_with_other_values_is_ignored(tmp_path, key, value):
+    folder = photos(tmp_path / "photos")
+    check(folder)
+    (name,) = kept_files(folder)
+    path = folder / ".retouch" / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    damage(folder / "0.png")
+    assert [problem.line for problem in check(folder)] == [1]
+
+
+def test_what_a_run_needs_of_a_row_is_no_part_of_the_result(tmp_path, decoded):
+    folder = photos(tmp_path / "photos")
+    accept(read_folder(folder), on_bad_row="refuse")
+    decoded.clear()
+    required = RowRequirements(images=(1, 1), mask=True, model="flux-fill", takes="one image and a mask")
+    with pytest.raises(ValueError, match="4 of 4 rows cannot be used") as refused:
+        accept_rows(read_folder(folder), on_bad_row="refuse", required=required)
+    assert "flux-fill takes one image and a mask, and this row has no mask" in str(refused.value)
+    assert decoded == []
+
+
+def test_some_rows_are_decoded_and_the_others_when_they_are_drawn(tmp_path, decoded):
+    folder = photos(tmp_path / "photos", count=30)
+    damage(folder / "7.png")
+    sampled = FolderData(path=str(folder), check=5, held_out=0).build(DataContext(eval_split="train"))
+    assert len(decoded) == 5
+    assert len(sampled.train) == 30
+    with pytest.raises(ValueError, match=r"metadata.jsonl:8: 7.png: truncated or damaged.*not checked before training"):
+        sampled.train[7]
+    assert sampled.train[8].instruction == "edit 8"
+    # A later start with more rows decodes the rest only.
+    FolderData(path=str(folder), check=5, held_out=0).build(DataContext(eval_split="train"))
+    assert len(decoded) == 5
+    with pytest.raises(ValueError, match="1 of 30 rows cannot be used"):
+        FolderData(path=str(folder), held_out=0).build(DataContext(eval_split="train"))
+    assert len(decoded) == 30
+
+
+def test_a_row_that_cannot_be_drawn_is_skipped_for_the_next_one(tmp_path, caplog):
+    folder = photos(tmp_path / "photos", count=70)
+    damage(folder / "66.png")
+    data = FolderData(path=str(folder), check="first", held_out=0, on_bad_row="skip").build(DataContext(eval_split="train"))
+    with caplog.at_level(logging.WARNING):
+        assert [data.train[index].instruction for index in (65, 66, 67, 66)] == ["edit 65", "edit 67", "edit 67", "edit 67"]
+    assert len(caplog.records) == 1
+
+
+def test_tables_of_this_process_are_kept_by_their_content(tmp_path, cache, decoded):
+    rows = [{"prompt": f"make it {number}", "image": Image.new("RGB", (8, 6), (number, 0, 0))} for number in range(3)]
+    for _ in range(2):
+        TableData.of(rows, held_out=0).build(DataContext(eval_split="train"))
+        assert len(decoded) == 3
+    table = datasets.Dataset.from_list([{"prompt": "x", "image": Image.new("RGB", (8, 6))}] * 2)
+    for _ in range(2):
+        TableData.of(table, held_out=0).build(DataContext(eval_split="train"))
+        assert len(decoded) == 5
+    assert len(list(cache.glob("*.json"))) == 2
+
+
+def test_prompt_lists_have_nothing_to_keep(tmp_path):
+    (tmp_path / "a.txt").write_text("a cat\na dog\n")
+    assert check(tmp_path / "a.txt") == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt"]
+
+
+def test_processes_find_what_threads_find(tmp_path, monkeypatch):
+    folder = photos(tmp_path / "photos", count=300)
+    for number in (0, 150, 299):
+        damage(folder / f"{number}.png")
+    rows = read_folder(folder)
+
+    def found(cpus):
+        monkeypatch.setattr(examination, "available_cpus", lambda: cpus)
+        return list(examine_all(rows, range(300), max_pixels=10**6, decode=range(300)))
+
+    alone = found(1)
+    assert found(2) == alone == [(index, examine(rows, index, max_pixels=10**6)) for index in range(300)]
+    assert [index for index, report in alone if report.problems] == [0, 150, 299]
+
+
+class Deadly:
+    """Rows that kill the process that reads them."""
+
+    problems = ()
+
+    def __len__(self) -> int:
+        return 300
+
+    def __getitem__(self, index: int) -> Row:
+        if os.getpid() != PARENT:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return Row("x", index, str(index), "x", images=(EncodedImage("x", b""),))
+
+
+PARENT = os.getpid()
+
+
+def test_a_killed_process_is_named(monkeypatch):
+    monkeypatch.setattr(examination, "available_cpus", lambda: 2)
+    with pytest.raises(ValueError, match="was killed, probably because the memory was used up"):
+        list(examine_all(Deadly(), range(300), max_pixels=10, decode=range(300)))
+
+
+def test_a_long_check_logs_how_much_is_left(tmp_path, monkeypatch, caplog):
+    folder = photos(tmp_path / "photos", count=200)
+    monkeypatch.setattr(examination, "_FIRST_REPORT", 0.0)
+    with caplog.at_level(logging.INFO, logger="retouch"):
+        list(examine_all(read_folder(folder), range(200), max_pixels=10**6, decode=range(200), name="photos"))
+    assert "checking photos: 64 of 200 rows, about 0 s left" in caplog.text
