@@ -184,6 +184,18 @@ def test_what_a_run_needs_of_a_row_is_no_part_of_the_result(tmp_path, decoded):
     assert decoded == []
 
 
+def test_a_run_that_needs_pairs_gets_them_from_the_kept_result_too(tmp_path):
+    folder = photos(tmp_path / "photos", chosen="0.png", rejected="1.png")
+    required = RowRequirements(pairs=True)
+    for _ in range(2):
+        assert accept_rows(read_folder(folder), on_bad_row="refuse", required=required).indices == (0, 1, 2, 3)
+    plain = photos(tmp_path / "plain")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="4 of 4 rows cannot be used") as refused:
+            accept_rows(read_folder(plain), on_bad_row="refuse", required=required)
+        assert "no chosen and rejected image" in str(refused.value)
+
+
 def test_some_rows_are_decoded_and_the_others_when_they_are_drawn(tmp_path, decoded):
     folder = photos(tmp_path / "photos", count=30)
     damage(folder / "7.png")

@@ -28,15 +28,8 @@ FOLDER = ".retouch"
 FIRST = 64
 """Rows that ``first`` decodes."""
 _VERSION = 1
-_READABLE, _DECODED, _MASK, _REFERENCE, _TEXT, _TARGET, _IMAGES = (
-    1,
-    2,
-    4,
-    8,
-    16,
-    32,
-    64,
-)  # bits of a row; the number of images is above them
+# Bits of a row. The number of its source images is above them.
+_READABLE, _DECODED, _MASK, _REFERENCE, _TEXT, _TARGET, _PAIR, _IMAGES = 1, 2, 4, 8, 16, 32, 64, 128
 
 _log = logging.getLogger("retouch")
 
@@ -64,7 +57,7 @@ class CheckedRows:
 
     def set(self, index: int, report: RowReport) -> None:
         """Record what was found about a row."""
-        bits = zip((_READABLE, _DECODED, _MASK, _REFERENCE, _TEXT, _TARGET), _flags(report), strict=True)
+        bits = zip((_READABLE, _DECODED, _MASK, _REFERENCE, _TEXT, _TARGET, _PAIR), _flags(report), strict=True)
         self.flags[index] = sum(bit for bit, present in bits if present) + _IMAGES * report.images
         self.ids[index], self.lines[index], self.sources[index] = report.id, report.line, report.source
         self.names[index] = report.file
@@ -95,6 +88,7 @@ class CheckedRows:
             or (required.mask and not flags & _MASK)
             or (required.reference and not flags & _REFERENCE)
             or (required.text and not flags & _TEXT)
+            or (required.pairs and not flags & _PAIR)
         )
 
     def findings(self) -> Iterator[tuple[int, list[Problem]]]:
@@ -160,7 +154,7 @@ def _identity(rows: Rows) -> Identity | None:
 
 
 def _flags(report: RowReport) -> tuple[bool, ...]:
-    return report.readable, report.decoded, report.mask, report.reference, report.text, report.target
+    return report.readable, report.decoded, report.mask, report.reference, report.text, report.target, report.pair
 
 
 class _Kept:

@@ -115,7 +115,7 @@ class Layout:
     @property
     def has_images(self) -> bool:
         """Whether rows can have images."""
-        return not self.columns.keys().isdisjoint(("image", "mask", "reference", "target"))
+        return not self.columns.keys().isdisjoint(("image", "mask", "reference", "target", "chosen", "rejected"))
 
     def digest(self, *content: bytes | str) -> str:
         """A hash of the row list's ``content`` and of how this layout reads it."""
