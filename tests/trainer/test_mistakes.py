@@ -81,9 +81,13 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "all splits": ({"train_dataset": {"train": ROWS}}, "train_dataset: a dictionary; give one split of it"),
     "no such data folder": ({"train_dataset": "/no/such"}, "train_dataset: no folder and no .txt or .jsonl file /no/such"),
-    "a stream": (
-        {"train_dataset": datasets.Dataset.from_list(ROWS).to_iterable_dataset()},
-        "train_dataset: a streaming data set has no length; load it without streaming=True",
+    "a shuffled stream": (
+        {"train_dataset": datasets.Dataset.from_list(ROWS).to_iterable_dataset().shuffle(seed=0)},
+        "train_dataset: the buffer of .shuffle() is lost when a run resumes",
+    ),
+    "a stream for evaluation": (
+        {"train_dataset": ROWS, "eval_dataset": datasets.Dataset.from_list(ROWS).to_iterable_dataset()},
+        "eval_dataset: a streaming data set has no length; load it without streaming=True",
     ),
     "a column that is not there": ({"columns": {"instruction": "caption"}}, "'instruction' should be read from 'caption', but"),
     "an unknown field": ({"columns": {"instrction": "prompt"}}, "'instrction' is not a field; 'instruction' is"),

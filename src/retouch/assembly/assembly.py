@@ -14,6 +14,7 @@ import torch
 from retouch.assembly.phases import build_phase, copies_needed, sets_of, steps_of
 from retouch.config.imports import import_class
 from retouch.data.base import DataSets
+from retouch.data.sampler import examples
 from retouch.distributed.head_stepper import HeadStepper
 from retouch.distributed.placement import Placement, plan_placement
 from retouch.distributed.ranks import Ranks
@@ -286,7 +287,8 @@ def connect(recipe: Recipe, ranks: Ranks, *, placement: Placement, judge: Reward
     if recipe.advantage.value_head is not None:
         from retouch.assembly.value_head import build_head
 
-        head = build_head(recipe.advantage.value_head, acting.model, tasks=sets[0].train or sets[0].heldout, seed=recipe.seed)
+        first = examples(sets[0].train) or sets[0].heldout
+        head = build_head(recipe.advantage.value_head, acting.model, tasks=first, seed=recipe.seed)
     return Assembly(**{**vars(acting), "head": head}, judge=judge, sets=sets, plan=plan)
 
 

@@ -7,13 +7,13 @@ import torch
 
 from retouch.data.base import DataContext, DataSets, DataSource
 from retouch.data.requirements import RowRequirements
-from retouch.data.sampler import Subset, assign, global_rows, steps_for_passes, tasks_for_step
+from retouch.data.sampler import Drawable, DrawnInOrder, assign, draw, global_rows, places_in_step, steps_for_passes
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.phases import ResolvedPhase
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.reward_checks import rewards_of
 from retouch.training.loop import Phase
-from retouch.types import Batch, Task
+from retouch.types import Batch
 
 
 def sets_of(
@@ -55,6 +55,8 @@ def steps_of(phases: Sequence[ResolvedPhase], sets: Sequence[DataSets]) -> list[
         length = phase.steps
         if length is None:
             assert phase.passes is not None
+            if isinstance(data.train, DrawnInOrder):
+                raise ValueError("passes: the number of rows of a stream is not known; give `steps` instead")
             length = steps_for_passes(phase.passes, size=max(1, len(data.train)), count=phase.tasks_per_step)
         start = steps[-1].stop if steps else 0
         steps.append(range(start, start + length))
@@ -82,7 +84,7 @@ def build_phase(
     phase: ResolvedPhase,
     *,
     steps: range,
-    tasks: Sequence[Task],
+    tasks: Drawable,
     ranks: Ranks,
     reward_range: tuple[float, float],
 ) -> Phase:
@@ -93,12 +95,16 @@ def build_phase(
         for row in global_rows(rows=phase.rows, minibatches=recipe.minibatches, rank=rank, world=ranks.world)
     ]
 
+    count = phase.tasks_per_step
+    places = places_in_step(
+        count=count, group_size=phase.group_size, minibatches=recipe.minibatches, rank=ranks.rank, world=ranks.world
+    )
+
     def batch(step: int) -> Batch:
-        rows = tasks_for_step(seed=recipe.seed, step=step - steps.start, count=phase.tasks_per_step, size=len(tasks))
         return assign(
             seed=recipe.seed,
             step=step,
-            tasks=Subset(tasks, rows),
+            tasks=draw(tasks, seed=recipe.seed, step=step - steps.start, count=count, places=places),
             group_size=phase.group_size,
             minibatches=recipe.minibatches,
             rank=ranks.rank,

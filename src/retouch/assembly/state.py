@@ -5,12 +5,14 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from retouch.assembly.assembly import Assembly
+from retouch.data.sampler import DrawnInOrder
 from retouch.distributed.ranks import Ranks
 from retouch.distributed.sharded_copies import fill_shards, gathered_state
 from retouch.distributed.stepper import Stepper
 from retouch.policies.weights import WeightCopies
 from retouch.training import checkpoint
 from retouch.training.checkpoint import TrainState
+from retouch.types import Json
 
 GROUPS = ("weights", "optimizer", "copies", "random")
 
@@ -21,7 +23,8 @@ def capture(parts: Assembly, stepper: Stepper, *, step: int) -> TrainState:
     All ranks call it. Sharded tensors are gathered one at a time when they are read, so before the next step all ranks must call
     ``checkpoint.save`` or ``checkpoint.send``.
 
-    Schedules, samplers and noise depend only on the step and the recipe's seed, so they have no state.
+    Schedules, samplers and noise depend only on the step and the recipe's seed, so they have no state. Streams store their place,
+    which only saves reading their rows from the start.
     """
     found: tuple[Mapping[str, Tensor], ...] = (
         gathered_state(parts.copies.parameters, parts.ranks),
@@ -30,7 +33,11 @@ def capture(parts: Assembly, stepper: Stepper, *, step: int) -> TrainState:
         _generators(parts.ranks),
     )
     tensors = dict(zip(GROUPS, found, strict=True))
-    return TrainState(step=step, tensors=tensors, numbers={"world": parts.ranks.world})
+    numbers: dict[str, Json] = {"world": parts.ranks.world}
+    streams = [sets.train.state() if isinstance(sets.train, DrawnInOrder) else None for sets in parts.sets]
+    if any(state is not None for state in streams):
+        numbers["streams"] = streams
+    return TrainState(step=step, tensors=tensors, numbers=numbers)
 
 
 def restore_weights(copies: WeightCopies, state: TrainState) -> None:
@@ -47,6 +54,10 @@ def restore(parts: Assembly, state: TrainState, stepper: Stepper) -> None:
     """Restore everything that ``capture`` captured."""
     restore_weights(parts.copies, state)
     stepper.load(state.tensors["optimizer"])
+    streams = state.numbers.get("streams")
+    for sets, stored in zip(parts.sets, streams if isinstance(streams, list) else (), strict=False):
+        if isinstance(sets.train, DrawnInOrder):
+            sets.train.load_state(stored)
     _set_generators(parts.ranks, state.tensors["random"])
 
 

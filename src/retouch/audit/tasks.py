@@ -1,10 +1,11 @@
 """The task of each sample of a run, from its recipe and its data. Loads no model."""
 
+from collections.abc import Sequence
 from functools import cache
 
 from retouch.assembly.phases import sets_of, steps_of
 from retouch.audit.ledger_view import LedgerSample
-from retouch.data.sampler import tasks_for_step
+from retouch.data.sampler import draw
 from retouch.recipe.recipe import Recipe
 from retouch.rewards.ledger.database import encode_text
 from retouch.types import Codes, Task
@@ -25,11 +26,8 @@ class RunTasks:
 
     def __call__(self, sample: LedgerSample) -> Task:
         """The sample's task. ValueError: the data has changed since the sample was scored, or has tokens and no image."""
-        if sample.split == "train":
-            phase, rows = self._drawn(sample.step - 1)
-            task = self._sets[phase].train[rows[sample.group]]
-        else:
-            task = self._sets[0].heldout[sample.group]
+        tasks = self._drawn(sample.step - 1) if sample.split == "train" else self._sets[0].heldout
+        task = tasks[sample.group]
         if encode_text(task.id) != sample.task:
             raise ValueError(f"the data has the task {task.id!r} where the run scored {sample.task!r}: it was changed since")
         if Codes.SOURCE in task.meta and not task.images:
@@ -39,9 +37,9 @@ class RunTasks:
             )
         return task
 
-    def _draw(self, step: int) -> tuple[int, list[int]]:
-        """The phase of a step, and the rows of the data that the step used."""
+    def _draw(self, step: int) -> Sequence[Task]:
+        """The tasks of a step."""
         phase = next(number for number, steps in enumerate(self._steps) if step in steps)
-        count, size = self._phases[phase].tasks_per_step, len(self._sets[phase].train)
-        first = self._steps[phase].start
-        return phase, tasks_for_step(seed=self._recipe.seed, step=step - first, count=count, size=size)
+        count, first = self._phases[phase].tasks_per_step, self._steps[phase].start
+        tasks = self._sets[phase].train
+        return draw(tasks, seed=self._recipe.seed, step=step - first, count=count, places=range(count))

@@ -2,6 +2,7 @@
 training on known test sets.
 
 A data source is one class in ``sources/`` (or in ``retouch.playground.world``): it is the ``data`` section of a recipe, and
-``build`` makes the tasks. ``kinds.py`` lists the sources. Modules here import ``types``, ``config`` and ``core``. Those that a
-recipe's parse imports import no torch and no ``datasets``.
+``build`` makes the tasks. ``kinds.py`` lists the sources. ``examination.py`` and ``kept_check.py`` check rows and keep the result;
+``streams.py`` and ``stream_loader.py`` read data sets while the run trains. Modules here import ``types``, ``config`` and ``core``.
+Those that a recipe's parse imports import no torch and no ``datasets``.
 """

@@ -20,7 +20,7 @@ from retouch.data.guard import refuse_test_sets
 from retouch.data.images import Exact, Resize
 from retouch.data.requirements import CheckedShare, RowRequirements
 from retouch.data.rows import Problem, Rows
-from retouch.data.sampler import Subset
+from retouch.data.sampler import Drawable, Subset
 from retouch.data.split import limit, split_by_source
 from retouch.data.tasks import DrawnTasks, Tasks
 from retouch.data.validation import OnBadRow, accept, accept_rows
@@ -70,13 +70,13 @@ class DataContext:
 
 @dataclass(frozen=True)
 class DataSets:
-    """The tasks of a run. ``train`` and ``heldout`` have no source image in common.
+    """The tasks of a run. ``train`` (a sequence, or a stream) and ``heldout`` have no source image in common.
 
     ``test_sets``: known test sets among the data, where the recipe allows training on them. ``problems``: found while reading, also
     in rows that were left out.
     """
 
-    train: Sequence[Task]
+    train: Drawable
     heldout: Sequence[Task]
     test_sets: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
@@ -103,6 +103,10 @@ class DataSource(Section):
 
         Raises ValueError if rows are unusable, where no task is left, and where a known test set would be trained on.
         """
+
+    def objects(self) -> Mapping[str, Any]:
+        """Objects of this process that the section stands for, by their names (see ``retouch.config.live``)."""
+        return {}
 
     def contents(self) -> TaskContents:
         """What the tasks have, as far as it is known before reading them."""

@@ -11,10 +11,12 @@ DATA = Kinds(
         "playground-words": "retouch.playground.world.words:WordData",
         "folder": "retouch.data.sources.folder:FolderData",
         "hub": "retouch.data.sources.hub:HubData",
+        "stream": "retouch.data.sources.stream:StreamData",
         "complex-edit": "retouch.data.sources.complex_edit:ComplexEditData",
         "triplets": "retouch.data.sources.triplets:TripletData",
         "prompts": "retouch.data.sources.prompts:PromptData",
         "table": "retouch.data.sources.table:TableData",
+        "iterable": "retouch.data.sources.stream:IterableData",
         "tokens": "retouch.data.sources.tokens:TokenData",
     },
 )

@@ -8,7 +8,7 @@ do not depend on the number of ranks. A group may span ranks; it stays whole whe
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import overload
+from typing import Any, Protocol, TypeAlias, overload, runtime_checkable
 
 from retouch.core.random import generator
 from retouch.types import Batch, Task
@@ -34,6 +34,40 @@ class Subset(Sequence[Task]):
         if isinstance(index, slice):
             return Subset(self._tasks, self._indices[index])
         return self._tasks[self._indices[index]]
+
+
+@runtime_checkable
+class DrawnInOrder(Protocol):
+    """Tasks that cannot be taken by index, such as those of a stream. ``first``: some of them, as examples."""
+
+    first: Sequence[Task]
+
+    def at_step(self, step: int, *, count: int, places: Sequence[int]) -> Sequence[Task]:
+        """The ``count`` tasks of a step; only those at ``places`` need be loaded."""
+
+    def state(self) -> Any:
+        """What a checkpoint stores, as JSON."""
+
+    def load_state(self, state: Any) -> None:
+        """Go on from ``state``."""
+
+    def close(self) -> None:
+        """Stop what runs in the background."""
+
+
+Drawable: TypeAlias = "Sequence[Task] | DrawnInOrder"
+
+
+def draw(tasks: Drawable, *, seed: int, step: int, count: int, places: Sequence[int]) -> Sequence[Task]:
+    """The ``count`` tasks of a step, counted from the first step of the phase. Only those at ``places`` can be indexed."""
+    if isinstance(tasks, DrawnInOrder):
+        return tasks.at_step(step, count=count, places=places)
+    return Subset(tasks, tasks_for_step(seed=seed, step=step, count=count, size=len(tasks)))
+
+
+def examples(tasks: Drawable) -> Sequence[Task]:
+    """The tasks, or those at the start of a stream."""
+    return tasks.first if isinstance(tasks, DrawnInOrder) else tasks
 
 
 def tasks_for_step(*, seed: int, step: int, count: int, size: int) -> list[int]:
@@ -72,6 +106,12 @@ def global_rows(*, rows: int, minibatches: int, rank: int, world: int) -> list[i
     part = rows // minibatches
     share = part // world
     return [m * part + rank * share + i for m in range(minibatches) for i in range(share)]
+
+
+def places_in_step(*, count: int, group_size: int, minibatches: int, rank: int, world: int) -> list[int]:
+    """The tasks of a step, each from 0 to ``count - 1``, of which this rank makes samples."""
+    mine = global_rows(rows=count * group_size, minibatches=minibatches, rank=rank, world=world)
+    return sorted({row // group_size for row in mine})
 
 
 def assign(*, seed: int, step: int, tasks: Sequence[Task], group_size: int, minibatches: int, rank: int, world: int) -> Batch:

@@ -44,42 +44,47 @@ class Tasks(Sequence[Task]):
         return self._cached(range(len(self))[index])
 
     def _task(self, index: int) -> Task:
-        row = self.rows[index]
-        try:
-            return self._load(row)
-        except ValueError as error:
-            raise ValueError(f"{row.file}:{row.line}: {error}") from error
+        return load_task(self.rows[index], resize=self._resize)
 
-    def _load(self, row: Row) -> Task:
-        images = [load_image(image) for image in row.images]
-        target = None if row.target is None else load_image(row.target)
-        reference = None if row.reference is None else load_image(row.reference)
-        mask = None if row.mask is None else load_mask(row.mask)
-        pair = [None if image is None else load_image(image) for image in (row.chosen, row.rejected)]
-        canvas = images[0] if images else target or pair[0]
-        if mask is not None and canvas is not None:
-            require_same_size(mask.size, canvas.size)
-        if self._resize is not None and canvas is not None:
-            size = self._resize.size(canvas.size)
-            images = [fit(image, size=size if image is canvas else self._resize.size(image.size)) for image in images]
-            target = None if target is None else fit(target, size=size)
-            mask = None if mask is None else fit_mask(mask, size=size)
-        if canvas is not None:
-            size = canvas.size if self._resize is None else self._resize.size(canvas.size)
-            pair = [None if image is None else fit(image, size=size) for image in pair]
-        return Task(
-            id=row.id,
-            instruction=row.instruction,
-            images=tuple(images),
-            mask=mask,
-            reference=reference,
-            target=target,
-            text=row.text,
-            tags=row.tags,
-            meta=row.meta,
-            chosen=pair[0],
-            rejected=pair[1],
-        )
+
+def load_task(row: Row, *, resize: Resize | None) -> Task:
+    """The task of a row, with its images decoded and resized as ``Tasks`` does. Raises ValueError, with file and line."""
+    try:
+        return _load(row, resize)
+    except ValueError as error:
+        raise ValueError(f"{row.file}:{row.line}: {error}") from error
+
+
+def _load(row: Row, resize: Resize | None) -> Task:
+    images = [load_image(image) for image in row.images]
+    target = None if row.target is None else load_image(row.target)
+    reference = None if row.reference is None else load_image(row.reference)
+    mask = None if row.mask is None else load_mask(row.mask)
+    pair = [None if image is None else load_image(image) for image in (row.chosen, row.rejected)]
+    canvas = images[0] if images else target or pair[0]
+    if mask is not None and canvas is not None:
+        require_same_size(mask.size, canvas.size)
+    if resize is not None and canvas is not None:
+        size = resize.size(canvas.size)
+        images = [fit(image, size=size if image is canvas else resize.size(image.size)) for image in images]
+        target = None if target is None else fit(target, size=size)
+        mask = None if mask is None else fit_mask(mask, size=size)
+    if canvas is not None:
+        size = canvas.size if resize is None else resize.size(canvas.size)
+        pair = [None if image is None else fit(image, size=size) for image in pair]
+    return Task(
+        id=row.id,
+        instruction=row.instruction,
+        images=tuple(images),
+        mask=mask,
+        reference=reference,
+        target=target,
+        text=row.text,
+        tags=row.tags,
+        meta=row.meta,
+        chosen=pair[0],
+        rejected=pair[1],
+    )
 
 
 class DrawnTasks(Sequence[Task]):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from retouch.assembly.phases import build_sets
 from retouch.data.base import DataSets, DataSource
+from retouch.data.sampler import DrawnInOrder
 from retouch.distributed.placement import check_sharding
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
 from retouch.inference.publishing import why_not_pushable
@@ -124,7 +125,8 @@ def _read_data(recipe: Recipe, data: DataSource, size: tuple[int, int] | None) -
 
 def _data_finding(recipe: Recipe, path: str, sets: DataSets) -> Finding:
     heldout = "held out" if split_label(recipe.eval.split) == "held-out" else "of them also for evaluation, none held out"
-    text = f"{path}: {len(sets.train)} tasks for training, {len(sets.heldout)} {heldout}"
+    train = "a stream of" if isinstance(sets.train, DrawnInOrder) else len(sets.train)
+    text = f"{path}: {train} tasks for training, {len(sets.heldout)} {heldout}"
     if recipe.eval.headline:
         try:
             headline_tasks([sets.heldout[index] for index in range(len(sets.heldout))], recipe.eval.headline)

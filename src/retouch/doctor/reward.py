@@ -8,6 +8,7 @@ from PIL import Image
 
 from retouch.config import keys
 from retouch.data.base import DataSets
+from retouch.data.sampler import examples
 from retouch.doctor.findings import Finding, failed, note, ok
 from retouch.recipe.judge_calls import judge_calls
 from retouch.recipe.recipe import Recipe
@@ -57,7 +58,7 @@ def check_calls(recipe: Recipe, sets: DataSets | None) -> Iterator[Finding]:
     phases = recipe.resolved_phases()
     if any(phase.steps is None for phase in phases) and sets is None:
         return
-    steps = [phase.steps or phase.total_steps(len(sets.train) if sets else 0) for phase in phases]
+    steps = [phase.steps or phase.total_steps(len(examples(sets.train)) if sets else 0) for phase in phases]
     heldout = recipe.eval.tasks if sets is None else len(sets.heldout)
     for calls in judge_calls(recipe, steps=steps, heldout=heldout):
         yield note("judge calls", str(calls))
@@ -70,9 +71,9 @@ def check_scoring(recipe: Recipe, sets: DataSets | None) -> Finding:
         judge = RewardScorer(recipe.reward.build(device=_device(recipe)), recipe.reward.combine)
         try:
             text = f"{recipe.reward.name}, {judge.combination} ({judge.combination.low:g} to {judge.combination.high:g})"
-            if sets is None or not len(sets.train):
+            if sets is None or not len(examples(sets.train)):
                 return ok("reward", f"{text}; not tested, because there is no task")
-            task = sets.train[0]
+            task = examples(sets.train)[0]
             value, missing = _score_source(judge, task)
         finally:
             judge.close()

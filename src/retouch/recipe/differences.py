@@ -11,6 +11,8 @@ _FREE = re.compile(
     r"steps|passes|eval\.every|ledger.*|(samples|checkpoints)\..*|push.*|trackers(\.\d+)?|devices?(\..*)?|sharding|ranks|out"
     # The connection to an engine.
     r"|(phases\.\d+\.)?rollout\.engine\.(url|adapters|timeout|patience)"
+    # What a stream reads in advance.
+    r"|(phases\.\d+\.)?data\.ahead"
     r"|watch\.every|watch\.\w+\.(on_alarm|limit|sigmas|window)|watch\.(diversity|preservation|brightness|saturation|detail)"
 )
 

@@ -15,6 +15,7 @@ import accelerate.utils
 
 from retouch.assembly.assembly import Assembly, assemble
 from retouch.assembly.state import GROUPS, capture, restore
+from retouch.data.sampler import DrawnInOrder
 from retouch.distributed.placement import check_sharding, init_distributed_from_recipe, limit_memory, plan_placement
 from retouch.distributed.stepper import Stepper
 from retouch.policies.engines.base import EngineFault
@@ -159,6 +160,9 @@ class TrainingSession:
                 stack.callback(self.watcher.measures.close)
             stack.callback(self.parts.judge.close)
             stack.callback(self.parts.close_engines)
+            for sets in self.parts.sets:
+                if isinstance(sets.train, DrawnInOrder):
+                    stack.callback(sets.train.close)
             if self.publisher is not None:
                 stack.callback(self.publisher.close)
             if self.done < self.parts.steps:

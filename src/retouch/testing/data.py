@@ -11,6 +11,7 @@ from pydantic import TypeAdapter
 from retouch.config import consent
 from retouch.data.base import DataContext, DataSource
 from retouch.data.kinds import DATA
+from retouch.data.sampler import examples
 from retouch.testing.assertions import require
 from retouch.types import Task
 
@@ -40,10 +41,10 @@ def check_data_source(source: DataSource, *, context: DataContext | None = None,
         read = TypeAdapter(Annotated[DataSource, DATA]).validate_json(json.dumps(document))
     require(read == source, f"the section is not the same when its document is read back: {document}")
     first, again = source.build(context), source.build(context)
-    require(len(first.train) > 0, "there are no training tasks")
+    require(len(examples(first.train)) > 0, "there are no training tasks")
     require(len(first.heldout) > 0, "there are no held-out tasks")
-    train, heldout = (_head(part, tasks) for part in (first.train, first.heldout))
-    for part, other in ((train, again.train), (heldout, again.heldout)):
+    train, heldout = (_head(part, tasks) for part in (examples(first.train), first.heldout))
+    for part, other in ((train, examples(again.train)), (heldout, again.heldout)):
         require(
             [_digest(task) for task in part] == [_digest(task) for task in _head(other, tasks)], "built again, the tasks differ"
         )

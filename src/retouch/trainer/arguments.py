@@ -234,19 +234,21 @@ def _max_missing(keys: dict[str, Any]) -> dict[str, Any]:
 def _data(given: Any, evaluation: Any, columns: Mapping[str, str] | None, *, held_out: bool) -> tuple[DataSource, dict[str, Any]]:
     """The data source, and the tables that it refers to by name. ``held_out``: whether rows are kept for evaluation."""
     if isinstance(given, DataSource):
-        return given, {}
+        return given, dict(given.objects())
     if isinstance(given, str | Path):
         section = _data_at(Path(given), columns)
         return section, {}
     if given is None:
         raise ValueError("train_dataset: missing; give a datasets.Dataset, a list of dictionaries, a folder or a data source")
+    if hasattr(given, "take") and not hasattr(given, "__len__"):
+        from retouch.data.sources.stream import IterableData
+
+        streamed = IterableData.of(given, evaluation=evaluation, columns=columns, **({} if held_out else {"held_out": 0}))
+        return streamed, streamed.objects()
     # A tenth for evaluation, as a number: a share of few rows may leave none.
     share = max(1, len(given) // 10) if held_out and evaluation is None and hasattr(given, "__len__") else 0
     data = TableData.of(given, evaluation=evaluation, columns=columns, held_out=share)
-    tables = {f"table:{data.rows_}": given}
-    if evaluation is not None:
-        tables[f"table:{data.evaluation}"] = evaluation
-    return data, tables
+    return data, data.objects()
 
 
 def _data_at(path: Path, columns: Mapping[str, str] | None) -> DataSource:

@@ -77,6 +77,8 @@ class TableData(ImageData):
                 f"train_dataset: no column with the prompts; it has {', '.join(names)}. Call it `prompt` or `instruction`, or name "
                 "it: columns={'instruction': '...'}"
             )
+        if evaluation is not None:
+            _names(evaluation, "eval_dataset")
         section = cls(
             rows_=hash_table(table),
             evaluation=None if evaluation is None else hash_table(evaluation),
@@ -86,6 +88,10 @@ class TableData(ImageData):
         )
         section._table, section._evaluation = table, evaluation
         return section
+
+    def objects(self) -> dict[str, Any]:
+        given = {self.rows_: self._table, self.evaluation: self._evaluation}
+        return {f"table:{name}": table for name, table in given.items() if table is not None}
 
     def rows(self, *, seed: int) -> Rows:
         table = self._table if self._table is not None else live_object(f"table:{self.rows_}", key="data")

@@ -1,0 +1,335 @@
+"""Data sets that are read while the run trains: parquet files, WebDataset tar files and other formats, on disk or on the Hub, and
+``datasets.IterableDataset`` objects of this process.
+
+Nothing is converted or copied first. Images are decoded in another process, ahead of the step that needs them (``streams.py``). The
+held-out tasks are the first rows; rows with the same source image as one of them are never trained on.
+"""
+
+from __future__ import annotations
+
+import glob
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, PrivateAttr
+
+from retouch.config.live import live_object
+from retouch.config.section import Cadence, Count, Pixels
+from retouch.data.base import (
+    DataContext,
+    DataSets,
+    DataSource,
+    SplitName,
+    held_out_problems,
+    resize_to,
+)
+from retouch.data.rows import Layout, Row, find_columns
+from retouch.data.sampler import Subset
+from retouch.data.sources.hub import embedded_image
+from retouch.data.sources.table import COLUMNS, encoded_image, hash_table, read_table
+from retouch.data.tasks import Tasks
+from retouch.data.validation import OnBadRow, accept_rows
+from retouch.types import TaskContents
+
+if TYPE_CHECKING:
+    import datasets
+
+_FORMATS = {".parquet": "parquet", ".tar": "webdataset", ".jsonl": "json", ".json": "json", ".csv": "csv"}
+_SPLIT = {
+    *("ExamplesIterable", "ArrowExamplesIterable", "MappedExamplesIterable", "FilteredExamplesIterable", "SelectColumnsIterable"),
+    *("FormattedExamplesIterable", "RebatchedArrowExamplesIterable", "VerticallyConcatenatedMultiSourcesExamplesIterable"),
+}
+"""Parts of a stream, classes of the ``datasets`` library, that have the same rows when they are split."""
+_WEBDATASET = {"__key__": "id", "txt": "instruction", "jpg": "image", "jpeg": "image", "png": "image", "webp": "image"}
+
+
+class StreamedData(DataSource):
+    """Rows that are read while the run trains."""
+
+    size: Pixels | None = None
+    """Height and width in pixels that every image is resized to; null takes the model's."""
+    columns: dict[str, str] = Field(default={})
+    """Our names (``instruction``, ``image``, ``target``, ...) to the data set's, where they differ."""
+    held_out: Cadence = 64
+    """Rows kept for evaluation: the first ones, in the order of the files. Training rows with the same source image are left
+    out."""
+    shuffle: Count = 1000
+    """Rows that are shuffled together; one process of each rank keeps so many encoded rows in memory. The order of the shards is
+    shuffled too. Both change with each pass, and depend on the recipe's seed."""
+    ahead: Cadence = 2
+    """Steps whose tasks a process of each rank reads and decodes in advance; 0 loads them when the step begins."""
+    check: Count = 64
+    """Training rows at the start of the stream that are decoded before training. All others are checked when they are drawn."""
+    on_bad_row: OnBadRow = "refuse"
+    """What to do about an unusable row: stop the run, or take another row with a warning."""
+    tags: tuple[str, ...] = ()
+    """Columns whose values become tags of the tasks (``["task_type"]``): evaluations have a row for each value."""
+    thought_keys: tuple[str, ...] = ()
+    """Of a column ``thought`` whose values are maps: the keys that make the chain of thought; empty takes all values."""
+
+    @abstractmethod
+    def open(self) -> datasets.IterableDataset:
+        """The stream. Raises ValueError if there is none."""
+
+    @abstractmethod
+    def layout(self, names: Sequence[str]) -> Layout:
+        """How rows with these columns are read. Raises ValueError for a missing column."""
+
+    @property
+    def image_size(self) -> Pixels | None:
+        return self.size
+
+    def contents(self) -> TaskContents:
+        return TaskContents(reference=None if "reference" in self.columns else False)
+
+    def build(self, context: DataContext) -> DataSets:
+        from retouch.data.stream_loader import TaskStream
+        from retouch.data.streams import RowList, StreamOrder, StreamReader, first_rows
+
+        allowed = self.refuse_test_sets(trains=context.trains)
+        dataset = _without_decoding(self.open())
+        skip = self.on_bad_row == "skip"
+        layout = self.layout(_columns(dataset, self.name))
+        reader = StreamReader(dataset, layout, context.required, shards=count_shards(dataset), skip=skip)
+        on_train = context.eval_split == "train"
+        heldout, first, away = self._head(first_rows(reader), held_out=0 if on_train else self.held_out)
+        found = accept_rows(RowList([*heldout, *first]), on_bad_row=self.on_bad_row)
+        heldout = [heldout[index] for index in found.indices if index < len(heldout)]
+        first = [first[index - len(away)] for index in found.indices if index >= len(away)]
+        if not first or (away and not heldout):
+            raise ValueError(f"{self.name}: none of its first {len(away) + self.check} rows can be used")
+        resize = resize_to(self.size or context.size)
+        training = Tasks(RowList(first), resize=resize)
+        evaluation = training if on_train else Tasks(RowList(heldout), resize=resize)
+        training_rows = replace(reader, excluded=frozenset(row.source for row in away))
+        order = StreamOrder(training_rows, context.seed, self.shuffle)
+        stream = TaskStream(order, resize=resize, first=training, ahead=self.ahead, skip=skip)
+        return DataSets(stream, Subset(evaluation, range(min(len(evaluation), context.eval_tasks))), allowed, found.problems)
+
+    def _head(self, rows: Iterator[Row], *, held_out: int) -> tuple[list[Row], list[Row], list[Row]]:
+        """The held-out rows, training rows from the start of the stream, and the held-out rows once more."""
+        away = list(islice(rows, held_out))
+        sources = {row.source for row in away}
+        first = list(islice((row for row in rows if row.source not in sources), self.check))
+        if not away and not first:
+            raise ValueError(f"{self.name}: no rows" + (" that can be used" if self.on_bad_row == "skip" else ""))
+        if not first:
+            raise ValueError(f"{self.name}: all {len(away)} rows are held out; give more rows, or hold out fewer (data.held_out)")
+        return list(away), first, away
+
+    @property
+    def name(self) -> str:
+        """What messages call the stream."""
+        return "train_dataset"
+
+    def problems(self, at: str, *, eval_split: SplitName | None) -> Iterator[str]:
+        for problem in held_out_problems(self.held_out, at, eval_split):
+            yield problem.replace("give 0.1", "give a number of rows")
+
+
+class StreamData(StreamedData):
+    """Parquet files, WebDataset tar files and other formats of the ``datasets`` library, read while the run trains."""
+
+    path_keys = ("path",)
+    on_hub = True
+
+    kind: Literal["stream"] = "stream"
+    path: str
+    """Id on the Hub, a folder, a file, or a pattern such as ``shards/train-*.tar``."""
+    config: str | None = None
+    """Which of its configurations; null if there is one."""
+    revision: str | None = None
+    """Commit or tag; null takes the newest."""
+    split: str = "train"
+    """Which of its splits; files without splits are ``train``."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}[{self.split}]"
+
+    def open(self) -> datasets.IterableDataset:
+        return open_stream(self.path, split=self.split, config=self.config, revision=self.revision)
+
+    def layout(self, names: Sequence[str]) -> Layout:
+        columns = _named_columns(names, self.columns, self.name)
+        root = Path(self.path)
+        allowed = (root.resolve() if root.is_dir() else root.resolve().parent,) if root.exists() else ()
+        to_image = partial(embedded_image, allowed=allowed)
+        return Layout(self.name, Path(self.path).name, columns, self.tags, to_image, self.thought_keys)
+
+
+class IterableData(StreamedData):
+    """A ``datasets.IterableDataset`` of this process."""
+
+    kind: Literal["iterable"] = "iterable"
+    stream: str
+    """Name of the object."""
+    evaluation: str | None = None
+    """Hash of the rows of a table, on which the run is evaluated; null holds out rows of the stream."""
+
+    _stream: datasets.IterableDataset | None = PrivateAttr(default=None)
+    _evaluation: Any = PrivateAttr(default=None)
+
+    @classmethod
+    def of(
+        cls, stream: datasets.IterableDataset, *, evaluation: Any = None, columns: Mapping[str, str] | None = None, **keys: Any
+    ) -> IterableData:
+        """The data of a stream. ``evaluation``: a table. ``keys``: other keys of the section. Raises ValueError for a stream that
+        cannot be resumed, or that has no instructions."""
+        require_resumable(stream, "train_dataset")
+        if evaluation is not None and not hasattr(evaluation, "__len__"):
+            raise ValueError("eval_dataset: a streaming data set has no length; give a datasets.Dataset or a list of its rows")
+        _named_columns(_columns(stream, "train_dataset"), columns or {}, "train_dataset")
+        if evaluation is not None:
+            keys["held_out"] = 0
+        section = cls(
+            stream=f"{getattr(stream.info, 'dataset_name', None) or 'stream'}-{stream.num_shards}",
+            evaluation=None if evaluation is None else hash_table(evaluation),
+            columns=dict(columns or {}),
+            **keys,
+        )
+        section._stream, section._evaluation = stream, evaluation
+        return section
+
+    def objects(self) -> dict[str, Any]:
+        given = {f"stream:{self.stream}": self._stream, f"table:{self.evaluation}": self._evaluation}
+        return {name: found for name, found in given.items() if found is not None}
+
+    def open(self) -> datasets.IterableDataset:
+        found = self._stream if self._stream is not None else live_object(f"stream:{self.stream}", key="data")
+        require_resumable(found, "train_dataset")
+        return found
+
+    def layout(self, names: Sequence[str]) -> Layout:
+        columns = _named_columns(names, self.columns, self.name)
+        return Layout(self.name, self.name, columns, self.tags, _any_image, self.thought_keys)
+
+    def build(self, context: DataContext) -> DataSets:
+        sets = super().build(context)
+        if self.evaluation is None:
+            return sets
+        table = self._evaluation if self._evaluation is not None else live_object(f"table:{self.evaluation}", key="data")
+        rows = read_table(
+            table,
+            columns=self.columns,
+            name="eval_dataset",
+            tag_keys=self.tags,
+            thought_keys=self.thought_keys,
+            digest=self.evaluation,
+        )
+        found = accept_rows(rows, on_bad_row=self.on_bad_row, required=context.required)
+        tasks = Tasks(rows, resize=resize_to(self.size or context.size))
+        return DataSets(sets.train, Subset(tasks, found.indices[: context.eval_tasks]), (), (*sets.problems, *found.problems))
+
+    def problems(self, at: str, *, eval_split: SplitName | None) -> Iterator[str]:
+        if self.evaluation is None:
+            yield from super().problems(at, eval_split=eval_split)
+
+
+def open_stream(path: str, *, split: str, config: str | None = None, revision: str | None = None) -> datasets.IterableDataset:
+    """A stream over the files of a data set, with a shard for each file (of local parquet files: for each row group).
+
+    ``path``: as in ``StreamData``. Raises ValueError if there is no such data set or split, or if a file cannot be read.
+    """
+    import datasets
+    import pyarrow
+    from datasets.exceptions import DatasetsError
+
+    local = Path(path).exists() or any(letter in path for letter in "*?[")
+    if local and revision is not None:
+        raise ValueError(f"{path} is on this disk and has no revision {revision!r}; leave revision out")
+    try:
+        if Path(path).is_dir():
+            found = datasets.load_dataset(str(Path(path).resolve()), config, split=split, streaming=True)
+        elif local:
+            files = [str(Path(file).resolve()) for file in sorted(glob.glob(path, recursive=True))]
+            found = datasets.load_dataset(_format(files, path), data_files={split: files}, split=split, streaming=True)
+        else:
+            found = datasets.load_dataset(path, config, split=split, revision=revision, streaming=True)
+        return found.reshard() if local else found
+    except (DatasetsError, RuntimeError, OSError, ValueError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{path}: cannot be opened as a stream: {error}") from error
+
+
+def _format(files: Sequence[str], path: str) -> str:
+    suffixes = {Path(file).suffix for file in files}
+    if not files:
+        raise ValueError("no file has such a name")
+    if len(suffixes) > 1 or not suffixes <= _FORMATS.keys():
+        raise ValueError(f"files of the types {', '.join(sorted(suffixes))}; give one of {', '.join(_FORMATS)}")
+    return _FORMATS[suffixes.pop()]
+
+
+def require_resumable(stream: Any, name: str) -> None:
+    """Raise ValueError for a stream whose place cannot be stored, or that is a part of another one."""
+    if not all(hasattr(stream, method) for method in ("state_dict", "load_state_dict", "shard", "num_shards")):
+        raise ValueError(
+            f"{name}: {type(stream).__name__} is no datasets.IterableDataset; wrap it with IterableDataset.from_generator"
+        )
+    if getattr(stream, "_distributed", None) is not None:
+        raise ValueError(f"{name}: this is one rank's part of a stream; give the whole one, which Retouch splits over the ranks")
+    for part in _parts(stream):
+        if type(part).__name__.startswith("BufferShuffled"):
+            raise ValueError(
+                f"{name}: the buffer of .shuffle() is lost when a run resumes, and its rows with it; give the stream without "
+                "shuffle(), which Retouch shuffles itself (data.shuffle)"
+            )
+
+
+def count_shards(stream: datasets.IterableDataset) -> int:
+    """Into how many parts the stream can be split so that together they have its rows: 1 after ``take``, ``skip``,
+    ``interleave_datasets`` and similar functions, which ``shard`` applies to each part."""
+    parts = list(_parts(stream))
+    split = all(type(part).__name__ in _SPLIT and not getattr(part, "with_indices", False) for part in parts)
+    return max(1, int(stream.num_shards)) if split else 1
+
+
+def _parts(stream: datasets.IterableDataset) -> Iterator[Any]:
+    """What a stream consists of: its source, and the functions that are applied to it."""
+    parts = [getattr(stream, "_ex_iterable", None)]
+    while parts:
+        part = parts.pop()
+        yield part
+        inner = (getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ()))
+        parts += [each for each in inner if each is not None]
+
+
+def _without_decoding(dataset: datasets.IterableDataset) -> datasets.IterableDataset:
+    plain = dataset.with_format(None)
+    return plain.decode(False) if plain.features else plain
+
+
+def _columns(dataset: datasets.IterableDataset, name: str) -> list[str]:
+    """The names of the columns; those of the first row, if the stream does not declare them."""
+    if dataset.column_names:
+        return list(dataset.column_names)
+    row = next(iter(dataset), None)
+    if row is None:
+        raise ValueError(f"{name}: no rows")
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{name}: a row is {type(row).__name__}; each row is a dictionary with a `prompt`")
+    return list(row)
+
+
+def _named_columns(names: Sequence[str], columns: Mapping[str, str], name: str) -> dict[str, str]:
+    """The column of each field; those of WebDataset's file types are found too."""
+    found, _ = find_columns(names, columns=columns, defaults=COLUMNS, file=name)
+    if "__key__" in names:
+        for column, field in _WEBDATASET.items():
+            if column in names and field not in found:
+                found[field] = column
+    if "instruction" not in found:
+        raise ValueError(
+            f"{name}: no column with the prompts; it has {', '.join(names)}. Call it `prompt` or `instruction`, or name it: "
+            "columns: { instruction: '...' }"
+        )
+    return found
+
+
+def _any_image(value: Any) -> Any:
+    return embedded_image(value, (Path("/"),)) if isinstance(value, Mapping) else encoded_image(value)

@@ -1,0 +1,222 @@
+"""Tasks of a stream, read and decoded by another process ahead of the steps that need them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch.utils.data
+
+from retouch.data.images import Resize
+from retouch.data.rows import Row
+from retouch.data.sampler import Subset
+from retouch.data.streams import Cursor, StreamOrder
+from retouch.data.tasks import load_task
+from retouch.types import Task
+
+_THREADS = 4  # decoding and resizing release the interpreter's lock
+_AHEAD_IN_PROCESS = 2 * _THREADS
+_TRIES = 100
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The task at a position of the order, or the text of the error that it raised. ``cursor``: of its window."""
+
+    position: int
+    cursor: Cursor
+    task: Task | None = None
+    error: str | None = None
+    warnings: tuple[str, ...] = ()
+
+
+class StepTasks(Sequence[Task]):
+    """The tasks of a step that this rank has loaded, by their place in the step."""
+
+    def __init__(self, count: int, tasks: Mapping[int, Task]) -> None:
+        self._count = count
+        self._tasks = tasks
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Subset: ...
+
+    def __getitem__(self, index: int | slice) -> Task | Subset:
+        if isinstance(index, slice):
+            return Subset(self, range(len(self))[index])
+        return self._tasks[range(len(self))[index]]
+
+
+class TaskStream:
+    """The training tasks of a stream, for ``retouch.data.sampler.draw``.
+
+    ``first``: tasks from the start of the stream, for what needs examples of tasks. ``ahead``: steps whose tasks another process
+    loads in advance; 0 loads them when the step begins. ``waited``: seconds that steps have waited for their tasks.
+    """
+
+    def __init__(
+        self, order: StreamOrder, *, resize: Resize | None, first: Sequence[Task], ahead: int = 2, skip: bool = False
+    ) -> None:
+        self.first = first
+        self.waited = 0.0
+        self._order = order
+        self._resize = resize
+        self._ahead = ahead
+        self._skip = skip
+        self._cursors = {0: Cursor()}
+        self._items: Iterator[Drawn] | None = None
+        self._next: tuple[int, int, tuple[int, ...]] | None = None
+        self._last: tuple[tuple[int, int, tuple[int, ...]], StepTasks] | None = None
+
+    def at_step(self, step: int, *, count: int, places: Sequence[int]) -> Sequence[Task]:
+        """The tasks of a step: rows ``step * count`` to ``(step + 1) * count - 1`` of the order, of which only ``places`` are
+        loaded.
+
+        Raises ValueError for a row or a shard that cannot be read.
+        """
+        wanted = (step * count, count, tuple(places))
+        if self._last is not None and self._last[0] == wanted:
+            return self._last[1]
+        start = time.monotonic()
+        if self._next != wanted or self._items is None:
+            self._items = self._start(*wanted)
+        found = {}
+        for place in places:
+            drawn = next(self._items)
+            for warning in drawn.warnings:
+                _log.warning("skipped an unusable row, and took another one: %s", warning)
+            if drawn.task is None:
+                self.close()
+                raise ValueError(drawn.error)
+            assert drawn.position == wanted[0] + place, f"row {drawn.position} came in place of {wanted[0] + place}"
+            self._cursors[drawn.cursor.position] = drawn.cursor
+            found[place] = drawn.task
+        self._next = (wanted[0] + count, count, wanted[2])
+        self._last = wanted, StepTasks(count, found)
+        self._forget(wanted[0])
+        self.waited += time.monotonic() - start
+        return self._last[1]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint stores: the place in the stream, and how many shards it has."""
+        newest = max(position for position in self._cursors if self._last is None or position <= self._last[0][0])
+        return {"shards": self._order.reader.shards, "cursor": self._cursors[newest].to_json()}
+
+    def load_state(self, state: Any) -> None:
+        """Go on from what ``state`` returned. Raises ValueError if the stream has another number of shards now."""
+        shards = state.get("shards") if isinstance(state, dict) else None
+        if shards != self._order.reader.shards:
+            raise ValueError(
+                f"{self._order.reader.layout.file}: the stream has {self._order.reader.shards} shards, and had {shards} when the "
+                "checkpoint was written, so the rows that were drawn are not known; restore the data, or start over with --fresh"
+            )
+        cursor = Cursor.from_json(state["cursor"])
+        self._cursors[cursor.position] = cursor
+
+    def close(self) -> None:
+        """Stop the process that reads ahead."""
+        self._items, self._next = None, None
+
+    def _forget(self, position: int) -> None:
+        for old in sorted(place for place in self._cursors if 0 < place <= position)[:-8]:
+            del self._cursors[old]
+
+    def _start(self, position: int, count: int, places: tuple[int, ...]) -> Iterator[Drawn]:
+        self.close()
+        cursor = self._cursors[max(place for place in self._cursors if place <= position)]
+        rows = _LoadedRows(self._order, self._resize, cursor, position, count, places, self._skip)
+        if not self._ahead:
+            return iter(rows)
+        # One process: each reads the whole stream. A number of rows as the state needs no StatefulDataLoader.
+        loader = torch.utils.data.DataLoader(
+            rows,
+            batch_size=None,
+            num_workers=1,
+            prefetch_factor=self._ahead * len(places),
+            worker_init_fn=_outlive_stop_requests,
+            generator=torch.Generator(),  # otherwise it draws from the run's global generator
+        )
+        return iter(loader)
+
+
+def _outlive_stop_requests(worker: int) -> None:
+    """Ctrl-C and the SIGTERM of a cluster reach all processes of a run, which may still have to finish its step.
+
+    The second SIGTERM is the loader's own.
+    """
+    asked: list[int] = []
+
+    def end(number: int, frame: object) -> None:
+        if asked:
+            os._exit(0)
+        asked.append(number)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, end)
+
+
+class _LoadedRows(torch.utils.data.IterableDataset[Drawn]):
+    """The tasks at ``places`` of each step, from the row ``position`` on, without end; an error is the last of them."""
+
+    def __init__(
+        self,
+        order: StreamOrder,
+        resize: Resize | None,
+        cursor: Cursor,
+        position: int,
+        count: int,
+        places: tuple[int, ...],
+        skip: bool,
+    ) -> None:
+        self._order = order
+        self._resize = resize
+        self._cursor = cursor
+        self._start = position
+        self._count = count
+        self._places = frozenset(places)
+        self._skip = skip
+
+    def __iter__(self) -> Iterator[Drawn]:
+        pending: deque[Future[Drawn]] = deque()
+        begin = self._cursor
+        with ThreadPoolExecutor(_THREADS) as threads:
+            try:
+                for begin, rows in self._order.windows(self._cursor, least=self._count):
+                    for number in range(len(rows)):
+                        position = begin.position + number
+                        if position >= self._start and (position - self._start) % self._count in self._places:
+                            pending.append(threads.submit(self._load, begin, rows, number))
+                            if len(pending) == _AHEAD_IN_PROCESS:
+                                yield pending.popleft().result()
+            except ValueError as error:
+                while pending:
+                    yield pending.popleft().result()
+                yield Drawn(-1, begin, error=str(error))
+
+    def _load(self, begin: Cursor, rows: Sequence[Row], number: int) -> Drawn:
+        """The task of a row. If it cannot be decoded and bad rows are skipped, that of the next row of the window that can."""
+        warnings: list[str] = []
+        for place in range(number, number + min(len(rows), _TRIES)):
+            try:
+                task = load_task(rows[place % len(rows)], resize=self._resize)
+            except ValueError as error:
+                warnings.append(str(error))
+                if not self._skip:
+                    break
+                continue
+            return Drawn(begin.position + number, begin, task, warnings=tuple(warnings))
+        advice = "fix the row, or leave unusable rows out with data.on_bad_row: 'skip'"
+        return Drawn(begin.position + number, begin, error=f"{warnings[-1]}; {advice}")

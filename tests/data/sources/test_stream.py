@@ -1,0 +1,187 @@
+"""Streams of files and of ``datasets.IterableDataset`` objects: what is read, what is held out, and what is refused."""
+
+import datasets
+import pytest
+from datasets.distributed import split_dataset_by_node
+from PIL import Image
+
+import stream_files
+from retouch.config.live import live_objects
+from retouch.data.base import DataContext
+from retouch.data.requirements import RowRequirements
+from retouch.data.sampler import DrawnInOrder, examples
+from retouch.data.sources.stream import IterableData, StreamData
+from retouch.testing import check_data_source
+
+
+def drawn(sets, steps=4, count=3):
+    assert isinstance(sets.train, DrawnInOrder)
+    return [task for step in range(steps) for task in sets.train.at_step(step, count=count, places=range(count))]
+
+
+def built(data, **context):
+    return data.build(DataContext(**context))
+
+
+KEYS = {"held_out": 4, "check": 3, "ahead": 0, "shuffle": 8}
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "pattern", "tar folder", "tar pattern"])
+def test_files_are_read_from_a_folder_a_file_or_a_pattern(tmp_path, kind):
+    make = stream_files.tar if "tar" in kind else stream_files.parquet
+    folder = make(tmp_path / "edits", files=2, rows=10)
+    ending = {"folder": "", "file": "/train-00001.parquet", "pattern": "/*.parquet", "tar folder": "", "tar pattern": "/train*.tar"}
+    sets = built(StreamData(path=f"{folder}{ending[kind]}", **KEYS), size=(6, 8))
+    start = 10 if kind == "file" else 0
+    assert [task.instruction for task in sets.heldout] == [f"edit {start + number}" for number in range(4)]
+    assert [task.instruction for task in examples(sets.train)] == [f"edit {start + number}" for number in range(4, 7)]
+    for task in drawn(sets):
+        number = int(task.instruction.removeprefix("edit "))
+        assert task.images[0].getpixel((0, 0)) == (number, 0, 0)
+        assert task.images[0].size == (8, 6)
+        assert dict(task.meta) == ({} if "tar" in kind else {"level": number})
+
+
+def test_a_stream_keeps_the_contract_of_data_sources(tmp_path):
+    check_data_source(StreamData(path=str(stream_files.parquet(tmp_path / "edits")), **KEYS), context=DataContext(size=(16, 16)))
+
+
+def test_rows_of_a_held_out_image_are_not_trained_on(tmp_path):
+    rows = [{"prompt": f"p{number // 3}", "level": number} for number in range(30)]
+    stream = datasets.Dataset.from_list(rows).to_iterable_dataset(num_shards=3)
+    sets = built(IterableData.of(stream, **{**KEYS, "held_out": 4}))
+    assert [task.instruction for task in sets.heldout] == ["p0", "p0", "p0", "p1"]
+    levels = [task.meta["level"] for task in drawn(sets, steps=8)]
+    assert sorted(levels) == list(range(6, 30))  # one pass
+
+
+def test_an_iterable_of_this_process_is_found_by_its_name():
+    stream = datasets.IterableDataset.from_generator(lambda: ({"prompt": f"p{number}"} for number in range(20)))
+    data = IterableData.of(stream, **KEYS)
+    stored = IterableData.model_validate_json(data.model_dump_json())
+    with pytest.raises(ValueError, match="is a Python object of the script that started this run"):
+        built(stored)
+    with live_objects({f"stream:{data.stream}": stream}):
+        first = [task.instruction for task in drawn(built(stored))]
+    assert first == [task.instruction for task in drawn(built(data))]
+    assert len(set(first)) == 12
+
+
+def test_images_of_a_map_function_and_columns_of_other_names():
+    def add(row):
+        return {"photo": Image.new("RGB", (8, 6), (row["n"], 0, 0)), "words": f"w{row['n']}"}
+
+    stream = datasets.Dataset.from_list([{"n": number} for number in range(12)]).to_iterable_dataset().map(add)
+    sets = built(IterableData.of(stream, columns={"instruction": "words", "image": "photo"}, **KEYS))
+    assert {task.images[0].getpixel((0, 0))[0] for task in drawn(sets, steps=2)} == {
+        int(task.instruction[1:]) for task in drawn(sets, steps=2)
+    }
+
+
+def numbered(shards=3):
+    return datasets.Dataset.from_list([{"prompt": f"p{number}"} for number in range(40)]).to_iterable_dataset(num_shards=shards)
+
+
+@pytest.mark.parametrize(
+    ("make", "shards"),
+    [
+        (lambda: numbered(), 3),
+        (lambda: numbered().take(30), 1),
+        (lambda: numbered().skip(10), 1),
+        (lambda: numbered().filter(lambda row: row["prompt"].endswith(("1", "5"))), 3),
+        (lambda: numbered().map(lambda rows: {"length": [len(p) for p in rows["prompt"]]}, batched=True, batch_size=7), 3),
+        (lambda: numbered().map(lambda row, number: {"n": number}, with_indices=True), 1),
+        (lambda: datasets.interleave_datasets([numbered(), numbered().map(lambda row: {"prompt": f"q{row['prompt']}"})]), 1),
+        (lambda: datasets.concatenate_datasets([numbered(), numbered().map(lambda row: {"prompt": f"q{row['prompt']}"})]), 6),
+    ],
+    ids=["plain", "take", "skip", "filter", "map in batches", "map with numbers", "interleaved", "concatenated"],
+)
+def test_functions_of_streams_lose_no_row_and_resume(make, shards):
+    data = IterableData.of(make(), held_out=2, check=2, shuffle=5, ahead=0)
+    whole, rows, states = built(data), [], []
+    expected = sorted(row["prompt"] for row in make())
+    count = len(expected) - 2
+    for step in range(count):
+        rows += [task.instruction for task in whole.train.at_step(step, count=1, places=[0])]
+        states.append(whole.train.state())
+    assert states[0]["shards"] == shards
+    assert sorted([*rows, *(task.instruction for task in whole.heldout)]) == expected
+    for step in (count // 3, count - 3):
+        again = built(data).train
+        again.load_state(states[step])
+        assert [again.at_step(k, count=1, places=[0])[0].instruction for k in (step + 1, step + 2)] == rows[step + 1 : step + 3]
+
+
+def test_evaluation_on_a_table_or_on_the_training_rows():
+    stream = datasets.Dataset.from_list([{"prompt": f"p{number}"} for number in range(12)]).to_iterable_dataset()
+    table = [{"prompt": "held"}, {"prompt": "out"}]
+    sets = built(IterableData.of(stream, evaluation=table, check=3, ahead=0))
+    assert [task.instruction for task in sets.heldout] == ["held", "out"]
+    assert len({task.instruction for task in drawn(sets)}) == 12
+    sets = built(IterableData.of(stream, held_out=0, check=3, ahead=0), eval_split="train")
+    assert [task.instruction for task in sets.heldout] == ["p0", "p1", "p2"]
+
+
+def as_stream(*rows):
+    return datasets.Dataset.from_list(list(rows)).to_iterable_dataset()
+
+
+PROMPT = {"prompt": "a cat"}
+
+
+@pytest.mark.parametrize(
+    ("stream", "message"),
+    [
+        (lambda: as_stream({"caption": "a cat"}), "train_dataset: no column with the prompts; it has caption"),
+        (lambda: as_stream(PROMPT).shuffle(seed=1), "the buffer of .shuffle\\(\\) is lost when a run resumes"),
+        (lambda: as_stream(PROMPT).shuffle(seed=1).map(dict), "the buffer of .shuffle\\(\\) is lost when a run resumes"),
+        (lambda: split_dataset_by_node(as_stream(PROMPT), 0, 2), "this is one rank's part of a stream"),
+        (lambda: iter([PROMPT]), "list_iterator is no datasets.IterableDataset; wrap it with"),
+        (lambda: datasets.IterableDataset.from_generator(lambda: iter([])), "train_dataset: no rows"),
+        (lambda: as_stream(*[PROMPT] * 4), "train_dataset: all 4 rows are held out"),
+        (lambda: as_stream(*[{"prompt": ""}] * 9), "train_dataset:1: error: 'prompt': no instruction"),
+        (lambda: as_stream(PROMPT, {"prompt": " "}), "train_dataset:2: error: 'prompt': no instruction"),
+    ],
+    ids=["columns", "shuffled", "shuffled inside", "one rank", "iterator", "empty", "held out", "no prompt", "later row"],
+)
+def test_what_cannot_be_trained_on_is_refused_in_plain_words(stream, message):
+    with pytest.raises(ValueError, match=message):
+        built(IterableData.of(stream(), **KEYS))
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ValueError, match="cannot be opened as a stream"):
+        built(StreamData(path=str(tmp_path / "none"), **KEYS))
+    with pytest.raises(ValueError, match="no file has such a name"):
+        built(StreamData(path=str(tmp_path / "*.tar"), **KEYS))
+    with pytest.raises(ValueError, match="leave revision out"):
+        built(StreamData(path=str(tmp_path / "*.tar"), revision="main", **KEYS))
+    (tmp_path / "a.bin").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"files of the types \.bin; give one of \.parquet, \.tar"):
+        built(StreamData(path=str(tmp_path / "*.bin"), **KEYS))
+    folder = stream_files.tar(tmp_path / "tar", files=2)
+    shard = folder / "train-00001.tar"
+    shard.write_bytes(b"\0" * 100 + shard.read_bytes()[100:])
+    with pytest.raises(ValueError, match=r"tar\[train\], shard 1: cannot be read \(ReadError"):
+        drawn(built(StreamData(path=str(folder), **KEYS)), steps=20)
+    folder = stream_files.parquet(tmp_path / "parquet", files=2)
+    shard = folder / "train-00001.parquet"
+    shard.write_bytes(shard.read_bytes()[:-20])
+    with pytest.raises(ValueError, match="cannot be opened as a stream"):
+        built(StreamData(path=str(folder), **KEYS))
+
+
+def test_what_a_run_needs_of_a_row_is_checked_as_it_is_read(tmp_path):
+    folder = stream_files.parquet(tmp_path / "edits")
+    required = RowRequirements(mask=True, images=(1, 1), model="flux-fill", takes="one image and a mask")
+    with pytest.raises(ValueError, match="flux-fill takes one image and a mask, and this row has no mask"):
+        built(StreamData(path=str(folder), **KEYS), required=required)
+    with pytest.raises(ValueError, match="no rows that can be used"):
+        built(StreamData(path=str(folder), on_bad_row="skip", **KEYS), required=required)
+
+
+def test_a_known_test_set_is_refused(tmp_path):
+    folder = stream_files.parquet(tmp_path / "geneval")
+    with pytest.raises(ValueError, match="these are test sets"):
+        built(StreamData(path=str(folder), **KEYS))
+    assert built(StreamData(path=str(folder), allow_test_sets=True, **KEYS)).test_sets

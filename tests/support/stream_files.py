@@ -1,0 +1,44 @@
+"""Small streams on disk: parquet files and WebDataset tar files whose instructions are numbered from 0."""
+
+import io
+import tarfile
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+from PIL import Image
+
+
+def png(number: int, size: tuple[int, int] = (8, 6)) -> bytes:
+    """An image whose colour is its number."""
+    out = io.BytesIO()
+    Image.new("RGB", size, (number % 256, number // 256, 0)).save(out, "PNG")
+    return out.getvalue()
+
+
+def parquet(folder: Path, *, files: int = 3, rows: int = 20, group: int = 6, damaged: tuple[int, ...] = ()) -> Path:
+    """``files`` parquet files of ``rows`` rows, in row groups of ``group``; the images of ``damaged`` rows cannot be decoded."""
+    folder.mkdir(parents=True)
+    for file in range(files):
+        numbers = range(file * rows, (file + 1) * rows)
+        table = pyarrow.Table.from_pylist(
+            [
+                {"instruction": f"edit {n}", "image": {"bytes": b"\x89PNG" if n in damaged else png(n), "path": None}, "level": n}
+                for n in numbers
+            ]
+        )
+        pyarrow.parquet.write_table(table, folder / f"train-{file:05}.parquet", row_group_size=group)
+    return folder
+
+
+def tar(folder: Path, *, files: int = 3, rows: int = 20) -> Path:
+    """``files`` tar files of ``rows`` samples: an image and a text each."""
+    folder.mkdir(parents=True)
+    for file in range(files):
+        with tarfile.open(folder / f"train-{file:05}.tar", "w") as archive:
+            for number in range(file * rows, (file + 1) * rows):
+                for extension, data in (("png", png(number)), ("txt", f"edit {number}".encode())):
+                    info = tarfile.TarInfo(f"{number:06}.{extension}")
+                    info.size = len(data)
+                    archive.addfile(info, io.BytesIO(data))
+    return folder
