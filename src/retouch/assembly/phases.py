@@ -7,7 +7,16 @@ import torch
 
 from retouch.data.base import DataContext, DataSets, DataSource
 from retouch.data.requirements import RowRequirements
-from retouch.data.sampler import Drawable, DrawnInOrder, assign, draw, global_rows, places_in_step, steps_for_passes
+from retouch.data.sampler import (
+    Drawable,
+    DrawnInOrder,
+    Subset,
+    assign,
+    global_rows,
+    places_in_step,
+    steps_for_passes,
+    tasks_for_step,
+)
 from retouch.distributed.ranks import Ranks
 from retouch.recipe.phases import ResolvedPhase
 from retouch.recipe.recipe import Recipe
@@ -96,20 +105,18 @@ def build_phase(
     ]
 
     count = phase.tasks_per_step
-    places = places_in_step(
-        count=count, group_size=phase.group_size, minibatches=recipe.minibatches, rank=ranks.rank, world=ranks.world
-    )
+    share = {
+        **{"group_size": phase.group_size, "minibatches": recipe.minibatches},
+        **{"rank": ranks.rank, "world": ranks.world},
+    }
 
     def batch(step: int) -> Batch:
-        return assign(
-            seed=recipe.seed,
-            step=step,
-            tasks=draw(tasks, seed=recipe.seed, step=step - steps.start, count=count, places=places),
-            group_size=phase.group_size,
-            minibatches=recipe.minibatches,
-            rank=ranks.rank,
-            world=ranks.world,
-        )
+        first = step - steps.start
+        if isinstance(tasks, DrawnInOrder):
+            drawn = tasks.at_step(first, count=count, places=places_in_step(count=count, **share))
+        else:
+            drawn = Subset(tasks, tasks_for_step(seed=recipe.seed, step=first, count=count, size=len(tasks)))
+        return assign(seed=recipe.seed, step=step, tasks=drawn, **share)
 
     objective = phase.objective
     entropy = recipe.policy.entropy
