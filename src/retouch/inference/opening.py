@@ -35,8 +35,9 @@ def open_recipe(recipe: Recipe, folder: RunFolder | None, *, trained: bool) -> t
     return parts, _restored(parts, folder, trained=trained)
 
 
-def open_policy(recipe: Recipe, folder: RunFolder) -> tuple[PolicyParts, int]:
-    """What acts and makes images in a run, with the weights of its newest checkpoint, and their step; without data and judge.
+def open_policy(recipe: Recipe, folder: RunFolder | None) -> tuple[PolicyParts, int]:
+    """What acts and makes images in a run, with the weights of its newest checkpoint, and their step (0: untrained, as without a
+    folder); without data and judge.
 
     Raises ValueError if the run has no checkpoint.
     """

@@ -2,17 +2,19 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from PIL.Image import Image
 
 from retouch.assembly.assembly import PolicyParts
-from retouch.data.images import load_image, load_mask
+from retouch.data.images import fit, fit_mask, load_image, load_mask
 from retouch.data.sources.prompts import read_instructions
-from retouch.inference.opening import open_target
+from retouch.inference.opening import open_policy, read_target
 from retouch.policies.autoregressive.trajectory import AutoregressiveTrajectory
+from retouch.records.libraries import silence_libraries
 from retouch.renderers.wrappers import Completions
+from retouch.training.completions import completion_texts
 from retouch.types import Batch, Task
 
 
@@ -71,17 +73,31 @@ def sample_list(target: str, *, instructions: Path, out: Path, seed: int) -> lis
 
 
 def _samples(target: str, tasks: Sequence[Task], seed: int) -> Iterator[UserSample]:
-    parts, _ = open_target(target)
-    try:
-        yield from sample_tasks(parts, tasks, seed)
-    finally:
-        parts.judge.close()
+    silence_libraries()
+    parts, _ = open_policy(*read_target(target))
+    yield from sample_tasks(parts, tasks, seed)
 
 
 def sample_tasks(parts: PolicyParts, tasks: Sequence[Task], seed: int) -> Iterator[UserSample]:
-    """An image for each task. Raises ValueError if the policy makes no usable image."""
+    """An image for each task; its own images are resized as in training. Raises ValueError if the policy makes no usable image."""
+    tasks = _sized(tasks, parts.recipe.data.image_size or parts.recipe.image_size)
     for rows in _same_sizes(tasks, at_most=parts.recipe.eval.batch):
         yield from _sample(parts, rows, tuple(tasks[row] for row in rows), seed)
+
+
+def _sized(tasks: Sequence[Task], size: tuple[int, int] | None) -> Sequence[Task]:
+    """The tasks with sources and masks resized to ``size``, (height, width) in px; unchanged for None."""
+    if size is None:
+        return tasks
+    target = (size[1], size[0])
+    return [
+        replace(
+            task,
+            images=tuple(fit(image, size=target) for image in task.images),
+            mask=None if task.mask is None else fit_mask(task.mask, size=target),
+        )
+        for task in tasks
+    ]
 
 
 def _same_sizes(tasks: Sequence[Task], *, at_most: int) -> Iterator[range]:
@@ -109,7 +125,7 @@ def _sample(parts: PolicyParts, rows: range, tasks: tuple[Task, ...], seed: int)
             raise ValueError("the policy made latents that are not finite; train it less far, or use an earlier checkpoint")
         yield from (UserSample(task, image, None, False) for task, image in zip(tasks, images, strict=True) if image is not None)
         return
-    completions = trajectory.outputs
+    completions, texts = trajectory.outputs, completion_texts(trajectory)
     if failed:
         again = [tasks[row] for row in failed]
         instead = renderer(again, Completions.empty(again, [completions[row] for row in failed]))
@@ -119,4 +135,4 @@ def _sample(parts: PolicyParts, rows: range, tasks: tuple[Task, ...], seed: int)
             images[row] = image
     for row, (task, image) in enumerate(zip(tasks, images, strict=True)):
         assert image is not None
-        yield UserSample(task, image, completions[row].text, row in failed)
+        yield UserSample(task, image, texts[row], row in failed)

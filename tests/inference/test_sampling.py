@@ -1,0 +1,35 @@
+"""`retouch sample` for runs whose images are resized, and for policies that generate image tokens."""
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from retouch.cli import main
+from small_runs import photos_recipe
+
+
+def test_fault_8_images_are_resized_as_in_training(tmp_path: Path) -> None:
+    Image.new("RGB", (466, 426), (90, 120, 30)).save(tmp_path / "photo.png")
+    file = photos_recipe(tmp_path, tmp_path)
+    words = ["--instruction", "make it warmer", "--image", str(tmp_path / "photo.png"), "--out", str(tmp_path / "out.png")]
+    assert main(["sample", str(file), *words]) == 0
+    with Image.open(tmp_path / "out.png") as made:
+        assert made.size == (24, 24)
+
+
+def test_fault_8_image_tokens_have_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Image.new("RGB", (24, 24), (90, 120, 30)).save(tmp_path / "scene.png")
+    words = [
+        "--instruction",
+        "make the red circle blue",
+        "--image",
+        str(tmp_path / "scene.png"),
+        "--out",
+        str(tmp_path / "out.png"),
+    ]
+    capsys.readouterr()
+    assert main(["sample", "emu3/sft_sc__rl_sc-playground", *words]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert (tmp_path / "out.png").is_file() or "made from the instruction" in printed.err
