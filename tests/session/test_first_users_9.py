@@ -52,6 +52,9 @@ def test_17_1_9_a_run_that_failed_in_its_first_evaluation_keeps_no_name(tmp_path
     with pytest.raises(ValueError, match="the reward is broken"):
         run(broken, fresh=False)
     assert RunFolder(broken.folder).tensorboard.exists()
+    log = RunFolder(broken.folder).log().read_text()
+    assert "test_first_users_9.py" in log.splitlines()[-2], "train.log ends with the error"
+    assert "sample: task 'playground" in log.splitlines()[-1]
     corrected = recipe(tmp_path, reward={"kind": "share", "channel": "red", "combine": {"share": 1}}, learning_rate=1e-4)
     assert run(corrected, fresh=False) == 0
     assert RunFolder(broken.folder).read_recipe()["recipe"]["reward"]["kind"] == "share"

@@ -9,6 +9,7 @@ import inspect
 import os
 import re
 import sys
+import traceback
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
@@ -17,6 +18,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PASSED_ON = ("retouch", "torch")
+"""Packages whose own kinds of errors are never the fault of code that calls them: stopped runs, full devices."""
 CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -45,24 +49,62 @@ def locate(module: str) -> str | None:
     return spec.origin or top
 
 
+def blamed(error: BaseException, what: str) -> ValueError | None:
+    """The error for the user of ``what`` (an import, a call) that code of the user's own raised, with its file and line.
+
+    None if ``error`` is to be raised as it is: it is no fault of that code (a signal, full memory), or it is a message already.
+    """
+    if not isinstance(error, Exception) or isinstance(error, MemoryError) or type(error).__module__.partition(".")[0] in _PASSED_ON:
+        return None
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, ValueError) and frames and _is_inside(frames[-1].filename, _PACKAGE):
+        return None
+    own = [frame for frame in frames if not _is_inside(frame.filename, _PACKAGE) and not _is_library(frame.filename)]
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        place = f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
+    elif own or frames:
+        frame = (own or frames)[-1]
+        place = f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
+    else:
+        place = "no line is known"
+    return ValueError(f"{what} raised {type(error).__name__}: {error}\n  {place}")
+
+
 def import_class(path: str) -> type:
-    """The class of that name. ValueError: no such module, or no such class in it (and which comes nearest).
+    """The class of that name. ValueError: no such module, no such class in it (and which comes nearest), or a module that fails,
+    with the file and line where it did.
 
     A module in the current folder is found too; the folder is then put at the end of Python's path, so that the module can import
-    others beside it. What goes wrong inside the module is its own error and is left as it is.
+    others beside it.
     """
+    found = import_object(path)
+    if not isinstance(found, type):
+        module_name, _, name = path.partition(":")
+        module = importlib.import_module(module_name)
+        near = nearest(name, [known for known, value in vars(module).items() if isinstance(value, type)])
+        hint = f"; did you mean {near}?" if near else ""
+        if module_name == "__main__":
+            hint = f"; __main__ is the program that runs, so save the class in a file mine.py and name it mine:{name}"
+        raise ValueError(f"{path}: {module_name} has no class {name}{hint}")
+    return found
+
+
+def import_object(path: str) -> object:
+    """What the module has under that name; None if it has nothing. Raises ValueError as ``import_class`` does."""
     module_name, _, name = path.partition(":")
     top = module_name.partition(".")[0]
     if _spec_on_path(top) is None and top not in sys.modules and _spec_in_current_folder(top) is not None:
         sys.path.append(os.getcwd())
     if not _exists(module_name):
         raise ValueError(f"{path}: there is no module {module_name}; install it, or put its folder on PYTHONPATH")
-    module = importlib.import_module(module_name)
-    found = vars(module).get(name)
-    if not isinstance(found, type):
-        near = nearest(name, [known for known, value in vars(module).items() if isinstance(value, type)])
-        raise ValueError(f"{path}: {module_name} has no class {name}{f'; did you mean {near}?' if near else ''}")
-    return found
+    try:
+        module = importlib.import_module(module_name)
+    except BaseException as error:
+        wrong = None if top == "retouch" else blamed(error, f"importing {module_name}")
+        if wrong is None:
+            raise
+        raise wrong from error
+    return vars(module).get(name)
 
 
 def build_class(path: str, args: Mapping[str, Any], *, device: "torch.device", what: str, members: Collection[str]) -> Any:
@@ -80,12 +122,26 @@ def build_class(path: str, args: Mapping[str, Any], *, device: "torch.device", w
             "annotation in the class"
         )
     takes = "device" in inspect.signature(wanted).parameters
-    return wanted(**args, **({"device": device} if takes and "device" not in args else {}))
+    try:
+        return wanted(**args, **({"device": device} if takes and "device" not in args else {}))
+    except BaseException as error:
+        wrong = blamed(error, f"{path}: its constructor")
+        if wrong is None:
+            raise
+        raise wrong from error
 
 
 def methods_of(protocol: type) -> list[str]:
     """The names of a protocol's own public methods."""
     return [name for name, value in vars(protocol).items() if callable(value) and not name.startswith("_")]
+
+
+def _is_inside(file: str, folder: str) -> bool:
+    return os.path.abspath(file).startswith(folder + os.sep)
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith("<") or "site-packages" in file or _is_inside(file, os.path.dirname(os.__file__))
 
 
 def _defines(wanted: type, name: str) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, JsonValue
 
-from retouch.config.imports import build_class
+from retouch.config.imports import build_class, import_object
 from retouch.config.section import ClassPath
 from retouch.protocols import Reward
 from retouch.rewards.base import RewardSection, unchanged
@@ -25,7 +26,7 @@ class ImportedReward(RewardSection):
 
     kind: Literal["import"] = "import"
     class_: ClassPath = Field(alias="class")
-    """The class, as ``package.module:Class``."""
+    """The class, as ``package.module:Class``; or a function, which is given what ``retouch.reward`` describes."""
     args: dict[str, JsonValue] = Field(default={})
     """Keyword arguments of its constructor."""
 
@@ -40,12 +41,19 @@ class ImportedReward(RewardSection):
         clients: JudgeClients | None = None,
         keep: Callable[[Reward], Reward] = unchanged,
     ) -> Reward:
-        """The user's class with ``args``, and with ``device`` where its constructor takes one.
+        """The user's class with ``args``, and with ``device`` where its constructor takes one; or the user's function as a reward.
 
         ValueError: no such class, or one without ``columns`` or that cannot be called with samples; it is not instantiated then.
         """
         import torch
 
+        found = import_object(self.class_)
+        if inspect.isfunction(found):
+            from retouch.rewards.function import FunctionReward
+
+            if self.args:
+                raise ValueError(f"{self.class_} is a function, which takes no args; write a class, or a function without them")
+            return keep(FunctionReward.of(found))
         members = ("columns", "__call__")
         made = build_class(self.class_, self.args, device=torch.device(device), what="reward", members=members)
         if not isinstance(made, Reward):

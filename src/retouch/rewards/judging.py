@@ -18,7 +18,7 @@ from retouch.rewards.base import close, visible_samples
 from retouch.rewards.combine.combination import Combine, combination
 from retouch.rewards.combine.composite import CompositeReward, gathered
 from retouch.rewards.ledger.journal import Journal, JournalRow, Split, journal_rows
-from retouch.rewards.scoring import checked, scores_of, with_images
+from retouch.rewards.scoring import call_reward, checked, scores_of, with_images
 from retouch.rewards.worker import WorkerThread, close_all
 from retouch.types import Batch, Sample, Scores
 
@@ -140,7 +140,10 @@ class RewardScorer:
         asked: dict[str, Future[Scores]] = {}
         for name, part in _parts_of(self.reward).items() if drawn else ():
             visible = visible_samples(part, drawn)
-            asked[name] = part.submit(visible) if isinstance(part, AsyncReward) else self._scoring[name].submit(part, visible)
+            if isinstance(part, AsyncReward):
+                asked[name] = part.submit(visible)
+            else:
+                asked[name] = self._scoring[name].submit(call_reward, part, visible, name)
         return asked
 
     def _finish(self, samples: Sequence[Sample], future: "Future[_Started]") -> ScoredBatch:

@@ -125,6 +125,13 @@ def _logging(folder: RunFolder, ranks: Ranks, *, own_process: bool) -> Iterator[
     log.setLevel(logging.INFO)
     try:
         yield
+    except BaseException as error:  # the log ends with it, whatever prints it
+        if not isinstance(error, GeneratorExit):
+            known = isinstance(error, ValueError | OSError | KeyboardInterrupt)
+            trace = None if known else (type(error), error, error.__traceback__)
+            message = ("%s: %s", (type(error).__name__, error))
+            file.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, *message, trace))
+        raise
     finally:
         if not own_process:
             log.removeHandler(file)

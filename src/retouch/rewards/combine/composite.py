@@ -8,6 +8,7 @@ from typing import Literal
 from retouch.protocols import Reward
 from retouch.rewards.base import close, visible_samples
 from retouch.rewards.identity import describe
+from retouch.rewards.scoring import call_reward
 from retouch.types import Column, Sample, Scores
 
 
@@ -36,7 +37,10 @@ class CompositeReward:
     def __call__(self, samples: Sequence[Sample]) -> Scores:
         """Every reward's columns under their full names, (b,) each. Raises the first reward's error once all have ended."""
         with ThreadPoolExecutor(max_workers=len(self.rewards), thread_name_prefix="reward") as threads:
-            parts = {name: threads.submit(reward, visible_samples(reward, samples)) for name, reward in self.rewards.items()}
+            parts = {
+                name: threads.submit(call_reward, reward, visible_samples(reward, samples), name)
+                for name, reward in self.rewards.items()
+            }
         return gathered(parts)
 
     def close(self) -> None:

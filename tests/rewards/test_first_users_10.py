@@ -1,0 +1,191 @@
+"""Rewards of one's own as people write them first: what fails is named by file, line, reward and sample, and lists and functions
+work."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from retouch import cli
+from retouch.config.imports import import_class
+from retouch.doctor.reward import check_scoring
+from retouch.playground.world.tasks import PlaygroundData
+from retouch.recipe.recipe import parse
+from retouch.rewards.imported import ImportedReward
+from retouch.rewards.judging import RewardScorer
+from retouch.rewards.kinds import KINDS
+from retouch.types import Sample, Task
+
+HERE = "test_first_users_10"
+MODULE = """
+import torch
+from retouch.types import Column
+
+
+class Red:
+    columns = {"red": Column(0.0, 1.0)}
+
+    def __call__(self, samples):
+        return {"red": torch.tensor([1 / (sample.task.id != "b") for sample in samples])}
+
+
+class Listed:
+    columns = {"listed": Column(0.0, 1.0)}
+
+    def __call__(self, samples):
+        return [None if sample.task.id == "b" else 0.25 for sample in samples]
+
+
+class Text(Listed):
+    def __call__(self, samples):
+        return "good"
+
+
+class Wild(Listed):
+    def __call__(self, samples):
+        return [0.5 if sample.task.id == "a" else 7.0 for sample in samples]
+
+
+class Unmade(Listed):
+    def __init__(self):
+        raise KeyError("path")
+
+
+def plain(images, prompts, **kwargs):
+    return [len(prompt) / 10 for prompt in prompts]
+
+
+def broken(images, **kwargs):
+    return [image.brightness for image in images]
+"""
+
+
+@pytest.fixture
+def rw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file = tmp_path / "rw.py"
+    file.write_text(MODULE)
+    (tmp_path / "unwritten.py").write_text("import torch\n\ndef half(:\n")
+    (tmp_path / "failing.py").write_text("import torch\n\nWEIGHTS = torch.zeros(2)[5]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("RETOUCH_ALLOW_IMPORTS", "rw,unwritten,failing,__main__")
+    monkeypatch.delitem(sys.modules, "rw", raising=False)
+    return file
+
+
+def samples() -> list[Sample]:
+    return [Sample(Task(name, f"paint {name}"), Image.new("RGB", (8, 8))) for name in "abc"]
+
+
+def section(name: str) -> Any:
+    return ImportedReward.model_validate({"kind": "import", "class": f"rw:{name}"})
+
+
+def scored(reward: Any, combine: Mapping[str, float]) -> Any:
+    scorer = RewardScorer(reward, dict(combine))
+    try:
+        return scorer.submit(samples()).result(timeout=30)
+    finally:
+        scorer.close()
+
+
+def line_of(file: Path, text: str) -> int:
+    return 1 + next(number for number, line in enumerate(file.read_text().splitlines()) if text in line)
+
+
+def test_17_1_10_a_reward_that_raises_inside_several_is_named(rw: Path) -> None:
+    parts = {"mine": {"kind": "import", "class": "rw:Red"}, "size": {"kind": "compressibility"}}
+    several = KINDS.load("several")
+    assert several is not None
+    made: Any = several.model_validate_json(json.dumps({"kind": "several", "rewards": parts}))
+    with pytest.raises(ValueError, match="raised ZeroDivisionError: division by zero") as caught:
+        scored(made.build(), {"mine/red": 1.0})
+    said = str(caught.value)
+    assert f"reward mine, rw:Red ({rw}:{line_of(rw, 'class Red')})" in said
+    assert f"{rw}:{line_of(rw, '1 / (sample')}, in " in said
+    assert "sample: task 'b', instruction 'paint b'" in said
+    with pytest.raises(ValueError, match="sample: task 'b'"):
+        made.build()(samples())
+
+
+def test_17_1_10_a_list_is_the_scores_of_the_only_column(rw: Path) -> None:
+    found = scored(section("Listed").build(), {"listed": 1.0})
+    assert found.rewards[[0, 2]].tolist() == [0.25, 0.25]
+    assert torch.isnan(found.rewards[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Text", "returned str; return a dictionary with a tensor for each column: 'listed', or a list of numbers"),
+        ("Wild", "column 'listed' gave 7.0, outside its declared range 0.0 to 1.0; declare the true range (task 'b')"),
+    ],
+)
+def test_17_1_10_what_is_no_score_is_named(name: str, says: str, rw: Path) -> None:
+    with pytest.raises(ValueError, match="listed") as caught:
+        scored(section(name).build(), {"listed": 1.0})
+    assert says in str(caught.value)
+    assert f"rw:{name} ({rw}:{line_of(rw, f'class {name}')})" in str(caught.value)
+
+
+def test_17_1_10_a_plain_function_is_a_reward(rw: Path) -> None:
+    assert scored(section("plain").build(), {"plain": 1.0}).rewards.tolist() == pytest.approx([0.7, 0.7, 0.7])
+    with pytest.raises(ValueError, match="reward function broken raised AttributeError") as caught:
+        scored(section("broken").build(), {"broken": 1.0})
+    assert f"{rw}:{line_of(rw, 'image.brightness')}" in str(caught.value)
+    with_args = ImportedReward.model_validate({"kind": "import", "class": "rw:plain", "args": {"a": 1}})
+    with pytest.raises(ValueError, match="a function, which takes no args"):
+        with_args.build()
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("rw:Unmade", "rw:Unmade: its constructor raised KeyError: 'path'"),
+        ("unwritten:Red", "importing unwritten raised SyntaxError"),
+        ("failing:Red", "importing failing raised IndexError"),
+    ],
+)
+def test_17_1_10_a_module_that_fails_is_named_with_its_line(path: str, says: str, rw: Path) -> None:
+    with pytest.raises(ValueError, match=r"\.py:\d+") as caught:
+        ImportedReward.model_validate({"kind": "import", "class": path}).build()
+    assert says in str(caught.value)
+
+
+def test_17_1_10_a_class_of_the_program_itself(rw: Path) -> None:
+    with pytest.raises(ValueError, match=r"save the class in a file mine.py and name it mine:Red"):
+        import_class("__main__:Red")
+    script = "from retouch.config.imports import import_class\nclass Red: pass\nprint(import_class('__main__:Red') is Red)"
+    (rw.parent / "script.py").write_text(script)
+    done = subprocess.run([sys.executable, "script.py"], cwd=rw.parent, capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_17_1_10_doctor_finds_a_reward_that_raises(rw: Path) -> None:
+    document = {
+        **{"name": "mine", "steps": 1, "tasks_per_step": 1, "group_size": 2, "learning_rate": 1e-4},
+        "policy": {"kind": "denoising", "model": {"kind": "playground"}, "train": {"kind": "full"}},
+        "rollout": {"num_steps": 3, "transition": {"kind": "cps", "noise_level": 0.7}},
+        "data": {"kind": "playground", "count": 4, "complexity": [1]},
+        "reward": {"kind": "import", "class": "rw:broken", "combine": {"broken": 1}},
+        "objective": {"kind": "policy_gradient", "clip_low": 1e-4, "clip_high": 1e-4},
+        "advantage": {"kind": "group"},
+    }
+    recipe = parse(document)
+    tasks = PlaygroundData(count=1, complexity={1: 1.0}).tasks(in_turn=True)[:]
+    finding = check_scoring(recipe, type("Sets", (), {"train": tasks})())
+    assert finding.status == "FAILED"
+    assert f"{rw}:{line_of(rw, 'image.brightness')}" in finding.text
+
+
+def test_17_1_10_score_prints_one_message(rw: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Image.new("RGB", (8, 8)).save(rw.parent / "a.png")
+    assert cli.main(["score", "rw:broken", "--image", str(rw.parent / "a.png")]) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert "reward function broken raised AttributeError" in said
