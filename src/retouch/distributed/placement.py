@@ -47,7 +47,9 @@ def plan_placement(recipe: Recipe, ranks: Ranks) -> Placement:
 
 
 def init_distributed_from_recipe(recipe: Recipe) -> Ranks:
-    """Join the process group as the recipe's ``device`` or ``devices`` say. Raises ValueError if a device does not exist."""
+    """Join the process group as the recipe's ``device`` or ``devices`` say, and compute as its ``deterministic`` and ``tf32`` say.
+    Raises ValueError if a device does not exist."""
+    set_numerics(recipe)
     devices = recipe.devices
     if devices is None:
         return init_distributed(recipe.device)
@@ -65,6 +67,23 @@ def init_distributed_from_recipe(recipe: Recipe) -> Ranks:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return replace(ranks, device=device)
+
+
+def set_numerics(recipe: Recipe) -> None:
+    """Choose the algorithms of this process's GPU. Call it before anything is computed there.
+
+    Source: PyTorch's notes on reproducibility and on numerical accuracy.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = recipe.tf32
+    torch.backends.cudnn.allow_tf32 = recipe.tf32
+    if recipe.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # Without warn_only: with it, memory-efficient attention keeps its atomic sums.
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        # Filling costs time and changes no result.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def resolve_device(name: str, devices: Devices, *, local_rank: int) -> torch.device:

@@ -8,7 +8,8 @@ from retouch.recipe.out_of_memory import LESS_AT_ONCE
 from retouch.recipe.recipe import Recipe
 
 _FREE = re.compile(
-    r"steps|passes|eval\.every|ledger.*|(samples|checkpoints)\..*|push.*|trackers(\.\d+)?|devices?(\..*)?|sharding|ranks|out"
+    r"steps|passes|eval\.every|ledger.*|(samples|checkpoints)\..*|push.*|trackers(\.\d+)?|devices?(\..*)?|sharding"
+    r"|deterministic|ranks|out"
     # The connection to an engine.
     r"|(phases\.\d+\.)?rollout\.engine\.(url|adapters|timeout|patience)"
     # What a stream reads in advance.

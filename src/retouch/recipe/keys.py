@@ -119,6 +119,13 @@ class RecipeKeys(Section):
     sharding: Literal["zero2", "zero3", "fsdp2"] | None = None
     """What is sharded over ranks: with ``zero2`` (DeepSpeed) gradients and optimizer state, with ``fsdp2`` the weights too; null is
     data parallelism without sharding. ``zero3`` is refused."""
+    deterministic: bool = Field(default=False, exclude_if=lambda chosen: not chosen)
+    """On a GPU, use only deterministic algorithms, so that a run gives the same bits twice; an operation that has none raises an
+    error. Without it, the gradient of attention and some sums are added up in an order that differs from run to run, and a resumed
+    run equals an uninterrupted one to rounding. What it costs is not known. On the CPU, runs give the same bits without it."""
+    tf32: bool = Field(default=False, exclude_if=lambda chosen: not chosen)
+    """Let a GPU round the factors of fp32 matrix products and convolutions to TF32 (10 bits), which is several times faster. False
+    also turns it off where torch has it on, in convolutions. Image codes are always looked up in full fp32."""
     ranks: Count | None = None
     """Number of ranks that the recipe is made for. Another number is only a warning; null is any number."""
     epochs: Count = 1

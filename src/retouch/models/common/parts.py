@@ -84,3 +84,14 @@ def evaluating(*modules: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.train()
+
+
+@contextmanager
+def without_tf32() -> Iterator[None]:
+    """Inside the block, a GPU computes products and convolutions of fp32 in fp32, because a nearest neighbour can depend on it."""
+    kept = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = kept

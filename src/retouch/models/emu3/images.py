@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import Emu3VQVAE
 
 from retouch.models.common.image_pixels import to_images, to_pixels
-from retouch.models.common.parts import evaluating
+from retouch.models.common.parts import evaluating, without_tf32
 
 
 class Emu3ImageTokenizer:
@@ -30,9 +30,9 @@ class Emu3ImageTokenizer:
         self.grid = (size[0] // factor, size[1] // factor)
 
     def encode(self, images: Sequence[Image]) -> Int[Tensor, "r h w"]:
-        """The codes of images, which are first resized to ``size`` (Lanczos)."""
+        """The codes of images, which are first resized to ``size`` (Lanczos). Computed in full fp32, also where TF32 is allowed."""
         sizes = torch.tensor([self.size] * len(images))
-        with evaluating(self.vq):
+        with evaluating(self.vq), without_tf32():
             codes = self.vq.encode(to_pixels(images, self.size, self.vq.device), sizes, return_dict=True).image_tokens
         return torch.stack(list(codes)).long()
 

@@ -1,0 +1,69 @@
+"""What a recipe says about the algorithms of a GPU: deterministic ones, and the rounding of fp32 products."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny_emu3
+from retouch.distributed.placement import set_numerics
+from retouch.models.common.parts import without_tf32
+from retouch.models.emu3.images import Emu3ImageTokenizer
+from retouch.recipe.recipe import parse
+from tiny_models import picture
+from tiny_recipes import SMALL
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+def allowed() -> list[bool]:
+    return [torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32]
+
+
+def noting(forward: Callable[..., Any], seen: list[list[bool]]) -> Callable[..., Any]:
+    def noted(*inputs: Any, **options: Any) -> Any:
+        seen.append(allowed())
+        return forward(*inputs, **options)
+
+    return noted
+
+
+def test_deterministic_algorithms_are_chosen_and_change_nothing_on_the_cpu(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
+    environment.pop("CUBLAS_WORKSPACE_CONFIG", None)
+    command = [sys.executable, str(SUPPORT / "numerics_run.py"), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    off = {"deterministic": False, "warns": False, "workspace": None, "cudnn_attention": True, "tf32": [False, False]}
+    assert found["plain"]["settings"] == off
+    on = {**off, "deterministic": True, "workspace": ":4096:8", "cudnn_attention": False}
+    assert found["exact"]["settings"] == on
+    assert len(found["plain"]["metrics"]) == 2
+    assert found["exact"]["metrics"] == found["plain"]["metrics"]
+
+
+def test_tf32_is_what_the_recipe_says_and_never_for_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        set_numerics(parse(SMALL))
+        assert allowed() == [False, False]
+        set_numerics(parse({**SMALL, "tf32": True}))
+        assert allowed() == [True, True]
+        with without_tf32():
+            assert allowed() == [False, False]
+        seen: list[list[bool]] = []
+        vq = tiny_emu3.module().model.vqmodel
+        monkeypatch.setattr(vq.encoder, "forward", noting(vq.encoder.forward, seen))
+        Emu3ImageTokenizer(vq, tiny_emu3.SIZE).encode([picture(0, *tiny_emu3.SIZE)])
+        assert seen == [[False, False]]
+        assert allowed() == [True, True]
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
