@@ -84,7 +84,7 @@ def footprint(recipe: Recipe, described: Described) -> Footprint:
         rows=recipe.microbatch * branches,
         tokens=tokens,
         dtype=dtype,
-        trained_dtype=dtype if train.keeps_dtype else torch.float32,
+        trained_dtype=DTYPES[train.trained_dtype(model.dtype)],
         copies=copies,
         gradient_checkpointing=recipe.policy.gradient_checkpointing,
         ranks=recipe.ranks or 1,

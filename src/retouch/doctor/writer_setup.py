@@ -36,7 +36,7 @@ def writer_setup(recipe: Recipe, policy: AutoregressivePolicyKeys, described: De
         evaluation=held_out_rows(recipe),
         logits_at_once=policy.logits_at_once,
         dtype=dtype,
-        trained_dtype=torch.float32 if isinstance(train, recipe_train.Lora) else dtype,
+        trained_dtype=DTYPES[train.trained_dtype(model.dtype)],
         copies=len(copies),
         offload_reference=recipe.devices is not None and recipe.devices.reference is not None and "reference" in copies,
         gradient_checkpointing=policy.gradient_checkpointing,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from retouch.config.section import Count, Positive, Section, Share
 
@@ -40,8 +40,6 @@ class Written:
 class TrainedPart(Section):
     """What trains. Derived classes also have ``lora``, the LoRA among it or None."""
 
-    keeps_dtype: ClassVar[bool] = False
-    """Whether what trains has the dtype of the forward pass; adapters train in fp32."""
     reference_is_base: ClassVar[bool] = False
     """Whether the model without what trains is the reference policy, so that no weights are kept for it."""
     reads_reference: ClassVar[bool] = False
@@ -55,6 +53,10 @@ class TrainedPart(Section):
     def with_inputs(self, model: DenoisingModel, *, dtype: str, device: torch.device) -> DenoisingModel:
         """The model, with the inputs that what trains reads besides the model's own."""
         return model
+
+    def trained_dtype(self, dtype: str) -> str:
+        """The type of what trains in the forward pass of a model in ``dtype``."""
+        return "float32"
 
     @abstractmethod
     def make_trainable(self, module: nn.Module, *, targets: Sequence[str], seed: int) -> None:
@@ -76,12 +78,13 @@ class FullWeights(TrainedPart):
 
     kind: Literal["full"] = "full"
 
-    keeps_dtype = True
-
     @property
     def lora(self) -> None:
         """The LoRA that trains."""
         return None
+
+    def trained_dtype(self, dtype: str) -> str:
+        return dtype
 
     def make_trainable(self, module: nn.Module, *, targets: Sequence[str], seed: int) -> None:
         module.requires_grad_(True).eval()
@@ -112,8 +115,14 @@ class Lora(TrainedPart):
     """Folder of an existing LoRA to continue from; null starts at zero."""
     dropout: Share = 0.0
     """Share of an adapter's inputs that are dropped; anything above 0 makes the ratio differ from 1 at the first step."""
+    weights: Literal["base", "float32"] = Field(default="base", exclude_if=lambda weights: weights == "base")
+    """Type of the adapters in a model in bfloat16: with ``base`` they compute in bfloat16, and the optimizer steps fp32 master
+    weights; with ``float32`` they compute in fp32, which takes more time and memory. In other models they are in fp32."""
 
     reference_is_base = True
+
+    def trained_dtype(self, dtype: str) -> str:
+        return dtype if dtype == "bfloat16" and self.weights == "base" else "float32"
 
     @field_validator("targets", mode="before")
     @classmethod
@@ -149,7 +158,8 @@ class Lora(TrainedPart):
             target_modules=list(self.layers(targets)),
         )
         module.requires_grad_(False).eval()
-        add_lora(module, config, init_from=None if self.init_from is None else Path(self.init_from), seed=seed)
+        init_from = None if self.init_from is None else Path(self.init_from)
+        add_lora(module, config, init_from=init_from, seed=seed, in_fp32=self.weights == "float32")
 
     def export(self, module: Any, to: Path, written: Written) -> None:
         from retouch.models.common.lora import write_lora

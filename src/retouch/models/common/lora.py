@@ -24,8 +24,10 @@ _ADDED: WeakSet[nn.Module] = WeakSet()
 _FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors", "weights.safetensors")
 
 
-def add_lora(module: nn.Module, config: LoraConfig, *, init_from: Path | None, seed: int) -> None:
-    """Add LoRA weights in fp32 to the module. They are the only trainable weights.
+def add_lora(module: nn.Module, config: LoraConfig, *, init_from: Path | None, seed: int, in_fp32: bool = False) -> None:
+    """Add LoRA weights to the module. They are the only trainable weights.
+
+    They are in fp32, or in bfloat16 next to weights in bfloat16 unless ``in_fp32``; the stepper has fp32 master weights of those.
 
     Their initial values are drawn from the seed as the configuration says, without changing the global generator, or loaded from
     the folder ``init_from``. Raises ValueError if that folder has no LoRA of this rank and these targets.
@@ -42,7 +44,7 @@ def add_lora(module: nn.Module, config: LoraConfig, *, init_from: Path | None, s
     _ADDED.update(_adapted(module))
     for name, parameter in module.named_parameters():
         parameter.requires_grad_("lora_" in name)
-        if parameter.requires_grad:
+        if parameter.requires_grad and (in_fp32 or parameter.dtype != torch.bfloat16):
             parameter.data = parameter.data.float()
     if init_from is not None:
         _load(module, init_from)
