@@ -90,7 +90,10 @@ class ReplicatedStepper:
         self.ranks = ranks
         self.max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
         self.parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        self.weights: dict[str, Tensor] = {name: _stepped(parameter) for name, parameter in self.parameters.items()}
+        self.weights: dict[str, Tensor] = {
+            name: parameter.detach().float().requires_grad_() if parameter.dtype in _HALF else parameter
+            for name, parameter in self.parameters.items()
+        }
         """What the optimizer steps: the parameters, or fp32 master weights of those in 16 bits."""
         self._nonfinite_loss = False
         self.optimizer = torch.optim.AdamW(self.weights.values(), lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay)
@@ -216,7 +219,3 @@ class ReplicatedStepper:
     def _fill(self, tensor: Tensor, content: Tensor) -> None:
         """Write a tensor of a checkpoint into one of the optimizer's."""
         local_shard(tensor).copy_(content)
-
-
-def _stepped(parameter: nn.Parameter) -> Tensor:
-    return parameter.detach().float().requires_grad_() if parameter.dtype in _HALF else parameter

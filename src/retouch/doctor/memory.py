@@ -4,8 +4,6 @@ folder, or for weights that are not on this machine from the packaged copy of th
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from retouch.assembly.model import DTYPES, lora_targets
 from retouch.assembly.phases import copies_needed
 from retouch.assembly.value_head import saved_of_head, with_head

@@ -3,8 +3,6 @@
 import math
 from typing import Any
 
-import torch
-
 from retouch.assembly.model import DTYPES, lora_targets
 from retouch.assembly.phases import copies_needed
 from retouch.memory.plan import LoraShape

@@ -22,10 +22,10 @@ class WeightCopies:
 
     def snapshot(self, copy: str) -> None:
         """Copy the current weights to ``copy``, which may exist already."""
-        self.copies[copy] = {
-            name: parameter.detach().to(self.devices.get(copy, parameter.device), _dtype(copy, parameter), copy=True)
-            for name, parameter in self.parameters.items()
-        }
+        self.copies[copy] = {}
+        for name, parameter in self.parameters.items():
+            dtype = parameter.dtype if copy == "reference" or parameter.dtype.itemsize > 2 else torch.float32
+            self.copies[copy][name] = parameter.detach().to(self.devices.get(copy, parameter.device), dtype, copy=True)
 
     def snapshot_without_adapter(self, copy: str) -> None:
         """Make a copy that behaves like the frozen base weights: all LoRA B matrices are zero, so the adapter adds exactly 0.
@@ -71,7 +71,3 @@ class WeightCopies:
         for copy, tensors in self.copies.items():
             for name, tensor in tensors.items():
                 tensor.copy_(state[f"{copy}/{name}"])
-
-
-def _dtype(copy: str, parameter: Tensor) -> torch.dtype:
-    return parameter.dtype if copy == "reference" or parameter.dtype.itemsize > 2 else torch.float32

@@ -216,7 +216,7 @@ def _fingerprints(run: Run) -> list[Tensor]:
 
 def _fingerprint(tensor: Tensor) -> Tensor:
     """Computed in pieces, because torch converts the whole argument of a sum in fp64."""
-    pieces = (piece.double() for piece in torch.split(tensor.reshape(-1), PIECE))
+    pieces = map(torch.Tensor.double, torch.split(tensor.reshape(-1), PIECE))
     return torch.stack([torch.stack([piece.sum(), piece.abs().sum()]) for piece in pieces]).sum(dim=0)
 
 

@@ -46,7 +46,7 @@ def test_products_of_adapters_are_in_bfloat16_and_steps_in_fp32() -> None:
         types: list[torch.dtype] = []
         for name, layer in module.named_modules():
             if name.endswith(("lora_A.default", "lora_B.default")):
-                layer.register_forward_hook(lambda layer, inputs, output: types.append(output.dtype))
+                layer.register_forward_hook(lambda layer, inputs, output, types=types: types.append(output.dtype))
         copies = WeightCopies(module)
         copies.snapshot("reference")
         stepper = ReplicatedStepper(module, Ranks())

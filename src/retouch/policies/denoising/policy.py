@@ -110,7 +110,7 @@ class DenoisingPolicy:
             if k == actions.start and len(actions):
                 latents.append(x)
             sigma, sigma_next = sigmas[k].expand(len(x)), sigmas[k + 1].expand(len(x))
-            at_once = self._forward_rows(len(actions)) if k in actions else None
+            at_once = self._forward_rows(len(actions)) if self._in_16_bits and k in actions else None
             velocity = self._velocity(self.model.module, x, sigma, rows, at_once=at_once)
             if k in actions:
                 noise = self._transition_noise(batch, x, k - actions.start)
