@@ -233,6 +233,20 @@ MUTANTS = (
         "tests/objectives/test_nft.py::test_a_good_picture_is_approached_and_a_bad_one_left",
     ),
     Mutant(
+        "the rejected image of a pair is preferred",
+        "objectives/dpo.py",
+        "margin = improvement[0::2] - improvement[1::2]",
+        "margin = improvement[1::2] - improvement[0::2]",
+        "tests/objectives/test_dpo.py::test_the_loss_of_pairs_of_the_data_is_the_published_one[4]",
+    ),
+    Mutant(
+        "the two images of a pair get noise of their own",
+        "objectives/dpo.py",
+        "of_group = replace(batch, slot=(0,) * len(batch))",
+        "of_group = batch",
+        "tests/objectives/test_dpo.py::test_the_loss_of_pairs_of_the_data_is_the_published_one[4]",
+    ),
+    Mutant(
         "the old policy follows backwards",
         "policies/weights.py",
         "[p.detach() for p in self.parameters.values()], 1.0 - decay)",

@@ -16,6 +16,9 @@ from safetensors.torch import load_file
 import retouch
 import tiny_models
 import tiny_pipelines
+from retouch.data.base import DataContext
+from retouch.data.sources.hub import HubData
+from retouch.data.sources.table import TableData
 from retouch.records.folder import RunFolder
 from retouch.session.session import run
 
@@ -116,6 +119,22 @@ def test_a_folder_of_pairs_trains_from_a_recipe(tmp_path: Path) -> None:
     assert bits(made.folder)[0] == bits(again.folder)[0]
 
 
+def test_a_hub_data_set_with_columns_of_other_names_has_pairs(tmp_path: Path) -> None:
+    from datasets import Dataset, Features, Value
+    from datasets import Image as ImageFeature
+
+    rows = [{"text": row["prompt"], "good": row["chosen"], "bad": row["rejected"]} for row in pairs()]
+    dataset = Dataset.from_list(rows, features=Features({"text": Value("string"), "good": ImageFeature(), "bad": ImageFeature()}))
+    names = {"instruction": "text", "chosen": "good", "rejected": "bad"}
+    made = trainer(tmp_path, train_dataset=dataset, columns=names, steps=1)
+    assert made.train() is not None
+    (tmp_path / "hub").mkdir()
+    dataset.to_parquet(tmp_path / "hub" / "train.parquet")
+    data: dict[str, Any] = {"path": str(tmp_path / "hub"), "columns": names, "held_out": 2}
+    sets = HubData(**data).build(DataContext(size=(16, 16)))
+    assert [task.chosen.size for task in sets.train if task.chosen and task.rejected] == [(16, 16)] * 10
+
+
 def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     def trained(out: Path, *launcher: str) -> RunFolder:
         path = os.pathsep.join([str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
@@ -142,6 +161,7 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
         ),
         ({"group_size": 4}, "group_size: 4, and a pair of the data has 2 images; set 2"),
         ({"minibatches": 4}, "tasks_per_step: 2 pairs do not divide over 4 minibatches on 1 ranks"),
+        ({"objective": retouch.DPO()}, "give retouch.DPO(pairs='data') to learn from the images, or remove these columns"),
         ({"columns": {"chosen": "best"}}, "'chosen' should be read from 'best'"),
         ({"columns": {"choosen": "chosen"}}, "'choosen' is not a field; 'chosen' is"),
     ],
@@ -171,9 +191,6 @@ def test_bad_rows_are_named_before_the_model_is_loaded(
 
 
 def test_pairs_get_the_size_of_the_model_and_other_shapes_are_noted() -> None:
-    from retouch.data.base import DataContext
-    from retouch.data.sources.table import TableData
-
     rows = [*pairs(2), {"prompt": "wide", "chosen": tiny_models.picture(1, 48, 64), "rejected": tiny_models.picture(2, 40, 40)}]
     table = TableData.of(rows, held_out=0)
     sets = table.build(DataContext(size=(32, 32), eval_split="train"))

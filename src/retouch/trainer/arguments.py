@@ -84,6 +84,7 @@ def describe(
     evaluated = _plain("eval", keys.get("eval", {}))
     held_out = not (isinstance(evaluated, dict) and evaluated.get("split") == "train")
     data, tables = _data(train_dataset, eval_dataset, columns, held_out=held_out)
+    _require_use_of_pairs(data, objective)
     objects = {**objects, **functions, **tables}
     writes = isinstance(section, LanguageModel)
     document: dict[str, Any] = {
@@ -130,6 +131,16 @@ def _require_objective(objective: Any) -> None:
     if objective is not None and not isinstance(objective, Objective):
         raise ValueError(
             f"objective: {objective!r:.60}; give an object: retouch.GRPO(clip=1e-4), retouch.NFT(), or one of a class of your own"
+        )
+
+
+def _require_use_of_pairs(data: DataSource, objective: Objective | None) -> None:
+    """A DPO that makes its own pairs is a mistake where the table has pairs."""
+    makes_pairs = objective is not None and objective.learns_from_pairs and not objective.needs_pairs
+    if makes_pairs and isinstance(data, TableData) and {"chosen", "rejected"} <= set(data.has):
+        raise ValueError(
+            "objective: train_dataset has images `chosen` and `rejected`, and this objective would sample its own pairs; give "
+            "retouch.DPO(pairs='data') to learn from the images, or remove these columns"
         )
 
 
