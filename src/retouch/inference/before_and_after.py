@@ -14,7 +14,8 @@ _TITLE = 14
 
 
 def before_and_after(folder: Path, *, rows: int = 8, side: int = 128, until: int | None = None) -> Image.Image:
-    """The first ``rows`` held-out tasks: source (if there is one), before, after; each image at most ``side`` px.
+    """The first ``rows`` held-out tasks: source (if there is one), before, after; each image at most ``side`` px. Tiny
+    images are enlarged by a whole factor.
 
     ``until``: the latest step to show; None is the latest with images.
 
@@ -52,6 +53,13 @@ def _grid(table: list[list[Image.Image | None]], titles: list[str], side: int) -
     for row, images in enumerate(table):
         for column, image in enumerate(images):
             if image is not None:
-                image.thumbnail((side, side))
-                sheet.paste(image, (column * pitch, _TITLE + row * pitch))
+                sheet.paste(_fitted(image, side), (column * pitch, _TITLE + row * pitch))
     return sheet
+
+
+def _fitted(image: Image.Image, side: int) -> Image.Image:
+    factor = side // max(image.size)
+    if factor > 1:
+        return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
+    image.thumbnail((side, side))
+    return image
