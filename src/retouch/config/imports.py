@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -77,20 +78,6 @@ def import_class(path: str) -> type:
     A module in the current folder is found too; the folder is then put at the end of Python's path, so that the module can import
     others beside it.
     """
-    found = import_object(path)
-    if not isinstance(found, type):
-        module_name, _, name = path.partition(":")
-        module = importlib.import_module(module_name)
-        near = nearest(name, [known for known, value in vars(module).items() if isinstance(value, type)])
-        hint = f"; did you mean {near}?" if near else ""
-        if module_name == "__main__":
-            hint = f"; __main__ is the program that runs, so save the class in a file mine.py and name it mine:{name}"
-        raise ValueError(f"{path}: {module_name} has no class {name}{hint}")
-    return found
-
-
-def import_object(path: str) -> object:
-    """What the module has under that name; None if it has nothing. Raises ValueError as ``import_class`` does."""
     module_name, _, name = path.partition(":")
     top = module_name.partition(".")[0]
     if _spec_on_path(top) is None and top not in sys.modules and _spec_in_current_folder(top) is not None:
@@ -104,7 +91,27 @@ def import_object(path: str) -> object:
         if wrong is None:
             raise
         raise wrong from error
-    return vars(module).get(name)
+    found = vars(module).get(name)
+    if not isinstance(found, type):
+        near = nearest(name, [known for known, value in vars(module).items() if isinstance(value, type)])
+        hint = f"; did you mean {near}?" if near else ""
+        if module_name == "__main__":
+            hint = f"; __main__ is the program that runs, so save the class in a file mine.py and name it mine:{name}"
+        raise ValueError(f"{path}: {module_name} has no class {name}{hint}")
+    return found
+
+
+def import_function(path: str) -> FunctionType | None:
+    """The function of that name; None if it is a class. Raises ValueError as ``import_class`` does."""
+    try:
+        import_class(path)
+    except ValueError:
+        module_name, _, name = path.partition(":")
+        found = getattr(sys.modules.get(module_name), name, None)
+        if not isinstance(found, FunctionType):
+            raise
+        return found
+    return None
 
 
 def build_class(path: str, args: Mapping[str, Any], *, device: "torch.device", what: str, members: Collection[str]) -> Any:

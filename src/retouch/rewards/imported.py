@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, JsonValue
 
-from retouch.config.imports import build_class, import_object
+from retouch.config.imports import build_class, import_function
 from retouch.config.section import ClassPath
 from retouch.protocols import Reward
 from retouch.rewards.base import RewardSection, unchanged
@@ -47,13 +46,12 @@ class ImportedReward(RewardSection):
         """
         import torch
 
-        found = import_object(self.class_)
-        if inspect.isfunction(found):
+        if (function := import_function(self.class_)) is not None:
             from retouch.rewards.function import FunctionReward
 
             if self.args:
                 raise ValueError(f"{self.class_} is a function, which takes no args; write a class, or a function without them")
-            return keep(FunctionReward.of(found))
+            return keep(FunctionReward.of(function))
         members = ("columns", "__call__")
         made = build_class(self.class_, self.args, device=torch.device(device), what="reward", members=members)
         if not isinstance(made, Reward):

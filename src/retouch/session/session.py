@@ -83,7 +83,7 @@ def open_session(
 
             publisher = open_publisher(recipe, folder, is_main=ranks.is_main)
         keep_images = recipe.ledger is not None and recipe.ledger.keep_images
-        another_judge = new_judge or not folder.has_steps()
+        another_judge = new_judge or ((folder.root / "ledger.sqlite").exists() and not folder.has_steps())
         with closing(Ledger(folder.root, ranks, keep_images=keep_images, new_judge=another_judge)) as ledger:
             with explain_out_of_memory(recipe, lambda: "loading"):
                 measures = None
