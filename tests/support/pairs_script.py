@@ -30,6 +30,8 @@ def main(out: str) -> None:
         progress=False,
     )
     trainer.train()
+    files = trainer.save_pretrained(f"{out}/lora")
+    assert bool(files) == trainer.is_main
 
 
 if __name__ == "__main__":

@@ -147,6 +147,8 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     alone = trained(tmp_path / "alone").read_metrics()
     together = trained(tmp_path / "together", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2").read_metrics()
     assert [line["step"] for line in together] == [1, 2, 3]
+    one, two = (load_file(tmp_path / name / "lora" / "adapter_model.safetensors") for name in ("alone", "together"))
+    assert all(torch.allclose(one[name], two[name], atol=1e-3) for name in one)
     for one, two in zip(alone, together, strict=True):
         for key in ("policy/loss", "policy/grad_norm", "policy/margin"):
             assert one[key] == pytest.approx(two[key], rel=1e-3, abs=1e-4)  # margins are differences of errors, times beta

@@ -202,21 +202,27 @@ class Trainer:
     def save_pretrained(self, folder: str | Path, *, format: Format = "all") -> list[Path]:
         """Write what was trained, a LoRA or the whole transformer, with a model card; returns the files.
 
-        ``format``: of a LoRA: ``diffusers``, ``peft``, ``comfyui``, or all that exist for its model. Raises ValueError if the
-        folder contains something else, if nothing was trained yet, or if the model has no such format.
+        ``format``: of a LoRA: ``diffusers``, ``peft``, ``comfyui``, or all that exist for its model. On several ranks, the first
+        one writes, and the others return an empty list. Raises ValueError if the folder contains something else, if nothing was
+        trained yet, if the model has no such format, or if the weights are sharded by fsdp2.
         """
         from retouch.inference.exporting import write_export
 
+        if not self.is_main:
+            return []
         to = Path(folder)
         if to.exists() and any(to.iterdir()) and not (to / "export.json").is_file():
             raise ValueError(f"{to} is not empty; give a new folder")
         parts = self._assembled()
         if self.state.step == 0:
             raise ValueError("nothing was trained yet; call train() first")
+        if self.recipe.sharding == "fsdp2" and parts.ranks.world > 1:
+            raise ValueError(f"with fsdp2 no rank has the whole weights; after the run, `retouch export {self.folder} --to {to}`")
         return write_export(parts, to, step=self.state.step, format=format)
 
     def push_to_hub(self, repo: str, *, private: bool = True) -> str:
-        """Upload what ``save_pretrained`` writes to the Hugging Face Hub; returns the address.
+        """Upload what ``save_pretrained`` writes to the Hugging Face Hub; returns the address, which is empty on all ranks but the
+        first.
 
         ``repo``: ``USER/NAME``; it is created if it does not exist. Raises ValueError without a token, or if the Hub refuses it.
         """
@@ -224,6 +230,8 @@ class Trainer:
 
         from retouch.inference.publishing import push_folder
 
+        if not self.is_main:
+            return ""
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
             return push_folder(Path(folder), repo, private=private, message=f"{self.recipe.name}, step {self.state.step}")
