@@ -23,8 +23,8 @@ from retouch.session.session import run
 
 pytestmark = [pytest.mark.slow, pytest.mark.engines, vllm_server.NEEDED]
 TOKENS = 10_000
-BLOCKS = ("--max-num-seqs", "64", "--block-size", "16", "--num-gpu-blocks-override", "100")
-"""Room for about 33 requests of 40 tokens, so that some of 64 are preempted."""
+BLOCKS = ("--max-num-seqs", "64", "--block-size", "32", "--num-gpu-blocks-override", "80")
+"""Room for fewer than 64 requests, so that some are preempted."""
 
 
 @pytest.fixture(scope="module")
