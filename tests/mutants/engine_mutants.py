@@ -4,6 +4,7 @@ from mutant import Mutant
 
 ENGINE = "tests/policies/engines/test_vllm_engine.py"
 PLUGIN = "tests/policies/engines/test_vllm_plugin.py"
+FULL = "tests/policies/engines/test_full_weights.py"
 MISMATCH = "tests/policies/autoregressive/test_mismatch.py"
 
 ENGINES = (
@@ -146,5 +147,26 @@ ENGINES = (
         "return [self.template.resized(image) for image in fitted]",
         "return list(fitted)",
         f"{ENGINE}::test_images_are_sent_at_their_final_size",
+    ),
+    Mutant(
+        "the version of the weights is not compared",
+        "policies/engines/wire.py",
+        "    if {span.version for span in choice.weight_versions} != {version}:",
+        "    if False:",
+        f"{FULL}::test_a_restarted_server_gets_the_weights_again",
+    ),
+    Mutant(
+        "a reload that failed keeps the version before",
+        "policies/engines/full_weights.py",
+        '            client.post(SET_VERSION, {"new_version": f"loading-{name}"})\n',
+        "",
+        f"{FULL}::test_a_reload_that_fails_leaves_no_version_that_is_asked_for",
+    ),
+    Mutant(
+        "the prefix cache keeps what other weights computed",
+        "policies/engines/full_weights.py",
+        'if _field(client.post(RESET, {}), "success") is not True:',
+        "if False:",
+        f"{FULL}::test_a_prefix_cache_of_old_weights_stops_the_run",
     ),
 )

@@ -2,19 +2,23 @@
 
 import copy
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 
 import served_models
+import tiny_emu3
+import tiny_models
 import tiny_writers
 import tiny_writing
+import vllm_runner
 from retouch.assembly.assembly import assemble
 from retouch.distributed.ranks import Ranks
 from retouch.doctor.checks import check_engines
 from retouch.policies.engines.base import EngineContext, EngineFault
 from retouch.policies.engines.vllm import VllmEngine
-from retouch.recipe.recipe import parse
+from retouch.recipe.recipe import load, parse
 from vllm_double import GENERATE, Double, at_first, serving
 
 
@@ -109,6 +113,33 @@ def test_passing_faults_pass(tmp_path):
         policy.limits = policy.limits.model_copy(update={"patience": 60.0})
         twin.fault = at_first("forgets its adapters")
         assert off(policy.rollout(batch())) < 1e-4
+
+
+def test_image_tokens_under_the_plug_in(tmp_path, monkeypatch):
+    editor = tiny_emu3.editor(train="full")
+    height, width = editor.grid
+    longest = len(editor.words.header(height, width)) + height * (width + 1) + 3
+    twin = Double(copy.deepcopy(editor.module), processor=vllm_runner.installed(monkeypatch), dev_mode=True)
+    task = tiny_models.task("one", "make it red", tiny_models.picture(0, *tiny_emu3.SIZE))
+    with serving(twin) as url:
+        policy = served_models.policy(editor, url, tmp_path, patience=0.2, sampling={"max_new_tokens": longest})
+        for step in range(2):
+            trajectory = policy.rollout(tiny_writing.batch((task,), step=step))
+            assert off(trajectory) < 1e-4
+            assert all(editor.codes_in(written.ids) is not None for written in trajectory.outputs)
+            tiny_writers.move(policy.module, size=0.05, key=step)
+    assert len(twin.reloaded) == 2
+
+
+RECIPES = sorted(path.name for path in (Path(__file__).parents[3] / "recipes" / "emu3").glob("*__rl_*.jsonnet"))
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if "playground" not in name])
+def test_the_recipes_that_train_all_weights_take_a_server(name):
+    engine = 'rollout.engine={"kind": "vllm", "url": "http://127.0.0.1:8000"}'
+    recipe = load(Path(__file__).parents[3] / "recipes" / "emu3" / name, [engine])
+    assert (recipe.policy.train.kind, recipe.sharding) == ("full", "zero2")
+    assert len(RECIPES) == 20
 
 
 def test_sharded_weights_are_refused(tmp_path):
