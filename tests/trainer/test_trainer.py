@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 import retouch
@@ -111,6 +112,13 @@ def test_the_same_run_as_by_the_command(tmp_path: Path) -> None:
     made = retouch.Trainer.from_recipe({**document, "out": str(tmp_path / "python")}, progress=False)
     assert made.train() is not None
     assert_same(bits(tmp_path / "command" / "quickstart"), bits(made.folder))
+    loaded = retouch.load_run(tmp_path / "command" / "quickstart")
+    source = Image.new("RGB", (24, 24), "blue")
+    (edited,) = loaded.policy.sample(["make it red"], images=[source])
+    assert edited.size == source.size
+    assert len(loaded.ledger) > 8
+    with pytest.raises(ValueError, match=r"no pipeline of diffusers has its layout; use run.policy.sample"):
+        loaded.pipeline()
 
 
 def test_the_constructor_makes_the_bits_of_its_recipe(tmp_path: Path) -> None:
