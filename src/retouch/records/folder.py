@@ -49,6 +49,16 @@ class SampleRecord:
     text: str | None = None
 
 
+@dataclass(frozen=True)
+class FileOf:
+    """The path of a file or folder in a run's folder."""
+
+    name: str
+
+    def __get__(self, folder: "RunFolder", owner: type) -> Path:
+        return folder.root / self.name
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """Paths, writers and readers of one run's folder. Constructing it does not touch the disk; writers create what they need."""
@@ -60,53 +70,18 @@ class RunFolder:
     def name(self) -> str:
         return self.root.resolve().name
 
-    @property
-    def recipe(self) -> Path:
-        return self.root / "recipe.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def timings(self) -> Path:
-        return self.root / "timings.jsonl"
-
-    @property
-    def evals(self) -> Path:
-        return self.root / "evals.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        return self.root / "summary.json"
-
-    @property
-    def preflight(self) -> Path:
-        return self.root / "preflight.json"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report.html"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def saved(self) -> Path:
-        return self.root / "saved.json"
-
-    @property
-    def watch(self) -> Path:
-        return self.root / "watch"
-
-    @property
-    def alarm(self) -> Path:
-        return self.root / "alarm.json"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.root / "tensorboard"
+    recipe = FileOf("recipe.json")
+    metrics = FileOf("metrics.jsonl")
+    timings = FileOf("timings.jsonl")
+    evals = FileOf("evals.jsonl")
+    summary = FileOf("summary.json")
+    preflight = FileOf("preflight.json")
+    report = FileOf("report.html")
+    checkpoints = FileOf("checkpoints")
+    saved = FileOf("saved.json")
+    watch = FileOf("watch")
+    alarm = FileOf("alarm.json")
+    tensorboard = FileOf("tensorboard")
 
     def log(self, rank: int = 0) -> Path:
         """The log of a rank: ``train.log`` for rank 0, otherwise ``train.rank1.log`` and so on."""
