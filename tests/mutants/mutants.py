@@ -100,15 +100,15 @@ MUTANTS = (
     Mutant(
         "guidance in the rollout only",
         "models/common/wrappers.py",
-        "return self.combine(positive, negative, self.guidance_scale)",
-        "return positive if torch.is_grad_enabled() else self.combine(positive, negative, self.guidance_scale)",
+        ".chunk(2)\n        return self.combine(positive, negative, self.guidance_scale)",
+        ".chunk(2)\n        return positive if torch.is_grad_enabled() else self.combine(positive, negative, self.guidance_scale)",
         f"{CONTRACT}[sde-all-3.0]",
     ),
     Mutant(
         "no gradient through the negative branch",
         "models/common/wrappers.py",
-        "return self.combine(positive, negative, self.guidance_scale)",
-        "return self.combine(positive, negative.detach(), self.guidance_scale)",
+        ".chunk(2)\n        return self.combine(positive, negative, self.guidance_scale)",
+        ".chunk(2)\n        return self.combine(positive, negative.detach(), self.guidance_scale)",
         "tests/models/common/test_guidance.py::test_both_branches_have_gradient",
     ),
     Mutant(
@@ -128,8 +128,8 @@ MUTANTS = (
     Mutant(
         "the reference moves with the policy",
         "policies/weights.py",
-        "self.devices.get(copy, parameter.device), copy=True)",
-        "self.devices.get(copy, parameter.device))",
+        "_dtype(copy, parameter), copy=True)",
+        "_dtype(copy, parameter))",
         f"{CONTRACT}[sde-all-1.0]",
     ),
     Mutant(
@@ -249,8 +249,8 @@ MUTANTS = (
     Mutant(
         "the old policy follows backwards",
         "policies/weights.py",
-        "[p.detach() for p in self.parameters.values()], 1.0 - decay)",
-        "[p.detach() for p in self.parameters.values()], decay)",
+        "(averages, weights, 1.0 - decay)",
+        "(averages, weights, decay)",
         "tests/objectives/test_nft.py::test_the_old_policy_follows_at_the_decay_of_its_step",
     ),
     Mutant(
