@@ -186,7 +186,7 @@ def test_mistakes_of_arguments_are_errors_of_the_constructor(tmp_path: Path, cha
 def test_bad_rows_are_named_before_the_model_is_loaded(
     tmp_path: Path, change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("retouch.assembly.assembly._build_models", lambda *_: pytest.fail("a model was built"))
+    monkeypatch.setattr("retouch.assembly.assembly.assemble_policy", lambda *_: pytest.fail("a model was built"))
     rows = [*pairs(11), {**pairs(12)[11], **change}]
     with pytest.raises(ValueError, match=re.escape(message)):
         trainer(tmp_path, train_dataset=rows).train()

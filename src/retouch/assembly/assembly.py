@@ -293,10 +293,18 @@ def connect(recipe: Recipe, ranks: Ranks, *, placement: Placement, judge: Reward
 
 
 def assemble_policy(recipe: Recipe, ranks: Ranks) -> PolicyParts:
-    """Build what acts and makes images, without data and judge."""
-    placement = plan_placement(recipe, ranks)
-    model, image_model = _build_models(recipe, placement)
-    recipe.policy.make_trainable(model.module, seed=recipe.seed)
+    """Build what acts and makes images, without data and judge. Weights that the policy and the image model share are held once."""
+    placement, policy, renderer = plan_placement(recipe, ranks), recipe.policy, recipe.renderer
+    if renderer is None:
+        model = image_model = policy.build_model(device=placement.policy)
+    else:
+        assert isinstance(policy, AutoregressivePolicyKeys), "the recipe's checks ensure it"
+        model, image_model = renderer.load(
+            partial(policy.build_model, device=placement.policy),
+            device=torch.device("cpu") if placement.offload else placement.renderer,
+            base_frozen=policy.train.reference_is_base,
+        )
+    policy.make_trainable(model.module, seed=recipe.seed)
     copies = WeightCopies(model.module, devices=placement.copy_devices)
     if recipe.sharding == "fsdp2" and ranks.world > 1:
         from retouch.distributed.fsdp import shard
@@ -304,40 +312,15 @@ def assemble_policy(recipe: Recipe, ranks: Ranks) -> PolicyParts:
 
         shard(model.module, ranks)
         copies = ShardedCopies(model.module, ranks)
-    for name in sorted(_copies(recipe, model, image_model)):
-        if name == "reference" and recipe.policy.train.reference_is_base:
+    names = copies_needed(recipe)
+    if renderer is not None and not renderer.policy_encodes and model.module in getattr(image_model, "parts", ()):
+        names |= {"reference"} if image_model is not model else set()  # of a frozen encoder that shares the policy's base weights
+    for name in sorted(names):
+        if name == "reference" and policy.train.reference_is_base:
             copies.snapshot_without_adapter(name)
         else:
             copies.snapshot(name)
     return PolicyParts(recipe=recipe, ranks=ranks, placement=placement, model=model, image_model=image_model, copies=copies)
-
-
-def _build_models(
-    recipe: Recipe, placement: Placement
-) -> tuple[DenoisingModel | AutoregressiveModel, DenoisingModel | AutoregressiveModel]:
-    """The model that trains and the model that makes the images, which is another one for policies of text.
-
-    Weights that both need are held once.
-    """
-    policy = recipe.policy
-    if recipe.renderer is None:
-        model = policy.build_model(device=placement.policy)
-        return model, model
-    assert isinstance(policy, AutoregressivePolicyKeys), "the recipe's checks ensure it"
-    return recipe.renderer.load(
-        partial(policy.build_model, device=placement.policy),
-        device=torch.device("cpu") if placement.offload else placement.renderer,
-        base_frozen=policy.train.reference_is_base,
-    )
-
-
-def _copies(
-    recipe: Recipe, model: DenoisingModel | AutoregressiveModel, image_model: DenoisingModel | AutoregressiveModel
-) -> set[str]:
-    """Weights to keep besides the current ones: for learning, and for a frozen encoder that shares the policy's base weights."""
-    shares = image_model is not model and model.module in getattr(image_model, "parts", ())
-    frozen = recipe.renderer is not None and not recipe.renderer.policy_encodes
-    return copies_needed(recipe) | ({"reference"} if shares and frozen else set())
 
 
 def _save_trained(module: Any, folder: Path, *, full_weights: bool) -> None:

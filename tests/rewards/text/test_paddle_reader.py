@@ -105,7 +105,7 @@ def test_a_missing_package_is_found_before_a_weight_is_loaded(monkeypatch):
     monkeypatch.setitem(sys.modules, "paddle", None)
     changes = ['reward.reader={"kind": "paddleocr"}', "reward.line_width=null"]
     recipe = load("recipes/playground/words-grpo.jsonnet", changes)
-    monkeypatch.setattr(assembly, "_build_models", lambda *_: pytest.fail("loaded the models first"))
+    monkeypatch.setattr(assembly, "assemble_policy", lambda *_: pytest.fail("loaded the models first"))
     with pytest.raises(ValueError, match=r"retouch\[paddle\]"):
         assembly.assemble(recipe, Ranks())
     (finding,) = check_reward_of(recipe, None)
