@@ -128,8 +128,8 @@ MUTANTS = (
     Mutant(
         "the reference moves with the policy",
         "policies/weights.py",
-        "_dtype(copy, parameter), copy=True)",
-        "_dtype(copy, parameter))",
+        "dtype, copy=True)",
+        "dtype)",
         f"{CONTRACT}[sde-all-1.0]",
     ),
     Mutant(

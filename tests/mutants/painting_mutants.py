@@ -45,8 +45,8 @@ PAINTING = (
     Mutant(
         "falling back is not told",
         "inference/sampling.py",
-        "completions[row].text, row in failed)",
-        "completions[row].text, False)",
+        "texts[row], row in failed)",
+        "texts[row], False)",
         f"{USING}::test_what_cannot_be_drawn_falls_back_to_the_instruction_and_is_counted",
     ),
     Mutant(
