@@ -114,8 +114,7 @@ class RunFolder:
 
     def require_files(self) -> None:
         """Raise IsADirectoryError if a folder has the name of one of the run's files, before anything is changed."""
-        lines = (self.metrics, self.timings, self.evals)
-        for path in (*lines, self.recipe, self.summary, self.preflight, self.report, self.saved, self.alarm):
+        for path in (*self.root.glob("*.json"), *self.root.glob("*.jsonl"), self.root / "report.html"):
             if path.is_dir():
                 raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
 
