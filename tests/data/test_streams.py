@@ -8,12 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 
 import stream_files
 from retouch.data.base import DataContext
 from retouch.data.sampler import DrawnInOrder, places_in_step
-from retouch.data.sources.stream import StreamData
+from retouch.data.sources.stream import IterableData, StreamData
 from retouch.data.streams import Cursor
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -176,6 +177,19 @@ def test_the_process_that_reads_ahead_outlives_what_stops_the_run(parquet, stop)
     assert rows + drawn(stream, range(2, 8)) == drawn(opened(parquet).train, range(8))
     stream.close()
     assert not multiprocessing.active_children()
+
+
+def test_an_error_of_a_function_of_the_stream_reaches_the_run():
+    def broken(row):
+        return {"x": {"a": 1}["b"]} if row["n"] == 30 else {"x": 0}
+
+    rows = datasets.Dataset.from_list([{"prompt": f"edit {number}", "n": number} for number in range(60)])
+    stream = rows.to_iterable_dataset().map(broken)
+    for ahead in (0, 1):
+        train = IterableData.of(stream, held_out=HELD, check=3, shuffle=16, ahead=ahead).build(DataContext()).train
+        with pytest.raises(KeyError, match="b"):
+            drawn(train, range(8))
+        train.close()
 
 
 def test_a_step_that_needs_more_rows_than_there_are(parquet):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, overload
 
 import torch.utils.data
@@ -24,6 +26,8 @@ from retouch.types import Task
 _THREADS = 4  # decoding and resizing release the interpreter's lock
 _AHEAD_IN_PROCESS = 2 * _THREADS
 _TRIES = 100
+_STOP_SECONDS = 10.0
+_RAISED = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 _log = logging.getLogger(__name__)
 
 
@@ -60,6 +64,33 @@ class StepTasks(Sequence[Task]):
         return self._tasks[range(len(self))[index]]
 
 
+class _NextItems:
+    """The next items of an iterator, taken by another thread."""
+
+    def __init__(self, items: Iterator[Drawn], count: int) -> None:
+        self._found: list[Drawn] = []
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._take, args=(items, count), daemon=True)
+        self._thread.start()
+
+    def result(self) -> list[Drawn]:
+        """The items, fewer if the last one is an error. Raises what the iterator raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._found
+
+    def stop(self) -> None:
+        """Wait for the thread, but not for long."""
+        self._thread.join(_STOP_SECONDS)
+
+    def _take(self, items: Iterator[Drawn], count: int) -> None:
+        try:
+            self._found += islice(items, count)
+        except _RAISED as error:  # the process was killed, or a function of the user's stream raised this in it
+            self._error = error
+
+
 class TaskStream:
     """The training tasks of a stream, for ``retouch.data.sampler.draw``.
 
@@ -78,6 +109,7 @@ class TaskStream:
         self._skip = skip
         self._cursors = {0: Cursor()}
         self._items: Iterator[Drawn] | None = None
+        self._coming: _NextItems | None = None
         self._next: tuple[int, int, tuple[int, ...]] | None = None
         self._last: tuple[tuple[int, int, tuple[int, ...]], StepTasks] | None = None
 
@@ -93,9 +125,10 @@ class TaskStream:
         start = time.monotonic()
         if self._next != wanted or self._items is None:
             self._items = self._start(*wanted)
+        coming, self._coming = self._coming, None
+        items = list(islice(self._items, len(places))) if coming is None else coming.result()
         found = {}
-        for place in places:
-            drawn = next(self._items)
+        for place, drawn in zip(places, items, strict=False):
             for warning in drawn.warnings:
                 _log.warning("skipped an unusable row, and took another one: %s", warning)
             if drawn.task is None:
@@ -104,7 +137,10 @@ class TaskStream:
             assert drawn.position == wanted[0] + place, f"row {drawn.position} came in place of {wanted[0] + place}"
             self._cursors[drawn.cursor.position] = drawn.cursor
             found[place] = drawn.task
+        assert len(found) == len(places), "only an error ends the stream"
         self._next = (wanted[0] + count, count, wanted[2])
+        if self._ahead:
+            self._coming = _NextItems(self._items, len(places))  # copied from the other process while the step computes
         self._last = wanted, StepTasks(count, found)
         self._forget(wanted[0])
         self.waited += time.monotonic() - start
@@ -128,7 +164,10 @@ class TaskStream:
 
     def close(self) -> None:
         """Stop the process that reads ahead."""
+        coming, self._coming = self._coming, None
         self._items, self._next = None, None
+        if coming is not None:
+            coming.stop()
 
     def _forget(self, position: int) -> None:
         for old in sorted(place for place in self._cursors if 0 < place <= position)[:-8]:

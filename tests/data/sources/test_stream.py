@@ -1,5 +1,11 @@
 """Streams of files and of ``datasets.IterableDataset`` objects: what is read, what is held out, and what is refused."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import datasets
 import pytest
 from datasets.distributed import split_dataset_by_node
@@ -23,6 +29,7 @@ def built(data, **context):
     return data.build(DataContext(**context))
 
 
+SUPPORT = Path(__file__).parents[2] / "support"
 KEYS = {"held_out": 4, "check": 3, "ahead": 0, "shuffle": 8}
 
 
@@ -40,6 +47,18 @@ def test_files_are_read_from_a_folder_a_file_or_a_pattern(tmp_path, kind):
         assert task.images[0].getpixel((0, 0)) == (number, 0, 0)
         assert task.images[0].size == (8, 6)
         assert dict(task.meta) == ({} if "tar" in kind else {"level": number})
+
+
+@pytest.mark.parametrize("kind", ["parquet", "tar"])
+def test_files_of_the_hub_are_read_in_parts_by_another_process(tmp_path, kind):
+    path = os.pathsep.join([str(SUPPORT), *sys.path])
+    command = [sys.executable, "-W", "ignore", str(SUPPORT / "hub_dataset.py"), str(tmp_path), kind]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads(done.stdout.splitlines()[-1])
+    assert rows["ahead 0"] == rows["ahead 1"]
+    for turn in (rows["ahead 0"][:55], rows["ahead 0"][55:]):
+        assert sorted(turn) == sorted(f"edit {number}" for number in range(5, 60))
 
 
 def test_a_stream_keeps_the_contract_of_data_sources(tmp_path):

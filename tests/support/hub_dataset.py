@@ -1,0 +1,102 @@
+"""A data set on a Hugging Face Hub on loopback, streamed: ``hub_dataset.py FOLDER parquet|tar``.
+
+The server answers what ``datasets`` asks to list and read the files of one public data set. Prints the rows that are drawn.
+"""
+
+import hashlib
+import json
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+NAME, COMMIT = "me/edits", "a" * 40
+ABSENT = {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT}
+
+
+def entries(root: Path) -> Iterator[dict[str, Any]]:
+    for path in sorted(root.rglob("*")):
+        if path.is_file():
+            oid = hashlib.sha1(path.read_bytes()).hexdigest()
+            yield {"type": "file", "path": path.relative_to(root).as_posix(), "size": path.stat().st_size, "oid": oid}
+
+
+def serve(root: Path) -> str:
+    """The address of a server for the files in ``root``."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+        def send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+            self.send_response(status)
+            for name, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        def send_json(self, value: Any) -> None:
+            self.send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+        def answer(self) -> None:
+            path = self.path.partition("?")[0]
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            listed = list(entries(root))
+            if re.fullmatch(rf"/api/datasets/{NAME}(/revision/\w+)?", path):
+                siblings = [{"rfilename": entry["path"]} for entry in listed]
+                self.send_json({"id": NAME, "sha": COMMIT, "siblings": siblings, "private": False, "tags": []})
+            elif path == f"/api/datasets/{NAME}/tree/{COMMIT}":
+                self.send_json(listed)
+            elif path == f"/api/datasets/{NAME}/paths-info/{COMMIT}":
+                wanted = json.loads(body)["paths"] if body.startswith(b"{") else parse_qs(body.decode())["paths"]
+                self.send_json([entry for entry in listed if entry["path"] in wanted])
+            elif (found := re.fullmatch(rf"/datasets/{NAME}/resolve/\w+/(.+)", path)) and (root / found[1]).is_file():
+                self.send_file((root / found[1]).read_bytes())
+            else:
+                self.send(404, b"{}", ABSENT)
+
+        def send_file(self, data: bytes) -> None:
+            headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha1(data).hexdigest()}"', "Accept-Ranges": "bytes"}
+            asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+            if asked is None:
+                self.send(200, data, headers)
+                return
+            first, last = int(asked[1]), min(int(asked[2] or len(data)), len(data) - 1)
+            self.send(206, data[first : last + 1], {**headers, "Content-Range": f"bytes {first}-{last}/{len(data)}"})
+
+        do_GET = do_HEAD = do_POST = answer
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return f"http://127.0.0.1:{server.server_port}"
+
+
+def main(folder: Path, kind: str) -> None:
+    # The libraries read the address when they are imported.
+    os.environ |= {"HF_ENDPOINT": serve(folder / "files"), "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "0"}
+    import stream_files
+    from retouch.data.base import DataContext
+    from retouch.data.sampler import DrawnInOrder
+    from retouch.data.sources.stream import StreamData
+
+    {"parquet": stream_files.parquet, "tar": stream_files.tar}[kind](folder / "files")
+    rows = {}
+    for ahead in (0, 1):
+        stream = StreamData(path=NAME, held_out=5, check=3, shuffle=16, ahead=ahead).build(DataContext(seed=3)).train
+        assert isinstance(stream, DrawnInOrder)
+        steps = [stream.at_step(step, count=11, places=range(11)) for step in range(10)]
+        rows[f"ahead {ahead}"] = [task.instruction for step in steps for task in step]
+        stream.close()
+    sys.stdout.write(json.dumps(rows) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
