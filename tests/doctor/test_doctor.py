@@ -159,7 +159,7 @@ def test_a_gpu_that_is_too_small_is_refused_and_the_other_checks_still_run(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     code, lines = doctor(capsys, FULL, "--allow-import", "mine", "--set", "data.path=nowhere", "--device", "4090")
     assert code == 1
-    assert any(line.startswith("FAILED  memory        Qwen/Qwen-Image-Edit does not fit: it needs 76.") for line in lines)
+    assert any(line.startswith("FAILED  memory        Qwen/Qwen-Image-Edit does not fit: it needs 77.") for line in lines)
     assert any(line.startswith("note    weights ") for line in lines)
     assert "FAILED  data          nowhere: no such folder" in lines
     assert lines[-2:] == [
@@ -194,7 +194,8 @@ def test_the_plan_of_the_full_size_recipe_is_that_of_its_settings() -> None:
     image, seen = (1024 // 16) ** 2, 1024 * 1024 // 28**2
     assert found.tokens == 2 * image + seen + 256
     lora = LoraShape(64, QwenImageModel.lora_targets)
-    setup = Setup(lora=lora, rows=2, tokens=found.tokens, ranks=8)  # both branches of guidance at once
+    # Both branches of guidance at once; adapters in the type of the base.
+    setup = Setup(lora=lora, rows=2, tokens=found.tokens, ranks=8, trained_dtype=torch.bfloat16)
     assert found.plan == plan(QwenImageModel(path="Qwen/Qwen-Image"), setup)
 
 

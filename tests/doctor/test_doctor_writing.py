@@ -93,7 +93,7 @@ def test_system_c_has_a_plan_for_each_of_its_three_gpus() -> None:
     [
         (A, "5090", (), "--device a100-80gb"),
         (A, "4090", ("devices.offload=true",), "--device a100-80gb"),
-        (C, "4090", (), "--set policy.gradient_checkpointing=true"),
+        (C, "4090", ("microbatch=16",), "--set policy.gradient_checkpointing=true"),
         (C, "4090", ("policy.gradient_checkpointing=true", "microbatch=64"), "--set microbatch=1"),
         (C, "4090", ("microbatch=1",), "--set renderer.batch=1"),
     ],

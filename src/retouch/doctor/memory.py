@@ -90,7 +90,9 @@ def footprint(recipe: Recipe, described: Described) -> Footprint:
     )
     planned = with_head(plan_parts(described, setup, shape=shape), recipe, _value_head_inputs(described, shape))
     rows = {row.name: row.bytes for row in planned.rows}
-    checkpoint = (1 + copies) * rows["transformer, trained weights"] + rows["AdamW's two moments"] + saved_of_head(planned)
+    masters = rows.get("fp32 master weights and gradients", 0) // 2
+    moments = rows["AdamW's two moments"]
+    checkpoint = (1 + copies) * rows["transformer, trained weights"] + moments + masters + saved_of_head(planned)
     counts = ", ".join(f"{name} {stored_count(part) / 1e9:.2f} B" for name, part in described.items())
     return Footprint(planned, tokens, checkpoint, counts)
 

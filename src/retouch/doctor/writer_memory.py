@@ -180,11 +180,12 @@ def _checkpoint_bytes(recipe: Recipe, policy: AutoregressivePolicyKeys, writer: 
     assert isinstance(policy.model, PretrainedLanguageModel)
     if isinstance(policy.train, recipe_train.Lora):
         count = lora_count(writer, rank=policy.train.rank, targets=lora_targets(policy))
-        size = torch.float32.itemsize
     else:
-        count, size = parameter_count(writer), DTYPES[policy.model.dtype].itemsize
+        count = parameter_count(writer)
+    size = DTYPES[policy.train.trained_dtype(policy.model.dtype)].itemsize
+    masters = torch.float32.itemsize if size < torch.float32.itemsize else 0
     head = saved_of_head(with_head(MemoryPlan(()), recipe, _hidden_size(writer)))
-    return count * ((1 + len(copies_needed(recipe))) * size + _ADAMW_BYTES) + head
+    return count * ((1 + len(copies_needed(recipe))) * size + _ADAMW_BYTES + masters) + head
 
 
 def _hidden_size(writer: Mapping[str, Any]) -> int:
