@@ -81,7 +81,8 @@ class DenoisingModel(Protocol):
 class Grammar(Protocol):
     """Which tokens may follow which. It is part of the policy's distribution, in sampling and in evaluation.
 
-    ``vocabularies``: sets of ids; True for each id that may be sampled. ``kinds``: the ``Kind`` of each set's tokens.
+    ``vocabularies``: sets of ids; True for each id that may be sampled. ``kinds``: the ``Kind`` of each set's tokens. A grammar
+    that never forces an id may have ``forces = False``; decoding then does not wait for the device to look for forced ids.
     """
 
     vocabularies: Bool[Tensor, "s v"]

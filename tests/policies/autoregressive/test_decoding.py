@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.distributions import Categorical
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
 import tiny_writers
@@ -39,6 +40,39 @@ def generate(writer, tasks, longest):
     )
     made = writer.module.generate(**inputs, generation_config=settings)
     return made.sequences[:, prompts.ids.shape[1] :], torch.stack(made.logits, dim=1)
+
+
+class Questions(TorchDispatchMode):
+    """Counts what the host reads of tensors; on a GPU, each waits until all kernels are done."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func._overloadpacket._qualified_op_name == "aten::_local_scalar_dense"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("stop", [tiny_writing.STOPS, ()], ids=["some-end", "none-ends"])
+def test_the_host_asks_rarely_whether_rows_have_ended(stop):
+    writer = tiny_writers.writer("qwen2.5-vl", stop=stop)
+    batch, sampling = tiny_writing.batch(group_size=6), TokenRollout(max_new_tokens=22)
+    prompts = writer.encode(batch.tasks)
+    made, asked = [], []
+    for every in (1, 8):
+        decode = CachedDecoding(writer, check_every=every)
+        counts = []
+        for length in (1, sampling.max_new_tokens):
+            with Questions() as questions:
+                generation = decode(batch, prompts, sampling.model_copy(update={"max_new_tokens": length}))
+            counts.append(questions.count)
+        made.append(generation)
+        asked.append(counts[1] - counts[0])
+    assert torch.equal(made[0].ids, made[1].ids)
+    assert torch.equal(made[0].lengths, made[1].lengths)
+    torch.testing.assert_close(made[0].log_probs, made[1].log_probs, rtol=0, atol=1e-4)
+    # transformers asks once a token whether its mask has padding; the rest is ours.
+    if not stop:
+        assert asked == [21 + 21, 21 + 2]
 
 
 @pytest.mark.parametrize("kind", tiny_writers.KINDS)

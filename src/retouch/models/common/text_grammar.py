@@ -15,6 +15,7 @@ class TextGrammar:
     """
 
     kinds = (Kind.TEXT_TOKEN,)
+    forces = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, device: torch.device) -> None:
         self.vocabularies = torch.arange(vocabulary, device=device)[None] < len(tokenizer)

@@ -18,6 +18,9 @@ from retouch.policies.engines.base import Generation, TokenSampling
 from retouch.protocols import AutoregressiveModel
 from retouch.types import Batch, Prompts
 
+CHECK_EVERY = 16
+"""Tokens between two questions of the host to a device whether rows have ended."""
+
 
 @dataclass(eq=False)
 class _Rows:
@@ -44,12 +47,22 @@ class CachedDecoding:
     Rows that have ended leave the cache when they are half of it. Tokens that the grammar forces on all rows go through the model
     together with the next token that is sampled. ``exact``: None means yes for weights in fp32 and no in 16 bits, where a forward
     over the whole row and one token by token differ by far more than a ratio may; pass False if they differ in fp32 too (a deep
-    model). ``any_rank``: whether a flag is true on one of the ranks that must call the model equally often; all of them decode
-    until the last one is done.
+    model). ``check_every``: tokens after which the host asks the device whether rows have ended, because each question stops the
+    queue of kernels; rows that ended in between get padding. None is 1 on the CPU and ``CHECK_EVERY`` elsewhere. ``any_rank``:
+    whether a flag is true on one of the ranks that must call the model equally often; all of them decode until the last one is
+    done.
     """
 
-    def __init__(self, model: AutoregressiveModel, *, exact: bool | None = None, any_rank: Callable[[bool], bool] = bool) -> None:
+    def __init__(
+        self,
+        model: AutoregressiveModel,
+        *,
+        exact: bool | None = None,
+        check_every: int | None = None,
+        any_rank: Callable[[bool], bool] = bool,
+    ) -> None:
         self.model = model
+        self.check_every = check_every
         self.any_rank = any_rank
         self._exact = exact
 
@@ -62,6 +75,9 @@ class CachedDecoding:
         """A completion for each row. ``greedy``: the most likely token at each place; its log-probability is then NaN."""
         longest, device = sampling.max_new_tokens, prompts.ids.device
         uniform = None if greedy else uniforms(batch, longest)
+        if uniform is not None and device.type != "mps":  # which has no fp64
+            uniform = uniform.to(device)
+        every = self.check_every or (1 if device.type == "cpu" else CHECK_EVERY)
         ids = torch.full((len(batch), longest), self.model.pad, device=device)
         lengths = torch.zeros(len(batch), dtype=torch.long, device=device)
         log_probs = torch.zeros(ids.shape, device=device)
@@ -75,6 +91,8 @@ class CachedDecoding:
             rows.mask = torch.cat([rows.mask, rows.active[:, None]], dim=1)
             rows.unread += 1
             rows.active = rows.active & ~torch.isin(chosen, stop)
+            if (place + 1) % every:
+                continue
             left = int(rows.active.sum())
             if not self.any_rank(left > 0):
                 break
@@ -105,7 +123,7 @@ class CachedDecoding:
         """The next id of each row, and its log-probability: 0 where the grammar forces it, NaN if ``uniform`` is None (greedy)."""
         grammar, place = self.model.grammar, ids.shape[1]
         vocabulary, forced = (column[:, -1] for column in grammar.parse(rows.prompts, ids))
-        if bool((forced >= 0).all()):
+        if getattr(grammar, "forces", True) and bool((forced >= 0).all()):
             return forced, torch.zeros(forced.shape, device=forced.device)
         self._extend(rows, ids)
         temperature = 1.0 if uniform is None else sampling.temperature
@@ -119,7 +137,7 @@ class CachedDecoding:
             support = mask_to_ids(kept)
             rows.supports.append((rows.numbers, place, support))
             logits = logits.masked_fill(~kept, -torch.inf)
-        sampled = sample_tokens(logits, uniform[rows.numbers.cpu(), place])
+        sampled = sample_tokens(logits, uniform[rows.numbers.to(uniform.device), place])
         log_probs = log_prob(logits, sampled, support=support)
         return torch.where(forced >= 0, forced, sampled), torch.where(forced >= 0, 0.0, log_probs)
 
