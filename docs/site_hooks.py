@@ -106,6 +106,7 @@ def title(path: str) -> str:
 
 def file_page(path: str) -> str:
     """A page with the text of a file of the repository."""
-    language = {".py": "python", ".jsonnet": "jsonnet", ".toml": "toml", ".sh": "sh", ".yaml": "yaml"}.get(Path(path).suffix, "text")
+    languages = {".py": "python", ".jsonnet": "jsonnet", ".toml": "toml", ".sh": "sh", ".yaml": "yaml"}
+    language = languages.get(Path(path).suffix, "text")
     text = (ROOT / path).read_text(encoding="utf-8")
     return f"# `{path}`\n\n````{language}\n{text}\n````\n"
