@@ -15,7 +15,9 @@ import tiny_writing
 import vllm_server
 from retouch.doctor.checks import check_engines
 from retouch.objectives.policy_gradient import PolicyGradient
+from retouch.policies.engines import vllm_decoding
 from retouch.policies.engines.base import EngineFault
+from retouch.policies.engines.wire import data_url
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
 from retouch.session.session import run
@@ -101,7 +103,7 @@ def test_seeds_and_more_rows_than_fit_at_once(server, folder, tmp_path):
     assert not torch.equal(other.ids, first.ids)
 
 
-def test_what_the_server_refuses_stops_with_its_words(server, folder, tmp_path):
+def test_what_the_server_refuses_stops_with_its_words(server, folder, tmp_path, monkeypatch):
     writer = served_models.writer(folder, train="none")
     tiny_writers.tiny_models.make_trainable(writer.module, "lora", ["q_proj"])
     for parameter in ("lora_A", "lora_B"):
@@ -122,7 +124,7 @@ def test_what_the_server_refuses_stops_with_its_words(server, folder, tmp_path):
     with pytest.raises(EngineFault, match=r"the server's --max-model-len is"):
         long.rollout(tiny_writing.batch(served_models.tasks(1, images=False), 1))
     wrong = served_models.policy(served_models.writer(folder), server.url, tmp_path / "wrong")
-    wrong.model.template.image_processor.size = {"shortest_edge": 64, "longest_edge": 24 * 24}
+    monkeypatch.setattr(vllm_decoding, "data_url", lambda image: data_url(image.resize((64, 64))))
     with pytest.raises(EngineFault, match="image processor is another"):
         wrong.rollout(tiny_writing.batch(served_models.tasks(1)))
 
