@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Samples:
+class SampledGroups:
     """The result of ``sample``. Row ``i`` belongs to ``prompts[i // group_size]``.
 
     ``images``: one per row; None where the latents were not finite. ``log_probs``: of each stochastic step, NaN if there is none.
@@ -69,7 +69,7 @@ def sample(
     batch: int = 8,
     device: torch.device | str | None = None,
     **rollout: Any,
-) -> Samples:
+) -> SampledGroups:
     """Sample ``group_size`` images of each prompt as a policy does in training, with the log-probability of every step.
 
     ``pipe``: a loaded diffusers pipeline, a folder, a Hugging Face id, or a section such as ``retouch.models.SD3(path=...)``. Its
@@ -112,7 +112,7 @@ def sample(
         parts = list(_groups(model, sampling, tasks, group_size=group_size, seed=seed, at_once=max(1, batch // group_size)))
     made = [image for some, _ in parts for image in some]
     trajectories = [trajectory for _, trajectory in parts]
-    return Samples(prompts=prompts, group_size=group_size, images=made, trajectory=type(trajectories[0]).concat(trajectories))
+    return SampledGroups(prompts=prompts, group_size=group_size, images=made, trajectory=type(trajectories[0]).concat(trajectories))
 
 
 def _groups(model: Any, sampling: DenoisingRollout, tasks: Sequence[Task], *, group_size: int, seed: int, at_once: int) -> Any:
