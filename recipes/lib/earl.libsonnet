@@ -2,7 +2,11 @@
 // stage and the RL stage share model, data and sizes; a recipe chooses the data, the initial weights, and whether the model thinks
 // first.
 //
-// Environment (as in the source): APP__DATA_DIR, APP__BASE_EXP_DIR, APP__REWARD_FUNCTION_API_BASE, APP__RUN_NAME.
+// Environment variables, as in the source:
+// APP__DATA_DIR: folder of the token lists (omniedit, magicbrush, ...), as `retouch data tokenize` writes them
+// APP__BASE_EXP_DIR: folder of the runs; RL starts from an exported supervised run in it
+// APP__REWARD_FUNCTION_API_BASE: address of the server of the judge, http://HOST:PORT
+// APP__RUN_NAME: name of the run
 local list(name) = std.extVar('APP__DATA_DIR') + '/' + name;
 
 {

@@ -118,7 +118,8 @@ def _read_data(recipe: Recipe, data: DataSource, size: tuple[int, int] | None) -
     try:
         sets = build_sets(recipe, data, size=size)
     except ValueError as error:
-        other_path = "--set data.lists=[DIR, ...]" if "lists" in data.path_keys else "--set data.path=DIR"
+        place = f"FILE{Path(path).suffix}" if Path(path).suffix else "DIR"
+        other_path = "--set data.lists=[DIR, ...]" if "lists" in data.path_keys else f"--set data.path={place}"
         return failed("data", str(error), fix=other_path if missing else f"retouch data check {path}"), None
     return _data_finding(recipe, path, sets), sets
 

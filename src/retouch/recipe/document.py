@@ -6,6 +6,7 @@ Of the environment only variables whose names begin with ``APP__`` can be read b
 import copy
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from retouch.recipe.jsonnet import JsonnetError, evaluate_jsonnet
 from retouch.rewards.vlm import credentials
 
 PREFIX = "APP__"
+_UNDEFINED = re.compile(r"external variable is not defined: (\w+)")
+_MEANING = re.compile(r"^\s*// (\w+__\w+): (.+)$", re.MULTILINE)
 
 
 def evaluate(file: Path) -> dict[str, Any]:
@@ -26,13 +29,40 @@ def evaluate(file: Path) -> dict[str, Any]:
     try:
         document = json.loads(evaluate_jsonnet(file, folders=[packaged_recipes()], variables=variables))
     except JsonnetError as error:
-        hint = f"\nonly environment variables that begin with {PREFIX} are seen" if "external variable" in str(error) else ""
-        raise ValueError(f"{error}{hint}") from None
+        missing = _missing_variables(file, variables, str(error))
+        raise ValueError("\n".join(missing) if missing else str(error)) from None
     except RecursionError:
         raise ValueError("the recipe is nested too deeply") from None
     if not isinstance(document, dict):
         raise ValueError("a recipe is an object with keys: { name: 'mine', ... }")
     return document
+
+
+def _missing_variables(file: Path, variables: Mapping[str, str], error: str) -> list[str]:
+    """A line for every environment variable that a recipe reads and that is not set; empty if the ``error`` is another one.
+
+    What a variable means is in a comment of the recipe, or of a library that comes with the package: ``// APP__NAME: meaning``.
+    """
+    missing: dict[str, str] = {}
+    while (found := _UNDEFINED.search(error)) and found[1] not in missing:
+        missing[found[1]] = ""
+        try:
+            evaluate_jsonnet(file, folders=[packaged_recipes()], variables={**variables, **missing})
+            error = ""
+        except JsonnetError as another:
+            error = str(another)
+    if not missing:
+        return []
+    texts = [each.read_text(encoding="utf-8") for each in (file, *(packaged_recipes() / "lib").glob("*.libsonnet"))]
+    meanings = {name: meaning for text in texts for name, meaning in _MEANING.findall(text)}
+    lines = [f"  {name}: {meanings.get(name, 'the recipe has no comment about it')}" for name in missing]
+    foreign = any(not name.startswith(PREFIX) for name in missing)
+    return [
+        "the recipe reads environment variables that are not set:",
+        *lines,
+        f"set them with: export {' '.join(f'{name}=...' for name in missing)}",
+        *([f"only environment variables that begin with {PREFIX} are seen"] if foreign else []),
+    ]
 
 
 def apply(document: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
