@@ -1,13 +1,13 @@
 """A recipe's step on the fake accelerator: preflight, rollout, rendering, update, evaluation and checkpoint, by the run's own code.
 
-A call that repeats an earlier one with inputs of the same shapes (a denoising step, a chunk, a microbatch) runs twice; the others
-are counted without being run.
+A call that repeats an earlier one with inputs of the same shapes (a denoising step, a chunk) is counted without being run again; of
+the microbatches, two run.
 """
 
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,11 @@ from torch import Tensor, nn
 from retouch.assembly.assembly import Assembly, connect
 from retouch.assembly.state import capture
 from retouch.distributed.ranks import Ranks
+from retouch.distributed.stepper import Stepper
+from retouch.memory.ip_adapter import vision_part
+from retouch.memory.sizes import image_encoder
 from retouch.models.base import DiffusersModel
+from retouch.models.common.pretrained import find_encoder
 from retouch.models.language import PretrainedLanguageModel
 from retouch.protocols import DenoisingModel
 from retouch.recipe.recipe import Recipe
@@ -30,11 +34,12 @@ from retouch.rehearsal.loading import without_weights, write_folder, write_singl
 from retouch.rehearsal.machines import Machine
 from retouch.rehearsal.meter import Meter
 from retouch.rehearsal.tensors import DEVICE
+from retouch.rehearsal.zero import fake_deepspeed
 from retouch.training.loop import Phase, Run, collect, update
 from retouch.training.preflight import ROWS, preflight
 
-RUNS = 2
-"""How often a repeated call really runs."""
+PARTS = 2
+"""Microbatches that really run: the second one with the gradients of the first."""
 _LABELS = {"vae": "autoencoder", **dict.fromkeys(("text_encoder", "text_encoder_2", "text_encoder_3"), "text encoders")}
 
 
@@ -43,14 +48,15 @@ class Repeats:
     """Counts calls that repeat earlier ones without running them."""
 
     meter: Meter
+    met: set[str] = field(default_factory=set)
 
     def calls(self, call: Callable[..., Any], key: Callable[..., Any], again: Callable[[Any], Any]) -> Callable[..., Any]:
-        """``call``, run ``RUNS`` times in each stage for each ``key`` of its arguments, then answered by ``again(result)``."""
+        """``call``, run once in each stage for each ``key`` of its arguments, then answered by ``again(result)``."""
         seen: dict[Any, list[Any]] = {}
 
         def once(*args: Any, **kwargs: Any) -> Any:
             entry = seen.setdefault((self.meter.stage_name, key(*args, **kwargs)), [0, None, None])
-            if entry[0] >= RUNS:
+            if entry[0]:
                 self.meter.work.add(entry[1])
                 with self.meter.paused():
                     return again(entry[2]())
@@ -64,16 +70,18 @@ class Repeats:
         return once
 
     def parts(self, call: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        """The first ``RUNS`` parts that ``call`` yields; the work between two of them counts for each that is left out."""
+        """The first ``PARTS`` parts that ``call`` yields; the work between two of them counts for each that is left out."""
 
         def few(*args: Any, **kwargs: Any) -> Iterator[Any]:
             every = list(call(*args, **kwargs))
-            for part in islice(every, RUNS):
+            count = PARTS if self.meter.stage_name not in self.met else 1
+            self.met.add(self.meter.stage_name)
+            for part in islice(every, count):
                 before = self.meter.work.copy()
                 yield part
                 last = self.meter.work.since(before)
-            if len(every) > RUNS:
-                self.meter.work.add(last, len(every) - RUNS)
+            if len(every) > count:
+                self.meter.work.add(last, len(every) - count)
 
         return few
 
@@ -124,6 +132,7 @@ def rehearse(recipe: Recipe, machine: Machine, *, world: int | None = None) -> R
         stack.enter_context(Accelerator(observe=meter.observe, on_read=meter.wait))
         stack.enter_context(fused_attention())
         stack.enter_context(fake_ranks(count, meter))
+        stack.enter_context(fake_deepspeed())
         stack.enter_context(without_weights(ranks.device, on_module=lambda name, module: _labelled(meter, name, module)))
         recipe = without_paths(recipe, folder)
         rehearsal = _Rehearsal(recipe, meter, ranks)
@@ -142,8 +151,21 @@ def without_paths(recipe: Recipe, folder: Path) -> Recipe:
 
     Raises ValueError if no configuration is known.
     """
-    policy = recipe.policy.model_copy(update={"model": _described(recipe.policy.model, folder, "policy.model")})
-    return recipe.model_copy(update={"policy": policy})
+    train, encoder = recipe.policy.train, getattr(recipe.policy.train, "encoder", None)
+    if encoder is not None and find_encoder(encoder) is None:
+        described = image_encoder(encoder)
+        if described is None:
+            raise ValueError(f"policy.train.encoder: the configuration of {encoder} is not known; download its configuration files")
+        target = write_single(folder / "encoder" / Path(encoder).name, vision_part(described))
+        train = train.model_copy(update={"encoder": str(target), "init_from": None})
+    elif hasattr(train, "init_from"):
+        train = train.model_copy(update={"init_from": None})
+    model = _described(recipe.policy.model, folder, "policy.model")
+    changed: dict[str, Any] = {"policy": recipe.policy.model_copy(update={"model": model, "train": train})}
+    if recipe.renderer is not None and recipe.renderer.image_model is not None:
+        behind = _described(recipe.renderer.image_model, folder, "renderer.model")
+        changed["renderer"] = recipe.renderer.model_copy(update={"model": behind})
+    return recipe.model_copy(update=changed)
 
 
 def _described(model: Any, folder: Path, key: str) -> Any:
@@ -176,6 +198,7 @@ class _Rehearsal:
             )
             self._label_weights(parts)
             stepper = parts.stepper()
+            self._take_first_step(stepper)
         meter.label = "activations"
         self._count_velocities(parts)
         phases = []
@@ -217,6 +240,14 @@ class _Rehearsal:
             checkpoint=size,
             velocities=self.velocities,
         )
+
+    def _take_first_step(self, stepper: Stepper) -> None:
+        """Moments exist from the first optimizer step on, so that every stage is measured with them, as in a run that resumes."""
+        trained = [each for each in stepper.module.parameters() if each.requires_grad]
+        with self.meter.paused():
+            stepper.backward(sum((each.float().flatten()[:1].sum() for each in trained), torch.zeros((), device=self.ranks.device)))
+            stepper.step(1e-6)
+        self._label_moments(stepper)
 
     def _label_weights(self, parts: Assembly) -> None:
         trained = list(parts.copies.parameters.values())
@@ -263,7 +294,8 @@ class _Rehearsal:
         del policy.rollout
 
     def _label_moments(self, stepper: Any) -> None:
-        optimizer = getattr(stepper, "optimizer", None)
+        engine = getattr(stepper, "engine", stepper)
+        optimizer = getattr(getattr(engine, "optimizer", None), "optimizer", getattr(engine, "optimizer", None))
         if optimizer is not None:
             for state in optimizer.state.values():
                 self.meter.relabel([each for each in state.values() if isinstance(each, Tensor)], "AdamW's moments")

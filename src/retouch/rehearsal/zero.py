@@ -1,0 +1,78 @@
+"""DeepSpeed's ZeRO-2 as far as memory and communication go, in place of the library, which knows no fake accelerator.
+
+Source: ZeRO stage 2 (Rajbhandari et al. 2020, arXiv 1910.02054) as DeepSpeed allocates it: a bucket for all gradients during a
+backward pass, and this rank's share of the gradients, of fp32 weights and of the moments.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from retouch.distributed import zero
+
+
+@contextmanager
+def fake_deepspeed() -> Iterator[None]:
+    """Inside it, ``ZeroStepper`` runs on ``_Engine``."""
+    library = SimpleNamespace(initialize=lambda **options: (_Engine(options["optimizer"]),))
+    with patch.object(zero, "_deepspeed", lambda device: library), patch.object(zero, "require_deepspeed", lambda: None):
+        yield
+
+
+class _Engine:
+    """The engine; its ``optimizer`` is the sharded one, whose own ``optimizer`` is the one that was given."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        (group,) = optimizer.param_groups
+        self._weights: list[Tensor] = list(group["params"])
+        first, world = self._weights[0], dist.get_world_size()
+        self._size = sum(weight.numel() for weight in self._weights)
+        self._share = torch.zeros(-(-self._size // world), device=first.device)
+        group["params"] = [self._share]
+        self.optimizer = SimpleNamespace(
+            single_partition_of_fp32_groups=[self._share],
+            optimizer=optimizer,
+            param_groups=optimizer.param_groups,
+            overflow=False,
+            refresh_fp32_params=lambda: None,
+        )
+        self._gradient: Tensor | None = None
+
+    def __call__(self, loss: Tensor) -> Tensor:
+        return loss * 1.0
+
+    def backward(self, loss: Tensor) -> None:
+        first = self._weights[0]
+        bucket = torch.empty(self._size, dtype=first.dtype, device=first.device)
+        loss.backward()  # type: ignore[no-untyped-call]
+        start = 0
+        for weight in self._weights:
+            if weight.grad is not None:
+                bucket[start : start + weight.numel()].copy_(weight.grad.flatten())
+                weight.grad = None
+            start += weight.numel()
+        dist.all_reduce(bucket)
+        if self._gradient is None:
+            self._gradient = torch.zeros(self._share.shape, dtype=first.dtype, device=first.device)
+        own = bucket[: self._share.numel()]
+        self._gradient[: own.numel()].add_(own)
+
+    def step(self) -> None:
+        assert self._gradient is not None
+        self._share.grad = self._gradient.to(self._share.dtype)
+        self.optimizer.optimizer.step()
+        self._share.grad = self._gradient = None
+        for weight in self._weights:
+            weight.data.copy_(weight.data)  # every rank's share arrives in place
+        dist.all_reduce(self._share.to(self._weights[0].dtype))
+
+    def get_global_grad_norm(self) -> float:
+        return 1.0
+
+    def destroy(self) -> None:
+        """Nothing is registered."""
