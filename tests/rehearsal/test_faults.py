@@ -56,6 +56,12 @@ def test_gradient_checkpointing_saves_activations_and_costs_work(found: dict[str
     assert checkpointed["flops"]["rollout"] == plain["flops"]["rollout"]
 
 
+def test_a_change_that_makes_it_fit_is_found(found: dict[str, dict[str, Any]]) -> None:
+    settings, peak = found[""]["changes"]
+    assert settings == ["policy.gradient_checkpointing=true"]
+    assert peak < 0.81 * found[""]["peak"]
+
+
 def test_gradients_are_as_large_as_the_trained_weights(found: dict[str, dict[str, Any]]) -> None:
     assert found[""]["held"]["gradients"] == found[""]["held"]["trained weights"]
 
@@ -64,6 +70,15 @@ def test_of_several_ranks_the_first_is_rehearsed(found: dict[str, dict[str, Any]
     assert found[""]["rows"] == 4 * found["ranks"]["rows"] == 16
     assert found[""]["flops"]["update"] == pytest.approx(4 * found["ranks"]["flops"]["update"], rel=0.05)
     assert found["ranks"]["peak"] < found[""]["peak"]
+
+
+@pytest.mark.parametrize("sharding", ["fsdp2", "zero2"])
+def test_of_sharded_ranks_the_first_holds_its_share(found: dict[str, dict[str, Any]], sharding: str) -> None:
+    sharded = found[sharding]
+    assert "error" not in sharded
+    assert sharded["communicated"] > found["ranks"]["communicated"]
+    assert sharded["held"]["AdamW's moments"] < 2 * found["zero2"]["held"]["trained weights"]
+    assert found["fsdp2"]["held"]["trained weights"] < 0.5 * found["zero2"]["held"]["trained weights"]
 
 
 def test_the_host_waits_where_it_reads_the_loss(found: dict[str, dict[str, Any]]) -> None:

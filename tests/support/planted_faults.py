@@ -7,6 +7,7 @@ Prints a JSON line for each: the fault, and the error with its place, or peaks i
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ import tiny_pipelines
 from retouch.models.sd3.family import SD3Model
 from retouch.models.sd3.model import SD3
 from retouch.recipe.recipe import parse
+from retouch.rehearsal.command import smallest_changes
 from retouch.rehearsal.machines import MACHINES
 from retouch.rehearsal.report import error_line, peak
 from retouch.rehearsal.step import rehearse
@@ -71,7 +73,8 @@ def recipe(folder: Path, **changes: Any) -> dict[str, Any]:
 def main(folder: Path) -> None:
     tiny_pipelines.sd3().save_pretrained(folder)
     settings = {"checkpointing": ["policy.gradient_checkpointing=true"], "ranks": ["ranks=4"]}
-    for fault in ("", "device", "dtype", "shape", "hog", "checkpointing", "ranks"):
+    settings |= {kind: ["ranks=4", f"sharding={kind}", 'policy.train={"kind": "full"}'] for kind in ("fsdp2", "zero2")}
+    for fault in ("", "device", "dtype", "shape", "hog", "checkpointing", "ranks", "fsdp2", "zero2"):
         FaultyAdapter.fault = fault
         FaultyAdapter.kept.clear()
         read = parse(recipe(folder), settings.get(fault, []), allow_imports=["planted_faults"])
@@ -85,8 +88,12 @@ def main(folder: Path) -> None:
             line["peaks"] = {name: max(stage.peaks.values(), default=0) for name, stage in stages.items()}
             line["flops"] = {name: sum(stage.work.flops.values()) for name, stage in stages.items()}
             line["waits"] = {name: dict(stage.work.waits) for name, stage in stages.items()}
+            line["communicated"] = stages["update"].work.counts["communicated"]
             line["held"] = dict(stages["update"].held[0])
             line["peak"], line["rows"], line["checkpoint"] = peak(found), found.phases[0].rows, found.checkpoint
+            if not fault:
+                small = replace(MACHINES["h100"], memory=int(0.9 * line["peak"]))
+                line["changes"] = smallest_changes(read, small, found, world=None, allow_imports=["planted_faults"])
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
@@ -36,11 +36,43 @@ from retouch.rehearsal.tensors import (
 
 LARGE_ON_HOST = 2**28
 """Bytes from which a tensor that is copied to the host has no data there either."""
+_OWN = (Tensor, nn.Parameter, FakeTensor, nn.Buffer)
 aten = torch.ops.aten
 _ALIASES = (aten._unsafe_view.default, aten.lift_fresh.default, aten.lift.default)  # views whose schema does not say so
 
 
+class _Stream:
+    """A stream, or an event: everything happens in order."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __enter__(self) -> "_Stream":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> "_Stream":
+        return self
+
+    record_event = record
+
+    def wait(self, *_: Any) -> None:
+        pass
+
+    wait_event = wait_stream = synchronize = wait
+
+
 class _Backend(_DummyBackendModule):
+    Stream = Event = _Stream
+
+    def current_stream(self, device: object = None) -> _Stream:
+        return _Stream()
+
+    def stream(self, stream: object) -> _Stream:
+        return _Stream()
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 
@@ -100,6 +132,8 @@ class Accelerator(TorchDispatchMode):
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         given = tensors_of(args, kwargs)
+        if any(type(each) not in _OWN for each in given):
+            return NotImplemented  # a tensor of tensors, such as DTensor, which hands them over one by one
         fakes = [tensor for tensor in given if isinstance(tensor, FakeTensor)]
         asked = kwargs.get("device")
         if isinstance(asked, str):

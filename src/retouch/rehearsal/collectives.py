@@ -6,9 +6,11 @@ Every rank is taken to hold what rank 0 holds, so a gathered tensor repeats rank
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from retouch.rehearsal.accelerator import HANDLERS, Accelerator
@@ -31,7 +33,8 @@ def fake_ranks(world: int, meter: Meter) -> Iterator[None]:
             return False, None
         moved = sum(each.numel() * each.element_size() for each in given)
         meter.communicate(moved, world)
-        _, work = func(*mapped(args, lambda each: torch.zeros(1), FakeTensor), **kwargs)
+        unit = max(min(each.numel() for each in given), 1)
+        _, work = func(*mapped(args, lambda each: torch.zeros(each.numel() // unit), FakeTensor), **kwargs)
         if func.overloadpacket._qualified_op_name.split("::")[1] in _GATHERS:
             outputs, inputs = tensors_of(args[0]), tensors_of(args[1])
             for each in outputs:
@@ -42,7 +45,11 @@ def fake_ranks(world: int, meter: Meter) -> Iterator[None]:
     HANDLERS.update(dict.fromkeys(packets, collective))
     dist.init_process_group(backend="fake", rank=0, world_size=world, store=FakeStore())
     try:
-        yield
+        with (
+            patch.object(_fsdp_param, "alloc_storage", lambda tensor: meter.resize(tensor, tensor.numel() * tensor.itemsize)),
+            patch.object(_fsdp_param, "free_storage", lambda tensor: meter.resize(tensor, 0)),
+        ):
+            yield
     finally:
         dist.destroy_process_group()
         for packet in packets:

@@ -3,7 +3,7 @@
 import logging
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TextIO
 
 from retouch.recipe.policy import DenoisingPolicyKeys
@@ -50,24 +50,36 @@ def run_rehearsal(recipe: Recipe, *, machine: str | None, world: int | None, out
 
 
 def smallest_changes(
-    recipe: Recipe, machine: Machine, found: Rehearsed, *, world: int | None
+    recipe: Recipe, machine: Machine, found: Rehearsed, *, world: int | None, allow_imports: Sequence[str] = ()
 ) -> tuple[tuple[str, ...], int] | None:
     """The fewest ``--set`` changes with which the recipe fits, and the peak with them; None if none of those tried does.
 
-    Each change lowers the memory of the stage that holds the peak, and is rehearsed.
+    Each change lowers the memory of the stage that holds the peak, and is rehearsed. ``allow_imports``: as in ``parse``.
     """
     settings: tuple[str, ...] = ()
     for _ in range(MOST_CHANGES):
         stage = max(found.meter.stages, key=lambda name: max(found.meter.stages[name].peaks.values(), default=0))
-        current = parse(recipe.document(), settings)
-        change = next(iter(_changes(current, stage, world=world or recipe.ranks or 1)), None)
-        if change is None:
+        current = parse(recipe.document(), settings, allow_imports=allow_imports)
+        changed = _first_valid(recipe, settings, _changes(current, stage, world=world or recipe.ranks or 1), allow_imports)
+        if changed is None:
             return None
-        kept = tuple(each for each in settings if each.partition("=")[0] != change.partition("=")[0])
-        settings = (*kept, change)
-        found = rehearse(parse(recipe.document(), settings), machine, world=world)
+        settings, current = changed
+        found = rehearse(current, machine, world=world)
         if fits(found, machine):
             return settings, peak(found)
+    return None
+
+
+def _first_valid(
+    recipe: Recipe, settings: tuple[str, ...], changes: Iterator[str], allow_imports: Sequence[str]
+) -> tuple[tuple[str, ...], Recipe] | None:
+    """The settings with the first of the changes that makes a valid recipe."""
+    for change in changes:
+        changed = (*(each for each in settings if each.partition("=")[0] != change.partition("=")[0]), change)
+        try:
+            return changed, parse(recipe.document(), changed, allow_imports=allow_imports)
+        except ValueError:
+            continue  # for example, the smaller chunk does not divide the groups
     return None
 
 

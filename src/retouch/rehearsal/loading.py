@@ -122,6 +122,7 @@ def without_weights(device: torch.device, *, on_module: Callable[[str, nn.Module
             (transformers.PreTrainedTokenizerBase, tokenizer),
         ):
             stack.enter_context(patch.object(target, "from_pretrained", classmethod(replacement)))
+        stack.enter_context(patch.object(transformers.PreTrainedModel, "initialize_weights", lambda *_, **__: None))
         yield
 
 
@@ -133,13 +134,14 @@ _TOKENIZER = transformers.PreTrainedTokenizerBase.from_pretrained.__func__
 
 
 @contextmanager
-def fake_parameters(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Inside it, the parameters of new modules are fake, on ``device`` and in ``dtype``; buffers are real and on the host."""
+def fake_parameters(device: torch.device, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Inside it, the parameters of new modules are fake, on ``device`` and in ``dtype`` (None: their own); buffers are real and on
+    the host."""
     register = nn.Module.register_parameter
 
     def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not isinstance(parameter, FakeTensor):
-            kind = dtype if parameter.dtype.is_floating_point else parameter.dtype
+            kind = dtype if dtype is not None and parameter.dtype.is_floating_point else parameter.dtype
             data = torch.empty(parameter.shape, dtype=kind, device=device)
             parameter = nn.Parameter(data, requires_grad=parameter.requires_grad)
         register(module, name, parameter)

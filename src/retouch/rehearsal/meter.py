@@ -145,7 +145,8 @@ class Meter:
 
     def relabel(self, tensors: Sequence[Tensor | None], label: str) -> None:
         """Count the storage of these tensors as ``label`` from now on."""
-        for tensor in tensors:
+        for whole in tensors:
+            tensor = getattr(whole, "_local_tensor", whole)  # of a DTensor, what this rank holds
             if isinstance(tensor, FakeTensor):
                 entry = self._alive.get(tensor.inner.untyped_storage()._cdata)
                 if entry is not None and entry[1] is not None:

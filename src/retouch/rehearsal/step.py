@@ -30,7 +30,7 @@ from retouch.rehearsal.accelerator import Accelerator, register
 from retouch.rehearsal.attention import fused_attention
 from retouch.rehearsal.collectives import fake_ranks
 from retouch.rehearsal.inputs import fake_placement, made_up_judge, made_up_sets, scores
-from retouch.rehearsal.loading import without_weights, write_folder, write_single
+from retouch.rehearsal.loading import fake_parameters, without_weights, write_folder, write_single
 from retouch.rehearsal.machines import Machine
 from retouch.rehearsal.meter import Meter
 from retouch.rehearsal.tensors import DEVICE
@@ -192,7 +192,7 @@ class _Rehearsal:
 
     def run(self) -> Rehearsed:
         recipe, meter = self.recipe, self.meter
-        with meter.stage("build"):
+        with meter.stage("build"), fake_parameters(self.ranks.device):
             parts = connect(
                 recipe, self.ranks, placement=fake_placement(recipe, self.ranks), judge=made_up_judge(), sets=made_up_sets(recipe)
             )

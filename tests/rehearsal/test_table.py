@@ -1,0 +1,66 @@
+"""The table of docs/machines.md is what was found; every recipe in it is rehearsed again, and memory plans are held against it."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from retouch.doctor.memory import describe, footprint
+from retouch.recipe.recipe import load
+from retouch.rehearsal.machines import MACHINES, find_machine
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "rehearsal" / "table.py"
+KEPT: dict[str, dict[str, Any]] = json.loads((SCRIPT.parent / "rehearsed.json").read_text(encoding="utf-8"))
+PLAN_ERROR = 0.08
+"""How far the total of a memory plan may be from the rehearsed peak."""
+
+
+def test_the_page_shows_what_was_found() -> None:
+    made = runpy.run_path(str(SCRIPT))["table"](KEPT)
+    assert made in (ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_plan_is_near_the_rehearsed_peak(name: str) -> None:
+    recipe = load(ROOT / "recipes" / f"{name}.jsonnet")
+    described = describe(recipe, None)
+    assert described is not None
+    assert footprint(recipe, described).plan.total == pytest.approx(KEPT[name]["peak"], rel=PLAN_ERROR)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KEPT)
+def test_a_recipe_is_rehearsed_as_in_the_table(name: str) -> None:
+    code = f"import json, runpy; print(json.dumps(runpy.run_path({str(SCRIPT)!r})['rehearse_one']({name!r})))"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    found, kept = json.loads(done.stdout.splitlines()[-1]), KEPT[name]
+    assert found["in"] == kept["in"]
+    assert found["peaks"] == pytest.approx(kept["peaks"], rel=0.01)
+    assert found["flops"] == pytest.approx(kept["flops"], rel=0.01)
+
+
+def test_a_profile_replaces_rates(tmp_path: Path) -> None:
+    profile = tmp_path / "mine.json"
+    profile.write_text(json.dumps({"name": "h200", "half": 7e14}))
+    made = find_machine(str(profile))
+    assert (made.half, made.bandwidth) == (7e14, MACHINES["h200"].bandwidth)
+    assert made.measured == "measured, mine.json"
+
+
+@pytest.mark.parametrize("content", ['{"name": "h300"}', '{"half": 1}', '{"name": "h100", "speed": 1}', "[]"])
+def test_a_wrong_profile_is_refused(tmp_path: Path, content: str) -> None:
+    profile = tmp_path / "wrong.json"
+    profile.write_text(content)
+    with pytest.raises(ValueError, match="a profile has a name"):
+        find_machine(str(profile))
+
+
+def test_an_unknown_machine_is_refused() -> None:
+    with pytest.raises(ValueError, match="use one of h200, h100"):
+        find_machine("abacus")
