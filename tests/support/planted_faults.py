@@ -20,7 +20,7 @@ from retouch.models.sd3.model import SD3
 from retouch.recipe.recipe import parse
 from retouch.rehearsal.command import smallest_changes
 from retouch.rehearsal.machines import MACHINES
-from retouch.rehearsal.report import error_line, peak
+from retouch.rehearsal.report import FREE_SHARE, error_line, peak
 from retouch.rehearsal.step import rehearse
 
 HOG = 2**30
@@ -92,7 +92,7 @@ def main(folder: Path) -> None:
             line["held"] = dict(stages["update"].held[0])
             line["peak"], line["rows"], line["checkpoint"] = peak(found), found.phases[0].rows, found.checkpoint
             if not fault:
-                small = replace(MACHINES["h100"], memory=int(0.9 * line["peak"]))
+                small = replace(MACHINES["h100"], memory=int(0.95 * line["peak"] / (1 - FREE_SHARE)))
                 line["changes"] = smallest_changes(read, small, found, world=None, allow_imports=["planted_faults"])
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()

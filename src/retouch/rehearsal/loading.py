@@ -64,7 +64,11 @@ def _with_class(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _processor(described: Described) -> dict[str, Any]:
-    """The image processor's configuration, with the patches of the vision model that reads its images."""
+    """The image processor's configuration, with the patches of the vision model that reads its images, or its size."""
+    encoders = [part["config"]["image_size"] for part in described.values() if isinstance(part["config"].get("image_size"), int)]
+    if encoders:
+        square = {"height": encoders[0], "width": encoders[0]}
+        return {"do_resize": True, "size": square, "do_center_crop": True, "crop_size": square}
     towers = [part["config"]["vision_config"] for part in described.values() if "vision_config" in part["config"]]
     vision = towers[0] if towers else {}
     found = {name: vision[name] for name in ("patch_size", "temporal_patch_size") if name in vision}
