@@ -56,17 +56,6 @@ def test_gradient_checkpointing_saves_activations_and_costs_work(found: dict[str
     assert checkpointed["flops"]["rollout"] == plain["flops"]["rollout"]
 
 
-def test_a_change_that_makes_it_fit_is_found(found: dict[str, dict[str, Any]]) -> None:
-    settings, peak = found[""]["changes"]
-    assert settings == ["policy.gradient_checkpointing=true"]
-    assert peak < 0.95 * found[""]["peak"]
-
-
-def test_gradients_are_as_large_as_the_trained_weights(found: dict[str, dict[str, Any]]) -> None:
-    held = found["hog"]["held"]  # whose peak is in the last microbatch
-    assert held["gradients"] == held["trained weights"]
-
-
 def test_of_several_ranks_the_first_is_rehearsed(found: dict[str, dict[str, Any]]) -> None:
     assert found[""]["rows"] == 4 * found["ranks"]["rows"] == 16
     assert found[""]["flops"]["update"] == pytest.approx(4 * found["ranks"]["flops"]["update"], rel=0.05)
