@@ -31,7 +31,9 @@ def test_a_plan_is_near_the_rehearsed_peak(name: str) -> None:
     recipe = load(ROOT / "recipes" / f"{name}.jsonnet")
     described = describe(recipe, None)
     assert described is not None
-    assert footprint(recipe, described).plan.total == pytest.approx(KEPT[name]["peaks"]["update"], rel=PLAN_ERRORS.get(name, PLAN_ERROR))
+    assert footprint(recipe, described).plan.total == pytest.approx(
+        KEPT[name]["peaks"]["update"], rel=PLAN_ERRORS.get(name, PLAN_ERROR)
+    )
 
 
 @pytest.mark.slow
