@@ -23,7 +23,7 @@ def failure(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().err
 
 
-def test_17_1_13_every_recipe_has_a_row_with_what_it_trains_and_needs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_13_every_recipe_has_a_row_with_what_it_trains_and_needs(capsys: pytest.CaptureFixture[str]) -> None:
     found = {each.name: each for each in summaries()}
     assert list(found) == [short_name(name) for name in available()]
     grpo = found["sd3/ocr-grpo"]
@@ -38,7 +38,7 @@ def test_17_1_13_every_recipe_has_a_row_with_what_it_trains_and_needs(capsys: py
     assert "quickstart" not in printed
 
 
-def test_17_1_13_a_recipe_is_described_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_13_a_recipe_is_described_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["recipes", "sd3/ocr-grpo"]) == 0
     assert "retouch launch --nproc 8 recipes/sd3/ocr-grpo.jsonnet" in capsys.readouterr().out
     assert "did you mean quickstart?" in failure(capsys, "recipes", "quikstart")
@@ -53,14 +53,14 @@ def test_17_1_13_a_recipe_is_described_by_its_name(capsys: pytest.CaptureFixture
         ("zzz", []),
     ],
 )
-def test_17_1_13_near_names_are_suggested(typed: str, meant: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_13_near_names_are_suggested(typed: str, meant: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert near_names(typed)[: len(meant)] == meant
     said = failure(capsys, "train", typed)
     assert ("did you mean " + " or ".join(meant) in said) == bool(meant)
     assert "`retouch recipes` lists them" in said
 
 
-def test_17_1_13_every_recipe_is_read_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_13_every_recipe_is_read_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RETOUCH_ALLOW_IMPORTS")
     for each in summaries():
@@ -76,14 +76,14 @@ def test_17_1_13_every_recipe_is_read_from_any_folder(tmp_path: Path, monkeypatc
         (["--policy.train.rank", "8"], "--set policy.train.rank=8"),
     ],
 )
-def test_17_1_13_an_option_that_is_a_key_of_the_recipe(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_13_an_option_that_is_a_key_of_the_recipe(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["train", "quickstart", *words])
     assert end.value.code == 2
     assert f"keys of the recipe are changed with: {says}\n" in capsys.readouterr().err
 
 
-def test_17_1_13_launch_does_not_train_on_the_cpu_when_gpus_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_13_launch_does_not_train_on_the_cpu_when_gpus_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -102,7 +102,7 @@ def folder_of_images(folder: Path, *, rows: int, lines: str) -> None:
     (folder / "metadata.jsonl").write_text("".join(lines % (number, number) + "\n" for number in range(rows)))
 
 
-def test_17_1_13_data_check_folds_equal_findings_and_counts_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_13_data_check_folds_equal_findings_and_counts_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder_of_images(tmp_path / "photos", rows=12, lines='{"file_name": "%d.png", "instruction": "make it %d times redder"}')
     assert cli.main(["data", "check", str(tmp_path / "photos")]) == 0
     folded = capsys.readouterr().out.splitlines()
@@ -113,7 +113,7 @@ def test_17_1_13_data_check_folds_equal_findings_and_counts_rows(tmp_path: Path,
     assert len(capsys.readouterr().out.splitlines()) == 13
 
 
-def test_17_1_13_data_check_takes_the_columns_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_13_data_check_takes_the_columns_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder_of_images(tmp_path / "photos", rows=3, lines='{"file_name": "%d.png", "request": "make it %d times redder"}')
     changes = [f"data.path={tmp_path / 'photos'}", 'data.columns={"instruction": "request"}']
     words = [word for change in changes for word in ("--set", change)]
@@ -123,11 +123,11 @@ def test_17_1_13_data_check_takes_the_columns_of_a_recipe(tmp_path: Path, capsys
     assert "3 rows read, 0 errors" in capsys.readouterr().out
 
 
-def test_17_1_13_data_check_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_13_data_check_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no such file or folder" in failure(capsys, "data", "check", str(tmp_path / "none"))
 
 
-def test_17_1_13_python_m_retouch_and_a_closed_pipe(tmp_path: Path) -> None:
+def test_fault_13_python_m_retouch_and_a_closed_pipe(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = f"{sys.executable} -m retouch recipes | head -1"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -140,7 +140,7 @@ def completions(script: str, *words: str) -> list[str]:
     return subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True).stdout.split()
 
 
-def test_17_1_13_the_shell_completes_commands_options_and_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_13_the_shell_completes_commands_options_and_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
     assert completions(script, "retouch", "tra") == ["train"]
@@ -154,7 +154,7 @@ def test_17_1_13_the_shell_completes_commands_options_and_recipes(capsys: pytest
 
 
 @pytest.mark.parametrize("out", ["/proc/nowhere", "{tmp}/file", "{tmp}/file/below"])
-def test_17_1_13_an_out_that_cannot_be_written(out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_13_an_out_that_cannot_be_written(out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     place = out.format(tmp=tmp_path)
     said = failure(capsys, "train", "quickstart", "--set", f"out={place}")

@@ -383,7 +383,7 @@ def test_the_runs_folder_may_contain_the_same_run_and_no_other(tmp_path: Path) -
     assert check_folder(small(f"out={tmp_path}", "ranks=2", "steps=9")).status == "note"
     failed_early = check_folder(small(f"out={tmp_path}", "learning_rate=2e-3"))
     assert failed_early.status == "ok"
-    assert "failed before its first result" in failed_early.text
+    assert "ended before its first step; it will be replaced" in failed_early.text
     folder.append_metrics(1, "main", {})
     other = check_folder(small(f"out={tmp_path}", "learning_rate=2e-3"))
     assert other.status == "FAILED"

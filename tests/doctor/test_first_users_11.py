@@ -13,7 +13,7 @@ VARIABLES = ("APP__DATA_DIR", "APP__BASE_EXP_DIR", "APP__REWARD_FUNCTION_API_BAS
 
 
 @pytest.mark.parametrize("command", ["doctor", "train"])
-def test_17_1_11_all_missing_variables_are_named_at_once(
+def test_fault_11_all_missing_variables_are_named_at_once(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in VARIABLES:
@@ -26,7 +26,7 @@ def test_17_1_11_all_missing_variables_are_named_at_once(
     assert "manifestification" not in said
 
 
-def test_17_1_11_a_missing_prompt_list_is_a_file_and_not_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_11_a_missing_prompt_list_is_a_file_and_not_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ((finding, _),) = check_data(load("sd3/ocr-grpo"))
     assert (finding.status, finding.fix) == ("FAILED", "--set data.path=FILE.txt")

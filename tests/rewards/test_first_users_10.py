@@ -98,7 +98,7 @@ def line_of(file: Path, text: str) -> int:
     return 1 + next(number for number, line in enumerate(file.read_text().splitlines()) if text in line)
 
 
-def test_17_1_10_a_reward_that_raises_inside_several_is_named(rw: Path) -> None:
+def test_fault_10_a_reward_that_raises_inside_several_is_named(rw: Path) -> None:
     parts = {"mine": {"kind": "import", "class": "rw:Red"}, "size": {"kind": "compressibility"}}
     several = KINDS.load("several")
     assert several is not None
@@ -113,7 +113,7 @@ def test_17_1_10_a_reward_that_raises_inside_several_is_named(rw: Path) -> None:
         made.build()(samples())
 
 
-def test_17_1_10_a_list_is_the_scores_of_the_only_column(rw: Path) -> None:
+def test_fault_10_a_list_is_the_scores_of_the_only_column(rw: Path) -> None:
     found = scored(section("Listed").build(), {"listed": 1.0})
     assert found.rewards[[0, 2]].tolist() == [0.25, 0.25]
     assert torch.isnan(found.rewards[1])
@@ -126,14 +126,14 @@ def test_17_1_10_a_list_is_the_scores_of_the_only_column(rw: Path) -> None:
         ("Wild", "column 'listed' gave 7.0, outside its declared range 0.0 to 1.0; declare the true range (task 'b')"),
     ],
 )
-def test_17_1_10_what_is_no_score_is_named(name: str, says: str, rw: Path) -> None:
+def test_fault_10_what_is_no_score_is_named(name: str, says: str, rw: Path) -> None:
     with pytest.raises(ValueError, match="listed") as caught:
         scored(section(name).build(), {"listed": 1.0})
     assert says in str(caught.value)
     assert f"rw:{name} ({rw}:{line_of(rw, f'class {name}')})" in str(caught.value)
 
 
-def test_17_1_10_a_plain_function_is_a_reward(rw: Path) -> None:
+def test_fault_10_a_plain_function_is_a_reward(rw: Path) -> None:
     assert scored(section("plain").build(), {"plain": 1.0}).rewards.tolist() == pytest.approx([0.7, 0.7, 0.7])
     with pytest.raises(ValueError, match="reward function broken raised AttributeError") as caught:
         scored(section("broken").build(), {"broken": 1.0})
@@ -151,13 +151,13 @@ def test_17_1_10_a_plain_function_is_a_reward(rw: Path) -> None:
         ("failing:Red", "importing failing raised IndexError"),
     ],
 )
-def test_17_1_10_a_module_that_fails_is_named_with_its_line(path: str, says: str, rw: Path) -> None:
+def test_fault_10_a_module_that_fails_is_named_with_its_line(path: str, says: str, rw: Path) -> None:
     with pytest.raises(ValueError, match=r"\.py:\d+") as caught:
         ImportedReward.model_validate({"kind": "import", "class": path}).build()
     assert says in str(caught.value)
 
 
-def test_17_1_10_a_class_of_the_program_itself(rw: Path) -> None:
+def test_fault_10_a_class_of_the_program_itself(rw: Path) -> None:
     with pytest.raises(ValueError, match=r"save the class in a file mine.py and name it mine:Red"):
         import_class("__main__:Red")
     script = "from retouch.config.imports import import_class\nclass Red: pass\nprint(import_class('__main__:Red') is Red)"
@@ -166,7 +166,7 @@ def test_17_1_10_a_class_of_the_program_itself(rw: Path) -> None:
     assert done.stdout == "True\n", done.stderr
 
 
-def test_17_1_10_doctor_finds_a_reward_that_raises(rw: Path) -> None:
+def test_fault_10_doctor_finds_a_reward_that_raises(rw: Path) -> None:
     document = {
         **{"name": "mine", "steps": 1, "tasks_per_step": 1, "group_size": 2, "learning_rate": 1e-4},
         "policy": {"kind": "denoising", "model": {"kind": "playground"}, "train": {"kind": "full"}},
@@ -183,7 +183,7 @@ def test_17_1_10_doctor_finds_a_reward_that_raises(rw: Path) -> None:
     assert f"{rw}:{line_of(rw, 'image.brightness')}" in finding.text
 
 
-def test_17_1_10_score_prints_one_message(rw: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fault_10_score_prints_one_message(rw: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Image.new("RGB", (8, 8)).save(rw.parent / "a.png")
     assert cli.main(["score", "rw:broken", "--image", str(rw.parent / "a.png")]) == 2
     said = capsys.readouterr().err

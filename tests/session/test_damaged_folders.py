@@ -32,6 +32,7 @@ EXPECTED = {
     "a stale temporary file": "same bits",
     "a checkpoint without weights": "same bits",
     "nested 100 000 deep: checkpoints/step-000004/manifest.json": "same bits",
+    "nested 100 000 deep: owner.json": "same bits",
     "{}: recipe.json": "refused",
     "turn into a folder: preflight.json": "refused",
 }

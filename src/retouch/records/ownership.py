@@ -196,7 +196,7 @@ def read_record(path: Path) -> OwnerRecord | None:
     """The record in an owner file; None if there is none, for example after the owner has given the folder up."""
     try:
         return OwnerRecord(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 
