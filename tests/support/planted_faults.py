@@ -20,7 +20,7 @@ from retouch.models.sd3.model import SD3
 from retouch.recipe.recipe import parse
 from retouch.rehearsal.command import smallest_changes
 from retouch.rehearsal.machines import MACHINES
-from retouch.rehearsal.report import FREE_SHARE, error_line, peak
+from retouch.rehearsal.report import FREE_SHARE, error_line, fits, peak
 from retouch.rehearsal.step import rehearse
 
 HOG = 2**30
@@ -72,9 +72,9 @@ def recipe(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     tiny_pipelines.sd3().save_pretrained(folder)
-    settings = {"checkpointing": ["policy.gradient_checkpointing=true"], "ranks": ["ranks=4"]}
+    settings = {"checkpointing": ["policy.gradient_checkpointing=true"], "ranks": ["ranks=4"], "small chunks": ["rollout.chunk=4"]}
     settings |= {kind: ["ranks=4", f"sharding={kind}", 'policy.train={"kind": "full"}'] for kind in ("fsdp2", "zero2")}
-    for fault in ("", "device", "dtype", "shape", "hog", "checkpointing", "ranks", "fsdp2", "zero2"):
+    for fault in ("", "device", "dtype", "shape", "hog", "checkpointing", "small chunks", "ranks", "fsdp2", "zero2"):
         FaultyAdapter.fault = fault
         FaultyAdapter.kept.clear()
         read = parse(recipe(folder), settings.get(fault, []), allow_imports=["planted_faults"])
@@ -91,9 +91,14 @@ def main(folder: Path) -> None:
             line["communicated"] = stages["update"].work.counts["communicated"]
             line["held"] = dict(stages["update"].held[0])
             line["peak"], line["rows"], line["checkpoint"] = peak(found), found.phases[0].rows, found.checkpoint
-            if not fault:
+            if fault in ("", "small chunks"):
                 small = replace(MACHINES["h100"], memory=int(0.95 * line["peak"] / (1 - FREE_SHARE)))
-                line["changes"] = smallest_changes(read, small, found, world=None, allow_imports=["planted_faults"])
+                changes = smallest_changes(read, small, found, world=None, allow_imports=["planted_faults"])
+                line["changes"] = changes
+                if changes is not None:
+                    options = [*settings.get(fault, []), *changes[0]]
+                    again = rehearse(parse(recipe(folder), options, allow_imports=["planted_faults"]), small)
+                    line["again"] = {"peak": peak(again), "fits": fits(again, small)}
         sys.stdout.write(json.dumps(line) + "\n")
         sys.stdout.flush()
 

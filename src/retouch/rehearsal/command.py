@@ -10,13 +10,15 @@ from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.libraries import silence_libraries
 from retouch.rehearsal.machines import Machine, find_machine
-from retouch.rehearsal.report import error_line, fits, lines, peak
+from retouch.rehearsal.report import error_line, fits, lines, peak, stage_peak
 from retouch.rehearsal.step import Rehearsed, rehearse
 
 DEFAULT = "h100"
 ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 """What a step may raise because of its shapes, devices and dtypes."""
 MOST_CHANGES = 6
+LEAST_GAIN = 0.01
+"""A change is kept if it lowers the peak of its stage by at least this share."""
 
 
 def run_rehearsal(recipe: Recipe, *, machine: str | None, world: int | None, out: TextIO) -> int:
@@ -52,46 +54,43 @@ def run_rehearsal(recipe: Recipe, *, machine: str | None, world: int | None, out
 def smallest_changes(
     recipe: Recipe, machine: Machine, found: Rehearsed, *, world: int | None, allow_imports: Sequence[str] = ()
 ) -> tuple[tuple[str, ...], int] | None:
-    """The fewest ``--set`` changes with which the recipe fits, and the peak with them; None if none of those tried does.
+    """``--set`` changes with which the recipe fits, and the peak with them in bytes; None if none of those tried does.
 
-    Each change lowers the memory of the stage that holds the peak, and is rehearsed. ``allow_imports``: as in ``parse``.
+    Changes are found one after the other: the first one that, when rehearsed, lowers the peak of the stage that holds the largest.
+    ``allow_imports``: as in ``parse``.
     """
     settings: tuple[str, ...] = ()
     for _ in range(MOST_CHANGES):
-        stage = max(found.meter.stages, key=lambda name: max(found.meter.stages[name].peaks.values(), default=0))
         current = parse(recipe.document(), settings, allow_imports=allow_imports)
-        changed = _first_valid(recipe, settings, _changes(current, stage, world=world or recipe.ranks or 1), allow_imports)
-        if changed is None:
+        stage = max(found.meter.stages, key=lambda name: stage_peak(found, name))
+        for change in _changes(current, stage, world=world or recipe.ranks or 1):
+            changed = (*(each for each in settings if each.partition("=")[0] != change.partition("=")[0]), change)
+            try:
+                tried = rehearse(parse(recipe.document(), changed, allow_imports=allow_imports), machine, world=world)
+            except ERRORS:
+                continue  # for example, the smaller chunk does not divide the groups
+            if fits(tried, machine):
+                return changed, peak(tried)
+            if stage_peak(tried, stage) <= (1 - LEAST_GAIN) * stage_peak(found, stage):
+                settings, found = changed, tried
+                break
+        else:
             return None
-        settings, current = changed
-        found = rehearse(current, machine, world=world)
-        if fits(found, machine):
-            return settings, peak(found)
-    return None
-
-
-def _first_valid(
-    recipe: Recipe, settings: tuple[str, ...], changes: Iterator[str], allow_imports: Sequence[str]
-) -> tuple[tuple[str, ...], Recipe] | None:
-    """The settings with the first of the changes that makes a valid recipe."""
-    for change in changes:
-        changed = (*(each for each in settings if each.partition("=")[0] != change.partition("=")[0]), change)
-        try:
-            return changed, parse(recipe.document(), changed, allow_imports=allow_imports)
-        except ValueError:
-            continue  # for example, the smaller chunk does not divide the groups
     return None
 
 
 def _changes(recipe: Recipe, stage: str, *, world: int) -> Iterator[str]:
-    """Changes that lower the peak of a stage, the cheapest first."""
-    if stage.endswith(("rollout", "render")) and recipe.phases is None and recipe.rollout.chunk > 1:
+    """Changes that may lower the peak of a stage, the cheapest first."""
+    samples, trains = stage.endswith(("rollout", "render")), not stage.endswith(("rollout", "render", "evaluation"))
+    if samples and recipe.phases is None and recipe.rollout.chunk > 1:
         yield f"rollout.chunk={recipe.rollout.chunk // 2}"
     if stage == "evaluation" and recipe.eval.batch > 1:
         yield f"eval.batch={recipe.eval.batch // 2}"
-    if not recipe.policy.gradient_checkpointing and not stage.endswith(("rollout", "render", "evaluation")):
+    if not recipe.policy.gradient_checkpointing and trains:
         yield "policy.gradient_checkpointing=true"
     if recipe.microbatch > 1:
         yield f"microbatch={recipe.microbatch // 2}"
+    if stage.endswith("preflight") and recipe.phases is None and recipe.rollout.chunk > 1:
+        yield f"rollout.chunk={recipe.rollout.chunk // 2}"  # a preflight has a rollout and an update
     if world > 1 and recipe.sharding != "fsdp2" and isinstance(recipe.policy, DenoisingPolicyKeys):
         yield "sharding=fsdp2"

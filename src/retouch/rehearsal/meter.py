@@ -78,6 +78,23 @@ class Stage:
     calls: int = 0
 
 
+@dataclass(slots=True)
+class Rise:
+    """How far a call lifts memory above what is held when it starts.
+
+    ``before``: by device, bytes held at the start, by what holds them. ``most``: the difference to ``before`` at the peak.
+    """
+
+    before: dict[int, Counter[str]]
+    most: dict[int, Counter[str]] = field(default_factory=dict)
+
+    def note(self, where: int, held: Counter[str]) -> None:
+        before = self.before.get(where, Counter())
+        if held.total() - before.total() > self.most.get(where, Counter()).total():
+            self.most[where] = held.copy()
+            self.most[where].subtract(before)
+
+
 class Meter:
     """Observes an accelerator (``retouch.rehearsal.accelerator.Accelerator``). ``label``: what new tensors count as."""
 
@@ -88,9 +105,9 @@ class Meter:
         self.counting = True
         self.host = 0
         self.host_peak = 0
-        self._now: Counter[int] = Counter()
         self._held: dict[int, Counter[str]] = {}
         self._alive: dict[int, list[Any]] = {}
+        self._rises: list[Rise] = []
         self._enter("other")
 
     # Stages and labels
@@ -127,6 +144,24 @@ class Meter:
             yield
         finally:
             self.counting = before
+
+    @contextmanager
+    def rise(self) -> Iterator[Rise]:
+        """How far memory rises inside."""
+        rise = Rise({where: held.copy() for where, held in self._held.items()})
+        self._rises.append(rise)
+        try:
+            yield rise
+        finally:
+            self._rises.remove(rise)
+
+    def repeat(self, work: Work, rise: Rise) -> None:
+        """Count a call that is not run: its work, and its rise above what is held now."""
+        self.work.add(work)
+        for where, more in rise.most.items():
+            held = self._held[where].copy()
+            held.update(more)
+            self._note(where, held)
 
     def label_module(self, module: nn.Module, label: str) -> None:
         """What this module makes counts as ``label``."""
@@ -203,11 +238,8 @@ class Meter:
             self.host += size
             self.host_peak = max(self.host_peak, self.host)
             return
-        self._now[where] += size
         self._held.setdefault(where, Counter())[self.label] += size
-        if self._now[where] > self._stage.peaks.get(where, 0):
-            self._stage.peaks[where] = self._now[where]
-            self._stage.held[where] = self._held[where].copy()
+        self._note(where, self._held[where])
 
     def resize(self, tensor: FakeTensor, size: int) -> None:
         """The storage of a tensor is given back or taken again, as FSDP does between uses."""
@@ -225,14 +257,19 @@ class Meter:
         if where is None:
             self.host -= size
         else:
-            self._now[where] -= size
             self._held[where][label] -= size
 
     def _note_peaks(self) -> None:
-        for where, size in self._now.items():
-            if size > self._stage.peaks.get(where, 0):
-                self._stage.peaks[where] = size
-                self._stage.held[where] = self._held[where].copy()
+        for where, held in self._held.items():
+            self._note(where, held)
+
+    def _note(self, where: int, held: Counter[str]) -> None:
+        size = held.total()
+        if size > self._stage.peaks.get(where, 0):
+            self._stage.peaks[where] = size
+            self._stage.held[where] = held.copy()
+        for rise in self._rises:
+            rise.note(where, held)
 
     def _count(
         self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, given: list[FakeTensor], made: list[FakeTensor]

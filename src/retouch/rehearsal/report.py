@@ -20,7 +20,12 @@ def fits(found: Rehearsed, machine: Machine) -> bool:
 
 def peak(found: Rehearsed) -> int:
     """The largest peak of all stages and devices, in bytes."""
-    return max((size for stage in found.meter.stages.values() for size in stage.peaks.values()), default=0)
+    return max((stage_peak(found, name) for name in found.meter.stages), default=0)
+
+
+def stage_peak(found: Rehearsed, name: str) -> int:
+    """The largest peak of a stage on any device, in bytes."""
+    return max(found.meter.stages[name].peaks.values(), default=0)
 
 
 def seconds(work: Work, machine: Machine) -> float:

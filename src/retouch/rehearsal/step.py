@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from retouch.assembly.assembly import Assembly, connect
 from retouch.assembly.state import capture
+from retouch.distributed.head_stepper import HeadStepper
 from retouch.distributed.ranks import Ranks
-from retouch.distributed.stepper import Stepper
+from retouch.distributed.stepper import ReplicatedStepper, Stepper
 from retouch.memory.ip_adapter import vision_part
 from retouch.memory.sizes import image_encoder
 from retouch.models.base import DiffusersModel
@@ -32,7 +33,7 @@ from retouch.rehearsal.collectives import fake_ranks
 from retouch.rehearsal.inputs import fake_placement, made_up_judge, made_up_sets, scores
 from retouch.rehearsal.loading import fake_parameters, without_weights, write_folder, write_single
 from retouch.rehearsal.machines import Machine
-from retouch.rehearsal.meter import Meter
+from retouch.rehearsal.meter import Meter, Rise, Work
 from retouch.rehearsal.tensors import DEVICE
 from retouch.rehearsal.zero import fake_deepspeed
 from retouch.training.loop import Phase, Run, collect, update
@@ -52,19 +53,19 @@ class Repeats:
 
     def calls(self, call: Callable[..., Any], key: Callable[..., Any], again: Callable[[Any], Any]) -> Callable[..., Any]:
         """``call``, run once in each stage for each ``key`` of its arguments, then answered by ``again(result)``."""
-        seen: dict[Any, list[Any]] = {}
+        seen: dict[Any, tuple[Work, Rise, Callable[[], Any]]] = {}
 
         def once(*args: Any, **kwargs: Any) -> Any:
-            entry = seen.setdefault((self.meter.stage_name, key(*args, **kwargs)), [0, None, None])
-            if entry[0]:
-                self.meter.work.add(entry[1])
+            place = self.meter.stage_name, key(*args, **kwargs)
+            if place in seen:
+                work, rise, result = seen[place]
+                self.meter.repeat(work, rise)
                 with self.meter.paused():
-                    return again(entry[2]())
+                    return again(result())
             before = self.meter.work.copy()
-            made = call(*args, **kwargs)
-            entry[0] += 1
-            entry[1] = self.meter.work.since(before)
-            entry[2] = _remembered(made)
+            with self.meter.rise() as rise:
+                made = call(*args, **kwargs)
+            seen[place] = self.meter.work.since(before), rise, _remembered(made)
             return made
 
         return once
@@ -198,6 +199,7 @@ class _Rehearsal:
             )
             self._label_weights(parts)
             stepper = parts.stepper()
+            self._label_master_weights(stepper)
             self._take_first_step(stepper)
         meter.label = "activations"
         self._count_velocities(parts)
@@ -256,6 +258,21 @@ class _Rehearsal:
             self.meter.relabel(list(copy.values()), "copies of the trained weights")
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(lambda each: self.meter.relabel([each.grad], "gradients"))
+
+    def _label_master_weights(self, stepper: Stepper) -> None:
+        """Weights in 16 bits have fp32 master weights, and the stepper adds up gradients of these, which no hook sees."""
+        own = stepper.policy if isinstance(stepper, HeadStepper) else stepper
+        if not isinstance(own, ReplicatedStepper):
+            return
+        masters = [weight for name, weight in own.weights.items() if weight is not own.parameters[name]]
+        self.meter.relabel(masters, "master weights")
+        backward = own.backward
+
+        def labelled(loss: Tensor) -> None:
+            backward(loss)
+            self.meter.relabel([weight.grad for weight in masters], "gradients")
+
+        own.backward = labelled  # type: ignore[method-assign]
 
     def _count_velocities(self, parts: Assembly) -> None:
         """Without gradient, equal calls of the model are equal work."""
