@@ -134,6 +134,22 @@ def test_no_row_is_lost_or_repeated_by_kills(tmp_path, tar, world):
     assert sorted(rows[:ROWS]) == sorted(rows[ROWS : 2 * ROWS]) == list(range(HELD, 60))
 
 
+def test_a_process_that_still_holds_its_stream_ends(tmp_path, tar):
+    """The process that reads ahead outlives one SIGTERM, and multiprocessing sends only one at the interpreter's exit."""
+    script = tmp_path / "holds.py"
+    script.write_text(
+        "import sys\n"
+        "from retouch.data.base import DataContext\n"
+        "from retouch.data.sources.stream import StreamData\n"
+        "stream = StreamData(path=sys.argv[1], held_out=5, check=3, shuffle=16).build(DataContext(seed=3)).train\n"
+        "tasks = stream.at_step(0, count=4, places=range(4))\n"
+    )
+    path = os.pathsep.join([str(SUPPORT), *sys.path])
+    command = [sys.executable, "-W", "ignore", str(script), str(tar)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=False, timeout=120)
+    assert done.returncode == 0
+
+
 def test_another_number_of_shards_is_another_stream(tmp_path, parquet):
     state = opened(parquet).train.state()
     other = opened(stream_files.parquet(tmp_path / "other", files=2))

@@ -183,7 +183,13 @@ def test_what_memory_it_takes_is_planned_from_the_published_configuration(tiny: 
     assert published is not None
     found = footprint(recipe, published)
     assert found.tokens == (512 // 16) * (768 // 16) + 512
-    setup = Setup(lora=LoraShape(4, tuple(lora_targets(recipe.policy))), rows=32, tokens=found.tokens, gradient_checkpointing=False)
+    setup = Setup(
+        lora=LoraShape(4, tuple(lora_targets(recipe.policy))),
+        rows=32,
+        tokens=found.tokens,
+        trained_dtype=torch.bfloat16,
+        gradient_checkpointing=False,
+    )
     assert found.plan == plan(tiny.section(path=path), setup)
 
 

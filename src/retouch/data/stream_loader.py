@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import multiprocessing
+import multiprocessing.process
 import os
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -188,7 +191,20 @@ class TaskStream:
             worker_init_fn=_outlive_stop_requests,
             generator=torch.Generator(),  # otherwise it draws from the run's global generator
         )
-        return iter(loader)
+        others = set(multiprocessing.active_children())
+        items = iter(loader)
+        atexit.register(self._end, set(multiprocessing.active_children()) - others)
+        return items
+
+    def _end(self, processes: Iterable[multiprocessing.process.BaseProcess]) -> None:
+        """At the interpreter's exit: end the thread, which must not outlive it, and the processes, which outlive one SIGTERM."""
+        if self._coming is not None:
+            self._coming.stop()
+        for process in [*processes, *processes]:
+            if process.is_alive():
+                process.terminate()
+                process.join(0.5)
+        self.close()
 
 
 def _outlive_stop_requests(worker: int) -> None:

@@ -111,8 +111,10 @@ def test_parts_that_do_not_belong_together_are_refused(document, folder):
         parse(document(renderer={"kind": "response", "model": {"kind": "playground"}, "encoder": "frozen", "num_steps": 2}))
     with pytest.raises(ValueError, match=r"renderer\.kind: playground-writer writes text"):
         parse(document(policy__model={"kind": "playground-writer"}))
+    server = {"kind": "vllm", "url": "http://127.0.0.1:1/v1", "adapters": "a"}
+    assert parse(document(rollout__engine=server)).policy.train.kind == "full"  # a server loads all weights too
     with pytest.raises(ValueError, match="engine cached"):
-        parse(document(rollout__engine={"kind": "vllm", "url": "http://127.0.0.1:1/v1", "adapters": "a"}))
+        parse(document(rollout__engine=server, rollout__top_k=5))
     with pytest.raises(ValueError, match=r"devices\.renderer"):
         parse(document(devices={"renderer": "cuda:1"}))
     gradient = {"kind": "policy_gradient", "surrogate": "reinforce"}

@@ -131,7 +131,13 @@ def test_what_memory_it_takes_is_planned_from_the_published_configuration(folder
     assert described is not None
     found = footprint(recipe, described)
     assert found.tokens == (512 // 16) ** 2 + 512
-    setup = Setup(lora=LoraShape(4, tuple(lora_targets(recipe.policy))), rows=32, tokens=found.tokens, gradient_checkpointing=False)
+    setup = Setup(
+        lora=LoraShape(4, tuple(lora_targets(recipe.policy))),
+        rows=32,
+        tokens=found.tokens,
+        trained_dtype=torch.bfloat16,
+        gradient_checkpointing=False,
+    )
     assert found.plan == plan(FluxFillModel(path="black-forest-labs/FLUX.1-Fill-dev"), setup)
     made["policy"]["model"] |= {"kind": "flux-kontext", "path": "black-forest-labs/FLUX.1-Kontext-dev"}
     edits = parse(made)

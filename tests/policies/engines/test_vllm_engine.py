@@ -377,7 +377,8 @@ def test_a_server_whose_engine_died_is_waited_for(tmp_path):
         left = ["500"] * 12
         twin.fault = lambda path: left.pop() if left and path == GENERATE else ("503" if left and path == "/health" else None)
         assert torch.equal(policy.rollout(batch).ids, wanted.ids)
-        assert len(waiting.pauses) == 12
+        assert not left
+        assert len(waiting.pauses) >= 12  # one for each reply of 500, and more where a request met the server at its restart
 
 
 def test_nothing_stays_on_the_server(tmp_path):
