@@ -16,7 +16,12 @@ from retouch.rehearsal.machines import MACHINES, find_machine
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "rehearsal" / "table.py"
 KEPT: dict[str, dict[str, Any]] = json.loads((SCRIPT.parent / "rehearsed.json").read_text(encoding="utf-8"))
-PLAN_ERRORS = {"flux-fill/ip-adapter-grpo": 0.2}  # its plan lacks the bucket of gradients of DeepSpeed
+PLAN_ERRORS = {
+    "flux-fill/ip-adapter-grpo": 0.2,  # its plan lacks the bucket of gradients of DeepSpeed
+    # Without gradient checkpointing: what a block saves was measured with LoRA in fp32, which also keeps its inputs in fp32. The
+    # plan is 23 % too large.
+    "sd3/ocr-grpo": 0.24,
+}
 PLAN_ERROR = 0.08
 """How far the total of a memory plan, which has no decoding of images, may be from the rehearsed peak of the update."""
 
