@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -193,18 +194,22 @@ class TaskStream:
         )
         others = set(multiprocessing.active_children())
         items = iter(loader)
-        atexit.register(self._end, set(multiprocessing.active_children()) - others)
+        atexit.register(_end, weakref.ref(self), set(multiprocessing.active_children()) - others)
         return items
 
-    def _end(self, processes: Iterable[multiprocessing.process.BaseProcess]) -> None:
-        """At the interpreter's exit: end the thread, which must not outlive it, and the processes, which outlive one SIGTERM."""
-        if self._coming is not None:
-            self._coming.stop()
-        for process in [*processes, *processes]:
-            if process.is_alive():
-                process.terminate()
-                process.join(0.5)
-        self.close()
+
+def _end(held: weakref.ref[TaskStream], processes: Iterable[multiprocessing.process.BaseProcess]) -> None:
+    """At the interpreter's exit: end the thread, which must not outlive it, and the processes, which outlive one SIGTERM."""
+    stream = held()
+    if stream is None:
+        return
+    if stream._coming is not None:
+        stream._coming.stop()
+    for process in [*processes, *processes]:
+        if process.is_alive():
+            process.terminate()
+            process.join(0.5)
+    stream.close()
 
 
 def _outlive_stop_requests(worker: int) -> None:
