@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import datasets
@@ -110,7 +111,7 @@ def run(folder, state, *, rank, world, kill_after, steps=18) -> int:
     words = [str(folder), str(state), str(rank), str(world), str(steps), str(kill_after)]
     path = os.pathsep.join([str(SUPPORT), *sys.path])
     command = [sys.executable, "-W", "ignore", str(SUPPORT / "stream_kills.py"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False, timeout=300)
     assert done.returncode in (0, -9), done.stderr[-2000:]
     return done.returncode
 
@@ -148,6 +149,30 @@ def test_a_process_that_still_holds_its_stream_ends(tmp_path, tar):
     command = [sys.executable, "-W", "ignore", str(script), str(tar)]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=False, timeout=120)
     assert done.returncode == 0
+
+
+def test_the_process_that_reads_ahead_ends_with_a_run_that_is_killed(tmp_path, tar):
+    """Also while it writes to a pipe that is full, since it reads far ahead."""
+    script = tmp_path / "killed.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "from retouch.data.base import DataContext\n"
+        "from retouch.data.sources.stream import StreamData\n"
+        "stream = StreamData(path=sys.argv[1], held_out=5, check=3, shuffle=16, ahead=60).build(DataContext(seed=3)).train\n"
+        "stream.at_step(0, count=7, places=range(7))\n"
+        "time.sleep(0.5)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    path = os.pathsep.join([str(SUPPORT), *sys.path])
+    command = [sys.executable, "-W", "ignore", str(script), str(tar)]
+    environment = {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            process.communicate(timeout=60)  # returns when the last process that holds the pipe has ended
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_another_number_of_shards_is_another_stream(tmp_path, parquet):

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, overload
 
@@ -31,6 +32,7 @@ _THREADS = 4  # decoding and resizing release the interpreter's lock
 _AHEAD_IN_PROCESS = 2 * _THREADS
 _TRIES = 100
 _STOP_SECONDS = 10.0
+_PARENT_POLL = 0.5
 _RAISED = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 _log = logging.getLogger(__name__)
 
@@ -189,7 +191,7 @@ class TaskStream:
             batch_size=None,
             num_workers=1,
             prefetch_factor=self._ahead * len(places),
-            worker_init_fn=_outlive_stop_requests,
+            worker_init_fn=partial(_set_up_process, os.getpid()),
             generator=torch.Generator(),  # otherwise it draws from the run's global generator
         )
         others = set(multiprocessing.active_children())
@@ -212,11 +214,13 @@ def _end(held: weakref.ref[TaskStream], processes: Iterable[multiprocessing.proc
     stream.close()
 
 
-def _outlive_stop_requests(worker: int) -> None:
-    """Ctrl-C and the SIGTERM of a cluster reach all processes of a run, which may still have to finish its step.
+def _set_up_process(parent: int, worker: int) -> None:
+    """In the process that reads ahead: end with the process ``parent``, and outlive the first request to stop.
 
-    The second SIGTERM is the loader's own.
+    Ctrl-C and the SIGTERM of a cluster reach all processes of a run, which may still have to finish its step. The second SIGTERM
+    is the loader's own.
     """
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     asked: list[int] = []
 
     def end(number: int, frame: object) -> None:
@@ -226,6 +230,13 @@ def _outlive_stop_requests(worker: int) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, end)
+
+
+def _end_with(parent: int) -> None:
+    """End this process after its parent. A process that writes to a full pipe, which nobody reads any more, would never end."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_POLL)
+    os._exit(1)
 
 
 class _LoadedRows(torch.utils.data.IterableDataset[Drawn]):
