@@ -7,6 +7,7 @@ import json
 import socketserver
 import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ from retouch.policies.engines.vllm import VllmEngine
 from retouch.recipe.recipe import load
 from retouch.rewards.client.remote import RemoteReward
 from retouch.rewards.vlm.chat_client import ChatClient
+from retouch.rewards.vlm.forms import ChoiceForm
 from retouch.rewards.vlm.models import Endpoint
+from retouch.rewards.vlm.questions import Question
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.jsonnet"
 SECRET = "sk-0123456789abcdef"
@@ -92,6 +95,35 @@ def test_headers_that_the_openai_package_adds_are_bound_like_a_key(
     with pytest.raises(ValueError, match="OPENAI_CUSTOM_HEADERS is not sent to"):
         ChatClient(judge(listener[0], key=None))
     assert not listener[1]
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_names_of_an_organization_and_a_project_go_where_they_are_bound(monkeypatch: pytest.MonkeyPatch, bound: bool) -> None:
+    """The ``openai`` package takes them from the environment and sends them to every address."""
+    received: list[dict[str, str]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.append({name.lower(): value for name, value in self.headers.items()})
+            self.send_error(400)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        given = {"OPENAI_ORG_ID": "org-1", "OPENAI_PROJECT_ID": "project-1"}
+        for variable, value in {**given, "OPENAI_ADMIN_KEY": SECRET}.items():
+            monkeypatch.setenv(variable, value)
+        if bound:
+            monkeypatch.setenv("RETOUCH_KEYS", " ".join(f"{variable}={url}" for variable in given))
+        client = ChatClient(judge(url, key=None))
+        client.ask([Question("Judge.", ("Is this red?",), ChoiceForm("red", {"yes": 1.0, "no": 0.0}), seed=0, temperature=0.0)])
+        client.close()
+        server.shutdown()
+    sent = {name: value for name, value in received[0].items() if name in ("openai-organization", "openai-project")}
+    assert sent == ({"openai-organization": "org-1", "openai-project": "project-1"} if bound else {})
+    assert SECRET not in str(received)
 
 
 def test_the_token_of_reward_servers_goes_to_this_machine_and_where_it_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:

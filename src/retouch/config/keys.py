@@ -26,6 +26,8 @@ _OPENAI = ("https://api.openai.com",)
 KNOWN: Mapping[str, tuple[str, ...]] = {
     "OPENAI_API_KEY": _OPENAI,
     "OPENAI_CUSTOM_HEADERS": _OPENAI,
+    "OPENAI_ORG_ID": _OPENAI,
+    "OPENAI_PROJECT_ID": _OPENAI,
     "ANTHROPIC_API_KEY": ("https://api.anthropic.com",),
     "DASHSCOPE_API_KEY": ("https://dashscope.aliyuncs.com", "https://dashscope-intl.aliyuncs.com"),
     "DEEPSEEK_API_KEY": ("https://api.deepseek.com",),
@@ -92,11 +94,17 @@ def bound_addresses(variable: str) -> tuple[Address, ...]:
     return own + tuple(map(address_of, known))
 
 
+def is_bound(variable: str, url: str) -> bool:
+    """Whether the value of this variable may go to this address. Raises ValueError for an address that cannot be read."""
+    address = address_of(url)
+    return any(bound.covers(address) for bound in bound_addresses(variable))
+
+
 def require_bound(variable: str, url: str) -> None:
     """Raise ValueError, with the line that binds it, unless the key in this variable may go to this address."""
-    address = address_of(url)
-    if any(bound.covers(address) for bound in bound_addresses(variable)):
+    if is_bound(variable, url):
         return
+    address = address_of(url)
     said = f"{variable} is not sent to {address}: you have not bound this key to this address"
     if address.scheme == "http" and not address.is_local and variable not in OWN_SERVERS:
         raise ValueError(f"{said}, and {_NOT_SECRET}")

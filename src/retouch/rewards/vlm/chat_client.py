@@ -106,6 +106,11 @@ class ChatClient:
         client = self._openai.AsyncOpenAI(
             api_key=self._key, base_url=own.base_url, max_retries=0, timeout=own.timeout, http_client=http
         )
+        client.admin_api_key = None  # the package takes OPENAI_ADMIN_KEY from the environment, and no question needs it
+        if not keys.is_bound("OPENAI_ORG_ID", own.base_url):
+            client.organization = None
+        if not keys.is_bound("OPENAI_PROJECT_ID", own.base_url):
+            client.project = None
         line = ProgressSemaphore(own.concurrency, patience=own.deadline)
         return client, line, None if self.quota is None else Turns(self.quota)
 
