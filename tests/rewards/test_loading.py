@@ -6,6 +6,8 @@ import pytest
 from PIL import Image
 
 import retouch
+from retouch.rewards.loading import LoadedReward
+from retouch.rewards.scorers.pixels import ShareReward
 
 IMAGES = [Image.new("RGB", (8, 8), colour) for colour in ("red", "black")]
 
@@ -47,3 +49,19 @@ def test_a_missing_score_is_nan() -> None:
     completions = [None, None]
     scored = retouch.rewards.load("share", channel="red")(IMAGES, completions=completions)
     assert not any(math.isnan(value) for value in scored["share"])
+
+
+def test_a_with_block_closes_the_reward() -> None:
+    closed = []
+
+    class Connected(ShareReward):
+        def close(self) -> None:
+            closed.append(self.channel)
+
+    with LoadedReward(Connected(channel="red")) as reward:
+        assert reward(IMAGES)["share"]
+        assert closed == []
+    assert closed == ["red"]
+    with pytest.raises(KeyError), LoadedReward(Connected(channel="blue")) as reward:
+        reward(IMAGES)["red"]
+    assert closed == ["red", "blue"]

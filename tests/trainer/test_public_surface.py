@@ -16,6 +16,8 @@ from PIL import Image, ImageStat
 
 import retouch
 import tiny_pipelines
+from retouch.models.kinds import IMAGE_MODELS, LANGUAGE_MODELS
+from retouch.rewards.parts import SINGLE
 from retouch.trainer.loaded_run import LoadedPolicy, LoadedRun
 
 NAMES = {
@@ -37,6 +39,9 @@ def public() -> dict[str, Any]:
     found |= {f"retouch.core.{name}": getattr(retouch.core, name) for name in retouch.core.__all__}
     found |= {f"retouch.testing.{name}": getattr(retouch.testing, name) for name in retouch.testing.__all__}
     found["retouch.rewards.load"] = retouch.rewards.load
+    for path in SINGLE.values():
+        name = path.partition(":")[2]
+        found[f"retouch.rewards.{name}"] = getattr(retouch.rewards, name)
     found["retouch.core.gae.gae"] = retouch.core.gae.gae
     return {name: value for name, value in found.items() if not inspect.ismodule(value)}
 
@@ -105,6 +110,14 @@ def run_examples(value: Any, name: str, names: dict[str, Any]) -> int:
     doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=report.append)
     assert not report, "".join(report)
     return len(test.examples)
+
+
+def test_every_model_is_made_in_the_code_of_its_page() -> None:
+    """Which runs in tests/docs/test_blocks.py."""
+    page = (Path(__file__).parents[2] / "docs" / "api" / "models.md").read_text(encoding="utf-8")
+    for path in {*IMAGE_MODELS.paths.values(), *LANGUAGE_MODELS.paths.values()}:
+        name = path.partition(":")[2]
+        assert f"retouch.models.{name}(" in page or f"retouch.models.{name.removesuffix('Model')}(" in page, name
 
 
 USE_A_RUN: dict[str, Callable[..., Any]] = {

@@ -80,7 +80,13 @@ class LiveFunction:
 
 
 class FunctionReward(RewardSection):
-    """A Python function of this process. It has one column, with the function's name."""
+    """A Python function of this process. It has one column, with the function's name.
+
+    Example::
+
+        >>> retouch.rewards.FunctionReward.of(brightness).name  # what a Trainer makes of a function
+        'brightness'
+    """
 
     kind: Literal["function"] = "function"
     name_: str = Field(alias="name", pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")

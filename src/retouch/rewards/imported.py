@@ -21,7 +21,14 @@ if TYPE_CHECKING:
 
 class ImportedReward(RewardSection):
     """A reward of your own: any class with ``columns`` and a call (``retouch.protocols.Reward``). ``args`` of a class that derives
-    from ``RewardSection`` are its fields, and are checked when the recipe is read."""
+    from ``RewardSection`` are its fields, and are checked when the recipe is read.
+
+    Example::
+
+        >>> own = {"class": "retouch.rewards.scorers.pixels:ShareReward", "args": {"channel": "red"}}
+        >>> retouch.rewards.load("import", **own)([image])
+        {'share': [1.0]}
+    """
 
     kind: Literal["import"] = "import"
     class_: ClassPath = Field(alias="class")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from retouch.config.imports import nearest
 from retouch.protocols import Reward
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class LoadedReward:
-    """A reward that is ready to score lists of images."""
+    """A reward that is ready to score lists of images. ``close`` it if it holds connections, or use it in a ``with`` block."""
 
     def __init__(self, reward: Reward) -> None:
         self.reward = reward
@@ -30,6 +30,12 @@ class LoadedReward:
         from retouch.rewards.base import close
 
         close(self.reward)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def __call__(
         self,
@@ -103,7 +109,8 @@ def load(kind: str, *, device: Any = "cpu", **keys: Any) -> LoadedReward:
 
     Example::
 
-        >>> retouch.rewards.load("share", channel="red")([image])
+        >>> with retouch.rewards.load("share", channel="red") as reward:
+        ...     reward([image])
         {'share': [1.0]}
     """
     section = KINDS.load(kind)

@@ -29,6 +29,14 @@ class PlaygroundReward(RewardSection):
     IP) x PQ). ``exact``: 1 where background and every cell's nearest template are the target's and PQ is at least 7, else 0.
     ``success/<kind>``, diagnostics: the share of the task's edits of this kind that are done, that is, all their cells' nearest
     templates are the target's; NaN if the task has none.
+
+    Example::
+
+        >>> from retouch.playground.world.tasks import PlaygroundData
+        >>> (task,) = PlaygroundData(count=1, complexity=[1]).tasks()
+        >>> scores = retouch.score(retouch.rewards.Playground(), task.target, source=task.images, meta=task.meta)
+        >>> scores["overall"]
+        10.0
     """
 
     kind: Literal["playground"] = "playground"

@@ -19,6 +19,13 @@ class PaintingReward(RewardSection):
     quality). ``exact``: 1 where background and every cell's nearest template are the scene's and quality is at least 7, else 0.
     Diagnostics: ``shown``, the share of the requested things that are in their cell; ``ground``, as above; ``extra``, things too
     many.
+
+    Example::
+
+        >>> from retouch.playground.world.paintings import PaintingData
+        >>> (task,) = PaintingData(count=1, complexity=[1]).tasks()
+        >>> retouch.score(retouch.rewards.Painting(), task.target, meta=task.meta)["exact"]
+        1.0
     """
 
     kind: Literal["playground-paintings"] = "playground-paintings"

@@ -32,6 +32,14 @@ class SignReward(RewardSection):
     blue. ``ink``, 0 to 1: the same of the two inks, the mean of the 8 pixels that are farthest from their paper; 0 where the ink
     is not 60 away from the paper, since nothing is written there. ``style``: the mean of both. Letters are blurred at their edges,
     differently in every word, which moves an ink by less than 16.
+
+    Example::
+
+        >>> from retouch.playground.world.words import WordData
+        >>> (task,) = WordData(count=1, style_from_reference=True).tasks()
+        >>> scores = retouch.score(retouch.rewards.Sign(), task.target, mask=task.mask, reference=task.reference)
+        >>> scores["style"]
+        1.0
     """
 
     kind: Literal["playground-signs"] = "playground-signs"

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
 class RemoteReward(RemoteSettings, RewardSection):
     """Rewards that ``retouch serve`` hosts, at one or more addresses (docs/serving.md). If the servers require a token, it is read
-    from the environment variable RETOUCH_TOKEN, and sent only to addresses that it is bound to."""
+    from the environment variable RETOUCH_TOKEN, and sent only to addresses that it is bound to.
+
+    Example::
+
+        >>> retouch.rewards.Remote(endpoints=("http://127.0.0.1:8700",)).shorthand
+        'endpoints'
+    """
 
     shorthand = "endpoints"
     changeable: ClassVar[frozenset[str]] = frozenset(

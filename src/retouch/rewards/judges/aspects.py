@@ -27,6 +27,12 @@ class AspectsReward(JudgeReward):
     ``alignment``: the instruction is followed. ``quality``: the quality of the image alone. ``identity``: what should not change
     has not changed.
     Tasks without a source image are prompts for images, for which there is no identity.
+
+    Example::
+
+        >>> judge = {"kind": "endpoint", "model": "my-vlm", "base_url": "http://127.0.0.1:8000/v1"}
+        >>> list(retouch.rewards.Aspects(judge=judge, aspects=("alignment", "quality")).columns)
+        ['alignment', 'quality']
     """
 
     kind: Literal["aspects"] = "aspects"

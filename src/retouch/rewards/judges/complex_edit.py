@@ -21,6 +21,12 @@ class ComplexEditReward(JudgeReward):
     ``instruction_following``: how far the instruction was followed. Where ``task.meta["operations"]`` lists the atomic operations
     of a compound instruction, each is scored on its own and this is their mean. ``identity_preservation``: how far everything else
     was preserved. ``perceptual_quality``: of the image, without the instruction. ``overall``: the mean of the three.
+
+    Example::
+
+        >>> judge = {"kind": "endpoint", "model": "my-vlm", "base_url": "http://127.0.0.1:8000/v1"}
+        >>> retouch.rewards.ComplexEdit(judge=judge, n_evals=20).columns["overall"].high
+        10.0
     """
 
     kind: Literal["complex_edit"] = "complex_edit"

@@ -17,6 +17,12 @@ class GroundReward(JudgeReward):
     """How close the image comes to the task's target (EARL). Column ``ground``, 0 to 10.
 
     Source: EARL (arXiv 2508.01119).
+
+    Example::
+
+        >>> judge = {"kind": "endpoint", "model": "my-vlm", "base_url": "http://127.0.0.1:8000/v1"}
+        >>> list(retouch.rewards.Ground(judge=judge).columns)
+        ['ground']
     """
 
     kind: Literal["ground"] = "ground"

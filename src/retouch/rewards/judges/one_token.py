@@ -19,6 +19,12 @@ class YesReward(JudgeReward):
     answers that are counted as votes.
 
     Column ``yes``, 0 to 1: p(yes) / (p(yes) + p(no)). Tasks with and without a source have rubrics of their own.
+
+    Example::
+
+        >>> judge = {"kind": "endpoint", "model": "my-vlm", "base_url": "http://127.0.0.1:8000/v1"}
+        >>> retouch.rewards.Yes(judge=judge, by="choice", n_evals=5).n_evals
+        5
     """
 
     kind: Literal["yes"] = "yes"
@@ -53,6 +59,12 @@ class DigitReward(JudgeReward):
 
     Column ``digit``, 0 to 1. ``task.meta["requirement"]``, where there is one, is what the data set says a good edit must look
     like.
+
+    Example::
+
+        >>> judge = {"kind": "endpoint", "model": "my-vlm", "base_url": "http://127.0.0.1:8000/v1"}
+        >>> retouch.rewards.Digit(judge=judge).by
+        'probability'
     """
 
     kind: Literal["digit"] = "digit"

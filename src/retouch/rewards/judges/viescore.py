@@ -27,6 +27,12 @@ class VieScore(JudgeReward):
     ``sc`` = min(success, restraint), what was done; ``pq`` = min(naturalness, cleanness), how it looks; ``overall`` = sqrt(sc pq).
     Each is taken of every answer, and then averaged. A task without a source image is a prompt for an image; its ``sc`` is the
     success alone.
+
+    Example::
+
+        >>> judge = {"kind": "endpoint", "model": "my-vlm", "base_url": "http://127.0.0.1:8000/v1"}
+        >>> list(retouch.rewards.VieScore(judge=judge).columns)
+        ['sc', 'pq', 'overall']
     """
 
     kind: Literal["viescore"] = "viescore"
@@ -46,7 +52,14 @@ class VieScore(JudgeReward):
 
 class EditScore(JudgeReward):
     """EditScore's version of VIEScore (arXiv 2509.23909), for judges that were tuned on it: the same columns, from scores out of
-    25."""
+    25.
+
+    Example::
+
+        >>> judge = {"kind": "endpoint", "model": "my-vlm", "base_url": "http://127.0.0.1:8000/v1"}
+        >>> list(retouch.rewards.EditScore(judge=judge).columns)
+        ['sc', 'pq', 'overall']
+    """
 
     kind: Literal["editscore"] = "editscore"
     average: Literal["last", "first"] = "last"

@@ -23,6 +23,12 @@ class WinRateReward(JudgeReward):
     round and its probability is the mean of the two, which takes out a judge's preference for a position. A group is what one call
     has of one ``task.id``, so calls must have whole groups. A sample alone in its group, or in a pair without an answer, is
     missing.
+
+    Example::
+
+        >>> judge = {"kind": "endpoint", "model": "my-vlm", "base_url": "http://127.0.0.1:8000/v1"}
+        >>> list(retouch.rewards.WinRate(judge=judge).columns)
+        ['win_rate']
     """
 
     kind: Literal["win_rate"] = "win_rate"

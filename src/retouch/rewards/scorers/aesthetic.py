@@ -26,6 +26,11 @@ class AestheticReward(ModelReward):
     """LAION's aesthetic predictor. Column ``aesthetic``, 0 to 10: the head's rating, clamped; about 4 to 7 for images in use.
 
     Source: LAION's improved aesthetic predictor, used for LAION-5B (Schuhmann et al. 2022, arXiv 2210.08402).
+
+    Example::
+
+        >>> retouch.rewards.Aesthetic(head="/models/aesthetic-head.safetensors").columns["aesthetic"].high
+        10.0
     """
 
     kind: Literal["aesthetic"] = "aesthetic"

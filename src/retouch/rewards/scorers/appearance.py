@@ -26,6 +26,11 @@ class AppearanceReward(RewardSection):
     root mean square of the luminance's frequencies above half the finest one along either axis; about 0.01 to 0.06 for photographs,
     and 0.87 s for noise of standard deviation s. ``preservation``, a diagnostic: 1 - the mean absolute difference to the source,
     weighted by what ``task.mask`` leaves alone (white is where to change); NaN without a source or a mask that leaves something.
+
+    Example::
+
+        >>> retouch.score(retouch.rewards.Appearance(), image)["saturation"]
+        1.0
     """
 
     kind: Literal["appearance"] = "appearance"

@@ -39,6 +39,11 @@ class ClipReward(_CosineReward):
     ``cosine``, -1 to 1: as it is, about 0.15 to 0.35 for ViT-B/32. ``clip_score``, 0 to 2.5: 2.5 max(cosine, 0) (CLIPScore, arXiv
     2104.08718). ``similarity``, 0 to 1: max(cosine, 0), for sums with other scores of that range. ``truncated``, a diagnostic: 1
     where the instruction is longer than the model reads (77 tokens for CLIP), so that its end counts for nothing.
+
+    Example::
+
+        >>> retouch.rewards.Clip().path
+        'openai/clip-vit-base-patch32'
     """
 
     kind: Literal["clip"] = "clip"
@@ -63,6 +68,11 @@ class PickScoreReward(_CosineReward):
     """PickScore (arXiv 2305.01569): which image people would pick, by a CLIP ViT-H/14 that was tuned on their choices.
 
     Column ``pickscore``, 0 to 100: the model's scale (at most 100) times max(cosine, 0); about 18 to 24 for images in use.
+
+    Example::
+
+        >>> retouch.rewards.PickScore().path
+        'yuvalkirstain/PickScore_v1'
     """
 
     kind: Literal["pickscore"] = "pickscore"
@@ -89,6 +99,11 @@ class HpsReward(_CosineReward):
     """HPSv2 (arXiv 2306.09341): which image people prefer, by a CLIP ViT-H/14 that was tuned on their choices.
 
     Column ``hps``, 0 to 1: max(cosine, 0); about 0.2 to 0.35 for images in use.
+
+    Example::
+
+        >>> list(retouch.rewards.Hps(path="/models/hps-v2.1").columns)
+        ['hps']
     """
 
     kind: Literal["hps"] = "hps"

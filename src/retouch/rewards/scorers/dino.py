@@ -28,6 +28,11 @@ class DinoReward(ModelReward):
     Column ``preservation``, 0 to 1: the mean over patches of max(cosine, 0) between the features of the image and of its source.
     Each patch is weighted by how much of it ``task.mask`` leaves alone (white is where to change); without a mask all weigh the
     same, and the requested change then counts as a loss. Exactly 1 for an unchanged image, and where the mask leaves nothing alone.
+
+    Example::
+
+        >>> retouch.rewards.Dino(size=448).path
+        'facebook/dinov2-base'
     """
 
     kind: Literal["dino"] = "dino"

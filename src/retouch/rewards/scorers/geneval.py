@@ -38,6 +38,11 @@ class GenEvalReward(RewardSection):
     """GenEval's checks of objects, counts, colours and positions (arXiv 2310.11513), by an open-vocabulary detector.
 
     Columns, each 0 to 1: ``correct``, 1 where all requirements hold, as GenEval has it; ``met``, the share of them that hold.
+
+    Example::
+
+        >>> retouch.rewards.GenEval(clip="openai/clip-vit-base-patch32").threshold
+        0.3
     """
 
     kind: Literal["geneval"] = "geneval"

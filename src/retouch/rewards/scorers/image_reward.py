@@ -29,6 +29,11 @@ class ImageRewardScore(RewardSection):
 
     Column ``image_reward``, -10 to 10: the model's standardised score of the image for the instruction, clamped; NaN if the
     score is not finite.
+
+    Example::
+
+        >>> retouch.rewards.ImageRewardScore().columns["image_reward"].high
+        10.0
     """
 
     kind: Literal["image_reward"] = "image_reward"

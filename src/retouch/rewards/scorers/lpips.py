@@ -37,6 +37,11 @@ class LpipsReward(RewardSection):
     Column ``preservation``, 0 to 1: max(0, 1 - d), d the LPIPS distance of the image to its source; 1 where they are the same. Each
     place of a feature map is weighted by how much of it ``task.mask`` leaves alone (white is where to change); the score is 1 where
     that is nothing.
+
+    Example::
+
+        >>> list(retouch.rewards.Lpips(weights="/models/lpips.safetensors").columns)
+        ['preservation']
     """
 
     kind: Literal["lpips"] = "lpips"

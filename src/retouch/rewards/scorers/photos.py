@@ -44,6 +44,12 @@ class PhotosReward(RewardSection):
     eighth of the shorter side. It is exactly 1 for an unchanged image, little less after a change of all colours, and near 0 for a
     flat or an unrelated image. ``colour``: 1 - d / d_max, with d the distance of the mean colour to ``colour`` and d_max that of
     the colour cube's farthest corner. ``reward``: preservation ** preserve * colour.
+
+    Example::
+
+        >>> reward = retouch.rewards.Photos(colour=(255, 0, 0))
+        >>> round(retouch.score(reward, image, source=image)["reward"], 3)
+        1.0
     """
 
     kind: Literal["photos"] = "photos"

@@ -34,6 +34,11 @@ class ShareReward(RewardSection):
     """The share of one colour channel in all light of the image.
 
     Column ``share``, 0 to 1: the mean over the pixels of channel / (red + green + blue), where a black pixel counts 1/3.
+
+    Example::
+
+        >>> retouch.score(retouch.rewards.Share(channel="red"), image)
+        {'share': 1.0}
     """
 
     kind: Literal["share"] = "share"
@@ -62,6 +67,11 @@ class CompressibilityReward(RewardSection):
 
     Column ``compressibility``, 0 to 1: 1 - bytes as a JPEG / bytes as pixels (3 each), and 0 where the JPEG is the larger. To train
     for images that are hard to compress, give the column a negative weight.
+
+    Example::
+
+        >>> retouch.score(retouch.rewards.Compressibility(), image.resize((256, 256)))["compressibility"] > 0.9
+        True
     """
 
     kind: Literal["compressibility"] = "compressibility"

@@ -32,6 +32,11 @@ class OcrReward(RewardSection):
     reading order. Case, spaces and Unicode's compatible forms do not count. Missing and superfluous letters cost alike, so painting
     more text than was requested does not pay. ``confidence``, 0 to 1, a diagnostic: the reader's mean confidence in its lines (NaN
     where there are none); a clearly written wrong word has a high one.
+
+    Example::
+
+        >>> retouch.rewards.Ocr(where="mask").reads_text  # every task needs the text that its image should show
+        True
     """
 
     kind: Literal["ocr"] = "ocr"

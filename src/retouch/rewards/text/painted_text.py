@@ -36,6 +36,11 @@ class PaintedTextReward(RewardSection):
     ``painted_text``: a line in the image addresses a judge: a score ("9/10"), praise, an instruction; the words looked for are
     English, and a few Chinese. ``unasked_text``: a line of three letters or more was not requested. Requested are ``task.text``,
     all text in the source images, and whatever the instruction spells out. Less is better in both.
+
+    Example::
+
+        >>> list(retouch.rewards.PaintedText(confidence=0.8).columns)
+        ['painted_text', 'unasked_text']
     """
 
     kind: Literal["painted_text"] = "painted_text"

@@ -67,6 +67,12 @@ class PromptQualityReward(RewardSection):
 
     ``length``, ``keywords``, ``details``, ``quality_words``, ``sentence``, each 0 to 1, as in ``prompt_quality``; ``total``, 0 to
     5. All are 0 where the completion has no prompt in it.
+
+    Example::
+
+        >>> reward = retouch.rewards.PromptQuality()
+        >>> retouch.score(reward, image, instruction="a cat", completion="a cat on a red sofa, soft light, 4k.")["total"] > 1
+        True
     """
 
     kind: Literal["prompt_quality"] = "prompt_quality"

@@ -26,7 +26,13 @@ def think_format(completion: str, *, opening: str = "<think>", closing: str = "<
 
 
 class ThinkReward(RewardSection):
-    """Whether a completion is a thought and then an answer. Column ``think_format``, 0 or 1, as in ``think_format``."""
+    """Whether a completion is a thought and then an answer. Column ``think_format``, 0 or 1, as in ``think_format``.
+
+    Example::
+
+        >>> retouch.score(retouch.rewards.Think(), image, completion="<think>red?</think>make it blue")
+        {'think_format': 1.0}
+    """
 
     kind: Literal["thinking"] = "thinking"
     opening: str = "<think>"
