@@ -8,7 +8,7 @@ import torch
 import tiny_models
 import tiny_policies as tiny
 from retouch.core.random import generator
-from retouch.objectives.dpo import DPO
+from retouch.objectives.dpo import DPO, HELDOUT_POINTS
 from retouch.protocols import SupportsLosses
 from retouch.testing import check_objective
 
@@ -138,6 +138,33 @@ def test_the_loss_of_pairs_of_the_data_is_the_published_one(microbatch):
     preferred, margin = (sum(loss.sums[f"policy/{name}"] for loss in losses) for name in ("preferred", "margin"))
     assert 0 <= preferred <= 1
     assert margin.isfinite()
+
+
+def test_held_out_pairs_are_measured_at_several_points_by_hand():
+    objective = DPO(beta=3.0, pairs="data")
+    batch = pairs()
+    assert objective.measure(tiny.policy(), batch)["pairs/preferred"].tolist() == [0.5] * 3  # the policy is the reference
+    policy = moved(microbatch=2)
+    found = objective.measure(policy, batch)
+    assert found.keys() == objective.heldout_columns.keys()
+    assert all(not column.requires_grad for column in found.values())
+    trajectory = objective.demonstrate(policy, batch)
+    margins = torch.zeros(3)
+    for number in range(3):
+        for draw in range(HELDOUT_POINTS):
+            key = generator(batch.seed, "dpo", batch.step, number, 0, 0, draw)
+            sigma, noise = torch.rand((), generator=key), None
+            for slot in (0, 1):
+                row = slice(2 * number + slot, 2 * number + slot + 1)
+                x0 = trajectory.outputs[row]
+                noise = torch.randn(x0.shape[1:], generator=key)[None] if noise is None else noise
+                x = (1 - sigma) * x0 + sigma * noise
+                now, then = (policy.velocity(trajectory, row, x, sigma[None], which).detach() for which in ("current", "reference"))
+                gained = (then - (noise - x0)).square().mean() - (now - (noise - x0)).square().mean()
+                margins[number] += gained * (-1 if slot else 1) / HELDOUT_POINTS
+    torch.testing.assert_close(found["pairs/margin"], 3 * margins, rtol=1e-3, atol=1e-6)
+    assert found["pairs/preferred"].tolist() == (margins > 0).float().tolist()
+    assert DPO().heldout_columns == {}
 
 
 def test_pairs_of_the_data_keep_the_contract_of_objectives():

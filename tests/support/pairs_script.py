@@ -9,18 +9,19 @@ import tiny_pipelines
 
 
 def main(out: str) -> None:
+    pairs = [
+        {
+            "prompt": f"image {number}",
+            "id": str(number),
+            "chosen": Image.new("RGB", (32, 32), (200 + number, 9, 9)),
+            "rejected": Image.new("RGB", (32, 32), (9, 9, 200 + number)),
+        }
+        for number in range(17)
+    ]
     trainer = retouch.Trainer(
         tiny_pipelines.sd3(),
-        "share",
-        [
-            {
-                "prompt": f"image {number}",
-                "id": str(number),
-                "chosen": Image.new("RGB", (32, 32), (200 + number, 9, 9)),
-                "rejected": Image.new("RGB", (32, 32), (9, 9, 200 + number)),
-            }
-            for number in range(12)
-        ],
+        train_dataset=pairs[:12],
+        eval_dataset=pairs[12:],
         objective=retouch.DPO(pairs="data", beta=100.0),
         peft_config=retouch.Lora(rank=2, alpha=2),
         rollout={"num_steps": 3, "transition": {"kind": "ode"}},

@@ -59,6 +59,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a module as model": ({"model": torch.nn.Linear(1, 1)}, "model: Linear cannot be trained; give a diffusers pipeline"),
     "a folder that is not there": ({"model": "/no/such/folder"}, "model: there is no folder /no/such/folder"),
     "no reward": ({"reward_funcs": []}, "reward_funcs: empty; give at least one reward"),
+    "no reward for samples": ({"reward_funcs": None}, "reward: there is none, and policy_gradient learns from the rewards"),
     "a number as reward": ({"reward_funcs": 3}, "reward_funcs: 3 cannot be called; give a function"),
     "a reward's name mistyped": ({"reward_funcs": "pikscore"}, "reward.kind: 'pikscore' is not one of 'playground'"),
     "a lambda": ({"reward_funcs": lambda images: [1.0]}, "a lambda has no name for its column; write it as a function with `def`"),

@@ -57,7 +57,6 @@ def pairs(count: int = 12) -> list[dict[str, Any]]:
 def trainer(out: Path, **changes: Any) -> retouch.Trainer:
     options = {
         "model": tiny_pipelines.sd3(),
-        "reward_funcs": "share",
         "train_dataset": pairs(),
         "objective": retouch.DPO(pairs="data"),
         **SMALL,
@@ -76,6 +75,7 @@ def bits(folder: Path) -> tuple[str, dict[str, torch.Tensor]]:
 def test_a_run_learns_from_pairs_without_rollout_and_reward(tmp_path: Path) -> None:
     made = trainer(tmp_path, steps=25, objective=retouch.DPO(pairs="data", beta=50.0))
     assert made.recipe.group_size == 2
+    assert made.recipe.reward.name == "none"
     made.train()
     history = [entry for entry in made.state.log_history if "policy/loss" in entry]
     assert not any("reward/mean" in entry for entry in history)
@@ -84,6 +84,39 @@ def test_a_run_learns_from_pairs_without_rollout_and_reward(tmp_path: Path) -> N
     assert later[0] < 0.6
     assert later[1] > 0.9
     assert later[2] > 0.1
+
+
+def test_the_share_of_held_out_pairs_in_the_right_order_is_measured(tmp_path: Path) -> None:
+    options = {"steps": 20, "objective": retouch.DPO(pairs="data", beta=50.0), "samples": {"every": 0, "tasks": 2}}
+    made = trainer(tmp_path, train_dataset=pairs(20)[:14], eval_dataset=pairs(20)[14:], eval={"every": 10}, **options)
+    summary = made.train()
+    assert summary is not None
+    assert (summary.column, summary.before, summary.ceiling) == ("pairs/preferred", 0.5, None)
+    assert summary.after > 0.9
+    lines = RunFolder(made.folder).read_evals()
+    assert [line["step"] for line in lines] == [0, 10, 20]
+    assert all(line["table"]["all"].keys() == {"n", "pairs/preferred", "pairs/margin"} for line in lines)
+    low, high = lines[-1]["ci95"]["all"]["pairs/preferred"]
+    assert 0.5 < low < high <= 1.0  # 6 of 6 pairs: the interval is not empty
+    table = made.evaluate()
+    assert table["all"]["pairs/preferred"] == summary.after
+    assert table.intervals["all"]["pairs/preferred"] == (low, high)
+    evaluated = [entry["step"] for entry in made.state.log_history if "eval/pairs/preferred" in entry]
+    assert evaluated == [0, 10, 20]
+    images = [line["image"] for line in RunFolder(made.folder).read_samples(20) if line["set"] == "heldout"]
+    assert len(images) == 2  # only these are made
+    assert "pairs/preferred" in RunFolder(made.folder).report.read_text()
+
+
+def test_a_reward_is_evaluated_as_well_if_there_is_one(tmp_path: Path) -> None:
+    made = trainer(tmp_path, reward_funcs="share", steps=1)
+    summary = made.train()
+    assert summary is not None
+    assert summary.column == "share"
+    assert made.evaluate()["all"].keys() == {"n", "reward", "share", "pairs/preferred", "pairs/margin"}
+    named = trainer(tmp_path / "named", reward_funcs="share", steps=1, eval={"column": "pairs/margin"}).train()
+    assert named is not None
+    assert (named.column, named.before, named.ceiling) == ("pairs/margin", 0.0, None)
 
 
 def test_a_run_that_stops_continues_to_the_same_bits(tmp_path: Path) -> None:
@@ -152,6 +185,11 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     for one, two in zip(alone, together, strict=True):
         for key in ("policy/loss", "policy/grad_norm", "policy/margin"):
             assert one[key] == pytest.approx(two[key], rel=1e-3, abs=1e-4)  # margins are differences of errors, times beta
+    evaluations = [RunFolder(tmp_path / name / "run").read_evals()[-1] for name in ("alone", "together")]
+    assert [line["table"]["all"]["n"] for line in evaluations] == [5, 5]
+    assert evaluations[0]["ci95"]["all"]["pairs/preferred"] == evaluations[1]["ci95"]["all"]["pairs/preferred"]
+    one, two = (line["table"]["all"]["pairs/margin"] for line in evaluations)
+    assert one == pytest.approx(two, rel=1e-3, abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +202,18 @@ def test_two_ranks_train_as_one(tmp_path: Path) -> None:
         ({"group_size": 4}, "group_size: 4, and a pair of the data has 2 images; set 2"),
         ({"minibatches": 4}, "tasks_per_step: 2 pairs do not divide over 4 minibatches on 1 ranks"),
         ({"objective": retouch.DPO()}, "give retouch.DPO(pairs='data') to learn from the images, or remove these columns"),
+        ({"reward_weights": [1.0]}, "reward_weights: there are no reward_funcs to weight"),
+        ({"eval": {"column": "share"}}, "eval.column: without a reward, evaluation gives only pairs/preferred and pairs/margin"),
+        ({"eval": {"best_of_k": 4}}, "eval.best_of_k: it needs a reward, and there is none; remove it, or give a reward"),
+        ({"watch": {"every": 2}}, "watch: it needs a reward, and there is none; remove it, or give a reward"),
+        (
+            {"objective": retouch.GRPO(clip=1e-4), "group_size": 2},
+            "reward: there is none, and policy_gradient learns from the rewards of its samples; give a reward (reward_funcs of a",
+        ),
+        (
+            {"objective": retouch.Supervised(), "train_dataset": [{"prompt": "a", "target": flat((1, 2, 3))}] * 2},
+            "reward: there is none, and this run can only be evaluated by a reward; give a reward (reward_funcs of a Trainer)",
+        ),
         ({"columns": {"chosen": "best"}}, "'chosen' should be read from 'best'"),
         ({"columns": {"choosen": "chosen"}}, "'choosen' is not a field; 'chosen' is"),
     ],

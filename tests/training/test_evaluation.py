@@ -37,6 +37,18 @@ def test_one_value_has_a_mean_and_no_interval() -> None:
     assert intervals["complexity=1"] == {}
 
 
+def test_the_interval_of_a_share_is_not_empty_at_its_ends() -> None:
+    """Wilson's interval of 10 of 10 and of 5 of 10, as in published tables; the normal approximation of the first is [1, 1]."""
+    for share, low, high in ((1.0, 0.7225, 1.0), (0.5, 0.2366, 0.7634)):
+        values = torch.arange(10) < 10 * share
+        result = EvaluationResult([Task(id=str(i), instruction="x") for i in range(10)], {"right": values.float()}, values.float())
+        _, intervals = score_table(replace(result, shares=("right",)))
+        assert intervals["all"]["right"] == pytest.approx((low, high), abs=1e-4)
+        again = EvaluationResult.from_json(replace(result, shares=("right",)).to_json(), result.tasks)
+        assert score_table(again)[1]["all"]["right"] == intervals["all"]["right"]
+        assert "shares" not in result.to_json()
+
+
 def test_the_headline_has_a_row_unless_it_is_all() -> None:
     some = evaluated()
     means, _ = score_table(some, headline_tasks(some.tasks, {"complexity": ["2"]}))

@@ -31,6 +31,7 @@ from retouch.recipe.checks import check_ranks
 from retouch.recipe.phases import ResolvedPhase, Rollout
 from retouch.recipe.policy import AutoregressivePolicyKeys
 from retouch.recipe.recipe import Recipe
+from retouch.recipe.reward_checks import evaluated_columns
 from retouch.renderers.decoders import LatentRenderer
 from retouch.rewards.base import unchanged
 from retouch.rewards.judging import BatchScorer, RewardScorer
@@ -215,6 +216,8 @@ class Assembly(PolicyParts):
             seed=self.recipe.eval.seed,
             batch=self.recipe.eval.batch,
             pictures=self.recipe.samples.tasks,
+            scores_images=bool(self.judge.reward.columns),
+            objective=self.recipe.heldout_objective,
             demonstrates=_has_target if isinstance(self.model, DenoisingModel | TokenizesTargets) else has_completion,
         )
 
@@ -264,9 +267,10 @@ def assemble(recipe: Recipe, ranks: Ranks, *, ledger: Ledger | None = None, trai
         ledger.require_same_judge(reward)
     judge = RewardScorer(reward, recipe.reward.combine)
     recipe.advantage.check_range(judge.combination.low, judge.combination.high)
-    if recipe.eval.column is not None and recipe.eval.column not in reward.columns:
+    column = recipe.eval.column
+    if column not in (None, *reward.columns) and column not in (columns := evaluated_columns(recipe, reward.columns)):
         raise ValueError(
-            f"eval.column: the reward has no column {recipe.eval.column!r}, only {', '.join(reward.columns)}; name one of them, or "
+            f"eval.column: the reward has no column {column!r}, only {', '.join(columns)}; name one of them, or "
             "give null for the combined reward"
         )
     phases = recipe.resolved_phases()

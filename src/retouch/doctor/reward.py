@@ -14,6 +14,7 @@ from retouch.recipe.judge_calls import judge_calls
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.reward_checks import rewards_of
 from retouch.recipe.watch import Watch
+from retouch.rewards.base import NoReward
 from retouch.rewards.judging import RewardScorer
 from retouch.types import Sample, Task
 from retouch.watch.measures import build_measures
@@ -66,6 +67,8 @@ def check_calls(recipe: Recipe, sets: DataSets | None) -> Iterator[Finding]:
 
 def check_scoring(recipe: Recipe, sets: DataSets | None) -> Finding:
     """Whether the reward can be built, has the columns that are combined, and scores an unedited source image."""
+    if isinstance(recipe.reward, NoReward):
+        return ok("reward", "none: the run learns from pairs of the data and is evaluated on held-out pairs")
     fix = "fix the recipe's reward section"
     try:
         judge = RewardScorer(recipe.reward.build(device=_device(recipe)), recipe.reward.combine)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -10,7 +10,7 @@ from retouch.config.section import Count, NonNegative, Positive, Section
 
 if TYPE_CHECKING:
     from retouch.protocols import SupportsLosses
-    from retouch.types import Batch, Loss, Minibatch, Trajectory
+    from retouch.types import Batch, Loss, Minibatch, Scores, Trajectory
 
 
 class ValueHead(Section):
@@ -88,6 +88,19 @@ class Objective(Section):
         """The trajectory of an objective that ``imitates``: by default the tasks' targets, encoded."""
         trajectory: Trajectory = policy.demonstrate(batch)
         return trajectory
+
+    @property
+    def heldout_columns(self) -> Mapping[str, Literal["share", "mean"]]:
+        """The columns that ``measure`` adds to an evaluation. ``share``: values are 1 (yes), 0 (no) and 0.5 (undecided), and the
+        interval is that of a share (Wilson)."""
+        return {}
+
+    def measure(self, policy: Any, batch: Batch) -> Scores:
+        """What this objective measures of held-out tasks, without images and reward: one number per task and column.
+
+        The batch has two rows per task, slots 0 and 1.
+        """
+        raise NotImplementedError(f"{type(self).__name__} measures no {', '.join(self.heldout_columns)}")
 
     def after_step(self, policy: Any, step: int) -> None:
         """Called after optimizer step ``step`` (from 1) of the phase."""

@@ -5,19 +5,22 @@ A pair is the best and the worst image of a group that the policy sampled, or a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from retouch.config.section import Positive
 from retouch.objectives.flow_matching import SampledPoints, squared_distance
 from retouch.protocols import VelocityPolicy
-from retouch.types import Batch, Loss, Minibatch, Trajectory
+from retouch.types import Batch, Loss, Minibatch, Scores, Trajectory
 
 if TYPE_CHECKING:
     from jaxtyping import Float
     from PIL.Image import Image
     from torch import Tensor
+
+HELDOUT_POINTS = 8
+"""Points of the forward process at which the margin of a held-out pair is measured."""
 
 
 class DPO(SampledPoints):
@@ -26,8 +29,9 @@ class DPO(SampledPoints):
 
     e is the squared error of the velocity, a mean over a latent's elements, at one point of the forward process; both images of a
     pair share its noise and sigma. A pair has the weight of its group. A group of equal advantages, or with fewer than two judged
-    images on this rank, has weight 0. With ``pairs: 'data'`` nothing is sampled and no reward is asked: ``group_size`` is 2, and
-    each task must have a ``chosen`` and a ``rejected`` image.
+    images on this rank, has weight 0. With ``pairs: 'data'`` nothing is sampled and no reward is needed: ``group_size`` is 2, and
+    each task must have a ``chosen`` and a ``rejected`` image. Evaluation then reports ``pairs/preferred``, the share of held-out
+    pairs in the right order, and ``pairs/margin``.
 
     Example::
 
@@ -56,6 +60,27 @@ class DPO(SampledPoints):
     @property
     def weight_copies(self) -> frozenset[str]:
         return frozenset({"reference"})
+
+    @property
+    def heldout_columns(self) -> Mapping[str, Literal["share", "mean"]]:
+        return {"pairs/preferred": "share", "pairs/margin": "mean"} if self.needs_pairs else {}
+
+    def measure(self, policy: VelocityPolicy, batch: Batch) -> Scores:
+        """Whether the implicit reward of each pair's chosen image is larger than that of its rejected one, and by how much.
+
+        The implicit reward of an image (Rafailov et al. 2023, arXiv 2305.18290) is, up to a constant, beta (e_ref - e), a mean over
+        ``HELDOUT_POINTS`` points. They depend on the batch alone, so evaluations of a run use the same ones.
+        """
+        import torch
+
+        with torch.no_grad():
+            trajectory = self.demonstrate(policy, batch)
+            margins = torch.zeros(len(batch) // 2)
+            for draw in range(HELDOUT_POINTS):
+                for rows in _whole_pairs(policy, trajectory):
+                    improvement = self._improvement(policy, trajectory, batch, rows, epoch=0, draw=draw).cpu()
+                    margins[rows.start // 2 : rows.stop // 2] += improvement[0::2] - improvement[1::2]
+        return {"pairs/preferred": (margins.sign() + 1) / 2, "pairs/margin": self.beta * margins / HELDOUT_POINTS}
 
     def demonstrate(self, policy: VelocityPolicy, batch: Batch) -> Trajectory:
         """The chosen (slot 0) and the rejected image (slot 1) of each task, encoded. Raises ValueError if a task lacks one."""
@@ -86,7 +111,9 @@ class DPO(SampledPoints):
         weights = minibatch.weights.sum(dim=1).view(-1, 2).sum(dim=1) / self.samples
         for draw in range(self.samples):
             for rows in _whole_pairs(policy, minibatch.trajectory):
-                improvement = self._improvement(policy, minibatch, rows, draw)
+                improvement = self._improvement(
+                    policy, minibatch.trajectory, minibatch.batch, rows, epoch=minibatch.epoch, draw=draw
+                )
                 margin = improvement[0::2] - improvement[1::2]
                 weight = weights[rows.start // 2 : rows.stop // 2]
                 value = -(weight * logsigmoid(self.beta * margin)).sum()
@@ -100,15 +127,17 @@ class DPO(SampledPoints):
     def _margin(self, policy: VelocityPolicy, minibatch: Minibatch, best: int, worst: int, draw: int) -> Float[Tensor, ""]:
         """How much more the error of the best image has fallen since the reference than that of the worst."""
         low, high = sorted((best, worst))
-        improvement = self._improvement(policy, minibatch, slice(low, high + 1, max(1, high - low)), draw)
+        rows = slice(low, high + 1, max(1, high - low))
+        improvement = self._improvement(policy, minibatch.trajectory, minibatch.batch, rows, epoch=minibatch.epoch, draw=draw)
         return improvement[0 if best == low else -1] - improvement[0 if worst == low else -1]
 
-    def _improvement(self, policy: VelocityPolicy, minibatch: Minibatch, rows: slice, draw: int) -> Float[Tensor, " r"]:
+    def _improvement(
+        self, policy: VelocityPolicy, trajectory: Trajectory, batch: Batch, rows: slice, *, epoch: int, draw: int
+    ) -> Float[Tensor, " r"]:
         """How much each row's error has fallen since the reference, at the point of its group."""
-        trajectory, batch = minibatch.trajectory, minibatch.batch
         x0 = trajectory.outputs[rows]
         of_group = replace(batch, slot=(0,) * len(batch))  # the point of a pair depends on its group alone
-        x, noise, sigma = self.draw_points(x0, of_group, rows, purpose="dpo", epoch=minibatch.epoch, draw=draw)
+        x, noise, sigma = self.draw_points(x0, of_group, rows, purpose="dpo", epoch=epoch, draw=draw)
         velocity = policy.velocity(trajectory, rows, x, sigma, "current")
         reference = policy.velocity(trajectory, rows, x, sigma, "reference")
         return squared_distance(reference, noise - x0) - squared_distance(velocity, noise - x0)

@@ -20,7 +20,7 @@ from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
 from retouch.recipe.watch import Watch
 from retouch.renderers.base import RendererSection
 from retouch.renderers.kinds import RENDERERS
-from retouch.rewards.kinds import AnyReward
+from retouch.rewards.kinds import RunReward
 
 LEFT_OUT = ("renderer", "ledger", "watch", "devices", "sharding", "push")
 """Keys that a resolved recipe contains only if they are not null."""
@@ -142,7 +142,7 @@ class RecipeKeys(Section):
     """Makes images from the completions of a language-model policy; a denoising policy has no renderer."""
     data: Annotated[DataSource, DATA]
     """The tasks."""
-    reward: AnyReward
+    reward: RunReward
     """The reward of a sample."""
     advantage: Annotated[Advantage, ADVANTAGES] = GroupAdvantage()
     """How rewards become advantages."""
@@ -197,6 +197,13 @@ class RecipeKeys(Section):
         """The data of evaluation: the run's data, changed for held-out tasks as ``eval`` says."""
         given = self.eval
         return self.data.for_evaluation(tasks=given.tasks, seed=given.seed, split=given.split, complexity=given.complexity)
+
+    @property
+    def heldout_objective(self) -> Objective | None:
+        """The objective that measures the held-out tasks itself, in addition to the reward: the first one that learns from the data
+        of which they are a part."""
+        phases = self.resolved_phases()
+        return next((each.objective for each in phases if each.objective.heldout_columns and each.data == phases[0].data), None)
 
     @property
     def image_model(self) -> ImageModel | LanguageModel:

@@ -1,13 +1,13 @@
 """Checks of a recipe's rewards, and of ``watch``, with its data and the rest of it. What needs only the section of a reward is in
 ``rewards/base.py``."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from retouch.config.imports import nearest
 from retouch.recipe.phases import ResolvedPhase
 from retouch.recipe.watch import Watch
-from retouch.rewards.base import RewardSection
+from retouch.rewards.base import NoReward, RewardSection
 from retouch.rewards.combine.combination import Combination, Combine, combination
 from retouch.rewards.combine.formula_parser import read_formula
 from retouch.rewards.facts import PhaseFacts, RunFacts, TaskFacts
@@ -29,13 +29,17 @@ def rewards_of(recipe: "RecipeKeys") -> Iterator[tuple[str, RewardSection]]:
 
 def reward_problems(recipe: "RecipeKeys") -> Iterator[str]:
     """What is wrong with the reward, and with the column that evaluation reports."""
+    if isinstance(recipe.reward, NoReward):
+        yield from _problems_without_reward(recipe)
+        return
     combined, columns = None, recipe.reward.known_columns()
     try:
         combined = _combined(recipe.reward.combine, columns)
     except ValueError as error:
         yield f"reward.combine: {str(error).removeprefix('combine ').removeprefix('combine: ')}"
-    if columns is not None and recipe.eval.column is not None and recipe.eval.column not in columns:
-        near = nearest(recipe.eval.column, columns)
+    column = recipe.eval.column
+    if columns is not None and column is not None and column not in columns and column not in evaluated_columns(recipe, ()):
+        near = nearest(column, columns)
         meant = f"; did you mean {near!r}?" if near else f"; it gives {', '.join(columns)}"
         yield f"eval.column: the reward gives no {recipe.eval.column!r}{meant}"
     run = RunFacts(
@@ -48,6 +52,32 @@ def reward_problems(recipe: "RecipeKeys") -> Iterator[str]:
         ),
     )
     yield from recipe.reward.problems("reward", "", run)
+
+
+def _problems_without_reward(recipe: "RecipeKeys") -> Iterator[str]:
+    """What a run without a reward cannot do."""
+    give = "give a reward (reward_funcs of a Trainer)"
+    sampling = [phase for phase in recipe.resolved_phases() if not phase.imitates]
+    if sampling:
+        why = f"there is none, and {sampling[0].objective.label} learns from the rewards of its samples"
+        yield f"reward: {why}; {give}, or learn from pairs of the data with objective.kind dpo and objective.pairs data"
+        return
+    if recipe.heldout_objective is None:
+        yield f"reward: there is none, and this run can only be evaluated by a reward; {give}"
+        return
+    columns = evaluated_columns(recipe, ())
+    if recipe.eval.column is not None and recipe.eval.column not in columns:
+        yield f"eval.column: without a reward, evaluation gives only {' and '.join(columns)}; name one of them, or {give}"
+    need = {"reward.combine": recipe.reward.combine, "eval.best_of_k": recipe.eval.best_of_k, "watch": recipe.watch}
+    for key, given in need.items():
+        if given:
+            yield f"{key}: it needs a reward, and there is none; remove it, or {give}"
+
+
+def evaluated_columns(recipe: "RecipeKeys", columns: Iterable[str]) -> list[str]:
+    """The columns of an evaluation: those of the reward, and those that an objective measures."""
+    objective = recipe.heldout_objective
+    return [*columns, *(() if objective is None else objective.heldout_columns)]
 
 
 def reward_data_problems(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Iterator[str]:

@@ -20,7 +20,7 @@ from retouch.config.section import Section
 from retouch.recipe.document import evaluate, value_of
 from retouch.recipe.recipe import parse
 from retouch.records.folder import RunFolder
-from retouch.rewards.base import RewardSection
+from retouch.rewards.base import NoReward, RewardSection
 from retouch.rewards.kinds import KINDS, AnyReward
 
 _COMBINED = ("combine", "max_missing")
@@ -87,7 +87,10 @@ def _with_shorthand(kind: str) -> type[RewardSection] | None:
 def _section(document: Any, text: str) -> dict[str, Any]:
     """The reward of a recipe, or the section itself."""
     if isinstance(document, dict) and "reward" in document:
-        return KINDS.document(parse(document).reward)
+        reward = parse(document).reward
+        if isinstance(reward, NoReward):
+            raise ValueError(f"{text}: this run has no reward; name one")
+        return KINDS.document(reward)
     if not isinstance(document, dict) or "kind" not in document:
         raise ValueError(f"{text!r} has no kind; use a reward section as in a recipe")
     return document

@@ -10,14 +10,14 @@ This module imports no torch, and no module of a reward does: recipes are read w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol, Self, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 from pydantic import Discriminator, Field, PrivateAttr, Tag
 
 from retouch.config.section import UNTAGGED, Section, Share
 from retouch.protocols import Reward
 from retouch.rewards.facts import Device, LoadedModel, PathText, RunFacts, TaskFacts
-from retouch.types import Column, Json, Sample, Task
+from retouch.types import Column, Json, Sample, Scores, Task
 
 if TYPE_CHECKING:
     import torch
@@ -167,6 +167,18 @@ class RewardSection(Section):
     def from_word(cls, argument: str) -> Json:
         """The value of the ``shorthand`` key, from what a command line has after the colon. ValueError: not a value of that key."""
         return argument
+
+
+class NoReward(RewardSection):
+    """No reward, for a run that learns only from pairs of the data (``dpo`` with ``pairs: 'data'``). Evaluation then measures the
+    share of held-out pairs in the right order, and the only images it makes are those of ``samples``."""
+
+    kind: Literal["none"] = "none"
+
+    columns: ClassVar[Mapping[str, Column]] = {}
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        return {}
 
 
 class ModelReward(RewardSection):

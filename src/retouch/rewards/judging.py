@@ -15,7 +15,7 @@ from torch import Tensor
 
 from retouch.protocols import AsyncReward, Reward
 from retouch.rewards.base import close, visible_samples
-from retouch.rewards.combine.combination import Combine, combination
+from retouch.rewards.combine.combination import NO_COMBINATION, Combine, combination
 from retouch.rewards.combine.composite import CompositeReward, gathered
 from retouch.rewards.ledger.journal import Journal, JournalRow, Split, journal_rows
 from retouch.rewards.scoring import call_reward, checked, scores_of, with_images
@@ -58,7 +58,8 @@ class RewardScorer:
     """A reward together with the combination of its columns: a weighted sum or a formula (``combine/combination.py``).
 
     Columns that ``combine`` does not name are logged only. A sample without an image is never passed to the reward: each of its
-    columns scores the worst (NaN for a diagnostic), and the combination its lowest value.
+    columns scores the worst (NaN for a diagnostic), and the combination its lowest value. A reward without columns (``NoReward``)
+    has an empty combination, and nothing is scored with it.
 
     Calling a scorer scores samples on the caller's thread. ``submit`` scores them in the background, in three stages that overlap:
 
@@ -72,7 +73,7 @@ class RewardScorer:
 
     def __init__(self, reward: Reward, combine: Combine) -> None:
         self.reward = reward
-        self.combination = combination(combine, reward.columns)
+        self.combination = combination(combine, reward.columns) if reward.columns else NO_COMBINATION
         self.journal: Journal | None = None
         self._starting = _thread("start")
         self._scoring = {name: _thread(name) for name, part in _parts_of(reward).items() if not isinstance(part, AsyncReward)}

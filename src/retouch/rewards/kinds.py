@@ -10,7 +10,12 @@ from retouch.config.kinds import Kinds
 from retouch.rewards.base import RewardSection
 from retouch.rewards.parts import SINGLE
 
-KINDS = Kinds("reward", {**SINGLE, "several": "retouch.rewards.combine.several:SeveralRewards"})
+_TABLE = {**SINGLE, "several": "retouch.rewards.combine.several:SeveralRewards"}
+
+KINDS = Kinds("reward", _TABLE)
 
 AnyReward: TypeAlias = Annotated[RewardSection, KINDS]
 """A reward of any kind, as the type of a field."""
+
+RunReward: TypeAlias = Annotated[RewardSection, Kinds("reward", {**_TABLE, "none": "retouch.rewards.base:NoReward"})]
+"""The reward of a run, which may have none."""

@@ -79,8 +79,11 @@ class RunEvaluations:
         """Store what results are compared with: the scores of the tasks' targets, and the best of k samples of the base policy."""
         if self._baselines_path.exists():
             return
-        ceiling = replace(self.evaluator, judge=self.parts.judge.for_split("ceiling", 0)).ceiling(self.policy)
-        k = self.recipe.eval.best_of_k
+        if self._column in self.evaluator.measured:  # the objective measures the policy, not its images
+            ceiling, k = None, 0
+        else:
+            ceiling = replace(self.evaluator, judge=self.parts.judge.for_split("ceiling", 0)).ceiling(self.policy)
+            k = self.recipe.eval.best_of_k
         best = replace(self.evaluator, judge=self.parts.judge.for_split("best", 0)).best_of(self.policy, k=k) if k else None
         if self.parts.ranks.is_main:
             found = {
@@ -165,6 +168,8 @@ class RunEvaluations:
     def _column(self) -> str:
         if self.recipe.eval.column is not None:
             return self.recipe.eval.column
+        if not self.evaluator.scores_images:
+            return next(iter(self.evaluator.measured))
         match self.parts.judge.combination:
             case WeightedSum(weights=weights) if list(weights.values()) == [1.0]:
                 return next(iter(weights))

@@ -57,7 +57,7 @@ class Described:
 def describe(
     *,
     model: Any,
-    reward_funcs: RewardLike | Sequence[RewardLike],
+    reward_funcs: RewardLike | Sequence[RewardLike] | None,
     train_dataset: Any,
     eval_dataset: Any = None,
     objective: Objective | None = None,
@@ -174,9 +174,13 @@ def _train(peft_config: Any) -> dict[str, Any]:
 
 
 def _rewards(
-    given: RewardLike | Sequence[RewardLike], weights: Sequence[float] | Mapping[str, float] | str | None
+    given: RewardLike | Sequence[RewardLike] | None, weights: Sequence[float] | Mapping[str, float] | str | None
 ) -> tuple[dict[str, Any], Mapping[str, float] | str, dict[str, Any]]:
     """The document of the rewards, how they are combined, and the functions among them by name."""
+    if given is None:
+        if weights is not None:
+            raise ValueError("reward_weights: there are no reward_funcs to weight; give both, or neither")
+        return {"kind": "none"}, {}, {}
     listed = _listed(given)
     if not listed:
         raise ValueError("reward_funcs: empty; give at least one reward")

@@ -24,6 +24,17 @@ class TrainerState:
     log_history: list[dict[str, Any]] = field(default_factory=list)
 
 
+class ScoreTable(dict[str, dict[str, float]]):
+    """The table of an evaluation: row ("all", "tag=value") to column to mean; ``n`` counts tasks.
+
+    ``intervals``: row to column to (low, high), the 95 % confidence interval of the mean, where a row has more than one score.
+    """
+
+    def __init__(self, means: Mapping[str, dict[str, float]], intervals: Mapping[str, Mapping[str, tuple[float, float]]]) -> None:
+        super().__init__(means)
+        self.intervals = intervals
+
+
 class Running(Protocol):
     """A ``Trainer`` as its callbacks see it."""
 
@@ -56,8 +67,8 @@ class Callback:
     def on_step(self, trainer: Running, step: int, metrics: Mapping[str, float]) -> None:
         """A step is done; ``step`` counts from 1, ``metrics`` are those of ``metrics.jsonl``."""
 
-    def on_evaluate(self, trainer: Running, step: int, table: Mapping[str, Mapping[str, float]]) -> None:
-        """The held-out tasks were evaluated. ``table``: row ("all", "tag=value") to column to mean; ``n`` counts tasks."""
+    def on_evaluate(self, trainer: Running, step: int, table: ScoreTable) -> None:
+        """The held-out tasks were evaluated."""
 
     def on_save(self, trainer: Running, step: int, folder: Path) -> None:
         """A checkpoint was written to ``folder``."""

@@ -13,7 +13,7 @@ from retouch.config.live import live_objects
 from retouch.recipe.recipe import Recipe, load, parse
 from retouch.session.listener import Listener, StepResult
 from retouch.trainer.arguments import Described, RewardLike, describe
-from retouch.trainer.callbacks import Callback, ProgressBar, TrainerState
+from retouch.trainer.callbacks import Callback, ProgressBar, ScoreTable, TrainerState
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -33,9 +33,10 @@ class Trainer:
     ``model``: what is trained: a loaded diffusers pipeline or transformers model, a folder or Hugging Face id, or a section such as
     ``retouch.models.SD3(path=...)``. ``processing_class``: the tokenizer or processor of a loaded transformers model; by default
     that of its folder or repository. ``reward_funcs``: one reward or several: reward objects, plain functions (see
-    ``retouch.reward``), or names. ``reward_weights``: how they become one number: a weight for each, weights by column, or a
-    formula such as ``"sqrt(clip/similarity * ocr/score)"``; by default their sum. ``train_dataset``: a ``datasets.Dataset``, a
-    list of dictionaries, a folder, or a data source; ``eval_dataset``: a second table for evaluation, otherwise rows are held out.
+    ``retouch.reward``), or names; only ``retouch.DPO(pairs="data")``, which learns from pairs of images, needs none.
+    ``reward_weights``: how they become one number: a weight for each, weights by column, or a formula such as
+    ``"sqrt(clip/similarity * ocr/score)"``; by default their sum. ``train_dataset``: a ``datasets.Dataset``, a list of
+    dictionaries, a folder, or a data source; ``eval_dataset``: a second table for evaluation, otherwise rows are held out.
     ``columns``: our names of the data set's columns, where they differ. ``objective``: by default GRPO. ``peft_config``: what
     trains: ``retouch.Lora(...)``, a ``peft.LoraConfig``, or None for all weights. ``renderer``: for a language model that writes,
     the pipeline that makes images of its prompts, or that edits the source images and reads its responses. ``size``: (height,
@@ -67,8 +68,8 @@ class Trainer:
     def __init__(
         self,
         model: Any,
-        reward_funcs: RewardLike | Sequence[RewardLike],
-        train_dataset: Any,
+        reward_funcs: RewardLike | Sequence[RewardLike] | None = None,
+        train_dataset: Any = None,
         *,
         eval_dataset: Any = None,
         objective: Objective | None = None,
@@ -179,8 +180,8 @@ class Trainer:
         if self._request is not None:
             self._request.stop()
 
-    def evaluate(self) -> dict[str, dict[str, float]]:
-        """Score the held-out tasks with the current weights: row ("all", "tag=value") to column to mean; ``n`` counts tasks."""
+    def evaluate(self) -> ScoreTable:
+        """Score the held-out tasks with the current weights: row ("all", "tag=value") to column to mean, with ``intervals``."""
         from retouch.rewards.judging import RewardScorer
 
         parts = self._assembled()
@@ -188,16 +189,14 @@ class Trainer:
             judge = RewardScorer(self.recipe.reward.build(device=parts.placement.reward), self.recipe.reward.combine)
         try:
             evaluator = parts.evaluator(lambda batch, samples: judge.submit(samples))
-            return self._means(evaluator(parts.policy(self.recipe.rollout)))
+            return self._table(evaluator(parts.policy(self.recipe.rollout)))
         finally:
             judge.close()
 
-    def _means(self, result: EvaluationResult) -> dict[str, dict[str, float]]:
-        """The table of an evaluation: row to column to mean."""
+    def _table(self, result: EvaluationResult) -> ScoreTable:
         from retouch.training.evaluation import headline_tasks, score_table
 
-        means, _ = score_table(result, headline_tasks(result.tasks, self.recipe.eval.headline))
-        return means
+        return ScoreTable(*score_table(result, headline_tasks(result.tasks, self.recipe.eval.headline)))
 
     def save_pretrained(self, folder: str | Path, *, format: Format = "all") -> list[Path]:
         """Write what was trained, a LoRA or the whole transformer, with a model card; returns the files.
@@ -278,11 +277,11 @@ class _Listener(Listener):
 
     def evaluated(self, step: int, result: EvaluationResult) -> None:
         trainer = self.trainer
-        means = trainer._means(result)
-        entry = {f"eval/{column}": value for column, value in means["all"].items() if column != "n"}
+        table = trainer._table(result)
+        entry = {f"eval/{column}": value for column, value in table["all"].items() if column != "n"}
         trainer.state.log_history.append({"step": step, **entry})
         for callback in trainer._callbacks:
-            callback.on_evaluate(trainer, step, means)
+            callback.on_evaluate(trainer, step, table)
 
     def saved(self, step: int, folder: Path) -> None:
         for callback in self.trainer._callbacks:

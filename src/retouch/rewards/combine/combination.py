@@ -62,6 +62,10 @@ class WeightedSum:
         return " + ".join(f"{weight:g} x {name}" for name, weight in self.weights.items())
 
 
+NO_COMBINATION = WeightedSum({}, low=0.0, high=1.0)
+"""That of a run without a reward."""
+
+
 @dataclass(frozen=True, slots=True)
 class Formula:
     """A formula over columns; ``text`` as the recipe has it."""
