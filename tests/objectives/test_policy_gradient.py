@@ -1,5 +1,6 @@
 """The policy gradient on tokens and transitions: its loss by hand, its metrics, and that cuts and masks change nothing."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from retouch.objectives.base import Objective, ObjectiveContext
 from retouch.objectives.policy_gradient import Kl, PolicyGradient, check_clip
 from retouch.protocols import SupportsLosses
 from retouch.types import Needs, Slice
-from token_policy import STOP, TokenPolicy
+from token_policy import STOP, WORDS, TokenPolicy
 
 ADVANTAGES = [1.0, -0.5, 0.25, -2.0]
 CLIP = {"clip_low": 0.2, "clip_high": 0.3}
@@ -120,6 +121,29 @@ def test_the_kl_is_added_with_its_weight(weight):
     (slope,) = torch.autograd.grad(kl, policy.module.table)
     torch.testing.assert_close(found["table"], plain["table"] + weight * slope)
     torch.testing.assert_close(sum(loss.sums["policy/kl"] for loss in losses), kl.detach())
+
+
+@pytest.mark.parametrize("surrogate", SURROGATES)
+def test_the_entropy_is_subtracted_with_its_weight(surrogate):
+    policy, trajectory, minibatch = words()
+    plain, _ = tiny.gradient(policy, objective(surrogate), minibatch)
+    found, losses = tiny.gradient(policy, objective(surrogate, entropy_bonus=0.3), minibatch)
+    chances = policy._logits(trajectory.outputs).softmax(-1)
+    entropy = (minibatch.weights * trajectory.mask * -(chances * chances.log()).sum(-1)).sum()
+    (slope,) = torch.autograd.grad(entropy, policy.module.table)
+    torch.testing.assert_close(found["table"], plain["table"] - 0.3 * slope)
+    torch.testing.assert_close(sum(loss.sums["policy/entropy"] for loss in losses), entropy.detach())
+
+
+def test_a_bonus_for_entropy_keeps_a_policy_exploring():
+    """With advantages of 0 nothing but the bonus acts: the distributions of the places that were sampled become uniform."""
+    policy, _, minibatch = words()
+    minibatch = replace(minibatch, advantages=torch.zeros_like(minibatch.advantages))
+    for _ in range(100):
+        found, losses = tiny.gradient(policy, objective("reinforce", entropy_bonus=1.0), minibatch)
+        with torch.no_grad():
+            policy.module.table.sub_(10.0 * found["table"])
+    assert sum(loss.sums["policy/entropy"] for loss in losses).item() == pytest.approx(math.log(WORDS), rel=1e-3)
 
 
 def test_metrics_say_what_happened():
@@ -267,21 +291,33 @@ class Likelihood(Objective):
     needs_log_probs = True
 
 
+CONTEXT = ObjectiveContext(
+    objective="objective",
+    rollout="rollout",
+    model="sd3",
+    writes_tokens=False,
+    token_kinds=None,
+    stochastic=True,
+    noise_level=0.7,
+    reduction="mean",
+    actions=None,
+    microbatch=1,
+    optimizer_steps=1,
+    lora_dropout=None,
+)
+
+
 @pytest.mark.parametrize("stochastic", [True, False])
 def test_an_own_objective_of_log_probabilities_is_refused_where_there_are_none(stochastic):
-    context = ObjectiveContext(
-        objective="objective",
-        rollout="rollout",
-        model="sd3",
-        writes_tokens=False,
-        token_kinds=None,
-        stochastic=stochastic,
-        noise_level=None,
-        reduction="mean",
-        actions=None,
-        microbatch=1,
-        optimizer_steps=1,
-        lora_dropout=None,
-    )
+    context = replace(CONTEXT, stochastic=stochastic, noise_level=None)
     said = "rollout.transition.kind: ode has no log-probabilities, which Likelihood needs; use cps or sde"
     assert list(Likelihood().problems(context)) == ([] if stochastic else [said])
+
+
+def test_a_bonus_for_the_entropy_of_transitions_is_refused():
+    told = PolicyGradient(clip_low=1e-4, clip_high=1e-4, entropy_bonus=0.01)
+    assert list(told.problems(CONTEXT)) == [
+        "objective.entropy_bonus: the entropy of a transition does not depend on the policy; remove it"
+    ]
+    words_context = replace(CONTEXT, writes_tokens=True, reduction="token")
+    assert list(objective(entropy_bonus=0.01).problems(words_context)) == []

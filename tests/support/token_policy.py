@@ -29,7 +29,7 @@ class Words(Trajectory):
 
 
 class TokenPolicy:
-    """Implements ``retouch.protocols.Policy``, with the k3 KL."""
+    """Implements ``retouch.protocols.Policy``, with the k3 KL and the entropy."""
 
     def __init__(self, microbatch=2, key=0):
         self.module = nn.Module()
@@ -40,9 +40,11 @@ class TokenPolicy:
 
     def _log_probs(self, tokens):
         """(b, t) of the tokens, each after the one before it."""
+        return self._logits(tokens).log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+
+    def _logits(self, tokens):
         before = torch.cat([torch.full_like(tokens[:, :1], STOP), tokens[:, :-1]], dim=1)
-        logits = self.module.table[torch.arange(LENGTH), before]
-        return logits.log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+        return self.module.table[torch.arange(LENGTH), before]
 
     @torch.no_grad()
     def rollout(self, batch):
@@ -74,4 +76,8 @@ class TokenPolicy:
             with torch.no_grad(), self.copies.using("reference"):
                 reference = self._log_probs(tokens)[:, part.actions]
             kl = k3(log_probs, reference)
-        return Evaluation(log_probs=log_probs, log_ratio=log_probs - trajectory.log_probs[part.rows, part.actions], kl=kl)
+        log_ratio = log_probs - trajectory.log_probs[part.rows, part.actions]
+        entropy = None
+        if needs.entropy:
+            entropy = torch.distributions.Categorical(logits=self._logits(tokens)[:, part.actions]).entropy()
+        return Evaluation(log_probs=log_probs, log_ratio=log_ratio, kl=kl, entropy=entropy)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PrivateAttr
 
-from retouch.config.section import Count, Positive, Section
+from retouch.config.section import Count, NonNegative, Positive, Section
 from retouch.objectives.base import Objective, ObjectiveContext, ValueHead
 from retouch.protocols import Policy, SupportsLosses
 from retouch.types import Evaluation, Kind, Loss, Minibatch, Needs, Slice
@@ -72,6 +72,9 @@ class PolicyGradient(Objective):
     """Dual clip: the loss of an action with a negative advantage A is at most dual * |A|; null sets no bound."""
     kl: Annotated[NoKl | Kl, Field(discriminator="kind")] = NoKl()
     """KL to the reference."""
+    entropy_bonus: NonNegative = Field(default=0.0, exclude_if=lambda weight: weight == 0.0)
+    """Weight of the mean entropy of the tokens' distributions, which is subtracted from the loss so that the policy keeps exploring
+    (Mnih et al. 2016, arXiv 1602.01783); for policies that write tokens."""
     ratio_norm: bool = False
     """Centre and scale the log-ratios of transitions (GRPO-Guard, arXiv 2510.22319)."""
     normalise: Literal["sequence", "token", "dr_grpo"] = "sequence"
@@ -95,7 +98,8 @@ class PolicyGradient(Objective):
     @property
     def needs(self) -> Needs:
         """What it needs from an evaluation."""
-        return Needs(kl=self.kl_kind, entropy=self._entropy, log_ratio="norm" if self.ratio_norm else "plain")
+        entropy = self._entropy or self.entropy_bonus > 0
+        return Needs(kl=self.kl_kind, entropy=entropy, log_ratio="norm" if self.ratio_norm else "plain")
 
     def losses(self, policy: Policy, minibatch: Minibatch) -> Iterator[Loss]:
         self._check_bounds()
@@ -116,6 +120,9 @@ class PolicyGradient(Objective):
         if evaluation.kl is not None:
             assert isinstance(self.kl, Kl)
             loss = loss + self.kl.weight * torch.where(mask, evaluation.kl, 0.0)
+        if self.entropy_bonus > 0:
+            assert evaluation.entropy is not None
+            loss = loss - self.entropy_bonus * torch.where(mask, evaluation.entropy, 0.0)
         value = (weights * loss).sum()
         return Loss(value, *self._metrics(evaluation, advantages, mask, weights, value))
 
@@ -204,6 +211,8 @@ class PolicyGradient(Objective):
             yield f"{here}.kl.kind: {self.kl_kind} is not for this policy; use {right}"
         if self.ratio_norm and context.writes_tokens:
             yield f"{here}.ratio_norm: it centres the ratios of transitions, and tokens have none; remove it"
+        if self.entropy_bonus > 0 and not context.writes_tokens:
+            yield f"{here}.entropy_bonus: the entropy of a transition does not depend on the policy; remove it"
         yield from self._token_problems(context)
         if not context.writes_tokens:
             yield from self._transition_problems(context)
