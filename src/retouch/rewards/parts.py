@@ -24,6 +24,7 @@ SINGLE = {
     "painted_text": "retouch.rewards.text.painted_text:PaintedTextReward",
     "ocr": "retouch.rewards.text.ocr:OcrReward",
     "thinking": "retouch.rewards.text.thinking:ThinkReward",
+    "sentence_similarity": "retouch.rewards.text.sentence_similarity:SentenceSimilarityReward",
     "prompt_quality": "retouch.rewards.text.prompt_quality:PromptQualityReward",
     "function": "retouch.rewards.function:FunctionReward",
     "import": "retouch.rewards.imported:ImportedReward",

@@ -1,0 +1,135 @@
+"""How close the prompt that a policy wrote is to the user's own, by the cosine of two sentence embeddings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from retouch.core.answers import answer_in
+from retouch.rewards.base import ModelReward, completion_of
+from retouch.rewards.facts import PathText
+from retouch.rewards.weights import weights_digest, weights_folder
+from retouch.types import Column, Sample, Scores
+
+if TYPE_CHECKING:
+    import torch
+    from jaxtyping import Float
+    from torch import Tensor
+
+_POOLING = Path("1_Pooling") / "config.json"  # of the sentence-transformers package
+_LENGTH = "sentence_bert_config.json"
+_ROWS = 32
+
+
+class SentenceSimilarityReward(ModelReward):
+    """How much of the task's own prompt is left in the prompt that the policy wrote, by sentence embeddings (Sentence-BERT, arXiv
+    1908.10084).
+
+    Column ``kept``, 0 to 1: max(cosine, 0) of the two embeddings, 0 where the completion has no prompt in it. It bounds how far a
+    rewritten prompt may drift, for example ``clip/similarity - max(0.7 - sentence/kept, 0)`` (after Promptist, arXiv 2212.09611).
+    ``truncated``, a diagnostic: 1 where one of the texts is longer than the model reads.
+    """
+
+    kind: Literal["sentence_similarity"] = "sentence_similarity"
+    path: PathText = "sentence-transformers/all-MiniLM-L6-v2"
+    """Folder of a text encoder (a model of sentence-transformers, or any encoder of transformers, whose token states are then
+    averaged), or its id in the Hugging Face cache; nothing is downloaded."""
+
+    columns: ClassVar[Mapping[str, Column]] = {"kept": Column(0.0, 1.0), "truncated": Column(0.0, 1.0, diagnostic=True)}
+    reads_completions = True
+
+    def load(self, device: torch.device | str) -> SentenceEncoder:
+        """The encoder, frozen, in fp32. ValueError: no weights, or embeddings that are pooled in an unknown way."""
+        return SentenceEncoder.open(self.path, device=device)
+
+    @property
+    def fingerprint(self) -> str:
+        """The encoder's weights, and how its states are pooled."""
+        folder = weights_folder(self.path)
+        return f"weights {weights_digest(folder)}, {_pooling(folder)}"
+
+    def __call__(self, samples: Sequence[Sample]) -> Scores:
+        """Each column, (b,), float32. ValueError: a sample without a completion."""
+        import torch
+
+        prompts = [answer_in(completion_of(sample)) for sample in samples]
+        kept, truncated = torch.zeros(len(samples)), torch.full((len(samples),), torch.nan)
+        rows = [row for row, prompt in enumerate(prompts) if prompt is not None]
+        if rows:
+            before, before_cut = self.model([samples[row].task.instruction for row in rows])
+            after, after_cut = self.model([str(prompts[row]) for row in rows])
+            kept[rows] = (before * after).sum(dim=1).clamp(0, 1)
+            truncated[rows] = (before_cut | after_cut).float()
+        return {"kept": kept, "truncated": truncated}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SentenceEncoder:
+    """A text encoder whose token states are averaged (``pooling`` "mean"), or of which the first one counts ("cls").
+
+    ``longest``: how many tokens of a text it reads.
+    """
+
+    model: Any
+    tokenizer: Any
+    pooling: str
+    longest: int
+
+    @classmethod
+    def open(cls, path: str | Path, *, device: torch.device | str) -> SentenceEncoder:
+        """From a folder or the Hugging Face cache. ValueError: no weights, or another pooling."""
+        import torch
+        from transformers import AutoModel, AutoTokenizer
+
+        folder = weights_folder(path)
+        pooling = _pooling(folder)
+        model = AutoModel.from_pretrained(folder, local_files_only=True, use_safetensors=True, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        longest = min(
+            _setting(folder / _LENGTH, "max_seq_length", model.config.max_position_embeddings), tokenizer.model_max_length
+        )
+        return cls(model.requires_grad_(False).eval().to(device), tokenizer, pooling, longest)
+
+    def __call__(self, texts: Sequence[str]) -> tuple[Float[Tensor, "n d"], Tensor]:
+        """A unit vector for each text, in fp32 on the CPU, and which texts are longer than it reads. Equal texts are encoded
+        once."""
+        import torch
+
+        distinct = list(dict.fromkeys(texts))
+        place = torch.tensor([distinct.index(text) for text in texts])
+        truncated = torch.tensor([len(self.tokenizer(text)["input_ids"]) > self.longest for text in distinct])
+        vectors = torch.cat([self._vectors(distinct[first : first + _ROWS]) for first in range(0, len(distinct), _ROWS)])
+        return vectors[place], truncated[place]
+
+    def _vectors(self, texts: Sequence[str]) -> Float[Tensor, "n d"]:
+        import torch
+
+        tokens = self.tokenizer(list(texts), padding=True, truncation=True, max_length=self.longest, return_tensors="pt")
+        fields = {name: tokens[name].to(self.model.device) for name in ("input_ids", "attention_mask")}
+        with torch.no_grad():
+            states = self.model(**fields).last_hidden_state.float()
+        weight = fields["attention_mask"].unsqueeze(-1).to(states.dtype)
+        pooled = states[:, 0] if self.pooling == "cls" else (weight * states).sum(dim=1) / weight.sum(dim=1)
+        return torch.nn.functional.normalize(pooled, dim=1).cpu()
+
+
+def _pooling(folder: Path) -> str:
+    """How sentence-transformers pools the states of this model; "mean" without its file. Raises ValueError for other ways."""
+    file = folder / _POOLING
+    if not file.is_file():
+        return "mean"
+    modes = {name for name, value in json.loads(file.read_text(encoding="utf-8")).items() if value is True}
+    chosen = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+    found = [way for mode, way in chosen.items() if mode in modes]
+    if len(found) != 1 or any(mode.startswith("pooling_mode_") and mode not in chosen for mode in modes):
+        raise ValueError(
+            f"{file}: its states are pooled by {', '.join(sorted(modes))}; use an encoder of the mean or the first state"
+        )
+    return found[0]
+
+
+def _setting(file: Path, name: str, default: int) -> int:
+    return int(json.loads(file.read_text(encoding="utf-8")).get(name, default)) if file.is_file() else default
