@@ -101,12 +101,15 @@ def test_viescore_is_the_root_of_the_product_of_the_least(open_panel):
         assert scores["sc"][row] == pytest.approx(np.mean(sc), abs=1e-5)
         assert scores["pq"][row] == pytest.approx(np.mean(pq), abs=1e-5)
         assert scores["overall"][row] == pytest.approx(np.mean([math.sqrt(a * b) for a, b in zip(sc, pq, strict=True)]), abs=1e-5)
+        for name in ("success", "restraint", "naturalness", "cleanness"):
+            assert scores[name][row] == pytest.approx(np.mean([one(name, number, seed, 10) for seed in (0, 1)]), abs=1e-5)
 
 
 def test_viescore_of_a_prompt_has_one_number_for_what_was_done(open_panel):
     with Double() as double:
         scores = asking(VieScore, open_panel(double, repeats=1))([sample(1, source=False)])
-    assert scores["sc"].item() == pytest.approx(one("success", 1, 0, 10), abs=1e-5)
+    assert scores["sc"].item() == scores["success"].item() == pytest.approx(one("success", 1, 0, 10), abs=1e-5)
+    assert scores["restraint"].isnan().all()
 
 
 @pytest.mark.parametrize("average", ["last", "first"])
@@ -115,6 +118,8 @@ def test_editscore_is_viescore_out_of_twenty_five(open_panel, average):
         scores = asking(EditScore, open_panel(double), average=average)([sample(3)])
     sc = np.array([min(one("success", 3, seed, 25), one("restraint", 3, seed, 25)) for seed in (0, 1)]) / 2.5
     pq = np.array([min(one("naturalness", 3, seed, 25), one("cleanness", 3, seed, 25)) for seed in (0, 1)]) / 2.5
+    each = np.mean([one("naturalness", 3, seed, 25) for seed in (0, 1)]) / 2.5
+    assert scores["naturalness"].item() == pytest.approx(each, abs=1e-5)
     expected = np.sqrt(sc * pq).mean() if average == "last" else math.sqrt(sc.mean() * pq.mean())
     assert scores["overall"].item() == pytest.approx(expected, abs=1e-5)
 

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 _SEMANTIC = ("success", "restraint")
 _PERCEPTUAL = ("naturalness", "cleanness")
-_COLUMNS: Mapping[str, Column] = {name: Column(0.0, 10.0) for name in ("sc", "pq", "overall")}
+_COLUMNS: Mapping[str, Column] = {
+    **{name: Column(0.0, 10.0) for name in ("sc", "pq", "overall")},
+    **{name: Column(0.0, 10.0, diagnostic=True) for name in (*_SEMANTIC, *_PERCEPTUAL)},
+}
 
 
 class VieScore(JudgeReward):
@@ -26,12 +29,12 @@ class VieScore(JudgeReward):
 
     ``sc`` = min(success, restraint), what was done; ``pq`` = min(naturalness, cleanness), how it looks; ``overall`` = sqrt(sc pq).
     Each is taken of every answer, and then averaged. A task without a source image is a prompt for an image; its ``sc`` is the
-    success alone.
+    success alone. The four sub-scores are diagnostics, 0 to 10; ``restraint`` is NaN for a prompt.
 
     Example::
 
         >>> judge = {"kind": "endpoint", "model": "my-vlm", "base_url": "http://127.0.0.1:8000/v1"}
-        >>> list(retouch.rewards.VieScore(judge=judge).columns)
+        >>> list(retouch.rewards.VieScore(judge=judge).columns)[:3]
         ['sc', 'pq', 'overall']
     """
 
@@ -47,17 +50,17 @@ class VieScore(JudgeReward):
         verdicts = self.panel.judge([*semantic, *(_perceptual(sample, "vie-picture", 10) for sample in samples)])
         sc = _least(verdicts[: len(samples)], _SEMANTIC, self.panel.repeats)
         pq = _least(verdicts[len(samples) :], _PERCEPTUAL, self.panel.repeats)
-        return _columns(sc, pq, (sc * pq).sqrt().mean(dim=1))
+        return _columns(sc, pq, (sc * pq).sqrt().mean(dim=1)) | _sub_scores(verdicts)
 
 
 class EditScore(JudgeReward):
     """EditScore's version of VIEScore (arXiv 2509.23909), for judges that were tuned on it: the same columns, from scores out of
-    25.
+    25, also of the sub-scores.
 
     Example::
 
         >>> judge = {"kind": "endpoint", "model": "my-vlm", "base_url": "http://127.0.0.1:8000/v1"}
-        >>> list(retouch.rewards.EditScore(judge=judge).columns)
+        >>> list(retouch.rewards.EditScore(judge=judge).columns)[:3]
         ['sc', 'pq', 'overall']
     """
 
@@ -82,7 +85,7 @@ class EditScore(JudgeReward):
         sc = _least(verdicts[: len(samples)], _SEMANTIC, self.panel.repeats) / 2.5
         pq = _least(verdicts[len(samples) :], _PERCEPTUAL, self.panel.repeats) / 2.5
         overall = (sc * pq).sqrt().mean(dim=1) if self.average == "last" else (sc.mean(dim=1) * pq.mean(dim=1)).sqrt()
-        return _columns(sc, pq, overall)
+        return _columns(sc, pq, overall) | {name: scores / 2.5 for name, scores in _sub_scores(verdicts).items()}
 
 
 def _semantic_or_prompt(sample: Sample) -> Prompt:
@@ -115,3 +118,13 @@ def _least(verdicts: Sequence[Verdict], names: Sequence[str], repeats: int) -> F
 
 def _columns(sc: Float[Tensor, "b n"], pq: Float[Tensor, "b n"], overall: Float[Tensor, " b"]) -> Scores:
     return {"sc": sc.mean(dim=1).float(), "pq": pq.mean(dim=1).float(), "overall": overall.float()}
+
+
+def _sub_scores(verdicts: Sequence[Verdict]) -> Scores:
+    """The mean over the answers of each sub-score, (b,); NaN where it is missing. ``verdicts``: b of what was done, then b
+    of how it looks."""
+    import torch
+
+    half = len(verdicts) // 2
+    parts = [(verdicts[:half], _SEMANTIC), (verdicts[half:], _PERCEPTUAL)]
+    return {name: torch.stack([verdict.mean(name).float() for verdict in each]) for each, names in parts for name in names}
