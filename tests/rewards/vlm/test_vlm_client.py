@@ -2,9 +2,11 @@
 
 import hashlib
 import logging
+import socket
 import threading
 import time
 from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from retouch.protocols import AsyncReward, Reward
 from retouch.rewards.judges.aspects import AspectsReward
 from retouch.rewards.judges.panel import Panel
 from retouch.rewards.quota.quota import BudgetSpent
-from retouch.rewards.vlm import credentials
+from retouch.rewards.vlm import chat_client, credentials
 from retouch.rewards.vlm.answers.scales import Scale
 from retouch.rewards.vlm.backoff import backoff_pause, retry_after
 from retouch.rewards.vlm.chat_client import ChatClient
@@ -301,6 +303,60 @@ def test_without_a_key_it_says_what_to_set(monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY")
     with pytest.raises(ValueError, match="OPENAI_API_KEY is not set"):
         ChatClient(Endpoint(model="judge"))
+
+
+@pytest.fixture
+def late_server(monkeypatch):
+    """A judge's address where nothing listens until the returned function is called; it takes the status of its replies."""
+    monkeypatch.setattr(chat_client, "_POLL", 0.02)
+    with socket.create_server(("127.0.0.1", 0)) as placeholder:
+        port = placeholder.getsockname()[1]
+    running = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            assert self.path == "/v1/models"
+            self.send_response(running[-1][0])
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_):
+            pass
+
+    def start(status):
+        server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        running.append((status, server))
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+    yield f"http://127.0.0.1:{port}/v1", start
+    for _, server in running:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_it_waits_until_the_judge_answers(late_server, caplog, status):
+    url, start = late_server
+    timer = threading.Timer(0.3, start, args=[status])
+    timer.start()
+    began = time.monotonic()
+    with closing(ChatClient(Endpoint(model="judge", base_url=url, key=None, wait=20.0))):
+        assert 0.2 < time.monotonic() - began < 15
+    timer.join()
+    assert [record.message for record in caplog.records if "waiting for the judge" in record.message] == [
+        f"waiting for the judge judge at {url} (no connection), at most 20 s more"
+    ]
+
+
+@pytest.mark.parametrize("loading", [False, True])
+def test_it_does_not_wait_for_ever(late_server, loading):
+    url, start = late_server
+    if loading:
+        start(503)
+    fault = "HTTP 503" if loading else "no connection"
+    with pytest.raises(ValueError, match=rf"judge at {url} is not up after 0 s \({fault}\); start its server"):
+        ChatClient(Endpoint(model="judge", base_url=url, key=None, wait=0.1))
 
 
 def test_redaction():

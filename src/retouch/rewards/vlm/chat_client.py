@@ -23,6 +23,8 @@ from retouch.rewards.vlm.endpoint_settings import EndpointSettings
 from retouch.rewards.vlm.questions import Answer, Question
 
 _TRANSIENT = frozenset({408, 409, 425, 429})  # and every 5xx
+_POLL = 1.0  # seconds between two requests to a server that is not up
+_BETWEEN_MESSAGES = 60.0  # seconds
 _LONGEST_MESSAGE = 10_000  # characters of a server's error that are searched for keys
 _log = logging.getLogger(__name__)
 
@@ -61,7 +63,8 @@ class ChatClient:
     """A client of one ``EndpointSettings``, with at most ``concurrency`` requests in flight over all calls and threads.
 
     The key is read from the environment and from nowhere else. ValueError: no key, a key that is not bound to the address
-    (``retouch.config.keys``), no ``openai`` package (extra ``judge``), or a quota of cost without prices.
+    (``retouch.config.keys``), no ``openai`` package (extra ``judge``), a quota of cost without prices, or a server that has not
+    answered after ``wait`` seconds.
     """
 
     def __init__(self, endpoint: EndpointSettings) -> None:
@@ -77,6 +80,8 @@ class ChatClient:
         self.quota = None if endpoint.quota is None else endpoint.quota.open()
         self._warned_of_usage = False
         self._client, self._line, self._turns = event_loop.submit(self._open()).result()
+        if endpoint.wait > 0:
+            event_loop.submit(self._wait_until_up()).result()
 
     def ask(self, questions: Sequence[Question]) -> list[Answer]:
         """An answer to each question, in order. May be called from several threads.
@@ -113,6 +118,33 @@ class ChatClient:
             client.project = None
         line = ProgressSemaphore(own.concurrency, patience=own.deadline)
         return client, line, None if self.quota is None else Turns(self.quota)
+
+    async def _wait_until_up(self) -> None:
+        """Return at the first reply to a request for the list of models that is not an error of the server."""
+        own, openai = self.endpoint, self._openai
+        began = message_at = time.monotonic()
+        while True:
+            try:
+                async with asyncio.timeout(own.timeout):
+                    await self._client.models.with_raw_response.list()
+                return
+            except openai.APIStatusError as error:
+                if error.status_code < 500:  # it answers, whatever it thinks of this path
+                    return
+                fault = f"HTTP {error.status_code}"
+            except (openai.APIConnectionError, TimeoutError):
+                fault = "no connection"
+            waited = time.monotonic() - began
+            if waited >= own.wait:
+                await self._client.close()
+                raise ValueError(
+                    f"the judge {own.description} is not up after {waited:.0f} s ({fault}); start its server, correct base_url, or "
+                    "raise the judge's wait"
+                )
+            if began + waited >= message_at:
+                message_at = began + waited + _BETWEEN_MESSAGES
+                _log.warning("waiting for the judge %s (%s), at most %.0f s more", own.description, fault, own.wait - waited)
+            await asyncio.sleep(min(_POLL, own.wait - waited))
 
     async def _ask_all(self, questions: Sequence[Question], requests: Sequence[dict[str, Any]], began: float) -> list[Answer]:
         pairs = zip(questions, requests, strict=True)

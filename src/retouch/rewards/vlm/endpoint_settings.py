@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from retouch.config.section import Count, NonNegative, Positive, Section
 from retouch.rewards.facts import Address, PathText
@@ -110,13 +110,15 @@ class EndpointSettings(JudgeModel):
     the bound."""
     longest_pause: Positive = 20.0
     """Largest upper bound of a pause, in seconds."""
+    wait: NonNegative = Field(default=0.0, exclude_if=lambda seconds: seconds == 0.0)
+    """Seconds to wait at the start for a server that does not answer yet, for example while it loads its model; 0 does not wait."""
     prices: Prices | None = None
     """The server's prices; null estimates no costs."""
     quota: JudgeQuota | None = None
     """Limits on requests, tokens and cost; null sets none."""
 
     changeable: ClassVar[frozenset[str]] = frozenset(
-        {"base_url", "key", "concurrency", "timeout", "deadline", "attempts", "pause", "longest_pause", "prices", "quota"}
+        {"base_url", "key", "concurrency", "timeout", "deadline", "attempts", "pause", "longest_pause", "wait", "prices", "quota"}
     )
 
     @model_validator(mode="after")
