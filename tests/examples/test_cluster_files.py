@@ -52,6 +52,33 @@ def test_slurm_gives_each_rank_its_place(execute) -> None:
     assert any("--requeue" in line for line in header)
 
 
+@pytest.mark.parametrize(("arguments", "launched"), [([], "--nproc 4"), (["--nproc", "1"], "--nproc 1")])
+def test_slurm_on_one_node_launches_a_rank_per_gpu(execute, arguments: list[str], launched: str) -> None:
+    (line,) = execute(str(FILES / "slurm_one_node.sh"), *arguments, SLURM_GPUS_ON_NODE="4")
+    assert line.endswith(f"TIMEOUT=1800 retouch launch {launched} my recipe.jsonnet")
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_slurm_on_one_node_ends_as_the_run_ends(tmp_path: Path, stopped: bool) -> None:
+    """With the signal, the script waits until the run has saved its checkpoint; without it, the run's exit code is the job's."""
+    run = tmp_path / "retouch"
+    run.write_text("#!/usr/bin/env bash\ntrap 'sleep 0.3; echo saved; exit 5' TERM\necho began\n" + "sleep 0.1\n" * 20 + "exit 3\n")
+    run.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RECIPE": "r.jsonnet"}
+    command = ["bash", str(FILES / "slurm_one_node.sh")]
+    job = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "began\n"
+        if stopped:
+            job.terminate()
+        said, _ = job.communicate(timeout=30)
+    finally:
+        job.kill()
+        job.wait()
+    assert (said, job.returncode) == (("saved\n", 5) if stopped else ("", 3))
+
+
 def test_each_pod_of_a_jobset_is_a_node(execute) -> None:
     (job,) = load("jobset.yaml")["spec"]["replicatedJobs"]
     spec = job["template"]["spec"]
