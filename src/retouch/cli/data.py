@@ -1,4 +1,4 @@
-"""``retouch data check`` and ``retouch data tokenize``."""
+"""``retouch data check``, ``retouch data convert`` and ``retouch data tokenize``."""
 
 import argparse
 import re
@@ -16,7 +16,7 @@ _RECIPES = (".jsonnet", ".libsonnet")
 
 
 def add_data(commands: Commands) -> None:
-    """Add both commands."""
+    """Add the three commands."""
     data = commands.add_parser("data", help="data sets").add_subparsers(dest="what", required=True, metavar="WHAT")
     check = data.add_parser(
         "check",
@@ -26,6 +26,14 @@ def add_data(commands: Commands) -> None:
     check.add_argument("path", metavar="PATH_OR_RECIPE", help="a data set; or a recipe, whose columns are then used")
     check.add_argument("--all", action="store_true", help=f"list every finding; without it, {_SHOWN} of those that are equal")
     check.set_defaults(run=_data_check)
+    convert = data.add_parser(
+        "convert", parents=[debug_option()], help="make a folder with metadata.jsonl of a published editing data set"
+    )
+    convert.add_argument("name", metavar="NAME", help="gpt-image-edit, aurora, omniedit or magicbrush")
+    convert.add_argument("source", type=Path, metavar="SOURCE", help="the folder that was downloaded")
+    convert.add_argument("--out", type=Path, metavar="DIR", help="folder for images that are in parquet files")
+    convert.add_argument("--split", default="train", help="train by default; test sets are refused")
+    convert.set_defaults(run=_data_convert)
     tokens = data.add_parser(
         "tokenize", parents=[debug_option(), import_option()], help="encode the images of a data set as image tokens"
     )
@@ -108,6 +116,13 @@ def _folded(problems: "list[Problem]") -> Iterator[str]:
         if (more := len(alike_problems) - _SHOWN) > 0:
             last = alike_problems[-1].line
             yield f"{file}: and {more} more {severity}s like this one, the last in line {last}; --all lists them"
+
+
+def _data_convert(arguments: argparse.Namespace) -> int:
+    from retouch.data.sources.conversion import convert
+
+    print(convert(arguments.name, arguments.source, out=arguments.out, split=arguments.split))
+    return 0
 
 
 def _data_tokenize(arguments: argparse.Namespace) -> int:
