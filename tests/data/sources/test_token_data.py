@@ -130,6 +130,27 @@ def test_lists_become_rows_and_tasks(tmp_path):
     assert tasks[3].meta["thought"] == "Find the cup.\nPaint it."
 
 
+def test_the_published_layout_has_a_folder_per_split(tmp_path):
+    """``earl-datasets/omniedit/train/list/...``: rows are named by data set and split, and tagged by data set."""
+    for name in ("omniedit", "vismin"):
+        for split in ("train", "validation"):
+            save(tmp_path / "earl-datasets" / name / split, [feature(0)])
+    lists = [tmp_path / "earl-datasets" / name / split for name in ("omniedit", "vismin") for split in ("train", "validation")]
+    rows = TokenRows(lists, trusted=False)
+    names = ["omniedit/train", "omniedit/validation", "vismin/train", "vismin/validation"]
+    assert [rows[k].id for k in range(4)] == [f"{name}/edit/0" for name in names]
+    assert [rows[k].tags for k in range(4)] == [{"data_set": name.partition("/")[0]} for name in names]
+    assert [dict(row.tags) for row in TokenRows(lists[:2], trusted=False)] == [{}, {}]
+
+
+def test_keys_of_a_thought_are_chosen(tmp_path):
+    save(tmp_path / "d", [earl(1)])
+    rows = TokenRows([tmp_path / "d"], trusted=True, thought_keys=("edit", "plan"))
+    assert rows[0].meta["thought"] == "edit: Paint it.\nplan: Find the cup."
+    with pytest.raises(ValueError, match=r"0\.pth.*has no 'why', which thought_keys names"):
+        accept(TokenRows([tmp_path / "d"], trusted=True, thought_keys=("why",)), on_bad_row="refuse")
+
+
 def test_a_data_set_may_be_moved_and_a_link_may_stand_for_its_list(tmp_path):
     file = save(tmp_path / "one", [feature()], prefix=str(tmp_path / "gone"))
     (tmp_path / "one").rename(tmp_path / "two")

@@ -6,7 +6,7 @@ dictionary with the first five. Only torch's restricted loader opens it: it read
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,9 @@ class Feature:
         return safetensors.torch.save(tensors, metadata=texts)
 
 
-def read_feature(path: Path, *, trusted: bool) -> Feature:
-    """The edit in a feature file. ``trusted``: whether a ``.pth`` file may be opened, by the restricted loader.
+def read_feature(path: Path, *, trusted: bool, thought_keys: Sequence[str] = ()) -> Feature:
+    """The edit in a feature file. ``trusted``: whether a ``.pth`` file may be opened, by the restricted loader. ``thought_keys``:
+    of a chain of thought that is a map, the keys to use.
 
     Raises ValueError, which names the file, for another kind of file, a damaged file, a missing part, and codes that are not two
     grids of one size.
@@ -91,7 +92,7 @@ def read_feature(path: Path, *, trusted: bool) -> Feature:
         instruction=fields["instruction"],
         source=source,
         target=target,
-        thought=_thought(path, fields.get("CoT")),
+        thought=_thought(path, fields.get("CoT"), thought_keys),
         task=task,
     )
 
@@ -118,9 +119,9 @@ def _safetensors(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: damaged ({str(error).splitlines()[0]:.80}); make it again") from None
 
 
-def _thought(path: Path, value: Any) -> str | None:
+def _thought(path: Path, value: Any, keys: Sequence[str]) -> str | None:
     try:
-        return thought_of(value)
+        return thought_of(value, keys=keys)
     except ValueError as error:
         raise ValueError(f"{path}: its CoT {error}") from None
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from retouch.data.sources.features import Feature
 
 FEATURES, LIST = "feature", "list/tokenized_datalist.json"
+SPLITS = ("train", "validation", "test")
 SHOWN = 5
 Coefficients: TypeAlias = tuple[Positive, ...]
 
@@ -68,6 +69,9 @@ class TokenData(DataSource):
     """The same for the validation lists."""
     trusted: bool = False
     """Also open ``.pth`` features, whose author you trust; only torch's restricted loader reads them."""
+    thought_keys: tuple[str, ...] = Field(default=(), exclude_if=lambda keys: not keys)
+    """Of features whose chain of thought is a map: the keys to use, in this order, as lines "key: value"; empty takes all values
+    without their keys."""
     held_out: HeldOut = 0.1
     """Kept for evaluation if there are no ``validation_lists``: a share of the source images, or (a whole number) at least so many
     rows."""
@@ -99,7 +103,7 @@ class TokenData(DataSource):
         """Rows are split, and training rows that share a source image with validation rows left out, before any is repeated."""
         allowed = self.refuse_test_sets(trains=context.trains)
         require_training_rows("0" if self.validation_lists else self.held_out, context)
-        rows = TokenRows([*self.lists, *self.validation_lists], trusted=self.trusted)
+        rows = TokenRows([*self.lists, *self.validation_lists], trusted=self.trusted, thought_keys=self.thought_keys)
         good, found = accept(rows, on_bad_row=self.on_bad_row)
         source = dict(zip(good, sources(rows, good), strict=True))
         parts = [[index for index in part if index in source] for part in rows.parts]
@@ -172,13 +176,16 @@ def with_decoded_images(task: Task, *, decode: Callable[[Int[Tensor, "r h w"]], 
 
 
 class TokenRows:
-    """The edits of several lists, one list after another. ``parts``: the rows of each list."""
+    """The edits of several lists, one list after another. ``parts``: the rows of each list.
 
-    def __init__(self, lists: Sequence[str | Path], *, trusted: bool) -> None:
+    Rows of several data sets have the name of theirs as the tag ``data_set``.
+    """
+
+    def __init__(self, lists: Sequence[str | Path], *, trusted: bool, thought_keys: Sequence[str] = ()) -> None:
         """Raises ValueError for a missing list, and for one without names."""
         self.problems: tuple[Problem, ...] = ()
         self.parts: list[range] = []
-        self._trusted = trusted
+        self._trusted, self._thought_keys = trusted, thought_keys
         self._entries: list[tuple[str, Path, str]] = []
         self._seen: dict[int, tuple[tuple[int, int], int]] = {}
         names: list[str] = []
@@ -191,6 +198,7 @@ class TokenRows:
             start = len(self._entries)
             self._entries += [(name, root, entry) for entry in entries]
             self.parts.append(range(start, len(self._entries)))
+        self._tagged = len({_data_set(name) for name in names}) > 1
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -201,8 +209,10 @@ class TokenRows:
         name, root, entry = self._entries[index]
         try:
             path = path_under(root, entry)
-            feature = read_feature(path, trusted=self._trusted)
+            feature = read_feature(path, trusted=self._trusted, thought_keys=self._thought_keys)
             row = _row(name, root, path, feature)
+            if self._tagged:
+                row = replace(row, tags={"data_set": _data_set(name), **row.tags})
         except ValueError as error:
             reason = str(error) if entry in str(error) else f"{entry}: {error}"
             raise BadRow([Problem(str(root), 0, reason)]) from None
@@ -280,9 +290,15 @@ def _entries(file: Path) -> tuple[Path, list[str]]:
 
 
 def _name(file: Path) -> str:
-    """The name of a data set: the last folder of its path that is not part of the layout."""
+    """The name of a data set: the last folder of its path that is not part of the layout, and its split if that has a folder of
+    its own ("omniedit/train")."""
     parts = [part for part in file.resolve().parent.parts if part not in ("list", FEATURES)]
-    return parts[-1]
+    return "/".join(parts[-2:]) if parts[-1] in SPLITS else parts[-1]
+
+
+def _data_set(name: str) -> str:
+    """The data set of a list's name ("omniedit/train#2"), without its split."""
+    return name.partition("/")[0].partition("#")[0]
 
 
 def _row(name: str, root: Path, path: Path, feature: Feature) -> Row:
