@@ -5,9 +5,9 @@
 //   retouch launch --nproc 8 recipes/emu3/sft_sc2stage.jsonnet
 //   retouch export RUNS/sft_sc2stage --to RUNS/sft_sc2stage/exported
 //
-// The judge is only used for evaluation; training imitates the edited images of the data. The learning rate and the number of steps
-// are in the name of a checkpoint that the source released; the initial weights are not: BAAI/Emu3-Stage1 and the batch size of 128
-// are our choice.
+// The judge is only used for evaluation; training imitates the edited images of the data. Initial weights, batch size and schedule
+// (a cosine from 1e-4 to 1e-5, weight decay 0.1, gradients clipped at 5) are those of the source's script; the number of steps is in
+// the name of a checkpoint that the source released.
 //
 // A healthy run.
 // - `policy/loss`, in nats per token, falls fast for some hundred steps and then slowly, from about 10 (32 768 equally likely

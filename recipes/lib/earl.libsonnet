@@ -32,12 +32,25 @@ local list(name) = std.extVar('APP__DATA_DIR') + '/' + name;
     c: $.tokens(complex, coefficients),
     sc: $.tokens(['omniedit'] + complex, [0.13] + coefficients),
   },
+  // The same data as mair-lab/earl-datasets publishes them: a folder per data set and split. Held-out scores come per data set.
+  published:: {
+    local names = ['magic_brush', 'aurora_ag', 'aurora_kubric', 'ss2', 'vismin', 'human-edit'],
+    s: $.tokens_published(['omniedit'], []),
+    c: $.tokens_published(names, coefficients),
+    sc: $.tokens_published(['omniedit'] + names, [0.13] + coefficients),
+  },
   tokens(names, coefficients):: {
     kind: 'tokens',
     lists: [list(name) for name in names],
     coefficients: coefficients,
     validation_lists: [list('validation_22march_256')],
     validation_coefficients: [1.0],
+  },
+  tokens_published(names, coefficients):: {
+    kind: 'tokens',
+    lists: [list('earl-datasets/%s/train' % name) for name in names],
+    coefficients: coefficients,
+    validation_lists: [list('earl-datasets/%s/validation' % name) for name in names],
   },
 
   // Any OpenAI-compatible server, with or without /v1 in its address; several runs can share it.
@@ -49,6 +62,7 @@ local list(name) = std.extVar('APP__DATA_DIR') + '/' + name;
     concurrency: 64,
     timeout: 1000,
     deadline: 2000,
+    wait: 7200,
   },
   // reward_final_reward, with its three values.
   reward(final):: {
@@ -84,12 +98,22 @@ local list(name) = std.extVar('APP__DATA_DIR') + '/' + name;
     checkpoints: { every: 100, keep: 2 },
   },
 
-  // Supervised learning of the images (after a thought, if the model thinks). The learning rate is that of the source.
+  // Supervised learning of the images (after a thought, if the model thinks). Initial weights, batch and schedule are those of the
+  // source's script (scripts/ie_sft.sh): a cosine from 1e-4 to 1e-5.
   sft(name, data=null, phases=null, think=false):: $.base(name, 'BAAI/Emu3-Stage1', think) {
-    tasks_per_step: 128,
+    tasks_per_step: 64,
     group_size: 1,
-    learning_rate: 1e-5,
+    learning_rate: 1e-4,
     microbatch: 4,
+    optimizer: {
+      schedule: 'cosine',
+      final_share: 0.1,
+      warmup_steps: 30,
+      weight_decay: 0.1,
+      max_grad_norm: 5.0,
+      betas: [0.9, 0.95],
+      eps: 1e-6,
+    },
     objective: { kind: 'sft', normalise: 'token' },
     data: if data != null then data else phases[0].data,
     [if phases != null then 'phases']: phases,

@@ -17,6 +17,7 @@ from retouch.core.windows import random_window, sliding_window
 from retouch.recipe.checks import check_ranks
 from retouch.recipe.differences import differences
 from retouch.recipe.document import apply, value_of
+from retouch.recipe.optimizer import Optimizer
 from retouch.recipe.recipe import Recipe, parse
 
 GRPO = {"kind": "policy_gradient", "clip_low": 1e-5, "clip_high": 1e-5}
@@ -191,6 +192,7 @@ ODE = {"kind": "ode"}
             "rollout.shared_noise",
         ),
         ({"optimizer": {"warmup_steps": 11}}, "optimizer.warmup_steps"),
+        ({"optimizer": {"final_share": 0.1}}, "optimizer"),
         ({"data": {"kind": "folder", "path": "x"}}, "reward.kind"),
         ({**FOLDER, "data": {"kind": "prompts", "path": "x"}}, "data.kind"),
         ({**FOLDER, "objective": {"kind": "supervised"}, "data": {"kind": "prompts", "path": "x"}}, "data"),
@@ -277,6 +279,16 @@ def _taken(**changes: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+@pytest.mark.parametrize(("schedule", "half"), [("cosine", 0.55), ("linear", 0.55)])
+def test_a_schedule_ends_at_its_final_share(schedule: str, half: float) -> None:
+    """The formula of transformers' cosine_with_min_lr; without a share, schedules end at 0."""
+    keys = {"schedule": schedule, "warmup_steps": 2}
+    to_a_tenth = Optimizer(**keys, final_share=0.1).learning_rate(peak=2.0, steps=range(10, 22))
+    to_zero = Optimizer(**keys).learning_rate(peak=2.0, steps=range(10, 22))
+    assert [to_a_tenth(step) for step in (10, 11, 12, 17, 22)] == pytest.approx([1.0, 2.0, 2.0, 2.0 * half, 0.2])
+    assert [to_zero(step) for step in (12, 17, 22)] == pytest.approx([2.0, 1.0, 0.0])
 
 
 def test_one_phase_is_made_of_the_top() -> None:

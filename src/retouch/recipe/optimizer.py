@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from retouch.config.section import NonNegative, Positive, Section
+from retouch.config.section import NonNegative, Positive, Section, Share
 
 
 class Optimizer(Section):
@@ -24,9 +24,17 @@ class Optimizer(Section):
     max_grad_norm: Positive | None = 1.0
     """Gradients with a larger norm are scaled down to it; null does not clip."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Learning rate after the warm-up; cosine and linear end at 0."""
+    """Learning rate after the warm-up; cosine and linear end at ``final_share`` of the phase's learning rate."""
+    final_share: Share = Field(default=0.0, exclude_if=lambda share: share == 0.0)
+    """Learning rate at the end of cosine and linear, as a share of the phase's learning rate."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the learning rate rises from 0."""
+
+    @model_validator(mode="after")
+    def _something_falls(self) -> Self:
+        if self.final_share > 0 and self.schedule == "constant":
+            raise ValueError("final_share is for the schedules cosine and linear; remove it, or choose one of them")
+        return self
 
     @property
     def options(self) -> dict[str, Any]:
@@ -46,8 +54,9 @@ class Optimizer(Section):
                 case "constant":
                     return peak
                 case "cosine":
-                    return peak * 0.5 * (1 + math.cos(math.pi * progress))
+                    left = 0.5 * (1 + math.cos(math.pi * progress))
                 case "linear":
-                    return peak * (1 - progress)
+                    left = 1 - progress
+            return peak * (self.final_share + (1 - self.final_share) * left)
 
         return at

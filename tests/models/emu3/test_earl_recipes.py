@@ -28,6 +28,7 @@ SFT = ("sft_s", "sft_sc", "sft_sc2stage", "sft_think_s")
 COMPLEX = ["magicbrush", "aurora-AG", "aurora-kubric", "ss2", "vismin", "human-edit"]
 LISTS = {"s": ["omniedit"], "c": COMPLEX, "sc": ["omniedit", *COMPLEX]}
 COEFFICIENTS = [0.13, 6.0, 6.0, 0.7, 1.55, 3.7, 11.0]
+PUBLISHED = "sft_s__rl_sc-published"
 REWARDS = ("viescore", "ground_score", "sqrt(viescore_pqxground_score)")
 
 
@@ -50,7 +51,8 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def test_they_are_the_sources_and_no_others() -> None:
-    assert {Path(name).stem for name in available() if name.startswith("recipes/emu3/") and "playground" not in name} == {*RL, *SFT}
+    found = {Path(name).stem for name in available() if name.startswith("recipes/emu3/") and "playground" not in name}
+    assert found == {*RL, *SFT, PUBLISHED}
 
 
 @pytest.mark.parametrize("stem", RL)
@@ -84,11 +86,27 @@ def test_rl_has_the_sources_values(stem: str) -> None:
 def test_supervised_stages(stem: str) -> None:
     recipe = load(name_of(stem))
     check_ranks(recipe, 8)
-    assert (recipe.name, recipe.learning_rate, recipe.objective.kind) == (stem, 1e-5, "sft")
+    assert (recipe.name, recipe.learning_rate, recipe.objective.kind) == (stem, 1e-4, "sft")
+    optimizer = recipe.optimizer
+    assert (optimizer.betas, optimizer.eps, optimizer.weight_decay, optimizer.max_grad_norm) == ((0.9, 0.95), 1e-6, 0.1, 5.0)
+    for phase in recipe.resolved_phases():
+        rate = optimizer.learning_rate(peak=phase.learning_rate, steps=range(phase.steps))
+        assert [rate(0), rate(29), rate(30)] == pytest.approx([1e-4 / 30, 1e-4, 1e-4])
+        assert rate(phase.steps) == pytest.approx(1e-5)
+    assert recipe.tasks_per_step == 4 * 2 * 8  # GPUs, edits at once, accumulated gradients
     data = [phase.data for phase in recipe.resolved_phases()]
     wanted = {"sft_s": ["s"], "sft_sc": ["sc"], "sft_sc2stage": ["s", "sc"], "sft_think_s": ["s"]}[stem]
     assert [[*each.lists] for each in data] == [[f"/data/{name}" for name in LISTS[key]] for key in wanted]
     assert recipe.policy.model.think == (stem == "sft_think_s")
+
+
+def test_the_published_layout() -> None:
+    recipe = load(name_of(PUBLISHED), ["data.trusted=true"])
+    names = ["omniedit", "magic_brush", "aurora_ag", "aurora_kubric", "ss2", "vismin", "human-edit"]
+    assert [*recipe.data.lists] == [f"/data/earl-datasets/{name}/train" for name in names]
+    assert [*recipe.data.validation_lists] == [f"/data/earl-datasets/{name}/validation" for name in names]
+    assert [*recipe.data.coefficients] == COEFFICIENTS
+    assert (recipe.steps, recipe.policy.model.path) == (3000, "/runs/sft-simple")
 
 
 @pytest.mark.parametrize("final", REWARDS)

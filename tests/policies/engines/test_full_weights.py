@@ -139,7 +139,7 @@ def test_the_recipes_that_train_all_weights_take_a_server(name):
     engine = 'rollout.engine={"kind": "vllm", "url": "http://127.0.0.1:8000"}'
     recipe = load(Path(__file__).parents[3] / "recipes" / "emu3" / name, [engine])
     assert (recipe.policy.train.kind, recipe.sharding) == ("full", "zero2")
-    assert len(RECIPES) == 20
+    assert len(RECIPES) == 21
 
 
 def test_sharded_weights_are_refused(tmp_path):
