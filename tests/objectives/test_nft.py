@@ -56,6 +56,23 @@ def test_the_loss_is_the_formula(beta):
     assert isinstance(NFT(), SupportsLosses)
 
 
+@pytest.mark.parametrize(
+    ("used", "goodness"),
+    [
+        ("positive", [0.6, 0.5, 0.5, 1.0]),
+        ("negative", [0.5, 0.45, 0.5, 0.5]),
+        ("indicator", [0.6, 0.5, 0.5, 0.6]),
+        ("sign", [0.6, 0.4, 0.5, 0.6]),
+    ],
+)
+def test_the_modes_of_advantages_are_those_of_the_published_code(used, goodness):
+    policy, batch, trajectory = pictures(moved=0.05)
+    objective = NFT(beta=0.5, advantage_clip=5.0, advantages=used)
+    _, losses = tiny.gradient(policy, objective, tiny.minibatch(batch, trajectory, ADVANTAGES))
+    wanted = sum(by_hand(*row, r, 0.5)[0] for row, r in zip(rows(policy, batch, trajectory), goodness, strict=True)) / 4
+    torch.testing.assert_close(sum(loss.value for loss in losses).double(), wanted, rtol=1e-4, atol=0)
+
+
 @pytest.mark.parametrize("moved", [0.0, 0.05])
 @pytest.mark.parametrize("beta", [0.1, 1.0])
 def test_the_gradient_is_the_formula_and_its_finite_differences(moved, beta):
@@ -177,3 +194,10 @@ def test_the_old_policy_follows_at_the_decay_of_its_step():
         old = decay * old + (1 - decay) * now
         torch.testing.assert_close(policy.copies.copies["old"][name], old)
         assert torch.equal(parameter, now)
+
+
+def test_the_schedules_of_the_old_policy_are_those_of_the_published_code():
+    none, slow = OldDecay(rate=0.0, max=0.0), OldDecay(flat=75, rate=0.0075, max=0.999)
+    assert [OldDecay().at(step) for step in (1, 100, 500, 2000)] == [0.001, 0.1, 0.5, 0.5]
+    assert [none.at(step) for step in (1, 2000)] == [0.0, 0.0]
+    assert [slow.at(step) for step in (1, 75, 76, 175, 300)] == [0.0, 0.0, 0.0075, 0.75, 0.999]

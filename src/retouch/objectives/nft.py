@@ -21,15 +21,23 @@ if TYPE_CHECKING:
 
 
 class OldDecay(Section):
-    """How the old policy follows the current one: after step n it becomes d * old + (1 - d) * current, d = min(rate * n, max).
+    """How the old policy follows the current one: after step n it becomes d * old + (1 - d) * current,
+    d = min(rate * max(n - flat, 0), max).
 
-    Source: DiffusionNFT (arXiv 2509.16117), whose sampling policy is an average of the trained one.
+    Source: DiffusionNFT (arXiv 2509.16117), whose sampling policy is an average of the trained one. Its published code has three
+    schedules: rate 0 (the old policy is the current one), the default, and a slow one with flat 75, rate 0.0075 and max 0.999.
     """
 
+    flat: Annotated[int, Field(ge=0)] = Field(default=0, exclude_if=lambda steps: steps == 0)
+    """Steps before d grows; until then the old policy is the current one."""
     rate: NonNegative = 0.001
     """Growth of d per step."""
     max: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
     """Largest d."""
+
+    def at(self, step: int) -> float:
+        """d after optimizer step ``step``, from 1."""
+        return min(self.rate * max(step - self.flat, 0), self.max)
 
 
 class NFT(SampledPoints):
@@ -52,6 +60,11 @@ class NFT(SampledPoints):
     """How far the positive and the negative velocity lie from the old one."""
     advantage_clip: Positive = 5.0
     """Advantage at which an image counts as entirely good (or, if negative, entirely bad)."""
+    advantages: Literal["all", "positive", "negative", "indicator", "sign"] = Field(
+        default="all", exclude_if=lambda chosen: chosen == "all"
+    )
+    """What of the advantages A is used, as in the published code: ``all``; only ``positive`` or only ``negative`` ones, the others
+    count as 0; an ``indicator``, 1 for A > 0, else 0; or their ``sign``, -1, 0 or 1."""
     reference_weight: NonNegative = 0.0
     """Weight of the squared distance to the reference's velocity."""
     old_decay: OldDecay = OldDecay()
@@ -73,7 +86,8 @@ class NFT(SampledPoints):
                 weights = minibatch.weights[rows].sum(dim=1) / self.samples  # a row counts whole, however many actions made it
                 old = policy.velocity(trajectory, rows, x, sigma, "old")
                 velocity = policy.velocity(trajectory, rows, x, sigma, "current")
-                goodness = (minibatch.advantages[rows, 0] / (2 * self.advantage_clip) + 0.5).clamp(0.0, 1.0)
+                used = self._used(minibatch.advantages[rows, 0])
+                goodness = (used / (2 * self.advantage_clip) + 0.5).clamp(0.0, 1.0)
                 positive = self.beta * velocity + (1 - self.beta) * old
                 negative = (1 + self.beta) * old - self.beta * velocity
                 loss = (
@@ -88,9 +102,23 @@ class NFT(SampledPoints):
                 value = (weights * loss).sum()
                 yield Loss(value, {"policy/loss": value.detach(), **sums})
 
+    def _used(self, advantages: Float[Tensor, " r"]) -> Float[Tensor, " r"]:
+        """The advantages that the loss uses."""
+        match self.advantages:
+            case "all":
+                return advantages
+            case "positive":
+                return advantages.clamp_min(0.0)
+            case "negative":
+                return advantages.clamp_max(0.0)
+            case "indicator":
+                return (advantages > 0).to(advantages.dtype)
+            case "sign":
+                return advantages.sign()
+
     def after_step(self, policy: VelocityPolicy, step: int) -> None:
         """The old policy follows the current one."""
-        policy.follow_old(min(self.old_decay.rate * step, self.old_decay.max))
+        policy.follow_old(self.old_decay.at(step))
 
 
 def _reconstruction_loss(velocity: Tensor, x: Tensor, x0: Tensor, sigma: Tensor) -> Float[Tensor, " r"]:
