@@ -1,4 +1,4 @@
-"""``retouch export``."""
+"""``retouch export`` and ``retouch convert``: weights of a run for other programs, and of other programs for a run."""
 
 import argparse
 from pathlib import Path
@@ -25,4 +25,21 @@ def _export(arguments: argparse.Namespace) -> int:
 
     for path in export_target(arguments.target, to=arguments.to, which=arguments.weights, format=arguments.format):
         print(path)
+    return 0
+
+
+def add_convert(commands: Commands) -> None:
+    """Add the command."""
+    convert = commands.add_parser(
+        "convert", parents=[debug_option()], help="make a published IP-Adapter (.bin) usable as policy.train.init_from"
+    )
+    convert.add_argument("file", type=Path, metavar="FILE", help="ip-adapter.bin or calligrapher.bin; only tensors are read")
+    convert.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder for ip_adapter.safetensors")
+    convert.set_defaults(run=_convert)
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from retouch.inference.published_adapters import convert_adapter
+
+    print(convert_adapter(arguments.file, to=arguments.to))
     return 0

@@ -19,6 +19,7 @@ _COMMANDS = {
     "sample": "retouch.cli.sample:add_sample",
     "score": "retouch.cli.score:add_score",
     "export": "retouch.cli.export:add_export",
+    "convert": "retouch.cli.export:add_convert",
     "doctor": "retouch.cli.doctor:add_doctor",
     "recipes": "retouch.cli.recipes:add_recipes",
     "playground": "retouch.cli.playground:add_playground",

@@ -1,0 +1,94 @@
+"""Published IP-Adapters in pickles: the same weights in safetensors, and nothing but tensors is read."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tiny_models
+from retouch.cli import main
+from retouch.inference.published_adapters import convert_adapter
+from retouch.models.ip_adapter import adapter as ip_adapter
+from retouch.models.ip_adapter import files
+from retouch.models.ip_adapter.section import IpAdapter
+
+FORM = IpAdapter(encoder="playground", tokens=6, projection="mlp", blocks="all")
+
+
+def transformer(seed: int) -> torch.nn.Module:
+    """A tiny Flux with the adapter of system B, with weights of its own."""
+    made = tiny_models.flux_transformer(channels=64)
+    ip_adapter.attach(made, FORM, embed_width=12, seed=seed)
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in ip_adapter.modules(made):
+            for parameter in module.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=random))
+    return made
+
+
+def parts(made: torch.nn.Module, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Projection and attention under the names of the source's state dicts."""
+    folder.mkdir()
+    stored = load_file(files.write(made, folder))
+    projection = {name.removeprefix("image_proj."): tensor for name, tensor in stored.items() if name.startswith("image_proj.")}
+    return projection, {
+        name.removeprefix("ip_adapter."): tensor for name, tensor in stored.items() if name.startswith("ip_adapter.")
+    }
+
+
+@pytest.mark.parametrize("calligrapher", [False, True])
+def test_a_run_starts_from_a_converted_adapter(calligrapher: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = transformer(1)
+    projection, attention = parts(one, tmp_path / "one")
+    stored = {"image_proj": projection, "ip_adapter": attention}
+    if calligrapher:
+        stored = {"image_proj_mlp": projection, "attn_adapter": attention, "image_proj_qformer": {"latents": torch.zeros(2)}}
+    torch.save(stored, tmp_path / "adapter.bin")
+    assert main(["convert", str(tmp_path / "adapter.bin"), "--to", str(tmp_path / "made")]) == 0
+    said = capsys.readouterr().out
+    assert "6 tokens, projection 'mlp'" in said
+    assert ("Q-Former is left out" in said) == calligrapher
+    other = transformer(2)
+    files.read(other, tmp_path / "made")
+    for theirs, ours in zip(ip_adapter.modules(one), ip_adapter.modules(other), strict=True):
+        for name, tensor in theirs.state_dict().items():
+            assert torch.equal(tensor, ours.state_dict()[name])
+
+
+def test_blocks_without_an_adapter_leave_no_gap(tmp_path: Path) -> None:
+    """Blocks are numbered in their order, whatever their numbers in the source's list of modules."""
+    projection, _ = parts(transformer(1), tmp_path / "one")
+    attention = {f"{k}.{what}.weight": torch.full((2, 2), float(k)) for k in (3, 10, 4) for what in ("to_k_ip", "to_v_ip")}
+    torch.save({"image_proj": projection, "ip_adapter": attention}, tmp_path / "adapter.bin")
+    found = load_file(convert_adapter(tmp_path / "adapter.bin", to=tmp_path / "made").file)
+    assert [found[f"ip_adapter.{k}.to_v_ip.weight"][0, 0].item() for k in range(3)] == [3, 4, 10]
+
+
+class Evil:
+    def __reduce__(self):
+        return print, ("code ran",)
+
+
+def test_what_is_not_an_adapter_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    projection, attention = parts(transformer(1), tmp_path / "one")
+    cases = [
+        ({"image_proj": Evil(), "ip_adapter": attention}, "contains more than numbers"),
+        ({"weights": attention}, "not an IP-Adapter; it should have image_proj and ip_adapter"),
+        ({"image_proj": {"x": 3}, "ip_adapter": attention}, "image_proj should be a map of tensors"),
+        ({"image_proj": {"layers.0.w": torch.zeros(1)}, "ip_adapter": attention}, "neither a linear layer nor an MLP"),
+        ({"image_proj": projection, "ip_adapter": {"0.to_q.weight": torch.zeros(1)}}, "has no to_k_ip and to_v_ip"),
+        ({"image_proj": projection, "ip_adapter": {"0.to_k_ip.weight": torch.zeros(1)}}, r"has no ip_adapter\.0\.to_v_ip"),
+    ]
+    for k, (stored, why) in enumerate(cases):
+        torch.save(stored, tmp_path / f"{k}.bin")
+        with pytest.raises(ValueError, match=why):
+            convert_adapter(tmp_path / f"{k}.bin", to=tmp_path / "made")
+    assert "code ran" not in capsys.readouterr().out
+    assert not (tmp_path / "made").exists()
+    with pytest.raises(ValueError, match="no such file"):
+        convert_adapter(tmp_path / "nowhere.bin", to=tmp_path / "made")
+    with pytest.raises(ValueError, match=re.escape("exists; choose another folder")):
+        convert_adapter(tmp_path / "0.bin", to=tmp_path / "one")
