@@ -32,6 +32,7 @@ local sampling = import 'sampling.libsonnet';
         [if 'lora' in sizes then 'lora']: sizes.lora,
       },
       gradient_checkpointing: sizes.gradient_checkpointing,
+      [if 'ema' in sizes then 'ema']: sizes.ema,
     },
     data: world.tasks,
     reward: world.judge,
@@ -72,6 +73,14 @@ local sampling = import 'sampling.libsonnet';
     advantage: { kind: 'group' },
     objective: objectives.nft { reference_weight: 1e-4 },
   },
+
+  // What the scripts of the source's repository have in common. Half of the steps train, from the first one on; the published
+  // guidance is an input of the model.
+  published_world(world):: world {
+    model+: { guidance: 3.5 },
+    judge+: { combine: '0.7 * ocr/correctness + 0.3 * vlm/quality' },
+  },
+  published_sizes:: { steps: 10000, tasks_per_step: 8, num_steps: 20, window: 10, high: 10, eval_steps: 20 },
 
   // `--ocr_weight` and `--vlm_weight`. The OCR score counts the recognised text, not its confidence. `column` is the score of the
   // rest of the image: by a vision-language model, or by another reward under another `name`.

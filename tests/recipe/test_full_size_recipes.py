@@ -12,6 +12,7 @@ from retouch.recipe.recipe import load
 
 EDITOR = "recipes/qwen-image-edit/"
 ENHANCER = "recipes/sd3/prompt-enhancer.jsonnet"
+PUBLISHED_ENHANCER = "recipes/sd3/prompt-enhancer-published.jsonnet"
 OCR = "recipes/sd3/ocr-grpo.jsonnet"
 WRITERS = [f"{EDITOR}writer-grpo.jsonnet", f"{EDITOR}writer-grpo-frozen.jsonnet", f"{EDITOR}writer-grpo-identity.jsonnet"]
 
@@ -113,6 +114,38 @@ def test_system_c() -> None:
     assert {path: weight for path, weight in found.items() if path.startswith("reward.combine")} == {
         "reward.combine.clip/similarity": 1.0
     }
+
+
+def test_the_values_of_system_cs_repository() -> None:
+    recipe = load(PUBLISHED_ENHANCER)
+    found = values(recipe.document())
+    wanted = {
+        "learning_rate": 1e-5,
+        "steps": 50,
+        "epochs": 3,
+        "tasks_per_step": 2,
+        "objective.clip_low": 0.2,
+        "objective.clip_high": 0.2,
+        "objective.kl.kind": "k3",
+        "objective.kl.weight": 0.05,
+        "objective.entropy_bonus": 0.02,
+        "renderer.num_steps": 28,
+        "renderer.guidance_scale": 7.0,
+    }
+    assert {path: found[path] for path in wanted} == wanted
+    changed = {"name", "steps", "epochs", "tasks_per_step", "eval.every", "samples.every", "checkpoints.every"}
+    objective = {"objective.kl.kind", "objective.kl.weight", "objective.entropy_bonus"}
+    assert different(ENHANCER, PUBLISHED_ENHANCER) == changed | objective
+
+
+def test_the_published_enhancer_can_bound_the_drift_of_prompts() -> None:
+    """With the two changes that its head names."""
+    bound = "reward.combine=clip/similarity - max(0.7 - sentence/kept, 0)"
+    recipe = load(PUBLISHED_ENHANCER, ["reward.rewards.sentence.kind=sentence_similarity", bound])
+    said = find(PUBLISHED_ENHANCER).read_text(encoding="utf-8")
+    assert "--set reward.rewards.sentence.kind=sentence_similarity" in said
+    assert bound.partition("=")[2] in said
+    assert values(recipe.document())["reward.combine"] == bound.partition("=")[2]
 
 
 def test_flow_grpo_for_ocr() -> None:
@@ -219,7 +252,7 @@ def test_a_twin_differs_in_its_world_and_sizes_alone(full: str, twin: str) -> No
     assert not {path for path in different(full, twin) if path.startswith(tuple(same)) and path != "renderer.encoder_batch"}
 
 
-@pytest.mark.parametrize("name", [*WRITERS, ENHANCER, OCR])
+@pytest.mark.parametrize("name", [*WRITERS, ENHANCER, PUBLISHED_ENHANCER, OCR])
 def test_the_head_says_what_a_healthy_run_looks_like(name: str) -> None:
     head = find(name).read_text(encoding="utf-8").split("\nlocal ")[0].split("\n(import")[0]
     said = " ".join(line.removeprefix("//").strip() for line in head.splitlines())

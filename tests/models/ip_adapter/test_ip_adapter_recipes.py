@@ -94,6 +94,35 @@ def test_what_sets_them_apart() -> None:
     assert {path for path in qwen if path.startswith("policy.train")} == {"policy.train.blocks"}
 
 
+def test_the_values_of_system_bs_scripts() -> None:
+    for name, group_size, warm_up, decay in ((GRPO, 12, 100, 0.9999), (NFT, 4, 1, 0.999)):
+        published = name.replace(".jsonnet", "-published.jsonnet")
+        recipe = load(published)
+        check_ranks(recipe, 8)
+        found = values(recipe.document())
+        wanted = {
+            "group_size": group_size,
+            "learning_rate": 1e-5,
+            "phases.0.steps": warm_up,
+            "rollout.num_steps": 20,
+            "policy.model.guidance": 3.5,
+            "policy.ema.decay": decay,
+            "policy.ema.every": 1,
+            "reward.combine": "0.7 * ocr/correctness + 0.3 * vlm/quality",
+            "advantage.clip": 5.0,
+        }
+        assert {path: found[path] for path in wanted} == wanted
+        changed = {path.partition(".")[0] for path in different(name, published)}
+        assert changed <= {"name", "group_size", "tasks_per_step", "phases", "rollout", "policy", "reward", "objective", "eval"}
+    assert different(GRPO, published.replace("nft", "grpo")).isdisjoint({"objective.kl.weight", "objective.clip_high"})
+    # Half of the steps, from the first one on.
+    window = load(published.replace("nft", "grpo")).rollout.window
+    assert window.actions(num_steps=20, seed=0, step=7) == range(10)
+    nft = load(published).objective
+    # The source multiplies its policy loss by the largest advantage.
+    assert (nft.beta, nft.reference_weight) == (0.5, pytest.approx(0.01 / nft.advantage_clip))
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_a_twin_differs_in_its_world_and_sizes_alone(name: str) -> None:
     same = ("policy.kind", "policy.train.kind", "policy.train.projection", "policy.train.blocks", "policy.train.scale")
