@@ -11,12 +11,12 @@
 //
 // **Complex-Edit has only test splits** (and a non-commercial licence), so training on it, as the source does, is refused without
 // that key, and the run records it. The data set for training is UCSC-VLAA/GPT-Image-Edit-1.5M, which has complex instructions of
-// this kind; it consists of many folders with JSON, which can be used with a metadata.jsonl as
-// `data: { kind: 'folder', path: DIR }`.
+// this kind; `retouch data convert gpt-image-edit DIR` makes it usable as `data: { kind: 'folder', path: DIR }`.
 //
 // From the source: the model, the data and its complexity, 8 completions per task, 16 samples per step (1 completion at a time,
 // twice, on 8 GPUs), the LoRA, the learning rate, ZeRO-2, 3 passes, a checkpoint every 500 steps, the judge's weights and its three
-// answers. The source does not specify the denoising steps, guidance, completion length and clip range. By what we measured, two
+// answers. The source's documents do not specify the denoising steps, guidance, completion length and clip range; its scripts have
+// other values, which are in writer-grpo-published and writer-grpo-full-published. By what we measured, two
 // variants are better: in writer-grpo-frozen the editor's own encoder reads the response; writer-grpo-identity, **the recommended
 // one**, also rewards identity preservation.
 //

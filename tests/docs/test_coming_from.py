@@ -94,3 +94,15 @@ def test_keys_in_the_reasons_exist(section: str) -> None:
     for theirs, _, why in rows(section):
         for place in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+(?:: [\w-]+)?)`", why):
             assert place.startswith("retouch.") or place.endswith((".jsonl", ".json")) or known(place), f"{theirs}: {place}"
+
+
+@pytest.mark.parametrize("section", THEIRS)
+def test_every_feature_names_the_tests_that_check_it(section: str) -> None:
+    table = SECTIONS[section][SECTIONS[section].index("| feature | works | how | checked by |") :].split("\n\n")[0]
+    lines = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    assert len(lines) > 5
+    for feature, works, *how, checked in lines:
+        assert works == "yes" or how[0], f"{feature}: say what is done instead"
+        files = re.findall(r"`([^`]+)`", checked)
+        assert files, feature
+        assert [file for file in files if not (PAGE.parents[1] / "tests" / file).is_file()] == [], feature

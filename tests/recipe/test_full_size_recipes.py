@@ -71,6 +71,34 @@ def test_system_a() -> None:
     assert found["tasks_per_step"] * found["group_size"] == 1 * 2 * 8 == 16
 
 
+def test_the_values_of_system_as_repository() -> None:
+    lora, full = (load(f"{EDITOR}writer-grpo-{name}.jsonnet") for name in ("published", "full-published"))
+    for recipe in (lora, full):
+        check_ranks(recipe, 8)
+        found = values(recipe.document())
+        wanted = {
+            "policy.model.path": "Qwen/Qwen2.5-VL-7B-Instruct",
+            "renderer.model.kind": "qwen-image-edit-plus",
+            "renderer.model.path": "Qwen/Qwen-Image-Edit-2509",
+            "renderer.num_steps": 50,
+            "renderer.guidance_scale": 4.0,
+            "rollout.max_new_tokens": 1024,
+            "group_size": 16,
+            "tasks_per_step": 1,
+            "steps": 1000,
+            "objective.normalise": "dr_grpo",
+            "checkpoints.every": 50,
+            "checkpoints.keep": 10,
+            "reward.combine.alignment": 0.6,
+            "reward.combine.quality": 0.4,
+            "reward.n_evals": 3,
+        }
+        assert {path: found[path] for path in wanted} == wanted
+    assert (lora.policy.train.rank, lora.policy.train.alpha, lora.learning_rate, lora.data.complexity) == (128, 256.0, 1e-5, "8")
+    assert (full.policy.train.kind, full.policy.gradient_checkpointing) == ("full", True)
+    assert (full.learning_rate, full.data.complexity) == (5e-6, "1-8")
+
+
 def test_the_writers_adapters_sit_on_the_four_projections_of_attention() -> None:
     from retouch.assembly.model import lora_targets
 
@@ -252,7 +280,10 @@ def test_a_twin_differs_in_its_world_and_sizes_alone(full: str, twin: str) -> No
     assert not {path for path in different(full, twin) if path.startswith(tuple(same)) and path != "renderer.encoder_batch"}
 
 
-@pytest.mark.parametrize("name", [*WRITERS, ENHANCER, PUBLISHED_ENHANCER, OCR])
+PUBLISHED_WRITERS = [f"{EDITOR}writer-grpo-published.jsonnet", f"{EDITOR}writer-grpo-full-published.jsonnet"]
+
+
+@pytest.mark.parametrize("name", [*WRITERS, *PUBLISHED_WRITERS, ENHANCER, PUBLISHED_ENHANCER, OCR])
 def test_the_head_says_what_a_healthy_run_looks_like(name: str) -> None:
     head = find(name).read_text(encoding="utf-8").split("\nlocal ")[0].split("\n(import")[0]
     said = " ".join(line.removeprefix("//").strip() for line in head.splitlines())

@@ -16,6 +16,7 @@ SINGLE = {
     "pickscore": "retouch.rewards.scorers.clip:PickScoreReward",
     "aesthetic": "retouch.rewards.scorers.aesthetic:AestheticReward",
     "dino": "retouch.rewards.scorers.dino:DinoReward",
+    "style": "retouch.rewards.scorers.style:StyleReward",
     "lpips": "retouch.rewards.scorers.lpips:LpipsReward",
     "hps": "retouch.rewards.scorers.clip:HpsReward",
     "image_reward": "retouch.rewards.scorers.image_reward:ImageRewardScore",

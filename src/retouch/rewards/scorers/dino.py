@@ -85,13 +85,11 @@ class DinoReward(ModelReward):
 
     def _patches(self, image: Image.Image) -> Float[Tensor, "n d"]:
         """A unit vector for each patch, row by row."""
-        import numpy as np
         import torch
 
-        small = image.convert("RGB").resize((self.size, self.size), Image.Resampling.BICUBIC)
-        pixels = (torch.from_numpy(np.asarray(small).astype(np.float32)) / 255 - torch.tensor(_MEAN)) / torch.tensor(_STD)
+        pixels = normalised_pixels([image], self.size).to(self.model.device)
         with torch.no_grad():
-            features = self.model(pixel_values=pixels.permute(2, 0, 1)[None].to(self.model.device)).last_hidden_state[0, 1:]
+            features = self.model(pixel_values=pixels).last_hidden_state[0, 1:]
             return torch.nn.functional.normalize(features.double(), dim=1).cpu()
 
     def _kept(self, task: Task) -> Float[Tensor, " n"]:
@@ -104,3 +102,13 @@ class DinoReward(ModelReward):
             return torch.ones(grid**2, dtype=torch.float64)
         small = task.mask.convert("L").resize((grid, grid), Image.Resampling.BOX)
         return 1 - torch.from_numpy(np.asarray(small).astype(np.float64)).flatten() / 255
+
+
+def normalised_pixels(images: Sequence[Image.Image], size: int) -> Float[Tensor, "n 3 s s"]:
+    """The images at ``size`` pixels a side (bicubic), with the mean and the deviation of ImageNet, as DINOv2 was trained."""
+    import numpy as np
+    import torch
+
+    small = [image.convert("RGB").resize((size, size), Image.Resampling.BICUBIC) for image in images]
+    pixels = torch.from_numpy(np.stack([np.asarray(image).astype(np.float32) for image in small]))
+    return ((pixels / 255 - torch.tensor(_MEAN)) / torch.tensor(_STD)).permute(0, 3, 1, 2)
