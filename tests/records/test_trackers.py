@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 from accelerate import PartialState
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from retouch.records.folder import RunFolder
+from retouch.records.folder import RunFolder, SampleRecord
 from retouch.records.libraries import require_trackers
 from retouch.records.trackers import CompositeTracker, open_trackers
+from retouch.training.recorder import Recorder
+from retouch.types import Sample, Task
 
 
 def scalars(folder: RunFolder, name: str) -> list[tuple[int, float]]:
@@ -89,6 +92,51 @@ def test_every_tracker_of_several_gets_everything() -> None:
     assert one.seen == other.seen == [({"a": 1.0}, 7), "closed"]
 
 
+class Tables:
+    """A tracker that shows tables."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, list[dict[str, object]], int]] = []
+
+    def log(self, values: object, step: int) -> None: ...
+
+    def log_samples(self, title: str, rows: list[dict[str, object]], step: int) -> None:
+        self.seen.append((title, rows, step))
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_stored_samples_become_tables_where_they_are_wanted(chosen: bool, tmp_path: Path) -> None:
+    folder, tables = RunFolder(tmp_path / "run"), Tables()
+    folder.create()
+    both = CompositeTracker([open_tensorboard(folder), tables])
+    recorder = Recorder(folder, both, total=3, pictured_groups=1, tables=chosen)
+    task = Task("t", "make it red", images=(Image.new("RGB", (4, 4), "blue"),))
+    sample = Sample(task, Image.new("RGB", (4, 4), "red"))
+    records = [
+        SampleRecord(sample=sample, group=0, slot=0, scores={"share": 1.0}, reward=1.0, advantage=0.5, text="paint it red"),
+        SampleRecord(sample=Sample(task, None), group=0, slot=1, scores={"share": float("nan")}, reward=float("nan")),
+    ]
+    recorder._write(2, "heldout", records[:1])
+    recorder._write(2, "group", records)
+    both.close()
+    assert [(title, step) for title, _, step in tables.seen] == ([("heldout", 2), ("group", 2)] if chosen else [])
+    if chosen:
+        first, second = tables.seen[1][1]
+        assert list(first) == ["task", "slot", "instruction", "text", "reward", "advantage", "source", "image", "share"]
+        assert list(second) == list(first)
+        assert (first["text"], first["reward"], first["share"], second["image"], second["text"]) == (
+            "paint it red",
+            1.0,
+            1.0,
+            None,
+            None,
+        )
+        for part, colour in (("source", (0, 0, 255)), ("image", (255, 0, 0))):
+            assert Image.open(str(first[part])).getpixel((0, 0)) == colour
+
+
 def test_an_unknown_tracker_is_refused_with_the_choice(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="choose from tensorboard, wandb, trackio"):
         open_trackers(["mlflow"], RunFolder(tmp_path), project="p", recipe={}, first_step=1)  # type: ignore[list-item]
@@ -113,7 +161,11 @@ def test_wandb_continues_the_page_of_the_runs_name(tmp_path: Path, monkeypatch: 
     tracker = open_trackers(["wandb"], folder, project="retouch", recipe={"seed": 1}, first_step=1)
     tracker.log({"reward/mean": 0.5, "policy/approx_kl": None}, 1)
     assert (wandb.run.id, wandb.run.name, wandb.run.config["seed"]) == ("my-run", "my-run", 1)
+    Image.new("RGB", (4, 4), "red").save(tmp_path / "a.png")
+    tracker.log_samples("group", [{"task": "t", "reward": 0.5, "image": tmp_path / "a.png", "source": None}], 1)
     tracker.close()
+    assert list((folder.root / "wandb").rglob("samples/group*.table.json"))
+    assert list((folder.root / "wandb").rglob("*.png"))
     monkeypatch.setenv("WANDB_RUN_ID", "another")
     tracker = open_trackers(["wandb"], folder, project="retouch", recipe={}, first_step=1)
     assert wandb.run.id == "another"
@@ -127,5 +179,8 @@ def test_trackio_keeps_the_run_under_its_name(tmp_path: Path, monkeypatch: pytes
     folder = RunFolder(tmp_path / "my-run")
     tracker = open_trackers(["trackio"], folder, project="retouch", recipe={"seed": 1}, first_step=1)
     tracker.log({"reward/mean": 0.5}, 1)
+    Image.new("RGB", (4, 4), "red").save(tmp_path / "a.png")
+    tracker.log_samples("group", [{"task": "t", "reward": 0.5, "image": tmp_path / "a.png", "source": None}], 1)
     tracker.close()
+    assert list((tmp_path / "trackio").rglob("*.png"))
     assert [run.name for run in trackio.Api().runs("retouch")] == ["my-run"]

@@ -61,6 +61,8 @@ class Samples(Section):
     """Number of held-out tasks."""
     groups: Count = 4
     """Number of training groups."""
+    tables: bool = Field(default=False, exclude_if=lambda chosen: not chosen)
+    """Also send them, with texts and scores, as a table to W&B and Trackio, where ``trackers`` has one of these."""
 
 
 class Checkpoints(Section):

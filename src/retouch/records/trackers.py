@@ -28,6 +28,15 @@ class Tracker(Protocol):
         ...
 
 
+@runtime_checkable
+class SampleTables(Protocol):
+    """A tracker that also shows tables of samples."""
+
+    def log_samples(self, title: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Show a table. ``rows``: column to text, number, None, or the ``Path`` of an image; equal columns in each."""
+        ...
+
+
 class TensorBoard:
     """TensorBoard event files in the run's folder. Points at or after ``first_step``, from a killed run, are hidden."""
 
@@ -67,6 +76,12 @@ class Wandb:
     def log(self, values: Mapping[str, float | None], step: int) -> None:
         self._tracker.log(_measured(values), step=step)
 
+    def log_samples(self, title: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        import wandb
+
+        data = [[wandb.Image(str(value)) if isinstance(value, Path) else value for value in row.values()] for row in rows]
+        self._tracker.log_table(f"samples/{title}", columns=list(rows[0]), data=data, step=step)
+
     def close(self) -> None:
         self._tracker.finish()
 
@@ -86,6 +101,13 @@ class Trackio:
     def log(self, values: Mapping[str, float | None], step: int) -> None:
         self._tracker.log(_measured(values), step=step)
 
+    def log_samples(self, title: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        import pandas
+        import trackio
+
+        shown = [{name: trackio.Image(value) if isinstance(value, Path) else value for name, value in row.items()} for row in rows]
+        self._tracker.log({f"samples/{title}": trackio.Table(dataframe=pandas.DataFrame(shown))}, step=step)
+
     def close(self) -> None:
         self._tracker.finish()
 
@@ -99,6 +121,11 @@ class CompositeTracker:
     def log(self, values: Mapping[str, float | None], step: int) -> None:
         for tracker in self._trackers:
             tracker.log(values, step)
+
+    def log_samples(self, title: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        for tracker in self._trackers:
+            if isinstance(tracker, SampleTables) and rows:
+                tracker.log_samples(title, rows, step)
 
     def close(self) -> None:
         for tracker in self._trackers:

@@ -178,7 +178,10 @@ class TrainingSession:
             if self.done and self.parts.ranks.is_main:
                 for note in self.evaluations.repair(self.done):
                     log.warning("%s", note)
-            self.recorder = Recorder(self.folder, trackers, total=self.parts.steps, pictured_groups=self.recipe.samples.groups)
+            chosen = self.recipe.samples
+            self.recorder = Recorder(
+                self.folder, trackers, total=self.parts.steps, pictured_groups=chosen.groups, tables=chosen.tables
+            )
             self.watching = False
             try:
                 yield from self._train(stepper)

@@ -3,10 +3,12 @@
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from retouch.records.folder import RunFolder, SampleRecord
-from retouch.records.trackers import Tracker
+from retouch.records.folder import RunFolder, SampleRecord, SampleSet
+from retouch.records.trackers import CompositeTracker
 from retouch.training.completions import completion_texts
 from retouch.training.evaluation import EvaluationResult
 from retouch.training.loop import Collected, Metrics
@@ -16,10 +18,14 @@ log = logging.getLogger("retouch")
 
 
 class Recorder:
-    """Use it on the main rank only. ``total``: the number of steps of the run, for the remaining time."""
+    """Use it on the main rank only. ``total``: the number of steps of the run, for the remaining time. ``tables``: samples are also
+    sent to the trackers."""
 
-    def __init__(self, folder: RunFolder, tracker: Tracker, *, total: int, pictured_groups: int) -> None:
+    def __init__(
+        self, folder: RunFolder, tracker: CompositeTracker, *, total: int, pictured_groups: int, tables: bool = False
+    ) -> None:
         self.folder = folder
+        self.tables = tables
         self.tracker = tracker
         self.total = total
         self.pictured_groups = pictured_groups
@@ -60,7 +66,7 @@ class Recorder:
                         text=texts[row],
                     )
                 )
-        self.folder.write_samples(done, "group", records)
+        self._write(done, "group", records)
 
     def heldout(self, done: int, evaluated: EvaluationResult) -> None:
         """Store the first held-out images."""
@@ -75,7 +81,13 @@ class Recorder:
             )
             for row, (image, text) in enumerate(zip(evaluated.images, evaluated.texts, strict=True))
         ]
-        self.folder.write_samples(done, "heldout", records)
+        self._write(done, "heldout", records)
+
+    def _write(self, done: int, kind: SampleSet, records: Sequence[SampleRecord]) -> None:
+        self.folder.write_samples(done, kind, records)
+        if self.tables:
+            lines = [line for line in self.folder.read_samples(done) if line["set"] == kind]
+            self.tracker.log_samples(kind, [_shown(line, self.folder.samples(done)) for line in lines], done)
 
     def _line(self, done: int, phase: str, metrics: Metrics, now: float) -> str:
         assert self._began is not None
@@ -97,6 +109,13 @@ def _advantage(collected: Collected, row: int) -> float:
     """The mean advantage over the row's unmasked actions."""
     mask = collected.trajectory.mask[row].cpu()
     return collected.advantages[row][mask].mean().item() if mask.any() else 0.0
+
+
+def _shown(line: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """A stored sample as a row of a table, with the paths of its images."""
+    images = {name: None if line[name] is None else folder / line[name] for name in ("source", "image")}
+    about = {"instruction": line["instruction"], "text": line.get("text"), "reward": line["reward"], "advantage": line["advantage"]}
+    return {"task": line["task"], "slot": line["slot"], **about, **images, **line["scores"]}
 
 
 def _row(scores: Scores, row: int) -> dict[str, float]:
