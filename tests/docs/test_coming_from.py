@@ -105,4 +105,4 @@ def test_every_feature_names_the_tests_that_check_it(section: str) -> None:
         assert works == "yes" or how[0], f"{feature}: say what is done instead"
         files = re.findall(r"`([^`]+)`", checked)
         assert files, feature
-        assert [file for file in files if not (PAGE.parents[1] / "tests" / file).is_file()] == [], feature
+        assert [file for file in files if not (PAGE.parents[1] / file).is_file()] == [], feature

@@ -155,6 +155,7 @@ def test_a_tracker_that_is_not_installed_says_what_to_install(name: str, tmp_pat
 def test_wandb_continues_the_page_of_the_runs_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.delenv("WANDB_RUN_ID", raising=False)
     folder = RunFolder(tmp_path / "my-run")
     folder.create()
@@ -165,7 +166,8 @@ def test_wandb_continues_the_page_of_the_runs_name(tmp_path: Path, monkeypatch: 
     tracker.log_samples("group", [{"task": "t", "reward": 0.5, "image": tmp_path / "a.png", "source": None}], 1)
     tracker.close()
     assert list((folder.root / "wandb").rglob("samples/group*.table.json"))
-    assert list((folder.root / "wandb").rglob("*.png"))
+    written = [file.read_bytes() for file in (tmp_path / "data").rglob("*") if file.is_file()]
+    assert (tmp_path / "a.png").read_bytes() in written  # the image of the table, to be uploaded
     monkeypatch.setenv("WANDB_RUN_ID", "another")
     tracker = open_trackers(["wandb"], folder, project="retouch", recipe={}, first_step=1)
     assert wandb.run.id == "another"

@@ -87,7 +87,7 @@ def test_rewards_that_name_the_same_judge_share_its_connections(build: Any) -> N
         clients = [reward.panel.client for reward in several.rewards.values()]
         assert clients[0] is clients[1]
         assert clients[1] is not clients[2]
-        assert len(several(samples(2))) == 3 + 3 + 1
+        assert len(several(samples(2))) == 3 + 4 + 3 + 1  # VIEScore has four sub-scores
 
 
 def test_a_judge_in_this_process_is_loaded_once_and_on_the_runs_device(build: Any, tmp_path: Path) -> None:

@@ -73,6 +73,8 @@ class ReplicatedStepper:
     Weights in 16 bits have fp32 master weights, which the optimizer steps and rounds into them: most updates of a bf16 weight are
     smaller than its rounding. Their gradients are added up, reduced and clipped in fp32.
 
+    ``eight_bit``: moments are stored in 8 bits (``retouch.distributed.eight_bit``).
+
     Source: AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101); master weights (Micikevicius et al. 2018, arXiv 1710.03740).
     """
 
@@ -85,6 +87,7 @@ class ReplicatedStepper:
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         max_grad_norm: float | None = 1.0,
+        eight_bit: bool = False,
     ) -> None:
         self.module = module
         self.ranks = ranks
@@ -96,7 +99,12 @@ class ReplicatedStepper:
         }
         """What the optimizer steps: the parameters, or fp32 master weights of those in 16 bits."""
         self._nonfinite_loss = False
-        self.optimizer = torch.optim.AdamW(self.weights.values(), lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay)
+        kind: type[torch.optim.Optimizer] = torch.optim.AdamW
+        if eight_bit:
+            from retouch.distributed.eight_bit import AdamW8bit
+
+            kind = AdamW8bit
+        self.optimizer = kind(self.weights.values(), lr=0.0, betas=betas, eps=eps, weight_decay=weight_decay)  # type: ignore[call-arg]
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of ``loss``, this rank's scalar share of the global loss."""
@@ -186,6 +194,8 @@ class ReplicatedStepper:
                     self._fill(weight, tensor)
             elif key == "step":  # AdamW counts its steps on the CPU
                 self.optimizer.state[weight][key] = tensor.clone()
+            elif key.endswith(("_codes", "_scales")):  # of moments in 8 bits
+                self.optimizer.state[weight][key] = tensor.to(weight.device, copy=True)
             else:
                 moment = torch.empty_like(weight, requires_grad=False)
                 self._fill(moment, tensor)

@@ -5,6 +5,7 @@ It needs no log-probability, so any sampler may have made the images.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -28,7 +29,7 @@ class OldDecay(Section):
     schedules: rate 0 (the old policy is the current one), the default, and a slow one with flat 75, rate 0.0075 and max 0.999.
     """
 
-    flat: Annotated[int, Field(ge=0)] = Field(default=0, exclude_if=lambda steps: steps == 0)
+    flat: Annotated[int, Field(ge=0)] = Field(default=0, exclude_if=operator.not_)
     """Steps before d grows; until then the old policy is the current one."""
     rate: NonNegative = 0.001
     """Growth of d per step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -72,7 +73,7 @@ class PolicyGradient(Objective):
     """Dual clip: the loss of an action with a negative advantage A is at most dual * |A|; null sets no bound."""
     kl: Annotated[NoKl | Kl, Field(discriminator="kind")] = NoKl()
     """KL to the reference."""
-    entropy_bonus: NonNegative = Field(default=0.0, exclude_if=lambda weight: weight == 0.0)
+    entropy_bonus: NonNegative = Field(default=0.0, exclude_if=operator.not_)
     """Weight of the mean entropy of the tokens' distributions, which is subtracted from the loss so that the policy keeps exploring
     (Mnih et al. 2016, arXiv 1602.01783); for policies that write tokens."""
     ratio_norm: bool = False

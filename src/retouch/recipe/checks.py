@@ -99,6 +99,10 @@ def _trackers(recipe: "RecipeKeys") -> Iterator[str]:
 def _devices(recipe: "RecipeKeys") -> Iterator[str]:
     if recipe.sharding == "zero3":
         yield f"sharding: {ZERO3}; use zero2, or fsdp2 if the weights themselves are too large"
+    if recipe.optimizer.final_share and recipe.optimizer.schedule == "constant":
+        yield "optimizer.final_share: a constant learning rate does not fall; use schedule cosine or linear, or remove it"
+    if recipe.sharding is not None and recipe.optimizer.moments is not None:
+        yield f"optimizer.moments: 8bit is for weights that are not sharded; remove it, or sharding: {recipe.sharding}"
     devices = recipe.devices
     if devices is None:
         return

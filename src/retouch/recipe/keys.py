@@ -1,5 +1,6 @@
 """The keys of a recipe, section by section. A run depends on nothing else."""
 
+import operator
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -61,7 +62,7 @@ class Samples(Section):
     """Number of held-out tasks."""
     groups: Count = 4
     """Number of training groups."""
-    tables: bool = Field(default=False, exclude_if=lambda chosen: not chosen)
+    tables: bool = Field(default=False, exclude_if=operator.not_)
     """Also send them, with texts and scores, as a table to W&B and Trackio, where ``trackers`` has one of these."""
 
 

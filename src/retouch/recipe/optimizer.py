@@ -1,10 +1,11 @@
 """The optimizer and its learning rate over time."""
 
 import math
+import operator
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from retouch.config.section import NonNegative, Positive, Section, Share
 
@@ -23,23 +24,21 @@ class Optimizer(Section):
     """Decoupled weight decay."""
     max_grad_norm: Positive | None = 1.0
     """Gradients with a larger norm are scaled down to it; null does not clip."""
+    moments: Literal["8bit"] | None = Field(default=None, exclude_if=operator.not_)
+    """How AdamW's two moments are stored: null is fp32, 8 bytes per trained weight; ``8bit`` takes 2 (arXiv 2110.02861) and is for
+    runs without ``sharding``. The memory plan of `retouch doctor` counts fp32."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Learning rate after the warm-up; cosine and linear end at ``final_share`` of the phase's learning rate."""
-    final_share: Share = Field(default=0.0, exclude_if=lambda share: share == 0.0)
+    final_share: Share = Field(default=0.0, exclude_if=operator.not_)
     """Learning rate at the end of cosine and linear, as a share of the phase's learning rate."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the learning rate rises from 0."""
 
-    @model_validator(mode="after")
-    def _something_falls(self) -> Self:
-        if self.final_share > 0 and self.schedule == "constant":
-            raise ValueError("final_share is for the schedules cosine and linear; remove it, or choose one of them")
-        return self
-
     @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments of a stepper."""
-        return self.model_dump(include={"betas", "eps", "weight_decay", "max_grad_norm"})
+        found = self.model_dump(include={"betas", "eps", "weight_decay", "max_grad_norm"})
+        return {**found, "eight_bit": True} if self.moments else found
 
     def learning_rate(self, *, peak: float, steps: range) -> Callable[[int], float]:
         """The learning rate of each step of a phase that takes ``steps``: a linear warm-up to ``peak``, then the schedule. It is a

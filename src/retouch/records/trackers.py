@@ -102,7 +102,7 @@ class Trackio:
         self._tracker.log(_measured(values), step=step)
 
     def log_samples(self, title: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        import pandas
+        import pandas  # type: ignore[import-untyped]  # comes with datasets
         import trackio
 
         shown = [{name: trackio.Image(value) if isinstance(value, Path) else value for name, value in row.items()} for row in rows]

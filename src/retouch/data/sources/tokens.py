@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -69,7 +70,7 @@ class TokenData(DataSource):
     """The same for the validation lists."""
     trusted: bool = False
     """Also open ``.pth`` features, whose author you trust; only torch's restricted loader reads them."""
-    thought_keys: tuple[str, ...] = Field(default=(), exclude_if=lambda keys: not keys)
+    thought_keys: tuple[str, ...] = Field(default=(), exclude_if=operator.not_)
     """Of features whose chain of thought is a map: the keys to use, in this order, as lines "key: value"; empty takes all values
     without their keys."""
     held_out: HeldOut = 0.1

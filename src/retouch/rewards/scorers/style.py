@@ -36,6 +36,11 @@ class StyleReward(ModelReward):
     DINOv2's first state (DINO score; both as in DreamBooth, arXiv 2208.12242).
 
     Column ``style``, 0 to 1: max(cosine, 0).
+
+    Example::
+
+        >>> retouch.rewards.Style(path="openai/clip-vit-large-patch14", where="mask").where
+        'mask'
     """
 
     kind: Literal["style"] = "style"

@@ -31,6 +31,11 @@ class SentenceSimilarityReward(ModelReward):
     Column ``kept``, 0 to 1: max(cosine, 0) of the two embeddings, 0 where the completion has no prompt in it. It bounds how far a
     rewritten prompt may drift, for example ``clip/similarity - max(0.7 - sentence/kept, 0)`` (after Promptist, arXiv 2212.09611).
     ``truncated``, a diagnostic: 1 where one of the texts is longer than the model reads.
+
+    Example::
+
+        >>> retouch.rewards.SentenceSimilarity().path
+        'sentence-transformers/all-MiniLM-L6-v2'
     """
 
     kind: Literal["sentence_similarity"] = "sentence_similarity"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from collections.abc import Iterator
@@ -110,7 +111,7 @@ class EndpointSettings(JudgeModel):
     the bound."""
     longest_pause: Positive = 20.0
     """Largest upper bound of a pause, in seconds."""
-    wait: NonNegative = Field(default=0.0, exclude_if=lambda seconds: seconds == 0.0)
+    wait: NonNegative = Field(default=0.0, exclude_if=operator.not_)
     """Seconds to wait at the start for a server that does not answer yet, for example while it loads its model; 0 does not wait."""
     prices: Prices | None = None
     """The server's prices; null estimates no costs."""

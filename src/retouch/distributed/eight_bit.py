@@ -1,0 +1,100 @@
+"""AdamW whose two moments are stored in 8 bits, in blocks with a scale each: 2 bytes per trained weight instead of 8.
+
+Source: 8-bit Optimizers via Block-wise Quantization (Dettmers et al. 2022, arXiv 2110.02861): blocks, a dynamic map of 256 values,
+and small tensors that keep fp32.
+"""
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+BLOCK = 256
+SMALLEST = 4096
+"""Tensors with fewer elements keep their moments in fp32."""
+_EXPONENTS = 7
+
+
+@cache
+def dynamic_map(*, signed: bool) -> Tensor:
+    """The 256 values, ascending, from -1 (or 0) to 1: seven decades, with more values in the larger ones."""
+    bits = 7 if signed else 8
+    found = [0.0, 1.0]
+    for exponent in range(_EXPONENTS):
+        count = 2 ** (exponent + bits - _EXPONENTS) if signed else 2**exponent * 2
+        edges = torch.linspace(0.1, 1, count + 1, dtype=torch.float64)
+        values = (10.0 ** (exponent - _EXPONENTS + 1) * (edges[:-1] + edges[1:]) / 2).tolist()
+        found += [*values, *(-value for value in values)] if signed else values
+    return torch.tensor(sorted(found), dtype=torch.float32)
+
+
+def quantise(x: Float[Tensor, "..."], *, signed: bool) -> tuple[UInt8[Tensor, " n"], Float[Tensor, " blocks"]]:
+    """The index of the nearest value of the map for each element over the largest magnitude of its block, and these magnitudes.
+
+    ``n`` is the number of elements, rounded up to whole blocks.
+    """
+    flat = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % BLOCK)).view(-1, BLOCK)
+    scales = flat.abs().amax(dim=1)
+    values = dynamic_map(signed=signed).to(x.device)
+    scaled = flat / torch.where(scales == 0, 1.0, scales)[:, None]
+    codes = torch.bucketize(scaled, (values[:-1] + values[1:]) / 2)
+    return codes.to(torch.uint8).flatten(), scales
+
+
+def dequantise(codes: UInt8[Tensor, " n"], scales: Float[Tensor, " blocks"], like: Tensor, *, signed: bool) -> Tensor:
+    """What ``quantise`` stands for, in the shape of ``like``."""
+    values = dynamic_map(signed=signed).to(codes.device)[codes.long()].view(-1, BLOCK) * scales[:, None]
+    return values.flatten()[: like.numel()].view(like.shape)
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """AdamW with moments in 8 bits; with fp32 moments, in tensors below ``SMALLEST`` elements, it is torch's.
+
+    Source: Dettmers et al. 2022, arXiv 2110.02861; AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101).
+    """
+
+    def __init__(
+        self, parameters: Iterable[Tensor], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take one step."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    self._update(weight, weight.grad.float(), group)
+
+    def _update(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state, (beta1, beta2) = self.state[weight], group["betas"]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+                _store(state, name, torch.zeros_like(weight), signed=signed)
+        state["step"] += 1
+        taken = state["step"].item()
+        mean = _read(state, "exp_avg", weight, signed=True).lerp_(gradient, 1 - beta1)
+        square = _read(state, "exp_avg_sq", weight, signed=False).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        root = (square.sqrt() / (1 - beta2**taken) ** 0.5).add_(group["eps"])
+        weight.addcdiv_(mean, root, value=-group["lr"] / (1 - beta1**taken))
+        _store(state, "exp_avg", mean, signed=True)
+        _store(state, "exp_avg_sq", square, signed=False)
+
+
+def _store(state: dict[str, Tensor], name: str, moment: Tensor, *, signed: bool) -> None:
+    if moment.numel() < SMALLEST:
+        state[name] = moment
+    else:
+        state.pop(name, None)  # of a checkpoint with fp32 moments
+        state[f"{name}_codes"], state[f"{name}_scales"] = quantise(moment, signed=signed)
+
+
+def _read(state: dict[str, Tensor], name: str, weight: Tensor, *, signed: bool) -> Tensor:
+    if name in state:
+        return state[name]
+    return dequantise(state[f"{name}_codes"], state[f"{name}_scales"], weight, signed=signed)

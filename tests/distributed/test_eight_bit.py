@@ -1,0 +1,111 @@
+"""AdamW with moments in 8 bits: its map, its error, its steps beside torch's, and its state in a checkpoint."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from retouch.distributed.eight_bit import BLOCK, SMALLEST, AdamW8bit, dequantise, dynamic_map, quantise
+from retouch.distributed.ranks import Ranks
+from retouch.distributed.stepper import ReplicatedStepper
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_map_has_256_values_over_seven_decades(signed: bool) -> None:
+    values = dynamic_map(signed=signed)
+    assert len(values) == len(values.unique()) == 256
+    assert torch.equal(values, values.sort().values)
+    assert (values[-1], values.abs().min()) == (1.0, 0.0)
+    assert values[values > 0].min() < 1e-6
+    if signed:
+        assert torch.equal(-values[values < 0].flip(0), values[(values > 0) & (values < 1)])
+
+
+@pytest.mark.parametrize("signed", [True, False])
+@pytest.mark.parametrize("shape", [(7,), (BLOCK,), (3, 1000)])
+def test_what_is_stored_is_close(signed: bool, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, shape[-1])
+    x = x if signed else x.square()
+    codes, scales = quantise(x, signed=signed)
+    found = dequantise(codes, scales, x, signed=signed)
+    assert (codes.dtype, found.shape, len(scales)) == (torch.uint8, x.shape, -(-x.numel() // BLOCK))
+    blocks = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % BLOCK)).view(-1, BLOCK).abs().amax(1)
+    assert torch.equal(scales, blocks)
+    whole = scales.repeat_interleave(BLOCK)[: x.numel()].view(shape)
+    assert ((found - x).abs() / whole).max() < 0.02
+    exact = dequantise(*quantise(torch.zeros(shape), signed=signed), x, signed=signed)
+    assert torch.equal(exact, torch.zeros(shape))
+
+
+def trained(optimizer: str, width: int, steps: int = 60) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss and the weights of a linear regression of ``width`` columns after some steps."""
+    random = torch.Generator().manual_seed(0)
+    inputs, wanted = torch.randn(64, width, generator=random), torch.randn(width, 70, generator=random)
+    weight = nn.Parameter(torch.zeros(width, 70))
+    settings = {"lr": 0.02, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.01}
+    kind = torch.optim.AdamW if optimizer == "fp32" else AdamW8bit
+    made = kind([weight], **settings)
+    for _ in range(steps):
+        loss = (inputs @ (weight - wanted)).square().mean()
+        made.zero_grad()
+        loss.backward()
+        made.step()
+    return loss.detach(), weight.detach()
+
+
+def test_small_tensors_step_as_torchs() -> None:
+    assert SMALLEST > 50 * 70
+    (loss, weight), (known, same) = trained("8bit", 50), trained("fp32", 50)
+    torch.testing.assert_close(weight, same, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(loss, known, rtol=1e-5, atol=0)
+
+
+def test_large_tensors_learn_as_fast() -> None:
+    assert SMALLEST < 100 * 70
+    (loss, weight), (known, exact) = trained("8bit", 100), trained("fp32", 100)
+    assert loss.item() == pytest.approx(known.item(), rel=0.05)
+    assert (weight - exact).norm() / exact.norm() < 0.1
+
+
+def stepper(seed: int) -> ReplicatedStepper:
+    torch.manual_seed(seed)
+    return ReplicatedStepper(nn.Linear(100, 80, dtype=torch.bfloat16), Ranks(), eight_bit=True)
+
+
+def step(made: ReplicatedStepper, key: int) -> None:
+    inputs = torch.randn(4, 100, generator=torch.Generator().manual_seed(key)).bfloat16()
+    made.backward(made.module(inputs).float().square().mean())
+    made.step(1e-2)
+
+
+def test_a_checkpoint_continues_to_the_same_bits(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    one, other = stepper(0), stepper(1)
+    for key in range(3):
+        step(one, key)
+    state = {name: tensor.contiguous() for name, tensor in one.state().items()}
+    assert state["weight/exp_avg_codes"].dtype == torch.uint8
+    assert state["bias/exp_avg"].dtype == torch.float32
+    save_file(state, tmp_path / "state.safetensors")
+    other.module.load_state_dict(one.module.state_dict())
+    other.load(load_file(tmp_path / "state.safetensors"))
+    restore = other.snapshot()
+    step(other, 9)
+    restore()
+    other.module.load_state_dict(one.module.state_dict())
+    for made in (one, other):
+        step(made, 3)
+        step(made, 4)
+    for name, tensor in one.module.state_dict().items():
+        assert torch.equal(tensor, other.module.state_dict()[name])
+    for name, tensor in one.state().items():
+        assert torch.equal(tensor, other.state()[name]), name
+
+
+def test_moments_take_two_bytes_a_weight() -> None:
+    made = stepper(0)
+    step(made, 0)
+    moments = [tensor for name, tensor in made.state().items() if name.startswith("weight/exp_avg")]
+    assert sum(tensor.numel() * tensor.element_size() for tensor in moments) < 2.1 * 100 * 80
