@@ -1,13 +1,33 @@
-"""What first users of `retouch doctor` ran into: environment variables one at a time, and advice for a file that is missing."""
+"""What first users of `retouch doctor` ran into: missing variables, weights and files, advice that does not fit, time and cost."""
 
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
 from retouch import cli
 from retouch.config.packaged import available
 from retouch.doctor.checks import check_data
-from retouch.recipe.recipe import load
+from retouch.doctor.doctor import next_steps
+from retouch.doctor.estimate import cost_of, time_of
+from retouch.doctor.exports import future_weights
+from retouch.doctor.findings import failed
+from retouch.doctor.fitting import smallest_fit
+from retouch.doctor.reward import check_scoring
+from retouch.recipe.judge_calls import Calls
+from retouch.recipe.recipe import Recipe, load
+from retouch.records.folder import RunFolder
+from retouch.rehearsal.machines import Machine, find_machine
+from retouch.rehearsal.meter import Meter, Stage, Work
+from retouch.rehearsal.report import hours
+from retouch.rehearsal.step import Rehearsed, RehearsedPhase
 
 VARIABLES = ("APP__DATA_DIR", "APP__BASE_EXP_DIR", "APP__REWARD_FUNCTION_API_BASE", "APP__RUN_NAME")
 
@@ -33,3 +53,141 @@ def test_fault_11_a_missing_prompt_list_is_a_file_and_not_a_folder(tmp_path: Pat
     ((finding, _),) = check_data(load("qwen-image-edit/flow-grpo", ["data.kind=folder", "data.path=photos"]))
     assert finding.fix == "--set data.path=DIR"
     assert any("emu3" in name for name in available())
+
+
+def doctor(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    assert cli.main(["doctor", *words]) == 1
+    return capsys.readouterr().out.splitlines()
+
+
+def test_fault_11_rl_from_an_export_that_does_not_exist_has_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    start = f"{os.environ['APP__BASE_EXP_DIR']}/sft_s"
+    lines = doctor(capsys, "emu3/sft_s__rl_s", "--device", "h200")
+    assert any(line.startswith("ok      memory        policy, renderer need ") for line in lines)
+    assert any("writer, trained weights" in line for line in lines)
+    (missing,) = (line for line in lines if line.startswith("FAILED  weights "))
+    assert f"{start}/exported/writer does not exist yet: there is no run {start}. " in missing
+    assert missing.endswith("Memory is planned for a model of its size, BAAI/Emu3-Stage1")
+    assert "next: retouch launch --nproc 8 emu3/sft_s  (weights)" in lines
+
+
+def test_fault_11_the_run_that_will_be_exported_says_its_size(tmp_path: Path) -> None:
+    made = tmp_path / "runs" / "mine"
+    RunFolder(made).write_recipe({"policy": {"model": {"path": "Qwen/Qwen2.5-VL-3B-Instruct"}}})
+    path = made / "somewhere" / "writer"
+    found = future_weights(str(path))
+    assert found.base == "Qwen/Qwen2.5-VL-3B-Instruct"
+    assert found.fix == f"retouch export {made} --to {made}/exported"
+    recipe = load("sd3/prompt-enhancer", [f"policy.model.path={path}"])
+    planned = found.planned(recipe)
+    assert planned is not None
+    assert planned.policy.model.source == found.base
+
+
+@pytest.mark.parametrize(
+    ("path", "base", "fix"),
+    [
+        ("a/b/c", None, "--base MODEL"),
+        ("a/b/c", "Qwen/Qwen2-VL-7B-Instruct", "train the model that this recipe starts from"),
+        ("a/nobody-knows/exported/writer", None, "train and export that run, or give --base MODEL for its size"),
+    ],
+)
+def test_fault_11_weights_that_nothing_is_known_of(path: str, base: str | None, fix: str) -> None:
+    found = future_weights(path, base=base)
+    assert (found.base, found.fix) == (base, fix)
+    assert ("planned" in found.text) == (base is not None)
+
+
+def test_fault_11_a_base_is_planned_in_place_of_weights_to_come(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sd3/prompt-enhancer", "--device", "h100", "--set", "policy.model.path=some/where/else"]
+    assert "next: retouch doctor sd3/prompt-enhancer --set policy.model.path=some/where/else --base MODEL" in doctor(capsys, *words)
+    lines = doctor(capsys, *words, "--base", "Qwen/Qwen2-VL-7B-Instruct")
+    assert any(line.startswith("ok      memory        policy needs ") for line in lines)
+
+
+def test_fault_11_the_doctor_ends_with_the_smallest_change_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sd3/prompt-enhancer", "--device", "a100-40gb", "--set", "microbatch=64"]
+    last = doctor(capsys, *words)[-1]
+    changes = ["--set", "policy.gradient_checkpointing=true"]
+    assert last == shlex.join(["next:", "retouch", "doctor", "sd3/prompt-enhancer", "--set", "microbatch=64", *changes])
+    assert not any(line.startswith("FAILED  memory") for line in doctor(capsys, *words, *changes))
+
+
+@pytest.mark.parametrize(
+    ("fits", "changes"),
+    [
+        (lambda recipe: recipe.microbatch <= 2, ("microbatch=2",)),
+        (lambda recipe: recipe.rollout.chunk <= 4 and recipe.eval.batch <= 16, ("rollout.chunk=4", "eval.batch=16")),
+        (lambda recipe: recipe.sharding == "fsdp2" and recipe.microbatch == 1, ("microbatch=1", "sharding=fsdp2")),
+        (lambda recipe: False, None),
+    ],
+)
+def test_fault_11_changes_are_few_and_mild(fits: Callable[[Recipe], bool], changes: tuple[str, ...] | None) -> None:
+    recipe = load("sd3/ocr-grpo", ["rollout.chunk=8", "eval.batch=32", "microbatch=9"])
+    found = smallest_fit(recipe, fits)
+    assert (None if found is None else set(found)) == (None if changes is None else set(changes))
+
+
+def test_fault_11_every_failure_has_its_own_next_step() -> None:
+    failures = [
+        failed("sharding", "DeepSpeed is not installed", fix="pip install 'retouch[deepspeed]'"),
+        failed("data", "photos: no such folder", fix="--set data.path=DIR"),
+        failed("memory", "104 GB of 85 GB", fix="--set microbatch=1"),
+    ]
+    assert list(next_steps(failures, ["my recipe.jsonnet"])) == [
+        "pip install 'retouch[deepspeed]'  (sharding)",
+        "retouch doctor 'my recipe.jsonnet' --set data.path=DIR --set microbatch=1",
+    ]
+    assert list(next_steps(failures[:1], [])) == ["pip install 'retouch[deepspeed]'"]
+
+
+def test_fault_11_missing_weights_of_a_reward_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    finding = check_scoring(load("flux-kontext/photos"), None)
+    assert (finding.status, finding.fix) == ("FAILED", "hf download yuvalkirstain/PickScore_v1")
+
+
+def rehearsed(machine: Machine) -> Rehearsed:
+    """A rehearsal in which a step takes 36 s and an evaluation 60 s."""
+    meter = Meter(machine)
+    for name, spent in (("rollout", 20.0), ("update", 16.0), ("evaluation", 60.0)):
+        meter.stages[name] = Stage(Work(seconds=Counter({"matmul": spent})))
+    phase = RehearsedPhase(name="rl", steps=1000, rows=8, preflight="preflight", stages=("rollout", "update"))
+    return Rehearsed(meter=meter, world=8, phases=(phase,), evaluations=3, checkpoint=1, velocities=0)
+
+
+def test_fault_11_time_and_cost_are_estimated() -> None:
+    machine = find_machine("h100")
+    found = rehearsed(machine)
+    spent = time_of(found, machine)
+    assert spent.text.startswith("a step takes 36.00 s, and there are 1000; the run takes 10.1 h with 3 evaluations, on 8 x h100 (")
+    calls = [Calls("reward", "m", 10, 2, 100, 10, dollars) for dollars in (12.5, 7.5, None)]
+    cost = cost_of(hours(found, machine), gpus=8, price=2.5, calls=calls)
+    assert cost.text.splitlines() == [
+        "80.4 GPU hours: 10.1 h x 8 GPUs x $2.50 = $201.00",
+        "judges: $20.00",
+        "without a price in the recipe, and not counted: the calls of reward",
+        "together: $221.00",
+    ]
+    assert cost_of(2.0, gpus=1, price=None, calls=[]).text == "2.0 GPU hours; --price-per-hour DOLLARS gives their price"
+
+
+@pytest.mark.parametrize(
+    "words", [["--price-per-hour", "-1", "quickstart"], ["--estimate"], ["--price-per-hour", "nan", "quickstart"]]
+)
+def test_fault_11_an_estimate_of_nothing_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", *words]) == 2
+    assert "--price-per-hour" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_fault_11_the_estimate_of_a_recipe_is_printed(tmp_path: Path) -> None:
+    profile = tmp_path / "mine.json"
+    profile.write_text('{"name": "h200", "half": 7e14}')
+    words = ["doctor", "sd3/ocr-grpo", "--device", str(profile), "--price-per-hour", "3"]
+    # A fake accelerator stays in its process.
+    done = subprocess.run([sys.executable, "-m", "retouch", *words], capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 1, done.stderr  # its list of prompts is missing
+    assert re.search(r"\nnote    time          a step takes [\d.]+ s, and there are 1000; the run takes [\d.]+ h ", done.stdout)
+    assert "(measured, mine.json)" in done.stdout
+    assert re.search(r"\nnote    cost          [\d,.]+ GPU hours: [\d.]+ h x 32 GPUs x \$3\.00 = \$[\d,.]+\n", done.stdout)

@@ -8,6 +8,7 @@ import torch
 
 from retouch.distributed.ranks import init_distributed
 from retouch.doctor.findings import Finding, failed, gigabytes, note, ok
+from retouch.rehearsal.machines import find_machine
 
 _GIB = 2**30
 
@@ -24,6 +25,8 @@ GPUS = {
 }
 """Names of GPUs that ``--device`` accepts, and their memory in bytes."""
 DEFAULT_GPU = "h100"
+PROFILE = ".json"
+"""The ending of a file with the measured rates of a GPU (``retouch.rehearsal.machines``)."""
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 
 
@@ -37,16 +40,19 @@ class PlannedDevice:
 
 
 def require_known(name: str) -> None:
-    """Raise ValueError unless ``name`` is a device in torch's notation or a known GPU."""
-    if name not in GPUS and not _DEVICE.fullmatch(name):
+    """Raise ValueError unless ``name`` is a device in torch's notation, a known GPU, or the file of a GPU's measured profile."""
+    if name.endswith(PROFILE):
+        find_machine(name)
+    elif name not in GPUS and not _DEVICE.fullmatch(name):
         raise ValueError(
-            f"--device {name}: use auto, cpu, mps, cuda or cuda:N for a device of this machine, or one of {', '.join(GPUS)}"
+            f"--device {name}: use auto, cpu, mps, cuda or cuda:N for a device of this machine, one of {', '.join(GPUS)}, or the "
+            "JSON file of a measured profile"
         )
 
 
 def local_name(name: str) -> str:
     """The device of this machine to use: ``name`` itself, or ``auto`` for the name of a GPU to plan for."""
-    return "auto" if name in GPUS else name
+    return "auto" if name in GPUS or name.endswith(PROFILE) else name
 
 
 def check_device(name: str, *, device: torch.device | None, weights_here: bool) -> tuple[PlannedDevice | None, Finding]:
@@ -54,6 +60,10 @@ def check_device(name: str, *, device: torch.device | None, weights_here: bool) 
 
     Without CUDA and without the weights on this machine, ``auto`` means a common GPU, because the run will not take place here.
     """
+    if name.endswith(PROFILE):
+        machine = find_machine(name)
+        text = f"{machine.name}, {gigabytes(machine.memory)} of memory (planned only; rates: {machine.measured})"
+        return PlannedDevice(machine.name, machine.memory, None), ok("device", text)
     if name in GPUS:
         return PlannedDevice(name, GPUS[name], None), ok("device", f"{name}, {gigabytes(GPUS[name])} of memory (planned only)")
     if name == "auto" and not weights_here and not torch.cuda.is_available():

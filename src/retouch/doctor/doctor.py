@@ -7,13 +7,14 @@ prints the result.
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from retouch.data.base import DataSets
 from retouch.distributed.ranks import Ranks
 from retouch.doctor.checks import (
     check_batch,
@@ -25,31 +26,48 @@ from retouch.doctor.checks import (
     check_sharding_settings,
     check_trackers,
 )
-from retouch.doctor.device import check_device, local_name, require_known
+from retouch.doctor.device import DEFAULT_GPU, GPUS, PROFILE, PlannedDevice, check_device, local_name, require_known
+from retouch.doctor.exports import future_weights
 from retouch.doctor.findings import Finding, failed, note, ok
+from retouch.doctor.fitting import smallest_fit
 from retouch.doctor.install import check_install, check_playground
 from retouch.doctor.memory import check_memory
 from retouch.doctor.ranks import RankGroup, check_rank_group, join_ranks, rank_list
-from retouch.doctor.reward import check_reward
+from retouch.doctor.reward import calls_of, check_reward
 from retouch.doctor.trial import check_trial
 from retouch.doctor.writer_memory import check_writer_memory
 from retouch.playground.models import playground_weights
 from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe
 from retouch.records.libraries import silence_libraries
+from retouch.rehearsal.machines import find_machine
 
 _QUICKSTART = ("recipes/quickstart.jsonnet",)
 
 
-def run_checks(recipe: Recipe | None, *, distributed: bool, device: str | None, arguments: Sequence[str] = ()) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What the user wants to know of a recipe, besides whether it is ready.
+
+    ``device``: a device of this machine, or the name of a GPU ("h200") or a measured profile of one, to plan for instead of the
+    recipe's. ``base``: folder or Hugging Face id of a model with the size of weights that do not exist yet. ``estimate``: time and
+    cost, on GPUs that cost ``price`` dollars an hour.
+    """
+
+    device: str | None = None
+    base: str | None = None
+    estimate: bool = False
+    price: float | None = None
+
+
+def run_checks(recipe: Recipe | None, *, distributed: bool, wishes: Wishes, arguments: Sequence[str] = ()) -> int:
     """Check the installation, and the recipe if there is one; print the findings. Returns the exit code: 0 if ready, else 1.
 
-    ``distributed``: also check communication between the ranks; under a launcher this is always done. ``device``: a device of this
-    machine, or the name of a GPU ("h200") to plan for, instead of the recipe's. ``arguments``: the recipe as the user typed it,
-    file and overrides, for the suggested next command. Raises ValueError for an unknown device.
+    ``distributed``: also check communication between the ranks; under a launcher this is always done. ``arguments``: the recipe as
+    the user typed it, file and overrides, for the suggested next command. Raises ValueError for an unknown device.
     """
     silence_libraries()
-    device_name = device or ("auto" if recipe is None else recipe.device)
+    device_name = wishes.device or ("auto" if recipe is None else recipe.device)
     require_known(device_name)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     launched = distributed or world > 1
@@ -62,7 +80,7 @@ def run_checks(recipe: Recipe | None, *, distributed: bool, device: str | None, 
     if launched:
         report.add(check_rank_group(group, recipe))
     if not group.gather_failures(report.found):
-        _check_rank(report, group, recipe, device_name)
+        _check_rank(report, group, recipe, device_name, wishes)
     return report.finish(group.gather_failures(report.found), recipe)
 
 
@@ -99,10 +117,9 @@ class _Report:
             if finding not in self.found:
                 self._print(str(failed(finding.subject, f"{rank_list(ranks)}: {finding.text}", fix=finding.fix)))
         if failures:
-            fix = next(iter(failures)).fix
             self._print(f"\nnot ready: {', '.join(dict.fromkeys(finding.subject for finding in failures))}")
-            again = shlex.join(["retouch", "doctor", *self.arguments])
-            self._print(f"next: {again} {fix}" if fix.startswith("--") else f"next: {fix}")
+            for step in next_steps(failures, self.arguments):
+                self._print(f"next: {step}")
             return 1
         self._print("\nready")
         self._print(f"next: {shlex.join(self._train_command(recipe))}")
@@ -120,22 +137,55 @@ class _Report:
             sys.stdout.flush()
 
 
-def _check_rank(report: _Report, group: RankGroup, recipe: Recipe | None, device_name: str) -> None:
-    """The checks of this rank, and then, if nothing failed on any rank, the trial step on all ranks."""
+def next_steps(failures: Iterable[Finding], arguments: Sequence[str]) -> Iterator[str]:
+    """What to do: the commands for the failures, and last this command with all options that they need."""
+    failures = list(failures)
+    options = dict.fromkeys(failure.fix for failure in failures if failure.fix.startswith("--"))
+    for fix in dict.fromkeys(failure.fix for failure in failures if failure.fix not in options):
+        subjects = dict.fromkeys(failure.subject for failure in failures if failure.fix == fix)
+        yield f"{fix}  ({', '.join(subjects)})" if len(failures) > 1 else fix
+    if options:
+        yield " ".join([shlex.join(["retouch", "doctor", *arguments]), *options])
+
+
+def _check_rank(report: _Report, group: RankGroup, recipe: Recipe | None, device_name: str, wishes: Wishes) -> None:
+    """The checks of this rank; then, if nothing failed on any rank, the trial step on all ranks; last, time and cost."""
     report.add(check_install())
     if recipe is None:
         report.add([check_playground(playground_weights())])
         return
-    device = _check_recipe(report, group, recipe, device_name)
+    checked = _check_recipe(report, group, recipe, device_name, wishes)
+    device = checked.device
     devices = group.gather_texts("" if device is None else str(device))
-    if group.gather_failures(report.found) or "" in devices:
-        return
-    assert device is not None
-    report.add(check_trial(recipe, Ranks(rank=group.ranks.rank, world=group.ranks.world, device=device)))
+    if not group.gather_failures(report.found) and "" not in devices:
+        assert device is not None
+        report.add(check_trial(recipe, Ranks(rank=group.ranks.rank, world=group.ranks.world, device=device)))
+    if wishes.estimate and report.is_main:
+        from retouch.doctor.estimate import check_estimate
+
+        world = report.world or recipe.ranks or 1
+        calls = calls_of(recipe, checked.sets)
+        fitting = not any(finding.status == "FAILED" and finding.subject == "memory" for finding in report.found)
+        machine = find_machine(checked.gpu)
+        report.add(check_estimate(checked.recipe, machine, world=world, price=wishes.price, calls=calls, planned_to_fit=fitting))
 
 
-def _check_recipe(report: _Report, group: RankGroup, recipe: Recipe, device_name: str) -> torch.device | None:
-    """The checks that load no weights. Returns the device for the trial step; None if weights or device are missing."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Checked:
+    """What the checks found that load no weights.
+
+    ``recipe``: as memory is planned. ``sets``: None if the data cannot be read here. ``device``: for the trial step; None if
+    weights or device are missing. ``gpu``: to estimate time for.
+    """
+
+    recipe: Recipe
+    sets: DataSets | None
+    device: torch.device | None
+    gpu: str
+
+
+def _check_recipe(report: _Report, group: RankGroup, recipe: Recipe, device_name: str, wishes: Wishes) -> _Checked:
+    """The checks that load no weights."""
     world = report.world or recipe.ranks or 1
     report.add(check_batch(recipe, world=world))
     report.add(check_sharding_settings(recipe, world=world))
@@ -146,31 +196,68 @@ def _check_recipe(report: _Report, group: RankGroup, recipe: Recipe, device_name
         sets = sets or data
     report.add(check_reward(recipe, sets))
     report.add(check_engines(recipe))
-    try:
-        folder, weights_here = _weights(recipe)
-    except ValueError as error:
-        report.add([failed("weights", str(error), fix="--set policy.model.path=FOLDER")])
-        return None
+    planned, missing = _planned(recipe, wishes.base)
+    gpu = device_name if device_name in GPUS or device_name.endswith(PROFILE) else DEFAULT_GPU
+    if planned is None:
+        report.add(missing)
+        return _Checked(recipe=recipe, sets=sets, device=None, gpu=gpu)
+    folder, weights_here = _weights(planned)
     joined = None if report.world is None else group.ranks.device
-    target, finding = check_device(device_name, device=joined, weights_here=weights_here)
+    target, finding = check_device(device_name, device=joined, weights_here=weights_here and not missing)
     report.add([finding])
-    if isinstance(recipe.policy, DenoisingPolicyKeys):
-        finding, checkpoint = check_memory(recipe, folder, target)
-        findings = [finding]
-    else:
-        findings, checkpoint = check_writer_memory(recipe, folder, target)
+    findings, checkpoint = _memory(planned, folder, target)
     report.add(findings)
     if checkpoint is not None:
         report.add([check_disk(recipe, checkpoint)])
-    report.add([_weights_finding(recipe, folder, weights_here)])
-    return target.device if weights_here and target is not None else None
+    report.add(missing or [_weights_finding(recipe, folder, weights_here)])
+    trial = weights_here and not missing and target is not None
+    return _Checked(recipe=planned, sets=sets, device=target.device if trial and target is not None else None, gpu=gpu)
+
+
+def _planned(recipe: Recipe, base: str | None) -> tuple[Recipe | None, list[Finding]]:
+    """The recipe whose memory is planned, and a failure for weights that do not exist yet: then a model of their size is planned,
+    or nothing (None) if none is known."""
+    path = getattr(recipe.policy.model, "path", None)
+    try:
+        _, here = _weights(recipe)
+    except ValueError as error:
+        if not isinstance(path, str) or path not in str(error):
+            return None, [failed("weights", str(error), fix="--set policy.model.path=FOLDER")]
+    else:
+        if here or base is None or not isinstance(path, str):
+            return recipe, []
+    future = future_weights(path, base=base)
+    return future.planned(recipe), [failed("weights", future.text, fix=future.fix)]
+
+
+def _memory(recipe: Recipe, folder: Path | None, target: PlannedDevice | None) -> tuple[list[Finding], int | None]:
+    """The memory plan of each device, and the bytes of a checkpoint. A plan that does not fit has the changes that make it fit."""
+
+    def plans(changed: Recipe) -> tuple[list[Finding], int | None]:
+        if isinstance(changed.policy, DenoisingPolicyKeys):
+            finding, checkpoint = check_memory(changed, folder, target)
+            return [finding], checkpoint
+        return check_writer_memory(changed, folder, target)
+
+    def fits(changed: Recipe) -> bool:
+        return not any(finding.status == "FAILED" for finding in plans(changed)[0])
+
+    findings, checkpoint = plans(recipe)
+    if checkpoint is None or fits(recipe):
+        return findings, checkpoint
+    changes = smallest_fit(recipe, fits)
+    if changes is not None:
+        fix = " ".join(f"--set {each}" for each in changes)
+        findings = [replace(each, fix=fix) if each.status == "FAILED" else each for each in findings]
+    return findings, checkpoint
 
 
 def _weights(recipe: Recipe) -> tuple[Path | None, bool]:
     """The folder of the image model's weights if it has one, and whether all weights are local. Raises ValueError for a wrong
     path."""
     folder, here = recipe.image_model.find_weights()
-    return folder, here and recipe.policy.model.find_weights()[1]
+    _, policy_here = recipe.policy.model.find_weights()
+    return folder, here and policy_here
 
 
 def _weights_finding(recipe: Recipe, folder: Path | None, weights_here: bool) -> Finding:

@@ -1,6 +1,7 @@
 """Checks of the recipe's reward: API keys of judges, number and cost of their calls, and the score of one image."""
 
 import os
+import re
 from collections.abc import Iterator
 
 import torch
@@ -10,7 +11,7 @@ from retouch.config import keys
 from retouch.data.base import DataSets
 from retouch.data.sampler import examples
 from retouch.doctor.findings import Finding, failed, note, ok
-from retouch.recipe.judge_calls import judge_calls
+from retouch.recipe.judge_calls import Calls, judge_calls
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.reward_checks import rewards_of
 from retouch.recipe.watch import Watch
@@ -56,13 +57,17 @@ def check_key_addresses(recipe: Recipe) -> Iterator[Finding]:
 
 def check_calls(recipe: Recipe, sets: DataSets | None) -> Iterator[Finding]:
     """The number and cost of the calls to each judge, if the length of the run is known."""
+    for calls in calls_of(recipe, sets):
+        yield note("judge calls", str(calls))
+
+
+def calls_of(recipe: Recipe, sets: DataSets | None) -> list[Calls]:
+    """The calls to each judge; none if the length of the run is not known without its data."""
     phases = recipe.resolved_phases()
     if any(phase.steps is None for phase in phases) and sets is None:
-        return
+        return []
     steps = [phase.steps or phase.total_steps(len(examples(sets.train)) if sets else 0) for phase in phases]
-    heldout = recipe.eval.tasks if sets is None else len(sets.heldout)
-    for calls in judge_calls(recipe, steps=steps, heldout=heldout):
-        yield note("judge calls", str(calls))
+    return judge_calls(recipe, steps=steps, heldout=recipe.eval.tasks if sets is None else len(sets.heldout))
 
 
 def check_scoring(recipe: Recipe, sets: DataSets | None) -> Finding:
@@ -81,7 +86,8 @@ def check_scoring(recipe: Recipe, sets: DataSets | None) -> Finding:
         finally:
             judge.close()
     except ValueError as error:
-        return failed("reward", str(error), fix=fix)
+        download = re.search("`(hf download [^`]+)`", str(error))
+        return failed("reward", str(error), fix=download[1] if download else fix)
     if value != value:
         problem = f"could not score an image of {task.id}: {', '.join(missing)} missing"
         return failed("reward", f"{recipe.reward.name} {problem}", fix=fix)

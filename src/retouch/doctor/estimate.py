@@ -1,0 +1,82 @@
+"""Time and cost of a run: hours on a kind of GPU, from a rehearsal of its step at full size, their price, and paid judge calls."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+
+from retouch.distributed.placement import gpus_per_rank
+from retouch.doctor.findings import Finding, failed, gigabytes, note
+from retouch.recipe.devices import Devices
+from retouch.recipe.judge_calls import Calls
+from retouch.recipe.recipe import Recipe
+from retouch.rehearsal.command import ERRORS, smallest_changes
+from retouch.rehearsal.machines import Machine
+from retouch.rehearsal.report import error_line, fits, hours, peak, seconds
+from retouch.rehearsal.step import Rehearsed, rehearse
+
+
+def check_estimate(
+    recipe: Recipe, machine: Machine, *, world: int, price: float | None, calls: Sequence[Calls], planned_to_fit: bool
+) -> Iterator[Finding]:
+    """Rehearse the recipe's step as one of ``world`` ranks on ``machine``; time and cost of the run, and whether it fits.
+
+    Takes half a minute to some minutes of CPU time, and leaves a fake device in this process. ``price``: dollars per hour of one
+    GPU. ``calls``: those of all judges. ``planned_to_fit``: whether the memory plan has found that the recipe fits; if it has not,
+    no changes are searched for again.
+    """
+    warnings.filterwarnings("ignore")
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    try:
+        found = rehearse(recipe, machine, world=world)
+    except ERRORS as error:
+        yield note("time", f"not estimated, because the step cannot be rehearsed: {error_line(error)}")
+        return
+    if planned_to_fit and not fits(found, machine):
+        changes = smallest_changes(recipe, machine, found, world=world)
+        needed = f"the rehearsed step needs {gigabytes(peak(found))} of the {gigabytes(machine.memory)} of {machine.name}"
+        fix = "use a GPU with more memory, or more ranks" if changes is None else " ".join(f"--set {each}" for each in changes[0])
+        yield failed("memory", f"{needed}, of which a tenth should stay free", fix=fix)
+    yield time_of(found, machine)
+    gpus = found.world * gpus_per_rank(recipe.devices or Devices())
+    yield cost_of(hours(found, machine), gpus=gpus, price=price, calls=calls)
+
+
+def time_of(found: Rehearsed, machine: Machine) -> Finding:
+    """Modelled time of a step of each phase, and of the run."""
+    stages = found.meter.stages
+    each = []
+    for phase in found.phases:
+        of_phase = f" of phase {phase.name}" if len(found.phases) > 1 else ""
+        spent = sum(seconds(stages[name].work, machine) for name in phase.stages)
+        each.append(f"a step{of_phase} takes {_time(spent / 3600)}, and there are {phase.steps}")
+    ranks = f"{found.world} x {machine.name}" if found.world > 1 else machine.name
+    total = f"the run takes {_time(hours(found, machine))} with {found.evaluations} evaluations"
+    return note("time", f"{'; '.join(each)}; {total}, on {ranks} ({machine.measured}). The time of rewards is not included")
+
+
+def cost_of(run_hours: float, *, gpus: int, price: float | None, calls: Sequence[Calls]) -> Finding:
+    """GPU hours, their price, and the price of the calls of judges. ``price``: dollars per hour of one GPU."""
+    devices = "GPU" if gpus == 1 else "GPUs"
+    priced = [each.dollars for each in calls if each.dollars is not None]
+    lines = [f"{run_hours * gpus:,.1f} GPU hours"]
+    if price is None:
+        lines[0] += "; --price-per-hour DOLLARS gives their price"
+    else:
+        lines[0] += f": {run_hours:,.1f} h x {gpus} {devices} x ${price:,.2f} = ${run_hours * gpus * price:,.2f}"
+    if priced:
+        lines.append(f"judges: ${sum(priced):,.2f}")
+    if unpriced := [each.path for each in calls if each.dollars is None]:
+        lines.append(f"without a price in the recipe, and not counted: the calls of {', '.join(unpriced)}")
+    if price is not None and priced:
+        lines.append(f"together: ${run_hours * gpus * price + sum(priced):,.2f}")
+    return note("cost", "\n".join(lines))
+
+
+def _time(hours_: float) -> str:
+    """A duration in hours, in the unit that fits it."""
+    for size, unit in ((1.0, "h"), (1 / 60, "min")):
+        if hours_ >= size:
+            return f"{hours_ / size:.1f} {unit}"
+    return f"{hours_ * 3600:.2f} s"

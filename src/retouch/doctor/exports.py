@@ -1,0 +1,82 @@
+"""Weights that do not exist yet, because the run that will make them has not been exported: which run it is, and the base whose
+size its export will have."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from retouch.config.packaged import available, short_name
+from retouch.recipe.recipe import Recipe, load, parse
+from retouch.records.folder import RunFolder
+
+EXPORT = "exported"
+"""The folder that ``retouch export RUN --to RUN/exported`` writes, as the recipes name it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FutureWeights:
+    """Weights that a recipe names and that do not exist yet.
+
+    ``base``: folder or Hugging Face id of a model of the same size; None if it is not known. ``text``: what is missing. ``fix``:
+    the command that makes them, or an option of ``retouch doctor``.
+    """
+
+    base: str | None
+    text: str
+    fix: str
+
+    def planned(self, recipe: Recipe) -> Recipe | None:
+        """The recipe with the base in place of the weights; None if no base is known."""
+        return None if self.base is None else parse(recipe.document(), [f"policy.model.path={self.base}"])
+
+
+def future_weights(path: str, *, base: str | None = None) -> FutureWeights:
+    """What is known of the weights of ``policy.model.path``, which do not exist yet.
+
+    The base is ``base`` if it is given; else that of the run in whose folder they will be; else, where ``path`` has the form
+    RUN/exported, that of the packaged recipe with the name of the run.
+    """
+    run = _run(Path(path))
+    if run is None:
+        reason, start, fix = "", None, "--base MODEL" if base is None else "train the model that this recipe starts from"
+    elif RunFolder(run).recipe.exists():
+        reason, start = f": the run {run} has not been exported", _start(RunFolder(run).read_recipe()["recipe"])
+        fix = shlex.join(["retouch", "export", str(run), "--to", str(run / EXPORT)])
+    else:
+        reason, start, fix = f": there is no run {run}", None, "train and export that run, or give --base MODEL for its size"
+        if (made := _maker(run.name)) is not None:
+            name, recipe = made
+            start, ranks = _start(recipe.document()), recipe.ranks or 1
+            fix = shlex.join(["retouch", "launch", "--nproc", str(ranks), name] if ranks > 1 else ["retouch", "train", name])
+    found = base or start
+    planned = "" if found is None else f". Memory is planned for a model of its size, {found}"
+    return FutureWeights(found, f"{path} does not exist yet{reason}{planned}", fix)
+
+
+def _run(path: Path) -> Path | None:
+    """The folder of the run that will be exported to ``path``."""
+    for folder in path.parents:
+        if RunFolder(folder).recipe.exists():
+            return folder
+    places = [place for place in (path, *path.parents) if place.name == EXPORT]
+    return places[0].parent if places else None
+
+
+def _maker(run: str) -> tuple[str, Recipe] | None:
+    """The packaged recipe of this name, with its short name; None if there is none, or if it cannot be read."""
+    for name in map(short_name, available()):
+        if name.rpartition("/")[2] == run:
+            try:
+                return name, load(name)
+            except ValueError:  # an environment variable that it reads is not set
+                return None
+    return None
+
+
+def _start(document: Any) -> str | None:
+    """Folder or Hugging Face id of the model that a recipe starts from. It is not parsed, because it may name classes."""
+    path = document["policy"]["model"].get("path")
+    return path if isinstance(path, str) else None

@@ -1,0 +1,73 @@
+"""The smallest change of a recipe with which it fits into memory, among changes that cost only time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from retouch.recipe.recipe import Recipe, parse
+
+Settings = Mapping[str, tuple[str, ...]]
+"""Key of the recipe to the values to try, each of which needs less memory than the one before."""
+
+
+def smallest_fit(recipe: Recipe, fits: Callable[[Recipe], bool]) -> tuple[str, ...] | None:
+    """The fewest ``--set`` changes with which ``fits`` holds, each as mild as possible; None if none do.
+
+    A single change is preferred to several. They change memory and time only, apart from rounding.
+    """
+
+    def fit(changes: Iterable[str]) -> bool:
+        try:
+            return fits(parse(recipe.document(), tuple(changes)))
+        except ValueError:  # a combination that the recipe's checks refuse
+            return False
+
+    settings = _settings(recipe)
+    for key, values in settings.items():
+        for value in values:
+            if fit([f"{key}={value}"]):
+                return (f"{key}={value}",)
+    chosen = {key: values[-1] for key, values in settings.items()}
+    if not fit(_written(chosen)):
+        return None
+    for key in reversed(list(settings)):
+        without = {other: value for other, value in chosen.items() if other != key}
+        if fit(_written(without)):
+            chosen = without
+    for key in chosen:
+        milder = next(value for value in settings[key] if value == chosen[key] or fit(_written({**chosen, key: value})))
+        chosen[key] = milder
+    return tuple(_written(chosen))
+
+
+def _written(chosen: Mapping[str, str]) -> Iterator[str]:
+    return (f"{key}={value}" for key, value in chosen.items())
+
+
+def _settings(recipe: Recipe) -> Settings:
+    """What can be lowered, the cheapest first: fewer rows at once, recomputed activations, weights in CPU memory, sharding."""
+    document = recipe.document()
+    found: dict[str, tuple[str, ...]] = {}
+    for key in ("rollout.chunk", "eval.batch", "renderer.batch", "renderer.encoder_batch"):
+        found[key] = _halved(_value(document, key))
+    found["policy.gradient_checkpointing"] = () if recipe.policy.gradient_checkpointing else ("true",)
+    found["microbatch"] = _halved(recipe.microbatch)
+    if recipe.renderer is not None and not (recipe.devices is not None and recipe.devices.offload):
+        found["devices.offload"] = ("true",)
+    if (recipe.ranks or 1) > 1 and recipe.sharding != "fsdp2":
+        found["sharding"] = ("fsdp2",)
+    return {key: values for key, values in found.items() if values}
+
+
+def _halved(value: object) -> tuple[str, ...]:
+    """Half of a number, a quarter, and so on to 1."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return ()
+    return tuple(str(value >> shift) for shift in range(1, value.bit_length()))
+
+
+def _value(document: object, key: str) -> object:
+    """The value of a key in the recipe's document; None if it has none."""
+    for part in key.split("."):
+        document = document.get(part) if isinstance(document, dict) else None
+    return document
