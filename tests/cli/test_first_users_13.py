@@ -95,6 +95,18 @@ def test_fault_13_launch_does_not_train_on_the_cpu_when_gpus_are_named(tmp_path:
         launch(1, [1, 2], ["recipes"], logs=tmp_path)
 
 
+@pytest.mark.parametrize("engine", ["own", "ray"])
+def test_fault_13_serve_does_not_use_the_cpu_when_gpus_are_named(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = ["serve", "share:red", "--port", "0", "--logs", str(tmp_path / "logs"), "--gpus", "0,1", "--engine", engine]
+    assert "--gpus 0,1: no CUDA device was found" in failure(capsys, *words)
+    assert not (tmp_path / "logs").exists()
+
+
 def folder_of_images(folder: Path, *, rows: int, lines: str) -> None:
     folder.mkdir()
     for number in range(rows):

@@ -28,6 +28,14 @@ from retouch.serving.supervisor import _reserved_ports
 from served_rewards import digest_score
 
 SUPPORT = Path(__file__).parents[1] / "support"
+EIGHT_GPUS = """
+import torch
+
+torch.cuda.is_available, torch.cuda.device_count = lambda: True, lambda: 8
+from retouch import cli
+
+raise SystemExit(cli.main())
+"""
 STARTED = re.compile(r"^replica (\d+): (http://\S+), pid (\d+)(?:, GPU (\d+))?, log (\S+)$")
 
 
@@ -57,10 +65,12 @@ class Serving:
 
 
 @contextmanager
-def serving(folder: Path, *words: str, ready: int = 1, **environment: str) -> Iterator[Serving]:
+def serving(
+    folder: Path, *words: str, ready: int = 1, program: tuple[str, ...] = ("-m", "retouch.cli"), **environment: str
+) -> Iterator[Serving]:
     path = os.pathsep.join([str(SUPPORT), str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.Popen(
-        [sys.executable, "-m", "retouch.cli", "serve", *words, "--port", "0", "--logs", str(folder / "logs")],
+        [sys.executable, *program, "serve", *words, "--port", "0", "--logs", str(folder / "logs")],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -95,7 +105,8 @@ def alive(pid: int) -> bool:
 
 
 def test_replicas_have_ports_logs_and_devices_and_one_that_dies_comes_back(tmp_path: Path) -> None:
-    with serving(tmp_path, "share:red", "--replicas", "2", "--gpus", "3,5", ready=2) as serve:
+    words = ("share:red", "--replicas", "2", "--gpus", "3,5")
+    with serving(tmp_path, *words, ready=2, program=("-c", EIGHT_GPUS)) as serve:
         starts = serve.starts()
         assert [(found[1], found[4]) for found in starts] == [("0", "3"), ("1", "5")]
         assert len({found[2] for found in starts}) == 2

@@ -41,7 +41,7 @@ def launch(nproc: int, gpus: Sequence[int] | None, argv: Sequence[str], *, logs:
         named = ",".join(map(str, gpus))
         raise ValueError(f"--gpus {named}: give the same number of devices for each of the {nproc} ranks, and each device once")
     if gpus is not None:
-        _require_gpus(gpus)
+        require_gpus(gpus)
     if "RANK" in os.environ:
         raise ValueError(f"this process is already rank {os.environ['RANK']} of a launcher; run the command without `launch`")
     # -P: modules in the current folder do not come before installed ones.
@@ -49,8 +49,8 @@ def launch(nproc: int, gpus: Sequence[int] | None, argv: Sequence[str], *, logs:
     return run_ranks(command, rank_environments(nproc, gpus), logs=logs, grace=GRACE_SECONDS, owner=owner)
 
 
-def _require_gpus(gpus: Sequence[int]) -> None:
-    """Raise ValueError if this machine lacks one of the CUDA devices; the ranks would otherwise train on the CPU in silence."""
+def require_gpus(gpus: Sequence[int]) -> None:
+    """Raise ValueError if this machine lacks one of the CUDA devices of ``--gpus``; the CPU would otherwise be used in silence."""
     import torch
 
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0

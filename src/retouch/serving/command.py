@@ -49,6 +49,10 @@ def serve_command(arguments: argparse.Namespace) -> int:
         raise ValueError(
             f"--host {settings.host} is reachable from other machines: set RETOUCH_TOKEN or --token-file, or use 127.0.0.1"
         )
+    if arguments.gpus is not None and arguments.ray_address is None:
+        from retouch.distributed.launching import require_gpus
+
+        require_gpus(arguments.gpus)
     if arguments.engine == "ray":
         return _serve_with_ray(settings, arguments, token)
     if arguments.most_replicas is not None or arguments.ray_address is not None:
