@@ -2,9 +2,10 @@
 //
 //   retouch launch --nproc 8 recipes/qwen-image-2/flow-grpo.jsonnet --set data.path=DIR
 //
-// DIR holds photographs and a metadata.jsonl with an instruction for each. The judge here needs no model; put your own in its
-// place with --set 'reward={"kind": "import", "class": "package.module:Class", "combine": {"column": 1}}'. With prompts
-// (`data.kind: 'prompts'`) the same model makes images from text alone.
+// DIR contains photographs and a metadata.jsonl with an instruction for each. The reward is PickScore plus preservation of the
+// source; docs/guides/photos.md says how to get its weights. It runs on the CPU. Replace it by
+// --set 'reward={"kind": "import", "class": "package.module:Class", "combine": {"column": 1}}'. With prompts (`data.kind: 'prompts'`)
+// the same model makes images from text alone; such a task has no source to preserve.
 //
 // The values are Flow-GRPO's for Qwen-Image-Edit, without guidance, as Qwen-Image-2.1 is meant to be sampled. Nothing of it was
 // measured on this model.
@@ -15,7 +16,7 @@ qwen.flow_grpo(
   world={
     model: { kind: 'qwen-image-2', path: 'Qwen/Qwen-Image-2.1', size: [1024, 1024], dtype: 'bfloat16' },
     tasks: photos.tasks('photos'),
-    judge: photos.judge(colour=[200, 60, 40]),
+    judge: photos.preferred(device='cpu'),
   },
   sizes={
     name: 'qwen-image-2-flow-grpo',

@@ -2,8 +2,9 @@
 //
 //   retouch launch --nproc 8 recipes/qwen-image-edit/flow-grpo.jsonnet --set data.path=DIR
 //
-// DIR contains photographs and a metadata.jsonl with an instruction for each. The reward here needs no model; replace it with your
-// own by --set 'reward={"kind": "import", "class": "package.module:Class", "combine": {"column": 1}}'.
+// DIR contains photographs and a metadata.jsonl with an instruction for each. The reward is PickScore plus preservation of the
+// source; docs/guides/photos.md says how to get its weights. It runs on the CPU, because the model needs nearly all of the GPU's
+// memory. Replace it by --set 'reward={"kind": "import", "class": "package.module:Class", "combine": {"column": 1}}'.
 local photos = import 'lib/photos.libsonnet';
 local qwen = import 'lib/qwen_image_edit.libsonnet';
 
@@ -11,7 +12,7 @@ qwen.flow_grpo(
   world={
     model: { kind: 'qwen-image-edit', path: 'Qwen/Qwen-Image-Edit', size: [1024, 1024], dtype: 'bfloat16' },
     tasks: photos.tasks('photos'),
-    judge: photos.judge(colour=[200, 60, 40]),
+    judge: photos.preferred(device='cpu'),
   },
   sizes={
     name: 'qwen-image-edit-flow-grpo',

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,7 +133,8 @@ def test_the_full_size_recipe_is_ready_up_to_the_download(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    words = [FULL, "--set", f"data.path={photos}", "--set", f"out={tmp_path / 'my runs'}", "--device", "h100"]
+    reward = 'reward={"kind": "photos", "colour": [200, 60, 40], "combine": {"reward": 1}}'  # needs no weights
+    words = [FULL, "--set", f"data.path={photos}", "--set", f"out={tmp_path / 'my runs'}", "--set", reward, "--device", "h100"]
     code, lines = doctor(capsys, *words)
     text = "\n".join(lines)
     assert code == 0, text
@@ -148,7 +150,7 @@ def test_the_full_size_recipe_is_ready_up_to_the_download(
     assert sizes["total"] + sizes["headroom on h100"] == pytest.approx(GPUS["h100"] / 1e9, abs=0.02)
     there = "the weights of Qwen/Qwen-Image-Edit are not on this machine: they will be downloaded when training starts"
     assert lines[-4] == f"note    weights       {there}"
-    next_words = f"{FULL} --set data.path={photos} --set 'out={tmp_path / 'my runs'}'"
+    next_words = shlex.join(words[:-2])
     assert lines[-2:] == ["ready", f"next: retouch launch --nproc 8 {next_words}"]
     assert not (tmp_path / "my runs").exists()
 
@@ -162,9 +164,10 @@ def test_a_gpu_that_is_too_small_is_refused_and_the_other_checks_still_run(
     assert any(line.startswith("FAILED  memory        Qwen/Qwen-Image-Edit does not fit: it needs 77.") for line in lines)
     assert any(line.startswith("note    weights ") for line in lines)
     assert "FAILED  data          nowhere: no such folder" in lines
-    assert lines[-2:] == [
-        "not ready: data, memory",
-        f"next: retouch doctor {FULL} --allow-import mine --set data.path=nowhere --set data.path=DIR",
+    assert lines[-3:] == [
+        "not ready: data, reward, memory",
+        "next: hf download yuvalkirstain/PickScore_v1  (reward)",
+        f"next: retouch doctor {FULL} --allow-import mine --set data.path=nowhere --set data.path=DIR --device h200",
     ]
 
 

@@ -29,6 +29,7 @@ def test_the_recipe_steps_with_a_tiny_model(weights: Path, tmp_path: Path) -> No
     model = {"path": weights, "size": [64, 96], "dtype": "float32", "source_area": 64**2}
     sizes = {"data.path": edits_of(tmp_path), "data.held_out": 1, "eval.tasks": 1, "eval.num_steps": 6, "rollout.num_steps": 6}
     small |= {f"policy.model.{key}": value for key, value in model.items()} | sizes | {"trackers": [], "eval.batch": 1}
+    small["reward"] = '{"kind": "photos", "colour": [200, 60, 40], "combine": {"reward": 1}}'  # needs no weights
     recipe = load(RECIPE, [f"{key}={value}" for key, value in small.items()])
     assert run(recipe, fresh=False) == 0
     assert lines_of(recipe)[0]["policy/ratio_max_first"] <= 1e-5
