@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS ?= 2
 
-.PHONY: install quickstart test test-all test-floors lint bench results mutants shape docs engines
+.PHONY: install quickstart test test-all test-floors lint bench results mutants shape docs engines gpu gpu-wheels
 
 install: $(STAMP)
 
@@ -58,6 +58,17 @@ bench: install
 
 results: install
 	$(BIN)/python benchmarks/results/results.py
+
+# Checks on one GPU in at most 9 minutes, without a network and with this machine's own Python: docs/machines.md. What that Python
+# lacks is downloaded elsewhere by gpu-wheels, and unpacked here.
+OUT ?= runs/gpu
+gpu:
+	mkdir -p .wheels/site
+	for wheel in $(wildcard .wheels/*.whl); do $(PYTHON) -m zipfile -e $$wheel .wheels/site; done
+	PYTHONPATH=$(CURDIR)/.wheels/site:$(CURDIR)/src $(PYTHON) benchmarks/gpu/run.py --out $(OUT)
+
+gpu-wheels:
+	PYTHON=$(PYTHON) benchmarks/gpu/wheels.sh .wheels
 
 # The documentation site, in site/. It loads nothing from other sites; its search needs a server: python -m http.server -d site
 docs: install

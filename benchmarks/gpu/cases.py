@@ -1,0 +1,178 @@
+"""The recipes that are measured, at full size or tiny, with random weights that are drawn on the device.
+
+A case is a shipped recipe with a few settings, and changes of its models' configurations. Its models are the real classes, built
+from the published configurations; nothing is read from a disk or a network.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from target import StageClock, Target
+from torch import nn
+
+from retouch.assembly.assembly import Assembly, connect
+from retouch.distributed.placement import plan_placement, set_numerics
+from retouch.distributed.ranks import Ranks
+from retouch.distributed.stepper import Stepper
+from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.recipe.recipe import Recipe, load
+from retouch.rehearsal.inputs import made_up_judge, made_up_sets, scores
+from retouch.rehearsal.loading import without_weights, write_folder, write_single
+from retouch.training.loop import Phase, Run
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+STD = 0.02
+"""Standard deviation of the random weights."""
+TINY_AREA = 64 * 64
+Changes = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A recipe with its settings (as of ``--set``) and changes of the configurations of its model, by part.
+
+    ``tiny`` and ``tiny_settings`` are added in a dry run.
+    """
+
+    recipe: str
+    settings: Sequence[str]
+    changes: Changes
+    tiny: Changes
+    tiny_settings: Sequence[str]
+
+    def load(self, folder: Path, *, tiny: bool, settings: Sequence[str] = ()) -> Recipe:
+        """The recipe, with a model folder of configurations below ``folder``."""
+        source = str(RECIPES / self.recipe)
+        chosen = [*self.settings, *settings, *(self.tiny_settings if tiny else ())]
+        model: Any = load(source, chosen).policy.model
+        described = model.published()
+        for changes in (self.changes, self.tiny if tiny else {}):
+            described = _merged(described, changes)
+        written = write_folder(folder / "configurations", described)
+        return load(source, [*chosen, f"policy.model.path={written}"])
+
+
+_TINY_CLIP = {"hidden_size": 32, "projection_dim": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+_ONE_LAYER = {"config": {"num_hidden_layers": 1}}
+SD3 = Case(
+    recipe="sd3/ocr-grpo.jsonnet",
+    # One chunk of the recipe, and all rows in one optimizer step.
+    settings=("ranks=1", "tasks_per_step=1", "group_size=9", "minibatches=1"),
+    changes={},
+    tiny={
+        "transformer": {
+            "config": {
+                **{"sample_size": 8, "pos_embed_max_size": 8, "num_layers": 2, "num_attention_heads": 2},
+                **{"attention_head_dim": 32, "joint_attention_dim": 64, "caption_projection_dim": 64, "pooled_projection_dim": 64},
+                "dual_attention_layers": [0],
+            }
+        },
+        "text_encoder": {"config": _TINY_CLIP},
+        "text_encoder_2": {"config": _TINY_CLIP},
+        "text_encoder_3": {"config": {"d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}},
+        "vae": {"config": {"block_out_channels": [32, 32, 32, 32], "layers_per_block": 1}},
+    },
+    tiny_settings=("policy.model.size=[64,64]", "rollout.num_steps=3", "group_size=2", "microbatch=2", "rollout.chunk=2"),
+)
+SD3_SHORT = replace(
+    SD3,
+    changes={
+        "transformer": {"config": {"num_layers": 4, "dual_attention_layers": [0, 1]}},
+        "text_encoder": _ONE_LAYER,
+        "text_encoder_2": _ONE_LAYER,
+        "text_encoder_3": {"config": {"num_layers": 1}},
+    },
+)
+"""Four blocks and encoders of one block."""
+_QWEN_ENCODER = {"text_config": {"num_hidden_layers": 1}, "vision_config": {"depth": 1, "fullatt_block_indexes": [0]}}
+QWEN = Case(
+    recipe="qwen-image-edit/flow-grpo.jsonnet",
+    # One chunk of four images, with three denoising steps, of which one trains.
+    settings=(
+        *("ranks=1", "tasks_per_step=1", "group_size=4", "minibatches=1", "rollout.num_steps=3"),
+        *("rollout.window.size=1", "rollout.window.high=2"),
+    ),
+    changes={"text_encoder": {"config": _QWEN_ENCODER}},  # the encoder is frozen, and as large as a third of the transformer
+    tiny={
+        "transformer": {"config": {"num_layers": 2, "num_attention_heads": 2, "joint_attention_dim": 256}},
+        "text_encoder": {
+            "config": {
+                "text_config": {"hidden_size": 256, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1},
+                "vision_config": {"hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 256},
+            }
+        },
+        "vae": {"config": {"base_dim": 8, "num_res_blocks": 1}},
+    },
+    tiny_settings=("policy.model.size=[64,64]", "group_size=2", "rollout.chunk=2"),
+)
+QWEN_SHORT = replace(
+    QWEN,
+    settings=("ranks=1", "tasks_per_step=1", "group_size=4", "minibatches=1"),
+    changes={**QWEN.changes, "transformer": {"config": {"num_layers": 4}}},
+    tiny_settings=(*QWEN.tiny_settings, "rollout.num_steps=4", "rollout.window.high=3"),
+)
+"""Four blocks, and the recipe's own denoising steps."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A run's parts, ready for steps of its first phase. ``clock``: its stages."""
+
+    recipe: Recipe
+    parts: Assembly
+    stepper: Stepper
+    run: Run
+    phase: Phase
+    clock: StageClock
+
+
+def build(case: Case, target: Target, settings: Sequence[str] = ()) -> Built:
+    """The run of a case with random weights on the device. Its judge gives made-up scores at once."""
+    recipe = case.load(target.scratch, tiny=target.tiny, settings=settings)
+    set_numerics(recipe)
+    ranks = Ranks(device=target.device)
+    with random_weights(target):
+        parts = connect(recipe, ranks, placement=plan_placement(recipe, ranks), judge=made_up_judge(), sets=made_up_sets(recipe))
+    parts.begin(0)
+    stepper, clock = parts.stepper(), StageClock(target)
+    run, phase = parts.phase(0, stepper=stepper, judge=scores)
+    return Built(recipe, parts, stepper, replace(run, clock=clock), phase, clock)
+
+
+def write_writer(folder: Path, described: Mapping[str, Any]) -> Path:
+    """A folder with the configuration of a language model."""
+    return write_single(folder / "writer", described)
+
+
+@contextmanager
+def random_weights(target: Target) -> Iterator[None]:
+    """Inside it, models are built from configurations with random weights on the device. A tiny editor reads small images."""
+    with ExitStack() as stack:
+        stack.enter_context(without_weights(target.device, on_module=lambda name, module: fill(module)))
+        if target.tiny:
+            for name in ("CONDITION_AREA", "SOURCE_AREA"):
+                stack.enter_context(patch.object(QwenImageEdit, name, TINY_AREA))
+        yield
+
+
+@torch.no_grad()
+def fill(module: nn.Module) -> None:
+    """Draw the weights: matrices and kernels from a normal distribution; scales are 1 and biases 0."""
+    torch.manual_seed(0)
+    for name, parameter in module.named_parameters():
+        if parameter.numel() > max(parameter.shape, default=1):
+            parameter.normal_(std=STD)
+        else:
+            parameter.fill_(float(not name.endswith("bias")))
+
+
+def _merged(described: Mapping[str, Any], changes: Changes) -> dict[str, Any]:
+    made = dict(described)
+    for name, change in changes.items():
+        made[name] = _merged(made.get(name, {}), change) if isinstance(change, Mapping) else change
+    return made

@@ -1,0 +1,62 @@
+"""FSDP2 on a single rank: two steps of a sharded model with a LoRA in bfloat16 against the same model without sharding."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from cases import SD3_SHORT, Built, build
+from findings import Finding, at_most
+from target import Target
+from torch import Tensor
+
+from retouch.distributed.fsdp import FsdpStepper, shard
+from retouch.distributed.stepper import Stepper
+
+LIMIT = 1e-5
+STEPS = 2
+
+
+def run(target: Target) -> Iterator[Finding]:
+    target.require_memory(20e9)
+    with _one_rank(target):
+        norms, weights = _train(target, sharded=False)
+        sharded_norms, sharded_weights = _train(target, sharded=True)
+    pairs = zip(norms, sharded_norms, strict=True)
+    yield at_most("gradient norm, relative difference", max(abs(a - b) / a for a, b in pairs), LIMIT)
+    assert weights.keys() == sharded_weights.keys()
+    worst = max(float((weights[name] - other).norm() / weights[name].norm()) for name, other in sharded_weights.items())
+    yield at_most("trained weights after two steps, relative difference", worst, LIMIT)
+
+
+def _train(target: Target, *, sharded: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """The gradient norms of the steps, and the fp32 master weights after them."""
+    built = build(SD3_SHORT, target)
+    module, ranks, options = built.parts.model.module, built.parts.ranks, built.recipe.optimizer.options
+    stepper: Stepper = built.stepper
+    if sharded:
+        shard(module, ranks)
+        stepper = FsdpStepper(module, ranks, **options)
+    norms = [_step(built, stepper, number) for number in range(STEPS)]
+    state = stepper.state()
+    return norms, {name: state[name].float().cpu() for name in state if name.endswith("/master")}
+
+
+def _step(built: Built, stepper: Stepper, number: int) -> float:
+    model, batch = built.parts.model, built.phase.batch(0)
+    conditioning = model.encode(batch.tasks)
+    noise = model.initial_noise(conditioning, [torch.Generator().manual_seed(number)])
+    sigma = torch.full((1,), 0.5, device=noise.device)
+    stepper.backward(model.velocity(model.module, noise, sigma, conditioning).square().mean())
+    return stepper.step(1e-3)
+
+
+@contextmanager
+def _one_rank(target: Target) -> Iterator[None]:
+    """A process group of this process alone."""
+    backend, method = "nccl" if target.is_cuda else "gloo", f"file://{target.scratch / 'ranks'}"
+    dist.init_process_group(backend, init_method=method, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,67 @@
+"""The step of Stable Diffusion 3.5 Medium beside plain loops over the same weights: a bare one, and one as Flow-GRPO computes."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+
+import torch
+from cases import SD3, Built, build
+from findings import Finding, at_most, measured
+from plain_loops import PlainLoop, Settings, Style
+from target import Target
+
+from retouch.training.loop import Run, collect, update
+
+MOST = 1.05
+"""The longest step of the library, as a multiple of the bare loop's."""
+ROUNDS = 2
+
+
+def run(target: Target) -> Iterator[Finding]:
+    target.require_memory(75e9)
+    built = build(SD3, target)
+    library = replace(built.run, clock=lambda stage: nullcontext())
+
+    bare = _plain(built, Style.BARE)
+    prompt = built.phase.batch(0).tasks[0].instruction
+    library_times, bare_times = [], []
+    for number in range(ROUNDS + 1):  # the first round is a warm-up
+        library_times.append(target.elapsed(partial(_step, library, built, number)))
+        bare_times.append(target.elapsed(partial(bare.step, prompt)))
+    ours, theirs = min(library_times[1:]), min(bare_times[1:])
+    images = len(built.phase.batch(0))
+    yield measured("library", ours / images, "s per image")
+    yield measured("bare diffusers loop", theirs / images, "s per image")
+    yield at_most("library over bare", ours / theirs, None if target.tiny else MOST)
+    del bare
+    yield from _flow_grpo(built, target, prompt, ours)
+
+
+def _step(library: Run, built: Built, number: int) -> None:
+    update(library, built.phase, number, collect(library, built.phase, number))
+
+
+def _flow_grpo(built: Built, target: Target, prompt: str, ours: float) -> Iterator[Finding]:
+    """Last, because it changes the type of the adapters and of products in fp32."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    loop = _plain(built, Style.FLOW_GRPO)
+    seconds = min([target.elapsed(partial(loop.step, prompt)) for _ in range(ROUNDS + 1)][1:])
+    yield measured("loop as Flow-GRPO computes", seconds / len(built.phase.batch(0)), "s per image")
+    yield measured("library over that loop", ours / seconds)
+
+
+def _plain(built: Built, style: Style) -> PlainLoop:
+    model, rollout, objective = built.parts.model, built.recipe.resolved_phases()[0].rollout, built.phase.objective
+    latents, batch = model.latents, built.phase.batch(0)
+    settings = Settings(
+        rows=len(batch),
+        latent=(latents.channels, *(side // latents.latent_pixels for side in model.size)),
+        sigmas=model.sigmas(rollout.num_steps, model.encode(batch.tasks)).to(built.parts.ranks.device),
+        guidance_scale=rollout.guidance_scale,
+        noise_level=rollout.transition.noise_level,
+        clip=objective.clip_high,
+        kl_weight=objective.kl.weight,
+        learning_rate=built.phase.learning_rate(0),
+    )
+    return PlainLoop(model.module, latents.vae, model.text.embed, settings, style)

@@ -1,0 +1,117 @@
+"""Steps at full size with random weights: time, MFU and peak memory of each stage, beside a rehearsal of the same step.
+
+    python benchmarks/gpu/steps.py
+
+rehearses the cases for an H100, and writes rehearsed.json beside this file.
+"""
+
+import json
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from cases import QWEN, SD3, Built, build
+from findings import Finding, measured, near
+from target import PUBLISHED_FLOPS, Target
+
+from retouch.training.loop import collect, update
+from retouch.training.preflight import ROWS, preflight
+
+KEPT = Path(__file__).with_name("rehearsed.json")
+MEMORY = 75e9
+PEAK_SHARE = 0.05
+"""The largest difference of a peak from the rehearsed one, as a share of it."""
+CASES = {"sd3": SD3, "qwen": QWEN}
+STAGES = ("preflight", "rollout", "render", "update")
+Rehearsed = dict[str, dict[str, float]]
+"""Of each stage: "peak" in bytes, "flops", and "modelled" seconds."""
+
+
+def sd3(target: Target) -> Iterator[Finding]:
+    """Stable Diffusion 3.5 Medium: nine images, with the settings of its recipe."""
+    target.require_memory(MEMORY)
+    built = build(SD3, target)
+    take_step(built, 0)  # warm-up, after which the optimizer has its moments
+    built.clock.clear()
+    with built.clock("preflight"):
+        preflight(built.run, built.phase, step=1, rows=min(ROWS, len(built.phase.batch(1))))
+    take_step(built, 1)
+    yield from _findings("sd3", built, target)
+    _write_kernels(built, target)
+
+
+def qwen(target: Target) -> Iterator[Finding]:
+    """Qwen-Image-Edit with its 20 B transformer: four images at 1024 px, three denoising steps, of which one trains."""
+    target.require_memory(MEMORY)
+    built = build(QWEN, target)
+    take_step(built, 0)
+    yield from _findings("qwen", built, target)
+
+
+def take_step(built: Built, number: int) -> None:
+    """A whole step, by the run's own code."""
+    update(built.run, built.phase, number, collect(built.run, built.phase, number))
+
+
+def _findings(name: str, built: Built, target: Target) -> Iterator[Finding]:
+    """Seconds, MFU and peak of each stage. The peaks are compared with the rehearsed ones."""
+    rehearsed: Rehearsed = {} if target.tiny else json.loads(KEPT.read_text(encoding="utf-8"))[name]
+    published = PUBLISHED_FLOPS.get(target.machine)
+    for stage in STAGES:
+        if stage not in built.clock.seconds:
+            continue
+        seconds = built.clock.seconds[stage]
+        yield measured(f"{stage}: time", seconds, "s")
+        expected = rehearsed.get(stage)
+        if expected is None:
+            continue
+        yield measured(f"{stage}: modelled time on an H100", expected["modelled"], "s")
+        if published is not None:
+            yield measured(f"{stage}: MFU", 100 * expected["flops"] / seconds / published, "%")
+        yield near(f"{stage}: peak", built.clock.peaks[stage] / 1e9, expected["peak"] / 1e9, share=PEAK_SHARE, unit="GB")
+
+
+def _write_kernels(built: Built, target: Target) -> None:
+    """Write the kernels of one denoising step to ``sd3-kernels.txt``."""
+    from torch.profiler import ProfilerActivity, profile
+
+    policy, batch = built.run.policy, built.phase.batch(2)
+    conditioning = policy.model.encode(batch.tasks).take(torch.tensor(batch.group, device=target.device))
+    noise = policy.model.initial_noise(conditioning, [torch.Generator().manual_seed(0)] * len(batch))
+    sigma = torch.full((len(batch),), 0.5, device=target.device)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if target.is_cuda else [])]
+    with profile(activities=activities) as profiled, torch.no_grad():
+        policy.model.velocity(policy.model.module, noise, sigma, conditioning)
+        target.synchronize()
+    order = "self_cuda_time_total" if target.is_cuda else "self_cpu_time_total"
+    text = profiled.key_averages().table(sort_by=order, row_limit=25)
+    (target.folder / "sd3-kernels.txt").write_text(text, encoding="utf-8")
+
+
+def rehearse_cases() -> dict[str, Rehearsed]:
+    """The figures of each case, from a rehearsal for an H100."""
+    from retouch.rehearsal.machines import MACHINES
+    from retouch.rehearsal.report import seconds, stage_peak
+    from retouch.rehearsal.step import rehearse
+
+    machine, made = MACHINES["h100"], {}
+    for name, case in CASES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            found = rehearse(case.load(Path(folder), tiny=False), machine)
+        made[name] = {
+            stage: {
+                "peak": float(stage_peak(found, stage)),
+                "flops": float(sum(each.work.flops.values())),
+                "modelled": seconds(each.work, machine),
+            }
+            for stage, each in found.meter.stages.items()
+            if each.work.counts
+        }
+    return made
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    KEPT.write_text(json.dumps(rehearse_cases(), indent=1, sort_keys=True) + "\n", encoding="utf-8")

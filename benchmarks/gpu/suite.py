@@ -1,0 +1,135 @@
+"""Runs checks one after the other, each in a process of its own, and keeps what they found even if they fail.
+
+A process starts while the check before it still runs, so that its imports take no time of the GPU, and waits until it is told to
+go. Its time limit counts from then on; a process that exceeds it is killed with all of its children.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from findings import FOUND, Finding, Result, table, verdict
+
+WORKER = Path(__file__).with_name("worker.py")
+LEAST_SECONDS = 10.0
+"""A check is not started with less time than this."""
+RESERVED_SECONDS = 5.0
+"""Kept at the end for the table."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check: ``function`` as ``module:name``, called with the target, yields its values. ``limit``: its time in seconds."""
+
+    name: str
+    function: str
+    limit: float
+
+
+class Process:
+    """The process of a check, which imports its module at once and runs it after ``go``."""
+
+    def __init__(self, check: Check, folder: Path, *, dry_run: bool) -> None:
+        self.check = check
+        self.scratch = TemporaryDirectory(prefix="retouch-gpu-")
+        with open(folder / "log.txt", "a", encoding="utf-8") as log:
+            self.popen = subprocess.Popen(
+                [sys.executable, str(WORKER), check.function, str(folder), self.scratch.name, *(["--dry-run"] if dry_run else [])],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,  # a group of its own, which can be killed as a whole
+            )
+
+    def run(self, limit: float) -> Result:
+        """Run the check for at most ``limit`` seconds."""
+        started = time.perf_counter()
+        assert self.popen.stdin is not None
+        with suppress(BrokenPipeError):  # it failed in its imports
+            self.popen.stdin.write(b"go\n")
+            self.popen.stdin.close()
+        code: int | None = None
+        try:
+            code = self.popen.wait(timeout=limit)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            self.kill()
+        seconds = time.perf_counter() - started
+        lines = list(self._lines())
+        findings = [Finding(**line["finding"]) for line in lines if "finding" in line]
+        stopped = next((line["not run"] for line in lines if "not run" in line), None)
+        if stopped is not None:
+            return Result(check=self.check.name, status="not run", why=stopped, seconds=seconds, findings=tuple(findings))
+        error = next((line["error"] for line in lines if "error" in line), None)
+        if code is None:
+            error = f"stopped after its limit of {limit:.0f} s"
+        elif code < 0:
+            error = f"killed by {signal.Signals(-code).name}" + (", for lack of memory?" if code == -signal.SIGKILL else "")
+        elif code and error is None:
+            error = f"ended with exit code {code}; see log.txt"
+        return verdict(self.check.name, findings, error=error, seconds=seconds)
+
+    def kill(self) -> None:
+        """End the process with its children, and wait for it."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()
+
+    def close(self) -> None:
+        """End the process if it still runs, and remove its files."""
+        if self.popen.poll() is None:
+            self.kill()
+        assert self.popen.stdin is not None
+        with suppress(BrokenPipeError):
+            self.popen.stdin.close()
+        self.scratch.cleanup()
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        """What it wrote, without a last line that it did not finish."""
+        found = Path(self.scratch.name) / FOUND
+        text = found.read_text(encoding="utf-8") if found.is_file() else ""
+        for line in text.splitlines(keepends=True):
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def run_suite(checks: Sequence[Check], folder: Path, *, seconds: float, dry_run: bool) -> list[Result]:
+    """Run the checks within ``seconds``. After each, a line of JSON is printed and written to ``folder/results.jsonl``; the table
+    is written to ``folder/table.md`` at the end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    deadline = time.perf_counter() + seconds - RESERVED_SECONDS
+    results: list[Result] = []
+    upcoming = Process(checks[0], folder, dry_run=dry_run) if checks else None
+    try:
+        with open(folder / "results.jsonl", "w", encoding="utf-8") as file:
+            for index, check in enumerate(checks):
+                current, left = upcoming, deadline - time.perf_counter()
+                assert current is not None
+                following = checks[index + 1 : index + 2]
+                upcoming = Process(following[0], folder, dry_run=dry_run) if following else None
+                if left < LEAST_SECONDS:
+                    result = Result(check=check.name, status="not run", why="the time was over", seconds=0.0)
+                else:
+                    result = current.run(min(check.limit, left))
+                current.close()
+                results.append(result)
+                line = json.dumps(result.to_json())
+                for out in (file, sys.stdout):
+                    out.write(line + "\n")
+                    out.flush()
+    finally:
+        if upcoming is not None:
+            upcoming.close()
+        (folder / "table.md").write_text(table(results) + "\n", encoding="utf-8")
+    return results

@@ -1,0 +1,120 @@
+"""The device that is measured, its clock and its peak memory."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from findings import NotRun
+
+PUBLISHED_FLOPS = {"h100": 989.4e12, "h200": 989.4e12, "a100-80gb": 312e12, "a100-40gb": 312e12}
+"""Dense FLOP/s in bfloat16 of NVIDIA's data sheets (SXM), of which an MFU is a share."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """``tiny``: a dry run, with tiny models. ``folder``: for the results. ``scratch``: for other files, removed after the check."""
+
+    device: torch.device
+    tiny: bool
+    folder: Path
+    scratch: Path
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def memory(self) -> int:
+        """Bytes of memory of the GPU; 0 on another device."""
+        return torch.cuda.get_device_properties(self.device).total_memory if self.is_cuda else 0
+
+    @property
+    def machine(self) -> str:
+        """The name of the nearest machine that rehearsals know."""
+        name = torch.cuda.get_device_name(self.device).lower() if self.is_cuda else "h100"
+        if "a100" in name:
+            return "a100-80gb" if self.memory > 60e9 else "a100-40gb"
+        return next((known for known in ("h200", "h100", "l40s", "5090", "4090") if known in name), "h100")
+
+    def require_memory(self, size: float) -> None:
+        """Raise NotRun on a GPU with less memory."""
+        if not self.tiny and self.memory < size:
+            raise NotRun(f"it needs a GPU with {size / 1e9:.0f} GB, and this one has {self.memory / 1e9:.0f} GB")
+
+    def synchronize(self) -> None:
+        """Wait for the GPU."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def reset_peak(self) -> None:
+        if self.is_cuda:
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak(self) -> int:
+        """The largest number of bytes of tensors since ``reset_peak``; 0 on another device than a GPU."""
+        return torch.cuda.max_memory_allocated(self.device) if self.is_cuda else 0
+
+    def elapsed(self, call: Callable[[], Any]) -> float:
+        """Seconds of a call, until the GPU has finished."""
+        self.synchronize()
+        started = time.perf_counter()
+        call()
+        self.synchronize()
+        return time.perf_counter() - started
+
+    def seconds(self, call: Callable[[], Any], *, repeats: int = 10, rounds: int = 3) -> float:
+        """Seconds of a short call: the median over rounds of the mean of repeated calls, measured by the GPU's own clock."""
+        for _ in range(2):
+            call()
+        return statistics.median(self._round(call, repeats) for _ in range(rounds))
+
+    def _round(self, call: Callable[[], Any], repeats: int) -> float:
+        if not self.is_cuda:
+            return self.elapsed(lambda: [call() for _ in range(repeats)]) / repeats
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(self.device)
+        begin.record()
+        for _ in range(repeats):
+            call()
+        end.record()
+        torch.cuda.synchronize(self.device)
+        return float(begin.elapsed_time(end)) / 1e3 / repeats
+
+
+@dataclass
+class StageClock:
+    """The clock of a run: seconds and peak bytes of each stage, summed over its calls, each measured until the GPU has finished."""
+
+    target: Target
+    seconds: dict[str, float] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        self.target.synchronize()
+        self.target.reset_peak()
+        started = time.perf_counter()
+        yield
+        self.target.synchronize()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
+        self.peaks[stage] = max(self.peaks.get(stage, 0), self.target.peak())
+
+    def clear(self) -> None:
+        """Forget what was measured."""
+        self.seconds.clear()
+        self.peaks.clear()
+
+
+def open_target(folder: Path, *, scratch: Path, dry_run: bool) -> Target:
+    """This machine's first GPU, or its CPU for a dry run. Raises NotRun without a GPU."""
+    if dry_run:
+        return Target(torch.device("cpu"), tiny=True, folder=folder, scratch=scratch)
+    if not torch.cuda.is_available():
+        raise NotRun("this machine has no CUDA device; a dry run on the CPU needs --dry-run")
+    torch.cuda.set_device(0)
+    return Target(torch.device("cuda", 0), tiny=False, folder=folder, scratch=scratch)

@@ -1,0 +1,75 @@
+"""A 7 B writer that samples 64 tokens for each of eight rows: milliseconds a token, beside transformers' own ``generate``."""
+
+import json
+from collections.abc import Iterator
+from importlib.resources import files
+from typing import Any
+
+import torch
+from cases import random_weights, write_writer
+from findings import Finding, at_most, measured
+from target import Target
+
+from retouch.models.qwen_vl.family import QwenLanguageModel
+from retouch.models.train import Lora
+from retouch.policies.autoregressive.decoding import CachedDecoding
+from retouch.policies.autoregressive.rollout import TokenRollout
+from retouch.rehearsal.inputs import WORDS
+from retouch.types import Batch, Task
+
+ROWS, RANK = 8, 32
+MOST_MILLISECONDS = 15.0
+"""The longest time of a token: about 2000 kernels that the host starts, and 5 ms in which the weights are read once."""
+TINY = {
+    "hidden_size": 256,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+TINY_VISION = {"depth": 1, "embed_dim": 64, "hidden_size": 256, "num_heads": 2}
+
+
+def run(target: Target) -> Iterator[Finding]:
+    target.require_memory(24e9)
+    tokens = 4 if target.tiny else 64
+    model = _model(target)
+    batch = _batch()
+    prompts, decode = model.encode(batch.tasks), CachedDecoding(model)
+    sampling = TokenRollout(max_new_tokens=tokens, temperature=1.0)
+    for _ in range(2):  # the first call is a warm-up
+        seconds = target.elapsed(lambda: decode(batch, prompts, sampling))
+    milliseconds = 1e3 * seconds / tokens
+    limit = None if target.tiny else MOST_MILLISECONDS
+    yield at_most(f"{tokens} tokens of {ROWS} rows, time of a token", milliseconds, limit, "ms")
+    yield measured("tokens a second, all rows", ROWS * tokens / seconds)
+    yield measured("peak", target.peak() / 1e9, "GB")
+    for _ in range(2):
+        seconds = target.elapsed(lambda: _generate(model, prompts, tokens))
+    yield measured("transformers' generate, time of a token", 1e3 * seconds / tokens, "ms")
+
+
+def _model(target: Target) -> Any:
+    described = json.loads((files("retouch.models") / "configs" / "writers" / "qwen2-vl-7b-instruct.json").read_text("utf-8"))
+    if target.tiny:
+        described["config"]["text_config"].update(TINY)
+        described["config"]["vision_config"].update(TINY_VISION)
+    folder = write_writer(target.scratch, described)
+    section = QwenLanguageModel(kind="qwen-vl", path=str(folder), dtype="bfloat16")
+    with random_weights(target):
+        model: Any = section.build(device=target.device, gradient_checkpointing=False)
+    Lora(rank=RANK, alpha=2 * RANK).make_trainable(model.module, targets=section.lora_targets, seed=0)
+    return model
+
+
+def _batch() -> Batch:
+    task = Task(id="writer", instruction=" ".join(["word"] * WORDS))
+    return Batch(seed=0, step=0, tasks=(task,), group_ids=(0,), group=(0,) * ROWS, slot=tuple(range(ROWS)))
+
+
+@torch.no_grad()
+def _generate(model: Any, prompts: Any, tokens: int) -> None:
+    ids, mask = prompts.ids.repeat(ROWS, 1), prompts.mask.long().repeat(ROWS, 1)
+    model.module.generate(
+        input_ids=ids, attention_mask=mask, do_sample=True, min_new_tokens=tokens, max_new_tokens=tokens, pad_token_id=model.pad
+    )

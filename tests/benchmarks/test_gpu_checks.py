@@ -1,0 +1,140 @@
+"""`make gpu` without a GPU: checks that fail, hang or are killed leave the others alone, and all checks run on tiny models."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from retouch.rehearsal.machines import find_machine
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
+FAULTY = """
+import os
+import signal
+import time
+
+from findings import NotRun, at_most, measured
+
+
+def fails(target):
+    yield measured("before", 1)
+    yield at_most("too large", 2, 1)
+
+
+def raises(target):
+    yield measured("before", 1)
+    raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+
+def hangs(target):
+    yield measured("before", 1)
+    time.sleep(600)
+
+
+def is_killed(target):
+    yield measured("before", 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def cannot_run(target):
+    raise NotRun("this GPU has 24 GB")
+    yield
+
+
+def passes(target):
+    yield at_most("small", 1, 2)
+"""
+
+
+@pytest.fixture
+def suite() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield importlib.import_module("suite")
+    finally:
+        sys.path.remove(str(FOLDER))
+        for name in ("suite", "findings"):
+            sys.modules.pop(name, None)
+
+
+def test_a_check_that_fails_hangs_or_is_killed_leaves_the_others_alone(
+    suite: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "faulty.py").write_text(FAULTY, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    limits = {"fails": 120, "raises": 120, "hangs": 20, "is_killed": 120, "cannot_run": 120, "absent": 120, "passes": 120}
+    checks = [suite.Check(name, f"faulty:{name}", limit) for name, limit in limits.items()]
+    results = suite.run_suite(checks, tmp_path / "out", seconds=600, dry_run=True)
+    found = {result.check: result for result in results}
+    assert {name: result.status for name, result in found.items()} == {
+        **dict.fromkeys(("fails", "raises", "hangs", "is_killed", "absent"), "fail"),
+        "cannot_run": "not run",
+        "passes": "pass",
+    }
+    assert found["fails"].why == "too large is 2, at most 1"
+    assert found["raises"].why.startswith("RuntimeError: CUDA out of memory. Tried to allocate 20.00 GiB (at faulty.py:")
+    assert found["hangs"].why == "stopped after its limit of 20 s"
+    assert found["is_killed"].why == "killed by SIGKILL, for lack of memory?"
+    assert found["absent"].why.startswith("AttributeError")
+    assert found["cannot_run"].why == "this GPU has 24 GB"
+    for name in ("fails", "raises", "hangs", "is_killed"):  # what was found before is kept
+        assert found[name].findings[0].name == "before"
+    written = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["check"] for line in written] == list(limits)
+    assert printed == written
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert "| **hangs** | 20 s | | **fail**: stopped after its limit of 20 s |" in table
+    assert "| too large | 2 | at most 1 | fail |" in table
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["log.txt", "results.jsonl", "table.md"]
+
+
+def test_what_does_not_fit_into_the_time_is_not_run(suite: ModuleType, tmp_path: Path) -> None:
+    results = suite.run_suite([suite.Check("late", "none:late", 60)], tmp_path, seconds=1, dry_run=True)
+    assert [(result.status, result.why) for result in results] == [("not run", "the time was over")]
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("gpu")
+    command = [sys.executable, str(FOLDER / "run.py"), "--dry-run", "--out", str(out), "--minutes", "20"]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
+    lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    return {"done": done, "out": out, "results": {line["check"]: line for line in lines}}
+
+
+def test_a_dry_run_passes_every_check(dry_run: dict[str, Any]) -> None:
+    log = (dry_run["out"] / "log.txt").read_text()
+    assert {name: (line["status"], line["why"]) for name, line in dry_run["results"].items()} == dict.fromkeys(
+        (
+            *("environment", "parity", "sd3-step", "sd3-ratios", "sd3-loops"),
+            *("resume", "qwen-step", "qwen-ratios", "fsdp", "writer"),
+        ),
+        ("pass", ""),
+    ), log[-3000:]
+    assert dry_run["done"].returncode == 0
+    assert "| check | value | bound | verdict |" in dry_run["done"].stdout
+
+
+def test_every_check_measures_what_it_is_for(dry_run: dict[str, Any]) -> None:
+    names = {check: [each["name"] for each in line["findings"]] for check, line in dry_run["results"].items()}
+    for stage in ("rollout", "render", "update", "preflight"):
+        assert f"{stage}: time" in names["sd3-step"]
+    assert {"library over bare", "library over that loop"} <= set(names["sd3-loops"])
+    assert any("different shapes" in name for name in names["sd3-ratios"])
+    assert len(names["parity"]) == 11
+    assert (dry_run["out"] / "sd3-kernels.txt").stat().st_size > 0
+
+
+def test_a_rehearsal_reads_the_measured_rates(dry_run: dict[str, Any]) -> None:
+    path = dry_run["out"] / "profile.json"
+    found = find_machine(str(path))
+    assert found.half == json.loads(path.read_text())["half"]
+    assert found.measured.startswith("measured by make gpu on")
