@@ -15,6 +15,7 @@ import pytest
 from retouch.rehearsal.machines import find_machine
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "gpu"
+SUPPORT = Path(__file__).parents[1] / "support"
 FAULTY = """
 import os
 import signal
@@ -138,3 +139,17 @@ def test_a_rehearsal_reads_the_measured_rates(dry_run: dict[str, Any]) -> None:
     found = find_machine(str(path))
     assert found.half == json.loads(path.read_text())["half"]
     assert found.measured.startswith("measured by make gpu on")
+
+
+@pytest.mark.slow
+def test_no_check_mixes_devices(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(SUPPORT / "gpu_on_fake.py"), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == 8, done.stderr[-3000:]
+    assert [line for line in lines if "error" in line or not line["values"]] == []

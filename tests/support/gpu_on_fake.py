@@ -1,0 +1,60 @@
+"""The checks of `make gpu` on tiny models on a rehearsal's fake accelerator, as a process of its own.
+
+    python gpu_on_fake.py FOLDER
+
+Prints a JSON line for each check: its name, the number of values, and the error if there was one. Values mean nothing here; an
+operation on tensors of two devices is an error, as on a GPU.
+"""
+
+import importlib
+import json
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from retouch.rehearsal.accelerator import Accelerator, register
+from retouch.rehearsal.attention import fused_attention
+from retouch.rehearsal.command import ERRORS
+from retouch.rehearsal.report import error_line
+from retouch.rehearsal.tensors import DEVICE
+
+GPU = Path(__file__).parents[2] / "benchmarks" / "gpu"
+CHECKS = {
+    "environment:run": None,
+    "parity:run": None,
+    "steps:sd3": None,
+    "ratios:sd3": None,
+    "loops:run": 3,  # the other loop needs autocast, which a fake device does not have
+    "steps:qwen": None,
+    "ratios:qwen": None,
+    "writer:run": None,
+}
+"""The checks that run in a single process, and how many of their values, if not all."""
+
+
+def main(folder: Path) -> None:
+    sys.path.insert(0, str(GPU))
+    register()
+    target_class: Any = importlib.import_module("target").Target
+    for check, count in CHECKS.items():
+        module, _, function = check.partition(":")
+        run = getattr(importlib.import_module(module), function)
+        scratch = folder / check.replace(":", "-")
+        scratch.mkdir()
+        target = target_class(torch.device(DEVICE, 0), tiny=True, folder=folder, scratch=scratch)
+        line: dict[str, Any] = {"check": check, "values": 0}
+        with Accelerator(observe=None, on_read=lambda *_: None), fused_attention():
+            try:
+                for _ in islice(run(target), count):
+                    line["values"] += 1
+            except ERRORS as error:
+                line["error"] = error_line(error)
+        sys.stdout.write(json.dumps(line) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
