@@ -47,20 +47,23 @@ def bits(out: Path) -> tuple[str, dict[str, torch.Tensor]]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("ranks") / "whole"
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that stops in the middle of the first pass over the stream, and continues."""
+    out = tmp_path_factory.mktemp("ranks") / "parts"
+    launch(out, stop=2)
+    assert [len(steps_of(out, rank)) for rank in (0, 1)] == [2, 2]
     launch(out)
     return out
 
 
-def test_two_ranks_draw_the_rows_of_one_process_between_them(whole: Path) -> None:
+def test_two_ranks_draw_the_rows_of_one_process_between_them_also_after_a_stop(parts: Path) -> None:
     train = stream_ranks.stream().build(DataContext()).train
     assert isinstance(train, DrawnInOrder)
     count, places = stream_ranks.COUNT, range(stream_ranks.COUNT)
     drawn = [train.at_step(step, count=count, places=places) for step in range(stream_ranks.STEPS)]
     alone = [[tasks[place].instruction for place in places] for tasks in drawn]
     train.close()
-    first, second = (steps_of(whole, rank) for rank in (0, 1))
+    first, second = (steps_of(parts, rank) for rank in (0, 1))
     assert [[*one, *other] for one, other in zip(first, second, strict=True)] == alone
     rows = [row for step in alone for row in step]
     size = stream_ranks.ROWS - stream_ranks.HELD
@@ -69,12 +72,10 @@ def test_two_ranks_draw_the_rows_of_one_process_between_them(whole: Path) -> Non
     assert all(sorted(each) == sorted(f"row {number}" for number in range(stream_ranks.HELD, stream_ranks.ROWS)) for each in passes)
 
 
-def test_two_ranks_that_stop_continue_at_the_same_row_and_to_the_same_bits(whole: Path, tmp_path: Path) -> None:
-    parts = tmp_path / "parts"
-    launch(parts, stop=2)  # in the middle of the first pass
-    assert [len(steps_of(parts, rank)) for rank in (0, 1)] == [2, 2]
-    launch(parts)
-    assert [steps_of(parts, rank) for rank in (0, 1)] == [steps_of(whole, rank) for rank in (0, 1)]
+@pytest.mark.slow
+def test_two_ranks_that_stop_continue_to_the_same_bits(parts: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    launch(whole)
     (metrics, tensors), (others, same) = bits(whole), bits(parts)
     assert metrics == others
     assert [name for name in tensors if not torch.equal(tensors[name].nan_to_num(7), same[name].nan_to_num(7))] == []
