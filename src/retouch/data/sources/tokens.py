@@ -103,7 +103,8 @@ class TokenData(DataSource):
     def build(self, context: DataContext) -> TokenSets:
         """Rows are split, and training rows that share a source image with validation rows left out, before any is repeated."""
         allowed = self.refuse_test_sets(trains=context.trains)
-        require_training_rows("0" if self.validation_lists else self.held_out, context)
+        if not self.validation_lists:
+            require_training_rows(self.held_out, context)
         rows = TokenRows([*self.lists, *self.validation_lists], trusted=self.trusted, thought_keys=self.thought_keys)
         good, found = accept(rows, on_bad_row=self.on_bad_row)
         source = dict(zip(good, sources(rows, good), strict=True))
