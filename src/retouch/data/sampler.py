@@ -6,6 +6,7 @@ do not depend on the number of ranks. A group may span ranks; it stays whole whe
 """
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, Protocol, TypeAlias, overload, runtime_checkable
@@ -14,15 +15,12 @@ from retouch.core.random import generator
 from retouch.types import Batch, Task
 
 
-class Subset(Sequence[Task]):
-    """Some tasks of a sequence, by index, in the given order; indices may repeat. Loads a task on access."""
+class LoadedTasks(Sequence[Task]):
+    """Tasks that are loaded on access. A slice of them loads nothing. Derive from it with ``__len__`` and ``load``."""
 
-    def __init__(self, tasks: Sequence[Task], indices: Sequence[int]) -> None:
-        self._tasks = tasks
-        self._indices = indices
-
-    def __len__(self) -> int:
-        return len(self._indices)
+    @abstractmethod
+    def load(self, index: int) -> Task:
+        """The task with this number, from 0 to ``len(self) - 1``."""
 
     @overload
     def __getitem__(self, index: int) -> Task: ...
@@ -32,7 +30,21 @@ class Subset(Sequence[Task]):
 
     def __getitem__(self, index: int | slice) -> "Task | Subset":
         if isinstance(index, slice):
-            return Subset(self._tasks, self._indices[index])
+            return Subset(self, range(len(self))[index])
+        return self.load(range(len(self))[index])
+
+
+class Subset(LoadedTasks):
+    """Some tasks of a sequence, by index, in the given order; indices may repeat."""
+
+    def __init__(self, tasks: Sequence[Task], indices: Sequence[int]) -> None:
+        self._tasks = tasks
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def load(self, index: int) -> Task:
         return self._tasks[self._indices[index]]
 
 

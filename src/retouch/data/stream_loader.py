@@ -17,13 +17,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, overload
+from typing import Any
 
 import torch.utils.data
 
 from retouch.data.images import Resize
 from retouch.data.rows import Row
-from retouch.data.sampler import Subset
+from retouch.data.sampler import LoadedTasks
 from retouch.data.streams import Cursor, StreamOrder
 from retouch.data.tasks import load_task
 from retouch.types import Task
@@ -48,7 +48,7 @@ class Drawn:
     warnings: tuple[str, ...] = ()
 
 
-class StepTasks(Sequence[Task]):
+class StepTasks(LoadedTasks):
     """The tasks of a step that this rank has loaded, by their place in the step."""
 
     def __init__(self, count: int, tasks: Mapping[int, Task]) -> None:
@@ -58,16 +58,8 @@ class StepTasks(Sequence[Task]):
     def __len__(self) -> int:
         return self._count
 
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Subset: ...
-
-    def __getitem__(self, index: int | slice) -> Task | Subset:
-        if isinstance(index, slice):
-            return Subset(self, range(len(self))[index])
-        return self._tasks[range(len(self))[index]]
+    def load(self, index: int) -> Task:
+        return self._tasks[index]
 
 
 class _NextItems:

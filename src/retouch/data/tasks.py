@@ -3,18 +3,18 @@
 import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Literal, overload
+from typing import Literal
 
 from retouch.data.images import Resize, fit, fit_mask, load_image, load_mask
 from retouch.data.rows import Row, Rows
-from retouch.data.sampler import Subset
+from retouch.data.sampler import LoadedTasks
 from retouch.types import Task
 
 _MOST_IN_A_ROW = 100
 _log = logging.getLogger(__name__)
 
 
-class Tasks(Sequence[Task]):
+class Tasks(LoadedTasks):
     """The tasks of a data set, decoded on access. The last ``cache`` tasks stay in memory.
 
     ``resize``: None keeps every size. Otherwise the first source image (without source images the target, or the chosen image)
@@ -32,16 +32,8 @@ class Tasks(Sequence[Task]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> "Subset": ...
-
-    def __getitem__(self, index: int | slice) -> "Task | Subset":
-        if isinstance(index, slice):
-            return Subset(self, range(len(self))[index])
-        return self._cached(range(len(self))[index])
+    def load(self, index: int) -> Task:
+        return self._cached(index)
 
     def _task(self, index: int) -> Task:
         return load_task(self.rows[index], resize=self._resize)
@@ -87,7 +79,7 @@ def _load(row: Row, resize: Resize | None) -> Task:
     )
 
 
-class DrawnTasks(Sequence[Task]):
+class DrawnTasks(LoadedTasks):
     """Tasks of which some may be unusable, which is found when they are drawn.
 
     ``on_bad_row``: "refuse" raises ValueError for such a task; "skip" logs it and takes the next usable one instead, which depends
@@ -102,17 +94,8 @@ class DrawnTasks(Sequence[Task]):
     def __len__(self) -> int:
         return len(self._tasks)
 
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> "Subset": ...
-
-    def __getitem__(self, index: int | slice) -> "Task | Subset":
-        if isinstance(index, slice):
-            return Subset(self, range(len(self))[index])
-        first = range(len(self))[index]
-        for place in range(first, first + min(len(self), _MOST_IN_A_ROW)):
+    def load(self, index: int) -> Task:
+        for place in range(index, index + min(len(self), _MOST_IN_A_ROW)):
             try:
                 return self._tasks[place % len(self)]
             except ValueError as error:
@@ -127,7 +110,7 @@ class DrawnTasks(Sequence[Task]):
         raise ValueError(f"{_MOST_IN_A_ROW} rows in a row cannot be used; check the data set with `retouch data check`")
 
 
-class MappedTasks(Sequence[Task]):
+class MappedTasks(LoadedTasks):
     """The tasks of a sequence, each changed by ``change`` on access."""
 
     def __init__(self, tasks: Sequence[Task], change: Callable[[Task], Task]) -> None:
@@ -137,15 +120,7 @@ class MappedTasks(Sequence[Task]):
     def __len__(self) -> int:
         return len(self._tasks)
 
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> "MappedTasks": ...
-
-    def __getitem__(self, index: int | slice) -> "Task | MappedTasks":
-        if isinstance(index, slice):
-            return MappedTasks(self._tasks[index], self._change)
+    def load(self, index: int) -> Task:
         return self._change(self._tasks[index])
 
 
