@@ -219,6 +219,20 @@ MUTANTS = (
         "tests/objectives/test_policy_gradient.py::test_the_loss_and_its_gradient_are_those_by_hand[0-clip]",
     ),
     Mutant(
+        "a bonus for entropy is a penalty",
+        "objectives/policy_gradient.py",
+        "loss = loss - self.entropy_bonus",
+        "loss = loss + self.entropy_bonus",
+        "tests/objectives/test_policy_gradient.py::test_the_entropy_is_subtracted_with_its_weight[clip]",
+    ),
+    Mutant(
+        "the old policy follows from the first step",
+        "objectives/nft.py",
+        "self.rate * max(step - self.flat, 0)",
+        "self.rate * step",
+        "tests/objectives/test_nft.py::test_the_schedules_of_the_old_policy_are_those_of_the_published_code",
+    ),
+    Mutant(
         "RatioNorm around the new mean",
         "policies/denoising/policy.py",
         "ratio_norm(after, made.mean, means, step_std",
@@ -228,8 +242,8 @@ MUTANTS = (
     Mutant(
         "NFT pushes good pictures away",
         "objectives/nft.py",
-        "goodness = (minibatch.advantages[rows, 0] / (2 * self.advantage_clip) + 0.5)",
-        "goodness = (0.5 - minibatch.advantages[rows, 0] / (2 * self.advantage_clip))",
+        "goodness = (used / (2 * self.advantage_clip) + 0.5)",
+        "goodness = (0.5 - used / (2 * self.advantage_clip))",
         "tests/objectives/test_nft.py::test_a_good_picture_is_approached_and_a_bad_one_left",
     ),
     Mutant(

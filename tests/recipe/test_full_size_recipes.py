@@ -12,6 +12,7 @@ from retouch.recipe.recipe import load
 
 EDITOR = "recipes/qwen-image-edit/"
 ENHANCER = "recipes/sd3/prompt-enhancer.jsonnet"
+TEXT_TO_IMAGE = "recipes/qwen-image/writer-grpo-published.jsonnet"
 PUBLISHED_ENHANCER = "recipes/sd3/prompt-enhancer-published.jsonnet"
 OCR = "recipes/sd3/ocr-grpo.jsonnet"
 WRITERS = [f"{EDITOR}writer-grpo.jsonnet", f"{EDITOR}writer-grpo-frozen.jsonnet", f"{EDITOR}writer-grpo-identity.jsonnet"]
@@ -97,6 +98,29 @@ def test_the_values_of_system_as_repository() -> None:
     assert (lora.policy.train.rank, lora.policy.train.alpha, lora.learning_rate, lora.data.complexity) == (128, 256.0, 1e-5, "8")
     assert (full.policy.train.kind, full.policy.gradient_checkpointing) == ("full", True)
     assert (full.learning_rate, full.data.complexity) == (5e-6, "1-8")
+
+
+def test_system_as_text_to_image_form() -> None:
+    recipe = load(TEXT_TO_IMAGE)
+    check_ranks(recipe, 8)
+    found = values(recipe.document())
+    wanted = {
+        "renderer.kind": "response",
+        "renderer.model.kind": "qwen-image",
+        "renderer.num_steps": 8,
+        "group_size": 16,
+        "steps": 500,
+        "learning_rate": 1e-5,
+        "policy.train.rank": 128,
+        "policy.train.alpha": 256.0,
+        "objective.normalise": "token",
+        "objective.clip_low": 0.2,
+        "objective.clip_high": 0.28,
+        "reward.combine.alignment": 0.5,
+        "reward.combine.quality": 0.5,
+    }
+    assert {path: found[path] for path in wanted} == wanted
+    assert found["tasks_per_step"] * found["group_size"] == 16 * 8  # completions at once on each of 8 GPUs
 
 
 def test_the_writers_adapters_sit_on_the_four_projections_of_attention() -> None:
@@ -283,7 +307,7 @@ def test_a_twin_differs_in_its_world_and_sizes_alone(full: str, twin: str) -> No
 PUBLISHED_WRITERS = [f"{EDITOR}writer-grpo-published.jsonnet", f"{EDITOR}writer-grpo-full-published.jsonnet"]
 
 
-@pytest.mark.parametrize("name", [*WRITERS, *PUBLISHED_WRITERS, ENHANCER, PUBLISHED_ENHANCER, OCR])
+@pytest.mark.parametrize("name", [*WRITERS, *PUBLISHED_WRITERS, TEXT_TO_IMAGE, ENHANCER, PUBLISHED_ENHANCER, OCR])
 def test_the_head_says_what_a_healthy_run_looks_like(name: str) -> None:
     head = find(name).read_text(encoding="utf-8").split("\nlocal ")[0].split("\n(import")[0]
     said = " ".join(line.removeprefix("//").strip() for line in head.splitlines())

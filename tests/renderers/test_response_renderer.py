@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline
+from diffusers import FlowMatchEulerDiscreteScheduler, QwenImageEditPipeline, QwenImageEditPlusPipeline, QwenImagePipeline
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as edit_module
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus_module
 
@@ -14,6 +14,7 @@ import tiny_editing
 import tiny_models
 from retouch.models.qwen_image.edit import QwenImageEditPlus
 from retouch.models.qwen_image.encoder import Encoder
+from retouch.models.qwen_image.model import QwenImage
 from retouch.models.qwen_image.responses import QwenResponses
 from retouch.playground.models import PlaygroundModel
 from retouch.protocols import Renderer
@@ -114,6 +115,46 @@ def test_the_pictures_are_the_pipelines(made, monkeypatch, guidance_scale, said)
     assert theirs.size == ours.size == (64, 64)
     assert apart(ours, theirs) <= 1  # a last bit, where a value sits on the edge between two levels
     assert pixels(ours).std() > 5
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
+@pytest.mark.parametrize("said", [(), (3, 200, 255)], ids=["empty", "said"])
+def test_text_to_image_reads_responses_too(made, guidance_scale, said):
+    """Qwen-Image: an empty response gives the pipeline's image, and there is no source."""
+    model = QwenImage(**made, scheduler_config=tiny_models.SCHEDULER, template=tiny_models.TEXT_TEMPLATE, size=(48, 64))
+    draws = renderer(model, frozen(model), guidance_scale=guidance_scale)
+    task, trajectory = tiny_models.task("a", "a red cat"), outputs(said)
+    (ours,) = draws([task], trajectory)
+    contexts = [draws.editor.prepare(task)]
+    embeds = draws.editor.condition(contexts, draws.editor.encode(contexts, [said])).tensors
+    assert "source" not in embeds
+    told = {"prompt": task.instruction} if not said else {"prompt_embeds": embeds["embeds"], "prompt_embeds_mask": embeds["mask"]}
+    pipe = QwenImagePipeline(**made, scheduler=FlowMatchEulerDiscreteScheduler(**tiny_models.SCHEDULER))
+    pipe.prompt_template_encode = tiny_models.TEXT_TEMPLATE
+    pipe.prompt_template_encode_start_idx = draws.editor.text.prefix
+    pipe.set_progress_bar_config(disable=True)
+    theirs = pipe(
+        **told,
+        negative_prompt=" " if guidance_scale > 1 else None,
+        true_cfg_scale=guidance_scale,
+        height=48,
+        width=64,
+        num_inference_steps=STEPS,
+        generator=noise_generators(trajectory.outputs, shared=True),
+    ).images[0]
+    assert theirs.size == ours.size == (64, 48)
+    assert apart(ours, theirs) <= 1
+    assert pixels(ours).std() > 5
+
+
+def test_a_writer_before_text_to_image_reads_its_prompts(made):
+    model = QwenImage(**made, scheduler_config=tiny_models.SCHEDULER, template=tiny_models.TEXT_TEMPLATE, size=(48, 64))
+    policy = tiny_editing.policy(model)
+    batch = tiny_editing.batch([tiny_models.task("a", "a red cat"), tiny_models.task("b", "two dogs")])
+    context = QwenResponses(model, frozen(model)).prepare(batch.tasks[0])
+    assert torch.equal(policy.model.encode(batch.tasks[:1]).ids, context.prepared.tokens["input_ids"])
+    images = renderer(model, frozen(model))(*tiny_editing.acted(policy, batch))
+    assert [image.size for image in images] == [(64, 48)] * 4
 
 
 def test_several_sources_are_the_pipelines_too(made, monkeypatch):

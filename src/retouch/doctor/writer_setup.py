@@ -73,7 +73,7 @@ def image_batch(recipe: Recipe, model: DiffusersModel, setup: WriterSetup) -> Im
         rows=min(recipe.renderer.batch, max(rank_rows(recipe), held_out_rows(recipe))),
         size=model.size or model.planned_size,
         source=model.planned_size,
-        sources=int(recipe.renderer.uses_sources),
+        sources=int(recipe.renderer.uses_sources and model.takes.images[1] > 0),
         text=model.text_tokens or setup.prompt + setup.completion,
         dtype=DTYPES[model.dtype],
     )

@@ -291,8 +291,8 @@ def _renderer(given: Any, *, size: tuple[int, int] | None) -> tuple[dict[str, An
     if not isinstance(section, ImageModel):
         raise ValueError("renderer: a language model makes no images; give a diffusers pipeline")
     steps = getattr(inspect.signature(type(model).__call__).parameters.get("num_inference_steps"), "default", None)
-    reads = section.takes is not None and section.takes.responses
-    usual = {"kind": "response", "encoder": "frozen"} if reads else {"kind": "prompt"}
+    edits = section.takes is not None and section.takes.responses and section.takes.images[0] > 0
+    usual = {"kind": "response", "encoder": "frozen"} if edits else {"kind": "prompt"}
     return {**usual, "model": IMAGE_MODELS.document(section), "num_steps": steps or 28, **keys}, objects
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from retouch.models.qwen_image.edit import QwenImageEdit
+from retouch.models.qwen_image.model import QwenFlow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +49,7 @@ class Encoder:
 
 
 def encoder_for(
-    editor: QwenImageEdit,
+    editor: QwenFlow,
     writer: nn.Module,
     *,
     frozen: bool,
@@ -74,7 +74,7 @@ def encoder_for(
     return Encoder.without_adapter(writer, published=published) if frozen else Encoder.policy(writer, published=published)
 
 
-def share_encoder(editor: QwenImageEdit, writer: nn.Module, *, policy_encodes: bool, base_frozen: bool) -> None:
+def share_encoder(editor: QwenFlow, writer: nn.Module, *, policy_encodes: bool, base_frozen: bool) -> None:
     """Replace the editor's text encoder by the policy's module ``writer`` if that does the same, so that the weights are held once.
 
     It does if the policy encodes, and if both have the same weights, those of the policy do not train (``base_frozen``: a LoRA),

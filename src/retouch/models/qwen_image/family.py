@@ -49,6 +49,34 @@ class QwenImageFamily(DiffusersModel):
 
         use_last_temporal_tap(vae)
 
+    def writer_for(self, editor: DenoisingModel, writer: AutoregressiveModel) -> AutoregressiveModel:
+        from retouch.models.qwen_image.model import QwenFlow
+        from retouch.models.qwen_image.responses import writer_for
+        from retouch.models.qwen_vl.model import QwenWriter
+
+        assert isinstance(editor, QwenFlow)
+        assert isinstance(writer, QwenWriter), "the recipe's checks ensure it"
+        if writer.template.tokenizer.get_vocab() != editor.text.tokenizer.get_vocab():
+            raise ValueError("policy.model: its tokenizer is another than that of the editor, which could not read its ids")
+        made: Any = writer_for(editor, writer.module, gradient_checkpointing=writer.gradient_checkpointing)
+        same_prompts: AutoregressiveModel = made
+        return same_prompts
+
+    def share_encoder(self, editor: DenoisingModel, writer: nn.Module, *, policy_encodes: bool, base_frozen: bool) -> None:
+        from retouch.models.qwen_image.encoder import share_encoder
+        from retouch.models.qwen_image.model import QwenFlow
+
+        assert isinstance(editor, QwenFlow)
+        share_encoder(editor, writer, policy_encodes=policy_encodes, base_frozen=base_frozen)
+
+    def response_editor(self, editor: DenoisingModel, writer: nn.Module, **options: Any) -> Any:
+        from retouch.models.qwen_image.encoder import encoder_for
+        from retouch.models.qwen_image.model import QwenFlow
+        from retouch.models.qwen_image.responses import QwenResponses
+
+        assert isinstance(editor, QwenFlow)
+        return QwenResponses(editor, encoder_for(editor, writer, **options))
+
 
 class QwenImageModel(QwenImageFamily):
     """Qwen-Image, text to image.
@@ -58,40 +86,13 @@ class QwenImageModel(QwenImageFamily):
 
     kind: Literal["qwen-image"] = "qwen-image"
 
+    takes = Takes(images=(0, 0), responses=True)
     adapter = "retouch.models.qwen_image.model:QwenImage"
     pipeline = "QwenImagePipeline"
 
 
 class QwenImageEditor(QwenImageFamily):
     """What Qwen-Image's editing models have in common."""
-
-    def writer_for(self, editor: DenoisingModel, writer: AutoregressiveModel) -> AutoregressiveModel:
-        from retouch.models.qwen_image.edit import QwenImageEdit
-        from retouch.models.qwen_image.responses import writer_for
-        from retouch.models.qwen_vl.model import QwenWriter
-
-        assert isinstance(editor, QwenImageEdit)
-        assert isinstance(writer, QwenWriter), "the recipe's checks ensure it"
-        if writer.template.tokenizer.get_vocab() != editor.text.tokenizer.get_vocab():
-            raise ValueError("policy.model: its tokenizer is another than that of the editor, which could not read its ids")
-        made: Any = writer_for(editor, writer.module, gradient_checkpointing=writer.gradient_checkpointing)
-        same_prompts: AutoregressiveModel = made
-        return same_prompts
-
-    def share_encoder(self, editor: DenoisingModel, writer: nn.Module, *, policy_encodes: bool, base_frozen: bool) -> None:
-        from retouch.models.qwen_image.edit import QwenImageEdit
-        from retouch.models.qwen_image.encoder import share_encoder
-
-        assert isinstance(editor, QwenImageEdit)
-        share_encoder(editor, writer, policy_encodes=policy_encodes, base_frozen=base_frozen)
-
-    def response_editor(self, editor: DenoisingModel, writer: nn.Module, **options: Any) -> Any:
-        from retouch.models.qwen_image.edit import QwenImageEdit
-        from retouch.models.qwen_image.encoder import encoder_for
-        from retouch.models.qwen_image.responses import QwenResponses
-
-        assert isinstance(editor, QwenImageEdit)
-        return QwenResponses(editor, encoder_for(editor, writer, **options))
 
     def condition_tokens(self, described: Described) -> int:
         area: int = self.adapter_class().CONDITION_AREA

@@ -94,6 +94,10 @@ class QwenFlow(PipelineModel):
     def prepare(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> Prepared:
         """Everything that needs no gradient; ``instructions`` replace the tasks' own."""
 
+    @abstractmethod
+    def tokenise(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> Tokens:
+        """What the text encoder reads; ``instructions`` replace the tasks' own."""
+
     def checked(self, tasks: Sequence[Task], instructions: Sequence[str] | None) -> list[str]:
         """The instructions of the tasks, or those that replace them. Raises ValueError if one contains a special token."""
         texts = [task.instruction for task in tasks] if instructions is None else list(instructions)
@@ -178,13 +182,16 @@ class QwenImage(QwenFlow):
 
         Raises ``ValueError`` for a prompt of more than ``max_tokens`` tokens.
         """
-        texts = self.checked(tasks, instructions)
-        tokens = self.text.tokenise(texts, [()] * len(texts))
+        tokens = self.tokenise(tasks, instructions=instructions)
         lengths = tokens["attention_mask"].sum(1) - self.text.prefix
         if lengths.max() > self.max_tokens:
             worst = int(lengths.argmax())
             raise ValueError(f"the text of task {tasks[worst].id!r} has {lengths[worst]} tokens; at most {self.max_tokens}")
         return Prepared(tokens, None, {"grids": ((1, *self.latents.grid(self.size)),), "size": self.size})
+
+    def tokenise(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> Tokens:
+        texts = self.checked(tasks, instructions)
+        return self.text.tokenise(texts, [()] * len(texts))
 
     def check_prompt(self, prompt: str, task: str) -> None:
         """Raises ValueError if the model would refuse the prompt of the task of this name."""

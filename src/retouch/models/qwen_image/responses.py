@@ -1,4 +1,4 @@
-"""Qwen-Image-Edit and Edit-Plus conditioned on an instruction and a language model's response to it.
+"""Qwen-Image, Qwen-Image-Edit and Edit-Plus conditioned on an instruction and a language model's response to it.
 
 The encoder reads the pipeline's template with the task in it, which ends in an open assistant turn, then the response's ids as they
 were sampled, then the token that closes the turn. An empty response adds nothing, not even that token. The beginning of the
@@ -18,7 +18,7 @@ from retouch.models.common.chat_template import VISION, Tokens
 from retouch.models.common.parts import evaluating
 from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
 from retouch.models.qwen_image.encoder import Encoder
-from retouch.models.qwen_image.model import Prepared
+from retouch.models.qwen_image.model import Prepared, QwenFlow
 from retouch.models.qwen_image.text import QwenText
 from retouch.models.qwen_vl.model import STOP, QwenWriter, VisionModel
 from retouch.types import Conditioning, Task
@@ -46,13 +46,13 @@ class QwenContext:
 
 
 class QwenResponses:
-    """An editor that is conditioned on a task and a response (implements ``retouch.renderers.responses.ResponseEditor``).
+    """An image model that is conditioned on a task and a response (implements ``retouch.renderers.responses.ResponseEditor``).
 
     ``encoder`` replaces the editor's own text encoder and reads with the editor's tokenizer, template and sizes; its states are
     those of the last layer after the final norm. This freezes the autoencoder.
     """
 
-    def __init__(self, editor: QwenImageEdit, encoder: Encoder) -> None:
+    def __init__(self, editor: QwenFlow, encoder: Encoder) -> None:
         self.model = editor
         self.encoder = encoder
         words = editor.text
@@ -94,7 +94,7 @@ class QwenResponses:
         )
 
     def encode_negative(self, tasks: Sequence[Task]) -> list[Float[Tensor, "_ d"]]:
-        """The pipeline's own negative branch: the same images with the instruction " ", under the published weights."""
+        """The pipeline's own negative branch: the same images, if any, with the instruction " ", under the published weights."""
         tokens = [self.model.tokenise([task], instructions=[" "]) for task in tasks]
         with self.encoder.published():
             return self._embed(tokens)
@@ -107,8 +107,11 @@ class QwenResponses:
         lengths = torch.tensor([len(row) for row in states], device=device)
         embeds = pad_sequence([row.to(device) for row in states], batch_first=True)
         mask = torch.arange(embeds.shape[1], device=device) < lengths[:, None]
+        tensors = {"embeds": embeds, "mask": mask}
         source = [context.prepared.source.to(device) for context in contexts if context.prepared.source is not None]
-        return Conditioning({"embeds": embeds, "mask": mask, "source": torch.cat(source)}, frozenset({"embeds", "mask"}), shared)
+        if source:
+            tensors["source"] = torch.cat(source)
+        return Conditioning(tensors, frozenset({"embeds", "mask"}), shared)
 
     def _embed(self, rows: Sequence[Tokens]) -> list[Float[Tensor, "_ d"]]:
         joined = _joined(rows, pad=self.text.tokenizer.pad_token_id)
@@ -118,7 +121,7 @@ class QwenResponses:
 
 
 def writer_for(
-    editor: QwenImageEdit, module: VisionModel, *, stop: Sequence[str] = STOP, gradient_checkpointing: bool = False
+    editor: QwenFlow, module: VisionModel, *, stop: Sequence[str] = STOP, gradient_checkpointing: bool = False
 ) -> QwenWriter:
     """A writer whose prompts are exactly what ``QwenResponses`` reads before a response: same template, images and tokenizer.
 
@@ -131,7 +134,7 @@ def writer_for(
         template=words.template.head + "{}" + words.template.tail,
         image_processor=words.image_processor,
         image_block="Picture {}: " + VISION if isinstance(editor, QwenImageEditPlus) else "",
-        area=editor.condition_area,
+        area=editor.condition_area if isinstance(editor, QwenImageEdit) else "as_is",
         stop=stop,
         gradient_checkpointing=gradient_checkpointing,
     )
@@ -151,4 +154,5 @@ def _joined(rows: Sequence[Tokens], *, pad: int) -> Tokens:
         "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad),
         "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
     }
-    return joined | {name: torch.cat([row[name] for row in rows]) for name in ("pixel_values", "image_grid_thw")}
+    vision = [name for name in ("pixel_values", "image_grid_thw") if name in rows[0]]  # text to image has none
+    return joined | {name: torch.cat([row[name] for row in rows]) for name in vision}
