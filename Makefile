@@ -63,9 +63,9 @@ results: install
 # lacks is downloaded elsewhere by gpu-wheels, and unpacked here.
 OUT ?= runs/gpu
 gpu:
-	mkdir -p .wheels/site
-	for wheel in $(wildcard .wheels/*.whl); do $(PYTHON) -m zipfile -e $$wheel .wheels/site; done
-	PYTHONPATH=$(CURDIR)/.wheels/site:$(CURDIR)/src $(PYTHON) benchmarks/gpu/run.py --out $(OUT)
+	rm -rf build/gpu-site && mkdir -p build/gpu-site
+	for wheel in $(wildcard .wheels/*.whl); do $(PYTHON) -m zipfile -e $$wheel build/gpu-site; done
+	PYTHONPATH=$(CURDIR)/build/gpu-site:$(CURDIR)/src $(PYTHON) benchmarks/gpu/run.py --out $(OUT)
 
 gpu-wheels:
 	PYTHON=$(PYTHON) benchmarks/gpu/wheels.sh .wheels
