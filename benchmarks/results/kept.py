@@ -106,6 +106,16 @@ WORDS = (
     "retouch.renderers.decoders",
     "retouch.rewards.text.ocr",
 )
+PAINTING = (
+    "retouch.training.loop",
+    "retouch.data.sampler",
+    "retouch.models.qwen_image.model",
+    "retouch.objectives.policy_gradient",
+    "retouch.playground.judges.painting_judge",
+    "retouch.playground.world.paintings",
+    "retouch.policies.denoising.policy",
+    "retouch.renderers.decoders",
+)
 # In addition to those of the model, for a run that trains an IP-Adapter.
 REFERENCED = (
     "retouch.models.ip_adapter.image_encoder",
@@ -114,7 +124,14 @@ REFERENCED = (
     "retouch.playground.judges.sign_judge",
 )
 # By the kind of the renderer; None if the policy renders its own images, or the kind of a model that has modules of its own.
-DECIDING = {None: DENOISING, "response": WRITING, "prompt": REWRITING, "codes": IMAGE_TOKENS, "playground-words": WORDS}
+DECIDING = {
+    None: DENOISING,
+    "response": WRITING,
+    "prompt": REWRITING,
+    "codes": IMAGE_TOKENS,
+    "playground-words": WORDS,
+    "playground-text-to-image": PAINTING,
+}
 
 
 def place(entry: Entry, seed: int) -> Path:

@@ -1,5 +1,5 @@
-// The twin of ocr-grpo.jsonnet on the playground: its text-to-image model draws scenes of several things, and the exact judge reads
-// them.
+// The twin of ocr-grpo.jsonnet on the playground: its text-to-image model generates scenes of 6 to 9 objects, and the exact judge
+// scores them. It is the same run as that of sd3/ocr-grpo-playground.jsonnet, under another name.
 //
 //   retouch train recipes/flux2/ocr-grpo-playground.jsonnet
 local playground = import '../lib/playground.libsonnet';
@@ -8,7 +8,7 @@ local sd3 = import '../lib/sd3.libsonnet';
 sd3.flow_grpo(
   world={
     model: playground.text_to_image,
-    tasks: playground.paintings([2, 3, 4]),
+    tasks: playground.crowded([6, 7, 8, 9]),
     judge: playground.painting_judge,
   },
   sizes={

@@ -17,6 +17,7 @@ from retouch.playground.world.paintings import PaintingData
 from retouch.playground.world.rendering import render
 from retouch.playground.world.scenes import COLOURS, PLACES, SHAPES, Scene, Thing
 from retouch.playground.world.tasks import canonical
+from retouch.recipe.recipe import load
 from retouch.types import Task
 
 LEVELS = [1, 2, 3, 4]
@@ -152,7 +153,7 @@ def test_the_plain_form_is_the_ground_and_then_the_things():
         ({"count": -1}, "count"),
         ({"incomplete": 1.5}, "incomplete"),
         ({"complexity": []}, "complexity"),
-        ({"complexity": [5]}, "complexity"),
+        ({"complexity": [10]}, "complexity"),
         ({"complexity": {1: -1.0, 2: 2.0}}, "complexity.1"),
     ],
 )
@@ -164,3 +165,28 @@ def test_bad_settings_are_refused(wrong, message):
 def test_an_index_outside_is_an_index_error():
     with pytest.raises(IndexError, match="10"):
         tasks(count=10)[10]
+
+
+def test_fault_7_prompts_in_known_words_are_the_completions():
+    for task in tasks(count=20, known_words=True):
+        assert task.instruction == task.meta["completion"]
+        assert read(task.instruction)[1]
+    requested, known = (tasks(count=20, known_words=words) for words in (False, True))
+    assert [task.meta["scene"] for task in requested] == [task.meta["scene"] for task in known]
+
+
+@pytest.mark.parametrize("name", ["sd3/ocr-grpo-playground", "flux2/ocr-grpo-playground"])
+def test_fault_7_a_text_to_image_model_is_trained_on_prompts_that_it_can_read(name):
+    data = load(name).data
+    known = {*descriptions.vocabulary()}
+    for task in data.tasks()[:20]:
+        assert {*re.findall(r"\w+", task.instruction)} <= known
+        assert int(task.tags["complexity"]) > max(LEVELS)  # more things than it was trained on
+
+
+def test_fault_7_a_scene_may_have_a_thing_in_every_cell():
+    for task in tasks(count=8, complexity=[8, 9], known_words=True):
+        assert task.tags == {"complexity": str(len(read(task.instruction)[1]))}
+        assert len(scene_of(task).objects) in (8, 9)
+    with pytest.raises(ValueError, match="less than or equal to 9"):
+        tasks(complexity=[10])
