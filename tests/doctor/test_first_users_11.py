@@ -8,6 +8,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -24,10 +26,10 @@ from retouch.doctor.reward import check_scoring
 from retouch.recipe.judge_calls import Calls
 from retouch.recipe.recipe import Recipe, load
 from retouch.records.folder import RunFolder
-from retouch.rehearsal.machines import Machine, find_machine
-from retouch.rehearsal.meter import Meter, Stage, Work
+from retouch.rehearsal.machines import find_machine
+from retouch.rehearsal.meter import Stage, Work
 from retouch.rehearsal.report import hours
-from retouch.rehearsal.step import Rehearsed, RehearsedPhase
+from retouch.rehearsal.step import RehearsedPhase
 
 VARIABLES = ("APP__DATA_DIR", "APP__BASE_EXP_DIR", "APP__REWARD_FUNCTION_API_BASE", "APP__RUN_NAME")
 
@@ -147,18 +149,17 @@ def test_fault_11_missing_weights_of_a_reward_are_downloaded(tmp_path: Path, mon
     assert (finding.status, finding.fix) == ("FAILED", "hf download yuvalkirstain/PickScore_v1")
 
 
-def rehearsed(machine: Machine) -> Rehearsed:
+def rehearsed() -> Any:
     """A rehearsal in which a step takes 36 s and an evaluation 60 s."""
-    meter = Meter(machine)
-    for name, spent in (("rollout", 20.0), ("update", 16.0), ("evaluation", 60.0)):
-        meter.stages[name] = Stage(Work(seconds=Counter({"matmul": spent})))
+    spent = {"rollout": 20.0, "update": 16.0, "evaluation": 60.0}
+    stages = {name: Stage(Work(seconds=Counter({"matmul": each}))) for name, each in spent.items()}
     phase = RehearsedPhase(name="rl", steps=1000, rows=8, preflight="preflight", stages=("rollout", "update"))
-    return Rehearsed(meter=meter, world=8, phases=(phase,), evaluations=3, checkpoint=1, velocities=0)
+    return SimpleNamespace(stages=stages, meter=SimpleNamespace(stages=stages), world=8, phases=(phase,), evaluations=3)
 
 
 def test_fault_11_time_and_cost_are_estimated() -> None:
     machine = find_machine("h100")
-    found = rehearsed(machine)
+    found = rehearsed()
     spent = time_of(found, machine)
     assert spent.text.startswith("a step takes 36.00 s, and there are 1000; the run takes 10.1 h with 3 evaluations, on 8 x h100 (")
     calls = [Calls("reward", "m", 10, 2, 100, 10, dollars) for dollars in (12.5, 7.5, None)]

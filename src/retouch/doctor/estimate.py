@@ -13,7 +13,7 @@ from retouch.recipe.judge_calls import Calls
 from retouch.recipe.recipe import Recipe
 from retouch.rehearsal.command import ERRORS, smallest_changes
 from retouch.rehearsal.machines import Machine
-from retouch.rehearsal.report import error_line, fits, hours, peak, seconds
+from retouch.rehearsal.report import error_line, fits, hours, peak, seconds, step_work
 from retouch.rehearsal.step import Rehearsed, rehearse
 
 
@@ -45,11 +45,10 @@ def check_estimate(
 
 def time_of(found: Rehearsed, machine: Machine) -> Finding:
     """Modelled time of a step of each phase, and of the run."""
-    stages = found.meter.stages
     each = []
-    for phase in found.phases:
+    for index, phase in enumerate(found.phases):
         of_phase = f" of phase {phase.name}" if len(found.phases) > 1 else ""
-        spent = sum(seconds(stages[name].work, machine) for name in phase.stages)
+        spent = seconds(step_work(found, index), machine)
         each.append(f"a step{of_phase} takes {_time(spent / 3600)}, and there are {phase.steps}")
     ranks = f"{found.world} x {machine.name}" if found.world > 1 else machine.name
     total = f"the run takes {_time(hours(found, machine))} with {found.evaluations} evaluations"
