@@ -19,6 +19,8 @@ import tiny_pipelines
 from retouch.data.base import DataContext
 from retouch.data.sources.hub import HubData
 from retouch.data.sources.table import TableData
+from retouch.doctor.reward import check_scoring
+from retouch.recipe.reward_words import read_reward
 from retouch.records.folder import RunFolder
 from retouch.session.session import run
 
@@ -106,6 +108,9 @@ def test_the_share_of_held_out_pairs_in_the_right_order_is_measured(tmp_path: Pa
     images = [line["image"] for line in RunFolder(made.folder).read_samples(20) if line["set"] == "heldout"]
     assert len(images) == 2  # only these are made
     assert "pairs/preferred" in RunFolder(made.folder).report.read_text()
+    with pytest.raises(ValueError, match="this run has no reward; name one"):
+        read_reward(str(made.folder))
+    assert check_scoring(made.recipe, None).text == "none: the run learns from pairs of the data and is evaluated on held-out pairs"
 
 
 def test_a_reward_is_evaluated_as_well_if_there_is_one(tmp_path: Path) -> None:
