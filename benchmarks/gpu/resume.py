@@ -16,11 +16,11 @@ from findings import Finding, at_most, measured
 from target import Target
 
 RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "quickstart.jsonnet"
-STEPS = 6
+STEPS, SAVE_EVERY = 6, 2
 POLL_SECONDS = 0.02
 TENSORS = ("weights", "optimizer")
 SETTINGS = (
-    *(f"steps={STEPS}", f"checkpoints.every={STEPS // 2}", "tasks_per_step=4", "group_size=4", "microbatch=8"),
+    *(f"steps={STEPS}", f"checkpoints.every={SAVE_EVERY}", "tasks_per_step=4", "group_size=4", "microbatch=8"),
     *("eval.tasks=6", "eval.batch=6", "eval.best_of_k=2", "samples.tasks=1"),
 )
 """Of every run: few rows, because only bits are compared."""
@@ -34,7 +34,7 @@ def run(target: Target) -> Iterator[Finding]:
         for name in ("whole", "killed", *([] if target.tiny else ["repeated"]))
     }
     for mode in modes:
-        runs[mode, "killed"].kill_after(STEPS // 2)
+        runs[mode, "killed"].kill_after(SAVE_EVERY)
     for training in runs.values():
         training.finish()
     hashes = {key: training.hash() for key, training in runs.items()}
@@ -58,13 +58,14 @@ class _Training:
 
     def kill_after(self, step: int) -> None:
         """Kill it once the checkpoint of this step is there, and start it again."""
-        saved = self.folder / "runs" / "resumed" / "checkpoints" / f"step-{step:06d}"
-        while not saved.is_dir():
+        while not self._checkpoint(step).is_dir():
             if self.process.poll() is not None:
                 raise RuntimeError(f"the run ended with exit code {self.process.returncode} before step {step}; see log.txt")
             time.sleep(POLL_SECONDS)
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
+        if self._checkpoint(STEPS).is_dir():
+            raise RuntimeError("the run ended before it was killed")
         self.process = self._start()
 
     def finish(self) -> None:
@@ -74,11 +75,13 @@ class _Training:
 
     def hash(self) -> str:
         """Of the weights and the optimizer's state at the end."""
-        last = self.folder / "runs" / "resumed" / "checkpoints" / f"step-{STEPS:06d}"
         digest = hashlib.sha256()
         for name in TENSORS:
-            digest.update((last / f"{name}.safetensors").read_bytes())
+            digest.update((self._checkpoint(STEPS) / f"{name}.safetensors").read_bytes())
         return digest.hexdigest()
+
+    def _checkpoint(self, step: int) -> Path:
+        return self.folder / "runs" / "resumed" / "checkpoints" / f"step-{step:06d}"
 
     def _start(self) -> "subprocess.Popen[bytes]":
         return subprocess.Popen(self.command, cwd=self.folder, stdin=subprocess.DEVNULL, env=dict(os.environ))

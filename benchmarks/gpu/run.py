@@ -18,7 +18,7 @@ from suite import Check, run_suite
 
 CHECKS = (
     # In the order of their importance: the last ones are left out if the time is over.
-    Check("environment", "environment:run", limit=60),
+    Check("environment", "environment:run", limit=120),
     Check("parity", "parity:run", limit=60),
     Check("sd3-step", "steps:sd3", limit=120),
     Check("sd3-ratios", "ratios:sd3", limit=60),
