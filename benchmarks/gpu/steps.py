@@ -98,28 +98,27 @@ def _write_kernels(built: Built, target: Target) -> None:
     (target.folder / "sd3-kernels.txt").write_text(text, encoding="utf-8")
 
 
-def rehearse_cases() -> dict[str, Rehearsed]:
-    """The figures of each case, from a rehearsal for an H100."""
+def rehearse_case(name: str) -> Rehearsed:
+    """The figures of a case, from a rehearsal for an H100."""
     from retouch.rehearsal.machines import MACHINES
     from retouch.rehearsal.report import seconds, stage_peak
     from retouch.rehearsal.step import rehearse
 
-    machine, made = MACHINES["h100"], {}
-    for name, case in CASES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            found = rehearse(case.load(Path(folder), tiny=False), machine)
-        made[name] = {
-            stage: {
-                "peak": float(stage_peak(found, stage)),
-                "flops": float(sum(each.work.flops.values())),
-                "modelled": seconds(each.work, machine),
-            }
-            for stage, each in found.meter.stages.items()
-            if stage in STAGES
+    machine = MACHINES["h100"]
+    with tempfile.TemporaryDirectory() as folder:
+        found = rehearse(CASES[name].load(Path(folder), tiny=False), machine)
+    return {
+        stage: {
+            "peak": float(stage_peak(found, stage)),
+            "flops": float(sum(each.work.flops.values())),
+            "modelled": seconds(each.work, machine),
         }
-    return made
+        for stage, each in found.meter.stages.items()
+        if stage in STAGES
+    }
 
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
-    KEPT.write_text(json.dumps(rehearse_cases(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    figures = {name: rehearse_case(name) for name in CASES}
+    KEPT.write_text(json.dumps(figures, indent=1, sort_keys=True) + "\n", encoding="utf-8")

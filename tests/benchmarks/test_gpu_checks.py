@@ -153,3 +153,21 @@ def test_no_check_mixes_devices(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert len(lines) == 8, done.stderr[-3000:]
     assert [line for line in lines if "error" in line or not line["values"]] == []
+
+
+@pytest.mark.slow
+def test_the_kept_figures_are_those_of_a_rehearsal() -> None:
+    code = "import json, steps; print(json.dumps(steps.rehearse_case('sd3')))"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER), *sys.path]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    kept = json.loads((FOLDER / "rehearsed.json").read_text())["sd3"]
+    for stage, figures in kept.items():
+        for name in ("peak", "flops"):
+            assert found[stage][name] == pytest.approx(figures[name], rel=0.01), f"{stage}, {name}: run benchmarks/gpu/steps.py"
