@@ -17,10 +17,11 @@ import tiny_writer_runs
 from retouch.assembly.assembly import assemble
 from retouch.distributed.placement import Placement, gpus_per_rank, init_distributed_from_recipe, plan_placement, resolve_device
 from retouch.distributed.ranks import Ranks
+from retouch.models.offloading.on_device import on_device, parts_of
 from retouch.playground.models import playground_weights
 from retouch.recipe.devices import Devices
 from retouch.recipe.recipe import parse
-from retouch.renderers.wrappers import RendererInContext, on_device, parts_of
+from retouch.renderers.wrappers import RendererInContext
 
 SUPPORT = Path(__file__).parents[1] / "support"
 CPU = torch.device("cpu")

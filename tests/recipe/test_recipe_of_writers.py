@@ -126,7 +126,10 @@ def test_the_encoder_has_no_default() -> None:
         ({"group_size": 1}, "group_size"),
         ({"device": "cpu", "devices": {"policy": "cuda:0"}}, "device, devices.policy"),
         ({"policy": DENOISING, "renderer": None, "devices": {"renderer": "cuda:1"}}, "devices.renderer"),
-        ({"policy": DENOISING, "renderer": None, "devices": {"offload": True}}, "devices.offload"),
+        (
+            {"policy__model": {"kind": "janus", "path": "x"}, "renderer": {"kind": "codes"}, "devices": {"offload": True}},
+            "devices.offload",
+        ),
         ({"policy__train": {"kind": "lora"}, "devices": {"reference": "cpu"}}, "devices.reference"),
         ({"policy__train": {"kind": "full"}, "devices": {"reference": "cpu"}, "sharding": "fsdp2"}, "devices.reference"),
         ({"policy__train": {"kind": "lora", "dropout": 0.1}}, "policy.train.dropout"),

@@ -17,8 +17,8 @@ import several_devices
 from retouch.assembly import assembly
 from retouch.distributed.placement import Placement
 from retouch.distributed.ranks import Ranks
+from retouch.models.offloading.on_device import parts_of
 from retouch.recipe.recipe import parse
-from retouch.renderers.wrappers import parts_of
 from retouch.rewards.scorers.pixels import ShareReward
 from retouch.training.loop import accumulate, collect, make_minibatch
 from retouch.types import Sample, Scores

@@ -29,7 +29,7 @@ from retouch.policies.weights import WeightCopies
 from retouch.protocols import AutoregressiveModel, DenoisingModel, Renderer
 from retouch.recipe.checks import check_ranks
 from retouch.recipe.phases import ResolvedPhase, Rollout
-from retouch.recipe.policy import AutoregressivePolicyKeys
+from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe
 from retouch.recipe.reward_checks import evaluated_columns
 from retouch.renderers.decoders import LatentRenderer
@@ -105,7 +105,8 @@ class PolicyParts:
         renderer = section.build(self.image_model, self.model, published=published, sharded=self._in_step)
         if not self.placement.offload:
             return renderer
-        from retouch.renderers.wrappers import RendererInContext, on_device, parts_of
+        from retouch.models.offloading.on_device import on_device, parts_of
+        from retouch.renderers.wrappers import RendererInContext
 
         assert isinstance(self.image_model, DenoisingModel), "the recipe's checks ensure it"
         parts = [part for part in parts_of(self.image_model) if part is not self.model.module]
@@ -299,8 +300,11 @@ def connect(recipe: Recipe, ranks: Ranks, *, placement: Placement, judge: Reward
 def assemble_policy(recipe: Recipe, ranks: Ranks) -> PolicyParts:
     """Build what acts and makes images, without data and judge. Weights that the policy and the image model share are held once."""
     placement, policy, renderer = plan_placement(recipe, ranks), recipe.policy, recipe.renderer
+    model: DenoisingModel | AutoregressiveModel
+    image_model: DenoisingModel | AutoregressiveModel
     if renderer is None:
-        model = image_model = policy.build_model(device=placement.policy)
+        assert isinstance(policy, DenoisingPolicyKeys), "the recipe's checks ensure it"
+        model = image_model = policy.build_model(device=placement.policy, offload=placement.offload)
     else:
         assert isinstance(policy, AutoregressivePolicyKeys), "the recipe's checks ensure it"
         model, image_model = renderer.load(

@@ -15,7 +15,7 @@ from retouch.models.train import FullWeights
 from retouch.policies.autoregressive.rollout import TokenRollout
 from retouch.recipe.checks import check_ranks, rank_count_warning
 from retouch.recipe.differences import differences
-from retouch.recipe.policy import AutoregressivePolicyKeys
+from retouch.recipe.policy import AutoregressivePolicyKeys, DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe, parse
 from retouch.records.folder import RunFolder
 from retouch.records.libraries import require_trackers
@@ -158,6 +158,27 @@ def check_disk(recipe: Recipe, bytes_each: int) -> Finding:
     if needed > free:
         return failed("disk", text, fix="--set out=FOLDER_ON_A_LARGER_DISK")
     return ok("disk", text)
+
+
+def check_prompt_embeddings(recipe: Recipe) -> Iterator[Finding]:
+    """The size of the prompt embeddings that are kept, if the recipe keeps them, and whether the disk has room for the rest."""
+    if not isinstance(recipe.policy, DenoisingPolicyKeys) or recipe.policy.prompt_embeddings == "live":
+        return
+    from retouch.models.offloading.store import FOLDER_VARIABLE, LIMIT_VARIABLE, EmbeddingStore
+
+    try:
+        store = EmbeddingStore.of_user()
+    except ValueError as error:
+        yield failed("prompts", str(error), fix=f"export {LIMIT_VARIABLE}=100")
+        return
+    count, size = store.usage()
+    text = f"{count} kept prompt embeddings, {gigabytes(size)} of at most {gigabytes(store.limit)}, in {store.folder}"
+    free = shutil.disk_usage(next(parent for parent in (store.folder, *store.folder.parents) if parent.exists())).free
+    if free < store.limit - size:
+        room = f"{gigabytes(free)} are free there, less than they may take; set {FOLDER_VARIABLE} or {LIMIT_VARIABLE}"
+        yield note("prompts", f"{text}\n{room}")
+        return
+    yield ok("prompts", text)
 
 
 def check_engines(recipe: Recipe) -> Iterator[Finding]:

@@ -22,6 +22,7 @@ from retouch.doctor.checks import (
     check_disk,
     check_engines,
     check_folder,
+    check_prompt_embeddings,
     check_push,
     check_sharding_settings,
     check_trackers,
@@ -196,6 +197,7 @@ def _check_recipe(report: _Report, group: RankGroup, recipe: Recipe, device_name
         sets = sets or data
     report.add(check_reward(recipe, sets))
     report.add(check_engines(recipe))
+    report.add(check_prompt_embeddings(recipe))
     planned, missing = _planned(recipe, wishes.base)
     gpu = device_name if device_name in GPUS or device_name.endswith(PROFILE) else DEFAULT_GPU
     if planned is None:

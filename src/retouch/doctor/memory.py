@@ -18,6 +18,7 @@ from retouch.models.common.pretrained import find_encoder
 from retouch.models.ip_adapter.section import IpAdapter
 from retouch.models.language import LanguageModel, read_description
 from retouch.policies.denoising.rollout import DenoisingRollout
+from retouch.recipe.devices import Devices
 from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.recipe import Recipe
 
@@ -87,6 +88,7 @@ def footprint(recipe: Recipe, described: Described) -> Footprint:
         gradient_checkpointing=recipe.policy.gradient_checkpointing,
         ranks=recipe.ranks or 1,
         sharding="zero2" if recipe.sharding == "zero2" else "fsdp" if recipe.sharding == "fsdp2" else "ddp",
+        without=_in_cpu_memory(recipe.policy, recipe.devices, described),
     )
     planned = with_head(plan_parts(described, setup, shape=shape), recipe, _value_head_inputs(described, shape))
     rows = {row.name: row.bytes for row in planned.rows}
@@ -95,6 +97,13 @@ def footprint(recipe: Recipe, described: Described) -> Footprint:
     checkpoint = (1 + copies) * rows["transformer, trained weights"] + moments + masters + saved_of_head(planned)
     counts = ", ".join(f"{name} {stored_count(part) / 1e9:.2f} B" for name, part in described.items())
     return Footprint(planned, tokens, checkpoint, counts)
+
+
+def _in_cpu_memory(policy: DenoisingPolicyKeys, devices: Devices | None, described: Described) -> tuple[str, ...]:
+    """The parts that are on the device only while they are used."""
+    offload = devices is not None and devices.offload
+    waits = {"text_encoder": offload or policy.prompt_embeddings == "cached", "vae": offload}
+    return tuple(part for part in described if any(part.startswith(name) for name, waiting in waits.items() if waiting))
 
 
 def _value_head_inputs(described: Described, shape: Shape) -> int:

@@ -7,6 +7,7 @@ from retouch.data.sampler import check_arithmetic
 from retouch.objectives.base import ObjectiveContext
 from retouch.policies.denoising.rollout import DenoisingRollout
 from retouch.recipe.phases import ResolvedPhase
+from retouch.recipe.policy import DenoisingPolicyKeys
 from retouch.recipe.policy_checks import (
     engine_problems,
     image_model_problems,
@@ -109,7 +110,8 @@ def _devices(recipe: "RecipeKeys") -> Iterator[str]:
     if devices.policy is not None and recipe.device != "auto":
         yield f"device, devices.policy: {recipe.device} and {devices.policy} both choose the policy's device; set one of them"
     if recipe.renderer is None or recipe.renderer.image_model is None:
-        for key in ("renderer", "offload"):
+        keys = ("renderer",) if isinstance(recipe.policy, DenoisingPolicyKeys) else ("renderer", "offload")
+        for key in keys:
             if getattr(devices, key):
                 yield f"devices.{key}: this policy renders its images itself, on its own device; remove it"
     if devices.reference is not None and not (recipe.policy.kind == "autoregressive" and recipe.policy.train.kind == "full"):

@@ -20,7 +20,8 @@ class Devices(Section):
     reward: Place | None = None
     """Reward models that run in this process; null is the policy's device."""
     offload: bool = False
-    """Keep the image model in CPU memory while it renders nothing, so that it and the policy can share a device."""
+    """Keep frozen parts in CPU memory while they are not used: the image model behind a writer, so that it and the policy can share
+    a device, or the text encoders and the autoencoder of a denoising policy."""
     reference: Literal["cpu"] | None = Field(default=None, exclude_if=lambda place: place is None)
     """Where the frozen reference of a writer is kept if all weights train: ``cpu``, or null for the policy's device. From the CPU
     it is copied to the device for each microbatch."""

@@ -9,7 +9,7 @@ from retouch.recipe.recipe import Recipe
 
 _FREE = re.compile(
     r"steps|passes|eval\.every|ledger.*|(samples|checkpoints)\..*|push.*|trackers(\.\d+)?|devices?(\..*)?|sharding"
-    r"|deterministic|ranks|out"
+    r"|deterministic|ranks|out|policy\.prompt_embeddings"
     # The connection to an engine.
     r"|(phases\.\d+\.)?rollout\.engine\.(url|adapters|timeout|patience)"
     # What a stream reads in advance.
@@ -21,9 +21,9 @@ _FREE = re.compile(
 def differences(old: Recipe, new: Recipe, *, new_judge: bool = False) -> list[str]:
     """A line for each key that differs and must not, with both values; empty if the run can resume.
 
-    These keys may differ: the length (of the last phase), intervals, pushes, trackers, devices, ranks, batch sizes that change only
-    memory and time, folders of data and runs, connections to judges and engines, and the limits of ``watch``. With ``new_judge``
-    all keys of the reward may differ.
+    These keys may differ: the length (of the last phase), intervals, pushes, trackers, devices, ranks, batch sizes and others that
+    change only memory, time and rounding, folders of data and runs, connections to judges and engines, and the limits of ``watch``.
+    With ``new_judge`` all keys of the reward may differ.
     """
     before, after = dict(_leaves(old.document(), "")), dict(_leaves(new.document(), ""))
     changeable = {*_changeable_rewards(old), *_changeable_rewards(new)}

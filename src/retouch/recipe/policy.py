@@ -46,6 +46,9 @@ class DenoisingPolicyKeys(Section):
     """Average of the trained weights; null keeps none."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    prompt_embeddings: Literal["live", "cached"] = Field(default="live", exclude_if=lambda chosen: chosen == "live")
+    """``live`` encodes the prompts of every rollout, with the text encoders on the policy's device; ``cached`` encodes each prompt
+    once, alone, and keeps the result on disk, with the text encoders in CPU memory. The two differ by rounding."""
 
     writes_tokens: ClassVar[bool] = False
     """Whether its actions are tokens."""
@@ -58,10 +61,18 @@ class DenoisingPolicyKeys(Section):
         """Kinds of tokens that it generates; None if there are none, or for an imported model, where this is unknown."""
         return None
 
-    def build_model(self, *, device: torch.device) -> DenoisingModel:
-        """The model, with reference images as an input if an IP-Adapter trains. Downloads what is not on this machine."""
-        dtype = getattr(self.model, "dtype", "float32")
-        return self.train.with_inputs(self.model.build(device=device), dtype=dtype, device=device)
+    def build_model(self, *, device: torch.device, offload: bool = False) -> DenoisingModel:
+        """The model, with reference images as an input if an IP-Adapter trains. Downloads what is not on this machine.
+
+        ``offload``: its text encoders and its autoencoder are in CPU memory while they are not used."""
+        dtype, cached = getattr(self.model, "dtype", "float32"), self.prompt_embeddings == "cached"
+        if offload or cached:
+            from retouch.models.offloading.model import build_offloaded
+
+            model = build_offloaded(self.model, device=device, offload=offload, cache_prompts=cached)
+        else:
+            model = self.model.build(device=device)
+        return self.train.with_inputs(model, dtype=dtype, device=device)
 
     def make_trainable(self, module: nn.Module, *, seed: int) -> None:
         """Let train what the recipe says, and freeze the rest of the module.

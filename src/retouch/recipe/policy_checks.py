@@ -54,10 +54,16 @@ def engine_problems(recipe: "RecipeKeys") -> Iterator[str]:
 
 
 def image_model_problems(recipe: "RecipeKeys") -> Iterator[str]:
-    """Whether the size of the image model's images is known."""
+    """Whether the size of the image model's images is known, and what its parts are, if some shall leave the device."""
     model = recipe.image_model
     if isinstance(model, DiffusersModel) and not model.has_size:
         yield f"{recipe.image_model_key}.size: missing; {model.kind} has no source image that determines it; set [height, width]"
+    if isinstance(recipe.policy, DenoisingPolicyKeys) and not isinstance(model, DiffusersModel):
+        known = "is only for models in the layout of a diffusers pipeline"
+        if recipe.policy.prompt_embeddings == "cached":
+            yield f"policy.prompt_embeddings: cached {known}; use live"
+        if recipe.devices is not None and recipe.devices.offload:
+            yield f"devices.offload: it {known}; remove it"
 
 
 def picture_problems(recipe: "RecipeKeys", phase: ResolvedPhase, at: str) -> Iterator[str]:

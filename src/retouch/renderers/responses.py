@@ -72,7 +72,7 @@ class ResponseRenderer(ImageModelRenderer):
     def load(
         self, build_writer: Callable[[], AutoregressiveModel], *, device: torch.device, base_frozen: bool
     ) -> tuple[AutoregressiveModel, DenoisingModel | AutoregressiveModel]:
-        from retouch.renderers.wrappers import parts_of
+        from retouch.models.offloading.on_device import parts_of
 
         writer, editor = self._load_on_cpu(build_writer)
         self.model.share_encoder(editor, writer.module, policy_encodes=self.policy_encodes, base_frozen=base_frozen)
@@ -89,7 +89,8 @@ class ResponseRenderer(ImageModelRenderer):
         published: WeightContext | None = None,
         sharded: bool = False,
     ) -> Renderer:
-        from retouch.renderers.wrappers import BlindRenderer, parts_of
+        from retouch.models.offloading.on_device import parts_of
+        from retouch.renderers.wrappers import BlindRenderer
 
         frozen = not self.policy_encodes
         editor = self.model.response_editor(image_model, writer.module, frozen=frozen, guided=self.guided, published=published)

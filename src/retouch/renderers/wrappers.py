@@ -1,13 +1,11 @@
 """Renderers around another one: with other weights, with weights that are fetched to a device, or without the completions."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from PIL.Image import Image
-from torch import Tensor, nn
 
 from retouch.protocols import Renderer
 from retouch.renderers.sampling import HasCompletions
@@ -17,7 +15,8 @@ from retouch.types import Completion, Task
 class RendererInContext:
     """``renderer``, called inside the context that ``context`` opens (implements ``retouch.protocols.Renderer``).
 
-    The context may give the policy's module its averaged weights, or put frozen weights on a device (``on_device``).
+    The context may give the policy's module its averaged weights, or put frozen weights on a device
+    (``retouch.models.offloading``).
     """
 
     def __init__(self, renderer: Renderer, context: Callable[[], AbstractContextManager[None]]) -> None:
@@ -27,40 +26,6 @@ class RendererInContext:
     def __call__(self, tasks: Sequence[Task], trajectory: Any) -> list[Image | None]:
         with self.context():
             return self.renderer(tasks, trajectory)
-
-
-@contextmanager
-def on_device(device: torch.device, parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside the block the parts' parameters and buffers are copies on ``device``; after it they are the same tensors as before.
-
-    Changes of a copy are lost, so this is for frozen weights: they wait in the CPU's memory, and a device holds a policy and them
-    in turn.
-    """
-    waiting: list[tuple[dict[str, Any], str, Tensor]] = []
-    copies: dict[int, Tensor] = {}
-    try:
-        for module in (module for part in parts for module in part.modules()):
-            for table in (module._parameters, module._buffers):
-                for name, tensor in table.items():
-                    if tensor is None:
-                        continue
-                    if id(tensor) not in copies:  # shared weights stay shared
-                        moved = tensor.detach().to(device)
-                        copies[id(tensor)] = nn.Parameter(moved, requires_grad=False) if isinstance(tensor, nn.Parameter) else moved
-                    waiting.append((table, name, tensor))
-                    table[name] = copies[id(tensor)]
-        yield
-    finally:
-        for table, name, tensor in waiting:
-            table[name] = tensor
-
-
-def parts_of(model: Any) -> list[nn.Module]:
-    """The modules of an image model. Raises ValueError for a model without a property ``parts``."""
-    parts: list[nn.Module] | None = getattr(model, "parts", None)
-    if parts is None:
-        raise ValueError(f"devices.offload: what {type(model).__name__} is made of is not known here; use false")
-    return parts
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,11 +11,11 @@ from retouch.assembly.value_head import build_head
 from retouch.doctor.memory import describe, footprint
 from retouch.models.base import DiffusersModel
 from retouch.models.common.pipeline_model import accepts_prompt
+from retouch.models.offloading.on_device import parts_of
 from retouch.models.z_image.family import ZImageModel
 from retouch.models.z_image.model import ZImage
 from retouch.objectives.advantages import GAEAdvantage
 from retouch.recipe.recipe import parse
-from retouch.renderers.wrappers import parts_of
 
 
 @pytest.fixture(scope="module")

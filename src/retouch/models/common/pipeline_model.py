@@ -13,6 +13,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from retouch.models.common.latents import Latents, Size
+from retouch.models.common.parts import evaluating
 from retouch.types import Conditioning, Task
 
 
@@ -30,8 +31,17 @@ class PromptEncoder(Protocol):
         ...
 
 
+class ReadsPrompts(Protocol):
+    """What gives prompt embeddings in place of the text encoders."""
+
+    def __call__(self, prompts: Sequence[str], images: Sequence[Sequence[Image]]) -> dict[str, Tensor]:
+        """As ``PipelineModel.read_prompts``."""
+        ...
+
+
 class PipelineModel(ABC):
-    """A ``retouch.protocols.DenoisingModel``; subclasses give ``condition`` and ``velocity``.
+    """A ``retouch.protocols.DenoisingModel``; subclasses give ``condition`` and ``velocity``, and ``embed_prompts`` if
+    ``condition`` calls ``read_prompts``.
 
     ``size``: (height, width) of the output in px; None leaves it to ``condition``. ``NEGATIVE``: the negative prompt. Raises
     ValueError for a size that does not divide into tokens.
@@ -53,6 +63,7 @@ class PipelineModel(ABC):
         self.text = text
         self.scheduler_config = dict(scheduler_config)
         self.size = size
+        self.prompt_embeddings: ReadsPrompts | None = None
         if size is not None:
             latents.grid(size)
 
@@ -68,6 +79,21 @@ class PipelineModel(ABC):
     @abstractmethod
     def condition(self, tasks: Sequence[Task], prompts: Sequence[str]) -> Conditioning:
         """The conditioning of the tasks with these prompts instead of their own; without gradient."""
+
+    def embed_prompts(self, prompts: Sequence[str], images: Sequence[Sequence[Image]]) -> dict[str, Tensor]:
+        """What the text encoders make of prompts, by the names of a conditioning's tensors; sequences are padded on the right.
+
+        ``images``: those that the encoders read with each prompt, as they see them. With gradient where it is enabled.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no embed_prompts")
+
+    def read_prompts(self, prompts: Sequence[str], images: Sequence[Sequence[Image]] | None = None) -> dict[str, Tensor]:
+        """``embed_prompts`` without gradient, by ``prompt_embeddings`` if that is set; None: the encoders read no images."""
+        seen: Sequence[Sequence[Image]] = [()] * len(prompts) if images is None else images
+        if self.prompt_embeddings is not None:
+            return self.prompt_embeddings(prompts, seen)
+        with evaluating(*self.text.encoders):
+            return self.embed_prompts(prompts, seen)
 
     @abstractmethod
     def velocity(

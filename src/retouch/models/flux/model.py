@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 import torch
 from diffusers import AutoencoderKL, FluxTransformer2DModel
 from jaxtyping import Float
+from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokenizer
 
 from retouch.models.common.latents import PackedLatents, Size
-from retouch.models.common.parts import Source, evaluating, load_parts, part_config
+from retouch.models.common.parts import Source, load_parts, part_config
 from retouch.models.common.pipeline_model import PipelineModel, reference_inputs
 from retouch.models.flux.text import FluxText
 from retouch.types import Conditioning, Task
@@ -105,10 +106,12 @@ class Flux(PipelineModel):
         """Input channels of a token, with an autoencoder of this configuration."""
         return 4 * int(vae["latent_channels"])
 
+    def embed_prompts(self, prompts: Sequence[str], images: Sequence[Sequence[Image]]) -> dict[str, Tensor]:
+        embeds, pooled = self.text.embed(prompts)
+        return {"embeds": embeds, "pooled": pooled}
+
     def condition(self, tasks: Sequence[Task], prompts: Sequence[str]) -> Conditioning:
-        with evaluating(*self.text.encoders):
-            embeds, pooled = self.text.embed(prompts)
-        return self.with_images(tasks, {"embeds": embeds, "pooled": pooled})
+        return self.with_images(tasks, self.read_prompts(prompts))
 
     def with_images(self, tasks: Sequence[Task], tensors: Mapping[str, Tensor]) -> Conditioning:
         """The conditioning of these text tensors, with what the model reads of the tasks' images."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Model
 
 from retouch.models.common.latents import PackedLatents, Size
-from retouch.models.common.parts import Source, evaluating, load_parts
+from retouch.models.common.parts import Source, load_parts
 from retouch.models.common.pipeline_model import PipelineModel, common_size
 from retouch.models.common.qwen3_text import Qwen3Text
 from retouch.types import Conditioning, Task
@@ -109,13 +109,16 @@ class Flux2Klein(PipelineModel):
             raise ValueError("step-distilled weights sample without guidance; set guidance_scale to 1, or use FLUX.2-klein's base")
         return super().encode_negative(tasks)
 
+    def embed_prompts(self, prompts: Sequence[str], images: Sequence[Sequence[Image]]) -> dict[str, Tensor]:
+        embeds, _ = self.text.embed(prompts)
+        return {"embeds": embeds}
+
     def condition(self, tasks: Sequence[Task], prompts: Sequence[str]) -> Conditioning:
-        with evaluating(self.text.encoder):
-            embeds, _ = self.text.embed(prompts)
+        tensors = self.read_prompts(prompts)
         images = [[self.latents.reference(image) for image in task.images] for task in tasks]
         sizes = common_size([tuple((image.height, image.width) for image in row) for row in images])
         size = self.size or (sizes[0] if sizes else (128 * self.latents.latent_pixels,) * 2)
-        return self.conditioning({"embeds": embeds}, size=size, images=images, sizes=sizes)
+        return self.conditioning(tensors, size=size, images=images, sizes=sizes)
 
     def shift(self, tokens: int, num_steps: int) -> float:
         return float(compute_empirical_mu(tokens, num_steps))

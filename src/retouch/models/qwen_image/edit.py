@@ -1,15 +1,16 @@
 """Qwen-Image-Edit (one source image) and Qwen-Image-Edit-Plus (2509 and 2511: one to several), as diffusers runs them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from jaxtyping import Float
 from PIL.Image import Image
+from torch import Tensor
 
-from retouch.models.common.chat_template import Tokens
 from retouch.models.common.latents import Area, Size, fit
 from retouch.models.common.parts import Source, load_image_processor
 from retouch.models.common.pipeline_model import common_size
-from retouch.models.qwen_image.model import Prepared, QwenFlow
+from retouch.models.qwen_image.model import EncoderInputs, QwenFlow
 from retouch.models.qwen_image.text import EDIT, EDIT_PLUS, VISION
 from retouch.types import Task
 
@@ -38,8 +39,8 @@ class QwenImageEdit(QwenFlow):
     def processors(cls, path: Source) -> dict[str, Any]:
         return {"image_processor": load_image_processor(path)}
 
-    def prepare(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> Prepared:
-        """Everything that needs no gradient: tokens, pixels and source latents; ``instructions`` replace the tasks' own.
+    def layout(self, tasks: Sequence[Task]) -> tuple[Float[Tensor, "p s d"], Mapping[str, Any]]:
+        """The packed source latents, and what all rows share.
 
         Raises ValueError if a task has too many images or none, or where sizes differ between tasks.
         """
@@ -49,18 +50,16 @@ class QwenImageEdit(QwenFlow):
                     f"task {task.id!r} has {len(task.images)} source images; {type(self).__name__} takes 1 to {self.MOST_SOURCES}"
                 )
         sizes = common_size([tuple(fit(image, self.source_area) for image in task.images) for task in tasks])
-        tokens = self.tokenise(tasks, instructions=instructions)
         source = self.latents.encode_sources([task.images for task in tasks], sizes)
         size = sizes[-1] if self.size is None else self.size
         grids = tuple((1, *self.latents.grid(each)) for each in (size, *sizes))
-        return Prepared(tokens, source, {"grids": grids, "size": size})
+        return source, {"grids": grids, "size": size}
 
-    def tokenise(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> Tokens:
-        """What the text encoder reads; ``instructions`` replace the tasks' own. Sizes may differ."""
+    def encoder_inputs(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> EncoderInputs:
         texts = self.checked(tasks, instructions)
         seen = [[self.latents.resize(image, fit(image, self.condition_area)) for image in task.images] for task in tasks]
         bodies = [self._body(text, len(task.images)) for task, text in zip(tasks, texts, strict=True)]
-        return self.text.tokenise(bodies, seen)
+        return EncoderInputs(bodies, seen)
 
     def _body(self, instruction: str, images: int) -> str:
         assert images == 1  # its place is in the template

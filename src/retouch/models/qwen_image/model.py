@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 import torch
 from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 from jaxtyping import Float
+from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from retouch.models.common.latents import Size
-from retouch.models.common.parts import Source, evaluating, load_parts
+from retouch.models.common.parts import Source, load_parts
 from retouch.models.common.pipeline_model import PipelineModel, reference_inputs
 from retouch.models.qwen_image.layout import QwenLatents
 from retouch.models.qwen_image.text import TEXT_TO_IMAGE, QwenText, Tokens
@@ -40,8 +41,16 @@ class Prepared:
     shared: Mapping[str, Any]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class EncoderInputs:
+    """What the text encoder reads of each task: the text in its template's placeholder, and the images at its own size."""
+
+    bodies: Sequence[str]
+    images: Sequence[Sequence[Image]]
+
+
 class QwenFlow(PipelineModel):
-    """What Qwen-Image and Qwen-Image-Edit have in common; subclasses give ``prepare``.
+    """What Qwen-Image and Qwen-Image-Edit have in common; subclasses give ``encoder_inputs`` and ``layout``.
 
     ``template``: of the text encoder; None is ``TEMPLATE``, the official one. ``image_processor``: the text encoder's, for
     templates with images, Qwen2VLImageProcessorPil for one. ``size``: (height, width) of the output in px.
@@ -91,12 +100,22 @@ class QwenFlow(PipelineModel):
         return {}
 
     @abstractmethod
-    def prepare(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> Prepared:
-        """Everything that needs no gradient; ``instructions`` replace the tasks' own."""
+    def encoder_inputs(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> EncoderInputs:
+        """What the text encoder reads; ``instructions`` replace the tasks' own. Sizes may differ."""
 
     @abstractmethod
+    def layout(self, tasks: Sequence[Task]) -> tuple[Float[Tensor, "p s d"] | None, Mapping[str, Any]]:
+        """The packed source latents, and what all rows share. Raises ValueError for tasks that the model cannot take."""
+
     def tokenise(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> Tokens:
-        """What the text encoder reads; ``instructions`` replace the tasks' own."""
+        """``encoder_inputs`` as tokens and pixels."""
+        inputs = self.encoder_inputs(tasks, instructions=instructions)
+        return self.text.tokenise(inputs.bodies, inputs.images)
+
+    def prepare(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> Prepared:
+        """Everything that needs no gradient; ``instructions`` replace the tasks' own. Raises ValueError as ``layout``."""
+        source, shared = self.layout(tasks)
+        return Prepared(self.tokenise(tasks, instructions=instructions), source, shared)
 
     def checked(self, tasks: Sequence[Task], instructions: Sequence[str] | None) -> list[str]:
         """The instructions of the tasks, or those that replace them. Raises ValueError if one contains a special token."""
@@ -106,8 +125,13 @@ class QwenFlow(PipelineModel):
         return texts
 
     def condition(self, tasks: Sequence[Task], prompts: Sequence[str]) -> Conditioning:
-        with evaluating(self.text.encoder):
-            return self.embed(self.prepare(tasks, instructions=prompts))
+        source, shared = self.layout(tasks)
+        inputs = self.encoder_inputs(tasks, instructions=prompts)
+        return self._conditioning(self.read_prompts(inputs.bodies, inputs.images), source, shared)
+
+    def embed_prompts(self, prompts: Sequence[str], images: Sequence[Sequence[Image]]) -> dict[str, Tensor]:
+        embeds, mask = self.text.embed(self.text.tokenise(prompts, images))
+        return {"embeds": embeds, "mask": mask}
 
     def embed(self, prepared: Prepared) -> Conditioning:
         """The conditioning with gradient to the text encoder, in the mode the encoder is in: for training it as well.
@@ -115,8 +139,12 @@ class QwenFlow(PipelineModel):
         Raises ValueError if text and images together are longer than the transformer's table of rotary positions.
         """
         embeds, mask = self.text.embed(prepared.tokens)
+        return self._conditioning({"embeds": embeds, "mask": mask}, prepared.source, prepared.shared)
+
+    def _conditioning(self, text: Mapping[str, Tensor], source: Tensor | None, shared: Mapping[str, Any]) -> Conditioning:
+        embeds = text["embeds"]
         table = self.module.get_submodule("pos_embed").pos_freqs.shape[0]
-        sides = [side for grid in prepared.shared["grids"] for side in grid[1:]]
+        sides = [side for grid in shared["grids"] for side in grid[1:]]
         start = max(side // 2 for side in sides)
         if start + embeds.shape[1] > table:
             raise ValueError(
@@ -124,10 +152,10 @@ class QwenFlow(PipelineModel):
                 f"rotary positions, and the transformer has {table}; shorten the instruction or reduce the images"
             )
         device = next(self.module.parameters()).device
-        tensors = {"embeds": embeds.to(device), "mask": mask.to(device)}
-        if prepared.source is not None:
-            tensors["source"] = prepared.source.to(device)
-        return Conditioning(tensors, frozenset({"embeds", "mask"}), prepared.shared)
+        tensors = {name: tensor.to(device) for name, tensor in text.items()}
+        if source is not None:
+            tensors["source"] = source.to(device)
+        return Conditioning(tensors, frozenset(text), shared)
 
     def combine(self, positive: Tensor, negative: Tensor, guidance_scale: float) -> Tensor:
         """Guidance with each token's velocity brought back to the length it has without (Qwen-Image's "true CFG"); in fp32."""
@@ -177,21 +205,18 @@ class QwenImage(QwenFlow):
         self.size = self.size or (64 * self.latents.token_pixels,) * 2
         self.max_tokens = max_tokens
 
-    def prepare(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> Prepared:
-        """Everything that needs no gradient: the tokens; ``instructions`` replace the tasks' own.
-
-        Raises ``ValueError`` for a prompt of more than ``max_tokens`` tokens.
-        """
-        tokens = self.tokenise(tasks, instructions=instructions)
-        lengths = tokens["attention_mask"].sum(1) - self.text.prefix
+    def encoder_inputs(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> EncoderInputs:
+        """The texts; ``instructions`` replace the tasks' own. Raises ValueError for a text of more than ``max_tokens`` tokens."""
+        texts = self.checked(tasks, instructions)
+        images: list[Sequence[Image]] = [()] * len(texts)
+        lengths = self.text.tokenise(texts, images)["attention_mask"].sum(1) - self.text.prefix
         if lengths.max() > self.max_tokens:
             worst = int(lengths.argmax())
             raise ValueError(f"the text of task {tasks[worst].id!r} has {lengths[worst]} tokens; at most {self.max_tokens}")
-        return Prepared(tokens, None, {"grids": ((1, *self.latents.grid(self.size)),), "size": self.size})
+        return EncoderInputs(texts, images)
 
-    def tokenise(self, tasks: Sequence[Task], *, instructions: Sequence[str] | None = None) -> Tokens:
-        texts = self.checked(tasks, instructions)
-        return self.text.tokenise(texts, [()] * len(texts))
+    def layout(self, tasks: Sequence[Task]) -> tuple[None, Mapping[str, Any]]:
+        return None, {"grids": ((1, *self.latents.grid(self.size)),), "size": self.size}
 
     def check_prompt(self, prompt: str, task: str) -> None:
         """Raises ValueError if the model would refuse the prompt of the task of this name."""

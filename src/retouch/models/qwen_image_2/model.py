@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase, Qwen2Tokenizer, Qwen3VLModel
 
 from retouch.models.common.chat_template import TURNS, VISION, QwenTemplate
 from retouch.models.common.latents import Area, FrameLatents, Size, fit
-from retouch.models.common.parts import Source, evaluating, load_image_processor, load_parts
+from retouch.models.common.parts import Source, load_image_processor, load_parts
 from retouch.models.common.pipeline_model import PipelineModel, common_size
 from retouch.models.common.qwen3_text import ChatPrompts
 from retouch.types import Conditioning, Task
@@ -124,11 +124,13 @@ class QwenImage2(PipelineModel):
             **options,
         )
 
+    def embed_prompts(self, prompts: Sequence[str], images: Sequence[Sequence[Image]]) -> dict[str, Tensor]:
+        return self.text.embed(prompts, images)
+
     def condition(self, tasks: Sequence[Task], prompts: Sequence[str]) -> Conditioning:
         images = [task.images for task in tasks]
         sizes = common_size([tuple(fit(image, self.source_area) for image in row) for row in images])
-        with evaluating(self.text.encoder):
-            tensors = self.text.embed(prompts, [list(map(self.latents.resize, row, sizes)) for row in images])
+        tensors = self.read_prompts(prompts, [list(map(self.latents.resize, row, sizes)) for row in images])
         size = self.size or (sizes[-1] if sizes else (1024, 1024))
         return self.conditioning(tensors, size=size, images=images, sizes=sizes, padded=frozenset(tensors))
 

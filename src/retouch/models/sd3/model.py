@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKL, SD3Transformer2DModel
 from jaxtyping import Float
+from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, PreTrainedTokenizerBase, T5EncoderModel, T5Tokenizer
 
 from retouch.models.common.latents import Latents, Size
-from retouch.models.common.parts import Source, evaluating, load_parts
+from retouch.models.common.parts import Source, load_parts
 from retouch.models.common.pipeline_model import PipelineModel
 from retouch.models.sd3.text import SD3Text
 from retouch.types import Conditioning, Task
@@ -80,12 +81,14 @@ class SD3(PipelineModel):
 
     def embed(self, prompts: Sequence[str]) -> Conditioning:
         """The conditioning of these prompts with gradient to the text encoders, in the mode they are in."""
+        return self.conditioning(self.embed_prompts(prompts, ()), size=self.size)
+
+    def embed_prompts(self, prompts: Sequence[str], images: Sequence[Sequence[Image]]) -> dict[str, Tensor]:
         embeds, pooled = self.text.embed(prompts)
-        return self.conditioning({"embeds": embeds, "pooled": pooled}, size=self.size)
+        return {"embeds": embeds, "pooled": pooled}
 
     def condition(self, tasks: Sequence[Task], prompts: Sequence[str]) -> Conditioning:
-        with evaluating(*self.text.encoders):
-            return self.embed(prompts)
+        return self.conditioning(self.read_prompts(prompts), size=self.size)
 
     def start(self, num_steps: int) -> None:
         return None

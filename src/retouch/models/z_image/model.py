@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKL, ZImageTransformer2DModel
 from jaxtyping import Bool, Float
+from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Model
 
 from retouch.models.common.latents import PackedLatents, Size, pack, unpack
-from retouch.models.common.parts import Source, evaluating, load_parts
+from retouch.models.common.parts import Source, load_parts
 from retouch.models.common.pipeline_model import PipelineModel
 from retouch.models.common.qwen3_text import Qwen3Text
 from retouch.types import Conditioning, Task
@@ -76,11 +77,14 @@ class ZImage(PipelineModel):
             size=size,
         )
 
+    def embed_prompts(self, prompts: Sequence[str], images: Sequence[Sequence[Image]]) -> dict[str, Tensor]:
+        embeds, mask = self.text.embed(prompts)
+        return {"embeds": embeds, "mask": mask}
+
     def condition(self, tasks: Sequence[Task], prompts: Sequence[str]) -> Conditioning:
-        with evaluating(self.text.encoder):
-            embeds, mask = self.text.embed(prompts)
         assert self.size is not None
-        return self.conditioning({"embeds": embeds, "mask": mask}, size=self.size, padded=frozenset({"embeds", "mask"}))
+        tensors = self.read_prompts(prompts)
+        return self.conditioning(tensors, size=self.size, padded=frozenset(tensors))
 
     def start(self, num_steps: int) -> list[float]:
         return list(torch.linspace(1.0, 1 / num_steps, num_steps).tolist())

@@ -1,0 +1,128 @@
+"""Parts of a denoising policy that wait in CPU memory: the same images, and a device that holds them only while they are used."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_recipes
+from retouch.doctor.checks import check_prompt_embeddings
+from retouch.doctor.memory import describe, footprint
+from retouch.recipe.differences import differences
+from retouch.recipe.recipe import load, parse
+from retouch.session.session import run
+
+SUPPORT = Path(__file__).parents[2] / "support"
+CACHED = {"policy": {**tiny_recipes.SMALL["policy"], "prompt_embeddings": "cached"}}
+OFFLOADED = {"devices": {"offload": True}}
+WAYS: dict[str, dict[str, Any]] = {"live": {}, "cached": CACHED, "offloaded": OFFLOADED, "both": {**CACHED, **OFFLOADED}}
+
+
+@pytest.fixture(autouse=True)
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of prompt embeddings."""
+    monkeypatch.setenv("RETOUCH_PROMPT_CACHE", str(tmp_path / "prompts"))
+    return tmp_path / "prompts"
+
+
+def small(folder: Path, way: str, **changes: Any) -> dict[str, Any]:
+    recipe = {**tiny_recipes.SMALL, "out": str(folder), "device": "cpu", "trackers": []}
+    # A step of one task: then a batch is one prompt, as it is encoded for the cache.
+    recipe |= {"tasks_per_step": 1, "group_size": 4, "data": {"kind": "playground", "complexity": [1], "count": 4}}
+    recipe |= {"eval": {"tasks": 1}, "rollout": {**tiny_recipes.SMALL["rollout"], "guidance_scale": 2.0}}
+    return {**recipe, **WAYS[way], **changes}
+
+
+def step(tmp_path: Path, way: str, device: str) -> dict[str, Any]:
+    """Two rollouts of one step and its loss, in a process of its own."""
+    file = tmp_path / f"{way}.json"
+    file.write_text(json.dumps({key: value for key, value in small(tmp_path, way).items() if key not in ("devices", "device")}))
+    command = [sys.executable, str(SUPPORT / "placed_denoising.py"), str(file), device, str("devices" in WAYS[way]).lower()]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), *sys.path])}
+    made = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr[-3000:]
+    found: dict[str, Any] = json.loads(made.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The step with all parts on the CPU."""
+    return step(tmp_path_factory.mktemp("here"), "live", "cpu")
+
+
+@pytest.mark.parametrize("way", ["cached", "offloaded"])
+def test_frozen_parts_are_on_the_device_only_while_they_are_used(here: dict[str, Any], tmp_path: Path, way: str) -> None:
+    there = step(tmp_path, way, "pretend:0")
+    assert there["images"] == here["images"]
+    assert there["loss"] == pytest.approx(here["loss"], abs=1e-6)
+    assert there["used"] == {part: ["pretend:0"] for part in ("transformer", "text encoder", "autoencoder")}
+    waits = {"transformer": ["pretend:0"], "text encoder": ["cpu"], "autoencoder": ["pretend:0" if way == "cached" else "cpu"]}
+    assert there["waits"] == waits
+    assert all(there["calls"]) if way == "offloaded" else (there["calls"][0] > 0 and there["calls"][1] == 0)
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (folder / "small" / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith("time/")} for line in lines]
+
+
+def test_a_run_gives_the_same_bits_in_each_way(tmp_path: Path, kept: Path) -> None:
+    found = {}
+    for name, way in [("live", "live"), ("cold", "cached"), ("warm", "both")]:
+        assert run(parse(small(tmp_path / name, way)), fresh=False) == 0
+        found[name] = metrics(tmp_path / name)
+        assert len(found[name]) == 2
+    assert len(list(kept.iterdir())) > 2
+    assert all(each == found["live"] for each in found.values())
+
+
+def test_a_run_may_go_on_in_another_way(tmp_path: Path) -> None:
+    recipes = [parse(small(tmp_path, way)) for way in WAYS]
+    assert [differences(recipes[0], other) for other in recipes] == [[]] * 4
+    assert "prompt_embeddings" not in json.dumps(recipes[0].document())
+
+
+@pytest.mark.parametrize("way", ["cached", "offloaded"])
+def test_a_model_whose_parts_are_not_known_is_refused(way: str, tmp_path: Path) -> None:
+    document = json.loads(json.dumps(small(tmp_path, way)))
+    document["policy"]["model"] = {"kind": "import", "class": "tiny_models:Anything"}
+    key = "policy.prompt_embeddings" if way == "cached" else "devices.offload"
+    with pytest.raises(ValueError, match=f"{key}: .*only for models in the layout of a diffusers pipeline"):
+        parse(document)
+
+
+def test_the_memory_plan_leaves_out_what_waits() -> None:
+    recipe, sizes = "recipes/qwen-image-edit/flow-grpo.jsonnet", {}
+    for way, changes in {
+        "live": ["policy.prompt_embeddings=live"],
+        "cached": ["policy.prompt_embeddings=cached"],
+        "offloaded": ["policy.prompt_embeddings=live", "devices.offload=true"],
+    }.items():
+        made = load(recipe, changes)
+        described = describe(made, None)
+        assert described is not None
+        sizes[way] = footprint(made, described).plan
+    rows = [{row.name: row.bytes for row in sizes[way].rows} for way in ("live", "cached", "offloaded")]
+    assert rows[0].keys() - rows[1].keys() == {"text_encoder"}
+    assert rows[0].keys() - rows[2].keys() == {"text_encoder", "vae"}
+    assert sizes["live"].total - sizes["cached"].total == rows[0]["text_encoder"] > 16e9
+
+
+def test_doctor_reports_the_kept_embeddings(tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(check_prompt_embeddings(parse(small(tmp_path, "live")))) == []
+    (found,) = check_prompt_embeddings(parse(small(tmp_path, "cached")))
+    assert f"0 kept prompt embeddings, 0.00 GB of at most 100.00 GB, in {kept}" in found.text
+    kept.mkdir()
+    (kept / "one.safetensors").write_bytes(bytes(2 * 10**7))
+    monkeypatch.setenv("RETOUCH_PROMPT_CACHE_GB", "1e9")
+    (found,) = check_prompt_embeddings(parse(small(tmp_path, "cached")))
+    assert "1 kept prompt embeddings, 0.02 GB of at most" in found.text
+    assert "are free there, less than they may take" in found.text
+    monkeypatch.setenv("RETOUCH_PROMPT_CACHE_GB", "none")
+    (found,) = check_prompt_embeddings(parse(small(tmp_path, "cached")))
+    assert (found.status, found.fix) == ("FAILED", "export RETOUCH_PROMPT_CACHE_GB=100")

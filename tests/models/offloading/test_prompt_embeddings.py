@@ -1,0 +1,272 @@
+"""Prompt embeddings that are computed once are those of the text encoders, and are computed anew where anything differs."""
+
+import logging
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiny_editing
+import tiny_flux2
+import tiny_models
+import tiny_pipelines
+import tiny_qwen_image_2
+from retouch.models.common.pipeline_model import PipelineModel
+from retouch.models.flux.model import Flux
+from retouch.models.flux2.model import Flux2Klein
+from retouch.models.offloading.prompt_embeddings import CachedPrompts, describe
+from retouch.models.offloading.store import EmbeddingStore
+from retouch.models.qwen_image.edit import QwenImageEdit, QwenImageEditPlus
+from retouch.models.qwen_image.model import QwenImage
+from retouch.models.qwen_image_2.model import QwenImage2
+from retouch.models.sd3.model import SD3
+from retouch.models.z_image.model import ZImage
+from retouch.types import Conditioning, Task
+
+TEXTS = ["a red circle on a green square", "blue", "a red circle", "make it"]
+CPU = torch.device("cpu")
+LOAD: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
+
+
+def qwen_image(**options: Any) -> QwenImage:
+    made = {"template": tiny_models.TEXT_TEMPLATE, "size": (24, 40), **options}
+    return QwenImage(**tiny_editing.parts(), scheduler_config=tiny_models.SCHEDULER, **made)
+
+
+def saved(save: Callable[[Path], Path], adapter: Any, size: tuple[int, int], folder: Path) -> PipelineModel:
+    model: PipelineModel = adapter.from_pretrained(save(folder / "model"), size=size, **LOAD)
+    return model
+
+
+MODELS: dict[str, Callable[[Path], Any]] = {
+    "sd3": lambda _: SD3.from_pretrained(tiny_pipelines.sd3(), size=(24, 40), **LOAD),
+    "flux": partial(saved, tiny_models.save_flux, Flux, (24, 40)),
+    "flux2": partial(saved, tiny_flux2.save, Flux2Klein, (64, 96)),
+    "z-image": partial(saved, tiny_models.save_z_image, ZImage, (32, 48)),
+    "qwen-image": lambda _: qwen_image(),
+    "qwen-image-edit": lambda _: tiny_editing.editor(tiny_editing.parts()),
+    "qwen-image-edit-plus": lambda _: tiny_editing.editor(tiny_editing.parts(), QwenImageEditPlus),
+    "qwen-image-2": partial(saved, tiny_qwen_image_2.save, QwenImage2, (64, 96)),
+}
+every_family = pytest.mark.parametrize("family", MODELS)
+
+
+def tasks(model: Any, texts: Sequence[str] = TEXTS) -> list[Task]:
+    """One for each text, with an image of its own where the text encoder reads images."""
+    side = 64 if isinstance(model, QwenImage2) else 24
+    edits = isinstance(model, QwenImageEdit | QwenImage2)
+    images = [(tiny_models.picture(number, side, side),) if edits else () for number in range(len(texts))]
+    return [tiny_models.task(f"{number}", text, *row) for number, (text, row) in enumerate(zip(texts, images, strict=True))]
+
+
+def cached(model: Any, folder: Path, *, limit: int = 10**9) -> Any:
+    """The model with embeddings kept in ``folder``."""
+    model.prompt_embeddings = CachedPrompts(model, EmbeddingStore(folder, limit=limit), device=CPU)
+    return model
+
+
+def encodings(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The prompts that the text encoders read from now on."""
+    read: list[str] = []
+    own = type(model).embed_prompts
+
+    def counted(self: Any, prompts: Sequence[str], images: Any) -> dict[str, Tensor]:
+        read.extend(prompts)
+        return own(self, prompts, images)
+
+    monkeypatch.setattr(type(model), "embed_prompts", counted)
+    return read
+
+
+def assert_equal(one: Conditioning, other: Conditioning) -> None:
+    assert one.tensors.keys() == other.tensors.keys()
+    assert (one.padded, one.shared) == (other.padded, other.shared)
+    for name, tensor in one.tensors.items():
+        assert tensor.dtype == other.tensors[name].dtype
+        assert torch.equal(tensor, other.tensors[name]), name
+
+
+@every_family
+def test_each_prompt_has_the_bits_of_the_text_encoders(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS[family](tmp_path)
+    alone = [(model.encode([task]), model.encode_negative([task])) for task in tasks(model)]
+    together = model.encode(tasks(model))
+    cached(model, tmp_path / "kept")
+    computed = encodings(model, monkeypatch)
+    for task, (positive, negative) in zip(tasks(model), alone, strict=True):
+        assert_equal(model.encode([task]), positive)
+        assert_equal(model.encode_negative([task]), negative)
+    first = len(computed)
+    batch = model.encode(tasks(model))
+    assert_equal(cached(model, tmp_path / "kept").encode(tasks(model)), batch)
+    assert len(computed) == first > 0
+    for name, tensor in together.tensors.items():
+        if name != "embeds" or family != "flux2":  # its encoder leaves what padding becomes open
+            torch.testing.assert_close(batch.tensors[name], tensor, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_states_in_16_bits_are_kept_in_16_bits_if_that_loses_nothing(dtype: torch.dtype, tmp_path: Path) -> None:
+    store = EmbeddingStore(tmp_path, limit=10**9)
+    torch.manual_seed(0)
+    tensors = {
+        "embeds": torch.randn(40, 64).to(dtype).float(),
+        "mask": torch.ones(40, dtype=torch.bool),
+        "pooled": torch.randn(8),
+        "states": torch.randn(3, 5).to(dtype),
+    }
+    store.write("entry", tensors)
+    found = store.read("entry")
+    assert found is not None
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+    assert (store.usage()[1] < 7000) == (dtype == torch.bfloat16)
+
+
+def test_an_entry_is_of_the_prompt_the_image_and_the_encoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = cached(MODELS["qwen-image-edit"](tmp_path), tmp_path / "kept")
+    computed = encodings(model, monkeypatch)
+    task = tiny_models.task("a", "make it red", tiny_models.picture(0))
+    model.encode([task])
+    assert computed == ["make it red"]
+    model.encode([task, tiny_models.task("another id", "make it red", tiny_models.picture(0))])
+    assert len(computed) == 1
+    model.encode([tiny_models.task("a", "make it red ", tiny_models.picture(0))])
+    assert len(computed) == 2
+    model.encode([tiny_models.task("a", "make it red", tiny_models.picture(1))])
+    assert len(computed) == 3
+    with torch.no_grad():
+        next(model.text.encoder.parameters())[0, 0] += 1e-3
+    changed = cached(model, tmp_path / "kept").encode([task])
+    assert len(computed) == 4
+    model.prompt_embeddings = None
+    assert_equal(changed, model.encode([task]))
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "template": lambda text: setattr(text.template, "tail", text.template.tail + " "),
+    "prefix": lambda text: setattr(text, "prefix", text.prefix + 1),
+    "attention": lambda text: text.encoder.set_attn_implementation("eager"),
+    "dtype": lambda text: text.encoder.bfloat16(),
+    "vocabulary": lambda text: text.tokenizer.add_tokens(["redder"]),
+    "image processor": lambda text: setattr(text.image_processor, "max_pixels", 32 * 32),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_encoders_settings_are_a_part_of_an_entrys_key(change: str) -> None:
+    text = tiny_editing.editor(tiny_editing.parts()).text
+    before = describe(text)
+    assert describe(tiny_editing.editor(tiny_editing.parts()).text) == before
+    text.template.tokenise(["make it red"], [[tiny_models.picture(0)]])
+    assert describe(text) == before, "use must not change it"
+    CHANGES[change](text)
+    assert describe(text) != before
+
+
+def test_an_encoder_that_consists_of_something_unknown_is_not_cached() -> None:
+    text = tiny_models.flux_text()
+    text.more = torch.zeros(3)  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match="Tensor in a text encoder"):
+        describe(text)
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "cut off": lambda content: content[: len(content) // 2],
+    "empty": lambda content: b"",
+    "a bit": lambda content: content[:-3] + bytes([content[-3] ^ 4]) + content[-2:],
+    "no safetensors": lambda content: b"\x80\x04." * 50,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_entry_is_reported_and_computed_again(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = cached(MODELS["sd3"](tmp_path), tmp_path / "kept")
+    made = model.encode(tasks(model, ["blue"]))
+    (file,) = (tmp_path / "kept").iterdir()
+    file.write_bytes(DAMAGES[damage](file.read_bytes()))
+    computed = encodings(model, monkeypatch)
+    with caplog.at_level(logging.WARNING, "retouch"):
+        assert_equal(model.encode(tasks(model, ["blue"])), made)
+    assert computed == ["blue"]
+    assert f"{file} are damaged" in caplog.text
+    assert_equal(model.encode(tasks(model, ["blue"])), made)
+    assert computed == ["blue"]
+
+
+def test_the_least_recently_used_are_deleted_beyond_the_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    entry = {"embeds": torch.zeros(1000, dtype=torch.uint8)}
+    store = EmbeddingStore(tmp_path, limit=8 * 1200)
+    for number in range(7):
+        store.write(f"{number}", entry)
+        os.utime(tmp_path / f"{number}.safetensors", (number, number))
+    assert store.usage()[0] == 7
+    assert store.read("0") is not None
+    with caplog.at_level(logging.WARNING, "retouch"):
+        for number in range(7, 12):
+            store.write(f"{number}", entry)
+    assert store.usage()[1] <= 8 * 1200
+    assert "RETOUCH_PROMPT_CACHE_GB" in caplog.text
+    assert [store.read(key) is not None for key in ("0", "1", "2", "11")] == [True, False, False, True]
+
+
+def test_a_disk_that_cannot_be_written_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("in the way")
+    model = cached(MODELS["sd3"](tmp_path), tmp_path / "file" / "kept")
+    with caplog.at_level(logging.WARNING, "retouch"):
+        one, other = (model.encode(tasks(model)) for _ in range(2))
+    assert_equal(one, other)
+    assert caplog.text.count("cannot be kept") == 1
+
+
+def write_often(folder: Path, number: int) -> None:
+    store = EmbeddingStore(folder, limit=10**9)
+    for _ in range(40):
+        store.write("entry", {"embeds": torch.arange(5000, dtype=torch.float32) / 3})
+        assert store.read("entry") is not None
+
+
+def test_several_processes_write_the_same_entry(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=write_often, args=(tmp_path, number), daemon=True) for number in range(3)]
+    for process in writers:
+        process.start()
+    for process in writers:
+        process.join(60)
+    assert [process.exitcode for process in writers] == [0, 0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["entry.safetensors"]
+
+
+def test_a_temporary_file_of_a_killed_process_is_removed_after_a_day(tmp_path: Path) -> None:
+    new, old = tmp_path / ".a.tmp", tmp_path / ".b.tmp"
+    for file in (new, old):
+        file.write_bytes(b"x")
+    os.utime(old, (0, 0))
+    assert EmbeddingStore(tmp_path, limit=1).usage() == (0, 0)
+    assert (new.exists(), old.exists()) == (True, False)
+
+
+@pytest.mark.parametrize("limit", ["0", "-3", "nan", "inf", "much"])
+def test_a_limit_that_is_no_size_is_refused(limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RETOUCH_PROMPT_CACHE_GB", limit)
+    with pytest.raises(ValueError, match="RETOUCH_PROMPT_CACHE_GB is"):
+        EmbeddingStore.of_user()
+
+
+def test_folder_and_limit_are_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert EmbeddingStore.of_user().folder == tmp_path / "retouch" / "prompt-embeddings"
+    assert EmbeddingStore.of_user().limit == 100 * 10**9
+    monkeypatch.setenv("RETOUCH_PROMPT_CACHE", str(tmp_path / "own"))
+    monkeypatch.setenv("RETOUCH_PROMPT_CACHE_GB", "0.5")
+    assert EmbeddingStore.of_user().folder == tmp_path / "own"
+    assert EmbeddingStore.of_user().limit == 5 * 10**8

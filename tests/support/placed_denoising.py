@@ -1,0 +1,67 @@
+"""A step of a denoising policy whose frozen parts wait in CPU memory, as a process of its own: see ``several_devices``.
+
+    python placed_denoising.py RECIPE.json DEVICE OFFLOAD
+
+Prints, as JSON, what the step came to, and the devices of the parts between and during their calls.
+"""
+
+import hashlib
+import json
+import sys
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+
+import several_devices
+from retouch.assembly import assembly
+from retouch.distributed.placement import Placement
+from retouch.distributed.ranks import Ranks
+from retouch.recipe.recipe import parse
+from retouch.training.loop import accumulate, collect, make_minibatch
+
+ROUNDS = 2
+
+
+def main(path: str, name: str, offload: bool) -> dict[str, Any]:
+    with open(path) as file:
+        recipe = parse(json.load(file))
+    device = torch.device(name)
+    assembly.plan_placement = lambda recipe, ranks: Placement(device, device, torch.device("cpu"), offload=offload)
+    with several_devices.Machine():
+        parts = assembly.assemble(recipe, Ranks(device=device))
+        model: Any = parts.model
+        while hasattr(model, "model"):
+            model = model.model
+        named = {"transformer": model.module, "text encoder": model.text.encoder, "autoencoder": model.latents.vae}
+        used: dict[str, list[str]] = defaultdict(list)
+        for part, module in named.items():
+            _watch(module, used[part])
+        run, phase = parts.phase(0, stepper=parts.stepper(), judge=lambda batch, samples: parts.judge.submit(samples))
+        calls = []
+        for _ in range(ROUNDS):
+            before = len(used["text encoder"])
+            collected = collect(run, phase, 0)
+            calls.append(len(used["text encoder"]) - before)
+        minibatch = make_minibatch(run, phase, collected, slice(0, len(collected.batch)), 0)
+        sums, _ = accumulate(run, phase.objective, minibatch)
+        found = {
+            "images": [hashlib.sha256(image.tobytes()).hexdigest() for image in collected.images if image is not None],
+            "loss": float(sums["policy/loss"]),
+            "calls": calls,
+            "used": {part: sorted(set(places)) for part, places in used.items()},
+            "waits": {part: sorted(several_devices.lies_on([*module.parameters()])) for part, module in named.items()},
+        }
+    parts.judge.close()
+    return found
+
+
+def _watch(module: nn.Module, places: list[str]) -> None:
+    """Note where the weights are whenever one of the module's own modules computes."""
+    leaf = next(each for each in module.modules() if not list(each.children()) and list(each.parameters()))
+    leaf.register_forward_pre_hook(lambda each, _: places.extend(several_devices.lies_on([*each.parameters()])))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(main(sys.argv[1], sys.argv[2], sys.argv[3] == "true")))
